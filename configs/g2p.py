@@ -1,0 +1,119 @@
+"""Letters to sounds on the CMU Pronouncing Dictionary: a convolutional CTC model that trains well on a CPU.
+
+make data                                                          the HDF files, once
+python -m hvdtrain configs/g2p.py                                  one process
+mpirun -np 2 --bind-to none python -m hvdtrain configs/g2p.py ++use_horovod 1 ++max_seqs 128
+"""
+
+from pathlib import Path
+
+import torch
+from rapidfuzz.distance import Levenshtein
+from torch import nn
+from torch.nn import functional
+
+import hvdtrain
+
+root = Path(__file__).resolve().parent.parent
+
+task = "train"
+backend = "torch"
+model = str(root / "exp/g2p/model")
+log = str(root / "exp/g2p/train.log")
+
+# Neighbours are of similar length, so that little of a batch is padding: bins of ten batches, sorted up and down in turn.
+train = {"class": "HDFDataset", "files": str(root / "data/g2p/train.hdf"), "seq_ordering": "laplace:.2560"}
+dev = {"class": "HDFDataset", "files": str(root / "data/g2p/dev.hdf")}
+eval = {"class": "HDFDataset", "files": str(root / "data/g2p/test.hdf")}
+max_seqs = 256  # per rank
+
+num_epochs = config.int("num_epochs", 18)  # noqa: F821  `config` is there while hvdtrain runs this file
+optimizer = {"class": "adamw", "weight_decay": 0.01, "betas": (0.9, 0.98)}
+gradient_clip_global_norm = 5.0
+learning_rate = 0.002
+
+
+def dynamic_learning_rate(*, epoch_continuous, learning_rate, **_):
+    """Warm up over the first 5 % of the training, then go down to zero in a straight line."""
+    done = epoch_continuous / num_epochs
+    return learning_rate * min(0.01 + done / 0.05, (1 - done) / 0.95)
+
+
+LETTERS, PHONES = 27, 39
+BLANK = PHONES  # CTC's blank, behind the phones
+BETWEEN = PHONES  # in the key `variants`, what stands between two pronunciations
+UPSAMPLE = 2  # frames per letter: some letters are two phones (x: K S)
+
+
+class GatedBlock(nn.Module):
+    """A residual layer: normalize, convolve over neighbouring frames, gate."""
+
+    def __init__(self, channels, width, dropout):
+        super().__init__()
+        self.norm = nn.LayerNorm(channels)
+        self.convolution = nn.Conv1d(channels, 2 * channels, width, padding=width // 2)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, frames, mask):
+        """Frames (batch, time, channels), mask (batch, time, 1): the same shape again."""
+        hidden = self.norm(frames) * mask  # no padding leaks into a word
+        hidden = functional.glu(self.convolution(hidden.transpose(1, 2)), dim=1).transpose(1, 2)
+        return frames + self.dropout(hidden)
+
+
+class LettersToPhones(nn.Module):
+    """Letters (batch, time) to log probabilities of phones and blank (batch, UPSAMPLE * time, PHONES + 1)."""
+
+    def __init__(self, channels=128, layers=6, width=5, dropout=0.1):
+        super().__init__()
+        self.embedding = nn.Embedding(LETTERS, channels)
+        self.place = nn.Parameter(0.5 * torch.randn(UPSAMPLE, channels))  # tells a letter's frames apart
+        self.blocks = nn.ModuleList([GatedBlock(channels, width, dropout) for _ in range(layers)])
+        self.norm = nn.LayerNorm(channels)
+        self.output = nn.Linear(channels, PHONES + 1)
+
+    def forward(self, letters, mask):
+        frames = (self.embedding(letters)[:, :, None] + self.place).flatten(1, 2)
+        mask = mask.repeat_interleave(UPSAMPLE, dim=1).unsqueeze(-1).to(frames.dtype)
+        for block in self.blocks:
+            frames = block(frames, mask)
+        return self.output(self.norm(frames)).log_softmax(-1)
+
+
+def get_model(**_):
+    return LettersToPhones()
+
+
+def train_step(*, model, extern_data, **_):
+    context = hvdtrain.get_run_ctx()
+    letters, phones = extern_data["data"], extern_data["classes"]
+    log_probs = model(letters.raw_tensor, letters.mask)
+    losses = functional.ctc_loss(
+        log_probs.transpose(0, 1),
+        phones.raw_tensor,
+        letters.seq_lens * UPSAMPLE,
+        phones.seq_lens,
+        blank=BLANK,
+        reduction="none",
+        zero_infinity=True,  # a word with more phones than frames
+    )
+    context.mark_as_loss(losses, "ctc", use_normalized_loss=True)
+    if not context.train_flag:
+        distances, lengths = zip(*compare(log_probs, letters.seq_lens * UPSAMPLE, extern_data["variants"]))
+        distances = torch.tensor(distances)
+        context.mark_as_loss(distances, "per", as_error=True, custom_inv_norm_factor=sum(lengths))
+        context.mark_as_loss(distances > 0, "wer", as_error=True)
+
+
+def compare(log_probs, seq_lens, variants):
+    """For each word: the edit distance to the closest listed pronunciation, and that pronunciation's length."""
+    best = log_probs.argmax(-1).cpu()
+    for path, frames, classes, length in zip(best, seq_lens, variants.raw_tensor.cpu(), variants.seq_lens):
+        decoded = [phone for phone in torch.unique_consecutive(path[:frames]).tolist() if phone != BLANK]
+        references = [[]]
+        for phone in classes[:length].tolist():
+            if phone == BETWEEN:
+                references.append([])
+            else:
+                references[-1].append(phone)
+        yield min((Levenshtein.distance(decoded, reference), len(reference)) for reference in references)

@@ -1,0 +1,7 @@
+"""`python -m hvdtrain`."""
+
+import sys
+
+from hvdtrain.cli import main
+
+sys.exit(main())

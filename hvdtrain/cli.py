@@ -1,0 +1,114 @@
+"""The command line: `python -m hvdtrain config.py ++key value`. The only place that exits."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from pathlib import Path
+
+from hvdtrain.comm import launch
+from hvdtrain.config.check import describe
+from hvdtrain.config.keys import declared
+from hvdtrain.errors import ConfigError, HvdtrainError, PeerFailure
+from hvdtrain.settings import DATASET_SECTIONS, SECTIONS, read_settings
+from hvdtrain.version import __version__
+
+USAGE = """\
+usage: python -m hvdtrain CONFIG [CONFIG ...] [++KEY VALUE ...]
+       mpirun -np N --bind-to none python -m hvdtrain CONFIG ++use_horovod 1 [++KEY VALUE ...]
+
+Train as the config says, from the last finished epoch on. CONFIG is a Python file (every name it defines is a key or the
+author's own) or a JSON file; of several, later ones win. ++KEY VALUE wins over all; ++train.seq_ordering random reaches
+into a dict. Values are Python literals, true, false, or text.
+
+options:
+  -h, --help     this text and all keys
+  --version      the version
+"""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the program; return its exit status: 0, 1 for a crash, 2 for what the user can mend, 130 after Ctrl-C."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if not arguments or {"-h", "--help"} & set(arguments):
+        print(help_text() if arguments else USAGE)
+        return 0 if arguments else 2
+    if "--version" in arguments:
+        print(f"hvdtrain {__version__}")
+        return 0
+    rank = launch.launch().rank
+    try:
+        paths, overrides = parse(arguments)
+        settings = read_settings(paths, overrides)
+        from hvdtrain.run import train  # here, so that a mistake in the config is told without waiting for imports
+
+        train(settings)
+        return 0
+    except ConfigError as error:  # before the ranks are connected: all of them find the same problems
+        return _fail(str(error), rank, status=2, everywhere=True)
+    except HvdtrainError as error:
+        return _fail(str(error), rank, status=1 if isinstance(error, PeerFailure) else 2, everywhere=error.on_every_rank)
+    except KeyboardInterrupt:
+        return _fail("interrupted; the same command goes on after the last finished epoch", rank, status=130, everywhere=True)
+    except BaseException:
+        return _fail(traceback.format_exc(), rank, status=1, everywhere=False)
+
+
+def parse(arguments: list[str]) -> tuple[list[Path], dict[str, str]]:
+    """Config files, then `++key value` pairs. Raises: ConfigError."""
+    files = []
+    rest = list(arguments)
+    while rest and not rest[0].startswith(("+", "-")):
+        files.append(Path(rest.pop(0)))
+    problems = [] if files else ["command line: expected a config file first, got none (python -m hvdtrain --help)"]
+    overrides = {}
+    while rest:
+        name = rest.pop(0)
+        if not name.startswith("++") or len(name) == 2:
+            problems.append(f"command line: expected ++KEY VALUE, got {name!r} (python -m hvdtrain --help)")
+        elif not rest or (rest[0].startswith("++") and not rest[0].startswith("+++")):
+            problems.append(f"command line: expected a value after {name}, got {'the next key' if rest else 'nothing'}")
+        else:
+            value = rest.pop(0)
+            overrides[name[2:]] = value.removeprefix("+") if value.startswith("+-") else value
+    if problems:
+        raise ConfigError(problems)
+    return files, overrides
+
+
+def help_text() -> str:
+    """The usage and every key."""
+    lines = [USAGE, "keys of a config:"]
+    for section in SECTIONS:
+        lines += _section_lines(section)
+    lines += ["", "keys of a dataset dict (train, dev, ...), besides 'class':"]
+    for section in DATASET_SECTIONS:
+        lines += _section_lines(section)
+    return "\n".join(lines)
+
+
+def _section_lines(section: type) -> list[str]:
+    lines = ["", f"  {(section.__doc__ or '').splitlines()[0]}"]
+    for key in declared(section):
+        lines += [f"    {key.name}", f"        {key.doc}", f"        ({describe(key)})"]
+    return lines
+
+
+def _fail(message: str, rank: int, status: int, everywhere: bool) -> int:
+    """Show why a rank fails and end it at once.
+
+    Where all ranks fail alike, rank 0 speaks for them and all end in good order. A rank that fails alone ends without
+    taking leave: its launcher then ends the others, who might be waiting for it.
+    """
+    size = launch.launch().size
+    if everywhere:
+        if rank == 0:
+            print(message, file=sys.stderr, flush=True)
+        return status
+    prefix = f"rank {rank} of {size}: " if size > 1 else ""
+    print(f"{prefix}{message}", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    if size > 1:
+        os._exit(status)
+    return status

@@ -1,0 +1,107 @@
+"""Horovod: its PyTorch and its TensorFlow binding behind one class."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any, Literal, TypeVar
+
+from hvdtrain.comm import launch
+from hvdtrain.comm.base import Op, Tensor
+from hvdtrain.errors import LaunchError, PeerFailure
+
+T = TypeVar("T")
+
+HOW_TO_INSTALL = (
+    "use_horovod: expected an installed Horovod, got: {error}\n"
+    "  Build it for the frameworks of this Python (about three minutes; needs Open MPI: apt-get install openmpi-bin libopenmpi-dev):\n"
+    "    python -m hvdtrain.build_horovod\n"
+    "  Without Horovod, leave use_horovod out and start one process."
+)
+
+
+def open_horovod(framework: Literal["torch", "tensorflow"]) -> HorovodCommunicator:
+    """Start Horovod and connect the processes.
+
+    Raises:
+        LaunchError: Horovod is not installed for the framework, or it sees other processes than the launcher started.
+    """
+    started = launch.launch()
+    launch.yield_when_idle(started.local_size, launch.cores())
+    try:
+        binding = importlib.import_module(f"horovod.{framework}")
+    except ImportError as error:
+        raise LaunchError(HOW_TO_INSTALL.format(error=error)) from None
+    binding.init()
+    if binding.size() != started.size:
+        raise LaunchError(
+            f"use_horovod: expected {started.size} processes as {started.launcher} started, but Horovod sees {binding.size()} "
+            "(Horovod was built for another MPI than the launcher's; `mpirun --version` and `python -m hvdtrain.build_horovod --force`)"
+        )
+    return HorovodCommunicator(binding)
+
+
+class HorovodCommunicator:
+    """The processes of a Horovod job. Horovod's two bindings are alike in everything used here but the asynchronous calls."""
+
+    def __init__(self, binding: ModuleType) -> None:
+        self._hvd: Any = binding
+        self._asynchronous = hasattr(binding, "grouped_allreduce_async_")
+        self.rank: int = binding.rank()
+        self.size: int = binding.size()
+        self.local_rank: int = binding.local_rank()
+        self.local_size: int = binding.local_size()
+
+    def start(self, tensors: Sequence[Tensor], op: Op, *, name: str) -> Any:
+        if not tensors:
+            return []
+        horovod_op = {"sum": self._hvd.Sum, "average": self._hvd.Average}[op]
+        with _peer_failures():
+            if not self._asynchronous:
+                return self._hvd.grouped_allreduce(list(tensors), op=horovod_op, name=name)
+            # Horovod has no bfloat16: such tensors travel as float32.
+            wide = [tensor.float() if "bfloat16" in str(tensor.dtype) else tensor for tensor in tensors]
+            handle = self._hvd.grouped_allreduce_async_(wide, op=horovod_op, name=name)
+            return handle, [tensor.dtype for tensor in tensors]
+
+    def finish(self, handle: Any) -> list[Tensor]:
+        if isinstance(handle, list):
+            return handle
+        with _peer_failures():
+            reduced = self._hvd.synchronize(handle[0])
+        return [tensor.to(dtype) for tensor, dtype in zip(reduced, handle[1], strict=True)]
+
+    def broadcast(self, tensors: Sequence[Tensor], *, name: str) -> list[Tensor]:
+        with _peer_failures():
+            if not self._asynchronous:
+                return [self._hvd.broadcast(tensor, 0, name=f"{name}.{i}") for i, tensor in enumerate(tensors)]
+            # As bytes: so every type can travel, those that Horovod does not know, too.
+            flat = [tensor.contiguous().reshape(-1).view(_byte_type(tensor)) for tensor in tensors]
+            handles = [self._hvd.broadcast_async(tensor, 0, name=f"{name}.{i}") for i, tensor in enumerate(flat)]
+            sent = [self._hvd.synchronize(handle) for handle in handles]
+        return [new.view(old.dtype).reshape(old.shape) for new, old in zip(sent, tensors, strict=True)]
+
+    def gather(self, value: T, *, name: str) -> list[T]:
+        with _peer_failures():
+            return list(self._hvd.allgather_object(value, name=name))
+
+    def close(self) -> None:
+        self._hvd.shutdown()
+
+
+def _byte_type(tensor: Tensor) -> Any:
+    """torch.uint8, without importing torch: only the binding does."""
+    return tensor.new_empty(0).byte().dtype
+
+
+@contextmanager
+def _peer_failures() -> Iterator[None]:
+    """Horovod says one and the same thing whichever rank failed, and never why: the failing rank itself tells that."""
+    try:
+        yield
+    except Exception as error:
+        if type(error).__name__ == "HorovodInternalError" and "shut down" in str(error):
+            raise PeerFailure("stopped, because another rank failed") from None
+        raise

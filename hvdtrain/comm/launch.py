@@ -1,0 +1,87 @@
+"""Who started this process, and as which of how many. The only reader of the environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the launcher says about this process. Alone: rank 0 of 1."""
+
+    launcher: str | None
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+
+
+# Launcher, then its names for rank, size, local rank and local size. The first whose rank and size are set decides:
+# horovodrun may itself run mpirun, and torchrun may run under srun, so the innermost launcher stands first.
+LAUNCHERS = (
+    ("horovodrun", "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
+    ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    ("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    # Inside a job step only: a plain `python` in an sbatch script knows SLURM_NTASKS as well, and is one process.
+    ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+)
+
+
+def detect(environ: Mapping[str, str]) -> Launch:
+    """Read the launcher's variables.
+
+    >>> detect({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"})
+    Launch(launcher='mpirun', rank=1, size=2, local_rank=1, local_size=1)
+    >>> detect({})
+    Launch(launcher=None, rank=0, size=1, local_rank=0, local_size=1)
+    """
+    for launcher, rank, size, local_rank, local_size in LAUNCHERS:
+        if environ.get(rank, "").isdigit() and environ.get(size, "").isdigit():
+            return Launch(
+                launcher,
+                int(environ[rank]),
+                int(environ[size]),
+                _number(environ.get(local_rank), 0),
+                _number(environ.get(local_size), 1),
+            )
+    return Launch(None)
+
+
+def launch() -> Launch:
+    """How this process was started."""
+    return detect(os.environ)
+
+
+def cores() -> int:
+    """How many cores this process may use (those it is bound to, where it is)."""
+    return len(os.sched_getaffinity(0))
+
+
+def threads_per_rank(environ: Mapping[str, str], local_size: int, cores: int) -> int:
+    """How many threads a rank computes with: OMP_NUM_THREADS where it is set, else an equal share of the host's cores."""
+    return max(1, _number(environ.get("OMP_NUM_THREADS"), cores // max(1, local_size)))
+
+
+def yield_when_idle(local_size: int, cores: int) -> None:
+    """Let Open MPI give up the core while it waits, where the ranks would otherwise take it from each other.
+
+    Open MPI waits by asking again and again, on a thread of its own beside the one that computes. Where two threads a
+    rank are more than the cores, a step takes up to four times as long. To be called before MPI starts; a user's own
+    setting stands.
+    """
+    if 2 * local_size > cores:
+        os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+
+
+def environment() -> Mapping[str, str]:
+    """This process's environment, to read."""
+    return os.environ
+
+
+def _number(text: str | None, default: int) -> int:
+    """The number a variable starts with ('4', Slurm's '4(x2)'), or the default."""
+    digits = (text or "").split("(")[0].split(",")[0]
+    return int(digits) if digits.isdigit() else default

@@ -1,0 +1,94 @@
+"""From names and values to sections of checked keys: every problem is found before any is reported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import SequenceMatcher
+from types import ModuleType
+from typing import Any, TypeVar
+
+from hvdtrain.config.keys import REQUIRED, Key, Mismatch, convert, declared, words_of
+from hvdtrain.config.source import COMMAND_LINE, Source
+
+Section = TypeVar("Section")
+
+CLOSE = 0.85
+"""From this similarity on (difflib's ratio) an unknown name is taken for a misspelt key."""
+
+
+def build(
+    section: type[Section], values: dict[str, Any], where: str, origins: dict[str, str]
+) -> tuple[Section | None, list[str]]:
+    """A section filled from the values, or None and the problems.
+
+    Args:
+        where: put before a key's name in a message: '' at the top level, 'train.' inside the dict `train`.
+    """
+    problems = []
+    filled: dict[str, Any] = {}
+    for key in declared(section):
+        if key.name not in values:
+            if key.default is REQUIRED:
+                problems.append(f"{where}{key.name}: expected {words_of(key.type)} ({key.doc}), got nothing")
+            continue
+        value = values[key.name]
+        try:
+            filled[key.name] = convert(value, key)
+        except Mismatch as mismatch:
+            origin = origins.get(key.name, "the config")
+            problems.append(f"{where}{key.name}: expected {mismatch}, got {_shown(value)} in {origin}")
+    return (None, problems) if problems else (section(**filled), [])
+
+
+def unknown(source: Source, known: Iterable[str], foreign: dict[str, str]) -> list[str]:
+    """Problems with names that are no keys: misspelt keys, keys of RETURNN that mean nothing here, unused overrides.
+
+    Every other name is the author's own business.
+
+    Args:
+        foreign: keys of RETURNN that would change the training but are not supported, with what to do instead.
+    """
+    problems = []
+    keys = list(known)
+    for name, value in source.values.items():
+        if name in keys or name.startswith("_") or isinstance(value, (ModuleType, type)):
+            continue
+        origin = source.origins[name]
+        match = closest(name, keys)
+        if name in foreign:
+            problems.append(f"{name}: a key of RETURNN that is not supported, in {origin} ({foreign[name]})")
+        elif match:
+            problems.append(f"{name}: unknown key in {origin} (did you mean {match}?)")
+        elif name in source.unused and origin == COMMAND_LINE:
+            problems.append(f"{name}: unknown key in {origin} (it is no key, and the config never mentions it)")
+    return problems
+
+
+def closest(name: str, keys: Iterable[str]) -> str | None:
+    """The key that `name` was probably meant to be.
+
+    >>> closest("learning_rat", ["learning_rate", "learning_rates"]), closest("trian", ["train"]), closest("hidden", ["train"])
+    ('learning_rate', 'train', None)
+    """
+
+    def likeness(key: str) -> float:
+        if sorted(name) == sorted(key):  # two letters swapped
+            return CLOSE
+        return SequenceMatcher(None, name, key).ratio()
+
+    best = max(keys, key=likeness, default=None)
+    return best if best is not None and likeness(best) >= CLOSE else None
+
+
+def describe(key: Key) -> str:
+    """A key's type, rule and default in words, for the help and the reference page."""
+    words = words_of(key.type)
+    if key.rule is not None:
+        words = f"{words}; {key.rule.words}"
+    return f"{words}; required" if key.required else f"{words}; default {_shown(key.default)}"
+
+
+def _shown(value: Any) -> str:
+    """A value in a message: its repr, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,170 @@
+"""How a config key is declared: once, as a field of a frozen dataclass beside the code that it configures.
+
+    @dataclass(frozen=True, kw_only=True)
+    class ReduceKeys:
+        horovod_param_sync_step: int = key(1, "average the parameters after every so many updates", positive)
+
+The field's annotation is the key's type. `convert` checks a value against it; `text_value` reads one from the command line.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import numbers
+import types
+import typing
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+REQUIRED: Any = dataclasses.MISSING
+"""The default of a key that every config has to set."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """What a value of the right type must fulfil, in words and as a test."""
+
+    words: str
+    holds: Callable[[Any], bool]
+
+
+positive = Rule("a positive number", lambda value: value > 0)
+not_negative = Rule("zero or a positive number", lambda value: value >= 0)
+share = Rule("a number between 0 and 1", lambda value: 0 <= value <= 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """One declared key: what `--help`, `docs/keys.md` and the checks need to know."""
+
+    name: str
+    type: Any
+    default: Any
+    doc: str
+    rule: Rule | None
+    section: str
+
+    @property
+    def required(self) -> bool:
+        return self.default is REQUIRED
+
+
+def key(default: Any, doc: str, rule: Rule | None = None) -> Any:
+    """Declare a key as a dataclass field: its default (or REQUIRED), one line of documentation, perhaps a rule."""
+    metadata = {"doc": doc, "rule": rule}
+    if isinstance(default, (dict, list)):
+        copied = default
+        return dataclasses.field(default_factory=lambda: type(copied)(copied), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def declared(section: type) -> Iterator[Key]:
+    """The keys that a section class declares, in order."""
+    hints = get_type_hints(section)
+    for field in dataclasses.fields(section):
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        yield Key(field.name, hints[field.name], default, field.metadata["doc"], field.metadata["rule"], section.__name__)
+
+
+class Mismatch(Exception):
+    """A value is not of the key's type, or breaks its rule. The text says what was expected."""
+
+
+def convert(value: Any, declared_key: Key) -> Any:
+    """`value` as the key's type. Raises: Mismatch."""
+    result = _converted(value, declared_key.type)
+    if declared_key.rule is not None and result is not None and not _holds(declared_key.rule, result):
+        raise Mismatch(declared_key.rule.words)
+    return result
+
+
+def text_value(text: str, expected: Any = Any) -> Any:
+    """A value from the command line: a Python literal, `true`, `false`, `none`, or just text; text as it is for a str key.
+
+    >>> text_value("0.5"), text_value("true"), text_value("2G"), text_value("3", str)
+    (0.5, True, '2G', '3')
+    """
+    if expected is str:
+        return text
+    words = {"true": True, "false": False, "none": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return text
+
+
+def words_of(expected: Any) -> str:
+    """A type in words: `int or None`, `'grad' or 'param'`."""
+    if get_origin(expected) is Literal:
+        return " or ".join(repr(choice) for choice in get_args(expected))
+    if get_origin(expected) in (Union, types.UnionType):
+        return " or ".join(words_of(member) for member in get_args(expected))
+    plain = {
+        int: "an integer",
+        float: "a number",
+        bool: "True or False",
+        str: "a string",
+        dict: "a dict",
+        list: "a list",
+        tuple: "a tuple",
+        type(None): "None",
+        Any: "anything",
+        Callable: "a function",
+        typing.get_origin(Callable[..., Any]): "a function",
+    }
+    origin = get_origin(expected) or expected
+    return plain.get(origin, getattr(origin, "__name__", str(origin)))
+
+
+def _holds(rule: Rule, value: Any) -> bool:
+    """Whether the rule holds; rules about numbers let other members of a union type (a callable, a dict) pass."""
+    try:
+        return bool(rule.holds(value))
+    except TypeError:
+        return True
+
+
+def _converted(value: Any, expected: Any) -> Any:
+    origin = get_origin(expected) or expected
+    if expected is Any:
+        return value
+    if origin is Literal:
+        for choice in get_args(expected):
+            if value == choice and isinstance(value, bool) == isinstance(choice, bool):
+                return choice
+        raise Mismatch(words_of(expected))
+    if origin in (Union, types.UnionType):
+        members = get_args(expected)
+        for member in members:  # the value's own type first: "3" stays a string where strings are allowed
+            if isinstance(member, type) and type(value) is member:
+                return value
+        for member in members:
+            try:
+                return _converted(value, member)
+            except Mismatch:
+                continue
+        raise Mismatch(words_of(expected))
+    number = isinstance(value, numbers.Real) and not isinstance(value, bool)  # numpy's numbers are Reals, too
+    if origin is bool and (isinstance(value, bool) or (number and value in (0, 1))):
+        return bool(value)
+    if origin is int and number and float(value).is_integer():
+        return int(value)
+    if origin is float and number:
+        return float(value)
+    if origin is Callable or origin is typing.get_origin(Callable[..., Any]):
+        if callable(value) and not isinstance(value, types.ModuleType):
+            return value
+        raise Mismatch(words_of(expected))
+    if origin in (str, list, tuple, dict, type(None)):
+        if isinstance(value, origin) or (origin is type(None) and value is None):
+            return value
+        if origin is list and isinstance(value, tuple):
+            return list(value)
+    elif isinstance(origin, type) and origin not in (bool, int, float) and isinstance(value, origin):
+        return value
+    raise Mismatch(words_of(expected))

@@ -1,0 +1,138 @@
+"""Reading a config: a Python or JSON file, under overrides from the command line."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from hvdtrain.config.access import ConfigAccess
+from hvdtrain.config.keys import text_value
+from hvdtrain.errors import ConfigError
+
+COMMAND_LINE = "the command line"
+MODULE_NAME = "__hvdtrain_config__"
+
+
+@dataclass(frozen=True)
+class Source:
+    """All names with their values, and for each where it comes from: a file's name or the command line."""
+
+    values: dict[str, Any]
+    origins: dict[str, str]
+    unused: tuple[str, ...]
+    """Overrides whose name the config's text never mentions."""
+
+
+def load(paths: list[Path], overrides: Mapping[str, str], types: Mapping[str, Any]) -> Source:
+    """Run or parse the config files in order (a later one wins), then apply the overrides, which win over all.
+
+    Overrides without a dot are visible to a Python file while it runs, as globals and through `config.value(...)`.
+
+    Args:
+        overrides: `++key value` as text; a key `train.seq_ordering` reaches into the dict `train`.
+        types: the declared keys' types, by which the texts are read.
+
+    Raises:
+        ConfigError: a file is missing, does not parse or raises; an override reaches into something that is no dict.
+    """
+    top = {name: text_value(text, types.get(name, Any)) for name, text in overrides.items() if "." not in name}
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    texts = []
+    for path in paths:
+        text = _read(path)
+        texts.append(text)
+        if path.suffix == ".json" or text.lstrip().startswith("{"):
+            left = _parse_json(path, text)
+        else:
+            left = _run_python(path, text, {**values, **top})
+        values.update(left)
+        origins.update(dict.fromkeys(left, path.name))
+    values.update(top)
+    origins.update(dict.fromkeys(top, COMMAND_LINE))
+    problems = []
+    for name, text in overrides.items():
+        if "." in name:
+            problems += _set_nested(values, origins, name, text)
+    if problems:
+        raise ConfigError(problems)
+    mentioned = set(re.findall(r"\w+", "\n".join(texts)))
+    unused = tuple(name for name in top if name not in types and name not in mentioned)
+    return Source(values, origins, unused)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError([f"{path}: expected a config file, got: {error.strerror}"]) from None
+    except UnicodeDecodeError:
+        raise ConfigError([f"{path}: expected a Python or JSON file, got bytes that are no UTF-8 text"]) from None
+
+
+def _parse_json(path: Path, text: str) -> dict[str, Any]:
+    try:
+        parsed = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError([f"{path.name}, line {error.lineno}: expected JSON, got: {error.msg}"]) from None
+    if not isinstance(parsed, dict):
+        raise ConfigError([f"{path.name}: expected a JSON object of keys, got a {type(parsed).__name__}"])
+    return parsed
+
+
+def _run_python(path: Path, text: str, visible: dict[str, Any]) -> dict[str, Any]:
+    """Run the file as a module of its own, so that classes and functions in it behave as in any module."""
+    module = ModuleType(MODULE_NAME)
+    module.__file__ = str(path.resolve())
+    sys.modules[MODULE_NAME] = module
+    if str(path.resolve().parent) not in sys.path:
+        sys.path.append(str(path.resolve().parent))
+    names = module.__dict__
+    names.update(visible)
+    preset = ConfigAccess(names)
+    names["config"] = preset
+    try:
+        exec(compile(text, str(path), "exec"), names)
+    except ConfigError:
+        raise
+    except Exception as error:
+        line = _line_in(path, error)
+        raise ConfigError([f"{path.name}{line}: {type(error).__name__}: {error}"]) from error
+    return {
+        name: value
+        for name, value in names.items()
+        if not name.startswith("__") and not (name == "config" and value is preset) and visible.get(name, names) is not value
+    }
+
+
+def _line_in(path: Path, error: Exception) -> str:
+    """', line 12' of the config itself, where the error came out of it."""
+    if isinstance(error, SyntaxError) and error.filename == str(path):
+        return f", line {error.lineno}"
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    return f", line {lines[-1]}" if lines else ""
+
+
+def _set_nested(values: dict[str, Any], origins: dict[str, str], name: str, text: str) -> list[str]:
+    """Set `train.seq_ordering` inside a copy of the dict `train`. Returns the problem, if there is one."""
+    first, *path = name.split(".")
+    inside: Any = values.get(first)
+    if not isinstance(inside, dict):
+        got = "nothing" if first not in values else type(inside).__name__
+        return [f"++{name}: expected '{first}' to be a dict in the config, got {got}"]
+    values[first] = inside = dict(inside)
+    for part in path[:-1]:
+        if not isinstance(inside.get(part), dict):
+            return [f"++{name}: expected '{part}' to be a dict inside '{first}', got {type(inside.get(part)).__name__}"]
+        inside[part] = dict(inside[part])
+        inside = inside[part]
+    inside[path[-1]] = text_value(text, str if isinstance(inside.get(path[-1]), str) else Any)
+    origins[first] = f"{origins[first]} and {COMMAND_LINE}"
+    return []

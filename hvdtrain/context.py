@@ -1,0 +1,90 @@
+"""What a config's `train_step` talks to while it runs: `hvdtrain.get_run_ctx().mark_as_loss(...)`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+from hvdtrain.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss or an error as the config marked it.
+
+    Attributes:
+        value: one number per element, not summed; any shape.
+        count: how many elements the sum goes over, where that is not the number of elements of `value`.
+    """
+
+    value: Any
+    scale: float
+    as_error: bool
+    use_normalized_loss: bool
+    count: Any | None
+
+
+@dataclass
+class RunContext:
+    """One call of `train_step`.
+
+    Attributes:
+        epoch: counted from 1.
+        step: updates done so far in the whole training.
+        train_flag: False in an evaluation.
+    """
+
+    epoch: int
+    step: int
+    train_flag: bool
+    losses: dict[str, Loss] = field(default_factory=dict)
+
+    def mark_as_loss(
+        self,
+        loss: Any,
+        name: str,
+        *,
+        scale: float = 1.0,
+        as_error: bool = False,
+        use_normalized_loss: bool = False,
+        custom_inv_norm_factor: Any | None = None,
+    ) -> None:
+        """Name a loss to be minimized, or an error to be reported.
+
+        Args:
+            loss: a tensor with one number per element (frame, label or sequence), without those of the padding; not
+                reduced. Elements are summed; what is reported is the sum over all batches and ranks divided by the count.
+            name: what it is called in the log.
+            scale: factor on the way into the total loss.
+            as_error: report only, do not minimize.
+            use_normalized_loss: minimize the mean over the elements of all ranks' batches instead of the sum.
+            custom_inv_norm_factor: the count, where it is not the number of elements (say, the number of reference
+                phones behind an edit distance per word): a number, or a tensor that is summed.
+        """
+        if name in self.losses:
+            raise ConfigError([f"train_step: expected every loss to have a name of its own, got {name!r} twice"])
+        self.losses[name] = Loss(loss, scale, as_error, use_normalized_loss, custom_inv_norm_factor)
+
+
+_current: ContextVar[RunContext] = ContextVar("hvdtrain_run_context")
+
+
+def get_run_ctx() -> RunContext:
+    """The context of the step that is running. Raises: ConfigError, outside of one."""
+    try:
+        return _current.get()
+    except LookupError:
+        raise ConfigError(["get_run_ctx: expected to be called inside train_step, got called outside of a step"]) from None
+
+
+@contextmanager
+def running(context: RunContext) -> Iterator[RunContext]:
+    """Make `context` what `get_run_ctx()` returns inside the `with` block."""
+    token = _current.set(context)
+    try:
+        yield context
+    finally:
+        _current.reset(token)

@@ -1,0 +1,78 @@
+"""From the plan to padded batches, read ahead in the background."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Generic, TypeVar
+
+import numpy
+
+from hvdtrain.data.types import Array, Batch, Dataset, Padded
+
+T = TypeVar("T")
+
+
+def batches(dataset: Dataset, share: Iterable[Array]) -> Iterator[Batch]:
+    """The batches of one rank's share of a plan, each read when it is asked for. Raises: DataError."""
+    for indices in share:
+        sequences = [dataset.sequence(index) for index in indices.tolist()]
+        data = {key: pad([sequence[key] for sequence in sequences]) for key in dataset.streams}
+        yield Batch(data, indices)
+
+
+def pad(sequences: Sequence[Array]) -> Padded:
+    """Arrays of shape (time, ...) that differ in time only, as one array of shape (batch, time, ...) with zeros behind."""
+    seq_lens = numpy.fromiter((len(sequence) for sequence in sequences), dtype=numpy.int32, count=len(sequences))
+    first = sequences[0]
+    values = numpy.zeros((len(sequences), int(seq_lens.max()), *first.shape[1:]), dtype=first.dtype)
+    if first.dtype == object:
+        values[:] = ""  # strings
+    for row, sequence in zip(values, sequences, strict=True):
+        row[: len(sequence)] = sequence
+    return Padded(values, seq_lens)
+
+
+class ReadAhead(Generic[T]):
+    """Takes values from an iterator in a background thread, some ahead of who asks for them; a context manager.
+
+    An exception of the iterator is raised where the value would have come. Leaving the context stops the thread.
+    """
+
+    def __init__(self, values: Iterable[T], depth: int = 8) -> None:
+        self._values = values
+        self._ready: queue.Queue[tuple[str, T | BaseException | None]] = queue.Queue(maxsize=depth)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._fill, name="read-ahead", daemon=True)
+
+    def __enter__(self) -> Iterator[T]:
+        self._thread.start()
+        return self._take()
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        while self._thread.is_alive():  # the thread may be waiting for room
+            try:
+                self._ready.get_nowait()
+            except queue.Empty:
+                self._thread.join(timeout=0.05)
+
+    def _fill(self) -> None:
+        try:
+            for value in self._values:
+                self._ready.put(("value", value))
+                if self._stop.is_set():
+                    return
+            self._ready.put(("end", None))
+        except BaseException as error:
+            self._ready.put(("error", error))
+
+    def _take(self) -> Iterator[T]:
+        while True:
+            kind, value = self._ready.get()
+            if kind == "error":
+                raise value  # type: ignore[misc]  # it is a BaseException
+            if kind == "end":
+                return
+            yield value  # type: ignore[misc]  # it is a T

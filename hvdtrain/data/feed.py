@@ -1,0 +1,47 @@
+"""A dataset's batches for one rank, epoch by epoch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from hvdtrain.data.batches import ReadAhead, batches
+from hvdtrain.data.order import OrderKeys
+from hvdtrain.data.plan import BatchKeys, Plan, plan
+from hvdtrain.data.types import Array, Batch, Dataset
+
+SEED_STEP = 16127
+"""How far apart the ranks' seeds are under 'random_seed_offset'; RETURNN's number."""
+
+
+@dataclass(frozen=True)
+class Feed:
+    """What one rank needs to know to read its part of a dataset.
+
+    Attributes:
+        distribution: 'shard': batch i of an epoch goes to rank i % size. 'random_seed_offset': every rank goes through all
+            sequences, in an order of its own.
+    """
+
+    name: str
+    dataset: Dataset
+    order_keys: OrderKeys
+    batch_keys: BatchKeys
+    rank: int
+    size: int
+    distribution: Literal["shard", "random_seed_offset"] = "shard"
+
+    def plan(self, epoch: int) -> Plan:
+        """The plan of an epoch (counted from 1)."""
+        keys = self.order_keys
+        if self.distribution == "random_seed_offset":
+            keys = replace(keys, random_seed_offset=keys.random_seed_offset + self.rank * SEED_STEP)
+        return plan(self.dataset.lengths, keys, self.batch_keys, epoch)
+
+    def share(self, plan: Plan) -> list[Array]:
+        """This rank's batches of a plan, as indices of sequences."""
+        return plan.share(self.rank, self.size) if self.distribution == "shard" else plan.share(0, 1)
+
+    def read(self, share: list[Array]) -> ReadAhead[Batch]:
+        """The batches themselves, read in the background."""
+        return ReadAhead(batches(self.dataset, share))

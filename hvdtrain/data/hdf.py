@@ -1,0 +1,294 @@
+"""HDF files in RETURNN's layout, read through a memory map where the layout allows it.
+
+A file holds the sequences of each data key one behind the other: `/inputs` (key 'data') and `/targets/data/<key>`, with
+`/seqLengths` (num_sequences, number of keys) and `/seqTags`. Opening reads the lengths, in one read, and nothing else.
+A contiguous dataset is mapped: a sequence is then a view of the page cache, which all ranks of a host share. What is
+chunked or compressed goes through h5py.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy
+
+from hvdtrain.data.types import Array, Stream
+from hvdtrain.errors import DataError
+
+
+class HDFDataset:
+    """The sequences of one or several HDF files, one file after the other.
+
+    All files have the data keys of the first one, with the same dimensions; further keys of a later file are ignored.
+    """
+
+    def __init__(self, files: list[HDFFile]) -> None:
+        self._files = files
+        self.streams: Mapping[str, Stream] = files[0].streams
+        self.lengths: Mapping[str, Array] = {
+            key: numpy.concatenate([file.lengths[key] for file in files]) for key in self.streams
+        }
+        self._first = numpy.cumsum([0] + [file.num_sequences for file in files]).tolist()
+
+    @property
+    def num_sequences(self) -> int:
+        return int(self._first[-1])
+
+    def sequence(self, index: int) -> dict[str, Array]:
+        which = bisect_right(self._first, index) - 1
+        return self._files[which].sequence(index - self._first[which], self.streams)
+
+    def tags(self, indices: Sequence[int]) -> list[str]:
+        tags = [""] * len(indices)
+        which = numpy.searchsorted(self._first, indices, side="right") - 1
+        for number in numpy.unique(which):
+            places = numpy.flatnonzero(which == number)
+            inside = numpy.asarray(indices)[places] - self._first[number]
+            for place, tag in zip(places, self._files[number].tags(inside), strict=True):
+                tags[place] = tag
+        return tags
+
+    def close(self) -> None:
+        for file in self._files:
+            file.close()
+
+    def how_read(self) -> str:
+        """For the log: which keys are mapped and which are read through h5py."""
+        mapped = sorted({key for file in self._files for key in self.streams if key in file.mapped})
+        through = sorted({key for file in self._files for key in self.streams if key not in file.mapped})
+        parts = [f"{', '.join(mapped)} memory-mapped"] if mapped else []
+        return "; ".join(parts + ([f"{', '.join(through)} read through h5py"] if through else []))
+
+
+def open_hdf(paths: Sequence[str | os.PathLike[str]]) -> HDFDataset:
+    """Open HDF files as one dataset.
+
+    Raises:
+        DataError: a file is missing, no HDF5 file, damaged, not in this layout, or does not go with the first one.
+    """
+    files: list[HDFFile] = []
+    for path in paths:
+        file = HDFFile(Path(path))
+        files.append(file)
+        for key, stream in files[0].streams.items():
+            other = file.streams.get(key)
+            if other is None:
+                raise DataError(f"{path}: expected the data key {key!r} as in {paths[0]}, got only {_names(file.streams)}")
+            if (other.dim, other.shape, other.sparse) != (stream.dim, stream.shape, stream.sparse):
+                raise DataError(
+                    f"{path}: expected dimension {stream.dim} and frames of shape {stream.shape} in {key!r} as in {paths[0]}, "
+                    f"got dimension {other.dim} and shape {other.shape}"
+                )
+    if not files:
+        raise DataError("HDFDataset: expected at least one file, got none")
+    return HDFDataset(files)
+
+
+class HDFFile:
+    """One file: opened, checked, indexed. Sequences are counted from 0.
+
+    Attributes:
+        lengths: by data key, int32 of shape (num_sequences,).
+        mapped: the data keys that are read through a memory map.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._handle: h5py.File | None = None
+        self._process = os.getpid()
+        with _open(path) as file:
+            sources = _sources(path, file)
+            columns = _columns(path, file, sources)
+            self.num_sequences = len(columns)
+            self.streams: dict[str, Stream] = {}
+            self.lengths: dict[str, Array] = {}
+            self._starts: dict[str, Array] = {}
+            self._names = {key: dataset.name for key, dataset in sources.items()}
+            self._arrays: dict[str, Array | h5py.Dataset] = {}
+            for number, (key, dataset) in enumerate(sources.items()):
+                self.streams[key] = _stream(path, file, key, dataset)
+                self.lengths[key] = numpy.ascontiguousarray(columns[:, number], dtype=numpy.int32)
+                starts = numpy.zeros(self.num_sequences + 1, dtype=numpy.int64)
+                numpy.cumsum(self.lengths[key], dtype=numpy.int64, out=starts[1:])
+                if starts[-1] != len(dataset):
+                    raise DataError(
+                        f"{path}: expected the lengths in /seqLengths, column {number}, to add up to the {len(dataset)} frames "
+                        f"of {dataset.name}, got {starts[-1]}"
+                    )
+                self._starts[key] = starts
+                mapped = _mapped(path, dataset)
+                if mapped is not None:
+                    self._arrays[key] = mapped
+            self.mapped = frozenset(self._arrays)
+            self._check_tags(file)
+
+    def sequence(self, index: int, keys: Iterable[str]) -> dict[str, Array]:
+        """The arrays of one sequence; views of the file where it is mapped."""
+        result = {}
+        for key in keys:
+            starts = self._starts[key]
+            array = self._arrays.get(key)
+            if array is None or os.getpid() != self._process:
+                array = self._array(key)
+            try:
+                values = array[starts[index] : starts[index + 1]]
+            except OSError as error:
+                raise DataError(f"{self.path}: cannot read sequence {index} of {self._names[key]}: {error}") from None
+            if values.dtype == object:
+                values = numpy.array([_text(value) for value in values], dtype=object)
+            result[key] = values
+        return result
+
+    def tags(self, indices: Array) -> list[str]:
+        """The tags of some sequences."""
+        wanted, places = numpy.unique(indices, return_inverse=True)
+        stored = self._file()["seqTags"]
+        few = [_text(value) for value in stored[wanted]]
+        return [few[place] for place in places]
+
+    def close(self) -> None:
+        """Let go of the file; what was mapped stays valid for those who still hold a view."""
+        self._arrays = {}
+        if self._handle is not None:
+            self._handle.close()
+            self._handle = None
+
+    def _array(self, key: str) -> Any:
+        """What `key` is sliced from, opened by the process that reads: handles of h5py do not survive a fork."""
+        dataset = self._file()[self._names[key]]
+        if key not in self._arrays:
+            self._arrays[key] = dataset
+        return self._arrays[key]
+
+    def _file(self) -> h5py.File:
+        if self._process != os.getpid():
+            self._process = os.getpid()
+            self._handle = None
+            self._arrays = {key: array for key, array in self._arrays.items() if key in self.mapped}
+        if self._handle is None:
+            self._handle = _open(self.path)
+        return self._handle
+
+    def _check_tags(self, file: h5py.File) -> None:
+        tags = file.get("seqTags")
+        if not isinstance(tags, h5py.Dataset):
+            raise DataError(f"{self.path}: expected the dataset /seqTags, got only {_names(file)}")
+        if len(tags) != self.num_sequences:
+            raise DataError(f"{self.path}: expected {self.num_sequences} tags in /seqTags as in /seqLengths, got {len(tags)}")
+
+
+def _open(path: Path) -> h5py.File:
+    if not path.exists():
+        raise DataError(f"{path}: expected an HDF file, got: no such file")
+    if path.is_dir():
+        raise DataError(f"{path}: expected an HDF file, got a directory")
+    try:
+        return h5py.File(path, "r")
+    except OSError as error:
+        if h5py.is_hdf5(path):
+            raise DataError(f"{path}: expected a whole HDF5 file, got a damaged one: {error}") from None
+        raise DataError(f"{path}: expected an HDF5 file, got something else ({error})") from None
+
+
+def _sources(path: Path, file: h5py.File) -> dict[str, h5py.Dataset]:
+    """The dataset of every data key, in the order of the columns of /seqLengths: inputs first, then targets by name."""
+    sources = {}
+    if "inputs" in file:
+        sources["data"] = _dataset(path, file, "inputs")
+    if "targets" in file:
+        group = file["targets"].get("data") if isinstance(file["targets"], h5py.Group) else None
+        if not isinstance(group, h5py.Group):
+            raise DataError(f"{path}: expected the group /targets/data, got only {_names(file['targets'])} in /targets")
+        for key in sorted(group):
+            if key in sources:
+                raise DataError(f"{path}: expected 'data' once, got it as /inputs and as /targets/data/data")
+            sources[key] = _dataset(path, file, f"targets/data/{key}")
+    if not sources:
+        raise DataError(
+            f"{path}: expected /inputs or /targets/data (the layout of RETURNN's HDFDataset), got only {_names(file)}"
+        )
+    return sources
+
+
+def _dataset(path: Path, file: h5py.File, name: str) -> h5py.Dataset:
+    """A dataset that lies in this very file: a data file must not make the trainer read other files."""
+    if isinstance(file.get(name, getlink=True), h5py.ExternalLink):
+        raise DataError(f"{path}: expected /{name} to be in this file, got a link to another file")
+    dataset = file[name]
+    if not isinstance(dataset, h5py.Dataset):
+        raise DataError(f"{path}: expected /{name} to be a dataset, got a group")
+    if dataset.external or dataset.is_virtual:
+        raise DataError(f"{path}: expected /{name} to be stored in this file, got a dataset whose values lie in other files")
+    if dataset.ndim == 0:
+        raise DataError(f"{path}: expected frames on the first axis of /{name}, got a scalar")
+    if dataset.dtype.kind not in "biufcSO":
+        raise DataError(f"{path}: expected numbers or strings in /{name}, got dtype {dataset.dtype}")
+    return dataset
+
+
+def _columns(path: Path, file: h5py.File, sources: dict[str, h5py.Dataset]) -> Array:
+    """/seqLengths, checked: shape (num_sequences, number of columns)."""
+    stored = file.get("seqLengths")
+    if not isinstance(stored, h5py.Dataset):
+        raise DataError(f"{path}: expected the dataset /seqLengths, got only {_names(file)}")
+    if stored.ndim not in (1, 2) or stored.dtype.kind not in "iu":
+        raise DataError(f"{path}: expected integers of shape (sequences, keys) in /seqLengths, got {stored.dtype} {stored.shape}")
+    columns: Array = stored[:]
+    if columns.ndim == 1:  # the oldest files: one length for all keys
+        columns = numpy.repeat(columns[:, None], len(sources), axis=1)
+    # A file without /targets may have a column for targets that are not there, for historical reasons.
+    allowed = {len(sources)} | ({len(sources) + 1} if "targets" not in file else set())
+    if columns.shape[1] not in allowed:
+        raise DataError(
+            f"{path}: expected {len(sources)} columns in /seqLengths (for {', '.join(sources)}), got {columns.shape[1]}"
+        )
+    if columns.size and columns.min() < 0:
+        raise DataError(f"{path}: expected lengths of 0 or more in /seqLengths, got {columns.min()}")
+    if columns.size and columns.max() > numpy.iinfo(numpy.int32).max:
+        raise DataError(f"{path}: expected lengths below 2**31 in /seqLengths, got {columns.max()}")
+    return columns
+
+
+def _stream(path: Path, file: h5py.File, key: str, dataset: h5py.Dataset) -> Stream:
+    """What kind of data a dataset holds: RETURNN calls integers without a feature axis sparse."""
+    sparse = dataset.ndim == 1 and dataset.dtype.kind in "iu"
+    if key == "data" and dataset.name == "/inputs":
+        dim = int(file.attrs.get("inputPattSize", 1)) if dataset.ndim == 1 else int(dataset.shape[-1])
+        labels = file.get("labels")
+    else:
+        size = file["targets/size"].attrs.get(key) if "size" in file["targets"] else None
+        if size is None:
+            raise DataError(f"{path}: expected the dimension of {key!r} as an attribute of /targets/size, got none")
+        dim = int(numpy.ravel(size)[0])
+        labels = file["targets/labels"].get(key) if "labels" in file["targets"] else None
+    names = tuple(_text(label) for label in labels[:]) if isinstance(labels, h5py.Dataset) else ()
+    return Stream(dataset.dtype, tuple(dataset.shape[1:]), dim, sparse, names if names != ("dummy-label",) else ())
+
+
+def _mapped(path: Path, dataset: h5py.Dataset) -> Array | None:
+    """The dataset as an array on the mapped file, or None where its layout does not allow it."""
+    if dataset.dtype.hasobject or not dataset.dtype.isnative or dataset.chunks is not None:
+        return None
+    if dataset.size == 0:
+        return numpy.zeros(dataset.shape, dtype=dataset.dtype)
+    offset = dataset.id.get_offset()
+    if offset is None:  # stored inside the header
+        return None
+    # A plain array instead of numpy.memmap: slicing it is several times faster.
+    return numpy.memmap(path, dtype=dataset.dtype, mode="r", offset=offset, shape=dataset.shape).view(numpy.ndarray)
+
+
+def _text(value: bytes | str) -> str:
+    """A stored string: UTF-8, padded with zero bytes in files of some writers."""
+    text = value.decode("utf-8", errors="replace") if isinstance(value, bytes) else value
+    return text.split("\0", 1)[0]
+
+
+def _names(group: Any) -> str:
+    names = ", ".join(f"'{name}'" for name in group) if isinstance(group, (h5py.Group, dict)) else ""
+    return names or "nothing"

@@ -1,0 +1,166 @@
+"""The order of an epoch's sequences: RETURNN's `seq_ordering` methods, bit for bit.
+
+Everything here is a pure function of the lengths, the settings and the epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy
+
+from hvdtrain.config.keys import Rule, key, positive
+from hvdtrain.data.types import Array
+from hvdtrain.errors import DataError
+
+METHODS = (
+    "default",
+    "reverse",
+    "default_every_n",
+    "sorted",
+    "sorted_reverse",
+    "random",
+    "random_sample",
+    "sort_bin_shuffle",
+    "sort_bin_shuffle_x2",
+    "laplace",
+)
+
+WITH_BINS = ("sort_bin_shuffle", "sort_bin_shuffle_x2", "laplace")
+
+
+def _parses(method: object) -> bool:
+    """Whether `parse` understands a value of the key seq_ordering."""
+    try:
+        parse(str(method))
+    except ValueError:
+        return False
+    return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class OrderKeys:
+    """How the sequences of a dataset are ordered and cut into epochs. Keys inside the dicts `train`, `dev`, ..."""
+
+    seq_ordering: str = key(
+        "default",
+        "order of the sequences: default, reverse, default_every_n:N, sorted, sorted_reverse, random, random_sample, "
+        "sort_bin_shuffle, sort_bin_shuffle_x2, laplace; the last three take :BINS or :.SEQUENCES_PER_BIN",
+        Rule(f"one of {', '.join(METHODS)}, with :NUMBER or :.NUMBER where it takes one", _parses),
+    )
+    partition_epoch: int = key(1, "cut the ordered sequences into so many parts; an epoch is one part", positive)
+    repeat_epoch: int = key(1, "go through the sequences so many times in one epoch", positive)
+    fixed_random_seed: int | None = key(None, "the same random order in every epoch, from this seed")
+    random_seed_offset: int = key(0, "added to the seed, which is the number of the full epoch")
+
+
+@dataclass(frozen=True)
+class Method:
+    """A parsed `seq_ordering`: its name, the number of bins or sequences per bin, and for how many epochs it is kept."""
+
+    name: str
+    bins: int | None = None
+    per_bin: int | None = None
+    keep: int = 1
+
+
+def parse(text: str) -> Method:
+    """Parse `laplace:.1000`, `random:3`, ... (the number behind `random:` and the last one of the others say for how many
+    full epochs an order is kept). Raises: ValueError.
+
+    >>> parse("laplace:.1000")
+    Method(name='laplace', bins=None, per_bin=1000, keep=1)
+    """
+    name, *numbers = text.split(":")
+    if name not in METHODS:
+        raise ValueError(text)
+    bins = per_bin = None
+    if name in WITH_BINS and numbers:
+        first = numbers.pop(0)
+        if first.startswith("."):
+            per_bin = int(first[1:])
+        else:
+            bins = int(first)
+    if name == "default_every_n":
+        bins = int(numbers.pop(0)) if numbers else None
+        if bins is None:
+            raise ValueError(text)
+    keep = int(numbers.pop(0)) if numbers and name in ("random", "random_sample", *WITH_BINS) else 1
+    if numbers or min(number for number in (bins, per_bin, keep, 1) if number is not None) < 1:
+        raise ValueError(text)
+    return Method(name, bins, per_bin, keep)
+
+
+def order(lengths: Array, keys: OrderKeys, epoch: int) -> Array:
+    """The indices of the sequences of one epoch (counted from 1), in order.
+
+    Args:
+        lengths: number of frames of every sequence, by which the sorting methods sort; shape (num_sequences,).
+
+    Returns:
+        int64 indices of shape (number of sequences in this epoch,).
+    """
+    method = parse(keys.seq_ordering)
+    everything = _ordered(lengths, method, _seed(keys, method, epoch))
+    part = _partition(everything, keys.partition_epoch, (epoch - 1) % keys.partition_epoch)
+    return numpy.tile(part, keys.repeat_epoch) if keys.repeat_epoch > 1 else part
+
+
+def _seed(keys: OrderKeys, method: Method, epoch: int) -> int:
+    """One seed for all parts of a full epoch, and for all full epochs that keep the order."""
+    if keys.fixed_random_seed is not None:
+        return keys.fixed_random_seed
+    full_epoch = (epoch - 1) // keys.partition_epoch + 1
+    return (full_epoch - 1) // method.keep + 1 + keys.random_seed_offset
+
+
+def _ordered(lengths: Array, method: Method, seed: int) -> Array:
+    size = len(lengths)
+    if size == 0:
+        return numpy.zeros(0, dtype=numpy.int64)
+    lengths = lengths.astype(numpy.int64, copy=False)  # so that they can be negated
+    generator = numpy.random.RandomState(seed)
+    bins = method.bins or (max(size // method.per_bin, 2) if method.per_bin else 2)
+    simple: dict[str, Callable[[], Array]] = {
+        "default": lambda: numpy.arange(size),
+        "reverse": lambda: numpy.arange(size)[::-1].copy(),
+        "default_every_n": lambda: numpy.arange(size // bins * bins).reshape(bins, size // bins).T.reshape(-1),
+        "sorted": lambda: numpy.argsort(lengths, kind="stable"),
+        "sorted_reverse": lambda: numpy.argsort(-lengths, kind="stable"),
+        "random": lambda: generator.permutation(size),
+        "random_sample": lambda: generator.randint(0, size, size=size),
+        "laplace": lambda: _laplace(lengths, generator, bins),
+        "sort_bin_shuffle": lambda: _sort_bin_shuffle(lengths, generator, bins, shuffle_within=False),
+        "sort_bin_shuffle_x2": lambda: _sort_bin_shuffle(lengths, generator, bins, shuffle_within=True),
+    }
+    return simple[method.name]().astype(numpy.int64, copy=False)
+
+
+def _laplace(lengths: Array, generator: numpy.random.RandomState, bins: int) -> Array:
+    """Random bins, sorted up and down in turn, so that neighbours are of similar length and no bin starts with a jump."""
+    parts = numpy.array_split(generator.permutation(len(lengths)), bins)
+    for i, part in enumerate(parts):
+        parts[i] = part[numpy.argsort(lengths[part] if i % 2 == 0 else -lengths[part], kind="stable")]
+    return numpy.concatenate(parts)
+
+
+def _sort_bin_shuffle(lengths: Array, generator: numpy.random.RandomState, bins: int, shuffle_within: bool) -> Array:
+    """Sorted sequences, ties in random order, cut into bins that come in random order."""
+    shuffled = generator.permutation(len(lengths))
+    by_length = shuffled[numpy.argsort(lengths[shuffled], kind="stable")]
+    cuts = [i * len(lengths) // bins for i in range(bins + 1)]
+    parts = []
+    for i in generator.permutation(bins):
+        part = by_length[cuts[i] : cuts[i + 1]].copy()
+        if shuffle_within:
+            generator.shuffle(part)
+        parts.append(part)
+    return numpy.concatenate(parts)
+
+
+def _partition(indices: Array, count: int, which: int) -> Array:
+    """One of `count` contiguous parts; the first ones are one longer where it does not come out even."""
+    if count > max(1, len(indices)):
+        raise DataError(f"partition_epoch: expected at most {len(indices)}, the number of sequences, got {count}")
+    return numpy.array_split(indices, count)[which]

@@ -1,0 +1,79 @@
+"""What a dataset is, and what a batch is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy
+
+Array = numpy.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Stream:
+    """One data key of a dataset: an array for every sequence, frames on the first axis.
+
+    Attributes:
+        dtype: of the frames, as stored.
+        shape: of one frame: () for sparse data (one class index a frame), (dim,) for vectors.
+        dim: how many classes (sparse) or features (dense) there are.
+        sparse: whether a frame is a class index.
+        labels: the classes' names, where the source has them.
+    """
+
+    dtype: numpy.dtype[Any]
+    shape: tuple[int, ...]
+    dim: int
+    sparse: bool
+    labels: tuple[str, ...] = ()
+
+
+class Dataset(Protocol):
+    """A number of sequences, each a dict of arrays. Knows no epoch, no order and no rank."""
+
+    streams: Mapping[str, Stream]
+    lengths: Mapping[str, Array]
+    """By data key: every sequence's number of frames, int32 of shape (num_sequences,)."""
+
+    @property
+    def num_sequences(self) -> int: ...
+
+    def sequence(self, index: int) -> dict[str, Array]:
+        """The arrays of one sequence, by data key; perhaps read-only views of the file. Raises: DataError."""
+        ...
+
+    def tags(self, indices: Sequence[int]) -> list[str]:
+        """The names of some sequences. Raises: DataError."""
+        ...
+
+    def close(self) -> None:
+        """Let go of files."""
+        ...
+
+
+@dataclass(frozen=True)
+class Padded:
+    """One data key of a batch.
+
+    Attributes:
+        values: shape (batch, time, ...), zero after a sequence's end.
+        seq_lens: int32 of shape (batch,).
+    """
+
+    values: Array
+    seq_lens: Array
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Some sequences, padded to the longest.
+
+    Attributes:
+        data: by data key.
+        indices: which sequences of the dataset these are, int64 of shape (batch,).
+    """
+
+    data: Mapping[str, Padded]
+    indices: Array

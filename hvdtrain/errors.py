@@ -1,0 +1,44 @@
+"""The errors a user can cause and mend. They are shown as a message without a traceback, and end the program with 2."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class HvdtrainError(Exception):
+    """Something a user can mend.
+
+    Attributes:
+        on_every_rank: all ranks raised the same error together, so one of them is enough to show it.
+    """
+
+    on_every_rank = False
+
+
+class ConfigError(HvdtrainError):
+    """The config or the command line: every problem found, in one error."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        self.problems = list(problems)
+        count = len(self.problems)
+        head = "1 problem in the config:" if count == 1 else f"{count} problems in the config:"
+        super().__init__("\n  ".join([head, *self.problems]))
+
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[list[str]]]:
+        return type(self), (self.problems,)  # pickled on its way to other ranks
+
+
+class DataError(HvdtrainError):
+    """A dataset's file or what is in it. The message names the file."""
+
+
+class CheckpointError(HvdtrainError):
+    """A checkpoint that is missing, damaged or of another model. The message names the file."""
+
+
+class LaunchError(HvdtrainError):
+    """How the processes were started, or what is installed to connect them."""
+
+
+class PeerFailure(HvdtrainError):
+    """Another rank failed: this one was waiting for it and has nothing to report of its own."""

@@ -1,0 +1,107 @@
+"""What the engine may ask of a learner, and the keys that configure one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from hvdtrain.comm.base import Tensor
+from hvdtrain.config.keys import REQUIRED, key, positive
+from hvdtrain.data.types import Batch
+from hvdtrain.errors import ConfigError
+from hvdtrain.scores import Scores
+
+Kind = Literal["parameters", "frozen", "statistics", "counters"]
+"""Trainable parameters; those that are not trained; floating buffers such as BatchNorm's running mean; integer buffers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnerKeys:
+    """The model and how it is updated."""
+
+    get_model: Callable[..., Any] | str = key(
+        REQUIRED, "function (*, epoch, step, device, **_) that returns the model; in JSON 'module:name'"
+    )
+    train_step: Callable[..., Any] | str = key(
+        REQUIRED, "function (*, model, extern_data, **_) that marks the losses of a batch; used for evaluation, too"
+    )
+    optimizer: dict[str, Any] | str | Callable[..., Any] = key(
+        {"class": "adam"}, "the optimizer's class by name and its options, or a function (parameters) that returns one"
+    )
+    gradient_clip_global_norm: float | None = key(
+        None, "scale gradients down to this global norm, after they were reduced over the ranks", positive
+    )
+    gradient_clip: float | None = key(None, "cut every gradient element off at plus or minus this, after the reduction", positive)
+    device: str | None = key(None, "cpu, cuda or cuda:N; None: this rank's GPU where there is one, else the CPU")
+
+    def problems(self) -> list[str]:
+        """What is wrong between the keys."""
+        if isinstance(self.optimizer, dict):
+            if "class" not in self.optimizer:
+                return ["optimizer: expected a dict with the entry 'class' (the optimizer's name), got none"]
+            rates = {"lr", "learning_rate"} & set(self.optimizer)
+            if rates:
+                return [f"optimizer.{rates.pop()}: expected the learning rate in the key learning_rate, got it in the optimizer"]
+        return []
+
+
+class Learner(Protocol):
+    """A model, its optimizer and its losses. The model and the optimizer are the config's own objects, neither wrapped nor patched.
+
+    `backward` and `update` are collective where the reducer is: all ranks call them equally often.
+    """
+
+    num_parameters: int
+    device_name: str
+
+    def begin_epoch(self, epoch: int, step: int) -> None:
+        """Be told where training stands: the epoch from 1, and the updates done so far."""
+        ...
+
+    def backward(self, batch: Batch | None) -> None:
+        """Add the batch's gradients to what will be applied by the next update. None: a rank without a batch adds zeros."""
+        ...
+
+    def update(self, learning_rate: float) -> None:
+        """Finish the reduction of the gradients and let the optimizer apply them."""
+        ...
+
+    def evaluate(self, batch: Batch) -> None:
+        """Compute a batch's losses and errors, changing nothing."""
+        ...
+
+    def take_scores(self) -> Scores:
+        """Sums and counts of the losses and errors of the batches since the last call."""
+        ...
+
+    def take_step_seconds(self) -> float:
+        """Seconds spent in `backward` and `update` since the last call, as the device sees it."""
+        ...
+
+    def map_tensors(self, kind: Kind, change: Callable[[list[Tensor]], list[Tensor]]) -> None:
+        """Replace the values of the model's tensors of one kind by what `change` makes of them, in the model's order."""
+        ...
+
+    def save(self, model_file: Path, optimizer_file: Path, progress: dict[str, Any]) -> None:
+        """Write the model with `progress` beside it, and what else the optimizer needs to go on."""
+        ...
+
+    def load(self, model_file: Path, optimizer_file: Path) -> dict[str, Any]:
+        """Read what `save` wrote; return the progress. Raises: CheckpointError."""
+        ...
+
+
+def as_function(value: Any, name: str) -> Any:
+    """The function a key holds or names. Raises: ConfigError."""
+    from hvdtrain.config.reference import is_reference, resolve  # here, so that the keys above stay light to import
+
+    if not isinstance(value, str):
+        return value
+    if not is_reference(value):
+        raise ConfigError([f"{name}: expected a function or its name as 'module:name', got {value!r}"])
+    try:
+        return resolve(value)
+    except ImportError as error:
+        raise ConfigError([f"{name}: expected a function that can be imported, got {error}"]) from error

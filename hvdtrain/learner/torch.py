@@ -1,0 +1,349 @@
+"""The learner for PyTorch."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+
+from hvdtrain.context import Loss, RunContext, running
+from hvdtrain.data.types import Batch
+from hvdtrain.errors import CheckpointError, ConfigError
+from hvdtrain.learner.base import Kind, LearnerKeys, as_function
+from hvdtrain.learner.torch_gradients import GradientStream
+from hvdtrain.learner.torch_optimizer import make_optimizer
+from hvdtrain.reduce import Reducer
+from hvdtrain.scores import Scores
+from hvdtrain.timer import Timer
+
+MANY = 1000
+"""Batches whose scores wait on the device before they are fetched, in one piece."""
+
+
+@dataclass
+class TorchData:
+    """One data key of a batch, as `train_step` gets it.
+
+    Attributes:
+        raw_tensor: on the device; (batch, time, ...). Strings stay a numpy array.
+        seq_lens: int32 of shape (batch,), on the CPU.
+    """
+
+    raw_tensor: Any
+    seq_lens: torch.Tensor
+
+    @cached_property
+    def mask(self) -> torch.Tensor:
+        """True where a frame is not padding; shape (batch, time), on the device."""
+        frames = torch.arange(self.raw_tensor.shape[1], device=self.raw_tensor.device)
+        return frames[None, :] < self.seq_lens.to(self.raw_tensor.device, non_blocking=True)[:, None]
+
+
+class TorchLearner:
+    """A torch.nn.Module, its optimizer and its losses.
+
+    Args:
+        seed: random numbers of a step (dropout) come from this, the rank and the number of the step, so that ranks differ
+            and a continued training goes on with the same numbers.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        train_step: Callable[..., None],
+        optimizer: torch.optim.Optimizer,
+        reducer: Reducer,
+        *,
+        device: torch.device,
+        seed: tuple[int, int],
+        clip_global_norm: float | None = None,
+        clip_value: float | None = None,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+        self._train_step = train_step
+        self._reducer = reducer
+        self._device = device
+        self._seed = seed
+        self._clip_global_norm = clip_global_norm
+        self._clip_value = clip_value
+        self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._gradients = GradientStream(self._trained, reducer)
+        self._clock = _CudaClock() if device.type == "cuda" else _CpuClock()
+        self._epoch = 0
+        self._step = 0
+        self._has_batch = False
+        self._normalized: tuple[str, ...] | None = None
+        self._waiting: list[tuple[tuple[str, ...], torch.Tensor]] = []
+        self._scores = Scores()
+        self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
+
+    def begin_epoch(self, epoch: int, step: int) -> None:
+        self._epoch = epoch
+        self._step = step
+
+    def backward(self, batch: Batch | None) -> None:
+        self._has_batch = batch is not None
+        if batch is None and not self._reducer.updates_without_batch:
+            return
+        with self._clock.span():
+            _seed_all(*self._seed, self._step)
+            losses = self._losses(batch, train=True) if batch is not None else {}
+            divisors = self._divisors(losses if batch is not None else None)
+            self._gradients.begin()
+            total = _total(losses, divisors)
+            if total is not None:
+                total.backward()  # type: ignore[no-untyped-call]
+
+    def update(self, learning_rate: float) -> None:
+        if self._has_batch or self._reducer.updates_without_batch:
+            with self._clock.span():
+                self._gradients.finish()
+                if self._clip_value is not None:
+                    torch.nn.utils.clip_grad_value_(self._trained, self._clip_value)
+                if self._clip_global_norm is not None:
+                    torch.nn.utils.clip_grad_norm_(self._trained, self._clip_global_norm)
+                for group in self.optimizer.param_groups:
+                    group["lr"] = learning_rate * group.get("learning_rate_multiplier", 1.0)
+                self.optimizer.step()
+                self.optimizer.zero_grad(set_to_none=True)
+        self._step += 1
+
+    def evaluate(self, batch: Batch) -> None:
+        with torch.no_grad():
+            self._losses(batch, train=False)
+
+    def take_scores(self) -> Scores:
+        self._fetch_scores()
+        taken, self._scores = self._scores, Scores()
+        return taken
+
+    def take_step_seconds(self) -> float:
+        return self._clock.take()
+
+    def map_tensors(self, kind: Kind, change: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> None:
+        tensors = [tensor.detach() for tensor in self._tensors(kind)]
+        with torch.no_grad():
+            for tensor, new in zip(tensors, change(tensors), strict=True):
+                if new is not tensor:
+                    tensor.copy_(new)
+
+    def save(self, model_file: Path, optimizer_file: Path, progress: dict[str, Any]) -> None:
+        names = [name for name, _ in self.model.named_parameters()]
+        torch.save({"optimizer": self.optimizer.state_dict(), "param_names": names, **progress}, optimizer_file)
+        torch.save({"model": self.model.state_dict(), **progress}, model_file)
+
+    def load(self, model_file: Path, optimizer_file: Path) -> dict[str, Any]:
+        stored = _load(model_file, self._device)
+        try:
+            self.model.load_state_dict(stored.pop("model"))
+        except (KeyError, RuntimeError) as error:
+            raise CheckpointError(f"{model_file}: expected the parameters of this config's model, got others: {error}") from None
+        training = _load(optimizer_file, self._device)
+        try:
+            self.optimizer.load_state_dict(training["optimizer"])
+        except (KeyError, ValueError) as error:
+            raise CheckpointError(
+                f"{optimizer_file}: expected the state of this config's optimizer, got another: {error}"
+            ) from None
+        return stored
+
+    def _losses(self, batch: Batch, train: bool) -> dict[str, Loss]:
+        """Run the config's train_step and note the scores."""
+        if self.model.training != train:
+            self.model.train(train)
+        data = {key: self._to_device(padded.values, padded.seq_lens) for key, padded in batch.data.items()}
+        with running(RunContext(self._epoch, self._step, train)) as context:
+            self._train_step(model=self.model, extern_data=data)
+        if not context.losses:
+            raise ConfigError(["train_step: expected a call of hvdtrain.get_run_ctx().mark_as_loss(...), got none"])
+        sums = [loss.value.detach().sum(dtype=torch.float64) for loss in context.losses.values()]
+        counts = [_count(loss).to(self._device) for loss in context.losses.values()]
+        self._waiting.append((tuple(context.losses), torch.stack(sums + counts)))
+        if len(self._waiting) >= MANY:
+            self._fetch_scores()
+        return context.losses
+
+    def _divisors(self, losses: dict[str, Loss] | None) -> dict[str, torch.Tensor]:
+        """By name of the losses that are to be means: their number of elements over all ranks. Collective.
+
+        A rank without a batch takes part with zero elements; in the first step it has to be told what there is to count.
+        """
+        own = None if losses is None else tuple(name for name, loss in losses.items() if loss.use_normalized_loss)
+        if self._normalized is None:
+            self._normalized = self._reducer.agree(own)
+        if own is not None and own != self._normalized:
+            raise ConfigError(
+                [f"train_step: expected the losses with use_normalized_loss to be {self._normalized} in every step, got {own}"]
+            )
+        zero = torch.zeros((), dtype=torch.float64)
+        counts = [_count(losses[name]) if losses else zero for name in self._normalized]
+        if not counts:
+            return {}
+        [totals] = self._reducer.normalizers([torch.stack(counts).to(self._device)])
+        return dict(zip(self._normalized, totals.clamp(min=1e-30), strict=True))  # nothing counted: a sum of zero, too
+
+    def _fetch_scores(self) -> None:
+        if not self._waiting:
+            return
+        values = iter(torch.cat([numbers for _, numbers in self._waiting]).tolist())
+        for names, _ in self._waiting:
+            totals = [next(values) for _ in names]
+            for name, total in zip(names, totals, strict=True):
+                self._scores.add(name, total, next(values))
+        self._waiting = []
+
+    def _to_device(self, values: numpy.ndarray[Any, Any], seq_lens: numpy.ndarray[Any, Any]) -> TorchData:
+        if values.dtype == object:
+            return TorchData(values, torch.from_numpy(seq_lens))
+        wider = {"uint16": numpy.int32, "uint32": numpy.int64}.get(values.dtype.name)
+        tensor = torch.from_numpy(values if wider is None else values.astype(wider))
+        if self._device.type == "cuda":
+            tensor = tensor.pin_memory().to(self._device, non_blocking=True)
+        return TorchData(tensor, torch.from_numpy(seq_lens))
+
+    def _tensors(self, kind: Kind) -> list[torch.Tensor]:
+        if kind == "parameters":
+            return list(self._trained)
+        if kind == "frozen":
+            return [parameter for parameter in self.model.parameters() if not parameter.requires_grad]
+        floating = kind == "statistics"
+        return [buffer for buffer in self.model.buffers() if buffer.is_floating_point() == floating]
+
+
+def build_torch_learner(
+    keys: LearnerKeys, reducer: Reducer, *, rank: int, local_rank: int, threads: int, seed: int, epoch: int, step: int
+) -> TorchLearner:
+    """Build the model and the optimizer of a config. All ranks seed alike; weights still are to be broadcast from rank 0.
+
+    Raises:
+        ConfigError: get_model returns no torch.nn.Module, or the optimizer cannot be made.
+    """
+    torch.set_num_threads(threads)
+    device = _device(keys.device, local_rank)
+    _seed_all(seed, 0, 0)
+    model = as_function(keys.get_model, "get_model")(epoch=epoch, step=step, device=str(device))
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError([f"get_model: expected it to return a torch.nn.Module, got {type(model).__name__}"])
+    model.to(device)
+    return TorchLearner(
+        model,
+        as_function(keys.train_step, "train_step"),
+        make_optimizer(keys.optimizer, model),
+        reducer,
+        device=device,
+        seed=(seed, rank),
+        clip_global_norm=keys.gradient_clip_global_norm,
+        clip_value=keys.gradient_clip,
+    )
+
+
+def _device(wanted: str | None, local_rank: int) -> torch.device:
+    count = torch.cuda.device_count()
+    if wanted is None:
+        wanted = "cuda" if count else "cpu"
+    if wanted in ("cuda", "gpu"):
+        if not count:
+            raise ConfigError([f"device: expected a CUDA device for {wanted!r}, got none on this host"])
+        wanted = f"cuda:{local_rank % count}"
+    try:
+        device = torch.device(wanted)
+    except RuntimeError:
+        raise ConfigError([f"device: expected cpu, cuda or cuda:N, got {wanted!r}"]) from None
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
+def _total(losses: dict[str, Loss], divisors: dict[str, torch.Tensor]) -> torch.Tensor | None:
+    """The scalar to differentiate; None for a rank without a batch."""
+    total: torch.Tensor | None = None
+    for name, loss in losses.items():
+        if loss.as_error or loss.scale == 0:
+            continue
+        term = loss.value.sum() * loss.scale
+        if name in divisors:
+            term = term / divisors[name].to(term.dtype)
+        total = term if total is None else total + term
+    if losses and (total is None or not total.requires_grad):
+        raise ConfigError(["train_step: expected a loss that depends on the model's parameters, got only errors or constants"])
+    return total
+
+
+def _count(loss: Loss) -> torch.Tensor:
+    """How many elements a loss's sum goes over."""
+    if loss.count is None:
+        return torch.tensor(float(loss.value.numel()), dtype=torch.float64)
+    return torch.as_tensor(loss.count).detach().sum(dtype=torch.float64)
+
+
+def _seed_all(*parts: int) -> None:
+    """Seed torch, Python and numpy with a number mixed from the parts."""
+    mixed = int(numpy.random.SeedSequence(parts).generate_state(1)[0])
+    torch.manual_seed(mixed)
+    random.seed(mixed)
+    numpy.random.seed(mixed)
+
+
+def _load(path: Path, device: torch.device) -> dict[str, Any]:
+    """A checkpoint's contents; no code in it is run (`weights_only`)."""
+    try:
+        contents = torch.load(path, map_location=device, weights_only=True)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: expected a checkpoint's file, got: no such file") from None
+    except Exception as error:
+        raise CheckpointError(f"{path}: expected a whole checkpoint, got one that cannot be read: {error}") from None
+    if not isinstance(contents, dict):
+        raise CheckpointError(f"{path}: expected a checkpoint of hvdtrain, got a {type(contents).__name__}")
+    return contents
+
+
+class _CpuClock:
+    """Seconds inside of spans."""
+
+    def __init__(self) -> None:
+        self._timer = Timer()
+
+    @contextmanager
+    def span(self) -> Iterator[None]:
+        with self._timer.span("step"):
+            yield
+
+    def take(self) -> float:
+        return self._timer.take().get("step", 0.0)
+
+
+class _CudaClock:
+    """Seconds from the first to the last kernel of each span, by events on the device: no step waits for it."""
+
+    def __init__(self) -> None:
+        self._pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._seconds = 0.0
+
+    @contextmanager
+    def span(self) -> Iterator[None]:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        yield
+        end.record()
+        self._pairs.append((begin, end))
+        if len(self._pairs) > MANY and self._pairs[MANY // 2][1].query():  # type: ignore[no-untyped-call]
+            self._add(MANY // 2)
+
+    def take(self) -> float:
+        torch.cuda.synchronize()
+        self._add(len(self._pairs))
+        taken, self._seconds = self._seconds, 0.0
+        return taken
+
+    def _add(self, count: int) -> None:
+        self._seconds += sum(begin.elapsed_time(end) for begin, end in self._pairs[:count]) / 1000
+        del self._pairs[:count]

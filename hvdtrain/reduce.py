@@ -1,0 +1,220 @@
+"""How ranks learn together: gradients reduced every step, or parameters averaged every so many steps.
+
+A reducer answers three questions: what happens with gradients, what after an update, what at the end of an epoch. It knows
+neither a transport nor a framework.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeVar
+
+from hvdtrain.comm.base import Communicator, Op, Tensor, all_reduce
+from hvdtrain.config.keys import key, positive
+from hvdtrain.learner.base import Learner
+from hvdtrain.timer import Timer
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReduceKeys:
+    """Training on several ranks."""
+
+    use_horovod: bool = key(False, "train with Horovod on the processes that mpirun, horovodrun or srun started")
+    torch_distributed: dict[str, Any] | None = key(None, "train with torch.distributed instead (not there yet)")
+    horovod_reduce_type: Literal["grad", "param"] = key(
+        "grad", "'grad': reduce gradients every step; 'param': every rank updates alone, parameters are averaged now and then"
+    )
+    horovod_avg_grad: bool = key(False, "average gradients over the ranks instead of summing them")
+    horovod_param_sync_step: int = key(
+        1, "param: average after so many updates of the epoch, and at its end; 100 is good", positive
+    )
+    horovod_param_sync_time_diff: float | None = key(None, "param: average every so many seconds instead of steps", positive)
+    horovod_scale_lr: bool | Literal["divide", "multiply", "sqrt"] = key(
+        False, "scale the learning rate by the number of ranks: True or 'divide', 'multiply', or 'sqrt' (times its root)"
+    )
+    horovod_dataset_distribution: Literal["shard", "random_seed_offset"] = key(
+        "shard", "'shard': the ranks share an epoch's batches; 'random_seed_offset': each goes through all data in its own order"
+    )
+
+    def problems(self) -> list[str]:
+        """What is wrong between the keys."""
+        if self.torch_distributed is not None:
+            return ["torch_distributed: expected None, as only Horovod is supported up to now (use_horovod = True)"]
+        return []
+
+
+class Reducer(Protocol):
+    """The contract of this file's classes."""
+
+    def start_gradients(self, gradients: list[Tensor], *, name: str) -> Any:
+        """Hand over gradients as soon as they are there; they may be overwritten. Returns a handle."""
+        ...
+
+    def finish_gradients(self, handle: Any) -> list[Tensor]:
+        """The gradients that the optimizer is to apply."""
+        ...
+
+    def normalizers(self, counts: list[Tensor]) -> list[Tensor]:
+        """What a loss's sum is divided by, so that after the reduction it is the mean over all ranks' elements."""
+        ...
+
+    def agree(self, value: T | None) -> T:
+        """Something every rank with a batch knows alike: rank by rank, the first that is not None. Once a training."""
+        ...
+
+    @property
+    def updates_without_batch(self) -> bool:
+        """Whether a rank that has no batch left in the last round applies an update all the same."""
+        ...
+
+    def after_update(self, learner: Learner, has_batch: bool, ranks_with_batch: int) -> None:
+        """Called after every round of an epoch, by all ranks.
+
+        Args:
+            has_batch: whether this rank had one.
+            ranks_with_batch: how many ranks had one; known from the plan.
+        """
+        ...
+
+    def end_of_epoch(self, learner: Learner) -> None:
+        """Make the model the same on all ranks."""
+        ...
+
+
+class GradReduce:
+    """Every step, gradients are summed (or averaged) over the ranks, and every rank applies the same update."""
+
+    updates_without_batch = True
+
+    def __init__(self, comm: Communicator, timer: Timer, average: bool) -> None:
+        self._comm = comm
+        self._timer = timer
+        self._op: Op = "average" if average else "sum"
+        self._weights = _Weights(comm.size)
+
+    def start_gradients(self, gradients: list[Tensor], *, name: str) -> Any:
+        return self._comm.start(gradients, self._op, name=name)
+
+    def finish_gradients(self, handle: Any) -> list[Tensor]:
+        with self._timer.span("communication"):
+            return self._comm.finish(handle)
+
+    def normalizers(self, counts: list[Tensor]) -> list[Tensor]:
+        # The same operation as on the gradients: where those are averaged, so is the count, and the factors cancel.
+        with self._timer.span("communication"):
+            return all_reduce(self._comm, counts, self._op, name="loss_counts")
+
+    def agree(self, value: T | None) -> T:
+        return next(known for known in self._comm.gather(value, name="agree") if known is not None)
+
+    def after_update(self, learner: Learner, has_batch: bool, ranks_with_batch: int) -> None:
+        self._weights.count(has_batch, ranks_with_batch)
+
+    def end_of_epoch(self, learner: Learner) -> None:
+        with self._timer.span("parameter sync"):
+            _average_buffers(self._comm, learner, self._weights)
+        self._weights.reset()
+
+
+class ParamAverage:
+    """Every rank updates alone; now and then, and at an epoch's end, parameters and floating buffers are averaged.
+
+    Ranks weigh by the updates they did since the last time. With plain SGD and a sync after every update this is the
+    averaging of gradients. (Local SGD: Stich, 2019; RETURNN's horovod_reduce_type "param".)
+
+    Args:
+        every: updates between two syncs.
+        seconds: time between two syncs instead. At each sync rank 0 turns it into a number of updates by its own speed
+            and tells the others, so that no step needs a message and no clocks are compared.
+    """
+
+    updates_without_batch = False
+
+    def __init__(self, comm: Communicator, timer: Timer, every: int, seconds: float | None = None) -> None:
+        self._comm = comm
+        self._timer = timer
+        self._every = 1 if seconds is not None else every
+        self._seconds = seconds
+        self._weights = _Weights(comm.size)
+        self._last_sync = time.perf_counter()
+
+    def start_gradients(self, gradients: list[Tensor], *, name: str) -> Any:
+        return gradients
+
+    def finish_gradients(self, handle: list[Tensor]) -> list[Tensor]:
+        return handle
+
+    def normalizers(self, counts: list[Tensor]) -> list[Tensor]:
+        return counts
+
+    def agree(self, value: T | None) -> T:
+        return value  # type: ignore[return-value]  # only a rank with a batch asks, and it knows
+
+    def after_update(self, learner: Learner, has_batch: bool, ranks_with_batch: int) -> None:
+        self._weights.count(has_batch, ranks_with_batch)
+        if self._weights.rounds >= self._every:
+            self._synchronize(learner)
+
+    def end_of_epoch(self, learner: Learner) -> None:
+        if self._weights.rounds:
+            self._synchronize(learner)
+
+    def _synchronize(self, learner: Learner) -> None:
+        with self._timer.span("parameter sync"):
+            rounds = self._weights.rounds
+            learner.map_tensors("parameters", lambda tensors: _average(self._comm, tensors, self._weights, "parameters"))
+            _average_buffers(self._comm, learner, self._weights)
+            self._weights.reset()
+            if self._seconds is not None:
+                now = time.perf_counter()
+                wanted = max(1, round(self._seconds * rounds / max(now - self._last_sync, 1e-9)))
+                self._every = self._comm.gather(wanted, name="param_sync_step")[0]
+                self._last_sync = now
+
+
+class _Weights:
+    """How many updates this rank and all ranks did since the last sync; arithmetic on the plan, no message."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self.reset()
+
+    def reset(self) -> None:
+        self.rounds = 0
+        self._own = 0
+        self._all = 0
+
+    def count(self, has_batch: bool, ranks_with_batch: int) -> None:
+        self.rounds += 1
+        self._own += int(has_batch)
+        self._all += ranks_with_batch
+
+    def factor(self) -> float:
+        """What this rank's values are multiplied by before they are averaged; exactly 1 where all did equally much."""
+        return self._own * self._size / self._all if self._all else 1.0
+
+
+def _average(comm: Communicator, tensors: Sequence[Tensor], weights: _Weights, name: str) -> list[Tensor]:
+    """Collective. The weighted mean of every tensor over the ranks."""
+    factor = weights.factor()
+    return all_reduce(comm, [tensor * factor for tensor in tensors], "average", name=f"average.{name}")
+
+
+def _average_buffers(comm: Communicator, learner: Learner, weights: _Weights) -> None:
+    """Collective. Floating buffers are averaged, integer ones taken from rank 0."""
+    learner.map_tensors("statistics", lambda tensors: _average(comm, tensors, weights, "statistics"))
+    learner.map_tensors("counters", lambda tensors: comm.broadcast(tensors, name="counters"))
+
+
+def scale_learning_rate(learning_rate: float, rule: bool | str, size: int) -> float:
+    """The effective learning rate under `horovod_scale_lr`.
+
+    >>> scale_learning_rate(0.4, "divide", 4), scale_learning_rate(0.4, "sqrt", 4), scale_learning_rate(0.4, False, 4)
+    (0.1, 0.8, 0.4)
+    """
+    factors = {"divide": 1 / size, "multiply": float(size), "sqrt": float(size) ** 0.5}
+    return learning_rate * factors["divide" if rule is True else str(rule)] if rule else learning_rate

@@ -1,0 +1,222 @@
+"""The walk from settings to a trained model. The one place that knows every part."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from hvdtrain.checkpoint import CheckpointFolder
+from hvdtrain.comm import launch
+from hvdtrain.comm.base import Communicator, together
+from hvdtrain.comm.single import SingleCommunicator
+from hvdtrain.data.feed import Feed
+from hvdtrain.data.sources import DatasetSpec, open_dataset
+from hvdtrain.engine import Engine, Rates
+from hvdtrain.errors import DataError, HvdtrainError, LaunchError
+from hvdtrain.learner.base import Kind, Learner, as_function
+from hvdtrain.reduce import GradReduce, ParamAverage, ReduceKeys, Reducer, scale_learning_rate
+from hvdtrain.report import JsonLines, open_log, say
+from hvdtrain.schedule import EpochRecord, ScheduleKeys, epoch_learning_rate
+from hvdtrain.settings import Settings
+from hvdtrain.timer import Timer
+from hvdtrain.version import __version__
+from hvdtrain.watchdog import Watchdog
+
+WHAT_A_MODEL_IS: tuple[Kind, ...] = ("parameters", "frozen", "statistics", "counters")
+
+
+def train(settings: Settings) -> None:
+    """Train as the config says, from the last finished epoch on. Raises: HvdtrainError."""
+    with open_communicator(settings.reduce, settings.run.backend) as comm:
+        train_with(comm, settings)
+
+
+def train_with(comm: Communicator, settings: Settings) -> Learner:
+    """Collective. Train on ranks that are connected already; return what was trained. Raises: HvdtrainError."""
+    together(comm, lambda: open_log(settings.report, comm.rank, comm.size), name="open_log")
+    timer = Timer()
+    with Watchdog(settings.run.watchdog_timeout, comm.rank) as watchdog:
+        feeds = together(comm, lambda: open_feeds(settings, comm), name="open_feeds")
+        reducer = open_reducer(settings.reduce, comm, timer)
+        learner = together(comm, lambda: build_learner(settings, reducer, comm), name="build_learner")
+        checkpoints = CheckpointFolder(Path(settings.run.model))
+        history, step = resume(comm, learner, checkpoints)
+        announce(settings, comm, learner, feeds, history)
+        Engine(
+            comm,
+            learner,
+            reducer,
+            feeds[0],
+            feeds[1:],
+            open_rates(settings.schedule, settings.reduce, comm.size),
+            checkpoints,
+            [JsonLines(Path(settings.run.model).parent / "scores.jsonl")] if comm.rank == 0 else [],
+            timer,
+            watchdog,
+            history=history,
+            step=step,
+            num_epochs=settings.run.num_epochs,
+            log_interval=settings.report.log_interval,
+        ).run()
+        for feed in feeds:
+            feed.dataset.close()
+    return learner
+
+
+@contextmanager
+def open_communicator(keys: ReduceKeys, framework: str) -> Iterator[Communicator]:
+    """Connect with the other ranks. They are only taken leave of when all get to the end together: where one fails alone,
+    its end is what ends the others.
+
+    Raises:
+        LaunchError: several processes were started, but the config does not say how they belong together.
+    """
+    started = launch.launch()
+    comm: Communicator
+    if keys.use_horovod:
+        from hvdtrain.comm.horovod import open_horovod  # imports a framework
+
+        comm = open_horovod("torch" if framework == "torch" else "tensorflow")
+    elif started.size > 1:
+        error = LaunchError(
+            f"expected to be told how the {started.size} processes that {started.launcher} started belong together, got neither "
+            "use_horovod nor torch_distributed: they would train the same model over each other's files "
+            "(add ++use_horovod 1 to the command)"
+        )
+        error.on_every_rank = True
+        raise error
+    else:
+        comm = SingleCommunicator()
+    try:
+        yield comm
+    except HvdtrainError as failure:
+        if failure.on_every_rank:
+            comm.close()
+        raise
+    comm.close()
+
+
+def open_feeds(settings: Settings, comm: Communicator) -> list[Feed]:
+    """Open the datasets, train first. Raises: DataError."""
+
+    def feed(spec: DatasetSpec) -> Feed:
+        distribution = settings.reduce.horovod_dataset_distribution if spec is settings.train else "shard"
+        return Feed(spec.name, open_dataset(spec), spec.order, settings.batch, comm.rank, comm.size, distribution)
+
+    feeds = [feed(spec) for spec in (settings.train, *settings.evaluations)]
+    for other in feeds[1:]:
+        missing = [key for key in feeds[0].dataset.streams if key not in other.dataset.streams]
+        if missing:
+            raise DataError(
+                f"{other.name}: expected the data keys of train ({', '.join(feeds[0].dataset.streams)}), got no {', '.join(missing)}"
+            )
+    limits = settings.batch.batch_size
+    for key in limits if isinstance(limits, dict) else ():
+        if key not in feeds[0].dataset.streams:
+            raise DataError(f"batch_size: expected data keys of train ({', '.join(feeds[0].dataset.streams)}), got {key!r}")
+    return feeds
+
+
+def open_reducer(keys: ReduceKeys, comm: Communicator, timer: Timer) -> Reducer:
+    """How the ranks learn together."""
+    if keys.horovod_reduce_type == "param":
+        return ParamAverage(comm, timer, keys.horovod_param_sync_step, keys.horovod_param_sync_time_diff)
+    return GradReduce(comm, timer, keys.horovod_avg_grad)
+
+
+def build_learner(settings: Settings, reducer: Reducer, comm: Communicator) -> Learner:
+    """The model and the optimizer, in the config's framework. Raises: ConfigError."""
+    from hvdtrain.learner.torch import build_torch_learner  # the framework is imported when it is known to be needed
+
+    threads = launch.threads_per_rank(launch.environment(), comm.local_size, launch.cores())
+    return build_torch_learner(
+        settings.learner,
+        reducer,
+        rank=comm.rank,
+        local_rank=comm.local_rank,
+        threads=settings.run.num_threads or threads,
+        seed=settings.run.random_seed,
+        epoch=1,
+        step=0,
+    )
+
+
+def resume(comm: Communicator, learner: Learner, checkpoints: CheckpointFolder) -> tuple[list[EpochRecord], int]:
+    """Collective. Go back to the last finished epoch, if there is one, and make the model the same on all ranks.
+
+    Raises:
+        CheckpointError: a rank cannot read the checkpoint that rank 0 found.
+    """
+    newest = comm.gather(checkpoints.newest(), name="newest_checkpoint")[0]
+    history: list[EpochRecord] = []
+    step = 0
+    if newest is not None:
+        progress = together(comm, lambda: learner.load(newest.model_file, newest.optimizer_file), name="load_checkpoint")
+        history = [EpochRecord(**record) for record in progress["history"]]
+        step = progress["step"]
+        say(3, f"Loaded {newest.model_file}: training goes on after epoch {newest.epoch}, step {step}.")
+    for kind in WHAT_A_MODEL_IS:
+        learner.map_tensors(kind, lambda tensors, kind=kind: comm.broadcast(tensors, name=f"initial_{kind}"))  # type: ignore[misc]
+    return history, step
+
+
+def open_rates(schedule: ScheduleKeys, reduce: ReduceKeys, size: int) -> Rates:
+    """The learning rate of an epoch and of a step."""
+    dynamic = as_function(schedule.dynamic_learning_rate, "dynamic_learning_rate")
+
+    def of_step(step: int, epoch_continuous: float, epoch_rate: float) -> float:
+        rate = epoch_rate
+        if dynamic is not None:
+            rate = dynamic(
+                global_train_step=step,
+                epoch=int(epoch_continuous) + 1,
+                epoch_continuous=epoch_continuous,
+                learning_rate=epoch_rate,
+            )
+        return scale_learning_rate(rate, reduce.horovod_scale_lr, size)
+
+    return Rates(lambda epoch, history: epoch_learning_rate(schedule, epoch, history), of_step)
+
+
+def announce(settings: Settings, comm: Communicator, learner: Learner, feeds: list[Feed], history: list[EpochRecord]) -> None:
+    """Collective. Say what is about to happen: ranks, data, batches, the rule for the learning rate."""
+    started = launch.launch()
+    hosts = comm.gather((socket.gethostname(), learner.device_name), name="hosts")
+    where = ", ".join(f"{hosts.count(host)} on {host[0]} ({host[1]})" for host in dict.fromkeys(hosts))
+    say(4, f"hvdtrain {__version__}, {settings.run.backend}: {comm.size} rank{'s' if comm.size > 1 else ''}, {where}")
+    if settings.reduce.use_horovod and started.launcher is None:
+        say(2, "use_horovod is set, but this process was started alone: it trains as one rank (for 2: mpirun -np 2 ...)")
+    if comm.local_size > 1 and launch.cores() == 1:
+        say(2, "this rank is bound to a single core; mpirun --bind-to none lets it use more")
+    for feed in feeds:
+        how = getattr(feed.dataset, "how_read", lambda: "")()
+        say(
+            4,
+            f"{feed.name}: {feed.dataset.num_sequences} sequences, {feed.order_keys.seq_ordering}" + (f"; {how}" if how else ""),
+        )
+    say(4, f"model: {learner.num_parameters} parameters")
+    parts = []
+    if settings.batch.max_seqs is not None:
+        parts.append(f"{settings.batch.max_seqs} sequences per rank, {settings.batch.max_seqs * comm.size} in all")
+    if isinstance(settings.batch.batch_size, int):
+        parts.append(f"{settings.batch.batch_size} padded frames per rank, {settings.batch.batch_size * comm.size} in all")
+    say(4, f"batch, at most: {'; '.join(parts) or settings.batch.batch_size}")
+    if comm.size > 1:
+        say(4, f"ranks: {_how(settings.reduce)}")
+        if settings.reduce.horovod_scale_lr:
+            effective = scale_learning_rate(1.0, settings.reduce.horovod_scale_lr, comm.size)
+            say(4, f"horovod_scale_lr: every learning rate is multiplied by {effective:.6g} for {comm.size} ranks")
+        if settings.reduce.horovod_dataset_distribution == "random_seed_offset":
+            say(4, f"every rank goes through all data in its own order: an epoch is {comm.size} passes")
+    if history and history[-1].epoch >= settings.run.num_epochs:
+        say(3, f"Already trained until final epoch {history[-1].epoch}, nothing to do.")
+
+
+def _how(keys: ReduceKeys) -> str:
+    if keys.horovod_reduce_type == "grad":
+        return f"gradients are {'averaged' if keys.horovod_avg_grad else 'summed'} every step"
+    if keys.horovod_param_sync_time_diff is not None:
+        return f"parameters are averaged about every {keys.horovod_param_sync_time_diff:g} s and at the end of an epoch"
+    return f"parameters are averaged after every {keys.horovod_param_sync_step} updates and at the end of an epoch"

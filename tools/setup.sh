@@ -1,0 +1,100 @@
+#!/usr/bin/env bash
+# Everything that `make train` and `make test` need, from a bare Debian 12: system packages, .venv, the frameworks
+# and Horovod built against them. Instant when nothing is missing. Logs: .venv/setup-logs/.
+#
+#   PYTHON=python3.12 make setup     another interpreter (3.11 or newer)
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+VENV=.venv
+LOGS=$VENV/setup-logs
+STAMP=$VENV/setup-complete
+PYTHON=${PYTHON:-python3}
+TORCH_VERSION=2.13.0
+TENSORFLOW_VERSION=2.21.0
+
+# What the stamp must say for the environment to be up to date: this script, the package list, the Horovod recipe.
+wanted=$(cat tools/setup.sh setup.py hvdtrain/build_horovod.py | sha256sum | cut -d' ' -f1)
+if [ -f "$STAMP" ] && [ "$(cat "$STAMP")" = "$wanted" ] && command -v mpirun >/dev/null && [ -x "$VENV/bin/python" ]; then
+    exit 0
+fi
+
+# run NAME WHAT COMMAND...: one line while it runs, the seconds when it is done, the log's end when it fails.
+# Until the virtual environment exists its log folder does not either, so the first steps log to a temporary file.
+run() {
+    local name=$1 what=$2 log started=$SECONDS
+    shift 2
+    if [ -d "$LOGS" ]; then log=$LOGS/$name.log; else log=${TMPDIR:-/tmp}/hvdtrain-setup-$name.log; fi
+    printf 'setup: %s ... ' "$what"
+    if "$@" >"$log" 2>&1; then
+        printf '%d s\n' $((SECONDS - started))
+    else
+        local status=$?
+        printf 'failed after %d s\n' $((SECONDS - started))
+        tail -n 15 "$log" >&2
+        printf '\nsetup: %s failed (exit status %d); the whole log: %s\n' "$what" "$status" "$log" >&2
+        exit 1
+    fi
+}
+
+# --- system packages -------------------------------------------------------------------------------------------------
+packages=()
+command -v mpirun >/dev/null || packages+=(openmpi-bin)
+command -v mpicxx >/dev/null || packages+=(libopenmpi-dev)
+command -v g++ >/dev/null || packages+=(g++)
+command -v cmake >/dev/null || packages+=(cmake)
+if ! command -v "$PYTHON" >/dev/null; then
+    packages+=(python3 python3-venv python3-dev)
+else
+    "$PYTHON" -c 'import ensurepip, venv' 2>/dev/null || packages+=(python3-venv)
+    "$PYTHON" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' ||
+        packages+=(python3-dev)
+fi
+if [ ${#packages[@]} -gt 0 ]; then
+    as_root=()
+    if [ "$(id -u)" != 0 ]; then as_root=(sudo -n); fi
+    if ! command -v apt-get >/dev/null || ! "${as_root[@]}" true 2>/dev/null; then
+        echo "setup: these Debian packages are missing and installing them takes root: ${packages[*]}" >&2
+        echo "setup: run   sudo apt-get install ${packages[*]}   and then   make setup   again" >&2
+        exit 1
+    fi
+    run apt-update "reading Debian's package lists" "${as_root[@]}" apt-get update -q
+    run apt-install "installing ${packages[*]}" "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive \
+        apt-get install -q -y --no-install-recommends "${packages[@]}"
+fi
+if ! "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+    echo "setup: expected Python 3.11 or newer, got $("$PYTHON" --version) from $PYTHON (PYTHON=... names another one)" >&2
+    exit 1
+fi
+
+# --- Python packages -------------------------------------------------------------------------------------------------
+rm -f "$STAMP"
+[ -x $VENV/bin/python ] || run venv "creating $VENV" "$PYTHON" -m venv $VENV
+mkdir -p $LOGS
+pip() { $VENV/bin/python -m pip --disable-pip-version-check "$@"; }
+run pip "updating pip, setuptools, wheel" pip install -q --upgrade pip "setuptools<81" wheel
+
+if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then
+    echo "setup: an NVIDIA GPU is here: frameworks with CUDA"
+    tensorflow="tensorflow[and-cuda]==$TENSORFLOW_VERSION"
+    torch_index=()
+else
+    tensorflow=tensorflow-cpu==$TENSORFLOW_VERSION
+    # PyPI's torch for Linux carries gigabytes of CUDA. PyTorch's own index has a CPU build; where it can't be reached,
+    # pip's ordinary sources decide (the CUDA build runs on a CPU, too).
+    torch_index=()
+    cpu_index=https://download.pytorch.org/whl/cpu
+    if "$PYTHON" -c "import urllib.request; urllib.request.urlopen('$cpu_index/torch/', timeout=5)" 2>/dev/null; then
+        torch_index=(--extra-index-url "$cpu_index")
+    fi
+fi
+run torch "installing torch $TORCH_VERSION" pip install "torch==$TORCH_VERSION" ${torch_index[@]+"${torch_index[@]}"}
+run tensorflow "installing ${tensorflow}" pip install "$tensorflow"
+run packages "installing hvdtrain's other packages" pip install \
+    cffi cloudpickle packaging psutil pyyaml --no-build-isolation -e ".[mpi,demo,report,dev]"
+
+# --- Horovod ---------------------------------------------------------------------------------------------------------
+$VENV/bin/python -m hvdtrain.build_horovod --log $LOGS/horovod.log
+
+echo "$wanted" >$STAMP
+echo "setup: complete"

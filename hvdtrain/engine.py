@@ -154,7 +154,7 @@ class Engine:
             others = [rank for rank, (_, fingerprint) in enumerate(answers) if fingerprint != answers[0][1]]
             if others:
                 error = DataError(
-                    f"{self._train.name}: expected the same sequences on all ranks, got others on rank {others[0]} than on rank 0 "
+                    f"{self._train.name}: expected the same sequences on all ranks, got others on rank {others[0]} "
                     "(are the files the same on all hosts?)"
                 )
                 error.on_every_rank = True

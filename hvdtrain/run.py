@@ -110,7 +110,8 @@ def open_feeds(settings: Settings, comm: Communicator) -> list[Feed]:
         missing = [key for key in feeds[0].dataset.streams if key not in other.dataset.streams]
         if missing:
             raise DataError(
-                f"{other.name}: expected the data keys of train ({', '.join(feeds[0].dataset.streams)}), got no {', '.join(missing)}"
+                f"{other.name}: expected the data keys of train ({', '.join(feeds[0].dataset.streams)}), "
+                f"got none called {', '.join(missing)}"
             )
     limits = settings.batch.batch_size
     for key in limits if isinstance(limits, dict) else ():

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 HOW_TO_INSTALL = (
     "use_horovod: expected an installed Horovod, got: {error}\n"
-    "  Build it for the frameworks of this Python (about three minutes; needs Open MPI: apt-get install openmpi-bin libopenmpi-dev):\n"
+    "  Build it for the frameworks of this Python (three minutes; Open MPI first: apt-get install openmpi-bin libopenmpi-dev):\n"
     "    python -m hvdtrain.build_horovod\n"
     "  Without Horovod, leave use_horovod out and start one process."
 )
@@ -37,8 +37,9 @@ def open_horovod(framework: Literal["torch", "tensorflow"]) -> HorovodCommunicat
     binding.init()
     if binding.size() != started.size:
         raise LaunchError(
-            f"use_horovod: expected {started.size} processes as {started.launcher} started, but Horovod sees {binding.size()} "
-            "(Horovod was built for another MPI than the launcher's; `mpirun --version` and `python -m hvdtrain.build_horovod --force`)"
+            f"use_horovod: expected the {started.size} processes that {started.launcher} started, got {binding.size()} from "
+            "Horovod (was Horovod built for another MPI than the launcher's? Look at mpirun --version; "
+            "python -m hvdtrain.build_horovod --force builds it anew)"
         )
     return HorovodCommunicator(binding)
 

@@ -69,7 +69,8 @@ def parse(name: str, value: Any, defaults: Mapping[str, Any]) -> tuple[DatasetSp
         opened = lambda: _call(name, kind, options)  # noqa: E731
     else:
         problems.append(
-            f"{name}.class: expected 'HDFDataset', a class or function, or its name as 'module:name' or 'file.py:name', got {kind!r}"
+            f"{name}.class: expected 'HDFDataset', a class, a function, or the name of one as 'module:name' or "
+            f"'file.py:name', got {kind!r}"
         )
     if problems or order is None:
         return None, problems

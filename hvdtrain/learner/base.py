@@ -48,7 +48,7 @@ class LearnerKeys:
 
 
 class Learner(Protocol):
-    """A model, its optimizer and its losses. The model and the optimizer are the config's own objects, neither wrapped nor patched.
+    """A model, its optimizer and its losses. Model and optimizer are the config's own objects, neither wrapped nor patched.
 
     `backward` and `update` are collective where the reducer is: all ranks call them equally often.
     """

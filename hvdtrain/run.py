@@ -38,9 +38,12 @@ def train_with(comm: Communicator, settings: Settings) -> Learner:
     together(comm, lambda: open_log(settings.report, comm.rank, comm.size), name="open_log")
     timer = Timer()
     with Watchdog(settings.run.watchdog_timeout, comm.rank) as watchdog:
+        watchdog.beat("opening the datasets")
         feeds = together(comm, lambda: open_feeds(settings, comm), name="open_feeds")
+        watchdog.beat("building the model")
         reducer = open_reducer(settings.reduce, comm, timer)
         learner = together(comm, lambda: build_learner(settings, reducer, comm), name="build_learner")
+        watchdog.beat("loading and sharing the weights")
         checkpoints = CheckpointFolder(Path(settings.run.model))
         history, step = resume(comm, learner, checkpoints)
         announce(settings, comm, learner, feeds, history)

@@ -40,7 +40,8 @@ class Watchdog:
         self._done.set()
 
     def _watch(self) -> None:
-        while not self._done.wait(min(1.0, self._patience / 10)):
+        interval = min(1.0, self._patience / 10)
+        while not self._done.wait(interval):
             silent = time.monotonic() - self._heard
             if silent > self._patience:
                 print(
@@ -49,4 +50,5 @@ class Watchdog:
                     flush=True,
                 )
                 faulthandler.dump_traceback(all_threads=True)
+                time.sleep(3 * interval)  # the others' watchdogs bark now: the launcher ends all as soon as one has ended
                 os._exit(1)

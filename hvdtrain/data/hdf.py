@@ -101,31 +101,18 @@ class HDFFile:
         self.path = path
         self._handle: h5py.File | None = None
         self._process = os.getpid()
+        self.num_sequences = 0
+        self.streams: dict[str, Stream] = {}
+        self.lengths: dict[str, Array] = {}
+        self._starts: dict[str, Array] = {}
+        self._names: dict[str, str] = {}
+        self._arrays: dict[str, Array | h5py.Dataset] = {}
         with _open(path) as file:
-            sources = _sources(path, file)
-            columns = _columns(path, file, sources)
-            self.num_sequences = len(columns)
-            self.streams: dict[str, Stream] = {}
-            self.lengths: dict[str, Array] = {}
-            self._starts: dict[str, Array] = {}
-            self._names = {key: dataset.name for key, dataset in sources.items()}
-            self._arrays: dict[str, Array | h5py.Dataset] = {}
-            for number, (key, dataset) in enumerate(sources.items()):
-                self.streams[key] = _stream(path, file, key, dataset)
-                self.lengths[key] = numpy.ascontiguousarray(columns[:, number], dtype=numpy.int32)
-                starts = numpy.zeros(self.num_sequences + 1, dtype=numpy.int64)
-                numpy.cumsum(self.lengths[key], dtype=numpy.int64, out=starts[1:])
-                if starts[-1] != len(dataset):
-                    raise DataError(
-                        f"{path}: expected the lengths in /seqLengths, column {number}, to add up to the {len(dataset)} frames "
-                        f"of {dataset.name}, got {starts[-1]}"
-                    )
-                self._starts[key] = starts
-                mapped = _mapped(path, dataset)
-                if mapped is not None:
-                    self._arrays[key] = mapped
-            self.mapped = frozenset(self._arrays)
-            self._check_tags(file)
+            try:
+                self._index(file)
+            except (OSError, RuntimeError, KeyError, ValueError) as error:  # what h5py raises where the structure is damaged
+                raise DataError(f"{path}: expected a whole HDF5 file, got a damaged one: {error}") from None
+        self.mapped = frozenset(self._arrays)
 
     def sequence(self, index: int, keys: Iterable[str]) -> dict[str, Array]:
         """The arrays of one sequence; views of the file where it is mapped."""
@@ -148,8 +135,15 @@ class HDFFile:
         """The tags of some sequences."""
         wanted, places = numpy.unique(indices, return_inverse=True)
         stored = self._file()["seqTags"]
-        few = [_text(value) for value in stored[wanted]]
-        return [few[place] for place in places]
+        try:
+            if len(wanted) < 1000:
+                few = stored[wanted]
+            else:  # h5py looks up a long list of indices one by one
+                few = stored[wanted[0] : wanted[-1] + 1][wanted - wanted[0]]
+        except OSError as error:
+            raise DataError(f"{self.path}: cannot read /seqTags: {error}") from None
+        texts = [_text(value) for value in few]
+        return [texts[place] for place in places]
 
     def close(self) -> None:
         """Let go of the file; what was mapped stays valid for those who still hold a view."""
@@ -174,12 +168,30 @@ class HDFFile:
             self._handle = _open(self.path)
         return self._handle
 
-    def _check_tags(self, file: h5py.File) -> None:
-        tags = file.get("seqTags")
-        if not isinstance(tags, h5py.Dataset):
-            raise DataError(f"{self.path}: expected the dataset /seqTags, got only {_names(file)}")
+    def _index(self, file: h5py.File) -> None:
+        """Find the sequences of every data key, and check that everything fits together."""
+        path = self.path
+        sources = _sources(path, file)
+        columns = _columns(path, file, sources)
+        self.num_sequences = len(columns)
+        for number, (key, dataset) in enumerate(sources.items()):
+            self._names[key] = dataset.name
+            self.streams[key] = _stream(path, file, key, dataset)
+            self.lengths[key] = numpy.ascontiguousarray(columns[:, number], dtype=numpy.int32)
+            starts = numpy.zeros(self.num_sequences + 1, dtype=numpy.int64)
+            numpy.cumsum(self.lengths[key], dtype=numpy.int64, out=starts[1:])
+            if starts[-1] != len(dataset):
+                raise DataError(
+                    f"{path}: expected the lengths in /seqLengths, column {number}, to add up to the {len(dataset)} frames "
+                    f"of {dataset.name}, got {starts[-1]}"
+                )
+            self._starts[key] = starts
+            mapped = _mapped(path, dataset)
+            if mapped is not None:
+                self._arrays[key] = mapped
+        tags = _strings(path, file, "seqTags")
         if len(tags) != self.num_sequences:
-            raise DataError(f"{self.path}: expected {self.num_sequences} tags in /seqTags as in /seqLengths, got {len(tags)}")
+            raise DataError(f"{path}: expected {self.num_sequences} tags in /seqTags as in /seqLengths, got {len(tags)}")
 
 
 def _open(path: Path) -> h5py.File:
@@ -201,9 +213,11 @@ def _sources(path: Path, file: h5py.File) -> dict[str, h5py.Dataset]:
     if "inputs" in file:
         sources["data"] = _dataset(path, file, "inputs")
     if "targets" in file:
-        group = file["targets"].get("data") if isinstance(file["targets"], h5py.Group) else None
+        if not isinstance(_within(path, file, "targets"), h5py.Group):
+            raise DataError(f"{path}: expected /targets to be a group, got a dataset")
+        group = _within(path, file, "targets/data")
         if not isinstance(group, h5py.Group):
-            raise DataError(f"{path}: expected the group /targets/data, got only {_names(file['targets'])} in /targets")
+            raise DataError(f"{path}: expected /targets/data to be a group, got a dataset")
         for key in sorted(group):
             if key in sources:
                 raise DataError(f"{path}: expected 'data' once, got it as /inputs and as /targets/data/data")
@@ -215,27 +229,42 @@ def _sources(path: Path, file: h5py.File) -> dict[str, h5py.Dataset]:
     return sources
 
 
-def _dataset(path: Path, file: h5py.File, name: str) -> h5py.Dataset:
-    """A dataset that lies in this very file: a data file must not make the trainer read other files."""
-    if isinstance(file.get(name, getlink=True), h5py.ExternalLink):
+def _within(path: Path, file: h5py.File, name: str) -> h5py.Group | h5py.Dataset:
+    """What lies in this very file under a name: a data file must not make the trainer read other files."""
+    folder, _, last = name.rpartition("/")
+    parent = file[folder] if folder else file
+    if last not in parent:
+        raise DataError(f"{path}: expected /{name}, got only {_names(parent)} in {parent.name}")
+    found = None if isinstance(parent.get(last, getlink=True), h5py.ExternalLink) else parent[last]
+    if found is None or found.file != file:  # a link inside the file may lead to one that leaves it
         raise DataError(f"{path}: expected /{name} to be in this file, got a link to another file")
-    dataset = file[name]
+    return found
+
+
+def _dataset(path: Path, file: h5py.File, name: str) -> h5py.Dataset:
+    """A dataset with frames, labels or the like on its first axis."""
+    dataset = _within(path, file, name)
     if not isinstance(dataset, h5py.Dataset):
         raise DataError(f"{path}: expected /{name} to be a dataset, got a group")
     if dataset.external or dataset.is_virtual:
         raise DataError(f"{path}: expected /{name} to be stored in this file, got a dataset whose values lie in other files")
-    if dataset.ndim == 0:
-        raise DataError(f"{path}: expected frames on the first axis of /{name}, got a scalar")
-    if dataset.dtype.kind not in "biufcSO":
+    if not dataset.shape:
+        raise DataError(f"{path}: expected /{name} to have a first axis to count on, got a scalar")
+    if dataset.dtype.kind not in "biufc" and h5py.check_string_dtype(dataset.dtype) is None:
         raise DataError(f"{path}: expected numbers or strings in /{name}, got dtype {dataset.dtype}")
+    return dataset
+
+
+def _strings(path: Path, file: h5py.File, name: str) -> h5py.Dataset:
+    dataset = _dataset(path, file, name)
+    if dataset.ndim != 1 or h5py.check_string_dtype(dataset.dtype) is None:
+        raise DataError(f"{path}: expected strings of shape (number,) in /{name}, got {dataset.dtype} {dataset.shape}")
     return dataset
 
 
 def _columns(path: Path, file: h5py.File, sources: dict[str, h5py.Dataset]) -> Array:
     """/seqLengths, checked: shape (num_sequences, number of columns)."""
-    stored = file.get("seqLengths")
-    if not isinstance(stored, h5py.Dataset):
-        raise DataError(f"{path}: expected the dataset /seqLengths, got only {_names(file)}")
+    stored = _dataset(path, file, "seqLengths")
     if stored.ndim not in (1, 2) or stored.dtype.kind not in "iu":
         raise DataError(f"{path}: expected integers of shape (sequences, keys) in /seqLengths, got {stored.dtype} {stored.shape}")
     columns: Array = stored[:]
@@ -257,22 +286,30 @@ def _columns(path: Path, file: h5py.File, sources: dict[str, h5py.Dataset]) -> A
 def _stream(path: Path, file: h5py.File, key: str, dataset: h5py.Dataset) -> Stream:
     """What kind of data a dataset holds: RETURNN calls integers without a feature axis sparse."""
     sparse = dataset.ndim == 1 and dataset.dtype.kind in "iu"
-    if key == "data" and dataset.name == "/inputs":
-        dim = int(file.attrs.get("inputPattSize", 1)) if dataset.ndim == 1 else int(dataset.shape[-1])
-        labels = file.get("labels")
+    if dataset.name == "/inputs":
+        dim = dataset.shape[-1] if dataset.ndim > 1 else _integer(path, "inputPattSize of /", file.attrs.get("inputPattSize", 1))
+        labels = "labels"
     else:
-        size = file["targets/size"].attrs.get(key) if "size" in file["targets"] else None
-        if size is None:
-            raise DataError(f"{path}: expected the dimension of {key!r} as an attribute of /targets/size, got none")
-        dim = int(numpy.ravel(size)[0])
-        labels = file["targets/labels"].get(key) if "labels" in file["targets"] else None
-    names = tuple(_text(label) for label in labels[:]) if isinstance(labels, h5py.Dataset) else ()
-    return Stream(dataset.dtype, tuple(dataset.shape[1:]), dim, sparse, names if names != ("dummy-label",) else ())
+        size = _within(path, file, "targets/size").attrs.get(key)
+        dim = _integer(path, f"{key} of /targets/size", size)
+        labels = f"targets/labels/{key}"
+    names = tuple(_text(label) for label in _strings(path, file, labels)[:]) if labels in file else ()
+    return Stream(dataset.dtype, tuple(dataset.shape[1:]), int(dim), sparse, names if names != ("dummy-label",) else ())
+
+
+def _integer(path: Path, what: str, value: Any) -> int:
+    """The integer, or the first of several, that an attribute holds."""
+    numbers = numpy.ravel(value)
+    if numbers.dtype.kind not in "iu" or not len(numbers):
+        raise DataError(f"{path}: expected an integer as attribute {what}, got {value!r}")
+    return int(numbers[0])
 
 
 def _mapped(path: Path, dataset: h5py.Dataset) -> Array | None:
     """The dataset as an array on the mapped file, or None where its layout does not allow it."""
     if dataset.dtype.hasobject or not dataset.dtype.isnative or dataset.chunks is not None:
+        return None
+    if dataset.id.get_type() != h5py.h5t.py_create(dataset.dtype, logical=True):  # h5py converts what numpy has no type for
         return None
     if dataset.size == 0:
         return numpy.zeros(dataset.shape, dtype=dataset.dtype)

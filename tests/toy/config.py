@@ -1,0 +1,93 @@
+"""A small config for the tests on several ranks. What differs between tests comes as ++key value."""
+
+# ruff: noqa: F821  `config` is there while hvdtrain runs this file
+import os
+import signal
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import hvdtrain
+
+corpus = Path(config.value("corpus"))
+train = {"files": str(corpus / config.value("part", "train.hdf")), "seq_ordering": "random"}
+dev = {"files": str(corpus / "dev.hdf")} if config.bool("evaluated", False) else None
+
+num_epochs = 1
+max_seqs = 12 // hvdtrain.size()
+num_threads = 1
+log_interval = 0
+learning_rate = 0.01
+optimizer = {"class": "sgd", "momentum": 0.9}
+
+layers = config.value("layers", "plain")
+losses = config.value("losses", "sum")
+fault, fault_rank, fault_step = config.list("fault", ["", -1, -1])
+record = config.value("record")
+
+
+class Plain(nn.Module):
+    """One convolution; besides, a parameter that never gets a gradient and one that is not trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv1d(4, 8, 3, padding=1)
+        self.last = nn.Linear(8, 5)
+        self.unused = nn.Parameter(torch.randn(3))
+        self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
+
+    def forward(self, frames, mask):
+        return self.last(self.first(frames.transpose(1, 2)).transpose(1, 2).relu())
+
+
+class WithStatistics(Plain):
+    """The same with a BatchNorm: floating buffers, and an integer one."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, frames, mask):
+        return super().forward(self.norm(frames.transpose(1, 2)).transpose(1, 2), mask)
+
+
+def get_model(**_):
+    torch.manual_seed(1 + hvdtrain.rank())  # rank 0's weights have to reach the others
+    return WithStatistics() if layers == "statistics" else Plain()
+
+
+def train_step(*, model, extern_data, **_):
+    context = hvdtrain.get_run_ctx()
+    if context.train_flag:
+        note(context.epoch, extern_data["id"])
+        if hvdtrain.rank() == int(fault_rank) and context.step == int(fault_step):
+            fail()
+    data, classes = extern_data["data"], extern_data["classes"]
+    scores = model(data.raw_tensor, data.mask)[data.mask]
+    targets = classes.raw_tensor[classes.mask].long()
+    entropies = nn.functional.cross_entropy(scores, targets, reduction="none")
+    context.mark_as_loss(entropies, "ce", use_normalized_loss=losses != "sum")
+    if losses == "several":
+        energy = scores.square().sum(-1)[targets > 2]  # another count, which may be zero in a batch
+        context.mark_as_loss(energy, "energy", scale=0.1, use_normalized_loss=True)
+        context.mark_as_loss(scores[:, 0].square(), "first", scale=0.001)
+    context.mark_as_loss(scores.argmax(-1) != targets, "fer", as_error=True)
+
+
+def note(epoch, ids):
+    """Write down which sequences this rank trains on."""
+    if record:
+        with open(f"{record}.{hvdtrain.rank()}", "a") as file:
+            file.writelines(f"{epoch} {number}\n" for number in ids.raw_tensor[:, 0].tolist())
+
+
+def fail():
+    Path(f"{record}.fault").write_text(str(time.time()))
+    if fault == "raise":
+        raise RuntimeError("planted by the test")
+    if fault == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "hang":
+        time.sleep(600)

@@ -92,6 +92,9 @@ def dump(spec: DatasetSpec, out: Path, epoch: int = 1, start: int = 0, end: int 
     Raises:
         DataError: the source or what it yields is bad, or the file exists.
     """
+    for name, number, least in (("epoch", epoch, 1), ("start_seq", start, 0), ("end_seq", start if end is None else end, start)):
+        if number < least:
+            raise DataError(f"--{name}: expected {least} or more, got {number}")
     source = spec.open()
     total, sequences = _sequences(spec, source, epoch)
     stop = None if end is None else end + 1
@@ -101,7 +104,7 @@ def dump(spec: DatasetSpec, out: Path, epoch: int = 1, start: int = 0, end: int 
     dims = dict(getattr(source, "dims", {}))
     for key, stream in dict(getattr(source, "streams", {})).items():
         labels |= {key: list(stream.labels)} if stream.labels else {}
-        dims |= {key: stream.dim} if stream.sparse else {}
+        dims |= {key: stream.dim} if stream.sparse and stream.dim > 1 else {}  # RETURNN writes 1 where it does not know
     began = time.monotonic()
     with HDFWriter(out, labels=labels, dims=dims, overwrite=overwrite) as writer:
         for tag, arrays in _shown(islice(sequences, start, stop), total):

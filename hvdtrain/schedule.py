@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import copysign, inf
 from typing import Any, Literal
 
 import numpy
@@ -90,12 +91,19 @@ def _newbob(keys: ScheduleKeys, last: float, history: list[EpochRecord]) -> floa
     old, new = history[-2].scores.get(name), history[-1].scores.get(name)
     if old is None or new is None:
         return last
-    relative = (new - old) / abs(old if keys.newbob_relative_error_div_by_old else new)
+    relative = _relative(new - old, abs(old if keys.newbob_relative_error_div_by_old else new))
     if keys.learning_rate_control_relative_error_relative_lr:
         relative /= last / (keys.learning_rate or history[0].learning_rate)
     if relative > keys.newbob_relative_error_threshold:
         return max(last * keys.newbob_learning_rate_decay, keys.min_learning_rate)
     return last * keys.newbob_learning_rate_growth
+
+
+def _relative(change: float, error: float) -> float:
+    """The change relative to an error, which may have come down to zero."""
+    if error == 0.0:
+        return copysign(inf, change) if change else 0.0
+    return change / error
 
 
 def _too_early(keys: ScheduleKeys, last: float, history: list[EpochRecord]) -> bool:

@@ -40,11 +40,11 @@ class Scores:
 
     def means(self) -> dict[str, float]:
         """The mean over all elements by name, names in alphabetical order; not a number where nothing was counted."""
-        return {name: _divide(fsum(entry.totals), fsum(entry.counts)) for name, entry in sorted(self._sums.items())}
+        return {name: _divide(_sum(entry.totals), _sum(entry.counts)) for name, entry in sorted(self._sums.items())}
 
     def counts(self) -> dict[str, float]:
         """How many elements went into each mean."""
-        return {name: fsum(entry.counts) for name, entry in sorted(self._sums.items())}
+        return {name: _sum(entry.counts) for name, entry in sorted(self._sums.items())}
 
     @staticmethod
     def merged(parts: Iterable[Scores]) -> Scores:
@@ -64,6 +64,14 @@ class Scores:
 def text(means: Mapping[str, float]) -> str:
     """Means for a log line: `ce 0.3215, fer 0.0512`."""
     return ", ".join(f"{name} {value:.4g}" for name, value in means.items())
+
+
+def _sum(values: Iterable[float]) -> float:
+    """The exact sum; not a number where there is none: infinities of both signs, or beyond what a float can hold."""
+    try:
+        return fsum(values)
+    except (ValueError, OverflowError):
+        return nan
 
 
 def _divide(total: float, count: float) -> float:

@@ -99,7 +99,11 @@ def text_value(text: str, expected: Any = Any) -> Any:
 
 
 def words_of(expected: Any) -> str:
-    """A type in words: `int or None`, `'grad' or 'param'`."""
+    """A type in words.
+
+    >>> words_of(int | None), words_of(list[str]), words_of(Literal["grad", "param"])
+    ('an integer or None', 'a list of strings', "'grad' or 'param'")
+    """
     if get_origin(expected) is Literal:
         return " or ".join(repr(choice) for choice in get_args(expected))
     if get_origin(expected) in (Union, types.UnionType):
@@ -118,7 +122,11 @@ def words_of(expected: Any) -> str:
         typing.get_origin(Callable[..., Any]): "a function",
     }
     origin = get_origin(expected) or expected
-    return plain.get(origin, getattr(origin, "__name__", str(origin)))
+    words = plain.get(origin, getattr(origin, "__name__", str(origin)))
+    members = {int: "integers", float: "numbers", str: "strings"}
+    if origin in (list, dict) and get_args(expected) and get_args(expected)[-1] in members:
+        words = f"{words} of {members[get_args(expected)[-1]]}"
+    return words
 
 
 def _holds(rule: Rule, value: Any) -> bool:
@@ -161,10 +169,14 @@ def _converted(value: Any, expected: Any) -> Any:
             return value
         raise Mismatch(words_of(expected))
     if origin in (str, list, tuple, dict, type(None)):
-        if isinstance(value, origin) or (origin is type(None) and value is None):
+        if origin is list and isinstance(value, (list, tuple)):
+            member = (*get_args(expected), Any)[0]
+            return [_converted(one, member) for one in value]
+        if origin is dict and isinstance(value, dict) and get_args(expected):
+            name, member = get_args(expected)
+            return {_converted(key, name): _converted(one, member) for key, one in value.items()}
+        if isinstance(value, origin):
             return value
-        if origin is list and isinstance(value, tuple):
-            return list(value)
     elif isinstance(origin, type) and origin not in (bool, int, float) and isinstance(value, origin):
         return value
     raise Mismatch(words_of(expected))

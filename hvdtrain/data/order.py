@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy
 
-from hvdtrain.config.keys import Rule, key, positive
+from hvdtrain.config.keys import Rule, key, not_negative, positive
 from hvdtrain.data.types import Array
 from hvdtrain.errors import DataError
 
@@ -51,8 +51,8 @@ class OrderKeys:
     )
     partition_epoch: int = key(1, "cut the ordered sequences into so many parts; an epoch is one part", positive)
     repeat_epoch: int = key(1, "go through the sequences so many times in one epoch", positive)
-    fixed_random_seed: int | None = key(None, "the same random order in every epoch, from this seed")
-    random_seed_offset: int = key(0, "added to the seed, which is the number of the full epoch")
+    fixed_random_seed: int | None = key(None, "the same random order in every epoch, from this seed", not_negative)
+    random_seed_offset: int = key(0, "added to the seed, which is the number of the full epoch", not_negative)
 
 
 @dataclass(frozen=True)
@@ -100,8 +100,13 @@ def order(lengths: Array, keys: OrderKeys, epoch: int) -> Array:
 
     Returns:
         int64 indices of shape (number of sequences in this epoch,).
+
+    Raises:
+        DataError: there are fewer sequences than parts they are to be cut into.
     """
     method = parse(keys.seq_ordering)
+    if method.name == "default_every_n" and (method.bins or 1) > max(1, len(lengths)):
+        raise DataError(f"default_every_n: expected at most {len(lengths)}, the number of sequences, got {method.bins}")
     everything = _ordered(lengths, method, _seed(keys, method, epoch))
     part = _partition(everything, keys.partition_epoch, (epoch - 1) % keys.partition_epoch)
     return numpy.tile(part, keys.repeat_epoch) if keys.repeat_epoch > 1 else part

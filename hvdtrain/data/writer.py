@@ -44,7 +44,7 @@ class HDFWriter:
         self.path = path
         self.num_sequences = 0
         self.num_frames: dict[str, int] = {}
-        self._labels = dict(labels or {})
+        self._labels = {key: names for key, names in (labels or {}).items() if len(names)}
         self._dims = dict(dims or {})
         self._overwrite = overwrite
         self._tags: list[bytes] = []
@@ -77,30 +77,41 @@ class HDFWriter:
         Raises:
             DataError: an array does not go with those of the first sequence.
         """
+        arrays = {key: numpy.asarray(sequence[key]) for key in sorted(sequence)}
+        for key, values in arrays.items():  # all are checked before any is appended
+            self._check_numbers(tag, key, values)
         if not self._streams:
-            for key in sorted(sequence):
-                first = numpy.asarray(sequence[key])
-                self._check_first(tag, key, first)
-                self._streams[key] = _Collected((self._folder / f"{len(self._streams)}").open("wb"), first)
-        if set(sequence) != set(self._streams):
-            raise DataError(f"{self.path}: expected the keys {sorted(self._streams)} in sequence {tag!r}, got {sorted(sequence)}")
-        for key, stream in self._streams.items():
-            values = numpy.asarray(sequence[key])
-            if values.shape[1:] != stream.shape or not numpy.can_cast(values.dtype, stream.dtype, "same_kind"):
-                raise DataError(
-                    f"{self.path}: expected {stream.dtype} frames of shape {stream.shape} for {key!r} as in the first sequence, "
-                    f"got {values.dtype} {values.shape[1:]} in sequence {tag!r}"
-                )
+            for number, (key, values) in enumerate(arrays.items()):
+                self._streams[key] = _Collected((self._folder / str(number)).open("wb"), values)
+        if not arrays or arrays.keys() != self._streams.keys():
+            expected = f"the keys {list(self._streams)}" if self._streams else "at least one key"
+            raise DataError(f"{self.path}: expected {expected} in sequence {tag!r}, got {list(arrays)}")
+        for key, values in arrays.items():
+            self._check_like_first(tag, key, values)
             self._check_classes(tag, key, values)
-            stream.append(values)
+        for key, values in arrays.items():
+            self._streams[key].append(values)
             self.num_frames[key] = self.num_frames.get(key, 0) + len(values)
         self._tags.append(tag.encode("utf-8"))
         self.num_sequences += 1
 
-    def _check_first(self, tag: str, key: str, values: Array) -> None:
+    def _check_numbers(self, tag: str, key: str, values: Array) -> None:
         if values.ndim == 0 or values.dtype.kind not in "biuf":
             raise DataError(
                 f"{self.path}: expected numbers of shape (frames, ...) for {key!r}, got {values.dtype} of shape {values.shape} "
+                f"in sequence {tag!r}"
+            )
+
+    def _check_like_first(self, tag: str, key: str, values: Array) -> None:
+        stream = self._streams[key]
+        if values.shape[1:] != stream.shape or not numpy.can_cast(values.dtype, stream.dtype, "same_kind"):
+            raise DataError(
+                f"{self.path}: expected {stream.dtype} frames of shape {stream.shape} for {key!r} as in the first sequence, "
+                f"got {values.dtype} {values.shape[1:]} in sequence {tag!r}"
+            )
+        if values.dtype.kind in "iu" and stream.dtype.kind in "iu" and not numpy.array_equal(values, values.astype(stream.dtype)):
+            raise DataError(
+                f"{self.path}: expected {stream.dtype} for {key!r} as in the first sequence, got {values.min()} to {values.max()} "
                 f"in sequence {tag!r}"
             )
 

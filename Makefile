@@ -1,0 +1,54 @@
+# make train   watch a model learn on two Horovod ranks (about five minutes on two cores)
+# make test    all tests
+# make check   formatting, lint, types, tests
+# The environment is set up when it is missing; see tools/setup.sh.
+
+PYTHON_OF_VENV = .venv/bin/python
+RANKS = 2
+MPIRUN = mpirun -np $(RANKS) --bind-to none --oversubscribe
+
+# Open MPI wants to be told that running as root, as in a container, is meant.
+ifeq ($(shell id -u),0)
+export OMPI_ALLOW_RUN_AS_ROOT = 1
+export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM = 1
+endif
+
+G2P_PARTS = data/g2p/train.hdf data/g2p/dev.hdf data/g2p/test.hdf
+
+.PHONY: setup data train test check format docs benchmark clean
+
+setup:
+	@bash tools/setup.sh
+
+data: setup $(G2P_PARTS)
+
+data/g2p/%.hdf: demos/g2p/words.py
+	@mkdir -p data/g2p
+	@$(PYTHON_OF_VENV) tools/hdf_dump.py '{"class": "demos/g2p/words.py:Words", "part": "$*"}' $@ --overwrite
+
+# The full config trains 18 epochs; this one learns as much as five minutes allow.
+train: data
+	$(MPIRUN) $(PYTHON_OF_VENV) -m hvdtrain configs/g2p.py ++use_horovod 1 ++max_seqs 128 ++num_epochs 4 \
+		++model exp/g2p-short/model ++log exp/g2p-short/train.log
+
+test: setup data
+	$(PYTHON_OF_VENV) -m pytest
+
+check: setup data
+	$(PYTHON_OF_VENV) -m ruff format --check .
+	$(PYTHON_OF_VENV) -m ruff check .
+	$(PYTHON_OF_VENV) -m mypy
+	$(PYTHON_OF_VENV) -m pytest
+
+format: setup
+	$(PYTHON_OF_VENV) -m ruff format .
+	$(PYTHON_OF_VENV) -m ruff check --fix .
+
+docs: setup
+	$(PYTHON_OF_VENV) tools/keys_page.py > docs/keys.md
+
+benchmark: data
+	$(PYTHON_OF_VENV) benchmarks/training_loops.py
+
+clean:
+	rm -rf exp data build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -1,0 +1,50 @@
+"""A training loop as written by hand with Horovod's PyTorch binding."""
+
+from __future__ import annotations
+
+import time
+
+import horovod.torch as hvd
+import shared
+import torch
+
+
+def main() -> None:
+    options = shared.read_options()
+    hvd.init()
+    config = shared.read_config()
+    words = shared.Words(options.data, options.reading)
+    epochs = shared.read_batches(options.batches, hvd.rank())
+
+    model = config["get_model"]()
+    optimizer = hvd.DistributedOptimizer(shared.build_optimizer(model), named_parameters=model.named_parameters())
+    schedule = shared.build_schedule(optimizer, sum(len(batches) for batches in epochs))
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    for state in optimizer.state.values():  # to have something to broadcast, Horovod made a step on gradients of zero
+        state["step"].zero_()
+
+    step = 0
+    for batches in epochs:  # the first one is there to warm up, the last one counts
+        started = time.perf_counter()
+        losses = []
+        for indices in batches:
+            batch = words.batch(indices)
+            config["seed_dropout"](step, hvd.rank())
+            optimizer.zero_grad()
+            loss = shared.mean_loss(model, batch)
+            loss.backward()
+            optimizer.synchronize()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 5.0)
+            with optimizer.skip_synchronize():
+                optimizer.step()
+            schedule.step()
+            losses.append(loss.item())
+            step += 1
+        elapsed = time.perf_counter() - started
+    shared.report(hvd.rank(), sum(map(len, batches)), elapsed, sum(losses) / len(losses))
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""What the two hand-written loops have in common: all but the exchange between ranks, so that only that differs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy
+import torch
+from torch.nn import functional
+
+from hvdtrain.config.source import load
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+CONFIGS = [ROOT / "configs/g2p.py", ROOT / "benchmarks/loops/config.py"]
+
+BLANK = 39
+UPSAMPLE = 2
+
+
+@dataclass
+class Options:
+    """The command line of a loop.
+
+    Attributes:
+        data: the HDF file.
+        batches: an array file of shape (ranks, epochs, steps, batch): which sequences form which batch.
+        reading: "h5py": a slice of the file for every sequence. "memory": the whole file is read at the start.
+    """
+
+    data: Path
+    batches: Path
+    reading: str
+
+
+def read_options() -> Options:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description="A part of benchmarks/training_loops.py, which starts it.")
+    parser.add_argument("data", type=Path)
+    parser.add_argument("batches", type=Path)
+    parser.add_argument("--reading", choices=["h5py", "memory"], required=True)
+    return Options(**vars(parser.parse_args()))
+
+
+@dataclass
+class Batch:
+    """Letters and phones, padded: (batch, time), with their lengths (batch,)."""
+
+    letters: torch.Tensor
+    num_letters: torch.Tensor
+    phones: torch.Tensor
+    num_phones: torch.Tensor
+
+
+class Words:
+    """The HDF file; datasets are opened once."""
+
+    def __init__(self, path: Path, reading: str) -> None:
+        file = h5py.File(path, "r")
+        ends = numpy.cumsum(file["seqLengths"][:], axis=0, dtype=numpy.int64)
+        self._ends = ends.tolist()
+        self._starts = [[0, 0], *self._ends[:-1]]
+        self._letters, self._phones = file["inputs"], file["targets/data/classes"]
+        if reading == "memory":
+            self._letters, self._phones = self._letters[:], self._phones[:]
+
+    def batch(self, indices: list[int]) -> Batch:
+        """Read and pad some sequences."""
+        places = [(self._starts[index], self._ends[index]) for index in indices]
+        letters = [self._letters[start[0] : end[0]] for start, end in places]
+        phones = [self._phones[start[1] : end[1]] for start, end in places]
+        return Batch(*pad(letters), *pad(phones))
+
+
+def pad(sequences: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sequences as one tensor with zeros behind them, and their lengths."""
+    lengths = [len(sequence) for sequence in sequences]
+    padded = numpy.zeros((len(sequences), max(lengths)), dtype=sequences[0].dtype)
+    for row, sequence in zip(padded, sequences, strict=True):
+        row[: len(sequence)] = sequence
+    return torch.from_numpy(padded), torch.tensor(lengths, dtype=torch.int32)
+
+
+def read_batches(path: Path, rank: int) -> list[list[list[int]]]:
+    """The sequences of every batch of a rank: by epoch, then by step."""
+    return numpy.load(path)[rank].tolist()
+
+
+def read_config() -> dict[str, Any]:
+    """The names that the config files leave behind: get_model, seed_dropout, ..."""
+    return load(CONFIGS, {}, {}).values
+
+
+def build_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
+    """AdamW that decays neither biases nor embeddings nor the gains of normalizations."""
+    kept = [
+        parameter
+        for module in model.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if name == "bias" or isinstance(module, (torch.nn.LayerNorm, torch.nn.Embedding))
+    ]
+    ids = {id(parameter) for parameter in kept}
+    decayed = [parameter for parameter in model.parameters() if id(parameter) not in ids]
+    groups = [{"params": decayed, "weight_decay": 0.01}, {"params": kept, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=0.002, betas=(0.9, 0.98))
+
+
+def build_schedule(optimizer: torch.optim.Optimizer, num_steps: int) -> torch.optim.lr_scheduler.LambdaLR:
+    """Warm up over the first 5 % of the steps, then go down to zero in a straight line."""
+
+    def factor(step: int) -> float:
+        done = step / num_steps
+        return min(0.01 + done / 0.05, (1 - done) / 0.95)
+
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+
+def mean_loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+    """The mean CTC loss of a batch's words."""
+    mask = torch.arange(batch.letters.shape[1])[None, :] < batch.num_letters[:, None]
+    log_probs = model(batch.letters, mask)
+    loss = functional.ctc_loss(
+        log_probs.transpose(0, 1),
+        batch.phones,
+        batch.num_letters * UPSAMPLE,
+        batch.num_phones,
+        blank=BLANK,
+        reduction="sum",
+        zero_infinity=True,
+    )
+    return loss / len(batch.letters)
+
+
+def report(rank: int, num_sequences: int, elapsed: float, loss: float) -> None:
+    """Print how fast a rank went through its share of the last epoch, and the mean loss of that share."""
+    rate = num_sequences / elapsed
+    line = json.dumps({"rank": rank, "sequences_per_second": rate, "elapsed": elapsed, "loss": loss})
+    print(f"{line}\n", end="", flush=True)  # in one piece, also unbuffered: ranks print at the same time

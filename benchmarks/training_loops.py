@@ -1,0 +1,233 @@
+"""How fast hvdtrain trains compared with loops written by hand, in sequences per second.
+
+    python benchmarks/training_loops.py                      # 1 and 2 ranks, 5 pairs
+    python benchmarks/training_loops.py --pairs 1 --steps 5  # a quick look
+
+All variants train the model of configs/g2p.py on the same batches in the same order, with the same weights at the start, the
+same dropout, loss, optimizer, number of threads and mpirun flags:
+
+    hvdtrain        python -m hvdtrain, the program itself
+    horovod         loops/horovod_loop.py: DistributedOptimizer, data read inline through h5py
+    horovod, yield  the same under `mpirun --mca mpi_yield_when_idle 1`: Open MPI does not spin while it waits. (hvdtrain sets
+                    this by itself where ranks share cores.)
+    ddp             loops/ddp_loop.py: DistributedDataParallel over gloo, data read by the same code
+
+A run is two epochs of --steps steps. The first one warms up; the second one is timed from before the first batch is read to
+after the last update. For hvdtrain that is `elapsed` in scores.jsonl, which also holds the planning of the epoch and the
+gathering of its scores, and nothing of the saving of checkpoints. A job is as fast as its slowest rank.
+
+A pair is one run of each variant, one right after the other so that all meet the same machine; the order rotates from pair to
+pair. What counts is the ratio within a pair, and the median over the pairs. That all variants compute the same is checked in
+every run: the mean loss of the timed epoch may differ by 1e-4 of itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy
+
+from hvdtrain.data.feed import Feed
+from hvdtrain.data.sources import open_dataset, parse
+from hvdtrain.hdf_dump import dump
+from hvdtrain.settings import read_settings
+
+ROOT = Path(__file__).resolve().parent.parent
+LOOPS = ROOT / "benchmarks/loops"
+CONFIGS = [ROOT / "configs/g2p.py", LOOPS / "config.py"]
+VARIANTS = ("hvdtrain", "horovod", "horovod, yield", "ddp")
+EPOCHS = 2
+TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all variants have in common.
+
+    Attributes:
+        data: the HDF file with the sequences of one epoch.
+        batches: the batches as hvdtrain plans them, for the hand-written loops: (ranks, epochs, steps, sequences).
+        folder: for what a run leaves behind.
+        batch: sequences of a rank's batch.
+        reading: how the hand-written loops read.
+    """
+
+    data: Path
+    batches: Path
+    folder: Path
+    ranks: int
+    batch: int
+    threads: int
+    reading: str
+
+
+@dataclass(frozen=True)
+class Result:
+    """One run: the rate of the whole job in the timed epoch, and that epoch's mean loss."""
+
+    sequences_per_second: float
+    loss: float
+
+
+def main() -> int:
+    options = parse_options()
+    if not options.data.exists():
+        print(f"--data: expected an HDF file, got none at {options.data} (make data)", file=sys.stderr)
+        return 2
+    agree = True
+    with tempfile.TemporaryDirectory(prefix="training_loops.") as folder:
+        for ranks in options.ranks:
+            threads = options.threads or max(1, len(os.sched_getaffinity(0)) // ranks)
+            job = prepare(options, Path(folder), ranks, threads)
+            where = "the file" if job.reading == "h5py" else "memory"
+            print(
+                f"\n{ranks} rank(s), {threads} thread(s) and {job.batch} sequences a step each, {options.steps} steps; "
+                f"hand-written loops read from {where}"
+            )
+            pairs = list(run_pairs(job, options.pairs))
+            print_table(pairs)
+            agree &= losses_agree(pairs)
+    return 0 if agree else 1
+
+
+def parse_options() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--pairs", type=int, default=5, help="how often each variant runs (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=20, help="steps of the timed epoch, and of the one before it (%(default)s)")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="numbers of ranks (1 2)")
+    parser.add_argument("--batch", type=int, default=256, help="sequences in a step, all ranks together (%(default)s)")
+    parser.add_argument("--threads", type=int, help="threads of a rank (the cores divided among the ranks)")
+    parser.add_argument(
+        "--reading",
+        choices=["h5py", "memory"],
+        default="h5py",
+        help="how the hand-written loops read: slices of the open file, or slices of arrays read at the start (%(default)s)",
+    )
+    parser.add_argument("--data", type=Path, default=ROOT / "data/g2p/train.hdf", help="where sequences are taken from")
+    options = parser.parse_args()
+    for ranks in options.ranks:
+        if options.batch % ranks:
+            parser.error(f"--batch: expected a multiple of {ranks}, the number of ranks, got {options.batch}")
+    return options
+
+
+def prepare(options: argparse.Namespace, folder: Path, ranks: int, threads: int) -> Job:
+    """Write the data of an epoch into a file of its own, and the list of batches that hvdtrain will make of it."""
+    data = folder / "words.hdf"
+    num_sequences = options.steps * options.batch
+    if not data.exists():
+        source, problems = parse("train", str(options.data), {})
+        assert source is not None, problems
+        dump(source, data, end=num_sequences - 1)
+    batch = options.batch // ranks
+    settings = read_settings(CONFIGS, hvdtrain_keys(data, folder, batch))
+    dataset = open_dataset(settings.train)
+    assert dataset.num_sequences == num_sequences, f"{options.data} has only {dataset.num_sequences} sequences"
+    feeds = [Feed("train", dataset, settings.train.order, settings.batch, rank, ranks) for rank in range(ranks)]
+    batches = folder / f"batches-{ranks}.npy"
+    numpy.save(batches, [[feed.share(feed.plan(epoch)) for epoch in range(1, EPOCHS + 1)] for feed in feeds])
+    return Job(data, batches, folder, ranks, batch, threads, options.reading)
+
+
+def hvdtrain_keys(data: Path, folder: Path, batch: int) -> dict[str, str]:
+    """What hvdtrain's command line sets over the configs."""
+    return {
+        "use_horovod": "1",
+        "num_epochs": str(EPOCHS),
+        "max_seqs": str(batch),
+        "train.files": str(data),
+        "model": str(folder / "hvdtrain/model"),
+    }
+
+
+def run_pairs(job: Job, count: int) -> Iterator[dict[str, Result]]:
+    """Run every variant `count` times, in rotating order; print the rates of each pair."""
+    print(f"{'sequences/s':>12} " + " ".join(f"{variant:>14}" for variant in VARIANTS) + f" {'loss':>10}")
+    for pair in range(count):
+        turn = pair % len(VARIANTS)
+        results = {variant: run(job, variant) for variant in VARIANTS[turn:] + VARIANTS[:turn]}
+        rates = " ".join(f"{results[variant].sequences_per_second:14.1f}" for variant in VARIANTS)
+        print(f"{f'pair {pair + 1}':>12} {rates} {results['hvdtrain'].loss:10.6f}", flush=True)
+        yield results
+
+
+def run(job: Job, variant: str) -> Result:
+    """One run of one variant."""
+    command = ["mpirun", "-np", str(job.ranks), "--bind-to", "none", "--oversubscribe"]
+    if variant == "horovod, yield":
+        command += ["--mca", "mpi_yield_when_idle", "1"]
+    command.append(sys.executable)
+    if variant == "hvdtrain":
+        shutil.rmtree(job.folder / "hvdtrain", ignore_errors=True)
+        keys = hvdtrain_keys(job.data, job.folder, job.batch)
+        overrides = [word for name, value in keys.items() for word in (f"++{name}", value)]
+        start([*command, "-m", "hvdtrain", *map(str, CONFIGS), *overrides], job.threads)
+        return read_scores(job.folder / "hvdtrain/scores.jsonl")
+    loop = LOOPS / ("ddp_loop.py" if variant == "ddp" else "horovod_loop.py")
+    printed = start([*command, str(loop), str(job.data), str(job.batches), "--reading", job.reading], job.threads)
+    reports = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+    assert len(reports) == job.ranks, f"{variant}: expected a report of each of {job.ranks} ranks, got\n{printed}"
+    slowest = min(report["sequences_per_second"] for report in reports)
+    return Result(slowest * job.ranks, statistics.mean(report["loss"] for report in reports))
+
+
+def start(command: list[str], threads: int) -> str:
+    """Run a command to its end and return what it printed; where it fails, show that and give up."""
+    environment = {name: value for name, value in os.environ.items() if name != "OMPI_MCA_mpi_yield_when_idle"}
+    environment |= {"OMP_NUM_THREADS": str(threads), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    if os.geteuid() == 0:
+        environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)}: exit status {done.returncode}\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def read_scores(path: Path) -> Result:
+    """The timed epoch out of hvdtrain's scores.jsonl."""
+    epoch = json.loads(path.read_text(encoding="utf-8").splitlines()[-1])
+    assert epoch["epoch"] == EPOCHS, f"{path}: expected {EPOCHS} epochs, got {epoch['epoch']}"
+    return Result(epoch["num_sequences"] / epoch["elapsed"], epoch["scores"]["train_loss_ctc"])
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def print_table(pairs: list[dict[str, Result]]) -> None:
+    """hvdtrain against each of the others: the median of the pairs' ratios, and all of them."""
+    print(f"\n{'hvdtrain against':>16}  median  pairs")
+    for variant in VARIANTS[1:]:
+        ratios = [pair["hvdtrain"].sequences_per_second / pair[variant].sequences_per_second for pair in pairs]
+        print(f"{variant:>16}  {statistics.median(ratios):6.3f}  {' '.join(f'{ratio:.3f}' for ratio in ratios)}")
+
+
+def losses_agree(pairs: list[dict[str, Result]]) -> bool:
+    """Whether all runs came to the same loss; print how far they are apart."""
+    losses = {variant: [pair[variant].loss for pair in pairs] for variant in VARIANTS}
+    reference = losses["hvdtrain"][0]
+    apart = max(abs(loss - reference) / abs(reference) for found in losses.values() for loss in found)
+    means = ", ".join(f"{variant} {found[-1]:.6f}" for variant, found in losses.items())
+    print(
+        f"mean loss of the timed epoch: {means}; at most {apart:.1e} apart: {'agree' if apart <= TOLERANCE else 'DO NOT AGREE'}"
+    )
+    return apart <= TOLERANCE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""The demo: the dictionary's split, the converted files, and a few real training steps."""
+
+import json
+from pathlib import Path
+
+import numpy
+import pytest
+from launching import ROOT, hvdtrain, launch
+
+from hvdtrain.config.reference import resolve
+from hvdtrain.data.hdf import open_hdf
+
+WORDS = ROOT / "demos" / "g2p" / "words.py"
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The first words of each part, converted by the tool."""
+    folder = tmp_path_factory.mktemp("g2p")
+    for part, last in (("train", 1279), ("dev", 299), ("test", 299)):
+        source = f"{{'class': '{WORDS}:Words', 'part': '{part}'}}"
+        finished = launch([ROOT / "tools" / "hdf_dump.py", source, folder / f"{part}.hdf", "--end_seq", last])
+        assert finished.status == 0, finished.err
+    return folder
+
+
+def test_the_split_is_stable_and_no_word_is_in_two_parts() -> None:
+    dictionary = resolve(f"{WORDS}:dictionary")()
+    part_of = resolve(f"{WORDS}:part_of")
+    assert len(dictionary) == 124_926
+    assert len({phone for variants in dictionary.values() for variant in variants for phone in variant}) == 39
+    assert {word: part_of(word) for word in ("a", "hello", "world", "zebra", "cat", "dog")} == {
+        "a": "train",
+        "hello": "train",
+        "world": "train",
+        "zebra": "train",
+        "cat": "train",
+        "dog": "train",
+    }
+    sizes = {part: sum(part_of(word) == part for word in dictionary) for part in ("train", "dev", "test")}
+    assert sizes == {"train": 112_292, "dev": 6_394, "test": 6_240}
+
+
+def test_converted_sequences_are_the_words(small: Path) -> None:
+    words = resolve(f"{WORDS}:Words")("dev")
+    dataset = open_hdf([small / "dev.hdf"])
+    assert dataset.num_sequences == 300
+    assert {key: (stream.dim, stream.sparse) for key, stream in dataset.streams.items()} == {
+        "data": (27, True),
+        "classes": (39, True),
+        "variants": (40, True),
+    }
+    assert "".join(dataset.streams["data"].labels) == "'abcdefghijklmnopqrstuvwxyz"
+    tags = dataset.tags(range(300))
+    for index, (tag, arrays) in zip(range(300), words, strict=False):
+        assert tags[index] == tag
+        assert all(numpy.array_equal(values, arrays[key]) for key, values in dataset.sequence(index).items())
+
+
+def test_the_config_learns_and_reports_exact_error_rates_on_one_and_two_ranks(small: Path, tmp_path: Path) -> None:
+    scores = {}
+    for ranks in (1, 2):
+        folder = tmp_path / str(ranks)
+        overrides: dict[str, object] = {
+            "train.files": small / "train.hdf",
+            "dev.files": small / "dev.hdf",
+            "eval.files": small / "test.hdf",
+            "model": folder / "model",
+            "log": folder / "train.log",
+            "num_epochs": 2,
+            "max_seqs": 64 // ranks,
+            "num_threads": 1,
+        }
+        finished = hvdtrain(
+            ROOT / "configs" / "g2p.py", overrides | {"use_horovod": ranks > 1}, ranks=ranks if ranks > 1 else None
+        )
+        assert finished.status == 0, finished.err
+        epochs = [json.loads(line)["scores"] for line in (folder / "scores.jsonl").read_text().splitlines()]
+        assert epochs[1]["train_loss_ctc"] < 0.5 * epochs[0]["train_loss_ctc"]
+        assert {"dev_loss_ctc", "dev_loss_per", "dev_loss_wer", "eval_loss_wer"} <= set(epochs[1])
+        # whole words are counted: the rate of 300 words is a multiple of 1/300
+        assert epochs[1]["dev_loss_wer"] * 300 == pytest.approx(round(epochs[1]["dev_loss_wer"] * 300), abs=1e-9)
+        scores[ranks] = epochs[1]
+    assert scores[2]["dev_loss_per"] < 1.0

@@ -26,7 +26,7 @@ data/g2p/%.hdf: demos/g2p/words.py
 	@mkdir -p data/g2p
 	@$(PYTHON_OF_VENV) tools/hdf_dump.py '{"class": "demos/g2p/words.py:Words", "part": "$*"}' $@ --overwrite
 
-# The full config trains 18 epochs; this one learns as much as five minutes allow.
+# The full config trains 24 epochs; this one learns as much as five minutes allow.
 train: data
 	$(MPIRUN) $(PYTHON_OF_VENV) -m hvdtrain configs/g2p.py ++use_horovod 1 ++max_seqs 128 ++num_epochs 4 \
 		++model exp/g2p-short/model ++log exp/g2p-short/train.log

@@ -27,7 +27,7 @@ dev = {"class": "HDFDataset", "files": str(root / "data/g2p/dev.hdf")}
 eval = {"class": "HDFDataset", "files": str(root / "data/g2p/test.hdf")}
 max_seqs = 256  # per rank
 
-num_epochs = config.int("num_epochs", 18)  # noqa: F821  `config` is there while hvdtrain runs this file
+num_epochs = config.int("num_epochs", 24)  # noqa: F821  `config` is there while hvdtrain runs this file
 optimizer = {"class": "adamw", "weight_decay": 0.01, "betas": (0.9, 0.98)}
 gradient_clip_global_norm = 5.0
 learning_rate = 0.002
@@ -64,18 +64,23 @@ class GatedBlock(nn.Module):
 class LettersToPhones(nn.Module):
     """Letters (batch, time) to log probabilities of phones and blank (batch, UPSAMPLE * time, PHONES + 1)."""
 
-    def __init__(self, channels=128, layers=6, width=5, dropout=0.1):
+    def __init__(self, channels=160, letter_layers=4, phone_layers=3, width=5, dropout=0.1):
         super().__init__()
         self.embedding = nn.Embedding(LETTERS, channels)
+        self.letter_blocks = nn.ModuleList([GatedBlock(channels, width, dropout) for _ in range(letter_layers)])
         self.place = nn.Parameter(0.5 * torch.randn(UPSAMPLE, channels))  # tells a letter's frames apart
-        self.blocks = nn.ModuleList([GatedBlock(channels, width, dropout) for _ in range(layers)])
+        self.phone_blocks = nn.ModuleList([GatedBlock(channels, width, dropout) for _ in range(phone_layers)])
         self.norm = nn.LayerNorm(channels)
         self.output = nn.Linear(channels, PHONES + 1)
 
     def forward(self, letters, mask):
-        frames = (self.embedding(letters)[:, :, None] + self.place).flatten(1, 2)
-        mask = mask.repeat_interleave(UPSAMPLE, dim=1).unsqueeze(-1).to(frames.dtype)
-        for block in self.blocks:
+        frames = self.embedding(letters)
+        mask = mask.unsqueeze(-1).to(frames.dtype)
+        for block in self.letter_blocks:
+            frames = block(frames, mask)
+        frames = (frames[:, :, None] + self.place).flatten(1, 2)
+        mask = mask.repeat_interleave(UPSAMPLE, dim=1)
+        for block in self.phone_blocks:
             frames = block(frames, mask)
         return self.output(self.norm(frames)).log_softmax(-1)
 

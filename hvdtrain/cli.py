@@ -41,12 +41,13 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         paths, overrides = parse(arguments)
         settings = read_settings(paths, overrides)
+    except ConfigError as error:  # the ranks are not connected yet, but all of them find the same problems
+        return _fail(str(error), rank, status=2, everywhere=True)
+    try:
         from hvdtrain.run import train  # here, so that a mistake in the config is told without waiting for imports
 
         train(settings)
         return 0
-    except ConfigError as error:  # before the ranks are connected: all of them find the same problems
-        return _fail(str(error), rank, status=2, everywhere=True)
     except HvdtrainError as error:
         return _fail(str(error), rank, status=1 if isinstance(error, PeerFailure) else 2, everywhere=error.on_every_rank)
     except KeyboardInterrupt:

@@ -134,7 +134,7 @@ def build_learner(settings: Settings, reducer: Reducer, comm: Communicator) -> L
     """The model and the optimizer, in the config's framework. Raises: ConfigError."""
     from hvdtrain.learner.torch import build_torch_learner  # the framework is imported when it is known to be needed
 
-    threads = launch.threads_per_rank(launch.environment(), comm.local_size, launch.cores())
+    threads = launch.threads_per_rank(launch.environment(), comm.local_size, launch.cores(), launch.is_bound())
     return build_torch_learner(
         settings.learner,
         reducer,
@@ -192,8 +192,8 @@ def announce(settings: Settings, comm: Communicator, learner: Learner, feeds: li
     say(4, f"hvdtrain {__version__}, {settings.run.backend}: {comm.size} rank{'s' if comm.size > 1 else ''}, {where}")
     if settings.reduce.use_horovod and started.launcher is None:
         say(2, "use_horovod is set, but this process was started alone: it trains as one rank (for 2: mpirun -np 2 ...)")
-    if comm.local_size > 1 and launch.cores() == 1:
-        say(2, "this rank is bound to a single core; mpirun --bind-to none lets it use more")
+    if launch.is_bound() and launch.cores() == 1:
+        say(2, "this rank is bound to a single core of several; mpirun --bind-to none lets it use more")
     for feed in feeds:
         how = getattr(feed.dataset, "how_read", lambda: "")()
         say(

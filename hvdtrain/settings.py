@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hvdtrain.config.check import build, unknown
-from hvdtrain.config.keys import REQUIRED, Key, declared, key, positive
+from hvdtrain.config.keys import REQUIRED, Key, declared, key, not_negative, positive
 from hvdtrain.config.source import Source, load
 from hvdtrain.data.order import OrderKeys
 from hvdtrain.data.plan import BatchKeys
@@ -28,7 +28,9 @@ class RunKeys:
     backend: Literal["torch"] = key("torch", "the framework of get_model and train_step")
     model: str = key(REQUIRED, "where checkpoints go: the beginning of their names, such as exp/g2p/model")
     num_epochs: int = key(5, "train up to this epoch", positive)
-    random_seed: int = key(42, "for initial weights, dropout and the like (the order of sequences goes by the epoch)")
+    random_seed: int = key(
+        42, "for initial weights, dropout and the like (the order of sequences goes by the epoch)", not_negative
+    )
     num_threads: int | None = key(
         None, "threads a rank computes with; None: OMP_NUM_THREADS, or the host's cores divided among its ranks", positive
     )

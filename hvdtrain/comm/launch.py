@@ -56,13 +56,23 @@ def launch() -> Launch:
 
 
 def cores() -> int:
-    """How many cores this process may use (those it is bound to, where it is)."""
+    """How many cores this process may use: those it is bound to, where it is."""
     return len(os.sched_getaffinity(0))
 
 
-def threads_per_rank(environ: Mapping[str, str], local_size: int, cores: int) -> int:
-    """How many threads a rank computes with: OMP_NUM_THREADS where it is set, else an equal share of the host's cores."""
-    return max(1, _number(environ.get("OMP_NUM_THREADS"), cores // max(1, local_size)))
+def is_bound() -> bool:
+    """Whether this process is bound to some of the host's cores, as mpirun does unless it is told --bind-to none."""
+    return cores() < (os.cpu_count() or 1)
+
+
+def threads_per_rank(environ: Mapping[str, str], local_size: int, cores: int, bound: bool) -> int:
+    """How many threads a rank computes with: OMP_NUM_THREADS where it is set; else the cores it is bound to, or an equal
+    share of the host's.
+
+    >>> threads_per_rank({}, local_size=4, cores=16, bound=False), threads_per_rank({}, local_size=4, cores=1, bound=True)
+    (4, 1)
+    """
+    return max(1, _number(environ.get("OMP_NUM_THREADS"), cores if bound else cores // max(1, local_size)))
 
 
 def yield_when_idle(local_size: int, cores: int) -> None:

@@ -72,7 +72,8 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError([f"{path}: expected a config file, got: {error.strerror}"]) from None
+        hint = "" if path.suffix else f" (for the key {path.name}, write ++{path.name})"
+        raise ConfigError([f"{path}: expected a config file, got: {error.strerror}{hint}"]) from None
     except UnicodeDecodeError:
         raise ConfigError([f"{path}: expected a Python or JSON file, got bytes that are no UTF-8 text"]) from None
 

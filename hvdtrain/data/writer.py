@@ -111,8 +111,8 @@ class HDFWriter:
             )
         if values.dtype.kind in "iu" and stream.dtype.kind in "iu" and not numpy.array_equal(values, values.astype(stream.dtype)):
             raise DataError(
-                f"{self.path}: expected {stream.dtype} for {key!r} as in the first sequence, got {values.min()} to {values.max()} "
-                f"in sequence {tag!r}"
+                f"{self.path}: expected {stream.dtype} for {key!r} as in the first sequence, "
+                f"got {values.min()} to {values.max()} in sequence {tag!r}"
             )
 
     def _check_classes(self, tag: str, key: str, values: Array) -> None:

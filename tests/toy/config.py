@@ -89,5 +89,8 @@ def fail():
         raise RuntimeError("planted by the test")
     if fault == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "mistake":
+        for _ in range(2):
+            hvdtrain.get_run_ctx().mark_as_loss(torch.zeros(1), "twice")
     if fault == "hang":
         time.sleep(600)

@@ -76,7 +76,10 @@ def find_dataset(source: str, name: str, overrides: dict[str, str]) -> DatasetSp
         except (ValueError, SyntaxError) as error:
             raise ConfigError([f"dataset dict: expected a Python dict, got {source!r} ({error})"]) from None
     elif source.endswith((".py", ".json", ".config")) and not is_reference(source):
-        values = load([Path(source)], overrides, {}).values
+        loaded = load([Path(source)], overrides, {})
+        if loaded.problems:
+            raise ConfigError(loaded.problems)
+        values = loaded.values
         if name not in values and name not in (values.get("eval_datasets") or {}):
             raise ConfigError([f"--dataset: expected a dataset of {source}, got {name!r}"])
         value = values[name] if name in values else values["eval_datasets"][name]

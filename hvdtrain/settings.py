@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from hvdtrain.config.check import build, unknown
 from hvdtrain.config.keys import REQUIRED, Key, declared, key, not_negative, positive
-from hvdtrain.config.source import Source, load
+from hvdtrain.config.source import COMMAND_LINE, Source, load
 from hvdtrain.data.order import OrderKeys
 from hvdtrain.data.plan import BatchKeys
 from hvdtrain.data.sources import DatasetSpec, HDFDatasetKeys, parse
@@ -102,26 +102,24 @@ def read_settings(paths: list[Path], overrides: Mapping[str, str]) -> Settings:
 
 def check(source: Source, names: list[str]) -> Settings:
     """Turn names and values into sections. Raises: ConfigError, with all problems."""
-    values = {ALIASES.get(name, name): value for name, value in source.values.items()}
-    origins = {ALIASES.get(name, name): origin for name, origin in source.origins.items()}
-    problems = unknown(source, [*names, *ALIASES], UNSUPPORTED)
+    # What the command line says under one of a key's names wins over what a file says under the other.
+    by_origin = sorted(source.values, key=lambda name: source.origins[name] == COMMAND_LINE)
+    values = {ALIASES.get(name, name): source.values[name] for name in by_origin}
+    origins = {ALIASES.get(name, name): source.origins[name] for name in by_origin}
+    problems = [*source.problems, *unknown(source, [*names, *ALIASES], UNSUPPORTED)]
+    for other, name in ALIASES.items():
+        if other in source.values and name in source.values and origins[name] != COMMAND_LINE:
+            problems.append(f"{other}: expected either {other} or {name}, which mean the same, got both")
     built: dict[type, Any] = {}
     for section in SECTIONS:
         built[section], more = build(section, values, "", origins)
         problems += more
         if built[section] is not None and hasattr(section, "problems"):
             problems += built[section].problems()
-    data: DataKeys | None = built[DataKeys]
     specs: list[DatasetSpec] = []
-    if data is not None:
-        given = {"train": data.train, "dev": data.dev, "eval": data.eval, **data.eval_datasets}
-        for name, value in given.items():
-            if value is None:
-                continue
-            defaults = {} if name == "train" else {"seq_ordering": "sorted"}
-            spec, more = parse(name, value, defaults)
-            problems += more
-            specs += [spec] if spec is not None else []
+    if built[DataKeys] is not None:
+        specs, more = _datasets(built[DataKeys])
+        problems += more
     if problems:
         raise ConfigError(problems)
     return Settings(
@@ -134,3 +132,22 @@ def check(source: Source, names: list[str]) -> Settings:
         train=specs[0],
         evaluations=tuple(specs[1:]),
     )
+
+
+def _datasets(keys: DataKeys) -> tuple[list[DatasetSpec], list[str]]:
+    """The datasets that are given, train first, and the problems with them."""
+    problems = []
+    if keys.train is None:
+        problems.append("train: expected a dataset dict or HDF files, got None")
+    named = {"train": keys.train, "dev": keys.dev, "eval": keys.eval}
+    for name in keys.eval_datasets:
+        if name in named:
+            problems.append(f"eval_datasets.{name}: expected a name other than {', '.join(named)}, got {name!r}")
+    specs = []
+    for name, value in {**keys.eval_datasets, **named}.items():
+        if value is not None:
+            spec, more = parse(name, value, {} if name == "train" else {"seq_ordering": "sorted"})
+            problems += more
+            specs += [spec] if spec is not None else []
+    order = [*named, *keys.eval_datasets]
+    return sorted(specs, key=lambda spec: order.index(spec.name)), problems

@@ -19,7 +19,7 @@ class Timer:
     ...     with timer.span("communication"):  # ... of which 1 to 3 belong to another name
     ...         pass
     >>> timer.seconds
-    {'communication': 2.0, 'compute': 8.0}
+    {'compute': 8.0, 'communication': 2.0}
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:

@@ -357,6 +357,27 @@ def test_reading_in_a_child_of_multiprocessing(tmp_path: Path) -> None:
     assert child.exitcode == 0
 
 
+def test_a_child_opens_the_file_itself(tmp_path: Path) -> None:
+    dataset = open_hdf([chunked_file(tmp_path)])
+    assert contents(dataset) == EXPECTED
+    (tmp_path / "chunked.hdf").unlink()  # the parent's handle still reads it
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe()
+
+    def read() -> None:
+        try:
+            there.send(dataset.sequence(0))
+        except DataError as error:
+            there.send(str(error))
+
+    child = context.Process(target=read)
+    child.start()
+    assert here.poll(timeout=30)
+    assert here.recv() == f"{tmp_path / 'chunked.hdf'}: expected an HDF file, got: no such file"
+    child.join()
+    assert contents(dataset) == EXPECTED
+
+
 def test_missing_file(tmp_path: Path) -> None:
     assert data_error(tmp_path / "none.hdf") == "expected an HDF file, got: no such file"
 

@@ -128,7 +128,8 @@ def test_sort_bin_shuffle_keeps_bins_of_similar_length_together() -> None:
 
 
 def test_sorting_down_works_for_unsigned_lengths() -> None:
-    assert ordered("sorted_reverse", 1, LENGTHS.astype(numpy.uint8)) == ordered("sorted_reverse")
+    lengths = LENGTHS - 1  # down to 0
+    assert ordered("sorted_reverse", 1, lengths.astype(numpy.uint8)) == ordered("sorted_reverse", 1, lengths)
 
 
 @pytest.mark.parametrize("method", [*(set(METHODS) - {"default_every_n"}), "default_every_n:1", "laplace:9", "laplace:.9"])
@@ -139,6 +140,11 @@ def test_one_sequence(method: str) -> None:
 def test_fewer_sequences_than_bins() -> None:
     for text in ("laplace:50", "sort_bin_shuffle:50", "sort_bin_shuffle_x2:50", "laplace:.50", "sort_bin_shuffle:.50"):
         assert sorted(ordered(text, 2, LENGTHS[:3])) == [0, 1, 2], text
+
+
+def test_there_are_two_bins_at_least() -> None:
+    assert ordered("laplace:.100") == ordered("laplace:2") == ordered("laplace")
+    assert ordered("sort_bin_shuffle:.7") == ordered("sort_bin_shuffle:2")
 
 
 def test_default_every_n_drops_the_remainder_as_returnn_does_but_never_everything() -> None:

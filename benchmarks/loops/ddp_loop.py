@@ -17,13 +17,13 @@ def main() -> None:
     os.environ["WORLD_SIZE"] = os.environ["OMPI_COMM_WORLD_SIZE"]
     distributed.init_process_group("gloo", init_method="env://")  # MASTER_ADDR and MASTER_PORT are set by the benchmark
     rank = distributed.get_rank()
-    config = shared.read_config()
     words = shared.Words(options.data, options.reading)
     epochs = shared.read_batches(options.batches, rank)
+    config = shared.read_config(len(epochs))
 
     model = DistributedDataParallel(config["get_model"](), gradient_as_bucket_view=True)  # broadcasts the weights of rank 0
-    optimizer = shared.build_optimizer(model)
-    schedule = shared.build_schedule(optimizer, sum(len(batches) for batches in epochs))
+    optimizer = shared.build_optimizer(config, model)
+    schedule = shared.build_schedule(config, optimizer, sum(len(batches) for batches in epochs))
 
     step = 0
     for batches in epochs:  # the first one is there to warm up, the last one counts
@@ -33,9 +33,9 @@ def main() -> None:
             batch = words.batch(indices)
             config["seed_dropout"](step, rank)
             optimizer.zero_grad()
-            loss = shared.mean_loss(model, batch)
+            loss = shared.mean_loss(config, model, batch)
             loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 5.0)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), config["gradient_clip_global_norm"])
             optimizer.step()
             schedule.step()
             losses.append(loss.item())

@@ -12,13 +12,13 @@ import torch
 def main() -> None:
     options = shared.read_options()
     hvd.init()
-    config = shared.read_config()
     words = shared.Words(options.data, options.reading)
     epochs = shared.read_batches(options.batches, hvd.rank())
+    config = shared.read_config(len(epochs))
 
     model = config["get_model"]()
-    optimizer = hvd.DistributedOptimizer(shared.build_optimizer(model), named_parameters=model.named_parameters())
-    schedule = shared.build_schedule(optimizer, sum(len(batches) for batches in epochs))
+    optimizer = hvd.DistributedOptimizer(shared.build_optimizer(config, model), named_parameters=model.named_parameters())
+    schedule = shared.build_schedule(config, optimizer, sum(len(batches) for batches in epochs))
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     for state in optimizer.state.values():  # to have something to broadcast, Horovod made a step on gradients of zero
@@ -32,10 +32,10 @@ def main() -> None:
             batch = words.batch(indices)
             config["seed_dropout"](step, hvd.rank())
             optimizer.zero_grad()
-            loss = shared.mean_loss(model, batch)
+            loss = shared.mean_loss(config, model, batch)
             loss.backward()
             optimizer.synchronize()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 5.0)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), config["gradient_clip_global_norm"])
             with optimizer.skip_synchronize():
                 optimizer.step()
             schedule.step()

@@ -12,14 +12,12 @@ import h5py
 import numpy
 import torch
 from torch.nn import functional
+from torch.optim.lr_scheduler import LambdaLR
 
 from hvdtrain.config.source import load
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 CONFIGS = [ROOT / "configs/g2p.py", ROOT / "benchmarks/loops/config.py"]
-
-BLANK = 39
-UPSAMPLE = 2
 
 
 @dataclass
@@ -90,13 +88,14 @@ def read_batches(path: Path, rank: int) -> list[list[list[int]]]:
     return numpy.load(path)[rank].tolist()
 
 
-def read_config() -> dict[str, Any]:
-    """The names that the config files leave behind: get_model, seed_dropout, ..."""
-    return load(CONFIGS, {}, {}).values
+def read_config(num_epochs: int) -> dict[str, Any]:
+    """The names that the config files leave behind: get_model, learning_rate, ..."""
+    return load(CONFIGS, {"num_epochs": str(num_epochs)}, {}).values
 
 
-def build_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
+def build_optimizer(config: dict[str, Any], model: torch.nn.Module) -> torch.optim.Optimizer:
     """AdamW that decays neither biases nor embeddings nor the gains of normalizations."""
+    options = {name: value for name, value in config["optimizer"].items() if name != "class"}
     kept = [
         parameter
         for module in model.modules()
@@ -105,30 +104,29 @@ def build_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
     ]
     ids = {id(parameter) for parameter in kept}
     decayed = [parameter for parameter in model.parameters() if id(parameter) not in ids]
-    groups = [{"params": decayed, "weight_decay": 0.01}, {"params": kept, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=0.002, betas=(0.9, 0.98))
+    return torch.optim.AdamW([{"params": decayed}, {"params": kept, "weight_decay": 0.0}], lr=config["learning_rate"], **options)
 
 
-def build_schedule(optimizer: torch.optim.Optimizer, num_steps: int) -> torch.optim.lr_scheduler.LambdaLR:
-    """Warm up over the first 5 % of the steps, then go down to zero in a straight line."""
+def build_schedule(config: dict[str, Any], optimizer: torch.optim.Optimizer, num_steps: int) -> LambdaLR:
+    """The config's learning rate of every step."""
 
     def factor(step: int) -> float:
-        done = step / num_steps
-        return min(0.01 + done / 0.05, (1 - done) / 0.95)
+        epochs_done = config["num_epochs"] * step / num_steps
+        return config["dynamic_learning_rate"](epoch_continuous=epochs_done, learning_rate=1.0)
 
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    return LambdaLR(optimizer, factor)
 
 
-def mean_loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+def mean_loss(config: dict[str, Any], model: torch.nn.Module, batch: Batch) -> torch.Tensor:
     """The mean CTC loss of a batch's words."""
     mask = torch.arange(batch.letters.shape[1])[None, :] < batch.num_letters[:, None]
     log_probs = model(batch.letters, mask)
     loss = functional.ctc_loss(
         log_probs.transpose(0, 1),
         batch.phones,
-        batch.num_letters * UPSAMPLE,
+        batch.num_letters * config["UPSAMPLE"],
         batch.num_phones,
-        blank=BLANK,
+        blank=config["BLANK"],
         reduction="sum",
         zero_infinity=True,
     )

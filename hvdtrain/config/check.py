@@ -55,7 +55,7 @@ def unknown(source: Source, known: Iterable[str], foreign: dict[str, str]) -> li
             continue
         origin = source.origins[name]
         match = closest(name, keys)
-        if name in foreign:
+        if name in foreign and not _off(name, value):
             problems.append(f"{name}: a key of RETURNN that is not supported, in {origin} ({foreign[name]})")
         elif match:
             problems.append(f"{name}: unknown key in {origin} (did you mean {match}?)")
@@ -78,6 +78,12 @@ def closest(name: str, keys: Iterable[str]) -> str | None:
 
     best = max(keys, key=likeness, default=None)
     return best if best is not None and likeness(best) >= CLOSE else None
+
+
+def _off(name: str, value: Any) -> bool:
+    """Whether a key of RETURNN has a value that asks for nothing."""
+    nothing = (0, "0", "", 1) if name == "accum_grad_multiple_step" else (0, "0", "")
+    return value is None or value is False or (not isinstance(value, bool) and value in nothing)
 
 
 def describe(key: Key) -> str:

@@ -157,6 +157,8 @@ def _converted(value: Any, expected: Any) -> Any:
             except Mismatch:
                 continue
         raise Mismatch(words_of(expected))
+    if getattr(getattr(value, "dtype", None), "kind", "") == "b" and value.ndim == 0:  # numpy's own bool
+        value = bool(value)
     number = isinstance(value, numbers.Real) and not isinstance(value, bool)  # numpy's numbers are Reals, too
     if origin is bool and (isinstance(value, bool) or (number and value in (0, 1))):
         return bool(value)

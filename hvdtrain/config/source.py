@@ -28,6 +28,8 @@ class Source:
     origins: dict[str, str]
     unused: tuple[str, ...]
     """Overrides whose name the config's text never mentions."""
+    problems: tuple[str, ...] = ()
+    """Overrides that reach into something that is no dict."""
 
 
 def load(paths: list[Path], overrides: Mapping[str, str], types: Mapping[str, Any]) -> Source:
@@ -40,7 +42,7 @@ def load(paths: list[Path], overrides: Mapping[str, str], types: Mapping[str, An
         types: the declared keys' types, by which the texts are read.
 
     Raises:
-        ConfigError: a file is missing, does not parse or raises; an override reaches into something that is no dict.
+        ConfigError: a file is missing, does not parse or raises.
     """
     top = {name: text_value(text, types.get(name, Any)) for name, text in overrides.items() if "." not in name}
     values: dict[str, Any] = {}
@@ -61,11 +63,9 @@ def load(paths: list[Path], overrides: Mapping[str, str], types: Mapping[str, An
     for name, text in overrides.items():
         if "." in name:
             problems += _set_nested(values, origins, name, text)
-    if problems:
-        raise ConfigError(problems)
     mentioned = set(re.findall(r"\w+", "\n".join(texts)))
     unused = tuple(name for name in top if name not in types and name not in mentioned)
-    return Source(values, origins, unused)
+    return Source(values, origins, unused, tuple(problems))
 
 
 def _read(path: Path) -> str:
@@ -135,5 +135,6 @@ def _set_nested(values: dict[str, Any], origins: dict[str, str], name: str, text
         inside[part] = dict(inside[part])
         inside = inside[part]
     inside[path[-1]] = text_value(text, str if isinstance(inside.get(path[-1]), str) else Any)
-    origins[first] = f"{origins[first]} and {COMMAND_LINE}"
+    if COMMAND_LINE not in origins[first]:
+        origins[first] = f"{origins[first]} and {COMMAND_LINE}"
     return []

@@ -41,9 +41,9 @@ class LearnerKeys:
         if isinstance(self.optimizer, dict):
             if "class" not in self.optimizer:
                 return ["optimizer: expected a dict with the entry 'class' (the optimizer's name), got none"]
-            rates = {"lr", "learning_rate"} & set(self.optimizer)
+            rates = sorted({"lr", "learning_rate"} & set(self.optimizer))
             if rates:
-                return [f"optimizer.{rates.pop()}: expected the learning rate in the key learning_rate, got it in the optimizer"]
+                return [f"optimizer.{rates[0]}: expected the learning rate in the key learning_rate, got it in the optimizer"]
         return []
 
 

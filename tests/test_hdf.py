@@ -9,7 +9,9 @@ import h5py
 import numpy
 import pytest
 
+from hvdtrain.data.batches import pad
 from hvdtrain.data.hdf import HDFDataset, open_hdf
+from hvdtrain.data.writer import HDFWriter
 from hvdtrain.errors import DataError
 
 BY_RETURNN = Path(__file__).resolve().parent / "hdf"
@@ -588,3 +590,24 @@ def test_external_storage_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "secret").write_bytes(bytes(40))
     path = write(tmp_path / "file.hdf", external)
     assert data_error(path) == "expected /inputs to be stored in this file, got a dataset whose values lie in other files"
+
+
+def test_a_batch_made_at_once_is_what_padding_one_by_one_gives(tmp_path: Path) -> None:
+    """Sparse and dense, short and long sequences, empty ones, the file's last one; aligned in the file or not."""
+    generator = numpy.random.default_rng(1)
+    for case, (longest, features) in enumerate(((9, 3), (300, 40))):
+        path = tmp_path / f"{case}.hdf"
+        lengths = generator.integers(0, longest, 50)
+        with HDFWriter(path, dims={"classes": 7}) as writer:
+            for number, length in enumerate(lengths.tolist()):
+                frames = generator.normal(size=(length, features)).astype(numpy.float32)
+                classes = generator.integers(0, 7, length + 1).astype(numpy.int16)
+                writer.add("x" * (number % 3 + 1), {"data": frames, "classes": classes})
+        dataset = open_hdf([path])
+        for indices in (numpy.array([49]), numpy.array([3, 49, 0, 3]), generator.permutation(50)):
+            sequences = [dataset.sequence(index) for index in indices.tolist()]
+            for key, made in dataset.padded(indices).items():
+                expected = pad([sequence[key] for sequence in sequences])
+                assert made.values.dtype == expected.values.dtype
+                assert numpy.array_equal(made.values, expected.values)
+                assert numpy.array_equal(made.seq_lens, expected.seq_lens)

@@ -16,10 +16,13 @@ T = TypeVar("T")
 
 def batches(dataset: Dataset, share: Iterable[Array]) -> Iterator[Batch]:
     """The batches of one rank's share of a plan, each read when it is asked for. Raises: DataError."""
+    at_once = getattr(dataset, "padded", None)
     for indices in share:
-        sequences = [dataset.sequence(index) for index in indices.tolist()]
-        data = {key: pad([sequence[key] for sequence in sequences]) for key in dataset.streams}
-        yield Batch(data, indices)
+        if at_once is not None:
+            yield Batch(at_once(indices), indices)
+        else:
+            sequences = [dataset.sequence(index) for index in indices.tolist()]
+            yield Batch({key: pad([sequence[key] for sequence in sequences]) for key in dataset.streams}, indices)
 
 
 def pad(sequences: Sequence[Array]) -> Padded:

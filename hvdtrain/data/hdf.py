@@ -8,6 +8,7 @@ chunked or compressed goes through h5py.
 
 from __future__ import annotations
 
+import math
 import os
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,8 +18,13 @@ from typing import Any
 import h5py
 import numpy
 
-from hvdtrain.data.types import Array, Stream
+from hvdtrain.data.batches import pad
+from hvdtrain.data.types import Array, Padded, Stream
 from hvdtrain.errors import DataError
+
+
+SHORT = 512
+"""Sequences of up to so many bytes are gathered frame by frame; longer ones are copied one by one, which is faster then."""
 
 
 class HDFDataset:
@@ -30,9 +36,9 @@ class HDFDataset:
     def __init__(self, files: list[HDFFile]) -> None:
         self._files = files
         self.streams: Mapping[str, Stream] = files[0].streams
-        self.lengths: Mapping[str, Array] = {
-            key: numpy.concatenate([file.lengths[key] for file in files]) for key in self.streams
-        }
+        self.lengths: Mapping[str, Array] = files[0].lengths
+        if len(files) > 1:
+            self.lengths = {key: numpy.concatenate([file.lengths[key] for file in files]) for key in self.streams}
         self._first = numpy.cumsum([0] + [file.num_sequences for file in files]).tolist()
 
     @property
@@ -42,6 +48,13 @@ class HDFDataset:
     def sequence(self, index: int) -> dict[str, Array]:
         which = bisect_right(self._first, index) - 1
         return self._files[which].sequence(index - self._first[which], self.streams)
+
+    def padded(self, indices: Array) -> dict[str, Padded]:
+        """Some sequences as a batch. Many short ones are picked out of a mapped file at once instead of one by one."""
+        if len(self._files) == 1:
+            return {key: self._files[0].padded(indices, key) for key in self.streams}
+        sequences = [self.sequence(index) for index in indices.tolist()]
+        return {key: pad([sequence[key] for sequence in sequences]) for key in self.streams}
 
     def tags(self, indices: Sequence[int]) -> list[str]:
         tags = [""] * len(indices)
@@ -130,6 +143,22 @@ class HDFFile:
                 values = numpy.array([_text(value) for value in values], dtype=object)
             result[key] = values
         return result
+
+    def padded(self, indices: Array, key: str) -> Padded:
+        """One key of some sequences as a batch."""
+        lengths = self.lengths[key][indices]
+        longest = int(lengths.max())
+        mapped = key in self.mapped and len(self._arrays[key]) > 0
+        if not mapped or longest * self.streams[key].dtype.itemsize * math.prod(self.streams[key].shape) > SHORT:
+            return pad([self.sequence(index, [key])[key] for index in indices.tolist()])
+        frames = numpy.arange(longest)
+        places = self._starts[key][indices][:, None] + frames
+        array = self._arrays[key]
+        numpy.minimum(places, len(array) - 1, out=places)  # behind the last sequence there is nothing to take
+        # HDF5 does not align what it stores; `take` would copy the whole array first.
+        values = array.take(places, axis=0) if array.flags.aligned else array[places]
+        values[frames >= lengths[:, None]] = 0
+        return Padded(values, lengths)
 
     def tags(self, indices: Array) -> list[str]:
         """The tags of some sequences."""

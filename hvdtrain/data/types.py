@@ -31,7 +31,11 @@ class Stream:
 
 
 class Dataset(Protocol):
-    """A number of sequences, each a dict of arrays. Knows no epoch, no order and no rank."""
+    """A number of sequences, each a dict of arrays. Knows no epoch, no order and no rank.
+
+    A dataset that can make a batch faster than by padding its sequences one by one may also have a method
+    `padded(indices) -> {key: Padded}`.
+    """
 
     streams: Mapping[str, Stream]
     lengths: Mapping[str, Array]

@@ -11,6 +11,7 @@ from hvdtrain.checkpoint import CheckpointFolder
 from hvdtrain.comm import launch
 from hvdtrain.comm.base import Communicator, together
 from hvdtrain.comm.single import SingleCommunicator
+from hvdtrain.data.cache import parse_sizes, with_cache
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.sources import DatasetSpec, open_dataset
 from hvdtrain.engine import Engine, Rates
@@ -104,9 +105,13 @@ def open_communicator(keys: ReduceKeys, framework: str) -> Iterator[Communicator
 def open_feeds(settings: Settings, comm: Communicator) -> list[Feed]:
     """Open the datasets, train first. Raises: DataError."""
 
+    sizes = parse_sizes(settings.data.cache_size)
+    budgets = {"train": sizes[0], "dev": sizes[1]}
+
     def feed(spec: DatasetSpec) -> Feed:
+        dataset = with_cache(open_dataset(spec), budgets.get(spec.name, sizes[2]))
         distribution = settings.reduce.horovod_dataset_distribution if spec is settings.train else "shard"
-        return Feed(spec.name, open_dataset(spec), spec.order, settings.batch, comm.rank, comm.size, distribution)
+        return Feed(spec.name, dataset, spec.order, settings.batch, comm.rank, comm.size, distribution)
 
     feeds = [feed(spec) for spec in (settings.train, *settings.evaluations)]
     for other in feeds[1:]:

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hvdtrain.config.check import build, unknown
-from hvdtrain.config.keys import REQUIRED, Key, declared, key, not_negative, positive
+from hvdtrain.config.keys import REQUIRED, Key, Rule, declared, key, not_negative, positive
 from hvdtrain.config.source import COMMAND_LINE, Source, load
+from hvdtrain.data.cache import parse_sizes
 from hvdtrain.data.order import OrderKeys
 from hvdtrain.data.plan import BatchKeys
 from hvdtrain.data.sources import DatasetSpec, HDFDatasetKeys, parse
@@ -37,6 +38,15 @@ class RunKeys:
     watchdog_timeout: float = key(1800.0, "end the job when a rank makes no progress for so many seconds", positive)
 
 
+def _are_sizes(value: Any) -> bool:
+    """Whether `parse_sizes` understands a value of the key cache_size."""
+    try:
+        parse_sizes(value)
+    except ValueError:
+        return False
+    return True
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataKeys:
     """What is trained and evaluated on: dicts with a class, HDF files, or functions that return one of these."""
@@ -44,6 +54,12 @@ class DataKeys:
     train: Any = key(REQUIRED, "the training data: a dataset dict, or HDF files")
     dev: Any = key(None, "evaluated after every epoch; seq_ordering is sorted unless the dict says otherwise")
     eval: Any = key(None, "evaluated after every epoch, like dev")
+    cache_size: int | str | list[int | str] = key(
+        0,
+        "memory in which a rank keeps what it read of train, dev, eval (one size or up to three): 0 none, '2G' a budget with "
+        "K, M or G, -1 everything; memory-mapped files need none",
+        Rule("sizes such as 0, '512M', -1, or up to three of them", _are_sizes),
+    )
     eval_datasets: dict[str, Any] = key({}, "further datasets by name, evaluated after every epoch")
 
 
@@ -78,6 +94,7 @@ class Settings:
     """A checked config."""
 
     run: RunKeys
+    data: DataKeys
     batch: BatchKeys
     learner: LearnerKeys
     schedule: ScheduleKeys
@@ -124,6 +141,7 @@ def check(source: Source, names: list[str]) -> Settings:
         raise ConfigError(problems)
     return Settings(
         run=built[RunKeys],
+        data=built[DataKeys],
         batch=built[BatchKeys],
         learner=built[LearnerKeys],
         schedule=built[ScheduleKeys],

@@ -22,7 +22,6 @@ from hvdtrain.data.batches import pad
 from hvdtrain.data.types import Array, Padded, Stream
 from hvdtrain.errors import DataError
 
-
 SHORT = 512
 """Sequences of up to so many bytes are gathered frame by frame; longer ones are copied one by one, which is faster then."""
 
@@ -31,6 +30,9 @@ class HDFDataset:
     """The sequences of one or several HDF files, one file after the other.
 
     All files have the data keys of the first one, with the same dimensions; further keys of a later file are ignored.
+
+    Attributes:
+        mapped: the data keys that are read through memory maps in all files.
     """
 
     def __init__(self, files: list[HDFFile]) -> None:
@@ -39,6 +41,7 @@ class HDFDataset:
         self.lengths: Mapping[str, Array] = files[0].lengths
         if len(files) > 1:
             self.lengths = {key: numpy.concatenate([file.lengths[key] for file in files]) for key in self.streams}
+        self.mapped = frozenset(key for key in self.streams if all(key in file.mapped for file in files))
         self._first = numpy.cumsum([0] + [file.num_sequences for file in files]).tolist()
 
     @property

@@ -11,7 +11,7 @@ from hvdtrain.config.check import build, unknown
 from hvdtrain.config.keys import REQUIRED, Key, Rule, declared, key, not_negative, positive
 from hvdtrain.config.source import COMMAND_LINE, Source, load
 from hvdtrain.data.cache import parse_sizes
-from hvdtrain.data.order import OrderKeys
+from hvdtrain.data.order import OrderKeys, is_random
 from hvdtrain.data.plan import BatchKeys
 from hvdtrain.data.sources import DatasetSpec, HDFDatasetKeys, parse
 from hvdtrain.errors import ConfigError
@@ -137,6 +137,13 @@ def check(source: Source, names: list[str]) -> Settings:
     if built[DataKeys] is not None:
         specs, more = _datasets(built[DataKeys])
         problems += more
+    reduce: ReduceKeys | None = built[ReduceKeys]
+    if reduce is not None and reduce.horovod_dataset_distribution == "random_seed_offset" and specs:
+        if specs[0].name == "train" and not is_random(specs[0].order):
+            problems.append(
+                "horovod_dataset_distribution: expected a random seq_ordering in train for 'random_seed_offset', got "
+                f"{specs[0].order.seq_ordering!r} (every rank would train on the same batches)"
+            )
     if problems:
         raise ConfigError(problems)
     return Settings(

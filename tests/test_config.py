@@ -583,3 +583,11 @@ def test_both_names_of_a_key_and_keys_of_returnn_that_ask_for_nothing(tmp_path: 
     assert len(found) == 1
     assert found[0].startswith("learning_rate_decay: expected either learning_rate_decay or newbob_learning_rate_decay")
     settings(tmp_path, "chunking = '0'\ngradient_noise = 0.0\naccum_grad_multiple_step = 1\n")
+
+
+def test_orders_of_their_own_need_an_order_that_is_random(tmp_path: Path) -> None:
+    offset = "horovod_dataset_distribution = 'random_seed_offset'\n"
+    (problem,) = problems(tmp_path, offset)
+    assert "expected a random seq_ordering in train for 'random_seed_offset', got 'default'" in problem
+    assert problems(tmp_path, offset + "train['seq_ordering'] = 'random'\ntrain['fixed_random_seed'] = 1\n")
+    settings(tmp_path, offset + "train['seq_ordering'] = 'laplace:.10'\n")

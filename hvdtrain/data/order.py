@@ -92,6 +92,12 @@ def parse(text: str) -> Method:
     return Method(name, bins, per_bin, keep)
 
 
+def is_random(keys: OrderKeys) -> bool:
+    """Whether the seed has a say in the order."""
+    method = parse(keys.seq_ordering).name
+    return keys.fixed_random_seed is None and ("random" in method or method in WITH_BINS)
+
+
 def order(lengths: Array, keys: OrderKeys, epoch: int) -> Array:
     """The indices of the sequences of one epoch (counted from 1), in order.
 

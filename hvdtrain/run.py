@@ -5,13 +5,20 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
+
+import numpy
 
 from hvdtrain.checkpoint import CheckpointFolder
 from hvdtrain.comm import launch
 from hvdtrain.comm.base import Communicator, together
 from hvdtrain.comm.single import SingleCommunicator
+from hvdtrain.data.bounds import Limits, too_long
+from hvdtrain.data.chunks import cut, keys_of
 from hvdtrain.data.feed import Feed
+from hvdtrain.data.plan import BatchKeys
+from hvdtrain.data.selection import listed, within
 from hvdtrain.data.sources import DatasetSpec, open_dataset
 from hvdtrain.engine import Engine, Rates
 from hvdtrain.errors import DataError, HvdtrainError, LaunchError
@@ -105,8 +112,21 @@ def open_feeds(settings: Settings, comm: Communicator) -> list[Feed]:
     """Open the datasets, train first. Raises: DataError."""
 
     def feed(spec: DatasetSpec) -> Feed:
-        distribution = settings.reduce.horovod_dataset_distribution if spec is settings.train else "shard"
-        return Feed(spec.name, open_dataset(spec), spec.order, settings.batch, comm.rank, comm.size, distribution)
+        training = spec is settings.train
+        distribution = settings.reduce.horovod_dataset_distribution if training else "shard"
+        batch_keys = settings.batch.of_training() if training else settings.batch.of_evaluation()
+        dataset = open_dataset(spec)
+        return Feed(
+            spec.name,
+            dataset,
+            spec.order,
+            batch_keys,
+            comm.rank,
+            comm.size,
+            distribution,
+            subset=listed(dataset, spec.order.seq_list_filter_file),
+            chunks=cut(dataset.lengths, settings.chunks) if training else None,
+        )
 
     feeds = [feed(spec) for spec in (settings.train, *settings.evaluations)]
     for other in feeds[1:]:
@@ -116,11 +136,17 @@ def open_feeds(settings: Settings, comm: Communicator) -> list[Feed]:
                 f"{other.name}: expected the data keys of train ({', '.join(feeds[0].dataset.streams)}), "
                 f"got none called {', '.join(missing)}"
             )
-    limits = settings.batch.batch_size
-    for key in limits if isinstance(limits, dict) else ():
-        if key not in feeds[0].dataset.streams:
-            raise DataError(f"batch_size: expected data keys of train ({', '.join(feeds[0].dataset.streams)}), got {key!r}")
+    for name, keys in {**_limits_by_key(settings.batch), "chunking": keys_of(settings.chunks)}.items():
+        for key in keys:
+            if key not in feeds[0].dataset.streams:
+                raise DataError(f"{name}: expected data keys of train ({', '.join(feeds[0].dataset.streams)}), got {key!r}")
     return feeds
+
+
+def _limits_by_key(keys: BatchKeys) -> dict[str, list[str]]:
+    """The data keys that the batch keys name, by batch key."""
+    values = {field.name: getattr(keys, field.name) for field in fields(keys)}
+    return {name: list(value) for name, value in values.items() if isinstance(value, dict)}
 
 
 def open_reducer(keys: ReduceKeys, comm: Communicator, timer: Timer) -> Reducer:
@@ -195,18 +221,14 @@ def announce(settings: Settings, comm: Communicator, learner: Learner, feeds: li
     if launch.is_bound() and launch.cores() == 1:
         say(2, "this rank is bound to a single core of several; mpirun --bind-to none lets it use more")
     for feed in feeds:
-        how = getattr(feed.dataset, "how_read", lambda: "")()
-        say(
-            4,
-            f"{feed.name}: {feed.dataset.num_sequences} sequences, {feed.order_keys.seq_ordering}" + (f"; {how}" if how else ""),
-        )
+        for level, line in feed_lines(feed):
+            say(level, line)
     say(4, f"model: {learner.num_parameters} parameters")
-    parts = []
-    if settings.batch.max_seqs is not None:
-        parts.append(f"{settings.batch.max_seqs} sequences per rank, {settings.batch.max_seqs * comm.size} in all")
-    if isinstance(settings.batch.batch_size, int):
-        parts.append(f"{settings.batch.batch_size} padded frames per rank, {settings.batch.batch_size * comm.size} in all")
-    say(4, f"batch, at most: {'; '.join(parts) or settings.batch.batch_size}")
+    first = history[-1].epoch + 1 if history else 1
+    say(4, f"batch, at most: {_batch_text(feeds[0].batch_keys.limits(first), comm.size)}")
+    group = feeds[0].batch_keys.balance_ranks
+    if group % comm.size:
+        say(2, f"balance_ranks: {group} is no multiple of the {comm.size} ranks: some steps will mix batches of different size")
     if comm.size > 1:
         say(4, f"ranks: {_how(settings.reduce)}")
         if settings.reduce.horovod_scale_lr:
@@ -216,6 +238,45 @@ def announce(settings: Settings, comm: Communicator, learner: Learner, feeds: li
             say(4, f"every rank goes through all data in its own order: an epoch is {comm.size} passes")
     if history and history[-1].epoch >= settings.run.num_epochs:
         say(3, f"Already trained until final epoch {history[-1].epoch}, nothing to do.")
+
+
+def feed_lines(feed: Feed) -> list[tuple[int, str]]:
+    """What is to be told of a dataset, each line with its level: its size, its order, and what of it is left out or too long."""
+    how = getattr(feed.dataset, "how_read", lambda: "")()
+    ordering = feed.order_keys.seq_ordering
+    named = ordering if isinstance(ordering, str) else getattr(ordering, "__name__", "a function")
+    lines = [(4, f"{feed.name}: {feed.dataset.num_sequences} sequences, {named}" + (f"; {how}" if how else ""))]
+    used = numpy.arange(feed.dataset.num_sequences) if feed.subset is None else feed.subset
+    if feed.subset is not None:
+        lines.append((4, f"{feed.name}: {len(used)} of them are listed in {feed.order_keys.seq_list_filter_file}"))
+    keys = feed.batch_keys
+    kept = within(feed.dataset.lengths, used, keys.min_seq_length, keys.max_seq_length)
+    if feed.chunks is not None:
+        with_chunks = kept[numpy.diff(feed.chunks.first)[kept] > 0]
+        lines.append((4, f"{feed.name}: {len(feed.chunks.of(with_chunks))} chunks of {len(with_chunks)} sequences"))
+        kept = with_chunks
+    if len(kept) < len(used):
+        lines.append(
+            (2, f"{feed.name}: a full epoch loses {len(used) - len(kept)} of {len(used)} sequences, too short or too long")
+        )
+    elements = kept if feed.chunks is None else feed.chunks.of(kept)
+    alone = too_long({name: column[elements] for name, column in feed.lengths.items()}, keys.limits(1))
+    if alone:
+        lines.append((2, f"{feed.name}: {alone} sequences are longer than batch_size allows and make batches of their own"))
+    return lines
+
+
+def _batch_text(limits: Limits, size: int) -> str:
+    """What closes a batch, per rank and in all."""
+    parts = []
+    if limits.max_seqs is not None:
+        parts.append(f"{limits.max_seqs} sequences per rank, {limits.max_seqs * size} in all")
+    for limit, what in ((limits.batch_size, "padded frames"), (limits.packed_batch_size, "frames without padding")):
+        if isinstance(limit, int):
+            parts.append(f"{limit} {what} per rank, {limit * size} in all")
+        elif limit is not None:
+            parts.append(f"{limit} {what} per rank")
+    return "; ".join(parts)
 
 
 def _how(keys: ReduceKeys) -> str:

@@ -10,6 +10,9 @@ from hvdtrain.errors import DataError
 LENGTHS = numpy.array([5, 3, 9, 1, 7, 2, 8, 4, 6, 10, 5, 3], dtype=numpy.int32)
 
 
+NEED_A_NUMBER = {"default_every_n": "default_every_n:3", "random_blocks": "random_blocks:3"}
+
+
 def ordered(method: str, epoch: int = 1, lengths: numpy.ndarray = LENGTHS, **keys: int) -> list[int]:
     return order(lengths, OrderKeys(seq_ordering=method, **keys), epoch).tolist()
 
@@ -51,7 +54,7 @@ def test_orders_are_those_of_returnn(method: str, epoch: int, keys: dict[str, in
 
 def test_orders_are_int64() -> None:
     for method in METHODS:
-        text = "default_every_n:3" if method == "default_every_n" else method
+        text = NEED_A_NUMBER.get(method, method)
         assert order(LENGTHS, OrderKeys(seq_ordering=text), 1).dtype == numpy.int64, method
 
 
@@ -132,7 +135,9 @@ def test_sorting_down_works_for_unsigned_lengths() -> None:
     assert ordered("sorted_reverse", 1, lengths.astype(numpy.uint8)) == ordered("sorted_reverse", 1, lengths)
 
 
-@pytest.mark.parametrize("method", [*(set(METHODS) - {"default_every_n"}), "default_every_n:1", "laplace:9", "laplace:.9"])
+@pytest.mark.parametrize(
+    "method", [*sorted(set(METHODS) - set(NEED_A_NUMBER)), "default_every_n:1", "random_blocks:3", "laplace:9", "laplace:.9"]
+)
 def test_one_sequence(method: str) -> None:
     assert ordered(method, 4, LENGTHS[:1]) == [0]
 
@@ -155,7 +160,7 @@ def test_default_every_n_drops_the_remainder_as_returnn_does_but_never_everythin
 
 @pytest.mark.parametrize("method", METHODS)
 def test_no_sequences_at_all(method: str) -> None:
-    text = "default_every_n:1" if method == "default_every_n" else method
+    text = {**NEED_A_NUMBER, "default_every_n": "default_every_n:1"}.get(method, method)
     assert ordered(text, 1, LENGTHS[:0]) == []
 
 
@@ -172,7 +177,19 @@ MALFORMED = (
 )
 
 
-@pytest.mark.parametrize("method", [*MALFORMED.split("|"), "default_every_n", "Random", "", " random"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        *MALFORMED.split("|"),
+        "default_every_n",
+        "random_blocks",
+        "random_blocks:0",
+        "random_blocks:2:2:2",
+        "Random",
+        "",
+        " random",
+    ],
+)
 def test_methods_that_do_not_exist_are_problems_of_the_config(method: str) -> None:
     section, problems = build(OrderKeys, {"seq_ordering": method}, "train.", {})
     assert section is None

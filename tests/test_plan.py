@@ -3,8 +3,9 @@
 import numpy
 import pytest
 
+from hvdtrain.data.bounds import Limits, bounds
 from hvdtrain.data.order import OrderKeys
-from hvdtrain.data.plan import BatchKeys, Plan, bounds, plan
+from hvdtrain.data.plan import BatchKeys, Plan, plan
 
 LENGTHS = numpy.array([5, 3, 9, 1, 7, 2, 8, 4, 6, 10, 5, 3], dtype=numpy.int32)
 IN_ORDER = OrderKeys(seq_ordering="default")
@@ -88,7 +89,7 @@ def test_batches_of_random_lengths_are_those_of_the_plain_rule(seed: int) -> Non
     ]
     for batch_size in limits:
         for max_seqs in (None, 1, int(generator.integers(2, 12))):
-            made = Plan(indices, bounds(lengths, indices, batch_size, max_seqs))
+            made = Plan(indices, bounds(lengths, indices, Limits(batch_size, max_seqs)))
             assert batches_of(made) == greedy(lengths, indices.tolist(), batch_size, max_seqs), (batch_size, max_seqs)
 
 
@@ -110,7 +111,7 @@ def test_sorting_goes_by_data_and_without_it_by_the_first_key() -> None:
 
 def test_bounds_are_int64_whatever_the_limits() -> None:
     for batch_size, max_seqs in ((20, None), (None, 5), ({"data": 20, "classes": 20}, None)):
-        edges = bounds({"data": LENGTHS, "classes": LENGTHS}, numpy.arange(12), batch_size, max_seqs)
+        edges = bounds({"data": LENGTHS, "classes": LENGTHS}, numpy.arange(12), Limits(batch_size, max_seqs))
         assert edges.dtype == numpy.int64
         assert (edges[0], edges[-1]) == (0, 12)
 
@@ -118,7 +119,7 @@ def test_bounds_are_int64_whatever_the_limits() -> None:
 def test_no_sequences_make_no_batches() -> None:
     for batch_size, max_seqs in ((20, None), (None, 5), ({"data": 20, "classes": 20}, 3)):
         nothing = numpy.zeros(0, dtype=numpy.int64)
-        edges = bounds({"data": LENGTHS[:0], "classes": LENGTHS[:0]}, nothing, batch_size, max_seqs)
+        edges = bounds({"data": LENGTHS[:0], "classes": LENGTHS[:0]}, nothing, Limits(batch_size, max_seqs))
         assert Plan(nothing, edges).num_batches == 0
 
 

@@ -4,7 +4,7 @@ import numpy
 import pytest
 
 from hvdtrain.config.check import build
-from hvdtrain.data.order import METHODS, Method, OrderKeys, order, parse
+from hvdtrain.data.order import BLOCKS_TOGETHER, METHODS, Method, OrderKeys, order, parse
 from hvdtrain.errors import DataError
 
 LENGTHS = numpy.array([5, 3, 9, 1, 7, 2, 8, 4, 6, 10, 5, 3], dtype=numpy.int32)
@@ -207,3 +207,50 @@ def test_seeds_that_numpy_has_no_generator_for_are_problems_of_the_config() -> N
         "train.fixed_random_seed",
         "train.random_seed_offset",
     ]
+
+
+# What RETURNN does not have
+
+
+def test_random_blocks_is_a_pure_function_that_is_held_to_this_order() -> None:
+    assert ordered("random_blocks:2") == ordered("random_blocks:2")
+    assert ordered("random_blocks:2", 2) != ordered("random_blocks:2")
+    assert ordered("random_blocks:2:2", 2) == ordered("random_blocks:2")
+    assert ordered("random_blocks:2", 4, fixed_random_seed=1) == ordered("random_blocks:2")
+
+
+@pytest.mark.parametrize("size", [1, 5, 6, 200, 201, 1000])
+@pytest.mark.parametrize("per_block", [1, 3, 10])
+def test_random_blocks_shuffles_within_a_few_blocks_at_a_time(size: int, per_block: int) -> None:
+    lengths = numpy.zeros(size, dtype=numpy.int32)
+    result = ordered(f"random_blocks:{per_block}", 3, lengths)
+    assert sorted(result) == list(range(size))
+    num_blocks = -(-size // per_block)
+    generator = numpy.random.RandomState(3)
+    blocks = generator.permutation(num_blocks).tolist()
+    rest = result
+    for first in range(0, num_blocks, BLOCKS_TOGETHER):
+        buffer = [
+            index
+            for block in blocks[first : first + BLOCKS_TOGETHER]
+            for index in range(block * per_block, min(size, (block + 1) * per_block))
+        ]
+        assert sorted(rest[: len(buffer)]) == sorted(buffer)
+        if len(buffer) > 30:
+            assert rest[: len(buffer)] != buffer  # shuffled, too
+        rest = rest[len(buffer) :]
+    assert rest == []
+
+
+def test_a_function_says_how_an_epoch_is_ordered() -> None:
+    def curriculum(*, epoch: int, **_: object) -> str:
+        return "sorted" if epoch == 1 else "random:2"
+
+    keys = OrderKeys(seq_ordering=curriculum)
+    assert order(LENGTHS, keys, 1).tolist() == ordered("sorted")
+    assert order(LENGTHS, keys, 3).tolist() == ordered("random", 2)
+    section, problems = build(OrderKeys, {"seq_ordering": curriculum}, "train.", {})
+    assert (section, problems) == (keys, [])
+    for wrong in (3, None, "randomly"):
+        with pytest.raises(DataError, match=f"seq_ordering: expected the function to return one of .*got {wrong!r} for epoch 2"):
+            order(LENGTHS, OrderKeys(seq_ordering=lambda wrong=wrong, **_: wrong), 2)

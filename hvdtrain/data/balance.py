@@ -28,7 +28,7 @@ def dealt(costs: Array, group: int, generator: numpy.random.RandomState) -> Arra
     Returns:
         int64 indices of shape (num_batches,), every batch once.
     """
-    columns = costs.reshape(len(costs), -1)
+    columns = costs if costs.ndim == 2 else costs[:, None]
     by_cost = numpy.lexsort(columns.T[::-1])
     num_groups, rest = divmod(len(by_cost), group)
     cut = int(generator.randint(num_groups + 1)) * group

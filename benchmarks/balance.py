@@ -33,15 +33,15 @@ def main() -> int:
     lengths = {"data": frames.astype(numpy.int32)}
     print(f"{options.sequences} sequences of {options.shortest} to {options.longest} frames")
     print("largest batches of all steps, millions of padded frames; in brackets: over the least possible")
-    print(f"{'order':<14} {'batches':<18} {'ranks':>5} {'as they come':>20} {'balance_ranks':>20} {'saved':>7}")
-    for ordering in ("random", "laplace:.1000", "sorted"):
+    print(f"{'order':<24} {'batches':<18} {'ranks':>5} {'as they come':>20} {'balance_ranks':>20} {'saved':>7}")
+    for ordering in ("random", "laplace:.1000", "sort_bin_shuffle_x2:.64", "sorted"):
         for name, limits in (
             (f"max_seqs {options.max_seqs}", {"max_seqs": options.max_seqs}),
             (f"batch_size {options.batch_size}", {"batch_size": options.batch_size}),
         ):
             for ranks, plain, balanced, least in rows(lengths, ordering, limits, options.ranks):
                 print(
-                    f"{ordering:<14} {name:<18} {ranks:>5} {shown(plain, least):>20} {shown(balanced, least):>20} "
+                    f"{ordering:<24} {name:<18} {ranks:>5} {shown(plain, least):>20} {shown(balanced, least):>20} "
                     f"{1 - balanced / plain:>7.1%}"
                 )
     return 0

@@ -8,17 +8,15 @@ from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 
-import numpy
-
 from hvdtrain.checkpoint import CheckpointFolder
 from hvdtrain.comm import launch
 from hvdtrain.comm.base import Communicator, together
 from hvdtrain.comm.single import SingleCommunicator
-from hvdtrain.data.bounds import Limits, too_long
 from hvdtrain.data.chunks import cut, keys_of
+from hvdtrain.data.describe import batch_lines, feed_lines
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.plan import BatchKeys
-from hvdtrain.data.selection import listed, within
+from hvdtrain.data.selection import listed
 from hvdtrain.data.sources import DatasetSpec, open_dataset
 from hvdtrain.engine import Engine, Rates
 from hvdtrain.errors import DataError, HvdtrainError, LaunchError
@@ -211,7 +209,7 @@ def open_rates(schedule: ScheduleKeys, reduce: ReduceKeys, size: int) -> Rates:
 
 
 def announce(settings: Settings, comm: Communicator, learner: Learner, feeds: list[Feed], history: list[EpochRecord]) -> None:
-    """Collective. Say what is about to happen: ranks, data, batches, the rule for the learning rate."""
+    """Collective. Say what is about to happen: ranks, data, batches, the rule for the learning rate. Raises: DataError."""
     started = launch.launch()
     hosts = comm.gather((socket.gethostname(), learner.device_name), name="hosts")
     where = ", ".join(f"{hosts.count(host)} on {host[0]} ({host[1]})" for host in dict.fromkeys(hosts))
@@ -220,15 +218,14 @@ def announce(settings: Settings, comm: Communicator, learner: Learner, feeds: li
         say(2, "use_horovod is set, but this process was started alone: it trains as one rank (for 2: mpirun -np 2 ...)")
     if launch.is_bound() and launch.cores() == 1:
         say(2, "this rank is bound to a single core of several; mpirun --bind-to none lets it use more")
-    for feed in feeds:
-        for level, line in feed_lines(feed):
-            say(level, line)
-    say(4, f"model: {learner.num_parameters} parameters")
     first = history[-1].epoch + 1 if history else 1
-    say(4, f"batch, at most: {_batch_text(feeds[0].batch_keys.limits(first), comm.size)}")
-    group = feeds[0].batch_keys.balance_ranks
-    if group % comm.size:
-        say(2, f"balance_ranks: {group} is no multiple of the {comm.size} ranks: some steps will mix batches of different size")
+
+    def data_lines() -> list[tuple[int, str]]:
+        return [line for feed in feeds for line in feed_lines(feed)] + batch_lines(feeds[0].batch_keys, first, comm.size)
+
+    for level, line in together(comm, data_lines, name="data_lines"):
+        say(level, line)
+    say(4, f"model: {learner.num_parameters} parameters")
     if comm.size > 1:
         say(4, f"ranks: {_how(settings.reduce)}")
         if settings.reduce.horovod_scale_lr:
@@ -238,45 +235,6 @@ def announce(settings: Settings, comm: Communicator, learner: Learner, feeds: li
             say(4, f"every rank goes through all data in its own order: an epoch is {comm.size} passes")
     if history and history[-1].epoch >= settings.run.num_epochs:
         say(3, f"Already trained until final epoch {history[-1].epoch}, nothing to do.")
-
-
-def feed_lines(feed: Feed) -> list[tuple[int, str]]:
-    """What is to be told of a dataset, each line with its level: its size, its order, and what of it is left out or too long."""
-    how = getattr(feed.dataset, "how_read", lambda: "")()
-    ordering = feed.order_keys.seq_ordering
-    named = ordering if isinstance(ordering, str) else getattr(ordering, "__name__", "a function")
-    lines = [(4, f"{feed.name}: {feed.dataset.num_sequences} sequences, {named}" + (f"; {how}" if how else ""))]
-    used = numpy.arange(feed.dataset.num_sequences) if feed.subset is None else feed.subset
-    if feed.subset is not None:
-        lines.append((4, f"{feed.name}: {len(used)} of them are listed in {feed.order_keys.seq_list_filter_file}"))
-    keys = feed.batch_keys
-    kept = within(feed.dataset.lengths, used, keys.min_seq_length, keys.max_seq_length)
-    if feed.chunks is not None:
-        with_chunks = kept[numpy.diff(feed.chunks.first)[kept] > 0]
-        lines.append((4, f"{feed.name}: {len(feed.chunks.of(with_chunks))} chunks of {len(with_chunks)} sequences"))
-        kept = with_chunks
-    if len(kept) < len(used):
-        lines.append(
-            (2, f"{feed.name}: a full epoch loses {len(used) - len(kept)} of {len(used)} sequences, too short or too long")
-        )
-    elements = kept if feed.chunks is None else feed.chunks.of(kept)
-    alone = too_long({name: column[elements] for name, column in feed.lengths.items()}, keys.limits(1))
-    if alone:
-        lines.append((2, f"{feed.name}: {alone} sequences are longer than batch_size allows and make batches of their own"))
-    return lines
-
-
-def _batch_text(limits: Limits, size: int) -> str:
-    """What closes a batch, per rank and in all."""
-    parts = []
-    if limits.max_seqs is not None:
-        parts.append(f"{limits.max_seqs} sequences per rank, {limits.max_seqs * size} in all")
-    for limit, what in ((limits.batch_size, "padded frames"), (limits.packed_batch_size, "frames without padding")):
-        if isinstance(limit, int):
-            parts.append(f"{limit} {what} per rank, {limit * size} in all")
-        elif limit is not None:
-            parts.append(f"{limit} {what} per rank")
-    return "; ".join(parts)
 
 
 def _how(keys: ReduceKeys) -> str:

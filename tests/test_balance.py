@@ -25,6 +25,15 @@ def step_costs(made: Plan, lengths: dict[str, numpy.ndarray], size: int) -> int:
     return int(sum(costs[start : start + size].max() for start in range(0, len(costs), size)))
 
 
+def test_orders_of_batches_are_held_to_these() -> None:
+    """A later version must not train on the same data in another order."""
+    lengths = {"data": numpy.array([5, 3, 9, 1, 7, 2, 8, 4, 6, 10, 5, 3])}
+    made = plan(lengths, OrderKeys(), BatchKeys(max_seqs=2, shuffle_batches=True), 2)
+    assert made.order.tolist() == [2, 3, 0, 1, 4, 5, 8, 9, 10, 11, 6, 7]
+    made = plan(lengths, OrderKeys(), BatchKeys(max_seqs=1, balance_ranks=4), 2)
+    assert made.order.tolist() == [7, 0, 10, 8, 3, 5, 1, 11, 4, 6, 2, 9]
+
+
 def test_rearranging_moves_whole_batches() -> None:
     order, bounds = rearranged(numpy.array([7, 5, 6, 9, 8, 4]), numpy.array([0, 1, 3, 6]), numpy.array([2, 0, 1]))
     assert order.tolist() == [9, 8, 4, 7, 5, 6]

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 
 from hvdtrain.comm.single import SingleCommunicator
+from hvdtrain.data.describe import batch_lines, feed_lines
 from hvdtrain.data.feed import Feed
+from hvdtrain.data.plan import BatchKeys
 from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.report import EpochReport
-from hvdtrain.run import feed_lines, open_feeds
+from hvdtrain.run import open_feeds
 from hvdtrain.settings import UNSUPPORTED, Settings, read_settings
 
 CONFIG = """\
@@ -144,3 +146,15 @@ def test_the_line_about_padding_stands_beside_the_epochs_own() -> None:
     )
     assert report.line == "train epoch 3, finished after 10 steps, 0:01:01 elapsed (99.3% computing time)"
     assert report.padding_line == "train epoch 3, padding: data 12.3%, classes 50.0%"
+
+
+def test_what_closes_a_batch_is_told_per_rank_and_in_all() -> None:
+    assert batch_lines(BatchKeys(max_seqs=-1, batch_size=30, packed_batch_size={"data": 20}), 1, 4) == [
+        (4, "batch, at most: 30 padded frames per rank, 120 in all; {'data': 20} frames without padding per rank")
+    ]
+    assert batch_lines(BatchKeys(max_seqs=lambda epoch, **_: epoch, balance_ranks=8), 5, 2) == [
+        (4, "batch, at most: 5 sequences per rank, 10 in all")
+    ]
+    (level, line) = batch_lines(BatchKeys(max_seqs=5, balance_ranks=4), 1, 3)[1]
+    assert level == 2
+    assert line.startswith("balance_ranks: 4 is no multiple of the 3 ranks")

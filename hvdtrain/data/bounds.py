@@ -52,16 +52,15 @@ def bounds(lengths: Mapping[str, Array], indices: Array, limits: Limits) -> Arra
         most = limits.max_seqs or max(1, size)
         return _ended(range(0, size, most), size)
     caps = _caps(lengths, indices, limits).tolist()
-    return _ended(_starts(caps, _ends(lengths, indices, limits.packed_batch_size).tolist()), size)
+    return _ended(_starts(caps, _ends(lengths, indices, limits.packed_batch_size)), size)
 
 
 def too_long(lengths: Mapping[str, Array], limits: Limits) -> int:
     """How many sequences exceed `batch_size` or `packed_batch_size` by themselves."""
-    everything = numpy.arange(len(next(iter(lengths.values()))))
-    found = numpy.zeros(len(everything), dtype=bool)
+    found = numpy.zeros(len(next(iter(lengths.values()))), dtype=bool)
     for limit in (limits.batch_size, limits.packed_batch_size):
-        for column, most in _columns(lengths, everything, limit):
-            found |= column > most
+        for key, most in _by_key(lengths, limit).items():
+            found |= lengths[key] > most
     return int(found.sum())
 
 
@@ -71,10 +70,15 @@ def _ended(starts: range | list[int], size: int) -> Array:
 
 def _columns(lengths: Mapping[str, Array], indices: Array, limit: Limit) -> list[tuple[Array, int]]:
     """The lengths that a limit holds for, int64 in order, each with its limit."""
+    return [(lengths[key][indices].astype(numpy.int64), most) for key, most in _by_key(lengths, limit).items()]
+
+
+def _by_key(lengths: Mapping[str, Array], limit: Limit) -> dict[str, int]:
+    """The limit of every data key that has one."""
     if limit is None:
-        return []
+        return {}
     by_key = limit if isinstance(limit, Mapping) else dict.fromkeys(lengths, limit)
-    return [(lengths[key][indices].astype(numpy.int64), most) for key, most in by_key.items() if key in lengths]
+    return {key: most for key, most in by_key.items() if key in lengths}
 
 
 def _caps(lengths: Mapping[str, Array], indices: Array, limits: Limits) -> Array:
@@ -90,13 +94,16 @@ def _caps(lengths: Mapping[str, Array], indices: Array, limits: Limits) -> Array
     return caps
 
 
-def _ends(lengths: Mapping[str, Array], indices: Array, limit: Limit) -> Array:
+def _ends(lengths: Mapping[str, Array], indices: Array, limit: Limit) -> list[int]:
     """For every sequence, the end of the longest run from it on whose frames sum up to no more than the limit."""
+    if limit is None:
+        return [len(indices)] * len(indices)
     ends = numpy.full(len(indices), len(indices), dtype=numpy.int64)
     for column, most in _columns(lengths, indices, limit):
         sums = numpy.concatenate([[0], numpy.cumsum(column)])
         numpy.minimum(ends, numpy.searchsorted(sums, sums[:-1] + most, side="right") - 1, out=ends)
-    return ends
+    result: list[int] = ends.tolist()
+    return result
 
 
 def _starts(caps: list[int], ends: list[int]) -> list[int]:
@@ -118,7 +125,7 @@ def _starts(caps: list[int], ends: list[int]) -> list[int]:
 def _starts_with_padding(lengths: Mapping[str, Array], indices: Array, limits: Limits) -> list[int]:
     """As `_starts`, with a limit on padded minus real frames: longest and sum are kept for each of its keys."""
     caps = _caps(lengths, indices, limits).tolist()
-    ends = _ends(lengths, indices, limits.packed_batch_size).tolist()
+    ends = _ends(lengths, indices, limits.packed_batch_size)
     columns = _columns(lengths, indices, limits.max_pad_size)
     padding_limits = [limit for _, limit in columns]
     starts = []

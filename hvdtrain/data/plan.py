@@ -128,7 +128,9 @@ def _called(name: str, value: Any, epoch: int) -> Any:
     if size is not None and not (all(numbers) and all(member > 0 or (name, member) == ("max_seqs", -1) for member in members)):
         rule = "a positive integer, a dict of them or None" if name == "batch_size" else "a positive integer, -1 or None"
         raise DataError(f"{name}: expected the function to return {rule}, got {size!r} for epoch {epoch}")
-    return size
+    if isinstance(size, dict):
+        return {key: int(member) for key, member in size.items()}
+    return None if size is None else int(size)
 
 
 @dataclass(frozen=True)

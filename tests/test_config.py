@@ -297,7 +297,7 @@ def test_five_mistakes_are_five_lines(tmp_path: Path) -> None:
     text = """
 model = "exp/model"
 train = {"class": "HDFDataset", "files": "train.hdf", "seq_ordering": "randomly"}
-max_seqs = -1
+max_seqs = 0
 learning_rat = 0.1
 learning_rate = "fast"
 def get_model(**_): ...
@@ -314,7 +314,7 @@ def get_model(**_): ...
         "train.seq_ordering",
     ]
     assert "  learning_rat: unknown key in config.py (did you mean learning_rate?)" in lines
-    assert "  max_seqs: expected a positive number, got -1 in config.py" in lines
+    assert "  max_seqs: expected a positive number, or -1 for no limit, got 0 in config.py" in lines
     assert "  learning_rate: expected a number or None, got 'fast' in config.py" in lines
 
 
@@ -414,7 +414,7 @@ def test_keys_of_returnn_that_would_change_the_training_are_mistakes(tmp_path: P
         ("horovod_reduce_type = 'grads'", "horovod_reduce_type: expected 'grad' or 'param', got 'grads' in config.py"),
         (
             "batch_size = {'data': 0.5}",
-            "batch_size: expected an integer or a dict of integers or None, got {'data': 0.5} in config.py",
+            "batch_size: expected an integer or a dict of integers or a function or None, got {'data': 0.5} in config.py",
         ),
         (
             "learning_rates = [0.1, 'x']",

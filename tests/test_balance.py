@@ -2,6 +2,7 @@
 
 import numpy
 import pytest
+from launching import ROOT, launch
 
 from hvdtrain.data.balance import dealt, rearranged, shuffled
 from hvdtrain.data.order import OrderKeys
@@ -113,3 +114,11 @@ def test_nothing_to_shuffle() -> None:
     nothing = {"data": numpy.zeros(0, numpy.int32)}
     assert plan(nothing, RANDOM, BatchKeys(max_seqs=2, shuffle_batches=True), 1).num_batches == 0
     assert plan(nothing, RANDOM, BatchKeys(max_seqs=2, balance_ranks=3), 1).num_batches == 0
+
+
+def test_the_benchmark_prints_a_table() -> None:
+    finished = launch([str(ROOT / "benchmarks" / "balance.py"), "--sequences", "3000", "--ranks", "2", "4"])
+    assert finished.status == 0, finished.err
+    saved = [float(line.split()[-1].rstrip("%")) for line in finished.out.splitlines() if line.endswith("%")]
+    assert len(saved) == 16
+    assert max(saved) > 10

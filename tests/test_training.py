@@ -10,7 +10,7 @@ from launching import TOY, hvdtrain
 
 def test_balanced_batches_and_their_padding(corpus: Path, tmp_path: Path) -> None:
     overrides = {"corpus": corpus, "model": tmp_path / "model", "num_epochs": 2, "max_seqs": 5, "balance_ranks": 4}
-    finished = hvdtrain(TOY, {**overrides, "record": tmp_path / "ids", "max_seq_length": 11})
+    finished = hvdtrain(TOY, {**overrides, "record": tmp_path / "ids", "max_seq_length": 11}, timeout=300)
     assert finished.status == 0, finished.err
     assert re.search(r"^train: a full epoch loses \d+ of 231 sequences", finished.out, flags=re.MULTILINE)
     seen = Counter((tmp_path / "ids.0").read_text().split("\n"))
@@ -26,7 +26,9 @@ def test_balanced_batches_and_their_padding(corpus: Path, tmp_path: Path) -> Non
 
 def test_training_on_chunks(corpus: Path, tmp_path: Path) -> None:
     overrides = {"corpus": corpus, "model": tmp_path / "model", "chunking": "4:2"}
-    finished = hvdtrain(TOY, {**overrides, "evaluated": True, "shuffle_batches": True, "train.seq_ordering": "random_blocks:10"})
+    finished = hvdtrain(
+        TOY, {**overrides, "evaluated": True, "shuffle_batches": True, "train.seq_ordering": "random_blocks:10"}, timeout=300
+    )
     assert finished.status == 0, finished.err
     assert re.search(r"^train: \d+ chunks of 231 sequences$", finished.out, flags=re.MULTILINE)
     (report,) = [json.loads(line) for line in (tmp_path / "scores.jsonl").read_text().splitlines()]

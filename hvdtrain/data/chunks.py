@@ -97,13 +97,13 @@ class ChunkKeys:
     def problems(self) -> list[str]:
         """What is wrong between the keys."""
         found = []
-        cut = parse(self.chunking)
+        how = parse(self.chunking)
         by_key = self.min_chunk_size if isinstance(self.min_chunk_size, dict) else {}
         if any(least < 0 for least in by_key.values()):
             found.append(f"min_chunk_size: expected zero or a positive number for every data key, got {self.min_chunk_size}")
-        if cut is not None and self.chunking_tail == "drop_short":
-            for name in cut.size if isinstance(cut.size, Mapping) else by_key or ["data"]:
-                size, least = cut.of(name), _limit_of(self.min_chunk_size, name)
+        if how is not None and self.chunking_tail == "drop_short":
+            for name in how.size if isinstance(how.size, Mapping) else by_key or ["data"]:
+                size, least = how.of(name), _limit_of(self.min_chunk_size, name)
                 if size is not None and least > size[0]:
                     found.append(
                         f"min_chunk_size: expected at most {size[0]}, the size of a chunk in chunking, got {least} "
@@ -153,8 +153,7 @@ class Chunks:
 def cut(lengths: Mapping[str, Array], keys: ChunkKeys) -> Chunks | None:
     """The chunks of all sequences, as the config says; None where chunking is off.
 
-    Where one size is given for all data keys, a data key with a single frame (or none) beside longer ones stays whole and
-    is repeated for each chunk.
+    A data key with a single frame (or none) beside longer ones stays whole and is repeated for each chunk.
 
     Args:
         lengths: by data key, number of frames of every sequence.

@@ -25,7 +25,7 @@ from hvdtrain.errors import DataError
 Size = int | dict[str, int] | Callable[..., Any] | None
 Frames = int | dict[str, int] | None
 
-number_or_none_at_all = Rule("a positive number, or -1 for no limit", lambda value: value > 0 or value == -1)
+positive_or_unlimited = Rule("a positive number, or -1 for no limit", lambda value: value > 0 or value == -1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,13 +43,13 @@ class BatchKeys:
     max_seqs: int | Callable[..., Any] | None = key(
         None,
         "most sequences in a rank's batch, or a function (*, epoch, **_) that returns it; None or -1: no limit",
-        number_or_none_at_all,
+        positive_or_unlimited,
     )
     max_seqs_train: int | Callable[..., Any] | None = key(
-        None, "max_seqs in training, where it is another one", number_or_none_at_all
+        None, "max_seqs in training, where it is another one", positive_or_unlimited
     )
     max_seqs_dev: int | Callable[..., Any] | None = key(
-        None, "max_seqs in evaluation, where it is another one", number_or_none_at_all
+        None, "max_seqs in evaluation, where it is another one", positive_or_unlimited
     )
     packed_batch_size: Frames = key(
         None, "most frames in a rank's batch without counting the padding, for every data key or by key", positive

@@ -29,6 +29,18 @@ class HDFDatasetKeys:
     files: str | list[str] = key(REQUIRED, "the HDF file, or a list of files that are read as one dataset")
 
 
+@dataclass(frozen=True, kw_only=True)
+class NextGenHDFDatasetKeys:
+    """Keys of a dataset dict with `"class": "NextGenHDFDataset"`: HDF files with a dataset for every sequence."""
+
+    files: str | list[str] = key(REQUIRED, "the HDF file, or a list of files that are read as one dataset")
+    input_stream_name: str = key(REQUIRED, "the stream that is the data key 'data'; the others have their own names")
+
+    def problems(self) -> list[str]:
+        """What is wrong with the keys."""
+        return [] if self.files else ["files: expected at least one file, got none"]
+
+
 @dataclass(frozen=True)
 class DatasetSpec:
     """A checked dataset dict: how to open it, and how its sequences are ordered.
@@ -70,8 +82,15 @@ def _open_files(where: str, keys: FilesDatasetKeys, datasets: Mapping[str, Datas
     return open_files(where, keys, lambda path: open_hdf([path]))
 
 
+def _open_next_gen(where: str, keys: NextGenHDFDatasetKeys, datasets: Mapping[str, Dataset]) -> Dataset:
+    from hvdtrain.data.nextgen import open_next_gen
+
+    return open_next_gen(where, [keys.files] if isinstance(keys.files, str) else keys.files, keys.input_stream_name)
+
+
 KINDS: dict[str, Kind] = {
     "HDFDataset": Kind(HDFDatasetKeys, _open_hdf),
+    "NextGenHDFDataset": Kind(NextGenHDFDatasetKeys, _open_next_gen),
     "FilesDataset": Kind(FilesDatasetKeys, _open_files),
     "MetaDataset": Kind(MetaDatasetKeys, open_meta, lambda keys: keys.control),
     "CombinedDataset": Kind(CombinedDatasetKeys, open_combined),

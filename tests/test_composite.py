@@ -1,7 +1,9 @@
 """Datasets made of others, and synthetic ones: contents against simple references, and malformed dicts."""
 
 import os
+import re
 import signal
+import textwrap
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -16,7 +18,8 @@ from hvdtrain.data.many_files import FilesDataset
 from hvdtrain.data.map import MapDataset
 from hvdtrain.data.order import OrderKeys
 from hvdtrain.data.plan import BatchKeys, plan
-from hvdtrain.data.sources import open_dataset, parse
+from hvdtrain.data.sources import INSTEAD, KINDS, open_dataset, parse
+from hvdtrain.data.tags import tag_blocks
 from hvdtrain.data.task12ax import SYMBOLS, answers
 from hvdtrain.data.types import Dataset
 from hvdtrain.data.writer import HDFWriter
@@ -61,6 +64,8 @@ def check_contract(dataset: Dataset) -> None:
             assert (values.dtype, values.shape[1:]) == (stream.dtype, stream.shape)
     indices = numpy.random.default_rng(0).permutation(dataset.num_sequences)
     assert dataset.tags(indices) == [dataset.tags([index])[0] for index in indices]
+    in_bulk = tag_blocks(dataset, block=4)
+    assert [tag.decode() for _, block in in_bulk for tag in block.tolist()] == dataset.tags(range(dataset.num_sequences))
     (batch,) = batches(dataset, [indices])
     for key, part in batch.data.items():
         assert part.values.dtype == dataset.streams[key].dtype
@@ -123,6 +128,24 @@ def test_every_class_keeps_the_contract_and_every_sequence_is_used_once_over_thr
                     used.update(batch.indices.tolist())
         assert used == Counter(range(dataset.num_sequences))
     dataset.close()
+
+
+def test_the_document_names_every_class_and_its_examples_are_right() -> None:
+    text = (Path(__file__).resolve().parent.parent / "docs" / "datasets.md").read_text(encoding="utf-8")
+    for name in KINDS:
+        assert f"\n## {name}\n" in text
+    assert set(INSTEAD.values()) <= set(KINDS)
+    examples = re.findall(r"\n\n((?:    .*\n|\n(?=    ))+)", text)
+    assert len(examples) > len(KINDS)
+    checked = 0
+    for example in examples:
+        values: dict[str, Any] = {"numpy": numpy}
+        exec(textwrap.dedent(example), values)
+        for name in ("train", "dev"):
+            if name in values:
+                assert parse(name, values[name], {})[1] == [], example
+                checked += 1
+    assert checked > len(KINDS)
 
 
 # CombinedDataset and ConcatDataset

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 import numpy
 
 from hvdtrain.config.keys import REQUIRED, key, positive
-from hvdtrain.data.types import Array, Dataset, Stream
+from hvdtrain.data.padding import merged, padded
+from hvdtrain.data.tags import tag_bytes_of_several
+from hvdtrain.data.types import Array, Dataset, Padded, Stream
 from hvdtrain.data.union import common_streams
 from hvdtrain.errors import DataError
 
@@ -74,6 +76,15 @@ class FilesDataset:
         arrays = self._file(number).sequence(index - int(self.group_bounds[number]))
         return {name: arrays[name].astype(stream.dtype, copy=False) for name, stream in self.streams.items()}
 
+    def padded(self, indices: Array) -> dict[str, Padded]:
+        """Some sequences as a batch; each file is asked for its part at once."""
+        which = numpy.searchsorted(self.group_bounds, indices, side="right") - 1
+        parts = []
+        for number in numpy.unique(which).tolist():
+            rows = numpy.flatnonzero(which == number)
+            parts.append((rows, padded(self._file(number), indices[rows] - self.group_bounds[number])))
+        return merged(self.streams, len(indices), parts)
+
     def tags(self, indices: Sequence[int]) -> list[str]:
         tags = [""] * len(indices)
         which = numpy.searchsorted(self.group_bounds, indices, side="right") - 1
@@ -83,6 +94,11 @@ class FilesDataset:
             for place, tag in zip(places, self._file(number).tags(inside), strict=True):
                 tags[place] = tag
         return tags
+
+    def all_tags(self, start: int = 0, stop: int | None = None) -> Array:
+        """The tags of sequences `start` to before `stop` as UTF-8: numpy bytes of shape (number,)."""
+        stop = self.num_sequences if stop is None else stop
+        return tag_bytes_of_several(self.group_bounds, self._file, start, stop)
 
     def close(self) -> None:
         for file in self._open.values():

@@ -17,6 +17,7 @@ from hvdtrain.config.keys import REQUIRED, key, not_negative, positive
 from hvdtrain.config.reference import is_reference, resolve
 from hvdtrain.data.batches import pad
 from hvdtrain.data.options import unknown_options
+from hvdtrain.data.tags import tag_bytes
 from hvdtrain.data.types import Array, Dataset, Padded, Stream
 from hvdtrain.data.workers import Workers
 from hvdtrain.errors import DataError
@@ -140,10 +141,7 @@ class MapDataset:
     def all_tags(self, start: int = 0, stop: int | None = None) -> Array:
         """The tags of sequences `start` to before `stop` as UTF-8: numpy bytes of shape (number,)."""
         stop = self.num_sequences if stop is None else stop
-        in_bulk = getattr(self._dataset, "all_tags", None)
-        if in_bulk is not None:
-            return in_bulk(start, stop)  # type: ignore[no-any-return]  # the same contract
-        return numpy.array([tag.encode("utf-8") for tag in self.tags(range(start, stop))], dtype=bytes)
+        return tag_bytes(self._dataset, start, stop)
 
     def close(self) -> None:
         self._workers.close()

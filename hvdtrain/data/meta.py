@@ -8,7 +8,7 @@ from typing import Any
 
 from hvdtrain.config.keys import REQUIRED, key
 from hvdtrain.data.padding import padded
-from hvdtrain.data.tags import TagIndex
+from hvdtrain.data.tags import TagIndex, tag_bytes
 from hvdtrain.data.types import Array, Dataset, Padded, Stream
 from hvdtrain.errors import DataError
 
@@ -98,6 +98,11 @@ class MetaDataset:
 
     def tags(self, indices: Sequence[int]) -> list[str]:
         return self._control.tags(indices)
+
+    def all_tags(self, start: int = 0, stop: int | None = None) -> Array:
+        """The tags of sequences `start` to before `stop` as UTF-8: numpy bytes of shape (number,)."""
+        stop = self.num_sequences if stop is None else stop
+        return tag_bytes(self._control, start, stop)
 
     def close(self) -> None:
         for dataset in self._datasets.values():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy
 
@@ -15,13 +15,31 @@ BLOCK = 1 << 18
 
 def tag_blocks(dataset: Dataset, block: int = BLOCK) -> Iterator[tuple[int, Array]]:
     """All tags in order, a block at a time: the number of the first one, and UTF-8 as numpy bytes of shape (block,)."""
-    in_bulk = getattr(dataset, "all_tags", None)
     for start in range(0, dataset.num_sequences, block):
-        stop = min(start + block, dataset.num_sequences)
-        if in_bulk is not None:
-            yield start, in_bulk(start, stop)
-        else:
-            yield start, numpy.array([tag.encode("utf-8") for tag in dataset.tags(range(start, stop))], dtype=bytes)
+        yield start, tag_bytes(dataset, start, min(start + block, dataset.num_sequences))
+
+
+def tag_bytes(dataset: Dataset, start: int, stop: int) -> Array:
+    """The tags of sequences `start` to before `stop` as UTF-8: numpy bytes of shape (number,); in bulk where it can."""
+    in_bulk = getattr(dataset, "all_tags", None)
+    if in_bulk is not None:
+        return in_bulk(start, stop)  # type: ignore[no-any-return]  # the same contract
+    return numpy.array([tag.encode("utf-8") for tag in dataset.tags(range(start, stop))], dtype=bytes)
+
+
+def tag_bytes_of_several(first: Array, open_part: Callable[[int], Dataset], start: int, stop: int) -> Array:
+    """`tag_bytes` of datasets one behind the other.
+
+    Args:
+        first: where each one's sequences begin, and where those of the last one end.
+        open_part: the dataset of a number.
+    """
+    parts = []
+    for number in range(len(first) - 1):
+        begin, end = max(start, int(first[number])), min(stop, int(first[number + 1]))
+        if begin < end:
+            parts.append(tag_bytes(open_part(number), begin - int(first[number]), end - int(first[number])))
+    return numpy.concatenate(parts) if parts else numpy.zeros(0, dtype="S1")
 
 
 def hashes(tags: Array) -> Array:

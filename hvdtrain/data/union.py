@@ -9,7 +9,8 @@ from typing import Any
 import numpy
 
 from hvdtrain.config.keys import REQUIRED, key
-from hvdtrain.data.padding import padded
+from hvdtrain.data.padding import merged, padded
+from hvdtrain.data.tags import tag_bytes_of_several
 from hvdtrain.data.types import Array, Dataset, Padded, Stream
 from hvdtrain.errors import DataError
 
@@ -91,8 +92,9 @@ class UnionDataset:
         parts = []
         for number in numpy.unique(which).tolist():
             rows = numpy.flatnonzero(which == number)
-            parts.append((rows, self._keys[number], padded(self._datasets[number], indices[rows] - self._first[number])))
-        return {name: self._merged(name, len(indices), parts) for name in self.streams}
+            batch = padded(self._datasets[number], indices[rows] - self._first[number])
+            parts.append((rows, {name: batch[there] for name, there in self._keys[number].items()}))
+        return merged(self.streams, len(indices), parts)
 
     def tags(self, indices: Sequence[int]) -> list[str]:
         tags = [""] * len(indices)
@@ -104,6 +106,11 @@ class UnionDataset:
                 tags[place] = tag
         return tags
 
+    def all_tags(self, start: int = 0, stop: int | None = None) -> Array:
+        """The tags of sequences `start` to before `stop` as UTF-8: numpy bytes of shape (number,)."""
+        stop = self.num_sequences if stop is None else stop
+        return tag_bytes_of_several(self._first, lambda number: self._datasets[number], start, stop)
+
     def close(self) -> None:
         for dataset in self._datasets:
             dataset.close()
@@ -113,20 +120,6 @@ class UnionDataset:
         sizes = ", ".join(str(dataset.num_sequences) for dataset in self._datasets)
         ways = sorted({how for dataset in self._datasets if (how := getattr(dataset, "how_read", lambda: "")())})
         return "; ".join([f"{sizes} sequences of {len(self._datasets)} datasets", *ways])
-
-    def _merged(self, name: str, size: int, parts: list[tuple[Array, Mapping[str, str], dict[str, Padded]]]) -> Padded:
-        """One data key of a batch, from the rows that each dataset gave."""
-        given = [(rows, batch[keys[name]]) for rows, keys, batch in parts if name in keys]
-        stream = self.streams[name]
-        longest = max((part.values.shape[1] for _, part in given), default=0)
-        values = numpy.zeros((size, longest, *stream.shape), dtype=stream.dtype)
-        if stream.dtype == object:
-            values[:] = ""  # strings
-        seq_lens = numpy.zeros(size, dtype=numpy.int32)
-        for rows, part in given:
-            values[rows, : part.values.shape[1]] = part.values
-            seq_lens[rows] = part.seq_lens
-        return Padded(values, seq_lens)
 
     def _columns(self, name: str) -> list[Array]:
         """The lengths of a data key in every dataset."""

@@ -14,7 +14,7 @@ from hvdtrain.data.cache import parse_sizes
 from hvdtrain.data.chunks import ChunkKeys
 from hvdtrain.data.order import OrderKeys, is_random
 from hvdtrain.data.plan import BatchKeys
-from hvdtrain.data.sources import DatasetSpec, HDFDatasetKeys, parse
+from hvdtrain.data.sources import KINDS, DatasetSpec, parse
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.reduce import ReduceKeys
@@ -65,7 +65,7 @@ class DataKeys:
 
 
 SECTIONS: tuple[type, ...] = (RunKeys, DataKeys, BatchKeys, ChunkKeys, LearnerKeys, ScheduleKeys, ReduceKeys, ReportKeys)
-DATASET_SECTIONS: tuple[type, ...] = (HDFDatasetKeys, OrderKeys)
+DATASET_SECTIONS: tuple[type, ...] = (*(kind.keys for kind in KINDS.values()), OrderKeys)
 
 ALIASES = {
     "learning_rate_decay": "newbob_learning_rate_decay",

@@ -202,10 +202,10 @@ MISTAKES = [
     (["{'class': 'HDFDataset'}"], "train.files: expected a string or a list of strings"),
     (
         ["{'class': 'HDFDataset', 'files': 'dev.hdf', 'fils': 1}"],
-        "train.fils: unknown key of an HDFDataset (did you mean files?)",
+        "train.fils: unknown key of HDFDataset (did you mean files?)",
     ),
     (["{'class': 'HDFDataset', 'files': 'dev.hdf', 'seq_ordering': 'x'}"], "train.seq_ordering: expected one of default, "),
-    (["{'class': 'SprintDataset'}"], "train.class: expected 'HDFDataset', a class, a function, or the name of one"),
+    (["{'class': 'SprintDataset'}"], "train.class: expected one of HDFDataset, NextGenHDFDataset, "),
     (["{'class': 'corpus.py:Corpus'}"], "missing 1 required positional argument: 'part' (the dict's entries are passed to"),
     (["corpus.py:missing"], "corpus.py:missing: expected a name 'missing' in corpus.py, got none"),
     (["absent.py:sequences"], "no such file absent.py"),

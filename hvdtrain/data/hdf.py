@@ -69,6 +69,16 @@ class HDFDataset:
                 tags[place] = tag
         return tags
 
+    def all_tags(self, start: int = 0, stop: int | None = None) -> Array:
+        """The tags of sequences `start` to before `stop` as UTF-8: numpy bytes of shape (number,), read in bulk."""
+        stop = self.num_sequences if stop is None else stop
+        parts = []
+        for first, file in zip(self._first, self._files, strict=False):
+            inside = slice(max(0, start - first), min(file.num_sequences, stop - first))
+            if inside.start < inside.stop:
+                parts.append(file.all_tags(inside.start, inside.stop))
+        return numpy.concatenate(parts) if parts else numpy.zeros(0, dtype="S1")
+
     def close(self) -> None:
         for file in self._files:
             file.close()
@@ -176,6 +186,20 @@ class HDFFile:
             raise DataError(f"{self.path}: cannot read /seqTags: {error}") from None
         texts = [_text(value) for value in few]
         return [texts[place] for place in places]
+
+    def all_tags(self, start: int, stop: int) -> Array:
+        """The tags of sequences `start` to before `stop` as numpy bytes; cut at the first zero byte, as by `tags`."""
+        try:
+            stored: Array = self._file()["seqTags"][start:stop]
+        except OSError as error:
+            raise DataError(f"{self.path}: cannot read /seqTags: {error}") from None
+        if stored.dtype == object:
+            stored = numpy.array([value.encode() if isinstance(value, str) else value for value in stored], dtype=bytes)
+        letters = stored.view(numpy.uint8).reshape(len(stored), -1)
+        ended = letters == 0
+        if (ended[:, :-1] & ~ended[:, 1:]).any():
+            letters[numpy.logical_or.accumulate(ended, axis=1)] = 0
+        return stored
 
     def close(self) -> None:
         """Let go of the file; what was mapped stays valid for those who still hold a view."""

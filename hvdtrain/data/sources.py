@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from typing import Any
 
-from hvdtrain.config.check import build, closest
-from hvdtrain.config.keys import REQUIRED, key
+from hvdtrain.config.check import build
+from hvdtrain.config.keys import REQUIRED, declared, key
 from hvdtrain.config.reference import is_reference, resolve
+from hvdtrain.data.dummy import DummyDatasetKeys, open_dummy
+from hvdtrain.data.many_files import FilesDatasetKeys, open_files
+from hvdtrain.data.map import MapDatasetKeys, open_map
+from hvdtrain.data.meta import MetaDatasetKeys, open_meta
+from hvdtrain.data.options import unknown_options
 from hvdtrain.data.order import OrderKeys
+from hvdtrain.data.task12ax import Task12AXDatasetKeys, open_task12ax
 from hvdtrain.data.types import Dataset
+from hvdtrain.data.union import CombinedDatasetKeys, ConcatDatasetKeys, open_combined, open_concat
 from hvdtrain.errors import ConfigError, DataError
 
 
@@ -21,12 +29,24 @@ class HDFDatasetKeys:
     files: str | list[str] = key(REQUIRED, "the HDF file, or a list of files that are read as one dataset")
 
 
+@dataclass(frozen=True, kw_only=True)
+class NextGenHDFDatasetKeys:
+    """Keys of a dataset dict with `"class": "NextGenHDFDataset"`: HDF files with a dataset for every sequence."""
+
+    files: str | list[str] = key(REQUIRED, "the HDF file, or a list of files that are read as one dataset")
+    input_stream_name: str = key(REQUIRED, "the stream that is the data key 'data'; the others have their own names")
+
+    def problems(self) -> list[str]:
+        """What is wrong with the keys."""
+        return [] if self.files else ["files: expected at least one file, got none"]
+
+
 @dataclass(frozen=True)
 class DatasetSpec:
     """A checked dataset dict: how to open it, and how its sequences are ordered.
 
     Attributes:
-        name: the config key it stands under ('train', 'dev', ...).
+        name: the config key it stands under ('train', 'dev', ..., 'train.datasets.text' inside another one).
         open: opens the source. Raises: DataError.
     """
 
@@ -35,8 +55,58 @@ class DatasetSpec:
     order: OrderKeys
 
 
+@dataclass(frozen=True)
+class Kind:
+    """A class of datasets.
+
+    Attributes:
+        keys: the section of its keys. The keys `dataset` and `datasets` hold datasets, in which it is composed.
+        open: from the config key it stands under (for messages), its keys and the open datasets inside it, by name.
+        order_from: the name of the dataset inside it whose order keys hold for the whole one; None: there is none.
+    """
+
+    keys: type
+    open: Callable[[str, Any, Mapping[str, Dataset]], Dataset]
+    order_from: Callable[[Any], str | None] = lambda keys: None
+
+
+def _open_hdf(where: str, keys: HDFDatasetKeys, datasets: Mapping[str, Dataset]) -> Dataset:
+    from hvdtrain.data.hdf import open_hdf  # here, as `--help` has no time for h5py
+
+    return open_hdf([keys.files] if isinstance(keys.files, str) else keys.files)
+
+
+def _open_files(where: str, keys: FilesDatasetKeys, datasets: Mapping[str, Dataset]) -> Dataset:
+    from hvdtrain.data.hdf import open_hdf
+
+    return open_files(where, keys, lambda path: open_hdf([path]))
+
+
+def _open_next_gen(where: str, keys: NextGenHDFDatasetKeys, datasets: Mapping[str, Dataset]) -> Dataset:
+    from hvdtrain.data.nextgen import open_next_gen
+
+    return open_next_gen(where, [keys.files] if isinstance(keys.files, str) else keys.files, keys.input_stream_name)
+
+
+KINDS: dict[str, Kind] = {
+    "HDFDataset": Kind(HDFDatasetKeys, _open_hdf),
+    "NextGenHDFDataset": Kind(NextGenHDFDatasetKeys, _open_next_gen),
+    "FilesDataset": Kind(FilesDatasetKeys, _open_files),
+    "MetaDataset": Kind(MetaDatasetKeys, open_meta, lambda keys: keys.control),
+    "CombinedDataset": Kind(CombinedDatasetKeys, open_combined),
+    "ConcatDataset": Kind(ConcatDatasetKeys, open_concat),
+    "MapDataset": Kind(MapDatasetKeys, open_map, lambda keys: "dataset"),
+    "Task12AXDataset": Kind(Task12AXDatasetKeys, open_task12ax),
+    "DummyDataset": Kind(DummyDatasetKeys, open_dummy),
+}
+"""The classes of datasets by the name that a dataset dict gives as 'class'."""
+
+INSTEAD = {"PostprocessingDataset": "MapDataset", "DistributeFilesDataset": "FilesDataset", "MultiProcDataset": "MapDataset"}
+"""Classes of RETURNN for which there is one of another name, with other keys."""
+
+
 def parse(name: str, value: Any, defaults: Mapping[str, Any]) -> tuple[DatasetSpec | None, list[str]]:
-    """Check what a config says about a dataset, without opening anything.
+    """Check what a config says about a dataset, and about those inside it, without opening anything.
 
     Args:
         name: the config key, for messages.
@@ -55,26 +125,20 @@ def parse(name: str, value: Any, defaults: Mapping[str, Any]) -> tuple[DatasetSp
     elif not isinstance(value, dict):
         value = {"class": value}
     options = {option: content for option, content in value.items() if option != "class"}
-    order_names = [field.name for field in fields(OrderKeys)]
-    order_values = {**defaults, **{option: options.pop(option) for option in order_names if option in options}}
-    order, problems = build(OrderKeys, order_values, f"{name}.", {})
     kind = value.get("class", "HDFDataset")
-    if kind == "HDFDataset":
-        keys, more = build(HDFDatasetKeys, options, f"{name}.", {})
-        problems += more + _unknown_options(name, options, ["files"], order_names)
-        if keys is not None:
-            files = [keys.files] if isinstance(keys.files, str) else keys.files
-            opened: Callable[[], Any] = lambda: _open_hdf(files)  # noqa: E731
-    elif callable(kind) or is_reference(kind):
-        opened = lambda: _call(name, kind, options)  # noqa: E731
-    else:
+    if isinstance(kind, str) and kind in KINDS:
+        return _parse_kind(name, kind, options, defaults)
+    order_values = _pop_order(options, [])
+    order, problems = build(OrderKeys, {**defaults, **order_values}, f"{name}.", {})
+    if not (callable(kind) or is_reference(kind)):
+        hint = f" (did you mean {INSTEAD[kind]}? see docs/datasets.md)" if isinstance(kind, str) and kind in INSTEAD else ""
         problems.append(
-            f"{name}.class: expected 'HDFDataset', a class, a function, or the name of one as 'module:name' or "
-            f"'file.py:name', got {kind!r}"
+            f"{name}.class: expected one of {', '.join(KINDS)}, a class, a function, or the name of one as 'module:name' or "
+            f"'file.py:name', got {kind!r}{hint}"
         )
     if problems or order is None:
         return None, problems
-    return DatasetSpec(name, opened, order), []
+    return DatasetSpec(name, lambda: _call(name, kind, options), order), []
 
 
 def open_dataset(spec: DatasetSpec) -> Dataset:
@@ -94,10 +158,87 @@ def open_dataset(spec: DatasetSpec) -> Dataset:
     return dataset  # type: ignore[no-any-return]  # it has the protocol's attributes
 
 
-def _open_hdf(files: list[str]) -> Dataset:
-    from hvdtrain.data.hdf import open_hdf  # here, as `--help` has no time for h5py
+def _parse_kind(
+    name: str, kind_name: str, options: dict[str, Any], defaults: Mapping[str, Any]
+) -> tuple[DatasetSpec | None, list[str]]:
+    """Check the dict of one of our own classes."""
+    kind = KINDS[kind_name]
+    order_values = _pop_order(options, [declared_key.name for declared_key in declared(kind.keys)])
+    keys, problems = build(kind.keys, options, f"{name}.", {})
+    problems += unknown_options(f"{name}.", options, kind.keys, kind_name, _ORDER_NAMES)
+    if keys is not None and hasattr(keys, "problems"):
+        problems += [f"{name}.{problem}" for problem in keys.problems()]
+    inside: dict[str, DatasetSpec] = {}
+    for child, (path, value) in _inside(options).items():
+        spec, more = parse(f"{name}.{path}", value, {})
+        problems += more
+        if spec is not None:
+            inside[child] = spec
+    if keys is not None and not problems:
+        order_from = kind.order_from(keys)
+        for child, spec in inside.items():
+            problems += _order_problems(name, spec, order_values if child == order_from else None)
+        if order_from is not None:
+            order_values = {**_said(inside[order_from].order), **order_values}
+    order, more = build(OrderKeys, {**defaults, **order_values}, f"{name}.", {})
+    problems += more
+    if problems or order is None:
+        return None, problems
+    return DatasetSpec(name, lambda: _open_kind(name, kind, keys, inside), order), []
 
-    return open_hdf(files)
+
+def _inside(options: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
+    """The datasets inside a dataset dict: by name, the way to them and what is said about them."""
+    result: dict[str, tuple[str, Any]] = {}
+    if "dataset" in options:
+        result["dataset"] = ("dataset", options["dataset"])
+    several = options.get("datasets")
+    if isinstance(several, (list, tuple)):
+        several = dict(enumerate(several))
+    if isinstance(several, dict):
+        result.update({str(child): (f"datasets.{child}", value) for child, value in several.items()})
+    return result
+
+
+_ORDER_NAMES = [field.name for field in fields(OrderKeys)]
+
+
+def _pop_order(options: dict[str, Any], own: list[str]) -> dict[str, Any]:
+    """The order keys among the options, which lose them; a class's own keys of the same name stay."""
+    return {option: options.pop(option) for option in _ORDER_NAMES if option in options and option not in own}
+
+
+def _said(order: OrderKeys) -> dict[str, Any]:
+    """The order keys that say something other than the default."""
+    default = OrderKeys()
+    return {option: getattr(order, option) for option in _ORDER_NAMES if getattr(order, option) != getattr(default, option)}
+
+
+def _order_problems(name: str, inside: DatasetSpec, outside: Mapping[str, Any] | None) -> list[str]:
+    """Problems with order keys of a dataset inside another one: there is one order, that of the whole.
+
+    Args:
+        outside: the order keys of the whole, where this dataset may say them instead; None: where it may not.
+    """
+    problems = []
+    for option, value in _said(inside.order).items():
+        if outside is None:
+            problems.append(f"{inside.name}.{option}: expected as {name}.{option}, beside the class of the whole, got {value!r}")
+        elif option in outside and outside[option] != value:
+            problems.append(f"{inside.name}.{option}: expected {outside[option]!r} as {name}.{option}, or nothing, got {value!r}")
+    return problems
+
+
+def _open_kind(name: str, kind: Kind, keys: Any, inside: Mapping[str, DatasetSpec]) -> Dataset:
+    """Open the datasets inside, then the whole; if something fails, what is open is closed."""
+    with ExitStack() as on_failure:
+        datasets = {}
+        for child, spec in inside.items():
+            datasets[child] = open_dataset(spec)
+            on_failure.callback(datasets[child].close)
+        dataset = kind.open(name, keys, datasets)
+        on_failure.pop_all()
+    return dataset
 
 
 def _call(name: str, kind: Any, options: dict[str, Any]) -> Any:
@@ -110,12 +251,3 @@ def _call(name: str, kind: Any, options: dict[str, Any]) -> Any:
         return made(**options)
     except TypeError as error:
         raise ConfigError([f"{name}: {error} (the dict's entries are passed to {kind} as arguments)"]) from error
-
-
-def _unknown_options(name: str, options: Mapping[str, Any], own: list[str], order_names: list[str]) -> list[str]:
-    problems = []
-    for option in options:
-        if option not in own:
-            match = closest(str(option), own + order_names)
-            problems.append(f"{name}.{option}: unknown key of an HDFDataset" + (f" (did you mean {match}?)" if match else ""))
-    return problems

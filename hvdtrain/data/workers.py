@@ -1,0 +1,137 @@
+"""Worker processes that answer one question after the other, in order."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+from hvdtrain.errors import DataError, HvdtrainError
+
+AHEAD = 4
+"""Questions that wait for a worker. They are small, so they never fill a pipe, and nobody waits for ever to write."""
+
+
+class Workers:
+    """Some processes that all do the same work; start them before other threads and the GPU are in use, as they are forked.
+
+    They end when they are closed, and as soon as this process ends, however it does: their pipe is closed then.
+
+    Args:
+        work: what to do with a number; what it returns is pickled.
+    """
+
+    def __init__(self, count: int, work: Callable[[int], Any]) -> None:
+        self._count = count
+        self._work = work
+        self._process = os.getpid()
+        self._pipes: list[Connection] = []
+        self._processes: list[multiprocessing.context.ForkProcess] = []
+
+    def start(self) -> None:
+        """Start the processes."""
+        context = multiprocessing.get_context("fork")  # what they need is there already: nothing has to be pickled
+        for number in range(self._count):
+            here, there = context.Pipe()
+            inherited = [*self._pipes, here]
+            name = f"map-worker-{number}"
+            process = context.Process(target=_answer, args=(self._work, there, inherited), name=name, daemon=True)
+            process.start()
+            there.close()
+            self._pipes.append(here)
+            self._processes.append(process)
+
+    @property
+    def usable(self) -> bool:
+        """Whether they were started by this process; another one forked from it must not take their answers."""
+        return bool(self._pipes) and self._process == os.getpid()
+
+    def results(self, numbers: Sequence[int]) -> list[Any]:
+        """What the work makes of the numbers, in their order.
+
+        Raises:
+            DataError: the work did.
+            RuntimeError: the work raised something else, which is shown with its traceback, or a process died.
+        """
+        made: list[Any] = []
+        asked = received = 0
+        try:
+            for number in range(len(numbers)):
+                while asked < min(len(numbers), number + AHEAD * self._count):
+                    self._ask(asked % self._count, numbers[asked])
+                    asked += 1
+                received = number + 1
+                kind, answer = self._take(number % self._count)
+                if kind == "data error":
+                    raise DataError(answer)
+                if kind == "error":
+                    raise RuntimeError(f"{answer}\n(raised in worker process {number % self._count})")
+                made.append(answer)
+        except WorkerDied:
+            raise
+        except BaseException:
+            for number in range(received, asked):  # so that the next question is not given an old answer
+                self._take(number % self._count)
+            raise
+        return made
+
+    def close(self) -> None:
+        """End the processes."""
+        if self._process != os.getpid():
+            return
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join(timeout=5)
+            if process.is_alive():
+                process.terminate()
+        self._pipes, self._processes = [], []
+
+    def _ask(self, worker: int, number: int) -> None:
+        try:
+            self._pipes[worker].send(number)
+        except OSError:
+            raise self._died(worker) from None
+
+    def _take(self, worker: int) -> tuple[str, Any]:
+        try:
+            return self._pipes[worker].recv()  # type: ignore[no-any-return]  # what `_answer` sends
+        except (EOFError, OSError):
+            raise self._died(worker) from None
+
+    def _died(self, worker: int) -> WorkerDied:
+        process = self._processes[worker]
+        process.join(timeout=5)
+        return WorkerDied(f"worker process {worker} ended with exit code {process.exitcode} (negative: by that signal)")
+
+
+class WorkerDied(RuntimeError):
+    """A process ended without being told to: killed for want of memory, or crashed in native code."""
+
+
+def _answer(work: Callable[[int], Any], pipe: Connection, inherited: list[Connection]) -> None:
+    """A worker's life. It ends when nobody can ask any more."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the first one ends the others
+    for other in inherited:  # while this process held the others' ends, they would not notice that nobody asks
+        other.close()
+    while True:
+        try:
+            number = pipe.recv()
+        except (EOFError, OSError):
+            return
+        try:
+            answer = ("value", work(number))
+        except HvdtrainError as error:
+            answer = ("data error", str(error))
+        except BaseException:
+            answer = ("error", traceback.format_exc())
+        try:
+            pipe.send(answer)
+        except OSError:
+            return
+        except Exception:  # an answer that cannot be pickled
+            pipe.send(("error", traceback.format_exc()))

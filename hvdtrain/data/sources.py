@@ -13,6 +13,9 @@ from hvdtrain.data.order import OrderKeys
 from hvdtrain.data.types import Dataset
 from hvdtrain.errors import ConfigError, DataError
 
+OWN = {"FolderDataset": "hvdtrain.data.folder:FolderDataset"}
+"""Classes of this package that a dict may name, beside HDFDataset; the dict's other entries are their arguments."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class HDFDatasetKeys:
@@ -59,6 +62,7 @@ def parse(name: str, value: Any, defaults: Mapping[str, Any]) -> tuple[DatasetSp
     order_values = {**defaults, **{option: options.pop(option) for option in order_names if option in options}}
     order, problems = build(OrderKeys, order_values, f"{name}.", {})
     kind = value.get("class", "HDFDataset")
+    kind = OWN.get(kind, kind) if isinstance(kind, str) else kind
     if kind == "HDFDataset":
         keys, more = build(HDFDatasetKeys, options, f"{name}.", {})
         problems += more + _unknown_options(name, options, ["files"], order_names)

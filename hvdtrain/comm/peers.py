@@ -73,9 +73,10 @@ def agreed(peers: Peers, work: Callable[[], T]) -> T:
         if not isinstance(failure, PeerFailure):
             peers.tell_failure()
     failures = [(rank, one) for rank, one in enumerate(peers.gather(error)) if one is not None]
+    causes = [(rank, one) for rank, one in failures if not isinstance(one, PeerFailure)]
     if failures:
-        rank, first = next((item for item in failures if not isinstance(item[1], PeerFailure)), failures[0])
-        if len(failures) < peers.size and isinstance(first, HvdtrainError) and not isinstance(first, ConfigError):
+        rank, first = (causes or failures)[0]
+        if len(causes) < peers.size and isinstance(first, HvdtrainError) and not isinstance(first, ConfigError):
             first = type(first)(f"rank {rank}: {first}")
         raise first
     return result  # type: ignore[no-any-return]

@@ -64,7 +64,7 @@ def storage(path: Path) -> dict[str, Storage]:
 
 def complaints(path: Path, lengths: Mapping[str, Array]) -> list[str]:
     """What makes a file slow to read, in plain words; `lengths` are those of its sequences, by key."""
-    found = []
+    found: list[str] = []
     for key, stored in storage(path).items():
         frames = lengths[key].mean() if key in lengths and len(lengths[key]) else 0.0
         found += _complaints(stored, float(frames))
@@ -92,7 +92,7 @@ def extremes(path: Path, key: str) -> tuple[int, int] | None:
             return None
         length = dataset.chunks[0] if dataset.chunks else 1
         step = max(1, BLOCK // (length * dataset.dtype.itemsize)) * length
-        found = []
+        found: list[int] = []
         for start in range(0, len(dataset), step):
             try:
                 block = dataset[start : start + step]

@@ -64,6 +64,7 @@ class HDFWriter:
         self._overwrite = overwrite
         self._tags: list[bytes] = []
         self._streams: dict[str, _Numbers | _Texts] = {}
+        self._refused = ""
 
     def __enter__(self) -> HDFWriter:
         if self.path.exists() and not self._overwrite:
@@ -141,7 +142,8 @@ class HDFWriter:
             yield
         except (OSError, RuntimeError) as error:  # h5py raises either
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-            raise DataError(f"{self.path}: expected to be able to write in {self.path.parent}, got: {reason}") from None
+            self._refused = f"{self.path}: expected to be able to write in {self.path.parent}, got: {reason}"
+            raise DataError(self._refused) from None
 
     def _numbers_or_texts(self, tag: str, key: str, values: Array) -> Array:
         """The array as it will be stored: numbers as they are, texts as objects."""
@@ -188,6 +190,8 @@ class HDFWriter:
                 )
 
     def _finish(self) -> None:
+        if self._refused:  # whoever went on nevertheless would get half a sequence
+            raise DataError(self._refused)
         if not self._streams:
             raise DataError(f"{self.path}: expected at least one sequence to write, got none")
         whole = self.folder / "whole.hdf"

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import argparse
 import ast
+import signal
 import sys
-import time
-from collections.abc import Iterable, Iterator
-from itertools import islice
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from hvdtrain.cli import parse as parse_command_line
+from hvdtrain.comm.mpi import open_peers
+from hvdtrain.comm.peers import Alone, Crashed, Peers, agreed
 from hvdtrain.config.reference import is_reference
 from hvdtrain.config.source import load
-from hvdtrain.data.order import order
-from hvdtrain.data.selection import listed
+from hvdtrain.data.compression import NAMES as COMPRESSIONS
 from hvdtrain.data.sources import DatasetSpec, parse
-from hvdtrain.data.types import Array, Dataset
-from hvdtrain.data.writer import HDFWriter
-from hvdtrain.errors import ConfigError, DataError, HvdtrainError
-from hvdtrain.timer import clock_text
+from hvdtrain.dump import Selection, dump
+from hvdtrain.errors import ConfigError, HvdtrainError
 
 EPILOG = """\
 SOURCE is one of
@@ -29,11 +29,18 @@ SOURCE is one of
   HDF files           tools/hdf_dump.py a.hdf,b.hdf both.hdf
   Python of your own  tools/hdf_dump.py my_corpus.py:sequences out.hdf
                       tools/hdf_dump.py '{"class": "my_corpus.py:Corpus", "part": "train"}' out.hdf
+  a folder of files   tools/hdf_dump.py '{"class": "FolderDataset", "folder": "wav", "transcript": "text"}' out.hdf
 
 Python of your own is a function or class that can be iterated over and yields (tag, {key: array}): arrays of shape
 (frames,) for class indices, (frames, features) for vectors. The key 'data' is the input. An attribute `labels`
 ({key: names of the classes}) or `dims` ({key: number of classes}) gives the dimension of class indices, else it is the
 largest index plus one; `__len__` lets the remaining time be shown.
+
+A folder's files are .npy arrays or 16-bit PCM .wav, named by tag; the lines of the transcript are `tag text`.
+
+mpirun -np N tools/hdf_dump.py ... converts on N processes: each a part of the sequences, which must come in the same order
+in all of them, joined into the same file that one process writes. What can be indexed (HDF files, a folder, a sequence in
+Python's sense) gains from it; of what can only be iterated over, each process skips the others' parts.
 """
 
 
@@ -51,21 +58,50 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--epoch", type=int, default=1, help="whose order and part of the data (partition_epoch); default 1")
     parser.add_argument("--start_seq", type=int, default=0, help="the first sequence, counted from 0")
     parser.add_argument("--end_seq", type=int, default=None, help="the last sequence, inclusive as in RETURNN; default: all")
+    parser.add_argument(
+        "--compression", choices=COMPRESSIONS, help="smaller, but slower to read: gzip, lzf, or with hdf5plugin zstd, lz4, blosc2"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace OUT.hdf if it exists")
     given = sys.argv[1:] if arguments is None else arguments
     overrides_from = next((i for i, argument in enumerate(given) if argument.startswith("++")), len(given))
     options = parser.parse_args(given[:overrides_from])
+    peers: Peers = Alone()
     try:
-        _, overrides = parse_command_line([options.source, *given[overrides_from:]])
-        spec = find_dataset(options.source, options.dataset, overrides)
-        dump(spec, options.out, options.epoch, options.start_seq, options.end_seq, options.overwrite)
+        with terminating():
+            peers = open_peers()
+
+            def find() -> DatasetSpec:
+                _, overrides = parse_command_line([options.source, *given[overrides_from:]])
+                return find_dataset(options.source, options.dataset, overrides)
+
+            spec = agreed(peers, find)
+            selection = Selection(options.epoch, options.start_seq, options.end_seq)
+            written = dump(spec, options.out, selection, peers, overwrite=options.overwrite, compression=options.compression)
     except HvdtrainError as error:
-        print(error, file=sys.stderr)
-        return 2
+        if peers.rank == 0:  # all ranks have the same error
+            print(error, file=sys.stderr)
+        return 1 if isinstance(error, Crashed) else 2
     except KeyboardInterrupt:
-        print(f"\ninterrupted; {options.out} was not written", file=sys.stderr)
+        if peers.rank == 0:
+            print(f"\ninterrupted; {options.out} was not written", file=sys.stderr, flush=True)
+        peers.abort(130)
         return 130
+    if peers.rank == 0:
+        print(written)
     return 0
+
+
+@contextmanager
+def terminating() -> Iterator[None]:
+    """Take a request to terminate, which mpirun makes out of Ctrl-C, for Ctrl-C: what was begun is cleared away."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def find_dataset(source: str, name: str, overrides: dict[str, str]) -> DatasetSpec:
@@ -88,77 +124,6 @@ def find_dataset(source: str, name: str, overrides: dict[str, str]) -> DatasetSp
     if spec is None:
         raise ConfigError(problems)
     return spec
-
-
-def dump(spec: DatasetSpec, out: Path, epoch: int = 1, start: int = 0, end: int | None = None, overwrite: bool = False) -> None:
-    """Write a dataset's sequences `start` to `end` (inclusive) of an epoch into a file.
-
-    Raises:
-        DataError: the source or what it yields is bad, or the file exists.
-    """
-    for name, number, least in (("epoch", epoch, 1), ("start_seq", start, 0), ("end_seq", start if end is None else end, start)):
-        if number < least:
-            raise DataError(f"--{name}: expected {least} or more, got {number}")
-    source = spec.open()
-    total, sequences = _sequences(spec, source, epoch)
-    stop = None if end is None else end + 1
-    if total is not None:
-        total = max(0, min(total, stop if stop is not None else total) - start)
-    labels = {key: list(names) for key, names in dict(getattr(source, "labels", {})).items()}
-    dims = dict(getattr(source, "dims", {}))
-    for key, stream in dict(getattr(source, "streams", {})).items():
-        labels |= {key: list(stream.labels)} if stream.labels else {}
-        dims |= {key: stream.dim} if stream.sparse and stream.dim > 1 else {}  # RETURNN writes 1 where it does not know
-    began = time.monotonic()
-    with HDFWriter(out, labels=labels, dims=dims, overwrite=overwrite) as writer:
-        for tag, arrays in _shown(islice(sequences, start, stop), total):
-            writer.add(tag, arrays)
-    frames = ", ".join(f"{count} frames of {key!r}" for key, count in sorted(writer.num_frames.items()))
-    seconds = time.monotonic() - began
-    print(f"{out}: {writer.num_sequences} sequences, {frames}, {out.stat().st_size / 1e6:.1f} MB in {seconds:.1f} s")
-
-
-def _sequences(spec: DatasetSpec, source: Any, epoch: int) -> tuple[int | None, Iterator[tuple[str, dict[str, Array]]]]:
-    """How many sequences there are, where that is known, and the sequences in the epoch's order."""
-    if hasattr(source, "sequence") and hasattr(source, "lengths"):
-        lengths = source.lengths
-        by = lengths["data"] if "data" in lengths else next(iter(lengths.values()))
-        indices = order(by, spec.order, epoch, listed(source, spec.order.seq_list_filter_file))
-        return len(indices), _in_order(source, indices)
-    if not hasattr(source, "__iter__"):
-        raise DataError(f"{spec.name}: expected something that yields (tag, {{key: array}}), got {type(source).__name__}")
-    return (len(source) if hasattr(source, "__len__") else None), _checked(spec.name, source)
-
-
-def _in_order(source: Dataset, indices: Array, block: int = 10_000) -> Iterator[tuple[str, dict[str, Array]]]:
-    """Sequences by index; their tags are read a block at a time."""
-    for first in range(0, len(indices), block):
-        some = indices[first : first + block].tolist()
-        for tag, index in zip(source.tags(some), some, strict=True):
-            yield tag, source.sequence(index)
-
-
-def _checked(name: str, source: Iterable[Any]) -> Iterator[tuple[str, dict[str, Array]]]:
-    for number, item in enumerate(source):
-        if not (isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) and isinstance(item[1], dict)):
-            raise DataError(f"{name}: expected (tag, {{key: array}}) as sequence {number}, got {str(item)[:80]}")
-        yield item
-
-
-def _shown(sequences: Iterable[tuple[str, dict[str, Array]]], total: int | None) -> Iterator[tuple[str, dict[str, Array]]]:
-    """Pass sequences on; on a terminal, show how many went by and how long the rest will take."""
-    began = last = time.monotonic()
-    shown = sys.stderr.isatty()
-    for done, item in enumerate(sequences, start=1):
-        yield item
-        now = time.monotonic()
-        if shown and now - last > 0.2:
-            last = now
-            rate = done / (now - began)
-            rest = f" of {total}, {clock_text((total - done) / rate)} remaining" if total else ""
-            print(f"\r{done} sequences{rest}, {rate:.0f}/s ", end="", file=sys.stderr, flush=True)
-    if shown and last > began:
-        print("\r" + " " * 70 + "\r", end="", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

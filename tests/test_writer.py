@@ -1,5 +1,7 @@
 """Writing HDF files: what is written is what is read, in RETURNN's layout, whole or not at all."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import h5py
@@ -279,7 +281,8 @@ def test_integers_that_do_not_fit_the_first_sequences_type(tmp_path: Path) -> No
 def test_values_that_are_no_numbers_or_no_sequence(tmp_path: Path) -> None:
     expected = "expected numbers of shape (frames, ...) for 'data', got"
     assert refused(tmp_path / "file.hdf", {"data": "abc"}).startswith(f"{expected} <U3 of shape () in sequence 'seq-0'")
-    assert refused(tmp_path / "file.hdf", {"data": numpy.array(["a"])}).startswith(f"{expected} <U1 of shape (1,)")
+    assert refused(tmp_path / "file.hdf", {"data": numpy.array([["a"]])}).startswith(f"{expected} <U1 of shape (1, 1)")
+    assert refused(tmp_path / "file.hdf", {"data": numpy.array(["a", 1], object)}).startswith(f"{expected} object of shape (2,)")
     assert refused(tmp_path / "file.hdf", {"data": numpy.float32(1)}).startswith(f"{expected} float32 of shape ()")
     assert refused(tmp_path / "file.hdf", {"data": CLASSES}, {"data": 3}).startswith(f"{expected} int64 of shape ()")
 
@@ -291,6 +294,182 @@ def test_classes_that_the_labels_or_dims_do_not_have(tmp_path: Path) -> None:
     assert refused(tmp_path / "file.hdf", sequence, dims={"classes": 3}) == message
     negative = {"data": FRAMES, "classes": CLASSES - 1}
     assert refused(tmp_path / "file.hdf", negative, dims={"classes": 9}).endswith("got -1 to 2 in sequence 'seq-0'")
+
+
+def test_texts_are_kept(tmp_path: Path) -> None:
+    texts = [["größe", ""], [], ["日本", "b c", "new\nline"]]
+    with HDFWriter(tmp_path / "file.hdf") as writer:
+        for number, some in enumerate(texts):
+            values = numpy.array(some, dtype=object) if number else numpy.array(some)  # of fixed width, too
+            writer.add(f"seq-{number}", {"data": FRAMES, "text": values})
+    dataset = open_hdf([tmp_path / "file.hdf"])
+    assert [dataset.sequence(number)["text"].tolist() for number in range(3)] == texts
+    with h5py.File(tmp_path / "file.hdf") as file:
+        assert h5py.check_string_dtype(file["targets/data/text"].dtype) == ("utf-8", None)
+        assert file["targets/size"].attrs["text"].tolist() == [1, 1]
+
+
+def test_texts_are_copied_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer_module, "TEXTS", 3)
+    with HDFWriter(tmp_path / "file.hdf") as writer:
+        writer.add("only", {"text": numpy.array([str(number) for number in range(10)])})
+    assert open_hdf([tmp_path / "file.hdf"]).sequence(0)["text"].tolist() == [str(number) for number in range(10)]
+
+
+def test_texts_that_cannot_be_stored(tmp_path: Path) -> None:
+    texts = numpy.array(["a"])
+    message = refused(tmp_path / "file.hdf", {"text": numpy.array(["a\0b"])})
+    assert message == "expected text without zero bytes for 'text', got some in sequence 'seq-0'"
+    assert refused(tmp_path / "file.hdf", {"text": numpy.array(["\udc80"])}).startswith("expected a name that can be written")
+    for first, second in ((texts, CLASSES), (CLASSES, texts)):
+        assert "for 'text' as in the first sequence, got" in refused(tmp_path / "file.hdf", {"text": first}, {"text": second})
+
+
+def test_a_file_by_returnn_with_texts_can_be_written_anew(tmp_path: Path) -> None:
+    theirs = open_hdf([BY_RETURNN / "a.hdf"])
+    with HDFWriter(tmp_path / "ours.hdf", labels={key: stream.labels for key, stream in theirs.streams.items()}) as writer:
+        for index, tag in enumerate(theirs.tags(range(3))):
+            writer.add(tag, theirs.sequence(index))
+    ours = open_hdf([tmp_path / "ours.hdf"])
+    assert ours.tags(range(3)) == theirs.tags(range(3))
+    for key, stream in theirs.streams.items():
+        made = ours.streams[key]
+        assert (made.dim, made.shape, made.sparse, made.labels) == (stream.dim, stream.shape, stream.sparse, stream.labels)
+    for index in range(3):
+        for key, values in theirs.sequence(index).items():
+            assert ours.sequence(index)[key].tolist() == values.tolist()
+
+
+def test_keys_that_hdf5_takes_for_paths(tmp_path: Path) -> None:
+    for key in ("a/b", "/", "", "."):
+        message = refused(tmp_path / "file.hdf", {key: FRAMES})
+        assert message == f"expected keys that are names without '/', got {key!r} in sequence 'seq-0'"
+
+
+def test_tags_and_labels_that_are_no_utf_8(tmp_path: Path) -> None:
+    expected = r"file.hdf: expected a name that can be written as UTF-8, got '\\udc80'"
+    with pytest.raises(DataError, match=expected), HDFWriter(tmp_path / "file.hdf") as writer:
+        writer.add("\udc80", {"data": FRAMES})
+    refused(tmp_path / "file.hdf", {"data": CLASSES}, labels={"data": ["\udc80", "b", "c", "d"]})
+
+
+@pytest.mark.parametrize("compression", ["gzip", "lzf", "zstd", "lz4", "blosc2"])
+def test_compressed_files_hold_the_same_in_chunks_along_time(tmp_path: Path, compression: str) -> None:
+    if compression not in ("gzip", "lzf"):
+        pytest.importorskip("hdf5plugin")
+    generator = numpy.random.default_rng(0)
+    sequences = [
+        {
+            "data": generator.integers(0, 9, (length, 40)).astype(numpy.float32),
+            "classes": generator.integers(0, 9, length // 100),
+            "text": numpy.array(["a text"]),
+            "none": numpy.zeros((0, 3), numpy.float32),
+        }
+        for length in (900, 1100, 1000, 0)
+    ]
+    write_all(tmp_path / "file.hdf", *sequences, compression=compression)
+    found = objects(tmp_path / "file.hdf")
+    assert found["inputs"] == ("f", (3000, 40), (750, 40))  # the mean sequence
+    assert found["targets/data/classes"][2] == (30,)  # all there is: less than the least chunk
+    assert found["targets/data/none"][2] is None
+    assert (tmp_path / "file.hdf").stat().st_size < 3000 * 40 * 4 / 2
+    # Another process that has not imported hdf5plugin, either.
+    read = (
+        "import sys; from hvdtrain.data.hdf import open_hdf; dataset = open_hdf([sys.argv[1]]); "
+        "print([int(dataset.sequence(number)['data'].sum()) for number in range(4)])"
+    )
+    shown = subprocess.run([sys.executable, "-c", read, str(tmp_path / "file.hdf")], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == str([int(sequence["data"].sum()) for sequence in sequences])
+    dataset = open_hdf([tmp_path / "file.hdf"])
+    for number, sequence in enumerate(sequences):
+        for key, values in dataset.sequence(number).items():
+            assert numpy.array_equal(values, sequence[key]), key
+
+
+def test_frames_wider_than_a_chunk_and_blocks_of_whole_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer_module, "BLOCK", 50_000)
+    wide = numpy.arange(3 * 100_000, dtype=numpy.float32).reshape(3, 100_000)
+    many = numpy.arange(30_000, dtype=numpy.int32)
+    write_all(tmp_path / "file.hdf", {"data": wide, "many": many}, compression="lzf")
+    assert objects(tmp_path / "file.hdf")["inputs"][2] == (1, 100_000)
+    sequence = open_hdf([tmp_path / "file.hdf"]).sequence(0)
+    assert numpy.array_equal(sequence["data"], wide)
+    assert numpy.array_equal(sequence["many"], many)
+
+
+def test_unknown_compression(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="compression: expected one of gzip, lzf, zstd, lz4, blosc2, got 'zip'"):
+        HDFWriter(tmp_path / "file.hdf", compression="zip")
+
+
+WITHOUT_PLUGIN = """
+import sys
+from pathlib import Path
+sys.modules["hdf5plugin"] = None  # as where it is not installed
+from hvdtrain.data.hdf import open_hdf
+from hvdtrain.data.writer import HDFWriter
+from hvdtrain.errors import DataError
+for use in (lambda: HDFWriter(Path("x.hdf"), compression="zstd"), lambda: open_hdf([sys.argv[1]])):
+    try:
+        use()
+    except DataError as error:
+        print(error)
+"""
+
+
+def test_what_a_compression_needs_is_named(tmp_path: Path) -> None:
+    pytest.importorskip("hdf5plugin")
+    path = write_two(tmp_path / "file.hdf", compression="zstd")
+    shown = subprocess.run([sys.executable, "-c", WITHOUT_PLUGIN, str(path)], capture_output=True, text=True, check=True)
+    assert shown.stdout.splitlines() == [
+        "compression: expected the package hdf5plugin for zstd, got none (pip install hdf5plugin)",
+        f"{path}: expected a compression that can be read in /inputs, got zstd (32015) (pip install hdf5plugin)",
+    ]
+
+
+# The system refuses to let a file grow beyond a limit as it refuses to write to a full disk.
+ON_A_FULL_DISK = """
+import resource, sys
+from pathlib import Path
+import numpy
+from hvdtrain.data.writer import HDFWriter
+from hvdtrain.errors import DataError
+limit = int(sys.argv[2])
+resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+try:
+    with HDFWriter(Path(sys.argv[1])) as writer:
+        for number in range(10):
+            try:
+                writer.add(f"seq-{number}", {"a": numpy.zeros(10_000), "b": numpy.zeros(10_000)})
+            except DataError:
+                if "end" in sys.argv:
+                    raise
+                # else it goes on, as nobody should
+except DataError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("limit", [100_000, 799_000, 900_000])  # while collecting, at the last of it, and at copying
+@pytest.mark.parametrize("then", ["end", "go on"])
+def test_a_full_disk_is_told_and_leaves_nothing_behind(tmp_path: Path, limit: int, then: str) -> None:
+    path = tmp_path / "file.hdf"
+    command = [sys.executable, "-c", ON_A_FULL_DISK, str(path), str(limit), then]
+    shown = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert shown.stdout.startswith(f"{path}: expected to be able to write in {tmp_path}, got: ")
+    assert "File too large" in shown.stdout
+    assert len(shown.stdout.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_parts_take_their_types_from_a_sequence_they_do_not_hold(tmp_path: Path) -> None:
+    with HDFWriter(tmp_path / "file.hdf") as writer:
+        writer.expect("first", {"data": FRAMES})
+        writer.add("second", {"data": FRAMES.astype(numpy.float64)})
+    dataset = open_hdf([tmp_path / "file.hdf"])
+    assert dataset.num_sequences == 1
+    assert dataset.streams["data"].dtype == numpy.float32
 
 
 def test_a_refused_sequence_leaves_no_trace(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ import h5py
 import numpy
 
 from hvdtrain.data.batches import pad
+from hvdtrain.data.compression import load_filters
 from hvdtrain.data.types import Array, Padded, Stream
 from hvdtrain.errors import DataError
 
@@ -232,6 +233,7 @@ class HDFFile:
         self.num_sequences = len(columns)
         for number, (key, dataset) in enumerate(sources.items()):
             self._names[key] = dataset.name
+            load_filters(path, dataset)
             self.streams[key] = _stream(path, file, key, dataset)
             self.lengths[key] = numpy.ascontiguousarray(columns[:, number], dtype=numpy.int32)
             starts = numpy.zeros(self.num_sequences + 1, dtype=numpy.int64)

@@ -21,6 +21,9 @@ from hvdtrain.data.types import Dataset
 from hvdtrain.data.union import CombinedDatasetKeys, ConcatDatasetKeys, open_combined, open_concat
 from hvdtrain.errors import ConfigError, DataError
 
+OWN = {"FolderDataset": "hvdtrain.data.folder:FolderDataset"}
+"""Classes of this package that a dict may name, beside HDFDataset; the dict's other entries are their arguments."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class HDFDatasetKeys:
@@ -126,6 +129,7 @@ def parse(name: str, value: Any, defaults: Mapping[str, Any]) -> tuple[DatasetSp
         value = {"class": value}
     options = {option: content for option, content in value.items() if option != "class"}
     kind = value.get("class", "HDFDataset")
+    kind = OWN.get(kind, kind) if isinstance(kind, str) else kind
     if isinstance(kind, str) and kind in KINDS:
         return _parse_kind(name, kind, options, defaults)
     order_values = _pop_order(options, [])

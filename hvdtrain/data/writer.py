@@ -1,36 +1,48 @@
-"""Writing HDF files in RETURNN's layout: contiguous, sequence after sequence, whole or not at all."""
+"""Writing HDF files in RETURNN's layout: sequence after sequence, contiguous unless compressed, whole or not at all."""
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import tempfile
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import h5py
 import numpy
 
+from hvdtrain.data.compression import chunk_length, options
 from hvdtrain.data.types import Array
 from hvdtrain.errors import DataError
 
 BLOCK = 64 << 20
 """Bytes copied at once."""
 
+TEXTS = 10_000
+"""Strings copied at once."""
+
 
 class HDFWriter:
     """Takes sequences one by one and writes the file when its `with` block ends; after an exception nothing is left behind.
 
     How much there will be need not be known: the frames of each key are collected in a file of their own beside the
-    target and copied into contiguous datasets at the end, since only those can be mapped by a reader.
+    target and copied at the end: into contiguous datasets, since only those can be mapped by a reader, or into compressed
+    ones, whose chunks are about a sequence long and as wide as a frame.
 
     Args:
         path: the file to be. It must not exist, unless `overwrite` is set.
         labels: by key, the classes' names. They give the dimension of sparse data.
         dims: by key, the dimension of sparse data without labels. Without either it is the largest class index plus one.
+        compression: 'gzip', 'lzf', 'zstd', 'lz4' or 'blosc2'; the last three need the package hdf5plugin, as do those who read.
+
+    Attributes:
+        folder: inside the `with` block, where the frames are collected. It is removed at the end, with all that is in it.
     """
 
     def __init__(
@@ -39,17 +51,20 @@ class HDFWriter:
         *,
         labels: Mapping[str, Sequence[str]] | None = None,
         dims: Mapping[str, int] | None = None,
+        compression: str | None = None,
         overwrite: bool = False,
     ) -> None:
         self.path = path
+        self.folder = Path()
         self.num_sequences = 0
         self.num_frames: dict[str, int] = {}
         self._labels = {key: names for key, names in (labels or {}).items() if len(names)}
         self._dims = dict(dims or {})
+        self._storage = options(compression) if compression is not None else {}
         self._overwrite = overwrite
         self._tags: list[bytes] = []
-        self._streams: dict[str, _Collected] = {}
-        self._folder = Path()
+        self._streams: dict[str, _Numbers | _Texts] = {}
+        self._refused = ""
 
     def __enter__(self) -> HDFWriter:
         if self.path.exists() and not self._overwrite:
@@ -57,54 +72,104 @@ class HDFWriter:
                 f"{self.path}: expected a file that does not exist yet, got an existing one (--overwrite replaces it)"
             )
         try:
-            self._folder = Path(tempfile.mkdtemp(prefix=f".{self.path.name}.", dir=self.path.parent))
+            self.folder = Path(tempfile.mkdtemp(prefix=f".{self.path.name}.", dir=self.path.parent))
         except OSError as error:
             raise DataError(f"{self.path}: expected a folder that can be written to, got: {error.strerror}") from None
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
-            for stream in self._streams.values():
-                stream.file.close()
+            with self._told():
+                for stream in self._streams.values():
+                    stream.file.close()
+                if kind is None:
+                    self._finish()
+        except DataError:
             if kind is None:
-                self._finish()
+                raise  # else what ended the block tells more
         finally:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            shutil.rmtree(self.folder, ignore_errors=True)
 
-    def add(self, tag: str, sequence: Mapping[str, Array]) -> None:
+    def add(self, tag: str, sequence: Mapping[str, Any]) -> None:
         """Append a sequence: arrays of shape (frames, ...) by data key, the same keys every time; key 'data' is the input.
 
         Raises:
-            DataError: an array does not go with those of the first sequence.
+            DataError: an array does not go with those of the first sequence, or the disk is full.
         """
-        arrays = {key: numpy.asarray(sequence[key]) for key in sorted(sequence)}
-        for key, values in arrays.items():  # all are checked before any is appended
-            self._check_numbers(tag, key, values)
+        arrays = self._arrays(tag, sequence)
         if not self._streams:
-            for number, (key, values) in enumerate(arrays.items()):
-                self._streams[key] = _Collected((self._folder / str(number)).open("wb"), values)
+            self._begin(arrays)
         if not arrays or arrays.keys() != self._streams.keys():
             expected = f"the keys {list(self._streams)}" if self._streams else "at least one key"
             raise DataError(f"{self.path}: expected {expected} in sequence {tag!r}, got {list(arrays)}")
         for key, values in arrays.items():
             self._check_like_first(tag, key, values)
             self._check_classes(tag, key, values)
-        for key, values in arrays.items():
-            self._streams[key].append(values)
-            self.num_frames[key] = self.num_frames.get(key, 0) + len(values)
-        self._tags.append(tag.encode("utf-8"))
+        name = _encoded(self.path, tag)
+        with self._told():
+            for key, values in arrays.items():
+                self._streams[key].append(values)
+                self.num_frames[key] = self.num_frames.get(key, 0) + len(values)
+        self._tags.append(name)
         self.num_sequences += 1
 
-    def _check_numbers(self, tag: str, key: str, values: Array) -> None:
-        if values.ndim == 0 or values.dtype.kind not in "biuf":
-            raise DataError(
-                f"{self.path}: expected numbers of shape (frames, ...) for {key!r}, got {values.dtype} of shape {values.shape} "
-                f"in sequence {tag!r}"
-            )
+    def expect(self, tag: str, sequence: Mapping[str, Any]) -> None:
+        """Take the types and shapes of a sequence for those of the first one, without adding it.
+
+        So several writers make parts that go together. To be called before `add`. Raises: DataError.
+        """
+        self._begin(self._arrays(tag, sequence))
+
+    def _arrays(self, tag: str, sequence: Mapping[str, Any]) -> dict[str, Array]:
+        """The values as arrays, by key in order: all are looked at before any is appended."""
+        arrays = {}
+        for key in sorted(sequence):
+            if not isinstance(key, str) or "/" in key or key in ("", "."):  # HDF5 would take it for a path
+                raise DataError(f"{self.path}: expected keys that are names without '/', got {key!r} in sequence {tag!r}")
+            arrays[key] = self._numbers_or_texts(tag, key, numpy.asarray(sequence[key]))
+        return arrays
+
+    def _begin(self, arrays: Mapping[str, Array]) -> None:
+        with self._told():
+            for number, (key, values) in enumerate(arrays.items()):
+                file = (self.folder / str(number)).open("wb")
+                self._streams[key] = _Texts(file) if values.dtype == object else _Numbers(file, values)
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """Say what the system says when it does not take what is written, such as that the disk is full."""
+        try:
+            yield
+        except (OSError, RuntimeError) as error:  # h5py raises either
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            self._refused = f"{self.path}: expected to be able to write in {self.path.parent}, got: {reason}"
+            raise DataError(self._refused) from None
+
+    def _numbers_or_texts(self, tag: str, key: str, values: Array) -> Array:
+        """The array as it will be stored: numbers as they are, texts as objects."""
+        if values.ndim == 1 and (values.dtype.kind in "US" or (values.dtype == object and len(values))):
+            texts = [value.decode("utf-8", errors="replace") if isinstance(value, bytes) else value for value in values.tolist()]
+            if all(isinstance(text, str) for text in texts):
+                for text in texts:
+                    _encoded(self.path, text)
+                    if "\0" in text:
+                        raise DataError(
+                            f"{self.path}: expected text without zero bytes for {key!r}, got some in sequence {tag!r}"
+                        )
+                return numpy.array(texts, dtype=object)
+        if values.ndim == 0 or values.dtype.kind not in "biufc":
+            if not (values.shape == (0,) and values.dtype == object):
+                raise DataError(
+                    f"{self.path}: expected numbers of shape (frames, ...) for {key!r}, got {values.dtype} of shape "
+                    f"{values.shape} in sequence {tag!r}"
+                )
+        return values
 
     def _check_like_first(self, tag: str, key: str, values: Array) -> None:
         stream = self._streams[key]
-        if values.shape[1:] != stream.shape or not numpy.can_cast(values.dtype, stream.dtype, "same_kind"):
+        is_text = values.dtype == object
+        casts = numpy.can_cast(values.dtype, stream.dtype, "same_kind") and is_text == (stream.dtype == object)
+        if values.shape[1:] != stream.shape or not casts:
             raise DataError(
                 f"{self.path}: expected {stream.dtype} frames of shape {stream.shape} for {key!r} as in the first sequence, "
                 f"got {values.dtype} {values.shape[1:]} in sequence {tag!r}"
@@ -125,9 +190,11 @@ class HDFWriter:
                 )
 
     def _finish(self) -> None:
+        if self._refused:  # whoever went on nevertheless would get half a sequence
+            raise DataError(self._refused)
         if not self._streams:
             raise DataError(f"{self.path}: expected at least one sequence to write, got none")
-        whole = self._folder / "whole.hdf"
+        whole = self.folder / "whole.hdf"
         # Columns of /seqLengths: the input first, then the targets by name.
         keys = sorted(self._streams, key=lambda key: (key != "data", key))
         with h5py.File(whole, "w") as file:
@@ -138,33 +205,27 @@ class HDFWriter:
             for group in ("targets/data", "targets/size", "targets/labels"):
                 file.create_group(group)
             for key in keys:
-                self._write_stream(file, key, self._streams[key])
+                name = "inputs" if key == "data" else f"targets/data/{key}"
+                self._streams[key].write(file, name, self._storage)
+                self._describe(file, key, self._streams[key])
         with whole.open("rb+") as written:
             os.fsync(written.fileno())
         os.replace(whole, self.path)
 
-    def _write_stream(self, file: h5py.File, key: str, stream: _Collected) -> None:
-        total = sum(stream.lengths)
-        dataset = file.create_dataset("inputs" if key == "data" else f"targets/data/{key}", (total, *stream.shape), stream.dtype)
-        row = int(numpy.prod(stream.shape, dtype=numpy.int64))
-        step = max(1, BLOCK // max(1, row * stream.dtype.itemsize))
-        with open(stream.file.name, "rb") as collected:
-            for start in range(0, total, step):
-                rows = min(step, total - start)
-                block = numpy.fromfile(collected, stream.dtype, rows * row)
-                dataset[start : start + rows] = block.reshape(rows, *stream.shape)
+    def _describe(self, file: h5py.File, key: str, stream: _Numbers | _Texts) -> None:
+        """What a reader is told about a key: its dimension and the classes' names."""
         labels = self._labels.get(key, ())
         dim = stream.shape[-1] if stream.shape else len(labels) or self._dims.get(key, stream.largest + 1)
         if key == "data":
             file.attrs["inputPattSize"] = dim
             if labels:
-                file["labels"] = _strings(labels)
+                file["labels"] = _strings(self.path, labels)
         else:
             file["targets/size"].attrs[key] = numpy.array([dim, 1 + len(stream.shape)], dtype=numpy.int64)
-            file[f"targets/labels/{key}"] = _strings(labels or ["dummy-label"])
+            file[f"targets/labels/{key}"] = _strings(self.path, labels or ["dummy-label"])
 
 
-class _Collected:
+class _Numbers:
     """The frames of one key so far: values in a file, lengths in memory."""
 
     def __init__(self, file: BinaryIO, first: Array) -> None:
@@ -180,7 +241,67 @@ class _Collected:
         if not self.shape and self.dtype.kind in "iu" and len(values):
             self.largest = max(self.largest, int(values.max()))
 
+    def write(self, file: h5py.File, name: str, storage: Mapping[str, Any]) -> None:
+        """Copy what was collected into a dataset."""
+        total = sum(self.lengths)
+        row = math.prod(self.shape)
+        step = max(1, BLOCK // max(1, row * self.dtype.itemsize))
+        if storage and total * row:
+            length = chunk_length(total, len(self.lengths), row * self.dtype.itemsize)
+            step = max(1, step // length) * length  # whole chunks: none is compressed twice
+            storage = {**storage, "chunks": (length, *self.shape)}
+        else:
+            storage = {}
+        dataset = file.create_dataset(name, (total, *self.shape), self.dtype, **storage)
+        with open(self.file.name, "rb") as collected:
+            for start in range(0, total, step):
+                rows = min(step, total - start)
+                block = numpy.fromfile(collected, self.dtype, rows * row)
+                dataset[start : start + rows] = block.reshape(rows, *self.shape)
 
-def _strings(texts: Sequence[str]) -> Array:
-    encoded = [text.encode("utf-8") for text in texts]
+
+class _Texts:
+    """The strings of one key so far: in a file, each with a zero byte behind it."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file = file
+        self.shape = ()
+        self.dtype = numpy.dtype(object)
+        self.lengths = array("i")
+        self.largest = 0
+
+    def append(self, values: Array) -> None:
+        self.file.write(b"".join(text.encode("utf-8") + b"\0" for text in values.tolist()))
+        self.lengths.append(len(values))
+
+    def write(self, file: h5py.File, name: str, storage: Mapping[str, Any]) -> None:
+        """Copy what was collected into a dataset of strings of variable length, as RETURNN writes them.
+
+        HDF5 stores references in the dataset and the strings elsewhere, so compressing it would gain nothing.
+        """
+        total = sum(self.lengths)
+        dataset = file.create_dataset(name, (total,), h5py.string_dtype("utf-8"))
+        texts = _zero_terminated(self.file.name)
+        for start in range(0, total, TEXTS):
+            block = list(islice(texts, TEXTS))
+            dataset[start : start + len(block)] = numpy.array(block, dtype=object)
+
+
+def _zero_terminated(path: str) -> Iterator[bytes]:
+    rest = b""
+    with open(path, "rb") as collected:
+        while block := collected.read(1 << 20):
+            *whole, rest = (rest + block).split(b"\0")
+            yield from whole
+
+
+def _strings(path: Path, texts: Sequence[str]) -> Array:
+    encoded = [_encoded(path, text) for text in texts]
     return numpy.array(encoded, dtype=f"S{max(1, max(map(len, encoded)))}")
+
+
+def _encoded(path: Path, text: str) -> bytes:
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError:  # file names that are no UTF-8
+        raise DataError(f"{path}: expected a name that can be written as UTF-8, got {text!r}") from None

@@ -1,0 +1,79 @@
+"""Compression in HDF5 files: the filters of h5py, and those of the package hdf5plugin, imported where a file needs them."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, Literal, get_args
+
+import h5py
+
+from hvdtrain.errors import DataError
+
+Compression = Literal["gzip", "lzf", "zstd", "lz4", "blosc2"]
+
+NAMES: tuple[str, ...] = get_args(Compression)
+
+FILTERS = {1: "gzip", 4: "szip", 32000: "lzf", 32001: "blosc", 32004: "lz4", 32008: "bitshuffle", 32015: "zstd", 32026: "blosc2"}
+"""HDF5's numbers of compression filters. Those that only rearrange or check bytes (shuffle, Fletcher) are none."""
+
+LEAST, MOST = 16 << 10, 256 << 10
+"""Bytes of a chunk: below, finding a chunk costs more than reading it; above, too much is read for one short sequence."""
+
+
+def options(compression: str) -> dict[str, Any]:
+    """What h5py's `create_dataset` takes for a compression.
+
+    Raises:
+        DataError: there is none of this name, or the package it needs is not installed.
+    """
+    if compression in ("gzip", "lzf"):
+        return {"compression": compression}
+    if compression not in NAMES:
+        raise DataError(f"compression: expected one of {', '.join(NAMES)}, got {compression!r}")
+    plugin = _plugin()
+    if plugin is None:
+        raise DataError(f"compression: expected the package hdf5plugin for {compression}, got none (pip install hdf5plugin)")
+    if compression == "zstd":
+        return dict(plugin.Zstd(clevel=3))
+    if compression == "lz4":
+        return dict(plugin.LZ4())
+    return dict(plugin.Blosc2(cname="zstd", clevel=5, filters=plugin.Blosc2.SHUFFLE))
+
+
+def chunk_length(total: int, num_sequences: int, frame_bytes: int) -> int:
+    """How many frames to store as a chunk: about one sequence, within limits.
+
+    >>> chunk_length(800_000, 1000, 160), chunk_length(8_000_000, 1_000_000, 4), chunk_length(5, 1, 1 << 20)
+    (800, 4096, 1)
+    """
+    mean = round(total / num_sequences)
+    return max(1, min(total, max(LEAST // frame_bytes, min(mean, MOST // frame_bytes))))
+
+
+def filters_of(dataset: h5py.Dataset) -> list[tuple[int, str]]:
+    """The numbers and names of the filters a dataset went through, in order."""
+    made = dataset.id.get_create_plist()
+    found = [made.get_filter(place) for place in range(made.get_nfilters())]
+    return [(number, FILTERS.get(number) or name.decode("utf-8", errors="replace") or "?") for number, _, _, name in found]
+
+
+def load_filters(path: object, dataset: h5py.Dataset) -> None:
+    """Make sure that a dataset can be read.
+
+    Raises:
+        DataError: it is compressed with a filter that is not installed.
+    """
+    if dataset.chunks is None:
+        return
+    for number, name in filters_of(dataset):
+        if not h5py.h5z.filter_avail(number) and (_plugin() is None or not h5py.h5z.filter_avail(number)):
+            hint = "pip install hdf5plugin" if _plugin() is None else "hdf5plugin does not have it"
+            raise DataError(f"{path}: expected a compression that can be read in {dataset.name}, got {name} ({number}) ({hint})")
+
+
+def _plugin() -> Any:
+    """The package hdf5plugin, or None where it is not installed. Importing it makes its filters known to h5py."""
+    try:
+        return importlib.import_module("hdf5plugin")
+    except ImportError:
+        return None

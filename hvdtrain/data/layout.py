@@ -1,0 +1,154 @@
+"""How an HDF file is stored, and what of that makes reading it slow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import h5py
+
+from hvdtrain.data.compression import FILTERS, filters_of
+from hvdtrain.data.types import Array
+from hvdtrain.errors import DataError
+
+LARGE = 1 << 20
+"""Bytes: larger chunks hold much that a sequence picked at random has no use for."""
+
+PIECES = 8
+"""A sequence in more chunks than this takes longer to look up than to read."""
+
+BLOCK = 16 << 20
+"""Bytes looked at at once."""
+
+READ = ("inputs", "labels", "seqLengths", "seqTags", "targets", "streams", "seq_names")
+"""What the trainer reads of a file's top level."""
+
+
+@dataclass(frozen=True)
+class Storage:
+    """One data key's dataset.
+
+    Attributes:
+        name: its place in the file.
+        dtype: as numpy writes it, '>f4' for big-endian numbers.
+        shape: of all frames together.
+        chunks: their shape, or None where it is contiguous.
+        filters: names of the filters that compress or rearrange, in order.
+        stored: bytes in the file.
+        native: whether the numbers are in this machine's byte order.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[int, ...] | None
+    filters: tuple[str, ...]
+    stored: int
+    native: bool
+    itemsize: int
+
+    def words(self) -> str:
+        """For people: contiguous, or chunks and compression."""
+        if self.chunks is None:
+            return "contiguous"
+        return ", ".join([f"chunks {self.chunks}", *self.filters])
+
+
+def storage(path: Path) -> dict[str, Storage]:
+    """How every data key of a file that can be opened is stored."""
+    with h5py.File(path, "r") as file:
+        return {key: _storage(dataset) for key, dataset in _datasets(file)}
+
+
+def complaints(path: Path, lengths: Mapping[str, Array]) -> list[str]:
+    """What makes a file slow to read, in plain words; `lengths` are those of its sequences, by key."""
+    found: list[str] = []
+    for key, stored in storage(path).items():
+        frames = lengths[key].mean() if key in lengths and len(lengths[key]) else 0.0
+        found += _complaints(stored, float(frames))
+    with h5py.File(path, "r") as file:
+        tags = h5py.check_string_dtype(file["seqTags"].dtype) if "seqTags" in file else None
+        if tags is not None and tags.length is None:
+            found.append("/seqTags are strings of variable length: looking them up takes longer than with a fixed width")
+        if "streams" in file:
+            found.append("one HDF5 dataset for every sequence: opening the file and finding a sequence are slow")
+        beside = sorted(set(file) - set(READ))
+        if beside:
+            found.append(f"/{', /'.join(beside)}: not read by the trainer (a copy is made without)")
+    return found
+
+
+def extremes(path: Path, key: str) -> tuple[int, int] | None:
+    """The smallest and the largest of a key's integers, read from first to last; None where there are none.
+
+    Raises:
+        DataError: they cannot be read.
+    """
+    with h5py.File(path, "r") as file:
+        dataset = dict(_datasets(file)).get(key)
+        if dataset is None or not dataset.size:
+            return None
+        length = dataset.chunks[0] if dataset.chunks else 1
+        step = max(1, BLOCK // (length * dataset.dtype.itemsize)) * length
+        found: list[int] = []
+        for start in range(0, len(dataset), step):
+            try:
+                block = dataset[start : start + step]
+            except OSError as error:
+                raise DataError(f"{path}: cannot read {dataset.name} from frame {start} on: {error}") from None
+            found += [int(block.min()), int(block.max())]
+        return min(found), max(found)
+
+
+def _datasets(file: h5py.File) -> Iterator[tuple[str, h5py.Dataset]]:
+    if isinstance(file.get("inputs"), h5py.Dataset):
+        yield "data", file["inputs"]
+    for key, dataset in sorted(file["targets/data"].items()) if "targets/data" in file else ():
+        if isinstance(dataset, h5py.Dataset):
+            yield key, dataset
+
+
+def _storage(dataset: h5py.Dataset) -> Storage:
+    return Storage(
+        name=dataset.name,
+        dtype="text" if dataset.dtype.kind in "OS" else dataset.dtype.str.lstrip("<|="),
+        shape=tuple(dataset.shape),
+        chunks=dataset.chunks,
+        filters=tuple(name for _, name in filters_of(dataset)),
+        stored=int(dataset.id.get_storage_size()),
+        native=bool(dataset.dtype.isnative),
+        itemsize=dataset.dtype.itemsize,
+    )
+
+
+def _complaints(stored: Storage, frames: float) -> Iterator[str]:
+    """Of one dataset, whose sequences have so many frames in the mean."""
+    name, chunks = stored.name, stored.chunks
+    if not stored.native:
+        yield f"{name}: {stored.dtype} is not this machine's byte order: numbers are converted at every read"
+    if chunks is None or 0 in stored.shape:
+        return
+    chunk_bytes = math.prod(chunks) * stored.itemsize
+    across = math.prod(math.ceil(size / chunk) for size, chunk in zip(stored.shape[1:], chunks[1:], strict=True))
+    pieces = max(1, math.ceil(frames / chunks[0])) * across
+    if across > 1:
+        features = " x ".join(map(str, stored.shape[1:]))
+        yield (
+            f"{name}: chunks {chunks} cut the feature axis of {features}: a sequence of {frames:.0f} frames is put together from "
+            f"{pieces} chunks; random reads are slower"
+        )
+    elif pieces > PIECES:
+        yield f"{name}: chunks {chunks} are small: a sequence of {frames:.0f} frames is put together from {pieces} chunks"
+    if chunk_bytes > LARGE:
+        sequence_bytes = frames * math.prod(stored.shape[1:]) * stored.itemsize
+        yield (
+            f"{name}: chunks {chunks} hold {chunk_bytes / LARGE:.1f} MiB, a sequence {sequence_bytes / LARGE:.2f} MiB: "
+            "to get at it, whole chunks are read"
+        )
+    slow = [filter_name for filter_name in stored.filters if filter_name in ("gzip", "lzf", "szip")]
+    if slow:
+        yield f"{name}: {slow[0]} takes long to unpack in random access (no compression, zstd, lz4 and blosc2 take less)"
+    if not set(stored.filters) & set(FILTERS.values()) and stored.dtype != "text":
+        yield f"{name}: in chunks though not compressed: it cannot be memory-mapped"

@@ -1,0 +1,235 @@
+"""From any source of sequences to an HDF file, by one process or by several that share the sequences out."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+from hvdtrain.comm.peers import Peers, agreed
+from hvdtrain.data.hdf import open_hdf
+from hvdtrain.data.order import order
+from hvdtrain.data.selection import listed
+from hvdtrain.data.sources import DatasetSpec
+from hvdtrain.data.types import Array, Dataset
+from hvdtrain.data.writer import HDFWriter
+from hvdtrain.errors import DataError, PeerFailure
+from hvdtrain.timer import clock_text
+
+Item = tuple[str, Mapping[str, Any]]
+"""A sequence: its tag, and its arrays by data key."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which sequences: of an epoch's order those from `start` to `end`, both inclusive; to the last where `end` is None."""
+
+    epoch: int = 1
+    start: int = 0
+    end: int | None = None
+
+    def check(self) -> None:
+        """Raises: DataError."""
+        last = self.start if self.end is None else self.end
+        for name, number, least in (("epoch", self.epoch, 1), ("start_seq", self.start, 0), ("end_seq", last, self.start)):
+            if number < least:
+                raise DataError(f"--{name}: expected {least} or more, got {number}")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Sequences in an epoch's order.
+
+    Attributes:
+        total: how many there are, where that is known.
+        read: the sequences from one number up to (not including) another, or to the last.
+        labels: by key, the classes' names.
+        dims: by key, how many classes there are.
+    """
+
+    total: int | None
+    read: Callable[[int, int | None], Iterator[Item]]
+    labels: Mapping[str, Sequence[str]]
+    dims: Mapping[str, int]
+
+
+def open_source(spec: DatasetSpec, epoch: int) -> Source:
+    """Open what a config or a command line names. Raises: DataError."""
+    opened = spec.open()
+    labels = {key: list(names) for key, names in dict(getattr(opened, "labels", {})).items()}
+    dims = dict(getattr(opened, "dims", {}))
+    for key, stream in dict(getattr(opened, "streams", {})).items():
+        labels |= {key: list(stream.labels)} if stream.labels else {}
+        dims |= {key: stream.dim} if stream.sparse and stream.dim > 1 else {}  # RETURNN writes 1 where it does not know
+    if hasattr(opened, "sequence") and hasattr(opened, "lengths"):
+        lengths = opened.lengths
+        by = lengths["data"] if "data" in lengths else next(iter(lengths.values()))
+        indices = order(by, spec.order, epoch, listed(opened, spec.order.seq_list_filter_file))
+        return Source(len(indices), partial(_by_index, opened, indices), labels, dims)
+    if not hasattr(opened, "__iter__"):
+        raise DataError(f"{spec.name}: expected something that yields (tag, {{key: array}}), got {type(opened).__name__}")
+    total = len(opened) if hasattr(opened, "__len__") else None
+    return Source(total, partial(_iterated, spec.name, opened), labels, dims)
+
+
+def dump(
+    spec: DatasetSpec,
+    out: Path,
+    selection: Selection,
+    peers: Peers,
+    *,
+    overwrite: bool = False,
+    compression: str | None = None,
+) -> str:
+    """Collective. Write a dataset's sequences into a file, each rank a part of them; return what was written, in a line.
+
+    The ranks write parts in a folder of rank 0's writer, which takes them over in the end: whatever happens, no part is
+    left behind.
+
+    Raises:
+        DataError: the source or what it yields is bad, the file exists, or it cannot be written.
+    """
+    began = time.monotonic()
+    folder: Path | None = None
+    with ExitStack() as stack:
+        try:
+
+            def prepare() -> tuple[Source, HDFWriter | None]:
+                selection.check()
+                source = open_source(spec, selection.epoch)
+                if source.total is None and peers.size > 1:
+                    raise DataError(
+                        f"{spec.name}: expected a source that tells how many sequences it has (__len__), to share them out "
+                        f"among {peers.size} ranks, got one that does not (start one process)"
+                    )
+                writer = HDFWriter(out, labels=source.labels, dims=source.dims, overwrite=overwrite, compression=compression)
+                return source, stack.enter_context(writer) if peers.rank == 0 else None
+
+            source, writer = agreed(peers, prepare)
+            items, count = _share(source, selection, peers)
+            items, like = agreed(peers, lambda: _first(items) if peers.rank == 0 else (items, None))
+            folder, like = peers.gather((writer.folder if writer is not None else Path(), like))[0]
+            agreed(
+                peers, lambda: _write(_shown(_watched(items, peers), count, peers.rank == 0), source, writer, folder, like, peers)
+            )
+
+            def join() -> None:
+                if writer is not None:
+                    for rank in range(1, peers.size):
+                        _append(writer, folder / f"{rank}.hdf")
+                    stack.close()  # here, so that all ranks know how it went
+
+            agreed(peers, join)
+        except KeyboardInterrupt:
+            if folder is not None:  # another rank's, perhaps, which may not come to remove it
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+    if writer is None:
+        return ""
+    frames = ", ".join(f"{number} frames of {key!r}" for key, number in sorted(writer.num_frames.items()))
+    seconds = time.monotonic() - began
+    return f"{out}: {writer.num_sequences} sequences, {frames}, {out.stat().st_size / 1e6:.1f} MB in {seconds:.1f} s"
+
+
+def _share(source: Source, selection: Selection, peers: Peers) -> tuple[Iterator[Item], int | None]:
+    """This rank's sequences, neighbours of each other, and their number where it is known."""
+    stop = None if selection.end is None else selection.end + 1
+    if source.total is None:
+        return source.read(selection.start, stop), None
+    count = max(0, min(source.total, source.total if stop is None else stop) - selection.start)
+    begin, end = (selection.start + count * number // peers.size for number in (peers.rank, peers.rank + 1))
+    if peers.rank == peers.size - 1:
+        return source.read(begin, stop), end - begin  # a source may have more than it says
+    return source.read(begin, end), end - begin
+
+
+def _first(items: Iterator[Item]) -> tuple[Iterator[Item], Item | None]:
+    """All the items again, and the types and shapes of the first one."""
+    first = next(items, None)
+    if first is None:
+        return items, None
+    return chain([first], items), (first[0], {key: numpy.asarray(values)[:0] for key, values in first[1].items()})
+
+
+def _write(
+    items: Iterator[Item], source: Source, writer: HDFWriter | None, folder: Path, like: Item | None, peers: Peers
+) -> None:
+    """Write this rank's share: rank 0 into the file itself, the others into parts, if they have any."""
+    if writer is not None:
+        for tag, arrays in items:
+            writer.add(tag, arrays)
+        return
+    first = next(items, None)
+    if first is None:
+        return
+    with HDFWriter(folder / f"{peers.rank}.hdf", labels=source.labels, dims=source.dims) as part:
+        if like is not None:
+            part.expect(*like)
+        for tag, arrays in chain([first], items):
+            part.add(tag, arrays)
+
+
+def _append(writer: HDFWriter, path: Path) -> None:
+    if path.exists():
+        part = open_hdf([path])
+        for tag, arrays in _by_index(part, numpy.arange(part.num_sequences), 0, None):
+            writer.add(tag, arrays)
+        part.close()
+
+
+def _by_index(opened: Dataset, indices: Array, start: int, stop: int | None, block: int = 10_000) -> Iterator[Item]:
+    """Sequences of a dataset; their tags are read a block at a time."""
+    wanted = indices[start:stop]
+    for first in range(0, len(wanted), block):
+        some = wanted[first : first + block].tolist()
+        for tag, index in zip(opened.tags(some), some, strict=True):
+            yield tag, opened.sequence(index)
+
+
+def _iterated(name: str, opened: Any, start: int, stop: int | None) -> Iterator[Item]:
+    """What a user's own Python yields; looked up by number where it is a sequence in Python's sense."""
+    if isinstance(opened, Sequence):
+        found: Iterable[Any] = (
+            opened[number] for number in range(start, len(opened) if stop is None else min(stop, len(opened)))
+        )
+    else:
+        found = islice(opened, start, stop)
+    for number, item in enumerate(found, start=start):
+        if not (isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) and isinstance(item[1], dict)):
+            raise DataError(f"{name}: expected (tag, {{key: array}}) as sequence {number}, got {str(item)[:80]}")
+        yield item
+
+
+def _watched(items: Iterable[Item], peers: Peers) -> Iterator[Item]:
+    """Pass sequences on until another rank fails."""
+    for item in items:
+        if peers.has_failed():
+            raise PeerFailure("stopped, because another rank failed")
+        yield item
+
+
+def _shown(items: Iterable[Item], total: int | None, wanted: bool) -> Iterator[Item]:
+    """Pass sequences on; on a terminal, show how many went by and how long the rest will take."""
+    began = last = time.monotonic()
+    shown = wanted and sys.stderr.isatty()
+    for done, item in enumerate(items, start=1):
+        yield item
+        now = time.monotonic()
+        if shown and now - last > 0.2:
+            last = now
+            rate = done / (now - began)
+            rest = f" of {total}, {clock_text(max(0, total - done) / rate)} remaining" if total else ""
+            sys.stderr.write(f"\r{done} sequences{rest}, {rate:.0f}/s ")
+            sys.stderr.flush()
+    if shown and last > began:
+        sys.stderr.write("\r" + " " * 70 + "\r")
+        sys.stderr.flush()

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hvdtrain.checkpoint import CheckpointFolder
-from hvdtrain.comm.base import Communicator, on_rank_zero
+from hvdtrain.comm.base import Communicator, on_rank_zero, together
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.plan import Plan
 from hvdtrain.errors import DataError
@@ -86,7 +86,7 @@ class Engine:
         self._timer.take()
         started = time.perf_counter()
         epoch_rate = self._rates.of_epoch(epoch, self._history)
-        plan = self._train.plan(epoch)
+        plan = together(self._comm, lambda: self._train.plan(epoch), name="plan_train")
         effective = self._rates.of_step(self._step, epoch - 1.0, epoch_rate)
         say(4, f"start epoch {epoch} global train step {self._step} with effective learning rate {effective:.6g} ...")
 
@@ -110,11 +110,13 @@ class Engine:
             elapsed=elapsed,
             computing=computing / elapsed,
             learning_rate=epoch_rate,
-            num_sequences=len(plan.order),
+            num_sequences=self._train.num_sequences(plan),
             scores=scores,
+            padding=plan.padding(self._train.lengths),
             seconds=self._comm.gather(self._seconds(time.perf_counter() - started), name="seconds"),
         )
         say(3, report.line)
+        say(4, report.padding_line)
         for line in score_lines(epoch, scores, [feed.name for feed in self._evaluations], time.perf_counter() - started):
             say(1, line)
         for reporter in self._reporters:
@@ -163,7 +165,7 @@ class Engine:
 
     def _evaluate(self, epoch: int, feed: Feed) -> dict[str, float]:
         """Collective. The exact mean losses and errors over a whole dataset, dealt out to the ranks."""
-        share = feed.share(feed.plan(epoch))
+        share = feed.share(together(self._comm, lambda: feed.plan(epoch), name=f"plan_{feed.name}"))
         with feed.read(share) as batches:
             for number, batch in enumerate(batches):
                 self._watchdog.beat(f"epoch {epoch}, evaluation of {feed.name}, batch {number}")

@@ -15,6 +15,7 @@ from hvdtrain.cli import parse as parse_command_line
 from hvdtrain.config.reference import is_reference
 from hvdtrain.config.source import load
 from hvdtrain.data.order import order
+from hvdtrain.data.selection import listed
 from hvdtrain.data.sources import DatasetSpec, parse
 from hvdtrain.data.types import Array, Dataset
 from hvdtrain.data.writer import HDFWriter
@@ -122,7 +123,7 @@ def _sequences(spec: DatasetSpec, source: Any, epoch: int) -> tuple[int | None, 
     if hasattr(source, "sequence") and hasattr(source, "lengths"):
         lengths = source.lengths
         by = lengths["data"] if "data" in lengths else next(iter(lengths.values()))
-        indices = order(by, spec.order, epoch)
+        indices = order(by, spec.order, epoch, listed(source, spec.order.seq_list_filter_file))
         return len(indices), _in_order(source, indices)
     if not hasattr(source, "__iter__"):
         raise DataError(f"{spec.name}: expected something that yields (tag, {{key: array}}), got {type(source).__name__}")

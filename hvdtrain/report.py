@@ -41,6 +41,8 @@ class EpochReport:
     Attributes:
         computing: share of the epoch's wall time that went into training steps, collectives included; rank 0's.
         scores: by key, such as 'train_loss_ce' or 'dev_loss_wer' (errors are called losses here, as RETURNN calls them).
+        padding: by data key, the share of the frames in the epoch's batches that was padding (where every rank goes through
+            all data in an order of its own: in rank 0's batches).
         seconds: by rank, seconds under each name (data wait, compute, communication, parameter sync, evaluation, saving, rest).
     """
 
@@ -52,6 +54,7 @@ class EpochReport:
     learning_rate: float
     num_sequences: int
     scores: Mapping[str, float]
+    padding: Mapping[str, float] = field(default_factory=dict)
     seconds: list[Mapping[str, float]] = field(default_factory=list)
 
     @property
@@ -61,6 +64,12 @@ class EpochReport:
             f"train epoch {self.epoch}, finished after {self.steps} steps, {clock_text(self.elapsed)} elapsed "
             f"({self.computing:.1%} computing time)"
         )
+
+    @property
+    def padding_line(self) -> str:
+        """How much of the epoch's batches was padding."""
+        shares = ", ".join(f"{name} {share:.1%}" for name, share in self.padding.items())
+        return f"train epoch {self.epoch}, padding: {shares}"
 
 
 class Reporter(Protocol):

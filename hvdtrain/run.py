@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 
 from hvdtrain.checkpoint import CheckpointFolder
@@ -12,7 +13,11 @@ from hvdtrain.comm import launch
 from hvdtrain.comm.base import Communicator, together
 from hvdtrain.comm.single import SingleCommunicator
 from hvdtrain.data.cache import parse_sizes, with_cache
+from hvdtrain.data.chunks import cut, keys_of
+from hvdtrain.data.describe import batch_lines, feed_lines
 from hvdtrain.data.feed import Feed
+from hvdtrain.data.plan import BatchKeys
+from hvdtrain.data.selection import listed
 from hvdtrain.data.sources import DatasetSpec, open_dataset
 from hvdtrain.engine import Engine, Rates
 from hvdtrain.errors import DataError, HvdtrainError, LaunchError
@@ -109,9 +114,21 @@ def open_feeds(settings: Settings, comm: Communicator) -> list[Feed]:
     budgets = {"train": sizes[0], "dev": sizes[1]}
 
     def feed(spec: DatasetSpec) -> Feed:
+        training = spec is settings.train
+        distribution = settings.reduce.horovod_dataset_distribution if training else "shard"
+        batch_keys = settings.batch.of_training() if training else settings.batch.of_evaluation()
         dataset = with_cache(open_dataset(spec), budgets.get(spec.name, sizes[2]))
-        distribution = settings.reduce.horovod_dataset_distribution if spec is settings.train else "shard"
-        return Feed(spec.name, dataset, spec.order, settings.batch, comm.rank, comm.size, distribution)
+        return Feed(
+            spec.name,
+            dataset,
+            spec.order,
+            batch_keys,
+            comm.rank,
+            comm.size,
+            distribution,
+            subset=listed(dataset, spec.order.seq_list_filter_file),
+            chunks=cut(dataset.lengths, settings.chunks) if training else None,
+        )
 
     feeds = [feed(spec) for spec in (settings.train, *settings.evaluations)]
     for other in feeds[1:]:
@@ -121,11 +138,17 @@ def open_feeds(settings: Settings, comm: Communicator) -> list[Feed]:
                 f"{other.name}: expected the data keys of train ({', '.join(feeds[0].dataset.streams)}), "
                 f"got none called {', '.join(missing)}"
             )
-    limits = settings.batch.batch_size
-    for key in limits if isinstance(limits, dict) else ():
-        if key not in feeds[0].dataset.streams:
-            raise DataError(f"batch_size: expected data keys of train ({', '.join(feeds[0].dataset.streams)}), got {key!r}")
+    for name, keys in {**_limits_by_key(settings.batch), "chunking": keys_of(settings.chunks)}.items():
+        for key in keys:
+            if key not in feeds[0].dataset.streams:
+                raise DataError(f"{name}: expected data keys of train ({', '.join(feeds[0].dataset.streams)}), got {key!r}")
     return feeds
+
+
+def _limits_by_key(keys: BatchKeys) -> dict[str, list[str]]:
+    """The data keys that the batch keys name, by batch key."""
+    values = {field.name: getattr(keys, field.name) for field in fields(keys)}
+    return {name: list(value) for name, value in values.items() if isinstance(value, dict)}
 
 
 def open_reducer(keys: ReduceKeys, comm: Communicator, timer: Timer) -> Reducer:
@@ -190,7 +213,7 @@ def open_rates(schedule: ScheduleKeys, reduce: ReduceKeys, size: int) -> Rates:
 
 
 def announce(settings: Settings, comm: Communicator, learner: Learner, feeds: list[Feed], history: list[EpochRecord]) -> None:
-    """Collective. Say what is about to happen: ranks, data, batches, the rule for the learning rate."""
+    """Collective. Say what is about to happen: ranks, data, batches, the rule for the learning rate. Raises: DataError."""
     started = launch.launch()
     hosts = comm.gather((socket.gethostname(), learner.device_name), name="hosts")
     where = ", ".join(f"{hosts.count(host)} on {host[0]} ({host[1]})" for host in dict.fromkeys(hosts))
@@ -199,19 +222,14 @@ def announce(settings: Settings, comm: Communicator, learner: Learner, feeds: li
         say(2, "use_horovod is set, but this process was started alone: it trains as one rank (for 2: mpirun -np 2 ...)")
     if launch.is_bound() and launch.cores() == 1:
         say(2, "this rank is bound to a single core of several; mpirun --bind-to none lets it use more")
-    for feed in feeds:
-        how = getattr(feed.dataset, "how_read", lambda: "")()
-        say(
-            4,
-            f"{feed.name}: {feed.dataset.num_sequences} sequences, {feed.order_keys.seq_ordering}" + (f"; {how}" if how else ""),
-        )
+    first = history[-1].epoch + 1 if history else 1
+
+    def data_lines() -> list[tuple[int, str]]:
+        return [line for feed in feeds for line in feed_lines(feed)] + batch_lines(feeds[0].batch_keys, first, comm.size)
+
+    for level, line in together(comm, data_lines, name="data_lines"):
+        say(level, line)
     say(4, f"model: {learner.num_parameters} parameters")
-    parts = []
-    if settings.batch.max_seqs is not None:
-        parts.append(f"{settings.batch.max_seqs} sequences per rank, {settings.batch.max_seqs * comm.size} in all")
-    if isinstance(settings.batch.batch_size, int):
-        parts.append(f"{settings.batch.batch_size} padded frames per rank, {settings.batch.batch_size * comm.size} in all")
-    say(4, f"batch, at most: {'; '.join(parts) or settings.batch.batch_size}")
     if comm.size > 1:
         say(4, f"ranks: {_how(settings.reduce)}")
         if settings.reduce.horovod_scale_lr:

@@ -11,7 +11,8 @@ from hvdtrain.config.check import build, unknown
 from hvdtrain.config.keys import REQUIRED, Key, Rule, declared, key, not_negative, positive
 from hvdtrain.config.source import COMMAND_LINE, Source, load
 from hvdtrain.data.cache import parse_sizes
-from hvdtrain.data.order import OrderKeys
+from hvdtrain.data.chunks import ChunkKeys
+from hvdtrain.data.order import OrderKeys, is_random
 from hvdtrain.data.plan import BatchKeys
 from hvdtrain.data.sources import KINDS, DatasetSpec, parse
 from hvdtrain.errors import ConfigError
@@ -63,7 +64,7 @@ class DataKeys:
     eval_datasets: dict[str, Any] = key({}, "further datasets by name, evaluated after every epoch")
 
 
-SECTIONS: tuple[type, ...] = (RunKeys, DataKeys, BatchKeys, LearnerKeys, ScheduleKeys, ReduceKeys, ReportKeys)
+SECTIONS: tuple[type, ...] = (RunKeys, DataKeys, BatchKeys, ChunkKeys, LearnerKeys, ScheduleKeys, ReduceKeys, ReportKeys)
 DATASET_SECTIONS: tuple[type, ...] = (*(kind.keys for kind in KINDS.values()), OrderKeys)
 
 ALIASES = {
@@ -80,9 +81,9 @@ UNSUPPORTED = {
     "pretrain": "none",
     "gradient_noise": "not there yet",
     "accum_grad_multiple_step": "not there yet",
-    "max_seq_length": "not there yet; leave long sequences out when converting",
-    "min_seq_length": "not there yet; leave short sequences out when converting",
-    "chunking": "not there yet; cut sequences when converting",
+    "chunking_variance": "none",
+    "online_shuffle_batches": "set shuffle_batches, which shuffles all of an epoch",
+    "torch_batching": "none",
     "seq_drop": "none",
     "torch_amp": "not there yet; use torch.autocast in train_step",
 }
@@ -96,6 +97,7 @@ class Settings:
     run: RunKeys
     data: DataKeys
     batch: BatchKeys
+    chunks: ChunkKeys
     learner: LearnerKeys
     schedule: ScheduleKeys
     reduce: ReduceKeys
@@ -137,12 +139,20 @@ def check(source: Source, names: list[str]) -> Settings:
     if built[DataKeys] is not None:
         specs, more = _datasets(built[DataKeys])
         problems += more
+    reduce: ReduceKeys | None = built[ReduceKeys]
+    if reduce is not None and reduce.horovod_dataset_distribution == "random_seed_offset" and specs:
+        if specs[0].name == "train" and not is_random(specs[0].order):
+            problems.append(
+                "horovod_dataset_distribution: expected a random seq_ordering in train for 'random_seed_offset', got "
+                f"{specs[0].order.seq_ordering!r} (every rank would train on the same batches)"
+            )
     if problems:
         raise ConfigError(problems)
     return Settings(
         run=built[RunKeys],
         data=built[DataKeys],
         batch=built[BatchKeys],
+        chunks=built[ChunkKeys],
         learner=built[LearnerKeys],
         schedule=built[ScheduleKeys],
         reduce=built[ReduceKeys],

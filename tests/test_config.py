@@ -297,7 +297,7 @@ def test_five_mistakes_are_five_lines(tmp_path: Path) -> None:
     text = """
 model = "exp/model"
 train = {"class": "HDFDataset", "files": "train.hdf", "seq_ordering": "randomly"}
-max_seqs = -1
+max_seqs = 0
 learning_rat = 0.1
 learning_rate = "fast"
 def get_model(**_): ...
@@ -314,7 +314,7 @@ def get_model(**_): ...
         "train.seq_ordering",
     ]
     assert "  learning_rat: unknown key in config.py (did you mean learning_rate?)" in lines
-    assert "  max_seqs: expected a positive number, got -1 in config.py" in lines
+    assert "  max_seqs: expected a positive number, or -1 for no limit, got 0 in config.py" in lines
     assert "  learning_rate: expected a number or None, got 'fast' in config.py" in lines
 
 
@@ -414,7 +414,7 @@ def test_keys_of_returnn_that_would_change_the_training_are_mistakes(tmp_path: P
         ("horovod_reduce_type = 'grads'", "horovod_reduce_type: expected 'grad' or 'param', got 'grads' in config.py"),
         (
             "batch_size = {'data': 0.5}",
-            "batch_size: expected an integer or a dict of integers or None, got {'data': 0.5} in config.py",
+            "batch_size: expected an integer or a dict of integers or a function or None, got {'data': 0.5} in config.py",
         ),
         (
             "learning_rates = [0.1, 'x']",
@@ -583,3 +583,11 @@ def test_both_names_of_a_key_and_keys_of_returnn_that_ask_for_nothing(tmp_path: 
     assert len(found) == 1
     assert found[0].startswith("learning_rate_decay: expected either learning_rate_decay or newbob_learning_rate_decay")
     settings(tmp_path, "chunking = '0'\ngradient_noise = 0.0\naccum_grad_multiple_step = 1\n")
+
+
+def test_orders_of_their_own_need_an_order_that_is_random(tmp_path: Path) -> None:
+    offset = "horovod_dataset_distribution = 'random_seed_offset'\n"
+    (problem,) = problems(tmp_path, offset)
+    assert "expected a random seq_ordering in train for 'random_seed_offset', got 'default'" in problem
+    assert problems(tmp_path, offset + "train['seq_ordering'] = 'random'\ntrain['fixed_random_seed'] = 1\n")
+    settings(tmp_path, offset + "train['seq_ordering'] = 'laplace:.10'\n")

@@ -4,10 +4,13 @@ import numpy
 import pytest
 
 from hvdtrain.config.check import build
-from hvdtrain.data.order import METHODS, Method, OrderKeys, order, parse
+from hvdtrain.data.order import BLOCKS_TOGETHER, METHODS, Method, OrderKeys, order, parse
 from hvdtrain.errors import DataError
 
 LENGTHS = numpy.array([5, 3, 9, 1, 7, 2, 8, 4, 6, 10, 5, 3], dtype=numpy.int32)
+
+
+NEED_A_NUMBER = {"default_every_n": "default_every_n:3", "random_blocks": "random_blocks:3"}
 
 
 def ordered(method: str, epoch: int = 1, lengths: numpy.ndarray = LENGTHS, **keys: int) -> list[int]:
@@ -51,7 +54,7 @@ def test_orders_are_those_of_returnn(method: str, epoch: int, keys: dict[str, in
 
 def test_orders_are_int64() -> None:
     for method in METHODS:
-        text = "default_every_n:3" if method == "default_every_n" else method
+        text = NEED_A_NUMBER.get(method, method)
         assert order(LENGTHS, OrderKeys(seq_ordering=text), 1).dtype == numpy.int64, method
 
 
@@ -132,7 +135,9 @@ def test_sorting_down_works_for_unsigned_lengths() -> None:
     assert ordered("sorted_reverse", 1, lengths.astype(numpy.uint8)) == ordered("sorted_reverse", 1, lengths)
 
 
-@pytest.mark.parametrize("method", [*(set(METHODS) - {"default_every_n"}), "default_every_n:1", "laplace:9", "laplace:.9"])
+@pytest.mark.parametrize(
+    "method", [*sorted(set(METHODS) - set(NEED_A_NUMBER)), "default_every_n:1", "random_blocks:3", "laplace:9", "laplace:.9"]
+)
 def test_one_sequence(method: str) -> None:
     assert ordered(method, 4, LENGTHS[:1]) == [0]
 
@@ -155,7 +160,7 @@ def test_default_every_n_drops_the_remainder_as_returnn_does_but_never_everythin
 
 @pytest.mark.parametrize("method", METHODS)
 def test_no_sequences_at_all(method: str) -> None:
-    text = "default_every_n:1" if method == "default_every_n" else method
+    text = {**NEED_A_NUMBER, "default_every_n": "default_every_n:1"}.get(method, method)
     assert ordered(text, 1, LENGTHS[:0]) == []
 
 
@@ -172,7 +177,19 @@ MALFORMED = (
 )
 
 
-@pytest.mark.parametrize("method", [*MALFORMED.split("|"), "default_every_n", "Random", "", " random"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        *MALFORMED.split("|"),
+        "default_every_n",
+        "random_blocks",
+        "random_blocks:0",
+        "random_blocks:2:2:2",
+        "Random",
+        "",
+        " random",
+    ],
+)
 def test_methods_that_do_not_exist_are_problems_of_the_config(method: str) -> None:
     section, problems = build(OrderKeys, {"seq_ordering": method}, "train.", {})
     assert section is None
@@ -190,3 +207,50 @@ def test_seeds_that_numpy_has_no_generator_for_are_problems_of_the_config() -> N
         "train.fixed_random_seed",
         "train.random_seed_offset",
     ]
+
+
+# What RETURNN does not have
+
+
+def test_random_blocks_is_a_pure_function_that_is_held_to_this_order() -> None:
+    assert ordered("random_blocks:2") == numbers("4 11 2 6 8 3 10 7 9 1 0 5")
+    assert ordered("random_blocks:2", 2) == numbers("10 0 2 7 6 9 8 11 5 3 4 1")
+    assert ordered("random_blocks:2:2", 2) == ordered("random_blocks:2")
+    assert ordered("random_blocks:2", 4, fixed_random_seed=1) == ordered("random_blocks:2")
+
+
+@pytest.mark.parametrize("size", [1, 5, 6, 200, 201, 1000])
+@pytest.mark.parametrize("per_block", [1, 3, 10])
+def test_random_blocks_shuffles_within_a_few_blocks_at_a_time(size: int, per_block: int) -> None:
+    lengths = numpy.zeros(size, dtype=numpy.int32)
+    result = ordered(f"random_blocks:{per_block}", 3, lengths)
+    assert sorted(result) == list(range(size))
+    num_blocks = -(-size // per_block)
+    generator = numpy.random.RandomState(3)
+    blocks = generator.permutation(num_blocks).tolist()
+    rest = result
+    for first in range(0, num_blocks, BLOCKS_TOGETHER):
+        buffer = [
+            index
+            for block in blocks[first : first + BLOCKS_TOGETHER]
+            for index in range(block * per_block, min(size, (block + 1) * per_block))
+        ]
+        assert sorted(rest[: len(buffer)]) == sorted(buffer)
+        if len(buffer) > 30:
+            assert rest[: len(buffer)] != buffer  # shuffled, too
+        rest = rest[len(buffer) :]
+    assert rest == []
+
+
+def test_a_function_says_how_an_epoch_is_ordered() -> None:
+    def curriculum(*, epoch: int, **_: object) -> str:
+        return "sorted" if epoch == 1 else "random:2"
+
+    keys = OrderKeys(seq_ordering=curriculum)
+    assert order(LENGTHS, keys, 1).tolist() == ordered("sorted")
+    assert order(LENGTHS, keys, 3).tolist() == ordered("random", 2)
+    section, problems = build(OrderKeys, {"seq_ordering": curriculum}, "train.", {})
+    assert (section, problems) == (keys, [])
+    for wrong in (3, None, "randomly"):
+        with pytest.raises(DataError, match=f"seq_ordering: expected the function to return one of .*got {wrong!r} for epoch 2"):
+            order(LENGTHS, OrderKeys(seq_ordering=lambda wrong=wrong, **_: wrong), 2)

@@ -24,6 +24,7 @@ TRAININGS: dict[str, dict[str, object]] = {
     "grad_statistics": {"layers": "statistics", "num_epochs": 2},
     "evaluated": {"learning_rate": 0.0, "evaluated": True, "losses": "several", "max_seqs": 7},
     "by_frames": {"max_seqs": None, "batch_size": 30, "num_epochs": 2, "record": "ids"},
+    "balanced": {"max_seqs": 4, "balance_ranks": 6, "num_epochs": 2, "record": "ids"},
     "ordered_alike": {"horovod_dataset_distribution": "random_seed_offset", "num_epochs": 2, "record": "ids"},
     "fewer_than_ranks": {"part": "two.hdf", "max_seqs": 1, "losses": "several", "num_epochs": 3},
     "divided": {"horovod_scale_lr": "divide"},
@@ -115,7 +116,8 @@ def test_evaluation_gives_the_same_numbers_on_any_number_of_ranks(results: dict[
 
 @pytest.mark.parametrize("size", SIZES)
 def test_every_sequence_is_trained_on_once_an_epoch(results: dict[int, Path], size: int) -> None:
-    assert trained_on(results, size, "by_frames") == {(epoch, number): 1 for epoch in (1, 2) for number in range(231)}
+    for name in ("by_frames", "balanced"):
+        assert trained_on(results, size, name) == {(epoch, number): 1 for epoch in (1, 2) for number in range(231)}, name
 
 
 @pytest.mark.parametrize("size", SIZES)

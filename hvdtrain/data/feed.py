@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from hvdtrain.data.batches import ReadAhead, batches
+from hvdtrain.data.chunks import Chunks
 from hvdtrain.data.order import OrderKeys
 from hvdtrain.data.plan import BatchKeys, Plan, plan
 from hvdtrain.data.types import Array, Batch, Dataset
@@ -21,6 +23,8 @@ class Feed:
     Attributes:
         distribution: 'shard': batch i of an epoch goes to rank i % size. 'random_seed_offset': every rank goes through all
             sequences, in an order of its own.
+        subset: the sequences to use, ascending; None: all of them.
+        chunks: the chunks of all sequences, where they are cut: batches then consist of chunks.
     """
 
     name: str
@@ -30,18 +34,29 @@ class Feed:
     rank: int
     size: int
     distribution: Literal["shard", "random_seed_offset"] = "shard"
+    subset: Array | None = None
+    chunks: Chunks | None = None
+
+    @property
+    def lengths(self) -> Mapping[str, Array]:
+        """By data key, frames of everything that a plan's indices may speak of: sequences, or chunks of them."""
+        return self.dataset.lengths if self.chunks is None else self.chunks.lengths
 
     def plan(self, epoch: int) -> Plan:
         """The plan of an epoch (counted from 1)."""
         keys = self.order_keys
         if self.distribution == "random_seed_offset":
             keys = replace(keys, random_seed_offset=keys.random_seed_offset + self.rank * SEED_STEP)
-        return plan(self.dataset.lengths, keys, self.batch_keys, epoch)
+        return plan(self.dataset.lengths, keys, self.batch_keys, epoch, subset=self.subset, chunks=self.chunks)
+
+    def num_sequences(self, plan: Plan) -> int:
+        """How many sequences a plan goes through, each cut into chunks or not."""
+        return len(plan.order) if self.chunks is None else int((self.chunks.numbers[plan.order] == 0).sum())
 
     def share(self, plan: Plan) -> list[Array]:
-        """This rank's batches of a plan, as indices of sequences."""
+        """This rank's batches of a plan, as indices of sequences (or of chunks)."""
         return plan.share(self.rank, self.size) if self.distribution == "shard" else plan.share(0, 1)
 
     def read(self, share: list[Array]) -> ReadAhead[Batch]:
         """The batches themselves, read in the background."""
-        return ReadAhead(batches(self.dataset, share))
+        return ReadAhead(batches(self.dataset, share) if self.chunks is None else self.chunks.batches(self.dataset, share))

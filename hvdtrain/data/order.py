@@ -1,4 +1,4 @@
-"""The order of an epoch's sequences: RETURNN's `seq_ordering` methods, bit for bit.
+"""The order of an epoch's sequences: RETURNN's `seq_ordering` methods, bit for bit, and `random_blocks`.
 
 Everything here is a pure function of the lengths, the settings and the epoch.
 """
@@ -25,13 +25,19 @@ METHODS = (
     "sort_bin_shuffle",
     "sort_bin_shuffle_x2",
     "laplace",
+    "random_blocks",
 )
 
 WITH_BINS = ("sort_bin_shuffle", "sort_bin_shuffle_x2", "laplace")
 
+BLOCKS_TOGETHER = 16
+"""Of so many blocks the sequences are shuffled together by `random_blocks`."""
+
 
 def _parses(method: object) -> bool:
-    """Whether `parse` understands a value of the key seq_ordering."""
+    """Whether `parse` understands a value of the key seq_ordering, or it is a function that will tell."""
+    if callable(method):
+        return True
     try:
         parse(str(method))
     except ValueError:
@@ -43,11 +49,15 @@ def _parses(method: object) -> bool:
 class OrderKeys:
     """How the sequences of a dataset are ordered and cut into epochs. Keys inside the dicts `train`, `dev`, ..."""
 
-    seq_ordering: str = key(
+    seq_ordering: str | Callable[..., str] = key(
         "default",
         "order of the sequences: default, reverse, default_every_n:N, sorted, sorted_reverse, random, random_sample, "
-        "sort_bin_shuffle, sort_bin_shuffle_x2, laplace; the last three take :BINS or :.SEQUENCES_PER_BIN",
+        "sort_bin_shuffle, sort_bin_shuffle_x2, laplace (these three take :BINS or :.SEQUENCES_PER_BIN), "
+        "random_blocks:SEQUENCES_PER_BLOCK; or a function (*, epoch, **_) that returns one of these",
         Rule(f"one of {', '.join(METHODS)}, with :NUMBER or :.NUMBER where it takes one", _parses),
+    )
+    seq_list_filter_file: str | None = key(
+        None, "use only the sequences whose tags this file lists, one a line (text, or .gz); applied before partition_epoch"
     )
     partition_epoch: int = key(1, "cut the ordered sequences into so many parts; an epoch is one part", positive)
     repeat_epoch: int = key(1, "go through the sequences so many times in one epoch", positive)
@@ -82,42 +92,76 @@ def parse(text: str) -> Method:
             per_bin = int(first[1:])
         else:
             bins = int(first)
-    if name == "default_every_n":
-        bins = int(numbers.pop(0)) if numbers else None
-        if bins is None:
+    if name in ("default_every_n", "random_blocks"):
+        if not numbers:
             raise ValueError(text)
-    keep = int(numbers.pop(0)) if numbers and name in ("random", "random_sample", *WITH_BINS) else 1
+        number = int(numbers.pop(0))
+        bins, per_bin = (number, None) if name == "default_every_n" else (None, number)
+    keep = int(numbers.pop(0)) if numbers and name in ("random", "random_sample", "random_blocks", *WITH_BINS) else 1
     if numbers or min(number for number in (bins, per_bin, keep, 1) if number is not None) < 1:
         raise ValueError(text)
     return Method(name, bins, per_bin, keep)
 
 
-def order(lengths: Array, keys: OrderKeys, epoch: int) -> Array:
+def is_random(keys: OrderKeys) -> bool:
+    """Whether the seed has a say in the order, as far as can be told: a function's answer is not known yet."""
+    if callable(keys.seq_ordering):
+        return True
+    method = parse(keys.seq_ordering).name
+    return keys.fixed_random_seed is None and ("random" in method or method in WITH_BINS)
+
+
+def order(lengths: Array, keys: OrderKeys, epoch: int, subset: Array | None = None) -> Array:
     """The indices of the sequences of one epoch (counted from 1), in order.
 
     Args:
         lengths: number of frames of every sequence, by which the sorting methods sort; shape (num_sequences,).
+        subset: indices of the sequences to use, ascending (see `seq_list_filter_file`); None: all of them. They are
+            ordered and cut into parts as if there were no others.
 
     Returns:
         int64 indices of shape (number of sequences in this epoch,).
 
     Raises:
-        DataError: there are fewer sequences than parts they are to be cut into.
+        DataError: there are fewer sequences than parts they are to be cut into, or a function of the config's gives no
+            order that there is.
     """
-    method = parse(keys.seq_ordering)
+    if subset is not None:
+        lengths = lengths[subset]
+    method = method_of(keys, epoch)
     if method.name == "default_every_n" and (method.bins or 1) > max(1, len(lengths)):
         raise DataError(f"default_every_n: expected at most {len(lengths)}, the number of sequences, got {method.bins}")
-    everything = _ordered(lengths, method, _seed(keys, method, epoch))
-    part = _partition(everything, keys.partition_epoch, (epoch - 1) % keys.partition_epoch)
+    everything = _ordered(lengths, method, seed_of(keys, epoch))
+    part = _partition(everything, keys.partition_epoch, part_of(keys, epoch))
+    if subset is not None:
+        part = subset[part].astype(numpy.int64, copy=False)
     return numpy.tile(part, keys.repeat_epoch) if keys.repeat_epoch > 1 else part
 
 
-def _seed(keys: OrderKeys, method: Method, epoch: int) -> int:
+def method_of(keys: OrderKeys, epoch: int) -> Method:
+    """How the sequences of an epoch are ordered. Raises: DataError."""
+    text = keys.seq_ordering
+    if callable(text):
+        text = text(epoch=epoch)
+        if not isinstance(text, str) or not _parses(text):
+            raise DataError(
+                f"seq_ordering: expected the function to return one of {', '.join(METHODS)} "
+                f"(with :NUMBER or :.NUMBER where it takes one), got {text!r} for epoch {epoch}"
+            )
+    return parse(text)
+
+
+def seed_of(keys: OrderKeys, epoch: int) -> int:
     """One seed for all parts of a full epoch, and for all full epochs that keep the order."""
     if keys.fixed_random_seed is not None:
         return keys.fixed_random_seed
     full_epoch = (epoch - 1) // keys.partition_epoch + 1
-    return (full_epoch - 1) // method.keep + 1 + keys.random_seed_offset
+    return (full_epoch - 1) // method_of(keys, epoch).keep + 1 + keys.random_seed_offset
+
+
+def part_of(keys: OrderKeys, epoch: int) -> int:
+    """Which part of the full epoch an epoch is, counted from 0."""
+    return (epoch - 1) % keys.partition_epoch
 
 
 def _ordered(lengths: Array, method: Method, seed: int) -> Array:
@@ -136,6 +180,7 @@ def _ordered(lengths: Array, method: Method, seed: int) -> Array:
         "random": lambda: generator.permutation(size),
         "random_sample": lambda: generator.randint(0, size, size=size),
         "laplace": lambda: _laplace(lengths, generator, bins),
+        "random_blocks": lambda: _random_blocks(size, generator, method.per_bin or 1),
         "sort_bin_shuffle": lambda: _sort_bin_shuffle(lengths, generator, bins, shuffle_within=False),
         "sort_bin_shuffle_x2": lambda: _sort_bin_shuffle(lengths, generator, bins, shuffle_within=True),
     }
@@ -162,6 +207,16 @@ def _sort_bin_shuffle(lengths: Array, generator: numpy.random.RandomState, bins:
             generator.shuffle(part)
         parts.append(part)
     return numpy.concatenate(parts)
+
+
+def _random_blocks(size: int, generator: numpy.random.RandomState, per_block: int) -> Array:
+    """Blocks of neighbours in random order; then the sequences of every BLOCKS_TOGETHER blocks are shuffled."""
+    starts = numpy.arange(0, size, per_block)[generator.permutation(-(-size // per_block))]
+    counts = numpy.minimum(per_block, size - starts)
+    ends = numpy.cumsum(counts)
+    in_blocks = numpy.repeat(starts - (ends - counts), counts) + numpy.arange(size)
+    buffers = numpy.repeat(numpy.arange(len(starts)) // BLOCKS_TOGETHER, counts)
+    return in_blocks[numpy.lexsort((generator.random_sample(size), buffers))]
 
 
 def _partition(indices: Array, count: int, which: int) -> Array:

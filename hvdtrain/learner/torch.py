@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,11 +16,11 @@ from hvdtrain.context import Loss, RunContext, running
 from hvdtrain.data.types import Batch
 from hvdtrain.errors import CheckpointError, ConfigError
 from hvdtrain.learner.base import Kind, LearnerKeys, as_function
+from hvdtrain.learner.torch_clock import CpuClock, CudaClock
 from hvdtrain.learner.torch_gradients import GradientStream
 from hvdtrain.learner.torch_optimizer import make_optimizer
 from hvdtrain.reduce import Reducer
 from hvdtrain.scores import Scores
-from hvdtrain.timer import Timer
 
 MANY = 1000
 """Batches whose scores wait on the device before they are fetched, in one piece."""
@@ -77,7 +76,7 @@ class TorchLearner:
         self._clip_value = clip_value
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._gradients = GradientStream(self._trained, reducer)
-        self._clock = _CudaClock() if device.type == "cuda" else _CpuClock()
+        self._clock = CudaClock() if device.type == "cuda" else CpuClock()
         self._epoch = 0
         self._step = 0
         self._has_batch = False
@@ -304,46 +303,3 @@ def _load(path: Path, device: torch.device) -> dict[str, Any]:
     if not isinstance(contents, dict):
         raise CheckpointError(f"{path}: expected a checkpoint of hvdtrain, got a {type(contents).__name__}")
     return contents
-
-
-class _CpuClock:
-    """Seconds inside of spans."""
-
-    def __init__(self) -> None:
-        self._timer = Timer()
-
-    @contextmanager
-    def span(self) -> Iterator[None]:
-        with self._timer.span("step"):
-            yield
-
-    def take(self) -> float:
-        return self._timer.take().get("step", 0.0)
-
-
-class _CudaClock:
-    """Seconds from the first to the last kernel of each span, by events on the device: no step waits for it."""
-
-    def __init__(self) -> None:
-        self._pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self._seconds = 0.0
-
-    @contextmanager
-    def span(self) -> Iterator[None]:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()
-        yield
-        end.record()
-        self._pairs.append((begin, end))
-        if len(self._pairs) > MANY and self._pairs[MANY // 2][1].query():  # type: ignore[no-untyped-call]
-            self._add(MANY // 2)
-
-    def take(self) -> float:
-        torch.cuda.synchronize()
-        self._add(len(self._pairs))
-        taken, self._seconds = self._seconds, 0.0
-        return taken
-
-    def _add(self, count: int) -> None:
-        self._seconds += sum(begin.elapsed_time(end) for begin, end in self._pairs[:count]) / 1000
-        del self._pairs[:count]

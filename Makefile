@@ -28,7 +28,7 @@ data/g2p/%.hdf: demos/g2p/words.py
 
 # The full config trains 24 epochs; this one learns as much as five minutes allow.
 train: data
-	$(MPIRUN) $(PYTHON_OF_VENV) -m hvdtrain configs/g2p.py ++use_horovod 1 ++max_seqs 128 ++num_epochs 4 \
+	$(MPIRUN) $(PYTHON_OF_VENV) -m hvdtrain configs/g2p.py ++use_horovod 1 ++max_seqs 128 ++num_epochs 2 \
 		++model exp/g2p-short/model ++log exp/g2p-short/train.log
 
 test: setup data

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import traceback
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hvdtrain.errors import DataError, HvdtrainError
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+    from multiprocessing.context import ForkProcess
 
 AHEAD = 4
 """Questions that wait for a worker. They are small, so they never fill a pipe, and nobody waits for ever to write."""
@@ -30,10 +32,12 @@ class Workers:
         self._work = work
         self._process = os.getpid()
         self._pipes: list[Connection] = []
-        self._processes: list[multiprocessing.context.ForkProcess] = []
+        self._processes: list[ForkProcess] = []
 
     def start(self) -> None:
         """Start the processes."""
+        import multiprocessing  # here, as `--help` and those who need no workers have no time for it
+
         context = multiprocessing.get_context("fork")  # what they need is there already: nothing has to be pickled
         for number in range(self._count):
             here, there = context.Pipe()

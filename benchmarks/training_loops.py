@@ -38,9 +38,10 @@ from pathlib import Path
 
 import numpy
 
+from hvdtrain.comm.peers import Alone
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.sources import open_dataset, parse
-from hvdtrain.hdf_dump import dump
+from hvdtrain.dump import Selection, dump
 from hvdtrain.settings import read_settings
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -130,7 +131,7 @@ def prepare(options: argparse.Namespace, folder: Path, ranks: int, threads: int)
     if not data.exists():
         source, problems = parse("train", str(options.data), {})
         assert source is not None, problems
-        dump(source, data, end=num_sequences - 1)
+        dump(source, data, Selection(end=num_sequences - 1), Alone())
     batch = options.batch // ranks
     settings = read_settings(CONFIGS, hvdtrain_keys(data, folder, batch))
     dataset = open_dataset(settings.train)

@@ -51,15 +51,14 @@ class Reducer(Protocol):
     """The contract of this file's classes."""
 
     def start_gradients(self, gradients: list[Tensor], *, name: str) -> Any:
-        """Hand over gradients as soon as they are there; they may be overwritten. Returns a handle."""
+        """Hand over gradients as soon as they are there; they may be overwritten. Returns a handle.
+
+        Counts of loss elements go the same way: where gradients are averaged, so are they, and the two factors cancel.
+        """
         ...
 
     def finish_gradients(self, handle: Any) -> list[Tensor]:
         """The gradients that the optimizer is to apply."""
-        ...
-
-    def normalizers(self, counts: list[Tensor]) -> list[Tensor]:
-        """What a loss's sum is divided by, so that after the reduction it is the mean over all ranks' elements."""
         ...
 
     def agree(self, value: T | None) -> T:
@@ -103,11 +102,6 @@ class GradReduce:
         with self._timer.span("communication"):
             return self._comm.finish(handle)
 
-    def normalizers(self, counts: list[Tensor]) -> list[Tensor]:
-        # The same operation as on the gradients: where those are averaged, so is the count, and the factors cancel.
-        with self._timer.span("communication"):
-            return all_reduce(self._comm, counts, self._op, name="loss_counts")
-
     def agree(self, value: T | None) -> T:
         return next(known for known in self._comm.gather(value, name="agree") if known is not None)
 
@@ -147,9 +141,6 @@ class ParamAverage:
 
     def finish_gradients(self, handle: list[Tensor]) -> list[Tensor]:
         return handle
-
-    def normalizers(self, counts: list[Tensor]) -> list[Tensor]:
-        return counts
 
     def agree(self, value: T | None) -> T:
         return value  # type: ignore[return-value]  # only a rank with a batch asks, and it knows

@@ -22,6 +22,9 @@ from hvdtrain.learner.torch_optimizer import make_optimizer
 from hvdtrain.reduce import Reducer
 from hvdtrain.scores import Scores
 
+TINY = 1e-30
+"""What a sum is divided by where no element was counted: it is zero, too."""
+
 MANY = 1000
 """Batches whose scores wait on the device before they are fetched, in one piece."""
 
@@ -43,6 +46,14 @@ class TorchData:
         """True where a frame is not padding; shape (batch, time), on the device."""
         frames = torch.arange(self.raw_tensor.shape[1], device=self.raw_tensor.device)
         return frames[None, :] < self.seq_lens.to(self.raw_tensor.device, non_blocking=True)[:, None]
+
+
+@dataclass(frozen=True)
+class Normalized:
+    """The losses of a train_step that are to be means, and whether such a loss is all that is minimized."""
+
+    names: tuple[str, ...]
+    alone: bool
 
 
 class TorchLearner:
@@ -80,7 +91,8 @@ class TorchLearner:
         self._epoch = 0
         self._step = 0
         self._has_batch = False
-        self._normalized: tuple[str, ...] | None = None
+        self._normalized: Normalized | None = None
+        self._counting: Any = None
         self._waiting: list[tuple[tuple[str, ...], torch.Tensor]] = []
         self._scores = Scores()
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -94,11 +106,11 @@ class TorchLearner:
         if batch is None and not self._reducer.updates_without_batch:
             return
         with self._clock.span():
-            _seed_all(*self._seed, self._step)
-            losses = self._losses(batch, train=True) if batch is not None else {}
-            divisors = self._divisors(losses if batch is not None else None)
+            _seed_all(self._device, *self._seed, self._step)
+            losses = self._losses(batch, train=True) if batch is not None else None
+            divisors = self._start_counting(losses)
             self._gradients.begin()
-            total = _total(losses, divisors)
+            total = _total(losses or {}, divisors)
             if total is not None:
                 total.backward()  # type: ignore[no-untyped-call]
 
@@ -106,6 +118,10 @@ class TorchLearner:
         if self._has_batch or self._reducer.updates_without_batch:
             with self._clock.span():
                 self._gradients.finish()
+                if self._counting is not None:
+                    [counts] = self._reducer.finish_gradients(self._counting)
+                    gradients = [parameter.grad for parameter in self._trained if parameter.grad is not None]
+                    torch._foreach_div_(gradients, counts.clamp(min=TINY)[0])
                 if self._clip_value is not None:
                     torch.nn.utils.clip_grad_value_(self._trained, self._clip_value)
                 if self._clip_global_norm is not None:
@@ -171,24 +187,31 @@ class TorchLearner:
             self._fetch_scores()
         return context.losses
 
-    def _divisors(self, losses: dict[str, Loss] | None) -> dict[str, torch.Tensor]:
-        """By name of the losses that are to be means: their number of elements over all ranks. Collective.
+    def _start_counting(self, losses: dict[str, Loss] | None) -> dict[str, torch.Tensor]:
+        """Collective. What the losses that are to be means are divided by: their number of elements over all ranks.
+
+        Where such a loss is the only one, gradients of its sum are as good: they are divided when both they and the count
+        have come together, and no rank waits for the others between forward and backward. Then nothing is returned.
 
         A rank without a batch takes part with zero elements; in the first step it has to be told what there is to count.
         """
-        own = None if losses is None else tuple(name for name, loss in losses.items() if loss.use_normalized_loss)
+        own = None if losses is None else _normalized(losses)
         if self._normalized is None:
             self._normalized = self._reducer.agree(own)
         if own is not None and own != self._normalized:
             raise ConfigError(
-                [f"train_step: expected the losses with use_normalized_loss to be {self._normalized} in every step, got {own}"]
+                [f"train_step: expected losses with use_normalized_loss as in the first step, {self._normalized}, got {own}"]
             )
-        zero = torch.zeros((), dtype=torch.float64)
-        counts = [_count(losses[name]) if losses else zero for name in self._normalized]
-        if not counts:
+        if not self._normalized.names:
             return {}
-        [totals] = self._reducer.normalizers([torch.stack(counts).to(self._device)])
-        return dict(zip(self._normalized, totals.clamp(min=1e-30), strict=True))  # nothing counted: a sum of zero, too
+        zero = torch.zeros((), dtype=torch.float64)
+        counts = torch.stack([_count(losses[name]) if losses else zero for name in self._normalized.names])
+        counting = self._reducer.start_gradients([counts.to(self._device)], name="loss_counts")
+        if self._normalized.alone:
+            self._counting = counting
+            return {}
+        [totals] = self._reducer.finish_gradients(counting)
+        return dict(zip(self._normalized.names, totals.clamp(min=TINY), strict=True))
 
     def _fetch_scores(self) -> None:
         if not self._waiting:
@@ -228,7 +251,7 @@ def build_torch_learner(
     """
     torch.set_num_threads(threads)
     device = _device(keys.device, local_rank)
-    _seed_all(seed, 0, 0)
+    _seed_all(device, seed, 0, 0)
     model = as_function(keys.get_model, "get_model")(epoch=epoch, step=step, device=str(device))
     if not isinstance(model, torch.nn.Module):
         raise ConfigError([f"get_model: expected it to return a torch.nn.Module, got {type(model).__name__}"])
@@ -277,6 +300,12 @@ def _total(losses: dict[str, Loss], divisors: dict[str, torch.Tensor]) -> torch.
     return total
 
 
+def _normalized(losses: dict[str, Loss]) -> Normalized:
+    minimized = {name: loss for name, loss in losses.items() if not loss.as_error and loss.scale != 0}
+    names = tuple(name for name, loss in minimized.items() if loss.use_normalized_loss)
+    return Normalized(names, alone=len(minimized) == 1)
+
+
 def _count(loss: Loss) -> torch.Tensor:
     """How many elements a loss's sum goes over."""
     if loss.count is None:
@@ -284,10 +313,13 @@ def _count(loss: Loss) -> torch.Tensor:
     return torch.as_tensor(loss.count).detach().sum(dtype=torch.float64)
 
 
-def _seed_all(*parts: int) -> None:
+def _seed_all(device: torch.device, *parts: int) -> None:
     """Seed torch, Python and numpy with a number mixed from the parts."""
     mixed = int(numpy.random.SeedSequence(parts).generate_state(1)[0])
-    torch.manual_seed(mixed)
+    # The generators in use only: torch.manual_seed sees to all kinds of devices, which takes a hundred times as long.
+    torch.default_generator.manual_seed(mixed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(mixed)
     random.seed(mixed)
     numpy.random.seed(mixed)
 

@@ -59,7 +59,7 @@ class Wrong(Indexed):
         if number == 3333:  # the first of the last rank
             return self.mistake()
         time.sleep(0.2)  # the other ranks would take longer than a test may
-        return super().__getitem__(number)
+        return super().__getitem__(number % 50)  # nothing else is wrong
 
     def mistake(self):
         return "no sequence"

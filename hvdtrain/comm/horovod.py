@@ -24,7 +24,7 @@ HOW_TO_INSTALL = (
 
 
 def open_horovod(framework: Literal["torch", "tensorflow"]) -> Communicator:
-    """Start Horovod and connect the processes. One process alone needs no transport: Horovod would cost it 11 ms a step.
+    """Start Horovod and connect the processes. One process alone needs no transport, which would cost it milliseconds a step.
 
     Raises:
         LaunchError: Horovod is not installed for the framework, or it sees other processes than the launcher started.

@@ -8,7 +8,7 @@ import torch
 
 from hvdtrain.reduce import Reducer
 
-BUCKET_BYTES = 8 << 20
+BUCKET_BYTES = 2 << 20
 """Gradients of about so many bytes are sent together: large enough for the network, small enough to start early."""
 
 

@@ -14,6 +14,10 @@ class HvdtrainError(Exception):
 
     on_every_rank = False
 
+    def of_rank(self, rank: int) -> HvdtrainError:
+        """The same error, telling that only this rank saw it."""
+        return type(self)(f"rank {rank}: {self}")
+
 
 class ConfigError(HvdtrainError):
     """The config or the command line: every problem found, in one error."""
@@ -23,6 +27,9 @@ class ConfigError(HvdtrainError):
         count = len(self.problems)
         head = "1 problem in the config:" if count == 1 else f"{count} problems in the config:"
         super().__init__("\n  ".join([head, *self.problems]))
+
+    def of_rank(self, rank: int) -> ConfigError:
+        return ConfigError([f"rank {rank}: {self}"])
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[list[str]]]:
         return type(self), (self.problems,)  # pickled on its way to other ranks

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol, TypeVar
 
-from hvdtrain.errors import ConfigError, HvdtrainError
+from hvdtrain.errors import HvdtrainError
 
 T = TypeVar("T")
 
@@ -70,8 +70,7 @@ def together(comm: Communicator, work: Callable[[], T], *, name: str) -> T:
     if failures:
         rank, first = failures[0]
         if len(failures) < comm.size:
-            of_rank = f"rank {rank}: {first}"
-            first = ConfigError([of_rank]) if isinstance(first, ConfigError) else type(first)(of_rank)
+            first = first.of_rank(rank)
         first.on_every_rank = True
         raise first
     return result  # type: ignore[no-any-return]

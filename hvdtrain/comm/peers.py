@@ -77,6 +77,6 @@ def agreed(peers: Peers, work: Callable[[], T]) -> T:
     if failures:
         rank, first = (causes or failures)[0]
         if len(causes) < peers.size and isinstance(first, HvdtrainError) and not isinstance(first, ConfigError):
-            first = type(first)(f"rank {rank}: {first}")
+            first = first.of_rank(rank)
         raise first
     return result  # type: ignore[no-any-return]

@@ -16,6 +16,8 @@ LEVELS = {
     "hdf_dump": 6,
     "hdf_check": 6,
     "build_horovod": 6,
+    "doctor": 6,
+    "submit": 6,
     "run": 5,
     "dump": 5,
     "settings": 5,
@@ -43,6 +45,9 @@ LEVELS = {
 BESIDE = [
     ("__main__", "cli"),
     ("hdf_dump", "cli"),  # the grammar of ++key value
+    ("doctor.__main__", "cli"),
+    ("doctor.config", "hdf_check"),  # a config's files are looked at as that tool does
+    ("submit.__main__", "cli"),
     ("run", "settings"),
     ("learner.*", "reduce"),  # a learner is handed a reducer
     ("learner.base", "comm.base"),  # contracts may speak of each other

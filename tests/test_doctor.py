@@ -184,7 +184,7 @@ def test_ranks_that_do_not_find_each_other_end_with_a_report(toy: list[str], tmp
         "sys.argv[0] = 'doctor'\n"
         "runpy.run_module('hvdtrain.doctor', run_name='__main__')\n"
     )
-    finished = launch([str(late), "--patience", "4", *toy], ranks=2, timeout=150)
+    finished = launch([str(late), "--patience", "4", *toy], ranks=2, timeout=150, environment={"PYTHONPATH": str(ROOT)})
     assert finished.status == 2, finished.out + finished.err
     assert re.search(r"problem +ranks: expected 2 ranks to find each other within 4 s, got no answer", finished.out)
     assert " packages: " in finished.out

@@ -17,9 +17,12 @@ from hvdtrain.data.plan import BatchKeys
 from hvdtrain.data.sources import KINDS, DatasetSpec, parse
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.base import LearnerKeys
+from hvdtrain.log import LogKeys
 from hvdtrain.reduce import ReduceKeys
-from hvdtrain.report import ReportKeys
-from hvdtrain.schedule import ScheduleKeys
+from hvdtrain.report.trackers import TrackerKeys
+from hvdtrain.schedule.newbob import NewbobKeys
+from hvdtrain.schedule.rates import ScheduleKeys
+from hvdtrain.schedule.steps import StepSchedule, make_schedule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +67,18 @@ class DataKeys:
     eval_datasets: dict[str, Any] = key({}, "further datasets by name, evaluated after every epoch")
 
 
-SECTIONS: tuple[type, ...] = (RunKeys, DataKeys, BatchKeys, ChunkKeys, LearnerKeys, ScheduleKeys, ReduceKeys, ReportKeys)
+SECTIONS: tuple[type, ...] = (
+    RunKeys,
+    DataKeys,
+    BatchKeys,
+    ChunkKeys,
+    LearnerKeys,
+    ScheduleKeys,
+    NewbobKeys,
+    ReduceKeys,
+    LogKeys,
+    TrackerKeys,
+)
 DATASET_SECTIONS: tuple[type, ...] = (*(kind.keys for kind in KINDS.values()), OrderKeys)
 
 ALIASES = {
@@ -100,10 +114,15 @@ class Settings:
     chunks: ChunkKeys
     learner: LearnerKeys
     schedule: ScheduleKeys
+    newbob: NewbobKeys
+    step_schedule: StepSchedule | None
     reduce: ReduceKeys
-    report: ReportKeys
+    log: LogKeys
+    trackers: TrackerKeys
     train: DatasetSpec
     evaluations: tuple[DatasetSpec, ...]
+    origins: Mapping[str, str]
+    """By key, where its value comes from; a key that nobody set is not there."""
 
 
 def all_keys() -> list[Key]:
@@ -135,6 +154,10 @@ def check(source: Source, names: list[str]) -> Settings:
         problems += more
         if built[section] is not None and hasattr(section, "problems"):
             problems += built[section].problems()
+    step_schedule: StepSchedule | None = None
+    if built[ScheduleKeys] is not None and built[RunKeys] is not None:
+        step_schedule, more = make_schedule(built[ScheduleKeys].learning_rate_schedule, built[RunKeys].num_epochs)
+        problems += more
     specs: list[DatasetSpec] = []
     if built[DataKeys] is not None:
         specs, more = _datasets(built[DataKeys])
@@ -155,10 +178,14 @@ def check(source: Source, names: list[str]) -> Settings:
         chunks=built[ChunkKeys],
         learner=built[LearnerKeys],
         schedule=built[ScheduleKeys],
+        newbob=built[NewbobKeys],
+        step_schedule=step_schedule,
         reduce=built[ReduceKeys],
-        report=built[ReportKeys],
+        log=built[LogKeys],
+        trackers=built[TrackerKeys],
         train=specs[0],
         evaluations=tuple(specs[1:]),
+        origins={name: origin for name, origin in origins.items() if name in names},
     )
 
 

@@ -21,6 +21,7 @@ LEVELS = {
     "run": 5,
     "dump": 5,
     "settings": 5,
+    "effective": 5,
     "engine": 4,
     "comm": 3,
     "data": 3,
@@ -29,6 +30,8 @@ LEVELS = {
     "schedule": 3,
     "checkpoint": 3,
     "report": 3,
+    "report.__main__": 6,
+    "log": 2,
     "watchdog": 3,
     "comm.base": 2,
     "data.types": 2,
@@ -49,6 +52,8 @@ BESIDE = [
     ("doctor.config", "hdf_check"),  # a config's files are looked at as that tool does
     ("submit.__main__", "cli"),
     ("run", "settings"),
+    ("run", "effective"),
+    ("effective", "settings"),
     ("learner.*", "reduce"),  # a learner is handed a reducer
     ("learner.base", "comm.base"),  # contracts may speak of each other
     ("learner.base", "data.types"),

@@ -51,6 +51,7 @@ BESIDE = [
     ("doctor.__main__", "cli"),
     ("doctor.config", "hdf_check"),  # a config's files are looked at as that tool does
     ("submit.__main__", "cli"),
+    ("submit.commands", "doctor.environment"),  # what it looks for is what a script should say
     ("run", "settings"),
     ("run", "effective"),
     ("effective", "settings"),

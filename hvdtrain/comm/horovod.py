@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 
 from hvdtrain.comm import launch
 from hvdtrain.comm.base import Communicator, Op, Tensor
-from hvdtrain.comm.horovod_srun import gloo_environment
+from hvdtrain.comm.horovod_gloo import gloo_environment
 from hvdtrain.comm.single import SingleCommunicator
 from hvdtrain.errors import LaunchError, PeerFailure
 

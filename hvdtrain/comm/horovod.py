@@ -55,12 +55,10 @@ def open_horovod(framework: Literal["torch", "tensorflow"], timeline: str | None
         raise LaunchError(HOW_TO_INSTALL.format(error=error)) from None
     binding.init()
     if binding.size() != started.size:
-        mismatch = LaunchError(
+        raise LaunchError(
             f"use_horovod: expected the {started.size} processes that {started.launcher} started, got {binding.size()} from "
             f"Horovod ({HINTS.get(started.launcher or '', OTHER_HINT)})"
         )
-        mismatch.on_every_rank = binding.size() == 1
-        raise mismatch
     if binding.size() == 1:
         binding.shutdown()
         return SingleCommunicator()

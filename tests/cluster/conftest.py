@@ -3,14 +3,16 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from cluster.hosts import Hosts
-from cluster.slurm import start_slurm
+from cluster.slurm import start_slurm, wait_until_idle
 from launching import TOY, hvdtrain
 
 PROGRAMS = "munged slurmctld slurmd srun sshd ssh-keygen ip nsenter unshare mpirun ps".split()
@@ -50,10 +52,16 @@ def hosts() -> Iterator[Hosts]:
 
 @pytest.fixture(autouse=True)
 def nothing_stays_behind(hosts: Hosts) -> Iterator[None]:
-    """After a test no process of a job is left on any host."""
+    """After a test no process of a job is left on any host. What is left is ended, so that other tests do not suffer."""
     yield
-    left = hosts.processes("hvdtrain", "orted", "torchrun", "horovodrun", "slurmstepd")
-    assert not left, left
+    deadline = time.monotonic() + 15  # orted and slurmstepd outlive their jobs by a moment
+    while left := hosts.processes("hvdtrain", "orted", "torchrun", "horovodrun", "slurmstepd"):
+        if time.monotonic() > deadline:
+            hosts.run(["scancel", "--user=root"])
+            hosts.run(["kill", f"-{signal.SIGKILL.value}", *(line.split()[0] for line in left)])
+            wait_until_idle(hosts, patience=60)
+            pytest.fail(f"left on the hosts: {left}")
+        time.sleep(0.1)
 
 
 @pytest.fixture
@@ -77,3 +85,23 @@ def alone(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, f
 def scores(folder: Path) -> dict[str, float]:
     """The last epoch's scores."""
     return json.loads((folder / "scores.jsonl").read_text().splitlines()[-1])["scores"]
+
+
+def submit(hosts: Hosts, folder: Path, script: str) -> str:
+    """Give a script to sbatch; the job's number."""
+    (folder / "job.sh").write_text(script)
+    submitted = hosts.run(["sbatch", "job.sh"], folder=folder)
+    assert submitted.status == 0, submitted.err
+    return submitted.out.split()[-1]
+
+
+def wait_for_job(hosts: Hosts, job: str, patience: float) -> int:
+    """Wait until a job is over; its exit status."""
+    deadline = time.monotonic() + patience
+    while time.monotonic() < deadline:
+        told = hosts.run(["scontrol", "show", "job", job]).out
+        if any(f"JobState={state}" in told for state in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")):
+            return int(told.split("ExitCode=")[1].split(":")[0])
+        time.sleep(0.2)
+    hosts.run(["scancel", job])
+    raise AssertionError(f"job {job} still ran after {patience:g} s")

@@ -53,6 +53,7 @@ mv {name}.pid.new {name}.pid
 exec sleep infinity
 """
 
+# SetEnv: what a user's shell would set on every host.
 SSHD_CONFIG = """\
 HostKey {folder}/host_key
 AuthorizedKeysFile {folder}/user_key.pub
@@ -62,6 +63,7 @@ UsePAM no
 UseDNS no
 PidFile none
 MaxStartups 100
+SetEnv {environment}
 """
 
 # ServerAlive: without it, ssh never learns that a cable was pulled, and whoever waits for it neither.
@@ -199,7 +201,11 @@ class Hosts:
         self.folder.chmod(0o755)  # munged insists
         for key in ("host_key", "user_key"):
             subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", self.folder / key], check=True)
-        (self.folder / "sshd_config").write_text(SSHD_CONFIG.format(folder=self.folder))
+        mine = environment_of_a_user()
+        named = ("PYTHONPATH", "OMP_NUM_THREADS", "OMPI_MCA_mpi_yield_when_idle", "OMPI_MCA_rmaps_base_oversubscribe")
+        (self.folder / "sshd_config").write_text(
+            SSHD_CONFIG.format(folder=self.folder, environment=" ".join(f"{name}={mine[name]}" for name in named))
+        )
         (self.folder / "ssh_config").write_text(SSH_CONFIG.format(folder=self.folder))
         lines = ["127.0.0.1 localhost", *(f"{self.address(name)} {name}" for name in [HEAD, *self.names])]
         (self.folder / "hosts").write_text("\n".join(lines) + "\n")

@@ -97,7 +97,7 @@ def open_communicator(keys: ReduceKeys, framework: str) -> Iterator[Communicator
     if keys.use_horovod:
         from hvdtrain.comm.horovod import open_horovod  # imports a framework
 
-        comm = open_horovod("torch" if framework == "torch" else "tensorflow")
+        comm = open_horovod("torch" if framework == "torch" else "tensorflow", keys.horovod_timeline)
     elif started.size > 1:
         error = LaunchError(
             f"expected to be told how the {started.size} processes that {started.launcher} started belong together, got neither "

@@ -60,7 +60,9 @@ def test_values_that_are_no_numbers_are_not_believed() -> None:
 
 def test_tasks_per_node_of_slurm_may_differ() -> None:
     assert detect({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "4,3"}).local_size == 4
-    assert detect({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "2(x3),1"}).local_size == 2
+    assert detect({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "4,3", "SLURM_NODEID": "1"}).local_size == 3
+    assert detect({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_NODEID": "3"}).local_size == 1
+    assert detect({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "?"}).local_size == 1
 
 
 def test_launch_reads_this_processes_environment(monkeypatch: pytest.MonkeyPatch) -> None:

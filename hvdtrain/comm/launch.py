@@ -6,6 +6,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from hvdtrain.comm.slurm import tasks_per_node
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -45,9 +47,16 @@ def detect(environ: Mapping[str, str]) -> Launch:
                 int(environ[rank]),
                 int(environ[size]),
                 _number(environ.get(local_rank), 0),
-                _number(environ.get(local_size), 1),
+                _tasks_here(environ) if launcher == "srun" else _number(environ.get(local_size), 1),
             )
     return Launch(None)
+
+
+def _tasks_here(environ: Mapping[str, str]) -> int:
+    """How many tasks of the step are on this node: nodes may have different numbers."""
+    tasks = tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    node = _number(environ.get("SLURM_NODEID"), 0)
+    return tasks[node] if node < len(tasks) else 1
 
 
 def launch() -> Launch:
@@ -91,7 +100,11 @@ def environment() -> Mapping[str, str]:
     return os.environ
 
 
+def put(variables: Mapping[str, str]) -> None:
+    """Set variables for a library that reads the environment when it starts."""
+    os.environ.update(variables)
+
+
 def _number(text: str | None, default: int) -> int:
-    """The number a variable starts with ('4', Slurm's '4(x2)'), or the default."""
-    digits = (text or "").split("(")[0].split(",")[0]
-    return int(digits) if digits.isdigit() else default
+    """A variable's number, or the default."""
+    return int(text) if text and text.isdigit() else default

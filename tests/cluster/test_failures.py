@@ -1,0 +1,139 @@
+"""What happens on several hosts when something goes wrong, and what docs/launching.md says about it."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from cluster.conftest import submit, wait_for_job
+from cluster.hosts import Hosts, Started
+from cluster.slurm import wait_until_idle
+from launching import Finished
+from launching_page import PAGE, read_page
+
+ENDLESS = "python -m hvdtrain config.py ++use_horovod 1 ++num_epochs 100000"
+KEEPALIVE = "--mca oob_tcp_keepalive_time 5 --mca oob_tcp_keepalive_intvl 2 --mca oob_tcp_keepalive_probes 3"
+
+
+def wait_for(path: Path, started: Started, patience: float = 120) -> None:
+    """Wait until a running job has written a file."""
+    deadline = time.monotonic() + patience
+    while not path.exists():
+        if started.process.poll() is not None or time.monotonic() > deadline:
+            finished = started.finish(1)
+            raise AssertionError(f"{path.name} was not written; status {finished.status}\n{finished.out}\n{finished.err}")
+        time.sleep(0.05)
+
+
+def time_to_end(started: Started, limit: float) -> tuple[float, Finished]:
+    """How long from now on a job runs."""
+    began = time.monotonic()
+    finished = started.finish(limit)
+    return time.monotonic() - began, finished
+
+
+def test_mpirun_notices_a_pulled_cable_with_the_flags_of_the_page(hosts: Hosts, work: Path) -> None:
+    assert KEEPALIVE in PAGE.read_text()
+    started = hosts.start(f"mpirun -np 2 -H host1:1,host2:1 --bind-to none -x PATH {KEEPALIVE} {ENDLESS}", folder=work)
+    wait_for(work / "exp" / "model.001.pt", started)
+    hosts.pull_cable("host2")
+    try:
+        seconds, finished = time_to_end(started, limit=60)
+    finally:
+        hosts.plug_cable("host2")
+    assert finished.status != 0
+    assert "ORTE has lost communication with a remote daemon" in finished.err
+    assert 5 < seconds < 30  # 12 s where nothing else runs
+
+
+def test_gloo_and_slurm_notice_a_pulled_cable(hosts: Hosts, work: Path) -> None:
+    environment = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "10"}
+    started = hosts.start(f"srun -w host1,host2 -N2 -n2 {ENDLESS}", environment=environment, folder=work)
+    wait_for(work / "exp" / "model.001.pt", started)
+    hosts.pull_cable("host2")
+    try:
+        seconds, finished = time_to_end(started, limit=120)
+    finally:
+        hosts.plug_cable("host2")
+    assert finished.status != 0
+    assert seconds < 90
+    wait_until_idle(hosts, patience=90)  # the node comes back, and its task is ended
+
+
+@pytest.mark.parametrize("mpi", ["pmix", "none"])
+def test_a_task_that_is_killed_ends_the_step(hosts: Hosts, work: Path, mpi: str) -> None:
+    started = hosts.start(f"srun --mpi={mpi} -N2 -n3 {ENDLESS}", folder=work)
+    wait_for(work / "exp" / "model.001.pt", started)
+    victim = hosts.run(["pgrep", "-n", "-f", "bin/python -m hvdtrain"]).out.strip()
+    assert hosts.run(["kill", f"-{signal.SIGKILL.value}", victim]).status == 0
+    seconds, finished = time_to_end(started, limit=60)
+    assert finished.status != 0
+    assert seconds < 20
+
+
+def test_a_job_is_put_back_into_the_queue_before_its_time_is_up_and_goes_on(hosts: Hosts, work: Path) -> None:
+    script = next(command for command in read_page() if command.mode == "requeued").lines[0][1]
+    for old, new in {
+        "--time=10:00:00": "--time=00:01:00",
+        "@600": "@40",
+        "++use_horovod 1": "++use_horovod 1 ++num_epochs 40",
+    }.items():
+        assert script.count(old) == 1
+        script = script.replace(old, new)
+    with (work / "config.py").open("a") as config:
+        config.write(SLOWER)
+    (work / "slow").touch()
+    job = submit(hosts, work, script)
+    deadline = time.monotonic() + 120
+    while "Restarts=1" not in hosts.run(["scontrol", "show", "job", job]).out:
+        assert time.monotonic() < deadline, "the job was not put back into the queue"
+        time.sleep(0.2)
+    (work / "slow").unlink()
+    assert wait_for_job(hosts, job, patience=120) == 0
+    printed = (work / f"slurm-{job}.out").read_text()
+    assert printed.count("torch: 2 ranks, 1 on host") == 2, printed  # two runs
+    assert "training goes on after epoch" in printed
+    assert printed.count("Finished training in epoch 40.") == 1
+    epochs = [json.loads(line)["epoch"] for line in (work / "exp" / "scores.jsonl").read_text().splitlines()]
+    assert epochs == list(range(1, 41))
+
+
+SLOWER = """
+_train_step = train_step
+def train_step(**arguments):
+    if Path("slow").exists():
+        time.sleep(0.05)
+    _train_step(**arguments)
+"""
+
+
+def test_tasks_of_srun_that_are_not_told_how_they_belong_together_refuse(hosts: Hosts, work: Path) -> None:
+    finished = hosts.run("srun -N2 -n3 python -m hvdtrain config.py", folder=work)
+    assert finished.status == 2
+    assert finished.err.count("expected to be told how the 3 processes that srun started belong together") == 1
+    assert not (work / "exp").exists()
+
+
+def test_pmi2_ends_in_the_words_that_the_page_quotes(hosts: Hosts, work: Path) -> None:
+    finished = hosts.run("srun --mpi=pmi2 -N2 -n2 python -m hvdtrain config.py ++use_horovod 1", folder=work)
+    assert finished.status != 0
+    told = " ".join(finished.err.split())
+    assert "OMPI was not built with SLURM's PMI support" in told
+    assert "OMPI was not built with SLURM's PMI support" in PAGE.read_text()
+
+
+def test_horovod_under_torchrun_is_refused(hosts: Hosts, work: Path) -> None:
+    finished = hosts.run("torchrun --nproc_per_node 2 -m hvdtrain config.py ++use_horovod 1", folder=work)
+    assert finished.status != 0
+    assert "use_horovod: expected the 2 processes that torchrun started, got 1 from Horovod (torchrun is for" in finished.err
+    assert not (work / "exp").exists()
+
+
+def test_nothing_is_left_in_this_machines_own_places(hosts: Hosts, work: Path) -> None:
+    """The hosts' /dev/shm, /run and /etc/hosts are theirs; a job with shared memory leaves nothing in this machine's."""
+    before = {place: set(os.listdir(place)) for place in ("/dev/shm", "/run")}
+    assert hosts.run("touch /run/trace /dev/shm/trace && cat /etc/hosts", host="host1").out.count("10.77.0.") == 4
+    assert {place: set(os.listdir(place)) for place in before} == before
+    assert "10.77.0." not in Path("/etc/hosts").read_text()

@@ -64,7 +64,7 @@ def ask_host(host: str, command: Sequence[str]) -> tuple[HostReport | None, list
             ]
         return None, [problem(about, f"expected to log in without a password, got: {_last(said)}", _cure(said, host))]
     seconds = after - before
-    clock_ahead = float(said.split()[-1]) - (before + after) / 2
+    clock_ahead = surely_ahead(float(said.split()[-1]), before, after)
     findings = [ok(about, f"logged in within {seconds:.1f} s")]
     if seconds > SLOW:
         findings = [warning(about, f"a login takes {seconds:.1f} s", "UseDNS no in its sshd_config; a shorter ~/.bashrc")]
@@ -80,6 +80,15 @@ def ask_host(host: str, command: Sequence[str]) -> tuple[HostReport | None, list
     report = HostReport(**values | {"findings": [Finding(**each) for each in values["findings"]]})
     report.clock = clock_ahead
     return report, findings
+
+
+def surely_ahead(clock: float, before: float, after: float) -> float:
+    """How far another clock is ahead at least (behind: negative), if it was read at some time between two moments.
+
+    >>> surely_ahead(103.0, before=100.0, after=102.0), surely_ahead(101.9, before=100.0, after=102.0)
+    (1.0, 0.0)
+    """
+    return max(0.0, clock - after) + min(0.0, clock - before)
 
 
 def check_port(host: str, address: str) -> list[Finding]:

@@ -118,8 +118,8 @@ def test_mistakes_are_told_before_anything_is_submitted() -> None:
         "use_horovod: expected use_horovod or torch_distributed for 8 ranks, got neither",
     ):
         assert problem in options.err
-    late = submit(G2P, *"--scheduler slurm --time 4 --stop-before 300".split())
-    assert "--stop-before: expected less than --time (240 s), got 300" in late.err
+    late = submit(G2P, *"--scheduler slurm --time 5 --stop-before 300".split())
+    assert "--stop-before: expected at least 180 s less than --time (300 s), which starting may take, got 300" in late.err
     nowhere = launch(["-m", "hvdtrain.submit", G2P, "--scheduler", "sge", "--submit"], environment={"PATH": "/nowhere"})
     assert nowhere.status == 1
     assert "--submit: expected qsub in PATH, got none" in nowhere.err

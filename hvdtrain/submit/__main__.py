@@ -36,6 +36,9 @@ The script runs in this folder, with this Python. What your cluster needs beside
 as 'module load openmpi') and --option (a line for the scheduler, such as '--constraint=h100'); both may be repeated.
 """
 
+START = 180
+"""Seconds that a training has at least: a signal that comes while it starts kills it, and Slurm's may come a minute early."""
+
 WRITERS: dict[str, Callable[[Job], str]] = {"slurm": slurm_script, "sge": sge_script, "mpi": plain_script}
 SUBMITTERS = {"slurm": ["sbatch"], "sge": ["qsub"], "mpi": ["bash"]}
 
@@ -80,8 +83,11 @@ def job_of(options: argparse.Namespace, settings: Settings, overrides: list[str]
             seconds = seconds_of(options.time)
         except ValueError:
             problems.append(f"--time: expected hh:mm:ss, d-hh:mm:ss or minutes, got {options.time!r}")
-        if seconds is not None and seconds <= options.stop_before:
-            problems.append(f"--stop-before: expected less than --time ({seconds} s), got {options.stop_before}")
+        if seconds is not None and seconds < options.stop_before + START:
+            problems.append(
+                f"--stop-before: expected at least {START} s less than --time ({seconds} s), which starting may take, got "
+                f"{options.stop_before}"
+            )
     hosts = tuple(filter(None, options.hosts.split(",")))
     if options.scheduler == "mpi" and options.nodes > 1 and len(hosts) != options.nodes:
         problems.append(f"--hosts: expected the names of {options.nodes} hosts, got {options.hosts or 'none'}")

@@ -1,11 +1,12 @@
 """Job scripts of hvdtrain.submit, submitted to a real Slurm on several hosts."""
 
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from cluster.conftest import scores, wait_for_job
-from cluster.hosts import Hosts
+from cluster.hosts import Hosts, wait_for_file
 
 SUBMIT = [sys.executable, "-m", "hvdtrain.submit", "config.py", "--submit", "--name", "job"]
 SIZE = ["--nodes", "2", "--tasks-per-node", "2"]
@@ -30,3 +31,30 @@ def test_a_script_for_slurm_trains(hosts: Hosts, work: Path, alone: dict[str, fl
     assert scores(work / "exp") == pytest.approx(alone, rel=1e-5)
     if launcher == "mpirun":
         assert "0 problems" in printed  # the doctor came first
+
+
+SLOWLY = """
+
+def train_step(step=train_step, **values):
+    time.sleep(0.05)
+    step(**values)
+"""
+
+
+@pytest.mark.skipif(find_spec("hvdtrain.interrupt") is None, reason="the trainer does not stop on signals yet")
+@pytest.mark.parametrize("launcher", ["mpirun", "srun"])
+def test_a_job_that_is_stopped_before_its_time_is_up_goes_on(hosts: Hosts, work: Path, launcher: str) -> None:
+    """Slurm's signal reaches the trainer, which stops with a checkpoint; the job goes back into the queue and ends there."""
+    with (work / "config.py").open("a") as config:
+        config.write(SLOWLY)
+    job = submit(hosts, work, *SIZE, "--launcher", launcher, "--time", "20", *TRAINING, "++num_epochs", "12")
+    wait_for_file(work / "exp" / "scores.jsonl", 120)
+    hosts.run(["scancel", "--batch", "--signal=USR1", job])  # what --signal=B:USR1@300 does, without the waiting
+    status = wait_for_job(hosts, job, 240)
+    printed = (work / f"job-{job}.out").read_text()
+    assert status == 0, printed
+    assert printed.count("stopped by SIGUSR1") == 1
+    assert printed.count("training goes on") == 1  # in the second run
+    assert printed.count("Finished training in epoch 12.") == 1
+    assert len((work / "exp" / "scores.jsonl").read_text().splitlines()) == 12
+    assert " Restarts=1 " in hosts.run(["scontrol", "show", "job", job]).out

@@ -5,7 +5,9 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from contextlib import redirect_stderr, redirect_stdout
+from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
 
@@ -29,6 +31,10 @@ RICH = [
 SBATCH = "job-name nodes ntasks-per-node cpus-per-task gpus-per-node mem time partition account output".split()
 SBATCH += "signal requeue open-mode".split()
 QSUB = "-S -N -wd -j -o -pe -l -q -A -notify -r".split()
+
+
+OF_A_USER = {**os.environ, "OMPI_MCA_rmaps_base_oversubscribe": "1", "OMP_NUM_THREADS": "1"}
+OF_A_USER |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
 def submit(*arguments: object) -> Finished:
@@ -145,10 +151,25 @@ def test_the_plain_script_trains(corpus: Path, tmp_path: Path) -> None:
         *["++corpus", corpus, "++model", tmp_path / "model", *HOROVOD],
     )
     assert written.out == f"wrote {tmp_path}/job.sh\n"
-    environment = {**os.environ, "OMPI_MCA_rmaps_base_oversubscribe": "1", "OMP_NUM_THREADS": "1"}
-    environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    done = subprocess.run(["bash", tmp_path / "job.sh"], env=environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(["bash", tmp_path / "job.sh"], env=OF_A_USER, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "0 problems" in done.stdout
     assert "hvdtrain 0.1.0, torch: 2 ranks, 2 on" in done.stdout
     assert (tmp_path / "model.001.pt").exists()
+
+
+@pytest.mark.skipif(find_spec("hvdtrain.interrupt") is None, reason="the trainer does not stop on signals yet")
+def test_the_plain_script_stops_with_a_checkpoint(corpus: Path, tmp_path: Path) -> None:
+    """SIGTERM to the script, as from a host that shuts down, becomes what mpirun passes on; the script's status is 75."""
+    submit(
+        *[TOY, "--scheduler", "mpi", "--tasks-per-node", "2", "--out", tmp_path / "job.sh"],
+        *["++corpus", corpus, "++model", tmp_path / "model", "++num_epochs", "4000", *HOROVOD],
+    )
+    script = subprocess.Popen(["bash", tmp_path / "job.sh"], env=OF_A_USER, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 100
+    while not (tmp_path / "scores.jsonl").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    script.terminate()
+    _, err = script.communicate(timeout=60)
+    assert script.returncode == 75, err
+    assert "stopped by SIGUSR1 in epoch" in err

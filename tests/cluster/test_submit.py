@@ -33,6 +33,17 @@ def test_a_script_for_slurm_trains(hosts: Hosts, work: Path, alone: dict[str, fl
         assert "0 problems" in printed  # the doctor came first
 
 
+@pytest.mark.skipif(find_spec("hvdtrain.comm.torch_dist") is None, reason="the trainer knows no torch.distributed yet")
+def test_a_script_for_slurm_with_torchrun(hosts: Hosts, work: Path, alone: dict[str, float]) -> None:
+    """One agent a node, which meet on the first node at a port that depends on the job."""
+    job = submit(hosts, work, *SIZE, "--time", "10", "--interface", "eth0", "++corpus", ".", "++torch_distributed", "{}")
+    status = wait_for_job(hosts, job, 240)
+    printed = (work / f"job-{job}.out").read_text()
+    assert status == 0, printed
+    assert "torch: 4 ranks, 2 on host1 (CPU), 2 on host2 (CPU)" in printed
+    assert scores(work / "exp") == pytest.approx(alone, rel=1e-5)
+
+
 SLOWLY = """
 
 def train_step(step=train_step, **values):

@@ -6,8 +6,9 @@ import h5py
 import numpy
 import pytest
 
-from hvdtrain.data.cache import PER_ARRAY, CachedDataset, parse_sizes, with_cache
+from hvdtrain.data.cache import PER_ARRAY, Budget, CachedDataset, with_cache
 from hvdtrain.data.hdf import HDFDataset, open_hdf
+from hvdtrain.data.sizes import parse_sizes
 from hvdtrain.data.writer import HDFWriter
 
 
@@ -42,7 +43,7 @@ def test_sizes(value: int | str | list[int | str], sizes: list[int | None]) -> N
     assert parse_sizes(value) == sizes
 
 
-@pytest.mark.parametrize("value", ["", "2T", "much", "1,2,3,4", [1, 2, 3, 4], "1G G"])
+@pytest.mark.parametrize("value", ["", "2T", "much", "1,2,3,4", [1, 2, 3, 4], "1G G", "inf", "nan", "-infG"])
 def test_sizes_that_are_none(value: str) -> None:
     with pytest.raises(ValueError):  # noqa: PT011  the key's rule words the message
         parse_sizes(value)
@@ -50,7 +51,7 @@ def test_sizes_that_are_none(value: str) -> None:
 
 def test_a_cache_gives_the_same_and_reads_once(compressed: HDFDataset) -> None:
     reference = [compressed.sequence(index) for index in range(20)]
-    cached = CachedDataset(compressed, None)
+    cached = CachedDataset(compressed, Budget(None))
     for _ in range(2):
         for index in numpy.random.default_rng(1).permutation(20).tolist():
             assert all(numpy.array_equal(values, reference[index][key]) for key, values in cached.sequence(index).items())
@@ -62,24 +63,25 @@ def test_a_cache_gives_the_same_and_reads_once(compressed: HDFDataset) -> None:
 def test_the_budget_is_kept_in_true_bytes_without_what_is_mapped(compressed: HDFDataset) -> None:
     assert compressed.mapped == {"classes"}
     one = 10 * 4 * 4 + PER_ARRAY
-    cached = CachedDataset(compressed, 3 * one + 10)
+    budget = Budget(3 * one + 10)
+    cached = CachedDataset(compressed, budget)
     for index in range(20):
         cached.sequence(index)
     assert cached.num_kept == 3
-    assert cached.used == 3 * one
+    assert budget.used == 3 * one
     assert cached.sequence(19)["data"][0, 0] == 19
 
 
 def test_changing_what_was_given_changes_nothing_in_the_cache(compressed: HDFDataset) -> None:
-    cached = CachedDataset(compressed, None)
+    cached = CachedDataset(compressed, Budget(None))
     del cached.sequence(1)["data"]
     assert "data" in cached.sequence(1)
 
 
 def test_mapped_files_and_empty_budgets_need_no_cache(compressed: HDFDataset, tmp_path: Path) -> None:
-    assert with_cache(compressed, 0) is compressed
-    assert isinstance(with_cache(compressed, 100), CachedDataset)
+    assert with_cache(compressed, Budget(0)) is compressed
+    assert isinstance(with_cache(compressed, Budget(100)), CachedDataset)
     with HDFWriter(tmp_path / "mapped.hdf") as writer:
         writer.add("a", {"data": numpy.zeros((2, 2), numpy.float32)})
     mapped = open_hdf([tmp_path / "mapped.hdf"])
-    assert with_cache(mapped, None) is mapped
+    assert with_cache(mapped, Budget(None)) is mapped

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from hvdtrain.config.check import build
 from hvdtrain.config.keys import REQUIRED, declared, key
 from hvdtrain.config.reference import is_reference, resolve
+from hvdtrain.data.cache import Budget, with_cache
 from hvdtrain.data.dummy import DummyDatasetKeys, open_dummy
 from hvdtrain.data.many_files import FilesDatasetKeys, open_files
 from hvdtrain.data.map import MapDatasetKeys, open_map
@@ -17,7 +18,7 @@ from hvdtrain.data.meta import MetaDatasetKeys, open_meta
 from hvdtrain.data.options import unknown_options
 from hvdtrain.data.order import OrderKeys
 from hvdtrain.data.task12ax import Task12AXDatasetKeys, open_task12ax
-from hvdtrain.data.types import Dataset
+from hvdtrain.data.types import Dataset, External
 from hvdtrain.data.union import CombinedDatasetKeys, ConcatDatasetKeys, open_combined, open_concat
 from hvdtrain.errors import ConfigError, DataError
 
@@ -30,6 +31,11 @@ class HDFDatasetKeys:
     """Keys of a dataset dict with `"class": "HDFDataset"`."""
 
     files: str | list[str] = key(REQUIRED, "the HDF file, or a list of files that are read as one dataset")
+    allow_external: bool = key(
+        False,
+        "follow external links, external storage and virtual datasets, by which a file makes the trainer read other files; "
+        "such files are not copied to cache_dir",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,11 +57,34 @@ class DatasetSpec:
     Attributes:
         name: the config key it stands under ('train', 'dev', ..., 'train.datasets.text' inside another one).
         open: opens the source. Raises: DataError.
+        files: the data files that it reads itself.
+        parts: the datasets inside it.
     """
 
     name: str
-    open: Callable[[], Any]
+    open: Callable[..., Any]
     order: OrderKeys
+    files: tuple[str, ...] = ()
+    parts: tuple[DatasetSpec, ...] = ()
+
+    def all_files(self) -> Iterator[str]:
+        """Its own data files and those of the datasets inside it."""
+        yield from self.files
+        for part in self.parts:
+            yield from part.all_files()
+
+
+@dataclass(frozen=True)
+class Means:
+    """What a dataset is given to read with.
+
+    Attributes:
+        budget: the memory that it may keep what it read in.
+        copies: by the name of a data file, that of its copy on a local disk.
+    """
+
+    budget: Budget = field(default_factory=lambda: Budget(0))
+    copies: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -76,7 +105,8 @@ class Kind:
 def _open_hdf(where: str, keys: HDFDatasetKeys, datasets: Mapping[str, Dataset]) -> Dataset:
     from hvdtrain.data.hdf import open_hdf  # here, as `--help` has no time for h5py
 
-    return open_hdf([keys.files] if isinstance(keys.files, str) else keys.files)
+    external: External = "follow" if keys.allow_external else "refuse"
+    return open_hdf([keys.files] if isinstance(keys.files, str) else keys.files, external)
 
 
 def _open_files(where: str, keys: FilesDatasetKeys, datasets: Mapping[str, Dataset]) -> Dataset:
@@ -142,16 +172,17 @@ def parse(name: str, value: Any, defaults: Mapping[str, Any]) -> tuple[DatasetSp
         )
     if problems or order is None:
         return None, problems
-    return DatasetSpec(name, lambda: _call(name, kind, options), order), []
+    return DatasetSpec(name, lambda means=None: _call(name, kind, options), order), []
 
 
-def open_dataset(spec: DatasetSpec) -> Dataset:
+def open_dataset(spec: DatasetSpec, means: Means | None = None) -> Dataset:
     """Open a dataset to train or evaluate on.
 
     Raises:
         DataError: a file is bad, or the source cannot tell the lengths of its sequences beforehand.
     """
-    dataset = spec.open()
+    means = means or Means()
+    dataset = spec.open(means)
     if not all(hasattr(dataset, attribute) for attribute in ("streams", "lengths", "num_sequences", "sequence", "tags")):
         raise DataError(
             f"{spec.name}: expected a dataset that knows the lengths of its sequences, got {type(dataset).__name__} "
@@ -159,7 +190,7 @@ def open_dataset(spec: DatasetSpec) -> Dataset:
         )
     if dataset.num_sequences == 0:
         raise DataError(f"{spec.name}: expected at least one sequence, got an empty dataset")
-    return dataset  # type: ignore[no-any-return]  # it has the protocol's attributes
+    return dataset if spec.parts else with_cache(dataset, means.budget)
 
 
 def _parse_kind(
@@ -188,7 +219,17 @@ def _parse_kind(
     problems += more
     if problems or order is None:
         return None, problems
-    return DatasetSpec(name, lambda: _open_kind(name, kind, keys, inside), order), []
+
+    def open_it(means: Means | None = None) -> Dataset:
+        return _open_kind(name, kind, keys, inside, means or Means())
+
+    return DatasetSpec(name, open_it, order, tuple(_files(keys)), tuple(inside.values())), []
+
+
+def _files(keys: Any) -> list[str]:
+    """The data files that the keys of a dataset name, but for those that stand for other files beside them."""
+    files = getattr(keys, "files", [])
+    return [] if getattr(keys, "allow_external", False) else [files] if isinstance(files, str) else list(files)
 
 
 def _inside(options: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
@@ -233,12 +274,17 @@ def _order_problems(name: str, inside: DatasetSpec, outside: Mapping[str, Any] |
     return problems
 
 
-def _open_kind(name: str, kind: Kind, keys: Any, inside: Mapping[str, DatasetSpec]) -> Dataset:
+def _open_kind(name: str, kind: Kind, keys: Any, inside: Mapping[str, DatasetSpec], means: Means) -> Dataset:
     """Open the datasets inside, then the whole; if something fails, what is open is closed."""
+    files = _files(keys)
+    if any(path in means.copies for path in files):
+        keys = replace(keys, files=[means.copies.get(path, path) for path in files])
+    readers = getattr(keys, "num_workers", 0)  # each process keeps what it reads itself
+    inner = replace(means, budget=means.budget.part(max(1, readers)))
     with ExitStack() as on_failure:
         datasets = {}
         for child, spec in inside.items():
-            datasets[child] = open_dataset(spec)
+            datasets[child] = open_dataset(spec, inner)
             on_failure.callback(datasets[child].close)
         dataset = kind.open(name, keys, datasets)
         on_failure.pop_all()

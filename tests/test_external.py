@@ -5,14 +5,14 @@ from pathlib import Path
 import h5py
 import numpy
 import pytest
-from test_hdf import CLASSES, EXPECTED, FRAMES, contents, put, write
+from test_hdf import CLASSES, EXPECTED, FRAMES, Change, contents, put, write
 
 from hvdtrain.data.hdf import open_hdf
 from hvdtrain.data.sources import open_dataset, parse
 from hvdtrain.errors import DataError
 
 
-def virtual(name: str, other: str, source: str) -> None:
+def virtual(name: str, other: str, source: str) -> Change:
     def change(file: h5py.File) -> None:
         shape, dtype = file[name].shape, file[name].dtype
         layout = h5py.VirtualLayout(shape, dtype)
@@ -23,7 +23,7 @@ def virtual(name: str, other: str, source: str) -> None:
     return change
 
 
-def stored_in(path: Path, size: int = 40):
+def stored_in(path: Path, size: int = 40) -> Change:
     def change(file: h5py.File) -> None:
         del file["inputs"]
         file.create_dataset("inputs", (5, 2), "f4", external=[(str(path), 0, size)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import sys
 import traceback
@@ -38,7 +37,6 @@ def main(arguments: list[str] | None = None) -> int:
     if "--version" in arguments:
         print(f"hvdtrain {__version__}")
         return 0
-    faulthandler.enable()  # where a crash in native code happened; or reading a mapped file that somebody cut (SIGBUS)
     rank = launch.launch().rank
     try:
         paths, overrides = parse(arguments)

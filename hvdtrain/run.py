@@ -21,7 +21,7 @@ from hvdtrain.data.describe import batch_lines, copy_lines, feed_lines
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.plan import BatchKeys
 from hvdtrain.data.selection import listed
-from hvdtrain.data.sizes import megabytes, parse_size, parse_sizes
+from hvdtrain.data.sizes import parse_size, parse_sizes, size_text
 from hvdtrain.data.sources import DatasetSpec, Means, open_dataset
 from hvdtrain.data.unchanged import Unchanged
 from hvdtrain.engine import Engine, Rates
@@ -134,7 +134,7 @@ def copy_data(settings: Settings, comm: Communicator, watchdog: Watchdog, at_the
         watchdog.beat("copying the data files")
         if time.monotonic() - last_line >= settings.report.log_interval and folder is not None:
             last_line = time.monotonic()
-            say(4, f"copied {megabytes(max(copied))} so far ...")
+            say(4, f"copied {size_text(max(copied))} so far ...")
 
     if folder is not None:
         say(4, f"copying the data files to {keys.cache_dir}, where there is no copy yet ...")

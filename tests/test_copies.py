@@ -259,7 +259,9 @@ def test_ranks_train_on_copies_that_one_of_them_made(corpus: Path, tmp_path: Pat
     }
     first = hvdtrain(TOY, overrides, ranks=2)
     assert first.status == 0, first.err
-    assert re.search(r": 2 files \(0.1 MB\) are read from copies in .*/near, 2 copied now \(0.1 MB in ", first.out), first.out
+    assert re.search(r": 2 files \(\d+.\d KB\) are read from copies in .*/near, 2 copied now \(\d+.\d KB in ", first.out), (
+        first.out
+    )
     assert {path.read_bytes() for path in (tmp_path / "near").glob("*.hdf")} == {
         (corpus / "train.hdf").read_bytes(),
         (corpus / "dev.hdf").read_bytes(),

@@ -11,8 +11,8 @@ from hvdtrain.data.batches import pad
 from hvdtrain.data.tags import tag_bytes
 from hvdtrain.data.types import Array, Dataset, Padded, Stream
 
-PER_ARRAY = 160
-"""Bytes that Python and numpy need for a kept array besides its values."""
+PER_ARRAY, PER_SEQUENCE = 144, 180
+"""Bytes that Python and numpy need for a kept array besides its values, and for a sequence besides its arrays."""
 
 
 class Budget:
@@ -72,7 +72,7 @@ class CachedDataset:
     def __init__(self, dataset: Dataset, budget: Budget) -> None:
         self._dataset = dataset
         self._budget = budget
-        self._kept: dict[int, dict[str, Array]] = {}
+        self._kept: dict[int, tuple[Array, ...]] = {}  # by data key, in the order of the streams: smaller than dicts
         self.mapped: frozenset[str] = frozenset(getattr(dataset, "mapped", ()))
         self.streams: Mapping[str, Stream] = dataset.streams
         self.lengths: Mapping[str, Array] = dataset.lengths
@@ -96,26 +96,34 @@ class CachedDataset:
 
     def size(self) -> int:
         """Bytes that keeping everything would take; texts count as pointers."""
-        total = 0
+        total = PER_SEQUENCE * self.num_sequences
         for name in self.streams.keys() - self.mapped:
             total += int(self.lengths[name].sum(dtype=numpy.int64)) * frame_size(self.streams[name])
             total += PER_ARRAY * self.num_sequences
         return total
 
     def sequence(self, index: int) -> dict[str, Array]:
-        kept = self._kept.get(index)
-        if kept is not None:
-            return dict(kept)
-        sequence = self._dataset.sequence(index)
-        if self._budget.take(sum(_size(array) for name, array in sequence.items() if name not in self.mapped)):
-            self._kept[index] = {name: array if name in self.mapped else _own(array) for name, array in sequence.items()}
-            return dict(self._kept[index])
-        return dict(sequence)
+        return dict(zip(self.streams, self._arrays(index), strict=True))
 
     def padded(self, indices: Array) -> dict[str, Padded]:
         """Some sequences as a batch."""
-        sequences = [self.sequence(index) for index in indices.tolist()]
-        return {name: pad([sequence[name] for sequence in sequences]) for name in self.streams}
+        sequences = [self._arrays(index) for index in indices.tolist()]
+        return {name: pad([arrays[place] for arrays in sequences]) for place, name in enumerate(self.streams)}
+
+    def _arrays(self, index: int) -> tuple[Array, ...]:
+        """The arrays of a sequence in the order of the streams; kept from now on, if there is room."""
+        kept = self._kept.get(index)
+        if kept is not None:
+            return kept
+        read = self._dataset.sequence(index)
+        arrays = tuple(read[name] for name in self.streams)
+        size = sum(_size(read[name]) for name in self.streams if name not in self.mapped)
+        if self._budget.take(PER_SEQUENCE + size):
+            arrays = tuple(
+                array if name in self.mapped else _own(array) for name, array in zip(self.streams, arrays, strict=True)
+            )
+            self._kept[index] = arrays
+        return arrays
 
     def tags(self, indices: Sequence[int]) -> list[str]:
         return self._dataset.tags(indices)

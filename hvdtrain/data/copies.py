@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.config.keys import Rule, key
-from hvdtrain.data.sizes import megabytes, parse_size
+from hvdtrain.data.sizes import parse_size, size_text
 from hvdtrain.errors import DataError
 
 BLOCK = 8 << 20
@@ -195,11 +195,11 @@ class CopyFolder:
         missing = max(size - free, 0 if self._budget is None else total + size - self._budget)
         if missing > sum(bytes_of for _, bytes_of, _ in spare):
             why = (
-                f"of {megabytes(self._budget)} (cache_dir_size) {megabytes(total)} are taken"
+                f"of {size_text(self._budget)} (cache_dir_size) {size_text(total)} are taken"
                 if self._budget is not None and total + size - self._budget >= size - free
-                else f"the disk has {megabytes(max(0, free))} to give"
+                else f"the disk has {size_text(max(0, free))} to give"
             )
-            raise NotCopied(f"no room for {megabytes(size)} in {self._folder} (cache_dir): {why}")
+            raise NotCopied(f"no room for {size_text(size)} in {self._folder} (cache_dir): {why}")
         for _, bytes_of, path in sorted(spare):
             if missing <= 0:
                 break

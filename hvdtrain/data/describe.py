@@ -12,7 +12,7 @@ from hvdtrain.data.copies import Copies
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.plan import BatchKeys
 from hvdtrain.data.selection import within
-from hvdtrain.data.sizes import megabytes
+from hvdtrain.data.sizes import size_text
 from hvdtrain.data.types import Array, Stream
 
 Line = tuple[int, str]
@@ -29,7 +29,7 @@ def feed_lines(feed: Feed, local_size: int = 1) -> list[Line]:
     ordering = feed.order_keys.seq_ordering
     named = ordering if isinstance(ordering, str) else getattr(ordering, "__name__", "a function")
     size = sum(int(column.sum(dtype=numpy.int64)) * frame_size(stream) for stream, column in _columns(feed))
-    parts = [f"{feed.name}: {feed.dataset.num_sequences} sequences, {named}", *([how] if how else []), megabytes(size)]
+    parts = [f"{feed.name}: {feed.dataset.num_sequences} sequences, {named}", *([how] if how else []), size_text(size)]
     lines = [(4, "; ".join(parts)), *_cache_lines(feed, local_size)]
     used = numpy.arange(feed.dataset.num_sequences) if feed.subset is None else feed.subset
     if feed.subset is not None:
@@ -67,8 +67,8 @@ def _cache_lines(feed: Feed, local_size: int) -> list[Line]:
     return [
         (
             4,
-            f"{feed.name}: cache: up to {megabytes(size)} per rank, {megabytes(local_size * size)} on this host; "
-            f"{megabytes(whole)} would hold all of it",
+            f"{feed.name}: cache: up to {size_text(size)} per rank, {size_text(local_size * size)} on this host; "
+            f"{size_text(whole)} would hold all of it",
         )
     ]
 
@@ -86,8 +86,8 @@ def copy_lines(folder: str, everywhere: Sequence[tuple[str, Copies]]) -> list[Li
     for host, ranks in hosts.items():
         made, made_size = sum(copies.made for copies in ranks), sum(copies.made_size for copies in ranks)
         seconds = max(copies.seconds for copies in ranks)
-        told = f"{len(ranks[0].places)} files ({megabytes(ranks[0].size)}) are read from copies in {folder}"
-        now = f", {made} copied now ({megabytes(made_size)} in {seconds:.1f} s)" if made else ", which were there"
+        told = f"{len(ranks[0].places)} files ({size_text(ranks[0].size)}) are read from copies in {folder}"
+        now = f", {made} copied now ({size_text(made_size)} in {seconds:.1f} s)" if made else ", which were there"
         lines.append((4, f"{host}: {told}{now if ranks[0].places else ''}"))
         not_copied = {path: why for copies in ranks for path, why in copies.not_copied.items()}
         lines += [(2, f"{host}: not copied, but read from where it is: {path}: {why}") for path, why in not_copied.items()]

@@ -35,10 +35,13 @@ def parse_size(value: int | str) -> int | None:
     return None if size < 0 else int(size * unit)
 
 
-def megabytes(size: int) -> str:
+def size_text(size: int) -> str:
     """A number of bytes for people.
 
-    >>> megabytes(3_456_789), megabytes(5 << 30), megabytes(10_000)
-    ('3.3 MB', '5.0 GB', '0.0 MB')
+    >>> size_text(5 << 30), size_text(3_456_789), size_text(10_000)
+    ('5.0 GB', '3.3 MB', '9.8 KB')
     """
-    return f"{size / (1 << 30):.1f} GB" if size >= 1 << 30 else f"{size / (1 << 20):.1f} MB"
+    for unit, one in reversed(UNITS.items()):
+        if size >= one:
+            return f"{size / one:.1f} {unit}B"
+    return f"{size} bytes"

@@ -505,6 +505,14 @@ MALFORMED: dict[str, tuple[Change, str]] = {
         put("seqLengths", numpy.array([[3.0, 1.0], [2.0, 3.0]])),
         "expected integers of shape (sequences, keys) in /seqLengths, got float64 (2, 2)",
     ),
+    "NaN lengths": (
+        put("seqLengths", numpy.array([[3.0, numpy.nan], [2.0, 3.0]])),
+        "expected integers of shape (sequences, keys) in /seqLengths, got float64 (2, 2)",
+    ),
+    "lengths are text": (
+        put("seqLengths", numpy.array([[b"3", b"1"], [b"2", b"3"]])),
+        "expected integers of shape (sequences, keys) in /seqLengths, got |S1 (2, 2)",
+    ),
     "lengths of rank 3": (
         put("seqLengths", numpy.zeros((2, 2, 1), int)),
         "expected integers of shape (sequences, keys) in /seqLengths, got int64 (2, 2, 1)",

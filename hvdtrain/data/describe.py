@@ -40,6 +40,11 @@ def feed_lines(feed: Feed, local_size: int = 1) -> list[Line]:
         with_chunks = kept[numpy.diff(feed.chunks.first)[kept] > 0]
         lines.append((4, f"{feed.name}: {len(feed.chunks.of(with_chunks))} chunks of {len(with_chunks)} sequences"))
         kept = with_chunks
+    for name, column in feed.dataset.lengths.items():
+        empty = kept[column[kept] == 0]
+        if len(empty):
+            some = f"the first is {feed.dataset.tags([int(empty[0])])[0]!r}; min_seq_length = 1 drops them"
+            lines.append((2, f"{feed.name}: {len(empty)} sequences have no frames in {name!r} ({some})"))
     if len(kept) < len(used):
         lines.append(
             (2, f"{feed.name}: a full epoch loses {len(used) - len(kept)} of {len(used)} sequences, too short or too long")

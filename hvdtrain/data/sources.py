@@ -189,7 +189,8 @@ def open_dataset(spec: DatasetSpec, means: Means | None = None) -> Dataset:
             "(convert it once with tools/hdf_dump.py and train on the HDF file)"
         )
     if dataset.num_sequences == 0:
-        raise DataError(f"{spec.name}: expected at least one sequence, got an empty dataset")
+        where = f"none in {', '.join(spec.files[:3])}" if spec.files else "an empty dataset"
+        raise DataError(f"{spec.name}: expected at least one sequence, got {where}")
     return dataset if spec.parts else with_cache(dataset, means.budget)
 
 

@@ -122,7 +122,8 @@ def copy_data(settings: Settings, comm: Communicator, watchdog: Watchdog, at_the
     """Collective. Copy the data files to a local disk of every host, if the config asks for it. Raises: DataError."""
     keys = settings.copies
     folder = None if keys.cache_dir is None else CopyFolder(Path(keys.cache_dir).expanduser(), parse_size(keys.cache_dir_size))
-    files = dict.fromkeys(path for spec in (settings.train, *settings.evaluations) for path in spec.all_files())
+    specs = [part for spec in (settings.train, *settings.evaluations) for part in spec.all()]
+    files = dict.fromkeys(path for spec in specs for path in spec.copied)
 
     def work(progress: Callable[[int], None]) -> tuple[str, Copies]:
         return socket.gethostname(), Copies() if folder is None else copy_files(folder, files, progress)
@@ -161,7 +162,7 @@ def open_feeds(settings: Settings, comm: Communicator, copies: Mapping[str, str]
         distribution = settings.reduce.horovod_dataset_distribution if training else "shard"
         batch_keys = settings.batch.of_training() if training else settings.batch.of_evaluation()
         budget = Budget(budgets.get(spec.name, sizes[2]), within=host)
-        files = Unchanged(copies.get(path, path) for path in spec.all_files())
+        files = Unchanged(copies.get(path, path) if path in part.copied else path for part in spec.all() for path in part.files)
         dataset = open_dataset(spec, Means(budget, copies))
         return Feed(
             spec.name,

@@ -16,6 +16,7 @@ import pytest
 from launching import TOY, hvdtrain
 
 from hvdtrain.data.copies import CopyFolder, NotCopied, copy_files
+from hvdtrain.data.sources import Means, open_dataset, parse
 from hvdtrain.errors import DataError
 
 SIZE = 1 << 20
@@ -242,6 +243,22 @@ def test_an_original_that_changes_while_it_is_copied(originals: list[Path], near
 
     with opened(near) as folder, pytest.raises(DataError, match="stays as it is while it is copied, got one that was changed"):
         folder.copy(path, change)
+    assert list(near.glob("*.hdf")) == []
+
+
+def test_a_bad_file_is_told_with_the_name_the_config_has(tmp_path: Path, near: Path) -> None:
+    bad = tmp_path / "bad.hdf"
+    bad.write_text("not HDF")
+    spec, _ = parse("train", {"class": "MetaDataset", "datasets": {"a": str(bad)}, "data_map": {"data": ("a", "data")}}, {})
+    assert spec is not None
+    found = copy_files(CopyFolder(near, None), [path for part in spec.all() for path in part.copied], nothing)
+    with pytest.raises(DataError, match=rf"{near}/.*-bad.hdf: expected an HDF5 file, got .* \(a copy of {bad}\)$"):
+        open_dataset(spec, Means(copies=found.places))
+
+
+def test_a_folder_that_was_closed_while_a_thread_copies(originals: list[Path], near: Path) -> None:
+    with opened(near) as folder, pytest.raises(NotCopied, match="the folder was closed"):
+        folder.copy(originals[0], lambda _: folder.close())
     assert list(near.glob("*.hdf")) == []
 
 

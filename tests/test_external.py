@@ -103,10 +103,10 @@ def test_the_key_of_the_dataset(tmp_path: Path) -> None:
     path = write(tmp_path / "file.hdf", put("targets/data/classes", h5py.ExternalLink("other.hdf", "/targets/data/classes")))
     named = {"class": "HDFDataset", "files": str(path)}
     spec, problems = parse("train", named, {})
-    assert (problems, spec.files) == ([], (str(path),))
+    assert (problems, spec.files, spec.copied) == ([], (str(path),), (str(path),))
     with pytest.raises(DataError, match=r"got a link to another file \(allow_external in the dataset dict allows it\)"):
         open_dataset(spec)
     spec, problems = parse("train", {**named, "allow_external": True}, {})
-    assert (problems, spec.files) == ([], ())  # a copy would lead to other places
+    assert (problems, spec.files, spec.copied) == ([], (str(path),), ())  # a copy would lead to other places
     dataset = open_dataset(spec)
     assert dataset.sequence(1)["classes"].tolist() == CLASSES[1:].tolist()

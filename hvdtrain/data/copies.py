@@ -14,6 +14,7 @@ What is not locked by anybody, and no whole copy, is garbage of a process that w
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import os
@@ -109,7 +110,7 @@ class CopyFolder:
         """Make the folder, if it is not there, and register as one that uses it. Raises: NotCopied."""
         with self._usable():
             self._folder.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(self._folder / ".lock", os.O_RDONLY | os.O_CREAT, 0o666)
+            self._lock = _open_to_lock(self._folder / ".lock", os.O_CREAT)
             with self._locked():
                 self._own = os.open(self._folder / self._own_name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o666)
                 fcntl.flock(self._own, fcntl.LOCK_EX)
@@ -134,7 +135,7 @@ class CopyFolder:
         size, changed = _look_at(original)
         name = copy_name(original, size, changed)
         with self._usable():
-            os.write(self._own or 0, os.fsencode(f"{name}\0"))  # first of all: from now on nobody removes it
+            os.write(_opened(self._own), os.fsencode(f"{name}\0"))  # first of all: from now on nobody removes it
             while True:
                 with self._locked():
                     if (self._folder / name).exists():
@@ -226,12 +227,12 @@ class CopyFolder:
     @contextmanager
     def _locked(self) -> Iterator[None]:
         """Hold the folder's lock."""
-        while not _try_lock(self._lock or 0):
+        while not _try_lock(_opened(self._lock)):
             time.sleep(PAUSE / 10)
         try:
             yield
         finally:
-            fcntl.flock(self._lock or 0, fcntl.LOCK_UN)
+            fcntl.flock(_opened(self._lock), fcntl.LOCK_UN)
 
     @contextmanager
     def _usable(self) -> Iterator[None]:
@@ -339,6 +340,21 @@ def _transfer(original: Path, copy: int, size: int, changed: int, progress: Prog
     os.utime(copy, ns=(time.time_ns(), changed))
 
 
+def _open_to_lock(path: Path, flags: int = 0) -> int:
+    """A file that may be another user's. Some network file systems want it writable to lock it."""
+    try:
+        return os.open(path, os.O_RDWR | flags, 0o666)
+    except PermissionError:
+        return os.open(path, os.O_RDONLY)
+
+
+def _opened(file: int | None) -> int:
+    """Raises: OSError, after `close`: the program may end while a thread still copies."""
+    if file is None:
+        raise OSError(errno.EBADF, "the folder was closed")
+    return file
+
+
 def _try_lock(file: int) -> bool:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -349,7 +365,7 @@ def _try_lock(file: int) -> bool:
 
 def _unlocked(path: Path) -> bool:
     """Whether the process that held a file's lock has ended."""
-    file = os.open(path, os.O_RDONLY)
+    file = _open_to_lock(path)
     try:
         return _try_lock(file)
     finally:

@@ -57,7 +57,7 @@ class DatasetSpec:
     Attributes:
         name: the config key it stands under ('train', 'dev', ..., 'train.datasets.text' inside another one).
         open: opens the source. Raises: DataError.
-        files: the data files that it reads itself.
+        files: the data files that it reads itself; copied: those of them that may be read from a copy.
         parts: the datasets inside it.
     """
 
@@ -65,13 +65,14 @@ class DatasetSpec:
     open: Callable[..., Any]
     order: OrderKeys
     files: tuple[str, ...] = ()
+    copied: tuple[str, ...] = ()
     parts: tuple[DatasetSpec, ...] = ()
 
-    def all_files(self) -> Iterator[str]:
-        """Its own data files and those of the datasets inside it."""
-        yield from self.files
+    def all(self) -> Iterator[DatasetSpec]:
+        """This one and all datasets inside it."""
+        yield self
         for part in self.parts:
-            yield from part.all_files()
+            yield from part.all()
 
 
 @dataclass(frozen=True)
@@ -224,13 +225,18 @@ def _parse_kind(
     def open_it(means: Means | None = None) -> Dataset:
         return _open_kind(name, kind, keys, inside, means or Means())
 
-    return DatasetSpec(name, open_it, order, tuple(_files(keys)), tuple(inside.values())), []
+    return DatasetSpec(name, open_it, order, _files(keys), _copied(keys), tuple(inside.values())), []
 
 
-def _files(keys: Any) -> list[str]:
-    """The data files that the keys of a dataset name, but for those that stand for other files beside them."""
-    files = getattr(keys, "files", [])
-    return [] if getattr(keys, "allow_external", False) else [files] if isinstance(files, str) else list(files)
+def _files(keys: Any) -> tuple[str, ...]:
+    """The data files that the keys of a dataset name."""
+    files = getattr(keys, "files", ())
+    return (files,) if isinstance(files, str) else tuple(files)
+
+
+def _copied(keys: Any) -> tuple[str, ...]:
+    """Those that may be read from a copy: where they lead to others, these are found from where they are."""
+    return () if getattr(keys, "allow_external", False) else _files(keys)
 
 
 def _inside(options: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
@@ -277,9 +283,9 @@ def _order_problems(name: str, inside: DatasetSpec, outside: Mapping[str, Any] |
 
 def _open_kind(name: str, kind: Kind, keys: Any, inside: Mapping[str, DatasetSpec], means: Means) -> Dataset:
     """Open the datasets inside, then the whole; if something fails, what is open is closed."""
-    files = _files(keys)
-    if any(path in means.copies for path in files):
-        keys = replace(keys, files=[means.copies.get(path, path) for path in files])
+    copies = {path: means.copies[path] for path in _copied(keys) if path in means.copies}
+    if copies:
+        keys = replace(keys, files=[copies.get(path, path) for path in _files(keys)])
     readers = getattr(keys, "num_workers", 0)  # each process keeps what it reads itself
     inner = replace(means, budget=means.budget.part(max(1, readers)))
     with ExitStack() as on_failure:
@@ -287,7 +293,13 @@ def _open_kind(name: str, kind: Kind, keys: Any, inside: Mapping[str, DatasetSpe
         for child, spec in inside.items():
             datasets[child] = open_dataset(spec, inner)
             on_failure.callback(datasets[child].close)
-        dataset = kind.open(name, keys, datasets)
+        try:
+            dataset = kind.open(name, keys, datasets)
+        except DataError as error:
+            originals = [path for path, copy in copies.items() if copy in str(error)]
+            if not originals:
+                raise
+            raise DataError(f"{error} (a copy of {originals[0]})") from None
         on_failure.pop_all()
     return dataset
 

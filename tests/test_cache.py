@@ -201,6 +201,8 @@ def test_all_ranks_of_a_host_share_its_memory(compressed: HDFDataset) -> None:
     assert (Budget(None, within=host).size, Budget(10, within=host).size, Budget(5000, within=host).size) == (1000, 10, 1000)
     train, dev = Budget(None, within=host), Budget(600, within=host)
     assert (train.take(500), dev.take(600), dev.take(400), train.take(101), train.take(100)) == (True, False, True, False, True)
+    assert [Budget(own, within=host).is_cut(2000) for own in (None, 10, 1500)] == [True, False, True]
+    assert not Budget(None, within=host).is_cut(900)
     memory = host_memory()
     assert memory is not None
     assert 1 << 20 < memory < 1 << 50

@@ -37,6 +37,11 @@ class Budget:
         sizes = [size for size in (self._own, self._within.size if self._within is not None else None) if size is not None]
         return min(sizes, default=None)
 
+    def is_cut(self, wanted: int) -> bool:
+        """Whether less than was asked for, and than is wanted, is there, for the sake of others."""
+        there = None if self._within is None else self._within.size
+        return there is not None and there < min(wanted, wanted if self._own is None else self._own)
+
     def take(self, size: int) -> bool:
         """Take so many bytes, if they are there."""
         if self._own is not None and self.used + size > self._own:

@@ -73,7 +73,7 @@ def _cache_lines(feed: Feed, local_size: int) -> list[Line]:
         (
             4,
             f"{feed.name}: cache: up to {size_text(size)} per rank, {size_text(local_size * size)} on this host; "
-            f"{size_text(whole)} would hold all of it",
+            f"{size_text(whole)} would hold all of it" + (", more than the host has" if feed.budget.is_cut(whole) else ""),
         )
     ]
 
@@ -93,7 +93,8 @@ def copy_lines(folder: str, everywhere: Sequence[tuple[str, Copies]]) -> list[Li
         seconds = max(copies.seconds for copies in ranks)
         told = f"{len(ranks[0].places)} files ({size_text(ranks[0].size)}) are read from copies in {folder}"
         now = f", {made} copied now ({size_text(made_size)} in {seconds:.1f} s)" if made else ", which were there"
-        lines.append((4, f"{host}: {told}{now if ranks[0].places else ''}"))
+        if ranks[0].places:
+            lines.append((4, f"{host}: {told}{now}"))
         not_copied = {path: why for copies in ranks for path, why in copies.not_copied.items()}
         lines += [(2, f"{host}: not copied, but read from where it is: {path}: {why}") for path, why in not_copied.items()]
     return lines

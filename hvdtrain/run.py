@@ -45,6 +45,8 @@ from hvdtrain.watchdog import Watchdog
 MEMORY_SHARE = 0.8
 """How much of the memory that a host has left its ranks may fill with what they read, together."""
 
+NO_COPIES: Mapping[str, str] = {}
+
 WHAT_A_MODEL_IS: tuple[Kind, ...] = ("parameters", "frozen", "statistics", "counters")
 
 
@@ -155,10 +157,7 @@ def copy_data(settings: Settings, comm: Communicator, watchdog: Watchdog, at_the
     return copies
 
 
-EMPTY: Mapping[str, str] = {}
-
-
-def open_feeds(settings: Settings, comm: Communicator, copies: Mapping[str, str] = EMPTY) -> list[Feed]:
+def open_feeds(settings: Settings, comm: Communicator, copies: Mapping[str, str] = NO_COPIES) -> list[Feed]:
     """Open the datasets, train first; those of their files that have copies are read from these. Raises: DataError."""
     sizes = parse_sizes(settings.data.cache_size)
     memory = host_memory() if any(size != 0 for size in sizes) else None

@@ -8,7 +8,7 @@ import numpy
 import pytest
 
 from hvdtrain.comm.single import SingleCommunicator
-from hvdtrain.data.cache import PER_ARRAY, PER_SEQUENCE, Budget, CachedDataset, host_memory, with_cache
+from hvdtrain.data.cache import PER_ARRAY, PER_SEQUENCE, Budget, CachedDataset, _available, _left_in, host_memory, with_cache
 from hvdtrain.data.describe import feed_lines
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.hdf import HDFDataset, open_hdf
@@ -206,6 +206,18 @@ def test_all_ranks_of_a_host_share_its_memory(compressed: HDFDataset) -> None:
     memory = host_memory()
     assert memory is not None
     assert 1 << 20 < memory < 1 << 50
+
+
+def test_the_memory_of_a_host_and_of_a_control_group(tmp_path: Path) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal:       8000 kB\nMemAvailable:   5000 kB\n")
+    assert _available(tmp_path / "meminfo") == 5000 << 10
+    assert _available(tmp_path / "none") is None
+    (tmp_path / "memory.max").write_text("1000\n")
+    (tmp_path / "memory.current").write_text("900\n")
+    (tmp_path / "memory.stat").write_text("anon 500\nfile 300\n")
+    assert _left_in(tmp_path) == 400  # the page cache gives way
+    (tmp_path / "memory.max").write_text("max\n")
+    assert _left_in(tmp_path) is None
 
 
 def test_a_mapped_file_needs_no_cache_and_says_so(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy
 
@@ -13,7 +13,6 @@ from hvdtrain.data.feed import Feed
 from hvdtrain.data.plan import BatchKeys
 from hvdtrain.data.selection import within
 from hvdtrain.data.sizes import size_text
-from hvdtrain.data.types import Array, Stream
 
 Line = tuple[int, str]
 """From which `log_verbosity` on a line is shown, and the line."""
@@ -28,7 +27,8 @@ def feed_lines(feed: Feed, local_size: int = 1) -> list[Line]:
     how = getattr(feed.dataset, "how_read", lambda: "")()
     ordering = feed.order_keys.seq_ordering
     named = ordering if isinstance(ordering, str) else getattr(ordering, "__name__", "a function")
-    size = sum(int(column.sum(dtype=numpy.int64)) * frame_size(stream) for stream, column in _columns(feed))
+    lengths = feed.dataset.lengths
+    size = sum(int(lengths[key].sum(dtype=numpy.int64)) * frame_size(stream) for key, stream in feed.dataset.streams.items())
     parts = [f"{feed.name}: {feed.dataset.num_sequences} sequences, {named}", *([how] if how else []), size_text(size)]
     lines = [(4, "; ".join(parts)), *_cache_lines(feed, local_size)]
     used = numpy.arange(feed.dataset.num_sequences) if feed.subset is None else feed.subset
@@ -54,11 +54,6 @@ def feed_lines(feed: Feed, local_size: int = 1) -> list[Line]:
     if alone:
         lines.append((2, f"{feed.name}: {alone} sequences are longer than batch_size allows and make batches of their own"))
     return lines
-
-
-def _columns(feed: Feed) -> Iterator[tuple[Stream, Array]]:
-    for name, stream in feed.dataset.streams.items():
-        yield stream, feed.dataset.lengths[name]
 
 
 def _cache_lines(feed: Feed, local_size: int) -> list[Line]:

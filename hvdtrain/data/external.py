@@ -34,7 +34,8 @@ def check_place(path: Path, file: h5py.File, name: str, external: External) -> N
                     f"{path}: expected {link.path} in {link.filename}, where the link /{name} leads, got: {error}"
                 ) from None
             raise
-        if found.file != file and external == "refuse":  # a link inside the file may lead to one that leaves it
+        soft = isinstance(link, h5py.SoftLink)  # it may lead to a link that leaves the file
+        if soft and external == "refuse" and found.file != file:
             raise DataError(f"{path}: expected /{name} to be in this file, got a link to another file ({HINT})")
         parent = found
     if isinstance(parent, h5py.Dataset) and (parent.external or parent.is_virtual):

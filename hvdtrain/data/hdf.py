@@ -8,7 +8,6 @@ chunked or compressed goes through h5py.
 
 from __future__ import annotations
 
-import math
 import os
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,11 +19,9 @@ import numpy
 
 from hvdtrain.data.batches import pad
 from hvdtrain.data.compression import load_filters
+from hvdtrain.data.gather import Memory, gather
 from hvdtrain.data.types import Array, Padded, Stream
 from hvdtrain.errors import DataError
-
-SHORT = 512
-"""Sequences of up to so many bytes are gathered frame by frame; longer ones are copied one by one, which is faster then."""
 
 
 class HDFDataset:
@@ -134,6 +131,7 @@ class HDFFile:
         self._starts: dict[str, Array] = {}
         self._names: dict[str, str] = {}
         self._arrays: dict[str, Array | h5py.Dataset] = {}
+        self._memory = Memory()
         with _open(path) as file:
             try:
                 self._index(file)
@@ -160,19 +158,10 @@ class HDFFile:
 
     def padded(self, indices: Array, key: str) -> Padded:
         """One key of some sequences as a batch."""
-        lengths = self.lengths[key][indices]
-        longest = int(lengths.max())
-        mapped = key in self.mapped and len(self._arrays[key]) > 0
-        if not mapped or longest * self.streams[key].dtype.itemsize * math.prod(self.streams[key].shape) > SHORT:
+        if key not in self.mapped:
             return pad([self.sequence(index, [key])[key] for index in indices.tolist()])
-        frames = numpy.arange(longest)
-        places = self._starts[key][indices][:, None] + frames
-        array = self._arrays[key]
-        numpy.minimum(places, len(array) - 1, out=places)  # behind the last sequence there is nothing to take
-        # HDF5 does not align what it stores; `take` would copy the whole array first.
-        values = array.take(places, axis=0) if array.flags.aligned else array[places]
-        values[frames >= lengths[:, None]] = 0
-        return Padded(values, lengths)
+        lengths = self.lengths[key][indices]
+        return Padded(gather(self._arrays[key], self._starts[key][indices], lengths, self._memory), lengths)
 
     def tags(self, indices: Array) -> list[str]:
         """The tags of some sequences."""

@@ -23,6 +23,9 @@ from hvdtrain.data.gather import Memory, gather
 from hvdtrain.data.types import Array, Padded, Stream
 from hvdtrain.errors import DataError
 
+BLOCK = 1 << 20
+"""Sequences whose lengths are read at once."""
+
 
 class HDFDataset:
     """The sequences of one or several HDF files, one file after the other.
@@ -218,15 +221,15 @@ class HDFFile:
         """Find the sequences of every data key, and check that everything fits together."""
         path = self.path
         sources = _sources(path, file)
-        columns = _columns(path, file, sources)
-        self.num_sequences = len(columns)
+        self.lengths = _lengths(path, file, sources)
+        self.num_sequences = len(next(iter(self.lengths.values())))
         for number, (key, dataset) in enumerate(sources.items()):
             self._names[key] = dataset.name
             load_filters(path, dataset)
             self.streams[key] = _stream(path, file, key, dataset)
-            self.lengths[key] = numpy.ascontiguousarray(columns[:, number], dtype=numpy.int32)
             starts = numpy.zeros(self.num_sequences + 1, dtype=numpy.int64)
-            numpy.cumsum(self.lengths[key], dtype=numpy.int64, out=starts[1:])
+            starts[1:] = self.lengths[key]  # in place: numpy would make a copy to sum up integers of another size
+            numpy.cumsum(starts, out=starts)
             if starts[-1] != len(dataset):
                 raise DataError(
                     f"{path}: expected the lengths in /seqLengths, column {number}, to add up to the {len(dataset)} frames "
@@ -309,25 +312,26 @@ def _strings(path: Path, file: h5py.File, name: str) -> h5py.Dataset:
     return dataset
 
 
-def _columns(path: Path, file: h5py.File, sources: dict[str, h5py.Dataset]) -> Array:
-    """/seqLengths, checked: shape (num_sequences, number of columns)."""
+def _lengths(path: Path, file: h5py.File, sources: dict[str, h5py.Dataset]) -> dict[str, Array]:
+    """/seqLengths, checked, by data key: int32 of shape (num_sequences,). Read in blocks: it may be larger than what is kept."""
     stored = _dataset(path, file, "seqLengths")
     if stored.ndim not in (1, 2) or stored.dtype.kind not in "iu":
         raise DataError(f"{path}: expected integers of shape (sequences, keys) in /seqLengths, got {stored.dtype} {stored.shape}")
-    columns: Array = stored[:]
-    if columns.ndim == 1:  # the oldest files: one length for all keys
-        columns = numpy.repeat(columns[:, None], len(sources), axis=1)
+    number = len(sources) if stored.ndim == 1 else stored.shape[1]  # the oldest files: one length for all keys
     # A file without /targets may have a column for targets that are not there, for historical reasons.
     allowed = {len(sources)} | ({len(sources) + 1} if "targets" not in file else set())
-    if columns.shape[1] not in allowed:
-        raise DataError(
-            f"{path}: expected {len(sources)} columns in /seqLengths (for {', '.join(sources)}), got {columns.shape[1]}"
-        )
-    if columns.size and columns.min() < 0:
-        raise DataError(f"{path}: expected lengths of 0 or more in /seqLengths, got {columns.min()}")
-    if columns.size and columns.max() > numpy.iinfo(numpy.int32).max:
-        raise DataError(f"{path}: expected lengths below 2**31 in /seqLengths, got {columns.max()}")
-    return columns
+    if number not in allowed:
+        raise DataError(f"{path}: expected {len(sources)} columns in /seqLengths (for {', '.join(sources)}), got {number}")
+    lengths = {key: numpy.empty(len(stored), dtype=numpy.int32) for key in sources}
+    for start in range(0, len(stored), BLOCK):
+        block: Array = stored[start : start + BLOCK]
+        if block.min() < 0:
+            raise DataError(f"{path}: expected lengths of 0 or more in /seqLengths, got {block.min()}")
+        if block.max() > numpy.iinfo(numpy.int32).max:
+            raise DataError(f"{path}: expected lengths below 2**31 in /seqLengths, got {block.max()}")
+        for place, column in enumerate(lengths.values()):
+            column[start : start + len(block)] = block if block.ndim == 1 else block[:, place]
+    return lengths
 
 
 def _stream(path: Path, file: h5py.File, key: str, dataset: h5py.Dataset) -> Stream:

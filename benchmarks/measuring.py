@@ -31,7 +31,8 @@ def take_turns(
 ) -> dict[str, list[float]]:
     """What each contestant does in a second, round by round; a round before the first one warms up.
 
-    Seconds are the processor's, of all threads of this process, unless another clock is given: other programs disturb them little.
+    Seconds are the processor's, of all threads of this process, unless another clock is given: other programs disturb them
+    little.
     """
     rates: dict[str, list[float]] = {name: [] for name in contestants}
     for number in range(rounds + 1):

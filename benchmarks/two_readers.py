@@ -55,9 +55,8 @@ def contest(path: Path, batch: int, seconds: float, rounds: int) -> None:
         for clock, found in ratios.items():
             found.append(statistics.mean(reader[clock] for reader in pair) / alone[clock])
     for clock, found in ratios.items():
-        print(
-            f"each of two, against one alone, by the {clock}: {statistics.median(found):.2f} ({min(found):.2f} to {max(found):.2f})"
-        )
+        spread = f"{statistics.median(found):.2f} ({min(found):.2f} to {max(found):.2f})"
+        print(f"each of two, against one alone, by the {clock}: {spread}")
     for number, reader in enumerate(pair):
         print(
             f"reader {number}: of the mapped file {reader['Rss']:.0f} MB touched, {reader['Shared']:.0f} MB shared, "

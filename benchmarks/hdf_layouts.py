@@ -9,6 +9,7 @@ import argparse
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy
@@ -29,12 +30,15 @@ def write(path: Path, sequences: int) -> None:
             writer.add(f"seq-{number}", {"data": numpy.round(numpy.cumsum(steps, axis=0), 3).astype(numpy.float32)})
 
 
-def store(source: Path, path: Path, **options: object) -> None:
+def store(source: Path, path: Path, **options: Any) -> None:
     """A copy whose frames are stored in another way."""
     path.write_bytes(source.read_bytes())
     with h5py.File(path, "r+") as file:
         frames = file["inputs"][:]
         del file["inputs"]
+        if isinstance(options.get("chunks"), tuple):
+            length, width = options["chunks"]
+            options["chunks"] = (min(length, len(frames)), width)
         file.create_dataset("inputs", data=frames, **options)
 
 

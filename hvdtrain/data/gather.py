@@ -1,9 +1,11 @@
-"""Sequences picked out of one long array into a batch, at about the speed at which memory is copied."""
+"""Sequences picked out of long arrays into a batch, at about the speed at which memory is copied."""
 
 from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy
@@ -50,15 +52,38 @@ class Memory:
             self._free.append(piece)
 
 
-def gather(array: Array, starts: Array, lengths: Array, memory: Memory) -> Array:
-    """Parts of an array that begin at `starts` and have `lengths` frames: shape (number, longest, ...), zero behind each end."""
+@dataclass(frozen=True)
+class Part:
+    """The rows of a batch that come from one array, and where in it they begin; both int64 of shape (number of rows,)."""
+
+    array: Array
+    rows: Array
+    starts: Array
+
+
+def gather(parts: Sequence[Part], lengths: Array, memory: Memory) -> Array:
+    """A batch of sequences that lie in one array or in several of the same kind.
+
+    Args:
+        lengths: number of frames of every row.
+
+    Returns:
+        shape (rows, longest, ...), zero behind each row's end.
+    """
     longest = int(lengths.max())
-    if longest * array.dtype.itemsize * math.prod(array.shape[1:]) <= SHORT and len(array):
-        return _by_frames(array, starts, lengths, longest)
-    values = memory.empty((len(starts), longest, *array.shape[1:]), array.dtype)
-    for row, start, length in zip(values, starts.tolist(), lengths.tolist(), strict=True):
-        row[:length] = array[start : start + length]
-        row[length:] = 0
+    first = parts[0].array
+    short = longest * first.dtype.itemsize * math.prod(first.shape[1:]) <= SHORT
+    if short and len(parts) == 1 and len(first):
+        return _by_frames(first, parts[0].starts, lengths, longest)
+    values = memory.empty((len(lengths), longest, *first.shape[1:]), first.dtype)
+    for part in parts:
+        own = lengths[part.rows]
+        if short and len(part.array):
+            values[part.rows] = _by_frames(part.array, part.starts, own, longest)
+        else:
+            for row, start, length in zip(part.rows.tolist(), part.starts.tolist(), own.tolist(), strict=True):
+                values[row, :length] = part.array[start : start + length]
+                values[row, length:] = 0
     return values
 
 

@@ -19,12 +19,15 @@ import numpy
 
 from hvdtrain.data.batches import pad
 from hvdtrain.data.compression import load_filters
-from hvdtrain.data.gather import Memory, gather
+from hvdtrain.data.gather import Memory, Part, gather
 from hvdtrain.data.types import Array, Padded, Stream
 from hvdtrain.errors import DataError
 
 BLOCK = 1 << 20
 """Sequences whose lengths are read at once."""
+
+MANY = 8
+"""Fewer sequences than this from each of several files are read one by one: looking for more at once takes longer then."""
 
 
 class HDFDataset:
@@ -43,6 +46,7 @@ class HDFDataset:
         if len(files) > 1:
             self.lengths = {key: numpy.concatenate([file.lengths[key] for file in files]) for key in self.streams}
         self.mapped = frozenset(key for key in self.streams if all(key in file.mapped for file in files))
+        self._memory = Memory()
         self._first = numpy.cumsum([0] + [file.num_sequences for file in files]).tolist()
 
     @property
@@ -54,11 +58,33 @@ class HDFDataset:
         return self._files[which].sequence(index - self._first[which], self.streams)
 
     def padded(self, indices: Array) -> dict[str, Padded]:
-        """Some sequences as a batch. Many short ones are picked out of a mapped file at once instead of one by one."""
+        """Some sequences as a batch, gathered at once where they lie in mapped files, and not in too many."""
         if len(self._files) == 1:
-            return {key: self._files[0].padded(indices, key) for key in self.streams}
-        sequences = [self.sequence(index) for index in indices.tolist()]
-        return {key: pad([sequence[key] for sequence in sequences]) for key in self.streams}
+            return self._gathered(indices, [(self._files[0], numpy.arange(len(indices)), indices)])
+        which = numpy.searchsorted(self._first, indices, side="right") - 1
+        numbers = numpy.unique(which).tolist()
+        if len(numbers) * MANY > len(indices):
+            sequences = [self.sequence(index) for index in indices.tolist()]
+            return {key: pad([sequence[key] for sequence in sequences]) for key in self.streams}
+        rows = [numpy.flatnonzero(which == number) for number in numbers]
+        places = [(self._files[n], here, indices[here] - self._first[n]) for n, here in zip(numbers, rows, strict=True)]
+        return self._gathered(indices, places)
+
+    def _gathered(self, indices: Array, places: list[tuple[HDFFile, Array, Array]]) -> dict[str, Padded]:
+        """A batch; for each file, the rows that come from it, and which of its sequences they are."""
+        batch = {}
+        for key in self.streams:
+            if key in self.mapped:
+                lengths = self.lengths[key][indices]
+                parts = [Part(file.frames(key), rows, file.starts(key)[inside]) for file, rows, inside in places]
+                batch[key] = Padded(gather(parts, lengths, self._memory), lengths)
+            else:
+                sequences: dict[int, Array] = {}
+                for file, rows, inside in places:
+                    read = (file.sequence(index, [key])[key] for index in inside.tolist())
+                    sequences.update(zip(rows.tolist(), read, strict=True))
+                batch[key] = pad([sequences[row] for row in range(len(indices))])
+        return batch
 
     def tags(self, indices: Sequence[int]) -> list[str]:
         tags = [""] * len(indices)
@@ -134,7 +160,6 @@ class HDFFile:
         self._starts: dict[str, Array] = {}
         self._names: dict[str, str] = {}
         self._arrays: dict[str, Array | h5py.Dataset] = {}
-        self._memory = Memory()
         with _open(path) as file:
             try:
                 self._index(file)
@@ -159,12 +184,13 @@ class HDFFile:
             result[key] = values
         return result
 
-    def padded(self, indices: Array, key: str) -> Padded:
-        """One key of some sequences as a batch."""
-        if key not in self.mapped:
-            return pad([self.sequence(index, [key])[key] for index in indices.tolist()])
-        lengths = self.lengths[key][indices]
-        return Padded(gather(self._arrays[key], self._starts[key][indices], lengths, self._memory), lengths)
+    def frames(self, key: str) -> Array:
+        """All frames of a mapped key, one sequence behind the other."""
+        return self._arrays[key]
+
+    def starts(self, key: str) -> Array:
+        """Where each sequence's frames begin, and where the last one's end: int64 of shape (num_sequences + 1,)."""
+        return self._starts[key]
 
     def tags(self, indices: Array) -> list[str]:
         """The tags of some sequences."""

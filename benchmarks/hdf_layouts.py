@@ -57,8 +57,8 @@ def rate(path: Path, seconds: float) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sequences", type=int, default=500, help="of 500 frames in the mean; default 500: 80 MB")
-    parser.add_argument("--seconds", type=float, default=1.0, help="of reading each layout; default 1")
+    parser.add_argument("--sequences", type=int, default=300, help="of 500 frames in the mean (300: 48 MB)")
+    parser.add_argument("--seconds", type=float, default=0.5, help="of reading each layout (0.5)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         contiguous = Path(folder) / "contiguous"

@@ -54,7 +54,7 @@ benchmark: data
 DATA_BENCHMARKS = opening long_sequences short_sequences two_readers caching hdf_layouts join_by_tag balance computing_time
 
 benchmark-data: data
-	@$(PYTHON_OF_VENV) -c "import returnn" || $(PYTHON_OF_VENV) -m pip install --quiet --editable .[benchmark]
+	@$(PYTHON_OF_VENV) -c "import returnn" 2>/dev/null || $(PYTHON_OF_VENV) -m pip install --quiet --editable ".[benchmark]"
 	@for name in $(DATA_BENCHMARKS); do \
 		echo; echo "== benchmarks/$$name.py"; $(PYTHON_OF_VENV) benchmarks/$$name.py || exit 1; \
 	done

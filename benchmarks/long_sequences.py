@@ -33,6 +33,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16, help="sequences in a batch (16)")
     parser.add_argument("--rounds", type=int, default=7, help="in turn (7)")
     options = parser.parse_args()
+    returnn_reader.check()
     print(machine())
     with tempfile.TemporaryDirectory() as folder:
         contiguous, chunked, repacked = (Path(folder) / name for name in ("contiguous.hdf", "chunked.hdf", "repacked.hdf"))

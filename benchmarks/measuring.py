@@ -83,5 +83,7 @@ def write_labels(path: Path, sequences: int) -> None:
 
 def in_batches(sequences: int, size: int, seed: int = 1) -> list[numpy.ndarray]:
     """All sequences in random order, in batches of one size; what is left over is left out."""
+    if sequences < size:
+        raise SystemExit(f"expected at least {size} sequences, a batch, got {sequences} (--sequences, --batch)")
     order = numpy.random.default_rng(seed).permutation(sequences)
     return list(order[: sequences // size * size].reshape(-1, size))

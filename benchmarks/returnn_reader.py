@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy
+
+
+def check() -> None:
+    """End the program where RETURNN is not installed."""
+    if importlib.util.find_spec("returnn") is None:
+        raise SystemExit("expected RETURNN, to compare with, got none (pip install hvdtrain[benchmark])")
 
 
 def open_dataset(path: Path, cache_bytes: int = 0) -> Any:

@@ -27,6 +27,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64, help="sequences in a batch (64)")
     parser.add_argument("--rounds", type=int, default=5, help="in turn (5)")
     options = parser.parse_args()
+    returnn_reader.check()
     print(machine())
     with tempfile.TemporaryDirectory() as folder:
         path, part = Path(folder) / "labels.hdf", Path(folder) / "part.hdf"

@@ -54,8 +54,11 @@ class HDFDataset:
         return int(self._first[-1])
 
     def sequence(self, index: int) -> dict[str, Array]:
+        return self._sequence(index, self.streams)
+
+    def _sequence(self, index: int, keys: Iterable[str]) -> dict[str, Array]:
         which = bisect_right(self._first, index) - 1
-        return self._files[which].sequence(index - self._first[which], self.streams)
+        return self._files[which].sequence(index - self._first[which], keys)
 
     def padded(self, indices: Array) -> dict[str, Padded]:
         """Some sequences as a batch, gathered at once where they lie in mapped files, and not in too many."""
@@ -79,11 +82,7 @@ class HDFDataset:
                 parts = [Part(file.frames(key), rows, file.starts(key)[inside]) for file, rows, inside in places]
                 batch[key] = Padded(gather(parts, lengths, self._memory), lengths)
             else:
-                sequences: dict[int, Array] = {}
-                for file, rows, inside in places:
-                    read = (file.sequence(index, [key])[key] for index in inside.tolist())
-                    sequences.update(zip(rows.tolist(), read, strict=True))
-                batch[key] = pad([sequences[row] for row in range(len(indices))])
+                batch[key] = pad([self._sequence(index, [key])[key] for index in indices.tolist()])
         return batch
 
     def tags(self, indices: Sequence[int]) -> list[str]:

@@ -4,6 +4,7 @@
 A sequence has 8 class indices in the mean (key `data`) and 6 more (key `classes`). Rates are thousands of sequences, of both
 keys together, a second of the processor; the page cache is warm. RETURNN reads sequence by sequence without batches, and in
 batches through the parts of its pipeline for PyTorch, in this process; with its cache off, and with its default cache filled.
+hvdtrain also reads the file as if it were several, which it takes for one dataset.
 """
 
 import argparse
@@ -33,18 +34,25 @@ def main() -> None:
         path, part = Path(folder) / "labels.hdf", Path(folder) / "part.hdf"
         write_labels(path, options.sequences)
         write_labels(part, options.of_returnn)
-        dataset = open_hdf([path])
-        share = in_batches(dataset.num_sequences, options.batch)
         off = returnn_reader.open_dataset(part)
         filled = returnn_reader.open_dataset(part, returnn_reader.default_cache_bytes())
         contestants: dict[str, Callable[[], float]] = {
-            "hvdtrain, batches": lambda: sum(len(batch.indices) for batch in batches(dataset, share)),
+            "hvdtrain, batches": in_hvdtrain([path], options.batch, options.sequences),
+            "hvdtrain, batches from 4 files": in_hvdtrain([path] * 4, options.batch, options.sequences),
+            "hvdtrain, batches from 30 files": in_hvdtrain([path] * 30, options.batch, options.sequences),
             "RETURNN, sequences": epochs(lambda epoch: returnn_reader.sequences(off, epoch)),
             "RETURNN, batches": epochs(lambda epoch: returnn_reader.batches(off, epoch, options.batch), options.batch),
             "RETURNN, sequences, cached": epochs(lambda epoch: returnn_reader.sequences(filled, epoch)),
         }
         table(take_turns(contestants, options.rounds), "thousand sequences/s", 1e3, "hvdtrain, batches")
     print(machine())
+
+
+def in_hvdtrain(paths: list[Path], size: int, most: int) -> Callable[[], float]:
+    """A contestant that reads no more than so many sequences of some files."""
+    dataset = open_hdf(paths)
+    share = in_batches(dataset.num_sequences, size)[: most // size]
+    return lambda: sum(len(batch.indices) for batch in batches(dataset, share))
 
 
 def epochs(read: Callable[[int], Iterable[Any]], size: int = 1) -> Callable[[], float]:

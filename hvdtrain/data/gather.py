@@ -72,27 +72,36 @@ def gather(parts: Sequence[Part], lengths: Array, memory: Memory) -> Array:
     """
     longest = int(lengths.max())
     first = parts[0].array
-    short = longest * first.dtype.itemsize * math.prod(first.shape[1:]) <= SHORT
-    if short and len(parts) == 1 and len(first):
-        return _by_frames(first, parts[0].starts, lengths, longest)
+    if longest * first.dtype.itemsize * math.prod(first.shape[1:]) <= SHORT:
+        return _by_frames(parts, lengths, longest)
     values = memory.empty((len(lengths), longest, *first.shape[1:]), first.dtype)
     for part in parts:
-        own = lengths[part.rows]
-        if short and len(part.array):
-            values[part.rows] = _by_frames(part.array, part.starts, own, longest)
-        else:
-            for row, start, length in zip(part.rows.tolist(), part.starts.tolist(), own.tolist(), strict=True):
-                values[row, :length] = part.array[start : start + length]
-                values[row, length:] = 0
+        own = lengths[part.rows].tolist()
+        for row, start, length in zip(part.rows.tolist(), part.starts.tolist(), own, strict=True):
+            values[row, :length] = part.array[start : start + length]
+            values[row, length:] = 0
     return values
 
 
-def _by_frames(array: Array, starts: Array, lengths: Array, longest: int) -> Array:
+def _by_frames(parts: Sequence[Part], lengths: Array, longest: int) -> Array:
     """All frames at once: no Python for each sequence."""
     frames = numpy.arange(longest)
-    places = starts[:, None] + frames
-    numpy.minimum(places, len(array) - 1, out=places)  # behind the last sequence there is nothing to take
-    # HDF5 does not align what it stores; `take` would copy the whole array first.
-    values: Array = array.take(places, axis=0) if array.flags.aligned else array[places]
+    taken = [_taken(part.array, part.starts[:, None] + frames) for part in parts]
+    values = taken[0]
+    if len(parts) > 1:
+        values = numpy.empty((len(lengths), *values.shape[1:]), values.dtype)
+        for part, rows in zip(parts, taken, strict=True):
+            values[part.rows] = rows
     values[frames >= lengths[:, None]] = 0
     return values
+
+
+def _taken(array: Array, places: Array) -> Array:
+    """The frames at some places; behind the last frame, where there is nothing to take, the last one."""
+    if not len(array):
+        return numpy.zeros((*places.shape, *array.shape[1:]), array.dtype)
+    if array.flags.aligned:
+        return array.take(places, axis=0, mode="clip")
+    # HDF5 does not align what it stores; `take` would copy the whole array first.
+    found: Array = array[numpy.minimum(places, len(array) - 1)]
+    return found

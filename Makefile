@@ -50,7 +50,7 @@ docs: setup
 benchmark: data
 	$(PYTHON_OF_VENV) benchmarks/training_loops.py
 
-# How fast data is read: each in turn, about five minutes in all where nothing else runs. Each has --help and sizes to choose.
+# How fast data is read: each in turn, some minutes in all where nothing else runs. Each has --help and sizes to choose.
 DATA_BENCHMARKS = opening long_sequences short_sequences two_readers caching hdf_layouts join_by_tag balance computing_time
 
 benchmark-data: data

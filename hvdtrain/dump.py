@@ -17,7 +17,7 @@ import numpy
 
 from hvdtrain.comm.peers import Peers, agreed
 from hvdtrain.data.hdf import open_hdf
-from hvdtrain.data.order import order
+from hvdtrain.data.order import OrderKeys, order, said
 from hvdtrain.data.selection import listed
 from hvdtrain.data.sources import DatasetSpec
 from hvdtrain.data.types import Array, Dataset
@@ -75,6 +75,17 @@ def open_source(spec: DatasetSpec, epoch: int) -> Source:
         by = lengths["data"] if "data" in lengths else next(iter(lengths.values()))
         indices = order(by, spec.order, epoch, listed(opened, spec.order.seq_list_filter_file))
         return Source(len(indices), partial(_by_index, opened, indices), labels, dims)
+    if spec.order != OrderKeys():
+        raise DataError(
+            f"{spec.name}: expected no order keys for {type(opened).__name__}, which cannot be ordered before it is read, got "
+            f"{', '.join(said(spec.order))} (convert it as it comes, then order the HDF file)"
+        )
+    if hasattr(opened, "of_epoch"):
+        total, read = opened.of_epoch(epoch)
+        labels, dims = dict(opened.labels), dict(opened.dims)  # some are known only now
+        return Source(total, read, labels, dims)
+    if epoch != 1:
+        raise DataError(f"--epoch: expected 1 for {type(opened).__name__}, which knows no epochs, got {epoch}")
     if not hasattr(opened, "__iter__"):
         raise DataError(f"{spec.name}: expected something that yields (tag, {{key: array}}), got {type(opened).__name__}")
     total = len(opened) if hasattr(opened, "__len__") else None

@@ -6,7 +6,8 @@ Everything here is a pure function of the lengths, the settings and the epoch.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy
 
@@ -101,6 +102,13 @@ def parse(text: str) -> Method:
     if numbers or min(number for number in (bins, per_bin, keep, 1) if number is not None) < 1:
         raise ValueError(text)
     return Method(name, bins, per_bin, keep)
+
+
+def said(keys: OrderKeys) -> dict[str, Any]:
+    """The order keys that say something other than the default."""
+    default = OrderKeys()
+    names = [field.name for field in fields(OrderKeys)]
+    return {name: getattr(keys, name) for name in names if getattr(keys, name) != getattr(default, name)}
 
 
 def is_random(keys: OrderKeys) -> bool:

@@ -15,14 +15,28 @@ from hvdtrain.data.many_files import FilesDatasetKeys, open_files
 from hvdtrain.data.map import MapDatasetKeys, open_map
 from hvdtrain.data.meta import MetaDatasetKeys, open_meta
 from hvdtrain.data.options import unknown_options
-from hvdtrain.data.order import OrderKeys
+from hvdtrain.data.order import OrderKeys, said
 from hvdtrain.data.task12ax import Task12AXDatasetKeys, open_task12ax
 from hvdtrain.data.types import Dataset
 from hvdtrain.data.union import CombinedDatasetKeys, ConcatDatasetKeys, open_combined, open_concat
 from hvdtrain.errors import ConfigError, DataError
 
-OWN = {"FolderDataset": "hvdtrain.data.folder:FolderDataset"}
-"""Classes of this package that a dict may name, beside HDFDataset; the dict's other entries are their arguments."""
+OWN = {
+    "FolderDataset": "hvdtrain.data.folder:FolderDataset",
+    "HuggingFaceDataset": "hvdtrain.data.hugging_face:HuggingFaceDataset",
+    "ReturnnDataset": "hvdtrain.data.returnn_source:ReturnnDataset",
+}
+"""Sources to convert, whose lengths are not known beforehand; the dict's other entries are their arguments."""
+
+BY_RETURNN = tuple(
+    "AnythingDataset BlissDataset ChunkShuffleDataset ClusteringDataset ConcatSeqsDataset ConfusionNetworkDataset "
+    "CopyTaskDataset DummyDatasetMultipleDataKeys DummyDatasetMultipleSequenceLength DummyGenericDataset Enwik8Corpus "
+    "ExternSprintDataset LibriSpeechCorpus LmDataset MapDatasetWrapper MegatronDataset MultiEpochDataset NemoSpeechDataset "
+    "NltkTimitDataset NumpyDumpDataset OggZipDataset RawWavDataset SiameseHDFDataset SprintCacheDataset StaticDataset "
+    "StereoHdfDataset TaskEpisodicCopyDataset TaskNumberBaseConvertDataset TaskVariableAssignmentDataset "
+    "TaskXmlModelingDataset TextDictDataset TimitDataset TranslationDataset TranslationFactorsDataset VariableDataset".split()
+)
+"""Datasets of RETURNN that there is no counterpart of: RETURNN itself reads them, for tools/hdf_dump.py."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +141,8 @@ def parse(name: str, value: Any, defaults: Mapping[str, Any]) -> tuple[DatasetSp
         value = {"class": "HDFDataset", "files": list(value)}
     elif not isinstance(value, dict):
         value = {"class": value}
+    if isinstance(value.get("class"), str) and value["class"] in BY_RETURNN:
+        value = {"class": "ReturnnDataset", "dataset": value}
     options = {option: content for option, content in value.items() if option != "class"}
     kind = value.get("class", "HDFDataset")
     kind = OWN.get(kind, kind) if isinstance(kind, str) else kind
@@ -137,8 +153,8 @@ def parse(name: str, value: Any, defaults: Mapping[str, Any]) -> tuple[DatasetSp
     if not (callable(kind) or is_reference(kind)):
         hint = f" (did you mean {INSTEAD[kind]}? see docs/datasets.md)" if isinstance(kind, str) and kind in INSTEAD else ""
         problems.append(
-            f"{name}.class: expected one of {', '.join(KINDS)}, a class, a function, or the name of one as 'module:name' or "
-            f"'file.py:name', got {kind!r}{hint}"
+            f"{name}.class: expected one of {', '.join([*KINDS, *OWN])}, a class, a function, or the name of one as "
+            f"'module:name' or 'file.py:name', got {kind!r}{hint}"
         )
     if problems or order is None:
         return None, problems
@@ -183,7 +199,7 @@ def _parse_kind(
         for child, spec in inside.items():
             problems += _order_problems(name, spec, order_values if child == order_from else None)
         if order_from is not None:
-            order_values = {**_said(inside[order_from].order), **order_values}
+            order_values = {**said(inside[order_from].order), **order_values}
     order, more = build(OrderKeys, {**defaults, **order_values}, f"{name}.", {})
     problems += more
     if problems or order is None:
@@ -212,12 +228,6 @@ def _pop_order(options: dict[str, Any], own: list[str]) -> dict[str, Any]:
     return {option: options.pop(option) for option in _ORDER_NAMES if option in options and option not in own}
 
 
-def _said(order: OrderKeys) -> dict[str, Any]:
-    """The order keys that say something other than the default."""
-    default = OrderKeys()
-    return {option: getattr(order, option) for option in _ORDER_NAMES if getattr(order, option) != getattr(default, option)}
-
-
 def _order_problems(name: str, inside: DatasetSpec, outside: Mapping[str, Any] | None) -> list[str]:
     """Problems with order keys of a dataset inside another one: there is one order, that of the whole.
 
@@ -225,7 +235,7 @@ def _order_problems(name: str, inside: DatasetSpec, outside: Mapping[str, Any] |
         outside: the order keys of the whole, where this dataset may say them instead; None: where it may not.
     """
     problems = []
-    for option, value in _said(inside.order).items():
+    for option, value in said(inside.order).items():
         if outside is None:
             problems.append(f"{inside.name}.{option}: expected as {name}.{option}, beside the class of the whole, got {value!r}")
         elif option in outside and outside[option] != value:

@@ -64,11 +64,9 @@ class ReturnnDataset:
         """The dimensions and labels: some of RETURNN's datasets know their data keys only when an epoch has begun."""
         labels = dict(getattr(self._dataset, "labels", None) or {})
         for key in self._keys():
-            if not self._dataset.is_data_sparse(key):
-                continue
             dim = int(self._dataset.get_data_dim(key) or 0)
             names: Sequence[Any] = labels.get(key) or ()
-            if dim > 1:  # RETURNN writes 1 where it does not know
+            if self._dataset.is_data_sparse(key) and dim > 1:  # RETURNN writes 1 where it does not know
                 self.dims[key] = dim
             if len(names) == dim and list(names) != ["dummy-label"]:
                 self.labels[key] = [name.decode("utf-8") if isinstance(name, bytes) else str(name) for name in names]

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from typing import Any
 
-from hvdtrain.config.check import build
+from hvdtrain.config.check import build, closest
 from hvdtrain.config.keys import REQUIRED, declared, key
 from hvdtrain.config.reference import is_reference, resolve
 from hvdtrain.data.dummy import DummyDatasetKeys, open_dummy
@@ -151,7 +151,8 @@ def parse(name: str, value: Any, defaults: Mapping[str, Any]) -> tuple[DatasetSp
     order_values = _pop_order(options, [])
     order, problems = build(OrderKeys, {**defaults, **order_values}, f"{name}.", {})
     if not (callable(kind) or is_reference(kind)):
-        hint = f" (did you mean {INSTEAD[kind]}? see docs/datasets.md)" if isinstance(kind, str) and kind in INSTEAD else ""
+        similar = INSTEAD.get(kind) or closest(kind, [*KINDS, *OWN, *BY_RETURNN]) if isinstance(kind, str) else None
+        hint = f" (did you mean {similar}? see docs/datasets.md)" if similar else ""
         problems.append(
             f"{name}.class: expected one of {', '.join([*KINDS, *OWN])}, a class, a function, or the name of one as "
             f"'module:name' or 'file.py:name', got {kind!r}{hint}"

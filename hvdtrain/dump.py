@@ -16,6 +16,7 @@ from typing import Any
 import numpy
 
 from hvdtrain.comm.peers import Peers, agreed
+from hvdtrain.data.epochs import at_epoch
 from hvdtrain.data.hdf import open_hdf
 from hvdtrain.data.order import OrderKeys, order, said
 from hvdtrain.data.selection import listed
@@ -71,6 +72,7 @@ def open_source(spec: DatasetSpec, epoch: int) -> Source:
         labels |= {key: list(stream.labels)} if stream.labels else {}
         dims |= {key: stream.dim} if stream.sparse and stream.dim > 1 else {}  # RETURNN writes 1 where it does not know
     if hasattr(opened, "sequence") and hasattr(opened, "lengths"):
+        opened = at_epoch(opened, epoch)
         lengths = opened.lengths
         by = lengths["data"] if "data" in lengths else next(iter(lengths.values()))
         indices = order(by, spec.order, epoch, listed(opened, spec.order.seq_list_filter_file))

@@ -8,6 +8,7 @@ from typing import Literal
 
 from hvdtrain.data.batches import ReadAhead, batches
 from hvdtrain.data.chunks import Chunks
+from hvdtrain.data.epochs import at_epoch
 from hvdtrain.data.order import OrderKeys
 from hvdtrain.data.plan import BatchKeys, Plan, plan
 from hvdtrain.data.types import Array, Batch, Dataset
@@ -57,6 +58,7 @@ class Feed:
         """This rank's batches of a plan, as indices of sequences (or of chunks)."""
         return plan.share(self.rank, self.size) if self.distribution == "shard" else plan.share(0, 1)
 
-    def read(self, share: list[Array]) -> ReadAhead[Batch]:
-        """The batches themselves, read in the background."""
-        return ReadAhead(batches(self.dataset, share) if self.chunks is None else self.chunks.batches(self.dataset, share))
+    def read(self, share: list[Array], epoch: int) -> ReadAhead[Batch]:
+        """The batches themselves, as they are in an epoch, read in the background."""
+        dataset = at_epoch(self.dataset, epoch)
+        return ReadAhead(batches(dataset, share) if self.chunks is None else self.chunks.batches(dataset, share))

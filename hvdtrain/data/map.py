@@ -7,6 +7,7 @@ becomes of them, for all sequences at once; each sequence is held to it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from hvdtrain.config.keys import REQUIRED, key, not_negative, positive
 from hvdtrain.config.options import unknown_options
 from hvdtrain.config.reference import is_reference, resolve
 from hvdtrain.data.batches import pad
+from hvdtrain.data.epochs import accepted, at_epoch, generator_for
 from hvdtrain.data.tags import tag_bytes
 from hvdtrain.data.types import Array, Dataset, Padded, Stream
 from hvdtrain.data.workers import Workers
@@ -53,7 +55,9 @@ class MapDatasetKeys:
 
     dataset: Any = key(REQUIRED, "the dataset whose sequences are changed: a dataset dict or HDF files; its order keys hold")
     map_seq: Callable[..., Any] | str = key(
-        REQUIRED, "function ({data key: array}) that returns such a dict; or 'module:name'. The arrays may be read-only"
+        REQUIRED,
+        "function ({data key: array}, *, epoch, rng, **_) that returns such a dict; or 'module:name'. The arrays may be "
+        "read-only; rng is a numpy.random.RandomState of its own for every sequence and epoch; it need not take either",
     )
     map_outputs: dict[str, Any] | None = key(
         None, "by data key of what map_seq returns: a dict with dim, sparse (False), dtype; None: the same as before"
@@ -63,6 +67,7 @@ class MapDatasetKeys:
         "function ({data key: lengths of all sequences}) that returns the lengths after map_seq as such a dict; "
         "None: map_seq changes no length",
     )
+    map_seed: int = key(0, "of the random numbers that map_seq is handed: others for another seed", not_negative)
     num_workers: int = key(
         0, "processes that work on the sequences of a batch; 0: none, the process that reads does", not_negative
     )
@@ -91,22 +96,27 @@ class MapDataset:
         streams: what the function returns.
         lengths: by data key, the lengths after the function.
         num_workers: how many processes `start` starts.
+        seed: of the random numbers that the function is handed, together with the epoch and the sequence's number.
     """
 
     def __init__(
         self,
         where: str,
         dataset: Dataset,
-        map_seq: Callable[[dict[str, Array]], Any],
+        map_seq: Callable[..., Any],
         streams: Mapping[str, Stream],
         lengths: Mapping[str, Array],
         num_workers: int,
+        seed: int = 0,
     ) -> None:
         self._where = where
         self._dataset = dataset
         self._map_seq = map_seq
+        self._arguments = accepted(map_seq, ("epoch", "rng"))
+        self._seed = seed
+        self._epoch = 1
         self._num_workers = num_workers
-        self._workers = Workers(num_workers, self.sequence)
+        self._workers: Workers[tuple[int, int]] = Workers(num_workers, lambda asked: self.at_epoch(asked[0]).sequence(asked[1]))
         self.streams = streams
         self.lengths = lengths
 
@@ -114,14 +124,26 @@ class MapDataset:
         """Start the worker processes."""
         self._workers.start()
 
+    def at_epoch(self, epoch: int) -> MapDataset:
+        """The dataset with the random numbers of an epoch."""
+        changed = copy(self)
+        changed._epoch = epoch
+        changed._dataset = at_epoch(self._dataset, epoch)
+        return changed
+
     @property
     def num_sequences(self) -> int:
         return self._dataset.num_sequences
 
     def sequence(self, index: int) -> dict[str, Array]:
         arrays = self._dataset.sequence(index)
+        arguments: dict[str, Any] = {}
+        if "epoch" in self._arguments:
+            arguments["epoch"] = self._epoch
+        if "rng" in self._arguments:
+            arguments["rng"] = generator_for(self._seed, self._epoch, index)
         try:
-            made = self._map_seq(dict(arrays))
+            made = self._map_seq(dict(arrays), **arguments)
         except Exception as error:
             error.add_note(f"in {self._where}.map_seq, sequence {index}")
             raise
@@ -131,8 +153,10 @@ class MapDataset:
 
     def padded(self, indices: Array) -> dict[str, Padded]:
         """Some sequences as a batch. The worker processes share them, whoever asks."""
-        work = self._workers.results if self._workers.usable else lambda numbers: [self.sequence(index) for index in numbers]
-        sequences = work(indices.tolist())
+        if self._workers.usable:
+            sequences = self._workers.results([(self._epoch, index) for index in indices.tolist()])
+        else:
+            sequences = [self.sequence(index) for index in indices.tolist()]
         return {name: pad([sequence[name] for sequence in sequences]) for name in self.streams}
 
     def tags(self, indices: Sequence[int]) -> list[str]:
@@ -183,7 +207,8 @@ def open_map(where: str, keys: MapDatasetKeys, datasets: Mapping[str, Dataset]) 
     if keys.map_outputs is not None:
         streams = {name: OutputKeys(**entry).stream() for name, entry in keys.map_outputs.items()}
     lengths = _lengths(where, keys, dataset, streams)
-    mapped = MapDataset(where, dataset, _function(f"{where}.map_seq", keys.map_seq), streams, lengths, keys.num_workers)
+    map_seq = _function(f"{where}.map_seq", keys.map_seq)
+    mapped = MapDataset(where, dataset, map_seq, streams, lengths, keys.num_workers, keys.map_seed)
     mapped.start()
     return mapped
 

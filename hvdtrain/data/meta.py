@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
 from hvdtrain.config.keys import REQUIRED, key
+from hvdtrain.data.epochs import at_epoch
 from hvdtrain.data.padding import padded
 from hvdtrain.data.tags import TagIndex, tag_bytes
 from hvdtrain.data.types import Array, Dataset, Padded, Stream
@@ -74,6 +76,12 @@ class MetaDataset:
         self.mapped = frozenset(
             data_key for data_key, (name, there) in sources.items() if there in getattr(datasets[name], "mapped", ())
         )
+
+    def at_epoch(self, epoch: int) -> MetaDataset:
+        """The dataset with the random numbers of an epoch."""
+        changed = copy(self)
+        changed._datasets = {name: at_epoch(dataset, epoch) for name, dataset in self._datasets.items()}
+        return changed
 
     @property
     def num_sequences(self) -> int:

@@ -34,7 +34,8 @@ class Dataset(Protocol):
     """A number of sequences, each a dict of arrays. Knows no epoch, no order and no rank.
 
     A dataset that can make a batch faster than by padding its sequences one by one may also have a method
-    `padded(indices) -> {key: Padded}`.
+    `padded(indices) -> {key: Padded}`. One that draws random numbers for its sequences has a method
+    `at_epoch(epoch) -> Dataset`, which gives it those of an epoch; see data/epochs.py.
     """
 
     streams: Mapping[str, Stream]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy
 
 from hvdtrain.config.keys import REQUIRED, key
+from hvdtrain.data.epochs import at_epoch
 from hvdtrain.data.padding import merged, padded
 from hvdtrain.data.tags import tag_bytes_of_several
 from hvdtrain.data.types import Array, Dataset, Padded, Stream
@@ -72,6 +74,12 @@ class UnionDataset:
         self.streams: Mapping[str, Stream] = streams
         self.lengths: Mapping[str, Array] = {name: numpy.concatenate(self._columns(name)) for name in streams}
         self.mapped = frozenset(name for name in streams if self._all_mapped(name))
+
+    def at_epoch(self, epoch: int) -> UnionDataset:
+        """The dataset with the random numbers of an epoch."""
+        changed = copy(self)
+        changed._datasets = [at_epoch(dataset, epoch) for dataset in self._datasets]
+        return changed
 
     @property
     def num_sequences(self) -> int:

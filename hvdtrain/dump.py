@@ -18,8 +18,9 @@ import numpy
 from hvdtrain.comm.peers import Peers, agreed
 from hvdtrain.data.epochs import at_epoch
 from hvdtrain.data.hdf import open_hdf
-from hvdtrain.data.order import OrderKeys, order, said
-from hvdtrain.data.selection import listed
+from hvdtrain.data.order import OrderKeys, full_epoch, order, said
+from hvdtrain.data.parts import file_bounds
+from hvdtrain.data.selection import listed, used
 from hvdtrain.data.sources import DatasetSpec
 from hvdtrain.data.types import Array, Dataset
 from hvdtrain.data.writer import HDFWriter
@@ -74,8 +75,9 @@ def open_source(spec: DatasetSpec, epoch: int) -> Source:
     if hasattr(opened, "sequence") and hasattr(opened, "lengths"):
         opened = at_epoch(opened, epoch)
         lengths = opened.lengths
+        subset = used(opened, listed(opened, spec.order.seq_list_filter_file), full_epoch(spec.order, epoch))
         by = lengths["data"] if "data" in lengths else next(iter(lengths.values()))
-        indices = order(by, spec.order, epoch, listed(opened, spec.order.seq_list_filter_file))
+        indices = order(by, spec.order, epoch, subset, file_bounds(opened))
         return Source(len(indices), partial(_by_index, opened, indices), labels, dims)
     if spec.order != OrderKeys():
         raise DataError(

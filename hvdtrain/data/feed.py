@@ -9,8 +9,10 @@ from typing import Literal
 from hvdtrain.data.batches import ReadAhead, batches
 from hvdtrain.data.chunks import Chunks
 from hvdtrain.data.epochs import at_epoch
-from hvdtrain.data.order import OrderKeys
+from hvdtrain.data.order import OrderKeys, full_epoch
+from hvdtrain.data.parts import file_bounds
 from hvdtrain.data.plan import BatchKeys, Plan, plan
+from hvdtrain.data.selection import used
 from hvdtrain.data.types import Array, Batch, Dataset
 
 SEED_STEP = 16127
@@ -48,7 +50,15 @@ class Feed:
         keys = self.order_keys
         if self.distribution == "random_seed_offset":
             keys = replace(keys, random_seed_offset=keys.random_seed_offset + self.rank * SEED_STEP)
-        return plan(self.dataset.lengths, keys, self.batch_keys, epoch, subset=self.subset, chunks=self.chunks)
+        return plan(
+            self.dataset.lengths,
+            keys,
+            self.batch_keys,
+            epoch,
+            subset=used(self.dataset, self.subset, full_epoch(keys, epoch)),
+            file_bounds=file_bounds(self.dataset),
+            chunks=self.chunks,
+        )
 
     def num_sequences(self, plan: Plan) -> int:
         """How many sequences a plan goes through, each cut into chunks or not."""

@@ -19,6 +19,8 @@ from hvdtrain.config.options import unknown_options
 from hvdtrain.config.reference import is_reference, resolve
 from hvdtrain.data.batches import pad
 from hvdtrain.data.epochs import accepted, at_epoch, generator_for
+from hvdtrain.data.parts import file_bounds
+from hvdtrain.data.selection import used
 from hvdtrain.data.tags import tag_bytes
 from hvdtrain.data.types import Array, Dataset, Padded, Stream
 from hvdtrain.data.workers import Workers
@@ -134,6 +136,15 @@ class MapDataset:
     @property
     def num_sequences(self) -> int:
         return self._dataset.num_sequences
+
+    @property
+    def group_bounds(self) -> Array:
+        """Where each file's sequences begin, and where those of the last one end."""
+        return file_bounds(self._dataset)
+
+    def drawn(self, full_epoch: int) -> Array | None:
+        """The sequences that the dataset inside takes for a full epoch; None: all."""
+        return used(self._dataset, None, full_epoch)
 
     def sequence(self, index: int) -> dict[str, Array]:
         arrays = self._dataset.sequence(index)

@@ -10,6 +10,8 @@ from typing import Any
 from hvdtrain.config.keys import REQUIRED, key
 from hvdtrain.data.epochs import at_epoch
 from hvdtrain.data.padding import padded
+from hvdtrain.data.parts import file_bounds
+from hvdtrain.data.selection import used
 from hvdtrain.data.tags import TagIndex, tag_bytes
 from hvdtrain.data.types import Array, Dataset, Padded, Stream
 from hvdtrain.errors import DataError
@@ -86,6 +88,15 @@ class MetaDataset:
     @property
     def num_sequences(self) -> int:
         return self._control.num_sequences
+
+    @property
+    def group_bounds(self) -> Array:
+        """Where the sequences of each file of the control dataset begin, and where those of the last one end."""
+        return file_bounds(self._control)
+
+    def drawn(self, full_epoch: int) -> Array | None:
+        """The sequences that the control dataset takes for a full epoch; None: all."""
+        return used(self._control, None, full_epoch)
 
     def sequence(self, index: int) -> dict[str, Array]:
         result = {}

@@ -35,7 +35,9 @@ class Dataset(Protocol):
 
     A dataset that can make a batch faster than by padding its sequences one by one may also have a method
     `padded(indices) -> {key: Padded}`. One that draws random numbers for its sequences has a method
-    `at_epoch(epoch) -> Dataset`, which gives it those of an epoch; see data/epochs.py.
+    `at_epoch(epoch) -> Dataset`, which gives it those of an epoch; see data/epochs.py. One made of several files has
+    `group_bounds`, where each file's sequences begin and where those of the last one end, int64 of shape (files + 1,). One that
+    takes other sequences in every full epoch has `drawn(full_epoch)`, their indices, or None for all.
     """
 
     streams: Mapping[str, Stream]

@@ -133,11 +133,15 @@ def _complaints(stored: Storage, frames: float) -> Iterator[str]:
     chunk_bytes = math.prod(chunks) * stored.itemsize
     across = math.prod(math.ceil(size / chunk) for size, chunk in zip(stored.shape[1:], chunks[1:], strict=True))
     pieces = max(1, math.ceil(frames / chunks[0])) * across
+    # A sequence begins anywhere in a chunk: on average it touches (frames - 1) / length + 1 of them along time.
+    touched = max(0.0, frames - 1) + chunks[0]
+    excess = touched * math.prod(-(-s // c) * c for s, c in zip(stored.shape[1:], chunks[1:], strict=True))
+    excess /= max(1.0, frames) * math.prod(stored.shape[1:])
     if across > 1:
         features = " x ".join(map(str, stored.shape[1:]))
         yield (
             f"{name}: chunks {chunks} cut the feature axis of {features}: a sequence of {frames:.0f} frames is put together from "
-            f"{pieces} chunks; random reads are slower"
+            f"{pieces} chunks, which hold {excess:.1f} times as much"
         )
     elif pieces > PIECES:
         yield f"{name}: chunks {chunks} are small: a sequence of {frames:.0f} frames is put together from {pieces} chunks"

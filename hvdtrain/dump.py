@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -25,7 +24,7 @@ from hvdtrain.data.sources import DatasetSpec
 from hvdtrain.data.types import Array, Dataset
 from hvdtrain.data.writer import HDFWriter
 from hvdtrain.errors import DataError, PeerFailure
-from hvdtrain.timer import clock_text
+from hvdtrain.progress import noted, shown
 
 Item = tuple[str, Mapping[str, Any]]
 """A sequence: its tag, and its arrays by data key."""
@@ -133,15 +132,15 @@ def dump(
             items, count = _share(source, selection, peers)
             items, like = agreed(peers, lambda: _first(items) if peers.rank == 0 else (items, None))
             folder, like = peers.gather((writer.folder if writer is not None else Path(), like))[0]
-            agreed(
-                peers, lambda: _write(_shown(_watched(items, peers), count, peers.rank == 0), source, writer, folder, like, peers)
-            )
+            passed = _watched(items, peers)
+            agreed(peers, lambda: _write(shown(passed, count) if writer else passed, source, writer, folder, like, peers))
 
             def join() -> None:
                 if writer is not None:
                     for rank in range(1, peers.size):
                         _append(writer, folder / f"{rank}.hdf")
-                    stack.close()  # here, so that all ranks know how it went
+                    with noted(f"putting the sequences together in {out}"):
+                        stack.close()  # here, so that all ranks know how it went
 
             agreed(peers, join)
         except KeyboardInterrupt:
@@ -230,21 +229,3 @@ def _watched(items: Iterable[Item], peers: Peers) -> Iterator[Item]:
         if peers.has_failed():
             raise PeerFailure("stopped, because another rank failed")
         yield item
-
-
-def _shown(items: Iterable[Item], total: int | None, wanted: bool) -> Iterator[Item]:
-    """Pass sequences on; on a terminal, show how many went by and how long the rest will take."""
-    began = last = time.monotonic()
-    shown = wanted and sys.stderr.isatty()
-    for done, item in enumerate(items, start=1):
-        yield item
-        now = time.monotonic()
-        if shown and now - last > 0.2:
-            last = now
-            rate = done / (now - began)
-            rest = f" of {total}, {clock_text(max(0, total - done) / rate)} remaining" if total else ""
-            sys.stderr.write(f"\r{done} sequences{rest}, {rate:.0f}/s ")
-            sys.stderr.flush()
-    if shown and last > began:
-        sys.stderr.write("\r" + " " * 70 + "\r")
-        sys.stderr.flush()

@@ -193,3 +193,21 @@ sys.exit(main(['{{"class": "HuggingFaceDataset", "folder": "x"}}', {str(tmp_path
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, encoding="utf-8", timeout=60)
     assert ended.returncode == 2
     assert ended.stderr == "HuggingFaceDataset: expected the package datasets, got none (pip install hvdtrain[huggingface])\n"
+
+
+def test_misspelt_and_missing_options_are_told_before_anything_is_opened(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["{'class': 'HuggingFaceDataset', 'colums': {}}", "out.hdf"]) == 2
+    assert capsys.readouterr().err.splitlines()[1:] == [
+        "  train.colums: unknown key of HuggingFaceDataset (did you mean columns?)",
+        "  train.folder: expected a value, got none for HuggingFaceDataset",
+    ]
+
+
+def test_order_keys_and_epochs_that_nobody_would_follow(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = {"class": "HuggingFaceDataset", "folder": str(folder / "parts"), "part": "test"}
+    assert main([str({**source, "seq_ordering": "random"}), "out.hdf"]) == 2
+    assert "expected no order keys for HuggingFaceDataset, which cannot be ordered before it is read, got seq_ordering" in (
+        capsys.readouterr().err
+    )
+    assert main([str(source), "out.hdf", "--epoch", "2"]) == 2
+    assert capsys.readouterr().err == "--epoch: expected 1 for HuggingFaceDataset, which knows no epochs, got 2\n"

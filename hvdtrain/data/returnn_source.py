@@ -52,7 +52,7 @@ class ReturnnDataset:
 
         RETURNN goes through an epoch from its beginning: sequences before the first one wanted are made and passed over.
         """
-        self._asked("with such an epoch", lambda: self._dataset.init_seq_order(epoch))
+        self._asked(f"whose epoch {epoch} can begin", lambda: self._dataset.init_seq_order(epoch))
         try:
             total: int | None = int(self._dataset.num_seqs)
         except Exception:  # RETURNN's way of saying that it does not know; which exception is up to the class
@@ -75,7 +75,7 @@ class ReturnnDataset:
         return sorted(self._asked("that tells its data keys", self._dataset.get_data_keys))
 
     def _read(self, epoch: int, start: int, stop: int | None) -> Iterator[Item]:
-        self._asked("with such an epoch", lambda: self._dataset.init_seq_order(epoch))  # from the beginning again
+        self._asked(f"whose epoch {epoch} can begin", lambda: self._dataset.init_seq_order(epoch))  # from the beginning again
         keys = self._keys()
         axes = {key: not self._dataset.is_data_sparse(key) for key in keys}
         for number in count() if stop is None else range(stop):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
@@ -157,6 +158,8 @@ def parse(name: str, value: Any, defaults: Mapping[str, Any]) -> tuple[DatasetSp
             f"{name}.class: expected one of {', '.join([*KINDS, *OWN])}, a class, a function, or the name of one as "
             f"'module:name' or 'file.py:name', got {kind!r}{hint}"
         )
+    if isinstance(kind, str) and kind in OWN.values():
+        problems += _argument_problems(name, kind, options)
     if problems or order is None:
         return None, problems
     return DatasetSpec(name, lambda: _call(name, kind, options), order), []
@@ -254,6 +257,21 @@ def _open_kind(name: str, kind: Kind, keys: Any, inside: Mapping[str, DatasetSpe
         dataset = kind.open(name, keys, datasets)
         on_failure.pop_all()
     return dataset
+
+
+def _argument_problems(name: str, kind: str, options: Mapping[str, Any]) -> list[str]:
+    """Problems with the names of arguments of one of our own classes."""
+    class_name = kind.rpartition(":")[2]
+    parameters = inspect.signature(resolve(kind)).parameters
+    problems = []
+    for option in options:
+        if option not in parameters:
+            match = closest(str(option), list(parameters))
+            problems.append(f"{name}.{option}: unknown key of {class_name}" + (f" (did you mean {match}?)" if match else ""))
+    for parameter in parameters.values():
+        if parameter.default is inspect.Parameter.empty and parameter.name not in options:
+            problems.append(f"{name}.{parameter.name}: expected a value, got none for {class_name}")
+    return problems
 
 
 def _call(name: str, kind: Any, options: dict[str, Any]) -> Any:

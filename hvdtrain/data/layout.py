@@ -38,6 +38,7 @@ class Storage:
         filters: names of the filters that compress or rearrange, in order.
         stored: bytes in the file.
         native: whether the numbers are in this machine's byte order.
+        offset: where it begins in the file, if it is contiguous.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Storage:
     stored: int
     native: bool
     itemsize: int
+    offset: int | None
 
     def words(self) -> str:
         """For people: contiguous, or chunks and compression."""
@@ -120,6 +122,7 @@ def _storage(dataset: h5py.Dataset) -> Storage:
         stored=int(dataset.id.get_storage_size()),
         native=bool(dataset.dtype.isnative),
         itemsize=dataset.dtype.itemsize,
+        offset=dataset.id.get_offset() if dataset.chunks is None else None,
     )
 
 
@@ -128,6 +131,8 @@ def _complaints(stored: Storage, frames: float) -> Iterator[str]:
     name, chunks = stored.name, stored.chunks
     if not stored.native:
         yield f"{name}: {stored.dtype} is not this machine's byte order: numbers are converted at every read"
+    if stored.offset is not None and stored.dtype != "text" and stored.offset % stored.itemsize:
+        yield f"{name}: begins at byte {stored.offset}, no multiple of {stored.itemsize}: short sequences are slower to pick out"
     if chunks is None or 0 in stored.shape:
         return
     chunk_bytes = math.prod(chunks) * stored.itemsize

@@ -112,7 +112,7 @@ class Engine:
             learning_rate=epoch_rate,
             num_sequences=self._train.num_sequences(plan),
             scores=scores,
-            padding=plan.padding(self._train.lengths),
+            padding=plan.padding(self._train.lengths_in(epoch)),
             seconds=self._comm.gather(self._seconds(time.perf_counter() - started), name="seconds"),
         )
         say(3, report.line)

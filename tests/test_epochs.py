@@ -6,6 +6,7 @@ from typing import Any
 import numpy
 import pytest
 
+from hvdtrain.data.chunks import ChunkKeys, cut
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.hdf import open_hdf
 from hvdtrain.data.order import OrderKeys
@@ -13,6 +14,7 @@ from hvdtrain.data.plan import BatchKeys
 from hvdtrain.data.sources import open_dataset, parse
 from hvdtrain.data.types import Dataset
 from hvdtrain.data.writer import HDFWriter
+from hvdtrain.errors import DataError
 from hvdtrain.hdf_dump import main
 
 SIZE = 23
@@ -106,10 +108,58 @@ def test_hdf_dump_writes_what_training_sees_in_that_epoch(path: Path, tmp_path: 
     [
         (lambda arrays: arrays, 0),
         (lambda arrays, epoch: {"data": arrays["data"] + epoch}, 7),
-        (lambda arrays, **more: {"data": arrays["data"] + len(more)}, 2),
+        (lambda arrays, **more: {"data": arrays["data"] + len(more)}, 3),
         (dict, 0),
     ],
 )
 def test_a_function_gets_what_it_takes(path: Path, map_seq: Any, added: int) -> None:
     seen = read(opened(noisy_dict(path, map_seq=map_seq)), 7)
     assert all(seen[index][0][0] == index + added for index in range(SIZE))
+
+
+def factor(epoch: int, index: Any) -> Any:
+    """How much faster a sequence is in an epoch: of a number, or of an array of them."""
+    return 1 + (index * 7 + epoch * 3) // 2 % 3
+
+
+def faster(arrays: dict[str, Any], *, epoch: int, index: int, **_: object) -> dict[str, Any]:
+    return {"data": arrays["data"][:: factor(epoch, index)]}
+
+
+def faster_lengths(lengths: dict[str, Any], *, epoch: int, **_: object) -> dict[str, Any]:
+    return {"data": -(-lengths["data"] // factor(epoch, numpy.arange(len(lengths["data"]))))}
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_lengths_may_differ_from_epoch_to_epoch(path: Path, num_workers: int) -> None:
+    inside = {
+        "class": "MapDataset",
+        "dataset": str(path),
+        "map_seq": faster,
+        "map_lengths": faster_lengths,
+        "num_workers": num_workers,
+    }
+    joined = {"class": "MetaDataset", "datasets": {"a": inside, "b": str(path)}, "data_map": {"data": ("a", "data")}}
+    twice = {"class": "MapDataset", "dataset": inside, "map_seq": lambda arrays: arrays}
+    for value in (inside, joined, {"class": "ConcatDataset", "datasets": [inside]}, twice):
+        dataset = opened(value)
+        by_epoch = []
+        for epoch in (1, 2, 3):
+            seen = read(dataset, epoch)
+            assert len(seen) == SIZE
+            for index, frames in seen.items():
+                assert len(frames) == -(-(1 + index % 5) // factor(epoch, index)), (value["class"], epoch, index)
+            feed = Feed("train", dataset, OrderKeys(seq_ordering="sorted"), BatchKeys(max_seqs=3), 0, 1)
+            in_order = [len(seen[index]) for index in feed.plan(epoch).order.tolist()]
+            assert in_order == sorted(in_order), "sorted by the lengths of this epoch"
+            assert feed.lengths_in(epoch)["data"].tolist() == [len(seen[index]) for index in range(SIZE)]
+            by_epoch.append(seen)
+        assert by_epoch[0] != by_epoch[1]
+        dataset.close()
+
+
+def test_chunks_need_lengths_that_stay(path: Path) -> None:
+    dataset = opened({"class": "MapDataset", "dataset": str(path), "map_seq": faster, "map_lengths": faster_lengths})
+    chunks = cut(dataset.lengths, ChunkKeys(chunking="2:1"))
+    with pytest.raises(DataError, match="chunking: expected lengths that are those of every epoch, got a map_lengths in train"):
+        Feed("train", dataset, OrderKeys(), BatchKeys(max_seqs=3), 0, 1, chunks=chunks).plan(1)

@@ -14,6 +14,7 @@ from hvdtrain.data.parts import file_bounds
 from hvdtrain.data.plan import BatchKeys, Plan, plan
 from hvdtrain.data.selection import used
 from hvdtrain.data.types import Array, Batch, Dataset
+from hvdtrain.errors import DataError
 
 SEED_STEP = 16127
 """How far apart the ranks' seeds are under 'random_seed_offset'; RETURNN's number."""
@@ -42,16 +43,25 @@ class Feed:
 
     @property
     def lengths(self) -> Mapping[str, Array]:
-        """By data key, frames of everything that a plan's indices may speak of: sequences, or chunks of them."""
-        return self.dataset.lengths if self.chunks is None else self.chunks.lengths
+        """By data key, frames of everything that the first epoch's indices may speak of: sequences, or chunks of them."""
+        return self.lengths_in(1)
+
+    def lengths_in(self, epoch: int) -> Mapping[str, Array]:
+        """The lengths of an epoch, which differ where a function changes them by the epoch."""
+        return at_epoch(self.dataset, epoch).lengths if self.chunks is None else self.chunks.lengths
 
     def plan(self, epoch: int) -> Plan:
         """The plan of an epoch (counted from 1)."""
         keys = self.order_keys
         if self.distribution == "random_seed_offset":
             keys = replace(keys, random_seed_offset=keys.random_seed_offset + self.rank * SEED_STEP)
+        lengths = at_epoch(self.dataset, epoch).lengths
+        if self.chunks is not None and lengths is not self.dataset.lengths:
+            raise DataError(
+                f"chunking: expected lengths that are those of every epoch, got a map_lengths in {self.name} that takes it"
+            )
         return plan(
-            self.dataset.lengths,
+            lengths,
             keys,
             self.batch_keys,
             epoch,

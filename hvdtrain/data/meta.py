@@ -69,12 +69,10 @@ class MetaDataset:
         self._positions = positions
         self._keys: dict[str, dict[str, str]] = {}
         self.streams: Mapping[str, Stream] = {key: datasets[name].streams[there] for key, (name, there) in sources.items()}
-        lengths = {}
         for data_key, (name, there) in sources.items():
             self._keys.setdefault(name, {})[data_key] = there
-            column, places = datasets[name].lengths[there], positions[name]
-            lengths[data_key] = column if places is None else column[places]
-        self.lengths: Mapping[str, Array] = lengths
+        self._sources = sources
+        self.lengths: Mapping[str, Array] = self._joined_lengths()
         self.mapped = frozenset(
             data_key for data_key, (name, there) in sources.items() if there in getattr(datasets[name], "mapped", ())
         )
@@ -83,6 +81,8 @@ class MetaDataset:
         """The dataset with the random numbers of an epoch."""
         changed = copy(self)
         changed._datasets = {name: at_epoch(dataset, epoch) for name, dataset in self._datasets.items()}
+        if any(dataset.lengths is not self._datasets[name].lengths for name, dataset in changed._datasets.items()):
+            changed.lengths = changed._joined_lengths()
         return changed
 
     @property
@@ -122,6 +122,14 @@ class MetaDataset:
         """The tags of sequences `start` to before `stop` as UTF-8: numpy bytes of shape (number,)."""
         stop = self.num_sequences if stop is None else stop
         return tag_bytes(self._control, start, stop)
+
+    def _joined_lengths(self) -> dict[str, Array]:
+        """By data key, the lengths in the order of the control dataset."""
+        lengths = {}
+        for data_key, (name, there) in self._sources.items():
+            column, places = self._datasets[name].lengths[there], self._positions[name]
+            lengths[data_key] = column if places is None else column[places]
+        return lengths
 
     def close(self) -> None:
         for dataset in self._datasets.values():

@@ -99,6 +99,8 @@ class UnionDataset:
         """The dataset with the random numbers of an epoch."""
         changed = copy(self)
         changed._datasets = [at_epoch(dataset, epoch) for dataset in self._datasets]
+        if any(now.lengths is not before.lengths for now, before in zip(changed._datasets, self._datasets, strict=True)):
+            changed.lengths = {name: numpy.concatenate(changed._columns(name)) for name in self.streams}
         return changed
 
     @property

@@ -5,6 +5,8 @@ from typing import Any
 
 import numpy
 import pytest
+import torch
+from launching import TOY, hvdtrain
 
 from hvdtrain.data.chunks import ChunkKeys, cut
 from hvdtrain.data.feed import Feed
@@ -163,3 +165,28 @@ def test_chunks_need_lengths_that_stay(path: Path) -> None:
     chunks = cut(dataset.lengths, ChunkKeys(chunking="2:1"))
     with pytest.raises(DataError, match="chunking: expected lengths that are those of every epoch, got a map_lengths in train"):
         Feed("train", dataset, OrderKeys(), BatchKeys(max_seqs=3), 0, 1, chunks=chunks).plan(1)
+
+
+NOISY = """
+
+def noisy(arrays, *, rng, **_):
+    return {**arrays, "data": (arrays["data"] + rng.normal(size=arrays["data"].shape)).astype("float32")}
+
+workers = config.int("workers", 0)
+train = {"class": "MapDataset", "dataset": train, "map_seq": noisy, "num_workers": workers, "map_seed": 3}
+"""
+
+
+def test_a_training_draws_the_same_on_two_ranks_with_workers_and_a_restart_as_on_one(corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.py").write_text(TOY.read_text() + NOISY)
+    weights = {}
+    for name, runs in {
+        "one": [(None, {"num_epochs": 2})],
+        "two": [(2, {"num_epochs": 1, "workers": 1}), (2, {"num_epochs": 2, "workers": 1})],
+    }.items():
+        for ranks, options in runs:
+            common = {"corpus": corpus, "model": tmp_path / name / "model", "use_horovod": ranks is not None}
+            ended = hvdtrain(tmp_path / "config.py", {**common, **options}, ranks)
+            assert ended.status == 0, ended
+        weights[name] = torch.load(tmp_path / name / "model.002.pt", weights_only=True)["model"]["last.weight"]
+    assert torch.allclose(weights["one"], weights["two"], atol=1e-5)

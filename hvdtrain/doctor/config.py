@@ -38,7 +38,7 @@ def check_data(settings: Settings, ranks: int) -> list[Finding]:
         report = check_file(path, seconds=0)
         findings += [problem("data", each, "python -m hvdtrain.hdf_check tells more") for each in report.problems]
         cure = f"python -m hvdtrain.hdf_check {path} --repack OUT, if it is the layout"
-        findings += [warning("data", each, cure) for each in report.warnings]
+        findings += [warning("data", each if str(path) in each else f"{path}: {each}", cure) for each in report.warnings]
     if len(files) > MOST_FILES:
         findings.append(
             ok("data", f"of {len(files)} HDF files, {MOST_FILES} were looked into (python -m hvdtrain.hdf_check: all)")

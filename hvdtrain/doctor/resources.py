@@ -117,8 +117,10 @@ def words(size: float) -> str:
     """A number of bytes, for people.
 
     >>> words(64 * MEGABYTE), words(1.5 * GIGABYTE), words(512)
-    ('64 MB', '1.5 GB', '0 MB')
+    ('64 MB', '1.5 GB', '0.5 KB')
     """
+    if size < MEGABYTE:
+        return f"{size / 1024:.1f} KB"
     return f"{size / GIGABYTE:.1f} GB" if size >= GIGABYTE else f"{size / MEGABYTE:.0f} MB"
 
 

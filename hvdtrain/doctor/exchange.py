@@ -51,10 +51,10 @@ class Speed:
 
 def measure_speed(comm: Communicator, framework: str) -> Speed:
     """Collective. All-reduce small and large tensors for some seconds."""
-    make = importlib.import_module(f"hvdtrain.learner.{framework}_tensors").zeros
-    small, large = (make(size // 4, comm.local_rank) for size in (SMALL, LARGE))
-    latency = _seconds(comm, lambda: [small], "doctor.small")
-    whole = _seconds(comm, lambda: [large], "doctor.large")
+    tensors = _tensors_of(framework)
+    small, large = (tensors.zeros(size // 4, comm.local_rank) for size in (SMALL, LARGE))
+    latency = _seconds(comm, tensors, lambda: [small], "doctor.small")
+    whole = _seconds(comm, tensors, lambda: [large], "doctor.large")
     return Speed(latency, LARGE * 2 * (comm.size - 1) / comm.size / whole)
 
 
@@ -108,18 +108,19 @@ def measure_share(comm: Communicator, settings: Settings) -> Share:
     alone = build_learner(settings, open_reducer(settings.reduce, SingleCommunicator(), Timer()), comm)
     learners = [alone] if averaging else [alone, build_learner(settings, open_reducer(settings.reduce, comm, Timer()), comm)]
     seconds = _step_seconds(comm, learners, read)
-    tensors: list[Tensor] = []
+    parameters: list[Tensor] = []
 
-    def note(parameters: list[Tensor]) -> list[Tensor]:
-        tensors.extend(parameters)
-        return parameters
+    def note(values: list[Tensor]) -> list[Tensor]:
+        parameters.extend(values)
+        return values
 
     alone.map_tensors("parameters", note)
-    travel = _seconds(comm, lambda: [tensor * 1 for tensor in tensors], "doctor.parameters")
+    tensors = _tensors_of(settings.run.backend)
+    travel = _seconds(comm, tensors, lambda: [value * 1 for value in parameters], "doctor.parameters")
     for feed in feeds:
         feed.dataset.close()
     every = settings.reduce.horovod_param_sync_step if averaging else 1
-    return Share(seconds[0], None if averaging else seconds[1], sum(int(tensor.nbytes) for tensor in tensors), travel, every)
+    return Share(seconds[0], None if averaging else seconds[1], sum(map(tensors.size, parameters)), travel, every)
 
 
 def check_share(share: Share) -> list[Finding]:
@@ -157,13 +158,18 @@ def _step_seconds(comm: Communicator, learners: Sequence[Learner], read: Sequenc
     return [max(times) for times in zip(*comm.gather(medians, name="doctor.step_seconds"), strict=True)]
 
 
-def _seconds(comm: Communicator, make: Callable[[], list[Any]], name: str) -> float:
+def _tensors_of(framework: str) -> Any:
+    """The module that makes and measures a framework's tensors."""
+    return importlib.import_module(f"hvdtrain.learner.{framework}_tensors")
+
+
+def _seconds(comm: Communicator, tensors: Any, make: Callable[[], list[Any]], name: str) -> float:
     """Collective. The median over some all-reduces of the slowest rank's seconds."""
 
     def once() -> float:
-        tensors = make()
+        sent = make()
         started = time.perf_counter()
-        float(all_reduce(comm, tensors, "sum", name=name)[-1].sum())  # on a GPU: waits until it is done
+        tensors.wait_for(all_reduce(comm, sent, "sum", name=name)[-1])
         return time.perf_counter() - started
 
     once()

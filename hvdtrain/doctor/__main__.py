@@ -65,16 +65,18 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        usage=USAGE, description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="hvdtrain.doctor",
+        usage=USAGE,
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("configs", metavar="CONFIG", nargs="*", help="the config that is going to be trained")
     parser.add_argument("--hosts", default="", help="other hosts, such as h1,h2: log in with ssh, look at them, compare")
     parser.add_argument("--strict", action="store_true", help="exit with 1 where there are warnings")
     parser.add_argument("--json", action="store_true", help="print a list with a dict for every host, for scripts")
     parser.add_argument("--no-measure", action="store_true", help="under a launcher: do not measure the all-reduce and steps")
-    parser.add_argument(
-        "--patience", type=float, default=60, help="seconds in which the ranks have to find each other (default 60)"
-    )
+    parser.add_argument("--patience", type=float, default=120, help="seconds in which the ranks have to find each other (120)")
     return parser
 
 

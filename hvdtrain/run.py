@@ -35,7 +35,7 @@ WHAT_A_MODEL_IS: tuple[Kind, ...] = ("parameters", "frozen", "statistics", "coun
 
 def train(settings: Settings) -> None:
     """Train as the config says, from the last finished epoch on. Raises: HvdtrainError."""
-    with open_communicator(settings.reduce, settings.run.backend) as comm:
+    with open_communicator(settings) as comm:
         train_with(comm, settings)
 
 
@@ -75,7 +75,7 @@ def train_with(comm: Communicator, settings: Settings) -> Learner:
 
 
 @contextmanager
-def open_communicator(keys: ReduceKeys, framework: str) -> Iterator[Communicator]:
+def open_communicator(settings: Settings) -> Iterator[Communicator]:
     """Connect with the other ranks. They are only taken leave of when all get to the end together: where one fails alone,
     its end is what ends the others.
 
@@ -84,15 +84,20 @@ def open_communicator(keys: ReduceKeys, framework: str) -> Iterator[Communicator
     """
     started = launch.launch()
     comm: Communicator
-    if keys.use_horovod:
+    torch_keys = settings.torch_distributed
+    if settings.reduce.use_horovod:
         from hvdtrain.comm.horovod import open_horovod  # imports a framework
 
-        comm = open_horovod("torch" if framework == "torch" else "tensorflow")
+        comm = open_horovod("torch" if settings.run.backend == "torch" else "tensorflow")
+    elif torch_keys is not None:
+        from hvdtrain.comm.torch_dist import open_torch_distributed
+
+        comm = open_torch_distributed(torch_keys.backend, torch_keys.init_method, torch_keys.timeout_sec)
     elif started.size > 1:
         error = LaunchError(
             f"expected to be told how the {started.size} processes that {started.launcher} started belong together, got neither "
             "use_horovod nor torch_distributed: they would train the same model over each other's files "
-            "(add ++use_horovod 1 to the command)"
+            "(add ++use_horovod 1 to the command, or ++torch_distributed {})"
         )
         error.on_every_rank = True
         raise error
@@ -220,6 +225,11 @@ def announce(settings: Settings, comm: Communicator, learner: Learner, feeds: li
     say(4, f"hvdtrain {__version__}, {settings.run.backend}: {comm.size} rank{'s' if comm.size > 1 else ''}, {where}")
     if settings.reduce.use_horovod and started.launcher is None:
         say(2, "use_horovod is set, but this process was started alone: it trains as one rank (for 2: mpirun -np 2 ...)")
+    if settings.torch_distributed is not None and started.launcher is None and settings.launch.ngpu is None:
+        say(
+            2,
+            "torch_distributed is set, but this process was started alone: it trains as one rank (for 2: ++ngpu 2, or torchrun)",
+        )
     if launch.is_bound() and launch.cores() == 1:
         say(2, "this rank is bound to a single core of several; mpirun --bind-to none lets it use more")
     first = history[-1].epoch + 1 if history else 1

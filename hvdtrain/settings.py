@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from hvdtrain.comm.keys import LaunchKeys, TorchDistributedKeys
 from hvdtrain.config.check import build, unknown
 from hvdtrain.config.keys import REQUIRED, Key, Rule, declared, key, not_negative, positive
 from hvdtrain.config.source import COMMAND_LINE, Source, load
 from hvdtrain.data.cache import parse_sizes
 from hvdtrain.data.chunks import ChunkKeys
+from hvdtrain.data.options import unknown_options
 from hvdtrain.data.order import OrderKeys, is_random
 from hvdtrain.data.plan import BatchKeys
 from hvdtrain.data.sources import KINDS, DatasetSpec, parse
@@ -64,7 +66,20 @@ class DataKeys:
     eval_datasets: dict[str, Any] = key({}, "further datasets by name, evaluated after every epoch")
 
 
-SECTIONS: tuple[type, ...] = (RunKeys, DataKeys, BatchKeys, ChunkKeys, LearnerKeys, ScheduleKeys, ReduceKeys, ReportKeys)
+SECTIONS: tuple[type, ...] = (
+    RunKeys,
+    DataKeys,
+    BatchKeys,
+    ChunkKeys,
+    LearnerKeys,
+    ScheduleKeys,
+    ReduceKeys,
+    LaunchKeys,
+    ReportKeys,
+)
+DICTS: dict[str, type] = {"torch_distributed": TorchDistributedKeys}
+"""Keys that are dicts with declared entries."""
+
 DATASET_SECTIONS: tuple[type, ...] = (*(kind.keys for kind in KINDS.values()), OrderKeys)
 
 ALIASES = {
@@ -89,6 +104,13 @@ UNSUPPORTED = {
 }
 """Keys of RETURNN that would change the training if they were ignored, with what to do instead."""
 
+NOT_NEEDED = {
+    "class": "gradients are reduced without a wrapper around the model",
+    "options": "gradients are reduced without a wrapper around the model",
+    "sync_on_cpu": "backend 'gloo' averages in memory",
+}
+"""Entries of RETURNN's torch_distributed that are not needed here."""
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -101,6 +123,8 @@ class Settings:
     learner: LearnerKeys
     schedule: ScheduleKeys
     reduce: ReduceKeys
+    launch: LaunchKeys
+    torch_distributed: TorchDistributedKeys | None
     report: ReportKeys
     train: DatasetSpec
     evaluations: tuple[DatasetSpec, ...]
@@ -139,6 +163,10 @@ def check(source: Source, names: list[str]) -> Settings:
     if built[DataKeys] is not None:
         specs, more = _datasets(built[DataKeys])
         problems += more
+    torch_distributed: TorchDistributedKeys | None = None
+    if built[ReduceKeys] is not None and built[LaunchKeys] is not None:
+        torch_distributed, more = _torch_distributed(built, origins)
+        problems += more
     reduce: ReduceKeys | None = built[ReduceKeys]
     if reduce is not None and reduce.horovod_dataset_distribution == "random_seed_offset" and specs:
         if specs[0].name == "train" and not is_random(specs[0].order):
@@ -156,10 +184,52 @@ def check(source: Source, names: list[str]) -> Settings:
         learner=built[LearnerKeys],
         schedule=built[ScheduleKeys],
         reduce=built[ReduceKeys],
+        launch=built[LaunchKeys],
+        torch_distributed=torch_distributed,
         report=built[ReportKeys],
         train=specs[0],
         evaluations=tuple(specs[1:]),
     )
+
+
+def _torch_distributed(built: dict[type, Any], origins: Mapping[str, str]) -> tuple[TorchDistributedKeys | None, list[str]]:
+    """The entries of torch_distributed, with ESPnet2's keys for the same worked into them and the other way round; problems."""
+    reduce, started = built[ReduceKeys], built[LaunchKeys]
+    if reduce.torch_distributed is None and not started.ask_for_torch:
+        return None, []
+    if reduce.use_horovod and reduce.torch_distributed is None:
+        return None, [
+            "use_horovod: expected mpirun, horovodrun or srun to start the processes, got ngpu or dist_ keys, which belong to "
+            "torch.distributed (mpirun -np N ..., or leave use_horovod out)"
+        ]
+    entries = reduce.torch_distributed or {}
+    where = "torch_distributed."
+    keys, problems = build(TorchDistributedKeys, entries, where, dict.fromkeys(entries, origins.get("torch_distributed", "")))
+    problems += unknown_options(where, entries, TorchDistributedKeys, "torch_distributed", NOT_NEEDED)
+    problems += [
+        f"{where}{name}: an entry of RETURNN's that is not needed ({NOT_NEEDED[name]})" for name in entries if name in NOT_NEEDED
+    ]
+    if built[RunKeys] is not None and built[RunKeys].backend != "torch":
+        problems.append(
+            f"torch_distributed: expected backend = 'torch', got {built[RunKeys].backend!r} (use_horovod connects it)"
+        )
+    if keys is None:
+        return None, problems
+    pairs = [("init_method", "dist_init_method", started.init_method), ("rank", "dist_rank", started.dist_rank)]
+    for name, other, value in [*pairs, ("world_size", "dist_world_size", started.dist_world_size)]:
+        if value is not None and getattr(keys, name) not in (None, value):
+            problems.append(f"{where}{name}: expected the value of {other}, {value!r}, got {getattr(keys, name)!r}")
+    keys = replace(keys, init_method=keys.init_method or started.init_method)
+    if keys.rank is not None or keys.world_size is not None:
+        started = replace(
+            started,
+            dist_rank=started.dist_rank if keys.rank is None else keys.rank,
+            dist_world_size=keys.world_size or started.dist_world_size,
+        )
+        problems += [problem for problem in started.problems() if problem not in built[LaunchKeys].problems()]
+    built[LaunchKeys] = started
+    built[ReduceKeys] = reduce.under(keys)
+    return keys, problems
 
 
 def _datasets(keys: DataKeys) -> tuple[list[DatasetSpec], list[str]]:

@@ -29,6 +29,7 @@ LEVELS = {
     "report": 3,
     "watchdog": 3,
     "comm.base": 2,
+    "comm.keys": 2,
     "data.types": 2,
     "learner.base": 2,
     "context": 2,

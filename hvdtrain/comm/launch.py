@@ -21,6 +21,7 @@ class Launch:
 # Launcher, then its names for rank, size, local rank and local size. The first whose rank and size are set decides:
 # horovodrun may itself run mpirun, and torchrun may run under srun, so the innermost launcher stands first.
 LAUNCHERS = (
+    ("hvdtrain", "HVDTRAIN_RANK", "HVDTRAIN_SIZE", "HVDTRAIN_LOCAL_RANK", "HVDTRAIN_LOCAL_SIZE"),  # ngpu, dist_rank
     ("horovodrun", "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
     ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     ("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
@@ -40,14 +41,26 @@ def detect(environ: Mapping[str, str]) -> Launch:
     """
     for launcher, rank, size, local_rank, local_size in LAUNCHERS:
         if environ.get(rank, "").isdigit() and environ.get(size, "").isdigit():
+            here = environ.get(local_size)
             return Launch(
                 launcher,
                 int(environ[rank]),
                 int(environ[size]),
                 _number(environ.get(local_rank), 0),
-                _number(environ.get(local_size), 1),
+                _tasks_here(environ, here) if launcher == "srun" else _number(here, 1),
             )
     return Launch(None)
+
+
+def variables(started: Launch) -> dict[str, str]:
+    """What `detect` reads as such a launch by hvdtrain itself: for the environment of a process that is to be started."""
+    _, rank, size, local_rank, local_size = LAUNCHERS[0]
+    return {
+        rank: str(started.rank),
+        size: str(started.size),
+        local_rank: str(started.local_rank),
+        local_size: str(started.local_size),
+    }
 
 
 def launch() -> Launch:
@@ -92,6 +105,14 @@ def environment() -> Mapping[str, str]:
 
 
 def _number(text: str | None, default: int) -> int:
-    """The number a variable starts with ('4', Slurm's '4(x2)'), or the default."""
-    digits = (text or "").split("(")[0].split(",")[0]
-    return int(digits) if digits.isdigit() else default
+    """The number a variable holds, or the default."""
+    return int(text) if text is not None and text.isdigit() else default
+
+
+def _tasks_here(environ: Mapping[str, str], text: str | None) -> int:
+    """This node's number in Slurm's list of tasks per node, such as '2(x3),1': three nodes with two tasks, one with one."""
+    counts = []
+    for part in (text or "").split(","):
+        tasks, _, times = part.rstrip(")").partition("(x")
+        counts += [_number(tasks, 1)] * _number(times, 1)
+    return counts[min(_number(environ.get("SLURM_NODEID"), 0), len(counts) - 1)]

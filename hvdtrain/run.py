@@ -11,6 +11,7 @@ from pathlib import Path
 from hvdtrain.checkpoint import CheckpointFolder
 from hvdtrain.comm import launch
 from hvdtrain.comm.base import Communicator, together
+from hvdtrain.comm.current import connected
 from hvdtrain.comm.single import SingleCommunicator
 from hvdtrain.data.cache import parse_sizes, with_cache
 from hvdtrain.data.chunks import cut, keys_of
@@ -44,6 +45,9 @@ def train_with(comm: Communicator, settings: Settings) -> Learner:
     together(comm, lambda: open_log(settings.report, comm.rank, comm.size), name="open_log")
     timer = Timer()
     with Watchdog(settings.run.watchdog_timeout, comm.rank) as watchdog:
+        if (callback := as_function(settings.run.startup_callback, "startup_callback")) is not None:
+            watchdog.beat("startup_callback")
+            callback()
         watchdog.beat("opening the datasets")
         feeds = together(comm, lambda: open_feeds(settings, comm), name="open_feeds")
         watchdog.beat("building the model")
@@ -104,7 +108,8 @@ def open_communicator(settings: Settings) -> Iterator[Communicator]:
     else:
         comm = SingleCommunicator()
     try:
-        yield comm
+        with connected(comm):
+            yield comm
     except HvdtrainError as failure:
         if failure.on_every_rank:
             comm.close()
@@ -177,6 +182,7 @@ def build_learner(settings: Settings, reducer: Reducer, comm: Communicator) -> L
         seed=settings.run.random_seed,
         epoch=1,
         step=0,
+        batch_norm=comm.channel("sync_batch_norm") if settings.learner.sync_batch_norm and comm.size > 1 else None,
     )
 
 

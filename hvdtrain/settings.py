@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -37,6 +37,9 @@ class RunKeys:
     )
     num_threads: int | None = key(
         None, "threads a rank computes with; None: OMP_NUM_THREADS, or the host's cores divided among its ranks", positive
+    )
+    startup_callback: Callable[..., None] | str | None = key(
+        None, "function (**_) that every rank calls before the datasets are opened; hvdtrain.run_on_main in it prepares data once"
     )
     watchdog_timeout: float = key(1800.0, "end the job when a rank makes no progress for so many seconds", positive)
 
@@ -168,6 +171,13 @@ def check(source: Source, names: list[str]) -> Settings:
         torch_distributed, more = _torch_distributed(built, origins)
         problems += more
     reduce: ReduceKeys | None = built[ReduceKeys]
+    learner: LearnerKeys | None = built[LearnerKeys]
+    if reduce is not None and learner is not None and learner.sync_batch_norm and reduce.horovod_reduce_type != "grad":
+        problems.append(
+            f"sync_batch_norm: expected reduce_type 'grad', got {reduce.horovod_reduce_type!r}, with which ranks step alone"
+        )
+    if learner is not None and built[LaunchKeys] is not None and built[LaunchKeys].ngpu == 0 and learner.device is None:
+        built[LearnerKeys] = replace(learner, device="cpu")
     if reduce is not None and reduce.horovod_dataset_distribution == "random_seed_offset" and specs:
         if specs[0].name == "train" and not is_random(specs[0].order):
             problems.append(

@@ -131,7 +131,7 @@ def test_imports_go_down_only(importer: str) -> None:
 
 
 def test_what_a_config_imports_is_light() -> None:
-    assert own_imports("") == {"comm.launch", "context", "version"}
+    assert own_imports("") == {"comm.current", "comm.launch", "context", "version"}
 
 
 def test_no_modules_import_each_other() -> None:

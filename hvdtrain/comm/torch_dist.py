@@ -74,7 +74,9 @@ def open_torch_distributed(backend: str | None, init_method: str | None, timeout
 class TorchCommunicator:
     """The processes of a torch.distributed job."""
 
-    def __init__(self, started: launch.Launch) -> None:
+    def __init__(self, started: launch.Launch, group: Any = None) -> None:
+        self._group = group
+        self._started = started
         self.rank: int = torch.distributed.get_rank()
         self.size: int = torch.distributed.get_world_size()
         hosts = self.gather((socket.gethostname(), started.local_size), name="hosts")
@@ -94,7 +96,7 @@ class TorchCommunicator:
         for numbers in parts.values():
             flat = _flat([tensors[number] for number in numbers])
             with _peer_failures(), torch.autograd.profiler.record_function(f"all_reduce {name}"):
-                pending.append((numbers, flat, torch.distributed.all_reduce(flat, async_op=True)))
+                pending.append((numbers, flat, torch.distributed.all_reduce(flat, group=self._group, async_op=True)))
         return list(tensors), op, pending
 
     def finish(self, handle: Any) -> list[Tensor]:
@@ -113,15 +115,19 @@ class TorchCommunicator:
         # As bytes: so every type can travel.
         flat = [tensor.contiguous().reshape(-1).view(torch.uint8).clone() for tensor in tensors]
         with _peer_failures():
-            for work in [torch.distributed.broadcast(tensor, 0, async_op=True) for tensor in flat]:
+            for work in [torch.distributed.broadcast(tensor, 0, group=self._group, async_op=True) for tensor in flat]:
                 work.wait()
         return [new.view(old.dtype).reshape(old.shape) for new, old in zip(flat, tensors, strict=True)]
 
     def gather(self, value: T, *, name: str) -> list[T]:
         gathered: list[Any] = [None] * self.size
         with _peer_failures():
-            torch.distributed.all_gather_object(gathered, value)
+            torch.distributed.all_gather_object(gathered, value, group=self._group)
         return gathered
+
+    def channel(self, name: str) -> TorchCommunicator:
+        with _peer_failures():
+            return TorchCommunicator(self._started, torch.distributed.new_group(group_desc=name))
 
     def close(self) -> None:
         self.gather(None, name="close")  # rank 0 serves the store: it leaves when nobody needs it

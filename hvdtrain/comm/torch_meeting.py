@@ -117,6 +117,8 @@ def meet(place: Place | None, rank: int, size: int, timeout: float) -> Store:
             "host reach that one, or does a firewall stand between them?)"
         )
     _check_in(store, place, rank, size, deadline)
+    if isinstance(place, SharedFile) and rank == 0:
+        place.path.unlink(missing_ok=True)  # all have read it
     return store
 
 

@@ -34,6 +34,9 @@ class LearnerKeys:
         None, "scale gradients down to this global norm, after they were reduced over the ranks", positive
     )
     gradient_clip: float | None = key(None, "cut every gradient element off at plus or minus this, after the reduction", positive)
+    sync_batch_norm: bool = key(
+        False, "let the statistics of BatchNorm be those of all ranks' batches together (with horovod_reduce_type 'grad')"
+    )
     device: str | None = key(None, "cpu, cuda or cuda:N; None: this rank's GPU where there is one, else the CPU")
 
     def problems(self) -> list[str]:

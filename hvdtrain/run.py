@@ -126,7 +126,8 @@ def open_feeds(settings: Settings, comm: Communicator) -> list[Feed]:
     def feed(spec: DatasetSpec) -> Feed:
         training = spec is settings.train
         distribution = settings.reduce.horovod_dataset_distribution if training else "shard"
-        batch_keys = settings.batch.of_training() if training else settings.batch.of_evaluation()
+        batch_keys = settings.batch.of_each_of(comm.size)
+        batch_keys = batch_keys.of_training() if training else batch_keys.of_evaluation()
         dataset = with_cache(open_dataset(spec), budgets.get(spec.name, sizes[2]))
         return Feed(
             spec.name,
@@ -183,6 +184,7 @@ def build_learner(settings: Settings, reducer: Reducer, comm: Communicator) -> L
         epoch=1,
         step=0,
         batch_norm=comm.channel("sync_batch_norm") if settings.learner.sync_batch_norm and comm.size > 1 else None,
+        sharded=comm if settings.torch_distributed is not None and settings.torch_distributed.sharded and comm.size > 1 else None,
     )
 
 

@@ -237,6 +237,8 @@ def _torch_distributed(built: dict[type, Any], origins: Mapping[str, str]) -> tu
             dist_world_size=keys.world_size or started.dist_world_size,
         )
         problems += [problem for problem in started.problems() if problem not in built[LaunchKeys].problems()]
+    if keys.sharded and reduce.under(keys).horovod_reduce_type != "grad":
+        problems.append(f"{where}sharded: expected reduce_type 'grad', with which all ranks apply the same update, got 'param'")
     built[LaunchKeys] = started
     built[ReduceKeys] = reduce.under(keys)
     return keys, problems

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import TOY, launch, torchrun
+from launching import TOY, hvdtrain, launch, torchrun
 
 RANKS = 3
 STATISTICS = {"layers": "statistics", "num_epochs": 2}
+EQUAL = {"min_seq_length": 6, "max_seq_length": 6}  # no padding, which BatchNorm would count, and differently on several ranks
 
 # The overrides of each training by name; for torch.distributed, what stands in its dict instead of the horovod_ keys.
 TRAININGS: dict[str, tuple[dict[str, object], dict[str, object], dict[str, object]]] = {
@@ -29,7 +30,10 @@ TRAININGS: dict[str, tuple[dict[str, object], dict[str, object], dict[str, objec
         {"dataset_distribution": "random_seed_offset", "scale_lr": "divide"},
     ),
     "fewer_than_ranks": ({"part": "two.hdf", "max_seqs": 1, "losses": "several", "num_epochs": 3}, {}, {}),
-    "synchronized": ({**STATISTICS, "sync_batch_norm": True}, {}, {}),
+    "synchronized": ({**STATISTICS, **EQUAL, "sync_batch_norm": True}, {}, {}),
+    "unsynchronized": ({**STATISTICS, **EQUAL}, {}, {}),
+    "sharded": ({"num_epochs": 2, "optimizer": {"class": "adam"}, "gradient_clip_global_norm": 5.0}, {}, {"sharded": True}),
+    "sharded_decayed": ({"optimizer": {"class": "adagrad", "weight_decay": 0.01}}, {}, {"sharded": True}),
 }
 
 
@@ -92,7 +96,25 @@ def test_all_ranks_end_with_the_same_model(results: dict[str, Path], name: str) 
 def test_with_synchronized_batch_norm_ranks_learn_what_one_learns(results: dict[str, Path], transport: str) -> None:
     alone = weights(results, "alone", "synchronized")
     assert difference(alone, weights(results, transport, "synchronized")) < 1e-4
-    assert difference(alone, weights(results, transport, "statistics")) > 1e-2
+    assert difference(alone, weights(results, transport, "unsynchronized")) > 1e-2
+
+
+def test_a_sharded_training_goes_on_with_any_number_of_ranks(corpus: Path, tmp_path: Path) -> None:
+    """One epoch alone, one on two ranks, one on three, against three epochs alone; sharded where there are several."""
+    common = {"corpus": corpus, "optimizer": {"class": "adam"}, "losses": "mean", "learning_rate": 0.002}
+    for ranks in (1, 2, 3):
+        arguments = ["-m", "hvdtrain", str(TOY)]
+        for name, value in {**common, "model": tmp_path / "chain/model", "num_epochs": ranks}.items():
+            arguments += [f"++{name}", str(value)]
+        entries = {"sharded": True}
+        finished = launch(arguments) if ranks == 1 else torchrun([*arguments, "++torch_distributed", str(entries)], ranks)
+        assert finished.status == 0, finished.err
+    assert hvdtrain(TOY, {**common, "model": tmp_path / "alone/model", "num_epochs": 3}).status == 0
+    chain, alone = (torch.load(tmp_path / name / "model.003.pt", weights_only=True)["model"] for name in ("chain", "alone"))
+    assert difference(chain, alone) < 1e-5
+    chain, alone = (torch.load(tmp_path / name / "model.003.opt.pt", weights_only=True) for name in ("chain", "alone"))
+    assert chain["optimizer"]["state"].keys() == alone["optimizer"]["state"].keys()
+    assert chain["optimizer"]["param_groups"] == alone["optimizer"]["param_groups"]
 
 
 @pytest.mark.parametrize("transport", ["use_horovod", "torch_distributed"])

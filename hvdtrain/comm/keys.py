@@ -84,6 +84,9 @@ class TorchDistributedKeys:
     timeout_sec: float = key(1800.0, "seconds after which a collective that waits for another rank fails", positive)
     rank: int | None = key(None, "this process's number, where no launcher says it", not_negative)
     world_size: int | None = key(None, "how many processes there are, where no launcher says it", positive)
+    sharded: bool = key(
+        False, "divide the optimizer's state among the ranks, for models whose training does not fit (with reduce_type 'grad')"
+    )
     reduce_type: Literal["grad", "param"] | None = key(None, "as horovod_reduce_type")
     avg_grad: bool | None = key(None, "as horovod_avg_grad")
     param_sync_step: int | None = key(None, "as horovod_param_sync_step", positive)

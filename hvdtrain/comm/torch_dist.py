@@ -119,6 +119,19 @@ class TorchCommunicator:
                 work.wait()
         return [new.view(old.dtype).reshape(old.shape) for new, old in zip(flat, tensors, strict=True)]
 
+    def gather_rows(self, tensors: Sequence[Tensor], *, name: str) -> list[Tensor]:
+        counts = self.gather([len(tensor) for tensor in tensors], name=f"{name}.counts")
+        gathered = []
+        for number, tensor in enumerate(tensors):
+            lengths = [count[number] for count in counts]
+            padded = tensor.new_zeros(max(lengths), *tensor.shape[1:])  # every rank has to send equally much
+            padded[: len(tensor)] = tensor
+            parts = [torch.empty_like(padded) for _ in lengths]
+            with _peer_failures():
+                torch.distributed.all_gather(parts, padded, group=self._group)
+            gathered.append(torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)]))
+        return gathered
+
     def gather(self, value: T, *, name: str) -> list[T]:
         gathered: list[Any] = [None] * self.size
         with _peer_failures():

@@ -87,6 +87,10 @@ class Learner(Protocol):
         """Replace the values of the model's tensors of one kind by what `change` makes of them, in the model's order."""
         ...
 
+    def gather_state(self) -> None:
+        """Collective. To be called before `save`, which only one rank calls: bring together what the ranks hold apart."""
+        ...
+
     def save(self, model_file: Path, optimizer_file: Path, progress: dict[str, Any]) -> None:
         """Write the model with `progress` beside it, and what else the optimizer needs to go on."""
         ...

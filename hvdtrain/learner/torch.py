@@ -20,6 +20,7 @@ from hvdtrain.learner.base import Kind, LearnerKeys, as_function
 from hvdtrain.learner.torch_clock import CpuClock, CudaClock
 from hvdtrain.learner.torch_gradients import GradientStream
 from hvdtrain.learner.torch_optimizer import make_optimizer
+from hvdtrain.learner.torch_sharded import ShardedOptimizer
 from hvdtrain.learner.torch_sync_batch_norm import Exchange, synchronize
 from hvdtrain.reduce import Reducer
 from hvdtrain.scores import Scores
@@ -77,7 +78,7 @@ class TorchLearner:
         self,
         model: torch.nn.Module,
         train_step: Callable[..., None],
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | ShardedOptimizer,
         reducer: Reducer,
         *,
         device: torch.device,
@@ -163,6 +164,10 @@ class TorchLearner:
             for tensor, new in zip(tensors, change(tensors), strict=True):
                 if new is not tensor:
                     tensor.copy_(new)
+
+    def gather_state(self) -> None:
+        if isinstance(self.optimizer, ShardedOptimizer):
+            self.optimizer.gather()
 
     def save(self, model_file: Path, optimizer_file: Path, progress: dict[str, Any]) -> None:
         names = [name for name, _ in self.model.named_parameters()]
@@ -272,11 +277,13 @@ def build_torch_learner(
     epoch: int,
     step: int,
     batch_norm: Communicator | None = None,
+    sharded: Communicator | None = None,
 ) -> TorchLearner:
     """Build the model and the optimizer of a config. All ranks seed alike; weights still are to be broadcast from rank 0.
 
     Args:
         batch_norm: the ranks over which BatchNorm's statistics are taken, on a channel of their own; None: each by itself.
+        sharded: the ranks among which the optimizer's state is divided; None: each has all of it.
 
     Raises:
         ConfigError: get_model returns no torch.nn.Module, or the optimizer cannot be made.
@@ -293,10 +300,11 @@ def build_torch_learner(
     exchange: Exchange | None = None
     if batch_norm is not None:
         model, exchange = synchronize(model, batch_norm)
+    optimizer = make_optimizer(keys.optimizer, model)
     return TorchLearner(
         model,
         as_function(keys.train_step, "train_step"),
-        make_optimizer(keys.optimizer, model),
+        optimizer if sharded is None else ShardedOptimizer(optimizer, sharded),
         reducer,
         device=device,
         seed=(seed, rank),

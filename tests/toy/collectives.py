@@ -14,6 +14,7 @@ import torch
 import hvdtrain
 from hvdtrain.comm.base import all_reduce
 from hvdtrain.errors import ConfigError
+from hvdtrain.learner.torch_sharded import ShardedOptimizer
 from hvdtrain.learner.torch_sync_batch_norm import synchronize
 from hvdtrain.run import open_communicator
 from hvdtrain.settings import read_settings
@@ -70,6 +71,13 @@ def test_broadcast_and_gather(comm) -> None:
     assert [comm.local_rank, comm.local_size] == [comm.rank, comm.size]
 
 
+def test_gather_rows(comm) -> None:
+    rows = [torch.full((comm.rank, 2), comm.rank), torch.tensor([float(comm.rank)])]
+    first, second = comm.gather_rows(rows, name="rows")
+    assert first[:, 1].tolist() == [rank for rank in range(comm.size) for _ in range(rank)]
+    assert second.tolist() == list(range(comm.size))
+
+
 def test_for_configs(comm) -> None:
     called = folder / f"called.{comm.rank}"
     assert hvdtrain.run_on_main(lambda: (called.write_text(""), comm.rank + 10)[1]) == 10
@@ -79,7 +87,7 @@ def test_for_configs(comm) -> None:
         hvdtrain.run_on_main(fail)
     total = sum(range(1, comm.size + 1))
     assert hvdtrain.all_reduce(comm.rank + 1) == total
-    assert hvdtrain.all_reduce(0.1) == sum([1] * comm.size) / 10  # the tenth of 3, not 0.30000000000000004
+    assert hvdtrain.all_reduce(1e16 if comm.rank == 0 else 1.0) == 1e16 + (comm.size - 1)  # which adding one by one does not give
     assert hvdtrain.all_reduce(comm.rank + 1, "average") == total / comm.size
     assert (hvdtrain.all_reduce(comm.rank, "min"), hvdtrain.all_reduce(comm.rank, "max")) == (0, comm.size - 1)
     numpy.testing.assert_array_equal(hvdtrain.all_reduce(numpy.array([1, comm.rank])), [comm.size, total - comm.size])
@@ -131,6 +139,45 @@ def test_sync_batch_norm(comm) -> None:
     alone.eval()
     together.eval()
     torch.testing.assert_close(alone(rows), together(rows), rtol=1e-6, atol=1e-6)
+
+
+def test_sharded_optimizer(comm) -> None:
+    """It updates as the whole one does, bit by bit, with a part of its state; and either loads what the other saved."""
+
+    def model() -> torch.nn.Module:
+        torch.manual_seed(2)
+        return torch.nn.Sequential(*[torch.nn.Linear(6, 6) for _ in range(3)], torch.nn.Linear(6, 1).to(torch.float64))
+
+    def optimizer_of(module: torch.nn.Module) -> torch.optim.Optimizer:
+        groups = [{"params": list(module[:2].parameters()), "weight_decay": 0.1}, {"params": list(module[2:].parameters())}]
+        return torch.optim.AdamW(groups, lr=0.01)
+
+    whole, sharded = model(), model()
+    whole_optimizer, inner = optimizer_of(whole), optimizer_of(sharded)
+    sharded_optimizer = ShardedOptimizer(inner, comm)
+    for step in range(4):
+        if step == 2:  # each goes on with the other's state
+            sharded_optimizer.gather()
+            saved = comm.gather(sharded_optimizer.state_dict() if comm.rank == 0 else None, name="saved")[0]
+            before = whole_optimizer.state_dict()
+            sharded_optimizer.load_state_dict(before)
+            whole_optimizer.load_state_dict(saved)
+        for module, optimizer in ((whole, whole_optimizer), (sharded, sharded_optimizer)):
+            torch.manual_seed(step)
+            optimizer.zero_grad(set_to_none=True)
+            assert all(parameter.grad is None for parameter in module.parameters())
+            for parameter in module.parameters():
+                parameter.grad = torch.randn_like(parameter)
+            optimizer.step()
+        for one, other in zip(whole.parameters(), sharded.parameters(), strict=True):
+            assert torch.equal(one, other)
+
+    def held(optimizer: torch.optim.Optimizer) -> int:
+        return sum(state["exp_avg"].numel() for state in optimizer.state.values())
+
+    shares = comm.gather(held(inner), name="shares")
+    assert sum(shares) == held(whole_optimizer)
+    assert max(shares) < 1.2 * sum(shares) / comm.size
 
 
 with open_communicator(settings) as connection:

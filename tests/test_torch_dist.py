@@ -9,7 +9,10 @@ from launching import TOY, hvdtrain, launch, torchrun
 
 RANKS = 3
 STATISTICS = {"layers": "statistics", "num_epochs": 2}
-EQUAL = {"min_seq_length": 6, "max_seq_length": 6}  # no padding, which BatchNorm would count, and differently on several ranks
+EQUAL = {
+    "min_seq_length": {"data": 6},
+    "max_seq_length": {"data": 6},
+}  # no padding: BatchNorm counts it, and ranks pad differently
 
 # The overrides of each training by name; for torch.distributed, what stands in its dict instead of the horovod_ keys.
 TRAININGS: dict[str, tuple[dict[str, object], dict[str, object], dict[str, object]]] = {
@@ -31,6 +34,7 @@ TRAININGS: dict[str, tuple[dict[str, object], dict[str, object], dict[str, objec
     ),
     "fewer_than_ranks": ({"part": "two.hdf", "max_seqs": 1, "losses": "several", "num_epochs": 3}, {}, {}),
     "synchronized": ({**STATISTICS, **EQUAL, "sync_batch_norm": True}, {}, {}),
+    "total": ({"max_seqs": None, "max_seqs_total": 12, "losses": "mean", "gradient_clip_global_norm": 1.0}, {}, {}),
     "unsynchronized": ({**STATISTICS, **EQUAL}, {}, {}),
     "sharded": ({"num_epochs": 2, "optimizer": {"class": "adam"}, "gradient_clip_global_norm": 5.0}, {}, {"sharded": True}),
     "sharded_decayed": ({"optimizer": {"class": "adagrad", "weight_decay": 0.01}}, {}, {"sharded": True}),
@@ -97,6 +101,12 @@ def test_with_synchronized_batch_norm_ranks_learn_what_one_learns(results: dict[
     alone = weights(results, "alone", "synchronized")
     assert difference(alone, weights(results, transport, "synchronized")) < 1e-4
     assert difference(alone, weights(results, transport, "unsynchronized")) > 1e-2
+
+
+@pytest.mark.parametrize("transport", ["use_horovod", "torch_distributed"])
+def test_with_a_total_batch_ranks_learn_what_one_learns(results: dict[str, Path], transport: str) -> None:
+    assert difference(weights(results, "alone", "total"), weights(results, transport, "total")) < 1e-5
+    assert scores(results, "alone", "total")[-1] == pytest.approx(scores(results, transport, "total")[-1], rel=1e-5)
 
 
 def test_a_sharded_training_goes_on_with_any_number_of_ranks(corpus: Path, tmp_path: Path) -> None:

@@ -9,6 +9,11 @@ from hvdtrain.config.keys import Rule, key, not_negative, positive
 
 port_number = Rule("a port from 1 to 65535", lambda value: 1 <= value <= 65535)
 
+THREADS = (
+    "several GPUs in one process mean threads that copy the model in every step and wait for Python's lock "
+    "(torch.nn.DataParallel), which PyTorch itself advises against"
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchKeys:
@@ -35,9 +40,13 @@ class LaunchKeys:
     )
     dist_launcher: Literal["slurm", "mpi"] | None = key(None, "who is expected to have started the processes")
 
+    data_parallel_backend: bool = key(False, "SpeechBrain's threads over several GPUs: refused, take ngpu instead")
+
     def problems(self) -> list[str]:
         """What is wrong between the keys."""
         found = []
+        if self.data_parallel_backend:
+            found.append(f"data_parallel_backend: expected False, got True: {THREADS} (python -m hvdtrain CONFIG ++ngpu 4)")
         if (self.dist_master_addr is None) != (self.dist_master_port is None):
             there, missing = ("addr", "port") if self.dist_master_port is None else ("port", "addr")
             found.append(f"dist_master_{missing}: expected with dist_master_{there}, got nothing")
@@ -49,9 +58,8 @@ class LaunchKeys:
             found.append(f"dist_rank: expected a number below dist_world_size, {self.dist_world_size}, got {self.dist_rank}")
         if self.multiprocessing_distributed is False and (self.ngpu or 0) > 1:
             found.append(
-                f"multiprocessing_distributed: expected True with ngpu = {self.ngpu}, got False: several GPUs in one process "
-                "mean threads that copy the model in every step and wait for Python's lock (torch.nn.DataParallel), which "
-                f"PyTorch itself advises against (python -m hvdtrain CONFIG ++ngpu {self.ngpu} starts a process for each)"
+                f"multiprocessing_distributed: expected True with ngpu = {self.ngpu}, got False: {THREADS} "
+                f"(python -m hvdtrain CONFIG ++ngpu {self.ngpu} starts a process for each)"
             )
         return found
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from hvdtrain.comm import launch, local
 from hvdtrain.config.check import describe
 from hvdtrain.config.keys import declared
+from hvdtrain.effective import print_config
 from hvdtrain.errors import ConfigError, HvdtrainError, LaunchError, PeerFailure
 from hvdtrain.settings import DATASET_SECTIONS, DICTS, SECTIONS, read_settings
 from hvdtrain.version import __version__
@@ -29,8 +30,9 @@ author's own) or a JSON file; of several, later ones win. ++KEY VALUE wins over 
 into a dict. Values are Python literals, true, false, or text.
 
 options:
-  -h, --help     this text and all keys
-  --version      the version
+  -h, --help       this text and all keys
+  --print-config   every key in effect and where its value comes from; nothing is trained
+  --version        the version
 """
 
 
@@ -45,8 +47,12 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     rank = launch.launch().rank
     try:
-        paths, overrides = parse(arguments)
+        paths, overrides = parse([argument for argument in arguments if argument != "--print-config"])
         settings = read_settings(paths, overrides)
+        if "--print-config" in arguments:
+            if rank == 0:
+                print(print_config(settings))
+            return 0
         if own := local.processes(settings.launch, launch.launch()):
             return local.run(own, arguments, launch.environment())
     except LaunchError as error:

@@ -20,12 +20,19 @@ from hvdtrain.data.feed import Feed
 from hvdtrain.data.plan import BatchKeys
 from hvdtrain.data.selection import listed
 from hvdtrain.data.sources import DatasetSpec, open_dataset
+from hvdtrain.effective import effective
 from hvdtrain.engine import Engine, Rates
 from hvdtrain.errors import DataError, HvdtrainError, LaunchError
 from hvdtrain.learner.base import Kind, Learner, as_function
+from hvdtrain.log import open_log, say
 from hvdtrain.reduce import GradReduce, ParamAverage, ReduceKeys, Reducer, scale_learning_rate
-from hvdtrain.report import JsonLines, open_log, say
-from hvdtrain.schedule import EpochRecord, ScheduleKeys, epoch_learning_rate
+from hvdtrain.report.epoch import Reporter
+from hvdtrain.report.json_lines import JsonLines
+from hvdtrain.report.start import Start, note_start
+from hvdtrain.report.trackers import TensorBoard, Tracker
+from hvdtrain.schedule.file import LearningRateFile
+from hvdtrain.schedule.history import EpochRecord
+from hvdtrain.schedule.rates import epoch_learning_rate
 from hvdtrain.settings import Settings
 from hvdtrain.timer import Timer
 from hvdtrain.version import __version__
@@ -42,7 +49,7 @@ def train(settings: Settings) -> None:
 
 def train_with(comm: Communicator, settings: Settings) -> Learner:
     """Collective. Train on ranks that are connected already; return what was trained. Raises: HvdtrainError."""
-    together(comm, lambda: open_log(settings.report, comm.rank, comm.size), name="open_log")
+    together(comm, lambda: open_log(settings.log, comm.rank, comm.size), name="open_log")
     timer = Timer()
     with Watchdog(settings.run.watchdog_timeout, comm.rank) as watchdog:
         if (callback := as_function(settings.run.startup_callback, "startup_callback")) is not None:
@@ -57,21 +64,24 @@ def train_with(comm: Communicator, settings: Settings) -> Learner:
         checkpoints = CheckpointFolder(Path(settings.run.model))
         history, step = resume(comm, learner, checkpoints)
         announce(settings, comm, learner, feeds, history)
+        reporters = together(
+            comm, lambda: open_reporters(settings, history, step) if comm.rank == 0 else [], name="open_reporters"
+        )
         Engine(
             comm,
             learner,
             reducer,
             feeds[0],
             feeds[1:],
-            open_rates(settings.schedule, settings.reduce, comm.size),
+            open_rates(settings, comm.size),
             checkpoints,
-            [JsonLines(Path(settings.run.model).parent / "scores.jsonl")] if comm.rank == 0 else [],
+            reporters,
             timer,
             watchdog,
             history=history,
             step=step,
             num_epochs=settings.run.num_epochs,
-            log_interval=settings.report.log_interval,
+            log_interval=settings.log.log_interval,
         ).run()
         for feed in feeds:
             feed.dataset.close()
@@ -207,9 +217,27 @@ def resume(comm: Communicator, learner: Learner, checkpoints: CheckpointFolder) 
     return history, step
 
 
-def open_rates(schedule: ScheduleKeys, reduce: ReduceKeys, size: int) -> Rates:
+def open_reporters(settings: Settings, history: list[EpochRecord], step: int) -> list[Reporter]:
+    """Who is told of finished epochs. Raises: ConfigError."""
+    folder = Path(settings.run.model).parent
+    reporters: list[Reporter] = [JsonLines(folder / "scores.jsonl")]
+    if settings.schedule.learning_rate_file is not None:
+        reporters.append(LearningRateFile(Path(settings.schedule.learning_rate_file), history))
+    if settings.trackers.use_tensorboard:
+        reporters.append(TensorBoard(folder / "tensorboard", step))
+    track_epoch = as_function(settings.trackers.track_epoch, "track_epoch")
+    if track_epoch is not None:
+        reporters.append(Tracker(track_epoch))
+    return reporters
+
+
+def open_rates(settings: Settings, size: int) -> Rates:
     """The learning rate of an epoch and of a step."""
-    dynamic = as_function(schedule.dynamic_learning_rate, "dynamic_learning_rate")
+    dynamic = as_function(settings.schedule.dynamic_learning_rate, "dynamic_learning_rate")
+    schedule = settings.step_schedule
+
+    def of_epoch(epoch: int, history: list[EpochRecord]) -> float:
+        return epoch_learning_rate(settings.schedule, settings.newbob, epoch, history)
 
     def of_step(step: int, epoch_continuous: float, epoch_rate: float) -> float:
         rate = epoch_rate
@@ -220,9 +248,11 @@ def open_rates(schedule: ScheduleKeys, reduce: ReduceKeys, size: int) -> Rates:
                 epoch_continuous=epoch_continuous,
                 learning_rate=epoch_rate,
             )
-        return scale_learning_rate(rate, reduce.horovod_scale_lr, size)
+        elif schedule is not None:
+            rate *= schedule.factor(step, epoch_continuous)
+        return scale_learning_rate(rate, settings.reduce.horovod_scale_lr, size)
 
-    return Rates(lambda epoch, history: epoch_learning_rate(schedule, epoch, history), of_step)
+    return Rates(of_epoch, of_step)
 
 
 def announce(settings: Settings, comm: Communicator, learner: Learner, feeds: list[Feed], history: list[EpochRecord]) -> None:
@@ -251,10 +281,13 @@ def announce(settings: Settings, comm: Communicator, learner: Learner, feeds: li
     if comm.size > 1:
         say(4, f"ranks: {_how(settings.reduce)}")
         if settings.reduce.horovod_scale_lr:
-            effective = scale_learning_rate(1.0, settings.reduce.horovod_scale_lr, comm.size)
-            say(4, f"horovod_scale_lr: every learning rate is multiplied by {effective:.6g} for {comm.size} ranks")
+            factor = scale_learning_rate(1.0, settings.reduce.horovod_scale_lr, comm.size)
+            say(4, f"horovod_scale_lr: every learning rate is multiplied by {factor:.6g} for {comm.size} ranks")
         if settings.reduce.horovod_dataset_distribution == "random_seed_offset":
             say(4, f"every rank goes through all data in its own order: an epoch is {comm.size} passes")
+    if comm.rank == 0:
+        in_effect = {key.name: (key.value, key.origin) for key in effective(settings)}
+        note_start(Path(settings.run.model).parent, Start(hosts, in_effect, first, learner.num_parameters))
     if history and history[-1].epoch >= settings.run.num_epochs:
         say(3, f"Already trained until final epoch {history[-1].epoch}, nothing to do.")
 

@@ -10,18 +10,21 @@ from typing import Any, Literal
 from hvdtrain.comm.keys import LaunchKeys, TorchDistributedKeys
 from hvdtrain.config.check import build, unknown
 from hvdtrain.config.keys import REQUIRED, Key, Rule, declared, key, not_negative, positive
+from hvdtrain.config.options import unknown_options
 from hvdtrain.config.source import COMMAND_LINE, Source, load
 from hvdtrain.data.cache import parse_sizes
 from hvdtrain.data.chunks import ChunkKeys
-from hvdtrain.data.options import unknown_options
 from hvdtrain.data.order import OrderKeys, is_random
 from hvdtrain.data.plan import BatchKeys
 from hvdtrain.data.sources import KINDS, DatasetSpec, parse
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.base import LearnerKeys
+from hvdtrain.log import LogKeys
 from hvdtrain.reduce import ReduceKeys
-from hvdtrain.report import ReportKeys
-from hvdtrain.schedule import ScheduleKeys
+from hvdtrain.report.trackers import TrackerKeys
+from hvdtrain.schedule.newbob import NewbobKeys
+from hvdtrain.schedule.rates import ScheduleKeys
+from hvdtrain.schedule.steps import StepSchedule, make_schedule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,9 +79,11 @@ SECTIONS: tuple[type, ...] = (
     ChunkKeys,
     LearnerKeys,
     ScheduleKeys,
+    NewbobKeys,
     ReduceKeys,
     LaunchKeys,
-    ReportKeys,
+    LogKeys,
+    TrackerKeys,
 )
 DICTS: dict[str, type] = {"torch_distributed": TorchDistributedKeys}
 """Keys that are dicts with declared entries."""
@@ -125,12 +130,17 @@ class Settings:
     chunks: ChunkKeys
     learner: LearnerKeys
     schedule: ScheduleKeys
+    newbob: NewbobKeys
+    step_schedule: StepSchedule | None
     reduce: ReduceKeys
     launch: LaunchKeys
     torch_distributed: TorchDistributedKeys | None
-    report: ReportKeys
+    log: LogKeys
+    trackers: TrackerKeys
     train: DatasetSpec
     evaluations: tuple[DatasetSpec, ...]
+    origins: Mapping[str, str]
+    """By key, where its value comes from; a key that nobody set is not there."""
 
 
 def all_keys() -> list[Key]:
@@ -162,6 +172,10 @@ def check(source: Source, names: list[str]) -> Settings:
         problems += more
         if built[section] is not None and hasattr(section, "problems"):
             problems += built[section].problems()
+    step_schedule: StepSchedule | None = None
+    if built[ScheduleKeys] is not None and built[RunKeys] is not None:
+        step_schedule, more = make_schedule(built[ScheduleKeys].learning_rate_schedule, built[RunKeys].num_epochs)
+        problems += more
     specs: list[DatasetSpec] = []
     if built[DataKeys] is not None:
         specs, more = _datasets(built[DataKeys])
@@ -193,12 +207,16 @@ def check(source: Source, names: list[str]) -> Settings:
         chunks=built[ChunkKeys],
         learner=built[LearnerKeys],
         schedule=built[ScheduleKeys],
+        newbob=built[NewbobKeys],
+        step_schedule=step_schedule,
         reduce=built[ReduceKeys],
         launch=built[LaunchKeys],
         torch_distributed=torch_distributed,
-        report=built[ReportKeys],
+        log=built[LogKeys],
+        trackers=built[TrackerKeys],
         train=specs[0],
         evaluations=tuple(specs[1:]),
+        origins={name: origin for name, origin in origins.items() if name in names},
     )
 
 

@@ -46,6 +46,11 @@ def by_hand(commands: list[list[str]], environments: list[Mapping[str, str]] | N
     return ended
 
 
+def port(number: int) -> int:
+    """One that other tests at the same time hardly take."""
+    return 10000 + (2 * os.getpid() + number) % 10000
+
+
 def assert_trained(finished: Finished, ranks: int) -> None:
     assert finished.status == 0, finished.err
     assert f"torch: {ranks} ranks, {ranks} on" in finished.out
@@ -57,6 +62,14 @@ def test_torch_distributed_launch(corpus: Path, tmp_path: Path, options: list[st
     launcher = ["-m", "torch.distributed.launch", "--standalone", "--nproc_per_node", "2", *options]
     finished = launch([*launcher, *command(corpus, tmp_path, torch_distributed={})])
     assert_trained(finished, 2)
+
+
+def test_torchrun_on_two_hosts_with_two_processes_and_one(corpus: Path, tmp_path: Path) -> None:
+    common = ["-m", "torch.distributed.run", "--nnodes", "2", "--master_addr", "localhost", "--master_port", str(port(1))]
+    train = command(corpus, tmp_path, torch_distributed={})
+    ended = by_hand([[*common, "--node_rank", str(host), "--nproc_per_node", str(2 - host), *train] for host in (0, 1)])
+    assert [one.status for one in ended] == [0, 0], ended
+    assert "torch: 3 ranks, 3 on" in "".join(one.out for one in ended)
 
 
 def test_mpirun(corpus: Path, tmp_path: Path) -> None:
@@ -90,7 +103,7 @@ def test_srun(corpus: Path, tmp_path: Path) -> None:
 
 def test_two_processes_on_one_host_and_one_on_another(corpus: Path, tmp_path: Path) -> None:
     """As ESPnet2's text has it: each process is told its rank."""
-    where = {"dist_world_size": 3, "dist_master_addr": "localhost", "dist_master_port": 20000 + os.getpid() % 10000, "ngpu": 1}
+    where = {"dist_world_size": 3, "dist_master_addr": "localhost", "dist_master_port": port(0), "ngpu": 1}
     commands = [command(corpus, tmp_path, dist_rank=rank, multiprocessing_distributed="false", **where) for rank in range(3)]
     ended = by_hand(commands)
     assert_trained(ended[0], 3)

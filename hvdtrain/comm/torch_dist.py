@@ -120,10 +120,13 @@ class TorchCommunicator:
         return [new.view(old.dtype).reshape(old.shape) for new, old in zip(flat, tensors, strict=True)]
 
     def gather_rows(self, tensors: Sequence[Tensor], *, name: str) -> list[Tensor]:
-        counts = self.gather([len(tensor) for tensor in tensors], name=f"{name}.counts")
         gathered = []
-        for number, tensor in enumerate(tensors):
-            lengths = [count[number] for count in counts]
+        for tensor in tensors:
+            count = torch.tensor([len(tensor)], device=tensor.device)
+            counts = [torch.empty_like(count) for _ in range(self.size)]
+            with _peer_failures():
+                torch.distributed.all_gather(counts, count, group=self._group)
+            lengths = [int(one) for one in counts]
             padded = tensor.new_zeros(max(lengths), *tensor.shape[1:])  # every rank has to send equally much
             padded[: len(tensor)] = tensor
             parts = [torch.empty_like(padded) for _ in lengths]

@@ -8,7 +8,8 @@ import pytest
 from hvdtrain.comm.keys import LaunchKeys
 from hvdtrain.comm.launch import Launch, detect, variables
 from hvdtrain.comm.local import processes
-from hvdtrain.comm.rendezvous import Address, Agent, SharedFile, expand_hosts, parse, place
+from hvdtrain.comm.rendezvous import Address, Agent, SharedFile, parse, place
+from hvdtrain.comm.slurm import host_names
 from hvdtrain.errors import LaunchError
 
 ALONE = Launch(None)
@@ -34,7 +35,7 @@ STEP = {
     ],
 )
 def test_slurms_node_lists(text: str, hosts: list[str]) -> None:
-    assert expand_hosts(text) == hosts
+    assert host_names(text) == hosts
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from hvdtrain.comm.slurm import tasks_per_node
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -41,15 +43,21 @@ def detect(environ: Mapping[str, str]) -> Launch:
     """
     for launcher, rank, size, local_rank, local_size in LAUNCHERS:
         if environ.get(rank, "").isdigit() and environ.get(size, "").isdigit():
-            here = environ.get(local_size)
             return Launch(
                 launcher,
                 int(environ[rank]),
                 int(environ[size]),
                 _number(environ.get(local_rank), 0),
-                _tasks_here(environ, here) if launcher == "srun" else _number(here, 1),
+                _tasks_here(environ) if launcher == "srun" else _number(environ.get(local_size), 1),
             )
     return Launch(None)
+
+
+def _tasks_here(environ: Mapping[str, str]) -> int:
+    """How many tasks of the step are on this node: nodes may have different numbers."""
+    tasks = tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    node = _number(environ.get("SLURM_NODEID"), 0)
+    return tasks[node] if node < len(tasks) else 1
 
 
 def variables(started: Launch) -> dict[str, str]:
@@ -105,14 +113,5 @@ def environment() -> Mapping[str, str]:
 
 
 def _number(text: str | None, default: int) -> int:
-    """The number a variable holds, or the default."""
-    return int(text) if text is not None and text.isdigit() else default
-
-
-def _tasks_here(environ: Mapping[str, str], text: str | None) -> int:
-    """This node's number in Slurm's list of tasks per node, such as '2(x3),1': three nodes with two tasks, one with one."""
-    counts = []
-    for part in (text or "").split(","):
-        tasks, _, times = part.rstrip(")").partition("(x")
-        counts += [_number(tasks, 1)] * _number(times, 1)
-    return counts[min(_number(environ.get("SLURM_NODEID"), 0), len(counts) - 1)]
+    """A variable's number, or the default."""
+    return int(text) if text and text.isdigit() else default

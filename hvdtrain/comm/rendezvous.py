@@ -9,6 +9,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from hvdtrain.comm.launch import Launch, detect
+from hvdtrain.comm.slurm import host_names
 from hvdtrain.errors import LaunchError
 
 
@@ -104,45 +105,12 @@ def parse(init_method: str) -> Address | SharedFile:
     raise LaunchError(f"init_method: expected {FORMS}, got {init_method!r}")
 
 
-def expand_hosts(text: str) -> list[str]:
-    """The hosts of a Slurm node list, in order, without asking scontrol.
-
-    >>> expand_hosts("n[1-3,7],m5"), expand_hosts("gpu[08-10]-ib0"), expand_hosts("r[1-2]n[1-2]")
-    (['n1', 'n2', 'n3', 'n7', 'm5'], ['gpu08-ib0', 'gpu09-ib0', 'gpu10-ib0'], ['r1n1', 'r1n2', 'r2n1', 'r2n2'])
-    """
-    hosts = []
-    for name in _split(text):
-        before, bracket, rest = name.partition("[")
-        if not bracket:
-            hosts.append(name)
-            continue
-        inside, _, after = rest.partition("]")
-        for part in inside.split(","):
-            first, dash, last = part.partition("-")
-            numbers = [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)] if dash else [first]
-            hosts += [before + number + ending for number in numbers for ending in expand_hosts(after) or [""]]
-    return hosts
-
-
-def _split(text: str) -> list[str]:
-    """Split at the commas outside of brackets."""
-    names = [""]
-    depth = 0
-    for letter in text:
-        depth += (letter == "[") - (letter == "]")
-        if letter == "," and not depth:
-            names.append("")
-        else:
-            names[-1] += letter
-    return [name for name in names if name]
-
-
 def _slurm_hosts(environ: Mapping[str, str]) -> tuple[str, ...]:
     """The first node of the step, where task 0 runs. Should nobody know it by that name: the host that srun was called on,
     which in a batch job is the first node, too.
     """
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST") or ""
-    return (*expand_hosts(nodes)[:1], *filter(None, [environ.get("SLURM_LAUNCH_NODE_IPADDR")]))
+    return (*host_names(nodes)[:1], *filter(None, [environ.get("SLURM_LAUNCH_NODE_IPADDR")]))
 
 
 def _master_port(environ: Mapping[str, str]) -> int | None:

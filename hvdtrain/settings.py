@@ -248,13 +248,12 @@ def _torch_distributed(built: dict[type, Any], origins: Mapping[str, str]) -> tu
         if value is not None and getattr(keys, name) not in (None, value):
             problems.append(f"{where}{name}: expected the value of {other}, {value!r}, got {getattr(keys, name)!r}")
     keys = replace(keys, init_method=keys.init_method or started.init_method)
-    if keys.rank is not None or keys.world_size is not None:
-        started = replace(
-            started,
-            dist_rank=started.dist_rank if keys.rank is None else keys.rank,
-            dist_world_size=keys.world_size or started.dist_world_size,
-        )
-        problems += [problem for problem in started.problems() if problem not in built[LaunchKeys].problems()]
+    started = replace(
+        started,
+        dist_rank=started.dist_rank if keys.rank is None else keys.rank,
+        dist_world_size=keys.world_size or started.dist_world_size,
+    )
+    problems += started.rank_problems()
     if keys.sharded and reduce.under(keys).horovod_reduce_type != "grad":
         problems.append(f"{where}sharded: expected reduce_type 'grad', with which all ranks apply the same update, got 'param'")
     built[LaunchKeys] = started

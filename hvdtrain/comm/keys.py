@@ -52,15 +52,20 @@ class LaunchKeys:
             found.append(f"dist_master_{missing}: expected with dist_master_{there}, got nothing")
         if self.dist_master_addr is not None and self.dist_init_method is not None:
             found.append("dist_init_method: expected either this or dist_master_addr and dist_master_port, got both")
-        if self.dist_rank is not None and self.dist_world_size is None:
-            found.append(f"dist_world_size: expected with dist_rank = {self.dist_rank}, got nothing")
-        if None not in (self.dist_rank, self.dist_world_size) and self.dist_rank >= self.dist_world_size:  # type: ignore[operator]
-            found.append(f"dist_rank: expected a number below dist_world_size, {self.dist_world_size}, got {self.dist_rank}")
         if self.multiprocessing_distributed is False and (self.ngpu or 0) > 1:
             found.append(
                 f"multiprocessing_distributed: expected True with ngpu = {self.ngpu}, got False: {THREADS} "
                 f"(python -m hvdtrain CONFIG ++ngpu {self.ngpu} starts a process for each)"
             )
+        return found
+
+    def rank_problems(self) -> list[str]:
+        """What is wrong between rank and number of processes; once what torch_distributed says of them stands here, too."""
+        found = []
+        if self.dist_rank is not None and self.dist_world_size is None:
+            found.append(f"dist_world_size: expected with dist_rank = {self.dist_rank}, got nothing")
+        if None not in (self.dist_rank, self.dist_world_size) and self.dist_rank >= self.dist_world_size:  # type: ignore[operator]
+            found.append(f"dist_rank: expected a number below dist_world_size, {self.dist_world_size}, got {self.dist_rank}")
         return found
 
     @property
@@ -74,7 +79,8 @@ class LaunchKeys:
     @property
     def ask_for_torch(self) -> bool:
         """Whether these keys speak of several processes, which torch.distributed then connects."""
-        return (self.ngpu or 0) > 1 or self.dist_world_size is not None or self.dist_launcher is not None
+        by_hand = self.dist_rank is not None or self.dist_world_size is not None
+        return (self.ngpu or 0) > 1 or by_hand or self.dist_launcher is not None
 
 
 @dataclass(frozen=True, kw_only=True)

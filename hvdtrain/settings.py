@@ -185,13 +185,7 @@ def check(source: Source, names: list[str]) -> Settings:
         torch_distributed, more = _torch_distributed(built, origins)
         problems += more
     reduce: ReduceKeys | None = built[ReduceKeys]
-    learner: LearnerKeys | None = built[LearnerKeys]
-    if reduce is not None and learner is not None and learner.sync_batch_norm and reduce.horovod_reduce_type != "grad":
-        problems.append(
-            f"sync_batch_norm: expected reduce_type 'grad', got {reduce.horovod_reduce_type!r}, with which ranks step alone"
-        )
-    if learner is not None and built[LaunchKeys] is not None and built[LaunchKeys].ngpu == 0 and learner.device is None:
-        built[LearnerKeys] = replace(learner, device="cpu")
+    problems += _of_torch_only(built)
     if reduce is not None and reduce.horovod_dataset_distribution == "random_seed_offset" and specs:
         if specs[0].name == "train" and not is_random(specs[0].order):
             problems.append(
@@ -218,6 +212,24 @@ def check(source: Source, names: list[str]) -> Settings:
         evaluations=tuple(specs[1:]),
         origins={name: origin for name, origin in origins.items() if name in names},
     )
+
+
+def _of_torch_only(built: dict[type, Any]) -> list[str]:
+    """Problems with sync_batch_norm. And works ngpu = 0 into the learner's device."""
+    learner, reduce, run, started = (built[section] for section in (LearnerKeys, ReduceKeys, RunKeys, LaunchKeys))
+    if None in (learner, reduce, run, started):
+        return []
+    if started.ngpu == 0 and learner.device is None:
+        built[LearnerKeys] = replace(learner, device="cpu")
+    if not learner.sync_batch_norm:
+        return []
+    problems = []
+    if run.backend != "torch":
+        problems.append(f"sync_batch_norm: expected backend = 'torch', got {run.backend!r}")
+    if reduce.horovod_reduce_type != "grad":
+        kind = reduce.horovod_reduce_type
+        problems.append(f"sync_batch_norm: expected reduce_type 'grad', got {kind!r}, with which ranks step alone")
+    return problems
 
 
 def _torch_distributed(built: dict[type, Any], origins: Mapping[str, str]) -> tuple[TorchDistributedKeys | None, list[str]]:

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cluster.conftest import submit, wait_for_job
 from cluster.hosts import Hosts, Started
+from cluster.jobs import submit, wait_for_job
 from cluster.slurm import wait_until_idle
 from launching import Finished
 from launching_page import PAGE, read_page

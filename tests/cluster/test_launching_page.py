@@ -4,8 +4,8 @@ import re
 from pathlib import Path
 
 import pytest
-from cluster.conftest import scores, submit, wait_for_job
 from cluster.hosts import Hosts
+from cluster.jobs import scores, submit, wait_for_job
 from launching import ROOT
 from launching_page import Command, read_page
 

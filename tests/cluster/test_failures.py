@@ -12,7 +12,7 @@ from cluster.hosts import Hosts, Started
 from cluster.jobs import submit, wait_for_job
 from cluster.slurm import wait_until_idle
 from launching import Finished
-from launching_page import PAGE, read_page
+from launching_page import PAGE, Command, read_page
 
 ENDLESS = "python -m hvdtrain config.py ++use_horovod 1 ++num_epochs 100000"
 KEEPALIVE = "--mca oob_tcp_keepalive_time 5 --mca oob_tcp_keepalive_intvl 2 --mca oob_tcp_keepalive_probes 3"
@@ -107,6 +107,17 @@ def test_a_job_is_put_back_into_the_queue_before_its_time_is_up_and_goes_on(host
     assert printed.count("Finished training in epoch 30.") == 1
     epochs = [json.loads(line)["epoch"] for line in (work / "exp" / "scores.jsonl").read_text().splitlines()]
     assert epochs == list(range(1, 31))
+
+
+SCRIPTS = [command for command in read_page() if command.script]
+
+
+@pytest.mark.parametrize("command", SCRIPTS, ids=lambda command: command.name)
+def test_a_job_fails_when_its_training_does(hosts: Hosts, work: Path, command: Command) -> None:
+    (work / "config.py").write_text("learning_rat = 1\n")
+    job = submit(hosts, work, command.lines[0][1])
+    assert wait_for_job(hosts, job, patience=120) != 0
+    assert "learning_rat: unknown key in config.py" in (work / f"slurm-{job}.out").read_text()
 
 
 def test_tasks_of_srun_that_are_not_told_how_they_belong_together_refuse(hosts: Hosts, work: Path) -> None:

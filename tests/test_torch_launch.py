@@ -15,7 +15,7 @@ from launching import EMPTY, ROOT, TOY, Finished, clean_environment, hvdtrain, l
 from hvdtrain.errors import ConfigError
 from hvdtrain.settings import read_settings
 
-PATIENCE = 10.0
+PATIENCE = 15.0
 """Seconds within which the whole job has to end after a rank failed."""
 
 QUICK = {"part": "two.hdf", "max_seqs": 1, "log_verbosity": 4}
@@ -142,11 +142,11 @@ def test_who_does_not_come_is_named(corpus: Path, tmp_path: Path) -> None:
 
 def test_ngpu_starts_processes_and_passes_a_signal_on(corpus: Path, tmp_path: Path) -> None:
     assert_trained(launch(command(corpus, tmp_path, ngpu=2)), 2)
-    arguments = command(corpus, tmp_path, ngpu=2, fault="hang,1,0", record=tmp_path / "record")
+    arguments = command(corpus, tmp_path / "second", ngpu=2, fault="hang,1,0", record=tmp_path / "record")
     process = subprocess.Popen([sys.executable, *arguments], env=clean_environment(), cwd=ROOT)
     wait_for(tmp_path / "record.fault")
     process.send_signal(signal.SIGINT)
-    assert process.wait(PATIENCE) == 130
+    assert process.wait(2 * PATIENCE) == 130
 
 
 def test_processes_end_with_the_one_that_started_them(corpus: Path, tmp_path: Path) -> None:
@@ -184,19 +184,21 @@ def trainings(folder: Path) -> list[str]:
 @pytest.mark.parametrize("launcher", ["ngpu", "torchrun"])
 @pytest.mark.parametrize("fault", ["raise", "kill", "hang"])
 def test_a_rank_that_fails_ends_the_job(corpus: Path, tmp_path: Path, launcher: str, fault: str) -> None:
-    keys = {"fault": f"{fault},1,3", "record": tmp_path / "record", "watchdog_timeout": 8, "part": "train.hdf", "max_seqs": 4}
+    keys = {"fault": f"{fault},1,3", "record": tmp_path / "record", "part": "train.hdf", "max_seqs": 4}
+    if fault == "hang":
+        keys["watchdog_timeout"] = 15
     if launcher == "ngpu":
         finished = launch(command(corpus, tmp_path, ngpu=2, **keys))
     else:
         finished = torchrun(command(corpus, tmp_path, torch_distributed={}, **keys), 2)
     seconds = time.time() - float((tmp_path / "record.fault").read_text())
-    assert seconds < PATIENCE + (8 if fault == "hang" else 0)
+    assert seconds < PATIENCE + (15 if fault == "hang" else 0)
     assert finished.status != 0
     if fault == "raise":
         assert "rank 1 of 2: Traceback (most recent call last):" in finished.err
         assert "RuntimeError: planted by the test" in finished.err
     elif fault == "hang":
-        assert re.search(r"rank 1: no progress for [89] s \(watchdog_timeout\) in epoch 1, step 3", finished.err)
+        assert re.search(r"rank 1: no progress for 1\d s \(watchdog_timeout\) in epoch 1, step 3", finished.err)
     elif launcher == "ngpu":
         assert "rank 1 of 2: ended by signal 9 (SIGKILL)" in finished.err
         assert finished.status == 137

@@ -118,7 +118,7 @@ class Hosts:
         self.folder = folder
         self.names = [f"host{i + 1}" for i in range(number)]
         self._holders: list[subprocess.Popen[str]] = []
-        self.environment: dict[str, str] = {}
+        self.environment = {"TMPDIR": str(folder)}  # where Open MPI leaves what a killed job could not tidy up
         """What every command gets to see besides `environment_of_a_user`."""
 
     def __enter__(self) -> Hosts:
@@ -211,8 +211,8 @@ class Hosts:
         self.folder.chmod(0o755)  # munged insists
         for key in ("host_key", "user_key"):
             subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", self.folder / key], check=True)
-        mine = environment_of_a_user()
-        named = ("PYTHONPATH", "OMP_NUM_THREADS", "OMPI_MCA_mpi_yield_when_idle", "OMPI_MCA_rmaps_base_oversubscribe")
+        mine = environment_of_a_user() | self.environment
+        named = ("TMPDIR", "PYTHONPATH", "OMP_NUM_THREADS", "OMPI_MCA_mpi_yield_when_idle", "OMPI_MCA_rmaps_base_oversubscribe")
         (self.folder / "sshd_config").write_text(
             SSHD_CONFIG.format(folder=self.folder, environment=" ".join(f"{name}={mine[name]}" for name in named))
         )

@@ -57,7 +57,7 @@ def hello_over_mpi(rank: int) -> None:
         say(rank, "MPI: srun does not connect the processes without --mpi=pmix, so nothing is said over it")
         return
     if os.environ.get("HOROVOD_CONTROLLER") == "gloo":
-        say(rank, "MPI: this job was started without it (Horovod's controller is Gloo), so nothing is said over it")
+        say(rank, "MPI: Horovod is to go over Gloo, so nothing is said over MPI")
         return
     peers = open_peers()
     if peers.size == 1:

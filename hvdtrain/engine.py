@@ -181,6 +181,7 @@ class Engine:
             saved = self._checkpoints.save(epoch, lambda model, optimizer: self._learner.save(model, optimizer, progress))
             return str(saved.model_file)
 
+        self._learner.gather_state()
         say(4, f"Save model under {on_rank_zero(self._comm, write, name='save')}")
 
     def _seconds(self, total: float) -> dict[str, float]:

@@ -36,6 +36,8 @@ def read_page() -> list[Command]:
         for row in table.splitlines():
             cells = re.split(r"(?<!\\)\|", row)
             assert len(cells) == 5, row
+            if cells[3].strip() == "runs":  # as what stands elsewhere on the page
+                continue
             commands = re.findall(r"(?:on (host\d): )?`([^`]+)`", cells[2])
             found.append(_command(tuple((host or "head", command) for host, command in commands), cells[3].strip(), False))
     for held_by, script in re.findall(r"<!-- ([^\n]*) -->\n```bash\n(.*?)```", text, flags=re.DOTALL):
@@ -49,5 +51,7 @@ def _command(lines: tuple[tuple[str, str], ...], held_by: str, script: bool) -> 
     assert match is not None, f"not understood in {PAGE.name}: {held_by}"
     mode, without, ranks, same = match.groups()
     assert mode == "not run" or ranks is not None or mode == "refused", held_by
-    name = "script " + lines[0][1].splitlines()[-2] if script else "; ".join(command for _, command in lines)
+    name = "; ".join(command for _, command in lines)
+    if script:
+        name = "script of " + next(line for line in name.splitlines() if not line.startswith("#"))
     return Command(name, lines, script, mode, int(ranks or 0), same is not None, without or "")

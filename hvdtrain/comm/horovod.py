@@ -83,8 +83,8 @@ class HorovodCommunicator:
         with _peer_failures():
             if not self._asynchronous:
                 return self._hvd.grouped_allreduce(list(tensors), op=horovod_op, name=name)
-            # Horovod has no bfloat16: such tensors travel as float32.
-            wide = [tensor.float() if "bfloat16" in str(tensor.dtype) else tensor for tensor in tensors]
+            # Horovod has no bfloat16: such tensors travel as float32. And it takes no transposed ones.
+            wide = [(tensor.float() if "bfloat16" in str(tensor.dtype) else tensor).contiguous() for tensor in tensors]
             handle = self._hvd.grouped_allreduce_async_(wide, op=horovod_op, name=name)
             return handle, [tensor.dtype for tensor in tensors]
 
@@ -105,9 +105,16 @@ class HorovodCommunicator:
             sent = [self._hvd.synchronize(handle) for handle in handles]
         return [new.view(old.dtype).reshape(old.shape) for new, old in zip(sent, tensors, strict=True)]
 
+    def gather_rows(self, tensors: Sequence[Tensor], *, name: str) -> list[Tensor]:
+        with _peer_failures():
+            return [self._hvd.allgather(tensor, name=f"{name}.{i}") for i, tensor in enumerate(tensors)]
+
     def gather(self, value: T, *, name: str) -> list[T]:
         with _peer_failures():
             return list(self._hvd.allgather_object(value, name=name))
+
+    def channel(self, name: str) -> HorovodCommunicator:
+        return self  # Horovod goes by the names, not by the order
 
     def close(self) -> None:
         self._hvd.shutdown()

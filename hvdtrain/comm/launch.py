@@ -23,6 +23,7 @@ class Launch:
 # Launcher, then its names for rank, size, local rank and local size. The first whose rank and size are set decides:
 # horovodrun may itself run mpirun, and torchrun may run under srun, so the innermost launcher stands first.
 LAUNCHERS = (
+    ("hvdtrain", "HVDTRAIN_RANK", "HVDTRAIN_SIZE", "HVDTRAIN_LOCAL_RANK", "HVDTRAIN_LOCAL_SIZE"),  # ngpu, dist_rank
     ("horovodrun", "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
     ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     ("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
@@ -57,6 +58,17 @@ def _tasks_here(environ: Mapping[str, str]) -> int:
     tasks = tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
     node = _number(environ.get("SLURM_NODEID"), 0)
     return tasks[node] if node < len(tasks) else 1
+
+
+def variables(started: Launch) -> dict[str, str]:
+    """What `detect` reads as such a launch by hvdtrain itself: for the environment of a process that is to be started."""
+    _, rank, size, local_rank, local_size = LAUNCHERS[0]
+    return {
+        rank: str(started.rank),
+        size: str(started.size),
+        local_rank: str(started.local_rank),
+        local_size: str(started.local_size),
+    }
 
 
 def launch() -> Launch:

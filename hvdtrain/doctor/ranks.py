@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 
+from hvdtrain.comm import launch
 from hvdtrain.comm.base import Communicator, together
 from hvdtrain.comm.horovod import open_horovod
 from hvdtrain.doctor.compare import check_clocks, check_networks, differences
@@ -22,6 +23,9 @@ from hvdtrain.settings import Settings
 
 PATIENCE = 3.0
 """Seconds to wait for a connection to another host."""
+
+PATIENCE_AMONG_RANKS = 600.0
+"""Seconds that a collective may take: one rank of a host looks at it while the others wait."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +48,19 @@ class RankReport:
 
 @contextmanager
 def connect(settings: Settings | None, framework: str) -> Iterator[Communicator]:
-    """Collective. The ranks of this launch, as the config connects them; without a config, by Horovod. Raises: LaunchError."""
+    """Collective. The ranks of this launch, as the config connects them; without one by torch.distributed under torchrun, else
+    by Horovod. Raises: LaunchError.
+    """
     if settings is not None:
-        with open_communicator(settings.reduce, settings.run.backend) as comm:
+        with open_communicator(settings) as comm:
             yield comm
         return
-    comm = open_horovod("torch" if framework == "torch" else "tensorflow")
+    if launch.launch().launcher == "torchrun":
+        from hvdtrain.comm.torch_dist import open_torch_distributed  # imports the framework
+
+        comm = open_torch_distributed(None, None, PATIENCE_AMONG_RANKS)
+    else:
+        comm = open_horovod("torch" if framework == "torch" else "tensorflow")
     yield comm
     comm.close()
 

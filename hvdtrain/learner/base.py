@@ -34,6 +34,9 @@ class LearnerKeys:
         None, "scale gradients down to this global norm, after they were reduced over the ranks", positive
     )
     gradient_clip: float | None = key(None, "cut every gradient element off at plus or minus this, after the reduction", positive)
+    sync_batch_norm: bool = key(
+        False, "let the statistics of BatchNorm be those of all ranks' batches together (with horovod_reduce_type 'grad')"
+    )
     device: str | None = key(None, "cpu, cuda or cuda:N; None: this rank's GPU where there is one, else the CPU")
 
     def problems(self) -> list[str]:
@@ -82,6 +85,10 @@ class Learner(Protocol):
 
     def map_tensors(self, kind: Kind, change: Callable[[list[Tensor]], list[Tensor]]) -> None:
         """Replace the values of the model's tensors of one kind by what `change` makes of them, in the model's order."""
+        ...
+
+    def gather_state(self) -> None:
+        """Collective. To be called before `save`, which only one rank calls: bring together what the ranks hold apart."""
         ...
 
     def save(self, model_file: Path, optimizer_file: Path, progress: dict[str, Any]) -> None:

@@ -97,7 +97,7 @@ def job_of(options: argparse.Namespace, settings: Settings, overrides: list[str]
     try:
         tasks = options.nodes * options.tasks_per_node
         reduce = settings.reduce
-        launcher = choose_launcher(options.launcher, tasks, reduce.use_horovod, reduce.torch_distributed is not None)
+        launcher = choose_launcher(options.launcher, tasks, reduce.use_horovod, settings.torch_distributed is not None)
     except ConfigError as error:
         problems += error.problems
     if launcher == "torchrun" and options.nodes > 1 and options.scheduler != "slurm":

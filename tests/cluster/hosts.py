@@ -11,10 +11,12 @@ import os
 import shlex
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from launching import ROOT, Finished
 
@@ -84,18 +86,25 @@ Host *
 class Started:
     """A command that runs on a host."""
 
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[bytes]
+    out: IO[bytes]
+    err: IO[bytes]
     began: float
 
     def finish(self, timeout: float) -> Finished:
         """Wait for its end."""
         try:
-            out, err = self.process.communicate(timeout=timeout)
+            self.process.wait(timeout)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            out, err = self.process.communicate()
-            raise AssertionError(f"{self.process.args} still ran after {timeout:g} s:\n{out[-3000:]}\n{err[-3000:]}") from None
-        return Finished(self.process.returncode, out, err, time.monotonic() - self.began)
+            printed = "".join(_all_of(file)[-3000:] for file in (self.out, self.err))
+            raise AssertionError(f"{shlex.join(self.process.args)} still ran after {timeout:g} s:\n{printed}") from None  # type: ignore[arg-type]
+        return Finished(self.process.returncode, _all_of(self.out), _all_of(self.err), time.monotonic() - self.began)
+
+
+def _all_of(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")
 
 
 class Hosts:
@@ -109,7 +118,7 @@ class Hosts:
         self.folder = folder
         self.names = [f"host{i + 1}" for i in range(number)]
         self._holders: list[subprocess.Popen[str]] = []
-        self.environment: dict[str, str] = {}
+        self.environment = {"TMPDIR": str(folder)}  # where Open MPI leaves what a killed job could not tidy up
         """What every command gets to see besides `environment_of_a_user`."""
 
     def __enter__(self) -> Hosts:
@@ -157,15 +166,16 @@ class Hosts:
     ) -> Started:
         """Start a command on a host."""
         words = ["sh", "-c", command] if isinstance(command, str) else [str(word) for word in command]
+        # Into files: a pipe would be held open by whatever a launcher leaves behind.
+        out, err = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115  they live as long as the command
         process = subprocess.Popen(
             [*self._enter(host, folder), *words],
             env=environment_of_a_user() | self.environment | dict(environment or {}),
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+            stdout=out,
+            stderr=err,
         )
-        return Started(process, time.monotonic())
+        return Started(process, out, err, time.monotonic())
 
     def pull_cable(self, host: str) -> None:
         """Take a host off the network, without its noticing."""
@@ -201,8 +211,8 @@ class Hosts:
         self.folder.chmod(0o755)  # munged insists
         for key in ("host_key", "user_key"):
             subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", self.folder / key], check=True)
-        mine = environment_of_a_user()
-        named = ("PYTHONPATH", "OMP_NUM_THREADS", "OMPI_MCA_mpi_yield_when_idle", "OMPI_MCA_rmaps_base_oversubscribe")
+        mine = environment_of_a_user() | self.environment
+        named = ("TMPDIR", "PYTHONPATH", "OMP_NUM_THREADS", "OMPI_MCA_mpi_yield_when_idle", "OMPI_MCA_rmaps_base_oversubscribe")
         (self.folder / "sshd_config").write_text(
             SSHD_CONFIG.format(folder=self.folder, environment=" ".join(f"{name}={mine[name]}" for name in named))
         )

@@ -1,15 +1,17 @@
 """Every command and job script of docs/launching.md, run as it stands on three hosts with Slurm."""
 
+import re
 from pathlib import Path
 
 import pytest
-from cluster.conftest import scores, submit, wait_for_job
 from cluster.hosts import Hosts
+from cluster.jobs import scores, submit, wait_for_job
 from launching import ROOT
 from launching_page import Command, read_page
 
 TRAININGS = [command for command in read_page() if command.mode == "runs"]
 DEMOS = [command for command in read_page() if command.mode == "demo"]
+REFUSED = [command for command in read_page() if command.mode == "refused"]
 TIMEOUT = 240
 
 
@@ -27,6 +29,15 @@ def test_a_training(hosts: Hosts, work: Path, alone: dict[str, float], command: 
     assert reached.keys() == alone.keys()
     if command.same_losses:
         assert reached == pytest.approx(alone, rel=1e-5)
+
+
+@pytest.mark.parametrize("command", REFUSED, ids=name_of)
+def test_what_is_refused(hosts: Hosts, work: Path, command: Command) -> None:
+    status, printed = run(hosts, work, command)
+    assert status == 2
+    assert re.search(r"expected .*, got .*\(.*\)", printed), printed
+    assert "Traceback" not in printed
+    assert not (work / "exp").exists()
 
 
 @pytest.mark.parametrize("command", DEMOS, ids=name_of)

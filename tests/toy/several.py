@@ -15,7 +15,7 @@ from hvdtrain.settings import read_settings
 jobs = json.loads(Path(sys.argv[1]).read_text())
 config = Path(__file__).parent / "config.py"
 first = read_settings([config], jobs[0]["overrides"])
-with open_communicator(first.reduce, "torch") as comm:
+with open_communicator(first) as comm:
     for job in jobs:
         learner = train_with(comm, read_settings([config], job["overrides"]))
         torch.save(learner.model.state_dict(), f"{job['folder']}/{job['name']}.rank-{comm.rank}.pt")

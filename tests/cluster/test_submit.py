@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from cluster.conftest import scores, wait_for_job
+from cluster.jobs import scores, wait_for_job
 from cluster.hosts import Hosts, wait_for_file
 
 SUBMIT = [sys.executable, "-m", "hvdtrain.submit", "config.py", "--submit", "--name", "job"]

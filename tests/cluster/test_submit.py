@@ -5,8 +5,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from cluster.jobs import scores, wait_for_job
 from cluster.hosts import Hosts, wait_for_file
+from cluster.jobs import scores, wait_for_job
 
 SUBMIT = [sys.executable, "-m", "hvdtrain.submit", "config.py", "--submit", "--name", "job"]
 SIZE = ["--nodes", "2", "--tasks-per-node", "2"]

@@ -113,7 +113,7 @@ class Engine:
             learning_rate=epoch_rate,
             num_sequences=self._train.num_sequences(plan),
             scores=scores,
-            padding=plan.padding(self._train.lengths),
+            padding=plan.padding(self._train.lengths_in(epoch)),
             seconds=self._comm.gather(self._seconds(time.perf_counter() - started), name="seconds"),
         )
         for level, line in report.lines([feed.name for feed in self._evaluations]):
@@ -129,7 +129,7 @@ class Engine:
         started = last_line = time.perf_counter()
         scores: list[Scores] = []
         self._learner.begin_epoch(epoch, self._step)
-        with self._train.read(share) as batches:
+        with self._train.read(share, epoch) as batches:
             for done in range(rounds):
                 self._watchdog.beat(f"epoch {epoch}, step {done}")
                 with self._timer.span("data wait"):
@@ -165,7 +165,7 @@ class Engine:
     def _evaluate(self, epoch: int, feed: Feed) -> dict[str, float]:
         """Collective. The exact mean losses and errors over a whole dataset, dealt out to the ranks."""
         share = feed.share(together(self._comm, lambda: feed.plan(epoch), name=f"plan_{feed.name}"))
-        with feed.read(share) as batches:
+        with feed.read(share, epoch) as batches:
             for number, batch in enumerate(batches):
                 self._watchdog.beat(f"epoch {epoch}, evaluation of {feed.name}, batch {number}")
                 self._learner.evaluate(batch)

@@ -37,6 +37,7 @@ LEVELS = {
     "learner.base": 2,
     "context": 2,
     "config": 1,
+    "progress": 1,
     "errors": 0,
     "scores": 0,
     "timer": 0,

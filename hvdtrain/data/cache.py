@@ -150,7 +150,8 @@ class CachedDataset:
 def with_cache(dataset: Dataset, budget: Budget) -> Dataset:
     """The dataset with a cache, where it has something to gain from one."""
     needs_none = set(dataset.streams) <= set(getattr(dataset, "mapped", ()))
-    return dataset if budget.size == 0 or needs_none else CachedDataset(dataset, budget)
+    changes = hasattr(dataset, "at_epoch") or hasattr(dataset, "drawn")  # what it gives is good for an epoch only
+    return dataset if budget.size == 0 or needs_none or changes else CachedDataset(dataset, budget)
 
 
 def frame_size(stream: Stream) -> int:

@@ -55,6 +55,11 @@ class HDFDataset:
     def num_sequences(self) -> int:
         return int(self._first[-1])
 
+    @property
+    def group_bounds(self) -> Array:
+        """Where each file's sequences begin, and where those of the last one end."""
+        return numpy.array(self._first, dtype=numpy.int64)
+
     def sequence(self, index: int) -> dict[str, Array]:
         return self._sequence(index, self.streams)
 

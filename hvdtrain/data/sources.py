@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from hvdtrain.config.check import build
+from hvdtrain.config.check import build, closest
 from hvdtrain.config.keys import REQUIRED, declared, key
 from hvdtrain.config.options import unknown_options
 from hvdtrain.config.reference import is_reference, resolve
@@ -16,14 +17,28 @@ from hvdtrain.data.dummy import DummyDatasetKeys, open_dummy
 from hvdtrain.data.many_files import FilesDatasetKeys, open_files
 from hvdtrain.data.map import MapDatasetKeys, open_map
 from hvdtrain.data.meta import MetaDatasetKeys, open_meta
-from hvdtrain.data.order import OrderKeys
+from hvdtrain.data.order import OrderKeys, said
 from hvdtrain.data.task12ax import Task12AXDatasetKeys, open_task12ax
 from hvdtrain.data.types import Dataset, External
 from hvdtrain.data.union import CombinedDatasetKeys, ConcatDatasetKeys, open_combined, open_concat
 from hvdtrain.errors import ConfigError, DataError
 
-OWN = {"FolderDataset": "hvdtrain.data.folder:FolderDataset"}
-"""Classes of this package that a dict may name, beside HDFDataset; the dict's other entries are their arguments."""
+OWN = {
+    "FolderDataset": "hvdtrain.data.folder:FolderDataset",
+    "HuggingFaceDataset": "hvdtrain.data.hugging_face:HuggingFaceDataset",
+    "ReturnnDataset": "hvdtrain.data.returnn_source:ReturnnDataset",
+}
+"""Sources to convert, whose lengths are not known beforehand; the dict's other entries are their arguments."""
+
+BY_RETURNN = tuple(
+    "AnythingDataset BlissDataset ChunkShuffleDataset ClusteringDataset ConcatSeqsDataset ConfusionNetworkDataset "
+    "CopyTaskDataset DummyDatasetMultipleDataKeys DummyDatasetMultipleSequenceLength DummyGenericDataset Enwik8Corpus "
+    "ExternSprintDataset LibriSpeechCorpus LmDataset MapDatasetWrapper MegatronDataset MultiEpochDataset NemoSpeechDataset "
+    "NltkTimitDataset NumpyDumpDataset OggZipDataset RawWavDataset SiameseHDFDataset SprintCacheDataset StaticDataset "
+    "StereoHdfDataset TaskEpisodicCopyDataset TaskNumberBaseConvertDataset TaskVariableAssignmentDataset "
+    "TaskXmlModelingDataset TextDictDataset TimitDataset TranslationDataset TranslationFactorsDataset VariableDataset".split()
+)
+"""Datasets of RETURNN that there is no counterpart of: RETURNN itself reads them, for tools/hdf_dump.py."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +173,8 @@ def parse(name: str, value: Any, defaults: Mapping[str, Any]) -> tuple[DatasetSp
         value = {"class": "HDFDataset", "files": list(value)}
     elif not isinstance(value, dict):
         value = {"class": value}
+    if isinstance(value.get("class"), str) and value["class"] in BY_RETURNN:
+        value = {"class": "ReturnnDataset", "dataset": value}
     options = {option: content for option, content in value.items() if option != "class"}
     kind = value.get("class", "HDFDataset")
     kind = OWN.get(kind, kind) if isinstance(kind, str) else kind
@@ -166,11 +183,14 @@ def parse(name: str, value: Any, defaults: Mapping[str, Any]) -> tuple[DatasetSp
     order_values = _pop_order(options, [])
     order, problems = build(OrderKeys, {**defaults, **order_values}, f"{name}.", {})
     if not (callable(kind) or is_reference(kind)):
-        hint = f" (did you mean {INSTEAD[kind]}? see docs/datasets.md)" if isinstance(kind, str) and kind in INSTEAD else ""
+        similar = INSTEAD.get(kind) or closest(kind, [*KINDS, *OWN, *BY_RETURNN]) if isinstance(kind, str) else None
+        hint = f" (did you mean {similar}? see docs/datasets.md)" if similar else ""
         problems.append(
-            f"{name}.class: expected one of {', '.join(KINDS)}, a class, a function, or the name of one as 'module:name' or "
-            f"'file.py:name', got {kind!r}{hint}"
+            f"{name}.class: expected one of {', '.join([*KINDS, *OWN])}, a class, a function, or the name of one as "
+            f"'module:name' or 'file.py:name', got {kind!r}{hint}"
         )
+    if isinstance(kind, str) and kind in OWN.values():
+        problems += _argument_problems(name, kind, options)
     if problems or order is None:
         return None, problems
     return DatasetSpec(name, lambda means=None: _call(name, kind, options), order), []
@@ -216,7 +236,7 @@ def _parse_kind(
         for child, spec in inside.items():
             problems += _order_problems(name, spec, order_values if child == order_from else None)
         if order_from is not None:
-            order_values = {**_said(inside[order_from].order), **order_values}
+            order_values = {**said(inside[order_from].order), **order_values}
     order, more = build(OrderKeys, {**defaults, **order_values}, f"{name}.", {})
     problems += more
     if problems or order is None:
@@ -260,12 +280,6 @@ def _pop_order(options: dict[str, Any], own: list[str]) -> dict[str, Any]:
     return {option: options.pop(option) for option in _ORDER_NAMES if option in options and option not in own}
 
 
-def _said(order: OrderKeys) -> dict[str, Any]:
-    """The order keys that say something other than the default."""
-    default = OrderKeys()
-    return {option: getattr(order, option) for option in _ORDER_NAMES if getattr(order, option) != getattr(default, option)}
-
-
 def _order_problems(name: str, inside: DatasetSpec, outside: Mapping[str, Any] | None) -> list[str]:
     """Problems with order keys of a dataset inside another one: there is one order, that of the whole.
 
@@ -273,7 +287,7 @@ def _order_problems(name: str, inside: DatasetSpec, outside: Mapping[str, Any] |
         outside: the order keys of the whole, where this dataset may say them instead; None: where it may not.
     """
     problems = []
-    for option, value in _said(inside.order).items():
+    for option, value in said(inside.order).items():
         if outside is None:
             problems.append(f"{inside.name}.{option}: expected as {name}.{option}, beside the class of the whole, got {value!r}")
         elif option in outside and outside[option] != value:
@@ -302,6 +316,21 @@ def _open_kind(name: str, kind: Kind, keys: Any, inside: Mapping[str, DatasetSpe
             raise DataError(f"{error} (a copy of {originals[0]})") from None
         on_failure.pop_all()
     return dataset
+
+
+def _argument_problems(name: str, kind: str, options: Mapping[str, Any]) -> list[str]:
+    """Problems with the names of arguments of one of our own classes."""
+    class_name = kind.rpartition(":")[2]
+    parameters = inspect.signature(resolve(kind)).parameters
+    problems = []
+    for option in options:
+        if option not in parameters:
+            match = closest(str(option), list(parameters))
+            problems.append(f"{name}.{option}: unknown key of {class_name}" + (f" (did you mean {match}?)" if match else ""))
+    for parameter in parameters.values():
+        if parameter.default is inspect.Parameter.empty and parameter.name not in options:
+            problems.append(f"{name}.{parameter.name}: expected a value, got none for {class_name}")
+    return problems
 
 
 def _call(name: str, kind: Any, options: dict[str, Any]) -> Any:

@@ -42,7 +42,10 @@ class Dataset(Protocol):
     - `sequences(indices) -> [{key: array}]`, where it can give several sequences faster than one by one;
     - `all_tags(start, stop) -> bytes array`, where it can read tags in bulk;
     - `mapped`, the data keys that are memory-mapped, and `how_read()`, words for the log;
-    - `group_bounds`, where it consists of files that are opened when needed.
+    - `group_bounds`, where it consists of several files: where each file's sequences begin and where those of the last one end,
+      int64 of shape (files + 1,);
+    - `at_epoch(epoch) -> Dataset`, where it draws random numbers for its sequences: gives it those of an epoch, see epochs.py;
+    - `drawn(full_epoch)`, where it takes other sequences in every full epoch: their indices, or None for all.
     """
 
     streams: Mapping[str, Stream]

@@ -44,6 +44,10 @@ class ReduceKeys:
     horovod_dataset_distribution: Literal["shard", "random_seed_offset"] = key(
         "shard", "'shard': the ranks share an epoch's batches; 'random_seed_offset': each goes through all data in its own order"
     )
+    horovod_timeline: str | None = key(
+        None,
+        "a file in which Horovod writes down when each collective ran, for chrome://tracing (HOROVOD_TIMELINE does the same)",
+    )
 
     def problems(self) -> list[str]:
         """What is wrong between the keys."""

@@ -113,7 +113,7 @@ def open_communicator(settings: Settings) -> Iterator[Communicator]:
     if settings.reduce.use_horovod:
         from hvdtrain.comm.horovod import open_horovod  # imports a framework
 
-        comm = open_horovod("torch" if settings.run.backend == "torch" else "tensorflow")
+        comm = open_horovod("torch" if settings.run.backend == "torch" else "tensorflow", settings.reduce.horovod_timeline)
     elif torch_keys is not None:
         from hvdtrain.comm.torch_dist import open_torch_distributed
 

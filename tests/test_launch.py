@@ -72,6 +72,7 @@ def test_tasks_per_node_of_slurm_may_differ() -> None:
     uneven = {**SRUN, "SLURM_STEP_TASKS_PER_NODE": "2(x3),1"}
     assert detect(uneven).local_size == 2
     assert [detect({**uneven, "SLURM_NODEID": str(node)}).local_size for node in range(4)] == [2, 2, 2, 1]
+    assert detect({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "?"}).local_size == 1
 
 
 def test_launch_reads_this_processes_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,7 +61,7 @@ PLACES = {
     "torch": ["learner/torch*.py", "comm/torch*.py"],
     "tensorflow": ["learner/tensorflow*.py"],
     "keras": ["learner/tensorflow*.py"],
-    "horovod": ["comm/horovod.py"],
+    "horovod": ["comm/horovod*.py"],
     "mpi4py": ["comm/*.py"],
     "h5py": ["data/*.py"],
 }

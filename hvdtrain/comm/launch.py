@@ -112,6 +112,11 @@ def environment() -> Mapping[str, str]:
     return os.environ
 
 
+def put(variables: Mapping[str, str]) -> None:
+    """Set variables for a library that reads the environment when it starts."""
+    os.environ.update(variables)
+
+
 def _number(text: str | None, default: int) -> int:
     """A variable's number, or the default."""
     return int(text) if text and text.isdigit() else default

@@ -12,7 +12,7 @@ from torch import nn
 
 import hvdtrain
 
-corpus = Path(config.value("corpus"))
+corpus = Path(config.value("corpus", "."))
 train = {"files": str(corpus / config.value("part", "train.hdf")), "seq_ordering": "random"}
 dev = {"files": str(corpus / "dev.hdf")} if config.bool("evaluated", False) else None
 

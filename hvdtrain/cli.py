@@ -10,7 +10,7 @@ from pathlib import Path
 from hvdtrain.comm import launch
 from hvdtrain.config.check import describe
 from hvdtrain.config.keys import declared
-from hvdtrain.errors import ConfigError, HvdtrainError, PeerFailure
+from hvdtrain.errors import ConfigError, HvdtrainError
 from hvdtrain.settings import DATASET_SECTIONS, SECTIONS, read_settings
 from hvdtrain.version import __version__
 
@@ -29,7 +29,9 @@ options:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the program; return its exit status: 0, 1 for a crash, 2 for what the user can mend, 130 after Ctrl-C."""
+    """Run the program; return its exit status: 0, 1 for a crash, 2 for what the user can mend, 75 where training was stopped and
+    is to be continued, 130 after Ctrl-C (docs/resuming.md).
+    """
     arguments = sys.argv[1:] if arguments is None else arguments
     if not arguments or {"-h", "--help"} & set(arguments):
         print(help_text() if arguments else USAGE)
@@ -49,9 +51,9 @@ def main(arguments: list[str] | None = None) -> int:
         train(settings)
         return 0
     except HvdtrainError as error:
-        return _fail(str(error), rank, status=1 if isinstance(error, PeerFailure) else 2, everywhere=error.on_every_rank)
+        return _fail(str(error), rank, status=error.status, everywhere=error.on_every_rank)
     except KeyboardInterrupt:
-        return _fail("interrupted; the same command goes on after the last finished epoch", rank, status=130, everywhere=True)
+        return _fail("interrupted; the same command goes on after the last checkpoint", rank, status=130, everywhere=True)
     except BaseException:
         return _fail(traceback.format_exc(), rank, status=1, everywhere=False)
 

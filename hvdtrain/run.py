@@ -19,18 +19,20 @@ from hvdtrain.data.feed import Feed
 from hvdtrain.data.plan import BatchKeys
 from hvdtrain.data.selection import listed
 from hvdtrain.data.sources import DatasetSpec, open_dataset
-from hvdtrain.engine import Engine, Rates
+from hvdtrain.ending import ends_early
+from hvdtrain.engine import Engine, Pace, Rates
 from hvdtrain.errors import DataError, HvdtrainError, LaunchError
-from hvdtrain.learner.base import Kind, Learner, as_function
+from hvdtrain.interrupt import Interrupt
+from hvdtrain.learner.base import Learner, as_function
+from hvdtrain.progress import Progress
 from hvdtrain.reduce import GradReduce, ParamAverage, ReduceKeys, Reducer, scale_learning_rate
-from hvdtrain.report import JsonLines, open_log, say
-from hvdtrain.schedule import EpochRecord, ScheduleKeys, epoch_learning_rate
+from hvdtrain.report import JsonLines, Reporter, open_log, say
+from hvdtrain.saving import Saver
+from hvdtrain.schedule import ScheduleKeys, epoch_learning_rate
 from hvdtrain.settings import Settings
 from hvdtrain.timer import Timer
 from hvdtrain.version import __version__
 from hvdtrain.watchdog import Watchdog
-
-WHAT_A_MODEL_IS: tuple[Kind, ...] = ("parameters", "frozen", "statistics", "counters")
 
 
 def train(settings: Settings) -> None:
@@ -43,35 +45,59 @@ def train_with(comm: Communicator, settings: Settings) -> Learner:
     """Collective. Train on ranks that are connected already; return what was trained. Raises: HvdtrainError."""
     together(comm, lambda: open_log(settings.report, comm.rank, comm.size), name="open_log")
     timer = Timer()
-    with Watchdog(settings.run.watchdog_timeout, comm.rank) as watchdog:
+    interrupt = Interrupt(settings.interrupt.seconds)
+    with interrupt, Watchdog(settings.run.watchdog_timeout, comm.rank) as watchdog:
         watchdog.beat("opening the datasets")
         feeds = together(comm, lambda: open_feeds(settings, comm), name="open_feeds")
         watchdog.beat("building the model")
         reducer = open_reducer(settings.reduce, comm, timer)
         learner = together(comm, lambda: build_learner(settings, reducer, comm), name="build_learner")
         watchdog.beat("loading and sharing the weights")
-        checkpoints = CheckpointFolder(Path(settings.run.model))
-        history, step = resume(comm, learner, checkpoints)
-        announce(settings, comm, learner, feeds, history)
-        Engine(
-            comm,
-            learner,
-            reducer,
-            feeds[0],
-            feeds[1:],
-            open_rates(settings.schedule, settings.reduce, comm.size),
-            checkpoints,
-            [JsonLines(Path(settings.run.model).parent / "scores.jsonl")] if comm.rank == 0 else [],
-            timer,
-            watchdog,
-            history=history,
-            step=step,
-            num_epochs=settings.run.num_epochs,
-            log_interval=settings.report.log_interval,
-        ).run()
+        checkpoints = CheckpointFolder(Path(settings.run.model), learner.file_suffix)
+        saver = Saver(comm, learner, reducer, checkpoints, feeds[0].distribution)
+        progress = resume(comm, saver, checkpoints)
+        pace = open_pace(settings)
+        announce(settings, comm, learner, feeds, progress, pace)
+        if not is_done(progress, pace):
+            Engine(
+                comm,
+                learner,
+                reducer,
+                feeds[0],
+                feeds[1:],
+                open_rates(settings.schedule, settings.reduce, comm.size),
+                saver,
+                open_reporters(settings, progress) if comm.rank == 0 else [],
+                timer,
+                watchdog,
+                interrupt,
+                progress=progress,
+                pace=pace,
+            ).run()
         for feed in feeds:
             feed.dataset.close()
     return learner
+
+
+def open_pace(settings: Settings) -> Pace:
+    """When to save, to tell, and to end."""
+    measure = settings.schedule.learning_rate_control_error_measure
+    return Pace(
+        num_epochs=settings.run.num_epochs,
+        ends_early=lambda history: ends_early(settings.ending, history, measure),
+        save_epochs=settings.saving.save_interval,
+        save_steps=settings.saving.save_interval_steps,
+        save_minutes=settings.saving.save_interval_minutes,
+        log_interval=settings.report.log_interval,
+        finite=settings.ending.stop_on_nonfinite_train_score,
+    )
+
+
+def open_reporters(settings: Settings, progress: Progress) -> list[Reporter]:
+    """Who is told of finished epochs."""
+    lines = JsonLines(Path(settings.run.model).parent / "scores.jsonl")
+    lines.go_on(progress.epoch, progress.report)
+    return [lines]
 
 
 @contextmanager
@@ -175,23 +201,36 @@ def build_learner(settings: Settings, reducer: Reducer, comm: Communicator) -> L
     )
 
 
-def resume(comm: Communicator, learner: Learner, checkpoints: CheckpointFolder) -> tuple[list[EpochRecord], int]:
-    """Collective. Go back to the last finished epoch, if there is one, and make the model the same on all ranks.
+def resume(comm: Communicator, saver: Saver, checkpoints: CheckpointFolder) -> Progress:
+    """Collective. Go back to the newest checkpoint, if there is one, and make the model the same on all ranks.
 
     Raises:
         CheckpointError: a rank cannot read the checkpoint that rank 0 found.
     """
     newest = comm.gather(checkpoints.newest(), name="newest_checkpoint")[0]
-    history: list[EpochRecord] = []
-    step = 0
-    if newest is not None:
-        progress = together(comm, lambda: learner.load(newest.model_file, newest.optimizer_file), name="load_checkpoint")
-        history = [EpochRecord(**record) for record in progress["history"]]
-        step = progress["step"]
-        say(3, f"Loaded {newest.model_file}: training goes on after epoch {newest.epoch}, step {step}.")
-    for kind in WHAT_A_MODEL_IS:
-        learner.map_tensors(kind, lambda tensors, kind=kind: comm.broadcast(tensors, name=f"initial_{kind}"))  # type: ignore[misc]
-    return history, step
+    if newest is None:
+        saver.share()
+        return Progress()
+    progress = saver.load(newest)
+    after = f"after epoch {progress.epoch}, step {progress.step}" if progress.within is None else within_text(progress)
+    say(3, f"Loaded {newest.model_file}: training goes on {after}.")
+    return progress
+
+
+def within_text(progress: Progress) -> str:
+    """Where in an epoch training stands."""
+    if progress.within is None:
+        return ""
+    if progress.within.trained:
+        return f"with the evaluation of epoch {progress.within.epoch}"
+    return f"in epoch {progress.within.epoch}, after its step {progress.step - progress.within.first_step}"
+
+
+def is_done(progress: Progress, pace: Pace) -> bool:
+    """Whether there is nothing left to train."""
+    if progress.within is not None:
+        return progress.within.epoch > pace.num_epochs
+    return progress.epoch >= pace.num_epochs or pace.ends_early(progress.history) is not None
 
 
 def open_rates(schedule: ScheduleKeys, reduce: ReduceKeys, size: int) -> Rates:
@@ -212,7 +251,7 @@ def open_rates(schedule: ScheduleKeys, reduce: ReduceKeys, size: int) -> Rates:
     return Rates(lambda epoch, history: epoch_learning_rate(schedule, epoch, history), of_step)
 
 
-def announce(settings: Settings, comm: Communicator, learner: Learner, feeds: list[Feed], history: list[EpochRecord]) -> None:
+def announce(settings: Settings, comm: Communicator, learner: Learner, feeds: list[Feed], progress: Progress, pace: Pace) -> None:
     """Collective. Say what is about to happen: ranks, data, batches, the rule for the learning rate. Raises: DataError."""
     started = launch.launch()
     hosts = comm.gather((socket.gethostname(), learner.device_name), name="hosts")
@@ -222,7 +261,7 @@ def announce(settings: Settings, comm: Communicator, learner: Learner, feeds: li
         say(2, "use_horovod is set, but this process was started alone: it trains as one rank (for 2: mpirun -np 2 ...)")
     if launch.is_bound() and launch.cores() == 1:
         say(2, "this rank is bound to a single core of several; mpirun --bind-to none lets it use more")
-    first = history[-1].epoch + 1 if history else 1
+    first = progress.epoch + 1
 
     def data_lines() -> list[tuple[int, str]]:
         return [line for feed in feeds for line in feed_lines(feed)] + batch_lines(feeds[0].batch_keys, first, comm.size)
@@ -237,8 +276,9 @@ def announce(settings: Settings, comm: Communicator, learner: Learner, feeds: li
             say(4, f"horovod_scale_lr: every learning rate is multiplied by {effective:.6g} for {comm.size} ranks")
         if settings.reduce.horovod_dataset_distribution == "random_seed_offset":
             say(4, f"every rank goes through all data in its own order: an epoch is {comm.size} passes")
-    if history and history[-1].epoch >= settings.run.num_epochs:
-        say(3, f"Already trained until final epoch {history[-1].epoch}, nothing to do.")
+    if is_done(progress, pace):
+        early = pace.ends_early(progress.history)
+        say(3, f"Already trained until final epoch {progress.epoch}, nothing to do{f': {early}' if early else ''}.")
 
 
 def _how(keys: ReduceKeys) -> str:

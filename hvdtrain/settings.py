@@ -15,10 +15,13 @@ from hvdtrain.data.chunks import ChunkKeys
 from hvdtrain.data.order import OrderKeys, is_random
 from hvdtrain.data.plan import BatchKeys
 from hvdtrain.data.sources import KINDS, DatasetSpec, parse
+from hvdtrain.ending import EndingKeys
 from hvdtrain.errors import ConfigError
+from hvdtrain.interrupt import InterruptKeys
 from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.reduce import ReduceKeys
 from hvdtrain.report import ReportKeys
+from hvdtrain.saving import SavingKeys
 from hvdtrain.schedule import ScheduleKeys
 
 
@@ -64,7 +67,19 @@ class DataKeys:
     eval_datasets: dict[str, Any] = key({}, "further datasets by name, evaluated after every epoch")
 
 
-SECTIONS: tuple[type, ...] = (RunKeys, DataKeys, BatchKeys, ChunkKeys, LearnerKeys, ScheduleKeys, ReduceKeys, ReportKeys)
+SECTIONS: tuple[type, ...] = (
+    RunKeys,
+    DataKeys,
+    BatchKeys,
+    ChunkKeys,
+    LearnerKeys,
+    ScheduleKeys,
+    ReduceKeys,
+    SavingKeys,
+    InterruptKeys,
+    EndingKeys,
+    ReportKeys,
+)
 DATASET_SECTIONS: tuple[type, ...] = (*(kind.keys for kind in KINDS.values()), OrderKeys)
 
 ALIASES = {
@@ -101,6 +116,9 @@ class Settings:
     learner: LearnerKeys
     schedule: ScheduleKeys
     reduce: ReduceKeys
+    saving: SavingKeys
+    interrupt: InterruptKeys
+    ending: EndingKeys
     report: ReportKeys
     train: DatasetSpec
     evaluations: tuple[DatasetSpec, ...]
@@ -156,6 +174,9 @@ def check(source: Source, names: list[str]) -> Settings:
         learner=built[LearnerKeys],
         schedule=built[ScheduleKeys],
         reduce=built[ReduceKeys],
+        saving=built[SavingKeys],
+        interrupt=built[InterruptKeys],
+        ending=built[EndingKeys],
         report=built[ReportKeys],
         train=specs[0],
         evaluations=tuple(specs[1:]),

@@ -64,9 +64,12 @@ def test_a_write_that_makes_only_one_file_is_no_checkpoint(tmp_path: Path) -> No
 
 
 def test_the_model_file_gets_its_name_last(tmp_path: Path) -> None:
-    (tmp_path / "net.001.pt").mkdir()  # in the way of the model file only
+    def blocking(model_file: Path, optimizer_file: Path) -> None:
+        write(model_file, optimizer_file)
+        (tmp_path / "net.001.pt").mkdir()  # in the way of the model file only
+
     with pytest.raises(CheckpointError, match=r"net.001.pt: expected to write a checkpoint, got: .*Is a directory"):
-        CheckpointFolder(tmp_path / "net").save(1, write)
+        CheckpointFolder(tmp_path / "net").save(1, blocking)
     assert names(tmp_path) == ["net.001.opt.pt", "net.001.pt"]  # the optimizer file had been renamed already
 
 

@@ -20,6 +20,12 @@ LEVELS = {
     "dump": 5,
     "settings": 5,
     "engine": 4,
+    "saving": 4,
+    "evaluation": 4,
+    "ballot": 3,
+    "progress": 3,
+    "ending": 3,
+    "interrupt": 3,
     "comm": 3,
     "data": 3,
     "learner": 3,
@@ -44,6 +50,10 @@ BESIDE = [
     ("__main__", "cli"),
     ("hdf_dump", "cli"),  # the grammar of ++key value
     ("run", "settings"),
+    ("engine", "saving"),
+    ("engine", "evaluation"),
+    ("progress", "schedule*"),  # what is remembered of an epoch
+    ("ending", "schedule*"),
     ("learner.*", "reduce"),  # a learner is handed a reducer
     ("learner.base", "comm.base"),  # contracts may speak of each other
     ("learner.base", "data.types"),
@@ -100,7 +110,7 @@ def own_imports(module: str) -> set[str]:
 
 def may_stand_beside(importer: str, imported: str) -> bool:
     same_folder = "." in importer and importer.split(".")[0] == imported.split(".")[0]
-    return same_folder or any(fnmatch(importer, left) and imported == right for left, right in BESIDE)
+    return same_folder or any(fnmatch(importer, left) and fnmatch(imported, right) for left, right in BESIDE)
 
 
 def test_the_parser_finds_imports_of_every_kind() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -15,6 +15,26 @@ from hvdtrain.scores import Scores
 
 Kind = Literal["parameters", "frozen", "statistics", "counters"]
 """Trainable parameters; those that are not trained; floating buffers such as BatchNorm's running mean; integer buffers."""
+
+Part = Kind | Literal["optimizer"]
+"""What a rank may have to save of its own, as it differs between ranks."""
+
+
+@dataclass(frozen=True)
+class NotFinite:
+    """A loss of a training step that is no finite number.
+
+    Attributes:
+        step: updates done before it in the whole training.
+        indices: the batch's sequences in the dataset.
+        parameters: names of those that held such numbers when the loss was looked at: on a CPU before the step's update.
+    """
+
+    step: int
+    loss: str
+    value: float
+    indices: tuple[int, ...]
+    parameters: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +75,8 @@ class Learner(Protocol):
 
     num_parameters: int
     device_name: str
+    file_suffix: str
+    """Of checkpoints: 'pt' for PyTorch."""
 
     def begin_epoch(self, epoch: int, step: int) -> None:
         """Be told where training stands: the epoch from 1, and the updates done so far."""
@@ -90,6 +112,25 @@ class Learner(Protocol):
 
     def load(self, model_file: Path, optimizer_file: Path) -> dict[str, Any]:
         """Read what `save` wrote; return the progress. Raises: CheckpointError."""
+        ...
+
+    def save_own(self, file: Path, parts: Sequence[Part]) -> None:
+        """Write this rank's own tensors of some kinds, and its optimizer's state where that is among the parts."""
+        ...
+
+    def load_own(self, file: Path) -> None:
+        """Read what `save_own` wrote. Raises: CheckpointError."""
+        ...
+
+    def numbers(self, values: Sequence[float]) -> Tensor:
+        """Some numbers as a tensor that can be sent to other ranks; iterating over it gives something `float` understands."""
+        ...
+
+    def take_not_finite(self) -> list[NotFinite]:
+        """The losses that were no finite numbers among those that have been looked at since the last call.
+
+        On a GPU they are looked at when scores are taken or many have gathered: no step waits for the device.
+        """
         ...
 
 

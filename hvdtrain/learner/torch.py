@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ import numpy
 import torch
 
 from hvdtrain.context import Loss, RunContext, running
-from hvdtrain.data.types import Batch
+from hvdtrain.data.types import Array, Batch
 from hvdtrain.errors import CheckpointError, ConfigError
-from hvdtrain.learner.base import Kind, LearnerKeys, as_function
+from hvdtrain.learner.base import Kind, LearnerKeys, NotFinite, Part, as_function
 from hvdtrain.learner.torch_clock import CpuClock, CudaClock
 from hvdtrain.learner.torch_gradients import GradientStream
 from hvdtrain.learner.torch_optimizer import make_optimizer
@@ -56,6 +57,16 @@ class Normalized:
     alone: bool
 
 
+@dataclass(frozen=True)
+class _Waiting:
+    """A batch's sums and counts, on the device: of the losses, by name with whether they are minimized."""
+
+    names: dict[str, bool]
+    numbers: torch.Tensor
+    step: int
+    indices: Array
+
+
 class TorchLearner:
     """A torch.nn.Module, its optimizer and its losses.
 
@@ -79,6 +90,7 @@ class TorchLearner:
         self.model = model
         self.optimizer = optimizer
         self.device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+        self.file_suffix = "pt"
         self._train_step = train_step
         self._reducer = reducer
         self._device = device
@@ -93,7 +105,8 @@ class TorchLearner:
         self._has_batch = False
         self._normalized: Normalized | None = None
         self._counting: Any = None
-        self._waiting: list[tuple[tuple[str, ...], torch.Tensor]] = []
+        self._waiting: list[_Waiting] = []
+        self._not_finite: list[NotFinite] = []
         self._scores = Scores()
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
 
@@ -162,14 +175,45 @@ class TorchLearner:
             self.model.load_state_dict(stored.pop("model"))
         except (KeyError, RuntimeError) as error:
             raise CheckpointError(f"{model_file}: expected the parameters of this config's model, got others: {error}") from None
-        training = _load(optimizer_file, self._device)
-        try:
-            self.optimizer.load_state_dict(training["optimizer"])
-        except (KeyError, ValueError) as error:
-            raise CheckpointError(
-                f"{optimizer_file}: expected the state of this config's optimizer, got another: {error}"
-            ) from None
+        self._load_optimizer(_load(optimizer_file, self._device).get("optimizer"), optimizer_file)
         return stored
+
+    def save_own(self, file: Path, parts: Sequence[Part]) -> None:
+        own: dict[str, Any] = {}
+        for part in parts:
+            if part != "optimizer":
+                own[part] = [tensor.detach() for tensor in self._tensors(part)]
+        if "optimizer" in parts:
+            own["optimizer"] = self.optimizer.state_dict()
+        torch.save(own, file)
+
+    def load_own(self, file: Path) -> None:
+        own = _load(file, self._device)
+        self._load_optimizer(own.pop("optimizer", None), file)
+        for kind, stored in own.items():
+            self.map_tensors(kind, lambda _, stored=stored: stored)  # type: ignore[arg-type, misc]
+
+    def numbers(self, values: Sequence[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float64)
+
+    def take_not_finite(self) -> list[NotFinite]:
+        taken, self._not_finite = self._not_finite, []
+        return taken
+
+    def _note(self, entry: _Waiting, name: str, total: float) -> None:
+        """Remember a loss that is no finite number; of each only the first few, as all that follow are none either."""
+        if len(self._not_finite) < 3:
+            named = self.model.named_parameters()
+            broken = [parameter for parameter, values in named if not bool(values.isfinite().all())]
+            self._not_finite.append(NotFinite(entry.step, name, total, tuple(entry.indices.tolist()), tuple(broken)))
+
+    def _load_optimizer(self, state: dict[str, Any] | None, file: Path) -> None:
+        if state is None:
+            return
+        try:
+            self.optimizer.load_state_dict(state)
+        except (KeyError, ValueError) as error:
+            raise CheckpointError(f"{file}: expected the state of this config's optimizer, got another: {error}") from None
 
     def _losses(self, batch: Batch, train: bool) -> dict[str, Loss]:
         """Run the config's train_step and note the scores."""
@@ -182,8 +226,9 @@ class TorchLearner:
             raise ConfigError(["train_step: expected a call of hvdtrain.get_run_ctx().mark_as_loss(...), got none"])
         sums = [loss.value.detach().sum(dtype=torch.float64) for loss in context.losses.values()]
         counts = [_count(loss).to(self._device) for loss in context.losses.values()]
-        self._waiting.append((tuple(context.losses), torch.stack(sums + counts)))
-        if len(self._waiting) >= MANY:
+        names = {name: train and not loss.as_error and loss.scale != 0 for name, loss in context.losses.items()}
+        self._waiting.append(_Waiting(names, torch.stack(sums + counts), self._step, batch.indices))
+        if self._device.type == "cpu" or len(self._waiting) >= MANY:
             self._fetch_scores()
         return context.losses
 
@@ -216,11 +261,13 @@ class TorchLearner:
     def _fetch_scores(self) -> None:
         if not self._waiting:
             return
-        values = iter(torch.cat([numbers for _, numbers in self._waiting]).tolist())
-        for names, _ in self._waiting:
-            totals = [next(values) for _ in names]
-            for name, total in zip(names, totals, strict=True):
+        values = iter(torch.cat([entry.numbers for entry in self._waiting]).tolist())
+        for entry in self._waiting:
+            totals = [next(values) for _ in entry.names]
+            for (name, is_minimized), total in zip(entry.names.items(), totals, strict=True):
                 self._scores.add(name, total, next(values))
+                if is_minimized and not isfinite(total):
+                    self._note(entry, name, total)
         self._waiting = []
 
     def _to_device(self, values: numpy.ndarray[Any, Any], seq_lens: numpy.ndarray[Any, Any]) -> TorchData:

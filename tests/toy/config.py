@@ -24,7 +24,7 @@ optimizer = {"class": "sgd", "momentum": 0.9}
 
 layers = config.value("layers", "plain")
 losses = config.value("losses", "sum")
-fault, fault_rank, fault_step = config.list("fault", ["", -1, -1])
+fault, fault_rank, *fault_steps = config.list("fault", ["", -1, -1])
 record = config.value("record")
 
 
@@ -62,7 +62,7 @@ def train_step(*, model, extern_data, **_):
     context = hvdtrain.get_run_ctx()
     if context.train_flag:
         note(context.epoch, extern_data["id"])
-        if hvdtrain.rank() == int(fault_rank) and context.step == int(fault_step):
+        if hvdtrain.rank() == int(fault_rank) and context.step in map(int, fault_steps):
             fail()
     data, classes = extern_data["data"], extern_data["classes"]
     scores = model(data.raw_tensor, data.mask)[data.mask]
@@ -94,3 +94,5 @@ def fail():
             hvdtrain.get_run_ctx().mark_as_loss(torch.zeros(1), "twice")
     if fault == "hang":
         time.sleep(600)
+    if fault.startswith("SIG"):
+        os.kill(os.getpid(), getattr(signal, fault))

@@ -1,0 +1,139 @@
+"""Saving and loading on all ranks together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from hvdtrain.checkpoint import Checkpoint, CheckpointFolder
+from hvdtrain.comm.base import Communicator, Tensor, on_rank_zero, together
+from hvdtrain.config.keys import key, positive
+from hvdtrain.errors import CheckpointError
+from hvdtrain.learner.base import Kind, Learner, Part
+from hvdtrain.progress import Progress
+from hvdtrain.reduce import Reducer
+from hvdtrain.report import say
+
+WHAT_A_MODEL_IS: tuple[Kind, ...] = ("parameters", "frozen", "statistics", "counters")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavingKeys:
+    """When checkpoints are written, and which are kept."""
+
+    save_interval: int = key(1, "save after every so many epochs, and after the last one", positive)
+    save_interval_steps: int | None = key(
+        None, "save within an epoch, too, whenever the number of updates in the whole training is a multiple of this", positive
+    )
+    save_interval_minutes: float | None = key(
+        None, "save within an epoch, too, when the last checkpoint is so many minutes old; 15 is good on a cluster", positive
+    )
+
+
+class Saver:
+    """Writes checkpoints from which a training goes on as if it had not been stopped.
+
+    Rank 0 writes the model and its optimizer. What differs between ranks (the optimizers where parameters are averaged now
+    and then; in the midst of an epoch BatchNorm's statistics, and parameters between two averages) each rank writes besides.
+    The model is then the average, for whoever goes on with another number of ranks; taking it changes nothing in the
+    training, so it does not matter to the result when and how often a checkpoint is written.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        learner: Learner,
+        reducer: Reducer,
+        checkpoints: CheckpointFolder,
+        distribution: Literal["shard", "random_seed_offset"],
+    ) -> None:
+        self._comm = comm
+        self._learner = learner
+        self._reducer = reducer
+        self._checkpoints = checkpoints
+        self._distribution = distribution
+
+    def save(self, progress: Progress) -> Checkpoint:
+        """Collective. Where one rank fails, all fail. Raises: CheckpointError."""
+        step = None if progress.within is None else progress.step
+        target = self._checkpoints.at(progress.epoch if progress.within is None else progress.within.epoch, step)
+        own = self._own_parts()
+        state = {
+            **progress.state(),
+            "size": self._comm.size,
+            "distribution": self._distribution,
+            "own": list(own),
+            "reducer": self._comm.gather(self._reducer.state(), name="reducer_state"),
+        }
+        if own:
+            file = target.own_file(self._comm.rank, self._comm.size)
+            on_rank_zero(self._comm, lambda: self._checkpoints.prepare(target), name="prepare_save")
+            together(
+                self._comm,
+                lambda: self._checkpoints.save_own(file, lambda path: self._learner.save_own(path, own)),
+                name="save_own",
+            )
+
+        def write() -> None:
+            def write_files(model_file: Path, optimizer_file: Path) -> None:
+                self._learner.save(model_file, optimizer_file, state)
+
+            self._checkpoints.save(target.epoch, write_files, step=target.step)
+
+        with self._reducer.averaged(self._learner):
+            on_rank_zero(self._comm, write, name="save")
+        say(4, f"Save model under {target.model_file}")
+        return target
+
+    def load(self, checkpoint: Checkpoint) -> Progress:
+        """Collective. Go on from a checkpoint, on all ranks.
+
+        Raises:
+            CheckpointError: a rank cannot read it, or the number of ranks has to be the one it was written by.
+        """
+        files = checkpoint.model_file, checkpoint.optimizer_file
+        state = together(self._comm, lambda: self._learner.load(*files), name="load_checkpoint")
+        self.share()
+        progress = Progress.from_state(state)
+        if state.get("size") == self._comm.size:
+            self._load_own(checkpoint, state)
+        elif progress.within is not None and not progress.within.trained and state["distribution"] == "random_seed_offset":
+            error = CheckpointError(
+                f"{checkpoint.model_file}: expected the {state['size']} ranks that wrote it in the midst of epoch "
+                f"{progress.within.epoch}, got {self._comm.size}: with random_seed_offset nobody else has done the same part of "
+                "the epoch (remove the file to repeat the epoch from its beginning)"
+            )
+            error.on_every_rank = True
+            raise error
+        return progress
+
+    def share(self) -> None:
+        """Collective. Rank 0's model, on all ranks."""
+        for kind in WHAT_A_MODEL_IS:
+            self._learner.map_tensors(kind, lambda tensors, kind=kind: self._sent(tensors, kind))  # type: ignore[misc]
+
+    def _sent(self, tensors: list[Tensor], kind: Kind) -> list[Tensor]:
+        return self._comm.broadcast(tensors, name=f"initial_{kind}")
+
+    def _load_own(self, checkpoint: Checkpoint, state: dict[str, Any]) -> None:
+        if state["own"]:
+            file = checkpoint.own_file(self._comm.rank, self._comm.size)
+            together(self._comm, lambda: self._learner.load_own(file), name="load_own")
+        self._reducer.restore(state["reducer"][self._comm.rank])
+
+    def _own_parts(self) -> tuple[Part, ...]:
+        """What every rank has to save of its own."""
+        if self._comm.size == 1:
+            return ()
+        return tuple(part for part in self._reducer.differing() if part == "optimizer" or self._has(part))
+
+    def _has(self, kind: Kind) -> bool:
+        found: list[Tensor] = []
+
+        def look(tensors: list[Tensor]) -> list[Tensor]:
+            found.extend(tensors)
+            return tensors
+
+        self._learner.map_tensors(kind, look)
+        return bool(found)

@@ -76,13 +76,13 @@ class CheckpointFolder:
     """
 
     def __init__(self, prefix: Path, suffix: str = "pt") -> None:
+        self.suffix = suffix
         self._prefix = prefix
-        self._suffix = suffix
 
     def at(self, epoch: int, step: int | None = None) -> Checkpoint:
         """The files of an epoch, finished or (with a step) under way, whether they exist or not."""
         name = f"{self._prefix.name}.{epoch:03d}" + ("" if step is None else f".step-{step}")
-        return Checkpoint(epoch, self._prefix.with_name(name), self._suffix, step)
+        return Checkpoint(epoch, self._prefix.with_name(name), self.suffix, step)
 
     def finished(self) -> list[int]:
         """The epochs at whose end a model was saved, in order."""
@@ -159,7 +159,7 @@ class CheckpointFolder:
 
     def _found(self) -> list[Checkpoint]:
         """Every complete checkpoint, oldest first."""
-        pattern = re.compile(rf"{re.escape(self._prefix.name)}\.(\d+)(?:\.step-(\d+))?\.{re.escape(self._suffix)}")
+        pattern = re.compile(rf"{re.escape(self._prefix.name)}\.(\d+)(?:\.step-(\d+))?\.{re.escape(self.suffix)}")
         matches = [pattern.fullmatch(path.name) for path in self._files()]
         found = [self.at(int(match[1]), int(match[2]) if match[2] else None) for match in matches if match]
         return sorted(found, key=lambda checkpoint: checkpoint.age)

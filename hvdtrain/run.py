@@ -9,8 +9,9 @@ from dataclasses import fields
 from pathlib import Path
 
 from hvdtrain.checkpoint import CheckpointFolder
+from hvdtrain.cleanup import parse_rule
 from hvdtrain.comm import launch
-from hvdtrain.comm.base import Communicator, together
+from hvdtrain.comm.base import Communicator, on_rank_zero, together
 from hvdtrain.comm.single import SingleCommunicator
 from hvdtrain.data.cache import parse_sizes, with_cache
 from hvdtrain.data.chunks import cut, keys_of
@@ -24,12 +25,14 @@ from hvdtrain.engine import Engine, Pace, Rates
 from hvdtrain.errors import DataError, HvdtrainError, LaunchError
 from hvdtrain.interrupt import Interrupt
 from hvdtrain.learner.base import Learner, as_function
+from hvdtrain.preload import parse_preloads
 from hvdtrain.progress import Progress
 from hvdtrain.reduce import GradReduce, ParamAverage, ReduceKeys, Reducer, scale_learning_rate
 from hvdtrain.report import JsonLines, Reporter, open_log, say
 from hvdtrain.saving import Saver
 from hvdtrain.schedule import ScheduleKeys, epoch_learning_rate
 from hvdtrain.settings import Settings
+from hvdtrain.start import StartKeys, start_of_training
 from hvdtrain.timer import Timer
 from hvdtrain.version import __version__
 from hvdtrain.watchdog import Watchdog
@@ -54,8 +57,8 @@ def train_with(comm: Communicator, settings: Settings) -> Learner:
         learner = together(comm, lambda: build_learner(settings, reducer, comm), name="build_learner")
         watchdog.beat("loading and sharing the weights")
         checkpoints = CheckpointFolder(Path(settings.run.model), learner.file_suffix)
-        saver = Saver(comm, learner, reducer, checkpoints, feeds[0].distribution)
-        progress = resume(comm, saver, checkpoints)
+        saver = Saver(comm, learner, reducer, checkpoints, feeds[0].distribution, parse_rule(settings.saving.cleanup_old_models))
+        progress = resume(comm, saver, checkpoints, settings.start)
         pace = open_pace(settings)
         announce(settings, comm, learner, feeds, progress, pace)
         if not is_done(progress, pace):
@@ -201,29 +204,37 @@ def build_learner(settings: Settings, reducer: Reducer, comm: Communicator) -> L
     )
 
 
-def resume(comm: Communicator, saver: Saver, checkpoints: CheckpointFolder) -> Progress:
-    """Collective. Go back to the newest checkpoint, if there is one, and make the model the same on all ranks.
+def resume(comm: Communicator, saver: Saver, checkpoints: CheckpointFolder, keys: StartKeys) -> Progress:
+    """Collective. Load what training starts from, and make the model the same on all ranks.
 
     Raises:
-        CheckpointError: a rank cannot read the checkpoint that rank 0 found.
+        CheckpointError: what was asked for is not there, or a rank cannot read it.
     """
-    newest = comm.gather(checkpoints.newest(), name="newest_checkpoint")[0]
-    if newest is None:
+    start = on_rank_zero(comm, lambda: start_of_training(keys, checkpoints), name="start")
+    if start.remark is not None:
+        say(2, start.remark)
+    progress = Progress()
+    if start.checkpoint is not None:
+        progress = saver.load(start.checkpoint)
+        say(3, f"Loaded {start.checkpoint.model_file}: training goes on {where(progress)}.")
+    elif start.model_file is not None:
+        progress = saver.load_model(start.model_file, start.epoch)
+        say(3, f"Loaded {start.model_file}: training goes on {where(progress)}.")
+    fresh = start.checkpoint is None
+    saver.preload([one for one in parse_preloads(keys.preload_from_files) if one.is_due(training=True, fresh=fresh)])
+    if fresh:
         saver.share()
-        return Progress()
-    progress = saver.load(newest)
-    after = f"after epoch {progress.epoch}, step {progress.step}" if progress.within is None else within_text(progress)
-    say(3, f"Loaded {newest.model_file}: training goes on {after}.")
     return progress
 
 
-def within_text(progress: Progress) -> str:
-    """Where in an epoch training stands."""
-    if progress.within is None:
-        return ""
-    if progress.within.trained:
-        return f"with the evaluation of epoch {progress.within.epoch}"
-    return f"in epoch {progress.within.epoch}, after its step {progress.step - progress.within.first_step}"
+def where(progress: Progress) -> str:
+    """Where training stands, in words."""
+    within = progress.within
+    if within is None:
+        return f"after epoch {progress.epoch}, step {progress.step}"
+    if within.trained:
+        return f"with the evaluation of epoch {within.epoch}"
+    return f"in epoch {within.epoch}, after its step {progress.step - within.first_step}"
 
 
 def is_done(progress: Progress, pace: Pace) -> bool:

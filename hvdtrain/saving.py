@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from hvdtrain.checkpoint import Checkpoint, CheckpointFolder
+from hvdtrain.cleanup import CleanupRule, parse_rule
 from hvdtrain.comm.base import Communicator, Tensor, on_rank_zero, together
 from hvdtrain.config.keys import key, positive
-from hvdtrain.errors import CheckpointError
+from hvdtrain.errors import CheckpointError, ConfigError
 from hvdtrain.learner.base import Kind, Learner, Part
+from hvdtrain.preload import Preload
 from hvdtrain.progress import Progress
 from hvdtrain.reduce import Reducer
 from hvdtrain.report import say
@@ -30,6 +33,20 @@ class SavingKeys:
         None, "save within an epoch, too, when the last checkpoint is so many minutes old; 15 is good on a cluster", positive
     )
 
+    cleanup_old_models: bool | dict[str, Any] = key(
+        False,
+        "remove models after every epoch but for the last, the best, and some of all times; or a dict of keep_last_n (2), "
+        "keep_best_n (4), keep (a list of epochs)",
+    )
+
+    def problems(self) -> list[str]:
+        """What is wrong between the keys."""
+        try:
+            parse_rule(self.cleanup_old_models)
+        except ConfigError as error:
+            return error.problems
+        return []
+
 
 class Saver:
     """Writes checkpoints from which a training goes on as if it had not been stopped.
@@ -47,12 +64,14 @@ class Saver:
         reducer: Reducer,
         checkpoints: CheckpointFolder,
         distribution: Literal["shard", "random_seed_offset"],
+        cleanup: CleanupRule | None = None,
     ) -> None:
         self._comm = comm
         self._learner = learner
         self._reducer = reducer
         self._checkpoints = checkpoints
         self._distribution = distribution
+        self._cleanup = cleanup
 
     def save(self, progress: Progress) -> Checkpoint:
         """Collective. Where one rank fails, all fail. Raises: CheckpointError."""
@@ -80,6 +99,8 @@ class Saver:
                 self._learner.save(model_file, optimizer_file, state)
 
             self._checkpoints.save(target.epoch, write_files, step=target.step)
+            if self._cleanup is not None and target.step is None:
+                clean_up(self._checkpoints, self._cleanup, {record.epoch: record.scores for record in progress.history})
 
         with self._reducer.averaged(self._learner):
             on_rank_zero(self._comm, write, name="save")
@@ -107,6 +128,33 @@ class Saver:
             error.on_every_rank = True
             raise error
         return progress
+
+    def load_model(self, file: Path, epoch: int | None) -> Progress:
+        """Collective. Take over a model without its optimizer.
+
+        Args:
+            epoch: the last epoch that counts as done; None: the file's own, with its steps and scores.
+
+        Raises:
+            CheckpointError: a rank cannot read it.
+        """
+        state = together(self._comm, lambda: self._learner.load(file, None), name="load_model")
+        self.share()
+        progress = Progress.from_state(state)
+        if epoch is None:
+            return replace(progress, within=None)
+        history = [record for record in progress.history if record.epoch <= epoch]
+        return Progress(step=progress.step if epoch else 0, epoch=epoch, history=history)
+
+    def preload(self, preloads: list[Preload]) -> None:
+        """Collective. Take parameters over from other models, on every rank. Raises: CheckpointError."""
+
+        def load_all() -> None:
+            for one in preloads:
+                self._learner.preload(Path(one.filename), one.checkpoint_key, one.chosen)
+                say(3, f"Loaded {one.filename} for preload_from_files.{one.name}.")
+
+        together(self._comm, load_all, name="preload")
 
     def share(self) -> None:
         """Collective. Rank 0's model, on all ranks."""
@@ -137,3 +185,20 @@ class Saver:
 
         self._learner.map_tensors(kind, look)
         return bool(found)
+
+
+def clean_up(checkpoints: CheckpointFolder, rule: CleanupRule, scores: Mapping[int, Mapping[str, float]]) -> None:
+    """Remove the models that a rule does not keep."""
+    epochs = checkpoints.finished()
+    kept = rule.kept(epochs, scores)
+    removed = [epoch for epoch in epochs if epoch not in kept]
+    if removed:
+        say(3, f"We have stored models for epochs {_few(epochs)} and keep epochs {kept}.")
+        say(3, f"We will delete the models of epochs {removed}.")
+        checkpoints.remove(checkpoints.at(epoch) for epoch in removed)
+
+
+def _few(epochs: list[int]) -> str:
+    if len(epochs) <= 6:
+        return str(epochs)
+    return f"[{', '.join(map(str, epochs[:3]))}, ..., {', '.join(map(str, epochs[-3:]))}]"

@@ -23,6 +23,7 @@ from hvdtrain.reduce import ReduceKeys
 from hvdtrain.report import ReportKeys
 from hvdtrain.saving import SavingKeys
 from hvdtrain.schedule import ScheduleKeys
+from hvdtrain.start import StartKeys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +76,7 @@ SECTIONS: tuple[type, ...] = (
     LearnerKeys,
     ScheduleKeys,
     ReduceKeys,
+    StartKeys,
     SavingKeys,
     InterruptKeys,
     EndingKeys,
@@ -116,6 +118,7 @@ class Settings:
     learner: LearnerKeys
     schedule: ScheduleKeys
     reduce: ReduceKeys
+    start: StartKeys
     saving: SavingKeys
     interrupt: InterruptKeys
     ending: EndingKeys
@@ -174,6 +177,7 @@ def check(source: Source, names: list[str]) -> Settings:
         learner=built[LearnerKeys],
         schedule=built[ScheduleKeys],
         reduce=built[ReduceKeys],
+        start=built[StartKeys],
         saving=built[SavingKeys],
         interrupt=built[InterruptKeys],
         ending=built[EndingKeys],

@@ -23,6 +23,9 @@ LEVELS = {
     "saving": 4,
     "evaluation": 4,
     "ballot": 3,
+    "cleanup": 3,
+    "preload": 3,
+    "start": 3,
     "progress": 3,
     "ending": 3,
     "interrupt": 3,
@@ -54,6 +57,8 @@ BESIDE = [
     ("engine", "evaluation"),
     ("progress", "schedule*"),  # what is remembered of an epoch
     ("ending", "schedule*"),
+    ("start", "checkpoint"),
+    ("start", "preload"),
     ("learner.*", "reduce"),  # a learner is handed a reducer
     ("learner.base", "comm.base"),  # contracts may speak of each other
     ("learner.base", "data.types"),

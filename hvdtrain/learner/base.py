@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -15,6 +15,9 @@ from hvdtrain.scores import Scores
 
 Kind = Literal["parameters", "frozen", "statistics", "counters"]
 """Trainable parameters; those that are not trained; floating buffers such as BatchNorm's running mean; integer buffers."""
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""By name, the shape of a parameter or buffer."""
 
 Part = Kind | Literal["optimizer"]
 """What a rank may have to save of its own, as it differs between ranks."""
@@ -54,6 +57,12 @@ class LearnerKeys:
         None, "scale gradients down to this global norm, after they were reduced over the ranks", positive
     )
     gradient_clip: float | None = key(None, "cut every gradient element off at plus or minus this, after the reduction", positive)
+    num_allowed_consec_invalid_gradient_steps: int | None = key(
+        None,
+        "leave an update out, on all ranks together, when a gradient is no finite number after the reduction, and end when more "
+        "than so many follow each other; None: none is left out",
+        positive,
+    )
     device: str | None = key(None, "cpu, cuda or cuda:N; None: this rank's GPU where there is one, else the CPU")
 
     def problems(self) -> list[str]:
@@ -110,8 +119,22 @@ class Learner(Protocol):
         """Write the model with `progress` beside it, and what else the optimizer needs to go on."""
         ...
 
-    def load(self, model_file: Path, optimizer_file: Path) -> dict[str, Any]:
-        """Read what `save` wrote; return the progress. Raises: CheckpointError."""
+    def load(self, model_file: Path, optimizer_file: Path | None) -> dict[str, Any]:
+        """Read what `save` wrote, or another program in the same format; return what is there beside the model.
+
+        Without a file for the optimizer only the model is read. Code in the files is never run. Raises: CheckpointError.
+        """
+        ...
+
+    def preload(self, file: Path, entry: str | None, chosen: Callable[[Shapes, Shapes], dict[str, str]]) -> None:
+        """Take parameters and buffers over from a file, if there is such an entry, from that entry of it.
+
+        Args:
+            chosen: is told our names and shapes and the file's; returns the file's name by our name.
+
+        Raises:
+            CheckpointError: the file cannot be read.
+        """
         ...
 
     def save_own(self, file: Path, parts: Sequence[Part]) -> None:

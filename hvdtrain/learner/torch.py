@@ -15,8 +15,8 @@ import torch
 
 from hvdtrain.context import Loss, RunContext, running
 from hvdtrain.data.types import Array, Batch
-from hvdtrain.errors import CheckpointError, ConfigError
-from hvdtrain.learner.base import Kind, LearnerKeys, NotFinite, Part, as_function
+from hvdtrain.errors import CheckpointError, ConfigError, TrainingError
+from hvdtrain.learner.base import Kind, LearnerKeys, NotFinite, Part, Shapes, as_function
 from hvdtrain.learner.torch_clock import CpuClock, CudaClock
 from hvdtrain.learner.torch_gradients import GradientStream
 from hvdtrain.learner.torch_optimizer import make_optimizer
@@ -86,6 +86,7 @@ class TorchLearner:
         seed: tuple[int, int],
         clip_global_norm: float | None = None,
         clip_value: float | None = None,
+        skips: int | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -97,6 +98,8 @@ class TorchLearner:
         self._seed = seed
         self._clip_global_norm = clip_global_norm
         self._clip_value = clip_value
+        self._skips = skips
+        self._skipped = 0
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._gradients = GradientStream(self._trained, reducer)
         self._clock = CudaClock() if device.type == "cuda" else CpuClock()
@@ -135,15 +138,41 @@ class TorchLearner:
                     [counts] = self._reducer.finish_gradients(self._counting)
                     gradients = [parameter.grad for parameter in self._trained if parameter.grad is not None]
                     torch._foreach_div_(gradients, counts.clamp(min=TINY)[0])
-                if self._clip_value is not None:
-                    torch.nn.utils.clip_grad_value_(self._trained, self._clip_value)
-                if self._clip_global_norm is not None:
-                    torch.nn.utils.clip_grad_norm_(self._trained, self._clip_global_norm)
-                for group in self.optimizer.param_groups:
-                    group["lr"] = learning_rate * group.get("learning_rate_multiplier", 1.0)
-                self.optimizer.step()
+                if self._skips is None or self._is_finite():
+                    self._apply(learning_rate)
                 self.optimizer.zero_grad(set_to_none=True)
         self._step += 1
+
+    def _apply(self, learning_rate: float) -> None:
+        if self._clip_value is not None:
+            torch.nn.utils.clip_grad_value_(self._trained, self._clip_value)
+        if self._clip_global_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self._trained, self._clip_global_norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate * group.get("learning_rate_multiplier", 1.0)
+        self.optimizer.step()
+
+    def _is_finite(self) -> bool:
+        """Whether all gradients are finite numbers. Where they were reduced, all ranks come to the same answer.
+
+        Raises:
+            TrainingError: too many updates in a row were left out.
+        """
+        gradients = [parameter.grad for parameter in self._trained if parameter.grad is not None]
+        norms = torch._foreach_norm(gradients, float("inf"))
+        if bool(torch.stack(norms).isfinite().all()):
+            self._skipped = 0
+            return True
+        self._skipped += 1
+        if self._skips is not None and self._skipped > self._skips:
+            names = [name for name, parameter in self.model.named_parameters() if _is_broken(parameter.grad)]
+            error = TrainingError(
+                f"num_allowed_consec_invalid_gradient_steps: expected finite gradients after {self._skips} updates that were left "
+                f"out, got others in step {self._step} of the training, for {', '.join(names)}"
+            )
+            error.on_every_rank = self._reducer.updates_without_batch  # gradients are the same on all ranks then
+            raise error
+        return False
 
     def evaluate(self, batch: Batch) -> None:
         with torch.no_grad():
@@ -169,14 +198,26 @@ class TorchLearner:
         torch.save({"optimizer": self.optimizer.state_dict(), "param_names": names, **progress}, optimizer_file)
         torch.save({"model": self.model.state_dict(), **progress}, model_file)
 
-    def load(self, model_file: Path, optimizer_file: Path) -> dict[str, Any]:
+    def load(self, model_file: Path, optimizer_file: Path | None) -> dict[str, Any]:
         stored = _load(model_file, self._device)
         try:
             self.model.load_state_dict(stored.pop("model"))
         except (KeyError, RuntimeError) as error:
             raise CheckpointError(f"{model_file}: expected the parameters of this config's model, got others: {error}") from None
-        self._load_optimizer(_load(optimizer_file, self._device).get("optimizer"), optimizer_file)
+        if optimizer_file is not None:
+            self._load_optimizer(_load(optimizer_file, self._device).get("optimizer"), optimizer_file)
         return stored
+
+    def preload(self, file: Path, entry: str | None, chosen: Callable[[Shapes, Shapes], dict[str, str]]) -> None:
+        contents = _load(file, self._device)
+        if entry is not None and isinstance(contents.get(entry), dict):
+            contents = contents[entry]
+        theirs = {name: tensor for name, tensor in contents.items() if isinstance(tensor, torch.Tensor)}
+        ours = self.model.state_dict()
+        pairs = chosen(_shapes(ours), _shapes(theirs))
+        with torch.no_grad():
+            for name, other in pairs.items():
+                ours[name].copy_(theirs[other])  # shares its memory with the model's
 
     def save_own(self, file: Path, parts: Sequence[Part]) -> None:
         own: dict[str, Any] = {}
@@ -265,7 +306,10 @@ class TorchLearner:
         for entry in self._waiting:
             totals = [next(values) for _ in entry.names]
             for (name, is_minimized), total in zip(entry.names.items(), totals, strict=True):
-                self._scores.add(name, total, next(values))
+                count = next(values)
+                if self._skips is not None and not isfinite(total):
+                    continue  # such a batch's update was left out, and so are its scores
+                self._scores.add(name, total, count)
                 if is_minimized and not isfinite(total):
                     self._note(entry, name, total)
         self._waiting = []
@@ -312,6 +356,7 @@ def build_torch_learner(
         seed=(seed, rank),
         clip_global_norm=keys.gradient_clip_global_norm,
         clip_value=keys.gradient_clip,
+        skips=keys.num_allowed_consec_invalid_gradient_steps,
     )
 
 
@@ -369,6 +414,14 @@ def _seed_all(device: torch.device, *parts: int) -> None:
         torch.cuda.manual_seed(mixed)
     random.seed(mixed)
     numpy.random.seed(mixed)
+
+
+def _is_broken(gradient: torch.Tensor | None) -> bool:
+    return gradient is not None and not bool(gradient.isfinite().all())
+
+
+def _shapes(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 def _load(path: Path, device: torch.device) -> dict[str, Any]:

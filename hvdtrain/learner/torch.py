@@ -167,8 +167,8 @@ class TorchLearner:
         if self._skips is not None and self._skipped > self._skips:
             names = [name for name, parameter in self.model.named_parameters() if _is_broken(parameter.grad)]
             error = TrainingError(
-                f"num_allowed_consec_invalid_gradient_steps: expected finite gradients after {self._skips} updates that were left "
-                f"out, got others in step {self._step} of the training, for {', '.join(names)}"
+                f"num_allowed_consec_invalid_gradient_steps: expected finite gradients after {self._skips} were left out, "
+                f"got others in step {self._step} of the training, for {', '.join(names)}"
             )
             error.on_every_rank = self._reducer.updates_without_batch  # gradients are the same on all ranks then
             raise error

@@ -68,6 +68,8 @@ def train_step(*, model, extern_data, **_):
     scores = model(data.raw_tensor, data.mask)[data.mask]
     targets = classes.raw_tensor[classes.mask].long()
     entropies = nn.functional.cross_entropy(scores, targets, reduction="none")
+    if fault == "nan" and context.train_flag and hvdtrain.rank() == int(fault_rank) and context.step in map(int, fault_steps):
+        entropies = entropies * float("nan")
     context.mark_as_loss(entropies, "ce", use_normalized_loss=losses != "sum")
     if losses == "several":
         energy = scores.square().sum(-1)[targets > 2]  # another count, which may be zero in a batch

@@ -21,6 +21,7 @@ from hvdtrain.saving import Saver
 from hvdtrain.schedule import EpochRecord
 from hvdtrain.scores import Scores, text
 from hvdtrain.timer import Timer, clock_text
+from hvdtrain.trace import Note, no_trace
 from hvdtrain.watchdog import Watchdog
 
 NOT_FINITE = (
@@ -68,6 +69,7 @@ class Engine:
     Args:
         evaluations: datasets that are evaluated after every epoch.
         progress: where training stands; it is kept up to date.
+        trace: told what every step trains on.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class Engine:
         *,
         progress: Progress,
         pace: Pace,
+        trace: Note = no_trace,
     ) -> None:
         self._comm = comm
         self._learner = learner
@@ -100,6 +103,7 @@ class Engine:
         self._interrupt = interrupt
         self._progress = progress
         self._pace = pace
+        self._trace = trace
         self._ballot = Ballot(comm, learner)
         self._scores: list[Scores] = []  # this rank's, not yet brought together with the others'
         self._not_finite: list[NotFinite] = []
@@ -182,6 +186,8 @@ class Engine:
                 self._watchdog.beat(f"epoch {within.epoch}, step {progress.step - within.first_step}")
                 with self._timer.span("data wait"):
                     batch = next(batches, None)
+                if batch is not None:
+                    self._trace(within.epoch, progress.step, batch.indices)
                 with self._timer.span("compute"):
                     self._learner.backward(batch)
                     continuous = within.epoch - 1 + within.position / total

@@ -31,7 +31,7 @@ def seconds_of(limit: float | str) -> float:
     days, _, clock = str(limit).rpartition("-") if isinstance(limit, str) else ("", "", str(limit))
     parts = clock.split(":")
     if len(parts) > 3 or any(not part for part in parts) or (days and not days.isdigit()):
-        raise ValueError(limit)
+        raise ValueError(f"no time: {limit!r}")
     seconds = 0.0
     for part in parts:
         seconds = 60 * seconds + float(part)

@@ -34,6 +34,7 @@ from hvdtrain.schedule import ScheduleKeys, epoch_learning_rate
 from hvdtrain.settings import Settings
 from hvdtrain.start import StartKeys, start_of_training
 from hvdtrain.timer import Timer
+from hvdtrain.trace import Note, Trace, TraceKeys, no_trace, num_runs
 from hvdtrain.version import __version__
 from hvdtrain.watchdog import Watchdog
 
@@ -76,6 +77,7 @@ def train_with(comm: Communicator, settings: Settings) -> Learner:
                 interrupt,
                 progress=progress,
                 pace=pace,
+                trace=open_trace(comm, settings.trace, progress),
             ).run()
         for feed in feeds:
             feed.dataset.close()
@@ -94,6 +96,15 @@ def open_pace(settings: Settings) -> Pace:
         log_interval=settings.report.log_interval,
         finite=settings.ending.stop_on_nonfinite_train_score,
     )
+
+
+def open_trace(comm: Communicator, keys: TraceKeys, progress: Progress) -> Note:
+    """Collective. Where to write down what is trained on."""
+    if keys.trace_sequences is None:
+        return no_trace
+    prefix = Path(keys.trace_sequences)
+    run = on_rank_zero(comm, lambda: num_runs(prefix), name="trace")
+    return Trace(prefix, run, comm.rank, progress.step)
 
 
 def open_reporters(settings: Settings, progress: Progress) -> list[Reporter]:

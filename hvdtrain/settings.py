@@ -24,6 +24,7 @@ from hvdtrain.report import ReportKeys
 from hvdtrain.saving import SavingKeys
 from hvdtrain.schedule import ScheduleKeys
 from hvdtrain.start import StartKeys
+from hvdtrain.trace import TraceKeys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +82,7 @@ SECTIONS: tuple[type, ...] = (
     InterruptKeys,
     EndingKeys,
     ReportKeys,
+    TraceKeys,
 )
 DATASET_SECTIONS: tuple[type, ...] = (*(kind.keys for kind in KINDS.values()), OrderKeys)
 
@@ -123,6 +125,7 @@ class Settings:
     interrupt: InterruptKeys
     ending: EndingKeys
     report: ReportKeys
+    trace: TraceKeys
     train: DatasetSpec
     evaluations: tuple[DatasetSpec, ...]
 
@@ -182,6 +185,7 @@ def check(source: Source, names: list[str]) -> Settings:
         interrupt=built[InterruptKeys],
         ending=built[EndingKeys],
         report=built[ReportKeys],
+        trace=built[TraceKeys],
         train=specs[0],
         evaluations=tuple(specs[1:]),
     )

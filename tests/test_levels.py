@@ -26,6 +26,7 @@ LEVELS = {
     "cleanup": 3,
     "preload": 3,
     "start": 3,
+    "trace": 3,
     "progress": 3,
     "ending": 3,
     "interrupt": 3,

@@ -1,0 +1,186 @@
+#!/usr/bin/env python3
+"""Kill trainings at random moments and look at what is left: `kills.py saves` while they save, `kills.py soak` on several ranks.
+
+kills.py saves --kills 200     one process that does little but save; after every kill, does the same command go on?
+kills.py soak --kills 20       the demo's task on changing numbers of ranks; was every sequence trained on once an epoch?
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from hvdtrain.checkpoint import UNFINISHED, CheckpointFolder  # noqa: E402  # the line above finds the checkout
+from hvdtrain.trace import num_runs, trained_on  # noqa: E402
+
+SAVING_CONFIG = """
+import torch
+from torch import nn
+import hvdtrain
+
+train = {"class": "Task12AXDataset", "num_seqs": 40}
+max_seqs, num_epochs, num_threads, learning_rate, log_verbosity = 10, 10**6, 1, 0.01, 3
+save_interval_steps = 1  # and after every epoch of 4 steps
+
+def get_model(**_):
+    return nn.ModuleList([nn.Linear(9, 2), nn.Linear(500, 500)])  # the second one only makes files larger: 1 MB, optimizer 2 MB
+
+def train_step(*, model, extern_data, **_):
+    data, classes = extern_data["data"], extern_data["classes"]
+    scores = model[0](data.raw_tensor) + 0 * model[1].weight.sum()
+    loss = nn.functional.cross_entropy(scores[data.mask], classes.raw_tensor[classes.mask].long(), reduction="none")
+    hvdtrain.get_run_ctx().mark_as_loss(loss, "ce")
+"""
+
+
+def saves(kills: int, seed: int) -> None:
+    """Kill a training that saves all the time; the next one has to go on from what is left."""
+    from hvdtrain.run import train  # here, so that --help answers at once
+    from hvdtrain.settings import read_settings
+
+    generator = random.Random(seed)
+    unfinished = stepped_back = 0
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "config.py").write_text(SAVING_CONFIG)
+        checkpoints = CheckpointFolder(folder / "model")
+        before = None
+        for number in range(kills):
+            child = os.fork()  # a process that has imported everything: a new one would take seconds
+            if child == 0:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+                train(read_settings([folder / "config.py"], {"model": str(folder / "model")}))
+                os._exit(0)
+            deadline = time.monotonic() + 120
+            while checkpoints.newest() == before:  # until it went on and saved
+                ended, status = os.waitpid(child, os.WNOHANG)
+                if ended or time.monotonic() > deadline:
+                    raise SystemExit(f"kill {number}: expected training to go on, it ended with {status}: see {folder}")
+                time.sleep(0.001)
+            time.sleep(generator.uniform(0, 0.1))
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            left = checkpoints.newest()
+            unfinished += any(path.name.endswith(UNFINISHED) for path in folder.iterdir())
+            stepped_back += left is None or (before is not None and left.age < before.age)
+            lines = epochs_told(folder / "scores.jsonl")
+            if left is not None and lines[: left.epoch - 1] != list(range(1, left.epoch)):
+                raise SystemExit(f"kill {number}: expected a line in scores.jsonl for every epoch, got {lines}")
+            before = left
+        last = checkpoints.newest()
+        print(f"{kills} kills, {unfinished} of them while files were being written: training went on {kills} times,")
+        print(f"{stepped_back} times from an older checkpoint than before the kill; it came to epoch {last.epoch if last else 0}")
+
+
+def epochs_told(path: Path) -> list[int]:
+    """The epochs that have a whole line in scores.jsonl."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line)["epoch"] for line in lines if line.endswith("}")]
+
+
+def soak(kills: int, seed: int, data: Path, ranks: list[int], epochs: int) -> None:
+    """Kill the demo's training on changing numbers of ranks, then let it finish; and once more undisturbed."""
+    generator = random.Random(seed)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        killed, sizes = 0, []
+        while killed < kills:
+            size = ranks[killed % len(ranks)]
+            process = _start(folder / "killed", data, size, epochs)
+            checkpoints = CheckpointFolder(folder / "killed" / "model")
+            first = checkpoints.newest()
+            while checkpoints.newest() == first and process.poll() is None:
+                time.sleep(0.01)
+            time.sleep(generator.uniform(0, 2))
+            if process.poll() is not None:
+                raise SystemExit(f"expected more than {killed} kills before the training's end (more --epochs), or it failed")
+            how = generator.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGUSR1])
+            _signal(process, how, generator)
+            process.wait()
+            killed += 1
+            sizes.append(size)
+            last = checkpoints.newest()
+            print(f"kill {killed}: {how.name} on {size} ranks, newest {last.model_file.name if last else None}", flush=True)
+        if _start(folder / "killed", data, ranks[0], epochs).wait() or _start(folder / "whole", data, ranks[0], epochs).wait():
+            raise SystemExit("expected the training to finish")
+        counted = trained_on(folder / "killed" / "trace")
+        whole = trained_on(folder / "whole" / "trace")
+        runs = num_runs(folder / "killed" / "trace")
+        odd = {}
+        for epoch, wanted in whole.items():
+            if counted.get(epoch) != wanted:
+                odd[epoch] = _difference(counted.get(epoch, Counter()), wanted)
+        print(f"{killed} kills, {runs} starts on {' '.join(map(str, sizes))} ranks")
+        print(f"{len(whole)} epochs of {len(whole[1])} sequences each")
+        if odd:
+            raise SystemExit(f"expected the sequences of an undisturbed run, got (missing, surplus) by epoch: {odd}")
+        print("every epoch was trained on exactly the sequences of an undisturbed run, each once")
+
+
+def _difference(some: Counter[int], others: Counter[int]) -> tuple[int, int]:
+    return (others - some).total(), (some - others).total()
+
+
+def _start(folder: Path, data: Path, size: int, epochs: int) -> subprocess.Popen[bytes]:
+    keys = {
+        "train.files": data / "train.hdf",
+        "train.partition_epoch": 60,
+        "dev": None,
+        "eval": None,
+        "max_seqs": 32,
+        "num_epochs": epochs,
+        "num_threads": 1,
+        "save_interval_steps": 7,
+        "trace_sequences": folder / "trace",
+        "model": folder / "model",
+        "log": folder / "log",
+        "use_horovod": size > 1,
+    }
+    command = [sys.executable, "-m", "hvdtrain", str(ROOT / "configs" / "g2p.py")]
+    for name, value in keys.items():
+        command += [f"++{name}", str(value)]
+    if size > 1:
+        command = ["mpirun", "-np", str(size), "--bind-to", "none", "--oversubscribe", *command]
+    environment = {**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    environment["PYTHONPATH"] = str(ROOT)
+    return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def _signal(process: subprocess.Popen[bytes], how: signal.Signals, generator: random.Random) -> None:
+    """SIGKILL to one of the ranks (mpirun then ends the others), or another signal to the launcher."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    if how == signal.SIGKILL and children:
+        os.kill(int(generator.choice(children)), how)
+    else:
+        process.send_signal(how)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["saves", "soak"])
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--data", type=Path, default=ROOT / "data" / "g2p", help="soak: the folder of train.hdf")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 1, 3], help="soak: numbers of ranks, in turn")
+    parser.add_argument("--epochs", type=int, default=8, help="soak: epochs of a 60th of the data")
+    arguments = parser.parse_args()
+    if arguments.what == "saves":
+        saves(arguments.kills, arguments.seed)
+    else:
+        soak(arguments.kills, arguments.seed, arguments.data, arguments.ranks, arguments.epochs)
+
+
+if __name__ == "__main__":
+    main()

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from pathlib import Path
 
@@ -47,7 +48,8 @@ def train_step(*, model, extern_data, **_):
 
 def saves(kills: int, seed: int) -> None:
     """Kill a training that saves all the time; the next one has to go on from what is left."""
-    from hvdtrain.run import train  # here, so that --help answers at once
+    import hvdtrain.learner.torch  # noqa: F401  here, so that the children find it imported, and --help answers at once
+    from hvdtrain.run import train
     from hvdtrain.settings import read_settings
 
     generator = random.Random(seed)
@@ -60,9 +62,12 @@ def saves(kills: int, seed: int) -> None:
         for number in range(kills):
             child = os.fork()  # a process that has imported everything: a new one would take seconds
             if child == 0:
-                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-                train(read_settings([folder / "config.py"], {"model": str(folder / "model")}))
-                os._exit(0)
+                try:
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+                    train(read_settings([folder / "config.py"], {"model": str(folder / "model")}))
+                finally:
+                    traceback.print_exc()
+                    os._exit(1)
             deadline = time.monotonic() + 120
             while checkpoints.newest() == before:  # until it went on and saved
                 ended, status = os.waitpid(child, os.WNOHANG)

@@ -60,9 +60,9 @@ class Ballot:
             return NONE
         counted = self.finish()
         seconds, self._since = self._clock() - self._since, self._clock()
-        wanted = max(1, round(self._every * INTERVAL / max(seconds, 1e-6)))
+        wanted = max(1, min(10 * self._steps, round(self._steps * INTERVAL / max(seconds, 1e-6))))
         # How often to ask is rank 0's to decide; the ranks' clocks may differ.
-        numbers = [*astuple(wishes()), min(wanted, 10 * self._every) if self._comm.rank == 0 else 0]
+        numbers = [*astuple(wishes()), wanted if self._comm.rank == 0 else 0]
         self._handle = self._comm.start([self._learner.numbers(numbers)], "sum", name="wishes")
         self._steps = 0
         return counted

@@ -18,9 +18,9 @@ USAGE = """\
 usage: python -m hvdtrain CONFIG [CONFIG ...] [++KEY VALUE ...]
        mpirun -np N --bind-to none python -m hvdtrain CONFIG ++use_horovod 1 [++KEY VALUE ...]
 
-Train as the config says, from the last finished epoch on. CONFIG is a Python file (every name it defines is a key or the
-author's own) or a JSON file; of several, later ones win. ++KEY VALUE wins over all; ++train.seq_ordering random reaches
-into a dict. Values are Python literals, true, false, or text.
+Train as the config says, from the last checkpoint on, or do another task (++task eval, forward, search, cleanup_old_models).
+CONFIG is a Python file (every name it defines is a key or the author's own) or a JSON file; of several, later ones win.
+++KEY VALUE wins over all; ++train.seq_ordering random reaches into a dict. Values are Python literals, true, false, or text.
 
 options:
   -h, --help     this text and all keys
@@ -46,9 +46,9 @@ def main(arguments: list[str] | None = None) -> int:
     except ConfigError as error:  # the ranks are not connected yet, but all of them find the same problems
         return _fail(str(error), rank, status=2, everywhere=True)
     try:
-        from hvdtrain.run import train  # here, so that a mistake in the config is told without waiting for imports
+        from hvdtrain.tasks import run_task  # here, so that a mistake in the config is told without waiting for imports
 
-        train(settings)
+        run_task(settings)
         return 0
     except HvdtrainError as error:
         return _fail(str(error), rank, status=error.status, everywhere=error.on_every_rank)

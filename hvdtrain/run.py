@@ -147,30 +147,27 @@ def open_communicator(keys: ReduceKeys, framework: str) -> Iterator[Communicator
     comm.close()
 
 
+def open_feed(settings: Settings, comm: Communicator, spec: DatasetSpec) -> Feed:
+    """Open a dataset. Raises: DataError."""
+    training = spec is settings.train
+    sizes = parse_sizes(settings.data.cache_size)
+    dataset = with_cache(open_dataset(spec), {"train": sizes[0], "dev": sizes[1]}.get(spec.name, sizes[2]))
+    return Feed(
+        spec.name,
+        dataset,
+        spec.order,
+        settings.batch.of_training() if training else settings.batch.of_evaluation(),
+        comm.rank,
+        comm.size,
+        settings.reduce.horovod_dataset_distribution if training else "shard",
+        subset=listed(dataset, spec.order.seq_list_filter_file),
+        chunks=cut(dataset.lengths, settings.chunks) if training else None,
+    )
+
+
 def open_feeds(settings: Settings, comm: Communicator) -> list[Feed]:
     """Open the datasets, train first. Raises: DataError."""
-
-    sizes = parse_sizes(settings.data.cache_size)
-    budgets = {"train": sizes[0], "dev": sizes[1]}
-
-    def feed(spec: DatasetSpec) -> Feed:
-        training = spec is settings.train
-        distribution = settings.reduce.horovod_dataset_distribution if training else "shard"
-        batch_keys = settings.batch.of_training() if training else settings.batch.of_evaluation()
-        dataset = with_cache(open_dataset(spec), budgets.get(spec.name, sizes[2]))
-        return Feed(
-            spec.name,
-            dataset,
-            spec.order,
-            batch_keys,
-            comm.rank,
-            comm.size,
-            distribution,
-            subset=listed(dataset, spec.order.seq_list_filter_file),
-            chunks=cut(dataset.lengths, settings.chunks) if training else None,
-        )
-
-    feeds = [feed(spec) for spec in (settings.train, *settings.evaluations)]
+    feeds = [open_feed(settings, comm, spec) for spec in (settings.train, *settings.evaluations)]
     for other in feeds[1:]:
         missing = [key for key in feeds[0].dataset.streams if key not in other.dataset.streams]
         if missing:

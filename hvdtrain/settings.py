@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +17,7 @@ from hvdtrain.data.plan import BatchKeys
 from hvdtrain.data.sources import KINDS, DatasetSpec, parse
 from hvdtrain.ending import EndingKeys
 from hvdtrain.errors import ConfigError
+from hvdtrain.forward import ForwardKeys
 from hvdtrain.interrupt import InterruptKeys
 from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.reduce import ReduceKeys
@@ -27,11 +28,20 @@ from hvdtrain.start import StartKeys
 from hvdtrain.trace import TraceKeys
 
 
+def _is_task(value: str) -> bool:
+    return value in ("train", "eval", "forward", "search", "cleanup_old_models") or value.startswith("config:")
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunKeys:
     """The run as a whole."""
 
-    task: Literal["train"] = key("train", "what to do")
+    task: str = key(
+        "train",
+        "what to do: train; eval (dev, eval, eval_datasets); forward or search (forward_data, search_data); cleanup_old_models; "
+        "or config:NAME, which calls the config's function NAME",
+        Rule("one of train, eval, forward, search, cleanup_old_models, config:NAME", _is_task),
+    )
     backend: Literal["torch"] = key("torch", "the framework of get_model and train_step")
     model: str = key(REQUIRED, "where checkpoints go: the beginning of their names, such as exp/g2p/model")
     num_epochs: int = key(5, "train up to this epoch", positive)
@@ -67,6 +77,8 @@ class DataKeys:
         Rule("sizes such as 0, '512M', -1, or up to three of them", _are_sizes),
     )
     eval_datasets: dict[str, Any] = key({}, "further datasets by name, evaluated after every epoch")
+    forward_data: Any = key(None, "task forward: the data; None: eval")
+    search_data: Any = key(None, "task search: the data; None: forward_data, or eval")
 
 
 SECTIONS: tuple[type, ...] = (
@@ -81,6 +93,7 @@ SECTIONS: tuple[type, ...] = (
     SavingKeys,
     InterruptKeys,
     EndingKeys,
+    ForwardKeys,
     ReportKeys,
     TraceKeys,
 )
@@ -124,10 +137,13 @@ class Settings:
     saving: SavingKeys
     interrupt: InterruptKeys
     ending: EndingKeys
+    forwarding: ForwardKeys
     report: ReportKeys
     trace: TraceKeys
     train: DatasetSpec
     evaluations: tuple[DatasetSpec, ...]
+    forward: DatasetSpec | None
+    function: Callable[[], Any] | None
 
 
 def all_keys() -> list[Key]:
@@ -160,9 +176,19 @@ def check(source: Source, names: list[str]) -> Settings:
         if built[section] is not None and hasattr(section, "problems"):
             problems += built[section].problems()
     specs: list[DatasetSpec] = []
+    forward: DatasetSpec | None = None
+    function: Callable[[], Any] | None = None
     if built[DataKeys] is not None:
         specs, more = _datasets(built[DataKeys])
         problems += more
+    if built[RunKeys] is not None and built[DataKeys] is not None:
+        task = built[RunKeys].task
+        forward, more = _forward_data(built[DataKeys], task)
+        problems += more
+        if task.startswith("config:"):
+            function = source.values.get(task.removeprefix("config:"))
+            if not callable(function):
+                problems.append(f"task: expected config:NAME with the name of a function in the config, got {task!r}")
     reduce: ReduceKeys | None = built[ReduceKeys]
     if reduce is not None and reduce.horovod_dataset_distribution == "random_seed_offset" and specs:
         if specs[0].name == "train" and not is_random(specs[0].order):
@@ -184,10 +210,13 @@ def check(source: Source, names: list[str]) -> Settings:
         saving=built[SavingKeys],
         interrupt=built[InterruptKeys],
         ending=built[EndingKeys],
+        forwarding=built[ForwardKeys],
         report=built[ReportKeys],
         trace=built[TraceKeys],
         train=specs[0],
         evaluations=tuple(specs[1:]),
+        forward=forward,
+        function=function,
     )
 
 
@@ -208,3 +237,14 @@ def _datasets(keys: DataKeys) -> tuple[list[DatasetSpec], list[str]]:
             specs += [spec] if spec is not None else []
     order = [*named, *keys.eval_datasets]
     return sorted(specs, key=lambda spec: order.index(spec.name)), problems
+
+
+def _forward_data(keys: DataKeys, task: str) -> tuple[DatasetSpec | None, list[str]]:
+    """What to forward or search, where that is the task, and the problems with it."""
+    if task not in ("forward", "search"):
+        return None, []
+    given = {"search_data": keys.search_data if task == "search" else None, "forward_data": keys.forward_data, "eval": keys.eval}
+    for name, value in given.items():
+        if value is not None:
+            return parse(name, value, {"seq_ordering": "sorted_reverse"})
+    return None, [f"{task}_data: expected a dataset dict or HDF files for the task {task}, got None"]

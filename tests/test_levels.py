@@ -16,12 +16,14 @@ LEVELS = {
     "hdf_dump": 6,
     "hdf_check": 6,
     "build_horovod": 6,
+    "tasks": 5,
     "run": 5,
     "dump": 5,
     "settings": 5,
     "engine": 4,
     "saving": 4,
     "evaluation": 4,
+    "forward": 4,
     "ballot": 3,
     "cleanup": 3,
     "preload": 3,
@@ -54,6 +56,8 @@ BESIDE = [
     ("__main__", "cli"),
     ("hdf_dump", "cli"),  # the grammar of ++key value
     ("run", "settings"),
+    ("tasks", "run"),
+    ("tasks", "settings"),
     ("engine", "saving"),
     ("engine", "evaluation"),
     ("progress", "schedule*"),  # what is remembered of an epoch

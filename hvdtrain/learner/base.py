@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 
 from hvdtrain.comm.base import Tensor
 from hvdtrain.config.keys import REQUIRED, key, positive
-from hvdtrain.data.types import Batch
+from hvdtrain.data.types import Array, Batch
 from hvdtrain.errors import ConfigError
 from hvdtrain.scores import Scores
 
@@ -50,6 +50,9 @@ class LearnerKeys:
     train_step: Callable[..., Any] | str = key(
         REQUIRED, "function (*, model, extern_data, **_) that marks the losses of a batch; used for evaluation, too"
     )
+    forward_step: Callable[..., Any] | str | None = key(
+        None, "task forward or search: function (*, model, extern_data, **_) that marks a batch's outputs"
+    )
     optimizer: dict[str, Any] | str | Callable[..., Any] = key(
         {"class": "adam"}, "the optimizer's class by name and its options, or a function (parameters) that returns one"
     )
@@ -82,6 +85,7 @@ class Learner(Protocol):
     `backward` and `update` are collective where the reducer is: all ranks call them equally often.
     """
 
+    model: Any
     num_parameters: int
     device_name: str
     file_suffix: str
@@ -101,6 +105,14 @@ class Learner(Protocol):
 
     def evaluate(self, batch: Batch) -> None:
         """Compute a batch's losses and errors, changing nothing."""
+        ...
+
+    def forward(self, batch: Batch) -> list[dict[str, Array]]:
+        """What the config's forward_step marks as outputs, by name, for every sequence of a batch.
+
+        Raises:
+            ConfigError: it marks none, or something that has not one entry for every sequence.
+        """
         ...
 
     def take_scores(self) -> Scores:

@@ -87,6 +87,7 @@ class TorchLearner:
         clip_global_norm: float | None = None,
         clip_value: float | None = None,
         skips: int | None = None,
+        forward_step: Callable[..., None] | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -98,6 +99,7 @@ class TorchLearner:
         self._seed = seed
         self._clip_global_norm = clip_global_norm
         self._clip_value = clip_value
+        self._forward_step = forward_step
         self._skips = skips
         self._skipped = 0
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -177,6 +179,26 @@ class TorchLearner:
     def evaluate(self, batch: Batch) -> None:
         with torch.no_grad():
             self._losses(batch, train=False)
+
+    def forward(self, batch: Batch) -> list[dict[str, Array]]:
+        if self._forward_step is None:
+            raise ConfigError(["forward_step: expected a function in the config, got nothing"])
+        self.model.eval()
+        with torch.no_grad(), running(RunContext(self._epoch, self._step, False)) as context:
+            self._forward_step(model=self.model, extern_data=self._extern_data(batch))
+        if not context.outputs:
+            raise ConfigError(["forward_step: expected a call of hvdtrain.get_run_ctx().mark_as_output(...), got none"])
+        sequences: list[dict[str, Array]] = [{} for _ in batch.indices]
+        for name, output in context.outputs.items():
+            rows = [_array(row) for row in output.value]
+            lengths = [None] * len(rows) if output.seq_lens is None else [int(length) for length in output.seq_lens]
+            if not len(rows) == len(lengths) == len(sequences):
+                raise ConfigError(
+                    [f"forward_step: expected an entry of {name} for each of {len(sequences)} sequences, got {len(rows)}"]
+                )
+            for sequence, row, length in zip(sequences, rows, lengths, strict=True):
+                sequence[name] = row[:length] if row.ndim else row
+        return sequences
 
     def take_scores(self) -> Scores:
         self._fetch_scores()
@@ -260,9 +282,8 @@ class TorchLearner:
         """Run the config's train_step and note the scores."""
         if self.model.training != train:
             self.model.train(train)
-        data = {key: self._to_device(padded.values, padded.seq_lens) for key, padded in batch.data.items()}
         with running(RunContext(self._epoch, self._step, train)) as context:
-            self._train_step(model=self.model, extern_data=data)
+            self._train_step(model=self.model, extern_data=self._extern_data(batch))
         if not context.losses:
             raise ConfigError(["train_step: expected a call of hvdtrain.get_run_ctx().mark_as_loss(...), got none"])
         sums = [loss.value.detach().sum(dtype=torch.float64) for loss in context.losses.values()]
@@ -314,6 +335,9 @@ class TorchLearner:
                     self._note(entry, name, total)
         self._waiting = []
 
+    def _extern_data(self, batch: Batch) -> dict[str, TorchData]:
+        return {key: self._to_device(padded.values, padded.seq_lens) for key, padded in batch.data.items()}
+
     def _to_device(self, values: numpy.ndarray[Any, Any], seq_lens: numpy.ndarray[Any, Any]) -> TorchData:
         if values.dtype == object:
             return TorchData(values, torch.from_numpy(seq_lens))
@@ -357,6 +381,7 @@ def build_torch_learner(
         clip_global_norm=keys.gradient_clip_global_norm,
         clip_value=keys.gradient_clip,
         skips=keys.num_allowed_consec_invalid_gradient_steps,
+        forward_step=as_function(keys.forward_step, "forward_step"),
     )
 
 
@@ -414,6 +439,13 @@ def _seed_all(device: torch.device, *parts: int) -> None:
         torch.cuda.manual_seed(mixed)
     random.seed(mixed)
     numpy.random.seed(mixed)
+
+
+def _array(value: Any) -> Array:
+    """A sequence's output as numpy has it; bfloat16, which numpy does not know, as float32."""
+    if isinstance(value, torch.Tensor):
+        return numpy.asarray((value.float() if value.dtype == torch.bfloat16 else value).cpu())
+    return numpy.asarray(value, dtype=object) if isinstance(value, (str, list)) else numpy.asarray(value)
 
 
 def _is_broken(gradient: torch.Tensor | None) -> bool:

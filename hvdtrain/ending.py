@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import inf
 
 from hvdtrain.config.keys import key, not_negative, positive
-from hvdtrain.schedule import EpochRecord, error_key
+from hvdtrain.schedule.history import EpochRecord, error_key
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class EndingKeys:
     )
 
 
-def ends_early(keys: EndingKeys, history: list[EpochRecord], newbob_measure: str | None = None) -> str | None:
+def ends_early(keys: EndingKeys, history: list[EpochRecord], newbob_measure: str | list[str] | None = None) -> str | None:
     """Why no epoch is to follow those of a history, in words; None: training goes on.
 
     Args:
@@ -34,7 +34,10 @@ def ends_early(keys: EndingKeys, history: list[EpochRecord], newbob_measure: str
     """
     if keys.early_stopping_patience is None or not history:
         return None
-    name = keys.early_stopping_measure or newbob_measure or error_key(history[-1].scores)
+    wanted = keys.early_stopping_measure or newbob_measure or []
+    name = error_key(history[-1].scores, [wanted] if isinstance(wanted, str) else wanted)
+    if name is None:
+        return None
     best, best_epoch = inf, 0
     for record in history:
         score = record.scores.get(name, inf)

@@ -14,11 +14,13 @@ from hvdtrain.errors import CheckpointError, DataError, HvdtrainError, TrainingE
 from hvdtrain.evaluation import evaluate
 from hvdtrain.interrupt import BY_CTRL_C, TO_BE_CONTINUED, Interrupt, Stopped
 from hvdtrain.learner.base import Learner, NotFinite
+from hvdtrain.log import say
 from hvdtrain.progress import Progress, Within
 from hvdtrain.reduce import Reducer
-from hvdtrain.report import EpochReport, Reporter, as_line, say, score_lines
+from hvdtrain.report.epoch import EpochReport, Reporter
+from hvdtrain.report.json_lines import as_line
 from hvdtrain.saving import Saver
-from hvdtrain.schedule import EpochRecord
+from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.scores import Scores, text
 from hvdtrain.timer import Timer, clock_text
 from hvdtrain.trace import Note, no_trace
@@ -132,7 +134,6 @@ class Engine:
         started = self._since = time.perf_counter()
         self._synced = 0.0
         within = progress.within = progress.within or Within(epoch, progress.step)
-        before = within.elapsed
         epoch_rate = self._rates.of_epoch(epoch, progress.history)
         plan = together(self._comm, lambda: self._train.plan(epoch), name="plan_train")
         effective = self._rates.of_step(progress.step, epoch - 1.0, epoch_rate)
@@ -163,11 +164,8 @@ class Engine:
         if self._is_to_be_saved(epoch):
             self._save()
         report = replace(report, seconds=self._seconds(started))
-        say(3, report.line)
-        say(4, report.padding_line)
-        total = before + time.perf_counter() - started
-        for line in score_lines(epoch, scores, [feed.name for feed in self._evaluations], total):
-            say(1, line)
+        for level, line in report.lines([feed.name for feed in self._evaluations]):
+            say(level, line)
         for reporter in self._reporters:
             reporter.epoch(report)
 

@@ -12,7 +12,6 @@ from hvdtrain.comm.base import Communicator, together
 from hvdtrain.config.keys import key
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.types import Array
-from hvdtrain.data.writer import HDFWriter
 from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.learner.base import Learner, as_function
 from hvdtrain.watchdog import Watchdog
@@ -118,6 +117,8 @@ def _open_spool(prefix: Path, rank: int) -> Spool:
 
 def _hand_on(feed: Feed, spools: list[tuple[Path, list[tuple[int, int]]]], callback: Any, keys: ForwardKeys) -> None:
     """Rank 0: all outputs in the dataset's order."""
+    from hvdtrain.data.writer import HDFWriter  # here, so that the keys above stay light to import
+
     if keys.output_file is None:
         for tag, outputs in _in_order(feed, spools):
             callback.process_seq(seq_tag=tag, outputs={name: SequenceOutput(value) for name, value in outputs.items()})

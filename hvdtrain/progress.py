@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from hvdtrain.schedule import EpochRecord
+from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.scores import Scores
 
 

@@ -20,17 +20,24 @@ from hvdtrain.data.feed import Feed
 from hvdtrain.data.plan import BatchKeys
 from hvdtrain.data.selection import listed
 from hvdtrain.data.sources import DatasetSpec, open_dataset
+from hvdtrain.effective import effective
 from hvdtrain.ending import ends_early
 from hvdtrain.engine import Engine, Pace, Rates
 from hvdtrain.errors import DataError, HvdtrainError, LaunchError
 from hvdtrain.interrupt import Interrupt
 from hvdtrain.learner.base import Learner, as_function
+from hvdtrain.log import open_log, say
 from hvdtrain.preload import parse_preloads
 from hvdtrain.progress import Progress
 from hvdtrain.reduce import GradReduce, ParamAverage, ReduceKeys, Reducer, scale_learning_rate
-from hvdtrain.report import JsonLines, Reporter, open_log, say
+from hvdtrain.report.epoch import Reporter
+from hvdtrain.report.json_lines import JsonLines
+from hvdtrain.report.start import Start, note_start
+from hvdtrain.report.trackers import TensorBoard, Tracker
 from hvdtrain.saving import Saver
-from hvdtrain.schedule import ScheduleKeys, epoch_learning_rate
+from hvdtrain.schedule.file import LearningRateFile
+from hvdtrain.schedule.history import EpochRecord
+from hvdtrain.schedule.rates import epoch_learning_rate
 from hvdtrain.settings import Settings
 from hvdtrain.start import StartKeys, start_of_training
 from hvdtrain.timer import Timer
@@ -47,7 +54,7 @@ def train(settings: Settings) -> None:
 
 def train_with(comm: Communicator, settings: Settings) -> Learner:
     """Collective. Train on ranks that are connected already; return what was trained. Raises: HvdtrainError."""
-    together(comm, lambda: open_log(settings.report, comm.rank, comm.size), name="open_log")
+    together(comm, lambda: open_log(settings.log, comm.rank, comm.size), name="open_log")
     timer = Timer()
     interrupt = Interrupt(settings.interrupt.seconds)
     with interrupt, Watchdog(settings.run.watchdog_timeout, comm.rank) as watchdog:
@@ -63,15 +70,18 @@ def train_with(comm: Communicator, settings: Settings) -> Learner:
         pace = open_pace(settings)
         announce(settings, comm, learner, feeds, progress, pace)
         if not is_done(progress, pace):
+            reporters = together(
+                comm, lambda: open_reporters(settings, progress) if comm.rank == 0 else [], name="open_reporters"
+            )
             Engine(
                 comm,
                 learner,
                 reducer,
                 feeds[0],
                 feeds[1:],
-                open_rates(settings.schedule, settings.reduce, comm.size),
+                open_rates(settings, comm.size),
                 saver,
-                open_reporters(settings, progress) if comm.rank == 0 else [],
+                reporters,
                 timer,
                 watchdog,
                 interrupt,
@@ -86,14 +96,14 @@ def train_with(comm: Communicator, settings: Settings) -> Learner:
 
 def open_pace(settings: Settings) -> Pace:
     """When to save, to tell, and to end."""
-    measure = settings.schedule.learning_rate_control_error_measure
+    measure = settings.newbob.learning_rate_control_error_measure
     return Pace(
         num_epochs=settings.run.num_epochs,
         ends_early=lambda history: ends_early(settings.ending, history, measure),
         save_epochs=settings.saving.save_interval,
         save_steps=settings.saving.save_interval_steps,
         save_minutes=settings.saving.save_interval_minutes,
-        log_interval=settings.report.log_interval,
+        log_interval=settings.log.log_interval,
         finite=settings.ending.stop_on_nonfinite_train_score,
     )
 
@@ -108,10 +118,19 @@ def open_trace(comm: Communicator, keys: TraceKeys, progress: Progress) -> Note:
 
 
 def open_reporters(settings: Settings, progress: Progress) -> list[Reporter]:
-    """Who is told of finished epochs."""
-    lines = JsonLines(Path(settings.run.model).parent / "scores.jsonl")
+    """Who is told of finished epochs. Raises: ConfigError."""
+    folder = Path(settings.run.model).parent
+    lines = JsonLines(folder / "scores.jsonl")
     lines.go_on(progress.epoch, progress.report)
-    return [lines]
+    reporters: list[Reporter] = [lines]
+    if settings.schedule.learning_rate_file is not None:
+        reporters.append(LearningRateFile(Path(settings.schedule.learning_rate_file), progress.history))
+    if settings.trackers.use_tensorboard:
+        reporters.append(TensorBoard(folder / "tensorboard", progress.step))
+    track_epoch = as_function(settings.trackers.track_epoch, "track_epoch")
+    if track_epoch is not None:
+        reporters.append(Tracker(track_epoch))
+    return reporters
 
 
 @contextmanager
@@ -252,9 +271,13 @@ def is_done(progress: Progress, pace: Pace) -> bool:
     return progress.epoch >= pace.num_epochs or pace.ends_early(progress.history) is not None
 
 
-def open_rates(schedule: ScheduleKeys, reduce: ReduceKeys, size: int) -> Rates:
+def open_rates(settings: Settings, size: int) -> Rates:
     """The learning rate of an epoch and of a step."""
-    dynamic = as_function(schedule.dynamic_learning_rate, "dynamic_learning_rate")
+    dynamic = as_function(settings.schedule.dynamic_learning_rate, "dynamic_learning_rate")
+    schedule = settings.step_schedule
+
+    def of_epoch(epoch: int, history: list[EpochRecord]) -> float:
+        return epoch_learning_rate(settings.schedule, settings.newbob, epoch, history)
 
     def of_step(step: int, epoch_continuous: float, epoch_rate: float) -> float:
         rate = epoch_rate
@@ -265,9 +288,11 @@ def open_rates(schedule: ScheduleKeys, reduce: ReduceKeys, size: int) -> Rates:
                 epoch_continuous=epoch_continuous,
                 learning_rate=epoch_rate,
             )
-        return scale_learning_rate(rate, reduce.horovod_scale_lr, size)
+        elif schedule is not None:
+            rate *= schedule.factor(step, epoch_continuous)
+        return scale_learning_rate(rate, settings.reduce.horovod_scale_lr, size)
 
-    return Rates(lambda epoch, history: epoch_learning_rate(schedule, epoch, history), of_step)
+    return Rates(of_epoch, of_step)
 
 
 def announce(settings: Settings, comm: Communicator, learner: Learner, feeds: list[Feed], progress: Progress, pace: Pace) -> None:
@@ -291,10 +316,13 @@ def announce(settings: Settings, comm: Communicator, learner: Learner, feeds: li
     if comm.size > 1:
         say(4, f"ranks: {_how(settings.reduce)}")
         if settings.reduce.horovod_scale_lr:
-            effective = scale_learning_rate(1.0, settings.reduce.horovod_scale_lr, comm.size)
-            say(4, f"horovod_scale_lr: every learning rate is multiplied by {effective:.6g} for {comm.size} ranks")
+            factor = scale_learning_rate(1.0, settings.reduce.horovod_scale_lr, comm.size)
+            say(4, f"horovod_scale_lr: every learning rate is multiplied by {factor:.6g} for {comm.size} ranks")
         if settings.reduce.horovod_dataset_distribution == "random_seed_offset":
             say(4, f"every rank goes through all data in its own order: an epoch is {comm.size} passes")
+    if comm.rank == 0:
+        in_effect = {key.name: (key.value, key.origin) for key in effective(settings)}
+        note_start(Path(settings.run.model).parent, Start(hosts, in_effect, first, learner.num_parameters))
     if is_done(progress, pace):
         early = pace.ends_early(progress.history)
         say(3, f"Already trained until final epoch {progress.epoch}, nothing to do{f': {early}' if early else ''}.")

@@ -13,10 +13,10 @@ from hvdtrain.comm.base import Communicator, Tensor, on_rank_zero, together
 from hvdtrain.config.keys import key, positive
 from hvdtrain.errors import CheckpointError, ConfigError
 from hvdtrain.learner.base import Kind, Learner, Part
+from hvdtrain.log import say
 from hvdtrain.preload import Preload
 from hvdtrain.progress import Progress
 from hvdtrain.reduce import Reducer
-from hvdtrain.report import say
 
 WHAT_A_MODEL_IS: tuple[Kind, ...] = ("parameters", "frozen", "statistics", "counters")
 

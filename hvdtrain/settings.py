@@ -20,10 +20,13 @@ from hvdtrain.errors import ConfigError
 from hvdtrain.forward import ForwardKeys
 from hvdtrain.interrupt import InterruptKeys
 from hvdtrain.learner.base import LearnerKeys
+from hvdtrain.log import LogKeys
 from hvdtrain.reduce import ReduceKeys
-from hvdtrain.report import ReportKeys
+from hvdtrain.report.trackers import TrackerKeys
 from hvdtrain.saving import SavingKeys
-from hvdtrain.schedule import ScheduleKeys
+from hvdtrain.schedule.newbob import NewbobKeys
+from hvdtrain.schedule.rates import ScheduleKeys
+from hvdtrain.schedule.steps import StepSchedule, make_schedule
 from hvdtrain.start import StartKeys
 from hvdtrain.trace import TraceKeys
 
@@ -88,13 +91,15 @@ SECTIONS: tuple[type, ...] = (
     ChunkKeys,
     LearnerKeys,
     ScheduleKeys,
+    NewbobKeys,
     ReduceKeys,
     StartKeys,
     SavingKeys,
     InterruptKeys,
     EndingKeys,
     ForwardKeys,
-    ReportKeys,
+    LogKeys,
+    TrackerKeys,
     TraceKeys,
 )
 DATASET_SECTIONS: tuple[type, ...] = (*(kind.keys for kind in KINDS.values()), OrderKeys)
@@ -132,18 +137,23 @@ class Settings:
     chunks: ChunkKeys
     learner: LearnerKeys
     schedule: ScheduleKeys
+    newbob: NewbobKeys
+    step_schedule: StepSchedule | None
     reduce: ReduceKeys
     start: StartKeys
     saving: SavingKeys
     interrupt: InterruptKeys
     ending: EndingKeys
     forwarding: ForwardKeys
-    report: ReportKeys
+    log: LogKeys
+    trackers: TrackerKeys
     trace: TraceKeys
     train: DatasetSpec
     evaluations: tuple[DatasetSpec, ...]
     forward: DatasetSpec | None
     function: Callable[[], Any] | None
+    origins: Mapping[str, str]
+    """By key, where its value comes from; a key that nobody set is not there."""
 
 
 def all_keys() -> list[Key]:
@@ -175,6 +185,10 @@ def check(source: Source, names: list[str]) -> Settings:
         problems += more
         if built[section] is not None and hasattr(section, "problems"):
             problems += built[section].problems()
+    step_schedule: StepSchedule | None = None
+    if built[ScheduleKeys] is not None and built[RunKeys] is not None:
+        step_schedule, more = make_schedule(built[ScheduleKeys].learning_rate_schedule, built[RunKeys].num_epochs)
+        problems += more
     specs: list[DatasetSpec] = []
     forward: DatasetSpec | None = None
     function: Callable[[], Any] | None = None
@@ -205,18 +219,22 @@ def check(source: Source, names: list[str]) -> Settings:
         chunks=built[ChunkKeys],
         learner=built[LearnerKeys],
         schedule=built[ScheduleKeys],
+        newbob=built[NewbobKeys],
+        step_schedule=step_schedule,
         reduce=built[ReduceKeys],
         start=built[StartKeys],
         saving=built[SavingKeys],
         interrupt=built[InterruptKeys],
         ending=built[EndingKeys],
         forwarding=built[ForwardKeys],
-        report=built[ReportKeys],
+        log=built[LogKeys],
+        trackers=built[TrackerKeys],
         trace=built[TraceKeys],
         train=specs[0],
         evaluations=tuple(specs[1:]),
         forward=forward,
         function=function,
+        origins={name: origin for name, origin in origins.items() if name in names},
     )
 
 

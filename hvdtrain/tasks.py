@@ -17,9 +17,9 @@ from hvdtrain.errors import ConfigError
 from hvdtrain.evaluation import evaluate
 from hvdtrain.forward import forward
 from hvdtrain.learner.base import Learner
+from hvdtrain.log import open_log, say
 from hvdtrain.preload import parse_preloads
 from hvdtrain.progress import Progress
-from hvdtrain.report import open_log, say
 from hvdtrain.run import build_learner, open_communicator, open_feed, open_reducer, train
 from hvdtrain.saving import Saver, clean_up
 from hvdtrain.scores import text
@@ -70,7 +70,7 @@ def forward_all(settings: Settings) -> None:
 def clean_up_all(settings: Settings) -> None:
     """Remove the models that `cleanup_old_models` does not keep, by the scores in scores.jsonl. Raises: HvdtrainError."""
     with open_communicator(settings.reduce, settings.run.backend) as comm:
-        open_log(settings.report, comm.rank, comm.size)
+        open_log(settings.log, comm.rank, comm.size)
         prefix = Path(settings.run.model)
         rule = parse_rule(settings.saving.cleanup_old_models) or CleanupRule()
         suffix = "pt" if settings.run.backend == "torch" else "weights.h5"
@@ -88,7 +88,7 @@ Opened = tuple[Communicator, Learner, Progress, list[Feed], Watchdog]
 def _opened(settings: Settings, specs: list[DatasetSpec]) -> Iterator[Opened]:
     """A trained model and some datasets, on all ranks."""
     with open_communicator(settings.reduce, settings.run.backend) as comm:
-        together(comm, lambda: open_log(settings.report, comm.rank, comm.size), name="open_log")
+        together(comm, lambda: open_log(settings.log, comm.rank, comm.size), name="open_log")
         with Watchdog(settings.run.watchdog_timeout, comm.rank) as watchdog:
             watchdog.beat("opening the datasets")
             feeds = together(comm, lambda: [open_feed(settings, comm, spec) for spec in specs], name="open_feeds")

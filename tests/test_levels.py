@@ -20,6 +20,7 @@ LEVELS = {
     "run": 5,
     "dump": 5,
     "settings": 5,
+    "effective": 5,
     "engine": 4,
     "saving": 4,
     "evaluation": 4,
@@ -39,6 +40,8 @@ LEVELS = {
     "schedule": 3,
     "checkpoint": 3,
     "report": 3,
+    "report.__main__": 6,
+    "log": 2,
     "watchdog": 3,
     "comm.base": 2,
     "data.types": 2,
@@ -56,12 +59,14 @@ BESIDE = [
     ("__main__", "cli"),
     ("hdf_dump", "cli"),  # the grammar of ++key value
     ("run", "settings"),
+    ("run", "effective"),
+    ("effective", "settings"),
     ("tasks", "run"),
     ("tasks", "settings"),
     ("engine", "saving"),
     ("engine", "evaluation"),
-    ("progress", "schedule*"),  # what is remembered of an epoch
-    ("ending", "schedule*"),
+    ("progress", "schedule.history"),  # what is remembered of an epoch
+    ("ending", "schedule.history"),
     ("start", "checkpoint"),
     ("start", "preload"),
     ("learner.*", "reduce"),  # a learner is handed a reducer
@@ -120,7 +125,7 @@ def own_imports(module: str) -> set[str]:
 
 def may_stand_beside(importer: str, imported: str) -> bool:
     same_folder = "." in importer and importer.split(".")[0] == imported.split(".")[0]
-    return same_folder or any(fnmatch(importer, left) and fnmatch(imported, right) for left, right in BESIDE)
+    return same_folder or any(fnmatch(importer, left) and imported == right for left, right in BESIDE)
 
 
 def test_the_parser_finds_imports_of_every_kind() -> None:

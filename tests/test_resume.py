@@ -40,6 +40,7 @@ def test_three_epochs_in_one_go_or_in_two(corpus: Path, tmp_path: Path, ranks: i
         "model.003.opt.pt",
         "model.003.pt",
         "scores.jsonl",
+        "starts.jsonl",
     ]
 
 

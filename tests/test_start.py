@@ -11,7 +11,7 @@ from hvdtrain.cleanup import CleanupRule, parse_rule
 from hvdtrain.ending import EndingKeys, ends_early
 from hvdtrain.errors import CheckpointError, ConfigError, TrainingError
 from hvdtrain.run import train
-from hvdtrain.schedule import EpochRecord
+from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.settings import read_settings
 
 
@@ -42,7 +42,12 @@ def test_load_goes_on_after_the_models_epoch_and_steps(
 ) -> None:
     run(corpus, tmp_path, load=trained / "model.002", num_epochs=3, optimizer={"class": "sgd"})
     assert "model.002.pt: training goes on after epoch 2, step 4." in capsys.readouterr().out
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.003.opt.pt", "model.003.pt", "scores.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "model.003.opt.pt",
+        "model.003.pt",
+        "scores.jsonl",
+        "starts.jsonl",
+    ]
     run(corpus, tmp_path, load=trained / "model", load_epoch=1, num_epochs=3)
     assert "load: ignored, as there is a checkpoint already" in capsys.readouterr().out
 
@@ -138,6 +143,7 @@ def test_save_interval_and_cleanup(corpus: Path, tmp_path: Path) -> None:
         "model.009.opt.pt",
         "model.009.pt",
         "scores.jsonl",
+        "starts.jsonl",
     ]
 
 

@@ -8,7 +8,6 @@ chunked or compressed goes through h5py.
 
 from __future__ import annotations
 
-import math
 import os
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,11 +19,15 @@ import numpy
 
 from hvdtrain.data.batches import pad
 from hvdtrain.data.compression import load_filters
+from hvdtrain.data.gather import Memory, Part, gather
 from hvdtrain.data.types import Array, Padded, Stream
 from hvdtrain.errors import DataError
 
-SHORT = 512
-"""Sequences of up to so many bytes are gathered frame by frame; longer ones are copied one by one, which is faster then."""
+BLOCK = 1 << 20
+"""Sequences whose lengths are read at once."""
+
+MANY = 8
+"""Fewer sequences than this from each of several files are read one by one: looking for more at once takes longer then."""
 
 
 class HDFDataset:
@@ -43,6 +46,7 @@ class HDFDataset:
         if len(files) > 1:
             self.lengths = {key: numpy.concatenate([file.lengths[key] for file in files]) for key in self.streams}
         self.mapped = frozenset(key for key in self.streams if all(key in file.mapped for file in files))
+        self._memory = Memory()
         self._first = numpy.cumsum([0] + [file.num_sequences for file in files]).tolist()
 
     @property
@@ -50,15 +54,36 @@ class HDFDataset:
         return int(self._first[-1])
 
     def sequence(self, index: int) -> dict[str, Array]:
+        return self._sequence(index, self.streams)
+
+    def _sequence(self, index: int, keys: Iterable[str]) -> dict[str, Array]:
         which = bisect_right(self._first, index) - 1
-        return self._files[which].sequence(index - self._first[which], self.streams)
+        return self._files[which].sequence(index - self._first[which], keys)
 
     def padded(self, indices: Array) -> dict[str, Padded]:
-        """Some sequences as a batch. Many short ones are picked out of a mapped file at once instead of one by one."""
+        """Some sequences as a batch, gathered at once where they lie in mapped files, and not in too many."""
         if len(self._files) == 1:
-            return {key: self._files[0].padded(indices, key) for key in self.streams}
-        sequences = [self.sequence(index) for index in indices.tolist()]
-        return {key: pad([sequence[key] for sequence in sequences]) for key in self.streams}
+            return self._gathered(indices, [(self._files[0], numpy.arange(len(indices)), indices)])
+        which = numpy.searchsorted(self._first, indices, side="right") - 1
+        numbers = numpy.unique(which).tolist()
+        if len(numbers) * MANY > len(indices):
+            sequences = [self.sequence(index) for index in indices.tolist()]
+            return {key: pad([sequence[key] for sequence in sequences]) for key in self.streams}
+        rows = [numpy.flatnonzero(which == number) for number in numbers]
+        places = [(self._files[n], here, indices[here] - self._first[n]) for n, here in zip(numbers, rows, strict=True)]
+        return self._gathered(indices, places)
+
+    def _gathered(self, indices: Array, places: list[tuple[HDFFile, Array, Array]]) -> dict[str, Padded]:
+        """A batch; for each file, the rows that come from it, and which of its sequences they are."""
+        batch = {}
+        for key in self.streams:
+            if key in self.mapped:
+                lengths = self.lengths[key][indices]
+                parts = [Part(file.frames(key), rows, file.starts(key)[inside]) for file, rows, inside in places]
+                batch[key] = Padded(gather(parts, lengths, self._memory), lengths)
+            else:
+                batch[key] = pad([self._sequence(index, [key])[key] for index in indices.tolist()])
+        return batch
 
     def tags(self, indices: Sequence[int]) -> list[str]:
         tags = [""] * len(indices)
@@ -158,21 +183,13 @@ class HDFFile:
             result[key] = values
         return result
 
-    def padded(self, indices: Array, key: str) -> Padded:
-        """One key of some sequences as a batch."""
-        lengths = self.lengths[key][indices]
-        longest = int(lengths.max())
-        mapped = key in self.mapped and len(self._arrays[key]) > 0
-        if not mapped or longest * self.streams[key].dtype.itemsize * math.prod(self.streams[key].shape) > SHORT:
-            return pad([self.sequence(index, [key])[key] for index in indices.tolist()])
-        frames = numpy.arange(longest)
-        places = self._starts[key][indices][:, None] + frames
-        array = self._arrays[key]
-        numpy.minimum(places, len(array) - 1, out=places)  # behind the last sequence there is nothing to take
-        # HDF5 does not align what it stores; `take` would copy the whole array first.
-        values = array.take(places, axis=0) if array.flags.aligned else array[places]
-        values[frames >= lengths[:, None]] = 0
-        return Padded(values, lengths)
+    def frames(self, key: str) -> Array:
+        """All frames of a mapped key, one sequence behind the other."""
+        return self._arrays[key]
+
+    def starts(self, key: str) -> Array:
+        """Where each sequence's frames begin, and where the last one's end: int64 of shape (num_sequences + 1,)."""
+        return self._starts[key]
 
     def tags(self, indices: Array) -> list[str]:
         """The tags of some sequences."""
@@ -229,15 +246,15 @@ class HDFFile:
         """Find the sequences of every data key, and check that everything fits together."""
         path = self.path
         sources = _sources(path, file)
-        columns = _columns(path, file, sources)
-        self.num_sequences = len(columns)
+        self.lengths = _lengths(path, file, sources)
+        self.num_sequences = len(next(iter(self.lengths.values())))
         for number, (key, dataset) in enumerate(sources.items()):
             self._names[key] = dataset.name
             load_filters(path, dataset)
             self.streams[key] = _stream(path, file, key, dataset)
-            self.lengths[key] = numpy.ascontiguousarray(columns[:, number], dtype=numpy.int32)
             starts = numpy.zeros(self.num_sequences + 1, dtype=numpy.int64)
-            numpy.cumsum(self.lengths[key], dtype=numpy.int64, out=starts[1:])
+            starts[1:] = self.lengths[key]  # in place: numpy would make a copy to sum up integers of another size
+            numpy.cumsum(starts, out=starts)
             if starts[-1] != len(dataset):
                 raise DataError(
                     f"{path}: expected the lengths in /seqLengths, column {number}, to add up to the {len(dataset)} frames "
@@ -320,25 +337,26 @@ def _strings(path: Path, file: h5py.File, name: str) -> h5py.Dataset:
     return dataset
 
 
-def _columns(path: Path, file: h5py.File, sources: dict[str, h5py.Dataset]) -> Array:
-    """/seqLengths, checked: shape (num_sequences, number of columns)."""
+def _lengths(path: Path, file: h5py.File, sources: dict[str, h5py.Dataset]) -> dict[str, Array]:
+    """/seqLengths, checked, by data key: int32 of shape (num_sequences,). Read in blocks: it may be larger than what is kept."""
     stored = _dataset(path, file, "seqLengths")
     if stored.ndim not in (1, 2) or stored.dtype.kind not in "iu":
         raise DataError(f"{path}: expected integers of shape (sequences, keys) in /seqLengths, got {stored.dtype} {stored.shape}")
-    columns: Array = stored[:]
-    if columns.ndim == 1:  # the oldest files: one length for all keys
-        columns = numpy.repeat(columns[:, None], len(sources), axis=1)
+    number = len(sources) if stored.ndim == 1 else stored.shape[1]  # the oldest files: one length for all keys
     # A file without /targets may have a column for targets that are not there, for historical reasons.
     allowed = {len(sources)} | ({len(sources) + 1} if "targets" not in file else set())
-    if columns.shape[1] not in allowed:
-        raise DataError(
-            f"{path}: expected {len(sources)} columns in /seqLengths (for {', '.join(sources)}), got {columns.shape[1]}"
-        )
-    if columns.size and columns.min() < 0:
-        raise DataError(f"{path}: expected lengths of 0 or more in /seqLengths, got {columns.min()}")
-    if columns.size and columns.max() > numpy.iinfo(numpy.int32).max:
-        raise DataError(f"{path}: expected lengths below 2**31 in /seqLengths, got {columns.max()}")
-    return columns
+    if number not in allowed:
+        raise DataError(f"{path}: expected {len(sources)} columns in /seqLengths (for {', '.join(sources)}), got {number}")
+    lengths = {key: numpy.empty(len(stored), dtype=numpy.int32) for key in sources}
+    for start in range(0, len(stored), BLOCK):
+        block: Array = stored[start : start + BLOCK]
+        if block.min() < 0:
+            raise DataError(f"{path}: expected lengths of 0 or more in /seqLengths, got {block.min()}")
+        if block.max() > numpy.iinfo(numpy.int32).max:
+            raise DataError(f"{path}: expected lengths below 2**31 in /seqLengths, got {block.max()}")
+        for place, column in enumerate(lengths.values()):
+            column[start : start + len(block)] = block if block.ndim == 1 else block[:, place]
+    return lengths
 
 
 def _stream(path: Path, file: h5py.File, key: str, dataset: h5py.Dataset) -> Stream:

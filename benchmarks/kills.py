@@ -179,7 +179,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--data", type=Path, default=ROOT / "data" / "g2p", help="soak: the folder of train.hdf")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 1, 3], help="soak: numbers of ranks, in turn")
-    parser.add_argument("--epochs", type=int, default=8, help="soak: epochs of a 60th of the data")
+    parser.add_argument("--epochs", type=int, default=20, help="soak: epochs of a 60th of the data")
     arguments = parser.parse_args()
     if arguments.what == "saves":
         saves(arguments.kills, arguments.seed)

@@ -125,6 +125,7 @@ class Engine:
             self._run_epoch(self._progress.epoch + 1)
             end = self._pace.ends_early(self._progress.history)
         self._ballot.finish()
+        self._saver.finish()
         say(3, f"Finished training in epoch {self._progress.epoch}{f': {end}' if end else ''}.")
 
     def _run_epoch(self, epoch: int) -> None:
@@ -263,6 +264,7 @@ class Engine:
         stopped = Stopped(f"stopped by {reason} in epoch {within.epoch} {done}; the same command goes on from there", status)
         stopped.on_every_rank = True
         self._ballot.finish()
+        self._saver.finish()
         raise stopped
 
     def _save(self) -> None:

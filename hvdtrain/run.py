@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -65,7 +66,15 @@ def train_with(comm: Communicator, settings: Settings) -> Learner:
         learner = together(comm, lambda: build_learner(settings, reducer, comm), name="build_learner")
         watchdog.beat("loading and sharing the weights")
         checkpoints = CheckpointFolder(Path(settings.run.model), learner.file_suffix)
-        saver = Saver(comm, learner, reducer, checkpoints, feeds[0].distribution, parse_rule(settings.saving.cleanup_old_models))
+        saver = Saver(
+            comm,
+            learner,
+            reducer,
+            checkpoints,
+            feeds[0].distribution,
+            cleanup=parse_rule(settings.saving.cleanup_old_models),
+            background=ThreadPoolExecutor(1, "saving") if settings.saving.save_in_background else None,
+        )
         progress = resume(comm, saver, checkpoints, settings.start)
         pace = open_pace(settings)
         announce(settings, comm, learner, feeds, progress, pace)

@@ -84,6 +84,8 @@ def saves(kills: int, seed: int) -> None:
             if left is not None and lines[: left.epoch - 1] != list(range(1, left.epoch)):
                 raise SystemExit(f"kill {number}: expected a line in scores.jsonl for every epoch, got {lines}")
             before = left
+            if (number + 1) % 20 == 0:
+                print(f"{number + 1} kills, {unfinished} while files were being written", flush=True)
         last = checkpoints.newest()
         print(f"{kills} kills, {unfinished} of them while files were being written: training went on {kills} times,")
         print(f"{stepped_back} times from an older checkpoint than before the kill; it came to epoch {last.epoch if last else 0}")

@@ -16,8 +16,8 @@ from hvdtrain.errors import CheckpointError, ConfigError
 from hvdtrain.learner.base import Kind, Learner, Part
 from hvdtrain.log import say
 from hvdtrain.preload import Preload
-from hvdtrain.progress import Progress
 from hvdtrain.reduce import Reducer
+from hvdtrain.state import Progress
 
 WHAT_A_MODEL_IS: tuple[Kind, ...] = ("parameters", "frozen", "statistics", "counters")
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from hvdtrain import ballot
 from hvdtrain.ballot import Ballot, Wishes
 from hvdtrain.comm.base import Communicator, together
 from hvdtrain.data.feed import Feed
@@ -106,11 +107,13 @@ class Engine:
         self._progress = progress
         self._pace = pace
         self._trace = trace
-        self._ballot = Ballot(comm, learner)
+        meets_in_every_step = reducer.updates_without_batch
+        self._ballot = Ballot(comm, learner, ballot.INTERVAL if meets_in_every_step else ballot.INTERVAL_APART)
         self._scores: list[Scores] = []  # this rank's, not yet brought together with the others'
         self._not_finite: list[NotFinite] = []
         self._since = self._synced = 0.0  # up to when and to what the epoch's seconds are counted
         self._saved_when = time.monotonic()
+        self._asked_to_save = False
 
     def run(self) -> None:
         """Train up to the last epoch.
@@ -249,8 +252,8 @@ class Engine:
         """What this rank wants."""
         reason = self._interrupt.reason
         by_hand = reason == "SIGINT"
-        minutes = self._pace.save_minutes
-        due = minutes is not None and self._comm.rank == 0 and time.monotonic() - self._saved_when >= 60 * minutes
+        due = self._is_save_due() and not self._asked_to_save  # once: it takes two exchanges until it is done
+        self._asked_to_save = self._asked_to_save or due
         self._not_finite += self._learner.take_not_finite()
         broken = self._pace.finite and bool(self._not_finite)
         return Wishes(stop=int(reason is not None and not by_hand), stop_by_hand=int(by_hand), save=int(due), report=int(broken))
@@ -277,6 +280,12 @@ class Engine:
         with self._timer.span("saving"):
             self._saver.save(self._progress)
         self._saved_when = time.monotonic()
+        self._asked_to_save = False
+
+    def _is_save_due(self) -> bool:
+        """Whether rank 0, whose clock counts, finds the last checkpoint too old."""
+        minutes = self._pace.save_minutes
+        return minutes is not None and self._comm.rank == 0 and time.monotonic() - self._saved_when >= 60 * minutes
 
     def _is_to_be_saved(self, epoch: int) -> bool:
         is_last = epoch >= self._pace.num_epochs or self._pace.ends_early(self._progress.history) is not None

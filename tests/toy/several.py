@@ -15,7 +15,7 @@ from hvdtrain.interrupt import Stopped
 from hvdtrain.run import open_communicator, train_with
 from hvdtrain.settings import read_settings
 
-ballot.INTERVAL = 0.0  # a stop comes two steps after its signal, however short the steps are
+ballot.INTERVAL = ballot.INTERVAL_APART = 0.0  # a stop comes two steps after its signal, however short the steps are
 jobs = json.loads(Path(sys.argv[1]).read_text())
 config = Path(__file__).parent / "config.py"
 first = read_settings([config], jobs[0]["overrides"])

@@ -11,11 +11,12 @@ from hvdtrain.ballot import Ballot, Wishes
 from hvdtrain.comm.base import Communicator, together
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.plan import Plan
-from hvdtrain.errors import CheckpointError, DataError, HvdtrainError, TrainingError
+from hvdtrain.errors import CheckpointError, DataError, HvdtrainError
 from hvdtrain.evaluation import evaluate
 from hvdtrain.interrupt import BY_CTRL_C, TO_BE_CONTINUED, Interrupt, Stopped
 from hvdtrain.learner.base import Learner, NotFinite
 from hvdtrain.log import say
+from hvdtrain.not_finite import not_finite
 from hvdtrain.reduce import Reducer
 from hvdtrain.report.epoch import EpochReport, Reporter
 from hvdtrain.report.json_lines import as_line
@@ -26,11 +27,6 @@ from hvdtrain.state import Progress, Within
 from hvdtrain.timer import Timer, clock_text
 from hvdtrain.trace import Note, no_trace
 from hvdtrain.watchdog import Watchdog
-
-NOT_FINITE = (
-    "train_step: expected finite losses, got others (stop_on_nonfinite_train_score = False goes on nevertheless; "
-    "num_allowed_consec_invalid_gradient_steps leaves such updates out):"
-)
 
 
 @dataclass(frozen=True)
@@ -241,7 +237,7 @@ class Engine:
         """Collective. After every step of a training or an evaluation: save, stop or give up, where a rank wants that."""
         wanted = self._ballot.step(self._wishes)
         if wanted.report:
-            self._give_up(within)
+            raise not_finite(self._comm, self._train.dataset, self._not_finite, within)
         if wanted.stop or wanted.stop_by_hand:
             self._stop(within, BY_CTRL_C if wanted.stop_by_hand else TO_BE_CONTINUED)
         steps = self._pace.save_steps
@@ -299,27 +295,7 @@ class Engine:
         within.scores = Scores.merged([within.scores, *(scores for scores, _ in parts)]).compact()
         self._scores = []
         if self._pace.finite and any(broken for _, broken in parts):
-            self._give_up(within)
-
-    def _give_up(self, within: Within) -> None:
-        """Collective. Tell on which rank, for which sequences, which loss is no finite number. Raises: TrainingError."""
-
-        def told() -> list[str]:
-            lines = []
-            for found in self._not_finite[:3]:
-                tags = ", ".join(self._train.dataset.tags(found.indices))
-                step = found.step - within.first_step
-                broken = (
-                    f"parameters that are not finite: {', '.join(found.parameters) or 'none, so the loss itself is the cause'}"
-                )
-                lines.append(f"{found.loss} = {found.value} in step {step} of epoch {within.epoch}, sequences {tags}; {broken}")
-            return lines
-
-        by_rank = self._comm.gather(together(self._comm, told, name="not_finite_tags"), name="not_finite")
-        lines = [f"rank {rank}: {line}" for rank, lines in enumerate(by_rank) for line in lines]
-        error = TrainingError("\n  ".join([NOT_FINITE, *lines]))
-        error.on_every_rank = True
-        raise error
+            raise not_finite(self._comm, self._train.dataset, self._not_finite, within)
 
     def _count_seconds(self, within: Within) -> None:
         """Add the seconds since the last time to the epoch's."""

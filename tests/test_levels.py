@@ -24,6 +24,7 @@ LEVELS = {
     "engine": 4,
     "saving": 4,
     "evaluation": 4,
+    "not_finite": 4,
     "forward": 4,
     "ballot": 3,
     "cleanup": 3,
@@ -66,6 +67,7 @@ BESIDE = [
     ("tasks", "settings"),
     ("engine", "saving"),
     ("engine", "evaluation"),
+    ("engine", "not_finite"),
     ("state", "schedule.history"),  # what is remembered of an epoch
     ("ending", "schedule.history"),
     ("start", "checkpoint"),

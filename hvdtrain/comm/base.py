@@ -40,8 +40,16 @@ class Communicator(Protocol):
         """Collective. Rank 0's tensors, on every rank."""
         ...
 
+    def gather_rows(self, tensors: Sequence[Tensor], *, name: str) -> list[Tensor]:
+        """Collective. The rows (first axis) of every rank's tensor, in rank order; ranks may have different numbers of them."""
+        ...
+
     def gather(self, value: T, *, name: str) -> list[T]:
         """Collective. Every rank's picklable value, in rank order, on every rank."""
+        ...
+
+    def channel(self, name: str) -> Communicator:
+        """Collective. The same ranks once more, for collectives that come in no fixed order with the others."""
         ...
 
     def close(self) -> None:

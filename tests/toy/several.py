@@ -19,7 +19,7 @@ ballot.INTERVAL = ballot.INTERVAL_APART = 0.0  # a stop comes two steps after it
 jobs = json.loads(Path(sys.argv[1]).read_text())
 config = Path(__file__).parent / "config.py"
 first = read_settings([config], jobs[0]["overrides"])
-with open_communicator(first.reduce, "torch") as comm:
+with open_communicator(first) as comm:
     for job in jobs:
         learner = None
         while learner is None:

@@ -113,7 +113,8 @@ def note(epoch, ids):
 
 
 def fail():
-    Path(f"{record}.fault").write_text(str(time.time()))
+    if record:
+        Path(f"{record}.fault").write_text(str(time.time()))
     if fault in ("raise", "once"):
         raise RuntimeError("planted by the test")
     if fault == "kill":

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy
 import pytest
+from launching import ROOT, launch
 
 from hvdtrain.report.epoch import EpochReport
 from hvdtrain.report.json_lines import JsonLines
@@ -61,3 +62,9 @@ def test_compact_scores_have_the_same_means(numbers: list[float]) -> None:
     for odd in (float("inf"), float("nan"), float("-inf")):
         scores.add("a", odd, 1.0)
         assert repr(scores.compact().means()) == repr(scores.means())
+
+
+def test_the_benchmark_of_kills_finds_whole_checkpoints() -> None:
+    finished = launch([ROOT / "benchmarks" / "kills.py", "saves", "--kills", "5"])
+    assert finished.status == 0, finished.err
+    assert "after each the newest checkpoint was whole" in finished.out

@@ -1,6 +1,10 @@
-"""Checkpoints on disk: `<model>.<epoch>.pt` and `<model>.<epoch>.opt.pt`, complete or not there at all.
+"""Checkpoints on disk: complete or not there at all.
 
-Both files are written under other names first. The optimizer's is renamed first, the model's last: where there is a model
+A finished epoch is `<model>.<epoch>.pt` and `<model>.<epoch>.opt.pt`; one that is under way has the number of updates in its
+names, `<model>.<epoch>.step-<step>.pt`. What differs between ranks stands in a file for each,
+`<model>.<epoch>.rank-<rank>-of-<size>.pt`.
+
+All files are written under other names first. The model's gets its name last and loses it first: where there is a model
 file there is everything.
 """
 
@@ -8,7 +12,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,14 +21,50 @@ from hvdtrain.errors import CheckpointError
 
 UNFINISHED = ".unfinished"
 
+KEEP_OPTIMIZERS = 2
+"""Of so many finished epochs the optimizer is kept."""
+
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The files of one finished epoch."""
+    """The files of one checkpoint.
+
+    Attributes:
+        epoch: the finished epoch, or the one under way.
+        start: the folder and how all its files' names begin.
+        suffix: how they end; of the framework.
+        step: updates done in the whole training, where the epoch is under way.
+    """
 
     epoch: int
-    model_file: Path
-    optimizer_file: Path
+    start: Path
+    suffix: str
+    step: int | None = None
+
+    @property
+    def model_file(self) -> Path:
+        return self._file("")
+
+    @property
+    def optimizer_file(self) -> Path:
+        return self._file(".opt")
+
+    def own_file(self, rank: int, size: int) -> Path:
+        """What one rank saves of its own."""
+        return self._file(f".rank-{rank}-of-{size}")
+
+    def is_part(self, name: str) -> bool:
+        """Whether this is the name of the optimizer's file or of some rank's own."""
+        pattern = rf"{re.escape(self.start.name)}\.(opt|rank-\d+-of-\d+)\.{re.escape(self.suffix)}"
+        return re.fullmatch(pattern, name) is not None
+
+    def _file(self, part: str) -> Path:
+        return self.start.with_name(f"{self.start.name}{part}.{self.suffix}")
+
+    @property
+    def age(self) -> tuple[int, float]:
+        """Later checkpoints have a larger one."""
+        return self.epoch, float("inf") if self.step is None else self.step
 
 
 class CheckpointFolder:
@@ -35,49 +76,97 @@ class CheckpointFolder:
     """
 
     def __init__(self, prefix: Path, suffix: str = "pt") -> None:
+        self.suffix = suffix
         self._prefix = prefix
-        self._suffix = suffix
+        self._pattern = re.compile(
+            rf"{re.escape(prefix.name)}\.(?P<epoch>\d+)(\.step-(?P<step>\d+))?(?P<part>\.(opt|rank-\d+-of-\d+))?\.{re.escape(suffix)}"
+        )
 
-    def at(self, epoch: int) -> Checkpoint:
-        """The files of an epoch, whether they exist or not."""
-        name = f"{self._prefix.name}.{epoch:03d}"
-        folder = self._prefix.parent
-        return Checkpoint(epoch, folder / f"{name}.{self._suffix}", folder / f"{name}.opt.{self._suffix}")
+    def at(self, epoch: int, step: int | None = None) -> Checkpoint:
+        """The files of an epoch, finished or (with a step) under way, whether they exist or not."""
+        name = f"{self._prefix.name}.{epoch:03d}" + ("" if step is None else f".step-{step}")
+        return Checkpoint(epoch, self._prefix.with_name(name), self.suffix, step)
+
+    def finished(self) -> list[int]:
+        """The epochs at whose end a model was saved, in order."""
+        return [found.epoch for found in self._found() if found.step is None]
 
     def newest(self) -> Checkpoint | None:
-        """The last finished epoch's checkpoint that training can go on from."""
-        pattern = re.compile(rf"{re.escape(self._prefix.name)}\.(\d+)\.{self._suffix}")
-        found = [pattern.fullmatch(path.name) for path in self._files()]
-        epochs = sorted((int(match[1]) for match in found if match), reverse=True)
-        return next((self.at(epoch) for epoch in epochs if self.at(epoch).optimizer_file.exists()), None)
+        """The last checkpoint that training can go on from."""
+        return next((found for found in reversed(self._found()) if found.optimizer_file.exists()), None)
 
-    def save(self, epoch: int, write: Callable[[Path, Path], None], keep_optimizers: int = 2) -> Checkpoint:
-        """Write an epoch's checkpoint.
+    def prepare(self, target: Checkpoint) -> None:
+        """Make the folder, and remove what stands under the names of a checkpoint that is about to be written. (Were it
+        replaced file by file, a kill in between would leave files that do not belong together.) Raises: CheckpointError.
+        """
+        with _told(target.model_file):
+            self._prefix.parent.mkdir(parents=True, exist_ok=True)
+            self._remove_unfinished()
+            target.model_file.unlink(missing_ok=True)
+
+    def save_own(self, file: Path, write: Callable[[Path], None]) -> None:
+        """Write one rank's own file of a checkpoint that is being written. Raises: CheckpointError."""
+        unfinished = file.with_name(file.name + UNFINISHED)
+        with _told(file):
+            write(unfinished)
+            _to_disk(unfinished)
+            os.replace(unfinished, file)
+
+    def save(self, epoch: int, write: Callable[[Path, Path], None], *, step: int | None = None) -> Checkpoint:
+        """Write the model and the optimizer; afterwards the checkpoint is complete.
 
         Args:
             write: writes the model's and the optimizer's file under the paths it is given.
-            keep_optimizers: so many optimizer files are kept; older ones are of no use and as large as the model or larger.
+            step: updates done so far, where the epoch is under way.
 
         Raises:
             CheckpointError: the disk is full, or the folder cannot be written to.
         """
-        target = self.at(epoch)
+        target = self.at(epoch, step)
         unfinished = [path.with_name(path.name + UNFINISHED) for path in (target.model_file, target.optimizer_file)]
         try:
-            self._prefix.parent.mkdir(parents=True, exist_ok=True)
+            self.prepare(target)
+            with _told(target.model_file):
+                write(unfinished[0], unfinished[1])
+                for path in unfinished:
+                    _to_disk(path)
+                os.replace(unfinished[1], target.optimizer_file)
+                os.replace(unfinished[0], target.model_file)
+                _to_disk(self._prefix.parent)
+                self.tidy(target)
+        except CheckpointError:
             self._remove_unfinished()
-            write(unfinished[0], unfinished[1])
-            for path in unfinished:
-                _to_disk(path)
-            os.replace(unfinished[1], target.optimizer_file)
-            os.replace(unfinished[0], target.model_file)
-            _to_disk(self._prefix.parent)
-        except (OSError, RuntimeError) as error:  # torch raises RuntimeError where the disk is full
-            self._remove_unfinished()
-            raise CheckpointError(f"{target.model_file}: expected to write a checkpoint, got: {error}") from error
-        if epoch > keep_optimizers:
-            self.at(epoch - keep_optimizers).optimizer_file.unlink(missing_ok=True)
+            raise
         return target
+
+    def tidy(self, newest: Checkpoint, keep_optimizers: int = KEEP_OPTIMIZERS) -> None:
+        """Remove what a new checkpoint made useless: those within epochs, and all but the last finished epochs' optimizers
+        (which are as large as the model, or larger).
+        """
+        names = [self._pattern.fullmatch(path.name) for path in self._files()]
+        within = {self.at(int(match["epoch"]), int(match["step"])) for match in names if match and match["step"]}
+        self.remove(within - {newest})  # also what a kill left of them: parts without a model
+        with_optimizer = [self.at(epoch) for epoch in self.finished() if self.at(epoch).optimizer_file.exists()]
+        for checkpoint in with_optimizer[:-keep_optimizers]:
+            self._remove_all_but_model(checkpoint)
+
+    def remove(self, checkpoints: Iterable[Checkpoint]) -> None:
+        """Remove checkpoints, of each the model first: what is left of it by a kill is none."""
+        for checkpoint in checkpoints:
+            checkpoint.model_file.unlink(missing_ok=True)
+            self._remove_all_but_model(checkpoint)
+
+    def _remove_all_but_model(self, checkpoint: Checkpoint) -> None:
+        for path in self._files():
+            if checkpoint.is_part(path.name):
+                path.unlink(missing_ok=True)
+
+    def _found(self) -> list[Checkpoint]:
+        """Every complete checkpoint, oldest first."""
+        matches = [self._pattern.fullmatch(path.name) for path in self._files()]
+        models = [match for match in matches if match and not match["part"]]
+        found = [self.at(int(match["epoch"]), int(match["step"]) if match["step"] else None) for match in models]
+        return sorted(found, key=lambda checkpoint: checkpoint.age)
 
     def _remove_unfinished(self) -> None:
         """Remove what a killed run left behind."""
@@ -88,6 +177,15 @@ class CheckpointFolder:
     def _files(self) -> list[Path]:
         folder = self._prefix.parent
         return list(folder.iterdir()) if folder.is_dir() else []
+
+
+@contextmanager
+def _told(file: Path) -> Iterator[None]:
+    """Say which checkpoint could not be written, and why."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:  # torch raises RuntimeError where the disk is full
+        raise CheckpointError(f"{file}: expected to write a checkpoint, got: {error}") from error
 
 
 def _to_disk(path: Path) -> None:

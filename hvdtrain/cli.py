@@ -12,7 +12,7 @@ from hvdtrain.comm import launch, local
 from hvdtrain.config.check import describe
 from hvdtrain.config.keys import declared
 from hvdtrain.effective import print_config
-from hvdtrain.errors import ConfigError, HvdtrainError, LaunchError, PeerFailure
+from hvdtrain.errors import ConfigError, HvdtrainError, LaunchError
 from hvdtrain.settings import DATASET_SECTIONS, DICTS, SECTIONS, read_settings
 from hvdtrain.version import __version__
 
@@ -25,9 +25,9 @@ usage: python -m hvdtrain CONFIG [CONFIG ...] [++KEY VALUE ...]
        torchrun --nproc_per_node N -m hvdtrain CONFIG ++torch_distributed {} [++KEY VALUE ...]
        python -m hvdtrain CONFIG ++ngpu N [++KEY VALUE ...]
 
-Train as the config says, from the last finished epoch on. CONFIG is a Python file (every name it defines is a key or the
-author's own) or a JSON file; of several, later ones win. ++KEY VALUE wins over all; ++train.seq_ordering random reaches
-into a dict. Values are Python literals, true, false, or text.
+Train as the config says, from the last checkpoint on, or do another task (++task eval, forward, search, cleanup_old_models).
+CONFIG is a Python file (every name it defines is a key or the author's own) or a JSON file; of several, later ones win.
+++KEY VALUE wins over all; ++train.seq_ordering random reaches into a dict. Values are Python literals, true, false, or text.
 
 options:
   -h, --help       this text and all keys
@@ -37,7 +37,9 @@ options:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the program; return its exit status: 0, 1 for a crash, 2 for what the user can mend, 130 after Ctrl-C."""
+    """Run the program; return its exit status: 0, 1 for a crash, 2 for what the user can mend, 75 where training was stopped and
+    is to be continued, 130 after Ctrl-C (docs/resuming.md).
+    """
     arguments = sys.argv[1:] if arguments is None else arguments
     if not arguments or {"-h", "--help"} & set(arguments):
         print(help_text() if arguments else USAGE)
@@ -61,14 +63,14 @@ def main(arguments: list[str] | None = None) -> int:
         return _fail(str(error), rank, status=2, everywhere=True)
     local.end_with_parent(launch.environment())
     try:
-        from hvdtrain.run import train  # here, so that a mistake in the config is told without waiting for imports
+        from hvdtrain.tasks import run_task  # here, so that a mistake in the config is told without waiting for imports
 
-        train(settings)
+        run_task(settings)
         return 0
     except HvdtrainError as error:
-        return _fail(str(error), rank, status=1 if isinstance(error, PeerFailure) else 2, everywhere=error.on_every_rank)
+        return _fail(str(error), rank, status=error.status, everywhere=error.on_every_rank)
     except KeyboardInterrupt:
-        return _fail("interrupted; the same command goes on after the last finished epoch", rank, status=130, everywhere=True)
+        return _fail("interrupted; the same command goes on after the last checkpoint", rank, status=130, everywhere=True)
     except BaseException:
         return _fail(traceback.format_exc(), rank, status=1, everywhere=False)
 

@@ -27,9 +27,22 @@ class Loss:
     count: Any | None
 
 
+@dataclass(frozen=True)
+class Output:
+    """What the config computed for a batch.
+
+    Attributes:
+        value: shape (batch, ...); a tensor, an array, or a list with one entry per sequence.
+        seq_lens: how much of the second axis belongs to each sequence, shape (batch,); None: all of it.
+    """
+
+    value: Any
+    seq_lens: Any | None
+
+
 @dataclass
 class RunContext:
-    """One call of `train_step`.
+    """One call of `train_step` or `forward_step`.
 
     Attributes:
         epoch: counted from 1.
@@ -41,6 +54,7 @@ class RunContext:
     step: int
     train_flag: bool
     losses: dict[str, Loss] = field(default_factory=dict)
+    outputs: dict[str, Output] = field(default_factory=dict)
 
     def mark_as_loss(
         self,
@@ -67,6 +81,23 @@ class RunContext:
         if name in self.losses:
             raise ConfigError([f"train_step: expected every loss to have a name of its own, got {name!r} twice"])
         self.losses[name] = Loss(loss, scale, as_error, use_normalized_loss, custom_inv_norm_factor)
+
+    def mark_as_output(self, tensor: Any, name: str, *, seq_lens: Any | None = None) -> None:
+        """Name something that `forward_step` computed, to be written or handed to `forward_callback`.
+
+        Args:
+            tensor: one entry per sequence on the first axis.
+            name: 'output' becomes the key 'data' of an HDF file, any other a key of its own.
+            seq_lens: how many frames (second axis) belong to each sequence, such as `extern_data["data"].seq_lens`; without
+                it a sequence gets its whole row.
+        """
+        if name in self.outputs:
+            raise ConfigError([f"forward_step: expected every output to have a name of its own, got {name!r} twice"])
+        self.outputs[name] = Output(tensor, seq_lens)
+
+    def mark_as_default_output(self, tensor: Any, *, seq_lens: Any | None = None) -> None:
+        """Mark the output called 'output'."""
+        self.mark_as_output(tensor, "output", seq_lens=seq_lens)
 
 
 _current: ContextVar[RunContext] = ContextVar("hvdtrain_run_context")

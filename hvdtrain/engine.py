@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
-from hvdtrain.checkpoint import CheckpointFolder
-from hvdtrain.comm.base import Communicator, on_rank_zero, together
+from hvdtrain import ballot
+from hvdtrain.ballot import Ballot, Wishes
+from hvdtrain.comm.base import Communicator, together
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.plan import Plan
-from hvdtrain.errors import DataError
-from hvdtrain.learner.base import Learner
+from hvdtrain.errors import CheckpointError, DataError, HvdtrainError
+from hvdtrain.evaluation import evaluate
+from hvdtrain.interrupt import BY_CTRL_C, TO_BE_CONTINUED, Interrupt, Stopped
+from hvdtrain.learner.base import Learner, NotFinite
 from hvdtrain.log import say
+from hvdtrain.not_finite import not_finite
 from hvdtrain.reduce import Reducer
 from hvdtrain.report.epoch import EpochReport, Reporter
+from hvdtrain.report.json_lines import as_line
+from hvdtrain.saving import Saver
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.scores import Scores, text
+from hvdtrain.state import Progress, Within
 from hvdtrain.timer import Timer, clock_text
+from hvdtrain.trace import Note, no_trace
 from hvdtrain.watchdog import Watchdog
 
 
@@ -33,13 +40,35 @@ class Rates:
     of_step: Callable[[int, float, float], float]
 
 
+@dataclass(frozen=True)
+class Pace:
+    """When to save, to tell, and to end.
+
+    Attributes:
+        num_epochs: train up to this epoch.
+        ends_early: why no epoch is to follow those of a history; None: go on.
+        save_epochs: save after every so many epochs, and after the last one.
+        save_steps, save_minutes: save within an epoch, too, after every so many updates, or minutes; None: do not.
+        log_interval: seconds between two log lines within an epoch.
+        finite: end where a loss is no finite number.
+    """
+
+    num_epochs: int
+    ends_early: Callable[[list[EpochRecord]], str | None] = lambda _: None
+    save_epochs: int = 1
+    save_steps: int | None = None
+    save_minutes: float | None = None
+    log_interval: float = 10.0
+    finite: bool = True
+
+
 class Engine:
     """Trains from one epoch to another. All ranks run it alike, in step.
 
     Args:
         evaluations: datasets that are evaluated after every epoch.
-        history: the epochs that are already done; step: the updates they took.
-        log_interval: seconds between two log lines within an epoch.
+        progress: where training stands; it is kept up to date.
+        trace: told what every step trains on.
     """
 
     def __init__(
@@ -50,15 +79,15 @@ class Engine:
         train: Feed,
         evaluations: list[Feed],
         rates: Rates,
-        checkpoints: CheckpointFolder,
+        saver: Saver,
         reporters: list[Reporter],
         timer: Timer,
         watchdog: Watchdog,
+        interrupt: Interrupt,
         *,
-        history: list[EpochRecord],
-        step: int,
-        num_epochs: int,
-        log_interval: float,
+        progress: Progress,
+        pace: Pace,
+        trace: Note = no_trace,
     ) -> None:
         self._comm = comm
         self._learner = learner
@@ -66,134 +95,233 @@ class Engine:
         self._train = train
         self._evaluations = evaluations
         self._rates = rates
-        self._checkpoints = checkpoints
+        self._saver = saver
         self._reporters = reporters
         self._timer = timer
         self._watchdog = watchdog
-        self._history = history
-        self._step = step
-        self._num_epochs = num_epochs
-        self._log_interval = log_interval
+        self._interrupt = interrupt
+        self._progress = progress
+        self._pace = pace
+        self._trace = trace
+        meets_in_every_step = reducer.updates_without_batch
+        self._ballot = Ballot(comm, learner, ballot.INTERVAL if meets_in_every_step else ballot.INTERVAL_APART)
+        self._scores: list[Scores] = []  # this rank's, not yet brought together with the others'
+        self._not_finite: list[NotFinite] = []
+        self._since = self._synced = 0.0  # up to when and to what the epoch's seconds are counted
+        self._saved_when = time.monotonic()
+        self._asked_to_save = False
 
     def run(self) -> None:
-        """Train up to the last epoch."""
-        first = self._history[-1].epoch + 1 if self._history else 1
-        for epoch in range(first, self._num_epochs + 1):
-            self._run_epoch(epoch)
-        say(3, f"Finished training in epoch {self._num_epochs}.")
+        """Train up to the last epoch.
+
+        Raises:
+            Stopped: on all ranks at the same step, after a checkpoint.
+            TrainingError: a loss is no finite number.
+        """
+        self._interrupt.may_wait()
+        end = None
+        while end is None and self._progress.epoch < self._pace.num_epochs:
+            self._run_epoch(self._progress.epoch + 1)
+            end = self._pace.ends_early(self._progress.history)
+        self._ballot.finish()
+        self._saver.finish()
+        say(3, f"Finished training in epoch {self._progress.epoch}{f': {end}' if end else ''}.")
 
     def _run_epoch(self, epoch: int) -> None:
-        """Train, evaluate, save and report one epoch."""
+        """Train, evaluate, save and report one epoch, or what is left of it."""
+        progress = self._progress
         self._timer.take()
-        started = time.perf_counter()
-        epoch_rate = self._rates.of_epoch(epoch, self._history)
+        started = self._since = time.perf_counter()
+        self._synced = 0.0
+        within = progress.within = progress.within or Within(epoch, progress.step)
+        epoch_rate = self._rates.of_epoch(epoch, progress.history)
         plan = together(self._comm, lambda: self._train.plan(epoch), name="plan_train")
-        effective = self._rates.of_step(self._step, epoch - 1.0, epoch_rate)
-        say(4, f"start epoch {epoch} global train step {self._step} with effective learning rate {effective:.6g} ...")
+        effective = self._rates.of_step(progress.step, epoch - 1.0, epoch_rate)
+        say(4, f"start epoch {epoch} global train step {progress.step} with effective learning rate {effective:.6g} ...")
 
-        first_step = self._step
-        scores = {f"train_loss_{name}": mean for name, mean in self._train_epoch(epoch, plan, epoch_rate).items()}
-        elapsed = time.perf_counter() - started
-        # Steps as the device saw them, collectives included, and the averaging of parameters between them.
-        computing = self._learner.take_step_seconds() + self._timer.seconds.get("parameter sync", 0.0)
-
+        if not within.trained:
+            self._train_epoch(plan, within, epoch_rate)
+        scores = {f"train_loss_{name}": mean for name, mean in within.scores.means().items()}
         for feed in self._evaluations:
             with self._timer.span("evaluation"):
-                scores |= {f"{feed.name}_loss_{name}": mean for name, mean in self._evaluate(epoch, feed).items()}
+                means = evaluate(self._comm, self._learner, self._watchdog, feed, epoch, lambda: self._heed(within))
+            scores |= {f"{feed.name}_loss_{name}": mean for name, mean in means.items()}
 
-        self._history.append(EpochRecord(epoch, epoch_rate, scores))
-        with self._timer.span("saving"):
-            self._save(epoch)
         report = EpochReport(
             epoch=epoch,
-            steps=self._step - first_step,
-            global_step=self._step,
-            elapsed=elapsed,
-            computing=computing / elapsed,
+            steps=progress.step - within.first_step,
+            global_step=progress.step,
+            elapsed=within.elapsed,
+            computing=within.computing / within.elapsed,
             learning_rate=epoch_rate,
             num_sequences=self._train.num_sequences(plan),
             scores=scores,
             padding=plan.padding(self._train.lengths_in(epoch)),
-            seconds=self._comm.gather(self._seconds(time.perf_counter() - started), name="seconds"),
+            seconds=self._seconds(started),
         )
+        progress.epoch, progress.within, progress.report = epoch, None, as_line(report)
+        progress.history.append(EpochRecord(epoch, epoch_rate, scores))
+        if self._is_to_be_saved(epoch):
+            self._save()
+        report = replace(report, seconds=self._seconds(started))
         for level, line in report.lines([feed.name for feed in self._evaluations]):
             say(level, line)
         for reporter in self._reporters:
             reporter.epoch(report)
 
-    def _train_epoch(self, epoch: int, plan: Plan, epoch_rate: float) -> dict[str, float]:
-        """Collective. All steps of an epoch; returns the mean losses over all ranks."""
-        share = self._train.share(plan)
-        counts = self._agree_on_rounds(plan, len(share))
+    def _train_epoch(self, plan: Plan, within: Within, epoch_rate: float) -> None:
+        """Collective. The steps of an epoch that are not done yet; its scores are then brought together in `within`."""
+        progress = self._progress
+        share = self._train.share(plan, within.position)
+        counts = self._agree_on_rounds(plan, len(share), within)
         rounds = max(counts)
+        shared = self._train.distribution == "shard"
+        total = within.position + (sum(counts) if shared else rounds)
         started = last_line = time.perf_counter()
-        scores: list[Scores] = []
-        self._learner.begin_epoch(epoch, self._step)
-        with self._train.read(share, epoch) as batches:
+        self._learner.begin_epoch(within.epoch, progress.step)
+        with self._train.read(share, within.epoch) as batches:
             for done in range(rounds):
-                self._watchdog.beat(f"epoch {epoch}, step {done}")
+                self._watchdog.beat(f"epoch {within.epoch}, step {progress.step - within.first_step}")
                 with self._timer.span("data wait"):
                     batch = next(batches, None)
+                if batch is not None:
+                    self._trace(within.epoch, progress.step, batch.indices)
                 with self._timer.span("compute"):
                     self._learner.backward(batch)
-                    self._learner.update(self._rates.of_step(self._step, epoch - 1 + done / rounds, epoch_rate))
-                self._reducer.after_update(self._learner, batch is not None, sum(count > done for count in counts))
-                self._step += 1
+                    continuous = within.epoch - 1 + within.position / total
+                    self._learner.update(self._rates.of_step(progress.step, continuous, epoch_rate))
+                with_batch = sum(count > done for count in counts)
+                self._reducer.after_update(self._learner, batch is not None, with_batch)
+                progress.step += 1
+                within.position += with_batch if shared else 1
                 now = time.perf_counter()
-                if now - last_line >= self._log_interval and self._comm.rank == 0:
+                if now - last_line >= self._pace.log_interval and self._comm.rank == 0:
                     last_line = now
-                    scores.append(self._learner.take_scores())
-                    say(5, step_line(epoch, done + 1, rounds, scores[-1], now - started))
+                    self._scores.append(self._learner.take_scores())
+                    steps, complete = progress.step - within.first_step, within.position / total
+                    elapsed, per_step = within.elapsed + now - self._since, (now - started) / (done + 1)
+                    remaining = per_step * (rounds - done - 1)
+                    say(5, step_line(within.epoch, steps, self._scores[-1], per_step, elapsed, remaining, complete))
+                self._heed(within)
         self._reducer.end_of_epoch(self._learner)
-        scores.append(self._learner.take_scores())
-        return Scores.merged(self._comm.gather(Scores.merged(scores), name="train_scores")).means()
+        self._gather_scores(within)
+        self._count_seconds(within)
+        within.trained = True
 
-    def _agree_on_rounds(self, plan: Plan, own: int) -> list[int]:
-        """Collective. How many batches each rank has. Once an epoch; makes sure that all planned the same epoch."""
+    def _agree_on_rounds(self, plan: Plan, own: int, within: Within) -> list[int]:
+        """Collective. How many batches each rank has left. Makes sure that all planned the same epoch, and the same as before."""
         answers = self._comm.gather((own, plan.fingerprint()), name="plan")
+        made = [fingerprint for _, fingerprint in answers]
+        error: HvdtrainError | None = None
         if self._train.distribution == "shard":
-            others = [rank for rank, (_, fingerprint) in enumerate(answers) if fingerprint != answers[0][1]]
+            others = [rank for rank, fingerprint in enumerate(made) if fingerprint != made[0]]
             if others:
                 error = DataError(
                     f"{self._train.name}: expected the same sequences on all ranks, got others on rank {others[0]} "
                     "(are the files the same on all hosts?)"
                 )
-                error.on_every_rank = True
-                raise error
+            made = made[:1]
+        if within.fingerprints and within.fingerprints != made:
+            error = CheckpointError(
+                f"epoch {within.epoch}: expected the batches that it was begun with, got others after {within.position} of them "
+                "(go on with the data and the keys for batches that it was begun with, or remove the checkpoint within the epoch "
+                "to repeat the epoch from its beginning)"
+            )
+        if error is not None:
+            error.on_every_rank = True
+            raise error
+        within.fingerprints = made
         return [count for count, _ in answers]
 
-    def _evaluate(self, epoch: int, feed: Feed) -> dict[str, float]:
-        """Collective. The exact mean losses and errors over a whole dataset, dealt out to the ranks."""
-        share = feed.share(together(self._comm, lambda: feed.plan(epoch), name=f"plan_{feed.name}"))
-        with feed.read(share, epoch) as batches:
-            for number, batch in enumerate(batches):
-                self._watchdog.beat(f"epoch {epoch}, evaluation of {feed.name}, batch {number}")
-                self._learner.evaluate(batch)
-        parts = self._comm.gather(self._learner.take_scores(), name=f"scores.{feed.name}")
-        return Scores.merged(parts).means()
+    def _heed(self, within: Within) -> None:
+        """Collective. After every step of a training or an evaluation: save, stop or give up, where a rank wants that."""
+        wanted = self._ballot.step(self._wishes)
+        if wanted.report:
+            raise not_finite(self._comm, self._train.dataset, self._not_finite, within)
+        if wanted.stop or wanted.stop_by_hand:
+            self._stop(within, BY_CTRL_C if wanted.stop_by_hand else TO_BE_CONTINUED)
+        steps = self._pace.save_steps
+        if not within.trained and (wanted.save or (steps is not None and self._progress.step % steps == 0)):
+            self._save()
 
-    def _save(self, epoch: int) -> None:
-        """Collective. Rank 0 writes the checkpoint; where it fails, all ranks fail."""
-        self._watchdog.beat(f"epoch {epoch}, saving")
-        progress: dict[str, Any] = {"epoch": epoch, "step": self._step, "history": [asdict(record) for record in self._history]}
+    def _wishes(self) -> Wishes:
+        """What this rank wants."""
+        reason = self._interrupt.reason
+        by_hand = reason == "SIGINT"
+        due = self._is_save_due() and not self._asked_to_save  # once: it takes two exchanges until it is done
+        self._asked_to_save = self._asked_to_save or due
+        self._not_finite += self._learner.take_not_finite()
+        broken = self._pace.finite and bool(self._not_finite)
+        return Wishes(stop=int(reason is not None and not by_hand), stop_by_hand=int(by_hand), save=int(due), report=int(broken))
 
-        def write() -> str:
-            saved = self._checkpoints.save(epoch, lambda model, optimizer: self._learner.save(model, optimizer, progress))
-            return str(saved.model_file)
+    def _stop(self, within: Within, status: int) -> None:
+        """Collective. End with a checkpoint."""
+        reasons = self._comm.gather(self._interrupt.reason, name="reasons")
+        self._save()
+        reason = next(reason for reason in reasons if reason is not None)
+        done = f"after step {self._progress.step - within.first_step}" + (", in the evaluation" if within.trained else "")
+        stopped = Stopped(f"stopped by {reason} in epoch {within.epoch} {done}; the same command goes on from there", status)
+        stopped.on_every_rank = True
+        self._ballot.finish()
+        self._saver.finish()
+        raise stopped
 
-        self._learner.gather_state()
-        say(4, f"Save model under {on_rank_zero(self._comm, write, name='save')}")
+    def _save(self) -> None:
+        """Collective. Write a checkpoint, of an epoch under way together with its scores and seconds up to here."""
+        within = self._progress.within
+        if within is not None and not within.trained:
+            self._gather_scores(within)
+            self._count_seconds(within)
+        self._watchdog.beat(f"step {self._progress.step}, saving")
+        with self._timer.span("saving"):
+            self._saver.save(self._progress)
+        self._saved_when = time.monotonic()
+        self._asked_to_save = False
 
-    def _seconds(self, total: float) -> dict[str, float]:
-        """Where this rank's time went since the epoch began."""
-        seconds = self._timer.take()
-        return {**seconds, "rest": total - sum(seconds.values())}
+    def _is_save_due(self) -> bool:
+        """Whether rank 0, whose clock counts, finds the last checkpoint too old."""
+        minutes = self._pace.save_minutes
+        return minutes is not None and self._comm.rank == 0 and time.monotonic() - self._saved_when >= 60 * minutes
+
+    def _is_to_be_saved(self, epoch: int) -> bool:
+        is_last = epoch >= self._pace.num_epochs or self._pace.ends_early(self._progress.history) is not None
+        return epoch % self._pace.save_epochs == 0 or is_last
+
+    def _gather_scores(self, within: Within) -> None:
+        """Collective. Bring the ranks' scores together. Raises: TrainingError, where a loss was no finite number."""
+        own = Scores.merged([*self._scores, self._learner.take_scores()])
+        self._not_finite += self._learner.take_not_finite()
+        parts = self._comm.gather((own, bool(self._not_finite)), name="train_scores")
+        within.scores = Scores.merged([within.scores, *(scores for scores, _ in parts)]).compact()
+        self._scores = []
+        if self._pace.finite and any(broken for _, broken in parts):
+            raise not_finite(self._comm, self._train.dataset, self._not_finite, within)
+
+    def _count_seconds(self, within: Within) -> None:
+        """Add the seconds since the last time to the epoch's."""
+        now = time.perf_counter()
+        within.elapsed += now - self._since
+        self._since = now
+        # Steps as the device saw them, collectives included, and the averaging of parameters between them.
+        synced = self._timer.seconds.get("parameter sync", 0.0)
+        within.computing += self._learner.take_step_seconds() + synced - self._synced
+        self._synced = synced
+
+    def _seconds(self, started: float) -> list[Mapping[str, float]]:
+        """Collective. Where each rank's time went since it began with the epoch, or went on with it."""
+        seconds = dict(self._timer.seconds)
+        rest = time.perf_counter() - started - sum(seconds.values())
+        return self._comm.gather({**seconds, "rest": rest}, name="seconds")
 
 
-def step_line(epoch: int, done: int, rounds: int, scores: Scores, elapsed: float) -> str:
-    """A line about the steps since the last one, in RETURNN's words."""
-    remaining = elapsed / done * (rounds - done)
+def step_line(epoch: int, steps: int, scores: Scores, per_step: float, elapsed: float, remaining: float, complete: float) -> str:
+    """A line about the steps since the last one, in RETURNN's words.
+
+    Args:
+        per_step, elapsed, remaining: seconds.
+        complete: how much of the epoch is done, from 0 to 1.
+    """
     return (
-        f"train epoch {epoch}, step {done}, {text(scores.means())}, {elapsed / done:.3f} sec/step, "
-        f"elapsed {clock_text(elapsed)}, exp. remaining {clock_text(remaining)}, complete {done / rounds:.2%}"
+        f"train epoch {epoch}, step {steps}, {text(scores.means())}, {per_step:.3f} sec/step, "
+        f"elapsed {clock_text(elapsed)}, exp. remaining {clock_text(remaining)}, complete {complete:.2%}"
     )

@@ -10,9 +10,11 @@ class HvdtrainError(Exception):
 
     Attributes:
         on_every_rank: all ranks raised the same error together, so one of them is enough to show it.
+        status: the program's exit status.
     """
 
     on_every_rank = False
+    status = 2
 
     def of_rank(self, rank: int) -> HvdtrainError:
         """The same error, telling that only this rank saw it."""
@@ -43,9 +45,15 @@ class CheckpointError(HvdtrainError):
     """A checkpoint that is missing, damaged or of another model. The message names the file."""
 
 
+class TrainingError(HvdtrainError):
+    """A training that cannot go on: a loss is no number."""
+
+
 class LaunchError(HvdtrainError):
     """How the processes were started, or what is installed to connect them."""
 
 
 class PeerFailure(HvdtrainError):
     """Another rank failed: this one was waiting for it and has nothing to report of its own."""
+
+    status = 1

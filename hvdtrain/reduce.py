@@ -7,17 +7,21 @@ neither a transport nor a framework.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, TypeVar
 
 from hvdtrain.comm.base import Communicator, Op, Tensor, all_reduce
 from hvdtrain.comm.keys import TorchDistributedKeys
 from hvdtrain.config.keys import key, positive
-from hvdtrain.learner.base import Learner
+from hvdtrain.learner.base import Kind, Learner, Part
 from hvdtrain.timer import Timer
 
 T = TypeVar("T")
+
+AVERAGED: tuple[Kind, ...] = ("parameters", "statistics")
+"""What is averaged where parameters are; counters are taken from rank 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +108,22 @@ class Reducer(Protocol):
         """Make the model the same on all ranks."""
         ...
 
+    def differing(self) -> tuple[Part, ...]:
+        """What may differ between the ranks at this moment, so that a checkpoint needs every rank's own."""
+        ...
+
+    def averaged(self, learner: Learner) -> AbstractContextManager[None]:
+        """Collective. Inside the `with` block the model is what the ranks have in common; behind it, what it was before."""
+        ...
+
+    def state(self) -> dict[str, int]:
+        """What this rank has to remember to go on as if it had not been stopped."""
+        ...
+
+    def restore(self, state: dict[str, int]) -> None:
+        """Go on from what `state` returned."""
+        ...
+
 
 class GradReduce:
     """Every step, gradients are summed (or averaged) over the ranks, and every rank applies the same update."""
@@ -133,6 +153,18 @@ class GradReduce:
         with self._timer.span("parameter sync"):
             _average_buffers(self._comm, learner, self._weights)
         self._weights.reset()
+
+    def differing(self) -> tuple[Part, ...]:
+        return ("statistics", "counters") if self._weights.rounds else ()
+
+    def averaged(self, learner: Learner) -> AbstractContextManager[None]:
+        return _averaged(self._comm, learner, self._weights, self.differing())
+
+    def state(self) -> dict[str, int]:
+        return self._weights.state()
+
+    def restore(self, state: dict[str, int]) -> None:
+        self._weights.restore(state)
 
 
 class ParamAverage:
@@ -175,6 +207,21 @@ class ParamAverage:
         if self._weights.rounds:
             self._synchronize(learner)
 
+    def differing(self) -> tuple[Part, ...]:
+        always: tuple[Part, ...] = ("optimizer",)  # its state is never averaged
+        return ("parameters", "statistics", "counters", *always) if self._weights.rounds else always
+
+    def averaged(self, learner: Learner) -> AbstractContextManager[None]:
+        return _averaged(self._comm, learner, self._weights, self.differing())
+
+    def state(self) -> dict[str, int]:
+        return {**self._weights.state(), "every": self._every}
+
+    def restore(self, state: dict[str, int]) -> None:
+        self._weights.restore(state)
+        if self._seconds is not None:
+            self._every = state["every"]
+
     def _synchronize(self, learner: Learner) -> None:
         with self._timer.span("parameter sync"):
             rounds = self._weights.rounds
@@ -205,6 +252,12 @@ class _Weights:
         self._own += int(has_batch)
         self._all += ranks_with_batch
 
+    def state(self) -> dict[str, int]:
+        return {"rounds": self.rounds, "own": self._own, "all": self._all}
+
+    def restore(self, state: dict[str, int]) -> None:
+        self.rounds, self._own, self._all = state["rounds"], state["own"], state["all"]
+
     def factor(self) -> float:
         """What this rank's values are multiplied by before they are averaged; exactly 1 where all did equally much."""
         return self._own * self._size / self._all if self._all else 1.0
@@ -220,6 +273,23 @@ def _average_buffers(comm: Communicator, learner: Learner, weights: _Weights) ->
     """Collective. Floating buffers are averaged, integer ones taken from rank 0."""
     learner.map_tensors("statistics", lambda tensors: _average(comm, tensors, weights, "statistics"))
     learner.map_tensors("counters", lambda tensors: comm.broadcast(tensors, name="counters"))
+
+
+@contextmanager
+def _averaged(comm: Communicator, learner: Learner, weights: _Weights, parts: Sequence[Part]) -> Iterator[None]:
+    """Collective. Average what differs, and give every rank its own back afterwards. (Counters are rank 0's anyhow.)"""
+    kinds: list[Kind] = [kind for kind in AVERAGED if kind in parts]
+    own: dict[Kind, list[Tensor]] = {}
+
+    def average(kind: Kind, tensors: list[Tensor]) -> list[Tensor]:
+        own[kind] = [tensor * 1 for tensor in tensors]  # copies
+        return _average(comm, tensors, weights, f"saved.{kind}")
+
+    for kind in kinds:
+        learner.map_tensors(kind, lambda tensors, kind=kind: average(kind, tensors))  # type: ignore[misc]
+    yield
+    for kind in kinds:
+        learner.map_tensors(kind, lambda _, kind=kind: own[kind])  # type: ignore[misc]
 
 
 def scale_learning_rate(learning_rate: float, rule: bool | str, size: int) -> float:

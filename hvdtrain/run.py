@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from pathlib import Path
 
 from hvdtrain.checkpoint import CheckpointFolder
+from hvdtrain.cleanup import parse_rule
 from hvdtrain.comm import launch
-from hvdtrain.comm.base import Communicator, together
+from hvdtrain.comm.base import Communicator, on_rank_zero, together
 from hvdtrain.comm.current import connected
 from hvdtrain.comm.patience import patiently
 from hvdtrain.comm.single import SingleCommunicator
@@ -26,20 +28,27 @@ from hvdtrain.data.sizes import parse_size, parse_sizes, size_text
 from hvdtrain.data.sources import DatasetSpec, Means, open_dataset
 from hvdtrain.data.unchanged import Unchanged
 from hvdtrain.effective import effective
-from hvdtrain.engine import Engine, Rates
+from hvdtrain.ending import ends_early
+from hvdtrain.engine import Engine, Pace, Rates
 from hvdtrain.errors import DataError, HvdtrainError, LaunchError
-from hvdtrain.learner.base import Kind, Learner, as_function
+from hvdtrain.interrupt import Interrupt
+from hvdtrain.learner.base import Learner, as_function
 from hvdtrain.log import open_log, say
+from hvdtrain.preload import parse_preloads
 from hvdtrain.reduce import GradReduce, ParamAverage, ReduceKeys, Reducer, scale_learning_rate
 from hvdtrain.report.epoch import Reporter
 from hvdtrain.report.json_lines import JsonLines
 from hvdtrain.report.start import Start, note_start
 from hvdtrain.report.trackers import TensorBoard, Tracker
+from hvdtrain.saving import Saver
 from hvdtrain.schedule.file import LearningRateFile
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.schedule.rates import epoch_learning_rate
 from hvdtrain.settings import Settings
+from hvdtrain.start import StartKeys, start_of_training
+from hvdtrain.state import Progress
 from hvdtrain.timer import Timer
+from hvdtrain.trace import Note, Trace, TraceKeys, no_trace, num_runs
 from hvdtrain.version import __version__
 from hvdtrain.watchdog import Watchdog
 
@@ -47,8 +56,6 @@ MEMORY_SHARE = 0.8
 """How much of the memory that a host has left its ranks may fill with what they read, together."""
 
 NO_COPIES: Mapping[str, str] = {}
-
-WHAT_A_MODEL_IS: tuple[Kind, ...] = ("parameters", "frozen", "statistics", "counters")
 
 
 def train(settings: Settings) -> None:
@@ -61,7 +68,8 @@ def train_with(comm: Communicator, settings: Settings) -> Learner:
     """Collective. Train on ranks that are connected already; return what was trained. Raises: HvdtrainError."""
     together(comm, lambda: open_log(settings.log, comm.rank, comm.size), name="open_log")
     timer = Timer()
-    with Watchdog(settings.run.watchdog_timeout, comm.rank) as watchdog, ExitStack() as stack:
+    interrupt = Interrupt(settings.interrupt.seconds)
+    with interrupt, Watchdog(settings.run.watchdog_timeout, comm.rank) as watchdog, ExitStack() as stack:
         if (callback := as_function(settings.run.startup_callback, "startup_callback")) is not None:
             watchdog.beat("startup_callback")
             callback()
@@ -72,31 +80,81 @@ def train_with(comm: Communicator, settings: Settings) -> Learner:
         reducer = open_reducer(settings.reduce, comm, timer)
         learner = together(comm, lambda: build_learner(settings, reducer, comm), name="build_learner")
         watchdog.beat("loading and sharing the weights")
-        checkpoints = CheckpointFolder(Path(settings.run.model))
-        history, step = resume(comm, learner, checkpoints)
-        announce(settings, comm, learner, feeds, history)
-        reporters = together(
-            comm, lambda: open_reporters(settings, history, step) if comm.rank == 0 else [], name="open_reporters"
-        )
-        Engine(
+        checkpoints = CheckpointFolder(Path(settings.run.model), learner.file_suffix)
+        saver = Saver(
             comm,
             learner,
             reducer,
-            feeds[0],
-            feeds[1:],
-            open_rates(settings, comm.size),
             checkpoints,
-            reporters,
-            timer,
-            watchdog,
-            history=history,
-            step=step,
-            num_epochs=settings.run.num_epochs,
-            log_interval=settings.log.log_interval,
-        ).run()
+            feeds[0].distribution,
+            cleanup=parse_rule(settings.saving.cleanup_old_models),
+            background=ThreadPoolExecutor(1, "saving") if settings.saving.save_in_background else None,
+        )
+        progress = resume(comm, saver, checkpoints, settings.start)
+        pace = open_pace(settings)
+        announce(settings, comm, learner, feeds, progress, pace)
+        if not is_done(progress, pace):
+            reporters = together(
+                comm, lambda: open_reporters(settings, progress) if comm.rank == 0 else [], name="open_reporters"
+            )
+            Engine(
+                comm,
+                learner,
+                reducer,
+                feeds[0],
+                feeds[1:],
+                open_rates(settings, comm.size),
+                saver,
+                reporters,
+                timer,
+                watchdog,
+                interrupt,
+                progress=progress,
+                pace=pace,
+                trace=open_trace(comm, settings.trace, progress),
+            ).run()
         for feed in feeds:
             feed.dataset.close()
     return learner
+
+
+def open_pace(settings: Settings) -> Pace:
+    """When to save, to tell, and to end."""
+    measure = settings.newbob.learning_rate_control_error_measure
+    return Pace(
+        num_epochs=settings.run.num_epochs,
+        ends_early=lambda history: ends_early(settings.ending, history, measure),
+        save_epochs=settings.saving.save_interval,
+        save_steps=settings.saving.save_interval_steps,
+        save_minutes=settings.saving.save_interval_minutes,
+        log_interval=settings.log.log_interval,
+        finite=settings.ending.stop_on_nonfinite_train_score,
+    )
+
+
+def open_trace(comm: Communicator, keys: TraceKeys, progress: Progress) -> Note:
+    """Collective. Where to write down what is trained on."""
+    if keys.trace_sequences is None:
+        return no_trace
+    prefix = Path(keys.trace_sequences)
+    run = on_rank_zero(comm, lambda: num_runs(prefix), name="trace")
+    return Trace(prefix, run, comm.rank, progress.step)
+
+
+def open_reporters(settings: Settings, progress: Progress) -> list[Reporter]:
+    """Who is told of finished epochs. Raises: ConfigError."""
+    folder = Path(settings.run.model).parent
+    lines = JsonLines(folder / "scores.jsonl")
+    lines.go_on(progress.epoch, progress.report)
+    reporters: list[Reporter] = [lines]
+    if settings.schedule.learning_rate_file is not None:
+        reporters.append(LearningRateFile(Path(settings.schedule.learning_rate_file), progress.history))
+    if settings.trackers.use_tensorboard:
+        reporters.append(TensorBoard(folder / "tensorboard", progress.step))
+    track_epoch = as_function(settings.trackers.track_epoch, "track_epoch")
+    if track_epoch is not None:
+        reporters.append(Tracker(track_epoch))
+    return reporters
 
 
 @contextmanager
@@ -167,8 +225,10 @@ def copy_data(settings: Settings, comm: Communicator, watchdog: Watchdog, at_the
     return copies
 
 
-def open_feeds(settings: Settings, comm: Communicator, copies: Mapping[str, str] = NO_COPIES) -> list[Feed]:
-    """Open the datasets, train first; those of their files that have copies are read from these. Raises: DataError."""
+def open_some(
+    settings: Settings, comm: Communicator, specs: Iterable[DatasetSpec], copies: Mapping[str, str] = NO_COPIES
+) -> list[Feed]:
+    """Open datasets; those of their files that have copies are read from these. Raises: DataError."""
     sizes = parse_sizes(settings.data.cache_size)
     memory = host_memory() if any(size != 0 for size in sizes) else None
     host = Budget(None if memory is None else int(MEMORY_SHARE * memory) // comm.local_size)
@@ -196,7 +256,12 @@ def open_feeds(settings: Settings, comm: Communicator, copies: Mapping[str, str]
             budget=budget,
         )
 
-    feeds = [feed(spec) for spec in (settings.train, *settings.evaluations)]
+    return [feed(spec) for spec in specs]
+
+
+def open_feeds(settings: Settings, comm: Communicator, copies: Mapping[str, str] = NO_COPIES) -> list[Feed]:
+    """Open the datasets of a training, train first. Raises: DataError."""
+    feeds = open_some(settings, comm, (settings.train, *settings.evaluations), copies)
     for other in feeds[1:]:
         missing = [key for key in feeds[0].dataset.streams if key not in other.dataset.streams]
         if missing:
@@ -243,37 +308,44 @@ def build_learner(settings: Settings, reducer: Reducer, comm: Communicator) -> L
     )
 
 
-def resume(comm: Communicator, learner: Learner, checkpoints: CheckpointFolder) -> tuple[list[EpochRecord], int]:
-    """Collective. Go back to the last finished epoch, if there is one, and make the model the same on all ranks.
+def resume(comm: Communicator, saver: Saver, checkpoints: CheckpointFolder, keys: StartKeys) -> Progress:
+    """Collective. Load what training starts from, and make the model the same on all ranks.
 
     Raises:
-        CheckpointError: a rank cannot read the checkpoint that rank 0 found.
+        CheckpointError: what was asked for is not there, or a rank cannot read it.
     """
-    newest = comm.gather(checkpoints.newest(), name="newest_checkpoint")[0]
-    history: list[EpochRecord] = []
-    step = 0
-    if newest is not None:
-        progress = together(comm, lambda: learner.load(newest.model_file, newest.optimizer_file), name="load_checkpoint")
-        history = [EpochRecord(**record) for record in progress["history"]]
-        step = progress["step"]
-        say(3, f"Loaded {newest.model_file}: training goes on after epoch {newest.epoch}, step {step}.")
-    for kind in WHAT_A_MODEL_IS:
-        learner.map_tensors(kind, lambda tensors, kind=kind: comm.broadcast(tensors, name=f"initial_{kind}"))  # type: ignore[misc]
-    return history, step
+    start = on_rank_zero(comm, lambda: start_of_training(keys, checkpoints), name="start")
+    if start.remark is not None:
+        say(2, start.remark)
+    progress = Progress()
+    if start.checkpoint is not None:
+        progress = saver.load(start.checkpoint)
+        say(3, f"Loaded {start.checkpoint.model_file}: training goes on {where(progress)}.")
+    elif start.model_file is not None:
+        progress = saver.load_model(start.model_file, start.epoch)
+        say(3, f"Loaded {start.model_file}: training goes on {where(progress)}.")
+    fresh = start.checkpoint is None
+    saver.preload([one for one in parse_preloads(keys.preload_from_files) if one.is_due(training=True, fresh=fresh)])
+    if fresh:
+        saver.share()
+    return progress
 
 
-def open_reporters(settings: Settings, history: list[EpochRecord], step: int) -> list[Reporter]:
-    """Who is told of finished epochs. Raises: ConfigError."""
-    folder = Path(settings.run.model).parent
-    reporters: list[Reporter] = [JsonLines(folder / "scores.jsonl")]
-    if settings.schedule.learning_rate_file is not None:
-        reporters.append(LearningRateFile(Path(settings.schedule.learning_rate_file), history))
-    if settings.trackers.use_tensorboard:
-        reporters.append(TensorBoard(folder / "tensorboard", step))
-    track_epoch = as_function(settings.trackers.track_epoch, "track_epoch")
-    if track_epoch is not None:
-        reporters.append(Tracker(track_epoch))
-    return reporters
+def where(progress: Progress) -> str:
+    """Where training stands, in words."""
+    within = progress.within
+    if within is None:
+        return f"after epoch {progress.epoch}, step {progress.step}"
+    if within.trained:
+        return f"with the evaluation of epoch {within.epoch}"
+    return f"in epoch {within.epoch}, after its step {progress.step - within.first_step}"
+
+
+def is_done(progress: Progress, pace: Pace) -> bool:
+    """Whether there is nothing left to train."""
+    if progress.within is not None:
+        return progress.within.epoch > pace.num_epochs
+    return progress.epoch >= pace.num_epochs or pace.ends_early(progress.history) is not None
 
 
 def open_rates(settings: Settings, size: int) -> Rates:
@@ -300,7 +372,7 @@ def open_rates(settings: Settings, size: int) -> Rates:
     return Rates(of_epoch, of_step)
 
 
-def announce(settings: Settings, comm: Communicator, learner: Learner, feeds: list[Feed], history: list[EpochRecord]) -> None:
+def announce(settings: Settings, comm: Communicator, learner: Learner, feeds: list[Feed], progress: Progress, pace: Pace) -> None:
     """Collective. Say what is about to happen: ranks, data, batches, the rule for the learning rate. Raises: DataError."""
     started = launch.launch()
     hosts = comm.gather((socket.gethostname(), learner.device_name), name="hosts")
@@ -315,7 +387,7 @@ def announce(settings: Settings, comm: Communicator, learner: Learner, feeds: li
         )
     if launch.is_bound() and launch.cores() == 1:
         say(2, "this rank is bound to a single core of several; mpirun --bind-to none lets it use more")
-    first = history[-1].epoch + 1 if history else 1
+    first = progress.epoch + 1
 
     def data_lines() -> list[tuple[int, str]]:
         lines = [line for feed in feeds for line in feed_lines(feed, comm.local_size)]
@@ -334,8 +406,9 @@ def announce(settings: Settings, comm: Communicator, learner: Learner, feeds: li
     if comm.rank == 0:
         in_effect = {key.name: (key.value, key.origin) for key in effective(settings)}
         note_start(Path(settings.run.model).parent, Start(hosts, in_effect, first, learner.num_parameters))
-    if history and history[-1].epoch >= settings.run.num_epochs:
-        say(3, f"Already trained until final epoch {history[-1].epoch}, nothing to do.")
+    if is_done(progress, pace):
+        early = pace.ends_early(progress.history)
+        say(3, f"Already trained until final epoch {progress.epoch}, nothing to do{f': {early}' if early else ''}.")
 
 
 def _how(keys: ReduceKeys) -> str:

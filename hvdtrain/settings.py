@@ -17,21 +17,36 @@ from hvdtrain.data.order import OrderKeys, is_random
 from hvdtrain.data.plan import BatchKeys
 from hvdtrain.data.sizes import parse_sizes
 from hvdtrain.data.sources import KINDS, DatasetSpec, parse
+from hvdtrain.ending import EndingKeys
 from hvdtrain.errors import ConfigError
+from hvdtrain.forward import ForwardKeys
+from hvdtrain.interrupt import InterruptKeys
 from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.log import LogKeys
 from hvdtrain.reduce import ReduceKeys
 from hvdtrain.report.trackers import TrackerKeys
+from hvdtrain.saving import SavingKeys
 from hvdtrain.schedule.newbob import NewbobKeys
 from hvdtrain.schedule.rates import ScheduleKeys
 from hvdtrain.schedule.steps import StepSchedule, make_schedule
+from hvdtrain.start import StartKeys
+from hvdtrain.trace import TraceKeys
+
+
+def _is_task(value: str) -> bool:
+    return value in ("train", "eval", "forward", "search", "cleanup_old_models") or value.startswith("config:")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunKeys:
     """The run as a whole."""
 
-    task: Literal["train"] = key("train", "what to do")
+    task: str = key(
+        "train",
+        "what to do: train; eval (dev, eval, eval_datasets); forward or search (forward_data, search_data); cleanup_old_models; "
+        "or config:NAME, which calls the config's function NAME",
+        Rule("one of train, eval, forward, search, cleanup_old_models, config:NAME", _is_task),
+    )
     backend: Literal["torch"] = key("torch", "the framework of get_model and train_step")
     model: str = key(REQUIRED, "where checkpoints go: the beginning of their names, such as exp/g2p/model")
     num_epochs: int = key(5, "train up to this epoch", positive)
@@ -70,6 +85,8 @@ class DataKeys:
         Rule("sizes such as 0, '512M', -1, or up to three of them", _are_sizes),
     )
     eval_datasets: dict[str, Any] = key({}, "further datasets by name, evaluated after every epoch")
+    forward_data: Any = key(None, "task forward: the data; None: eval")
+    search_data: Any = key(None, "task search: the data; None: forward_data, or eval")
 
 
 SECTIONS: tuple[type, ...] = (
@@ -82,9 +99,15 @@ SECTIONS: tuple[type, ...] = (
     ScheduleKeys,
     NewbobKeys,
     ReduceKeys,
+    StartKeys,
+    SavingKeys,
+    InterruptKeys,
+    EndingKeys,
+    ForwardKeys,
     LaunchKeys,
     LogKeys,
     TrackerKeys,
+    TraceKeys,
 )
 DICTS: dict[str, type] = {"torch_distributed": TorchDistributedKeys}
 """Keys that are dicts with declared entries."""
@@ -128,12 +151,20 @@ class Settings:
     newbob: NewbobKeys
     step_schedule: StepSchedule | None
     reduce: ReduceKeys
+    start: StartKeys
+    saving: SavingKeys
+    interrupt: InterruptKeys
+    ending: EndingKeys
+    forwarding: ForwardKeys
     launch: LaunchKeys
     torch_distributed: TorchDistributedKeys | None
     log: LogKeys
     trackers: TrackerKeys
+    trace: TraceKeys
     train: DatasetSpec
     evaluations: tuple[DatasetSpec, ...]
+    forward: DatasetSpec | None
+    function: Callable[[], Any] | None
     origins: Mapping[str, str]
     """By key, where its value comes from; a key that nobody set is not there."""
 
@@ -172,6 +203,8 @@ def check(source: Source, names: list[str]) -> Settings:
         step_schedule, more = make_schedule(built[ScheduleKeys].learning_rate_schedule, built[RunKeys].num_epochs)
         problems += more
     specs: list[DatasetSpec] = []
+    forward: DatasetSpec | None = None
+    function: Callable[[], Any] | None = None
     if built[DataKeys] is not None:
         specs, more = _datasets(built[DataKeys])
         problems += more
@@ -179,6 +212,14 @@ def check(source: Source, names: list[str]) -> Settings:
     if built[ReduceKeys] is not None and built[LaunchKeys] is not None:
         torch_distributed, more = _torch_distributed(built, origins)
         problems += more
+    if built[RunKeys] is not None and built[DataKeys] is not None:
+        task = built[RunKeys].task
+        forward, more = _forward_data(built[DataKeys], task)
+        problems += more
+        if task.startswith("config:"):
+            function = source.values.get(task.removeprefix("config:"))
+            if not callable(function):
+                problems.append(f"task: expected config:NAME with the name of a function in the config, got {task!r}")
     reduce: ReduceKeys | None = built[ReduceKeys]
     problems += _of_torch_only(built)
     if reduce is not None and reduce.horovod_dataset_distribution == "random_seed_offset" and specs:
@@ -200,12 +241,20 @@ def check(source: Source, names: list[str]) -> Settings:
         newbob=built[NewbobKeys],
         step_schedule=step_schedule,
         reduce=built[ReduceKeys],
+        start=built[StartKeys],
+        saving=built[SavingKeys],
+        interrupt=built[InterruptKeys],
+        ending=built[EndingKeys],
+        forwarding=built[ForwardKeys],
         launch=built[LaunchKeys],
         torch_distributed=torch_distributed,
         log=built[LogKeys],
         trackers=built[TrackerKeys],
+        trace=built[TraceKeys],
         train=specs[0],
         evaluations=tuple(specs[1:]),
+        forward=forward,
+        function=function,
         origins={name: origin for name, origin in origins.items() if name in names},
     )
 
@@ -268,3 +317,14 @@ def _datasets(keys: DataKeys) -> tuple[list[DatasetSpec], list[str]]:
             specs += [spec] if spec is not None else []
     order = [*named, *keys.eval_datasets]
     return sorted(specs, key=lambda spec: order.index(spec.name)), problems
+
+
+def _forward_data(keys: DataKeys, task: str) -> tuple[DatasetSpec | None, list[str]]:
+    """What to forward or search, where that is the task, and the problems with it."""
+    if task not in ("forward", "search"):
+        return None, []
+    given = {"search_data": keys.search_data if task == "search" else None, "forward_data": keys.forward_data, "eval": keys.eval}
+    for name, value in given.items():
+        if value is not None:
+            return parse(name, value, {"seq_ordering": "sorted_reverse"})
+    return None, [f"{task}_data: expected a dataset dict or HDF files for the task {task}, got None"]

@@ -1,16 +1,11 @@
 """A stopped training goes on after its last finished epoch and ends with the same weights."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
-from launching import ROOT, TOY, hvdtrain
+from launching import TOY, hvdtrain
 
 
 def final(folder: Path, epoch: int) -> dict[str, torch.Tensor]:
@@ -45,33 +40,8 @@ def test_three_epochs_in_one_go_or_in_two(corpus: Path, tmp_path: Path, ranks: i
         "model.003.opt.pt",
         "model.003.pt",
         "scores.jsonl",
+        "starts.jsonl",
     ]
-
-
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
-def test_stopped_in_the_middle_and_continued(corpus: Path, tmp_path: Path, how: signal.Signals) -> None:
-    overrides = {"corpus": corpus, "num_epochs": 400, "learning_rate": 1e-4, "model": tmp_path / "stopped" / "model"}
-    command = [sys.executable, "-m", "hvdtrain", str(TOY)]
-    for name, value in overrides.items():
-        command += [f"++{name}", str(value)]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "stopped" / "model.002.pt").exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    os.kill(process.pid, how)
-    _, err = process.communicate(timeout=30)
-    if how == signal.SIGINT:
-        assert process.returncode == 130
-        assert "interrupted; the same command goes on after the last finished epoch" in err
-        assert "Traceback" not in err
-    saved = max(int(path.name.split(".")[1]) for path in (tmp_path / "stopped").glob("model.???.pt"))
-    until = saved + 2
-    continued = hvdtrain(TOY, {**overrides, "num_epochs": until})
-    assert continued.status == 0, continued.err
-    assert f"training goes on after epoch {saved}" in continued.out
-    whole = hvdtrain(TOY, {**overrides, "num_epochs": until, "model": tmp_path / "whole" / "model"})
-    assert whole.status == 0
-    assert_same(final(tmp_path / "stopped", until), final(tmp_path / "whole", until))
 
 
 def test_a_checkpoint_of_another_model_or_a_damaged_one_is_refused(corpus: Path, tmp_path: Path) -> None:

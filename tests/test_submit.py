@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from contextlib import redirect_stderr, redirect_stdout
-from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
 
@@ -158,7 +157,6 @@ def test_the_plain_script_trains(corpus: Path, tmp_path: Path) -> None:
     assert (tmp_path / "model.001.pt").exists()
 
 
-@pytest.mark.skipif(find_spec("hvdtrain.interrupt") is None, reason="the trainer does not stop on signals yet")
 def test_the_plain_script_stops_with_a_checkpoint(corpus: Path, tmp_path: Path) -> None:
     """SIGTERM to the script, as from a host that shuts down, becomes what mpirun passes on; the script's status is 75."""
     submit(

@@ -82,9 +82,11 @@ class Feed:
         """How many sequences a plan goes through, each cut into chunks or not."""
         return len(plan.order) if self.chunks is None else int((self.chunks.numbers[plan.order] == 0).sum())
 
-    def share(self, plan: Plan) -> list[Array]:
-        """This rank's batches of a plan, as indices of sequences (or of chunks)."""
-        return plan.share(self.rank, self.size) if self.distribution == "shard" else plan.share(0, 1)
+    def share(self, plan: Plan, position: int = 0) -> list[Array]:
+        """This rank's batches of a plan, as indices of sequences (or of chunks), without those up to a position: the number
+        of batches that all ranks did together; each rank for itself where every rank goes through all data.
+        """
+        return plan.share(self.rank, self.size, position) if self.distribution == "shard" else plan.share(0, 1, position)
 
     def read(self, share: list[Array], epoch: int) -> ReadAhead[Batch]:
         """The batches themselves, as they are in an epoch, read in the background."""

@@ -95,7 +95,7 @@ class Workers(Generic[Question]):
         for process in self._processes:
             process.join(timeout=5)
             if process.is_alive():
-                process.terminate()
+                process.kill()
         self._pipes, self._processes = [], []
 
     def _ask(self, worker: int, question: Question) -> None:
@@ -122,7 +122,9 @@ class WorkerDied(RuntimeError):
 
 def _answer(work: Callable[[Any], Any], pipe: Connection, inherited: list[Connection]) -> None:
     """A worker's life. It ends when nobody can ask any more."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the first one ends the others
+    # What stops a training reaches all its processes; the first one saves and then ends the others.
+    for stopping in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(stopping, signal.SIG_IGN)
     for other in inherited:  # while this process held the others' ends, they would not notice that nobody asks
         other.close()
     while True:

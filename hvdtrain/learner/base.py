@@ -2,19 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from hvdtrain.comm.base import Tensor
 from hvdtrain.config.keys import REQUIRED, key, positive
-from hvdtrain.data.types import Batch
+from hvdtrain.data.types import Array, Batch
 from hvdtrain.errors import ConfigError
 from hvdtrain.scores import Scores
 
 Kind = Literal["parameters", "frozen", "statistics", "counters"]
 """Trainable parameters; those that are not trained; floating buffers such as BatchNorm's running mean; integer buffers."""
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""By name, the shape of a parameter or buffer."""
+
+Part = Kind | Literal["optimizer"]
+"""What a rank may have to save of its own, as it differs between ranks."""
+
+
+@dataclass(frozen=True)
+class NotFinite:
+    """A loss of a training step that is no finite number.
+
+    Attributes:
+        step: updates done before it in the whole training.
+        indices: the batch's sequences in the dataset.
+        parameters: names of those that held such numbers when the loss was looked at: on a CPU before the step's update.
+    """
+
+    step: int
+    loss: str
+    value: float
+    indices: tuple[int, ...]
+    parameters: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +50,9 @@ class LearnerKeys:
     train_step: Callable[..., Any] | str = key(
         REQUIRED, "function (*, model, extern_data, **_) that marks the losses of a batch; used for evaluation, too"
     )
+    forward_step: Callable[..., Any] | str | None = key(
+        None, "task forward or search: function (*, model, extern_data, **_) that marks a batch's outputs"
+    )
     optimizer: dict[str, Any] | str | Callable[..., Any] = key(
         {"class": "adam"}, "the optimizer's class by name and its options, or a function (parameters) that returns one"
     )
@@ -34,6 +60,12 @@ class LearnerKeys:
         None, "scale gradients down to this global norm, after they were reduced over the ranks", positive
     )
     gradient_clip: float | None = key(None, "cut every gradient element off at plus or minus this, after the reduction", positive)
+    num_allowed_consec_invalid_gradient_steps: int | None = key(
+        None,
+        "leave an update out, on all ranks together, when a gradient is no finite number after the reduction, and end when more "
+        "than so many follow each other; None: none is left out",
+        positive,
+    )
     sync_batch_norm: bool = key(
         False, "let the statistics of BatchNorm be those of all ranks' batches together (with horovod_reduce_type 'grad')"
     )
@@ -56,8 +88,11 @@ class Learner(Protocol):
     `backward` and `update` are collective where the reducer is: all ranks call them equally often.
     """
 
+    model: Any
     num_parameters: int
     device_name: str
+    file_suffix: str
+    """Of checkpoints: 'pt' for PyTorch."""
 
     def begin_epoch(self, epoch: int, step: int) -> None:
         """Be told where training stands: the epoch from 1, and the updates done so far."""
@@ -73,6 +108,14 @@ class Learner(Protocol):
 
     def evaluate(self, batch: Batch) -> None:
         """Compute a batch's losses and errors, changing nothing."""
+        ...
+
+    def forward(self, batch: Batch) -> list[dict[str, Array]]:
+        """What the config's forward_step marks as outputs, by name, for every sequence of a batch.
+
+        Raises:
+            ConfigError: it marks none, or something that has not one entry for every sequence.
+        """
         ...
 
     def take_scores(self) -> Scores:
@@ -91,12 +134,53 @@ class Learner(Protocol):
         """Collective. To be called before `save`, which only one rank calls: bring together what the ranks hold apart."""
         ...
 
-    def save(self, model_file: Path, optimizer_file: Path, progress: dict[str, Any]) -> None:
-        """Write the model with `progress` beside it, and what else the optimizer needs to go on."""
+    def save(self, model_file: Path, optimizer_file: Path, progress: dict[str, Any], state: Any | None = None) -> None:
+        """Write the model with `progress` beside it, and what else the optimizer needs to go on.
+
+        Args:
+            state: write what `copied` returned instead of what is there now; from any thread.
+        """
         ...
 
-    def load(self, model_file: Path, optimizer_file: Path) -> dict[str, Any]:
-        """Read what `save` wrote; return the progress. Raises: CheckpointError."""
+    def copied(self) -> Any:
+        """A copy of everything that `save` writes, in memory that training leaves alone."""
+        ...
+
+    def load(self, model_file: Path, optimizer_file: Path | None) -> dict[str, Any]:
+        """Read what `save` wrote, or another program in the same format; return what is there beside the model.
+
+        Without a file for the optimizer only the model is read. Code in the files is never run. Raises: CheckpointError.
+        """
+        ...
+
+    def preload(self, file: Path, entry: str | None, chosen: Callable[[Shapes, Shapes], dict[str, str]]) -> None:
+        """Take parameters and buffers over from a file, if there is such an entry, from that entry of it.
+
+        Args:
+            chosen: is told our names and shapes and the file's; returns the file's name by our name.
+
+        Raises:
+            CheckpointError: the file cannot be read.
+        """
+        ...
+
+    def save_own(self, file: Path, parts: Sequence[Part]) -> None:
+        """Write this rank's own tensors of some kinds, and its optimizer's state where that is among the parts."""
+        ...
+
+    def load_own(self, file: Path) -> None:
+        """Read what `save_own` wrote. Raises: CheckpointError."""
+        ...
+
+    def numbers(self, values: Sequence[float]) -> Tensor:
+        """Some numbers as a tensor that can be sent to other ranks; iterating over it gives something `float` understands."""
+        ...
+
+    def take_not_finite(self) -> list[NotFinite]:
+        """The losses that were no finite numbers among those that have been looked at since the last call.
+
+        On a GPU they are looked at when scores are taken or many have gathered: no step waits for the device.
+        """
         ...
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ import torch
 
 from hvdtrain.comm.base import Communicator
 from hvdtrain.context import Loss, RunContext, running
-from hvdtrain.data.types import Batch
-from hvdtrain.errors import CheckpointError, ConfigError
-from hvdtrain.learner.base import Kind, LearnerKeys, as_function
+from hvdtrain.data.types import Array, Batch
+from hvdtrain.errors import CheckpointError, ConfigError, TrainingError
+from hvdtrain.learner.base import Kind, LearnerKeys, NotFinite, Part, Shapes, as_function
 from hvdtrain.learner.torch_clock import CpuClock, CudaClock
 from hvdtrain.learner.torch_gradients import GradientStream
 from hvdtrain.learner.torch_optimizer import make_optimizer
@@ -66,6 +67,16 @@ class Normalized:
     alone: bool
 
 
+@dataclass(frozen=True)
+class _Waiting:
+    """A batch's sums and counts, on the device: of the losses, by name with whether they are minimized."""
+
+    names: dict[str, bool]
+    numbers: torch.Tensor
+    step: int
+    indices: Array
+
+
 class TorchLearner:
     """A torch.nn.Module, its optimizer and its losses.
 
@@ -85,17 +96,23 @@ class TorchLearner:
         seed: tuple[int, int],
         clip_global_norm: float | None = None,
         clip_value: float | None = None,
+        skips: int | None = None,
+        forward_step: Callable[..., None] | None = None,
         batch_norm: Exchange | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
         self.device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+        self.file_suffix = "pt"
         self._train_step = train_step
         self._reducer = reducer
         self._device = device
         self._seed = seed
         self._clip_global_norm = clip_global_norm
         self._clip_value = clip_value
+        self._forward_step = forward_step
+        self._skips = skips
+        self._skipped = 0
         self._batch_norm = batch_norm
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._gradients = GradientStream(self._trained, reducer)
@@ -105,7 +122,8 @@ class TorchLearner:
         self._has_batch = False
         self._normalized: Normalized | None = None
         self._counting: Any = None
-        self._waiting: list[tuple[tuple[str, ...], torch.Tensor]] = []
+        self._waiting: list[_Waiting] = []
+        self._not_finite: list[NotFinite] = []
         self._scores = Scores()
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
 
@@ -136,19 +154,65 @@ class TorchLearner:
                     [counts] = self._reducer.finish_gradients(self._counting)
                     gradients = [parameter.grad for parameter in self._trained if parameter.grad is not None]
                     torch._foreach_div_(gradients, counts.clamp(min=TINY)[0])
-                if self._clip_value is not None:
-                    torch.nn.utils.clip_grad_value_(self._trained, self._clip_value)
-                if self._clip_global_norm is not None:
-                    torch.nn.utils.clip_grad_norm_(self._trained, self._clip_global_norm)
-                for group in self.optimizer.param_groups:
-                    group["lr"] = learning_rate * group.get("learning_rate_multiplier", 1.0)
-                self.optimizer.step()
+                if self._skips is None or self._is_finite():
+                    self._apply(learning_rate)
                 self.optimizer.zero_grad(set_to_none=True)
         self._step += 1
+
+    def _apply(self, learning_rate: float) -> None:
+        if self._clip_value is not None:
+            torch.nn.utils.clip_grad_value_(self._trained, self._clip_value)
+        if self._clip_global_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self._trained, self._clip_global_norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate * group.get("learning_rate_multiplier", 1.0)
+        self.optimizer.step()
+
+    def _is_finite(self) -> bool:
+        """Whether all gradients are finite numbers. Where they were reduced, all ranks come to the same answer.
+
+        Raises:
+            TrainingError: too many updates in a row were left out.
+        """
+        gradients = [parameter.grad for parameter in self._trained if parameter.grad is not None]
+        norms = torch._foreach_norm(gradients, float("inf"))
+        if bool(torch.stack(norms).isfinite().all()):
+            self._skipped = 0
+            return True
+        self._skipped += 1
+        if self._skips is not None and self._skipped > self._skips:
+            names = [name for name, parameter in self.model.named_parameters() if _is_broken(parameter.grad)]
+            error = TrainingError(
+                f"num_allowed_consec_invalid_gradient_steps: expected finite gradients after {self._skips} were left out, "
+                f"got others in step {self._step} of the training, for {', '.join(names)}"
+            )
+            error.on_every_rank = self._reducer.updates_without_batch  # gradients are the same on all ranks then
+            raise error
+        return False
 
     def evaluate(self, batch: Batch) -> None:
         with torch.no_grad():
             self._losses(batch, train=False)
+
+    def forward(self, batch: Batch) -> list[dict[str, Array]]:
+        if self._forward_step is None:
+            raise ConfigError(["forward_step: expected a function in the config, got nothing"])
+        self.model.eval()
+        with torch.no_grad(), running(RunContext(self._epoch, self._step, False)) as context:
+            self._forward_step(model=self.model, extern_data=self._extern_data(batch))
+        if not context.outputs:
+            raise ConfigError(["forward_step: expected a call of hvdtrain.get_run_ctx().mark_as_output(...), got none"])
+        sequences: list[dict[str, Array]] = [{} for _ in batch.indices]
+        for name, output in context.outputs.items():
+            rows = [_array(row) for row in output.value]
+            lengths = [None] * len(rows) if output.seq_lens is None else [int(length) for length in output.seq_lens]
+            if not len(rows) == len(lengths) == len(sequences):
+                raise ConfigError(
+                    [f"forward_step: expected an entry of {name} for each of {len(sequences)} sequences, got {len(rows)}"]
+                )
+            for sequence, row, length in zip(sequences, rows, lengths, strict=True):
+                sequence[name] = row[:length] if row.ndim else row
+        return sequences
 
     def take_scores(self) -> Scores:
         self._fetch_scores()
@@ -169,25 +233,72 @@ class TorchLearner:
         if isinstance(self.optimizer, ShardedOptimizer):
             self.optimizer.gather()
 
-    def save(self, model_file: Path, optimizer_file: Path, progress: dict[str, Any]) -> None:
+    def save(self, model_file: Path, optimizer_file: Path, progress: dict[str, Any], state: Any | None = None) -> None:
         names = [name for name, _ in self.model.named_parameters()]
-        torch.save({"optimizer": self.optimizer.state_dict(), "param_names": names, **progress}, optimizer_file)
-        torch.save({"model": self.model.state_dict(), **progress}, model_file)
+        model, optimizer = (self.model.state_dict(), self.optimizer.state_dict()) if state is None else state
+        torch.save({"optimizer": optimizer, "param_names": names, **progress}, optimizer_file)
+        torch.save({"model": model, **progress}, model_file)
 
-    def load(self, model_file: Path, optimizer_file: Path) -> dict[str, Any]:
+    def copied(self) -> tuple[Any, Any]:
+        return _copied(self.model.state_dict()), _copied(self.optimizer.state_dict())
+
+    def load(self, model_file: Path, optimizer_file: Path | None) -> dict[str, Any]:
         stored = _load(model_file, self._device)
         try:
             self.model.load_state_dict(stored.pop("model"))
         except (KeyError, RuntimeError) as error:
             raise CheckpointError(f"{model_file}: expected the parameters of this config's model, got others: {error}") from None
-        training = _load(optimizer_file, self._device)
-        try:
-            self.optimizer.load_state_dict(training["optimizer"])
-        except (KeyError, ValueError) as error:
-            raise CheckpointError(
-                f"{optimizer_file}: expected the state of this config's optimizer, got another: {error}"
-            ) from None
+        if optimizer_file is not None:
+            self._load_optimizer(_load(optimizer_file, self._device).get("optimizer"), optimizer_file)
         return stored
+
+    def preload(self, file: Path, entry: str | None, chosen: Callable[[Shapes, Shapes], dict[str, str]]) -> None:
+        contents = _load(file, self._device)
+        if entry is not None and isinstance(contents.get(entry), dict):
+            contents = contents[entry]
+        theirs = {name: tensor for name, tensor in contents.items() if isinstance(tensor, torch.Tensor)}
+        ours = self.model.state_dict()
+        pairs = chosen(_shapes(ours), _shapes(theirs))
+        with torch.no_grad():
+            for name, other in pairs.items():
+                ours[name].copy_(theirs[other])  # shares its memory with the model's
+
+    def save_own(self, file: Path, parts: Sequence[Part]) -> None:
+        own: dict[str, Any] = {}
+        for part in parts:
+            if part != "optimizer":
+                own[part] = [tensor.detach() for tensor in self._tensors(part)]
+        if "optimizer" in parts:
+            own["optimizer"] = self.optimizer.state_dict()
+        torch.save(own, file)
+
+    def load_own(self, file: Path) -> None:
+        own = _load(file, self._device)
+        self._load_optimizer(own.pop("optimizer", None), file)
+        for kind, stored in own.items():
+            self.map_tensors(kind, lambda _, stored=stored: stored)  # type: ignore[arg-type, misc]
+
+    def numbers(self, values: Sequence[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float64)
+
+    def take_not_finite(self) -> list[NotFinite]:
+        taken, self._not_finite = self._not_finite, []
+        return taken
+
+    def _note(self, entry: _Waiting, name: str, total: float) -> None:
+        """Remember a loss that is no finite number; of each only the first few, as all that follow are none either."""
+        if len(self._not_finite) < 3:
+            named = self.model.named_parameters()
+            broken = [parameter for parameter, values in named if not bool(values.isfinite().all())]
+            self._not_finite.append(NotFinite(entry.step, name, total, tuple(entry.indices.tolist()), tuple(broken)))
+
+    def _load_optimizer(self, state: dict[str, Any] | None, file: Path) -> None:
+        if state is None:
+            return
+        try:
+            self.optimizer.load_state_dict(state)
+        except (KeyError, ValueError) as error:
+            raise CheckpointError(f"{file}: expected the state of this config's optimizer, got another: {error}") from None
 
     def _end_of_batch_norms(self, batch: Batch | None, forward: bool) -> None:
         """Collective, where BatchNorms are synchronized. A rank without a batch takes part in what the others exchange."""
@@ -200,15 +311,15 @@ class TorchLearner:
         """Run the config's train_step and note the scores."""
         if self.model.training != train:
             self.model.train(train)
-        data = {key: self._to_device(padded.values, padded.seq_lens) for key, padded in batch.data.items()}
         with running(RunContext(self._epoch, self._step, train)) as context:
-            self._train_step(model=self.model, extern_data=data)
+            self._train_step(model=self.model, extern_data=self._extern_data(batch))
         if not context.losses:
             raise ConfigError(["train_step: expected a call of hvdtrain.get_run_ctx().mark_as_loss(...), got none"])
         sums = [loss.value.detach().sum(dtype=torch.float64) for loss in context.losses.values()]
         counts = [_count(loss).to(self._device) for loss in context.losses.values()]
-        self._waiting.append((tuple(context.losses), torch.stack(sums + counts)))
-        if len(self._waiting) >= MANY:
+        names = {name: train and not loss.as_error and loss.scale != 0 for name, loss in context.losses.items()}
+        self._waiting.append(_Waiting(names, torch.stack(sums + counts), self._step, batch.indices))
+        if self._device.type == "cpu" or len(self._waiting) >= MANY:
             self._fetch_scores()
         return context.losses
 
@@ -241,12 +352,20 @@ class TorchLearner:
     def _fetch_scores(self) -> None:
         if not self._waiting:
             return
-        values = iter(torch.cat([numbers for _, numbers in self._waiting]).tolist())
-        for names, _ in self._waiting:
-            totals = [next(values) for _ in names]
-            for name, total in zip(names, totals, strict=True):
-                self._scores.add(name, total, next(values))
+        values = iter(torch.cat([entry.numbers for entry in self._waiting]).tolist())
+        for entry in self._waiting:
+            totals = [next(values) for _ in entry.names]
+            for (name, is_minimized), total in zip(entry.names.items(), totals, strict=True):
+                count = next(values)
+                if self._skips is not None and not isfinite(total):
+                    continue  # such a batch's update was left out, and so are its scores
+                self._scores.add(name, total, count)
+                if is_minimized and not isfinite(total):
+                    self._note(entry, name, total)
         self._waiting = []
+
+    def _extern_data(self, batch: Batch) -> dict[str, TorchData]:
+        return {key: self._to_device(padded.values, padded.seq_lens) for key, padded in batch.data.items()}
 
     def _to_device(self, values: numpy.ndarray[Any, Any], seq_lens: numpy.ndarray[Any, Any]) -> TorchData:
         if values.dtype == object:
@@ -310,6 +429,8 @@ def build_torch_learner(
         seed=(seed, rank),
         clip_global_norm=keys.gradient_clip_global_norm,
         clip_value=keys.gradient_clip,
+        skips=keys.num_allowed_consec_invalid_gradient_steps,
+        forward_step=as_function(keys.forward_step, "forward_step"),
         batch_norm=exchange,
     )
 
@@ -368,6 +489,30 @@ def _seed_all(device: torch.device, *parts: int) -> None:
         torch.cuda.manual_seed(mixed)
     random.seed(mixed)
     numpy.random.seed(mixed)
+
+
+def _copied(state: Any) -> Any:
+    """A state dict with copies of its tensors, on the CPU."""
+    if isinstance(state, torch.Tensor):
+        return state.detach().to("cpu", copy=True)
+    if isinstance(state, dict):
+        return {key: _copied(value) for key, value in state.items()}
+    return type(state)(map(_copied, state)) if isinstance(state, (list, tuple)) else state
+
+
+def _array(value: Any) -> Array:
+    """A sequence's output as numpy has it; bfloat16, which numpy does not know, as float32."""
+    if isinstance(value, torch.Tensor):
+        return numpy.asarray((value.float() if value.dtype == torch.bfloat16 else value).cpu())
+    return numpy.asarray(value, dtype=object) if isinstance(value, (str, list)) else numpy.asarray(value)
+
+
+def _is_broken(gradient: torch.Tensor | None) -> bool:
+    return gradient is not None and not bool(gradient.isfinite().all())
+
+
+def _shapes(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 def _load(path: Path, device: torch.device) -> dict[str, Any]:

@@ -4,21 +4,49 @@ from __future__ import annotations
 
 import json
 import math
+import os
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from hvdtrain.report.epoch import EpochReport
 
 
+def as_line(report: EpochReport) -> dict[str, Any]:
+    """A report as the file has it."""
+    scores = {name: value if math.isfinite(value) else str(value) for name, value in report.scores.items()}
+    return {**asdict(report), "scores": scores}
+
+
 class JsonLines:
-    """Appends one line of JSON per epoch to a file."""
+    """One line of JSON per epoch in a file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def epoch(self, report: EpochReport) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        fields = asdict(report)
-        fields["scores"] = {name: value if math.isfinite(value) else str(value) for name, value in report.scores.items()}
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(fields) + "\n")
+            file.write(json.dumps(as_line(report)) + "\n")
+
+    def go_on(self, epoch: int, last: Mapping[str, Any] | None) -> None:
+        """Make the file that of a training that goes on after an epoch. A run that was killed may have left half a line, no
+        line of its last epoch, or a training that went on from an older checkpoint lines of epochs that are yet to come.
+
+        Args:
+            last: the epoch's line, as the checkpoint has it; written where the file has none.
+        """
+        lines = {}
+        if self._path.exists():
+            for line in self._path.read_text(encoding="utf-8").splitlines():
+                with suppress(ValueError, KeyError, TypeError):
+                    lines[int(json.loads(line)["epoch"])] = line
+        if last is not None and epoch not in lines:
+            lines[epoch] = json.dumps(last)
+        wanted = "".join(f"{lines[number]}\n" for number in sorted(lines) if number <= epoch)
+        if (self._path.read_text(encoding="utf-8") if self._path.exists() else "") != wanted:
+            unfinished = self._path.with_name(self._path.name + ".unfinished")
+            unfinished.write_text(wanted, encoding="utf-8")
+            os.replace(unfinished, self._path)

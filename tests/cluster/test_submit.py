@@ -1,7 +1,6 @@
 """Job scripts of hvdtrain.submit, submitted to a real Slurm on several hosts."""
 
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -52,7 +51,6 @@ def train_step(step=train_step, **values):
 """
 
 
-@pytest.mark.skipif(find_spec("hvdtrain.interrupt") is None, reason="the trainer does not stop on signals yet")
 @pytest.mark.parametrize("launcher", ["mpirun", "srun"])
 def test_a_job_that_is_stopped_before_its_time_is_up_goes_on(hosts: Hosts, work: Path, launcher: str) -> None:
     """Slurm's signal reaches the trainer, which stops with a checkpoint; the job goes back into the queue and ends there."""

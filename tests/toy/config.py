@@ -25,7 +25,7 @@ optimizer = {"class": "sgd", "momentum": 0.9}
 
 layers = config.value("layers", "plain")
 losses = config.value("losses", "sum")
-fault, fault_rank, fault_step = config.list("fault", ["", -1, -1])
+fault, fault_rank, *fault_steps = config.list("fault", ["", -1, -1])
 record = config.value("record")
 tracked = config.value("tracked")
 pace, slow_rank = config.list("slow", ["", -1])  # what takes 0.1 s a batch everywhere, and the rank where it takes 30 % longer
@@ -67,7 +67,7 @@ def train_step(*, model, extern_data, **_):
     context = hvdtrain.get_run_ctx()
     if context.train_flag:
         note(context.epoch, extern_data["id"])
-        if hvdtrain.rank() == int(fault_rank) and context.step == int(fault_step):
+        if hvdtrain.rank() == int(fault_rank) and context.step in map(int, fault_steps):
             if fault != "once" or not Path(f"{record}.fault").exists():
                 fail()
         dawdle("compute", 0.1)
@@ -75,6 +75,8 @@ def train_step(*, model, extern_data, **_):
     scores = model(data.raw_tensor, data.mask)[data.mask]
     targets = classes.raw_tensor[classes.mask].long()
     entropies = nn.functional.cross_entropy(scores, targets, reduction="none")
+    if fault == "nan" and context.train_flag and hvdtrain.rank() == int(fault_rank) and context.step in map(int, fault_steps):
+        entropies = entropies * float("nan")
     context.mark_as_loss(entropies, "ce", use_normalized_loss=losses != "sum")
     if losses == "several":
         energy = scores.square().sum(-1)[targets > 2]  # another count, which may be zero in a batch
@@ -111,7 +113,8 @@ def note(epoch, ids):
 
 
 def fail():
-    Path(f"{record}.fault").write_text(str(time.time()))
+    if record:
+        Path(f"{record}.fault").write_text(str(time.time()))
     if fault in ("raise", "once"):
         raise RuntimeError("planted by the test")
     if fault == "kill":
@@ -121,3 +124,5 @@ def fail():
             hvdtrain.get_run_ctx().mark_as_loss(torch.zeros(1), "twice")
     if fault == "hang":
         time.sleep(600)
+    if fault.startswith("SIG"):
+        os.kill(os.getpid(), getattr(signal, fault))

@@ -1,0 +1,85 @@
+"""Which sequences each step trains on, written down to be checked: nothing is lost or repeated where a training was stopped."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvdtrain.config.keys import key
+from hvdtrain.data.types import Array
+
+Note = Callable[[int, int, Array], None]
+"""Is told an epoch, a step of the whole training, and the indices of the sequences that this rank trains on in it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceKeys:
+    """Looking for mistakes."""
+
+    trace_sequences: str | None = key(
+        None,
+        "write down which sequences every step trains on: beginning of the names of the files, one for every rank and start "
+        "(docs/resuming.md)",
+    )
+
+
+def no_trace(epoch: int, step: int, indices: Array) -> None:
+    """Write nothing down."""
+
+
+class Trace:
+    """One rank's file of one start: a line of JSON for every step. Whatever kills the process, the steps before are there.
+
+    Args:
+        run: the how many-th start this is, counted from 0.
+        first_step: steps of the whole training that are done already.
+    """
+
+    def __init__(self, prefix: Path, run: int, rank: int, first_step: int) -> None:
+        prefix.parent.mkdir(parents=True, exist_ok=True)
+        path = prefix.with_name(f"{prefix.name}.run-{run}.rank-{rank}.jsonl")
+        self._file = path.open("w", encoding="utf-8", buffering=1)
+        self._file.write(json.dumps({"first_step": first_step}) + "\n")
+
+    def __call__(self, epoch: int, step: int, indices: Array) -> None:
+        self._file.write(json.dumps({"epoch": epoch, "step": step, "indices": indices.tolist()}) + "\n")
+
+
+def num_runs(prefix: Path) -> int:
+    """How many starts have left files."""
+    return 1 + max((run for run, _ in _files(prefix)), default=-1)
+
+
+def trained_on(prefix: Path) -> dict[int, Counter[int]]:
+    """By epoch, how often the model was trained on each sequence, by all starts and ranks.
+
+    What a start did after the checkpoint that a later one went on from was lost with it, and does not count.
+    """
+    lines: dict[int, list[dict[str, object]]] = {}
+    first_steps: dict[int, int] = {}
+    for run, path in _files(prefix):
+        for text in path.read_text(encoding="utf-8").splitlines():
+            with suppress(json.JSONDecodeError):  # half a line, where the process was killed
+                line = json.loads(text)
+                if "first_step" in line:
+                    first_steps[run] = line["first_step"]
+                else:
+                    lines.setdefault(run, []).append(line)
+    counted: dict[int, Counter[int]] = {}
+    for run, steps in lines.items():
+        lost_from = min((step for later, step in first_steps.items() if later > run), default=float("inf"))
+        for line in steps:
+            if line["step"] < lost_from:  # type: ignore[operator]  # a number
+                counted.setdefault(line["epoch"], Counter()).update(line["indices"])  # type: ignore[arg-type, call-overload]
+    return counted
+
+
+def _files(prefix: Path) -> list[tuple[int, Path]]:
+    pattern = re.compile(rf"{re.escape(prefix.name)}\.run-(\d+)\.rank-\d+\.jsonl")
+    paths = prefix.parent.iterdir() if prefix.parent.is_dir() else []
+    return [(int(match[1]), path) for path in paths if (match := pattern.fullmatch(path.name))]

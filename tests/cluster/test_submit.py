@@ -32,7 +32,6 @@ def test_a_script_for_slurm_trains(hosts: Hosts, work: Path, alone: dict[str, fl
         assert "0 problems" in printed  # the doctor came first
 
 
-@pytest.mark.skipif(find_spec("hvdtrain.comm.torch_dist") is None, reason="the trainer knows no torch.distributed yet")
 def test_a_script_for_slurm_with_torchrun(hosts: Hosts, work: Path, alone: dict[str, float]) -> None:
     """One agent a node, which meet on the first node at a port that depends on the job."""
     job = submit(hosts, work, *SIZE, "--time", "10", "--interface", "eth0", "++corpus", ".", "++torch_distributed", "{}")

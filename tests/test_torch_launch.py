@@ -204,6 +204,14 @@ def test_a_rank_that_fails_ends_the_job(corpus: Path, tmp_path: Path, launcher: 
         assert finished.status == 137
 
 
+def test_timeout_sec_ends_a_wait_for_a_rank_that_hangs(corpus: Path, tmp_path: Path) -> None:
+    keys = {"fault": "hang,1,0", "record": tmp_path / "record", "torch_distributed": {"timeout_sec": 15}}
+    finished = torchrun(command(corpus, tmp_path, **keys), 2)
+    assert time.time() - float((tmp_path / "record.fault").read_text()) < 2 * PATIENCE
+    assert finished.status != 0
+    assert "rank 0 of 2: stopped, because another rank did not come within timeout_sec of torch_distributed" in finished.err
+
+
 def test_after_a_failure_torchrun_starts_them_anew(corpus: Path, tmp_path: Path) -> None:
     """torch's own workers read the addresses of the dead ones from the agent's store, and fail again and again."""
     keys = {"num_epochs": 2, "fault": "once,1,1", "record": tmp_path / "record"}

@@ -110,7 +110,10 @@ def meet(place: Place | None, rank: int, size: int, timeout: float) -> Store:
             board = FileBoard(place.path)
         else:
             board = MPIBoard() if place is None else AgentBoard(place, deadline)
-        store = _serve_and_post(board) if rank == 0 else _read_and_connect(board, deadline)
+        if rank == 0:
+            store = _serve_and_post(board, [place.host] if isinstance(place, Agent) else [])
+        else:
+            store = _read_and_connect(board, deadline)
     if store is None:
         raise LaunchError(
             f"rank {rank} of {size}: expected rank 0 at {place}, got no answer within {timeout:.0f} s (was it started? can this "
@@ -127,11 +130,11 @@ def _serve(port: int) -> TCPStore:
         return TCPStore("127.0.0.1", port, None, True, timedelta(minutes=5), wait_for_workers=False)
 
 
-def _serve_and_post(board: Board) -> TCPStore:
+def _serve_and_post(board: Board, more_names: list[str]) -> TCPStore:
     store = _serve(0)
     word = secrets.token_hex(8)
     store.set("word", word)
-    board.post(json.dumps({"hosts": _names_of_this_host(), "port": store.port, "word": word}))
+    board.post(json.dumps({"hosts": [*_names_of_this_host(), *more_names], "port": store.port, "word": word}))
     return store
 
 
@@ -219,5 +222,11 @@ def _names_of_this_host() -> list[str]:
         addresses = [str(found[4][0]) for found in socket.getaddrinfo(name, None, proto=socket.IPPROTO_TCP)]
     except OSError:
         addresses = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as towards_others:  # nothing is sent
+        try:
+            towards_others.connect(("10.255.255.255", 1))
+            addresses.append(towards_others.getsockname()[0])
+        except OSError:
+            pass  # no network but the host's own
     outside = [address for address in addresses if not address.startswith(("127.", "::1"))]
     return list(dict.fromkeys([name, *outside, "127.0.0.1"]))

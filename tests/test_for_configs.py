@@ -1,0 +1,73 @@
+"""What a config may ask of the ranks: run_on_main and all_reduce, alone and in startup_callback."""
+
+from pathlib import Path
+
+import numpy
+import pytest
+from launching import TOY, launch
+
+import hvdtrain
+from hvdtrain.errors import ConfigError
+
+MORE = """
+import os
+from pathlib import Path
+
+import hvdtrain
+
+folder = Path({folder!r})
+
+
+def prepare():
+    if {fails}:
+        raise OSError("the disk is full")
+    folder.joinpath("prepared").write_text(str(os.getpid()))
+    return folder / "prepared"
+
+
+def startup_callback(**_):
+    path = hvdtrain.run_on_main(prepare)
+    copied = hvdtrain.run_on_main(lambda: path.read_text() + " copied", once_per="host")
+    total = hvdtrain.all_reduce(hvdtrain.rank() + 1)
+    folder.joinpath(f"seen.{{hvdtrain.rank()}}").write_text(f"{{copied}} {{total}}")
+"""
+
+
+def train(corpus: Path, folder: Path, *more: str, text: str) -> tuple[int, str]:
+    """Train on two ranks under a second config; the status and what was printed as errors."""
+    (folder / "more.py").write_text(text)
+    keys = ["++corpus", str(corpus), "++model", str(folder / "model"), "++part", "two.hdf", "++max_seqs", "1", "++ngpu", "2"]
+    finished = launch(["-m", "hvdtrain", str(TOY), str(folder / "more.py"), *keys, *more])
+    return finished.status, finished.err
+
+
+def test_alone_they_do_it_themselves() -> None:
+    assert hvdtrain.run_on_main(lambda: 3) == 3
+    assert hvdtrain.run_on_main(lambda: 3, once_per="host") == 3
+    assert hvdtrain.all_reduce(0.5) == 0.5
+    assert hvdtrain.all_reduce(4, "average") == 4
+    numpy.testing.assert_array_equal(hvdtrain.all_reduce(numpy.arange(3), "max"), [0, 1, 2])
+    with pytest.raises(ConfigError, match="all_reduce: expected 'sum', 'average', 'min' or 'max', got 'mean'"):
+        hvdtrain.all_reduce(1, "mean")  # type: ignore[arg-type]
+
+
+def test_before_the_ranks_are_connected_they_say_where_to_call_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HVDTRAIN_RANK", "1")
+    monkeypatch.setenv("HVDTRAIN_SIZE", "2")
+    with pytest.raises(ConfigError, match="run_on_main: expected to be called when the 2 processes are connected") as caught:
+        hvdtrain.run_on_main(lambda: 3)
+    assert "startup_callback" in str(caught.value)
+
+
+def test_in_startup_callback_one_prepares_what_all_use(corpus: Path, tmp_path: Path) -> None:
+    status, err = train(corpus, tmp_path, text=MORE.format(folder=str(tmp_path), fails=False))
+    assert status == 0, err
+    expected = f"{(tmp_path / 'prepared').read_text()} copied 3"
+    assert [(tmp_path / f"seen.{rank}").read_text() for rank in (0, 1)] == [expected, expected]
+
+
+def test_where_the_preparation_fails_all_end_and_why_is_told_once(corpus: Path, tmp_path: Path) -> None:
+    status, err = train(corpus, tmp_path, text=MORE.format(folder=str(tmp_path), fails=True))
+    assert status != 0
+    assert err.count("OSError: the disk is full") == 1
+    assert not list(tmp_path.glob("seen.*"))

@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from hvdtrain.comm.keys import LaunchKeys, TorchDistributedKeys
+from hvdtrain.comm.keys import LaunchKeys, TorchDistributedKeys, merged
 from hvdtrain.config.check import build, unknown
 from hvdtrain.config.keys import REQUIRED, Key, Rule, declared, key, not_negative, positive
-from hvdtrain.config.options import unknown_options
 from hvdtrain.config.source import COMMAND_LINE, Source, load
 from hvdtrain.data.chunks import ChunkKeys
 from hvdtrain.data.copies import CopyKeys
@@ -113,13 +112,6 @@ UNSUPPORTED = {
     "torch_amp": "not there yet; use torch.autocast in train_step",
 }
 """Keys of RETURNN that would change the training if they were ignored, with what to do instead."""
-
-NOT_NEEDED = {
-    "class": "gradients are reduced without a wrapper around the model",
-    "options": "gradients are reduced without a wrapper around the model",
-    "sync_on_cpu": "backend 'gloo' averages in memory",
-}
-"""Entries of RETURNN's torch_distributed that are not needed here."""
 
 
 @dataclass(frozen=True)
@@ -237,8 +229,8 @@ def _of_torch_only(built: dict[type, Any]) -> list[str]:
 
 
 def _torch_distributed(built: dict[type, Any], origins: Mapping[str, str]) -> tuple[TorchDistributedKeys | None, list[str]]:
-    """The entries of torch_distributed, with ESPnet2's keys for the same worked into them and the other way round; problems."""
-    reduce, started = built[ReduceKeys], built[LaunchKeys]
+    """The entries of torch_distributed, None where it is not used; problems. Works them into the other sections."""
+    reduce, started, run = built[ReduceKeys], built[LaunchKeys], built[RunKeys]
     if reduce.torch_distributed is None and not started.ask_for_torch:
         return None, []
     if reduce.use_horovod and reduce.torch_distributed is None:
@@ -246,34 +238,16 @@ def _torch_distributed(built: dict[type, Any], origins: Mapping[str, str]) -> tu
             "use_horovod: expected mpirun, horovodrun or srun to start the processes, got ngpu or dist_ keys, which belong to "
             "torch.distributed (mpirun -np N ..., or leave use_horovod out)"
         ]
-    entries = reduce.torch_distributed or {}
-    where = "torch_distributed."
-    keys, problems = build(TorchDistributedKeys, entries, where, dict.fromkeys(entries, origins.get("torch_distributed", "")))
-    problems += unknown_options(where, entries, TorchDistributedKeys, "torch_distributed", NOT_NEEDED)
-    problems += [
-        f"{where}{name}: an entry of RETURNN's that is not needed ({NOT_NEEDED[name]})" for name in entries if name in NOT_NEEDED
-    ]
-    if built[RunKeys] is not None and built[RunKeys].backend != "torch":
-        problems.append(
-            f"torch_distributed: expected backend = 'torch', got {built[RunKeys].backend!r} (use_horovod connects it)"
-        )
-    if keys is None:
-        return None, problems
-    pairs = [("init_method", "dist_init_method", started.init_method), ("rank", "dist_rank", started.dist_rank)]
-    for name, other, value in [*pairs, ("world_size", "dist_world_size", started.dist_world_size)]:
-        if value is not None and getattr(keys, name) not in (None, value):
-            problems.append(f"{where}{name}: expected the value of {other}, {value!r}, got {getattr(keys, name)!r}")
-    keys = replace(keys, init_method=keys.init_method or started.init_method)
-    started = replace(
-        started,
-        dist_rank=started.dist_rank if keys.rank is None else keys.rank,
-        dist_world_size=keys.world_size or started.dist_world_size,
-    )
-    problems += started.rank_problems()
-    if keys.sharded and reduce.under(keys).horovod_reduce_type != "grad":
-        problems.append(f"{where}sharded: expected reduce_type 'grad', with which all ranks apply the same update, got 'param'")
-    built[LaunchKeys] = started
-    built[ReduceKeys] = reduce.under(keys)
+    keys, started, problems = merged(reduce.torch_distributed or {}, started, origins.get("torch_distributed", COMMAND_LINE))
+    if run is not None and run.backend != "torch":
+        problems.append(f"torch_distributed: expected backend = 'torch', got {run.backend!r} (use_horovod connects it)")
+    if keys is not None:
+        built[LaunchKeys] = started
+        built[ReduceKeys] = reduce.under(keys)
+        if keys.sharded and built[ReduceKeys].horovod_reduce_type != "grad":
+            problems.append(
+                "torch_distributed.sharded: expected reduce_type 'grad', where all ranks apply the same update, got 'param'"
+            )
     return keys, problems
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
+from hvdtrain.config.check import build
 from hvdtrain.config.keys import Rule, key, not_negative, positive
+from hvdtrain.config.options import unknown_options
 
 port_number = Rule("a port from 1 to 65535", lambda value: 1 <= value <= 65535)
 
@@ -107,3 +109,43 @@ class TorchDistributedKeys:
     param_sync_time_diff: float | None = key(None, "as horovod_param_sync_time_diff", positive)
     scale_lr: bool | Literal["divide", "multiply", "sqrt"] | None = key(None, "as horovod_scale_lr")
     dataset_distribution: Literal["shard", "random_seed_offset"] | None = key(None, "as horovod_dataset_distribution")
+
+
+NOT_NEEDED = {
+    "class": "gradients are reduced without a wrapper around the model",
+    "options": "gradients are reduced without a wrapper around the model",
+    "sync_on_cpu": "backend 'gloo' averages in memory",
+}
+"""Entries of RETURNN's torch_distributed that are not needed here."""
+
+
+def merged(
+    entries: dict[str, Any], started: LaunchKeys, origin: str
+) -> tuple[TorchDistributedKeys | None, LaunchKeys, list[str]]:
+    """The dict torch_distributed as checked keys, where the processes meet and which this is said in both; and the problems.
+
+    Args:
+        entries: what stands in the dict.
+        started: ESPnet2's keys, which say some of it in other words.
+        origin: where the dict stands, for messages.
+    """
+    where = "torch_distributed."
+    keys, problems = build(TorchDistributedKeys, entries, where, dict.fromkeys(entries, origin))
+    problems += unknown_options(where, entries, TorchDistributedKeys, "torch_distributed", NOT_NEEDED)
+    for name in entries:
+        if name in NOT_NEEDED:
+            problems.append(f"{where}{name}: an entry of RETURNN's that is not needed ({NOT_NEEDED[name]})")
+    if keys is None:
+        return None, started, problems
+    twice = {
+        "init_method": ("dist_init_method", started.init_method),
+        "rank": ("dist_rank", started.dist_rank),
+        "world_size": ("dist_world_size", started.dist_world_size),
+    }
+    for name, (other, value) in twice.items():
+        if value is not None and getattr(keys, name) not in (None, value):
+            problems.append(f"{where}{name}: expected the value of {other}, {value!r}, got {getattr(keys, name)!r}")
+    keys = replace(keys, init_method=keys.init_method or started.init_method)
+    rank = started.dist_rank if keys.rank is None else keys.rank
+    started = replace(started, dist_rank=rank, dist_world_size=keys.world_size or started.dist_world_size)
+    return keys, started, problems + started.rank_problems()

@@ -16,6 +16,8 @@ LEVELS = {
     "hdf_dump": 6,
     "hdf_check": 6,
     "build_horovod": 6,
+    "doctor": 6,
+    "submit": 6,
     "run": 5,
     "dump": 5,
     "settings": 5,
@@ -48,6 +50,10 @@ LEVELS = {
 BESIDE = [
     ("__main__", "cli"),
     ("hdf_dump", "cli"),  # the grammar of ++key value
+    ("doctor.__main__", "cli"),
+    ("doctor.config", "hdf_check"),  # a config's files are looked at as that tool does
+    ("submit.__main__", "cli"),
+    ("submit.commands", "doctor.environment"),  # what it looks for is what a script should say
     ("run", "settings"),
     ("run", "effective"),
     ("effective", "settings"),

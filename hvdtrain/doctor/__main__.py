@@ -1,0 +1,144 @@
+"""The command line: `python -m hvdtrain.doctor [CONFIG]`, alone or under a launcher."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import asdict
+from pathlib import Path
+
+from hvdtrain.cli import parse as parse_config
+from hvdtrain.comm import launch
+from hvdtrain.doctor.compare import check_clocks, check_networks, differences
+from hvdtrain.doctor.config import read_config
+from hvdtrain.doctor.exchange import check_share, check_speed, measure_share, measure_speed
+from hvdtrain.doctor.findings import Finding, HostReport, lines, merged, problem, summary
+from hvdtrain.doctor.host import Job, examine, job_of
+from hvdtrain.doctor.packages import installed
+from hvdtrain.doctor.ranks import Deadline, connect, gather_reports, measured, own_rank
+from hvdtrain.doctor.remote import ask_hosts
+from hvdtrain.errors import HvdtrainError
+from hvdtrain.settings import Settings
+
+USAGE = """\
+python -m hvdtrain.doctor [options] [CONFIG ... [++KEY VALUE ...]]
+       mpirun -np N --bind-to none python -m hvdtrain.doctor [options] [CONFIG ... [++KEY VALUE ...]]"""
+
+DESCRIPTION = """\
+Check what a training on several ranks and hosts needs, one line each: ok, warning or problem, with what to do about it.
+With a config, its keys, its data and the place of its checkpoints, too. Under a launcher (mpirun, srun, horovodrun,
+torchrun) the hosts of all ranks are looked at and compared, and the all-reduce between the ranks is measured; with a config
+some training steps, too, on a model that is thrown away."""
+
+EPILOG = """\
+exit status, for job scripts
+  0  no problems; warnings or not
+  1  with --strict: no problems, but warnings
+  2  a problem: training would not start, or not do what is meant
+"""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the program; return its exit status."""
+    given = sys.argv[1:] if arguments is None else arguments
+    overrides_from = next((i for i, argument in enumerate(given) if argument.startswith("++")), len(given))
+    options = _parser().parse_args(given[:overrides_from])
+    try:
+        configs, overrides = parse_config([*options.configs, *given[overrides_from:]]) if given[overrides_from:] else ([], {})
+    except HvdtrainError as error:
+        print(error, file=sys.stderr)
+        return 2
+    configs = configs or [Path(path) for path in options.configs]
+    hosts = [host for host in options.hosts.split(",") if host]
+    job = job_of(configs, overrides, len(hosts))
+    try:
+        if job.ranks > 1:
+            return _launched(options, job)
+        return _alone(options, job, hosts, [*map(str, configs), *given[overrides_from:]])
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hvdtrain.doctor",
+        usage=USAGE,
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("configs", metavar="CONFIG", nargs="*", help="the config that is going to be trained")
+    parser.add_argument("--hosts", default="", help="other hosts, such as h1,h2: log in with ssh, look at them, compare")
+    parser.add_argument("--strict", action="store_true", help="exit with 1 where there are warnings")
+    parser.add_argument("--json", action="store_true", help="print a list with a dict for every host, for scripts")
+    parser.add_argument("--no-measure", action="store_true", help="under a launcher: do not measure the all-reduce and steps")
+    parser.add_argument("--patience", type=float, default=120, help="seconds in which the ranks have to find each other (120)")
+    return parser
+
+
+def _alone(options: argparse.Namespace, job: Job, hosts: Sequence[str], asked: Sequence[str]) -> int:
+    """Look at this host and, where others are named, at them."""
+    report, _ = examine(job)
+    reports = [report]
+    together: list[Finding] = []
+    if hosts:
+        report.clock = 0.0
+        others, together = ask_hosts(hosts, ["-m", "hvdtrain.doctor", "--json", *asked])
+        reports += others
+        together += [*differences(reports), *check_clocks(reports), *check_networks(reports)]
+    return _finish(options, reports, together)
+
+
+def _launched(options: argparse.Namespace, job: Job) -> int:
+    """Look at the hosts of all ranks, and at what is between them. Rank 0 tells."""
+    started = launch.launch()
+    report, settings = examine(job) if started.local_rank == 0 else (None, _settings(job))
+    framework = settings.run.backend if settings else "torch" if installed("torch") else "tensorflow"
+    own = [report] if report is not None else []
+
+    def apart(why: str, fix: str = "") -> int:
+        """What this rank alone can tell, where the ranks do not find each other."""
+        return _finish(options, own, [problem("ranks", why, fix)], quiet=started.rank > 0)
+
+    cure = "a firewall? the wrong interface? HOROVOD_GLOO_IFACE, or mpirun --mca btl_tcp_if_include, name the right one"
+    late = f"expected {started.size} ranks to find each other within {options.patience:.0f} s, got no answer"
+    if job.configs and settings is None:
+        return _finish(options, own, [], quiet=started.rank > 0)  # the config's problems: the same on all ranks
+    with ExitStack() as stack:
+        try:
+            # Rank 0 alone watches the time: the launcher ends the others with it.
+            with Deadline(options.patience, lambda: apart(late, cure)) if started.rank == 0 else nullcontext():
+                comm = stack.enter_context(connect(settings, framework))
+                reports, together = gather_reports(comm, own_rank(launch.environment(), started.local_size, report))
+        except HvdtrainError as error:
+            return apart(str(error))
+        if not options.no_measure:
+            together += measured(comm, "all-reduce", lambda: [check_speed(measure_speed(comm, framework))])
+            if settings is not None:
+                together += measured(comm, "training step", lambda: check_share(measure_share(comm, settings)))
+        return _finish(options, reports, together, quiet=comm.rank > 0)
+
+
+def _settings(job: Job) -> Settings | None:
+    return read_config(job.configs, job.overrides)[0] if job.configs else None
+
+
+def _finish(options: argparse.Namespace, reports: Sequence[HostReport], together: Sequence[Finding], quiet: bool = False) -> int:
+    """Print the report unless another rank does; return the exit status, which is the same on all ranks."""
+    whole = [*reports, HostReport("", list(together))] if together else list(reports)
+    findings = [finding for report in whole for finding in report.findings]
+    levels = {finding.level for finding in findings}
+    if not quiet and options.json:
+        print(json.dumps([asdict(report) for report in whole]), flush=True)
+    elif not quiet:
+        text = lines(reports) + lines([HostReport("", list(together))])
+        print("\n".join([*text, summary(finding for finding, _ in merged(whole))]), flush=True)
+    return 2 if "problem" in levels else 1 if options.strict and "warning" in levels else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,154 @@
+"""Interfaces, host names and ports: what the ranks of several hosts find each other by."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Mapping, Sequence
+
+from hvdtrain.doctor.findings import Finding, ok, problem, warning
+from hvdtrain.doctor.interfaces import WIRELESS, Interface, nccl_picks
+
+ONE_NAME = ("HOROVOD_GLOO_IFACE", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+"""Variables that name an interface exactly (several, separated by commas)."""
+
+NAMES_OR_NETWORKS = ("OMPI_MCA_btl_tcp_if_include", "OMPI_MCA_oob_tcp_if_include")
+"""Variables of interfaces' names or networks (10.0.0.0/24), separated by commas."""
+
+
+def check_interfaces(environ: Mapping[str, str], interfaces: Sequence[Interface], several_hosts: bool) -> list[Finding]:
+    """What NCCL picks, and whether the interfaces that other variables name are there.
+
+    Args:
+        several_hosts: whether the ranks are on several hosts: then an interface that leads to none of the others is a problem.
+    """
+    findings = [ok("interfaces", ", ".join(map(str, interfaces)))] if interfaces else []
+    findings.append(check_nccl(environ.get("NCCL_SOCKET_IFNAME"), interfaces, several_hosts))
+    names = [each.name for each in interfaces]
+    for variable in (*ONE_NAME, *NAMES_OR_NETWORKS):
+        for wanted in filter(None, environ.get(variable, "").split(",")):
+            if "/" in wanted and variable in NAMES_OR_NETWORKS:
+                there = _is_in_network(wanted, interfaces)
+            else:
+                there = wanted in names
+            if not there:
+                what = f"expected an interface of this host ({', '.join(names)}), got {wanted}"
+                findings.append(
+                    problem(variable, what, "name one that all hosts have, or a network such as 10.0.0.0/24 for mpirun")
+                )
+    return findings
+
+
+def check_nccl(setting: str | None, interfaces: Sequence[Interface], several_hosts: bool) -> Finding:
+    """What NCCL would connect over, and whether that reaches the other hosts.
+
+    >>> both = [Interface("lo", "127.0.0.1/8"), Interface("eth0", "10.0.0.5/24")]
+    >>> check_nccl("^docker0", both, several_hosts=True).level, check_nccl(None, both, several_hosts=True).text
+    ('problem', 'not set: NCCL connects over eth0 10.0.0.5/24')
+    """
+    about = "NCCL_SOCKET_IFNAME"
+    said = repr(setting) if setting else "not set"
+    picked = nccl_picks(setting, interfaces)
+    better = [each.name for each in interfaces if each.up and each.address and each.leads_out]
+    fix = f"export NCCL_SOCKET_IFNAME={better[0]}" if better else "bring a network interface up"
+    if not picked:
+        return problem(about, f"{said} picks none of {', '.join(each.name for each in interfaces)}: NCCL finds no interface", fix)
+    first = picked[0]
+    over = f"{said}: NCCL connects over {first}"
+    if len(picked) > 1:
+        over += f", the first of {', '.join(each.name for each in picked)}"
+    if not first.leads_out:
+        if setting and setting.startswith("^") and first.name == "lo":
+            fix = f"list lo, too: export NCCL_SOCKET_IFNAME={setting},lo"
+        if several_hosts:
+            return problem(about, f"{over}, which leads to no other host", fix)
+        return (
+            warning(about, f"{over}: enough for one host, not for several", fix) if better else ok(about, f"{over}, on one host")
+        )
+    if first.name.startswith(WIRELESS):
+        return warning(about, f"{over}, which is slow", f"{fix} if that is a cable" if better else "use a cable")
+    return ok(about, over)
+
+
+def check_name(name: str, several_hosts: bool) -> Finding:
+    """Whether this host's own name leads to an address that other hosts can use. Gloo announces that address to them."""
+    try:
+        addresses = list(dict.fromkeys(str(entry[4][0]) for entry in socket.getaddrinfo(name, None)))
+    except OSError as error:
+        text = f"expected {name} to have an address, got: {error}"
+        return problem("host name", text, f"add a line with {name} to /etc/hosts, or to DNS")
+    if all(ipaddress.ip_address(address.split("%")[0]).is_loopback for address in addresses):
+        text = f"{name} is {', '.join(addresses)}, the address by which a host speaks to itself"
+        fix = f"give {name} its network address in /etc/hosts (Debian's 127.0.1.1 line is what is usually in the way)"
+        return problem("host name", text, fix) if several_hosts else ok("host name", f"{text}: enough for one host")
+    return ok("host name", f"{name} is {', '.join(addresses)}")
+
+
+def check_master(environ: Mapping[str, str], is_master: bool) -> list[Finding]:
+    """Whether MASTER_ADDR has an address, and MASTER_PORT is a port that rank 0 can still take.
+
+    Args:
+        is_master: whether rank 0 is going to run here, and has not taken the port yet.
+    """
+    address, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
+    findings = []
+    if address:
+        try:
+            socket.getaddrinfo(address, None)
+        except OSError as error:
+            findings.append(
+                problem("MASTER_ADDR", f"expected the name or address of a host, got {address}: {error}", "rank 0's host")
+            )
+    if port and not (port.isdigit() and 0 < int(port) < 65536):
+        findings.append(problem("MASTER_PORT", f"expected a port from 1 to 65535, got {port!r}", "export MASTER_PORT=29500"))
+    elif port and is_master and port_is_taken(int(port)):
+        findings.append(
+            problem("MASTER_PORT", f"{port} is taken by another program", f"export MASTER_PORT={free_port()}, free now")
+        )
+    elif address or port:
+        findings.append(ok("MASTER_ADDR, MASTER_PORT", f"{address or 'not set'}, {port or 'not set'}"))
+    return findings
+
+
+def check_ports() -> list[Finding]:
+    """Whether programs get ports at all: MPI, Gloo and NCCL take whichever are free."""
+    try:
+        first, last = map(int, open("/proc/sys/net/ipv4/ip_local_port_range").read().split())  # noqa: SIM115
+    except (OSError, ValueError):
+        return []
+    text = f"programs may take {first} to {last}; a firewall between the hosts has to let these through"
+    return [
+        ok("ports", text) if last - first >= 1000 else warning("ports", text, "sysctl net.ipv4.ip_local_port_range='32768 60999'")
+    ]
+
+
+def port_is_taken(port: int) -> bool:
+    """Whether another program listens on a port of this host."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return True
+    return False
+
+
+def free_port() -> int:
+    """A port that is free now."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def own_address(environ: Mapping[str, str], interfaces: Sequence[Interface]) -> str:
+    """The interface that NCCL would connect over, as 'eth0 10.0.0.5/24'; '' where there is none."""
+    picked = nccl_picks(environ.get("NCCL_SOCKET_IFNAME"), interfaces)
+    return f"{picked[0].name} {picked[0].address}" if picked else ""
+
+
+def _is_in_network(network: str, interfaces: Sequence[Interface]) -> bool:
+    try:
+        wanted = ipaddress.ip_network(network, strict=False)
+    except ValueError:
+        return False
+    return any(each.address and ipaddress.ip_interface(each.address).ip in wanted for each in interfaces)

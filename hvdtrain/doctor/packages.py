@@ -1,0 +1,124 @@
+"""Python, the packages that training needs, and what Horovod was built with."""
+
+from __future__ import annotations
+
+import platform
+import re
+import sys
+from importlib.metadata import PackageNotFoundError, version
+
+from hvdtrain.doctor.findings import Finding, ok, problem, warning
+from hvdtrain.doctor.programs import PythonProbe
+from hvdtrain.version import __version__
+
+AT_LEAST = {"numpy": "1.26", "h5py": "3.10", "torch": "2.4", "tensorflow": "2.18", "horovod": "0.28.1", "mpi4py": "4.0"}
+"""The oldest versions that are known to work; setup.py has the same."""
+
+OTHER_NAMES = {"tensorflow": ("tensorflow", "tensorflow-cpu")}
+"""Distributions that hold a package."""
+
+PROBE = """
+import {framework} as framework
+found["version"] = framework.__version__
+{gpu}
+try:
+    import horovod.{framework} as hvd
+    for name in ("mpi", "gloo", "nccl"):
+        found[name] = bool(getattr(hvd, name + "_built")())
+except Exception as error:
+    found["error"] = f"{{type(error).__name__}}: {{error}}".splitlines()[0]
+"""
+
+GPUS = {
+    "torch": 'found["cuda"], found["gpus"] = framework.version.cuda, framework.cuda.device_count()',
+    "tensorflow": 'found["cuda"] = framework.sysconfig.get_build_info().get("cuda_version")\n'
+    'found["gpus"] = len(framework.config.list_physical_devices("GPU"))',
+}
+
+
+def installed(package: str) -> str | None:
+    """A package's version, without importing it."""
+    for name in OTHER_NAMES.get(package, (package,)):
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def is_older(one: str, other: str) -> bool:
+    """Whether a version stands before another one.
+
+    >>> is_older("2.9.1", "2.13"), is_older("2.13.0+cpu", "2.13")
+    (True, False)
+    """
+    numbers = [[int(part) for part in re.findall(r"\d+", text.split("+")[0])[:3]] for text in (one, other)]
+    return numbers[0] < numbers[1]
+
+
+def facts() -> dict[str, str]:
+    """Versions that should be the same on all hosts."""
+    found = {"Python": platform.python_version(), "hvdtrain": __version__}
+    return found | {package: installed(package) or "none" for package in AT_LEAST}
+
+
+def check_packages(framework: str | None, use_horovod: bool) -> list[Finding]:
+    """Whether what is needed is installed, and not too old.
+
+    Args:
+        framework: the one of the config; None: whichever is there.
+        use_horovod: whether Horovod is asked for.
+    """
+    versions = {package: installed(package) for package in AT_LEAST}
+    needed = {"numpy", "h5py"} | ({framework} if framework else set()) | ({"horovod"} if use_horovod else set())
+    findings = []
+    for package, found in versions.items():
+        if found is None and package in needed:
+            how = "python -m hvdtrain.build_horovod" if package == "horovod" else f"pip install {package}"
+            findings.append(problem("packages", f"expected {package} {AT_LEAST[package]} or newer, got none", how))
+        elif found is not None and is_older(found, AT_LEAST[package]):
+            newer = f"pip install '{package}>={AT_LEAST[package]}'"
+            findings.append(problem("packages", f"expected {package} {AT_LEAST[package]} or newer, got {found}", newer))
+    if framework is None and versions["torch"] is None and versions["tensorflow"] is None:
+        findings.append(problem("packages", "expected torch or tensorflow, got neither", "pip install torch"))
+    there = ", ".join(f"{package} {found}" for package, found in versions.items() if found)
+    return [ok("packages", f"Python {platform.python_version()} ({sys.executable}), hvdtrain {__version__}, {there}"), *findings]
+
+
+def start_probes(framework: str | None) -> dict[str, PythonProbe]:
+    """Import the framework, or both, and Horovod with it, in processes of their own, which takes them seconds."""
+    wanted = [framework] if framework else ["torch", "tensorflow"]
+    return {name: PythonProbe(PROBE.format(framework=name, gpu=GPUS[name])) for name in wanted if installed(name)}
+
+
+def check_horovod(framework: str, probe: PythonProbe, use_horovod: bool, gpus: int) -> list[Finding]:
+    """Whether a framework can be imported and Horovod was built for it, with MPI, Gloo and, where there are GPUs, NCCL.
+
+    Args:
+        gpus: how many GPUs the driver shows on this host.
+    """
+    found, error = probe.result()
+    if found is None:
+        return [problem(framework, f"expected to be imported, got {error}", f"install {framework} anew")]
+    findings = []
+    if gpus and not found["gpus"]:
+        what = f"expected to use the host's {gpus} GPUs, got none ({found['version']}, built for CUDA {found['cuda'] or 'none'})"
+        findings.append(warning(framework, what, f"install a {framework} with CUDA that the driver supports"))
+    rebuild = "python -m hvdtrain.build_horovod --force"
+    if "error" in found:
+        if installed("horovod") is None and not use_horovod:
+            return [*findings, ok("Horovod", "not installed, and not asked for")]
+        level = problem if use_horovod else warning
+        return [*findings, level("Horovod", f"expected to work with {framework}, got {found['error']}", rebuild)]
+    built = [name for name, there in (("MPI", found["mpi"]), ("Gloo", found["gloo"]), ("NCCL", found["nccl"])) if there]
+    about = f"Horovod for {framework}"
+    if not found["mpi"] and not found["gloo"]:
+        findings.append(problem(about, "expected MPI or Gloo to be built in, got neither", rebuild))
+    elif not found["mpi"]:
+        findings.append(
+            warning(about, "built without MPI: mpirun and srun --mpi cannot start it", f"horovodrun --gloo, or {rebuild}")
+        )
+    if gpus and not found["nccl"]:
+        what = "built without NCCL: gradients travel through the host's memory"
+        findings.append(warning(about, what, f"HOROVOD_GPU_OPERATIONS=NCCL {rebuild}"))
+    return findings or [ok(about, f"built with {', '.join(built)}")]

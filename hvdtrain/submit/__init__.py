@@ -1,0 +1,1 @@
+"""Job scripts for Slurm, SGE and plain mpirun: `python -m hvdtrain.submit`."""

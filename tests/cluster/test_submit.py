@@ -1,0 +1,71 @@
+"""Job scripts of hvdtrain.submit, submitted to a real Slurm on several hosts."""
+
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from cluster.hosts import Hosts, wait_for_file
+from cluster.jobs import scores, wait_for_job
+
+SUBMIT = [sys.executable, "-m", "hvdtrain.submit", "config.py", "--submit", "--name", "job"]
+SIZE = ["--nodes", "2", "--tasks-per-node", "2"]
+TRAINING = ["++corpus", ".", "++use_horovod", "1"]
+
+
+def submit(hosts: Hosts, work: Path, *options: str) -> str:
+    """Submit a job; its number."""
+    done = hosts.run([*SUBMIT, "--scheduler", "slurm", *options], folder=work)
+    assert done.status == 0, done.out + done.err
+    return done.out.split()[-1]
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "srun"])
+def test_a_script_for_slurm_trains(hosts: Hosts, work: Path, alone: dict[str, float], launcher: str) -> None:
+    options = [*SIZE, "--launcher", launcher, "--time", "10", "--cpus-per-task", "1", "--interface", "eth0"]
+    job = submit(hosts, work, *options, *(["--doctor"] if launcher == "mpirun" else []), *TRAINING)
+    status = wait_for_job(hosts, job, 240)
+    printed = (work / f"job-{job}.out").read_text()
+    assert status == 0, printed
+    assert "torch: 4 ranks, 2 on host1 (CPU), 2 on host2 (CPU)" in printed
+    assert scores(work / "exp") == pytest.approx(alone, rel=1e-5)
+    if launcher == "mpirun":
+        assert "0 problems" in printed  # the doctor came first
+
+
+@pytest.mark.skipif(find_spec("hvdtrain.comm.torch_dist") is None, reason="the trainer knows no torch.distributed yet")
+def test_a_script_for_slurm_with_torchrun(hosts: Hosts, work: Path, alone: dict[str, float]) -> None:
+    """One agent a node, which meet on the first node at a port that depends on the job."""
+    job = submit(hosts, work, *SIZE, "--time", "10", "--interface", "eth0", "++corpus", ".", "++torch_distributed", "{}")
+    status = wait_for_job(hosts, job, 240)
+    printed = (work / f"job-{job}.out").read_text()
+    assert status == 0, printed
+    assert "torch: 4 ranks, 2 on host1 (CPU), 2 on host2 (CPU)" in printed
+    assert scores(work / "exp") == pytest.approx(alone, rel=1e-5)
+
+
+SLOWLY = """
+
+def train_step(step=train_step, **values):
+    time.sleep(0.05)
+    step(**values)
+"""
+
+
+@pytest.mark.skipif(find_spec("hvdtrain.interrupt") is None, reason="the trainer does not stop on signals yet")
+@pytest.mark.parametrize("launcher", ["mpirun", "srun"])
+def test_a_job_that_is_stopped_before_its_time_is_up_goes_on(hosts: Hosts, work: Path, launcher: str) -> None:
+    """Slurm's signal reaches the trainer, which stops with a checkpoint; the job goes back into the queue and ends there."""
+    with (work / "config.py").open("a") as config:
+        config.write(SLOWLY)
+    job = submit(hosts, work, *SIZE, "--launcher", launcher, "--time", "20", *TRAINING, "++num_epochs", "12")
+    wait_for_file(work / "exp" / "scores.jsonl", 120)
+    hosts.run(["scancel", "--batch", "--signal=USR1", job])  # what --signal=B:USR1@300 does, without the waiting
+    status = wait_for_job(hosts, job, 240)
+    printed = (work / f"job-{job}.out").read_text()
+    assert status == 0, printed
+    assert printed.count("stopped by SIGUSR1") == 1
+    assert printed.count("training goes on") == 1  # in the second run
+    assert printed.count("Finished training in epoch 12.") == 1
+    assert len((work / "exp" / "scores.jsonl").read_text().splitlines()) == 12
+    assert " Restarts=1 " in hosts.run(["scontrol", "show", "job", job]).out

@@ -1,0 +1,175 @@
+"""Job scripts: written for every scheduler and launcher, read by the shell, and the plain one run for real."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from contextlib import redirect_stderr, redirect_stdout
+from importlib.util import find_spec
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from launching import ROOT, TOY, Finished, launch
+
+from hvdtrain.errors import ConfigError
+from hvdtrain.submit.__main__ import main
+from hvdtrain.submit.job import choose_launcher, seconds_of
+
+G2P = "configs/g2p.py"
+TORCH = ["++torch_distributed", "{}"]
+HOROVOD = ["++use_horovod", "1"]
+SIZE = ["--nodes", "2", "--tasks-per-node", "4"]
+RICH = [
+    *SIZE,
+    *"--gpus-per-node 4 --cpus-per-task 8 --memory 64G --time 1-12:00:00 --interface eth0 --queue gpu --account me".split(),
+]
+
+# What sbatch and qsub document, of what we use: a script with another option would be refused.
+SBATCH = "job-name nodes ntasks-per-node cpus-per-task gpus-per-node mem time partition account output".split()
+SBATCH += "signal requeue open-mode".split()
+QSUB = "-S -N -wd -j -o -pe -l -q -A -notify -r".split()
+
+
+OF_A_USER = {**os.environ, "OMPI_MCA_rmaps_base_oversubscribe": "1", "OMP_NUM_THREADS": "1"}
+OF_A_USER |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+
+
+def submit(*arguments: object) -> Finished:
+    """Run the tool in this process, which has the frameworks already that configs import."""
+    with redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err:
+        status = main([*map(str, arguments)])
+    return Finished(status, out.getvalue(), err.getvalue(), 0.0)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--scheduler", "slurm", *RICH, "--doctor", *HOROVOD],
+        ["--scheduler", "slurm", *RICH, "--launcher", "srun", *HOROVOD],
+        ["--scheduler", "slurm", "--time", "30"],
+        ["--scheduler", "slurm", *SIZE, "--no-requeue", "--setup", "module load openmpi", "--option=--constraint=h100", *HOROVOD],
+        ["--scheduler", "sge", *RICH, "--doctor", *HOROVOD],
+        ["--scheduler", "sge", *SIZE, "--no-requeue", *HOROVOD],
+        ["--scheduler", "mpi", *RICH, "--hosts", "h1,h2", *HOROVOD],
+        ["--scheduler", "mpi", "--tasks-per-node", "2", *HOROVOD],
+        ["--scheduler", "mpi", "--tasks-per-node", "2", *HOROVOD, "++model", "a folder/it's $HOME/model"],
+    ],
+    ids=lambda arguments: "_".join(re.sub(r"\W", "", word) for word in arguments)[:60],
+)
+def test_scripts_that_the_shell_and_the_schedulers_read(arguments: list[str], tmp_path: Path) -> None:
+    written = submit(G2P, *arguments)
+    assert written.status == 0, written.err
+    script = written.out
+    assert f"hvdtrain {G2P}" in script
+    (tmp_path / "job.sh").write_text(script)
+    read = subprocess.run(["bash", "-n", tmp_path / "job.sh"], capture_output=True, text=True)
+    assert read.returncode == 0, read.stderr
+    if shutil.which("shellcheck"):
+        checked = subprocess.run(["shellcheck", "-S", "warning", tmp_path / "job.sh"], capture_output=True, text=True)
+        assert checked.returncode == 0, checked.stdout
+    for option in re.findall(r"^#SBATCH --([\w-]+)", script, flags=re.MULTILINE):
+        assert option in [*SBATCH, "constraint"], option
+    for option in re.findall(r"^#\$ (-\w+)", script, flags=re.MULTILINE):
+        assert option in QSUB, option
+    across_hosts = "--nodes" in arguments and "mpirun" in script
+    assert ("keepalive" in script) == across_hosts
+
+
+def test_slurm_scripts_say_what_a_person_would_have_said() -> None:
+    script = submit(G2P, "--scheduler", "slurm", *RICH, *HOROVOD).out
+    for line in (
+        "#SBATCH --nodes=2",
+        "#SBATCH --ntasks-per-node=4",
+        "#SBATCH --gpus-per-node=4",
+        "#SBATCH --cpus-per-task=8",
+        "#SBATCH --time=36:00:00",
+        "#SBATCH --partition=gpu",
+        f"cd {ROOT} || exit",
+    ):
+        assert line in script.splitlines()
+    for part in (
+        "#SBATCH --signal=B:USR1@300",
+        "#SBATCH --requeue",
+        "#SBATCH --open-mode=append",
+        "export OMP_NUM_THREADS=8",
+        "export NCCL_SOCKET_IFNAME=eth0",
+        "mpirun -np 8 -bind-to none -map-by slot",
+        "-x OMP_NUM_THREADS -x NCCL_SOCKET_IFNAME",
+        "--mca oob_tcp_keepalive_time 5",
+        f"{sys.executable} -m hvdtrain {G2P} ++use_horovod 1 &",
+        'scontrol requeue "$SLURM_JOB_ID"',
+    ):
+        assert part in script
+    assert "srun --mpi=pmix" in submit(G2P, "--scheduler", "slurm", "--launcher", "srun", *SIZE, *HOROVOD).out
+
+
+def test_mistakes_are_told_before_anything_is_submitted() -> None:
+    wrong = submit(G2P, "--scheduler", "slurm", "--submit", *SIZE, "++learning_rat", "1", "++num_epochs", "none")
+    assert wrong.status == 2
+    assert wrong.out == ""
+    assert "2 problems in the config" in wrong.err
+    assert "did you mean learning_rate?" in wrong.err
+    options = submit(
+        G2P, *"--scheduler mpi --nodes 2 --tasks-per-node 4 --gpus-per-node 2 --time soon --hosts h1 --launcher srun".split()
+    )
+    assert options.status == 2
+    for problem in (
+        "--gpus-per-node: expected one for each of 4 ranks of a node, got 2",
+        "--time: expected hh:mm:ss, d-hh:mm:ss or minutes, got 'soon'",
+        "--hosts: expected the names of 2 hosts, got h1",
+        "--launcher: expected mpirun with --scheduler mpi, got srun",
+        "use_horovod: expected use_horovod or torch_distributed for 8 ranks, got neither",
+    ):
+        assert problem in options.err
+    late = submit(G2P, *"--scheduler slurm --time 5 --stop-before 300".split())
+    assert "--stop-before: expected at least 180 s less than --time (300 s), which starting may take, got 300" in late.err
+    nowhere = launch(["-m", "hvdtrain.submit", G2P, "--scheduler", "sge", "--submit"], environment={"PATH": "/nowhere"})
+    assert nowhere.status == 1
+    assert "--submit: expected qsub in PATH, got none" in nowhere.err
+
+
+def test_launchers_go_with_the_keys() -> None:
+    assert choose_launcher(None, 1, use_horovod=True, torch_distributed=False) == "python"
+    assert choose_launcher("srun", 4, use_horovod=True, torch_distributed=False) == "srun"
+    assert choose_launcher("mpirun", 4, use_horovod=False, torch_distributed=True) == "mpirun"
+    with pytest.raises(ConfigError, match="expected mpirun or srun for use_horovod, got torchrun"):
+        choose_launcher("torchrun", 4, use_horovod=True, torch_distributed=False)
+    with pytest.raises(ConfigError, match="for 4 ranks, got python"):
+        choose_launcher("python", 4, use_horovod=True, torch_distributed=False)
+    for text in ("soon", "0", "1:2:3:4", "-5"):
+        with pytest.raises(ValueError, match=re.escape(text)):
+            seconds_of(text)
+
+
+def test_the_plain_script_trains(corpus: Path, tmp_path: Path) -> None:
+    """mpirun on this host, the doctor before it; the script is run as somebody would run it."""
+    written = submit(
+        *[TOY, "--scheduler", "mpi", "--tasks-per-node", "2", "--doctor", "--out", tmp_path / "job.sh"],
+        *["++corpus", corpus, "++model", tmp_path / "model", *HOROVOD],
+    )
+    assert written.out == f"wrote {tmp_path}/job.sh\n"
+    done = subprocess.run(["bash", tmp_path / "job.sh"], env=OF_A_USER, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 problems" in done.stdout
+    assert "hvdtrain 0.1.0, torch: 2 ranks, 2 on" in done.stdout
+    assert (tmp_path / "model.001.pt").exists()
+
+
+@pytest.mark.skipif(find_spec("hvdtrain.interrupt") is None, reason="the trainer does not stop on signals yet")
+def test_the_plain_script_stops_with_a_checkpoint(corpus: Path, tmp_path: Path) -> None:
+    """SIGTERM to the script, as from a host that shuts down, becomes what mpirun passes on; the script's status is 75."""
+    submit(
+        *[TOY, "--scheduler", "mpi", "--tasks-per-node", "2", "--out", tmp_path / "job.sh"],
+        *["++corpus", corpus, "++model", tmp_path / "model", "++num_epochs", "4000", *HOROVOD],
+    )
+    script = subprocess.Popen(["bash", tmp_path / "job.sh"], env=OF_A_USER, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 100
+    while not (tmp_path / "scores.jsonl").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    script.terminate()
+    _, err = script.communicate(timeout=60)
+    assert script.returncode == 75, err
+    assert "stopped by SIGUSR1 in epoch" in err

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from cluster.hosts import Hosts
-from cluster.jobs import scores, wait_for_job  # noqa: F401  for tests that look for them here
+from cluster.jobs import scores
 from cluster.slurm import start_slurm, wait_until_idle
 from launching import TOY, hvdtrain
 

@@ -387,6 +387,8 @@ def announce(settings: Settings, comm: Communicator, learner: Learner, feeds: li
         )
     if launch.is_bound() and launch.cores() == 1:
         say(2, "this rank is bound to a single core of several; mpirun --bind-to none lets it use more")
+    if len({name for name, _ in hosts}) > 1 and launch.misses_lost_hosts(launch.environment()):
+        say(2, f"mpirun does not notice when a host is lost; with {launch.KEEPALIVE} it does")
     first = progress.epoch + 1
 
     def data_lines() -> list[tuple[int, str]]:

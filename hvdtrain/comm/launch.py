@@ -107,6 +107,24 @@ def yield_when_idle(local_size: int, cores: int) -> None:
         os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
 
 
+KEEPALIVE = "--mca oob_tcp_keepalive_time 5 --mca oob_tcp_keepalive_intvl 2 --mca oob_tcp_keepalive_probes 3"
+"""With which mpirun finds out within 12 s that a host is lost."""
+
+
+def misses_lost_hosts(environ: Mapping[str, str]) -> bool:
+    """Whether mpirun started this process and would wait for a host that is lost: without KEEPALIVE, for hours.
+
+    Slurm watches its nodes itself.
+
+    >>> misses_lost_hosts({"OMPI_MCA_orte_num_nodes": "2"})
+    True
+    >>> misses_lost_hosts({"OMPI_MCA_orte_num_nodes": "2", "OMPI_MCA_oob_tcp_keepalive_time": "5"})
+    False
+    """
+    by_mpirun = "OMPI_MCA_orte_num_nodes" in environ and "SLURM_JOB_ID" not in environ
+    return by_mpirun and "OMPI_MCA_oob_tcp_keepalive_time" not in environ
+
+
 def environment() -> Mapping[str, str]:
     """This process's environment, to read."""
     return os.environ

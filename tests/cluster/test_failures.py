@@ -13,8 +13,9 @@ from cluster.slurm import wait_until_idle
 from launching import Finished
 from launching_page import PAGE, Command, read_page
 
+from hvdtrain.comm.launch import KEEPALIVE
+
 ENDLESS = "python -m hvdtrain config.py ++use_horovod 1 ++num_epochs 100000"
-KEEPALIVE = "--mca oob_tcp_keepalive_time 5 --mca oob_tcp_keepalive_intvl 2 --mca oob_tcp_keepalive_probes 3"
 
 
 def wait_for(path: Path, started: Started) -> None:

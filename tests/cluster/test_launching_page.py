@@ -9,6 +9,8 @@ from cluster.jobs import scores, submit, wait_for_job
 from launching import ROOT
 from launching_page import Command, read_page
 
+from hvdtrain.comm.launch import KEEPALIVE
+
 TRAININGS = [command for command in read_page() if command.mode == "runs"]
 DEMOS = [command for command in read_page() if command.mode == "demo"]
 REFUSED = [command for command in read_page() if command.mode == "refused"]
@@ -25,6 +27,9 @@ def test_a_training(hosts: Hosts, work: Path, alone: dict[str, float], command: 
     assert status == 0, printed
     assert f"torch: {command.ranks} rank{'s' if command.ranks > 1 else ''}, " in printed
     assert printed.count("Finished training in epoch 1.") == 1, printed  # one job, not several of size 1
+    if command.name.startswith("mpirun"):
+        several = " on host2 " in printed
+        assert ("mpirun does not notice when a host is lost" in printed) == (several and KEEPALIVE not in command.name)
     reached = scores(work / "exp")
     assert reached.keys() == alone.keys()
     if command.same_losses:

@@ -16,17 +16,23 @@ from hvdtrain.context import Loss, RunContext, running
 from hvdtrain.data.types import Batch
 from hvdtrain.errors import CheckpointError, ConfigError
 from hvdtrain.learner.base import Kind, LearnerKeys, as_function
-from hvdtrain.learner.torch_clock import CpuClock, CudaClock
+from hvdtrain.learner.clock import CpuClock
+from hvdtrain.learner.losses import (
+    TINY,
+    Normalized,
+    WaitingScores,
+    check_marked,
+    check_same,
+    minimized,
+    normalized,
+    nothing_to_minimize,
+)
+from hvdtrain.learner.numbers import mixed_seed, widened
+from hvdtrain.learner.torch_clock import CudaClock
 from hvdtrain.learner.torch_gradients import GradientStream
 from hvdtrain.learner.torch_optimizer import make_optimizer
 from hvdtrain.reduce import Reducer
 from hvdtrain.scores import Scores
-
-TINY = 1e-30
-"""What a sum is divided by where no element was counted: it is zero, too."""
-
-MANY = 1000
-"""Batches whose scores wait on the device before they are fetched, in one piece."""
 
 
 @dataclass
@@ -46,14 +52,6 @@ class TorchData:
         """True where a frame is not padding; shape (batch, time), on the device."""
         frames = torch.arange(self.raw_tensor.shape[1], device=self.raw_tensor.device)
         return frames[None, :] < self.seq_lens.to(self.raw_tensor.device, non_blocking=True)[:, None]
-
-
-@dataclass(frozen=True)
-class Normalized:
-    """The losses of a train_step that are to be means, and whether such a loss is all that is minimized."""
-
-    names: tuple[str, ...]
-    alone: bool
 
 
 class TorchLearner:
@@ -93,8 +91,7 @@ class TorchLearner:
         self._has_batch = False
         self._normalized: Normalized | None = None
         self._counting: Any = None
-        self._waiting: list[tuple[tuple[str, ...], torch.Tensor]] = []
-        self._scores = Scores()
+        self._scores = WaitingScores(lambda tensors: torch.cat(tensors).tolist())
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
 
     def begin_epoch(self, epoch: int, step: int) -> None:
@@ -137,9 +134,7 @@ class TorchLearner:
             self._losses(batch, train=False)
 
     def take_scores(self) -> Scores:
-        self._fetch_scores()
-        taken, self._scores = self._scores, Scores()
-        return taken
+        return self._scores.take()
 
     def take_step_seconds(self) -> float:
         return self._clock.take()
@@ -178,13 +173,10 @@ class TorchLearner:
         data = {key: self._to_device(padded.values, padded.seq_lens) for key, padded in batch.data.items()}
         with running(RunContext(self._epoch, self._step, train)) as context:
             self._train_step(model=self.model, extern_data=data)
-        if not context.losses:
-            raise ConfigError(["train_step: expected a call of hvdtrain.get_run_ctx().mark_as_loss(...), got none"])
+        check_marked(context.losses)
         sums = [loss.value.detach().sum(dtype=torch.float64) for loss in context.losses.values()]
         counts = [_count(loss).to(self._device) for loss in context.losses.values()]
-        self._waiting.append((tuple(context.losses), torch.stack(sums + counts)))
-        if len(self._waiting) >= MANY:
-            self._fetch_scores()
+        self._scores.add(tuple(context.losses), torch.stack(sums + counts))
         return context.losses
 
     def _start_counting(self, losses: dict[str, Loss] | None) -> dict[str, torch.Tensor]:
@@ -195,13 +187,11 @@ class TorchLearner:
 
         A rank without a batch takes part with zero elements; in the first step it has to be told what there is to count.
         """
-        own = None if losses is None else _normalized(losses)
+        own = None if losses is None else normalized(losses)
         if self._normalized is None:
             self._normalized = self._reducer.agree(own)
-        if own is not None and own != self._normalized:
-            raise ConfigError(
-                [f"train_step: expected losses with use_normalized_loss as in the first step, {self._normalized}, got {own}"]
-            )
+        if own is not None:
+            check_same(self._normalized, own)
         if not self._normalized.names:
             return {}
         zero = torch.zeros((), dtype=torch.float64)
@@ -213,21 +203,10 @@ class TorchLearner:
         [totals] = self._reducer.finish_gradients(counting)
         return dict(zip(self._normalized.names, totals.clamp(min=TINY), strict=True))
 
-    def _fetch_scores(self) -> None:
-        if not self._waiting:
-            return
-        values = iter(torch.cat([numbers for _, numbers in self._waiting]).tolist())
-        for names, _ in self._waiting:
-            totals = [next(values) for _ in names]
-            for name, total in zip(names, totals, strict=True):
-                self._scores.add(name, total, next(values))
-        self._waiting = []
-
     def _to_device(self, values: numpy.ndarray[Any, Any], seq_lens: numpy.ndarray[Any, Any]) -> TorchData:
         if values.dtype == object:
             return TorchData(values, torch.from_numpy(seq_lens))
-        wider = {"uint16": numpy.int32, "uint32": numpy.int64}.get(values.dtype.name)
-        tensor = torch.from_numpy(values if wider is None else values.astype(wider))
+        tensor = torch.from_numpy(widened(values))
         if self._device.type == "cuda":
             tensor = tensor.pin_memory().to(self._device, non_blocking=True)
         return TorchData(tensor, torch.from_numpy(seq_lens))
@@ -288,22 +267,14 @@ def _device(wanted: str | None, local_rank: int) -> torch.device:
 def _total(losses: dict[str, Loss], divisors: dict[str, torch.Tensor]) -> torch.Tensor | None:
     """The scalar to differentiate; None for a rank without a batch."""
     total: torch.Tensor | None = None
-    for name, loss in losses.items():
-        if loss.as_error or loss.scale == 0:
-            continue
+    for name, loss in minimized(losses).items():
         term = loss.value.sum() * loss.scale
         if name in divisors:
             term = term / divisors[name].to(term.dtype)
         total = term if total is None else total + term
     if losses and (total is None or not total.requires_grad):
-        raise ConfigError(["train_step: expected a loss that depends on the model's parameters, got only errors or constants"])
+        raise nothing_to_minimize()
     return total
-
-
-def _normalized(losses: dict[str, Loss]) -> Normalized:
-    minimized = {name: loss for name, loss in losses.items() if not loss.as_error and loss.scale != 0}
-    names = tuple(name for name, loss in minimized.items() if loss.use_normalized_loss)
-    return Normalized(names, alone=len(minimized) == 1)
 
 
 def _count(loss: Loss) -> torch.Tensor:
@@ -315,7 +286,7 @@ def _count(loss: Loss) -> torch.Tensor:
 
 def _seed_all(device: torch.device, *parts: int) -> None:
     """Seed torch, Python and numpy with a number mixed from the parts."""
-    mixed = int(numpy.random.SeedSequence(parts).generate_state(1)[0])
+    mixed = mixed_seed(*parts)
     # The generators in use only: torch.manual_seed sees to all kinds of devices, which takes a hundred times as long.
     torch.default_generator.manual_seed(mixed)
     if device.type == "cuda":

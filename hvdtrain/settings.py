@@ -27,7 +27,7 @@ class RunKeys:
     """The run as a whole."""
 
     task: Literal["train"] = key("train", "what to do")
-    backend: Literal["torch"] = key("torch", "the framework of get_model and train_step")
+    backend: Literal["torch", "tensorflow"] = key("torch", "the framework of get_model and train_step")
     model: str = key(REQUIRED, "where checkpoints go: the beginning of their names, such as exp/g2p/model")
     num_epochs: int = key(5, "train up to this epoch", positive)
     random_seed: int = key(

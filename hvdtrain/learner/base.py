@@ -55,6 +55,8 @@ class Learner(Protocol):
 
     num_parameters: int
     device_name: str
+    checkpoint_suffix: str
+    """Of the files that `save` writes."""
 
     def begin_epoch(self, epoch: int, step: int) -> None:
         """Be told where training stands: the epoch from 1, and the updates done so far."""

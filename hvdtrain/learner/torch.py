@@ -62,6 +62,8 @@ class TorchLearner:
             and a continued training goes on with the same numbers.
     """
 
+    checkpoint_suffix = "pt"
+
     def __init__(
         self,
         model: torch.nn.Module,

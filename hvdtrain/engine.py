@@ -15,7 +15,7 @@ from hvdtrain.errors import DataError
 from hvdtrain.learner.base import Learner
 from hvdtrain.reduce import Reducer
 from hvdtrain.report import EpochReport, Reporter, say, score_lines
-from hvdtrain.schedule import EpochRecord
+from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.scores import Scores, text
 from hvdtrain.timer import Timer, clock_text
 from hvdtrain.watchdog import Watchdog

@@ -24,8 +24,10 @@ from hvdtrain.engine import Engine, Rates
 from hvdtrain.errors import DataError, HvdtrainError, LaunchError
 from hvdtrain.learner.base import Kind, Learner, as_function
 from hvdtrain.reduce import GradReduce, ParamAverage, ReduceKeys, Reducer, scale_learning_rate
-from hvdtrain.report import JsonLines, open_log, say
-from hvdtrain.schedule import EpochRecord, ScheduleKeys, epoch_learning_rate
+from hvdtrain.report import JsonLines, Reporter, open_log, say
+from hvdtrain.schedule.file import LearningRateFile
+from hvdtrain.schedule.history import EpochRecord
+from hvdtrain.schedule.rates import epoch_learning_rate
 from hvdtrain.settings import Settings
 from hvdtrain.timer import Timer
 from hvdtrain.version import __version__
@@ -75,9 +77,9 @@ def train_with(comm: Communicator, settings: Settings) -> Learner:
             reducer,
             feeds[0],
             feeds[1:],
-            open_rates(settings.schedule, settings.reduce, comm.size),
+            open_rates(settings, comm.size),
             checkpoints,
-            [JsonLines(Path(settings.run.model).parent / "scores.jsonl")] if comm.rank == 0 else [],
+            open_reporters(settings, history) if comm.rank == 0 else [],
             timer,
             watchdog,
             history=history,
@@ -215,9 +217,21 @@ def resume(comm: Communicator, learner: Learner, checkpoints: CheckpointFolder) 
     return history, step
 
 
-def open_rates(schedule: ScheduleKeys, reduce: ReduceKeys, size: int) -> Rates:
+def open_reporters(settings: Settings, history: list[EpochRecord]) -> list[Reporter]:
+    """Who is told of finished epochs."""
+    reporters: list[Reporter] = [JsonLines(Path(settings.run.model).parent / "scores.jsonl")]
+    if settings.schedule.learning_rate_file is not None:
+        reporters.append(LearningRateFile(Path(settings.schedule.learning_rate_file), history))
+    return reporters
+
+
+def open_rates(settings: Settings, size: int) -> Rates:
     """The learning rate of an epoch and of a step."""
-    dynamic = as_function(schedule.dynamic_learning_rate, "dynamic_learning_rate")
+    dynamic = as_function(settings.schedule.dynamic_learning_rate, "dynamic_learning_rate")
+    schedule = settings.step_schedule
+
+    def of_epoch(epoch: int, history: list[EpochRecord]) -> float:
+        return epoch_learning_rate(settings.schedule, settings.newbob, epoch, history)
 
     def of_step(step: int, epoch_continuous: float, epoch_rate: float) -> float:
         rate = epoch_rate
@@ -228,9 +242,11 @@ def open_rates(schedule: ScheduleKeys, reduce: ReduceKeys, size: int) -> Rates:
                 epoch_continuous=epoch_continuous,
                 learning_rate=epoch_rate,
             )
-        return scale_learning_rate(rate, reduce.horovod_scale_lr, size)
+        elif schedule is not None:
+            rate *= schedule.factor(step, epoch_continuous)
+        return scale_learning_rate(rate, settings.reduce.horovod_scale_lr, size)
 
-    return Rates(lambda epoch, history: epoch_learning_rate(schedule, epoch, history), of_step)
+    return Rates(of_epoch, of_step)
 
 
 def announce(settings: Settings, comm: Communicator, learner: Learner, feeds: list[Feed], history: list[EpochRecord]) -> None:

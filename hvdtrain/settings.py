@@ -19,7 +19,9 @@ from hvdtrain.errors import ConfigError
 from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.reduce import ReduceKeys
 from hvdtrain.report import ReportKeys
-from hvdtrain.schedule import ScheduleKeys
+from hvdtrain.schedule.newbob import NewbobKeys
+from hvdtrain.schedule.rates import ScheduleKeys
+from hvdtrain.schedule.steps import StepSchedule, make_schedule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +66,17 @@ class DataKeys:
     eval_datasets: dict[str, Any] = key({}, "further datasets by name, evaluated after every epoch")
 
 
-SECTIONS: tuple[type, ...] = (RunKeys, DataKeys, BatchKeys, ChunkKeys, LearnerKeys, ScheduleKeys, ReduceKeys, ReportKeys)
+SECTIONS: tuple[type, ...] = (
+    RunKeys,
+    DataKeys,
+    BatchKeys,
+    ChunkKeys,
+    LearnerKeys,
+    ScheduleKeys,
+    NewbobKeys,
+    ReduceKeys,
+    ReportKeys,
+)
 DATASET_SECTIONS: tuple[type, ...] = (*(kind.keys for kind in KINDS.values()), OrderKeys)
 
 ALIASES = {
@@ -100,6 +112,8 @@ class Settings:
     chunks: ChunkKeys
     learner: LearnerKeys
     schedule: ScheduleKeys
+    newbob: NewbobKeys
+    step_schedule: StepSchedule | None
     reduce: ReduceKeys
     report: ReportKeys
     train: DatasetSpec
@@ -135,6 +149,10 @@ def check(source: Source, names: list[str]) -> Settings:
         problems += more
         if built[section] is not None and hasattr(section, "problems"):
             problems += built[section].problems()
+    step_schedule: StepSchedule | None = None
+    if built[ScheduleKeys] is not None and built[RunKeys] is not None:
+        step_schedule, more = make_schedule(built[ScheduleKeys].learning_rate_schedule, built[RunKeys].num_epochs)
+        problems += more
     specs: list[DatasetSpec] = []
     if built[DataKeys] is not None:
         specs, more = _datasets(built[DataKeys])
@@ -155,6 +173,8 @@ def check(source: Source, names: list[str]) -> Settings:
         chunks=built[ChunkKeys],
         learner=built[LearnerKeys],
         schedule=built[ScheduleKeys],
+        newbob=built[NewbobKeys],
+        step_schedule=step_schedule,
         reduce=built[ReduceKeys],
         report=built[ReportKeys],
         train=specs[0],

@@ -225,9 +225,9 @@ def test_an_override_that_nobody_reads_is_a_mistake(tmp_path: Path) -> None:
 
 
 def test_other_names_of_returnn_for_a_key(tmp_path: Path) -> None:
-    assert settings(tmp_path, "learning_rate_decay = 0.7\n").schedule.newbob_learning_rate_decay == 0.7
-    assert settings(tmp_path, learning_rate_growth="1.5").schedule.newbob_learning_rate_growth == 1.5
-    assert settings(tmp_path, "learning_rate_decay = 0.7\n", learning_rate_decay="0.8").schedule.newbob_learning_rate_decay == 0.8
+    assert settings(tmp_path, "learning_rate_decay = 0.7\n").newbob.newbob_learning_rate_decay == 0.7
+    assert settings(tmp_path, learning_rate_growth="1.5").newbob.newbob_learning_rate_growth == 1.5
+    assert settings(tmp_path, "learning_rate_decay = 0.7\n", learning_rate_decay="0.8").newbob.newbob_learning_rate_decay == 0.8
 
 
 def test_the_command_line_is_files_and_then_pairs() -> None:
@@ -418,7 +418,7 @@ def test_keys_of_returnn_that_would_change_the_training_are_mistakes(tmp_path: P
         ),
         (
             "learning_rates = [0.1, 'x']",
-            "learning_rates: expected a list of numbers or ndarray or None, got [0.1, 'x'] in config.py",
+            "learning_rates: expected a list of numbers or a dict of numbers or ndarray or None, got [0.1, 'x']",
         ),
         ("learning_rates = []", "learning_rates: expected at least one learning rate, got an empty list"),
         ("log = ['a', 3]", "log: expected a string or a list of strings or None, got ['a', 3] in config.py"),

@@ -1,18 +1,29 @@
 """The learning rate of an epoch: constant, a list, newbob."""
 
+from dataclasses import fields
+
 import numpy
 import pytest
 
-from hvdtrain.schedule import EpochRecord, ScheduleKeys, epoch_learning_rate, error_key
+from hvdtrain.schedule.history import EpochRecord, error_key
+from hvdtrain.schedule.newbob import NewbobKeys
+from hvdtrain.schedule.rates import ScheduleKeys, epoch_learning_rate
+
+
+def sections(keys: dict[str, object]) -> tuple[ScheduleKeys, NewbobKeys]:
+    """The keys of the two sections, from one dict."""
+    own = {field.name for field in fields(NewbobKeys)}
+    newbob = NewbobKeys(**{name: value for name, value in keys.items() if name in own})
+    return ScheduleKeys(**{name: value for name, value in keys.items() if name not in own}), newbob
 
 
 def rates_of(errors: list[float | None], measure: str = "dev_loss_ce", **keys: object) -> list[float]:
     """The rates of the epochs, one after the other, where each epoch ends with an error; and that of the epoch after."""
-    schedule = ScheduleKeys(**keys)
+    schedule, newbob = sections(keys)
     history: list[EpochRecord] = []
     rates = []
     for epoch, error in enumerate([*errors, None], start=1):
-        rates.append(epoch_learning_rate(schedule, epoch, history))
+        rates.append(epoch_learning_rate(schedule, newbob, epoch, history))
         history.append(EpochRecord(epoch, rates[-1], {} if error is None else {measure: error}))
     return rates
 
@@ -34,7 +45,7 @@ def test_a_list_and_then_its_last_entry() -> None:
 
 def test_a_list_is_followed_whatever_the_epochs_before_had() -> None:
     history = [EpochRecord(1, 5.0, {}), EpochRecord(2, 6.0, {})]
-    assert epoch_learning_rate(ScheduleKeys(learning_rates=[1.0, 2.0, 3.0]), 3, history) == 3.0
+    assert epoch_learning_rate(ScheduleKeys(learning_rates=[1.0, 2.0, 3.0]), NewbobKeys(), 3, history) == 3.0
 
 
 def test_a_list_goes_over_into_newbob() -> None:
@@ -119,27 +130,60 @@ def test_newbob_changes_nothing_where_an_error_is_missing() -> None:
 
 def test_newbob_looks_at_the_score_that_is_named() -> None:
     keys = ScheduleKeys(**NEWBOB)
-    named = ScheduleKeys(**NEWBOB, learning_rate_control_error_measure="dev_loss_wer")
+    named = NewbobKeys(learning_rate_control_error_measure="dev_loss_wer")
+    first_there = NewbobKeys(learning_rate_control_error_measure=["dev_error", "dev_loss_wer"])
     history = [
         EpochRecord(1, 0.8, {"dev_loss_ce": 2.0, "dev_loss_wer": 0.1}),
         EpochRecord(2, 0.8, {"dev_loss_ce": 1.0, "dev_loss_wer": 0.1}),
     ]
-    assert epoch_learning_rate(keys, 3, history) == 0.8
-    assert epoch_learning_rate(named, 3, history) == 0.4
+    assert epoch_learning_rate(keys, NewbobKeys(), 3, history) == 0.8
+    assert epoch_learning_rate(keys, named, 3, history) == 0.4
+    assert epoch_learning_rate(keys, first_there, 3, history) == 0.4
 
 
 def test_the_score_newbob_looks_at_where_none_is_named() -> None:
     assert error_key({"train_loss_a": 1, "dev_loss_c": 1, "dev_loss_b": 1, "eval_loss_a": 1}) == "dev_loss_b"
-    assert error_key({"train_loss_b": 1, "train_loss_a": 1, "eval_loss_a": 1}) == "train_loss_a"
+    assert error_key({"train_loss_b": 1, "train_loss_a": 1, "zest_loss_a": 1}) == "train_loss_a"
     assert error_key({"eval_loss_b": 1, "eval_loss_a": 1}) == "eval_loss_a"
-    assert error_key({}) == ""
+    assert error_key({}) is None
 
 
 def test_the_epochs_before_are_only_looked_at() -> None:
     history = [EpochRecord(1, 0.8, {"dev_loss_ce": 1.0}), EpochRecord(2, 0.8, {"dev_loss_ce": 1.0})]
-    answers = {epoch_learning_rate(ScheduleKeys(**NEWBOB), 3, history) for _ in range(3)}
+    answers = {epoch_learning_rate(ScheduleKeys(**NEWBOB), NewbobKeys(), 3, history) for _ in range(3)}
     assert answers == {0.4}
     assert len(history) == 2
+
+
+def test_newbob_by_the_change_itself() -> None:
+    # The changes are -0.5, -0.005, +0.1; the threshold is -0.01.
+    keys = {"learning_rate": 0.8, "learning_rate_control": "newbob_abs"}
+    assert rates_of([1.0, 0.5, 0.495, 0.595], **keys) == [0.8, 0.8, 0.8, 0.4, 0.2]
+    assert rates_of([1.0, 0.5, 0.495, 0.595], **keys, newbob_error_threshold=0.0)[-2:] == [0.8, 0.4]
+
+
+def test_newbob_by_the_mean_of_several_epochs() -> None:
+    keys = {"learning_rate": 0.8, "learning_rate_control": "newbob_multi_epoch", "newbob_multi_num_epochs": 2}
+    # Looked at before epochs 3, 5, 7: changes by then (-1), (-1, -1 and 0: mean -0.67 of the last two -0.5), (0, 0).
+    assert rates_of([4.0, 2.0, 1.0, 1.0, 1.0, 1.0], **keys) == [0.8] * 6 + [0.4]
+    # Every epoch: before epoch 5 the mean of -1 and 0, before 6 of 0 and 0.
+    assert rates_of([4.0, 2.0, 1.0, 1.0, 1.0], **keys, newbob_multi_update_interval=1) == [0.8] * 5 + [0.4]
+    # Grows where the mean is far enough below.
+    growing = {**keys, "newbob_learning_rate_growth": 2.0, "newbob_relative_error_grow_threshold": -0.6}
+    assert rates_of([4.0, 2.0, 1.0, 0.9], **growing) == [0.8, 0.8, 1.6, 1.6, 1.6]
+
+
+def test_decay_as_a_function() -> None:
+    assert rates_of([1.0] * 3, **NEWBOB, newbob_learning_rate_decay=lambda rate: rate - 0.25) == pytest.approx(
+        [0.8, 0.8, 0.55, 0.3]
+    )
+
+
+def test_rates_of_single_epochs() -> None:
+    assert rates_of([1.0] * 4, learning_rate=0.5, learning_rates={2: 0.1, 4: 0.3}) == [0.5, 0.1, 0.1, 0.3, 0.3]
+    assert ScheduleKeys(learning_rates={2: 0.1}).problems() == [
+        "learning_rates: expected the rate of epoch 1 there or as learning_rate, got neither"
+    ]
 
 
 def test_a_rate_is_needed() -> None:

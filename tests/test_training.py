@@ -5,7 +5,10 @@ import re
 from collections import Counter
 from pathlib import Path
 
+import pytest
 from launching import TOY, hvdtrain
+
+from hvdtrain.schedule.file import read_learning_rate_file
 
 
 def test_balanced_batches_and_their_padding(corpus: Path, tmp_path: Path) -> None:
@@ -34,3 +37,36 @@ def test_training_on_chunks(corpus: Path, tmp_path: Path) -> None:
     (report,) = [json.loads(line) for line in (tmp_path / "scores.jsonl").read_text().splitlines()]
     assert report["num_sequences"] == 231
     assert report["steps"] > 231 / 12
+
+
+def test_rates_of_steps_and_their_file(corpus: Path, tmp_path: Path) -> None:
+    overrides = {
+        "corpus": corpus,
+        "model": tmp_path / "model",
+        "num_epochs": 2,
+        "evaluated": True,
+        "learning_rates": {1: 0.01, 2: 0.004},
+        "learning_rate_schedule": {"class": "linear", "num_warmup_epochs": 0.5, "initial": 0.1},
+        "learning_rate_file": tmp_path / "rates" / "file",
+    }
+    finished = hvdtrain(TOY, overrides, timeout=300)
+    assert finished.status == 0, finished.err
+    effective = re.findall(r"^start epoch . global train step \d+ with effective learning rate (\S+) ", finished.out, flags=re.M)
+    # At the very beginning the warm-up's 0.1; after one of two epochs a third of the way from 0.5 to 2 is gone.
+    assert [float(rate) for rate in effective] == pytest.approx([0.001, 0.004 * 2 / 3], rel=1e-4)
+    records = read_learning_rate_file(tmp_path / "rates" / "file")
+    assert [record.learning_rate for record in records] == [0.01, 0.004]
+    reports = [json.loads(line) for line in (tmp_path / "scores.jsonl").read_text().splitlines()]
+    assert [record.scores for record in records] == [report["scores"] for report in reports]
+
+
+def test_keys_of_the_learning_rate_that_are_wrong(corpus: Path, tmp_path: Path) -> None:
+    wrong = {"relative_error_div_by_old": True, "learning_rate_schedule": {"class": "cosin"}, "newbob_multi_num_epochs": 0}
+    finished = hvdtrain(TOY, {"corpus": corpus, "model": tmp_path / "model", **wrong})
+    assert finished.status == 2
+    for problem in (
+        "relative_error_div_by_old: unknown key in the command line (did you mean newbob_relative_error_div_by_old?)",
+        "learning_rate_schedule.class: expected one of constant, linear, cosine, inverse_square_root, one_cycle, got 'cosin'",
+        "newbob_multi_num_epochs: expected a number from 1 on, got 0 in the command line",
+    ):
+        assert problem in finished.err

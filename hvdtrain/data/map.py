@@ -14,9 +14,9 @@ import numpy
 
 from hvdtrain.config.check import build
 from hvdtrain.config.keys import REQUIRED, key, not_negative, positive
+from hvdtrain.config.options import unknown_options
 from hvdtrain.config.reference import is_reference, resolve
 from hvdtrain.data.batches import pad
-from hvdtrain.data.options import unknown_options
 from hvdtrain.data.tags import tag_bytes
 from hvdtrain.data.types import Array, Dataset, Padded, Stream
 from hvdtrain.data.workers import Workers

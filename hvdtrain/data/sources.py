@@ -9,12 +9,12 @@ from typing import Any
 
 from hvdtrain.config.check import build
 from hvdtrain.config.keys import REQUIRED, declared, key
+from hvdtrain.config.options import unknown_options
 from hvdtrain.config.reference import is_reference, resolve
 from hvdtrain.data.dummy import DummyDatasetKeys, open_dummy
 from hvdtrain.data.many_files import FilesDatasetKeys, open_files
 from hvdtrain.data.map import MapDatasetKeys, open_map
 from hvdtrain.data.meta import MetaDatasetKeys, open_meta
-from hvdtrain.data.options import unknown_options
 from hvdtrain.data.order import OrderKeys
 from hvdtrain.data.task12ax import Task12AXDatasetKeys, open_task12ax
 from hvdtrain.data.types import Dataset

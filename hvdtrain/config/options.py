@@ -1,4 +1,4 @@
-"""Options of a dataset dict that nobody knows."""
+"""Options of a dict in a config that nobody knows."""
 
 from __future__ import annotations
 

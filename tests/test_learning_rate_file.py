@@ -1,0 +1,43 @@
+"""The learning rate file: old forms that are read, and what is no such file."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.errors import DataError
+from hvdtrain.schedule.file import LearningRateFile, read_learning_rate_file
+from hvdtrain.schedule.history import EpochRecord
+
+
+def test_forms_that_returnn_wrote_over_the_years(tmp_path: Path) -> None:
+    path = tmp_path / "rates"
+    path.write_text(
+        "{1: EpochData(0.5, {'dev_score': np.float32(0.25), 'train_score': nan}),\n"
+        "2: EpochData(learningRate=np.float64(0.25), error={':meta:hostname': 'here', 'dev_score': -inf}),\n"
+        "3: EpochData(learningRate=None, error={'dev_score': 1.0}),\n"
+        "4: 0.125,\n}\n"
+    )
+    first, second = read_learning_rate_file(path)
+    assert (first.epoch, first.learning_rate, first.scores["dev_score"]) == (1, 0.5, 0.25)
+    assert math.isnan(first.scores["train_score"])
+    assert second == EpochRecord(2, 0.25, {"dev_score": -math.inf})
+
+
+@pytest.mark.parametrize(
+    "text", ["{1: EpochData(", "[1, 2]", "{1: __import__('os').system('true')}", "{1: EpochData(learningRate='fast')}", "\x00"]
+)
+def test_what_is_no_such_file(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "rates"
+    path.write_text(text)
+    with pytest.raises(DataError, match=r"rates: expected a learning rate file, .* got one that can't be read"):
+        read_learning_rate_file(path)
+
+
+def test_epochs_that_a_stopped_run_lost_are_written_anew(tmp_path: Path) -> None:
+    path = tmp_path / "rates"
+    for record in [EpochRecord(epoch, 0.1 * epoch, {"dev_loss_ce": 1.0}) for epoch in (1, 2, 3)]:
+        LearningRateFile(path, read_learning_rate_file(path) if path.exists() else []).epoch(record)
+    again = EpochRecord(2, 7.0, {"dev_loss_ce": 2.0})
+    LearningRateFile(path, read_learning_rate_file(path)).epoch(again)
+    assert [record.learning_rate for record in read_learning_rate_file(path)] == [0.1, 7.0]

@@ -1,0 +1,79 @@
+"""Named schedules of the learning rate from step to step."""
+
+import math
+
+import pytest
+
+from hvdtrain.schedule.steps import make_schedule
+
+
+def factors(spec: dict, positions: list[float], num_epochs: int = 10) -> list[float]:
+    """The factors at steps (where the lengths are in steps) or at parts of epochs."""
+    schedule, problems = make_schedule(spec, num_epochs)
+    assert not problems
+    assert schedule is not None
+    # What counts is one of the two; the other is far off.
+    return [schedule.factor(int(at), 1e9) if schedule.by_steps else schedule.factor(10**9, at) for at in positions]
+
+
+def test_constant_with_a_warm_up() -> None:
+    assert factors({"class": "constant"}, [0, 5]) == [1, 1]
+    assert factors({"class": "constant", "num_warmup_steps": 4}, [0, 1, 2, 3, 4, 99]) == [0.25, 0.5, 0.75, 1, 1, 1]
+    assert factors({"class": "constant", "num_warmup_steps": 4, "initial": 0.2}, [0, 3]) == pytest.approx([0.4, 1])
+
+
+def test_linear() -> None:
+    spec = {"class": "linear", "num_warmup_steps": 2, "num_steps": 12, "final": 0.5}
+    assert factors(spec, [0, 1, 2, 7, 12, 50]) == pytest.approx([0.5, 1, 1, 0.75, 0.5, 0.5])
+
+
+def test_the_last_epoch_ends_it_where_nothing_is_said() -> None:
+    assert factors({"class": "linear"}, [0, 5, 10, 11]) == pytest.approx([1, 0.5, 0, 0])
+    assert factors({"class": "linear", "num_epochs": 4}, [0, 1, 4]) == pytest.approx([1, 0.75, 0])
+
+
+def test_cosine() -> None:
+    spec = {"class": "cosine", "num_warmup_epochs": 2, "final": 0.1}
+    assert factors(spec, [0, 1, 2, 6, 10]) == pytest.approx([0, 0.5, 1, 0.55, 0.1])
+    assert factors(spec, [4])[0] == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi / 4)) / 2)
+
+
+def test_inverse_square_root() -> None:
+    # Vaswani et al.: min(step ** -0.5, step * warmup ** -1.5), relative to its peak.
+    own = factors({"class": "inverse_square_root", "num_warmup_steps": 100}, list(range(1000)))
+    paper = [min(step**-0.5, step * 100**-1.5) * 100**0.5 for step in range(1, 1001)]
+    assert own == pytest.approx(paper)
+
+
+def test_one_cycle() -> None:
+    own = factors({"class": "one_cycle", "num_steps": 100}, [0, 14, 29, 30, 65, 100])
+    assert own[0] == pytest.approx(0.04, abs=0.01)
+    assert own[1] == pytest.approx(0.52)
+    assert own[2:] == pytest.approx([1, 1, 0.5, 0])
+
+
+@pytest.mark.parametrize(
+    ("spec", "problem"),
+    [
+        ("triangle", "class: expected one of constant, linear, cosine, inverse_square_root, one_cycle, got 'triangle'"),
+        ({"num_steps": 3}, "class: expected one of constant, linear, cosine, inverse_square_root, one_cycle, got None"),
+        ({"class": "linear", "num_step": 3}, "num_step: unknown key of a learning rate schedule (did you mean num_steps?)"),
+        ({"class": "linear", "num_steps": 0}, "num_steps: expected a positive number, got 0 in the config"),
+        ({"class": "linear", "num_warmup_steps": 9, "num_steps": 9}, "num_warmup_steps: expected less than num_steps, 9, got 9"),
+        ({"class": "linear", "num_warmup_epochs": 10}, "num_warmup_epochs: expected less than num_epochs, 10, got 10"),
+        (
+            {"class": "linear", "num_warmup_steps": 9},
+            "num_steps: expected where linear ends, as its warm-up is in steps, got nothing",
+        ),
+        (
+            {"class": "linear", "num_steps": 9, "num_epochs": 9},
+            "num_steps: expected lengths either in steps or in epochs, got both",
+        ),
+        (
+            "inverse_square_root",
+            "num_warmup_steps: expected a warm-up, from whose end inverse_square_root falls, got none",
+        ),
+    ],
+)
+def test_problems(spec: object, problem: str) -> None:
+    assert make_schedule(spec, 10) == (None, [f"learning_rate_schedule.{problem}"])

@@ -116,10 +116,15 @@ class TensorFlowLearner:
         return progress
 
     def _optimizer_variables(self) -> list[tuple[str, Any]]:
-        """Names by position: Keras numbers optimizers and variables through in a process, so theirs may differ next time."""
+        """Names such as `Adam.0002.momentum`: by position, as Keras numbers layers and variables through in a process, so
+        that the names of its own may differ the next time."""
         kind = type(self.optimizer).__name__
-        variables = enumerate(self.optimizer.variables)
-        return [(f"{kind}.{number:04d}.{variable.name}", variable) for number, variable in variables]
+        paths = [getattr(variable, "path", "").replace("/", "_") + "_" for variable in self._parts.of_kind("parameters")]
+        named = []
+        for number, variable in enumerate(self.optimizer.variables):
+            path = max((path for path in paths if variable.name.startswith(path)), key=len, default="")
+            named.append((f"{kind}.{number:04d}.{variable.name.removeprefix(path)}", variable))
+        return named
 
 
 def build_tensorflow_learner(

@@ -50,11 +50,21 @@ class GraphGradients:
     """The gradients of the trainable variables, in the model's order. Everything here happens while a graph is traced.
 
     Gradients of half precision are exchanged in single precision: Horovod has no bfloat16, and float16 overflows in a sum.
+
+    TensorFlow takes Horovod's operations for functions of their inputs: it computes one whose inputs are constants (zeros)
+    when it optimizes the graph and never again, and merges two that have the same inputs. Other ranks would wait for ever. So
+    in every exchange one tensor is multiplied by an element of a variable, which is always 1.
     """
 
     def __init__(self, variables: list[tf.Variable], reducer: Reducer) -> None:
         self._variables = variables
         self._reducer = reducer
+        self._ones = tf.Variable(tf.ones([2 * len(variables) + 1]), trainable=False)
+
+    def exchange_counts(self, counts: tf.Tensor) -> tf.Tensor:
+        """Collective, when the graph runs. What losses are divided by, over all ranks."""
+        [totals] = self._reducer.finish_gradients(self._reducer.start_gradients([self._kept(counts, 0)], name="loss_counts"))
+        return totals
 
     def rows(self, found: Sequence[Any]) -> tuple[int, ...]:
         """The numbers of the gradients that are to travel as rows."""
@@ -76,13 +86,14 @@ class GraphGradients:
         groups = buckets([(self._bytes(number), reduced[number].dtype) for number in dense])
         for name, group in enumerate(groups):
             numbers = [dense[position] for position in group]
+            reduced[numbers[0]] = self._kept(reduced[numbers[0]], 1 + numbers[0])
             handle = self._reducer.start_gradients([reduced[number] for number in numbers], name=f"gradients.{name}")
             for number, tensor in zip(numbers, self._reducer.finish_gradients(handle), strict=True):
                 reduced[number] = tensor
         for number in exchange.rows:
-            values, indices = self._reducer.reduce_rows(
-                reduced[number].values, reduced[number].indices, name=f"gradients.rows.{number}"
-            )
+            values = self._kept(reduced[number].values, 1 + number)
+            indices = self._kept(reduced[number].indices, 1 + len(gradients) + number)
+            values, indices = self._reducer.reduce_rows(values, indices, name=f"gradients.rows.{number}")
             reduced[number] = _without_repeats(values, indices)
         return reduced
 
@@ -108,6 +119,10 @@ class GraphGradients:
         if as_rows:
             return _without_repeats(tf.cast(found.values, dtype), tf.cast(found.indices, tf.int64))
         return tf.ensure_shape(tf.cast(tf.convert_to_tensor(found), dtype), variable.shape)
+
+    def _kept(self, tensor: tf.Tensor, number: int) -> tf.Tensor:
+        """The same values, as what TensorFlow can neither compute beforehand nor merge with another."""
+        return tensor * tf.cast(self._ones[number], tensor.dtype)
 
     def _bytes(self, number: int) -> int:
         variable = self._variables[number]

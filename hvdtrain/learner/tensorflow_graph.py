@@ -141,7 +141,7 @@ class StepGraphs:
             own = normalized(losses)
             counts = tf.stack([tf.stop_gradient(_count(losses[name])) for name in own.names] or [tf.constant(0.0, tf.float64)])
             if own.names and not own.alone:
-                counts = self._exchange_counts(counts)
+                counts = self._gradients.exchange_counts(counts)
             divisors = {} if own.alone else {name: tf.maximum(counts[i], TINY) for i, name in enumerate(own.names)}
             total = self._optimizer.scale_loss(_total(losses, divisors))
         found = tape.gradient(total, self._variables)
@@ -156,7 +156,7 @@ class StepGraphs:
         exchange = self._agreed()
         counts = tf.zeros([max(1, len(exchange.losses.names))], tf.float64)
         if exchange.losses.names and not exchange.losses.alone:
-            counts = self._exchange_counts(counts)
+            counts = self._gradients.exchange_counts(counts)
         return self._reduce(self._gradients.zeros(exchange), counts)
 
     def _evaluate(self, names: list[str], data: Any, epoch: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
@@ -191,17 +191,12 @@ class StepGraphs:
         names[:] = context.losses
         return context.losses
 
-    def _exchange_counts(self, counts: tf.Tensor) -> tf.Tensor:
-        """Collective, when the graph runs. Between forward and backward, where more than one loss is minimized."""
-        [totals] = self._reducer.finish_gradients(self._reducer.start_gradients([counts], name="loss_counts"))
-        return totals
-
     def _reduce(self, gradients: list[Any], counts: tf.Tensor) -> Reduced:
         """Collective, when the graph runs. Where a normalized loss is all there is, its count travels with the gradients."""
         exchange = self._agreed()
         divisor = counts
         if exchange.losses.alone and exchange.losses.names:
-            divisor = self._exchange_counts(counts)
+            divisor = self._gradients.exchange_counts(counts)
         return packed(self._gradients.reduce(gradients, exchange)), tf.maximum(divisor, TINY)[0]
 
     def _agree(self, own: Exchange) -> None:

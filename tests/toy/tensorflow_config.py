@@ -46,17 +46,18 @@ class Plain(keras.Model):
 
 
 class WithStatistics(Plain):
-    """The same with a BatchNorm: floating buffers; and an integer one."""
+    """The same with a BatchNorm (floating buffers), an integer buffer, and dropout."""
 
     def __init__(self):
         super().__init__()
         self.norm = keras.layers.BatchNormalization(momentum=0.9)
+        self.dropout = keras.layers.Dropout(0.1)
         self.batches = self.add_weight(shape=(), dtype="int32", initializer="zeros", trainable=False, name="batches")
 
     def call(self, frames, training=False):
         if training:
             self.batches.assign_add(1)
-        return super().call(self.norm(frames, training=training))
+        return super().call(self.dropout(self.norm(frames, training=training), training=training))
 
 
 class Embedded(tf.Module):

@@ -50,7 +50,7 @@ class TensorFlowLearner:
         self.optimizer = optimizer
         self.graphs = graphs
         self.device_name = device_name()
-        self._parts = parts
+        self.parts = parts
         self._updates_without_batch = updates_without_batch
         self._seed = seed
         self._clock = CpuClock()
@@ -73,7 +73,7 @@ class TensorFlowLearner:
             if batch is None:
                 self._reduced = self.graphs.without_batch()
             else:
-                seeds = mixed_seeds(len(self._parts.generators), *self._seed, self._step)
+                seeds = mixed_seeds(len(self.parts.generators), *self._seed, self._step)
                 names, numbers, self._reduced = self.graphs.train(batch, self._epoch, self._step, seeds)
                 self._scores.add(names, numbers)
 
@@ -95,7 +95,7 @@ class TensorFlowLearner:
         return self._clock.take()
 
     def map_tensors(self, kind: Kind, change: Callable[[list[tf.Tensor]], list[tf.Tensor]]) -> None:
-        variables = [tensorflow_variable(variable) for variable in self._parts.of_kind(kind)]
+        variables = [tensorflow_variable(variable) for variable in self.parts.of_kind(kind)]
         tensors = [_exchangeable(variable) for variable in variables]
         for variable, tensor, new in zip(variables, tensors, change(list(tensors)), strict=True):
             if new is not tensor:
@@ -103,13 +103,11 @@ class TensorFlowLearner:
 
     def save(self, model_file: Path, optimizer_file: Path, progress: dict[str, Any]) -> None:
         write_arrays(optimizer_file, {name: _array(variable) for name, variable in self._optimizer_variables()}, progress)
-        write_arrays(model_file, {name: _array(variable) for name, variable in self._parts.variables.items()}, progress)
+        write_arrays(model_file, {name: _array(variable) for name, variable in self.parts.variables.items()}, progress)
 
     def load(self, model_file: Path, optimizer_file: Path) -> dict[str, Any]:
         arrays, progress = read_arrays(model_file)
-        _assign(
-            self._parts.variables.items(), arrays, f"{model_file}: expected the parameters of this config's model, got others"
-        )
+        _assign(self.parts.variables.items(), arrays, f"{model_file}: expected the parameters of this config's model, got others")
         arrays, _ = read_arrays(optimizer_file)
         wrong = f"{optimizer_file}: expected the state of this config's optimizer, got another"
         _assign(self._optimizer_variables(), arrays, wrong)
@@ -119,7 +117,7 @@ class TensorFlowLearner:
         """Names such as `Adam.0002.momentum`: by position, as Keras numbers layers and variables through in a process, so
         that the names of its own may differ the next time."""
         kind = type(self.optimizer).__name__
-        paths = [getattr(variable, "path", "").replace("/", "_") + "_" for variable in self._parts.of_kind("parameters")]
+        paths = [getattr(variable, "path", "").replace("/", "_") + "_" for variable in self.parts.of_kind("parameters")]
         named = []
         for number, variable in enumerate(self.optimizer.variables):
             path = max((path for path in paths if variable.name.startswith(path)), key=len, default="")

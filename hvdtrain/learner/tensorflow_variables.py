@@ -88,7 +88,7 @@ def _attributes(part: Any) -> Iterator[tuple[str, Any]]:
         if name not in NO_PARTS and not name.startswith("_self_"):
             yield name.lstrip("_"), value
     if isinstance(part, keras.layers.Layer):
-        yield "layers", part._layers
+        yield "layers", part.layers if isinstance(part, keras.Model) else part._layers
         for variable in [*part._trainable_variables, *part._non_trainable_variables]:
             yield variable.name, variable
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from hvdtrain.comm import launch
 from hvdtrain.config.check import describe
 from hvdtrain.config.keys import declared
+from hvdtrain.effective import print_config
 from hvdtrain.errors import ConfigError, HvdtrainError, PeerFailure
 from hvdtrain.settings import DATASET_SECTIONS, SECTIONS, read_settings
 from hvdtrain.version import __version__
@@ -23,8 +24,9 @@ author's own) or a JSON file; of several, later ones win. ++KEY VALUE wins over 
 into a dict. Values are Python literals, true, false, or text.
 
 options:
-  -h, --help     this text and all keys
-  --version      the version
+  -h, --help       this text and all keys
+  --print-config   every key in effect and where its value comes from; nothing is trained
+  --version        the version
 """
 
 
@@ -39,10 +41,14 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     rank = launch.launch().rank
     try:
-        paths, overrides = parse(arguments)
+        paths, overrides = parse([argument for argument in arguments if argument != "--print-config"])
         settings = read_settings(paths, overrides)
     except ConfigError as error:  # the ranks are not connected yet, but all of them find the same problems
         return _fail(str(error), rank, status=2, everywhere=True)
+    if "--print-config" in arguments:
+        if rank == 0:
+            print(print_config(settings))
+        return 0
     try:
         from hvdtrain.run import train  # here, so that a mistake in the config is told without waiting for imports
 

@@ -13,8 +13,9 @@ from hvdtrain.data.feed import Feed
 from hvdtrain.data.plan import Plan
 from hvdtrain.errors import DataError
 from hvdtrain.learner.base import Learner
+from hvdtrain.log import say
 from hvdtrain.reduce import Reducer
-from hvdtrain.report import EpochReport, Reporter, say, score_lines
+from hvdtrain.report.epoch import EpochReport, Reporter
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.scores import Scores, text
 from hvdtrain.timer import Timer, clock_text
@@ -115,10 +116,8 @@ class Engine:
             padding=plan.padding(self._train.lengths),
             seconds=self._comm.gather(self._seconds(time.perf_counter() - started), name="seconds"),
         )
-        say(3, report.line)
-        say(4, report.padding_line)
-        for line in score_lines(epoch, scores, [feed.name for feed in self._evaluations], time.perf_counter() - started):
-            say(1, line)
+        for level, line in report.lines([feed.name for feed in self._evaluations]):
+            say(level, line)
         for reporter in self._reporters:
             reporter.epoch(report)
 

@@ -20,11 +20,16 @@ from hvdtrain.data.feed import Feed
 from hvdtrain.data.plan import BatchKeys
 from hvdtrain.data.selection import listed
 from hvdtrain.data.sources import DatasetSpec, open_dataset
+from hvdtrain.effective import effective
 from hvdtrain.engine import Engine, Rates
 from hvdtrain.errors import DataError, HvdtrainError, LaunchError
 from hvdtrain.learner.base import Kind, Learner, as_function
+from hvdtrain.log import open_log, say
 from hvdtrain.reduce import GradReduce, ParamAverage, ReduceKeys, Reducer, scale_learning_rate
-from hvdtrain.report import JsonLines, Reporter, open_log, say
+from hvdtrain.report.epoch import Reporter
+from hvdtrain.report.json_lines import JsonLines
+from hvdtrain.report.start import Start, note_start
+from hvdtrain.report.trackers import TensorBoard, Tracker
 from hvdtrain.schedule.file import LearningRateFile
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.schedule.rates import epoch_learning_rate
@@ -59,7 +64,7 @@ def threads(settings: Settings, local_size: int) -> int:
 
 def train_with(comm: Communicator, settings: Settings) -> Learner:
     """Collective. Train on ranks that are connected already; return what was trained. Raises: HvdtrainError."""
-    together(comm, lambda: open_log(settings.report, comm.rank, comm.size), name="open_log")
+    together(comm, lambda: open_log(settings.log, comm.rank, comm.size), name="open_log")
     timer = Timer()
     with Watchdog(settings.run.watchdog_timeout, comm.rank) as watchdog:
         watchdog.beat("opening the datasets")
@@ -71,6 +76,9 @@ def train_with(comm: Communicator, settings: Settings) -> Learner:
         checkpoints = CheckpointFolder(Path(settings.run.model), learner.checkpoint_suffix)
         history, step = resume(comm, learner, checkpoints)
         announce(settings, comm, learner, feeds, history)
+        reporters = together(
+            comm, lambda: open_reporters(settings, history, step) if comm.rank == 0 else [], name="open_reporters"
+        )
         Engine(
             comm,
             learner,
@@ -79,13 +87,13 @@ def train_with(comm: Communicator, settings: Settings) -> Learner:
             feeds[1:],
             open_rates(settings, comm.size),
             checkpoints,
-            open_reporters(settings, history) if comm.rank == 0 else [],
+            reporters,
             timer,
             watchdog,
             history=history,
             step=step,
             num_epochs=settings.run.num_epochs,
-            log_interval=settings.report.log_interval,
+            log_interval=settings.log.log_interval,
         ).run()
         for feed in feeds:
             feed.dataset.close()
@@ -217,11 +225,17 @@ def resume(comm: Communicator, learner: Learner, checkpoints: CheckpointFolder) 
     return history, step
 
 
-def open_reporters(settings: Settings, history: list[EpochRecord]) -> list[Reporter]:
-    """Who is told of finished epochs."""
-    reporters: list[Reporter] = [JsonLines(Path(settings.run.model).parent / "scores.jsonl")]
+def open_reporters(settings: Settings, history: list[EpochRecord], step: int) -> list[Reporter]:
+    """Who is told of finished epochs. Raises: ConfigError."""
+    folder = Path(settings.run.model).parent
+    reporters: list[Reporter] = [JsonLines(folder / "scores.jsonl")]
     if settings.schedule.learning_rate_file is not None:
         reporters.append(LearningRateFile(Path(settings.schedule.learning_rate_file), history))
+    if settings.trackers.use_tensorboard:
+        reporters.append(TensorBoard(folder / "tensorboard", step))
+    track_epoch = as_function(settings.trackers.track_epoch, "track_epoch")
+    if track_epoch is not None:
+        reporters.append(Tracker(track_epoch))
     return reporters
 
 
@@ -270,10 +284,13 @@ def announce(settings: Settings, comm: Communicator, learner: Learner, feeds: li
     if comm.size > 1:
         say(4, f"ranks: {_how(settings.reduce)}")
         if settings.reduce.horovod_scale_lr:
-            effective = scale_learning_rate(1.0, settings.reduce.horovod_scale_lr, comm.size)
-            say(4, f"horovod_scale_lr: every learning rate is multiplied by {effective:.6g} for {comm.size} ranks")
+            factor = scale_learning_rate(1.0, settings.reduce.horovod_scale_lr, comm.size)
+            say(4, f"horovod_scale_lr: every learning rate is multiplied by {factor:.6g} for {comm.size} ranks")
         if settings.reduce.horovod_dataset_distribution == "random_seed_offset":
             say(4, f"every rank goes through all data in its own order: an epoch is {comm.size} passes")
+    if comm.rank == 0:
+        in_effect = {key.name: (key.value, key.origin) for key in effective(settings)}
+        note_start(Path(settings.run.model).parent, Start(hosts, in_effect, first, learner.num_parameters))
     if history and history[-1].epoch >= settings.run.num_epochs:
         say(3, f"Already trained until final epoch {history[-1].epoch}, nothing to do.")
 

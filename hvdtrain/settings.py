@@ -17,8 +17,9 @@ from hvdtrain.data.plan import BatchKeys
 from hvdtrain.data.sources import KINDS, DatasetSpec, parse
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.base import LearnerKeys
+from hvdtrain.log import LogKeys
 from hvdtrain.reduce import ReduceKeys
-from hvdtrain.report import ReportKeys
+from hvdtrain.report.trackers import TrackerKeys
 from hvdtrain.schedule.newbob import NewbobKeys
 from hvdtrain.schedule.rates import ScheduleKeys
 from hvdtrain.schedule.steps import StepSchedule, make_schedule
@@ -75,7 +76,8 @@ SECTIONS: tuple[type, ...] = (
     ScheduleKeys,
     NewbobKeys,
     ReduceKeys,
-    ReportKeys,
+    LogKeys,
+    TrackerKeys,
 )
 DATASET_SECTIONS: tuple[type, ...] = (*(kind.keys for kind in KINDS.values()), OrderKeys)
 
@@ -115,9 +117,12 @@ class Settings:
     newbob: NewbobKeys
     step_schedule: StepSchedule | None
     reduce: ReduceKeys
-    report: ReportKeys
+    log: LogKeys
+    trackers: TrackerKeys
     train: DatasetSpec
     evaluations: tuple[DatasetSpec, ...]
+    origins: Mapping[str, str]
+    """By key, where its value comes from; a key that nobody set is not there."""
 
 
 def all_keys() -> list[Key]:
@@ -176,9 +181,11 @@ def check(source: Source, names: list[str]) -> Settings:
         newbob=built[NewbobKeys],
         step_schedule=step_schedule,
         reduce=built[ReduceKeys],
-        report=built[ReportKeys],
+        log=built[LogKeys],
+        trackers=built[TrackerKeys],
         train=specs[0],
         evaluations=tuple(specs[1:]),
+        origins={name: origin for name, origin in origins.items() if name in names},
     )
 
 

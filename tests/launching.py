@@ -47,9 +47,10 @@ def hvdtrain(
     ranks: int | None = None,
     timeout: float = 120,
     environment: Mapping[str, str] = EMPTY,
+    options: Sequence[str] = (),
 ) -> Finished:
-    """Run `python -m hvdtrain CONFIG ++KEY VALUE ...`."""
-    arguments = ["-m", "hvdtrain", str(config)]
+    """Run `python -m hvdtrain CONFIG OPTIONS ++KEY VALUE ...`."""
+    arguments = ["-m", "hvdtrain", str(config), *options]
     for name, value in overrides.items():
         arguments += [f"++{name}", str(value)]
     return launch(arguments, ranks, timeout, environment)

@@ -74,7 +74,7 @@ def test_every_name_of_a_python_file_is_a_value(tmp_path: Path) -> None:
 def test_defaults_and_values_arrive_in_their_sections(tmp_path: Path) -> None:
     made = settings(tmp_path, "num_epochs = 7\nhorovod_reduce_type = 'param'\ndev = 'dev.hdf, more.hdf'\nlog = ['a', 'b']\n")
     assert (made.run.model, made.run.num_epochs, made.batch.max_seqs, made.batch.batch_size) == ("exp/model", 7, 4, None)
-    assert (made.reduce.horovod_reduce_type, made.report.log, made.schedule.learning_rate) == ("param", ["a", "b"], 0.1)
+    assert (made.reduce.horovod_reduce_type, made.log.log, made.schedule.learning_rate) == ("param", ["a", "b"], 0.1)
     assert (made.train.name, made.train.order.seq_ordering) == ("train", "default")
     assert [(spec.name, spec.order.seq_ordering) for spec in made.evaluations] == [("dev", "sorted")]
 

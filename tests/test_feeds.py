@@ -11,7 +11,7 @@ from hvdtrain.data.describe import batch_lines, feed_lines
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.plan import BatchKeys
 from hvdtrain.errors import ConfigError, DataError
-from hvdtrain.report import EpochReport
+from hvdtrain.report.epoch import EpochReport
 from hvdtrain.run import open_feeds
 from hvdtrain.settings import UNSUPPORTED, Settings, read_settings
 
@@ -145,7 +145,7 @@ def test_the_line_about_padding_stands_beside_the_epochs_own() -> None:
         padding={"data": 0.1234, "classes": 0.5},
     )
     assert report.line == "train epoch 3, finished after 10 steps, 0:01:01 elapsed (99.3% computing time)"
-    assert report.padding_line == "train epoch 3, padding: data 12.3%, classes 50.0%"
+    assert (4, "train epoch 3, padding: data 12.3%, classes 50.0%") in report.lines([])
 
 
 def test_what_closes_a_batch_is_told_per_rank_and_in_all() -> None:

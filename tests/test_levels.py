@@ -19,6 +19,7 @@ LEVELS = {
     "run": 5,
     "dump": 5,
     "settings": 5,
+    "effective": 5,
     "engine": 4,
     "comm": 3,
     "data": 3,
@@ -27,6 +28,8 @@ LEVELS = {
     "schedule": 3,
     "checkpoint": 3,
     "report": 3,
+    "report.__main__": 6,
+    "log": 2,
     "watchdog": 3,
     "comm.base": 2,
     "data.types": 2,
@@ -44,6 +47,8 @@ BESIDE = [
     ("__main__", "cli"),
     ("hdf_dump", "cli"),  # the grammar of ++key value
     ("run", "settings"),
+    ("run", "effective"),
+    ("effective", "settings"),
     ("learner.*", "reduce"),  # a learner is handed a reducer
     ("learner.base", "comm.base"),  # contracts may speak of each other
     ("learner.base", "data.types"),

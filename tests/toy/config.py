@@ -1,6 +1,7 @@
 """A small config for the tests on several ranks. What differs between tests comes as ++key value."""
 
 # ruff: noqa: F821  `config` is there while hvdtrain runs this file
+import json
 import os
 import signal
 import time
@@ -26,6 +27,8 @@ layers = config.value("layers", "plain")
 losses = config.value("losses", "sum")
 fault, fault_rank, fault_step = config.list("fault", ["", -1, -1])
 record = config.value("record")
+tracked = config.value("tracked")
+pace, slow_rank = config.list("slow", ["", -1])  # what takes 0.1 s a batch everywhere, and the rank where it takes 30 % longer
 
 
 class Plain(nn.Module):
@@ -65,6 +68,7 @@ def train_step(*, model, extern_data, **_):
         note(context.epoch, extern_data["id"])
         if hvdtrain.rank() == int(fault_rank) and context.step == int(fault_step):
             fail()
+        dawdle("compute", 0.1)
     data, classes = extern_data["data"], extern_data["classes"]
     scores = model(data.raw_tensor, data.mask)[data.mask]
     targets = classes.raw_tensor[classes.mask].long()
@@ -75,6 +79,26 @@ def train_step(*, model, extern_data, **_):
         context.mark_as_loss(energy, "energy", scale=0.1, use_normalized_loss=True)
         context.mark_as_loss(scores[:, 0].square(), "first", scale=0.001)
     context.mark_as_loss(scores.argmax(-1) != targets, "fer", as_error=True)
+
+
+def track_epoch(*, epoch, step, metrics, **_):
+    if tracked:
+        with open(tracked, "a") as file:
+            file.write(json.dumps({"epoch": epoch, "step": step, "metrics": metrics}) + "\n")
+
+
+def dawdle(what, seconds):
+    if pace == what:
+        time.sleep(seconds * (1.3 if hvdtrain.rank() == int(slow_rank) else 1))
+
+
+def read_slowly(sequence):
+    dawdle("data", 0.1 / max_seqs)
+    return sequence
+
+
+if pace == "data":
+    train = {"class": "MapDataset", "dataset": train, "map_seq": read_slowly}
 
 
 def note(epoch, ids):

@@ -1,0 +1,91 @@
+"""Reports to whoever keeps track of experiments: TensorBoard's files, and a function of the config's for any other service."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from hvdtrain.config.keys import key
+from hvdtrain.errors import ConfigError
+from hvdtrain.report.epoch import EpochReport
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackerKeys:
+    """Where reports of finished epochs go, beside the log and scores.jsonl."""
+
+    use_tensorboard: bool = key(
+        False, "write scores, learning rate and times for TensorBoard, into tensorboard/ beside the model"
+    )
+    track_epoch: Callable[..., None] | str | None = key(
+        None,
+        "function (*, epoch, step, metrics, **_) that rank 0 calls after every epoch, to hand {name: number} on to MLflow, "
+        "Weights & Biases or the like",
+    )
+
+
+def metrics(report: EpochReport) -> dict[str, float]:
+    """Everything in a report that is a number, by a name with its group: `dev/ce`, `time/compute`, `padding/data`."""
+    numbers = {name.replace("_loss_", "/", 1): value for name, value in report.scores.items()}
+    numbers |= {"learning_rate": report.learning_rate, "time/elapsed": report.elapsed, "time/computing_share": report.computing}
+    names = dict.fromkeys(name for rank in report.seconds for name in rank)
+    for name in names:
+        values = [rank.get(name, 0.0) for rank in report.seconds]
+        numbers[f"time/{name}"] = fmean(values)
+        if len(values) > 1:
+            numbers[f"time of the slowest rank/{name}"] = max(values)
+    return numbers | {f"padding/{name}": share for name, share in report.padding.items()}
+
+
+class TensorBoard:
+    """Writes an event file. What an earlier run wrote beyond the step where this one starts, TensorBoard hides.
+
+    The records are written with TensorBoard's own messages, but without its `SummaryWriter`, which imports TensorFlow
+    where that is installed.
+
+    Raises:
+        ConfigError: TensorBoard is not installed.
+    """
+
+    def __init__(self, folder: Path, step: int) -> None:
+        try:
+            from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+            from tensorboard.compat.proto.summary_pb2 import Summary
+            from tensorboard.summary.writer.record_writer import RecordWriter
+        except ImportError as error:
+            raise ConfigError([f"use_tensorboard: expected TensorBoard, got: {error} (pip install tensorboard)"]) from None
+        self._folder = folder
+        self._event, self._summary, self._writer = Event, Summary, RecordWriter
+        self._begin = [
+            Event(wall_time=time.time(), file_version="brain.Event:2"),
+            Event(wall_time=time.time(), step=step, session_log=SessionLog(status=SessionLog.START)),
+        ]
+        name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}.0"
+        self._path = folder / name
+
+    def epoch(self, report: EpochReport) -> None:
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics(report).items()]
+        event = self._event(wall_time=time.time(), step=report.global_step, summary=self._summary(value=values))
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with self._path.open("ab") as file:
+            writer = self._writer(file)
+            for one in [*self._begin, event]:
+                writer.write(one.SerializeToString())
+        self._begin = []
+
+
+class Tracker:
+    """Hands every epoch's numbers on to a function of the config's."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def epoch(self, report: EpochReport) -> None:
+        numbers: Mapping[str, float] = metrics(report)
+        self._function(epoch=report.epoch, step=report.global_step, metrics=numbers)

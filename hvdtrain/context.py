@@ -29,7 +29,7 @@ class Loss:
 
 @dataclass
 class RunContext:
-    """One call of `train_step`.
+    """One call of `train_step`; with TensorFlow one tracing of it, in which the two numbers are tensors.
 
     Attributes:
         epoch: counted from 1.

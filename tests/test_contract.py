@@ -127,7 +127,7 @@ class Results:
             jobs.append({"name": name, "folder": str(folder), "overrides": {key: str(value) for key, value in overrides.items()}})
         (folder / "jobs.json").write_text(json.dumps(jobs))
         ranks = None if run.transport == "single" else run.size
-        command = [TOY.with_name("several.py"), CONFIGS[run.framework], folder / "jobs.json"]
+        command = [TOY.with_name("several.py"), folder / "jobs.json", CONFIGS[run.framework]]
         finished = launch(command, ranks=ranks, timeout=600)
         (folder / "out").write_text(finished.out)
         return finished.err if finished.status else None

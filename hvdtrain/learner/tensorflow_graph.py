@@ -13,7 +13,16 @@ from hvdtrain.data.types import Batch
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.losses import TINY, check_marked, check_same, minimized, normalized, nothing_to_minimize
 from hvdtrain.learner.numbers import widened
-from hvdtrain.learner.tensorflow_gradients import Exchange, GraphGradients, clipped, divided, for_optimizer, packed, unpacked
+from hvdtrain.learner.tensorflow_gradients import (
+    Exchange,
+    Gradient,
+    GraphGradients,
+    clipped,
+    divided,
+    for_optimizer,
+    packed,
+    unpacked,
+)
 from hvdtrain.learner.tensorflow_variables import Parts, parts_of, set_generators, tensorflow_variable
 from hvdtrain.reduce import Reducer
 
@@ -42,7 +51,8 @@ class Traced:
 
 
 Reduced = Any
-"""Gradients that have been through the reducer, and the count they are to be divided by: what `train` hands to `apply`."""
+"""What `train` hands to `apply`: gradients that have been through the reducer, the count they are to be divided by, and the
+seconds spent waiting for other ranks."""
 
 
 class StepGraphs:
@@ -113,9 +123,11 @@ class StepGraphs:
         if self._update is None:
             specs = self._gradients.specs(self._agreed())
             self._update = tf.function(self._apply, autograph=False).get_concrete_function(
-                (specs, tf.TensorSpec([], tf.float64)), tf.TensorSpec([], tf.float32)
+                specs, tf.TensorSpec([], tf.float64), tf.TensorSpec([], tf.float32)
             )
-        self._update(reduced, tf.constant(learning_rate, tf.float32))
+        gradients, divisor, waited = reduced
+        self._update(gradients, divisor, tf.constant(learning_rate, tf.float32))
+        self._reducer.waited(float(waited))
 
     def _graph(
         self, batch: Batch, function: Callable[..., Any], epoch: int, step: int, *more: tf.Tensor
@@ -140,8 +152,9 @@ class StepGraphs:
             losses = self._losses(names, data, epoch, step, train=True)
             own = normalized(losses)
             counts = tf.stack([tf.stop_gradient(_count(losses[name])) for name in own.names] or [tf.constant(0.0, tf.float64)])
+            waited = tf.zeros([], tf.float64)
             if own.names and not own.alone:
-                counts = self._gradients.exchange_counts(counts)
+                counts, waited = _timed(self._gradients.exchange_counts, counts)
             divisors = {} if own.alone else {name: tf.maximum(counts[i], TINY) for i, name in enumerate(own.names)}
             total = self._optimizer.scale_loss(_total(losses, divisors))
         found = tape.gradient(total, self._variables)
@@ -149,24 +162,24 @@ class StepGraphs:
             raise nothing_to_minimize()
         self._agree(Exchange(own, self._gradients.rows(found)))
         local = self._gradients.local(found, self._agreed())
-        return _numbers(losses), self._reduce(local, counts)
+        return _numbers(losses), self._reduce(local, counts, waited)
 
     def _add_zeros(self) -> Reduced:
         """What `without_batch` does, while it is traced."""
         exchange = self._agreed()
         counts = tf.zeros([max(1, len(exchange.losses.names))], tf.float64)
+        waited = tf.zeros([], tf.float64)
         if exchange.losses.names and not exchange.losses.alone:
-            counts = self._gradients.exchange_counts(counts)
-        return self._reduce(self._gradients.zeros(exchange), counts)
+            counts, waited = _timed(self._gradients.exchange_counts, counts)
+        return self._reduce(self._gradients.zeros(exchange), counts, waited)
 
     def _evaluate(self, names: list[str], data: Any, epoch: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
         """What `evaluate` does, while it is traced."""
         return _numbers(self._losses(names, data, epoch, step, train=False))
 
-    def _apply(self, reduced: Reduced, learning_rate: tf.Tensor) -> None:
+    def _apply(self, reduced: list[Any], divisor: tf.Tensor, learning_rate: tf.Tensor) -> None:
         """What `apply` does, while it is traced."""
-        packed_gradients, divisor = reduced
-        gradients = unpacked(packed_gradients)
+        gradients = unpacked(reduced)
         if self._agreed().losses.alone and self._agreed().losses.names:
             gradients = divided(gradients, divisor)
         scale = self._optimizer.scale_loss(tf.ones([]))  # of the loss, where float16 asks for that
@@ -191,13 +204,17 @@ class StepGraphs:
         names[:] = context.losses
         return context.losses
 
-    def _reduce(self, gradients: list[Any], counts: tf.Tensor) -> Reduced:
+    def _reduce(self, gradients: list[Gradient], counts: tf.Tensor, waited: tf.Tensor) -> Reduced:
         """Collective, when the graph runs. Where a normalized loss is all there is, its count travels with the gradients."""
         exchange = self._agreed()
-        divisor = counts
-        if exchange.losses.alone and exchange.losses.names:
-            divisor = self._gradients.exchange_counts(counts)
-        return packed(self._gradients.reduce(gradients, exchange)), tf.maximum(divisor, TINY)[0]
+        count_too = exchange.losses.alone and bool(exchange.losses.names)
+
+        def reduce(own: tuple[list[Any], tf.Tensor]) -> tuple[list[Any], tf.Tensor]:
+            totals = self._gradients.exchange_counts(own[1]) if count_too else own[1]
+            return packed(self._gradients.reduce(unpacked(own[0]), exchange)), totals
+
+        (reduced, divisor), seconds = _timed(reduce, (packed(gradients), counts))
+        return reduced, tf.maximum(divisor, TINY)[0], waited + seconds
 
     def _agree(self, own: Exchange) -> None:
         """Collective in the first step, outside of the graph that is being traced."""
@@ -214,6 +231,15 @@ class StepGraphs:
         if self._exchange is None:
             raise RuntimeError("update() before the first backward()")
         return self._exchange
+
+
+def _timed(exchange: Callable[[Any], Any], own: Any) -> tuple[Any, tf.Tensor]:
+    """What `exchange` makes of a rank's own tensors, and the seconds from when all of these are there; part of a graph."""
+    with tf.control_dependencies(tf.nest.flatten(own)):
+        begin = tf.timestamp()
+    result = exchange(own)
+    with tf.control_dependencies([*tf.nest.flatten(result), begin]):
+        return result, tf.timestamp() - begin
 
 
 def _tensor(values: Any) -> tf.Tensor:

@@ -1,4 +1,4 @@
-"""Several trainings in one launch: `python several.py config.py jobs.json`, a list of {"name", "folder", "overrides"}.
+"""Several trainings in one launch: `python several.py jobs.json [config.py]`, a list of {"name", "folder", "overrides"}.
 
 Each rank leaves what it ended with in FOLDER/NAME.rank-RANK.npz, and the frameworks it has imported in FOLDER/frameworks.
 """
@@ -22,8 +22,8 @@ def arrays_of(model):
     return {name: numpy.asarray(variable) for name, variable in parts_of(model).variables.items()}
 
 
-config = Path(sys.argv[1])
-jobs = json.loads(Path(sys.argv[2]).read_text())
+jobs = json.loads(Path(sys.argv[1]).read_text())
+config = Path(sys.argv[2]) if len(sys.argv) > 2 else Path(__file__).with_name("config.py")
 first = read_settings([config], jobs[0]["overrides"])
 prepare(first)
 with open_communicator(first.reduce, first.run.backend) as comm:

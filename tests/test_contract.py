@@ -120,7 +120,7 @@ class Results:
     def _launch(self, run: Run, folder: Path) -> str | None:
         jobs = []
         for name, given in trainings(run).items():
-            overrides = {"corpus": self._corpus, **TRANSPORTS[run.transport], **given}
+            overrides = {"corpus": self._corpus, "watchdog_timeout": 150, **TRANSPORTS[run.transport], **given}
             overrides["model"] = folder / str(overrides.pop("saved_as", name)) / "model"
             if "record" in overrides:
                 overrides["record"] = folder / f"{name}.ids"

@@ -53,13 +53,14 @@ class GraphGradients:
 
     TensorFlow takes Horovod's operations for functions of their inputs: it computes one whose inputs are constants (zeros)
     when it optimizes the graph and never again, and merges two that have the same inputs. Other ranks would wait for ever. So
-    in every exchange one tensor is multiplied by an element of a variable, which is always 1.
+    in every exchange a variable's element that is always 0 is added to one tensor, and what a rank without a batch sends
+    comes into its graph from outside.
     """
 
     def __init__(self, variables: list[tf.Variable], reducer: Reducer) -> None:
         self._variables = variables
         self._reducer = reducer
-        self._ones = tf.Variable(tf.ones([2 * len(variables) + 1]), trainable=False)
+        self._always_zero = tf.Variable(tf.zeros([2 * len(variables) + 1]), trainable=False)
 
     def exchange_counts(self, counts: tf.Tensor) -> tf.Tensor:
         """Collective, when the graph runs. What losses are divided by, over all ranks."""
@@ -122,7 +123,7 @@ class GraphGradients:
 
     def _kept(self, tensor: tf.Tensor, number: int) -> tf.Tensor:
         """The same values, as what TensorFlow can neither compute beforehand nor merge with another."""
-        return tensor * tf.cast(self._ones[number], tensor.dtype)
+        return tensor + tf.cast(self._always_zero[number], tensor.dtype)
 
     def _bytes(self, number: int) -> int:
         variable = self._variables[number]

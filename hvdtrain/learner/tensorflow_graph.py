@@ -110,8 +110,11 @@ class StepGraphs:
         if self._exchange is None:
             self._exchange = self._reducer.agree(None)
         if self._zeros is None:
-            self._zeros = tf.function(self._add_zeros, autograph=False)
-        return self._zeros()
+            self._zeros = tf.function(self._add_zeros, autograph=False).get_concrete_function(
+                self._gradients.specs(self._exchange), tf.TensorSpec([None], tf.float64)
+            )
+        counts = tf.zeros([max(1, len(self._exchange.losses.names))], tf.float64)
+        return self._zeros(packed(self._gradients.zeros(self._exchange)), counts)
 
     def evaluate(self, batch: Batch, epoch: int, step: int) -> tuple[tuple[str, ...], tf.Tensor]:
         """The losses' names, their sums and counts."""
@@ -164,14 +167,13 @@ class StepGraphs:
         local = self._gradients.local(found, self._agreed())
         return _numbers(losses), self._reduce(local, counts, waited)
 
-    def _add_zeros(self) -> Reduced:
+    def _add_zeros(self, zeros: list[Any], counts: tf.Tensor) -> Reduced:
         """What `without_batch` does, while it is traced."""
         exchange = self._agreed()
-        counts = tf.zeros([max(1, len(exchange.losses.names))], tf.float64)
         waited = tf.zeros([], tf.float64)
         if exchange.losses.names and not exchange.losses.alone:
             counts, waited = _timed(self._gradients.exchange_counts, counts)
-        return self._reduce(self._gradients.zeros(exchange), counts, waited)
+        return self._reduce(unpacked(zeros), counts, waited)
 
     def _evaluate(self, names: list[str], data: Any, epoch: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
         """What `evaluate` does, while it is traced."""

@@ -73,7 +73,7 @@ def train_with(comm: Communicator, settings: Settings) -> Learner:
         reducer = open_reducer(settings.reduce, comm, timer)
         learner = together(comm, lambda: build_learner(settings, reducer, comm), name="build_learner")
         watchdog.beat("loading and sharing the weights")
-        checkpoints = CheckpointFolder(Path(settings.run.model), learner.checkpoint_suffix)
+        checkpoints = CheckpointFolder(Path(settings.run.model), learner.file_suffix)
         history, step = resume(comm, learner, checkpoints)
         announce(settings, comm, learner, feeds, history)
         reporters = together(

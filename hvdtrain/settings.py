@@ -169,12 +169,6 @@ def check(source: Source, names: list[str]) -> Settings:
                 "horovod_dataset_distribution: expected a random seq_ordering in train for 'random_seed_offset', got "
                 f"{specs[0].order.seq_ordering!r} (every rank would train on the same batches)"
             )
-    run: RunKeys | None = built[RunKeys]
-    if run is not None and reduce is not None and run.backend == "tensorflow" and reduce.torch_distributed is not None:
-        problems.append(
-            "torch_distributed: expected None with backend 'tensorflow', as it connects PyTorch's processes, got "
-            f"{reduce.torch_distributed!r} (use_horovod = True serves both)"
-        )
     if problems:
         raise ConfigError(problems)
     return Settings(

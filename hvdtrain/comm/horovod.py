@@ -53,7 +53,11 @@ def open_horovod(framework: Literal["torch", "tensorflow"]) -> Communicator:
 
 
 class HorovodCommunicator:
-    """The processes of a Horovod job. Horovod's two bindings are alike in everything used here but the asynchronous calls."""
+    """The processes of a Horovod job. Horovod's two bindings are alike in everything used here but the asynchronous calls.
+
+    TensorFlow hands names on inside of graphs only: what is exchanged outside of them (parameters, scores) appears under the
+    operation's own name in Horovod's reports, such as HorovodAllgather.
+    """
 
     def __init__(self, binding: ModuleType) -> None:
         self._hvd: Any = binding

@@ -55,7 +55,7 @@ class Learner(Protocol):
 
     num_parameters: int
     device_name: str
-    checkpoint_suffix: str
+    file_suffix: str
     """Of the files that `save` writes."""
 
     def begin_epoch(self, epoch: int, step: int) -> None:

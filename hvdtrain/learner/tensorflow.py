@@ -34,7 +34,7 @@ class TensorFlowLearner:
             and a continued training goes on with the same numbers.
     """
 
-    checkpoint_suffix = "npz"
+    file_suffix = "npz"
 
     def __init__(
         self,

@@ -62,7 +62,7 @@ class TorchLearner:
             and a continued training goes on with the same numbers.
     """
 
-    checkpoint_suffix = "pt"
+    file_suffix = "pt"
 
     def __init__(
         self,

@@ -46,13 +46,14 @@ class Plain(keras.Model):
 
 
 class WithStatistics(Plain):
-    """The same with a BatchNorm (floating buffers), an integer buffer, and dropout."""
+    """The same with a BatchNorm (floating buffers), an integer buffer, one of a type that Horovod does not know, and dropout."""
 
     def __init__(self):
         super().__init__()
         self.norm = keras.layers.BatchNormalization(momentum=0.9)
         self.dropout = keras.layers.Dropout(0.1)
         self.batches = self.add_weight(shape=(), dtype="int32", initializer="zeros", trainable=False, name="batches")
+        self.first_rank = tf.Variable(hvdtrain.rank() == 0, trainable=False)
 
     def call(self, frames, training=False):
         if training:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields
 from pathlib import Path
+from typing import Literal
 
 from hvdtrain.checkpoint import CheckpointFolder
 from hvdtrain.cleanup import parse_rule
@@ -48,8 +49,23 @@ from hvdtrain.watchdog import Watchdog
 
 def train(settings: Settings) -> None:
     """Train as the config says, from the last finished epoch on. Raises: HvdtrainError."""
+    prepare(settings)
     with open_communicator(settings.reduce, settings.run.backend) as comm:
         train_with(comm, settings)
+
+
+def prepare(settings: Settings) -> None:
+    """What has to be settled before the framework computes anything. Raises: ConfigError."""
+    if settings.run.backend == "tensorflow":
+        from hvdtrain.learner.tensorflow_setup import prepare_tensorflow
+
+        prepare_tensorflow(settings.learner.device, launch.launch().local_rank, threads(settings, launch.launch().local_size))
+
+
+def threads(settings: Settings, local_size: int) -> int:
+    """How many threads a rank computes with, where a host has so many ranks."""
+    ours = launch.threads_per_rank(launch.environment(), local_size, launch.cores(), launch.is_bound())
+    return settings.run.num_threads or ours
 
 
 def train_with(comm: Communicator, settings: Settings) -> Learner:
@@ -134,7 +150,7 @@ def open_reporters(settings: Settings, progress: Progress) -> list[Reporter]:
 
 
 @contextmanager
-def open_communicator(keys: ReduceKeys, framework: str) -> Iterator[Communicator]:
+def open_communicator(keys: ReduceKeys, framework: Literal["torch", "tensorflow"]) -> Iterator[Communicator]:
     """Connect with the other ranks. They are only taken leave of when all get to the end together: where one fails alone,
     its end is what ends the others.
 
@@ -143,10 +159,12 @@ def open_communicator(keys: ReduceKeys, framework: str) -> Iterator[Communicator
     """
     started = launch.launch()
     comm: Communicator
+    inside: AbstractContextManager[None] = nullcontext()
     if keys.use_horovod:
-        from hvdtrain.comm.horovod import open_horovod  # imports a framework
+        from hvdtrain.comm.horovod import open_horovod, peer_failures  # imports a framework
 
-        comm = open_horovod("torch" if framework == "torch" else "tensorflow")
+        inside = peer_failures()  # TensorFlow's graphs exchange by themselves
+        comm = open_horovod(framework)
     elif started.size > 1:
         error = LaunchError(
             f"expected to be told how the {started.size} processes that {started.launcher} started belong together, got neither "
@@ -158,7 +176,8 @@ def open_communicator(keys: ReduceKeys, framework: str) -> Iterator[Communicator
     else:
         comm = SingleCommunicator()
     try:
-        yield comm
+        with inside:
+            yield comm
     except HvdtrainError as failure:
         if failure.on_every_rank:
             comm.close()
@@ -216,15 +235,17 @@ def open_reducer(keys: ReduceKeys, comm: Communicator, timer: Timer) -> Reducer:
 
 def build_learner(settings: Settings, reducer: Reducer, comm: Communicator) -> Learner:
     """The model and the optimizer, in the config's framework. Raises: ConfigError."""
-    from hvdtrain.learner.torch import build_torch_learner  # the framework is imported when it is known to be needed
-
-    threads = launch.threads_per_rank(launch.environment(), comm.local_size, launch.cores(), launch.is_bound())
-    return build_torch_learner(
+    build: Callable[..., Learner]
+    if settings.run.backend == "torch":  # a framework is imported when it is known to be needed
+        from hvdtrain.learner.torch import build_torch_learner as build
+    else:
+        from hvdtrain.learner.tensorflow import build_tensorflow_learner as build
+    return build(
         settings.learner,
         reducer,
         rank=comm.rank,
         local_rank=comm.local_rank,
-        threads=settings.run.num_threads or threads,
+        threads=threads(settings, comm.local_size),
         seed=settings.run.random_seed,
         epoch=1,
         step=0,

@@ -20,7 +20,7 @@ from hvdtrain.learner.base import Learner
 from hvdtrain.log import open_log, say
 from hvdtrain.preload import parse_preloads
 from hvdtrain.progress import Progress
-from hvdtrain.run import build_learner, open_communicator, open_feed, open_reducer, train
+from hvdtrain.run import build_learner, open_communicator, open_feed, open_reducer, prepare, train
 from hvdtrain.saving import Saver, clean_up
 from hvdtrain.scores import text
 from hvdtrain.settings import Settings
@@ -87,6 +87,7 @@ Opened = tuple[Communicator, Learner, Progress, list[Feed], Watchdog]
 @contextmanager
 def _opened(settings: Settings, specs: list[DatasetSpec]) -> Iterator[Opened]:
     """A trained model and some datasets, on all ranks."""
+    prepare(settings)
     with open_communicator(settings.reduce, settings.run.backend) as comm:
         together(comm, lambda: open_log(settings.log, comm.rank, comm.size), name="open_log")
         with Watchdog(settings.run.watchdog_timeout, comm.rank) as watchdog:

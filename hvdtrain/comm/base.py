@@ -40,6 +40,10 @@ class Communicator(Protocol):
         """Collective. Rank 0's tensors, on every rank."""
         ...
 
+    def gather_rows(self, tensors: Sequence[Tensor], *, name: str) -> list[Tensor]:
+        """Collective. The rows (first axis) of every rank's tensor, in rank order; ranks may have different numbers of them."""
+        ...
+
     def gather(self, value: T, *, name: str) -> list[T]:
         """Collective. Every rank's picklable value, in rank order, on every rank."""
         ...

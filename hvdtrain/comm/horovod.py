@@ -23,6 +23,10 @@ HOW_TO_INSTALL = (
 )
 
 
+KNOWN_TYPES = ("uint8", "int32", "int64", "float16", "float32", "float64")
+"""What Horovod can send from TensorFlow."""
+
+
 def open_horovod(framework: Literal["torch", "tensorflow"]) -> Communicator:
     """Start Horovod and connect the processes. One process alone needs no transport, which would cost it milliseconds a step.
 
@@ -49,7 +53,11 @@ def open_horovod(framework: Literal["torch", "tensorflow"]) -> Communicator:
 
 
 class HorovodCommunicator:
-    """The processes of a Horovod job. Horovod's two bindings are alike in everything used here but the asynchronous calls."""
+    """The processes of a Horovod job. Horovod's two bindings are alike in everything used here but the asynchronous calls.
+
+    TensorFlow hands names on inside of graphs only: what is exchanged outside of them (parameters, scores) appears under the
+    operation's own name in Horovod's reports, such as HorovodAllgather.
+    """
 
     def __init__(self, binding: ModuleType) -> None:
         self._hvd: Any = binding
@@ -63,7 +71,7 @@ class HorovodCommunicator:
         if not tensors:
             return []
         horovod_op = {"sum": self._hvd.Sum, "average": self._hvd.Average}[op]
-        with _peer_failures():
+        with peer_failures():
             if not self._asynchronous:
                 return self._hvd.grouped_allreduce(list(tensors), op=horovod_op, name=name)
             # Horovod has no bfloat16: such tensors travel as float32.
@@ -74,26 +82,36 @@ class HorovodCommunicator:
     def finish(self, handle: Any) -> list[Tensor]:
         if isinstance(handle, list):
             return handle
-        with _peer_failures():
+        with peer_failures():
             reduced = self._hvd.synchronize(handle[0])
         return [tensor.to(dtype) for tensor, dtype in zip(reduced, handle[1], strict=True)]
 
     def broadcast(self, tensors: Sequence[Tensor], *, name: str) -> list[Tensor]:
-        with _peer_failures():
+        with peer_failures():
             if not self._asynchronous:
-                return [self._hvd.broadcast(tensor, 0, name=f"{name}.{i}") for i, tensor in enumerate(tensors)]
+                return [self._broadcast(tensor, name=f"{name}.{i}") for i, tensor in enumerate(tensors)]
             # As bytes: so every type can travel, those that Horovod does not know, too.
             flat = [tensor.contiguous().reshape(-1).view(_byte_type(tensor)) for tensor in tensors]
             handles = [self._hvd.broadcast_async(tensor, 0, name=f"{name}.{i}") for i, tensor in enumerate(flat)]
             sent = [self._hvd.synchronize(handle) for handle in handles]
         return [new.view(old.dtype).reshape(old.shape) for new, old in zip(sent, tensors, strict=True)]
 
+    def gather_rows(self, tensors: Sequence[Tensor], *, name: str) -> list[Tensor]:
+        with peer_failures():
+            return [self._hvd.allgather(tensor, name=f"{name}.{i}") for i, tensor in enumerate(tensors)]
+
     def gather(self, value: T, *, name: str) -> list[T]:
-        with _peer_failures():
+        with peer_failures():
             return list(self._hvd.allgather_object(value, name=name))
 
     def close(self) -> None:
         self._hvd.shutdown()
+
+    def _broadcast(self, tensor: Tensor, *, name: str) -> Tensor:
+        """TensorFlow's; types that Horovod does not know travel as numpy arrays."""
+        if tensor.dtype.name in KNOWN_TYPES:
+            return self._hvd.broadcast(tensor, 0, name=name)
+        return self._hvd.broadcast_object(tensor.numpy(), 0, name=name)
 
 
 def _byte_type(tensor: Tensor) -> Any:
@@ -102,11 +120,12 @@ def _byte_type(tensor: Tensor) -> Any:
 
 
 @contextmanager
-def _peer_failures() -> Iterator[None]:
+def peer_failures() -> Iterator[None]:
     """Horovod says one and the same thing whichever rank failed, and never why: the failing rank itself tells that."""
     try:
         yield
     except Exception as error:
-        if type(error).__name__ == "HorovodInternalError" and "shut down" in str(error):
+        # A graph of TensorFlow wraps Horovod's error into one of its own.
+        if type(error).__name__ in ("HorovodInternalError", "UnknownError") and "Horovod has been shut down" in str(error):
             raise PeerFailure("stopped, because another rank failed") from None
         raise

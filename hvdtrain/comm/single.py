@@ -27,6 +27,9 @@ class SingleCommunicator:
     def broadcast(self, tensors: Sequence[Tensor], *, name: str) -> list[Tensor]:
         return list(tensors)
 
+    def gather_rows(self, tensors: Sequence[Tensor], *, name: str) -> list[Tensor]:
+        return list(tensors)
+
     def gather(self, value: T, *, name: str) -> list[T]:
         return [value]
 

@@ -25,7 +25,7 @@ optimizer = {"class": "sgd", "momentum": 0.9}
 
 layers = config.value("layers", "plain")
 losses = config.value("losses", "sum")
-fault, fault_rank, fault_step = config.list("fault", ["", -1, -1])
+fault, fault_rank, *fault_steps = config.list("fault", ["", -1, -1])
 record = config.value("record")
 
 
@@ -105,7 +105,7 @@ def train_step(*, model, extern_data, **_):
 
 def note(epoch, step, ids):
     """Write down which sequences this rank trains on, and fail where a test wants it to."""
-    if hvdtrain.rank() == int(fault_rank) and step == int(fault_step):
+    if hvdtrain.rank() == int(fault_rank) and step in map(int, fault_steps):
         fail()
     if record:
         with open(f"{record}.{hvdtrain.rank()}", "a") as file:
@@ -121,3 +121,5 @@ def fail():
         os.kill(os.getpid(), signal.SIGKILL)
     if fault == "hang":
         time.sleep(600)
+    if fault.startswith("SIG"):
+        os.kill(os.getpid(), getattr(signal, fault))

@@ -51,7 +51,8 @@ benchmark: data
 	$(PYTHON_OF_VENV) benchmarks/training_loops.py
 
 # How fast data is read: each in turn, some minutes in all where nothing else runs. Each has --help and sizes to choose.
-DATA_BENCHMARKS = opening long_sequences short_sequences two_readers caching hdf_layouts join_by_tag balance computing_time
+DATA_BENCHMARKS = opening long_sequences short_sequences two_readers caching hdf_layouts hdf_alignment join_by_tag balance \
+	computing_time
 
 benchmark-data: data
 	@$(PYTHON_OF_VENV) -c "import returnn" 2>/dev/null || $(PYTHON_OF_VENV) -m pip install --quiet --editable ".[benchmark]"

@@ -14,7 +14,7 @@ from pathlib import Path
 from measuring import in_batches, machine, write_frames
 
 from hvdtrain.data.batches import batches
-from hvdtrain.data.cache import with_cache
+from hvdtrain.data.cache import Budget, with_cache
 from hvdtrain.data.hdf import open_hdf
 from hvdtrain.data.types import Dataset
 from hvdtrain.hdf_check import repack
@@ -42,7 +42,7 @@ def main() -> None:
             for name, path in files.items():
                 found.setdefault((name, "0"), []).append(epochs(open_hdf([path]), options.batch))
                 if name != "contiguous":
-                    found.setdefault((name, "-1"), []).append(epochs(with_cache(open_hdf([path]), None), options.batch))
+                    found.setdefault((name, "-1"), []).append(epochs(with_cache(open_hdf([path]), Budget(None)), options.batch))
         print("| layout | file, MB | cache_size | MB/s in epoch 1 | in epoch 2 | epoch 2 against cache_size 0 |")
         print("|---|---|---|---|---|---|")
         for (name, size), rows in found.items():

@@ -84,6 +84,8 @@ def saves(kills: int, seed: int) -> None:
             if left is not None and lines[: left.epoch - 1] != list(range(1, left.epoch)):
                 raise SystemExit(f"kill {number}: expected a line in scores.jsonl for every epoch, got {lines}")
             before = left
+            if (number + 1) % 20 == 0:
+                print(f"{number + 1} kills, {unfinished} while files were being written", flush=True)
         last = checkpoints.newest()
         print(f"{kills} kills, {unfinished} of them while files were being written: training went on {kills} times,")
         print(f"{stepped_back} times from an older checkpoint than before the kill; it came to epoch {last.epoch if last else 0}")
@@ -179,7 +181,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--data", type=Path, default=ROOT / "data" / "g2p", help="soak: the folder of train.hdf")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 1, 3], help="soak: numbers of ranks, in turn")
-    parser.add_argument("--epochs", type=int, default=8, help="soak: epochs of a 60th of the data")
+    parser.add_argument("--epochs", type=int, default=20, help="soak: epochs of a 60th of the data")
     arguments = parser.parse_args()
     if arguments.what == "saves":
         saves(arguments.kills, arguments.seed)

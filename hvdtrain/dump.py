@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -16,14 +15,16 @@ from typing import Any
 import numpy
 
 from hvdtrain.comm.peers import Peers, agreed
+from hvdtrain.data.epochs import at_epoch
 from hvdtrain.data.hdf import open_hdf
-from hvdtrain.data.order import order
-from hvdtrain.data.selection import listed
+from hvdtrain.data.order import OrderKeys, full_epoch, order, said
+from hvdtrain.data.parts import file_bounds
+from hvdtrain.data.selection import listed, used
 from hvdtrain.data.sources import DatasetSpec
 from hvdtrain.data.types import Array, Dataset
 from hvdtrain.data.writer import HDFWriter
 from hvdtrain.errors import DataError, PeerFailure
-from hvdtrain.timer import clock_text
+from hvdtrain.progress import noted, shown
 
 Item = tuple[str, Mapping[str, Any]]
 """A sequence: its tag, and its arrays by data key."""
@@ -71,10 +72,23 @@ def open_source(spec: DatasetSpec, epoch: int) -> Source:
         labels |= {key: list(stream.labels)} if stream.labels else {}
         dims |= {key: stream.dim} if stream.sparse and stream.dim > 1 else {}  # RETURNN writes 1 where it does not know
     if hasattr(opened, "sequence") and hasattr(opened, "lengths"):
+        opened = at_epoch(opened, epoch)
         lengths = opened.lengths
+        subset = used(opened, listed(opened, spec.order.seq_list_filter_file), full_epoch(spec.order, epoch))
         by = lengths["data"] if "data" in lengths else next(iter(lengths.values()))
-        indices = order(by, spec.order, epoch, listed(opened, spec.order.seq_list_filter_file))
+        indices = order(by, spec.order, epoch, subset, file_bounds(opened))
         return Source(len(indices), partial(_by_index, opened, indices), labels, dims)
+    if spec.order != OrderKeys():
+        raise DataError(
+            f"{spec.name}: expected no order keys for {type(opened).__name__}, which cannot be ordered before it is read, got "
+            f"{', '.join(said(spec.order))} (convert it as it comes, then order the HDF file)"
+        )
+    if hasattr(opened, "of_epoch"):
+        total, read = opened.of_epoch(epoch)
+        labels, dims = dict(opened.labels), dict(opened.dims)  # some are known only now
+        return Source(total, read, labels, dims)
+    if epoch != 1:
+        raise DataError(f"--epoch: expected 1 for {type(opened).__name__}, which knows no epochs, got {epoch}")
     if not hasattr(opened, "__iter__"):
         raise DataError(f"{spec.name}: expected something that yields (tag, {{key: array}}), got {type(opened).__name__}")
     total = len(opened) if hasattr(opened, "__len__") else None
@@ -118,15 +132,15 @@ def dump(
             items, count = _share(source, selection, peers)
             items, like = agreed(peers, lambda: _first(items) if peers.rank == 0 else (items, None))
             folder, like = peers.gather((writer.folder if writer is not None else Path(), like))[0]
-            agreed(
-                peers, lambda: _write(_shown(_watched(items, peers), count, peers.rank == 0), source, writer, folder, like, peers)
-            )
+            passed = _watched(items, peers)
+            agreed(peers, lambda: _write(shown(passed, count) if writer else passed, source, writer, folder, like, peers))
 
             def join() -> None:
                 if writer is not None:
                     for rank in range(1, peers.size):
                         _append(writer, folder / f"{rank}.hdf")
-                    stack.close()  # here, so that all ranks know how it went
+                    with noted(f"putting the sequences together in {out}"):
+                        stack.close()  # here, so that all ranks know how it went
 
             agreed(peers, join)
         except KeyboardInterrupt:
@@ -215,21 +229,3 @@ def _watched(items: Iterable[Item], peers: Peers) -> Iterator[Item]:
         if peers.has_failed():
             raise PeerFailure("stopped, because another rank failed")
         yield item
-
-
-def _shown(items: Iterable[Item], total: int | None, wanted: bool) -> Iterator[Item]:
-    """Pass sequences on; on a terminal, show how many went by and how long the rest will take."""
-    began = last = time.monotonic()
-    shown = wanted and sys.stderr.isatty()
-    for done, item in enumerate(items, start=1):
-        yield item
-        now = time.monotonic()
-        if shown and now - last > 0.2:
-            last = now
-            rate = done / (now - began)
-            rest = f" of {total}, {clock_text(max(0, total - done) / rate)} remaining" if total else ""
-            sys.stderr.write(f"\r{done} sequences{rest}, {rate:.0f}/s ")
-            sys.stderr.flush()
-    if shown and last > began:
-        sys.stderr.write("\r" + " " * 70 + "\r")
-        sys.stderr.flush()

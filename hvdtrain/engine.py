@@ -15,13 +15,13 @@ from hvdtrain.evaluation import evaluate
 from hvdtrain.interrupt import BY_CTRL_C, TO_BE_CONTINUED, Interrupt, Stopped
 from hvdtrain.learner.base import Learner, NotFinite
 from hvdtrain.log import say
-from hvdtrain.progress import Progress, Within
 from hvdtrain.reduce import Reducer
 from hvdtrain.report.epoch import EpochReport, Reporter
 from hvdtrain.report.json_lines import as_line
 from hvdtrain.saving import Saver
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.scores import Scores, text
+from hvdtrain.state import Progress, Within
 from hvdtrain.timer import Timer, clock_text
 from hvdtrain.trace import Note, no_trace
 from hvdtrain.watchdog import Watchdog
@@ -125,6 +125,7 @@ class Engine:
             self._run_epoch(self._progress.epoch + 1)
             end = self._pace.ends_early(self._progress.history)
         self._ballot.finish()
+        self._saver.finish()
         say(3, f"Finished training in epoch {self._progress.epoch}{f': {end}' if end else ''}.")
 
     def _run_epoch(self, epoch: int) -> None:
@@ -156,7 +157,7 @@ class Engine:
             learning_rate=epoch_rate,
             num_sequences=self._train.num_sequences(plan),
             scores=scores,
-            padding=plan.padding(self._train.lengths),
+            padding=plan.padding(self._train.lengths_in(epoch)),
             seconds=self._seconds(started),
         )
         progress.epoch, progress.within, progress.report = epoch, None, as_line(report)
@@ -179,7 +180,7 @@ class Engine:
         total = within.position + (sum(counts) if shared else rounds)
         started = last_line = time.perf_counter()
         self._learner.begin_epoch(within.epoch, progress.step)
-        with self._train.read(share) as batches:
+        with self._train.read(share, within.epoch) as batches:
             for done in range(rounds):
                 self._watchdog.beat(f"epoch {within.epoch}, step {progress.step - within.first_step}")
                 with self._timer.span("data wait"):
@@ -263,6 +264,7 @@ class Engine:
         stopped = Stopped(f"stopped by {reason} in epoch {within.epoch} {done}; the same command goes on from there", status)
         stopped.on_every_rank = True
         self._ballot.finish()
+        self._saver.finish()
         raise stopped
 
     def _save(self) -> None:

@@ -21,7 +21,7 @@ def evaluate(
     """
     plan = together(comm, lambda: feed.plan(epoch), name=f"plan_{feed.name}")
     rounds = -(-plan.num_batches // comm.size)
-    with feed.read(feed.share(plan)) as batches:
+    with feed.read(feed.share(plan), epoch) as batches:
         for number in range(rounds):
             watchdog.beat(f"epoch {epoch}, evaluation of {feed.name}, batch {number}")
             batch = next(batches, None)

@@ -30,13 +30,17 @@ SOURCE is one of
   Python of your own  tools/hdf_dump.py my_corpus.py:sequences out.hdf
                       tools/hdf_dump.py '{"class": "my_corpus.py:Corpus", "part": "train"}' out.hdf
   a folder of files   tools/hdf_dump.py '{"class": "FolderDataset", "folder": "wav", "transcript": "text"}' out.hdf
+  Hugging Face        tools/hdf_dump.py '{"class": "HuggingFaceDataset", "folder": "saved", "columns": {"data": "x"}}' out.hdf
+  RETURNN             tools/hdf_dump.py '{"class": "ReturnnDataset", "dataset": {"class": "OggZipDataset", ...}}' out.hdf
 
 Python of your own is a function or class that can be iterated over and yields (tag, {key: array}): arrays of shape
 (frames,) for class indices, (frames, features) for vectors. The key 'data' is the input. An attribute `labels`
 ({key: names of the classes}) or `dims` ({key: number of classes}) gives the dimension of class indices, else it is the
 largest index plus one; `__len__` lets the remaining time be shown.
 
-A folder's files are .npy arrays or 16-bit PCM .wav, named by tag; the lines of the transcript are `tag text`.
+A folder's files are .npy arrays or 16-bit PCM .wav, named by tag; the lines of the transcript are `tag text`. Hugging Face's is
+what `save_to_disk` of the package `datasets` wrote. A dataset of RETURNN is read by RETURNN, which has to be installed; one
+that RETURNN alone has may also stand in a config as it is. docs/datasets.md has their options.
 
 mpirun -np N tools/hdf_dump.py ... converts on N processes: each a part of the sequences, which must come in the same order
 in all of them, joined into the same file that one process writes. What can be indexed (HDF files, a folder, a sequence in

@@ -1,76 +1,77 @@
-"""Where a training stands: what a checkpoint holds beside the tensors."""
+"""A bar on the terminal that tells how far a long work is, how fast it goes and how long it will take."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
 
-from hvdtrain.schedule.history import EpochRecord
-from hvdtrain.scores import Scores
+from hvdtrain.timer import clock_text
+
+T = TypeVar("T")
+
+EVERY = 0.2
+"""Seconds between two drawings."""
+
+BAR = 20
+"""Characters of the bar."""
 
 
-@dataclass
-class Within:
-    """An epoch that is under way.
+def shown(items: Iterable[T], total: int | None) -> Iterator[T]:
+    """Pass items on; where stderr is a terminal, draw how many of `total` went by. In the end the line is empty again."""
+    if not sys.stderr.isatty():
+        yield from items
+        return
+    drawn = False
+    try:
+        for done, item in enumerate(items, start=1):
+            now = time.monotonic()
+            if done == 1:
+                began = last = now  # it may have been there already: the rate is that of those behind it
+            yield item
+            if done > 1 and now - last >= EVERY:
+                last, drawn = now, True
+                _draw(line(done, total, (done - 1) / (now - began)))
+    finally:
+        if drawn:
+            _draw("")
 
-    Attributes:
-        epoch: counted from 1.
-        first_step: updates done before it in the whole training.
-        position: batches done, over all ranks; where every rank goes through all data, each rank's own.
-        trained: all batches are done and the ranks' models are one again; what is left is evaluating.
-        elapsed: seconds that the epoch took up to the last stop; computing: those of them in training steps.
-        scores: those of the batches done, as far as the ranks have brought them together.
-        fingerprints: checksums of the epoch's plan, by rank.
+
+@contextmanager
+def noted(text: str) -> Iterator[None]:
+    """Where stderr is a terminal, tell what goes on while it does."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    _draw(text)
+    try:
+        yield
+    finally:
+        _draw("")
+
+
+def line(done: int, total: int | None, rate: float) -> str:
+    """What is drawn; the rate is sequences a second.
+
+    >>> line(30, 120, 15.0)
+    '[#####...............]  25.0%  30 of 120 sequences, 15/s, 0:00:06 remaining'
+    >>> line(3, None, 1.5)
+    '3 sequences, 1.5/s'
     """
-
-    epoch: int
-    first_step: int
-    position: int = 0
-    trained: bool = False
-    elapsed: float = 0.0
-    computing: float = 0.0
-    scores: Scores = field(default_factory=Scores)
-    fingerprints: list[int] = field(default_factory=list)
+    speed = f"{rate:.0f}/s" if rate >= 10 else f"{rate:.2g}/s"
+    if not total:
+        return f"{done} sequences, {speed}"
+    share = min(1.0, done / total)
+    bar = "#" * int(BAR * share) + "." * (BAR - int(BAR * share))
+    rest = clock_text(max(0, total - done) / rate)
+    return f"[{bar}] {100 * share:5.1f}%  {done} of {total} sequences, {speed}, {rest} remaining"
 
 
-@dataclass
-class Progress:
-    """Attributes:
-    step: updates done in the whole training.
-    epoch: the last finished epoch.
-    history: what is known of the finished epochs, oldest first; those before an imported model are not in it.
-    within: the epoch after it, where that is under way.
-    report: what was told of the last finished epoch, as scores.jsonl has it.
-    """
-
-    step: int = 0
-    epoch: int = 0
-    history: list[EpochRecord] = field(default_factory=list)
-    within: Within | None = None
-    report: dict[str, Any] | None = None
-
-    def state(self) -> dict[str, Any]:
-        """As plain numbers, texts, lists and dicts. `epoch` is that of the checkpoint's name: finished or under way."""
-        within = None if self.within is None else {**vars(self.within), "scores": self.within.scores.state()}
-        return {
-            "epoch": self.epoch if self.within is None else self.within.epoch,
-            "step": self.step,
-            "history": [asdict(record) for record in self.history],
-            "within": within,
-            "report": self.report,
-        }
-
-    @staticmethod
-    def from_state(state: Mapping[str, Any]) -> Progress:
-        """What `state` returned; of another program's checkpoint (RETURNN's has an epoch and a step) what there is."""
-        within = None
-        if state.get("within") is not None:
-            within = Within(**{**state["within"], "scores": Scores.from_state(state["within"]["scores"])})
-        return Progress(
-            step=int(state.get("step") or 0),
-            epoch=int(state.get("epoch") or 0) - (within is not None),
-            history=[EpochRecord(**record) for record in state.get("history") or []],
-            within=within,
-            report=state.get("report"),
-        )
+def _draw(text: str) -> None:
+    """Replace the line, which is never longer than the terminal is wide."""
+    width = os.get_terminal_size(sys.stderr.fileno()).columns - 1
+    sys.stderr.write(f"\r{text[:width]}\x1b[K")  # the sequence clears what is left of a longer line
+    sys.stderr.flush()

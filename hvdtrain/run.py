@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import Literal
@@ -13,14 +15,18 @@ from hvdtrain.checkpoint import CheckpointFolder
 from hvdtrain.cleanup import parse_rule
 from hvdtrain.comm import launch
 from hvdtrain.comm.base import Communicator, on_rank_zero, together
+from hvdtrain.comm.patience import patiently
 from hvdtrain.comm.single import SingleCommunicator
-from hvdtrain.data.cache import parse_sizes, with_cache
+from hvdtrain.data.cache import Budget, host_memory
 from hvdtrain.data.chunks import cut, keys_of
-from hvdtrain.data.describe import batch_lines, feed_lines
+from hvdtrain.data.copies import Copies, CopyFolder, copy_files
+from hvdtrain.data.describe import batch_lines, copy_lines, feed_lines
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.plan import BatchKeys
 from hvdtrain.data.selection import listed
-from hvdtrain.data.sources import DatasetSpec, open_dataset
+from hvdtrain.data.sizes import parse_size, parse_sizes, size_text
+from hvdtrain.data.sources import DatasetSpec, Means, open_dataset
+from hvdtrain.data.unchanged import Unchanged
 from hvdtrain.effective import effective
 from hvdtrain.ending import ends_early
 from hvdtrain.engine import Engine, Pace, Rates
@@ -29,7 +35,6 @@ from hvdtrain.interrupt import Interrupt
 from hvdtrain.learner.base import Learner, as_function
 from hvdtrain.log import open_log, say
 from hvdtrain.preload import parse_preloads
-from hvdtrain.progress import Progress
 from hvdtrain.reduce import GradReduce, ParamAverage, ReduceKeys, Reducer, scale_learning_rate
 from hvdtrain.report.epoch import Reporter
 from hvdtrain.report.json_lines import JsonLines
@@ -41,10 +46,16 @@ from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.schedule.rates import epoch_learning_rate
 from hvdtrain.settings import Settings
 from hvdtrain.start import StartKeys, start_of_training
+from hvdtrain.state import Progress
 from hvdtrain.timer import Timer
 from hvdtrain.trace import Note, Trace, TraceKeys, no_trace, num_runs
 from hvdtrain.version import __version__
 from hvdtrain.watchdog import Watchdog
+
+MEMORY_SHARE = 0.8
+"""How much of the memory that a host has left its ranks may fill with what they read, together."""
+
+NO_COPIES: Mapping[str, str] = {}
 
 
 def train(settings: Settings) -> None:
@@ -73,15 +84,24 @@ def train_with(comm: Communicator, settings: Settings) -> Learner:
     together(comm, lambda: open_log(settings.log, comm.rank, comm.size), name="open_log")
     timer = Timer()
     interrupt = Interrupt(settings.interrupt.seconds)
-    with interrupt, Watchdog(settings.run.watchdog_timeout, comm.rank) as watchdog:
+    with interrupt, Watchdog(settings.run.watchdog_timeout, comm.rank) as watchdog, ExitStack() as stack:
+        copies = copy_data(settings, comm, watchdog, stack)
         watchdog.beat("opening the datasets")
-        feeds = together(comm, lambda: open_feeds(settings, comm), name="open_feeds")
+        feeds = together(comm, lambda: open_feeds(settings, comm, copies.places), name="open_feeds")
         watchdog.beat("building the model")
         reducer = open_reducer(settings.reduce, comm, timer)
         learner = together(comm, lambda: build_learner(settings, reducer, comm), name="build_learner")
         watchdog.beat("loading and sharing the weights")
         checkpoints = CheckpointFolder(Path(settings.run.model), learner.file_suffix)
-        saver = Saver(comm, learner, reducer, checkpoints, feeds[0].distribution, parse_rule(settings.saving.cleanup_old_models))
+        saver = Saver(
+            comm,
+            learner,
+            reducer,
+            checkpoints,
+            feeds[0].distribution,
+            cleanup=parse_rule(settings.saving.cleanup_old_models),
+            background=ThreadPoolExecutor(1, "saving") if settings.saving.save_in_background else None,
+        )
         progress = resume(comm, saver, checkpoints, settings.start)
         pace = open_pace(settings)
         announce(settings, comm, learner, feeds, progress, pace)
@@ -185,27 +205,71 @@ def open_communicator(keys: ReduceKeys, framework: Literal["torch", "tensorflow"
     comm.close()
 
 
-def open_feed(settings: Settings, comm: Communicator, spec: DatasetSpec) -> Feed:
-    """Open a dataset. Raises: DataError."""
-    training = spec is settings.train
+def copy_data(settings: Settings, comm: Communicator, watchdog: Watchdog, at_the_end: ExitStack) -> Copies:
+    """Collective. Copy the data files to a local disk of every host, if the config asks for it. Raises: DataError."""
+    keys = settings.copies
+    folder = None if keys.cache_dir is None else CopyFolder(Path(keys.cache_dir).expanduser(), parse_size(keys.cache_dir_size))
+    specs = [part for spec in (settings.train, *settings.evaluations) for part in spec.all()]
+    files = dict.fromkeys(path for spec in specs for path in spec.copied)
+
+    def work(progress: Callable[[int], None]) -> tuple[str, Copies]:
+        return socket.gethostname(), Copies() if folder is None else copy_files(folder, files, progress)
+
+    last_line = time.monotonic()
+
+    def alive(copied: list[int]) -> None:
+        nonlocal last_line
+        watchdog.beat("copying the data files")
+        if time.monotonic() - last_line >= settings.log.log_interval and folder is not None:
+            last_line = time.monotonic()
+            say(4, f"copied {size_text(max(copied))} so far ...")
+
+    if folder is not None:
+        say(4, f"copying the data files to {keys.cache_dir}, where there is no copy yet ...")
+        at_the_end.callback(folder.close)
+    (_, copies), everywhere = patiently(comm, work, alive, name="copy_data")
+    if folder is not None:
+        for level, line in copy_lines(keys.cache_dir or "", everywhere):
+            say(level, line)
+    return copies
+
+
+def open_some(
+    settings: Settings, comm: Communicator, specs: Iterable[DatasetSpec], copies: Mapping[str, str] = NO_COPIES
+) -> list[Feed]:
+    """Open datasets; those of their files that have copies are read from these. Raises: DataError."""
     sizes = parse_sizes(settings.data.cache_size)
-    dataset = with_cache(open_dataset(spec), {"train": sizes[0], "dev": sizes[1]}.get(spec.name, sizes[2]))
-    return Feed(
-        spec.name,
-        dataset,
-        spec.order,
-        settings.batch.of_training() if training else settings.batch.of_evaluation(),
-        comm.rank,
-        comm.size,
-        settings.reduce.horovod_dataset_distribution if training else "shard",
-        subset=listed(dataset, spec.order.seq_list_filter_file),
-        chunks=cut(dataset.lengths, settings.chunks) if training else None,
-    )
+    memory = host_memory() if any(size != 0 for size in sizes) else None
+    host = Budget(None if memory is None else int(MEMORY_SHARE * memory) // comm.local_size)
+    budgets = {"train": sizes[0], "dev": sizes[1]}
+
+    def feed(spec: DatasetSpec) -> Feed:
+        training = spec is settings.train
+        distribution = settings.reduce.horovod_dataset_distribution if training else "shard"
+        batch_keys = settings.batch.of_training() if training else settings.batch.of_evaluation()
+        budget = Budget(budgets.get(spec.name, sizes[2]), within=host)
+        files = Unchanged(copies.get(path, path) if path in part.copied else path for part in spec.all() for path in part.files)
+        dataset = open_dataset(spec, Means(budget, copies))
+        return Feed(
+            spec.name,
+            dataset,
+            spec.order,
+            batch_keys,
+            comm.rank,
+            comm.size,
+            distribution,
+            subset=listed(dataset, spec.order.seq_list_filter_file),
+            chunks=cut(dataset.lengths, settings.chunks) if training else None,
+            files=files,
+            budget=budget,
+        )
+
+    return [feed(spec) for spec in specs]
 
 
-def open_feeds(settings: Settings, comm: Communicator) -> list[Feed]:
-    """Open the datasets, train first. Raises: DataError."""
-    feeds = [open_feed(settings, comm, spec) for spec in (settings.train, *settings.evaluations)]
+def open_feeds(settings: Settings, comm: Communicator, copies: Mapping[str, str] = NO_COPIES) -> list[Feed]:
+    """Open the datasets of a training, train first. Raises: DataError."""
+    feeds = open_some(settings, comm, (settings.train, *settings.evaluations), copies)
     for other in feeds[1:]:
         missing = [key for key in feeds[0].dataset.streams if key not in other.dataset.streams]
         if missing:
@@ -329,7 +393,8 @@ def announce(settings: Settings, comm: Communicator, learner: Learner, feeds: li
     first = progress.epoch + 1
 
     def data_lines() -> list[tuple[int, str]]:
-        return [line for feed in feeds for line in feed_lines(feed)] + batch_lines(feeds[0].batch_keys, first, comm.size)
+        lines = [line for feed in feeds for line in feed_lines(feed, comm.local_size)]
+        return lines + batch_lines(feeds[0].batch_keys, first, comm.size)
 
     for level, line in together(comm, data_lines, name="data_lines"):
         say(level, line)

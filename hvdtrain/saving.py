@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -15,8 +16,8 @@ from hvdtrain.errors import CheckpointError, ConfigError
 from hvdtrain.learner.base import Kind, Learner, Part
 from hvdtrain.log import say
 from hvdtrain.preload import Preload
-from hvdtrain.progress import Progress
 from hvdtrain.reduce import Reducer
+from hvdtrain.state import Progress
 
 WHAT_A_MODEL_IS: tuple[Kind, ...] = ("parameters", "frozen", "statistics", "counters")
 
@@ -33,6 +34,9 @@ class SavingKeys:
         None, "save within an epoch, too, when the last checkpoint is so many minutes old; 15 is good on a cluster", positive
     )
 
+    save_in_background: bool = key(
+        False, "go on with training while rank 0 writes a copy of model and optimizer, which takes as much memory again"
+    )
     cleanup_old_models: bool | dict[str, Any] = key(
         False,
         "remove models after every epoch but for the last, the best, and some of all times; or a dict of keep_last_n (2), "
@@ -65,6 +69,7 @@ class Saver:
         checkpoints: CheckpointFolder,
         distribution: Literal["shard", "random_seed_offset"],
         cleanup: CleanupRule | None = None,
+        background: ThreadPoolExecutor | None = None,
     ) -> None:
         self._comm = comm
         self._learner = learner
@@ -72,9 +77,16 @@ class Saver:
         self._checkpoints = checkpoints
         self._distribution = distribution
         self._cleanup = cleanup
+        self._background = background
+        self._writing: Future[None] | None = None
 
     def save(self, progress: Progress) -> Checkpoint:
-        """Collective. Where one rank fails, all fail. Raises: CheckpointError."""
+        """Collective. Where one rank fails, all fail; with a background writer, at the next save or at the end.
+
+        Raises:
+            CheckpointError: the disk is full, or the folder cannot be written to.
+        """
+        self.finish()
         step = None if progress.within is None else progress.step
         target = self._checkpoints.at(progress.epoch if progress.within is None else progress.within.epoch, step)
         own = self._own_parts()
@@ -94,18 +106,31 @@ class Saver:
                 name="save_own",
             )
 
-        def write() -> None:
+        def write(copied: Any | None) -> None:
             def write_files(model_file: Path, optimizer_file: Path) -> None:
-                self._learner.save(model_file, optimizer_file, state)
+                self._learner.save(model_file, optimizer_file, state, copied)
 
             self._checkpoints.save(target.epoch, write_files, step=target.step)
             if self._cleanup is not None and target.step is None:
                 clean_up(self._checkpoints, self._cleanup, {record.epoch: record.scores for record in progress.history})
 
+        def start() -> None:
+            if self._background is None:
+                write(None)
+            else:
+                self._writing = self._background.submit(write, self._learner.copied())
+
         with self._reducer.averaged(self._learner):
-            on_rank_zero(self._comm, write, name="save")
+            on_rank_zero(self._comm, start, name="save")
         say(4, f"Save model under {target.model_file}")
         return target
+
+    def finish(self) -> None:
+        """Collective. Wait for what is being written in the background. Raises: CheckpointError."""
+        if self._background is None:
+            return
+        writing, self._writing = self._writing, None
+        on_rank_zero(self._comm, lambda: writing.result() if writing is not None else None, name="finish_saving")
 
     def load(self, checkpoint: Checkpoint) -> Progress:
         """Collective. Go on from a checkpoint, on all ranks.

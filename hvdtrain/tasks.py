@@ -19,12 +19,12 @@ from hvdtrain.forward import forward
 from hvdtrain.learner.base import Learner
 from hvdtrain.log import open_log, say
 from hvdtrain.preload import parse_preloads
-from hvdtrain.progress import Progress
-from hvdtrain.run import build_learner, open_communicator, open_feed, open_reducer, prepare, train
+from hvdtrain.run import build_learner, open_communicator, open_reducer, open_some, prepare, train
 from hvdtrain.saving import Saver, clean_up
 from hvdtrain.scores import text
 from hvdtrain.settings import Settings
 from hvdtrain.start import model_file
+from hvdtrain.state import Progress
 from hvdtrain.timer import Timer, clock_text
 from hvdtrain.watchdog import Watchdog
 
@@ -92,7 +92,7 @@ def _opened(settings: Settings, specs: list[DatasetSpec]) -> Iterator[Opened]:
         together(comm, lambda: open_log(settings.log, comm.rank, comm.size), name="open_log")
         with Watchdog(settings.run.watchdog_timeout, comm.rank) as watchdog:
             watchdog.beat("opening the datasets")
-            feeds = together(comm, lambda: [open_feed(settings, comm, spec) for spec in specs], name="open_feeds")
+            feeds = together(comm, lambda: open_some(settings, comm, specs), name="open_feeds")
             watchdog.beat("building the model")
             reducer = open_reducer(settings.reduce, comm, Timer())
             learner = together(comm, lambda: build_learner(settings, reducer, comm), name="build_learner")

@@ -156,7 +156,7 @@ def test_batches_hold_the_frames_of_the_chunks(size: int) -> None:
         one = feed(dataset, OrderKeys(seq_ordering="random"), BatchKeys(max_seqs=3), ChunkKeys(chunking="4:3"), rank, size)
         made = one.plan(2)
         assert one.num_sequences(made) == 12
-        with one.read(one.share(made)) as batches:
+        with one.read(one.share(made), 2) as batches:
             for batch in batches:
                 for row, owner in enumerate(batch.indices.tolist()):
                     length = int(batch.data["data"].seq_lens[row])
@@ -174,7 +174,7 @@ def test_batches_hold_the_frames_of_the_chunks(size: int) -> None:
 def test_chunks_in_a_row_read_their_sequence_once() -> None:
     dataset = Numbers({"data": LENGTHS})
     one = feed(dataset, OrderKeys(), BatchKeys(max_seqs=4), ChunkKeys(chunking=2))
-    with one.read(one.share(one.plan(1))) as batches:
+    with one.read(one.share(one.plan(1)), 1) as batches:
         list(batches)
     assert dataset.reads == list(range(12))
 

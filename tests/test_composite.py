@@ -213,10 +213,10 @@ def test_malformed_unions() -> None:
             "class": "CombinedDataset",
             "datasets": {"a": "a.hdf", "b": "b.hdf"},
             "data_map": {"a": "data", ("c", "data"): "data", ("a", "x"): "data", ("a", "y"): "data"},
-            "sampling_sizes": 3,
+            "interleave": 3,
         }
     ) == [
-        "train.sampling_sizes: unknown key of CombinedDataset",
+        "train.interleave: unknown key of CombinedDataset",
         "train.data_map: expected (name of a dataset, data key there): data key here, got 'a'",
         "train.data_map: expected a dataset of a, b, got 'c' in ('c', 'data')",
         "train.data_map: expected 'data' once for dataset a, got it several times",

@@ -1,6 +1,7 @@
 """tools/hdf_check.py: what is in a file, is it sound, what makes it slow; and the cure."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -77,8 +78,8 @@ def test_layouts_that_read_slowly(tmp_path: Path) -> None:
     path = write(tmp_path / "file.hdf")
     unmapped = "/inputs: in chunks though not compressed: it cannot be memory-mapped"
     assert warnings(store(path, "inputs", chunks=(270, 10))) == [
-        "/inputs: chunks (270, 10) cut the feature axis of 40: a sequence of 300 frames is put together from 8 chunks; "
-        "random reads are slower",
+        "/inputs: chunks (270, 10) cut the feature axis of 40: a sequence of 300 frames is put together from 8 chunks, "
+        "which hold 1.9 times as much",
         unmapped,
     ]
     assert warnings(store(path, "inputs", chunks=(4, 40))) == [
@@ -262,4 +263,35 @@ def test_output_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert lines[3].startswith("  classes: int32, 5 classes with 5 labels; 12 frames, ")
     assert lines[5] == "  classes memory-mapped; data, text read through h5py"
     assert lines[6].startswith("  in random order: ")
-    assert lines[7].startswith("  warning: /inputs: chunks (270, 10) cut the feature axis")
+    assert re.fullmatch(r"  a contiguous copy of [1-4] sequences was read .* in random order", lines[7])
+    assert lines[8].startswith("  warning: /inputs: chunks (270, 10) cut the feature axis")
+
+
+def test_what_a_contiguous_copy_would_bring_is_measured(tmp_path: Path) -> None:
+    path = tmp_path / "file.hdf"
+    with HDFWriter(path) as writer:
+        for number in range(60):
+            writer.add(str(number), {"data": numpy.full((400, 80), number, numpy.float32)})
+    assert "gain_of_copy" not in check(path, seconds=0.02).speed
+    slow = check(store(path, "inputs", chunks=(64, 5), compression="gzip"), seconds=0.4).speed
+    assert slow["gain_of_copy"] > 3, "unpacking takes a hundred times as long"
+    assert slow["copied_sequences"] > 5
+
+
+def test_data_that_begins_at_an_odd_place(tmp_path: Path) -> None:
+    with HDFWriter(tmp_path / "aligned.hdf") as writer:
+        for number in range(5):
+            writer.add(f"t{number}", {"data": numpy.arange(number + 20, dtype=numpy.int32)})
+    path = tmp_path / "odd.hdf"
+    with h5py.File(path, "w") as file, h5py.File(tmp_path / "aligned.hdf") as good:
+        file["seqTags"] = numpy.array([f"t{number}" for number in range(5)], "S3")  # 15 bytes
+        for name in ("inputs", "seqLengths"):
+            file[name] = good[name][:]
+        for name in ("data", "size", "labels"):
+            file.create_group(f"targets/{name}")
+        offset = file["inputs"].id.get_offset()
+    assert offset % 4, "as HDF5 puts it now; else this test needs another way to get such a file"
+    found = warnings(path)
+    assert f"/inputs: begins at byte {offset}, no multiple of 4: short sequences are slower to pick out" in found
+    assert main([str(path), "--seconds", "0", "--repack", str(tmp_path / "repacked.hdf")]) == 0
+    assert not any("begins at byte" in warning for warning in warnings(tmp_path / "repacked.hdf"))

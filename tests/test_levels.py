@@ -30,7 +30,7 @@ LEVELS = {
     "preload": 3,
     "start": 3,
     "trace": 3,
-    "progress": 3,
+    "state": 3,
     "ending": 3,
     "interrupt": 3,
     "comm": 3,
@@ -48,6 +48,7 @@ LEVELS = {
     "learner.base": 2,
     "context": 2,
     "config": 1,
+    "progress": 1,
     "errors": 0,
     "scores": 0,
     "timer": 0,
@@ -65,7 +66,7 @@ BESIDE = [
     ("tasks", "settings"),
     ("engine", "saving"),
     ("engine", "evaluation"),
-    ("progress", "schedule.history"),  # what is remembered of an epoch
+    ("state", "schedule.history"),  # what is remembered of an epoch
     ("ending", "schedule.history"),
     ("start", "checkpoint"),
     ("start", "preload"),

@@ -212,3 +212,14 @@ def test_such_updates_are_left_out_on_request(corpus: Path, tmp_path: Path) -> N
     assert stored(tmp_path / "skipped", "001")["first.weight"].isfinite().all()
     with pytest.raises(TrainingError, match=r"expected finite gradients after 1 were left out"):
         run(corpus, tmp_path / "more", fault="nan,0,1,2", num_epochs=2, num_allowed_consec_invalid_gradient_steps=1)
+
+
+def test_a_write_in_the_background_that_fails_ends_training(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(CheckpointError, match=r"model.001.pt: expected to write a checkpoint, got: .*No space left"):
+        run(corpus, tmp_path, save_in_background=True, num_epochs=1)

@@ -312,6 +312,7 @@ def test_a_checkpoint_brings_everything_back_and_a_wrong_or_damaged_one_changes_
     made = learner(optimizer="adam")
     made.backward(BATCH)
     made.update(0.1)
+    copied = made.copied()
     made.save(*files, {"step": 1, "history": [{"score": 0.1, "nothing": float("nan")}]})
     again = learner(optimizer="adam")
     progress = again.load(*files)
@@ -319,6 +320,13 @@ def test_a_checkpoint_brings_everything_back_and_a_wrong_or_damaged_one_changes_
     for one in (made, again):
         one.backward(BATCH)
         one.update(0.1)
+    assert numpy.array_equal(kernel(made), kernel(again))
+    late = tmp_path / "late.npz", tmp_path / "late.opt.npz"
+    made.save(*late, progress, copied)  # as it was then, whatever has been trained since
+    assert [file.stat().st_size for file in late] == [file.stat().st_size for file in files]
+    again.load(*late)
+    again.backward(BATCH)
+    again.update(0.1)
     assert numpy.array_equal(kernel(made), kernel(again))
     with pytest.raises(CheckpointError, match="expected the state of this config's optimizer, got another"):
         learner(optimizer="sgd").load(*files)

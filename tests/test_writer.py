@@ -481,3 +481,14 @@ def test_a_refused_sequence_leaves_no_trace(tmp_path: Path) -> None:
     dataset = open_hdf([tmp_path / "file.hdf"])
     assert dataset.tags([0, 1]) == ["first", "second"]
     assert dataset.sequence(1)["aux"].tolist() == FRAMES[:1].tolist()
+
+
+@pytest.mark.parametrize("tag", ["x", "xy", "xyz", "x" * 50])
+def test_data_is_aligned_wherever_the_tags_end(tmp_path: Path, tag: str) -> None:
+    path = tmp_path / "out.hdf"
+    with HDFWriter(path) as writer:
+        for number in range(3):
+            writer.add(f"{tag}{number}", {"data": numpy.ones((50, 3), "float64"), "classes": numpy.ones(1, "int64")})
+    with h5py.File(path) as file:
+        for name in ("inputs", "targets/data/classes"):
+            assert file[name].id.get_offset() % 64 == 0

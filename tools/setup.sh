@@ -91,7 +91,7 @@ fi
 run torch "installing torch $TORCH_VERSION" pip install "torch==$TORCH_VERSION" ${torch_index[@]+"${torch_index[@]}"}
 run tensorflow "installing ${tensorflow}" pip install "$tensorflow"
 run packages "installing hvdtrain's other packages" pip install \
-    cffi cloudpickle packaging psutil pyyaml --no-build-isolation -e ".[mpi,hdf,demo,report,dev]"
+    cffi cloudpickle packaging psutil pyyaml --no-build-isolation -e ".[mpi,hdf,huggingface,returnn,demo,report,dev]"
 
 # --- Horovod ---------------------------------------------------------------------------------------------------------
 $VENV/bin/python -m hvdtrain.build_horovod --log $LOGS/horovod.log

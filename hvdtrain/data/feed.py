@@ -7,10 +7,16 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from hvdtrain.data.batches import ReadAhead, batches
+from hvdtrain.data.cache import Budget
 from hvdtrain.data.chunks import Chunks
-from hvdtrain.data.order import OrderKeys
+from hvdtrain.data.epochs import at_epoch
+from hvdtrain.data.order import OrderKeys, full_epoch
+from hvdtrain.data.parts import file_bounds
 from hvdtrain.data.plan import BatchKeys, Plan, plan
+from hvdtrain.data.selection import used
 from hvdtrain.data.types import Array, Batch, Dataset
+from hvdtrain.data.unchanged import Unchanged
+from hvdtrain.errors import DataError
 
 SEED_STEP = 16127
 """How far apart the ranks' seeds are under 'random_seed_offset'; RETURNN's number."""
@@ -25,6 +31,8 @@ class Feed:
             sequences, in an order of its own.
         subset: the sequences to use, ascending; None: all of them.
         chunks: the chunks of all sequences, where they are cut: batches then consist of chunks.
+        files: the files that it is read from, which are to stay as they are.
+        budget: the memory in which the dataset keeps what it read.
     """
 
     name: str
@@ -36,18 +44,39 @@ class Feed:
     distribution: Literal["shard", "random_seed_offset"] = "shard"
     subset: Array | None = None
     chunks: Chunks | None = None
+    files: Unchanged | None = None
+    budget: Budget | None = None
 
     @property
     def lengths(self) -> Mapping[str, Array]:
-        """By data key, frames of everything that a plan's indices may speak of: sequences, or chunks of them."""
-        return self.dataset.lengths if self.chunks is None else self.chunks.lengths
+        """By data key, frames of everything that the first epoch's indices may speak of: sequences, or chunks of them."""
+        return self.lengths_in(1)
+
+    def lengths_in(self, epoch: int) -> Mapping[str, Array]:
+        """The lengths of an epoch, which differ where a function changes them by the epoch."""
+        return at_epoch(self.dataset, epoch).lengths if self.chunks is None else self.chunks.lengths
 
     def plan(self, epoch: int) -> Plan:
-        """The plan of an epoch (counted from 1)."""
+        """The plan of an epoch (counted from 1). Raises: DataError, if a file is another than at the start."""
+        if self.files is not None:
+            self.files.check()
         keys = self.order_keys
         if self.distribution == "random_seed_offset":
             keys = replace(keys, random_seed_offset=keys.random_seed_offset + self.rank * SEED_STEP)
-        return plan(self.dataset.lengths, keys, self.batch_keys, epoch, subset=self.subset, chunks=self.chunks)
+        lengths = at_epoch(self.dataset, epoch).lengths
+        if self.chunks is not None and lengths is not self.dataset.lengths:
+            raise DataError(
+                f"chunking: expected lengths that are those of every epoch, got a map_lengths in {self.name} that takes it"
+            )
+        return plan(
+            lengths,
+            keys,
+            self.batch_keys,
+            epoch,
+            subset=used(self.dataset, self.subset, full_epoch(keys, epoch)),
+            file_bounds=file_bounds(self.dataset),
+            chunks=self.chunks,
+        )
 
     def num_sequences(self, plan: Plan) -> int:
         """How many sequences a plan goes through, each cut into chunks or not."""
@@ -59,6 +88,7 @@ class Feed:
         """
         return plan.share(self.rank, self.size, position) if self.distribution == "shard" else plan.share(0, 1, position)
 
-    def read(self, share: list[Array]) -> ReadAhead[Batch]:
-        """The batches themselves, read in the background."""
-        return ReadAhead(batches(self.dataset, share) if self.chunks is None else self.chunks.batches(self.dataset, share))
+    def read(self, share: list[Array], epoch: int) -> ReadAhead[Batch]:
+        """The batches themselves, as they are in an epoch, read in the background."""
+        dataset = at_epoch(self.dataset, epoch)
+        return ReadAhead(batches(dataset, share) if self.chunks is None else self.chunks.batches(dataset, share))

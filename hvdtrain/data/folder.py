@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import wave
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, overload
 
 import numpy
 
 from hvdtrain.data.types import Array
+from hvdtrain.data.vocabulary import Units, Vocabulary, read_lines, read_vocabulary, split
 from hvdtrain.errors import ConfigError, DataError
 
 SUFFIXES = (".npy", ".wav")
-
-UNKNOWN = "<unk>"
-"""The entry of a vocabulary that stands for everything that is not in it."""
 
 Item = tuple[str, dict[str, Array]]
 
@@ -49,14 +46,14 @@ class FolderDataset(Sequence[Item]):
         folder: str,
         transcript: str | None = None,
         vocabulary: str | None = None,
-        units: Literal["characters", "words"] = "characters",
+        units: Units = "characters",
     ) -> None:
         if units not in ("characters", "words"):
             raise ConfigError([f"units: expected 'characters' or 'words', got {units!r} in the FolderDataset"])
         self._folder = Path(folder)
         self._files = _files(self._folder)
         self._texts: dict[str, list[str]] = {}
-        self._classes: dict[str, int] = {}
+        self._vocabulary = Vocabulary("", [])
         self._rate: int | None = None
         self.labels: dict[str, list[str]] = {}
         self._tags = sorted(self._files)
@@ -72,12 +69,13 @@ class FolderDataset(Sequence[Item]):
                     f"{transcript}: expected a .npy or .wav file in {folder} for every tag, got none for {missing[0]!r}"
                     + (f" and {len(missing) - 1} others" if len(missing) > 1 else "")
                 )
-            entries = sorted({unit for text in self._texts.values() for unit in text})
             if vocabulary is not None:
-                entries = _vocabulary(Path(vocabulary))
-            self._classes = {entry: number for number, entry in enumerate(entries)}
-            self._check_known(transcript, vocabulary)
-            self.labels = {"classes": entries}
+                self._vocabulary = read_vocabulary(Path(vocabulary))
+            else:
+                self._vocabulary = Vocabulary(transcript, sorted({unit for text in self._texts.values() for unit in text}))
+            for tag, text in self._texts.items():
+                self._vocabulary.check(text, transcript, tag)
+            self.labels = {"classes": self._vocabulary.entries}
         if not self._tags:
             raise DataError(f"{transcript or folder}: expected at least one sequence, got none")
 
@@ -96,18 +94,8 @@ class FolderDataset(Sequence[Item]):
         tag = self._tags[index]
         arrays = {"data": self._read(self._files[tag])}
         if tag in self._texts:
-            unknown = self._classes.get(UNKNOWN, -1)
-            arrays["classes"] = numpy.array([self._classes.get(unit, unknown) for unit in self._texts[tag]], dtype=numpy.int32)
+            arrays["classes"] = self._vocabulary.classes(self._texts[tag])
         return tag, arrays
-
-    def _check_known(self, transcript: str, vocabulary: str | None) -> None:
-        for tag, text in self._texts.items() if UNKNOWN not in self._classes else ():
-            for unit in text:
-                if unit not in self._classes:
-                    raise DataError(
-                        f"{transcript}: expected text of the entries in {vocabulary}, got {unit!r} in sequence {tag!r} "
-                        f"(an entry {UNKNOWN} would stand for it)"
-                    )
 
     def _read(self, path: Path) -> Array:
         if path.suffix == ".npy":
@@ -135,31 +123,14 @@ def _files(folder: Path) -> dict[str, Path]:
     return files
 
 
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
-    except OSError as error:
-        raise DataError(f"{path}: expected a text file, got: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: expected text in UTF-8, got: {error}") from None
-
-
-def _transcript(path: Path, units: str) -> dict[str, list[str]]:
+def _transcript(path: Path, units: Units) -> dict[str, list[str]]:
     texts: dict[str, list[str]] = {}
-    for number, line in enumerate(_lines(path), start=1):
+    for number, line in enumerate(read_lines(path), start=1):
         tag, _, text = line.strip().partition(" ")
         if not tag or tag in texts:
             raise DataError(f"{path}: expected `tag text` with a tag of its own, got {line[:80]!r} in line {number}")
-        texts[tag] = text.split() if units == "words" else list(text.strip())
+        texts[tag] = split(text, units)
     return texts
-
-
-def _vocabulary(path: Path) -> list[str]:
-    entries = _lines(path)
-    if len(set(entries)) < len(entries):
-        twice = next(entry for entry, times in Counter(entries).items() if times > 1)
-        raise DataError(f"{path}: expected every entry once, got {twice!r} again")
-    return entries
 
 
 def _array(path: Path) -> Array:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,10 @@ import numpy
 
 from hvdtrain.data.batches import pad
 from hvdtrain.data.compression import load_filters
+from hvdtrain.data.external import check_place
 from hvdtrain.data.gather import Memory, Part, gather
-from hvdtrain.data.types import Array, Padded, Stream
+from hvdtrain.data.types import Array, External, Padded, Stream
+from hvdtrain.data.unchanged import Identity, check_same, identity
 from hvdtrain.errors import DataError
 
 BLOCK = 1 << 20
@@ -52,6 +54,11 @@ class HDFDataset:
     @property
     def num_sequences(self) -> int:
         return int(self._first[-1])
+
+    @property
+    def group_bounds(self) -> Array:
+        """Where each file's sequences begin, and where those of the last one end."""
+        return numpy.array(self._first, dtype=numpy.int64)
 
     def sequence(self, index: int) -> dict[str, Array]:
         return self._sequence(index, self.streams)
@@ -117,15 +124,18 @@ class HDFDataset:
         return "; ".join(parts + ([f"{', '.join(through)} read through h5py"] if through else []))
 
 
-def open_hdf(paths: Sequence[str | os.PathLike[str]]) -> HDFDataset:
+def open_hdf(paths: Sequence[str | os.PathLike[str]], external: External = "refuse") -> HDFDataset:
     """Open HDF files as one dataset.
+
+    Args:
+        external: whether to read other files where these lead to them.
 
     Raises:
         DataError: a file is missing, no HDF5 file, damaged, not in this layout, or does not go with the first one.
     """
     files: list[HDFFile] = []
     for path in paths:
-        file = HDFFile(Path(path))
+        file = HDFFile(Path(path), external)
         files.append(file)
         for key, stream in files[0].streams.items():
             other = file.streams.get(key)
@@ -149,8 +159,9 @@ class HDFFile:
         mapped: the data keys that are read through a memory map.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, external: External = "refuse") -> None:
         self.path = path
+        self._external = external
         self._handle: h5py.File | None = None
         self._process = os.getpid()
         self.num_sequences = 0
@@ -160,6 +171,7 @@ class HDFFile:
         self._names: dict[str, str] = {}
         self._arrays: dict[str, Array | h5py.Dataset] = {}
         with _open(path) as file:
+            self._identity = _identity(file)
             try:
                 self._index(file)
             except (OSError, RuntimeError, KeyError, ValueError) as error:  # what h5py raises where the structure is damaged
@@ -177,7 +189,7 @@ class HDFFile:
             try:
                 values = array[starts[index] : starts[index + 1]]
             except OSError as error:
-                raise DataError(f"{self.path}: cannot read sequence {index} of {self._names[key]}: {error}") from None
+                raise self._unreadable(f"sequence {index} of {self._names[key]}", error) from None
             if values.dtype == object:
                 values = numpy.array([_text(value) for value in values], dtype=object)
             result[key] = values
@@ -201,7 +213,7 @@ class HDFFile:
             else:  # h5py looks up a long list of indices one by one
                 few = stored[wanted[0] : wanted[-1] + 1][wanted - wanted[0]]
         except OSError as error:
-            raise DataError(f"{self.path}: cannot read /seqTags: {error}") from None
+            raise self._unreadable("/seqTags", error) from None
         texts = [_text(value) for value in few]
         return [texts[place] for place in places]
 
@@ -210,7 +222,7 @@ class HDFFile:
         try:
             stored: Array = self._file()["seqTags"][start:stop]
         except OSError as error:
-            raise DataError(f"{self.path}: cannot read /seqTags: {error}") from None
+            raise self._unreadable("/seqTags", error) from None
         if stored.dtype == object:
             stored = numpy.array([value.encode() if isinstance(value, str) else value for value in stored], dtype=bytes)
         letters = stored.view(numpy.uint8).reshape(len(stored), -1)
@@ -239,17 +251,35 @@ class HDFFile:
             self._handle = None
             self._arrays = {key: array for key, array in self._arrays.items() if key in self.mapped}
         if self._handle is None:
-            self._handle = _open(self.path)
+            handle = _open(self.path)
+            try:
+                check_same(self.path, self._identity, _identity(handle))  # the index is that of the file opened at the start
+            except DataError:
+                handle.close()
+                raise
+            self._handle = handle
         return self._handle
+
+    def _unreadable(self, what: str, error: OSError) -> DataError:
+        """That something cannot be read: because the file is another by now, or damaged."""
+        try:
+            check_same(self.path, self._identity, identity(self.path.stat()))
+        except OSError as gone:
+            return DataError(f"{self.path}: cannot read {what}: {gone.strerror}")
+        except DataError as changed:
+            return changed
+        return DataError(f"{self.path}: cannot read {what}: {error}")
 
     def _index(self, file: h5py.File) -> None:
         """Find the sequences of every data key, and check that everything fits together."""
         path = self.path
+        for name in _names_read(file):
+            check_place(path, file, name, self._external)
         sources = _sources(path, file)
         self.lengths = _lengths(path, file, sources)
         self.num_sequences = len(next(iter(self.lengths.values())))
         for number, (key, dataset) in enumerate(sources.items()):
-            self._names[key] = dataset.name
+            self._names[key] = _name_of(file, key)
             load_filters(path, dataset)
             self.streams[key] = _stream(path, file, key, dataset)
             starts = numpy.zeros(self.num_sequences + 1, dtype=numpy.int64)
@@ -258,7 +288,7 @@ class HDFFile:
             if starts[-1] != len(dataset):
                 raise DataError(
                     f"{path}: expected the lengths in /seqLengths, column {number}, to add up to the {len(dataset)} frames "
-                    f"of {dataset.name}, got {starts[-1]}"
+                    f"of {self._names[key]}, got {starts[-1]}"
                 )
             self._starts[key] = starts
             mapped = _mapped(path, dataset)
@@ -267,6 +297,19 @@ class HDFFile:
         tags = _strings(path, file, "seqTags")
         if len(tags) != self.num_sequences:
             raise DataError(f"{path}: expected {self.num_sequences} tags in /seqTags as in /seqLengths, got {len(tags)}")
+
+
+def _identity(file: h5py.File) -> Identity:
+    """That of the very file that is open, whatever lies under its name by now."""
+    return identity(os.fstat(file.id.get_vfd_handle()))
+
+
+def _names_read(file: h5py.File) -> Iterator[str]:
+    """Everything in a file that is read, groups before what is in them."""
+    yield from ("inputs", "labels", "seqLengths", "seqTags", "targets", "targets/data", "targets/size", "targets/labels")
+    for folder in ("targets/data", "targets/labels"):
+        parent = file.get(folder)
+        yield from (f"{folder}/{name}" for name in (parent if isinstance(parent, h5py.Group) else ()))
 
 
 def _open(path: Path) -> h5py.File:
@@ -304,16 +347,18 @@ def _sources(path: Path, file: h5py.File) -> dict[str, h5py.Dataset]:
     return sources
 
 
+def _name_of(file: h5py.File, key: str) -> str:
+    """Where a data key's values are; the name that h5py gives them is that in another file, where a link leads there."""
+    return "/inputs" if key == "data" and "inputs" in file else f"/targets/data/{key}"
+
+
 def _within(path: Path, file: h5py.File, name: str) -> h5py.Group | h5py.Dataset:
-    """What lies in this very file under a name: a data file must not make the trainer read other files."""
+    """What lies under a name; where it may lie is for `check_place` to say."""
     folder, _, last = name.rpartition("/")
     parent = file[folder] if folder else file
     if last not in parent:
         raise DataError(f"{path}: expected /{name}, got only {_names(parent)} in {parent.name}")
-    found = None if isinstance(parent.get(last, getlink=True), h5py.ExternalLink) else parent[last]
-    if found is None or found.file != file:  # a link inside the file may lead to one that leaves it
-        raise DataError(f"{path}: expected /{name} to be in this file, got a link to another file")
-    return found
+    return parent[last]
 
 
 def _dataset(path: Path, file: h5py.File, name: str) -> h5py.Dataset:
@@ -321,8 +366,6 @@ def _dataset(path: Path, file: h5py.File, name: str) -> h5py.Dataset:
     dataset = _within(path, file, name)
     if not isinstance(dataset, h5py.Dataset):
         raise DataError(f"{path}: expected /{name} to be a dataset, got a group")
-    if dataset.external or dataset.is_virtual:
-        raise DataError(f"{path}: expected /{name} to be stored in this file, got a dataset whose values lie in other files")
     if not dataset.shape:
         raise DataError(f"{path}: expected /{name} to have a first axis to count on, got a scalar")
     if dataset.dtype.kind not in "biufc" and h5py.check_string_dtype(dataset.dtype) is None:
@@ -362,7 +405,7 @@ def _lengths(path: Path, file: h5py.File, sources: dict[str, h5py.Dataset]) -> d
 def _stream(path: Path, file: h5py.File, key: str, dataset: h5py.Dataset) -> Stream:
     """What kind of data a dataset holds: RETURNN calls integers without a feature axis sparse."""
     sparse = dataset.ndim == 1 and dataset.dtype.kind in "iu"
-    if dataset.name == "/inputs":
+    if _name_of(file, key) == "/inputs":
         dim = dataset.shape[-1] if dataset.ndim > 1 else _integer(path, "inputPattSize of /", file.attrs.get("inputPattSize", 1))
         labels = "labels"
     else:
@@ -383,7 +426,13 @@ def _integer(path: Path, what: str, value: Any) -> int:
 
 def _mapped(path: Path, dataset: h5py.Dataset) -> Array | None:
     """The dataset as an array on the mapped file, or None where its layout does not allow it."""
-    if dataset.dtype.hasobject or not dataset.dtype.isnative or dataset.chunks is not None:
+    if (
+        dataset.external
+        or dataset.is_virtual
+        or dataset.dtype.hasobject
+        or not dataset.dtype.isnative
+        or dataset.chunks is not None
+    ):
         return None
     if dataset.id.get_type() != h5py.h5t.py_create(dataset.dtype, logical=True):  # h5py converts what numpy has no type for
         return None
@@ -393,7 +442,8 @@ def _mapped(path: Path, dataset: h5py.Dataset) -> Array | None:
     if offset is None:  # stored inside the header
         return None
     # A plain array instead of numpy.memmap: slicing it is several times faster.
-    return numpy.memmap(path, dtype=dataset.dtype, mode="r", offset=offset, shape=dataset.shape).view(numpy.ndarray)
+    place = path if dataset.file.filename == str(path) else dataset.file.filename  # a link may lead to another file
+    return numpy.memmap(place, dtype=dataset.dtype, mode="r", offset=offset, shape=dataset.shape).view(numpy.ndarray)
 
 
 def _text(value: bytes | str) -> str:

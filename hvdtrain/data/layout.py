@@ -38,6 +38,7 @@ class Storage:
         filters: names of the filters that compress or rearrange, in order.
         stored: bytes in the file.
         native: whether the numbers are in this machine's byte order.
+        offset: where it begins in the file, if it is contiguous.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Storage:
     stored: int
     native: bool
     itemsize: int
+    offset: int | None
 
     def words(self) -> str:
         """For people: contiguous, or chunks and compression."""
@@ -120,6 +122,7 @@ def _storage(dataset: h5py.Dataset) -> Storage:
         stored=int(dataset.id.get_storage_size()),
         native=bool(dataset.dtype.isnative),
         itemsize=dataset.dtype.itemsize,
+        offset=dataset.id.get_offset() if dataset.chunks is None else None,
     )
 
 
@@ -128,16 +131,22 @@ def _complaints(stored: Storage, frames: float) -> Iterator[str]:
     name, chunks = stored.name, stored.chunks
     if not stored.native:
         yield f"{name}: {stored.dtype} is not this machine's byte order: numbers are converted at every read"
+    if stored.offset is not None and stored.dtype != "text" and stored.offset % stored.itemsize:
+        yield f"{name}: begins at byte {stored.offset}, no multiple of {stored.itemsize}: short sequences are slower to pick out"
     if chunks is None or 0 in stored.shape:
         return
     chunk_bytes = math.prod(chunks) * stored.itemsize
     across = math.prod(math.ceil(size / chunk) for size, chunk in zip(stored.shape[1:], chunks[1:], strict=True))
     pieces = max(1, math.ceil(frames / chunks[0])) * across
+    # A sequence begins anywhere in a chunk: on average it touches (frames - 1) / length + 1 of them along time.
+    touched = max(0.0, frames - 1) + chunks[0]
+    excess = touched * math.prod(-(-s // c) * c for s, c in zip(stored.shape[1:], chunks[1:], strict=True))
+    excess /= max(1.0, frames) * math.prod(stored.shape[1:])
     if across > 1:
         features = " x ".join(map(str, stored.shape[1:]))
         yield (
             f"{name}: chunks {chunks} cut the feature axis of {features}: a sequence of {frames:.0f} frames is put together from "
-            f"{pieces} chunks; random reads are slower"
+            f"{pieces} chunks, which hold {excess:.1f} times as much"
         )
     elif pieces > PIECES:
         yield f"{name}: chunks {chunks} are small: a sequence of {frames:.0f} frames is put together from {pieces} chunks"

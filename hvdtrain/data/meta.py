@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
+
 from hvdtrain.config.keys import REQUIRED, key
-from hvdtrain.data.padding import padded
+from hvdtrain.data.epochs import at_epoch
+from hvdtrain.data.padding import padded, sequences
+from hvdtrain.data.parts import file_bounds
+from hvdtrain.data.selection import used
 from hvdtrain.data.tags import TagIndex, tag_bytes
 from hvdtrain.data.types import Array, Dataset, Padded, Stream
 from hvdtrain.errors import DataError
@@ -65,19 +71,34 @@ class MetaDataset:
         self._positions = positions
         self._keys: dict[str, dict[str, str]] = {}
         self.streams: Mapping[str, Stream] = {key: datasets[name].streams[there] for key, (name, there) in sources.items()}
-        lengths = {}
         for data_key, (name, there) in sources.items():
             self._keys.setdefault(name, {})[data_key] = there
-            column, places = datasets[name].lengths[there], positions[name]
-            lengths[data_key] = column if places is None else column[places]
-        self.lengths: Mapping[str, Array] = lengths
+        self._sources = sources
+        self.lengths: Mapping[str, Array] = self._joined_lengths()
         self.mapped = frozenset(
             data_key for data_key, (name, there) in sources.items() if there in getattr(datasets[name], "mapped", ())
         )
 
+    def at_epoch(self, epoch: int) -> MetaDataset:
+        """The dataset with the random numbers of an epoch."""
+        changed = copy(self)
+        changed._datasets = {name: at_epoch(dataset, epoch) for name, dataset in self._datasets.items()}
+        if any(dataset.lengths is not self._datasets[name].lengths for name, dataset in changed._datasets.items()):
+            changed.lengths = changed._joined_lengths()
+        return changed
+
     @property
     def num_sequences(self) -> int:
         return self._control.num_sequences
+
+    @property
+    def group_bounds(self) -> Array:
+        """Where the sequences of each file of the control dataset begin, and where those of the last one end."""
+        return file_bounds(self._control)
+
+    def drawn(self, full_epoch: int) -> Array | None:
+        """The sequences that the control dataset takes for a full epoch; None: all."""
+        return used(self._control, None, full_epoch)
 
     def sequence(self, index: int) -> dict[str, Array]:
         result = {}
@@ -86,6 +107,16 @@ class MetaDataset:
             arrays = self._datasets[name].sequence(index if places is None else int(places[index]))
             result.update({data_key: arrays[there] for data_key, there in keys.items()})
         return {data_key: result[data_key] for data_key in self.streams}
+
+    def sequences(self, indices: Sequence[int]) -> list[dict[str, Array]]:
+        """Some sequences; each dataset is asked for its part at once."""
+        result: list[dict[str, Array]] = [{} for _ in indices]
+        for name, keys in self._keys.items():
+            places = self._positions[name]
+            there = indices if places is None else places[numpy.asarray(indices)].tolist()
+            for made, arrays in zip(result, sequences(self._datasets[name], there), strict=True):
+                made.update({data_key: arrays[source] for data_key, source in keys.items()})
+        return [{data_key: made[data_key] for data_key in self.streams} for made in result]
 
     def padded(self, indices: Array) -> dict[str, Padded]:
         """Some sequences as a batch; each dataset is asked for its part at once."""
@@ -103,6 +134,14 @@ class MetaDataset:
         """The tags of sequences `start` to before `stop` as UTF-8: numpy bytes of shape (number,)."""
         stop = self.num_sequences if stop is None else stop
         return tag_bytes(self._control, start, stop)
+
+    def _joined_lengths(self) -> dict[str, Array]:
+        """By data key, the lengths in the order of the control dataset."""
+        lengths = {}
+        for data_key, (name, there) in self._sources.items():
+            column, places = self._datasets[name].lengths[there], self._positions[name]
+            lengths[data_key] = column if places is None else column[places]
+        return lengths
 
     def close(self) -> None:
         for dataset in self._datasets.values():

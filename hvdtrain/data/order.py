@@ -6,11 +6,13 @@ Everything here is a pure function of the lengths, the settings and the epoch.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 import numpy
 
 from hvdtrain.config.keys import Rule, key, not_negative, positive
+from hvdtrain.data.parts import part_of_files
 from hvdtrain.data.types import Array
 from hvdtrain.errors import DataError
 
@@ -60,6 +62,11 @@ class OrderKeys:
         None, "use only the sequences whose tags this file lists, one a line (text, or .gz); applied before partition_epoch"
     )
     partition_epoch: int = key(1, "cut the ordered sequences into so many parts; an epoch is one part", positive)
+    partition_by: Literal["sequences", "files"] = key(
+        "sequences",
+        "what partition_epoch cuts: 'files': an epoch goes through some of the dataset's files, which come in random order if "
+        "seq_ordering is random; their sequences are ordered by seq_ordering",
+    )
     repeat_epoch: int = key(1, "go through the sequences so many times in one epoch", positive)
     fixed_random_seed: int | None = key(None, "the same random order in every epoch, from this seed", not_negative)
     random_seed_offset: int = key(0, "added to the seed, which is the number of the full epoch", not_negative)
@@ -73,6 +80,11 @@ class Method:
     bins: int | None = None
     per_bin: int | None = None
     keep: int = 1
+
+    @property
+    def is_random(self) -> bool:
+        """Whether the seed has a say."""
+        return "random" in self.name or self.name in WITH_BINS
 
 
 def parse(text: str) -> Method:
@@ -103,21 +115,28 @@ def parse(text: str) -> Method:
     return Method(name, bins, per_bin, keep)
 
 
+def said(keys: OrderKeys) -> dict[str, Any]:
+    """The order keys that say something other than the default."""
+    default = OrderKeys()
+    names = [field.name for field in fields(OrderKeys)]
+    return {name: getattr(keys, name) for name in names if getattr(keys, name) != getattr(default, name)}
+
+
 def is_random(keys: OrderKeys) -> bool:
     """Whether the seed has a say in the order, as far as can be told: a function's answer is not known yet."""
     if callable(keys.seq_ordering):
         return True
-    method = parse(keys.seq_ordering).name
-    return keys.fixed_random_seed is None and ("random" in method or method in WITH_BINS)
+    return keys.fixed_random_seed is None and parse(keys.seq_ordering).is_random
 
 
-def order(lengths: Array, keys: OrderKeys, epoch: int, subset: Array | None = None) -> Array:
+def order(lengths: Array, keys: OrderKeys, epoch: int, subset: Array | None = None, file_bounds: Array | None = None) -> Array:
     """The indices of the sequences of one epoch (counted from 1), in order.
 
     Args:
         lengths: number of frames of every sequence, by which the sorting methods sort; shape (num_sequences,).
-        subset: indices of the sequences to use, ascending (see `seq_list_filter_file`); None: all of them. They are
-            ordered and cut into parts as if there were no others.
+        subset: indices of the sequences to use (see `seq_list_filter_file` and `sampling_sizes`); None: all of them. They
+            are ordered and cut into parts as if there were no others.
+        file_bounds: where each file's sequences begin, and where those of the last one end, for `partition_by`.
 
     Returns:
         int64 indices of shape (number of sequences in this epoch,).
@@ -131,8 +150,15 @@ def order(lengths: Array, keys: OrderKeys, epoch: int, subset: Array | None = No
     method = method_of(keys, epoch)
     if method.name == "default_every_n" and (method.bins or 1) > max(1, len(lengths)):
         raise DataError(f"default_every_n: expected at most {len(lengths)}, the number of sequences, got {method.bins}")
-    everything = _ordered(lengths, method, seed_of(keys, epoch))
-    part = _partition(everything, keys.partition_epoch, part_of(keys, epoch))
+    seed, number = seed_of(keys, epoch), part_of(keys, epoch)
+    if keys.partition_by == "files" and keys.partition_epoch > 1:
+        bounds = numpy.array([0, len(lengths)]) if file_bounds is None else file_bounds
+        which = numpy.searchsorted(bounds, numpy.arange(len(lengths)) if subset is None else subset, side="right") - 1
+        generator = numpy.random.RandomState([seed, keys.partition_epoch]) if method.is_random else None
+        places = part_of_files(lengths, which, keys.partition_epoch, number, generator)
+        part = places[_ordered(lengths[places], method, seed)]
+    else:
+        part = _partition(_ordered(lengths, method, seed), keys.partition_epoch, number)
     if subset is not None:
         part = subset[part].astype(numpy.int64, copy=False)
     return numpy.tile(part, keys.repeat_epoch) if keys.repeat_epoch > 1 else part
@@ -155,8 +181,12 @@ def seed_of(keys: OrderKeys, epoch: int) -> int:
     """One seed for all parts of a full epoch, and for all full epochs that keep the order."""
     if keys.fixed_random_seed is not None:
         return keys.fixed_random_seed
-    full_epoch = (epoch - 1) // keys.partition_epoch + 1
-    return (full_epoch - 1) // method_of(keys, epoch).keep + 1 + keys.random_seed_offset
+    return (full_epoch(keys, epoch) - 1) // method_of(keys, epoch).keep + 1 + keys.random_seed_offset
+
+
+def full_epoch(keys: OrderKeys, epoch: int) -> int:
+    """How often the data was begun, with this epoch: `partition_epoch` epochs are a full one."""
+    return (epoch - 1) // keys.partition_epoch + 1
 
 
 def part_of(keys: OrderKeys, epoch: int) -> int:

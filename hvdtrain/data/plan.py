@@ -189,20 +189,22 @@ def plan(
     epoch: int,
     *,
     subset: Array | None = None,
+    file_bounds: Array | None = None,
     chunks: Chunks | None = None,
 ) -> Plan:
     """The plan of an epoch (counted from 1): a pure function of its arguments, the same on every rank.
 
     Args:
         lengths: by data key, number of frames of every sequence. Sorting goes by 'data', or by the first key without it.
-        subset: indices of the sequences to use, ascending; None: all of them.
+        subset: indices of the sequences to use; None: all of them.
+        file_bounds: where each file's sequences begin, and where those of the last one end.
         chunks: the chunks of all sequences, where they are cut; the plan is then one over chunks.
 
     Raises:
         DataError: nothing is left of the epoch's sequences, or a key asks for what cannot be.
     """
     by = lengths["data"] if "data" in lengths else next(iter(lengths.values()))
-    ordered = order(by, order_keys, epoch, subset)
+    ordered = order(by, order_keys, epoch, subset, file_bounds)
     indices = within(lengths, ordered, batch_keys.min_seq_length, batch_keys.max_seq_length)
     if chunks is not None:
         indices = chunks.of(indices)

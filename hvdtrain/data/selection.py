@@ -38,6 +38,21 @@ def listed(dataset: Dataset, path: str | None) -> Array | None:
     return numpy.array(found, dtype=numpy.int64)
 
 
+def used(dataset: Dataset, subset: Array | None, full_epoch: int) -> Array | None:
+    """The sequences that a full epoch is made of: those listed, or what the dataset draws for it; None: all.
+
+    Raises:
+        DataError: both.
+    """
+    draw = getattr(dataset, "drawn", None)
+    drawn: Array | None = draw(full_epoch) if draw is not None else None
+    if drawn is None:
+        return subset
+    if subset is not None:
+        raise DataError("seq_list_filter_file: expected none beside sampling_sizes, got both")
+    return drawn
+
+
 def read_tags(path: Path) -> frozenset[str]:
     """The lines of a text file, which may be compressed with gzip (.gz). Raises: DataError."""
     try:

@@ -2,27 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from hvdtrain.config.check import build
+from hvdtrain.config.check import build, closest
 from hvdtrain.config.keys import REQUIRED, declared, key
 from hvdtrain.config.options import unknown_options
 from hvdtrain.config.reference import is_reference, resolve
+from hvdtrain.data.cache import Budget, with_cache
 from hvdtrain.data.dummy import DummyDatasetKeys, open_dummy
 from hvdtrain.data.many_files import FilesDatasetKeys, open_files
 from hvdtrain.data.map import MapDatasetKeys, open_map
 from hvdtrain.data.meta import MetaDatasetKeys, open_meta
-from hvdtrain.data.order import OrderKeys
+from hvdtrain.data.order import OrderKeys, said
 from hvdtrain.data.task12ax import Task12AXDatasetKeys, open_task12ax
-from hvdtrain.data.types import Dataset
+from hvdtrain.data.types import Dataset, External
 from hvdtrain.data.union import CombinedDatasetKeys, ConcatDatasetKeys, open_combined, open_concat
 from hvdtrain.errors import ConfigError, DataError
 
-OWN = {"FolderDataset": "hvdtrain.data.folder:FolderDataset"}
-"""Classes of this package that a dict may name, beside HDFDataset; the dict's other entries are their arguments."""
+OWN = {
+    "FolderDataset": "hvdtrain.data.folder:FolderDataset",
+    "HuggingFaceDataset": "hvdtrain.data.hugging_face:HuggingFaceDataset",
+    "ReturnnDataset": "hvdtrain.data.returnn_source:ReturnnDataset",
+}
+"""Sources to convert, whose lengths are not known beforehand; the dict's other entries are their arguments."""
+
+BY_RETURNN = tuple(
+    "AnythingDataset BlissDataset ChunkShuffleDataset ClusteringDataset ConcatSeqsDataset ConfusionNetworkDataset "
+    "CopyTaskDataset DummyDatasetMultipleDataKeys DummyDatasetMultipleSequenceLength DummyGenericDataset Enwik8Corpus "
+    "ExternSprintDataset LibriSpeechCorpus LmDataset MapDatasetWrapper MegatronDataset MultiEpochDataset NemoSpeechDataset "
+    "NltkTimitDataset NumpyDumpDataset OggZipDataset RawWavDataset SiameseHDFDataset SprintCacheDataset StaticDataset "
+    "StereoHdfDataset TaskEpisodicCopyDataset TaskNumberBaseConvertDataset TaskVariableAssignmentDataset "
+    "TaskXmlModelingDataset TextDictDataset TimitDataset TranslationDataset TranslationFactorsDataset VariableDataset".split()
+)
+"""Datasets of RETURNN that there is no counterpart of: RETURNN itself reads them, for tools/hdf_dump.py."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +46,11 @@ class HDFDatasetKeys:
     """Keys of a dataset dict with `"class": "HDFDataset"`."""
 
     files: str | list[str] = key(REQUIRED, "the HDF file, or a list of files that are read as one dataset")
+    allow_external: bool = key(
+        False,
+        "follow external links, external storage and virtual datasets, by which a file makes the trainer read other files; "
+        "such files are not copied to cache_dir",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,11 +72,35 @@ class DatasetSpec:
     Attributes:
         name: the config key it stands under ('train', 'dev', ..., 'train.datasets.text' inside another one).
         open: opens the source. Raises: DataError.
+        files: the data files that it reads itself; copied: those of them that may be read from a copy.
+        parts: the datasets inside it.
     """
 
     name: str
-    open: Callable[[], Any]
+    open: Callable[..., Any]
     order: OrderKeys
+    files: tuple[str, ...] = ()
+    copied: tuple[str, ...] = ()
+    parts: tuple[DatasetSpec, ...] = ()
+
+    def all(self) -> Iterator[DatasetSpec]:
+        """This one and all datasets inside it."""
+        yield self
+        for part in self.parts:
+            yield from part.all()
+
+
+@dataclass(frozen=True)
+class Means:
+    """What a dataset is given to read with.
+
+    Attributes:
+        budget: the memory that it may keep what it read in.
+        copies: by the name of a data file, that of its copy on a local disk.
+    """
+
+    budget: Budget = field(default_factory=lambda: Budget(0))
+    copies: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -76,7 +121,8 @@ class Kind:
 def _open_hdf(where: str, keys: HDFDatasetKeys, datasets: Mapping[str, Dataset]) -> Dataset:
     from hvdtrain.data.hdf import open_hdf  # here, as `--help` has no time for h5py
 
-    return open_hdf([keys.files] if isinstance(keys.files, str) else keys.files)
+    external: External = "follow" if keys.allow_external else "refuse"
+    return open_hdf([keys.files] if isinstance(keys.files, str) else keys.files, external)
 
 
 def _open_files(where: str, keys: FilesDatasetKeys, datasets: Mapping[str, Dataset]) -> Dataset:
@@ -127,6 +173,8 @@ def parse(name: str, value: Any, defaults: Mapping[str, Any]) -> tuple[DatasetSp
         value = {"class": "HDFDataset", "files": list(value)}
     elif not isinstance(value, dict):
         value = {"class": value}
+    if isinstance(value.get("class"), str) and value["class"] in BY_RETURNN:
+        value = {"class": "ReturnnDataset", "dataset": value}
     options = {option: content for option, content in value.items() if option != "class"}
     kind = value.get("class", "HDFDataset")
     kind = OWN.get(kind, kind) if isinstance(kind, str) else kind
@@ -135,31 +183,36 @@ def parse(name: str, value: Any, defaults: Mapping[str, Any]) -> tuple[DatasetSp
     order_values = _pop_order(options, [])
     order, problems = build(OrderKeys, {**defaults, **order_values}, f"{name}.", {})
     if not (callable(kind) or is_reference(kind)):
-        hint = f" (did you mean {INSTEAD[kind]}? see docs/datasets.md)" if isinstance(kind, str) and kind in INSTEAD else ""
+        similar = INSTEAD.get(kind) or closest(kind, [*KINDS, *OWN, *BY_RETURNN]) if isinstance(kind, str) else None
+        hint = f" (did you mean {similar}? see docs/datasets.md)" if similar else ""
         problems.append(
-            f"{name}.class: expected one of {', '.join(KINDS)}, a class, a function, or the name of one as 'module:name' or "
-            f"'file.py:name', got {kind!r}{hint}"
+            f"{name}.class: expected one of {', '.join([*KINDS, *OWN])}, a class, a function, or the name of one as "
+            f"'module:name' or 'file.py:name', got {kind!r}{hint}"
         )
+    if isinstance(kind, str) and kind in OWN.values():
+        problems += _argument_problems(name, kind, options)
     if problems or order is None:
         return None, problems
-    return DatasetSpec(name, lambda: _call(name, kind, options), order), []
+    return DatasetSpec(name, lambda means=None: _call(name, kind, options), order), []
 
 
-def open_dataset(spec: DatasetSpec) -> Dataset:
+def open_dataset(spec: DatasetSpec, means: Means | None = None) -> Dataset:
     """Open a dataset to train or evaluate on.
 
     Raises:
         DataError: a file is bad, or the source cannot tell the lengths of its sequences beforehand.
     """
-    dataset = spec.open()
+    means = means or Means()
+    dataset = spec.open(means)
     if not all(hasattr(dataset, attribute) for attribute in ("streams", "lengths", "num_sequences", "sequence", "tags")):
         raise DataError(
             f"{spec.name}: expected a dataset that knows the lengths of its sequences, got {type(dataset).__name__} "
             "(convert it once with tools/hdf_dump.py and train on the HDF file)"
         )
     if dataset.num_sequences == 0:
-        raise DataError(f"{spec.name}: expected at least one sequence, got an empty dataset")
-    return dataset  # type: ignore[no-any-return]  # it has the protocol's attributes
+        where = f"none in {', '.join(spec.files[:3])}" if spec.files else "an empty dataset"
+        raise DataError(f"{spec.name}: expected at least one sequence, got {where}")
+    return dataset if spec.parts else with_cache(dataset, means.budget)
 
 
 def _parse_kind(
@@ -183,12 +236,27 @@ def _parse_kind(
         for child, spec in inside.items():
             problems += _order_problems(name, spec, order_values if child == order_from else None)
         if order_from is not None:
-            order_values = {**_said(inside[order_from].order), **order_values}
+            order_values = {**said(inside[order_from].order), **order_values}
     order, more = build(OrderKeys, {**defaults, **order_values}, f"{name}.", {})
     problems += more
     if problems or order is None:
         return None, problems
-    return DatasetSpec(name, lambda: _open_kind(name, kind, keys, inside), order), []
+
+    def open_it(means: Means | None = None) -> Dataset:
+        return _open_kind(name, kind, keys, inside, means or Means())
+
+    return DatasetSpec(name, open_it, order, _files(keys), _copied(keys), tuple(inside.values())), []
+
+
+def _files(keys: Any) -> tuple[str, ...]:
+    """The data files that the keys of a dataset name."""
+    files = getattr(keys, "files", ())
+    return (files,) if isinstance(files, str) else tuple(files)
+
+
+def _copied(keys: Any) -> tuple[str, ...]:
+    """Those that may be read from a copy: where they lead to others, these are found from where they are."""
+    return () if getattr(keys, "allow_external", False) else _files(keys)
 
 
 def _inside(options: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
@@ -212,12 +280,6 @@ def _pop_order(options: dict[str, Any], own: list[str]) -> dict[str, Any]:
     return {option: options.pop(option) for option in _ORDER_NAMES if option in options and option not in own}
 
 
-def _said(order: OrderKeys) -> dict[str, Any]:
-    """The order keys that say something other than the default."""
-    default = OrderKeys()
-    return {option: getattr(order, option) for option in _ORDER_NAMES if getattr(order, option) != getattr(default, option)}
-
-
 def _order_problems(name: str, inside: DatasetSpec, outside: Mapping[str, Any] | None) -> list[str]:
     """Problems with order keys of a dataset inside another one: there is one order, that of the whole.
 
@@ -225,7 +287,7 @@ def _order_problems(name: str, inside: DatasetSpec, outside: Mapping[str, Any] |
         outside: the order keys of the whole, where this dataset may say them instead; None: where it may not.
     """
     problems = []
-    for option, value in _said(inside.order).items():
+    for option, value in said(inside.order).items():
         if outside is None:
             problems.append(f"{inside.name}.{option}: expected as {name}.{option}, beside the class of the whole, got {value!r}")
         elif option in outside and outside[option] != value:
@@ -233,16 +295,42 @@ def _order_problems(name: str, inside: DatasetSpec, outside: Mapping[str, Any] |
     return problems
 
 
-def _open_kind(name: str, kind: Kind, keys: Any, inside: Mapping[str, DatasetSpec]) -> Dataset:
+def _open_kind(name: str, kind: Kind, keys: Any, inside: Mapping[str, DatasetSpec], means: Means) -> Dataset:
     """Open the datasets inside, then the whole; if something fails, what is open is closed."""
+    copies = {path: means.copies[path] for path in _copied(keys) if path in means.copies}
+    if copies:
+        keys = replace(keys, files=[copies.get(path, path) for path in _files(keys)])
+    readers = getattr(keys, "num_workers", 0)  # each process keeps what it reads itself
+    inner = replace(means, budget=means.budget.part(max(1, readers)))
     with ExitStack() as on_failure:
         datasets = {}
         for child, spec in inside.items():
-            datasets[child] = open_dataset(spec)
+            datasets[child] = open_dataset(spec, inner)
             on_failure.callback(datasets[child].close)
-        dataset = kind.open(name, keys, datasets)
+        try:
+            dataset = kind.open(name, keys, datasets)
+        except DataError as error:
+            originals = [path for path, copy in copies.items() if copy in str(error)]
+            if not originals:
+                raise
+            raise DataError(f"{error} (a copy of {originals[0]})") from None
         on_failure.pop_all()
     return dataset
+
+
+def _argument_problems(name: str, kind: str, options: Mapping[str, Any]) -> list[str]:
+    """Problems with the names of arguments of one of our own classes."""
+    class_name = kind.rpartition(":")[2]
+    parameters = inspect.signature(resolve(kind)).parameters
+    problems = []
+    for option in options:
+        if option not in parameters:
+            match = closest(str(option), list(parameters))
+            problems.append(f"{name}.{option}: unknown key of {class_name}" + (f" (did you mean {match}?)" if match else ""))
+    for parameter in parameters.values():
+        if parameter.default is inspect.Parameter.empty and parameter.name not in options:
+            problems.append(f"{name}.{parameter.name}: expected a value, got none for {class_name}")
+    return problems
 
 
 def _call(name: str, kind: Any, options: dict[str, Any]) -> Any:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy
 
-from hvdtrain.config.keys import REQUIRED, key
-from hvdtrain.data.padding import merged, padded
+from hvdtrain.config.keys import REQUIRED, key, positive
+from hvdtrain.data.epochs import at_epoch
+from hvdtrain.data.padding import merged, padded, sequences
+from hvdtrain.data.parts import file_bounds
 from hvdtrain.data.tags import tag_bytes_of_several
 from hvdtrain.data.types import Array, Dataset, Padded, Stream
 from hvdtrain.errors import DataError
@@ -20,6 +23,12 @@ class CombinedDatasetKeys:
     """Keys of a dataset dict with `"class": "CombinedDataset"`: the sequences of datasets with different data keys."""
 
     datasets: dict[str, Any] = key(REQUIRED, "the datasets by name, each a dataset dict or HDF files")
+    sampling_sizes: int | dict[str, int] | None = key(
+        None,
+        "so many sequences of each dataset in every full epoch, in turn from where the last one ended, instead of all; by name, "
+        "or the same number for all",
+        positive,
+    )
     data_map: dict[Any, str] = key(
         REQUIRED, "by (name of the dataset, data key there): the data key here; it is empty for sequences of other datasets"
     )
@@ -38,6 +47,11 @@ class CombinedDatasetKeys:
         pairs = [(source[0], here) for source, here in self.data_map.items() if isinstance(source, tuple) and source]
         for name, here in sorted({pair for pair in pairs if pairs.count(pair) > 1}, key=str):
             problems.append(f"data_map: expected {here!r} once for dataset {name}, got it several times")
+        if isinstance(self.sampling_sizes, dict):
+            if self.sampling_sizes.keys() != self.datasets.keys():
+                problems.append(f"sampling_sizes: expected a number for each of {names}, got {self.sampling_sizes}")
+            elif any(not isinstance(size, int) or size < 1 for size in self.sampling_sizes.values()):
+                problems.append(f"sampling_sizes: expected a positive integer for each, got {self.sampling_sizes}")
         mapped = {name for name, _ in pairs}
         for name in self.datasets:
             if pairs and name not in mapped:
@@ -62,9 +76,17 @@ class UnionDataset:
     Args:
         keys: for each dataset, by data key here: the data key there. Where there is none, the sequence is empty.
         streams: by data key here.
+        sampling_sizes: how many sequences of each dataset a full epoch takes; None: all.
     """
 
-    def __init__(self, datasets: Sequence[Dataset], keys: Sequence[Mapping[str, str]], streams: Mapping[str, Stream]) -> None:
+    def __init__(
+        self,
+        datasets: Sequence[Dataset],
+        keys: Sequence[Mapping[str, str]],
+        streams: Mapping[str, Stream],
+        sampling_sizes: Sequence[int] | None = None,
+    ) -> None:
+        self._sampling_sizes = sampling_sizes
         self._datasets = datasets
         self._keys = keys
         self._first = numpy.cumsum([0] + [dataset.num_sequences for dataset in datasets])
@@ -73,18 +95,55 @@ class UnionDataset:
         self.lengths: Mapping[str, Array] = {name: numpy.concatenate(self._columns(name)) for name in streams}
         self.mapped = frozenset(name for name in streams if self._all_mapped(name))
 
+    def at_epoch(self, epoch: int) -> UnionDataset:
+        """The dataset with the random numbers of an epoch."""
+        changed = copy(self)
+        changed._datasets = [at_epoch(dataset, epoch) for dataset in self._datasets]
+        if any(now.lengths is not before.lengths for now, before in zip(changed._datasets, self._datasets, strict=True)):
+            changed.lengths = {name: numpy.concatenate(changed._columns(name)) for name in self.streams}
+        return changed
+
     @property
     def num_sequences(self) -> int:
         return int(self._first[-1])
 
+    @property
+    def group_bounds(self) -> Array:
+        """Where each file's sequences begin, and where those of the last one end."""
+        begins = [file_bounds(dataset)[:-1] + first for dataset, first in zip(self._datasets, self._first[:-1], strict=True)]
+        return numpy.concatenate([*begins, self._first[-1:]])
+
+    def drawn(self, full_epoch: int) -> Array | None:
+        """The sequences of a full epoch (counted from 1), one dataset behind the other: of each the next so many, from the
+        beginning again where it ends. None: all.
+        """
+        if self._sampling_sizes is None:
+            return None
+        return numpy.concatenate(
+            [
+                first + (numpy.arange(size, dtype=numpy.int64) + (full_epoch - 1) * size) % dataset.num_sequences
+                for dataset, first, size in zip(self._datasets, self._first[:-1], self._sampling_sizes, strict=True)
+            ]
+        )
+
     def sequence(self, index: int) -> dict[str, Array]:
-        which = int(numpy.searchsorted(self._first, index, side="right")) - 1
-        arrays = self._datasets[which].sequence(index - int(self._first[which]))
-        keys = self._keys[which]
-        return {
-            name: arrays[keys[name]].astype(self.streams[name].dtype, copy=False) if name in keys else empty
-            for name, empty in self._empty.items()
-        }
+        return self.sequences([index])[0]
+
+    def sequences(self, indices: Sequence[int]) -> list[dict[str, Array]]:
+        """Some sequences; each dataset is asked for its part at once."""
+        result: list[dict[str, Array]] = [{} for _ in indices]
+        wanted = numpy.asarray(indices, dtype=numpy.int64)
+        which = numpy.searchsorted(self._first, wanted, side="right") - 1
+        for number in numpy.unique(which).tolist():
+            places = numpy.flatnonzero(which == number).tolist()
+            keys = self._keys[number]
+            inside = (wanted[places] - self._first[number]).tolist()
+            for place, arrays in zip(places, sequences(self._datasets[number], inside), strict=True):
+                result[place] = {
+                    name: arrays[keys[name]].astype(self.streams[name].dtype, copy=False) if name in keys else empty
+                    for name, empty in self._empty.items()
+                }
+        return result
 
     def padded(self, indices: Array) -> dict[str, Padded]:
         """Some sequences as a batch; each dataset is asked for its part at once."""
@@ -150,7 +209,12 @@ def open_combined(where: str, keys: CombinedDatasetKeys, datasets: Mapping[str, 
     for here in names:
         given = {f"{name}.{there[here]}": datasets[name].streams[there[here]] for name, there in maps.items() if here in there}
         streams[here] = common_stream(f"{where}, data key {here!r}", given)
-    return UnionDataset(list(datasets.values()), list(maps.values()), streams)
+    sizes = keys.sampling_sizes
+    if isinstance(sizes, int):
+        sizes = dict.fromkeys(datasets, sizes)
+    return UnionDataset(
+        list(datasets.values()), list(maps.values()), streams, None if sizes is None else [sizes[name] for name in datasets]
+    )
 
 
 def open_concat(where: str, keys: ConcatDatasetKeys, datasets: Mapping[str, Dataset]) -> Dataset:

@@ -6,7 +6,7 @@ import os
 import signal
 import traceback
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from hvdtrain.errors import DataError, HvdtrainError
 
@@ -18,16 +18,19 @@ AHEAD = 4
 """Questions that wait for a worker. They are small, so they never fill a pipe, and nobody waits for ever to write."""
 
 
-class Workers:
+Question = TypeVar("Question")
+
+
+class Workers(Generic[Question]):
     """Some processes that all do the same work; start them before other threads and the GPU are in use, as they are forked.
 
     They end when they are closed, and as soon as this process ends, however it does: their pipe is closed then.
 
     Args:
-        work: what to do with a number; what it returns is pickled.
+        work: the answer to a question. Both are pickled.
     """
 
-    def __init__(self, count: int, work: Callable[[int], Any]) -> None:
+    def __init__(self, count: int, work: Callable[[Question], Any]) -> None:
         self._count = count
         self._work = work
         self._process = os.getpid()
@@ -54,8 +57,8 @@ class Workers:
         """Whether they were started by this process; another one forked from it must not take their answers."""
         return bool(self._pipes) and self._process == os.getpid()
 
-    def results(self, numbers: Sequence[int]) -> list[Any]:
-        """What the work makes of the numbers, in their order.
+    def results(self, questions: Sequence[Question]) -> list[Any]:
+        """The answers to the questions, in their order.
 
         Raises:
             DataError: the work did.
@@ -64,9 +67,9 @@ class Workers:
         made: list[Any] = []
         asked = received = 0
         try:
-            for number in range(len(numbers)):
-                while asked < min(len(numbers), number + AHEAD * self._count):
-                    self._ask(asked % self._count, numbers[asked])
+            for number in range(len(questions)):
+                while asked < min(len(questions), number + AHEAD * self._count):
+                    self._ask(asked % self._count, questions[asked])
                     asked += 1
                 received = number + 1
                 kind, answer = self._take(number % self._count)
@@ -95,9 +98,9 @@ class Workers:
                 process.kill()
         self._pipes, self._processes = [], []
 
-    def _ask(self, worker: int, number: int) -> None:
+    def _ask(self, worker: int, question: Question) -> None:
         try:
-            self._pipes[worker].send(number)
+            self._pipes[worker].send(question)
         except OSError:
             raise self._died(worker) from None
 
@@ -117,7 +120,7 @@ class WorkerDied(RuntimeError):
     """A process ended without being told to: killed for want of memory, or crashed in native code."""
 
 
-def _answer(work: Callable[[int], Any], pipe: Connection, inherited: list[Connection]) -> None:
+def _answer(work: Callable[[Any], Any], pipe: Connection, inherited: list[Connection]) -> None:
     """A worker's life. It ends when nobody can ask any more."""
     # What stops a training reaches all its processes; the first one saves and then ends the others.
     for stopping in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
@@ -126,11 +129,11 @@ def _answer(work: Callable[[int], Any], pipe: Connection, inherited: list[Connec
         other.close()
     while True:
         try:
-            number = pipe.recv()
+            question = pipe.recv()
         except (EOFError, OSError):
             return
         try:
-            answer = ("value", work(number))
+            answer = ("value", work(question))
         except HvdtrainError as error:
             answer = ("data error", str(error))
         except BaseException:

@@ -127,8 +127,16 @@ class Learner(Protocol):
         """Replace the values of the model's tensors of one kind by what `change` makes of them, in the model's order."""
         ...
 
-    def save(self, model_file: Path, optimizer_file: Path, progress: dict[str, Any]) -> None:
-        """Write the model with `progress` beside it, and what else the optimizer needs to go on."""
+    def save(self, model_file: Path, optimizer_file: Path, progress: dict[str, Any], state: Any | None = None) -> None:
+        """Write the model with `progress` beside it, and what else the optimizer needs to go on.
+
+        Args:
+            state: write what `copied` returned instead of what is there now; from any thread.
+        """
+        ...
+
+    def copied(self) -> Any:
+        """A copy of everything that `save` writes, in memory that training leaves alone."""
         ...
 
     def load(self, model_file: Path, optimizer_file: Path | None) -> dict[str, Any]:

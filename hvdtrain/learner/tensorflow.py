@@ -123,9 +123,14 @@ class TensorFlowLearner:
             if new is not tensor:
                 variable.assign(tf.cast(new, variable.dtype))
 
-    def save(self, model_file: Path, optimizer_file: Path, progress: dict[str, Any]) -> None:
-        write_arrays(optimizer_file, {name: _array(variable) for name, variable in self._optimizer_variables()}, progress)
-        write_arrays(model_file, {name: _array(variable) for name, variable in self.parts.variables.items()}, progress)
+    def save(self, model_file: Path, optimizer_file: Path, progress: dict[str, Any], state: Any | None = None) -> None:
+        model, optimizer = self.copied() if state is None else state
+        write_arrays(optimizer_file, optimizer, progress)
+        write_arrays(model_file, model, progress)
+
+    def copied(self) -> tuple[dict[str, Array], dict[str, Array]]:
+        model, optimizer = self.parts.variables.items(), self._optimizer_variables()
+        return {name: _array(variable) for name, variable in model}, {name: _array(variable) for name, variable in optimizer}
 
     def load(self, model_file: Path, optimizer_file: Path | None) -> dict[str, Any]:
         arrays, progress = read_arrays(model_file)
@@ -258,8 +263,8 @@ def _exchangeable(variable: tf.Variable) -> tf.Tensor:
 
 
 def _array(variable: Any) -> Array:
-    array: Array = tensorflow_variable(variable).numpy()
-    return array
+    """A copy of a variable's value."""
+    return numpy.array(tensorflow_variable(variable).numpy())
 
 
 def _assign(variables: Iterable[tuple[str, Any]], arrays: Mapping[str, Array], wrong: str) -> None:

@@ -188,10 +188,14 @@ class TorchLearner:
                 if new is not tensor:
                     tensor.copy_(new)
 
-    def save(self, model_file: Path, optimizer_file: Path, progress: dict[str, Any]) -> None:
+    def save(self, model_file: Path, optimizer_file: Path, progress: dict[str, Any], state: Any | None = None) -> None:
         names = [name for name, _ in self.model.named_parameters()]
-        torch.save({"optimizer": self.optimizer.state_dict(), "param_names": names, **progress}, optimizer_file)
-        torch.save({"model": self.model.state_dict(), **progress}, model_file)
+        model, optimizer = (self.model.state_dict(), self.optimizer.state_dict()) if state is None else state
+        torch.save({"optimizer": optimizer, "param_names": names, **progress}, optimizer_file)
+        torch.save({"model": model, **progress}, model_file)
+
+    def copied(self) -> tuple[Any, Any]:
+        return _copied(self.model.state_dict()), _copied(self.optimizer.state_dict())
 
     def load(self, model_file: Path, optimizer_file: Path | None) -> dict[str, Any]:
         stored = _load(model_file, self._device)
@@ -379,6 +383,15 @@ def _seed_all(device: torch.device, *parts: int) -> None:
         torch.cuda.manual_seed(mixed)
     random.seed(mixed)
     numpy.random.seed(mixed)
+
+
+def _copied(state: Any) -> Any:
+    """A state dict with copies of its tensors, on the CPU."""
+    if isinstance(state, torch.Tensor):
+        return state.detach().to("cpu", copy=True)
+    if isinstance(state, dict):
+        return {key: _copied(value) for key, value in state.items()}
+    return type(state)(map(_copied, state)) if isinstance(state, (list, tuple)) else state
 
 
 def _array(value: Any) -> Array:

@@ -1,0 +1,57 @@
+#!/usr/bin/env python3
+"""What it costs that the ranks agree on stopping and saving: `mpirun -np 2 --bind-to none python benchmarks/ballot.py`.
+
+Steps that do nothing but reduce a gradient, with an exchange of wishes after every one and without, in turn. Training makes
+about ten such exchanges a second.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from statistics import median
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from hvdtrain import ballot  # noqa: E402  # the line above finds the checkout
+from hvdtrain.comm.base import all_reduce  # noqa: E402
+from hvdtrain.comm.horovod import open_horovod  # noqa: E402
+
+ROUNDS, STEPS = 40, 50
+
+
+class Numbers:
+    """What a ballot needs of a learner."""
+
+    def numbers(self, values: list[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float64)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    ballot.INTERVAL = 0.0  # after every step
+    comm = open_horovod("torch")
+    votes = ballot.Ballot(comm, Numbers())  # type: ignore[arg-type]
+    gradient = torch.zeros(500_000)
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    for number in range(2 * ROUNDS + 2):
+        began = time.perf_counter()
+        for _ in range(STEPS):
+            all_reduce(comm, [gradient], "average", name="gradient")
+            if number % 2:
+                votes.step(lambda: ballot.NONE)
+        seconds[bool(number % 2)].append((time.perf_counter() - began) / STEPS)
+    votes.finish()
+    with_votes, without = (median(seconds[which][1:]) for which in (True, False))
+    if comm.rank == 0:
+        more = (with_votes - without) * 1e6
+        print(f"{comm.size} ranks: a step of {without * 1e6:.0f} us takes {more:.0f} us more with an exchange;")
+        print(f"ten a second are {10 * max(0.0, with_votes - without):.2%} of the time")
+    comm.close()
+
+
+if __name__ == "__main__":
+    main()

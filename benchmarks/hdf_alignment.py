@@ -1,0 +1,52 @@
+"""What it brings that HDFWriter aligns data: short sequences from a file by it, and from one where HDF5 put them anywhere.
+
+python benchmarks/hdf_alignment.py [--sequences 100000] [--rounds 7]
+"""
+
+import argparse
+import functools
+import tempfile
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy
+from measuring import in_batches, machine, table, take_turns
+
+from hvdtrain.data import writer
+from hvdtrain.data.hdf import HDFDataset, open_hdf
+
+
+def write(path: Path, sequences: int, alignment: int) -> None:
+    """Words of 3 to 13 letters, which come with a phone less. An odd number of tags of odd width leaves an odd offset."""
+    generator = numpy.random.default_rng(0)
+    with patch.object(writer, "ALIGNMENT", alignment), writer.HDFWriter(path, dims={"data": 30, "classes": 40}) as file:
+        for number in range(sequences | 1):
+            letters = int(generator.integers(3, 14))
+            word = {"data": generator.integers(0, 30, letters, numpy.int32)}
+            file.add(f"seq{number:06}", word | {"classes": generator.integers(0, 40, letters - 1, numpy.int32)})
+
+
+def read(file: HDFDataset, batches: list[numpy.ndarray]) -> float:
+    for batch in batches:
+        file.padded(batch)
+    return float(sum(map(len, batches)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sequences", type=int, default=100_000)
+    parser.add_argument("--rounds", type=int, default=7)
+    options = parser.parse_args()
+    print(f"batches of 64 of {options.sequences} words; {machine()}")
+    batches = in_batches(options.sequences, 64)
+    with tempfile.TemporaryDirectory() as folder:
+        files = {}
+        for name, alignment in (("aligned", writer.ALIGNMENT), ("anywhere", 1)):
+            write(Path(folder, name), options.sequences, alignment)
+            files[name] = open_hdf([Path(folder, name)])
+        rates = take_turns({name: functools.partial(read, file, batches) for name, file in files.items()}, options.rounds)
+    table(rates, "1000 sequences/s", 1000, "aligned")
+
+
+if __name__ == "__main__":
+    main()

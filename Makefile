@@ -15,7 +15,7 @@ endif
 
 G2P_PARTS = data/g2p/train.hdf data/g2p/dev.hdf data/g2p/test.hdf
 
-.PHONY: setup data train test check format docs benchmark clean
+.PHONY: setup data train test check format docs benchmark benchmark-data clean
 
 setup:
 	@bash tools/setup.sh
@@ -49,6 +49,15 @@ docs: setup
 
 benchmark: data
 	$(PYTHON_OF_VENV) benchmarks/training_loops.py
+
+# How fast data is read: each in turn, some minutes in all where nothing else runs. Each has --help and sizes to choose.
+DATA_BENCHMARKS = opening long_sequences short_sequences two_readers caching hdf_layouts join_by_tag balance computing_time
+
+benchmark-data: data
+	@$(PYTHON_OF_VENV) -c "import returnn" 2>/dev/null || $(PYTHON_OF_VENV) -m pip install --quiet --editable ".[benchmark]"
+	@for name in $(DATA_BENCHMARKS); do \
+		echo; echo "== benchmarks/$$name.py"; $(PYTHON_OF_VENV) benchmarks/$$name.py || exit 1; \
+	done
 
 clean:
 	rm -rf exp data build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

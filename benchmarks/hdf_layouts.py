@@ -9,6 +9,7 @@ import argparse
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy
@@ -29,12 +30,15 @@ def write(path: Path, sequences: int) -> None:
             writer.add(f"seq-{number}", {"data": numpy.round(numpy.cumsum(steps, axis=0), 3).astype(numpy.float32)})
 
 
-def store(source: Path, path: Path, **options: object) -> None:
+def store(source: Path, path: Path, **options: Any) -> None:
     """A copy whose frames are stored in another way."""
     path.write_bytes(source.read_bytes())
     with h5py.File(path, "r+") as file:
         frames = file["inputs"][:]
         del file["inputs"]
+        if isinstance(options.get("chunks"), tuple):
+            length, width = options["chunks"]
+            options["chunks"] = (min(length, len(frames)), width)
         file.create_dataset("inputs", data=frames, **options)
 
 
@@ -53,8 +57,8 @@ def rate(path: Path, seconds: float) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sequences", type=int, default=500, help="of 500 frames in the mean; default 500: 80 MB")
-    parser.add_argument("--seconds", type=float, default=1.0, help="of reading each layout; default 1")
+    parser.add_argument("--sequences", type=int, default=300, help="of 500 frames in the mean (300: 48 MB)")
+    parser.add_argument("--seconds", type=float, default=0.5, help="of reading each layout (0.5)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         contiguous = Path(folder) / "contiguous"

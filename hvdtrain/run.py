@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import Literal
@@ -12,14 +13,18 @@ from typing import Literal
 from hvdtrain.checkpoint import CheckpointFolder
 from hvdtrain.comm import launch
 from hvdtrain.comm.base import Communicator, together
+from hvdtrain.comm.patience import patiently
 from hvdtrain.comm.single import SingleCommunicator
-from hvdtrain.data.cache import parse_sizes, with_cache
+from hvdtrain.data.cache import Budget, host_memory
 from hvdtrain.data.chunks import cut, keys_of
-from hvdtrain.data.describe import batch_lines, feed_lines
+from hvdtrain.data.copies import Copies, CopyFolder, copy_files
+from hvdtrain.data.describe import batch_lines, copy_lines, feed_lines
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.plan import BatchKeys
 from hvdtrain.data.selection import listed
-from hvdtrain.data.sources import DatasetSpec, open_dataset
+from hvdtrain.data.sizes import parse_size, parse_sizes, size_text
+from hvdtrain.data.sources import DatasetSpec, Means, open_dataset
+from hvdtrain.data.unchanged import Unchanged
 from hvdtrain.effective import effective
 from hvdtrain.engine import Engine, Rates
 from hvdtrain.errors import DataError, HvdtrainError, LaunchError
@@ -37,6 +42,11 @@ from hvdtrain.settings import Settings
 from hvdtrain.timer import Timer
 from hvdtrain.version import __version__
 from hvdtrain.watchdog import Watchdog
+
+MEMORY_SHARE = 0.8
+"""How much of the memory that a host has left its ranks may fill with what they read, together."""
+
+NO_COPIES: Mapping[str, str] = {}
 
 WHAT_A_MODEL_IS: tuple[Kind, ...] = ("parameters", "frozen", "statistics", "counters")
 
@@ -66,9 +76,10 @@ def train_with(comm: Communicator, settings: Settings) -> Learner:
     """Collective. Train on ranks that are connected already; return what was trained. Raises: HvdtrainError."""
     together(comm, lambda: open_log(settings.log, comm.rank, comm.size), name="open_log")
     timer = Timer()
-    with Watchdog(settings.run.watchdog_timeout, comm.rank) as watchdog:
+    with Watchdog(settings.run.watchdog_timeout, comm.rank) as watchdog, ExitStack() as stack:
+        copies = copy_data(settings, comm, watchdog, stack)
         watchdog.beat("opening the datasets")
-        feeds = together(comm, lambda: open_feeds(settings, comm), name="open_feeds")
+        feeds = together(comm, lambda: open_feeds(settings, comm, copies.places), name="open_feeds")
         watchdog.beat("building the model")
         reducer = open_reducer(settings.reduce, comm, timer)
         learner = together(comm, lambda: build_learner(settings, reducer, comm), name="build_learner")
@@ -136,17 +147,49 @@ def open_communicator(keys: ReduceKeys, framework: Literal["torch", "tensorflow"
     comm.close()
 
 
-def open_feeds(settings: Settings, comm: Communicator) -> list[Feed]:
-    """Open the datasets, train first. Raises: DataError."""
+def copy_data(settings: Settings, comm: Communicator, watchdog: Watchdog, at_the_end: ExitStack) -> Copies:
+    """Collective. Copy the data files to a local disk of every host, if the config asks for it. Raises: DataError."""
+    keys = settings.copies
+    folder = None if keys.cache_dir is None else CopyFolder(Path(keys.cache_dir).expanduser(), parse_size(keys.cache_dir_size))
+    specs = [part for spec in (settings.train, *settings.evaluations) for part in spec.all()]
+    files = dict.fromkeys(path for spec in specs for path in spec.copied)
 
+    def work(progress: Callable[[int], None]) -> tuple[str, Copies]:
+        return socket.gethostname(), Copies() if folder is None else copy_files(folder, files, progress)
+
+    last_line = time.monotonic()
+
+    def alive(copied: list[int]) -> None:
+        nonlocal last_line
+        watchdog.beat("copying the data files")
+        if time.monotonic() - last_line >= settings.log.log_interval and folder is not None:
+            last_line = time.monotonic()
+            say(4, f"copied {size_text(max(copied))} so far ...")
+
+    if folder is not None:
+        say(4, f"copying the data files to {keys.cache_dir}, where there is no copy yet ...")
+        at_the_end.callback(folder.close)
+    (_, copies), everywhere = patiently(comm, work, alive, name="copy_data")
+    if folder is not None:
+        for level, line in copy_lines(keys.cache_dir or "", everywhere):
+            say(level, line)
+    return copies
+
+
+def open_feeds(settings: Settings, comm: Communicator, copies: Mapping[str, str] = NO_COPIES) -> list[Feed]:
+    """Open the datasets, train first; those of their files that have copies are read from these. Raises: DataError."""
     sizes = parse_sizes(settings.data.cache_size)
+    memory = host_memory() if any(size != 0 for size in sizes) else None
+    host = Budget(None if memory is None else int(MEMORY_SHARE * memory) // comm.local_size)
     budgets = {"train": sizes[0], "dev": sizes[1]}
 
     def feed(spec: DatasetSpec) -> Feed:
         training = spec is settings.train
         distribution = settings.reduce.horovod_dataset_distribution if training else "shard"
         batch_keys = settings.batch.of_training() if training else settings.batch.of_evaluation()
-        dataset = with_cache(open_dataset(spec), budgets.get(spec.name, sizes[2]))
+        budget = Budget(budgets.get(spec.name, sizes[2]), within=host)
+        files = Unchanged(copies.get(path, path) if path in part.copied else path for part in spec.all() for path in part.files)
+        dataset = open_dataset(spec, Means(budget, copies))
         return Feed(
             spec.name,
             dataset,
@@ -157,6 +200,8 @@ def open_feeds(settings: Settings, comm: Communicator) -> list[Feed]:
             distribution,
             subset=listed(dataset, spec.order.seq_list_filter_file),
             chunks=cut(dataset.lengths, settings.chunks) if training else None,
+            files=files,
+            budget=budget,
         )
 
     feeds = [feed(spec) for spec in (settings.train, *settings.evaluations)]
@@ -276,7 +321,8 @@ def announce(settings: Settings, comm: Communicator, learner: Learner, feeds: li
     first = history[-1].epoch + 1 if history else 1
 
     def data_lines() -> list[tuple[int, str]]:
-        return [line for feed in feeds for line in feed_lines(feed)] + batch_lines(feeds[0].batch_keys, first, comm.size)
+        lines = [line for feed in feeds for line in feed_lines(feed, comm.local_size)]
+        return lines + batch_lines(feeds[0].batch_keys, first, comm.size)
 
     for level, line in together(comm, data_lines, name="data_lines"):
         say(level, line)

@@ -10,10 +10,11 @@ from typing import Any, Literal
 from hvdtrain.config.check import build, unknown
 from hvdtrain.config.keys import REQUIRED, Key, Rule, declared, key, not_negative, positive
 from hvdtrain.config.source import COMMAND_LINE, Source, load
-from hvdtrain.data.cache import parse_sizes
 from hvdtrain.data.chunks import ChunkKeys
+from hvdtrain.data.copies import CopyKeys
 from hvdtrain.data.order import OrderKeys, is_random
 from hvdtrain.data.plan import BatchKeys
+from hvdtrain.data.sizes import parse_sizes
 from hvdtrain.data.sources import KINDS, DatasetSpec, parse
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.base import LearnerKeys
@@ -70,6 +71,7 @@ class DataKeys:
 SECTIONS: tuple[type, ...] = (
     RunKeys,
     DataKeys,
+    CopyKeys,
     BatchKeys,
     ChunkKeys,
     LearnerKeys,
@@ -110,6 +112,7 @@ class Settings:
 
     run: RunKeys
     data: DataKeys
+    copies: CopyKeys
     batch: BatchKeys
     chunks: ChunkKeys
     learner: LearnerKeys
@@ -174,6 +177,7 @@ def check(source: Source, names: list[str]) -> Settings:
     return Settings(
         run=built[RunKeys],
         data=built[DataKeys],
+        copies=built[CopyKeys],
         batch=built[BatchKeys],
         chunks=built[ChunkKeys],
         learner=built[LearnerKeys],

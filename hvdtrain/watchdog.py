@@ -33,6 +33,8 @@ class Watchdog:
         self._doing = doing
 
     def __enter__(self) -> Watchdog:
+        if sys.__stderr__ is not None:  # where native code crashes, or a mapped file was cut (SIGBUS), Python's stack is shown
+            faulthandler.enable(sys.__stderr__)
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
         return self
 

@@ -3,54 +3,85 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
 
-from hvdtrain.data.types import Array, Dataset, Stream
+import numpy
 
-UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+from hvdtrain.data.batches import pad
+from hvdtrain.data.tags import tag_bytes
+from hvdtrain.data.types import Array, Dataset, Padded, Stream
 
-PER_ARRAY = 160
-"""Bytes that Python and numpy need for a kept array besides its values."""
+PER_ARRAY, PER_SEQUENCE = 144, 180
+"""Bytes that Python and numpy need for a kept array besides its values, and for a sequence besides its arrays."""
 
 
-def parse_sizes(value: int | str | Sequence[int | str]) -> list[int | None]:
-    """Budgets in bytes for train, dev and eval: 0 none, None unlimited. Raises: ValueError.
+class Budget:
+    """Bytes that several datasets may keep together; None: no limit.
 
-    >>> parse_sizes("2G"), parse_sizes([0, "1M"]), parse_sizes("-1,1K,0")
-    ([2147483648, 0, 0], [0, 1048576, 0], [None, 1024, 0])
+    Args:
+        within: a larger budget that others draw on, too.
+
+    Attributes:
+        size: of the tighter of the two budgets; used: so much of it is taken.
+        caches: who draws on it.
     """
-    parts: list[Any] = value.split(",") if isinstance(value, str) else [value] if isinstance(value, int) else list(value)
-    if len(parts) > 3:
-        raise ValueError(value)
-    sizes = [_bytes(str(part).strip()) for part in parts]
-    return sizes + [0] * (3 - len(sizes))
 
+    def __init__(self, size: int | None, within: Budget | None = None) -> None:
+        self._own = size
+        self._within = within
+        self.used = 0
+        self.caches: list[CachedDataset] = []
 
-def _bytes(text: str) -> int | None:
-    unit = UNITS.get(text[-1:].upper(), 1)
-    size = float(text[:-1] if unit > 1 else text)
-    return None if size < 0 else int(size * unit)
+    @property
+    def size(self) -> int | None:
+        sizes = [size for size in (self._own, self._within.size if self._within is not None else None) if size is not None]
+        return min(sizes, default=None)
+
+    def is_cut(self, wanted: int) -> bool:
+        """Whether less than was asked for, and than is wanted, is there, for the sake of others."""
+        there = None if self._within is None else self._within.size
+        return there is not None and there < min(wanted, wanted if self._own is None else self._own)
+
+    def take(self, size: int) -> bool:
+        """Take so many bytes, if they are there."""
+        if self._own is not None and self.used + size > self._own:
+            return False
+        if self._within is not None and not self._within.take(size):
+            return False
+        self.used += size
+        return True
+
+    def part(self, count: int) -> Budget:
+        """What each of some processes that are forked later may keep."""
+        if count == 1 or self.size is None:
+            return self
+        part = Budget(self.size // count)
+        part.caches = self.caches
+        return part
 
 
 class CachedDataset:
     """A dataset that remembers sequences it was asked for, until its budget is used up.
+
+    It stands directly around what reads files, below whatever joins, maps or cuts sequences: those go their own ways of
+    making batches, and a function over sequences is called in every epoch anew.
 
     Data keys that are memory-mapped are not kept: the page cache of the system holds them already, once for all ranks.
     Nothing is thrown out again, as each sequence is needed once an epoch: whatever has a place saves the same reading.
     So the cache serves any order and any part of the data, from epoch to epoch.
 
     Args:
-        budget: bytes, counted with all keys in their own types; None: no limit.
+        budget: counted with all keys in their own types.
     """
 
-    def __init__(self, dataset: Dataset, budget: int | None) -> None:
+    def __init__(self, dataset: Dataset, budget: Budget) -> None:
         self._dataset = dataset
         self._budget = budget
-        self._kept: dict[int, dict[str, Array]] = {}
-        self._mapped = frozenset(getattr(dataset, "mapped", ()))
-        self.used = 0
+        self._kept: dict[int, tuple[Array, ...]] = {}  # by data key, in the order of the streams: smaller than dicts
+        self.mapped: frozenset[str] = frozenset(getattr(dataset, "mapped", ()))
         self.streams: Mapping[str, Stream] = dataset.streams
         self.lengths: Mapping[str, Array] = dataset.lengths
+        budget.caches.append(self)
 
     @property
     def num_sequences(self) -> int:
@@ -61,19 +92,50 @@ class CachedDataset:
         """How many sequences are in memory."""
         return len(self._kept)
 
+    @property
+    def group_bounds(self) -> Array:
+        """Where each file's sequences begin, and where those of the last one end, if the dataset has several."""
+        whole = numpy.array([0, self.num_sequences], dtype=numpy.int64)
+        bounds: Array = getattr(self._dataset, "group_bounds", whole)
+        return bounds
+
+    def size(self) -> int:
+        """Bytes that keeping everything would take; texts count as pointers."""
+        total = PER_SEQUENCE * self.num_sequences
+        for name in self.streams.keys() - self.mapped:
+            total += int(self.lengths[name].sum(dtype=numpy.int64)) * frame_size(self.streams[name])
+            total += PER_ARRAY * self.num_sequences
+        return total
+
     def sequence(self, index: int) -> dict[str, Array]:
+        return dict(zip(self.streams, self._arrays(index), strict=True))
+
+    def padded(self, indices: Array) -> dict[str, Padded]:
+        """Some sequences as a batch."""
+        sequences = [self._arrays(index) for index in indices.tolist()]
+        return {name: pad([arrays[place] for arrays in sequences]) for place, name in enumerate(self.streams)}
+
+    def _arrays(self, index: int) -> tuple[Array, ...]:
+        """The arrays of a sequence in the order of the streams; kept from now on, if there is room."""
         kept = self._kept.get(index)
         if kept is not None:
-            return dict(kept)
-        sequence = self._dataset.sequence(index)
-        size = sum(array.nbytes + PER_ARRAY for key, array in sequence.items() if key not in self._mapped)
-        if self._budget is None or self.used + size <= self._budget:
-            self._kept[index] = sequence
-            self.used += size
-        return dict(sequence)
+            return kept
+        read = self._dataset.sequence(index)
+        arrays = tuple(read[name] for name in self.streams)
+        size = sum(_size(read[name]) for name in self.streams if name not in self.mapped)
+        if self._budget.take(PER_SEQUENCE + size):
+            arrays = tuple(
+                array if name in self.mapped else _own(array) for name, array in zip(self.streams, arrays, strict=True)
+            )
+            self._kept[index] = arrays
+        return arrays
 
     def tags(self, indices: Sequence[int]) -> list[str]:
         return self._dataset.tags(indices)
+
+    def all_tags(self, start: int = 0, stop: int | None = None) -> Array:
+        """The tags of sequences `start` to before `stop` as UTF-8: numpy bytes of shape (number,)."""
+        return tag_bytes(self._dataset, start, self.num_sequences if stop is None else stop)
 
     def close(self) -> None:
         self._kept = {}
@@ -81,12 +143,62 @@ class CachedDataset:
 
     def how_read(self) -> str:
         """For the log."""
-        budget = "as much as there is" if self._budget is None else f"up to {self._budget / (1 << 20):.0f} MB per rank"
         how = getattr(self._dataset, "how_read", lambda: "")()
-        return f"{how}; cached: {budget}"
+        return "; ".join([how, "cached"] if how else ["cached"])
 
 
-def with_cache(dataset: Dataset, budget: int | None) -> Dataset:
-    """The dataset with a cache of that budget, where it has something to gain from one."""
+def with_cache(dataset: Dataset, budget: Budget) -> Dataset:
+    """The dataset with a cache, where it has something to gain from one."""
     needs_none = set(dataset.streams) <= set(getattr(dataset, "mapped", ()))
-    return dataset if budget == 0 or needs_none else CachedDataset(dataset, budget)
+    return dataset if budget.size == 0 or needs_none else CachedDataset(dataset, budget)
+
+
+def frame_size(stream: Stream) -> int:
+    """Bytes of a frame."""
+    return stream.dtype.itemsize * int(numpy.prod(stream.shape, dtype=numpy.int64))
+
+
+def _size(array: Array) -> int:
+    """Bytes that keeping an array takes; a text counts with all of its letters."""
+    texts = sum(len(text) for text in array.ravel().tolist()) if array.dtype == object else 0
+    return array.nbytes + texts + PER_ARRAY
+
+
+def _own(array: Array) -> Array:
+    """The array, or a copy where it is a piece of something larger, which would be kept with it. Nobody may change it."""
+    kept = array.copy() if array.base is not None else array
+    kept.flags.writeable = False
+    return kept
+
+
+def host_memory() -> int | None:
+    """Bytes of memory that this host, or the control group that this process is in, has left; None: it does not say."""
+    left = [_available(Path("/proc/meminfo"))]
+    try:
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            number, _, place = line.split(":", 2)
+            if number == "0":  # version 2; a limit may be that of a group around this one
+                group = Path("/sys/fs/cgroup") / place.strip("/")
+                left += [_left_in(folder) for folder in (group, *group.parents) if (folder / "memory.max").exists()]
+    except (OSError, ValueError):
+        pass
+    return min((size for size in left if size is not None), default=None)
+
+
+def _available(meminfo: Path) -> int | None:
+    try:
+        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
+        return int(lines["MemAvailable"].split()[0]) << 10
+    except (OSError, KeyError, ValueError):
+        return None
+
+
+def _left_in(group: Path) -> int | None:
+    """Of a control group's limit, what is not taken by memory other than that of the page cache."""
+    try:
+        limit = int((group / "memory.max").read_text())
+        taken = int((group / "memory.current").read_text())
+        files = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        return max(0, limit - taken + int(files.get("file", 0)))
+    except (OSError, ValueError):  # "max" where there is no limit
+        return None

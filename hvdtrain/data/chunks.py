@@ -13,9 +13,10 @@ from typing import Any, Literal
 import numpy
 
 from hvdtrain.config.keys import Rule, key, not_negative
-from hvdtrain.data.batches import batches
+from hvdtrain.data.batches import batches, pad
 from hvdtrain.data.bounds import Limit
-from hvdtrain.data.types import Array, Batch, Dataset, Stream
+from hvdtrain.data.padding import sequences
+from hvdtrain.data.types import Array, Batch, Dataset, Padded, Stream
 from hvdtrain.errors import DataError
 
 Tail = Literal["keep", "drop_short"]
@@ -233,12 +234,13 @@ def _limit_of(limit: Limit, name: str) -> int:
 
 
 class _ChunkedDataset:
-    """A dataset whose sequences are chunks of another's. Chunks of one sequence that are asked for in a row read it once."""
+    """A dataset whose sequences are chunks of another's. A sequence is read once for all of its chunks in one batch, and in
+    the next one if it goes on there."""
 
     def __init__(self, dataset: Dataset, chunks: Chunks) -> None:
         self._dataset = dataset
         self._chunks = chunks
-        self._read: tuple[int, dict[str, Array]] = (-1, {})
+        self._read: dict[int, dict[str, Array]] = {}
         self.streams: Mapping[str, Stream] = dataset.streams
         self.lengths = chunks.lengths
 
@@ -247,11 +249,25 @@ class _ChunkedDataset:
         return len(self._chunks.sequences)
 
     def sequence(self, index: int) -> dict[str, Array]:
-        owner, number = int(self._chunks.sequences[index]), int(self._chunks.numbers[index])
-        if self._read[0] != owner:
-            self._read = (owner, self._dataset.sequence(owner))
+        return self.sequences([index])[0]
+
+    def sequences(self, indices: Sequence[int]) -> list[dict[str, Array]]:
+        """Some chunks."""
+        owners = self._chunks.sequences[list(indices)].tolist()
+        new = [owner for owner in dict.fromkeys(owners) if owner not in self._read]
+        made = dict(zip(new, sequences(self._dataset, new), strict=True))
+        self._read = {owner: made[owner] if owner in made else self._read[owner] for owner in owners}
+        return [self._part(index, self._read[owner]) for index, owner in zip(indices, owners, strict=True)]
+
+    def padded(self, indices: Array) -> dict[str, Padded]:
+        """Some chunks as a batch."""
+        parts = self.sequences(indices.tolist())
+        return {name: pad([part[name] for part in parts]) for name in self.streams}
+
+    def _part(self, index: int, arrays: Mapping[str, Array]) -> dict[str, Array]:
+        number = int(self._chunks.numbers[index])
         part = {}
-        for name, values in self._read[1].items():
+        for name, values in arrays.items():
             length = int(self.lengths[name][index])
             start = number * self._chunks.steps.get(name, 0) if length < len(values) else 0
             part[name] = values[start : start + length]

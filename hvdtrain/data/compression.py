@@ -13,7 +13,23 @@ Compression = Literal["gzip", "lzf", "zstd", "lz4", "blosc2"]
 
 NAMES: tuple[str, ...] = get_args(Compression)
 
-FILTERS = {1: "gzip", 4: "szip", 32000: "lzf", 32001: "blosc", 32004: "lz4", 32008: "bitshuffle", 32015: "zstd", 32026: "blosc2"}
+IN_PLUGIN = {
+    307: "bzip2",
+    32001: "blosc",
+    32004: "lz4",
+    32008: "bitshuffle",
+    32013: "zfp",
+    32015: "zstd",
+    32017: "sz",
+    32018: "fcidecomp",
+    32024: "sz3",
+    32026: "blosc2",
+    32028: "sperr",
+    32033: "htj2k",
+}
+"""HDF5's numbers of the compression filters in the package hdf5plugin, the newest version of it."""
+
+FILTERS = {1: "gzip", 4: "szip", 32000: "lzf", **IN_PLUGIN}
 """HDF5's numbers of compression filters. Those that only rearrange or check bytes (shuffle, Fletcher) are none."""
 
 LEAST, MOST = 16 << 10, 256 << 10
@@ -66,9 +82,25 @@ def load_filters(path: object, dataset: h5py.Dataset) -> None:
     if dataset.chunks is None:
         return
     for number, name in filters_of(dataset):
-        if not h5py.h5z.filter_avail(number) and (_plugin() is None or not h5py.h5z.filter_avail(number)):
-            hint = "pip install hdf5plugin" if _plugin() is None else "hdf5plugin does not have it"
-            raise DataError(f"{path}: expected a compression that can be read in {dataset.name}, got {name} ({number}) ({hint})")
+        if h5py.h5z.filter_avail(number) or (_plugin() is not None and h5py.h5z.filter_avail(number)):
+            continue
+        raise DataError(
+            f"{path}: expected a compression that can be read in {dataset.name}, got {name} ({number}) ({_provider(number)})"
+        )
+
+
+def _provider(number: int) -> str:
+    """Where a filter that is not there is to be had."""
+    if number in IN_PLUGIN:
+        return (
+            "pip install hdf5plugin" if _plugin() is None else "pip install --upgrade hdf5plugin: this version does not have it"
+        )
+    if number in FILTERS:
+        return "the HDF5 library that h5py was built with lacks it; pip install --force-reinstall h5py gives one that has it"
+    return (
+        "it is not in hdf5plugin; HDF5's list of registered filters, by number, says whose it is: set HDF5_PLUGIN_PATH to where "
+        "it is installed, or have the file written with another one"
+    )
 
 
 def _plugin() -> Any:

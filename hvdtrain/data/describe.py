@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy
 
 from hvdtrain.data.bounds import too_long
+from hvdtrain.data.cache import frame_size
+from hvdtrain.data.copies import Copies
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.plan import BatchKeys
 from hvdtrain.data.selection import within
+from hvdtrain.data.sizes import size_text
 
 Line = tuple[int, str]
 """From which `log_verbosity` on a line is shown, and the line."""
 
 
-def feed_lines(feed: Feed) -> list[Line]:
-    """What is to be told of a dataset, each line with its level: its size, its order, and what of it is left out or too long."""
+def feed_lines(feed: Feed, local_size: int = 1) -> list[Line]:
+    """What is to be told of a dataset, each line with its level: its size, its order, what is kept of it, and what is left out.
+
+    Args:
+        local_size: how many ranks this host has.
+    """
     how = getattr(feed.dataset, "how_read", lambda: "")()
     ordering = feed.order_keys.seq_ordering
     named = ordering if isinstance(ordering, str) else getattr(ordering, "__name__", "a function")
-    lines = [(4, f"{feed.name}: {feed.dataset.num_sequences} sequences, {named}" + (f"; {how}" if how else ""))]
+    lengths = feed.dataset.lengths
+    size = sum(int(lengths[key].sum(dtype=numpy.int64)) * frame_size(stream) for key, stream in feed.dataset.streams.items())
+    parts = [f"{feed.name}: {feed.dataset.num_sequences} sequences, {named}", *([how] if how else []), size_text(size)]
+    lines = [(4, "; ".join(parts)), *_cache_lines(feed, local_size)]
     used = numpy.arange(feed.dataset.num_sequences) if feed.subset is None else feed.subset
     if feed.subset is not None:
         lines.append((4, f"{feed.name}: {len(used)} of them are listed in {feed.order_keys.seq_list_filter_file}"))
@@ -28,6 +40,11 @@ def feed_lines(feed: Feed) -> list[Line]:
         with_chunks = kept[numpy.diff(feed.chunks.first)[kept] > 0]
         lines.append((4, f"{feed.name}: {len(feed.chunks.of(with_chunks))} chunks of {len(with_chunks)} sequences"))
         kept = with_chunks
+    for name, column in feed.dataset.lengths.items():
+        empty = kept[column[kept] == 0]
+        if len(empty):
+            some = f"the first is {feed.dataset.tags([int(empty[0])])[0]!r}; min_seq_length = 1 drops them"
+            lines.append((2, f"{feed.name}: {len(empty)} sequences have no frames in {name!r} ({some})"))
     if len(kept) < len(used):
         lines.append(
             (2, f"{feed.name}: a full epoch loses {len(used) - len(kept)} of {len(used)} sequences, too short or too long")
@@ -36,6 +53,45 @@ def feed_lines(feed: Feed) -> list[Line]:
     alone = too_long({name: column[elements] for name, column in feed.lengths.items()}, keys.limits(1))
     if alone:
         lines.append((2, f"{feed.name}: {alone} sequences are longer than batch_size allows and make batches of their own"))
+    return lines
+
+
+def _cache_lines(feed: Feed, local_size: int) -> list[Line]:
+    """What becomes of the key cache_size."""
+    if feed.budget is None or feed.budget.size == 0:
+        return []
+    if not feed.budget.caches:
+        return [(4, f"{feed.name}: no cache: all of it is memory-mapped, and kept by the system for all ranks of the host")]
+    whole = sum(cache.size() for cache in feed.budget.caches)
+    size = whole if feed.budget.size is None else min(whole, feed.budget.size)
+    return [
+        (
+            4,
+            f"{feed.name}: cache: up to {size_text(size)} per rank, {size_text(local_size * size)} on this host; "
+            f"{size_text(whole)} would hold all of it" + (", more than the host has" if feed.budget.is_cut(whole) else ""),
+        )
+    ]
+
+
+def copy_lines(folder: str, everywhere: Sequence[tuple[str, Copies]]) -> list[Line]:
+    """What is to be told of the copies in a folder: once for all hosts, and for each of them what could not be copied.
+
+    Args:
+        everywhere: by rank, its host and what it copied.
+    """
+    hosts: dict[str, list[Copies]] = {}
+    for host, copies in everywhere:
+        hosts.setdefault(host, []).append(copies)
+    lines = []
+    for host, ranks in hosts.items():
+        made, made_size = sum(copies.made for copies in ranks), sum(copies.made_size for copies in ranks)
+        seconds = max(copies.seconds for copies in ranks)
+        told = f"{len(ranks[0].places)} files ({size_text(ranks[0].size)}) are read from copies in {folder}"
+        now = f", {made} copied now ({size_text(made_size)} in {seconds:.1f} s)" if made else ", which were there"
+        if ranks[0].places:
+            lines.append((4, f"{host}: {told}{now}"))
+        not_copied = {path: why for copies in ranks for path, why in copies.not_copied.items()}
+        lines += [(2, f"{host}: not copied, but read from where it is: {path}: {why}") for path, why in not_copied.items()]
     return lines
 
 

@@ -7,10 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from hvdtrain.data.batches import ReadAhead, batches
+from hvdtrain.data.cache import Budget
 from hvdtrain.data.chunks import Chunks
 from hvdtrain.data.order import OrderKeys
 from hvdtrain.data.plan import BatchKeys, Plan, plan
 from hvdtrain.data.types import Array, Batch, Dataset
+from hvdtrain.data.unchanged import Unchanged
 
 SEED_STEP = 16127
 """How far apart the ranks' seeds are under 'random_seed_offset'; RETURNN's number."""
@@ -25,6 +27,8 @@ class Feed:
             sequences, in an order of its own.
         subset: the sequences to use, ascending; None: all of them.
         chunks: the chunks of all sequences, where they are cut: batches then consist of chunks.
+        files: the files that it is read from, which are to stay as they are.
+        budget: the memory in which the dataset keeps what it read.
     """
 
     name: str
@@ -36,6 +40,8 @@ class Feed:
     distribution: Literal["shard", "random_seed_offset"] = "shard"
     subset: Array | None = None
     chunks: Chunks | None = None
+    files: Unchanged | None = None
+    budget: Budget | None = None
 
     @property
     def lengths(self) -> Mapping[str, Array]:
@@ -43,7 +49,9 @@ class Feed:
         return self.dataset.lengths if self.chunks is None else self.chunks.lengths
 
     def plan(self, epoch: int) -> Plan:
-        """The plan of an epoch (counted from 1)."""
+        """The plan of an epoch (counted from 1). Raises: DataError, if a file is another than at the start."""
+        if self.files is not None:
+            self.files.check()
         keys = self.order_keys
         if self.distribution == "random_seed_offset":
             keys = replace(keys, random_seed_offset=keys.random_seed_offset + self.rank * SEED_STEP)

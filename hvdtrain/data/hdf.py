@@ -8,10 +8,9 @@ chunked or compressed goes through h5py.
 
 from __future__ import annotations
 
-import math
 import os
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,17 @@ import numpy
 
 from hvdtrain.data.batches import pad
 from hvdtrain.data.compression import load_filters
-from hvdtrain.data.types import Array, Padded, Stream
+from hvdtrain.data.external import check_place
+from hvdtrain.data.gather import Memory, Part, gather
+from hvdtrain.data.types import Array, External, Padded, Stream
+from hvdtrain.data.unchanged import Identity, check_same, identity
 from hvdtrain.errors import DataError
 
-SHORT = 512
-"""Sequences of up to so many bytes are gathered frame by frame; longer ones are copied one by one, which is faster then."""
+BLOCK = 1 << 20
+"""Sequences whose lengths are read at once."""
+
+MANY = 8
+"""Fewer sequences than this from each of several files are read one by one: looking for more at once takes longer then."""
 
 
 class HDFDataset:
@@ -43,6 +48,7 @@ class HDFDataset:
         if len(files) > 1:
             self.lengths = {key: numpy.concatenate([file.lengths[key] for file in files]) for key in self.streams}
         self.mapped = frozenset(key for key in self.streams if all(key in file.mapped for file in files))
+        self._memory = Memory()
         self._first = numpy.cumsum([0] + [file.num_sequences for file in files]).tolist()
 
     @property
@@ -50,15 +56,36 @@ class HDFDataset:
         return int(self._first[-1])
 
     def sequence(self, index: int) -> dict[str, Array]:
+        return self._sequence(index, self.streams)
+
+    def _sequence(self, index: int, keys: Iterable[str]) -> dict[str, Array]:
         which = bisect_right(self._first, index) - 1
-        return self._files[which].sequence(index - self._first[which], self.streams)
+        return self._files[which].sequence(index - self._first[which], keys)
 
     def padded(self, indices: Array) -> dict[str, Padded]:
-        """Some sequences as a batch. Many short ones are picked out of a mapped file at once instead of one by one."""
+        """Some sequences as a batch, gathered at once where they lie in mapped files, and not in too many."""
         if len(self._files) == 1:
-            return {key: self._files[0].padded(indices, key) for key in self.streams}
-        sequences = [self.sequence(index) for index in indices.tolist()]
-        return {key: pad([sequence[key] for sequence in sequences]) for key in self.streams}
+            return self._gathered(indices, [(self._files[0], numpy.arange(len(indices)), indices)])
+        which = numpy.searchsorted(self._first, indices, side="right") - 1
+        numbers = numpy.unique(which).tolist()
+        if len(numbers) * MANY > len(indices):
+            sequences = [self.sequence(index) for index in indices.tolist()]
+            return {key: pad([sequence[key] for sequence in sequences]) for key in self.streams}
+        rows = [numpy.flatnonzero(which == number) for number in numbers]
+        places = [(self._files[n], here, indices[here] - self._first[n]) for n, here in zip(numbers, rows, strict=True)]
+        return self._gathered(indices, places)
+
+    def _gathered(self, indices: Array, places: list[tuple[HDFFile, Array, Array]]) -> dict[str, Padded]:
+        """A batch; for each file, the rows that come from it, and which of its sequences they are."""
+        batch = {}
+        for key in self.streams:
+            if key in self.mapped:
+                lengths = self.lengths[key][indices]
+                parts = [Part(file.frames(key), rows, file.starts(key)[inside]) for file, rows, inside in places]
+                batch[key] = Padded(gather(parts, lengths, self._memory), lengths)
+            else:
+                batch[key] = pad([self._sequence(index, [key])[key] for index in indices.tolist()])
+        return batch
 
     def tags(self, indices: Sequence[int]) -> list[str]:
         tags = [""] * len(indices)
@@ -92,15 +119,18 @@ class HDFDataset:
         return "; ".join(parts + ([f"{', '.join(through)} read through h5py"] if through else []))
 
 
-def open_hdf(paths: Sequence[str | os.PathLike[str]]) -> HDFDataset:
+def open_hdf(paths: Sequence[str | os.PathLike[str]], external: External = "refuse") -> HDFDataset:
     """Open HDF files as one dataset.
+
+    Args:
+        external: whether to read other files where these lead to them.
 
     Raises:
         DataError: a file is missing, no HDF5 file, damaged, not in this layout, or does not go with the first one.
     """
     files: list[HDFFile] = []
     for path in paths:
-        file = HDFFile(Path(path))
+        file = HDFFile(Path(path), external)
         files.append(file)
         for key, stream in files[0].streams.items():
             other = file.streams.get(key)
@@ -124,8 +154,9 @@ class HDFFile:
         mapped: the data keys that are read through a memory map.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, external: External = "refuse") -> None:
         self.path = path
+        self._external = external
         self._handle: h5py.File | None = None
         self._process = os.getpid()
         self.num_sequences = 0
@@ -135,6 +166,7 @@ class HDFFile:
         self._names: dict[str, str] = {}
         self._arrays: dict[str, Array | h5py.Dataset] = {}
         with _open(path) as file:
+            self._identity = _identity(file)
             try:
                 self._index(file)
             except (OSError, RuntimeError, KeyError, ValueError) as error:  # what h5py raises where the structure is damaged
@@ -152,27 +184,19 @@ class HDFFile:
             try:
                 values = array[starts[index] : starts[index + 1]]
             except OSError as error:
-                raise DataError(f"{self.path}: cannot read sequence {index} of {self._names[key]}: {error}") from None
+                raise self._unreadable(f"sequence {index} of {self._names[key]}", error) from None
             if values.dtype == object:
                 values = numpy.array([_text(value) for value in values], dtype=object)
             result[key] = values
         return result
 
-    def padded(self, indices: Array, key: str) -> Padded:
-        """One key of some sequences as a batch."""
-        lengths = self.lengths[key][indices]
-        longest = int(lengths.max())
-        mapped = key in self.mapped and len(self._arrays[key]) > 0
-        if not mapped or longest * self.streams[key].dtype.itemsize * math.prod(self.streams[key].shape) > SHORT:
-            return pad([self.sequence(index, [key])[key] for index in indices.tolist()])
-        frames = numpy.arange(longest)
-        places = self._starts[key][indices][:, None] + frames
-        array = self._arrays[key]
-        numpy.minimum(places, len(array) - 1, out=places)  # behind the last sequence there is nothing to take
-        # HDF5 does not align what it stores; `take` would copy the whole array first.
-        values = array.take(places, axis=0) if array.flags.aligned else array[places]
-        values[frames >= lengths[:, None]] = 0
-        return Padded(values, lengths)
+    def frames(self, key: str) -> Array:
+        """All frames of a mapped key, one sequence behind the other."""
+        return self._arrays[key]
+
+    def starts(self, key: str) -> Array:
+        """Where each sequence's frames begin, and where the last one's end: int64 of shape (num_sequences + 1,)."""
+        return self._starts[key]
 
     def tags(self, indices: Array) -> list[str]:
         """The tags of some sequences."""
@@ -184,7 +208,7 @@ class HDFFile:
             else:  # h5py looks up a long list of indices one by one
                 few = stored[wanted[0] : wanted[-1] + 1][wanted - wanted[0]]
         except OSError as error:
-            raise DataError(f"{self.path}: cannot read /seqTags: {error}") from None
+            raise self._unreadable("/seqTags", error) from None
         texts = [_text(value) for value in few]
         return [texts[place] for place in places]
 
@@ -193,7 +217,7 @@ class HDFFile:
         try:
             stored: Array = self._file()["seqTags"][start:stop]
         except OSError as error:
-            raise DataError(f"{self.path}: cannot read /seqTags: {error}") from None
+            raise self._unreadable("/seqTags", error) from None
         if stored.dtype == object:
             stored = numpy.array([value.encode() if isinstance(value, str) else value for value in stored], dtype=bytes)
         letters = stored.view(numpy.uint8).reshape(len(stored), -1)
@@ -222,26 +246,44 @@ class HDFFile:
             self._handle = None
             self._arrays = {key: array for key, array in self._arrays.items() if key in self.mapped}
         if self._handle is None:
-            self._handle = _open(self.path)
+            handle = _open(self.path)
+            try:
+                check_same(self.path, self._identity, _identity(handle))  # the index is that of the file opened at the start
+            except DataError:
+                handle.close()
+                raise
+            self._handle = handle
         return self._handle
+
+    def _unreadable(self, what: str, error: OSError) -> DataError:
+        """That something cannot be read: because the file is another by now, or damaged."""
+        try:
+            check_same(self.path, self._identity, identity(self.path.stat()))
+        except OSError as gone:
+            return DataError(f"{self.path}: cannot read {what}: {gone.strerror}")
+        except DataError as changed:
+            return changed
+        return DataError(f"{self.path}: cannot read {what}: {error}")
 
     def _index(self, file: h5py.File) -> None:
         """Find the sequences of every data key, and check that everything fits together."""
         path = self.path
+        for name in _names_read(file):
+            check_place(path, file, name, self._external)
         sources = _sources(path, file)
-        columns = _columns(path, file, sources)
-        self.num_sequences = len(columns)
+        self.lengths = _lengths(path, file, sources)
+        self.num_sequences = len(next(iter(self.lengths.values())))
         for number, (key, dataset) in enumerate(sources.items()):
-            self._names[key] = dataset.name
+            self._names[key] = _name_of(file, key)
             load_filters(path, dataset)
             self.streams[key] = _stream(path, file, key, dataset)
-            self.lengths[key] = numpy.ascontiguousarray(columns[:, number], dtype=numpy.int32)
             starts = numpy.zeros(self.num_sequences + 1, dtype=numpy.int64)
-            numpy.cumsum(self.lengths[key], dtype=numpy.int64, out=starts[1:])
+            starts[1:] = self.lengths[key]  # in place: numpy would make a copy to sum up integers of another size
+            numpy.cumsum(starts, out=starts)
             if starts[-1] != len(dataset):
                 raise DataError(
                     f"{path}: expected the lengths in /seqLengths, column {number}, to add up to the {len(dataset)} frames "
-                    f"of {dataset.name}, got {starts[-1]}"
+                    f"of {self._names[key]}, got {starts[-1]}"
                 )
             self._starts[key] = starts
             mapped = _mapped(path, dataset)
@@ -250,6 +292,19 @@ class HDFFile:
         tags = _strings(path, file, "seqTags")
         if len(tags) != self.num_sequences:
             raise DataError(f"{path}: expected {self.num_sequences} tags in /seqTags as in /seqLengths, got {len(tags)}")
+
+
+def _identity(file: h5py.File) -> Identity:
+    """That of the very file that is open, whatever lies under its name by now."""
+    return identity(os.fstat(file.id.get_vfd_handle()))
+
+
+def _names_read(file: h5py.File) -> Iterator[str]:
+    """Everything in a file that is read, groups before what is in them."""
+    yield from ("inputs", "labels", "seqLengths", "seqTags", "targets", "targets/data", "targets/size", "targets/labels")
+    for folder in ("targets/data", "targets/labels"):
+        parent = file.get(folder)
+        yield from (f"{folder}/{name}" for name in (parent if isinstance(parent, h5py.Group) else ()))
 
 
 def _open(path: Path) -> h5py.File:
@@ -287,16 +342,18 @@ def _sources(path: Path, file: h5py.File) -> dict[str, h5py.Dataset]:
     return sources
 
 
+def _name_of(file: h5py.File, key: str) -> str:
+    """Where a data key's values are; the name that h5py gives them is that in another file, where a link leads there."""
+    return "/inputs" if key == "data" and "inputs" in file else f"/targets/data/{key}"
+
+
 def _within(path: Path, file: h5py.File, name: str) -> h5py.Group | h5py.Dataset:
-    """What lies in this very file under a name: a data file must not make the trainer read other files."""
+    """What lies under a name; where it may lie is for `check_place` to say."""
     folder, _, last = name.rpartition("/")
     parent = file[folder] if folder else file
     if last not in parent:
         raise DataError(f"{path}: expected /{name}, got only {_names(parent)} in {parent.name}")
-    found = None if isinstance(parent.get(last, getlink=True), h5py.ExternalLink) else parent[last]
-    if found is None or found.file != file:  # a link inside the file may lead to one that leaves it
-        raise DataError(f"{path}: expected /{name} to be in this file, got a link to another file")
-    return found
+    return parent[last]
 
 
 def _dataset(path: Path, file: h5py.File, name: str) -> h5py.Dataset:
@@ -304,8 +361,6 @@ def _dataset(path: Path, file: h5py.File, name: str) -> h5py.Dataset:
     dataset = _within(path, file, name)
     if not isinstance(dataset, h5py.Dataset):
         raise DataError(f"{path}: expected /{name} to be a dataset, got a group")
-    if dataset.external or dataset.is_virtual:
-        raise DataError(f"{path}: expected /{name} to be stored in this file, got a dataset whose values lie in other files")
     if not dataset.shape:
         raise DataError(f"{path}: expected /{name} to have a first axis to count on, got a scalar")
     if dataset.dtype.kind not in "biufc" and h5py.check_string_dtype(dataset.dtype) is None:
@@ -320,31 +375,32 @@ def _strings(path: Path, file: h5py.File, name: str) -> h5py.Dataset:
     return dataset
 
 
-def _columns(path: Path, file: h5py.File, sources: dict[str, h5py.Dataset]) -> Array:
-    """/seqLengths, checked: shape (num_sequences, number of columns)."""
+def _lengths(path: Path, file: h5py.File, sources: dict[str, h5py.Dataset]) -> dict[str, Array]:
+    """/seqLengths, checked, by data key: int32 of shape (num_sequences,). Read in blocks: it may be larger than what is kept."""
     stored = _dataset(path, file, "seqLengths")
     if stored.ndim not in (1, 2) or stored.dtype.kind not in "iu":
         raise DataError(f"{path}: expected integers of shape (sequences, keys) in /seqLengths, got {stored.dtype} {stored.shape}")
-    columns: Array = stored[:]
-    if columns.ndim == 1:  # the oldest files: one length for all keys
-        columns = numpy.repeat(columns[:, None], len(sources), axis=1)
+    number = len(sources) if stored.ndim == 1 else stored.shape[1]  # the oldest files: one length for all keys
     # A file without /targets may have a column for targets that are not there, for historical reasons.
     allowed = {len(sources)} | ({len(sources) + 1} if "targets" not in file else set())
-    if columns.shape[1] not in allowed:
-        raise DataError(
-            f"{path}: expected {len(sources)} columns in /seqLengths (for {', '.join(sources)}), got {columns.shape[1]}"
-        )
-    if columns.size and columns.min() < 0:
-        raise DataError(f"{path}: expected lengths of 0 or more in /seqLengths, got {columns.min()}")
-    if columns.size and columns.max() > numpy.iinfo(numpy.int32).max:
-        raise DataError(f"{path}: expected lengths below 2**31 in /seqLengths, got {columns.max()}")
-    return columns
+    if number not in allowed:
+        raise DataError(f"{path}: expected {len(sources)} columns in /seqLengths (for {', '.join(sources)}), got {number}")
+    lengths = {key: numpy.empty(len(stored), dtype=numpy.int32) for key in sources}
+    for start in range(0, len(stored), BLOCK):
+        block: Array = stored[start : start + BLOCK]
+        if block.min() < 0:
+            raise DataError(f"{path}: expected lengths of 0 or more in /seqLengths, got {block.min()}")
+        if block.max() > numpy.iinfo(numpy.int32).max:
+            raise DataError(f"{path}: expected lengths below 2**31 in /seqLengths, got {block.max()}")
+        for place, column in enumerate(lengths.values()):
+            column[start : start + len(block)] = block if block.ndim == 1 else block[:, place]
+    return lengths
 
 
 def _stream(path: Path, file: h5py.File, key: str, dataset: h5py.Dataset) -> Stream:
     """What kind of data a dataset holds: RETURNN calls integers without a feature axis sparse."""
     sparse = dataset.ndim == 1 and dataset.dtype.kind in "iu"
-    if dataset.name == "/inputs":
+    if _name_of(file, key) == "/inputs":
         dim = dataset.shape[-1] if dataset.ndim > 1 else _integer(path, "inputPattSize of /", file.attrs.get("inputPattSize", 1))
         labels = "labels"
     else:
@@ -365,7 +421,13 @@ def _integer(path: Path, what: str, value: Any) -> int:
 
 def _mapped(path: Path, dataset: h5py.Dataset) -> Array | None:
     """The dataset as an array on the mapped file, or None where its layout does not allow it."""
-    if dataset.dtype.hasobject or not dataset.dtype.isnative or dataset.chunks is not None:
+    if (
+        dataset.external
+        or dataset.is_virtual
+        or dataset.dtype.hasobject
+        or not dataset.dtype.isnative
+        or dataset.chunks is not None
+    ):
         return None
     if dataset.id.get_type() != h5py.h5t.py_create(dataset.dtype, logical=True):  # h5py converts what numpy has no type for
         return None
@@ -375,7 +437,8 @@ def _mapped(path: Path, dataset: h5py.Dataset) -> Array | None:
     if offset is None:  # stored inside the header
         return None
     # A plain array instead of numpy.memmap: slicing it is several times faster.
-    return numpy.memmap(path, dtype=dataset.dtype, mode="r", offset=offset, shape=dataset.shape).view(numpy.ndarray)
+    place = path if dataset.file.filename == str(path) else dataset.file.filename  # a link may lead to another file
+    return numpy.memmap(place, dtype=dataset.dtype, mode="r", offset=offset, shape=dataset.shape).view(numpy.ndarray)
 
 
 def _text(value: bytes | str) -> str:

@@ -129,11 +129,14 @@ class MapDataset:
             raise DataError(f"{self._where}.map_seq: expected a dict of arrays, got {type(made).__name__} for sequence {index}")
         return {name: self._checked(index, name, made) for name in self.streams}
 
+    def sequences(self, indices: Sequence[int]) -> list[dict[str, Array]]:
+        """Some sequences. The worker processes share them, whoever asks."""
+        return self._workers.results(indices) if self._workers.usable else [self.sequence(index) for index in indices]
+
     def padded(self, indices: Array) -> dict[str, Padded]:
-        """Some sequences as a batch. The worker processes share them, whoever asks."""
-        work = self._workers.results if self._workers.usable else lambda numbers: [self.sequence(index) for index in numbers]
-        sequences = work(indices.tolist())
-        return {name: pad([sequence[name] for sequence in sequences]) for name in self.streams}
+        """Some sequences as a batch."""
+        made = self.sequences(indices.tolist())
+        return {name: pad([sequence[name] for sequence in made]) for name in self.streams}
 
     def tags(self, indices: Sequence[int]) -> list[str]:
         return self._dataset.tags(indices)

@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
+
 from hvdtrain.config.keys import REQUIRED, key
-from hvdtrain.data.padding import padded
+from hvdtrain.data.padding import padded, sequences
 from hvdtrain.data.tags import TagIndex, tag_bytes
 from hvdtrain.data.types import Array, Dataset, Padded, Stream
 from hvdtrain.errors import DataError
@@ -86,6 +88,16 @@ class MetaDataset:
             arrays = self._datasets[name].sequence(index if places is None else int(places[index]))
             result.update({data_key: arrays[there] for data_key, there in keys.items()})
         return {data_key: result[data_key] for data_key in self.streams}
+
+    def sequences(self, indices: Sequence[int]) -> list[dict[str, Array]]:
+        """Some sequences; each dataset is asked for its part at once."""
+        result: list[dict[str, Array]] = [{} for _ in indices]
+        for name, keys in self._keys.items():
+            places = self._positions[name]
+            there = indices if places is None else places[numpy.asarray(indices)].tolist()
+            for made, arrays in zip(result, sequences(self._datasets[name], there), strict=True):
+                made.update({data_key: arrays[source] for data_key, source in keys.items()})
+        return [{data_key: made[data_key] for data_key in self.streams} for made in result]
 
     def padded(self, indices: Array) -> dict[str, Padded]:
         """Some sequences as a batch; each dataset is asked for its part at once."""

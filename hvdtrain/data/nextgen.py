@@ -17,6 +17,7 @@ import h5py
 import numpy
 
 from hvdtrain.data import hdf
+from hvdtrain.data.external import check_place
 from hvdtrain.data.types import Array, Dataset, Stream
 from hvdtrain.data.union import concatenated
 from hvdtrain.errors import DataError
@@ -87,14 +88,16 @@ class NextGenFile:
             raise DataError(f"{self.path}: expected a whole HDF5 file, got a damaged one: {error}") from None
 
     def _dataset(self, file: h5py.File, source: _Source, index: int) -> h5py.Dataset:
-        name = self._tags[index].replace("/", "\\")
-        return hdf._dataset(self.path, file, f"streams/{source.name}/data/{name}")
+        name = f"streams/{source.name}/data/" + self._tags[index].replace("/", "\\")
+        check_place(self.path, file, name, "refuse")
+        return hdf._dataset(self.path, file, name)
 
     def _index(self, file: h5py.File, input_stream_name: str) -> None:
         """Find the streams, their sequences' lengths, and check that everything fits together."""
         for name in ("seq_names", "streams"):
             if name not in file:
                 raise DataError(f"{self.path}: expected /{name} (the layout of RETURNN's NextGenHDFDataset), got {list(file)}")
+            check_place(self.path, file, name, "refuse")
         self._tags = [hdf._text(tag) for tag in hdf._strings(self.path, file, "seq_names")[:]]
         names = sorted(hdf._within(self.path, file, "streams"))
         if input_stream_name not in names:
@@ -103,6 +106,8 @@ class NextGenFile:
             raise DataError(f"{self.path}: expected 'data' to be the input stream, got {input_stream_name!r} and a stream 'data'")
         streams, lengths = {}, {}
         for name in [input_stream_name, *(name for name in names if name != input_stream_name)]:
+            for inside in ("", "/data", "/feature_names"):
+                check_place(self.path, file, f"streams/{name}{inside}", "refuse")
             parser = hdf._within(self.path, file, f"streams/{name}").attrs.get("parser")
             parser = parser.decode() if isinstance(parser, bytes) else parser
             if parser not in PARSERS:

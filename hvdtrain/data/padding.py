@@ -19,6 +19,14 @@ def padded(dataset: Dataset, indices: Array) -> dict[str, Padded]:
     return {key: pad([sequence[key] for sequence in sequences]) for key in dataset.streams}
 
 
+def sequences(dataset: Dataset, indices: Sequence[int]) -> list[dict[str, Array]]:
+    """Some sequences, by the dataset's own way of giving several where it has any. Raises: DataError."""
+    several = getattr(dataset, "sequences", None)
+    if several is not None:
+        return several(indices)  # type: ignore[no-any-return]  # the contract says so
+    return [dataset.sequence(index) for index in indices]
+
+
 def merged(streams: Mapping[str, Stream], size: int, parts: Sequence[tuple[Array, Mapping[str, Padded]]]) -> dict[str, Padded]:
     """One batch of several: each part comes with the rows it is to have. Where a part lacks a data key, its rows are empty."""
     return {

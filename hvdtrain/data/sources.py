@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from hvdtrain.config.check import build
 from hvdtrain.config.keys import REQUIRED, declared, key
 from hvdtrain.config.options import unknown_options
 from hvdtrain.config.reference import is_reference, resolve
+from hvdtrain.data.cache import Budget, with_cache
 from hvdtrain.data.dummy import DummyDatasetKeys, open_dummy
 from hvdtrain.data.many_files import FilesDatasetKeys, open_files
 from hvdtrain.data.map import MapDatasetKeys, open_map
 from hvdtrain.data.meta import MetaDatasetKeys, open_meta
 from hvdtrain.data.order import OrderKeys
 from hvdtrain.data.task12ax import Task12AXDatasetKeys, open_task12ax
-from hvdtrain.data.types import Dataset
+from hvdtrain.data.types import Dataset, External
 from hvdtrain.data.union import CombinedDatasetKeys, ConcatDatasetKeys, open_combined, open_concat
 from hvdtrain.errors import ConfigError, DataError
 
@@ -30,6 +31,11 @@ class HDFDatasetKeys:
     """Keys of a dataset dict with `"class": "HDFDataset"`."""
 
     files: str | list[str] = key(REQUIRED, "the HDF file, or a list of files that are read as one dataset")
+    allow_external: bool = key(
+        False,
+        "follow external links, external storage and virtual datasets, by which a file makes the trainer read other files; "
+        "such files are not copied to cache_dir",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,11 +57,35 @@ class DatasetSpec:
     Attributes:
         name: the config key it stands under ('train', 'dev', ..., 'train.datasets.text' inside another one).
         open: opens the source. Raises: DataError.
+        files: the data files that it reads itself; copied: those of them that may be read from a copy.
+        parts: the datasets inside it.
     """
 
     name: str
-    open: Callable[[], Any]
+    open: Callable[..., Any]
     order: OrderKeys
+    files: tuple[str, ...] = ()
+    copied: tuple[str, ...] = ()
+    parts: tuple[DatasetSpec, ...] = ()
+
+    def all(self) -> Iterator[DatasetSpec]:
+        """This one and all datasets inside it."""
+        yield self
+        for part in self.parts:
+            yield from part.all()
+
+
+@dataclass(frozen=True)
+class Means:
+    """What a dataset is given to read with.
+
+    Attributes:
+        budget: the memory that it may keep what it read in.
+        copies: by the name of a data file, that of its copy on a local disk.
+    """
+
+    budget: Budget = field(default_factory=lambda: Budget(0))
+    copies: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -76,7 +106,8 @@ class Kind:
 def _open_hdf(where: str, keys: HDFDatasetKeys, datasets: Mapping[str, Dataset]) -> Dataset:
     from hvdtrain.data.hdf import open_hdf  # here, as `--help` has no time for h5py
 
-    return open_hdf([keys.files] if isinstance(keys.files, str) else keys.files)
+    external: External = "follow" if keys.allow_external else "refuse"
+    return open_hdf([keys.files] if isinstance(keys.files, str) else keys.files, external)
 
 
 def _open_files(where: str, keys: FilesDatasetKeys, datasets: Mapping[str, Dataset]) -> Dataset:
@@ -142,24 +173,26 @@ def parse(name: str, value: Any, defaults: Mapping[str, Any]) -> tuple[DatasetSp
         )
     if problems or order is None:
         return None, problems
-    return DatasetSpec(name, lambda: _call(name, kind, options), order), []
+    return DatasetSpec(name, lambda means=None: _call(name, kind, options), order), []
 
 
-def open_dataset(spec: DatasetSpec) -> Dataset:
+def open_dataset(spec: DatasetSpec, means: Means | None = None) -> Dataset:
     """Open a dataset to train or evaluate on.
 
     Raises:
         DataError: a file is bad, or the source cannot tell the lengths of its sequences beforehand.
     """
-    dataset = spec.open()
+    means = means or Means()
+    dataset = spec.open(means)
     if not all(hasattr(dataset, attribute) for attribute in ("streams", "lengths", "num_sequences", "sequence", "tags")):
         raise DataError(
             f"{spec.name}: expected a dataset that knows the lengths of its sequences, got {type(dataset).__name__} "
             "(convert it once with tools/hdf_dump.py and train on the HDF file)"
         )
     if dataset.num_sequences == 0:
-        raise DataError(f"{spec.name}: expected at least one sequence, got an empty dataset")
-    return dataset  # type: ignore[no-any-return]  # it has the protocol's attributes
+        where = f"none in {', '.join(spec.files[:3])}" if spec.files else "an empty dataset"
+        raise DataError(f"{spec.name}: expected at least one sequence, got {where}")
+    return dataset if spec.parts else with_cache(dataset, means.budget)
 
 
 def _parse_kind(
@@ -188,7 +221,22 @@ def _parse_kind(
     problems += more
     if problems or order is None:
         return None, problems
-    return DatasetSpec(name, lambda: _open_kind(name, kind, keys, inside), order), []
+
+    def open_it(means: Means | None = None) -> Dataset:
+        return _open_kind(name, kind, keys, inside, means or Means())
+
+    return DatasetSpec(name, open_it, order, _files(keys), _copied(keys), tuple(inside.values())), []
+
+
+def _files(keys: Any) -> tuple[str, ...]:
+    """The data files that the keys of a dataset name."""
+    files = getattr(keys, "files", ())
+    return (files,) if isinstance(files, str) else tuple(files)
+
+
+def _copied(keys: Any) -> tuple[str, ...]:
+    """Those that may be read from a copy: where they lead to others, these are found from where they are."""
+    return () if getattr(keys, "allow_external", False) else _files(keys)
 
 
 def _inside(options: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
@@ -233,14 +281,25 @@ def _order_problems(name: str, inside: DatasetSpec, outside: Mapping[str, Any] |
     return problems
 
 
-def _open_kind(name: str, kind: Kind, keys: Any, inside: Mapping[str, DatasetSpec]) -> Dataset:
+def _open_kind(name: str, kind: Kind, keys: Any, inside: Mapping[str, DatasetSpec], means: Means) -> Dataset:
     """Open the datasets inside, then the whole; if something fails, what is open is closed."""
+    copies = {path: means.copies[path] for path in _copied(keys) if path in means.copies}
+    if copies:
+        keys = replace(keys, files=[copies.get(path, path) for path in _files(keys)])
+    readers = getattr(keys, "num_workers", 0)  # each process keeps what it reads itself
+    inner = replace(means, budget=means.budget.part(max(1, readers)))
     with ExitStack() as on_failure:
         datasets = {}
         for child, spec in inside.items():
-            datasets[child] = open_dataset(spec)
+            datasets[child] = open_dataset(spec, inner)
             on_failure.callback(datasets[child].close)
-        dataset = kind.open(name, keys, datasets)
+        try:
+            dataset = kind.open(name, keys, datasets)
+        except DataError as error:
+            originals = [path for path, copy in copies.items() if copy in str(error)]
+            if not originals:
+                raise
+            raise DataError(f"{error} (a copy of {originals[0]})") from None
         on_failure.pop_all()
     return dataset
 

@@ -10,7 +10,7 @@ from hvdtrain.data.types import Array, Dataset
 from hvdtrain.errors import DataError
 
 BLOCK = 1 << 18
-"""Tags looked at together: some tens of megabytes."""
+"""Tags looked at together: some tens of size_text."""
 
 
 def tag_blocks(dataset: Dataset, block: int = BLOCK) -> Iterator[tuple[int, Array]]:

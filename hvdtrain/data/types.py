@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy
 
 Array = numpy.ndarray[Any, Any]
+
+External = Literal["refuse", "follow"]
+"""What to do where an HDF file leads to other files: a data file must not make the trainer read others unasked."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +36,13 @@ class Stream:
 class Dataset(Protocol):
     """A number of sequences, each a dict of arrays. Knows no epoch, no order and no rank.
 
-    A dataset that can make a batch faster than by padding its sequences one by one may also have a method
-    `padded(indices) -> {key: Padded}`.
+    Beside what stands here, a dataset may have, and who asks uses it where it is there:
+
+    - `padded(indices) -> {key: Padded}`, where it can make a batch faster than by padding its sequences one by one;
+    - `sequences(indices) -> [{key: array}]`, where it can give several sequences faster than one by one;
+    - `all_tags(start, stop) -> bytes array`, where it can read tags in bulk;
+    - `mapped`, the data keys that are memory-mapped, and `how_read()`, words for the log;
+    - `group_bounds`, where it consists of files that are opened when needed.
     """
 
     streams: Mapping[str, Stream]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy
 
 from hvdtrain.config.keys import REQUIRED, key
-from hvdtrain.data.padding import merged, padded
+from hvdtrain.data.padding import merged, padded, sequences
 from hvdtrain.data.tags import tag_bytes_of_several
 from hvdtrain.data.types import Array, Dataset, Padded, Stream
 from hvdtrain.errors import DataError
@@ -78,13 +78,23 @@ class UnionDataset:
         return int(self._first[-1])
 
     def sequence(self, index: int) -> dict[str, Array]:
-        which = int(numpy.searchsorted(self._first, index, side="right")) - 1
-        arrays = self._datasets[which].sequence(index - int(self._first[which]))
-        keys = self._keys[which]
-        return {
-            name: arrays[keys[name]].astype(self.streams[name].dtype, copy=False) if name in keys else empty
-            for name, empty in self._empty.items()
-        }
+        return self.sequences([index])[0]
+
+    def sequences(self, indices: Sequence[int]) -> list[dict[str, Array]]:
+        """Some sequences; each dataset is asked for its part at once."""
+        result: list[dict[str, Array]] = [{} for _ in indices]
+        wanted = numpy.asarray(indices, dtype=numpy.int64)
+        which = numpy.searchsorted(self._first, wanted, side="right") - 1
+        for number in numpy.unique(which).tolist():
+            places = numpy.flatnonzero(which == number).tolist()
+            keys = self._keys[number]
+            inside = (wanted[places] - self._first[number]).tolist()
+            for place, arrays in zip(places, sequences(self._datasets[number], inside), strict=True):
+                result[place] = {
+                    name: arrays[keys[name]].astype(self.streams[name].dtype, copy=False) if name in keys else empty
+                    for name, empty in self._empty.items()
+                }
+        return result
 
     def padded(self, indices: Array) -> dict[str, Padded]:
         """Some sequences as a batch; each dataset is asked for its part at once."""

@@ -1,0 +1,57 @@
+"""An acoustic-like model on features that mean nothing: only how the time of a training is spent is of interest.
+
+Given to hvdtrain by benchmarks/computing_time.py, which makes the files.
+"""
+
+# ruff: noqa: F821  `config` is there while hvdtrain runs this file
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+import hvdtrain
+
+folder = Path(config.value("folder"))
+train = {"files": str(folder / "acoustic.hdf"), "seq_ordering": "laplace:.64"}
+batch_size = 6000
+num_epochs = 2
+learning_rate = 0.001
+optimizer = {"class": "adamw"}
+gradient_clip_global_norm = 5.0
+
+FEATURES, CLASSES = 80, 40
+
+
+class Acoustic(nn.Module):
+    """Two convolutions that leave every fourth frame, two bidirectional LSTM layers."""
+
+    def __init__(self, channels=128, hidden=192):
+        super().__init__()
+        self.first = nn.Conv1d(FEATURES, channels, 5, stride=2, padding=2)
+        self.second = nn.Conv1d(channels, channels, 5, stride=2, padding=2)
+        self.recurrent = nn.LSTM(channels, hidden, num_layers=2, batch_first=True, bidirectional=True)
+        self.output = nn.Linear(2 * hidden, CLASSES + 1)
+
+    def forward(self, frames):
+        hidden = functional.relu(self.second(functional.relu(self.first(frames.transpose(1, 2))))).transpose(1, 2)
+        return self.output(self.recurrent(hidden)[0]).log_softmax(-1)
+
+
+def get_model(**_):
+    torch.manual_seed(1)
+    return Acoustic()
+
+
+def train_step(*, model, extern_data, **_):
+    features, classes = extern_data["data"], extern_data["classes"]
+    losses = functional.ctc_loss(
+        model(features.raw_tensor).transpose(0, 1),
+        classes.raw_tensor,
+        (features.seq_lens + 3) // 4,
+        classes.seq_lens,
+        blank=CLASSES,
+        reduction="none",
+        zero_infinity=True,
+    )
+    hvdtrain.get_run_ctx().mark_as_loss(losses, "ctc", use_normalized_loss=True)

@@ -1,0 +1,70 @@
+#!/usr/bin/env python3
+"""What `cache_size` saves: files in each way of storing, read without a cache, with one (-1), and contiguous.
+
+Rates are megabytes of frames a second of the processor, in padded batches in random order, page cache warm. The first epoch
+with a cache fills it; the second one reads from it. The data are a random walk that keeps three digits.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+from measuring import in_batches, machine, write_frames
+
+from hvdtrain.data.batches import batches
+from hvdtrain.data.cache import Budget, with_cache
+from hvdtrain.data.hdf import open_hdf
+from hvdtrain.data.types import Dataset
+from hvdtrain.hdf_check import repack
+
+EPOCHS = 2
+
+
+def main() -> None:
+    """Make the files, measure, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sequences", type=int, default=400, help="of 550 frames in the mean (400: 70 MB)")
+    parser.add_argument("--batch", type=int, default=16, help="sequences in a batch (16)")
+    parser.add_argument("--rounds", type=int, default=3, help="in turn (3)")
+    parser.add_argument("--compression", nargs="+", default=["gzip", "zstd", "lz4"], help="(gzip zstd lz4)")
+    options = parser.parse_args()
+    print(machine())
+    with tempfile.TemporaryDirectory() as folder:
+        files = {"contiguous": Path(folder) / "contiguous"}
+        write_frames(files["contiguous"], options.sequences, 300, 800)
+        for compression in options.compression:
+            files[compression] = Path(folder) / compression
+            repack(files["contiguous"], files[compression], compression)
+        found: dict[tuple[str, str], list[list[float]]] = {}
+        for _ in range(options.rounds):
+            for name, path in files.items():
+                found.setdefault((name, "0"), []).append(epochs(open_hdf([path]), options.batch))
+                if name != "contiguous":
+                    found.setdefault((name, "-1"), []).append(epochs(with_cache(open_hdf([path]), Budget(None)), options.batch))
+        print("| layout | file, MB | cache_size | MB/s in epoch 1 | in epoch 2 | epoch 2 against cache_size 0 |")
+        print("|---|---|---|---|---|---|")
+        for (name, size), rows in found.items():
+            first, second = (statistics.median(row[epoch] for row in rows) for epoch in range(EPOCHS))
+            gains = [row[1] / without[1] for row, without in zip(rows, found[name, "0"], strict=True)]
+            megabytes = files[name].stat().st_size / 1e6
+            print(f"| {name} | {megabytes:.0f} | {size} | {first:,.0f} | {second:,.0f} | {statistics.median(gains):.1f} times |")
+    print(machine())
+
+
+def epochs(dataset: Dataset, batch: int) -> list[float]:
+    """MB a second of the processor, by epoch."""
+    frame = dataset.sequence(0)["data"][0].nbytes
+    rates = []
+    for epoch in range(EPOCHS):
+        share = in_batches(dataset.num_sequences, batch, seed=epoch)
+        began = time.process_time()
+        frames = sum(int(one.data["data"].seq_lens.sum()) for one in batches(dataset, share))
+        rates.append(frame * frames / 1e6 / (time.process_time() - began))
+    dataset.close()
+    return rates
+
+
+if __name__ == "__main__":
+    main()

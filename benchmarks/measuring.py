@@ -1,0 +1,89 @@
+"""What the data benchmarks have in common: contestants in turn, medians, the state of the machine, files to read."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from hvdtrain.data.writer import HDFWriter  # noqa: E402  # the line above finds the checkout
+
+Contestant = Callable[[], float]
+"""Does its work once and returns how much it was: bytes, sequences."""
+
+
+def machine() -> str:
+    """For the head of an output: figures taken on a busy machine are worth less."""
+    cores = len(os.sched_getaffinity(0))
+    return f"{cores} cores, load average {os.getloadavg()[0]:.2f} (of other work, too, where it is more than this one)"
+
+
+def take_turns(
+    contestants: Mapping[str, Contestant], rounds: int, clock: Callable[[], float] = time.process_time
+) -> dict[str, list[float]]:
+    """What each contestant does in a second, round by round; a round before the first one warms up.
+
+    Seconds are the processor's, of all threads of this process, unless another clock is given: other programs disturb them
+    little.
+    """
+    rates: dict[str, list[float]] = {name: [] for name in contestants}
+    for number in range(rounds + 1):
+        for name, work in contestants.items():
+            began = clock()
+            amount = work()
+            if number:
+                rates[name].append(amount / (clock() - began))
+    return rates
+
+
+def table(rates: Mapping[str, list[float]], unit: str, scale: float, against: str) -> None:
+    """Print medians, and the median of the ratios within a round of one contestant to each of the others."""
+    print(f"| what | {unit} | {against}: times as fast (of {len(rates[against])} rounds) |\n|---|---|---|")
+    for name, found in rates.items():
+        ratios = [own / other for own, other in zip(rates[against], found, strict=True)]
+        print(
+            f"| {name} | {statistics.median(found) / scale:,.2f} | {statistics.median(ratios):.2f} "
+            f"({min(ratios):.2f} to {max(ratios):.2f}) |",
+            flush=True,
+        )
+
+
+def write_frames(path: Path, sequences: int, shortest: int, longest: int, features: int = 80) -> None:
+    """A contiguous file of float32 features: a random walk that keeps three digits, so that it can be compressed, too."""
+    generator = numpy.random.default_rng(0)
+    with HDFWriter(path) as writer:
+        for number in range(sequences):
+            steps = generator.normal(scale=0.1, size=(int(generator.integers(shortest, longest + 1)), features))
+            frames = numpy.round(numpy.cumsum(steps, axis=0), 3).astype(numpy.float32)
+            writer.add(f"seq-{number}", {"data": frames})
+
+
+def write_labels(path: Path, sequences: int) -> None:
+    """A contiguous file of two keys of class indices, 3 to 13 (`data`) and 2 to 10 (`classes`) in a sequence."""
+    generator = numpy.random.default_rng(0)
+    with HDFWriter(path, dims={"data": 27, "classes": 39}) as writer:
+        for number in range(sequences):
+            lengths = generator.integers([3, 2], [14, 11])
+            writer.add(
+                f"seq-{number}",
+                {
+                    "data": generator.integers(0, 27, lengths[0], dtype=numpy.int8),
+                    "classes": generator.integers(0, 39, lengths[1], dtype=numpy.int8),
+                },
+            )
+
+
+def in_batches(sequences: int, size: int, seed: int = 1) -> list[numpy.ndarray]:
+    """All sequences in random order, in batches of one size; what is left over is left out."""
+    if sequences < size:
+        raise SystemExit(f"expected at least {size} sequences, a batch, got {sequences} (--sequences, --batch)")
+    order = numpy.random.default_rng(seed).permutation(sequences)
+    return list(order[: sequences // size * size].reshape(-1, size))

@@ -1,0 +1,85 @@
+#!/usr/bin/env python3
+"""How long it takes to open a file of many sequences, and how much memory; each in a process of its own.
+
+The files have `/seqLengths`, `/seqTags` (20 bytes) and frames that are never written: opening reads none. Each file is opened
+`--rounds` times; the first time, its lengths may have to come from the disk.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import h5py
+import numpy
+from measuring import machine
+
+OPEN = """
+import json, resource, sys, time
+from hvdtrain.data.hdf import open_hdf
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+before, began, began_processor = resident(), time.perf_counter(), time.process_time()
+dataset = open_hdf([sys.argv[1]])
+seconds, processor = time.perf_counter() - began, time.process_time() - began_processor
+grown = (resident() - before) / dataset.num_sequences / len(dataset.streams)
+print(json.dumps([seconds, processor, grown, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024]))
+"""
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sequences", type=int, nargs="+", default=[1_000_000, 40_000_000], help="(1 million, 40 million)")
+    parser.add_argument("--keys", type=int, nargs="+", default=[1, 2], help="numbers of data keys (1 2)")
+    parser.add_argument("--rounds", type=int, default=5, help="how often each file is opened (5)")
+    options = parser.parse_args()
+    print(machine())
+    print("| sequences | keys | seconds: first time | median | of the processor | bytes a sequence and key | peak MB |")
+    print("|---|---|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as folder:
+        for sequences in options.sequences:
+            for keys in options.keys:
+                path = Path(folder) / "many.hdf"
+                write(path, sequences, keys)
+                found = [opened(path) for _ in range(options.rounds)]
+                seconds, processor = [row[0] for row in found], [row[1] for row in found]
+                print(
+                    f"| {sequences:,} | {keys} | {seconds[0]:.3f} | {statistics.median(seconds):.3f} | "
+                    f"{statistics.median(processor):.3f} | {found[-1][2]:.1f} | {max(row[3] for row in found):.0f} |",
+                    flush=True,
+                )
+                path.unlink()
+
+
+def write(path: Path, sequences: int, keys: int) -> None:
+    """A file with the index of so many sequences."""
+    lengths = numpy.random.default_rng(0).integers(1, 16, (sequences, keys), dtype=numpy.int32)
+    names = ["inputs", *(f"targets/data/key{number}" for number in range(1, keys))]
+    with h5py.File(path, "w") as file:
+        for group in ("targets/data", "targets/labels"):
+            file.create_group(group)
+        file.create_group("targets/size").attrs.update({f"key{number}": [27, 1] for number in range(1, keys)})
+        file.attrs["inputPattSize"] = 27
+        file["seqLengths"] = lengths
+        file.create_dataset("seqTags", (sequences,), "S20")
+        for name, total in zip(names, lengths.sum(axis=0, dtype=numpy.int64), strict=True):
+            file.create_dataset(name, (total,), numpy.int8)
+
+
+def opened(path: Path) -> list[float]:
+    """Seconds of the clock and of the processor, bytes a sequence and key that the process grew by, its largest size in MB."""
+    root = Path(__file__).resolve().parent.parent
+    done = subprocess.run([sys.executable, "-c", OPEN, str(path)], cwd=root, capture_output=True, text=True, check=True)
+    found: list[float] = json.loads(done.stdout)
+    return found
+
+
+if __name__ == "__main__":
+    main()

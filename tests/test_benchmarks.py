@@ -1,0 +1,37 @@
+"""The data benchmarks run, on tiny data, and print what the documents say they print."""
+
+import importlib.util
+
+import pytest
+from launching import ROOT, launch
+
+TINY = {
+    "opening": ["--sequences", "1000", "--rounds", "1"],
+    "caching": ["--sequences", "40", "--rounds", "1", "--compression", "gzip"],
+    "two_readers": ["--sequences", "40", "--rounds", "1", "--seconds", "0.1"],
+    "hdf_layouts": ["--sequences", "20", "--seconds", "0.01"],
+    "join_by_tag": ["1000"],
+    "balance": ["--sequences", "1000"],
+    "long_sequences": ["--sequences", "40", "--rounds", "1"],
+    "short_sequences": ["--sequences", "1000", "--of_returnn", "100", "--rounds", "1"],
+}
+PRINTED = {
+    "opening": "| 1,000 | 2 |",
+    "caching": "| gzip | ",
+    "two_readers": "reader 1: of the mapped file",
+    "hdf_layouts": "| chunks (270, 10) |",
+    "join_by_tag": "a file of random order",
+    "balance": "balance_ranks",
+    "long_sequences": "epoch 3: RETURNN",
+    "short_sequences": "| RETURNN, sequences, cached |",
+}
+NEEDS = {"long_sequences": "returnn", "short_sequences": "returnn", "hdf_layouts": "hdf5plugin"}
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_a_benchmark_on_tiny_data(name: str) -> None:
+    if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
+        pytest.skip(f"{NEEDS[name]} is not installed")
+    finished = launch([str(ROOT / "benchmarks" / f"{name}.py"), *TINY[name]])
+    assert finished.status == 0, finished.err
+    assert PRINTED[name] in finished.out

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy
 import tensorflow as tf
 
 from hvdtrain.data.types import Array, Batch
-from hvdtrain.errors import CheckpointError, ConfigError, TrainingError
+from hvdtrain.errors import ConfigError, TrainingError
 from hvdtrain.learner.arrays import read_arrays, write_arrays
 from hvdtrain.learner.base import Kind, LearnerKeys, NotFinite, Part, Shapes, as_function
 from hvdtrain.learner.clock import CpuClock
@@ -20,7 +20,7 @@ from hvdtrain.learner.outputs import by_sequence
 from hvdtrain.learner.tensorflow_graph import StepGraphs
 from hvdtrain.learner.tensorflow_optimizer import make_optimizer
 from hvdtrain.learner.tensorflow_setup import device_name, prepare_tensorflow
-from hvdtrain.learner.tensorflow_variables import Parts, parts_of, tensorflow_variable
+from hvdtrain.learner.tensorflow_variables import Parts, array_of, assign, exchangeable, parts_of, tensorflow_variable
 from hvdtrain.learner.waiting import WaitingScores
 from hvdtrain.reduce import Reducer
 from hvdtrain.scores import Scores
@@ -118,7 +118,7 @@ class TensorFlowLearner:
 
     def map_tensors(self, kind: Kind, change: Callable[[list[tf.Tensor]], list[tf.Tensor]]) -> None:
         variables = [tensorflow_variable(variable) for variable in self.parts.of_kind(kind)]
-        tensors = [_exchangeable(variable) for variable in variables]
+        tensors = [exchangeable(variable) for variable in variables]
         for variable, tensor, new in zip(variables, tensors, change(list(tensors)), strict=True):
             if new is not tensor:
                 variable.assign(tf.cast(new, variable.dtype))
@@ -130,12 +130,12 @@ class TensorFlowLearner:
 
     def copied(self) -> tuple[dict[str, Array], dict[str, Array]]:
         model, optimizer = self.parts.variables.items(), self._optimizer_variables()
-        return {name: _array(variable) for name, variable in model}, {name: _array(variable) for name, variable in optimizer}
+        return {name: array_of(variable) for name, variable in model}, {name: array_of(variable) for name, variable in optimizer}
 
     def load(self, model_file: Path, optimizer_file: Path | None) -> dict[str, Any]:
         arrays, progress = read_arrays(model_file)
         wrong = f"{model_file}: expected the parameters of this config's model, got others"
-        _assign(self.parts.variables.items(), arrays, wrong)
+        assign(self.parts.variables.items(), arrays, wrong)
         if optimizer_file is not None:
             arrays, _ = read_arrays(optimizer_file)
             self._load_optimizer(arrays, optimizer_file)
@@ -148,13 +148,13 @@ class TensorFlowLearner:
         ours = self.parts.variables
         shapes = {name: tuple(variable.shape) for name, variable in ours.items()}
         for name, other in chosen(shapes, {name: array.shape for name, array in theirs.items()}).items():
-            _assign([(name, ours[name])], {name: theirs[other]}, f"{file}: expected values for {name}, got others")
+            assign([(name, ours[name])], {name: theirs[other]}, f"{file}: expected values for {name}, got others")
 
     def save_own(self, file: Path, parts: Sequence[Part]) -> None:
         own: dict[str, Array] = {}
         for part in parts:
             named = self._optimizer_variables() if part == "optimizer" else self._named(part)
-            own |= {f"{part}/{name}": _array(variable) for name, variable in named}
+            own |= {f"{part}/{name}": array_of(variable) for name, variable in named}
         write_arrays(file, own, {})
 
     def load_own(self, file: Path) -> None:
@@ -166,13 +166,13 @@ class TensorFlowLearner:
         if "optimizer" in by_part:
             self._load_optimizer(by_part.pop("optimizer"), file)
         for kind, stored in by_part.items():
-            _assign(self._named(kind), stored, f"{file}: expected the {kind} of this config's model, got others")
+            assign(self._named(kind), stored, f"{file}: expected the {kind} of this config's model, got others")
 
     def numbers(self, values: Sequence[float]) -> tf.Tensor:
         return tf.constant(values, tf.float64)
 
     def _load_optimizer(self, arrays: Mapping[str, Array], file: Path) -> None:
-        _assign(self._optimizer_variables(), arrays, f"{file}: expected the state of this config's optimizer, got another")
+        assign(self._optimizer_variables(), arrays, f"{file}: expected the state of this config's optimizer, got another")
 
     def _named(self, kind: str) -> list[tuple[str, Any]]:
         """The variables of one kind by name."""
@@ -181,7 +181,7 @@ class TensorFlowLearner:
     def _broken(self) -> tuple[str, ...]:
         """The names of parameters that hold other than finite numbers."""
         named = [*self._named("parameters"), *self._named("frozen")]
-        return tuple(name for name, variable in named if not numpy.isfinite(_array(variable).astype(numpy.float64)).all())
+        return tuple(name for name, variable in named if not numpy.isfinite(array_of(variable).astype(numpy.float64)).all())
 
     def _count_skipped(self, finite: Array, skips: int) -> None:
         """Note whether an update was left out. Raises: TrainingError, where too many were in a row."""
@@ -254,32 +254,3 @@ def build_tensorflow_learner(
         seed=(seed, rank),
         skips=skips,
     )
-
-
-def _exchangeable(variable: tf.Variable) -> tf.Tensor:
-    """A variable's value; half precision as single precision, which every transport and every sum can do with."""
-    value = variable.value()
-    return tf.cast(value, tf.float32) if value.dtype in (tf.float16, tf.bfloat16) else value
-
-
-def _array(variable: Any) -> Array:
-    """A copy of a variable's value."""
-    return numpy.array(tensorflow_variable(variable).numpy())
-
-
-def _assign(variables: Iterable[tuple[str, Any]], arrays: Mapping[str, Array], wrong: str) -> None:
-    """Give variables their stored values. Raises: CheckpointError, before the first is changed."""
-    wanted = {name: tensorflow_variable(variable) for name, variable in variables}
-    missing, unknown = sorted(wanted.keys() - arrays.keys()), sorted(arrays.keys() - wanted.keys())
-    shapes = [
-        f"{name} of shape {arrays[name].shape} instead of {tuple(variable.shape)}"
-        for name, variable in wanted.items()
-        if name in arrays and arrays[name].shape != tuple(variable.shape)
-    ]
-    if missing or unknown or shapes:
-        raise CheckpointError(f"{wrong}: missing {missing}, unknown {unknown}, {shapes}")
-    for name, variable in wanted.items():
-        stored = arrays[name]
-        if stored.dtype.kind == "V":  # bfloat16, which numpy's files know as bytes only
-            stored = stored.view(variable.dtype.as_numpy_dtype)
-        variable.assign(tf.constant(stored, variable.dtype))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +12,8 @@ from hvdtrain.context import Loss, RunContext, running
 from hvdtrain.data.types import Batch
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.losses import TINY, check_marked, check_same, minimized, normalized, nothing_to_minimize
-from hvdtrain.learner.numbers import widened
 from hvdtrain.learner.outputs import check_outputs
+from hvdtrain.learner.tensorflow_batch import extern_data_of, specs_of, tensor_of
 from hvdtrain.learner.tensorflow_gradients import (
     Exchange,
     Gradient,
@@ -25,23 +25,9 @@ from hvdtrain.learner.tensorflow_gradients import (
     packed,
     unpacked,
 )
+from hvdtrain.learner.tensorflow_losses import count_of, numbers_of, total_of
 from hvdtrain.learner.tensorflow_variables import Parts, parts_of, set_generators, tensorflow_variable
 from hvdtrain.reduce import Reducer
-
-
-@dataclass(frozen=True)
-class TensorFlowData:
-    """One data key of a batch, as `train_step` gets it.
-
-    Attributes:
-        raw_tensor: (batch, time, ...). Strings are a tensor of type tf.string.
-        seq_lens: int32 of shape (batch,).
-        mask: True where a frame is not padding; shape (batch, time).
-    """
-
-    raw_tensor: tf.Tensor
-    seq_lens: tf.Tensor
-    mask: tf.Tensor
 
 
 @dataclass(frozen=True)
@@ -162,13 +148,13 @@ class StepGraphs:
         self, batch: Batch, function: Callable[..., Any], epoch: int, step: int, *more: tf.Tensor
     ) -> tuple[Traced, list[Any]]:
         """The graph that computes `function` for a batch like this one, and its arguments."""
-        data = {key: (_tensor(padded.values), tf.constant(padded.seq_lens)) for key, padded in batch.data.items()}
+        data = {key: (tensor_of(padded.values), tf.constant(padded.seq_lens)) for key, padded in batch.data.items()}
         arguments = [data, tf.constant(epoch, tf.int64), tf.constant(step, tf.int64), *more]
         kinds = tuple((key, values.dtype, tuple(values.shape[2:])) for key, (values, _) in data.items())
         traced = self._steps.get((function.__name__, kinds))
         if traced is None:
             names: dict[str, bool] = {}
-            specs = [{key: _specs(values) for key, (values, _) in data.items()}]
+            specs = [{key: specs_of(values) for key, (values, _) in data.items()}]
             specs += [tf.TensorSpec(argument.shape, argument.dtype) for argument in arguments[1:]]
             graph = tf.function(lambda *inputs: function(names, *inputs), autograph=False).get_concrete_function(*specs)
             traced = self._steps[function.__name__, kinds] = Traced(graph, names)
@@ -180,18 +166,18 @@ class StepGraphs:
         with tf.GradientTape() as tape:
             losses = self._losses(names, data, epoch, step, train=True)
             own = normalized(losses)
-            counts = tf.stack([tf.stop_gradient(_count(losses[name])) for name in own.names] or [tf.constant(0.0, tf.float64)])
+            counts = tf.stack([tf.stop_gradient(count_of(losses[name])) for name in own.names] or [tf.constant(0.0, tf.float64)])
             waited = tf.zeros([], tf.float64)
             if own.names and not own.alone:
                 counts, waited = _timed(self._gradients.exchange_counts, counts)
             divisors = {} if own.alone else {name: tf.maximum(counts[i], TINY) for i, name in enumerate(own.names)}
-            total = self._optimizer.scale_loss(_total(losses, divisors))
+            total = self._optimizer.scale_loss(total_of(losses, divisors))
         found = tape.gradient(total, self._variables)
         if all(gradient is None for gradient in found):
             raise nothing_to_minimize()
         self._agree(Exchange(own, self._gradients.rows(found)))
         local = self._gradients.local(found, self._agreed())
-        return _numbers(losses), self._reduce(local, counts, waited)
+        return numbers_of(losses), self._reduce(local, counts, waited)
 
     def _add_zeros(self, zeros: list[Any], counts: tf.Tensor) -> Reduced:
         """What `without_batch` does, while it is traced."""
@@ -203,14 +189,14 @@ class StepGraphs:
 
     def _evaluate(self, names: dict[str, bool], data: Any, epoch: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
         """What `evaluate` does, while it is traced."""
-        return _numbers(self._losses(names, data, epoch, step, train=False))
+        return numbers_of(self._losses(names, data, epoch, step, train=False))
 
     def _forward(self, names: dict[str, bool], data: Any, epoch: tf.Tensor, step: tf.Tensor) -> Any:
         """What `forward` does, while it is traced."""
         if self._forward_step is None:
             raise ConfigError(["forward_step: expected a function in the config, got nothing"])
         with running(RunContext(epoch, step, False)) as context:
-            self._forward_step(model=self._model, extern_data=_extern_data(data))
+            self._forward_step(model=self._model, extern_data=extern_data_of(data))
         check_outputs(context.outputs)
         return {name: (tf.convert_to_tensor(output.value), output.seq_lens) for name, output in context.outputs.items()}
 
@@ -240,7 +226,7 @@ class StepGraphs:
         """Run the config's train_step."""
         self.traces += 1
         with running(RunContext(epoch, step, train)) as context:  # numbers of the graph
-            self._train_step(model=self._model, extern_data=_extern_data(data))
+            self._train_step(model=self._model, extern_data=extern_data_of(data))
         check_marked(context.losses)
         before, after = len(self._parts.variables), len(parts_of(self._model).variables)
         if before != after:
@@ -287,46 +273,3 @@ def _timed(exchange: Callable[[Any], Any], own: Any) -> tuple[Any, tf.Tensor]:
     result = exchange(own)
     with tf.control_dependencies([*tf.nest.flatten(result), begin]):
         return result, tf.timestamp() - begin
-
-
-def _tensor(values: Any) -> tf.Tensor:
-    return tf.constant(values.tolist(), tf.string) if values.dtype == object else tf.constant(widened(values))
-
-
-def _specs(values: tf.Tensor) -> tuple[tf.TensorSpec, tf.TensorSpec]:
-    """Of values and seq_lens: any number of sequences of any length."""
-    return tf.TensorSpec([None, None, *values.shape[2:]], values.dtype), tf.TensorSpec([None], tf.int32)
-
-
-def _extern_data(data: Mapping[str, tuple[tf.Tensor, tf.Tensor]]) -> dict[str, TensorFlowData]:
-    """What `train_step` gets, by data key."""
-    return {
-        key: TensorFlowData(values, seq_lens, tf.sequence_mask(seq_lens, tf.shape(values)[1]))
-        for key, (values, seq_lens) in data.items()
-    }
-
-
-def _numbers(losses: Mapping[str, Loss]) -> tf.Tensor:
-    """The sums, then the counts; float64 of shape (2 * losses,)."""
-    sums = [tf.reduce_sum(tf.cast(loss.value, tf.float64)) for loss in losses.values()]
-    return tf.stack(sums + [_count(loss) for loss in losses.values()])
-
-
-def _count(loss: Loss) -> tf.Tensor:
-    """How many elements a loss's sum goes over."""
-    if loss.count is None:
-        return tf.cast(tf.size(loss.value), tf.float64)
-    return tf.reduce_sum(tf.cast(loss.count, tf.float64))
-
-
-def _total(losses: Mapping[str, Loss], divisors: Mapping[str, tf.Tensor]) -> tf.Tensor:
-    """The scalar to differentiate. Raises: ConfigError, where there is none."""
-    terms = []
-    for name, loss in minimized(losses).items():
-        value = tf.convert_to_tensor(loss.value)
-        term = tf.reduce_sum(tf.cast(value, tf.float32) if value.dtype.size < 4 else value) * loss.scale
-        terms.append(term / tf.cast(divisors[name], term.dtype) if name in divisors else term)
-    if not terms:
-        raise nothing_to_minimize()
-    dtype = terms[0].dtype
-    return tf.add_n([tf.cast(term, dtype) for term in terms])

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import keras
+import numpy
 import tensorflow as tf
 from keras.src.random.seed_generator import global_seed_generator  # where keras.random draws from, if not told otherwise
 
+from hvdtrain.data.types import Array
+from hvdtrain.errors import CheckpointError
 from hvdtrain.learner.base import Kind
 
 NO_PARTS = frozenset(vars(keras.Model())) | {"_functional", "_operations", "_operations_by_depth"}
@@ -119,3 +122,32 @@ def set_generators(generators: list[Any], seeds: tf.Tensor) -> None:
             state.assign(tf.cast(tf.stack([seeds[number], 0]), state.dtype))
         else:
             generator.reset_from_seed(tf.cast(seeds[number], tf.int64))
+
+
+def exchangeable(variable: tf.Variable) -> tf.Tensor:
+    """A variable's value; half precision as single precision, which every transport and every sum can do with."""
+    value = variable.value()
+    return tf.cast(value, tf.float32) if value.dtype in (tf.float16, tf.bfloat16) else value
+
+
+def array_of(variable: Any) -> Array:
+    """A copy of a variable's value."""
+    return numpy.array(tensorflow_variable(variable).numpy())
+
+
+def assign(variables: Iterable[tuple[str, Any]], arrays: Mapping[str, Array], wrong: str) -> None:
+    """Give variables their stored values. Raises: CheckpointError, before the first is changed."""
+    wanted = {name: tensorflow_variable(variable) for name, variable in variables}
+    missing, unknown = sorted(wanted.keys() - arrays.keys()), sorted(arrays.keys() - wanted.keys())
+    shapes = [
+        f"{name} of shape {arrays[name].shape} instead of {tuple(variable.shape)}"
+        for name, variable in wanted.items()
+        if name in arrays and arrays[name].shape != tuple(variable.shape)
+    ]
+    if missing or unknown or shapes:
+        raise CheckpointError(f"{wrong}: missing {missing}, unknown {unknown}, {shapes}")
+    for name, variable in wanted.items():
+        stored = arrays[name]
+        if stored.dtype.kind == "V":  # bfloat16, which numpy's files know as bytes only
+            stored = stored.view(variable.dtype.as_numpy_dtype)
+        variable.assign(tf.constant(stored, variable.dtype))

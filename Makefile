@@ -1,5 +1,6 @@
 # make train   watch a model learn on two Horovod ranks (about five minutes on two cores)
 # make test    all tests
+# make test-cluster   the tests on several hosts and Slurm, as root
 # make check   formatting, lint, types, tests
 # The environment is set up when it is missing; see tools/setup.sh.
 
@@ -15,10 +16,13 @@ endif
 
 G2P_PARTS = data/g2p/train.hdf data/g2p/dev.hdf data/g2p/test.hdf
 
-.PHONY: setup data train test check format docs benchmark benchmark-data clean
+.PHONY: setup setup-cluster data train test test-cluster check format docs benchmark benchmark-data clean
 
 setup:
 	@bash tools/setup.sh
+
+setup-cluster:
+	@bash tools/setup_cluster.sh
 
 data: setup $(G2P_PARTS)
 
@@ -33,6 +37,10 @@ train: data
 
 test: setup data
 	$(PYTHON_OF_VENV) -m pytest
+
+# On three hosts with Slurm, all of them on this machine; skipped, with a line why, where they cannot be had.
+test-cluster: setup setup-cluster
+	$(PYTHON_OF_VENV) -m pytest tests/cluster -m cluster -rs
 
 check: setup data
 	$(PYTHON_OF_VENV) -m ruff format --check .

@@ -32,9 +32,8 @@ class Numbers:
 
 def main() -> None:
     torch.set_num_threads(1)
-    ballot.INTERVAL = 0.0  # after every step
     comm = open_horovod("torch")
-    votes = ballot.Ballot(comm, Numbers())  # type: ignore[arg-type]
+    votes = ballot.Ballot(comm, Numbers(), interval=0.0)  # type: ignore[arg-type]
     gradient = torch.zeros(500_000)
     seconds: dict[bool, list[float]] = {True: [], False: []}
     for number in range(2 * ROUNDS + 2):

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""Kill trainings at random moments and look at what is left: `kills.py saves` while they save, `kills.py soak` on several ranks.
+"""Kill trainings at random moments and look at what is left.
 
-kills.py saves --kills 200     one process that does little but save; after every kill, does the same command go on?
+kills.py saves --kills 200     a process that saves and saves; after every kill, is the newest checkpoint whole?
+kills.py starts --kills 50     a training that does little but save; after every kill, does it go on?
 kills.py soak --kills 20       the demo's task on changing numbers of ranks; was every sequence trained on once an epoch?
 """
 
@@ -47,6 +48,73 @@ def train_step(*, model, extern_data, **_):
 
 
 def saves(kills: int, seed: int) -> None:
+    """Kill a process in the midst of saving; what is left has to be whole: one step's model, optimizer and progress.
+
+    The model's and the optimizer's numbers are those of the step, so files of different steps would be seen.
+    """
+    import torch
+
+    from hvdtrain.comm.single import SingleCommunicator
+    from hvdtrain.learner.torch import TorchLearner
+    from hvdtrain.reduce import GradReduce
+    from hvdtrain.saving import Saver
+    from hvdtrain.state import Progress, Within
+    from hvdtrain.timer import Timer
+
+    torch.set_num_threads(1)  # others would not be there in a forked process
+    comm = SingleCommunicator()
+    reducer = GradReduce(comm, Timer(), average=False)
+    model = torch.nn.Linear(400, 400)
+    optimizer = torch.optim.Adam(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()  # so that there is a state
+    learner = TorchLearner(model, lambda **_: None, optimizer, reducer, device=torch.device("cpu"), seed=(1, 0))
+
+    def set_all(step: int) -> None:
+        with torch.no_grad():
+            for tensor in (model.weight, model.bias, *(optimizer.state[model.weight][name] for name in ("exp_avg", "step"))):
+                tensor.fill_(float(step))
+
+    def stored() -> set[float]:
+        tensors = model.weight, model.bias, *(optimizer.state[model.weight][name] for name in ("exp_avg", "step"))
+        return {float(value) for tensor in tensors for value in (tensor.detach().min(), tensor.detach().max())}
+
+    generator = random.Random(seed)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        checkpoints = CheckpointFolder(folder / "model")
+        saver = Saver(comm, learner, reducer, checkpoints, "shard")
+
+        def save_for_ever(step: int) -> None:
+            while True:  # five steps an epoch
+                step += 1
+                set_all(step)
+                within = Within(step // 5 + 1, step // 5 * 5) if step % 5 else None
+                saver.save(Progress(step=step, epoch=step // 5, within=within))
+
+        step = unfinished = moved = 0
+        for number in range(kills):
+            child = os.fork()
+            if child == 0:
+                save_for_ever(step)
+            time.sleep(generator.uniform(0.02, 0.3) if step else 2.0)
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            unfinished += any(path.name.endswith(UNFINISHED) for path in folder.iterdir())
+            newest = checkpoints.newest()
+            if newest is None:
+                raise SystemExit(f"kill {number}: expected a checkpoint, got {sorted(path.name for path in folder.iterdir())}")
+            found = saver.load(newest).step
+            if stored() != {float(found)} or found < step or found != (newest.step or 5 * newest.epoch):
+                raise SystemExit(f"kill {number}: expected all of one step, not before {step}, got {stored()}")
+            moved += found > step
+            step = found
+    print(f"{kills} kills, {unfinished} of them while files were being written; after each the newest checkpoint was whole,")
+    print(f"and never older than after the kill before ({moved} times newer); {step} checkpoints were written in all")
+
+
+def starts(kills: int, seed: int) -> None:
     """Kill a training that saves all the time; the next one has to go on from what is left."""
     import hvdtrain.learner.torch  # noqa: F401  here, so that the children find it imported, and --help answers at once
     from hvdtrain.run import train
@@ -176,7 +244,7 @@ def _signal(process: subprocess.Popen[bytes], how: signal.Signals, generator: ra
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["saves", "soak"])
+    parser.add_argument("what", choices=["saves", "starts", "soak"])
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--data", type=Path, default=ROOT / "data" / "g2p", help="soak: the folder of train.hdf")
@@ -185,6 +253,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.what == "saves":
         saves(arguments.kills, arguments.seed)
+    elif arguments.what == "starts":
+        starts(arguments.kills, arguments.seed)
     else:
         soak(arguments.kills, arguments.seed, arguments.data, arguments.ranks, arguments.epochs)
 

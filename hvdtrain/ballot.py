@@ -1,8 +1,8 @@
 """All ranks learn at the same step what one of them wants: to stop, to save, to report a loss that is no number.
 
-Nobody waits for it: every so many steps (about a tenth of a second) each rank hands a few numbers to an all-reduce, and looks
-at their sum when it hands over the next ones. So what one rank wants is known to all after two such intervals, at the same
-step, and the exchange goes on beside the computing.
+Nobody waits for it: every so many steps (about a tenth of a second; a second where ranks train apart) each rank hands a few
+numbers to an all-reduce, and looks at their sum when it hands over the next ones. So what one rank wants is known to all after
+two such intervals, at the same step, and the exchange goes on beside the computing.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from hvdtrain.learner.base import Learner
 
 INTERVAL = 0.1
 """Seconds between two exchanges, if steps are shorter than that."""
+
+INTERVAL_APART = 1.0
+"""The same where ranks do not meet in every step: more exchanges would keep a fast one from running ahead."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +41,18 @@ NONE = Wishes()
 
 
 class Ballot:
-    """Counts wishes. Collective: all ranks call `step` equally often, after every step of a training or an evaluation."""
+    """Counts wishes. Collective: all ranks call `step` equally often, after every step of a training or an evaluation.
 
-    def __init__(self, comm: Communicator, learner: Learner, clock: Callable[[], float] = time.perf_counter) -> None:
+    Args:
+        interval: seconds between two exchanges.
+    """
+
+    def __init__(
+        self, comm: Communicator, learner: Learner, interval: float, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         self._comm = comm
         self._learner = learner
+        self._interval = interval
         self._clock = clock
         self._handle: object = None
         self._since = clock()
@@ -60,7 +70,7 @@ class Ballot:
             return NONE
         counted = self.finish()
         seconds, self._since = self._clock() - self._since, self._clock()
-        wanted = max(1, min(10 * self._steps, round(self._steps * INTERVAL / max(seconds, 1e-6))))
+        wanted = max(1, min(10 * self._steps, round(self._steps * self._interval / max(seconds, 1e-6))))
         # How often to ask is rank 0's to decide; the ranks' clocks may differ.
         numbers = [*astuple(wishes()), wanted if self._comm.rank == 0 else 0]
         self._handle = self._comm.start([self._learner.numbers(numbers)], "sum", name="wishes")

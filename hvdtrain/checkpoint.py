@@ -78,6 +78,9 @@ class CheckpointFolder:
     def __init__(self, prefix: Path, suffix: str = "pt") -> None:
         self.suffix = suffix
         self._prefix = prefix
+        self._pattern = re.compile(
+            rf"{re.escape(prefix.name)}\.(?P<epoch>\d+)(\.step-(?P<step>\d+))?(?P<part>\.(opt|rank-\d+-of-\d+))?\.{re.escape(suffix)}"
+        )
 
     def at(self, epoch: int, step: int | None = None) -> Checkpoint:
         """The files of an epoch, finished or (with a step) under way, whether they exist or not."""
@@ -140,8 +143,9 @@ class CheckpointFolder:
         """Remove what a new checkpoint made useless: those within epochs, and all but the last finished epochs' optimizers
         (which are as large as the model, or larger).
         """
-        old = [found for found in self._found() if found.step is not None and found != newest]
-        self.remove(old)
+        names = [self._pattern.fullmatch(path.name) for path in self._files()]
+        within = {self.at(int(match["epoch"]), int(match["step"])) for match in names if match and match["step"]}
+        self.remove(within - {newest})  # also what a kill left of them: parts without a model
         with_optimizer = [self.at(epoch) for epoch in self.finished() if self.at(epoch).optimizer_file.exists()]
         for checkpoint in with_optimizer[:-keep_optimizers]:
             self._remove_all_but_model(checkpoint)
@@ -159,9 +163,9 @@ class CheckpointFolder:
 
     def _found(self) -> list[Checkpoint]:
         """Every complete checkpoint, oldest first."""
-        pattern = re.compile(rf"{re.escape(self._prefix.name)}\.(\d+)(?:\.step-(\d+))?\.{re.escape(self.suffix)}")
-        matches = [pattern.fullmatch(path.name) for path in self._files()]
-        found = [self.at(int(match[1]), int(match[2]) if match[2] else None) for match in matches if match]
+        matches = [self._pattern.fullmatch(path.name) for path in self._files()]
+        models = [match for match in matches if match and not match["part"]]
+        found = [self.at(int(match["epoch"]), int(match["step"]) if match["step"] else None) for match in models]
         return sorted(found, key=lambda checkpoint: checkpoint.age)
 
     def _remove_unfinished(self) -> None:

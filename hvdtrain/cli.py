@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import traceback
 from pathlib import Path
 
-from hvdtrain.comm import launch
+from hvdtrain.comm import launch, local
 from hvdtrain.config.check import describe
 from hvdtrain.config.keys import declared
 from hvdtrain.effective import print_config
-from hvdtrain.errors import ConfigError, HvdtrainError
-from hvdtrain.settings import DATASET_SECTIONS, SECTIONS, read_settings
+from hvdtrain.errors import ConfigError, HvdtrainError, LaunchError
+from hvdtrain.settings import DATASET_SECTIONS, DICTS, SECTIONS, read_settings
 from hvdtrain.version import __version__
+
+LOCAL_RANK = re.compile(r"--local[-_]rank=\d+")
+"""What torch.distributed.launch adds to the command without --use_env; the environment says it, too."""
 
 USAGE = """\
 usage: python -m hvdtrain CONFIG [CONFIG ...] [++KEY VALUE ...]
        mpirun -np N --bind-to none python -m hvdtrain CONFIG ++use_horovod 1 [++KEY VALUE ...]
+       torchrun --nproc_per_node N -m hvdtrain CONFIG ++torch_distributed {} [++KEY VALUE ...]
+       python -m hvdtrain CONFIG ++ngpu N [++KEY VALUE ...]
 
 Train as the config says, from the last checkpoint on, or do another task (++task eval, forward, search, cleanup_old_models).
 CONFIG is a Python file (every name it defines is a key or the author's own) or a JSON file; of several, later ones win.
@@ -45,12 +51,17 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         paths, overrides = parse([argument for argument in arguments if argument != "--print-config"])
         settings = read_settings(paths, overrides)
+        if "--print-config" in arguments:
+            if rank == 0:
+                print(print_config(settings))
+            return 0
+        if own := local.processes(settings.launch, launch.launch()):
+            return local.run(own, arguments, launch.environment())
+    except LaunchError as error:
+        return _fail(str(error), rank, status=2, everywhere=error.on_every_rank)
     except ConfigError as error:  # the ranks are not connected yet, but all of them find the same problems
         return _fail(str(error), rank, status=2, everywhere=True)
-    if "--print-config" in arguments:
-        if rank == 0:
-            print(print_config(settings))
-        return 0
+    local.end_with_parent(launch.environment())
     try:
         from hvdtrain.tasks import run_task  # here, so that a mistake in the config is told without waiting for imports
 
@@ -67,7 +78,7 @@ def main(arguments: list[str] | None = None) -> int:
 def parse(arguments: list[str]) -> tuple[list[Path], dict[str, str]]:
     """Config files, then `++key value` pairs. Raises: ConfigError."""
     files = []
-    rest = list(arguments)
+    rest = [argument for argument in arguments if not LOCAL_RANK.fullmatch(argument)]
     while rest and not rest[0].startswith(("+", "-")):
         files.append(Path(rest.pop(0)))
     problems = [] if files else ["command line: expected a config file first, got none (python -m hvdtrain --help)"]
@@ -91,6 +102,8 @@ def help_text() -> str:
     lines = [USAGE, "keys of a config:"]
     for section in SECTIONS:
         lines += _section_lines(section)
+    for name, section in DICTS.items():
+        lines += ["", f"entries of the dict {name}:"] + _section_lines(section)
     lines += ["", "keys of a dataset dict (train, dev, ...), besides 'class':"]
     for section in DATASET_SECTIONS:
         lines += _section_lines(section)

@@ -6,15 +6,17 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from hvdtrain import ballot
 from hvdtrain.ballot import Ballot, Wishes
 from hvdtrain.comm.base import Communicator, together
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.plan import Plan
-from hvdtrain.errors import CheckpointError, DataError, HvdtrainError, TrainingError
+from hvdtrain.errors import CheckpointError, DataError, HvdtrainError
 from hvdtrain.evaluation import evaluate
 from hvdtrain.interrupt import BY_CTRL_C, TO_BE_CONTINUED, Interrupt, Stopped
 from hvdtrain.learner.base import Learner, NotFinite
 from hvdtrain.log import say
+from hvdtrain.not_finite import not_finite
 from hvdtrain.reduce import Reducer
 from hvdtrain.report.epoch import EpochReport, Reporter
 from hvdtrain.report.json_lines import as_line
@@ -25,11 +27,6 @@ from hvdtrain.state import Progress, Within
 from hvdtrain.timer import Timer, clock_text
 from hvdtrain.trace import Note, no_trace
 from hvdtrain.watchdog import Watchdog
-
-NOT_FINITE = (
-    "train_step: expected finite losses, got others (stop_on_nonfinite_train_score = False goes on nevertheless; "
-    "num_allowed_consec_invalid_gradient_steps leaves such updates out):"
-)
 
 
 @dataclass(frozen=True)
@@ -106,11 +103,13 @@ class Engine:
         self._progress = progress
         self._pace = pace
         self._trace = trace
-        self._ballot = Ballot(comm, learner)
+        meets_in_every_step = reducer.updates_without_batch
+        self._ballot = Ballot(comm, learner, ballot.INTERVAL if meets_in_every_step else ballot.INTERVAL_APART)
         self._scores: list[Scores] = []  # this rank's, not yet brought together with the others'
         self._not_finite: list[NotFinite] = []
         self._since = self._synced = 0.0  # up to when and to what the epoch's seconds are counted
         self._saved_when = time.monotonic()
+        self._asked_to_save = False
 
     def run(self) -> None:
         """Train up to the last epoch.
@@ -238,7 +237,7 @@ class Engine:
         """Collective. After every step of a training or an evaluation: save, stop or give up, where a rank wants that."""
         wanted = self._ballot.step(self._wishes)
         if wanted.report:
-            self._give_up(within)
+            raise not_finite(self._comm, self._train.dataset, self._not_finite, within)
         if wanted.stop or wanted.stop_by_hand:
             self._stop(within, BY_CTRL_C if wanted.stop_by_hand else TO_BE_CONTINUED)
         steps = self._pace.save_steps
@@ -249,8 +248,8 @@ class Engine:
         """What this rank wants."""
         reason = self._interrupt.reason
         by_hand = reason == "SIGINT"
-        minutes = self._pace.save_minutes
-        due = minutes is not None and self._comm.rank == 0 and time.monotonic() - self._saved_when >= 60 * minutes
+        due = self._is_save_due() and not self._asked_to_save  # once: it takes two exchanges until it is done
+        self._asked_to_save = self._asked_to_save or due
         self._not_finite += self._learner.take_not_finite()
         broken = self._pace.finite and bool(self._not_finite)
         return Wishes(stop=int(reason is not None and not by_hand), stop_by_hand=int(by_hand), save=int(due), report=int(broken))
@@ -277,6 +276,12 @@ class Engine:
         with self._timer.span("saving"):
             self._saver.save(self._progress)
         self._saved_when = time.monotonic()
+        self._asked_to_save = False
+
+    def _is_save_due(self) -> bool:
+        """Whether rank 0, whose clock counts, finds the last checkpoint too old."""
+        minutes = self._pace.save_minutes
+        return minutes is not None and self._comm.rank == 0 and time.monotonic() - self._saved_when >= 60 * minutes
 
     def _is_to_be_saved(self, epoch: int) -> bool:
         is_last = epoch >= self._pace.num_epochs or self._pace.ends_early(self._progress.history) is not None
@@ -290,27 +295,7 @@ class Engine:
         within.scores = Scores.merged([within.scores, *(scores for scores, _ in parts)]).compact()
         self._scores = []
         if self._pace.finite and any(broken for _, broken in parts):
-            self._give_up(within)
-
-    def _give_up(self, within: Within) -> None:
-        """Collective. Tell on which rank, for which sequences, which loss is no finite number. Raises: TrainingError."""
-
-        def told() -> list[str]:
-            lines = []
-            for found in self._not_finite[:3]:
-                tags = ", ".join(self._train.dataset.tags(found.indices))
-                step = found.step - within.first_step
-                broken = (
-                    f"parameters that are not finite: {', '.join(found.parameters) or 'none, so the loss itself is the cause'}"
-                )
-                lines.append(f"{found.loss} = {found.value} in step {step} of epoch {within.epoch}, sequences {tags}; {broken}")
-            return lines
-
-        by_rank = self._comm.gather(together(self._comm, told, name="not_finite_tags"), name="not_finite")
-        lines = [f"rank {rank}: {line}" for rank, lines in enumerate(by_rank) for line in lines]
-        error = TrainingError("\n  ".join([NOT_FINITE, *lines]))
-        error.on_every_rank = True
-        raise error
+            raise not_finite(self._comm, self._train.dataset, self._not_finite, within)
 
     def _count_seconds(self, within: Within) -> None:
         """Add the seconds since the last time to the epoch's."""

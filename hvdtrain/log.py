@@ -49,8 +49,7 @@ def open_log(keys: LogKeys, rank: int, size: int) -> None:
         LOGGER.removeHandler(old)
         old.close()
     targets = [keys.log] if isinstance(keys.log, str) else keys.log or []
-    # Without any handler, logging itself would print what is important, on every rank.
-    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stdout) if rank == 0 else logging.NullHandler()]
+    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stdout)] if rank == 0 else [logging.NullHandler()]
     for target in targets:
         if target != "stdout":
             path = rank_file(Path(target), rank, size)

@@ -9,10 +9,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, TypeVar
 
 from hvdtrain.comm.base import Communicator, Op, Tensor, all_reduce
+from hvdtrain.comm.keys import TorchDistributedKeys
 from hvdtrain.config.keys import key, positive
 from hvdtrain.learner.base import Kind, Learner, Part
 from hvdtrain.timer import Timer
@@ -28,7 +29,11 @@ class ReduceKeys:
     """Training on several ranks."""
 
     use_horovod: bool = key(False, "train with Horovod on the processes that mpirun, horovodrun or srun started")
-    torch_distributed: dict[str, Any] | None = key(None, "train with torch.distributed instead (not there yet)")
+    torch_distributed: dict[str, Any] | None = key(
+        None,
+        "train with torch.distributed instead, on the processes that torchrun, mpirun, srun or ngpu started: {}, or a dict "
+        "with entries below",
+    )
     horovod_reduce_type: Literal["grad", "param"] = key(
         "grad", "'grad': reduce gradients every step; 'param': every rank updates alone, parameters are averaged now and then"
     )
@@ -43,12 +48,28 @@ class ReduceKeys:
     horovod_dataset_distribution: Literal["shard", "random_seed_offset"] = key(
         "shard", "'shard': the ranks share an epoch's batches; 'random_seed_offset': each goes through all data in its own order"
     )
+    horovod_timeline: str | None = key(
+        None,
+        "a file in which Horovod writes down when each collective ran, for chrome://tracing (HOROVOD_TIMELINE does the same)",
+    )
 
     def problems(self) -> list[str]:
         """What is wrong between the keys."""
-        if self.torch_distributed is not None:
-            return ["torch_distributed: expected None, as only Horovod is supported up to now (use_horovod = True)"]
+        if self.use_horovod and self.torch_distributed is not None:
+            return ["use_horovod, torch_distributed: expected one of them, got both (++use_horovod 0 turns the former off)"]
         return []
+
+    def under(self, keys: TorchDistributedKeys) -> ReduceKeys:
+        """The keys as they hold with torch.distributed: what its dict says goes before the key of the same name."""
+        entries: dict[str, Any] = {
+            "horovod_reduce_type": keys.reduce_type,
+            "horovod_avg_grad": keys.avg_grad,
+            "horovod_param_sync_step": keys.param_sync_step,
+            "horovod_param_sync_time_diff": keys.param_sync_time_diff,
+            "horovod_scale_lr": keys.scale_lr,
+            "horovod_dataset_distribution": keys.dataset_distribution,
+        }
+        return replace(self, **{name: value for name, value in entries.items() if value is not None})
 
 
 class Reducer(Protocol):

@@ -9,12 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import fields
 from pathlib import Path
-from typing import Literal
 
 from hvdtrain.checkpoint import CheckpointFolder
 from hvdtrain.cleanup import parse_rule
 from hvdtrain.comm import launch
 from hvdtrain.comm.base import Communicator, on_rank_zero, together
+from hvdtrain.comm.current import connected
 from hvdtrain.comm.patience import patiently
 from hvdtrain.comm.single import SingleCommunicator
 from hvdtrain.data.cache import Budget, host_memory
@@ -60,8 +60,7 @@ NO_COPIES: Mapping[str, str] = {}
 
 def train(settings: Settings) -> None:
     """Train as the config says, from the last finished epoch on. Raises: HvdtrainError."""
-    prepare(settings)
-    with open_communicator(settings.reduce, settings.run.backend) as comm:
+    with open_communicator(settings) as comm:
         train_with(comm, settings)
 
 
@@ -85,6 +84,9 @@ def train_with(comm: Communicator, settings: Settings) -> Learner:
     timer = Timer()
     interrupt = Interrupt(settings.interrupt.seconds)
     with interrupt, Watchdog(settings.run.watchdog_timeout, comm.rank) as watchdog, ExitStack() as stack:
+        if (callback := as_function(settings.run.startup_callback, "startup_callback")) is not None:
+            watchdog.beat("startup_callback")
+            callback()
         copies = copy_data(settings, comm, watchdog, stack)
         watchdog.beat("opening the datasets")
         feeds = together(comm, lambda: open_feeds(settings, comm, copies.places), name="open_feeds")
@@ -170,33 +172,40 @@ def open_reporters(settings: Settings, progress: Progress) -> list[Reporter]:
 
 
 @contextmanager
-def open_communicator(keys: ReduceKeys, framework: Literal["torch", "tensorflow"]) -> Iterator[Communicator]:
+def open_communicator(settings: Settings) -> Iterator[Communicator]:
     """Connect with the other ranks. They are only taken leave of when all get to the end together: where one fails alone,
     its end is what ends the others.
 
     Raises:
         LaunchError: several processes were started, but the config does not say how they belong together.
+        ConfigError: a device that is not there, or a config that computes while it is read.
     """
+    prepare(settings)
     started = launch.launch()
     comm: Communicator
     inside: AbstractContextManager[None] = nullcontext()
-    if keys.use_horovod:
+    torch_keys = settings.torch_distributed
+    if settings.reduce.use_horovod:
         from hvdtrain.comm.horovod import open_horovod, peer_failures  # imports a framework
 
         inside = peer_failures()  # TensorFlow's graphs exchange by themselves
-        comm = open_horovod(framework)
+        comm = open_horovod(settings.run.backend, settings.reduce.horovod_timeline)
+    elif torch_keys is not None:
+        from hvdtrain.comm.torch_dist import open_torch_distributed
+
+        comm = open_torch_distributed(torch_keys.backend, torch_keys.init_method, torch_keys.timeout_sec)
     elif started.size > 1:
         error = LaunchError(
             f"expected to be told how the {started.size} processes that {started.launcher} started belong together, got neither "
             "use_horovod nor torch_distributed: they would train the same model over each other's files "
-            "(add ++use_horovod 1 to the command)"
+            "(add ++use_horovod 1 to the command, or ++torch_distributed {})"
         )
         error.on_every_rank = True
         raise error
     else:
         comm = SingleCommunicator()
     try:
-        with inside:
+        with inside, connected(comm):
             yield comm
     except HvdtrainError as failure:
         if failure.on_every_rank:
@@ -246,7 +255,8 @@ def open_some(
     def feed(spec: DatasetSpec) -> Feed:
         training = spec is settings.train
         distribution = settings.reduce.horovod_dataset_distribution if training else "shard"
-        batch_keys = settings.batch.of_training() if training else settings.batch.of_evaluation()
+        batch_keys = settings.batch.of_each_of(comm.size)
+        batch_keys = batch_keys.of_training() if training else batch_keys.of_evaluation()
         budget = Budget(budgets.get(spec.name, sizes[2]), within=host)
         files = Unchanged(copies.get(path, path) if path in part.copied else path for part in spec.all() for path in part.files)
         dataset = open_dataset(spec, Means(budget, copies))
@@ -299,20 +309,24 @@ def open_reducer(keys: ReduceKeys, comm: Communicator, timer: Timer) -> Reducer:
 
 def build_learner(settings: Settings, reducer: Reducer, comm: Communicator) -> Learner:
     """The model and the optimizer, in the config's framework. Raises: ConfigError."""
-    build: Callable[..., Learner]
-    if settings.run.backend == "torch":  # a framework is imported when it is known to be needed
-        from hvdtrain.learner.torch import build_torch_learner as build
-    else:
-        from hvdtrain.learner.tensorflow import build_tensorflow_learner as build
-    return build(
+    num_threads = threads(settings, comm.local_size)
+    seed = settings.run.random_seed
+    places = {"rank": comm.rank, "local_rank": comm.local_rank, "threads": num_threads}
+    if settings.run.backend == "tensorflow":  # a framework is imported when it is known to be needed
+        from hvdtrain.learner.tensorflow import build_tensorflow_learner
+
+        return build_tensorflow_learner(settings.learner, reducer, **places, seed=seed, epoch=1, step=0)
+    from hvdtrain.learner.torch import build_torch_learner
+
+    return build_torch_learner(
         settings.learner,
         reducer,
-        rank=comm.rank,
-        local_rank=comm.local_rank,
-        threads=threads(settings, comm.local_size),
-        seed=settings.run.random_seed,
+        **places,
+        seed=seed,
         epoch=1,
         step=0,
+        batch_norm=comm.channel("sync_batch_norm") if settings.learner.sync_batch_norm and comm.size > 1 else None,
+        sharded=comm if settings.torch_distributed is not None and settings.torch_distributed.sharded and comm.size > 1 else None,
     )
 
 
@@ -388,6 +402,11 @@ def announce(settings: Settings, comm: Communicator, learner: Learner, feeds: li
     say(4, f"hvdtrain {__version__}, {settings.run.backend}: {comm.size} rank{'s' if comm.size > 1 else ''}, {where}")
     if settings.reduce.use_horovod and started.launcher is None:
         say(2, "use_horovod is set, but this process was started alone: it trains as one rank (for 2: mpirun -np 2 ...)")
+    if settings.torch_distributed is not None and started.launcher is None and settings.launch.ngpu is None:
+        say(
+            2,
+            "torch_distributed is set, but this process was started alone: it trains as one rank (for 2: ++ngpu 2, or torchrun)",
+        )
     if launch.is_bound() and launch.cores() == 1:
         say(2, "this rank is bound to a single core of several; mpirun --bind-to none lets it use more")
     first = progress.epoch + 1

@@ -120,6 +120,7 @@ class Saver:
             else:
                 self._writing = self._background.submit(write, self._learner.copied())
 
+        self._learner.gather_state()
         with self._reducer.averaged(self._learner):
             on_rank_zero(self._comm, start, name="save")
         say(4, f"Save model under {target.model_file}")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from hvdtrain.comm.keys import LaunchKeys, TorchDistributedKeys
 from hvdtrain.config.check import build, unknown
 from hvdtrain.config.keys import REQUIRED, Key, Rule, declared, key, not_negative, positive
+from hvdtrain.config.options import unknown_options
 from hvdtrain.config.source import COMMAND_LINE, Source, load
 from hvdtrain.data.chunks import ChunkKeys
 from hvdtrain.data.copies import CopyKeys
@@ -55,6 +57,9 @@ class RunKeys:
     num_threads: int | None = key(
         None, "threads a rank computes with; None: OMP_NUM_THREADS, or the host's cores divided among its ranks", positive
     )
+    startup_callback: Callable[..., None] | str | None = key(
+        None, "function (**_) that every rank calls before the datasets are opened; hvdtrain.run_on_main in it prepares data once"
+    )
     watchdog_timeout: float = key(1800.0, "end the job when a rank makes no progress for so many seconds", positive)
 
 
@@ -100,10 +105,14 @@ SECTIONS: tuple[type, ...] = (
     InterruptKeys,
     EndingKeys,
     ForwardKeys,
+    LaunchKeys,
     LogKeys,
     TrackerKeys,
     TraceKeys,
 )
+DICTS: dict[str, type] = {"torch_distributed": TorchDistributedKeys}
+"""Keys that are dicts with declared entries."""
+
 DATASET_SECTIONS: tuple[type, ...] = (*(kind.keys for kind in KINDS.values()), OrderKeys)
 
 ALIASES = {
@@ -128,6 +137,13 @@ UNSUPPORTED = {
 }
 """Keys of RETURNN that would change the training if they were ignored, with what to do instead."""
 
+NOT_NEEDED = {
+    "class": "gradients are reduced without a wrapper around the model",
+    "options": "gradients are reduced without a wrapper around the model",
+    "sync_on_cpu": "backend 'gloo' averages in memory",
+}
+"""Entries of RETURNN's torch_distributed that are not needed here."""
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -148,6 +164,8 @@ class Settings:
     interrupt: InterruptKeys
     ending: EndingKeys
     forwarding: ForwardKeys
+    launch: LaunchKeys
+    torch_distributed: TorchDistributedKeys | None
     log: LogKeys
     trackers: TrackerKeys
     trace: TraceKeys
@@ -198,6 +216,10 @@ def check(source: Source, names: list[str]) -> Settings:
     if built[DataKeys] is not None:
         specs, more = _datasets(built[DataKeys])
         problems += more
+    torch_distributed: TorchDistributedKeys | None = None
+    if built[ReduceKeys] is not None and built[LaunchKeys] is not None:
+        torch_distributed, more = _torch_distributed(built, origins)
+        problems += more
     if built[RunKeys] is not None and built[DataKeys] is not None:
         task = built[RunKeys].task
         forward, more = _forward_data(built[DataKeys], task)
@@ -207,6 +229,7 @@ def check(source: Source, names: list[str]) -> Settings:
             if not callable(function):
                 problems.append(f"task: expected config:NAME with the name of a function in the config, got {task!r}")
     reduce: ReduceKeys | None = built[ReduceKeys]
+    problems += _of_torch_only(built)
     if reduce is not None and reduce.horovod_dataset_distribution == "random_seed_offset" and specs:
         if specs[0].name == "train" and not is_random(specs[0].order):
             problems.append(
@@ -231,6 +254,8 @@ def check(source: Source, names: list[str]) -> Settings:
         interrupt=built[InterruptKeys],
         ending=built[EndingKeys],
         forwarding=built[ForwardKeys],
+        launch=built[LaunchKeys],
+        torch_distributed=torch_distributed,
         log=built[LogKeys],
         trackers=built[TrackerKeys],
         trace=built[TraceKeys],
@@ -240,6 +265,65 @@ def check(source: Source, names: list[str]) -> Settings:
         function=function,
         origins={name: origin for name, origin in origins.items() if name in names},
     )
+
+
+def _of_torch_only(built: dict[type, Any]) -> list[str]:
+    """Problems with sync_batch_norm. And works ngpu = 0 into the learner's device."""
+    learner, reduce, run, started = (built[section] for section in (LearnerKeys, ReduceKeys, RunKeys, LaunchKeys))
+    if None in (learner, reduce, run, started):
+        return []
+    if started.ngpu == 0 and learner.device is None:
+        built[LearnerKeys] = replace(learner, device="cpu")
+    if not learner.sync_batch_norm:
+        return []
+    problems = []
+    if run.backend != "torch":
+        problems.append(f"sync_batch_norm: expected backend = 'torch', got {run.backend!r}")
+    if reduce.horovod_reduce_type != "grad":
+        kind = reduce.horovod_reduce_type
+        problems.append(f"sync_batch_norm: expected reduce_type 'grad', got {kind!r}, with which ranks step alone")
+    return problems
+
+
+def _torch_distributed(built: dict[type, Any], origins: Mapping[str, str]) -> tuple[TorchDistributedKeys | None, list[str]]:
+    """The entries of torch_distributed, with ESPnet2's keys for the same worked into them and the other way round; problems."""
+    reduce, started = built[ReduceKeys], built[LaunchKeys]
+    if reduce.torch_distributed is None and not started.ask_for_torch:
+        return None, []
+    if reduce.use_horovod and reduce.torch_distributed is None:
+        return None, [
+            "use_horovod: expected mpirun, horovodrun or srun to start the processes, got ngpu or dist_ keys, which belong to "
+            "torch.distributed (mpirun -np N ..., or leave use_horovod out)"
+        ]
+    entries = reduce.torch_distributed or {}
+    where = "torch_distributed."
+    keys, problems = build(TorchDistributedKeys, entries, where, dict.fromkeys(entries, origins.get("torch_distributed", "")))
+    problems += unknown_options(where, entries, TorchDistributedKeys, "torch_distributed", NOT_NEEDED)
+    problems += [
+        f"{where}{name}: an entry of RETURNN's that is not needed ({NOT_NEEDED[name]})" for name in entries if name in NOT_NEEDED
+    ]
+    if built[RunKeys] is not None and built[RunKeys].backend != "torch":
+        problems.append(
+            f"torch_distributed: expected backend = 'torch', got {built[RunKeys].backend!r} (use_horovod connects it)"
+        )
+    if keys is None:
+        return None, problems
+    pairs = [("init_method", "dist_init_method", started.init_method), ("rank", "dist_rank", started.dist_rank)]
+    for name, other, value in [*pairs, ("world_size", "dist_world_size", started.dist_world_size)]:
+        if value is not None and getattr(keys, name) not in (None, value):
+            problems.append(f"{where}{name}: expected the value of {other}, {value!r}, got {getattr(keys, name)!r}")
+    keys = replace(keys, init_method=keys.init_method or started.init_method)
+    started = replace(
+        started,
+        dist_rank=started.dist_rank if keys.rank is None else keys.rank,
+        dist_world_size=keys.world_size or started.dist_world_size,
+    )
+    problems += started.rank_problems()
+    if keys.sharded and reduce.under(keys).horovod_reduce_type != "grad":
+        problems.append(f"{where}sharded: expected reduce_type 'grad', with which all ranks apply the same update, got 'param'")
+    built[LaunchKeys] = started
+    built[ReduceKeys] = reduce.under(keys)
+    return keys, problems
 
 
 def _datasets(keys: DataKeys) -> tuple[list[DatasetSpec], list[str]]:

@@ -19,7 +19,7 @@ from hvdtrain.forward import forward
 from hvdtrain.learner.base import Learner
 from hvdtrain.log import open_log, say
 from hvdtrain.preload import parse_preloads
-from hvdtrain.run import build_learner, open_communicator, open_reducer, open_some, prepare, train
+from hvdtrain.run import build_learner, open_communicator, open_reducer, open_some, train
 from hvdtrain.saving import Saver, clean_up
 from hvdtrain.scores import text
 from hvdtrain.settings import Settings
@@ -69,7 +69,7 @@ def forward_all(settings: Settings) -> None:
 
 def clean_up_all(settings: Settings) -> None:
     """Remove the models that `cleanup_old_models` does not keep, by the scores in scores.jsonl. Raises: HvdtrainError."""
-    with open_communicator(settings.reduce, settings.run.backend) as comm:
+    with open_communicator(settings) as comm:
         open_log(settings.log, comm.rank, comm.size)
         prefix = Path(settings.run.model)
         rule = parse_rule(settings.saving.cleanup_old_models) or CleanupRule()
@@ -87,8 +87,7 @@ Opened = tuple[Communicator, Learner, Progress, list[Feed], Watchdog]
 @contextmanager
 def _opened(settings: Settings, specs: list[DatasetSpec]) -> Iterator[Opened]:
     """A trained model and some datasets, on all ranks."""
-    prepare(settings)
-    with open_communicator(settings.reduce, settings.run.backend) as comm:
+    with open_communicator(settings) as comm:
         together(comm, lambda: open_log(settings.log, comm.rank, comm.size), name="open_log")
         with Watchdog(settings.run.watchdog_timeout, comm.rank) as watchdog:
             watchdog.beat("opening the datasets")

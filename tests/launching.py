@@ -28,12 +28,31 @@ def launch(
 ) -> Finished:
     """Run `python ARGUMENTS`, under mpirun where a number of ranks is given, with more in the environment."""
     command = [sys.executable, *map(str, arguments)]
-    started_by = ("OMPI_", "PMI_", "PMIX_", "HOROVOD_")  # the tests may run under a launcher themselves
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(started_by)} | dict(environment)
+    environment = clean_environment() | dict(environment)
     if ranks is not None:
         command = ["mpirun", "-np", str(ranks), "--bind-to", "none", "--oversubscribe", *command]
         if os.geteuid() == 0:
             environment.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
+    return finish(command, timeout, environment)
+
+
+def torchrun(
+    arguments: Sequence[str], ranks: int, timeout: float = 120, environment: Mapping[str, str] = EMPTY, *options: str
+) -> Finished:
+    """Run `torchrun python ARGUMENTS` on this host, with more in the environment."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), *options]
+    return finish([*command, *map(str, arguments)], timeout, clean_environment() | dict(environment))
+
+
+def clean_environment() -> dict[str, str]:
+    """This process's environment without what a launcher set: the tests may run under one themselves."""
+    started_by = ("OMPI_", "PMI_", "PMIX_", "HOROVOD_", "SLURM_", "TORCHELASTIC_", "HVDTRAIN_", "MASTER_")
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    return {name: value for name, value in os.environ.items() if not name.startswith(started_by) and name not in names}
+
+
+def finish(command: Sequence[str], timeout: float, environment: Mapping[str, str]) -> Finished:
+    """Run a command to its end."""
     started = time.monotonic()
     process = subprocess.run(
         command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL

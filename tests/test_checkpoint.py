@@ -141,3 +141,32 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match=r"net.001.pt: expected to write a checkpoint, got: "):
         CheckpointFolder(tmp_path / "file" / "net").save(1, write)
+
+
+def test_a_checkpoint_within_an_epoch_is_newer_than_the_epoch_before_and_older_than_its_end(tmp_path: Path) -> None:
+    checkpoints = CheckpointFolder(tmp_path / "net")
+    checkpoints.save(3, write)
+    own = checkpoints.at(4, 90).own_file(1, 2)
+    checkpoints.save_own(own, lambda path: path.touch())
+    for step in (80, 100, 90):  # a run that went on from an older one
+        checkpoints.save(4, write, step=step)
+        assert checkpoints.newest() == checkpoints.at(4, step)
+    assert names(tmp_path) == [
+        "net.003.opt.pt",
+        "net.003.pt",
+        "net.004.step-90.opt.pt",
+        "net.004.step-90.pt",
+    ]
+    checkpoints.at(4, 90).model_file.unlink()  # killed while it was removed
+    checkpoints.save(4, write)
+    assert checkpoints.newest() == checkpoints.at(4)
+    assert names(tmp_path) == ["net.003.opt.pt", "net.003.pt", "net.004.opt.pt", "net.004.pt"]
+
+
+def test_what_ranks_write_of_their_own_belongs_to_a_checkpoint(tmp_path: Path) -> None:
+    checkpoints = CheckpointFolder(tmp_path / "net")
+    for step in (80, 90):
+        for rank in range(2):
+            checkpoints.save_own(checkpoints.at(4, step).own_file(rank, 2), lambda path: path.touch())
+        checkpoints.save(4, write, step=step)
+        assert names(tmp_path) == [f"net.004.step-{step}.{part}pt" for part in ("opt.", "", "rank-0-of-2.", "rank-1-of-2.")]

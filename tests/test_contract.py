@@ -16,10 +16,14 @@ from launching import TOY, hvdtrain, launch
 
 CONFIGS = {"torch": TOY, "tensorflow": TOY.with_name("tensorflow_config.py")}
 
-TRANSPORTS: dict[str, dict[str, object]] = {"single": {}, "horovod": {"use_horovod": True}}
+TRANSPORTS: dict[str, dict[str, object]] = {
+    "single": {},
+    "horovod": {"use_horovod": True},
+    "torch.distributed": {"torch_distributed": {"backend": "gloo"}},
+}
 """The keys that choose a transport."""
 
-PAIRS = [("torch", "horovod"), ("tensorflow", "horovod")]
+PAIRS = [("torch", "horovod"), ("torch", "torch.distributed"), ("tensorflow", "horovod")]
 """Which transports serve which framework, beside single, which serves all."""
 
 PATIENCE = 10.0

@@ -29,6 +29,7 @@ TRAININGS: dict[str, dict[str, object]] = {
     "seed_offset": {"horovod_dataset_distribution": "random_seed_offset"},
     "chunks": {"chunking": {"data": 5, "classes": 5, "id": 1}, "max_seqs": 16, "shuffle_batches": True},
     "background": {"save_in_background": True, "optimizer": {"class": "adam"}, "layers": "statistics"},
+    "by_the_clock": {"save_interval_minutes": 0.0005},
     "newbob": {"learning_rate_control": "newbob", "evaluated": True, "newbob_relative_error_threshold": -0.5},
 }
 

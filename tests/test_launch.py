@@ -15,6 +15,7 @@ MPIRUN = {
 MPICH = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
 HOROVODRUN = {"HOROVOD_RANK": "5", "HOROVOD_SIZE": "8", "HOROVOD_LOCAL_RANK": "1", "HOROVOD_LOCAL_SIZE": "4"}
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "localhost"}
+HVDTRAIN = {"HVDTRAIN_RANK": "5", "HVDTRAIN_SIZE": "8", "HVDTRAIN_LOCAL_RANK": "1", "HVDTRAIN_LOCAL_SIZE": "4"}
 SBATCH = {"SLURM_JOB_ID": "17", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_TASKS_PER_NODE": "4(x2)"}
 SRUN = {
     **SBATCH,
@@ -28,7 +29,14 @@ SRUN = {
 
 @pytest.mark.parametrize(
     ("launcher", "environ"),
-    [("mpirun", MPIRUN), ("mpirun", MPICH), ("horovodrun", HOROVODRUN), ("torchrun", TORCHRUN), ("srun", SRUN)],
+    [
+        ("hvdtrain", HVDTRAIN),
+        ("mpirun", MPIRUN),
+        ("mpirun", MPICH),
+        ("horovodrun", HOROVODRUN),
+        ("torchrun", TORCHRUN),
+        ("srun", SRUN),
+    ],
 )
 def test_every_launcher_says_who_this_is(launcher: str, environ: dict[str, str]) -> None:
     assert detect(environ) == Launch(launcher, rank=5, size=8, local_rank=1, local_size=4)
@@ -49,6 +57,7 @@ def test_the_innermost_launcher_decides() -> None:
     assert detect({**SRUN, **two}).launcher == "mpirun"
     assert detect({**SRUN, **TORCHRUN}).launcher == "torchrun"
     assert detect({**MPIRUN, **HOROVODRUN}).launcher == "horovodrun"
+    assert detect({**MPIRUN, **SRUN, **HVDTRAIN}).launcher == "hvdtrain"
 
 
 def test_values_that_are_no_numbers_are_not_believed() -> None:
@@ -60,7 +69,10 @@ def test_values_that_are_no_numbers_are_not_believed() -> None:
 
 def test_tasks_per_node_of_slurm_may_differ() -> None:
     assert detect({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "4,3"}).local_size == 4
-    assert detect({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "2(x3),1"}).local_size == 2
+    uneven = {**SRUN, "SLURM_STEP_TASKS_PER_NODE": "2(x3),1"}
+    assert detect(uneven).local_size == 2
+    assert [detect({**uneven, "SLURM_NODEID": str(node)}).local_size for node in range(4)] == [2, 2, 2, 1]
+    assert detect({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "?"}).local_size == 1
 
 
 def test_launch_reads_this_processes_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ LEVELS = {
     "engine": 4,
     "saving": 4,
     "evaluation": 4,
+    "not_finite": 4,
     "forward": 4,
     "ballot": 3,
     "cleanup": 3,
@@ -44,6 +45,7 @@ LEVELS = {
     "log": 2,
     "watchdog": 3,
     "comm.base": 2,
+    "comm.keys": 2,
     "data.types": 2,
     "learner.base": 2,
     "context": 2,
@@ -66,6 +68,7 @@ BESIDE = [
     ("tasks", "settings"),
     ("engine", "saving"),
     ("engine", "evaluation"),
+    ("engine", "not_finite"),
     ("state", "schedule.history"),  # what is remembered of an epoch
     ("ending", "schedule.history"),
     ("start", "checkpoint"),
@@ -80,7 +83,7 @@ PLACES = {
     "torch": ["learner/torch*.py", "comm/torch*.py"],
     "tensorflow": ["learner/tensorflow*.py"],
     "keras": ["learner/tensorflow*.py"],
-    "horovod": ["comm/horovod.py"],
+    "horovod": ["comm/horovod*.py"],
     "mpi4py": ["comm/*.py"],
     "h5py": ["data/*.py"],
 }
@@ -156,7 +159,7 @@ def test_imports_go_down_only(importer: str) -> None:
 
 
 def test_what_a_config_imports_is_light() -> None:
-    assert own_imports("") == {"comm.launch", "context", "version"}
+    assert own_imports("") == {"comm.current", "comm.launch", "context", "version"}
 
 
 def test_no_modules_import_each_other() -> None:

@@ -95,6 +95,20 @@ def test_the_time_limit_stops_all_ranks(corpus: Path, tmp_path: Path) -> None:
     assert len(saved_within(tmp_path)) == 1
 
 
+def test_a_loss_that_is_no_number_is_told_with_its_rank(corpus: Path, tmp_path: Path) -> None:
+    common = {"corpus": corpus, "model": tmp_path / "model", "use_horovod": 1, "fault": "nan,1,5", "max_seqs": 4}
+    finished = hvdtrain(TOY, {**common, "save_interval_steps": 4}, ranks=2)
+    assert finished.status == 2
+    assert finished.err.count("rank 1: ce = nan in step 5 of epoch 1, sequences seq-") == 1
+    assert "none, so the loss itself is the cause" in finished.err
+    assert [path.name for path in saved_within(tmp_path)] == ["model.001.step-4.pt"]  # nothing broken was saved
+    skipped = hvdtrain(TOY, {**common, "num_allowed_consec_invalid_gradient_steps": 1, "num_epochs": 2}, ranks=2)
+    assert skipped.status == 0, skipped.err
+    assert "training goes on in epoch 1, after its step 4" in skipped.out
+    model = torch.load(tmp_path / "model.002.pt", weights_only=True)["model"]
+    assert model["first.weight"].isfinite().all()
+
+
 def test_a_signal_that_comes_twice_by_hand_ends_at_once() -> None:
     with Interrupt(None) as interrupt:
         with pytest.raises(KeyboardInterrupt):  # nobody has said yet that there is something to save
@@ -133,7 +147,7 @@ class Numbers:
 
 def test_a_ballot_counts_often_where_steps_are_long_and_seldom_where_they_are_short() -> None:
     now = [0.0]
-    ballot = Ballot(SingleCommunicator(), Numbers(), clock=lambda: now[0])  # type: ignore[arg-type]
+    ballot = Ballot(SingleCommunicator(), Numbers(), 0.1, clock=lambda: now[0])  # type: ignore[arg-type]
     asked = []
 
     def step(seconds: float, wishes: Wishes) -> Wishes:

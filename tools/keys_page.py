@@ -8,7 +8,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from hvdtrain.config.check import describe  # noqa: E402  # the line above finds the checkout
 from hvdtrain.config.keys import declared  # noqa: E402
-from hvdtrain.settings import ALIASES, DATASET_SECTIONS, SECTIONS, UNSUPPORTED  # noqa: E402
+from hvdtrain.settings import ALIASES, DATASET_SECTIONS, DICTS, SECTIONS, UNSUPPORTED  # noqa: E402
 
 
 def page() -> str:
@@ -20,6 +20,8 @@ def page() -> str:
     ]
     for section in SECTIONS:
         lines += _table(section)
+    for name, section in DICTS.items():
+        lines += ["", f"# Entries of the dict {name}"] + _table(section)
     lines += [
         "",
         "# Keys of a dataset dict",

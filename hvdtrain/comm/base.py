@@ -48,6 +48,10 @@ class Communicator(Protocol):
         """Collective. Every rank's picklable value, in rank order, on every rank."""
         ...
 
+    def channel(self, name: str) -> Communicator:
+        """Collective. The same ranks once more, for collectives that come in no fixed order with the others."""
+        ...
+
     def close(self) -> None:
         """Take leave of the other ranks. Nothing can be exchanged afterwards."""
         ...

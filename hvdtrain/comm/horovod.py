@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, TypeVar
 
 from hvdtrain.comm import launch
 from hvdtrain.comm.base import Communicator, Op, Tensor
+from hvdtrain.comm.horovod_gloo import gloo_environment
 from hvdtrain.comm.single import SingleCommunicator
 from hvdtrain.errors import LaunchError, PeerFailure
 
@@ -26,16 +28,31 @@ HOW_TO_INSTALL = (
 KNOWN_TYPES = ("uint8", "int32", "int64", "float16", "float32", "float64")
 """What Horovod can send from TensorFlow."""
 
+HINTS = {
+    "torchrun": 'torchrun is for torch.distributed: ++torch_distributed "{}" instead of use_horovod (or start it with mpirun)',
+    "srun": "was Horovod built with MPI, and for the MPI that srun --mpi speaks to? Without --mpi=pmix, Gloo connects the tasks",
+}
+OTHER_HINT = (
+    "was Horovod built for another MPI than the launcher's? Look at mpirun --version; "
+    "python -m hvdtrain.build_horovod --force builds it anew"
+)
 
-def open_horovod(framework: Literal["torch", "tensorflow"]) -> Communicator:
+
+def open_horovod(framework: Literal["torch", "tensorflow"], timeline: str | None = None) -> Communicator:
     """Start Horovod and connect the processes. One process alone needs no transport, which would cost it milliseconds a step.
+
+    Args:
+        timeline: a file for Horovod's timeline, written by rank 0.
 
     Raises:
         LaunchError: Horovod is not installed for the framework, or it sees other processes than the launcher started.
     """
     started = launch.launch()
     launch.yield_when_idle(started.local_size, launch.cores())
+    if timeline is not None:
+        launch.put({"HOROVOD_TIMELINE": _writable(timeline, started.rank)})
     try:
+        launch.put(gloo_environment(launch.environment()))
         binding = importlib.import_module(f"horovod.{framework}")
     except ImportError as error:
         raise LaunchError(HOW_TO_INSTALL.format(error=error)) from None
@@ -43,8 +60,7 @@ def open_horovod(framework: Literal["torch", "tensorflow"]) -> Communicator:
     if binding.size() != started.size:
         raise LaunchError(
             f"use_horovod: expected the {started.size} processes that {started.launcher} started, got {binding.size()} from "
-            "Horovod (was Horovod built for another MPI than the launcher's? Look at mpirun --version; "
-            "python -m hvdtrain.build_horovod --force builds it anew)"
+            f"Horovod ({HINTS.get(started.launcher or '', OTHER_HINT)})"
         )
     if binding.size() == 1:
         binding.shutdown()
@@ -74,8 +90,8 @@ class HorovodCommunicator:
         with peer_failures():
             if not self._asynchronous:
                 return self._hvd.grouped_allreduce(list(tensors), op=horovod_op, name=name)
-            # Horovod has no bfloat16: such tensors travel as float32.
-            wide = [tensor.float() if "bfloat16" in str(tensor.dtype) else tensor for tensor in tensors]
+            # Horovod has no bfloat16: such tensors travel as float32. And it takes no transposed ones.
+            wide = [(tensor.float() if "bfloat16" in str(tensor.dtype) else tensor).contiguous() for tensor in tensors]
             handle = self._hvd.grouped_allreduce_async_(wide, op=horovod_op, name=name)
             return handle, [tensor.dtype for tensor in tensors]
 
@@ -104,6 +120,9 @@ class HorovodCommunicator:
         with peer_failures():
             return list(self._hvd.allgather_object(value, name=name))
 
+    def channel(self, name: str) -> HorovodCommunicator:
+        return self  # Horovod goes by the names, not by the order
+
     def close(self) -> None:
         self._hvd.shutdown()
 
@@ -112,6 +131,17 @@ class HorovodCommunicator:
         if tensor.dtype.name in KNOWN_TYPES:
             return self._hvd.broadcast(tensor, 0, name=name)
         return self._hvd.broadcast_object(tensor.numpy(), 0, name=name)
+
+
+def _writable(timeline: str, rank: int) -> str:
+    """The path of the timeline; rank 0 makes sure that it can be written. Raises: LaunchError."""
+    if rank == 0:
+        try:
+            Path(timeline).parent.mkdir(parents=True, exist_ok=True)
+            Path(timeline).touch()
+        except OSError as error:
+            raise LaunchError(f"horovod_timeline: expected a file that can be written, got {timeline}: {error}") from None
+    return timeline
 
 
 def _byte_type(tensor: Tensor) -> Any:

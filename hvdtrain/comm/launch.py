@@ -6,6 +6,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from hvdtrain.comm.slurm import tasks_per_node
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -21,6 +23,7 @@ class Launch:
 # Launcher, then its names for rank, size, local rank and local size. The first whose rank and size are set decides:
 # horovodrun may itself run mpirun, and torchrun may run under srun, so the innermost launcher stands first.
 LAUNCHERS = (
+    ("hvdtrain", "HVDTRAIN_RANK", "HVDTRAIN_SIZE", "HVDTRAIN_LOCAL_RANK", "HVDTRAIN_LOCAL_SIZE"),  # ngpu, dist_rank
     ("horovodrun", "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
     ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     ("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
@@ -45,9 +48,27 @@ def detect(environ: Mapping[str, str]) -> Launch:
                 int(environ[rank]),
                 int(environ[size]),
                 _number(environ.get(local_rank), 0),
-                _number(environ.get(local_size), 1),
+                _tasks_here(environ) if launcher == "srun" else _number(environ.get(local_size), 1),
             )
     return Launch(None)
+
+
+def _tasks_here(environ: Mapping[str, str]) -> int:
+    """How many tasks of the step are on this node: nodes may have different numbers."""
+    tasks = tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    node = _number(environ.get("SLURM_NODEID"), 0)
+    return tasks[node] if node < len(tasks) else 1
+
+
+def variables(started: Launch) -> dict[str, str]:
+    """What `detect` reads as such a launch by hvdtrain itself: for the environment of a process that is to be started."""
+    _, rank, size, local_rank, local_size = LAUNCHERS[0]
+    return {
+        rank: str(started.rank),
+        size: str(started.size),
+        local_rank: str(started.local_rank),
+        local_size: str(started.local_size),
+    }
 
 
 def launch() -> Launch:
@@ -91,7 +112,11 @@ def environment() -> Mapping[str, str]:
     return os.environ
 
 
+def put(variables: Mapping[str, str]) -> None:
+    """Set variables for a library that reads the environment when it starts."""
+    os.environ.update(variables)
+
+
 def _number(text: str | None, default: int) -> int:
-    """The number a variable starts with ('4', Slurm's '4(x2)'), or the default."""
-    digits = (text or "").split("(")[0].split(",")[0]
-    return int(digits) if digits.isdigit() else default
+    """A variable's number, or the default."""
+    return int(text) if text and text.isdigit() else default

@@ -25,8 +25,16 @@ def open_peers() -> Peers:
         LaunchError: there are several, but MPI does not connect them.
     """
     started = launch.launch()
-    if started.size == 1:
-        return Alone()
+    return Alone() if started.size == 1 else MPIPeers(_world(started))
+
+
+def from_rank_zero(value: T) -> T:
+    """Collective. Rank 0's value on every rank, over MPI. Raises: LaunchError, where MPI does not connect the processes."""
+    return _world(launch.launch()).bcast(value)  # type: ignore[no-any-return]
+
+
+def _world(started: launch.Launch) -> Any:
+    """MPI's communicator of the processes that the launcher started. Raises: LaunchError."""
     try:
         from mpi4py import MPI  # importing it starts MPI
     except (ImportError, RuntimeError) as error:
@@ -39,7 +47,7 @@ def open_peers() -> Peers:
             f"expected the {started.size} processes that {started.launcher} started, got {MPI.COMM_WORLD.Get_size()} from mpi4py "
             "(was mpi4py built for another MPI than the launcher's?)"
         )
-    return MPIPeers(MPI.COMM_WORLD)
+    return MPI.COMM_WORLD
 
 
 class MPIPeers:

@@ -33,5 +33,8 @@ class SingleCommunicator:
     def gather(self, value: T, *, name: str) -> list[T]:
         return [value]
 
+    def channel(self, name: str) -> SingleCommunicator:
+        return self
+
     def close(self) -> None:
         pass

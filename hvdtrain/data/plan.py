@@ -51,6 +51,12 @@ class BatchKeys:
     max_seqs_dev: int | Callable[..., Any] | None = key(
         None, "max_seqs in evaluation, where it is another one", positive_or_unlimited
     )
+    batch_size_total: int | dict[str, int] | None = key(
+        None,
+        "batch_size for the batches of all ranks together, as ESPnet2 has it: each rank's share is this divided by the ranks",
+        positive,
+    )
+    max_seqs_total: int | None = key(None, "max_seqs for the batches of all ranks together, in the same way", positive)
     packed_batch_size: Frames = key(
         None, "most frames in a rank's batch without counting the padding, for every data key or by key", positive
     )
@@ -74,12 +80,15 @@ class BatchKeys:
 
     def problems(self) -> list[str]:
         """What is wrong between the keys."""
-        if not self.of_training().has_limit:
+        for total, own in (("batch_size_total", "batch_size"), ("max_seqs_total", "max_seqs")):
+            if getattr(self, total) is not None and (getattr(self, own) is not None or getattr(self, f"{own}_train") is not None):
+                return [f"{total}: expected either {total} (of all ranks) or {own} (of each rank), got both"]
+        if not self.of_training().has_limit and self.batch_size_total is None and self.max_seqs_total is None:
             return ["batch_size: expected batch_size or max_seqs (one of them at least), got neither"]
-        if not self.of_evaluation().has_limit:
+        if not self.of_evaluation().has_limit and self.batch_size_total is None and self.max_seqs_total is None:
             return ["batch_size_dev: expected batch_size_dev or max_seqs_dev, where training has keys of its own, got neither"]
         found = []
-        for name in ("batch_size", "batch_size_train", "batch_size_dev", "packed_batch_size"):
+        for name in ("batch_size", "batch_size_train", "batch_size_dev", "batch_size_total", "packed_batch_size"):
             found += _problems_by_key(name, getattr(self, name), "a positive integer", 1)
         for name in ("max_pad_size", "max_seq_length", "min_seq_length"):
             found += _problems_by_key(name, getattr(self, name), "zero or a positive integer", 0)
@@ -89,6 +98,23 @@ class BatchKeys:
     def has_limit(self) -> bool:
         """Whether something says how large a batch may be."""
         return self.batch_size is not None or self.max_seqs not in (None, -1) or self.packed_batch_size is not None
+
+    def of_each_of(self, ranks: int) -> BatchKeys:
+        """The keys as they hold on each of so many ranks. Raises: DataError, where not even one sequence is left for each."""
+        if self.max_seqs_total is not None and self.max_seqs_total < ranks:
+            raise DataError(
+                f"max_seqs_total: expected at least one sequence for each of {ranks} ranks, got {self.max_seqs_total}"
+            )
+        total = self.batch_size_total
+        if isinstance(total, dict):
+            total = {name: max(1, size // ranks) for name, size in total.items()}
+        return replace(
+            self,
+            batch_size=self.batch_size if total is None else total if isinstance(total, dict) else max(1, total // ranks),
+            max_seqs=self.max_seqs if self.max_seqs_total is None else self.max_seqs_total // ranks,
+            batch_size_total=None,
+            max_seqs_total=None,
+        )
 
     def of_training(self) -> BatchKeys:
         """The keys as they hold in training."""

@@ -66,6 +66,9 @@ class LearnerKeys:
         "than so many follow each other; None: none is left out",
         positive,
     )
+    sync_batch_norm: bool = key(
+        False, "let the statistics of BatchNorm be those of all ranks' batches together (with horovod_reduce_type 'grad')"
+    )
     device: str | None = key(None, "cpu, cuda or cuda:N; None: this rank's GPU where there is one, else the CPU")
 
     def problems(self) -> list[str]:
@@ -125,6 +128,10 @@ class Learner(Protocol):
 
     def map_tensors(self, kind: Kind, change: Callable[[list[Tensor]], list[Tensor]]) -> None:
         """Replace the values of the model's tensors of one kind by what `change` makes of them, in the model's order."""
+        ...
+
+    def gather_state(self) -> None:
+        """Collective. To be called before `save`, which only one rank calls: bring together what the ranks hold apart."""
         ...
 
     def save(self, model_file: Path, optimizer_file: Path, progress: dict[str, Any], state: Any | None = None) -> None:

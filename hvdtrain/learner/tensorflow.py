@@ -123,6 +123,9 @@ class TensorFlowLearner:
             if new is not tensor:
                 variable.assign(tf.cast(new, variable.dtype))
 
+    def gather_state(self) -> None:
+        pass  # every rank has all of it
+
     def save(self, model_file: Path, optimizer_file: Path, progress: dict[str, Any], state: Any | None = None) -> None:
         model, optimizer = self.copied() if state is None else state
         write_arrays(optimizer_file, optimizer, progress)

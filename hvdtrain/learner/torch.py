@@ -12,6 +12,7 @@ from typing import Any
 import numpy
 import torch
 
+from hvdtrain.comm.base import Communicator
 from hvdtrain.context import Loss, RunContext, running
 from hvdtrain.data.types import Array, Batch
 from hvdtrain.errors import CheckpointError, ConfigError, TrainingError
@@ -23,9 +24,18 @@ from hvdtrain.learner.outputs import by_sequence, check_outputs
 from hvdtrain.learner.torch_clock import CudaClock
 from hvdtrain.learner.torch_gradients import GradientStream
 from hvdtrain.learner.torch_optimizer import make_optimizer
+from hvdtrain.learner.torch_sharded import ShardedOptimizer
+from hvdtrain.learner.torch_sync_batch_norm import Exchange, synchronize
 from hvdtrain.learner.waiting import WaitingScores
 from hvdtrain.reduce import Reducer
 from hvdtrain.scores import Scores
+
+WRAPPERS = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
+WRAPPED = (
+    "get_model: expected the model itself, got it inside a {name}: hvdtrain reduces gradients itself. DataParallel "
+    "copies the model to every GPU in every step, and its threads wait for Python's lock; PyTorch advises against it (a process "
+    "for each GPU instead: python -m hvdtrain CONFIG ++ngpu 4)"
+)
 
 
 @dataclass
@@ -61,7 +71,7 @@ class TorchLearner:
         self,
         model: torch.nn.Module,
         train_step: Callable[..., None],
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | ShardedOptimizer,
         reducer: Reducer,
         *,
         device: torch.device,
@@ -70,6 +80,7 @@ class TorchLearner:
         clip_value: float | None = None,
         skips: int | None = None,
         forward_step: Callable[..., None] | None = None,
+        batch_norm: Exchange | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -84,6 +95,7 @@ class TorchLearner:
         self._forward_step = forward_step
         self._skips = skips
         self._skipped = 0
+        self._batch_norm = batch_norm
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._gradients = GradientStream(self._trained, reducer)
         self._clock = CudaClock() if device.type == "cuda" else CpuClock()
@@ -108,11 +120,13 @@ class TorchLearner:
         with self._clock.span():
             _seed_all(self._device, *self._seed, self._step)
             losses = self._losses(batch, train=True) if batch is not None else None
+            self._end_of_batch_norms(batch, forward=True)
             divisors = self._start_counting(losses)
             self._gradients.begin()
             total = _total(losses or {}, divisors)
             if total is not None:
                 total.backward()  # type: ignore[no-untyped-call]
+            self._end_of_batch_norms(batch, forward=False)
 
     def update(self, learning_rate: float) -> None:
         if self._has_batch or self._reducer.updates_without_batch:
@@ -188,6 +202,10 @@ class TorchLearner:
                 if new is not tensor:
                     tensor.copy_(new)
 
+    def gather_state(self) -> None:
+        if isinstance(self.optimizer, ShardedOptimizer):
+            self.optimizer.gather()
+
     def save(self, model_file: Path, optimizer_file: Path, progress: dict[str, Any], state: Any | None = None) -> None:
         names = [name for name, _ in self.model.named_parameters()]
         model, optimizer = (self.model.state_dict(), self.optimizer.state_dict()) if state is None else state
@@ -251,6 +269,13 @@ class TorchLearner:
         except (KeyError, ValueError) as error:
             raise CheckpointError(f"{file}: expected the state of this config's optimizer, got another: {error}") from None
 
+    def _end_of_batch_norms(self, batch: Batch | None, forward: bool) -> None:
+        """Collective, where BatchNorms are synchronized. A rank without a batch takes part in what the others exchange."""
+        if self._batch_norm is not None and batch is not None:
+            self._batch_norm.done(self._device)
+        elif self._batch_norm is not None:
+            self._batch_norm.stand_by(self._device, forward)
+
     def _losses(self, batch: Batch, train: bool) -> dict[str, Loss]:
         """Run the config's train_step and note the scores."""
         if self.model.training != train:
@@ -309,9 +334,23 @@ class TorchLearner:
 
 
 def build_torch_learner(
-    keys: LearnerKeys, reducer: Reducer, *, rank: int, local_rank: int, threads: int, seed: int, epoch: int, step: int
+    keys: LearnerKeys,
+    reducer: Reducer,
+    *,
+    rank: int,
+    local_rank: int,
+    threads: int,
+    seed: int,
+    epoch: int,
+    step: int,
+    batch_norm: Communicator | None = None,
+    sharded: Communicator | None = None,
 ) -> TorchLearner:
     """Build the model and the optimizer of a config. All ranks seed alike; weights still are to be broadcast from rank 0.
+
+    Args:
+        batch_norm: the ranks over which BatchNorm's statistics are taken, on a channel of their own; None: each by itself.
+        sharded: the ranks among which the optimizer's state is divided; None: each has all of it.
 
     Raises:
         ConfigError: get_model returns no torch.nn.Module, or the optimizer cannot be made.
@@ -322,11 +361,17 @@ def build_torch_learner(
     model = as_function(keys.get_model, "get_model")(epoch=epoch, step=step, device=str(device))
     if not isinstance(model, torch.nn.Module):
         raise ConfigError([f"get_model: expected it to return a torch.nn.Module, got {type(model).__name__}"])
+    if isinstance(model, WRAPPERS):
+        raise ConfigError([WRAPPED.format(name=type(model).__name__)])
     model.to(device)
+    exchange: Exchange | None = None
+    if batch_norm is not None:
+        model, exchange = synchronize(model, batch_norm)
+    optimizer = make_optimizer(keys.optimizer, model)
     return TorchLearner(
         model,
         as_function(keys.train_step, "train_step"),
-        make_optimizer(keys.optimizer, model),
+        optimizer if sharded is None else ShardedOptimizer(optimizer, sharded),
         reducer,
         device=device,
         seed=(seed, rank),
@@ -334,6 +379,7 @@ def build_torch_learner(
         clip_value=keys.gradient_clip,
         skips=keys.num_allowed_consec_invalid_gradient_steps,
         forward_step=as_function(keys.forward_step, "forward_step"),
+        batch_norm=exchange,
     )
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import hvdtrain
 
-corpus = Path(config.value("corpus"))
+corpus = Path(config.value("corpus", "."))
 train = {"files": str(corpus / config.value("part", "train.hdf")), "seq_ordering": "random"}
 dev = {"files": str(corpus / "dev.hdf")} if config.bool("evaluated", False) else None
 
@@ -59,6 +59,8 @@ class WithStatistics(Plain):
 
 def get_model(**_):
     torch.manual_seed(1 + hvdtrain.rank())  # rank 0's weights have to reach the others
+    if layers == "threads":
+        return nn.DataParallel(Plain())
     return WithStatistics() if layers == "statistics" else Plain()
 
 
@@ -67,7 +69,8 @@ def train_step(*, model, extern_data, **_):
     if context.train_flag:
         note(context.epoch, extern_data["id"])
         if hvdtrain.rank() == int(fault_rank) and context.step in map(int, fault_steps):
-            fail()
+            if fault != "once" or not Path(f"{record}.fault").exists():
+                fail()
         dawdle("compute", 0.1)
     data, classes = extern_data["data"], extern_data["classes"]
     scores = model(data.raw_tensor, data.mask)[data.mask]
@@ -112,7 +115,7 @@ def note(epoch, ids):
 
 def fail():
     Path(f"{record}.fault").write_text(str(time.time()))
-    if fault == "raise":
+    if fault in ("raise", "once"):
         raise RuntimeError("planted by the test")
     if fault == "kill":
         os.kill(os.getpid(), signal.SIGKILL)

@@ -12,10 +12,10 @@ import numpy
 
 from hvdtrain import ballot
 from hvdtrain.interrupt import Stopped
-from hvdtrain.run import open_communicator, prepare, train_with
+from hvdtrain.run import open_communicator, train_with
 from hvdtrain.settings import read_settings
 
-ballot.INTERVAL = 0.0  # a stop comes two steps after its signal, however short the steps are
+ballot.INTERVAL = ballot.INTERVAL_APART = 0.0  # a stop comes two steps after its signal, however short the steps are
 
 
 def arrays_of(model):
@@ -30,8 +30,7 @@ def arrays_of(model):
 jobs = json.loads(Path(sys.argv[1]).read_text())
 config = Path(sys.argv[2]) if len(sys.argv) > 2 else Path(__file__).with_name("config.py")
 first = read_settings([config], jobs[0]["overrides"])
-prepare(first)
-with open_communicator(first.reduce, first.run.backend) as comm:
+with open_communicator(first) as comm:
     for job in jobs:
         learner = None
         while learner is None:

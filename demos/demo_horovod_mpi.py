@@ -1,0 +1,136 @@
+"""Do the processes of a job find each other? Each says who and where it is, then all say hello over MPI and over Horovod.
+
+    mpirun -np 2 --bind-to none python demos/demo_horovod_mpi.py
+    mpirun -np 4 -H host1:2,host2:2 --bind-to none -x PATH python demos/demo_horovod_mpi.py
+    horovodrun -np 4 -H host1:2,host2:2 python demos/demo_horovod_mpi.py
+    srun -N2 -n4 --mpi=pmix python demos/demo_horovod_mpi.py
+    srun -N2 -n4 python demos/demo_horovod_mpi.py        # without MPI: Horovod over Gloo
+
+    --framework tensorflow    Horovod's binding to use; default: torch
+
+Ends with status 0 if everybody heard everybody, else with 1 or what hvdtrain ends with.
+"""
+
+import argparse
+import importlib
+import importlib.metadata
+import os
+import platform
+import socket
+import sys
+import time
+
+from hvdtrain.comm.base import all_reduce
+from hvdtrain.comm.horovod import open_horovod
+from hvdtrain.comm.launch import cores, launch
+from hvdtrain.comm.mpi import open_peers
+from hvdtrain.errors import HvdtrainError
+
+# What decides how a job is connected and how fast it is. Launchers set many more.
+THAT_MATTER = (
+    "CUDA_VISIBLE_DEVICES HOROVOD_CONTROLLER HOROVOD_CPU_OPERATIONS HOROVOD_GLOO_IFACE HOROVOD_TIMELINE LD_LIBRARY_PATH "
+    "MASTER_ADDR MASTER_PORT NCCL_DEBUG NCCL_IB_DISABLE NCCL_SOCKET_IFNAME OMP_NUM_THREADS OMPI_MCA_btl "
+    "OMPI_MCA_btl_tcp_if_include OMPI_MCA_mpi_yield_when_idle OMPI_MCA_pml SLURM_JOB_ID SLURM_MPI_TYPE "
+    "SLURM_STEP_NODELIST SLURM_STEP_TASKS_PER_NODE"
+).split()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--framework", choices=("torch", "tensorflow"), default="torch")
+    framework = parser.parse_args().framework
+    started = launch()
+    try:
+        say(started.rank, f"{started.launcher or 'nobody'} started {started.size} process{'es' if started.size > 1 else ''}")
+        versions = f"Python {platform.python_version()}, {version(framework)}, {version('horovod')}, {version('mpi4py')}"
+        say(started.rank, versions + built_with(framework))
+        hello_over_mpi(started.rank)
+        return hello_over_horovod(framework)
+    except HvdtrainError as error:
+        print(f"rank {started.rank}: {error}", file=sys.stderr, flush=True)
+        return 2
+
+
+def hello_over_mpi(rank: int) -> None:
+    """Gather everybody's greeting through mpi4py, where MPI connects the processes."""
+    if launch().launcher == "srun" and "PMIX_RANK" not in os.environ:
+        say(rank, "MPI: srun does not connect the processes without --mpi=pmix, so nothing is said over it")
+        return
+    if os.environ.get("HOROVOD_CONTROLLER") == "gloo":
+        say(rank, "MPI: Horovod is to go over Gloo, so nothing is said over MPI")
+        return
+    peers = open_peers()
+    if peers.size == 1:
+        say(rank, "MPI: nobody else is there")
+        return
+    from mpi4py import MPI
+
+    say(peers.rank, f"MPI: {MPI.Get_library_version().split(',')[0]}")
+    for greeting in peers.gather(f"hello over MPI from rank {peers.rank} of {peers.size} on {socket.gethostname()}"):
+        say(peers.rank, greeting)
+
+
+def hello_over_horovod(framework: str) -> int:
+    """Everybody's place and greeting through Horovod, and a sum that only comes out right if all took part."""
+    comm = open_horovod(framework)
+    here = f"rank {comm.rank} of {comm.size}, local rank {comm.local_rank} of {comm.local_size}"
+    where = f"{socket.gethostname()} ({address()})"
+    settings = {name: os.environ[name] for name in THAT_MATTER if name in os.environ}
+    lines = comm.gather((f"{here} on {where}, process {os.getpid()}, {cores()} cores", settings), name="greetings")
+    for line, _ in lines:
+        say(comm.rank, f"hello over Horovod from {line}")
+    for name in sorted({name for _, theirs in lines for name in theirs}):
+        values = {rank: theirs.get(name, "not set") for rank, (_, theirs) in enumerate(lines)}
+        same = len(set(values.values())) == 1
+        say(comm.rank, f"  {name}: {values[0] if same else ', '.join(f'rank {rank}: {text}' for rank, text in values.items())}")
+    total, seconds = total_of_ranks(comm, framework)
+    expected = comm.size * (comm.size + 1) // 2
+    say(comm.rank, f"sum of 1 to {comm.size}: {total}, expected {expected}; an all-reduce took {1000 * seconds:.2f} ms")
+    comm.close()
+    return 0 if total == expected else 1
+
+
+def address() -> str:
+    """What this host's name means to itself. 127.0.1.1, as Debian has it, misleads who tells others where to connect."""
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError as error:
+        return f"a name without an address: {error}"
+
+
+def total_of_ranks(comm, framework: str, repetitions: int = 20) -> tuple[int, float]:
+    """The sum of rank + 1 over all ranks, and the seconds of an all-reduce of one number, the best of some."""
+    module = importlib.import_module(framework)
+    times = []
+    for number in range(repetitions):
+        one = module.ones(1) if framework == "torch" else module.ones([1])
+        begin = time.perf_counter()
+        reduced = all_reduce(comm, [one * (comm.rank + 1)], "sum", name=f"demo.{number % 2}")
+        times.append(time.perf_counter() - begin)
+    return int(reduced[0][0]), min(times)
+
+
+def built_with(framework: str) -> str:
+    """What Horovod was built with."""
+    binding = importlib.import_module(f"horovod.{framework}")
+    parts = {"MPI": binding.mpi_built(), "Gloo": binding.gloo_built(), "NCCL": binding.nccl_built()}
+    return f" (with {', '.join(name for name, there in parts.items() if there)})"
+
+
+def version(package: str) -> str:
+    try:
+        return f"{package} {importlib.metadata.version(package)}"
+    except importlib.metadata.PackageNotFoundError:
+        return (
+            f"{package} is missing" if package != "tensorflow" else f"tensorflow {importlib.import_module(package).__version__}"
+        )
+
+
+def say(rank: int, line: str) -> None:
+    """Rank 0 speaks for all."""
+    if rank == 0:
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,211 @@
+"""Horovod over Gloo where horovodrun did not start it: under plain `srun`, or under mpirun if HOROVOD_CONTROLLER asks for it.
+
+Horovod's Gloo controller knows neither Slurm nor MPI: left alone it makes every process a job of size 1, without a word, or
+crashes. So each process works out what horovodrun would have told it, and rank 0 serves the rendezvous at which Gloo's
+processes find each other.
+"""
+
+from __future__ import annotations
+
+import array
+import fcntl
+import http.client
+import re
+import socket
+import struct
+import subprocess
+import threading
+import time
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hvdtrain.comm.launch import Launch, detect
+from hvdtrain.comm.mpi import open_peers
+from hvdtrain.comm.slurm import host_names, tasks_per_node
+from hvdtrain.errors import LaunchError
+
+PATIENCE = 120.0
+"""Seconds that the others wait for rank 0."""
+
+FIRST_PORT, NUM_PORTS, CHOICES = 12000, 20000, 8
+"""Ports outside the range from which Linux takes those of outgoing connections; a job tries a few of them."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """The processes of a job as one of them sees it: the hosts in the order of their ranks, and the ranks on each."""
+
+    name: str
+    rank: int
+    local_rank: int
+    node: int
+    hosts: tuple[str, ...]
+    tasks: tuple[int, ...]
+
+    @property
+    def ports(self) -> list[int]:
+        """Where rank 0 may serve: the same for all ranks of the job, hardly ever those of another job."""
+        first = zlib.crc32(self.name.encode()) * CHOICES % NUM_PORTS
+        return [FIRST_PORT + first + choice for choice in range(CHOICES)]
+
+    @property
+    def horovod(self) -> dict[str, str]:
+        """What horovodrun tells a process about its place."""
+        across = [node for node, tasks in enumerate(self.tasks) if tasks > self.local_rank]
+        return {
+            "HOROVOD_RANK": str(self.rank),
+            "HOROVOD_SIZE": str(sum(self.tasks)),
+            "HOROVOD_LOCAL_RANK": str(self.local_rank),
+            "HOROVOD_LOCAL_SIZE": str(self.tasks[self.node]),
+            "HOROVOD_CROSS_RANK": str(across.index(self.node)),
+            "HOROVOD_CROSS_SIZE": str(len(across)),
+            "HOROVOD_HOSTNAME": self.hosts[self.node],
+            "HOROVOD_CONTROLLER": "gloo",
+            "HOROVOD_CPU_OPERATIONS": "gloo",
+        }
+
+
+def gloo_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """What has to stand in the environment before Horovod starts; nothing where MPI or horovodrun connects the processes.
+
+    Rank 0 serves the rendezvous from here on; the others wait for it. Raises: LaunchError.
+    """
+    job = read_job(environ)
+    if job is None:
+        return {}
+    if job.rank == 0:
+        address, port = "127.0.0.1", serve(job)
+    else:
+        address = address_of(job.hosts[0])
+        port = find(job, address)
+    other = next((host for host in job.hosts if host != job.hosts[job.node]), None)
+    interface = "lo" if other is None else interface_towards(address_of(other))
+    return {
+        **job.horovod,
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": address,
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
+        "HOROVOD_GLOO_IFACE": environ.get("HOROVOD_GLOO_IFACE", interface),
+    }
+
+
+def read_job(environ: Mapping[str, str]) -> Job | None:
+    """The job, where Gloo has to connect it and nobody else prepared that.
+
+    Plain srun connects nothing (with --mpi=pmix it sets PMIX_RANK). Wherever a user asks for Gloo, be it in
+    HOROVOD_CONTROLLER or HOROVOD_CPU_OPERATIONS, both are Gloo: an MPI controller with Gloo's operations crashes.
+
+    Raises:
+        LaunchError: Slurm's variables contradict each other, or HOROVOD_CONTROLLER asks for MPI where there is none.
+    """
+    started = detect(environ)
+    asked = [environ[name] for name in ("HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS") if name in environ]
+    if started.size == 1:
+        return None
+    if started.launcher == "srun" and ("gloo" in asked or "PMIX_RANK" not in environ):
+        if "mpi" in asked:
+            raise LaunchError("HOROVOD_CONTROLLER: expected gloo under plain srun, got mpi (for MPI: srun --mpi=pmix)")
+        return _job_of_srun(environ, started)
+    if started.launcher == "mpirun" and "gloo" in asked:
+        return _job_of_mpirun(environ, started)
+    return None
+
+
+def _job_of_srun(environ: Mapping[str, str], started: Launch) -> Job:
+    hosts = host_names(environ.get("SLURM_STEP_NODELIST", ""))
+    tasks = tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    if len(hosts) != len(tasks) or sum(tasks) != started.size:
+        raise LaunchError(
+            f"srun: expected SLURM_STEP_NODELIST and SLURM_STEP_TASKS_PER_NODE for {started.size} tasks, got "
+            f"{environ.get('SLURM_STEP_NODELIST')!r} and {environ.get('SLURM_STEP_TASKS_PER_NODE')!r}"
+        )
+    name = f"{environ.get('SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}"
+    return Job(name, started.rank, started.local_rank, int(environ.get("SLURM_NODEID", "0")), tuple(hosts), tuple(tasks))
+
+
+def _job_of_mpirun(environ: Mapping[str, str], started: Launch) -> Job:
+    """Collective. MPI, through mpi4py, tells only who is where."""
+    names = open_peers().gather(socket.gethostname())
+    hosts = tuple(dict.fromkeys(names))
+    tasks = tuple(names.count(host) for host in hosts)
+    name = environ.get("PMIX_NAMESPACE") or environ.get("PMI_JOBID") or ""
+    return Job(name, started.rank, started.local_rank, hosts.index(socket.gethostname()), hosts, tasks)
+
+
+def serve(job: Job) -> int:
+    """Serve Horovod's rendezvous in the background, until this process ends; returns the port. Raises: LaunchError."""
+    from horovod.runner.common.util.hosts import HostInfo, get_host_assignments
+    from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
+
+    for port in job.ports:
+        try:
+            server = RendezvousHTTPServer(("", port), RendezvousHandler, False)
+        except OSError:  # taken by somebody else
+            continue
+        hosts = [HostInfo(host, tasks) for host, tasks in zip(job.hosts, job.tasks, strict=True)]
+        server.init(get_host_assignments(hosts, sum(job.tasks)))
+        server.cache["hvdtrain"] = {"job": job.name.encode()}  # by which the others know that it is the right one
+        threading.Thread(target=server.serve_forever, name="rendezvous", daemon=True).start()
+        return port
+    raise LaunchError(
+        f"Horovod over Gloo: expected a free port among {job.ports[0]} to {job.ports[-1]} on {job.hosts[0]}, got none"
+    )
+
+
+def find(job: Job, address: str, patience: float = PATIENCE) -> int:
+    """The port at which rank 0 serves. Raises: LaunchError, if it does not answer."""
+    deadline = time.monotonic() + patience
+    while time.monotonic() < deadline:
+        for port in job.ports:
+            if _ask(address, port) == job.name.encode():
+                return port
+        time.sleep(0.1)
+    raise LaunchError(
+        f"Horovod over Gloo: expected rank 0 on {job.hosts[0]} ({address}) to answer at a port of {job.ports[0]} to "
+        f"{job.ports[-1]}, got no answer for {patience:g} s (did rank 0 fail, or is there a firewall? MPI needs no such port)"
+    )
+
+
+def _ask(address: str, port: int) -> bytes | None:
+    """The name of the job that is served at a port, if any is."""
+    connection = http.client.HTTPConnection(address, port, timeout=5)  # asks no proxy, as urllib would
+    try:
+        connection.request("GET", "/hvdtrain/job")
+        return connection.getresponse().read()
+    except (OSError, http.client.HTTPException):
+        return None
+    finally:
+        connection.close()
+
+
+def address_of(host: str) -> str:
+    """A host's IPv4 address: by its name, or else as Slurm knows it. Raises: LaunchError."""
+    try:
+        return socket.gethostbyname(host)
+    except OSError as error:
+        try:
+            told = subprocess.run(["scontrol", "show", "node", host], capture_output=True, text=True, timeout=30).stdout
+            found = re.search(r"NodeAddr=(\S+)", told)
+            if found is not None:
+                return socket.gethostbyname(found[1])
+        except (OSError, subprocess.TimeoutExpired):
+            pass
+        raise LaunchError(f"Horovod over Gloo: expected a host name that can be resolved, got {host!r}: {error}") from None
+
+
+def interface_towards(address: str) -> str:
+    """The network interface from which packets go to an address. Raises: LaunchError."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, 9))  # sends nothing
+        own = socket.inet_aton(probe.getsockname()[0])
+        for _, name in socket.if_nameindex():
+            request = array.array("B", struct.pack("256s", name.encode()[:15]))
+            try:
+                fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR: the interface's IPv4 address, at byte 20
+            except OSError:  # it has none
+                continue
+            if request.tobytes()[20:24] == own:
+                return name
+    raise LaunchError(
+        f"Horovod over Gloo: expected a network interface towards {address}, got none (HOROVOD_GLOO_IFACE names one)"
+    )

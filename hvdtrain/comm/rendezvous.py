@@ -1,0 +1,135 @@
+"""Where the processes of a job meet: a pure function of the environment and the config."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from hvdtrain.comm.launch import Launch, detect
+from hvdtrain.comm.slurm import host_names
+from hvdtrain.errors import LaunchError
+
+
+@dataclass(frozen=True)
+class Address:
+    """Rank 0 listens on a port that all know beforehand; the others try its host's names in turn."""
+
+    hosts: tuple[str, ...]
+    port: int
+
+    def __str__(self) -> str:
+        return f"tcp://{_bracketed(self.hosts[0])}:{self.port}"
+
+
+@dataclass(frozen=True)
+class Agent:
+    """torchrun's agent has a store that outlives its workers; rank 0 leaves there on which port it listens."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"torchrun's store at {self.host}:{self.port}"
+
+
+@dataclass(frozen=True)
+class SharedFile:
+    """Rank 0 leaves in a file that all can read on which port it listens."""
+
+    path: Path
+
+    def __str__(self) -> str:
+        return f"file://{self.path}"
+
+
+Place = Address | Agent | SharedFile
+
+FIRST_PORT, PORTS = 20000, 10000
+"""Ports for jobs that are told none: below those that Linux gives away to clients (32768 and more)."""
+
+HVDTRAIN_PLACE = "HVDTRAIN_INIT_METHOD"
+"""Where the processes meet that hvdtrain itself started."""
+
+FORMS = "'env://', 'tcp://HOST:PORT' or 'file:///PATH'"
+
+
+def place(environ: Mapping[str, str], started: Launch, init_method: str | None = None) -> Place | None:
+    """Where a job's processes meet; None where neither the config nor the environment says it.
+
+    In this order: `init_method`; MASTER_ADDR and MASTER_PORT (torchrun sets them, too); what the launcher's variables give: a
+    step of srun meets on its first node, an mpirun on one host there, both on a port worked out from the job's number.
+
+    Raises:
+        LaunchError: `init_method` has none of the forms it can have, or MASTER_PORT is no number.
+    """
+    if init_method is not None and init_method != "env://":
+        return parse(init_method)
+    if started.launcher == "hvdtrain":
+        if HVDTRAIN_PLACE in environ:
+            return parse(environ[HVDTRAIN_PLACE])
+        started = detect({name: value for name, value in environ.items() if not name.startswith("HVDTRAIN_")})
+    port = _master_port(environ) or _port_of_job(environ, started)
+    if "MASTER_ADDR" in environ and port is not None:
+        if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            return Agent(environ["MASTER_ADDR"], port)
+        return Address((environ["MASTER_ADDR"],), port)
+    if init_method == "env://" or port is None:
+        return None
+    if started.local_size == started.size > 1:
+        return Address(("127.0.0.1",), port)
+    if started.launcher == "srun":
+        return Address(_slurm_hosts(environ), port)
+    return None
+
+
+def parse(init_method: str) -> Address | SharedFile:
+    """`tcp://host:port` or `file://path`, as torch.distributed has them.
+
+    >>> parse("tcp://node1:29500"), str(parse("file:///shared/meet"))
+    (Address(hosts=('node1',), port=29500), 'file:///shared/meet')
+
+    Raises:
+        LaunchError: it is neither.
+    """
+    parts = urlsplit(init_method)
+    if parts.scheme == "file" and parts.netloc + parts.path:
+        return SharedFile(Path(parts.netloc + parts.path))
+    try:
+        if parts.scheme == "tcp" and parts.hostname and parts.port:
+            return Address((parts.hostname,), parts.port)
+    except ValueError:
+        pass  # a port that is no number
+    raise LaunchError(f"init_method: expected {FORMS}, got {init_method!r}")
+
+
+def _slurm_hosts(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """The first node of the step, where task 0 runs. Should nobody know it by that name: the host that srun was called on,
+    which in a batch job is the first node, too.
+    """
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST") or ""
+    return (*host_names(nodes)[:1], *filter(None, [environ.get("SLURM_LAUNCH_NODE_IPADDR")]))
+
+
+def _master_port(environ: Mapping[str, str]) -> int | None:
+    text = environ.get("MASTER_PORT")
+    if text is not None and not text.isdigit():
+        raise LaunchError(f"MASTER_PORT: expected a number, got {text!r} in the environment")
+    return None if text is None else int(text)
+
+
+def _port_of_job(environ: Mapping[str, str], started: Launch) -> int | None:
+    """A port that all processes of a job work out alike, and other jobs hardly ever."""
+    names = {
+        "srun": ("SLURM_JOB_ID", "SLURM_STEP_ID"),
+        "mpirun": ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID"),
+        "horovodrun": ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"),
+    }
+    known = [environ[name] for name in names.get(started.launcher or "", ()) if name in environ]
+    return FIRST_PORT + zlib.crc32(".".join(known).encode()) % PORTS if known else None
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

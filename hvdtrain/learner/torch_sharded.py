@@ -1,0 +1,132 @@
+"""An optimizer whose state is divided among the ranks: each keeps that of a part of the parameters, and updates those.
+
+The state is half of what a training with Adam holds (8 of 16 bytes a parameter); of it a rank keeps its share only. Stage one
+of ZeRO (Rajbhandari et al., 2020).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hvdtrain.comm.base import Communicator
+
+
+class ShardedOptimizer:
+    """The config's optimizer with this rank's parameters only. What it saves and loads is the state of all of them, in the
+    form that the whole optimizer has: a checkpoint does not tell whether the optimizer was sharded, nor on how many ranks.
+
+    Args:
+        optimizer: over all parameters, before its first step. Those of other ranks are taken out of its groups.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, comm: Communicator) -> None:
+        self._optimizer = optimizer
+        self._comm = comm
+        self._groups = [list(group["params"]) for group in optimizer.param_groups]
+        parameters = [parameter for group in self._groups for parameter in group]
+        owners = _owners([parameter.numel() for parameter in parameters], comm.size)
+        self._of_rank: list[list[torch.Tensor]] = [[] for _ in range(comm.size)]
+        for parameter, owner in zip(parameters, owners, strict=True):
+            self._of_rank[owner].append(parameter)
+        own = {id(parameter) for parameter in self._of_rank[comm.rank]}
+        for group in optimizer.param_groups:
+            group["params"] = [parameter for parameter in group["params"] if id(parameter) in own]
+        for parameter in parameters:
+            if id(parameter) not in own:
+                optimizer.state.pop(parameter, None)  # some classes make it at once
+        self._gathered: dict[str, Any] | None = None
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's groups, with this rank's parameters."""
+        return self._optimizer.param_groups
+
+    def step(self) -> None:
+        """Collective. Update this rank's parameters and hand them to the others."""
+        self._optimizer.step()
+        with torch.no_grad():
+            for kind in dict.fromkeys(parameter.dtype for group in self._groups for parameter in group):
+                self._exchange([[one for one in part if one.dtype == kind] for part in self._of_rank])
+
+    def _exchange(self, parts: list[list[torch.Tensor]]) -> None:
+        """Collective. Every rank's part of the parameters, to all ranks."""
+        flat = [parameter.reshape(-1) for parameter in parts[self._comm.rank]]
+        some = next(parameter for part in parts for parameter in part)
+        mine = torch.cat(flat) if flat else some.new_empty(0)
+        [all_values] = self._comm.gather_rows([mine], name="sharded_parameters")
+        everybody = [parameter for part in parts for parameter in part]
+        for parameter, values in zip(everybody, all_values.split([one.numel() for one in everybody]), strict=True):
+            parameter.copy_(values.view(parameter.shape))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of all parameters, those of other ranks, too."""
+        for group in self._groups:
+            for parameter in group:
+                parameter.grad = None
+
+    def gather(self) -> None:
+        """Collective. Bring the state together on rank 0, in its memory, one rank's share after the other."""
+        whole: dict[int, Any] = {}
+        numbers = self._numbers()
+        for rank in range(self._comm.size):
+            mine = None
+            if rank == self._comm.rank:
+                mine = {numbers[id(one)]: _on_cpu(state) for one, state in self._optimizer.state.items()}
+            [part] = [sent for sent in self._comm.gather(mine, name="sharded_state") if sent is not None]
+            if self._comm.rank == 0:
+                whole |= part
+        self._gathered = {"state": dict(sorted(whole.items())), "param_groups": self._all_groups()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `gather` brought together; for rank 0 to save, once."""
+        gathered, self._gathered = self._gathered, None
+        if gathered is None:
+            raise RuntimeError("ShardedOptimizer.state_dict: expected gather() on all ranks before")
+        return gathered
+
+    def load_state_dict(self, whole: dict[str, Any]) -> None:
+        """Take this rank's share of a whole optimizer's state. Raises: KeyError, ValueError, where it is another optimizer's."""
+        lengths = [len(group["params"]) for group in whole["param_groups"]]
+        if lengths != [len(group) for group in self._groups]:
+            raise ValueError(f"expected groups of {[len(group) for group in self._groups]} parameters, got {lengths}")
+        numbers = self._numbers()
+        own = [numbers[id(parameter)] for group in self._optimizer.param_groups for parameter in group["params"]]
+        places = iter(range(len(own)))
+        groups = [
+            {**stored, "params": [next(places) for _ in group["params"]]}
+            for stored, group in zip(whole["param_groups"], self._optimizer.param_groups, strict=True)
+        ]
+        state = {place: whole["state"][number] for place, number in enumerate(own) if number in whole["state"]}
+        self._optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+    def _numbers(self) -> dict[int, int]:
+        """By a parameter's id, its number in a whole optimizer's state."""
+        everybody = [parameter for group in self._groups for parameter in group]
+        return {id(parameter): number for number, parameter in enumerate(everybody)}
+
+    def _all_groups(self) -> list[dict[str, Any]]:
+        places = iter(range(sum(len(group) for group in self._groups)))
+        return [
+            {**{name: value for name, value in group.items() if name != "params"}, "params": [next(places) for _ in whole]}
+            for group, whole in zip(self._optimizer.param_groups, self._groups, strict=True)
+        ]
+
+
+def _owners(sizes: list[int], ranks: int) -> list[int]:
+    """Who keeps which parameter: the largest first, each to the rank that has least so far.
+
+    >>> _owners([5, 100, 40, 70], 2)
+    [0, 0, 1, 1]
+    """
+    load = [0] * ranks
+    owners = [0] * len(sizes)
+    for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
+        owners[number] = min(range(ranks), key=lambda rank: load[rank])
+        load[owners[number]] += sizes[number]
+    return owners
+
+
+def _on_cpu(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in state.items()}

@@ -1,0 +1,167 @@
+"""BatchNorm over the batches of all ranks, on CPUs and GPUs, over Horovod as over torch.distributed.
+
+torch's own SyncBatchNorm needs a GPU and torch.distributed, and waits for ever where a rank has no batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from hvdtrain.comm.base import Communicator, all_reduce
+
+DONE, RANKS, MODULE, SUMS = 0, 1, 2, 3
+"""What stands where in an exchanged vector: whether this was the last; of how many ranks; of which module; then sums."""
+
+
+class Exchange:
+    """Sums over the ranks for the BatchNorms of a model.
+
+    In a round in which some ranks have no batch, these do not know which sums the others exchange, and when the last was. So
+    every exchange is a vector of one length that says so itself, and `done` closes the forward and the backward of a step.
+
+    Args:
+        comm: a channel of its own: on a rank without a batch, sums and gradients come in another order.
+    """
+
+    def __init__(self, comm: Communicator, modules: list[SyncBatchNorm]) -> None:
+        self._comm = comm
+        self._modules = modules
+        self._length = SUMS + 1 + 2 * max(module.num_features for module in modules)
+
+    def sums(self, number: int, values: torch.Tensor) -> torch.Tensor:
+        """Collective. The sum of the values over the ranks; float64 of the same shape."""
+        vector = values.new_zeros(self._length, dtype=torch.float64)
+        vector[RANKS], vector[MODULE] = 1, number
+        vector[SUMS : SUMS + len(values)] = values
+        return self._reduced(vector)[SUMS : SUMS + len(values)]
+
+    def done(self, device: torch.device) -> None:
+        """Collective. Tell the ranks without a batch that this was the last sum of a forward or a backward."""
+        vector = torch.zeros(self._length, dtype=torch.float64, device=device)
+        vector[DONE] = 1
+        self._reduced(vector)
+
+    def stand_by(self, device: torch.device, forward: bool) -> None:
+        """Collective. Without a batch: add zeros to whatever the others sum up, and keep the statistics that they keep."""
+        while True:
+            vector = self._reduced(torch.zeros(self._length, dtype=torch.float64, device=device))
+            if vector[DONE] > 0 or vector[RANKS] == 0:
+                return
+            if forward:
+                module = self._modules[int(vector[MODULE] / vector[RANKS])]
+                module.keep(*module.statistics(vector[SUMS:]))
+
+    def _reduced(self, vector: torch.Tensor) -> torch.Tensor:
+        return all_reduce(self._comm, [vector], "sum", name="sync_batch_norm")[0]  # type: ignore[no-any-return]
+
+
+class SyncBatchNorm(_BatchNorm):
+    """A BatchNorm1d, 2d or 3d whose statistics in training are those of all ranks' batches; with its parameters and buffers.
+
+    Takes tensors of shape (batch, features, ...).
+    """
+
+    def __init__(self, other: _BatchNorm, number: int) -> None:
+        super().__init__(1, other.eps, other.momentum, affine=False, track_running_stats=False)
+        self.num_features = other.num_features
+        self.affine = other.affine
+        self.track_running_stats = other.track_running_stats
+        self.weight, self.bias = other.weight, other.bias
+        for name in ("running_mean", "running_var", "num_batches_tracked"):
+            self.register_buffer(name, getattr(other, name))
+        self.training = other.training
+        self.number = number
+        self.exchange: Exchange | None = None
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if not self.training or self.exchange is None:
+            return super().forward(input)
+        normalized, mean, variance, count = _Normalize.apply(input, self)  # type: ignore[no-untyped-call]
+        self.keep(mean, variance, count)
+        if self.weight is None:
+            return normalized
+        shape = [1, -1] + [1] * (input.dim() - 2)
+        return normalized * self.weight.view(shape) + self.bias.view(shape)  # type: ignore[no-any-return]
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        """Any number of dimensions from two on; the module that this one stands for would have checked."""
+
+    def statistics(self, sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Mean, variance (over the count) and count, from the features' sums, their sums of squares, and the count."""
+        features = self.num_features
+        count = sums[2 * features].clamp(min=1)
+        mean = sums[:features] / count
+        return mean, (sums[features : 2 * features] / count - mean * mean).clamp(min=0), count
+
+    def keep(self, mean: torch.Tensor, variance: torch.Tensor, count: torch.Tensor) -> None:
+        """Let the running statistics follow; as BatchNorm does, with the variance over the count minus one."""
+        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
+            return
+        with torch.no_grad():
+            self.num_batches_tracked.add_(1)
+            share = 1 / self.num_batches_tracked.double() if self.momentum is None else self.momentum
+            unbiased = variance * (count / (count - 1).clamp(min=1))
+            self.running_mean.copy_((1 - share) * self.running_mean + share * mean)
+            self.running_var.copy_((1 - share) * self.running_var + share * unbiased)
+
+
+class _Normalize(torch.autograd.Function):
+    """(input - mean) / deviation over all ranks; its gradient takes the other ranks' losses into account."""
+
+    @staticmethod
+    def forward(context: Any, input: torch.Tensor, module: SyncBatchNorm) -> tuple[torch.Tensor, ...]:
+        dims = [0, *range(2, input.dim())]
+        squares = torch.linalg.vector_norm(input.detach(), dim=dims, dtype=torch.float64).square()
+        own = input.new_tensor([input.numel() / input.shape[1]], dtype=torch.float64)
+        sums = module.exchange.sums(  # type: ignore[union-attr]
+            module.number, torch.cat([input.sum(dims, dtype=torch.float64), squares, own])
+        )
+        mean, variance, count = module.statistics(sums)
+        shape = [1, -1] + [1] * (input.dim() - 2)
+        scale = (variance + module.eps).rsqrt()
+        normalized = (input - mean.to(input.dtype).view(shape)) * scale.to(input.dtype).view(shape)
+        context.save_for_backward(normalized, scale, count)
+        context.module, context.dims, context.shape = module, dims, shape
+        context.mark_non_differentiable(mean, variance, count)
+        return normalized, mean, variance, count
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor, *unused: torch.Tensor) -> tuple[torch.Tensor, None]:
+        normalized, scale, count = context.saved_tensors
+        dims, shape = context.dims, context.shape
+        features = len(scale)
+        own = torch.cat([gradient.sum(dims, dtype=torch.float64), (gradient * normalized).sum(dims, dtype=torch.float64)])
+        means = (context.module.exchange.sums(context.module.number, own) / count).to(gradient.dtype)
+        first, second = means[:features].view(shape), means[features:].view(shape)
+        return (gradient - first - normalized * second) * scale.to(gradient.dtype).view(shape), None
+
+
+def synchronize(model: torch.nn.Module, comm: Communicator) -> tuple[torch.nn.Module, Exchange | None]:
+    """The model with its BatchNorms replaced by synchronized ones that share their parameters and buffers.
+
+    Returns: the model itself (another only where it is nothing but a BatchNorm), and the exchange; None where there is none.
+    """
+    replaced: list[SyncBatchNorm] = []
+    model = _replace(model, replaced, {})
+    if not replaced:
+        return model, None
+    exchange = Exchange(comm, replaced)
+    for module in replaced:
+        module.exchange = exchange
+    return model, exchange
+
+
+def _replace(module: torch.nn.Module, replaced: list[SyncBatchNorm], known: dict[int, torch.nn.Module]) -> torch.nn.Module:
+    if id(module) in known:  # used in several places
+        return known[id(module)]
+    new = module
+    if isinstance(module, (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)):
+        new = SyncBatchNorm(module, len(replaced))
+        replaced.append(new)
+    known[id(module)] = new
+    for name, child in module.named_children():
+        setattr(new, name, _replace(child, replaced, known))
+    return new

@@ -1,0 +1,82 @@
+"""Three hosts with Slurm on them, and a folder with `config.py`, as the commands in docs/launching.md find it."""
+
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cluster.hosts import Hosts
+from cluster.jobs import scores
+from cluster.slurm import start_slurm, wait_until_idle
+from launching import TOY, hvdtrain
+
+PROGRAMS = "munged slurmctld slurmd srun sshd ssh-keygen ip nsenter unshare mpirun ps".split()
+HERE = Path(__file__).parent
+
+
+def why_not() -> str | None:
+    """What is missing for the tests of this folder."""
+    if os.geteuid() != 0:
+        return "they need root, to make namespaces"
+    missing = [name for name in PROGRAMS if shutil.which(name) is None]
+    if missing:
+        return f"missing: {', '.join(missing)} (make setup-cluster installs Debian's packages)"
+    tried = subprocess.run(["unshare", "--net", "--mount", "--pid", "--fork", "true"], capture_output=True, text=True)
+    return None if tried.returncode == 0 else f"namespaces cannot be made here: {tried.stderr.strip()}"
+
+
+REASON = why_not()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The tests of this folder run only where they are asked for: make test-cluster."""
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.cluster)
+            if REASON is not None:
+                item.add_marker(pytest.mark.skip(f"the cluster's tests are skipped: {REASON}"))
+
+
+@pytest.fixture(scope="session")
+def hosts() -> Iterator[Hosts]:
+    """host1, host2 and host3, nodes of a Slurm. Everything is gone when the tests end, however they end."""
+    with tempfile.TemporaryDirectory(prefix="hosts-") as folder, Hosts(Path(folder), 3) as started:
+        start_slurm(started)
+        yield started
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_behind(hosts: Hosts) -> Iterator[None]:
+    """After a test no process of a job is left on any host. What is left is ended, so that other tests do not suffer."""
+    yield
+    deadline = time.monotonic() + 15  # orted and slurmstepd outlive their jobs by a moment
+    while left := hosts.processes("hvdtrain", "orted", "torchrun", "horovodrun", "slurmstepd"):
+        if time.monotonic() > deadline:
+            hosts.run(["scancel", "--user=root"])
+            hosts.run(["kill", f"-{signal.SIGKILL.value}", *(line.split()[0] for line in left)])
+            wait_until_idle(hosts, patience=60)
+            pytest.fail(f"left on the hosts: {left}")
+        time.sleep(0.1)
+
+
+@pytest.fixture
+def work(tmp_path: Path, corpus: Path) -> Path:
+    """A folder with config.py, the toy config, whose corpus is there and whose model goes to exp/."""
+    for part in ("train.hdf", "dev.hdf"):
+        (tmp_path / part).symlink_to(corpus / part)
+    (tmp_path / "config.py").write_text(TOY.read_text() + '\nmodel = "exp/model"\n')
+    return tmp_path
+
+
+@pytest.fixture(scope="session")
+def alone(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
+    """The scores that one process reaches, without any launcher."""
+    folder = tmp_path_factory.mktemp("alone")
+    finished = hvdtrain(TOY, {"corpus": corpus, "model": folder / "model"})
+    assert finished.status == 0, finished.err
+    return scores(folder)

@@ -1,0 +1,141 @@
+"""What happens on several hosts when something goes wrong, and what docs/launching.md says about it."""
+
+import json
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from cluster.hosts import Hosts, Started
+from cluster.jobs import submit, wait_for_job
+from cluster.slurm import wait_until_idle
+from launching import Finished
+from launching_page import PAGE, Command, read_page
+
+ENDLESS = "python -m hvdtrain config.py ++use_horovod 1 ++num_epochs 100000"
+KEEPALIVE = "--mca oob_tcp_keepalive_time 5 --mca oob_tcp_keepalive_intvl 2 --mca oob_tcp_keepalive_probes 3"
+
+
+def wait_for(path: Path, started: Started) -> None:
+    """Wait until a running job has written a file."""
+    wait_until(lambda: path.exists() or started.process.poll() is not None, path.name)
+    assert path.exists(), started.finish(1)
+
+
+def wait_until(done: Callable[[], bool], what: str, patience: float = 120) -> None:
+    """Look again and again."""
+    deadline = time.monotonic() + patience
+    while not done():
+        assert time.monotonic() < deadline, f"{what}: not within {patience:g} s"
+        time.sleep(0.05)
+
+
+def time_to_end(started: Started, limit: float) -> tuple[float, Finished]:
+    """How long from now on a job runs."""
+    began = time.monotonic()
+    finished = started.finish(limit)
+    return time.monotonic() - began, finished
+
+
+def test_mpirun_notices_a_pulled_cable_with_the_flags_of_the_page(hosts: Hosts, work: Path) -> None:
+    assert KEEPALIVE in PAGE.read_text()
+    started = hosts.start(f"mpirun -np 2 -H host1:1,host2:1 --bind-to none -x PATH {KEEPALIVE} {ENDLESS}", folder=work)
+    wait_for(work / "exp" / "model.001.pt", started)
+    hosts.pull_cable("host2")
+    try:
+        seconds, finished = time_to_end(started, limit=60)
+    finally:
+        hosts.plug_cable("host2")
+    assert finished.status != 0
+    assert "ORTE has lost communication with a remote daemon" in finished.err
+    assert 5 < seconds < 30  # 12 s where nothing else runs
+
+
+def test_gloo_and_slurm_notice_a_pulled_cable(hosts: Hosts, work: Path) -> None:
+    environment = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "10"}
+    started = hosts.start(f"srun -K -w host1,host2 -N2 -n2 {ENDLESS}", environment=environment, folder=work)
+    wait_for(work / "exp" / "model.001.pt", started)
+    hosts.pull_cable("host2")
+    try:
+        seconds, finished = time_to_end(started, limit=120)
+    finally:
+        hosts.plug_cable("host2")
+    assert finished.status != 0
+    assert seconds < 90
+    wait_until_idle(hosts, patience=90)  # the node comes back, and its task is ended
+
+
+@pytest.mark.parametrize("mpi", ["pmix", "none"])
+def test_with_k_a_task_that_is_killed_ends_the_step(hosts: Hosts, work: Path, mpi: str) -> None:
+    started = hosts.start(f"srun -K --mpi={mpi} -N2 -n3 {ENDLESS}", folder=work)
+    wait_for(work / "exp" / "model.001.pt", started)
+    victim = hosts.run(["pgrep", "-n", "-f", "bin/python -m hvdtrain"]).out.strip()
+    assert hosts.run(["kill", f"-{signal.SIGKILL.value}", victim]).status == 0
+    seconds, finished = time_to_end(started, limit=60)
+    assert finished.status != 0
+    assert seconds < 20
+
+
+SLOWER = """
+_train_step = train_step
+def train_step(**arguments):
+    if Path("slow").exists():
+        time.sleep(0.05)
+    _train_step(**arguments)
+"""
+
+
+def test_a_job_is_put_back_into_the_queue_before_its_time_is_up_and_goes_on(hosts: Hosts, work: Path) -> None:
+    """The script is the page's; the signal that Slurm sends ten minutes before the end is sent by hand, as soon as it can be."""
+    script = next(command for command in read_page() if command.mode == "requeued").lines[0][1]
+    assert "--signal=B:USR1@600" in script
+    with (work / "config.py").open("a") as config:
+        config.write(SLOWER + "num_epochs = 30\n")
+    (work / "slow").touch()
+    job = submit(hosts, work, script)
+    wait_until((work / "exp" / "scores.jsonl").exists, "a first epoch")
+    hosts.run(["scancel", "--batch", "--signal=USR1", job])
+    wait_until(lambda: "Restarts=1" in hosts.run(["scontrol", "show", "job", job]).out, "back in the queue")
+    (work / "slow").unlink()
+    status = wait_for_job(hosts, job, patience=120)
+    printed = (work / f"slurm-{job}.out").read_text()
+    assert status == 0, printed
+    assert printed.count("torch: 2 ranks, 1 on host") == 2, printed  # two runs
+    assert "training goes on after epoch" in printed
+    assert printed.count("Finished training in epoch 30.") == 1
+    epochs = [json.loads(line)["epoch"] for line in (work / "exp" / "scores.jsonl").read_text().splitlines()]
+    assert epochs == list(range(1, 31))
+
+
+SCRIPTS = [command for command in read_page() if command.script]
+
+
+@pytest.mark.parametrize("command", SCRIPTS, ids=lambda command: command.name)
+def test_a_job_fails_when_its_training_does(hosts: Hosts, work: Path, command: Command) -> None:
+    (work / "config.py").write_text("learning_rat = 1\n")
+    job = submit(hosts, work, command.lines[0][1])
+    assert wait_for_job(hosts, job, patience=120) != 0
+    assert "learning_rat: unknown key in config.py" in (work / f"slurm-{job}.out").read_text()
+
+
+def test_tasks_of_srun_that_are_not_told_how_they_belong_together_refuse(hosts: Hosts, work: Path) -> None:
+    finished = hosts.run("srun -N2 -n3 python -m hvdtrain config.py", folder=work)
+    assert finished.status == 2
+    assert finished.err.count("expected to be told how the 3 processes that srun started belong together") == 1
+    assert not (work / "exp").exists()
+
+
+def test_pmi2_ends_in_the_words_that_the_page_quotes(hosts: Hosts, work: Path) -> None:
+    finished = hosts.run("srun --mpi=pmi2 -N2 -n2 python -m hvdtrain config.py ++use_horovod 1", folder=work)
+    assert finished.status != 0
+    told = " ".join(finished.err.split())
+    assert "OMPI was not built with SLURM's PMI support" in told
+    assert "OMPI was not built with SLURM's PMI support" in PAGE.read_text()
+
+
+def test_horovod_under_torchrun_is_refused(hosts: Hosts, work: Path) -> None:
+    finished = hosts.run("torchrun --nproc_per_node 2 -m hvdtrain config.py ++use_horovod 1", folder=work)
+    assert finished.status != 0
+    assert "use_horovod: expected the 2 processes that torchrun started, got 1 from Horovod (torchrun is for" in finished.err
+    assert not (work / "exp").exists()

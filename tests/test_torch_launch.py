@@ -1,0 +1,264 @@
+"""Every way of starting torch.distributed's processes, and what happens when one of them fails."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from launching import EMPTY, ROOT, TOY, Finished, clean_environment, hvdtrain, launch, torchrun
+
+from hvdtrain.errors import ConfigError
+from hvdtrain.settings import read_settings
+
+PATIENCE = 15.0
+"""Seconds within which the whole job has to end after a rank failed."""
+
+QUICK = {"part": "two.hdf", "max_seqs": 1, "log_verbosity": 4}
+
+
+def command(corpus: Path, folder: Path, **overrides: object) -> list[str]:
+    """`-m hvdtrain CONFIG ++KEY VALUE ...` for a short training."""
+    keys = {"corpus": corpus, "model": folder / "model", **QUICK, **overrides}
+    return ["-m", "hvdtrain", str(TOY), *(text for key, value in keys.items() for text in (f"++{key}", str(value)))]
+
+
+def by_hand(commands: list[list[str]], environments: list[Mapping[str, str]] | None = None, pause: float = 0.0) -> list[Finished]:
+    """Start several processes as a user does in several terminals, the last first; how they ended, in order."""
+    started = time.monotonic()
+    running = []
+    for arguments, environment in reversed(list(zip(commands, environments or [EMPTY] * len(commands), strict=True))):
+        environment = clean_environment() | dict(environment)
+        running.append(
+            subprocess.Popen(
+                [sys.executable, *arguments], env=environment, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            )
+        )
+        time.sleep(pause)
+    ended = []
+    for process in reversed(running):
+        out, err = process.communicate(timeout=120)
+        ended.append(Finished(process.returncode, out, err, time.monotonic() - started))
+    return ended
+
+
+def port(number: int) -> int:
+    """One that other tests at the same time hardly take."""
+    return 10000 + (2 * os.getpid() + number) % 10000
+
+
+def assert_trained(finished: Finished, ranks: int) -> None:
+    assert finished.status == 0, finished.err
+    assert f"torch: {ranks} ranks, {ranks} on" in finished.out
+    assert finished.out.count("Finished training in epoch 1.") == 1
+
+
+@pytest.mark.parametrize("options", [[], ["--use_env"]])
+def test_torch_distributed_launch(corpus: Path, tmp_path: Path, options: list[str]) -> None:
+    launcher = ["-m", "torch.distributed.launch", "--standalone", "--nproc_per_node", "2", *options]
+    finished = launch([*launcher, *command(corpus, tmp_path, torch_distributed={})])
+    assert_trained(finished, 2)
+
+
+def test_torchrun_on_two_hosts_with_two_processes_and_one(corpus: Path, tmp_path: Path) -> None:
+    common = ["-m", "torch.distributed.run", "--nnodes", "2", "--master_addr", "localhost", "--master_port", str(port(1))]
+    train = command(corpus, tmp_path, torch_distributed={})
+    ended = by_hand([[*common, "--node_rank", str(host), "--nproc_per_node", str(2 - host), *train] for host in (0, 1)])
+    assert [one.status for one in ended] == [0, 0], ended
+    assert "torch: 3 ranks, 3 on" in "".join(one.out for one in ended)
+
+
+def test_mpirun(corpus: Path, tmp_path: Path) -> None:
+    assert_trained(launch(command(corpus, tmp_path, torch_distributed={}), ranks=2), 2)
+
+
+def test_mpirun_over_several_hosts_asks_mpi_where_rank_0_is(corpus: Path, tmp_path: Path) -> None:
+    arguments = command(corpus, tmp_path, torch_distributed={})[2:]
+    alone_on_its_host = "import os, sys; os.environ['OMPI_COMM_WORLD_LOCAL_SIZE'] = '1'; from hvdtrain.cli import main; "
+    assert_trained(launch(["-c", f"{alone_on_its_host} sys.exit(main({arguments}))"], ranks=2), 2)
+
+
+def test_mpirun_whose_processes_start_some_of_their_own(corpus: Path, tmp_path: Path) -> None:
+    keys = {
+        "ngpu": 2,
+        "multiprocessing_distributed": "true",
+        "dist_launcher": "mpi",
+        "dist_init_method": f"file://{tmp_path}/meet",
+    }
+    assert_trained(launch(command(corpus, tmp_path, **keys), ranks=2), 4)
+    assert not (tmp_path / "meet").exists()
+
+
+def test_srun(corpus: Path, tmp_path: Path) -> None:
+    """What srun sets, two nodes with one task each; the step's first node goes by a name that nobody knows."""
+    step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_STEP_NODELIST": "no-such-node[1-2]"}
+    job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1", **step}
+    tasks = [{**job, "SLURM_PROCID": str(rank), "SLURM_NODEID": str(rank), "SLURM_LOCALID": "0"} for rank in (0, 1)]
+    assert_trained(by_hand([command(corpus, tmp_path, torch_distributed={})] * 2, tasks)[0], 2)
+
+
+def test_two_processes_on_one_host_and_one_on_another(corpus: Path, tmp_path: Path) -> None:
+    """As ESPnet2's text has it: each process is told its rank."""
+    where = {"dist_world_size": 3, "dist_master_addr": "localhost", "dist_master_port": port(0), "ngpu": 1}
+    commands = [command(corpus, tmp_path, dist_rank=rank, multiprocessing_distributed="false", **where) for rank in range(3)]
+    ended = by_hand(commands)
+    assert_trained(ended[0], 3)
+    assert [one.status for one in ended] == [0, 0, 0]
+    assert [one.out for one in ended[1:]] == ["", ""]
+
+
+def test_a_file_of_an_earlier_run_does_no_harm(corpus: Path, tmp_path: Path) -> None:
+    meet = tmp_path / "meet"
+    meet.write_text('{"hosts": ["127.0.0.1"], "port": 9, "word": "old"}')
+    keys = {"torch_distributed": {"init_method": f"file://{meet}", "world_size": 2}}
+    commands = [command(corpus, tmp_path, **keys, dist_rank=rank) for rank in (0, 1)]
+    assert_trained(by_hand(commands, pause=1.0)[0], 2)
+    assert not meet.exists()
+
+
+def test_a_rank_given_twice_and_other_numbers_of_processes_are_found_out(corpus: Path, tmp_path: Path) -> None:
+    keys = {"dist_init_method": f"file://{tmp_path}/meet"}
+    twice = [command(corpus, tmp_path, **keys, dist_world_size=3, dist_rank=rank) for rank in (0, 1, 1)]
+    for finished in by_hand(twice):
+        assert finished.status == 2
+        assert "expected ranks that are all different, got rank 1 twice" in finished.err
+    other = [command(corpus, tmp_path, **keys, dist_world_size=2 + rank, dist_rank=rank) for rank in (0, 1)]
+    for finished in by_hand(other):
+        assert finished.status == 2
+        assert re.search("expected the same number of processes on all ranks, got (2 and 3|3 and 2)", finished.err)
+
+
+def test_who_does_not_come_is_named(corpus: Path, tmp_path: Path) -> None:
+    keys = {"torch_distributed": {"timeout_sec": 2}, "dist_init_method": f"file://{tmp_path}/meet", "dist_world_size": 2}
+    first, second = (by_hand([command(corpus, tmp_path, **keys, dist_rank=rank)])[0] for rank in (0, 1))
+    assert first.status == second.status == 2
+    assert f"file://{tmp_path}/meet: expected 2 processes, got none with rank 1 in time" in first.err
+    assert f"rank 1 of 2: expected rank 0 at file://{tmp_path}/meet, got no answer within 2 s" in second.err
+
+
+def test_ngpu_starts_processes_and_passes_a_signal_on(corpus: Path, tmp_path: Path) -> None:
+    assert_trained(launch(command(corpus, tmp_path, ngpu=2)), 2)
+    arguments = command(corpus, tmp_path / "second", ngpu=2, fault="hang,1,0", record=tmp_path / "record")
+    process = subprocess.Popen([sys.executable, *arguments], env=clean_environment(), cwd=ROOT)
+    wait_for(tmp_path / "record.fault")
+    process.send_signal(signal.SIGINT)
+    assert process.wait(2 * PATIENCE) == 130
+
+
+def test_processes_end_with_the_one_that_started_them(corpus: Path, tmp_path: Path) -> None:
+    arguments = command(corpus, tmp_path, ngpu=2, fault="hang,1,0", record=tmp_path / "record")
+    process = subprocess.Popen([sys.executable, *arguments], env=clean_environment(), cwd=ROOT)
+    wait_for(tmp_path / "record.fault")
+    assert len(trainings(tmp_path)) == 3
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + PATIENCE
+    while trainings(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert trainings(tmp_path) == []
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline, path
+        time.sleep(0.1)
+
+
+def trainings(folder: Path) -> list[str]:
+    """The processes whose command line speaks of a folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            text = path.read_bytes().replace(b"\0", b" ").decode()
+        except OSError:
+            continue  # it has just ended
+        found += [text] if str(folder) in text else []
+    return found
+
+
+@pytest.mark.parametrize("launcher", ["ngpu", "torchrun"])
+@pytest.mark.parametrize("fault", ["raise", "kill", "hang"])
+def test_a_rank_that_fails_ends_the_job(corpus: Path, tmp_path: Path, launcher: str, fault: str) -> None:
+    keys = {"fault": f"{fault},1,3", "record": tmp_path / "record", "part": "train.hdf", "max_seqs": 4}
+    if fault == "hang":
+        keys["watchdog_timeout"] = 15
+    if launcher == "ngpu":
+        finished = launch(command(corpus, tmp_path, ngpu=2, **keys))
+    else:
+        finished = torchrun(command(corpus, tmp_path, torch_distributed={}, **keys), 2)
+    seconds = time.time() - float((tmp_path / "record.fault").read_text())
+    assert seconds < PATIENCE + (15 if fault == "hang" else 0)
+    assert finished.status != 0
+    if fault == "raise":
+        assert "rank 1 of 2: Traceback (most recent call last):" in finished.err
+        assert "RuntimeError: planted by the test" in finished.err
+    elif fault == "hang":
+        assert re.search(r"rank 1: no progress for 1\d s \(watchdog_timeout\) in epoch 1, step 3", finished.err)
+    elif launcher == "ngpu":
+        assert "rank 1 of 2: ended by signal 9 (SIGKILL)" in finished.err
+        assert finished.status == 137
+
+
+def test_after_a_failure_torchrun_starts_them_anew(corpus: Path, tmp_path: Path) -> None:
+    """torch's own workers read the addresses of the dead ones from the agent's store, and fail again and again."""
+    keys = {"num_epochs": 2, "fault": "once,1,1", "record": tmp_path / "record"}
+    arguments = command(corpus, tmp_path, torch_distributed={}, **keys)
+    finished = torchrun(arguments, 2, 120, EMPTY, "--max-restarts", "1")
+    assert finished.status == 0, finished.err
+    assert (tmp_path / "record.fault").exists()
+    assert finished.out.count("Finished training in epoch 2.") == 1
+
+
+def test_several_processes_without_a_key_are_told_both(corpus: Path, tmp_path: Path) -> None:
+    finished = torchrun(command(corpus, tmp_path), 2)
+    assert "2 processes that torchrun started belong together, got neither use_horovod nor torch_distributed" in finished.err
+    assert "(add ++use_horovod 1 to the command, or ++torch_distributed {})" in finished.err
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"use_horovod": 1, "torch_distributed": {}}, "use_horovod, torch_distributed: expected one of them, got both"),
+        ({"use_horovod": 1, "ngpu": 2}, "use_horovod: expected mpirun, horovodrun or srun to start the processes, got ngpu"),
+        (
+            {"torch_distributed": {"bakend": "gloo"}},
+            "torch_distributed.bakend: unknown key of torch_distributed (did you mean backend?)",
+        ),
+        (
+            {"torch_distributed": {"backend": "mpi"}},
+            "torch_distributed.backend: expected 'gloo', 'nccl' or 'cpu:gloo,cuda:nccl', got 'mpi'",
+        ),
+        ({"torch_distributed": {"options": {}}}, "torch_distributed.options: an entry of RETURNN's that is not needed"),
+        (
+            {"torch_distributed": {"init_method": "file:///a"}, "dist_init_method": "file:///b"},
+            "expected the value of dist_init_method",
+        ),
+        ({"torch_distributed": 1}, "torch_distributed: expected a dict or None, got 1"),
+        ({"ngpu": 2, "multiprocessing_distributed": "false"}, "++ngpu 2 starts a process for each"),
+        ({"dist_rank": 2, "dist_world_size": 2}, "dist_rank: expected a number below dist_world_size, 2, got 2"),
+        ({"dist_rank": 0}, "dist_world_size: expected with dist_rank = 0, got nothing"),
+        ({"dist_master_addr": "h"}, "dist_master_port: expected with dist_master_addr, got nothing"),
+        (
+            {"sync_batch_norm": 1, "torch_distributed": {"reduce_type": "param"}},
+            "sync_batch_norm: expected reduce_type 'grad', got 'param'",
+        ),
+    ],
+)
+def test_mistakes_in_the_keys(corpus: Path, tmp_path: Path, overrides: dict[str, object], message: str) -> None:
+    texts = {"corpus": str(corpus), "model": str(tmp_path / "model"), **{name: str(value) for name, value in overrides.items()}}
+    with pytest.raises(ConfigError) as caught:
+        read_settings([TOY], texts)
+    assert message in str(caught.value)
+    assert len(caught.value.problems) == 1
+
+
+def test_a_model_in_a_wrapper_is_refused(corpus: Path, tmp_path: Path) -> None:
+    finished = hvdtrain(TOY, {"corpus": corpus, "model": tmp_path / "model", "layers": "threads"})
+    assert finished.status == 2
+    assert "get_model: expected the model itself, got it inside a DataParallel" in finished.err
+    assert "++ngpu 4" in finished.err

@@ -1,0 +1,187 @@
+"""Every collective on several ranks of a real job: `collectives.py TRANSPORT FOLDER`, under its launcher.
+
+Each rank leaves FOLDER/RANK.ok when everything was as it should be; what was not is in its traceback.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+
+import hvdtrain
+from hvdtrain.comm.base import all_reduce
+from hvdtrain.errors import ConfigError
+from hvdtrain.learner.torch_sharded import ShardedOptimizer
+from hvdtrain.learner.torch_sync_batch_norm import synchronize
+from hvdtrain.run import open_communicator
+from hvdtrain.settings import read_settings
+
+transport, folder = sys.argv[1], Path(sys.argv[2])
+overrides = {"corpus": str(folder), "model": str(folder / "model"), transport: "1" if transport == "use_horovod" else "{}"}
+settings = read_settings([Path(__file__).parent / "config.py"], overrides)
+
+
+def test_sums(comm) -> None:
+    types = [torch.float32, torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32]
+    tensors = [torch.full((number % 3, 2), comm.rank + 1, dtype=kind) for number, kind in enumerate(types)]
+    sums = all_reduce(comm, [tensor.clone() for tensor in tensors if tensor.numel()], "sum", name="sums")
+    for old, new in zip([tensor for tensor in tensors if tensor.numel()], sums, strict=True):
+        assert (new.dtype, new.shape) == (old.dtype, old.shape)
+        assert (new == sum(range(1, comm.size + 1))).all()
+    [average] = all_reduce(comm, [torch.arange(6.0).reshape(2, 3).t() * (comm.rank + 1)], "average", name="average")
+    torch.testing.assert_close(average, torch.arange(6.0).reshape(2, 3).t() * (comm.size + 1) / 2)
+    assert all_reduce(comm, [], "sum", name="nothing") == []
+    narrow = torch.tensor([1.0 if comm.rank else 256.0], dtype=torch.bfloat16)  # 256 + 1 is no bfloat16
+    for _ in range(3):
+        [narrow] = all_reduce(comm, [narrow], "average", name="narrow")
+    assert narrow.item() == torch.tensor((256 + comm.size - 1) / comm.size).bfloat16().item()
+
+
+def test_start_does_not_wait(comm) -> None:
+    comm.gather(None, name="together")
+    if comm.rank == 1:
+        time.sleep(1.5)
+    began = time.monotonic()
+    handles = [comm.start([torch.ones(1000)], "sum", name=f"early.{number}") for number in range(3)]
+    started = time.monotonic() - began
+    for handle in handles:
+        assert comm.finish(handle)[0][0] == comm.size
+    if comm.rank == 0:
+        assert started < 0.7, started
+        assert time.monotonic() - began > 0.9
+
+
+def test_broadcast_and_gather(comm) -> None:
+    sent = [
+        torch.tensor([True, False]),
+        torch.tensor(7),
+        torch.zeros(0, 3),
+        torch.randn(3, 4).t(),
+        torch.ones(2, dtype=torch.bfloat16),
+    ]
+    mine = [tensor if comm.rank == 0 else torch.zeros_like(tensor) for tensor in sent]
+    received = comm.broadcast(mine, name="broadcast")
+    for old, new, first in zip(sent, received, comm.gather(sent, name="sent")[0], strict=True):
+        assert (new.dtype, new.shape) == (old.dtype, old.shape)
+        assert torch.equal(new, first)
+    assert comm.gather({"rank": comm.rank, "long": "x" * comm.rank * 1000}, name="dicts")[-1]["rank"] == comm.size - 1
+    assert [comm.local_rank, comm.local_size] == [comm.rank, comm.size]
+
+
+def test_gather_rows(comm) -> None:
+    rows = [torch.full((comm.rank, 2), comm.rank), torch.tensor([float(comm.rank)])]
+    first, second = comm.gather_rows(rows, name="rows")
+    assert first[:, 1].tolist() == [rank for rank in range(comm.size) for _ in range(rank)]
+    assert second.tolist() == list(range(comm.size))
+
+
+def test_for_configs(comm) -> None:
+    called = folder / f"called.{comm.rank}"
+    assert hvdtrain.run_on_main(lambda: (called.write_text(""), comm.rank + 10)[1]) == 10
+    assert hvdtrain.run_on_main(lambda: comm.rank + 20, once_per="host") == 20
+    assert [(folder / f"called.{rank}").exists() for rank in range(comm.size)] == [True] + [False] * (comm.size - 1)
+    with pytest.raises(ConfigError, match="planted"):
+        hvdtrain.run_on_main(fail)
+    total = sum(range(1, comm.size + 1))
+    assert hvdtrain.all_reduce(comm.rank + 1) == total
+    assert hvdtrain.all_reduce(1e16 if comm.rank == 0 else 1.0) == 1e16 + (comm.size - 1)  # which adding one by one does not give
+    assert hvdtrain.all_reduce(comm.rank + 1, "average") == total / comm.size
+    assert (hvdtrain.all_reduce(comm.rank, "min"), hvdtrain.all_reduce(comm.rank, "max")) == (0, comm.size - 1)
+    numpy.testing.assert_array_equal(hvdtrain.all_reduce(numpy.array([1, comm.rank])), [comm.size, total - comm.size])
+    numpy.testing.assert_array_equal(hvdtrain.all_reduce(numpy.array([1.0, comm.rank]), "max"), [1, comm.size - 1])
+    mine = torch.tensor([1.0, comm.rank + 1])
+    assert hvdtrain.all_reduce(mine).tolist() == [comm.size, total]
+    assert mine.tolist() == [1.0, comm.rank + 1]  # it is left as it was
+    with pytest.raises(ConfigError, match="expected 'sum' or 'average' for a tensor, got 'min'"):
+        hvdtrain.all_reduce(mine, "min")
+
+
+def fail() -> None:
+    raise ConfigError(["planted"])
+
+
+def test_sync_batch_norm(comm) -> None:
+    """Each rank has another number of rows, the last one none: the same as one process with all rows."""
+    torch.manual_seed(0)
+    rows = torch.randn(7, 4, 5, dtype=torch.float64) * 3 + 100
+    targets = torch.randn(7, 4, 5, dtype=torch.float64)
+    own = torch.arange(7) % max(1, comm.size - 1) == comm.rank
+
+    def model() -> torch.nn.Module:
+        torch.manual_seed(1)
+        return torch.nn.Sequential(
+            torch.nn.Conv1d(4, 4, 1),
+            torch.nn.BatchNorm1d(4),
+            torch.nn.Tanh(),
+            torch.nn.BatchNorm1d(4, momentum=None, affine=False),
+        ).double()
+
+    alone, (together, exchange) = model(), synchronize(model(), comm.channel("sync_batch_norm"))
+    assert alone.state_dict().keys() == together.state_dict().keys()
+    for _ in range(2):
+        expected = torch.autograd.grad((alone(rows) * targets).sum(), list(alone.parameters()))
+        gradients = [torch.zeros_like(parameter) for parameter in together.parameters()]
+        if own.any():
+            loss = (together(rows[own]) * targets[own]).sum()
+            exchange.done(rows.device)
+            gradients = list(torch.autograd.grad(loss, list(together.parameters())))
+            exchange.done(rows.device)
+        else:
+            exchange.stand_by(rows.device, forward=True)
+            exchange.stand_by(rows.device, forward=False)
+        for one, other in zip(expected, all_reduce(comm, gradients, "sum", name="gradients"), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+    for name, value in alone.state_dict().items():
+        torch.testing.assert_close(value, together.state_dict()[name], rtol=1e-6, atol=1e-6)
+    alone.eval()
+    together.eval()
+    torch.testing.assert_close(alone(rows), together(rows), rtol=1e-6, atol=1e-6)
+
+
+def test_sharded_optimizer(comm) -> None:
+    """It updates as the whole one does, bit by bit, with a part of its state; and either loads what the other saved."""
+
+    def model() -> torch.nn.Module:
+        torch.manual_seed(2)
+        return torch.nn.Sequential(*[torch.nn.Linear(6, 6) for _ in range(3)], torch.nn.Linear(6, 1).to(torch.float64))
+
+    def optimizer_of(module: torch.nn.Module) -> torch.optim.Optimizer:
+        groups = [{"params": list(module[:2].parameters()), "weight_decay": 0.1}, {"params": list(module[2:].parameters())}]
+        return torch.optim.AdamW(groups, lr=0.01)
+
+    whole, sharded = model(), model()
+    whole_optimizer, inner = optimizer_of(whole), optimizer_of(sharded)
+    sharded_optimizer = ShardedOptimizer(inner, comm)
+    for step in range(4):
+        if step == 2:  # each goes on with the other's state
+            sharded_optimizer.gather()
+            saved = comm.gather(sharded_optimizer.state_dict() if comm.rank == 0 else None, name="saved")[0]
+            before = whole_optimizer.state_dict()
+            sharded_optimizer.load_state_dict(before)
+            whole_optimizer.load_state_dict(saved)
+        for module, optimizer in ((whole, whole_optimizer), (sharded, sharded_optimizer)):
+            torch.manual_seed(step)
+            optimizer.zero_grad(set_to_none=True)
+            assert all(parameter.grad is None for parameter in module.parameters())
+            for parameter in module.parameters():
+                parameter.grad = torch.randn_like(parameter)
+            optimizer.step()
+        for one, other in zip(whole.parameters(), sharded.parameters(), strict=True):
+            assert torch.equal(one, other)
+
+    def held(optimizer: torch.optim.Optimizer) -> int:
+        return sum(state["exp_avg"].numel() for state in optimizer.state.values())
+
+    shares = comm.gather(held(inner), name="shares")
+    assert sum(shares) == held(whole_optimizer)
+    assert max(shares) < 1.2 * sum(shares) / comm.size
+
+
+with open_communicator(settings) as connection:
+    for name, test in sorted(globals().copy().items()):
+        if name.startswith("test_"):
+            test(connection)
+    (folder / f"{connection.rank}.ok").write_text("")

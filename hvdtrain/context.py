@@ -42,7 +42,7 @@ class Output:
 
 @dataclass
 class RunContext:
-    """One call of `train_step` or `forward_step`.
+    """One call of `train_step` or `forward_step`; with TensorFlow one tracing of it, in which the two numbers are tensors.
 
     Attributes:
         epoch: counted from 1.

@@ -86,6 +86,14 @@ class Reducer(Protocol):
         """The gradients that the optimizer is to apply."""
         ...
 
+    def reduce_rows(self, values: Tensor, indices: Tensor, *, name: str) -> tuple[Tensor, Tensor]:
+        """Rows of a sparse gradient and which rows they are, on all ranks together; a rank may have none."""
+        ...
+
+    def waited(self, seconds: float) -> None:
+        """Be told how long a step waited for other ranks, where that could not be seen from here."""
+        ...
+
     def agree(self, value: T | None) -> T:
         """Something every rank with a batch knows alike: rank by rank, the first that is not None. Once a training."""
         ...
@@ -143,6 +151,13 @@ class GradReduce:
         with self._timer.span("communication"):
             return self._comm.finish(handle)
 
+    def reduce_rows(self, values: Tensor, indices: Tensor, *, name: str) -> tuple[Tensor, Tensor]:
+        everybodys, theirs = self._comm.gather_rows([values, indices], name=name)
+        return (everybodys / self._comm.size if self._op == "average" else everybodys), theirs
+
+    def waited(self, seconds: float) -> None:
+        self._timer.book("communication", seconds)
+
     def agree(self, value: T | None) -> T:
         return next(known for known in self._comm.gather(value, name="agree") if known is not None)
 
@@ -194,6 +209,12 @@ class ParamAverage:
 
     def finish_gradients(self, handle: list[Tensor]) -> list[Tensor]:
         return handle
+
+    def reduce_rows(self, values: Tensor, indices: Tensor, *, name: str) -> tuple[Tensor, Tensor]:
+        return values, indices
+
+    def waited(self, seconds: float) -> None:
+        pass  # a step of its own waits for nobody
 
     def agree(self, value: T | None) -> T:
         return value  # type: ignore[return-value]  # only a rank with a batch asks, and it knows

@@ -6,7 +6,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import fields
 from pathlib import Path
 
@@ -62,6 +62,20 @@ def train(settings: Settings) -> None:
     """Train as the config says, from the last finished epoch on. Raises: HvdtrainError."""
     with open_communicator(settings) as comm:
         train_with(comm, settings)
+
+
+def prepare(settings: Settings) -> None:
+    """What has to be settled before the framework computes anything. Raises: ConfigError."""
+    if settings.run.backend == "tensorflow":
+        from hvdtrain.learner.tensorflow_setup import prepare_tensorflow
+
+        prepare_tensorflow(settings.learner.device, launch.launch().local_rank, threads(settings, launch.launch().local_size))
+
+
+def threads(settings: Settings, local_size: int) -> int:
+    """How many threads a rank computes with, where a host has so many ranks."""
+    ours = launch.threads_per_rank(launch.environment(), local_size, launch.cores(), launch.is_bound())
+    return settings.run.num_threads or ours
 
 
 def train_with(comm: Communicator, settings: Settings) -> Learner:
@@ -164,14 +178,18 @@ def open_communicator(settings: Settings) -> Iterator[Communicator]:
 
     Raises:
         LaunchError: several processes were started, but the config does not say how they belong together.
+        ConfigError: a device that is not there, or a config that computes while it is read.
     """
+    prepare(settings)
     started = launch.launch()
     comm: Communicator
+    inside: AbstractContextManager[None] = nullcontext()
     torch_keys = settings.torch_distributed
     if settings.reduce.use_horovod:
-        from hvdtrain.comm.horovod import open_horovod  # imports a framework
+        from hvdtrain.comm.horovod import open_horovod, peer_failures  # imports a framework
 
-        comm = open_horovod("torch" if settings.run.backend == "torch" else "tensorflow", settings.reduce.horovod_timeline)
+        inside = peer_failures()  # TensorFlow's graphs exchange by themselves
+        comm = open_horovod(settings.run.backend, settings.reduce.horovod_timeline)
     elif torch_keys is not None:
         from hvdtrain.comm.torch_dist import open_torch_distributed
 
@@ -187,7 +205,7 @@ def open_communicator(settings: Settings) -> Iterator[Communicator]:
     else:
         comm = SingleCommunicator()
     try:
-        with connected(comm):
+        with inside, connected(comm):
             yield comm
     except HvdtrainError as failure:
         if failure.on_every_rank:
@@ -291,16 +309,20 @@ def open_reducer(keys: ReduceKeys, comm: Communicator, timer: Timer) -> Reducer:
 
 def build_learner(settings: Settings, reducer: Reducer, comm: Communicator) -> Learner:
     """The model and the optimizer, in the config's framework. Raises: ConfigError."""
-    from hvdtrain.learner.torch import build_torch_learner  # the framework is imported when it is known to be needed
+    num_threads = threads(settings, comm.local_size)
+    seed = settings.run.random_seed
+    places = {"rank": comm.rank, "local_rank": comm.local_rank, "threads": num_threads}
+    if settings.run.backend == "tensorflow":  # a framework is imported when it is known to be needed
+        from hvdtrain.learner.tensorflow import build_tensorflow_learner
 
-    threads = launch.threads_per_rank(launch.environment(), comm.local_size, launch.cores(), launch.is_bound())
+        return build_tensorflow_learner(settings.learner, reducer, **places, seed=seed, epoch=1, step=0)
+    from hvdtrain.learner.torch import build_torch_learner
+
     return build_torch_learner(
         settings.learner,
         reducer,
-        rank=comm.rank,
-        local_rank=comm.local_rank,
-        threads=settings.run.num_threads or threads,
-        seed=settings.run.random_seed,
+        **places,
+        seed=seed,
         epoch=1,
         step=0,
         batch_norm=comm.channel("sync_batch_norm") if settings.learner.sync_batch_norm and comm.size > 1 else None,

@@ -47,7 +47,7 @@ class RunKeys:
         "or config:NAME, which calls the config's function NAME",
         Rule("one of train, eval, forward, search, cleanup_old_models, config:NAME", _is_task),
     )
-    backend: Literal["torch"] = key("torch", "the framework of get_model and train_step")
+    backend: Literal["torch", "tensorflow"] = key("torch", "the framework of get_model and train_step")
     model: str = key(REQUIRED, "where checkpoints go: the beginning of their names, such as exp/g2p/model")
     num_epochs: int = key(5, "train up to this epoch", positive)
     random_seed: int = key(

@@ -22,15 +22,6 @@ def run_with_fault(corpus: Path, folder: Path, **overrides: object) -> tuple[Fin
     return finished, time.time() - float((folder / "record.fault").read_text())
 
 
-def test_a_rank_that_raises_ends_the_job_and_its_traceback_is_shown(corpus: Path, tmp_path: Path) -> None:
-    finished, seconds = run_with_fault(corpus, tmp_path, fault="raise,1,5")
-    assert seconds < PATIENCE
-    assert finished.status != 0
-    assert "rank 1 of 3: Traceback (most recent call last):" in finished.err
-    assert "RuntimeError: planted by the test" in finished.err
-    assert finished.err.count("Traceback") == 1  # the others have nothing to tell
-
-
 def test_a_rank_that_is_killed_ends_the_job(corpus: Path, tmp_path: Path) -> None:
     finished, seconds = run_with_fault(corpus, tmp_path, fault="kill,2,5")
     assert seconds < PATIENCE

@@ -25,6 +25,9 @@ HOW_TO_INSTALL = (
 )
 
 
+KNOWN_TYPES = ("uint8", "int32", "int64", "float16", "float32", "float64")
+"""What Horovod can send from TensorFlow."""
+
 HINTS = {
     "torchrun": 'torchrun is for torch.distributed: ++torch_distributed "{}" instead of use_horovod (or start it with mpirun)',
     "srun": "was Horovod built with MPI, and for the MPI that srun --mpi speaks to? Without --mpi=pmix, Gloo connects the tasks",
@@ -66,7 +69,11 @@ def open_horovod(framework: Literal["torch", "tensorflow"], timeline: str | None
 
 
 class HorovodCommunicator:
-    """The processes of a Horovod job. Horovod's two bindings are alike in everything used here but the asynchronous calls."""
+    """The processes of a Horovod job. Horovod's two bindings are alike in everything used here but the asynchronous calls.
+
+    TensorFlow hands names on inside of graphs only: what is exchanged outside of them (parameters, scores) appears under the
+    operation's own name in Horovod's reports, such as HorovodAllgather.
+    """
 
     def __init__(self, binding: ModuleType) -> None:
         self._hvd: Any = binding
@@ -80,7 +87,7 @@ class HorovodCommunicator:
         if not tensors:
             return []
         horovod_op = {"sum": self._hvd.Sum, "average": self._hvd.Average}[op]
-        with _peer_failures():
+        with peer_failures():
             if not self._asynchronous:
                 return self._hvd.grouped_allreduce(list(tensors), op=horovod_op, name=name)
             # Horovod has no bfloat16: such tensors travel as float32. And it takes no transposed ones.
@@ -91,14 +98,14 @@ class HorovodCommunicator:
     def finish(self, handle: Any) -> list[Tensor]:
         if isinstance(handle, list):
             return handle
-        with _peer_failures():
+        with peer_failures():
             reduced = self._hvd.synchronize(handle[0])
         return [tensor.to(dtype) for tensor, dtype in zip(reduced, handle[1], strict=True)]
 
     def broadcast(self, tensors: Sequence[Tensor], *, name: str) -> list[Tensor]:
-        with _peer_failures():
+        with peer_failures():
             if not self._asynchronous:
-                return [self._hvd.broadcast(tensor, 0, name=f"{name}.{i}") for i, tensor in enumerate(tensors)]
+                return [self._broadcast(tensor, name=f"{name}.{i}") for i, tensor in enumerate(tensors)]
             # As bytes: so every type can travel, those that Horovod does not know, too.
             flat = [tensor.contiguous().reshape(-1).view(_byte_type(tensor)) for tensor in tensors]
             handles = [self._hvd.broadcast_async(tensor, 0, name=f"{name}.{i}") for i, tensor in enumerate(flat)]
@@ -106,11 +113,11 @@ class HorovodCommunicator:
         return [new.view(old.dtype).reshape(old.shape) for new, old in zip(sent, tensors, strict=True)]
 
     def gather_rows(self, tensors: Sequence[Tensor], *, name: str) -> list[Tensor]:
-        with _peer_failures():
+        with peer_failures():
             return [self._hvd.allgather(tensor, name=f"{name}.{i}") for i, tensor in enumerate(tensors)]
 
     def gather(self, value: T, *, name: str) -> list[T]:
-        with _peer_failures():
+        with peer_failures():
             return list(self._hvd.allgather_object(value, name=name))
 
     def channel(self, name: str) -> HorovodCommunicator:
@@ -118,6 +125,12 @@ class HorovodCommunicator:
 
     def close(self) -> None:
         self._hvd.shutdown()
+
+    def _broadcast(self, tensor: Tensor, *, name: str) -> Tensor:
+        """TensorFlow's; types that Horovod does not know travel as numpy arrays."""
+        if tensor.dtype.name in KNOWN_TYPES:
+            return self._hvd.broadcast(tensor, 0, name=name)
+        return self._hvd.broadcast_object(tensor.numpy(), 0, name=name)
 
 
 def _writable(timeline: str, rank: int) -> str:
@@ -137,11 +150,12 @@ def _byte_type(tensor: Tensor) -> Any:
 
 
 @contextmanager
-def _peer_failures() -> Iterator[None]:
+def peer_failures() -> Iterator[None]:
     """Horovod says one and the same thing whichever rank failed, and never why: the failing rank itself tells that."""
     try:
         yield
     except Exception as error:
-        if type(error).__name__ == "HorovodInternalError" and "shut down" in str(error):
+        # A graph of TensorFlow wraps Horovod's error into one of its own.
+        if type(error).__name__ in ("HorovodInternalError", "UnknownError") and "Horovod has been shut down" in str(error):
             raise PeerFailure("stopped, because another rank failed") from None
         raise

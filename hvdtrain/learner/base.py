@@ -92,7 +92,7 @@ class Learner(Protocol):
     num_parameters: int
     device_name: str
     file_suffix: str
-    """Of checkpoints: 'pt' for PyTorch."""
+    """Of checkpoints: 'pt' for PyTorch, 'npz' for TensorFlow."""
 
     def begin_epoch(self, epoch: int, step: int) -> None:
         """Be told where training stands: the epoch from 1, and the updates done so far."""

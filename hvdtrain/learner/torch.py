@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +17,18 @@ from hvdtrain.context import Loss, RunContext, running
 from hvdtrain.data.types import Array, Batch
 from hvdtrain.errors import CheckpointError, ConfigError, TrainingError
 from hvdtrain.learner.base import Kind, LearnerKeys, NotFinite, Part, Shapes, as_function
-from hvdtrain.learner.torch_clock import CpuClock, CudaClock
+from hvdtrain.learner.clock import CpuClock
+from hvdtrain.learner.losses import TINY, Normalized, check_marked, check_same, minimized, normalized, nothing_to_minimize
+from hvdtrain.learner.numbers import mixed_seed, widened
+from hvdtrain.learner.outputs import by_sequence, check_outputs
+from hvdtrain.learner.torch_clock import CudaClock
 from hvdtrain.learner.torch_gradients import GradientStream
 from hvdtrain.learner.torch_optimizer import make_optimizer
 from hvdtrain.learner.torch_sharded import ShardedOptimizer
 from hvdtrain.learner.torch_sync_batch_norm import Exchange, synchronize
+from hvdtrain.learner.waiting import WaitingScores
 from hvdtrain.reduce import Reducer
 from hvdtrain.scores import Scores
-
-TINY = 1e-30
-"""What a sum is divided by where no element was counted: it is zero, too."""
 
 WRAPPERS = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
 WRAPPED = (
@@ -35,9 +36,6 @@ WRAPPED = (
     "copies the model to every GPU in every step, and its threads wait for Python's lock; PyTorch advises against it (a process "
     "for each GPU instead: python -m hvdtrain CONFIG ++ngpu 4)"
 )
-
-MANY = 1000
-"""Batches whose scores wait on the device before they are fetched, in one piece."""
 
 
 @dataclass
@@ -59,24 +57,6 @@ class TorchData:
         return frames[None, :] < self.seq_lens.to(self.raw_tensor.device, non_blocking=True)[:, None]
 
 
-@dataclass(frozen=True)
-class Normalized:
-    """The losses of a train_step that are to be means, and whether such a loss is all that is minimized."""
-
-    names: tuple[str, ...]
-    alone: bool
-
-
-@dataclass(frozen=True)
-class _Waiting:
-    """A batch's sums and counts, on the device: of the losses, by name with whether they are minimized."""
-
-    names: dict[str, bool]
-    numbers: torch.Tensor
-    step: int
-    indices: Array
-
-
 class TorchLearner:
     """A torch.nn.Module, its optimizer and its losses.
 
@@ -84,6 +64,8 @@ class TorchLearner:
         seed: random numbers of a step (dropout) come from this, the rank and the number of the step, so that ranks differ
             and a continued training goes on with the same numbers.
     """
+
+    file_suffix = "pt"
 
     def __init__(
         self,
@@ -122,9 +104,9 @@ class TorchLearner:
         self._has_batch = False
         self._normalized: Normalized | None = None
         self._counting: Any = None
-        self._waiting: list[_Waiting] = []
-        self._not_finite: list[NotFinite] = []
-        self._scores = Scores()
+        self._scores = WaitingScores(
+            lambda tensors: torch.cat(tensors).tolist(), self._broken, at_once=device.type == "cpu", finite_only=skips is not None
+        )
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
 
     def begin_epoch(self, epoch: int, step: int) -> None:
@@ -200,24 +182,15 @@ class TorchLearner:
         self.model.eval()
         with torch.no_grad(), running(RunContext(self._epoch, self._step, False)) as context:
             self._forward_step(model=self.model, extern_data=self._extern_data(batch))
-        if not context.outputs:
-            raise ConfigError(["forward_step: expected a call of hvdtrain.get_run_ctx().mark_as_output(...), got none"])
-        sequences: list[dict[str, Array]] = [{} for _ in batch.indices]
+        check_outputs(context.outputs)
+        outputs = {}
         for name, output in context.outputs.items():
-            rows = [_array(row) for row in output.value]
-            lengths = [None] * len(rows) if output.seq_lens is None else [int(length) for length in output.seq_lens]
-            if not len(rows) == len(lengths) == len(sequences):
-                raise ConfigError(
-                    [f"forward_step: expected an entry of {name} for each of {len(sequences)} sequences, got {len(rows)}"]
-                )
-            for sequence, row, length in zip(sequences, rows, lengths, strict=True):
-                sequence[name] = row[:length] if row.ndim else row
-        return sequences
+            lengths = None if output.seq_lens is None else [int(length) for length in output.seq_lens]
+            outputs[name] = [_array(row) for row in output.value], lengths
+        return by_sequence(outputs, len(batch.indices))
 
     def take_scores(self) -> Scores:
-        self._fetch_scores()
-        taken, self._scores = self._scores, Scores()
-        return taken
+        return self._scores.take()
 
     def take_step_seconds(self) -> float:
         return self._clock.take()
@@ -282,15 +255,11 @@ class TorchLearner:
         return torch.tensor(values, dtype=torch.float64)
 
     def take_not_finite(self) -> list[NotFinite]:
-        taken, self._not_finite = self._not_finite, []
-        return taken
+        return self._scores.take_not_finite()
 
-    def _note(self, entry: _Waiting, name: str, total: float) -> None:
-        """Remember a loss that is no finite number; of each only the first few, as all that follow are none either."""
-        if len(self._not_finite) < 3:
-            named = self.model.named_parameters()
-            broken = [parameter for parameter, values in named if not bool(values.isfinite().all())]
-            self._not_finite.append(NotFinite(entry.step, name, total, tuple(entry.indices.tolist()), tuple(broken)))
+    def _broken(self) -> tuple[str, ...]:
+        """The names of parameters that hold other than finite numbers."""
+        return tuple(name for name, values in self.model.named_parameters() if not bool(values.isfinite().all()))
 
     def _load_optimizer(self, state: dict[str, Any] | None, file: Path) -> None:
         if state is None:
@@ -313,14 +282,11 @@ class TorchLearner:
             self.model.train(train)
         with running(RunContext(self._epoch, self._step, train)) as context:
             self._train_step(model=self.model, extern_data=self._extern_data(batch))
-        if not context.losses:
-            raise ConfigError(["train_step: expected a call of hvdtrain.get_run_ctx().mark_as_loss(...), got none"])
+        check_marked(context.losses)
         sums = [loss.value.detach().sum(dtype=torch.float64) for loss in context.losses.values()]
         counts = [_count(loss).to(self._device) for loss in context.losses.values()]
-        names = {name: train and not loss.as_error and loss.scale != 0 for name, loss in context.losses.items()}
-        self._waiting.append(_Waiting(names, torch.stack(sums + counts), self._step, batch.indices))
-        if self._device.type == "cpu" or len(self._waiting) >= MANY:
-            self._fetch_scores()
+        names = {name: train and name in minimized(context.losses) for name in context.losses}
+        self._scores.add(names, torch.stack(sums + counts), self._step, batch.indices)
         return context.losses
 
     def _start_counting(self, losses: dict[str, Loss] | None) -> dict[str, torch.Tensor]:
@@ -331,13 +297,11 @@ class TorchLearner:
 
         A rank without a batch takes part with zero elements; in the first step it has to be told what there is to count.
         """
-        own = None if losses is None else _normalized(losses)
+        own = None if losses is None else normalized(losses)
         if self._normalized is None:
             self._normalized = self._reducer.agree(own)
-        if own is not None and own != self._normalized:
-            raise ConfigError(
-                [f"train_step: expected losses with use_normalized_loss as in the first step, {self._normalized}, got {own}"]
-            )
+        if own is not None:
+            check_same(self._normalized, own)
         if not self._normalized.names:
             return {}
         zero = torch.zeros((), dtype=torch.float64)
@@ -349,29 +313,13 @@ class TorchLearner:
         [totals] = self._reducer.finish_gradients(counting)
         return dict(zip(self._normalized.names, totals.clamp(min=TINY), strict=True))
 
-    def _fetch_scores(self) -> None:
-        if not self._waiting:
-            return
-        values = iter(torch.cat([entry.numbers for entry in self._waiting]).tolist())
-        for entry in self._waiting:
-            totals = [next(values) for _ in entry.names]
-            for (name, is_minimized), total in zip(entry.names.items(), totals, strict=True):
-                count = next(values)
-                if self._skips is not None and not isfinite(total):
-                    continue  # such a batch's update was left out, and so are its scores
-                self._scores.add(name, total, count)
-                if is_minimized and not isfinite(total):
-                    self._note(entry, name, total)
-        self._waiting = []
-
     def _extern_data(self, batch: Batch) -> dict[str, TorchData]:
         return {key: self._to_device(padded.values, padded.seq_lens) for key, padded in batch.data.items()}
 
     def _to_device(self, values: numpy.ndarray[Any, Any], seq_lens: numpy.ndarray[Any, Any]) -> TorchData:
         if values.dtype == object:
             return TorchData(values, torch.from_numpy(seq_lens))
-        wider = {"uint16": numpy.int32, "uint32": numpy.int64}.get(values.dtype.name)
-        tensor = torch.from_numpy(values if wider is None else values.astype(wider))
+        tensor = torch.from_numpy(widened(values))
         if self._device.type == "cuda":
             tensor = tensor.pin_memory().to(self._device, non_blocking=True)
         return TorchData(tensor, torch.from_numpy(seq_lens))
@@ -455,22 +403,14 @@ def _device(wanted: str | None, local_rank: int) -> torch.device:
 def _total(losses: dict[str, Loss], divisors: dict[str, torch.Tensor]) -> torch.Tensor | None:
     """The scalar to differentiate; None for a rank without a batch."""
     total: torch.Tensor | None = None
-    for name, loss in losses.items():
-        if loss.as_error or loss.scale == 0:
-            continue
+    for name, loss in minimized(losses).items():
         term = loss.value.sum() * loss.scale
         if name in divisors:
             term = term / divisors[name].to(term.dtype)
         total = term if total is None else total + term
     if losses and (total is None or not total.requires_grad):
-        raise ConfigError(["train_step: expected a loss that depends on the model's parameters, got only errors or constants"])
+        raise nothing_to_minimize()
     return total
-
-
-def _normalized(losses: dict[str, Loss]) -> Normalized:
-    minimized = {name: loss for name, loss in losses.items() if not loss.as_error and loss.scale != 0}
-    names = tuple(name for name, loss in minimized.items() if loss.use_normalized_loss)
-    return Normalized(names, alone=len(minimized) == 1)
 
 
 def _count(loss: Loss) -> torch.Tensor:
@@ -482,7 +422,7 @@ def _count(loss: Loss) -> torch.Tensor:
 
 def _seed_all(device: torch.device, *parts: int) -> None:
     """Seed torch, Python and numpy with a number mixed from the parts."""
-    mixed = int(numpy.random.SeedSequence(parts).generate_state(1)[0])
+    mixed = mixed_seed(*parts)
     # The generators in use only: torch.manual_seed sees to all kinds of devices, which takes a hundred times as long.
     torch.default_generator.manual_seed(mixed)
     if device.type == "cuda":

@@ -7,25 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
-from hvdtrain.timer import Timer
-
 MANY = 1000
 """Spans that wait for their events before some of them are read."""
-
-
-class CpuClock:
-    """Seconds inside of spans."""
-
-    def __init__(self) -> None:
-        self._timer = Timer()
-
-    @contextmanager
-    def span(self) -> Iterator[None]:
-        with self._timer.span("step"):
-            yield
-
-    def take(self) -> float:
-        return self._timer.take().get("step", 0.0)
 
 
 class CudaClock:

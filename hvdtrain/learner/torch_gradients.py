@@ -6,10 +6,8 @@ from typing import Any
 
 import torch
 
+from hvdtrain.learner.buckets import buckets
 from hvdtrain.reduce import Reducer
-
-BUCKET_BYTES = 2 << 20
-"""Gradients of about so many bytes are sent together: large enough for the network, small enough to start early."""
 
 
 class GradientStream:
@@ -69,14 +67,5 @@ class GradientStream:
 
 
 def _buckets(parameters: list[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
-    """Parameters, last first, in groups of one type and about BUCKET_BYTES."""
-    buckets: list[list[torch.nn.Parameter]] = []
-    size = 0
-    for parameter in reversed(parameters):
-        bytes_here = parameter.numel() * parameter.element_size()
-        if not buckets or size + bytes_here > BUCKET_BYTES or parameter.dtype != buckets[-1][0].dtype:
-            buckets.append([])
-            size = 0
-        buckets[-1].append(parameter)
-        size += bytes_here
-    return buckets
+    kinds = [(parameter.numel() * parameter.element_size(), parameter.dtype) for parameter in parameters]
+    return [[parameters[number] for number in group] for group in buckets(kinds)]

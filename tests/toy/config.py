@@ -46,14 +46,15 @@ class Plain(nn.Module):
 
 
 class WithStatistics(Plain):
-    """The same with a BatchNorm: floating buffers, and an integer one."""
+    """The same with a BatchNorm (floating buffers, and an integer one) and dropout."""
 
     def __init__(self):
         super().__init__()
         self.norm = nn.BatchNorm1d(4)
+        self.dropout = nn.Dropout(0.1)
 
     def forward(self, frames, mask):
-        return super().forward(self.norm(frames.transpose(1, 2)).transpose(1, 2), mask)
+        return super().forward(self.dropout(self.norm(frames.transpose(1, 2)).transpose(1, 2)), mask)
 
 
 def get_model(**_):

@@ -1,14 +1,14 @@
-"""Several trainings in one launch: `python several.py jobs.json`, a list of {"name", "folder", "overrides"}.
+"""Several trainings in one launch: `python several.py jobs.json [config.py]`, a list of {"name", "folder", "overrides"}.
 
-Each rank leaves what it ended with in FOLDER/NAME.rank-RANK.pt. A training that is stopped goes on at once, or with
-"once": true is left as it is.
+Each rank leaves what it ended with in FOLDER/NAME.rank-RANK.npz, and the frameworks it has imported in FOLDER/frameworks. A
+training that is stopped goes on at once, or with "once": true is left as it is.
 """
 
 import json
 import sys
 from pathlib import Path
 
-import torch
+import numpy
 
 from hvdtrain import ballot
 from hvdtrain.interrupt import Stopped
@@ -16,8 +16,19 @@ from hvdtrain.run import open_communicator, train_with
 from hvdtrain.settings import read_settings
 
 ballot.INTERVAL = ballot.INTERVAL_APART = 0.0  # a stop comes two steps after its signal, however short the steps are
+
+
+def arrays_of(model):
+    """A model's parameters and buffers as numpy arrays by name."""
+    if hasattr(model, "state_dict"):
+        return {name: tensor.numpy() for name, tensor in model.state_dict().items()}
+    from hvdtrain.learner.tensorflow_variables import parts_of
+
+    return {name: numpy.asarray(variable) for name, variable in parts_of(model).variables.items()}
+
+
 jobs = json.loads(Path(sys.argv[1]).read_text())
-config = Path(__file__).parent / "config.py"
+config = Path(sys.argv[2]) if len(sys.argv) > 2 else Path(__file__).with_name("config.py")
 first = read_settings([config], jobs[0]["overrides"])
 with open_communicator(first) as comm:
     for job in jobs:
@@ -25,9 +36,11 @@ with open_communicator(first) as comm:
         while learner is None:
             try:
                 learner = train_with(comm, read_settings([config], job["overrides"]))
-                torch.save(learner.model.state_dict(), f"{job['folder']}/{job['name']}.rank-{comm.rank}.pt")
+                numpy.savez(f"{job['folder']}/{job['name']}.rank-{comm.rank}.npz", **arrays_of(learner.model))
             except Stopped as stopped:
                 if comm.rank == 0:
                     print(f"{job['name']}: {stopped}, status {stopped.status}")
                 if job.get("once"):
                     break
+    imported = sorted({"torch", "tensorflow", "keras"} & sys.modules.keys())
+    Path(jobs[0]["folder"], "frameworks").write_text(" ".join(imported))

@@ -1,0 +1,259 @@
+"""The learner for TensorFlow: Keras 3 models and tf.Module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy
+import tensorflow as tf
+
+from hvdtrain.data.types import Array, Batch
+from hvdtrain.errors import ConfigError, TrainingError
+from hvdtrain.learner.arrays import read_arrays, write_arrays
+from hvdtrain.learner.base import Kind, LearnerKeys, NotFinite, Part, Shapes, as_function
+from hvdtrain.learner.clock import CpuClock
+from hvdtrain.learner.numbers import mixed_seed, mixed_seeds
+from hvdtrain.learner.outputs import by_sequence
+from hvdtrain.learner.tensorflow_graph import StepGraphs
+from hvdtrain.learner.tensorflow_optimizer import make_optimizer
+from hvdtrain.learner.tensorflow_setup import device_name, prepare_tensorflow
+from hvdtrain.learner.tensorflow_variables import Parts, array_of, assign, exchangeable, parts_of, tensorflow_variable
+from hvdtrain.learner.waiting import WaitingScores
+from hvdtrain.reduce import Reducer
+from hvdtrain.scores import Scores
+
+
+class TensorFlowLearner:
+    """A Keras model or tf.Module, its optimizer and its losses.
+
+    Args:
+        parts: what the model consists of.
+        seed: random numbers of a step (dropout) come from this, the rank and the number of the step, so that ranks differ
+            and a continued training goes on with the same numbers.
+    """
+
+    file_suffix = "npz"
+
+    def __init__(
+        self,
+        model: Any,
+        optimizer: keras.optimizers.Optimizer,
+        graphs: StepGraphs,
+        parts: Parts,
+        *,
+        updates_without_batch: bool,
+        seed: tuple[int, int],
+        skips: int | None = None,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.graphs = graphs
+        self.device_name = device_name()
+        self.parts = parts
+        self._updates_without_batch = updates_without_batch
+        self._seed = seed
+        self._clock = CpuClock()
+        self._epoch = 0
+        self._step = 0
+        self._reduced: Any = None
+        self._skips = skips
+        self._skipped = 0
+        self._scores = WaitingScores(
+            lambda tensors: tf.concat(tensors, 0).numpy().tolist(),
+            self._broken,
+            at_once=self.device_name == "CPU",
+            finite_only=skips is not None,
+        )
+        counted = [*parts.of_kind("parameters"), *parts.of_kind("frozen")]
+        self.num_parameters = sum(int(numpy.prod(variable.shape)) for variable in counted)
+
+    def begin_epoch(self, epoch: int, step: int) -> None:
+        self._epoch = epoch
+        self._step = step
+
+    def backward(self, batch: Batch | None) -> None:
+        self._reduced = None
+        if batch is None and not self._updates_without_batch:
+            return
+        with self._clock.span():
+            if batch is None:
+                self._reduced = self.graphs.without_batch()
+            else:
+                seeds = mixed_seeds(len(self.parts.generators), *self._seed, self._step)
+                names, numbers, self._reduced = self.graphs.train(batch, self._epoch, self._step, seeds)
+                self._scores.add(names, numbers, self._step, batch.indices)
+
+    def update(self, learning_rate: float) -> None:
+        if self._reduced is not None:
+            with self._clock.span():
+                finite = self.graphs.apply(self._reduced, learning_rate)
+                if self._skips is not None:
+                    self._count_skipped(finite.numpy(), self._skips)
+        self._step += 1
+
+    def evaluate(self, batch: Batch) -> None:
+        self._scores.add(*self.graphs.evaluate(batch, self._epoch, self._step), self._step, batch.indices)
+
+    def forward(self, batch: Batch) -> list[dict[str, Array]]:
+        outputs = self.graphs.forward(batch, self._epoch, self._step)
+        rows = {
+            name: (list(values.numpy()), None if seq_lens is None else seq_lens.numpy().tolist())
+            for name, (values, seq_lens) in outputs.items()
+        }
+        return by_sequence(rows, len(batch.indices))
+
+    def take_scores(self) -> Scores:
+        return self._scores.take()
+
+    def take_not_finite(self) -> list[NotFinite]:
+        return self._scores.take_not_finite()
+
+    def take_step_seconds(self) -> float:
+        with self._clock.span():
+            self._scores.fetch()  # waits for the device
+        return self._clock.take()
+
+    def map_tensors(self, kind: Kind, change: Callable[[list[tf.Tensor]], list[tf.Tensor]]) -> None:
+        variables = [tensorflow_variable(variable) for variable in self.parts.of_kind(kind)]
+        tensors = [exchangeable(variable) for variable in variables]
+        for variable, tensor, new in zip(variables, tensors, change(list(tensors)), strict=True):
+            if new is not tensor:
+                variable.assign(tf.cast(new, variable.dtype))
+
+    def gather_state(self) -> None:
+        pass  # every rank has all of it
+
+    def save(self, model_file: Path, optimizer_file: Path, progress: dict[str, Any], state: Any | None = None) -> None:
+        model, optimizer = self.copied() if state is None else state
+        write_arrays(optimizer_file, optimizer, progress)
+        write_arrays(model_file, model, progress)
+
+    def copied(self) -> tuple[dict[str, Array], dict[str, Array]]:
+        model, optimizer = self.parts.variables.items(), self._optimizer_variables()
+        return {name: array_of(variable) for name, variable in model}, {name: array_of(variable) for name, variable in optimizer}
+
+    def load(self, model_file: Path, optimizer_file: Path | None) -> dict[str, Any]:
+        arrays, progress = read_arrays(model_file)
+        wrong = f"{model_file}: expected the parameters of this config's model, got others"
+        assign(self.parts.variables.items(), arrays, wrong)
+        if optimizer_file is not None:
+            arrays, _ = read_arrays(optimizer_file)
+            self._load_optimizer(arrays, optimizer_file)
+        return progress
+
+    def preload(self, file: Path, entry: str | None, chosen: Callable[[Shapes, Shapes], dict[str, str]]) -> None:
+        theirs, _ = read_arrays(file)
+        inside = {name.removeprefix(f"{entry}/"): array for name, array in theirs.items() if name.startswith(f"{entry}/")}
+        theirs = inside or theirs
+        ours = self.parts.variables
+        shapes = {name: tuple(variable.shape) for name, variable in ours.items()}
+        for name, other in chosen(shapes, {name: array.shape for name, array in theirs.items()}).items():
+            assign([(name, ours[name])], {name: theirs[other]}, f"{file}: expected values for {name}, got others")
+
+    def save_own(self, file: Path, parts: Sequence[Part]) -> None:
+        own: dict[str, Array] = {}
+        for part in parts:
+            named = self._optimizer_variables() if part == "optimizer" else self._named(part)
+            own |= {f"{part}/{name}": array_of(variable) for name, variable in named}
+        write_arrays(file, own, {})
+
+    def load_own(self, file: Path) -> None:
+        arrays, _ = read_arrays(file)
+        by_part: dict[str, dict[str, Array]] = {}
+        for name, array in arrays.items():
+            part, _, rest = name.partition("/")
+            by_part.setdefault(part, {})[rest] = array
+        if "optimizer" in by_part:
+            self._load_optimizer(by_part.pop("optimizer"), file)
+        for kind, stored in by_part.items():
+            assign(self._named(kind), stored, f"{file}: expected the {kind} of this config's model, got others")
+
+    def numbers(self, values: Sequence[float]) -> tf.Tensor:
+        return tf.constant(values, tf.float64)
+
+    def _load_optimizer(self, arrays: Mapping[str, Array], file: Path) -> None:
+        assign(self._optimizer_variables(), arrays, f"{file}: expected the state of this config's optimizer, got another")
+
+    def _named(self, kind: str) -> list[tuple[str, Any]]:
+        """The variables of one kind by name."""
+        return [(name, variable) for name, variable in self.parts.variables.items() if self.parts.kinds[name] == kind]
+
+    def _broken(self) -> tuple[str, ...]:
+        """The names of parameters that hold other than finite numbers."""
+        named = [*self._named("parameters"), *self._named("frozen")]
+        return tuple(name for name, variable in named if not numpy.isfinite(array_of(variable).astype(numpy.float64)).all())
+
+    def _count_skipped(self, finite: Array, skips: int) -> None:
+        """Note whether an update was left out. Raises: TrainingError, where too many were in a row."""
+        self._skipped = 0 if finite.all() else self._skipped + 1
+        if self._skipped > skips:
+            names = [name for (name, _), whole in zip(self._named("parameters"), finite, strict=True) if not whole]
+            error = TrainingError(
+                f"num_allowed_consec_invalid_gradient_steps: expected finite gradients after {skips} were left out, "
+                f"got others in step {self._step} of the training, for {', '.join(names)}"
+            )
+            error.on_every_rank = self._updates_without_batch  # gradients are the same on all ranks then
+            raise error
+
+    def _optimizer_variables(self) -> list[tuple[str, Any]]:
+        """Names such as `Adam.0002.momentum`: by position, as Keras numbers layers and variables through in a process, so
+        that the names of its own may differ the next time."""
+        kind = type(self.optimizer).__name__
+        paths = [getattr(variable, "path", "").replace("/", "_") + "_" for variable in self.parts.of_kind("parameters")]
+        named = []
+        for number, variable in enumerate(self.optimizer.variables):
+            path = max((path for path in paths if variable.name.startswith(path)), key=len, default="")
+            named.append((f"{kind}.{number:04d}.{variable.name.removeprefix(path)}", variable))
+        return named
+
+
+def build_tensorflow_learner(
+    keys: LearnerKeys, reducer: Reducer, *, rank: int, local_rank: int, threads: int, seed: int, epoch: int, step: int
+) -> TensorFlowLearner:
+    """Build the model and the optimizer of a config. All ranks seed alike; weights still are to be broadcast from rank 0.
+
+    Raises:
+        ConfigError: get_model returns no Keras model or tf.Module, or one without variables, or the optimizer cannot be made.
+    """
+    prepare_tensorflow(keys.device, local_rank, threads)
+    keras.utils.set_random_seed(mixed_seed(seed, 0, 0))  # of TensorFlow, Python and numpy
+    device = "cuda" if tf.config.get_visible_devices("GPU") else "cpu"
+    model = as_function(keys.get_model, "get_model")(epoch=epoch, step=step, device=device)
+    if not isinstance(model, (keras.layers.Layer, tf.Module)):
+        raise ConfigError([f"get_model: expected it to return a Keras model or a tf.Module, got {type(model).__name__}"])
+    parts = parts_of(model)
+    if not parts.of_kind("parameters"):
+        raise ConfigError(
+            ["get_model: expected a model that has trainable variables, got none (Keras layers get theirs when they are first "
+             "called: call the model once in get_model)"]
+        )  # fmt: skip
+    policy = getattr(getattr(model, "dtype_policy", None), "name", "")
+    optimizer = make_optimizer(keys.optimizer, parts, loss_scaling=policy == "mixed_float16")
+    skips = keys.num_allowed_consec_invalid_gradient_steps
+    if skips is not None and isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        name = "num_allowed_consec_invalid_gradient_steps"
+        raise ConfigError([f"{name}: expected None with float16, which leaves updates out by itself, got {skips}"])
+    tf.random.set_seed(mixed_seed(seed, rank, 0))  # for operations of tf.random, which keep the seed they are traced with
+    graphs = StepGraphs(
+        model,
+        as_function(keys.train_step, "train_step"),
+        optimizer,
+        reducer,
+        parts,
+        clip_global_norm=keys.gradient_clip_global_norm,
+        clip_value=keys.gradient_clip,
+        forward_step=as_function(keys.forward_step, "forward_step"),
+        may_leave_out=skips is not None,
+    )
+    return TensorFlowLearner(
+        model,
+        optimizer,
+        graphs,
+        parts,
+        updates_without_batch=reducer.updates_without_batch,
+        seed=(seed, rank),
+        skips=skips,
+    )

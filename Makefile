@@ -16,13 +16,13 @@ endif
 
 G2P_PARTS = data/g2p/train.hdf data/g2p/dev.hdf data/g2p/test.hdf
 
-.PHONY: setup setup-cluster data train test test-cluster check format docs benchmark benchmark-data clean
+.PHONY: setup setup-tests data train test test-cluster check format docs benchmark benchmark-data clean
 
 setup:
 	@bash tools/setup.sh
 
-setup-cluster:
-	@bash tools/setup_cluster.sh
+setup-tests:
+	@bash tools/setup_tests.sh
 
 data: setup $(G2P_PARTS)
 
@@ -39,7 +39,7 @@ test: setup data
 	$(PYTHON_OF_VENV) -m pytest
 
 # On three hosts with Slurm, all of them on this machine; skipped, with a line why, where they cannot be had.
-test-cluster: setup setup-cluster
+test-cluster: setup setup-tests
 	$(PYTHON_OF_VENV) -m pytest tests/cluster -m cluster -rs
 
 check: setup data

@@ -25,7 +25,7 @@ def why_not() -> str | None:
         return "they need root, to make namespaces"
     missing = [name for name in PROGRAMS if shutil.which(name) is None]
     if missing:
-        return f"missing: {', '.join(missing)} (make setup-cluster installs Debian's packages)"
+        return f"missing: {', '.join(missing)} (make setup-tests installs Debian's packages)"
     tried = subprocess.run(["unshare", "--net", "--mount", "--pid", "--fork", "true"], capture_output=True, text=True)
     return None if tried.returncode == 0 else f"namespaces cannot be made here: {tried.stderr.strip()}"
 

@@ -11,15 +11,17 @@ from pathlib import Path
 from hvdtrain.checkpoint import CheckpointFolder
 from hvdtrain.cleanup import CleanupRule, parse_rule
 from hvdtrain.comm.base import Communicator, on_rank_zero, together
+from hvdtrain.connect import open_communicator
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.sources import DatasetSpec
 from hvdtrain.errors import ConfigError
 from hvdtrain.evaluation import evaluate
+from hvdtrain.feeds import open_some
 from hvdtrain.forward import forward
 from hvdtrain.learner.base import Learner
 from hvdtrain.log import open_log, say
 from hvdtrain.preload import parse_preloads
-from hvdtrain.run import build_learner, open_communicator, open_reducer, open_some, train
+from hvdtrain.run import build_learner, open_reducer, train
 from hvdtrain.saving import Saver, clean_up
 from hvdtrain.scores import text
 from hvdtrain.settings import Settings

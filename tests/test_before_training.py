@@ -11,7 +11,7 @@ from hvdtrain.comm.single import SingleCommunicator
 from hvdtrain.data.describe import feed_lines
 from hvdtrain.data.feed import Feed
 from hvdtrain.errors import DataError
-from hvdtrain.run import open_feeds
+from hvdtrain.feeds import open_feeds
 from hvdtrain.settings import read_settings
 
 CONFIG = """

@@ -14,7 +14,7 @@ from hvdtrain.data.feed import Feed
 from hvdtrain.data.hdf import HDFDataset, open_hdf
 from hvdtrain.data.sizes import parse_sizes
 from hvdtrain.data.writer import HDFWriter
-from hvdtrain.run import open_feeds
+from hvdtrain.feeds import open_feeds
 from hvdtrain.settings import read_settings
 
 

@@ -11,8 +11,8 @@ from hvdtrain.data.describe import batch_lines, feed_lines
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.plan import BatchKeys
 from hvdtrain.errors import ConfigError, DataError
+from hvdtrain.feeds import open_feeds
 from hvdtrain.report.epoch import EpochReport
-from hvdtrain.run import open_feeds
 from hvdtrain.settings import UNSUPPORTED, Settings, read_settings
 
 CONFIG = """\

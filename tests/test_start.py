@@ -11,6 +11,7 @@ from hvdtrain.cleanup import CleanupRule, parse_rule
 from hvdtrain.ending import EndingKeys, ends_early
 from hvdtrain.errors import CheckpointError, ConfigError, TrainingError
 from hvdtrain.run import train
+from hvdtrain.schedule.file import read_learning_rate_file
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.settings import read_settings
 
@@ -91,6 +92,18 @@ def test_a_file_in_returnns_format_is_loaded(corpus: Path, trained: Path, tmp_pa
     ours = torch.load(tmp_path / "model.008.pt", weights_only=True)
     assert same(ours["model"], model["model"])
     assert (ours["epoch"], ours["step"]) == (8, 72)
+
+
+def test_a_model_without_a_history_has_that_of_the_learning_rate_file(corpus: Path, trained: Path, tmp_path: Path) -> None:
+    elsewhere = {"model": stored(trained, "003"), "epoch": 3, "step": 6}
+    torch.save(elsewhere, tmp_path / "returnn.003.pt")
+    # The error got worse from epoch 2 to 3, so newbob decays before epoch 4; what the file has of epoch 4 is of no use here.
+    scores = {1: 2.0, 2: 1.0, 3: 1.5, 4: 0.1}
+    records = [f"{epoch}: EpochData(learningRate=0.02, error={{'dev_score': {score}}}),\n" for epoch, score in scores.items()]
+    (tmp_path / "rates").write_text("{\n" + "".join(records) + "}\n")
+    overrides = {"load": tmp_path / "returnn.003.pt", "learning_rate_file": tmp_path / "rates", "num_epochs": 4}
+    run(corpus, tmp_path, **overrides, learning_rate_control="newbob")
+    assert [record.learning_rate for record in read_learning_rate_file(tmp_path / "rates")] == [0.02, 0.02, 0.02, 0.01]
 
 
 def test_a_checkpoint_with_code_in_it_is_refused(corpus: Path, tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from hvdtrain.comm.single import SingleCommunicator
 from hvdtrain.data.describe import feed_lines
 from hvdtrain.doctor.findings import Finding, ok, problem, warning
 from hvdtrain.errors import ConfigError, HvdtrainError
+from hvdtrain.feeds import open_feeds
 from hvdtrain.hdf_check import check as check_file
-from hvdtrain.run import open_feeds
 from hvdtrain.settings import Settings, read_settings
 
 MOST_FILES = 20

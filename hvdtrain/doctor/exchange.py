@@ -16,8 +16,9 @@ from hvdtrain.data.batches import batches
 from hvdtrain.data.types import Batch
 from hvdtrain.doctor.findings import Finding, ok, warning
 from hvdtrain.doctor.resources import MEGABYTE, words
+from hvdtrain.feeds import open_feeds
 from hvdtrain.learner.base import Learner
-from hvdtrain.run import build_learner, open_feeds, open_reducer
+from hvdtrain.run import build_learner, open_reducer
 from hvdtrain.settings import Settings
 from hvdtrain.timer import Timer
 

@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy
 
 from hvdtrain import ballot
+from hvdtrain.connect import open_communicator
 from hvdtrain.interrupt import Stopped
-from hvdtrain.run import open_communicator, train_with
+from hvdtrain.run import train_with
 from hvdtrain.settings import read_settings
 
 ballot.INTERVAL = ballot.INTERVAL_APART = 0.0  # a stop comes two steps after its signal, however short the steps are

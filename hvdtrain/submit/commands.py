@@ -44,8 +44,14 @@ def command(job: Job, module: str = "hvdtrain", hosts: Sequence[str] = (), extra
     if job.launcher == "mpirun":
         return folded([*mpirun(job, hosts), trainer])
     if job.launcher == "srun":
-        return folded(["srun --mpi=pmix --cpu-bind=none", trainer])
+        # Without --wait, a task that is killed leaves the others waiting for it for ever. --kill-on-bad-exit would be quicker,
+        # but it ends the step with a status of its own, and the one that the ranks stop with is what the job is requeued for.
+        return folded([f"srun --mpi=pmix --cpu-bind=none --wait={LAST_TASK}", trainer])
     return folded([*torchrun(job), " ".join(program[1:])])
+
+
+LAST_TASK = 60
+"""Seconds that srun leaves the other tasks when the first one has ended."""
 
 
 def quote(word: str) -> str:

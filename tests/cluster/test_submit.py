@@ -66,3 +66,15 @@ def test_a_job_that_is_stopped_before_its_time_is_up_goes_on(hosts: Hosts, work:
     assert printed.count("Finished training in epoch 12.") == 1
     assert len((work / "exp" / "scores.jsonl").read_text().splitlines()) == 12
     assert " Restarts=1 " in hosts.run(["scontrol", "show", "job", job]).out
+
+
+def test_a_task_that_is_killed_ends_the_job(hosts: Hosts, work: Path) -> None:
+    """srun itself would leave the other tasks waiting for ever; the script tells it not to."""
+    with (work / "config.py").open("a") as config:
+        config.write(SLOWLY)
+    more = ["--launcher", "srun", "--time", "20", "--no-requeue", *TRAINING, "++num_epochs", "1000"]
+    job = submit(hosts, work, "--nodes", "2", "--tasks-per-node", "1", *more)
+    wait_for_file(work / "exp" / "scores.jsonl", 120)
+    victim = hosts.run(["pgrep", "-n", "-f", "bin/python -m hvdtrain config.py"]).out.strip()
+    assert hosts.run(["kill", "-KILL", victim]).status == 0
+    assert wait_for_job(hosts, job, 120) != 0

@@ -27,3 +27,10 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for seed, (name, size) in enumerate({"train": 231, "even": 240, "two": 2, "dev": 101}.items()):
         write_corpus(folder / f"{name}.hdf", size, seed)
     return folder
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """RETURNN, which some tests call, switches TensorFlow to the behaviour of its version 1 for the rest of the process: tests
+    that need version 2 come first.
+    """
+    items.sort(key=lambda item: item.path.name != "test_tensorflow_learner.py")

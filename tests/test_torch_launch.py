@@ -146,6 +146,8 @@ def test_ngpu_starts_processes_and_passes_a_signal_on(corpus: Path, tmp_path: Pa
     process = subprocess.Popen([sys.executable, *arguments], env=clean_environment(), cwd=ROOT)
     wait_for(tmp_path / "record.fault")
     process.send_signal(signal.SIGINT)
+    time.sleep(2)  # the first asks for a checkpoint after the step, which a rank that hangs never ends
+    process.send_signal(signal.SIGINT)
     assert process.wait(2 * PATIENCE) == 130
 
 
@@ -207,7 +209,8 @@ def test_a_rank_that_fails_ends_the_job(corpus: Path, tmp_path: Path, launcher: 
 def test_timeout_sec_ends_a_wait_for_a_rank_that_hangs(corpus: Path, tmp_path: Path) -> None:
     keys = {"fault": "hang,1,0", "record": tmp_path / "record", "torch_distributed": {"timeout_sec": 15}}
     finished = torchrun(command(corpus, tmp_path, **keys), 2)
-    assert time.time() - float((tmp_path / "record.fault").read_text()) < 2 * PATIENCE
+    # torchrun then asks the rank that hangs to end, and kills it half a minute later.
+    assert time.time() - float((tmp_path / "record.fault").read_text()) < 2 * PATIENCE + 30
     assert finished.status != 0
     assert "rank 0 of 2: stopped, because another rank did not come within timeout_sec of torch_distributed" in finished.err
 

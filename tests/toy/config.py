@@ -48,10 +48,10 @@ class Plain(nn.Module):
 class WithStatistics(Plain):
     """The same with a BatchNorm (floating buffers, and an integer one) and dropout."""
 
-    def __init__(self):
+    def __init__(self, dropout=0.1):
         super().__init__()
         self.norm = nn.BatchNorm1d(4)
-        self.dropout = nn.Dropout(0.1)
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, frames, mask):
         return super().forward(self.dropout(self.norm(frames.transpose(1, 2)).transpose(1, 2)), mask)
@@ -61,7 +61,7 @@ def get_model(**_):
     torch.manual_seed(1 + hvdtrain.rank())  # rank 0's weights have to reach the others
     if layers == "threads":
         return nn.DataParallel(Plain())
-    return WithStatistics() if layers == "statistics" else Plain()
+    return {"plain": Plain, "statistics": WithStatistics, "only_statistics": lambda: WithStatistics(dropout=0.0)}[layers]()
 
 
 def train_step(*, model, extern_data, **_):

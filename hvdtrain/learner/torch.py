@@ -85,7 +85,6 @@ class TorchLearner:
         self.model = model
         self.optimizer = optimizer
         self.device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-        self.file_suffix = "pt"
         self._train_step = train_step
         self._reducer = reducer
         self._device = device

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
 from hvdtrain.comm.keys import LaunchKeys, TorchDistributedKeys, merged
 from hvdtrain.config.check import build, unknown
@@ -89,26 +89,6 @@ class DataKeys:
     search_data: Any = key(None, "task search: the data; None: forward_data, or eval")
 
 
-SECTIONS: tuple[type, ...] = (
-    RunKeys,
-    DataKeys,
-    CopyKeys,
-    BatchKeys,
-    ChunkKeys,
-    LearnerKeys,
-    ScheduleKeys,
-    NewbobKeys,
-    ReduceKeys,
-    StartKeys,
-    SavingKeys,
-    InterruptKeys,
-    EndingKeys,
-    ForwardKeys,
-    LaunchKeys,
-    LogKeys,
-    TrackerKeys,
-    TraceKeys,
-)
 DICTS: dict[str, type] = {"torch_distributed": TorchDistributedKeys}
 """Keys that are dicts with declared entries."""
 
@@ -167,6 +147,14 @@ class Settings:
     function: Callable[[], Any] | None
     origins: Mapping[str, str]
     """By key, where its value comes from; a key that nobody set is not there."""
+
+
+SECTIONS_BY_NAME: dict[str, type] = {
+    name: kind for name, kind in get_type_hints(Settings).items() if isinstance(kind, type) and kind.__name__.endswith("Keys")
+}
+"""The sections, by the attribute of Settings that holds them: a new one is a line there."""
+
+SECTIONS = tuple(SECTIONS_BY_NAME.values())
 
 
 def all_keys() -> list[Key]:
@@ -231,26 +219,9 @@ def check(source: Source, names: list[str]) -> Settings:
     if problems:
         raise ConfigError(problems)
     return Settings(
-        run=built[RunKeys],
-        data=built[DataKeys],
-        copies=built[CopyKeys],
-        batch=built[BatchKeys],
-        chunks=built[ChunkKeys],
-        learner=built[LearnerKeys],
-        schedule=built[ScheduleKeys],
-        newbob=built[NewbobKeys],
+        **{name: built[section] for name, section in SECTIONS_BY_NAME.items()},
         step_schedule=step_schedule,
-        reduce=built[ReduceKeys],
-        start=built[StartKeys],
-        saving=built[SavingKeys],
-        interrupt=built[InterruptKeys],
-        ending=built[EndingKeys],
-        forwarding=built[ForwardKeys],
-        launch=built[LaunchKeys],
         torch_distributed=torch_distributed,
-        log=built[LogKeys],
-        trackers=built[TrackerKeys],
-        trace=built[TraceKeys],
         train=specs[0],
         evaluations=tuple(specs[1:]),
         forward=forward,

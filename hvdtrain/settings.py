@@ -9,7 +9,7 @@ from typing import Any, Literal, get_type_hints
 
 from hvdtrain.comm.keys import LaunchKeys, TorchDistributedKeys, merged
 from hvdtrain.config.check import build, unknown
-from hvdtrain.config.keys import REQUIRED, Key, Rule, declared, key, not_negative, positive
+from hvdtrain.config.keys import REQUIRED, Key, Rule, declared, key, not_negative, parsed_by, positive
 from hvdtrain.config.source import COMMAND_LINE, Source, load
 from hvdtrain.data.chunks import ChunkKeys
 from hvdtrain.data.copies import CopyKeys
@@ -62,15 +62,6 @@ class RunKeys:
     watchdog_timeout: float = key(1800.0, "end the job when a rank makes no progress for so many seconds", positive)
 
 
-def _are_sizes(value: Any) -> bool:
-    """Whether `parse_sizes` understands a value of the key cache_size."""
-    try:
-        parse_sizes(value)
-    except ValueError:
-        return False
-    return True
-
-
 @dataclass(frozen=True, kw_only=True)
 class DataKeys:
     """What is trained and evaluated on: dicts with a class, HDF files, or functions that return one of these."""
@@ -82,7 +73,7 @@ class DataKeys:
         0,
         "memory in which a rank keeps what it read of train, dev, eval (one size or up to three): 0 none, '2G' a budget with "
         "K, M or G, -1 everything; memory-mapped files need none",
-        Rule("sizes such as 0, '512M', -1, or up to three of them", _are_sizes),
+        Rule("sizes such as 0, '512M', -1, or up to three of them", parsed_by(parse_sizes)),
     )
     eval_datasets: dict[str, Any] = key({}, "further datasets by name, evaluated after every epoch")
     forward_data: Any = key(None, "task forward: the data; None: eval")

@@ -34,6 +34,19 @@ not_negative = Rule("zero or a positive number", lambda value: value >= 0)
 share = Rule("a number between 0 and 1", lambda value: 0 <= value <= 1)
 
 
+def parsed_by(parse: Callable[[Any], Any]) -> Callable[[Any], bool]:
+    """The test of a rule: whether a function understands a value, or raises a ValueError."""
+
+    def holds(value: Any) -> bool:
+        try:
+            parse(value)
+        except ValueError:
+            return False
+        return True
+
+    return holds
+
+
 @dataclasses.dataclass(frozen=True)
 class Key:
     """One declared key: what `--help`, `docs/keys.md` and the checks need to know."""

@@ -26,9 +26,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from hvdtrain.config.keys import Rule, key
+from hvdtrain.config.keys import Rule, key, parsed_by
 from hvdtrain.data.sizes import parse_size, size_text
 from hvdtrain.errors import DataError
 
@@ -57,15 +56,6 @@ class NotCopied(Exception):
     """A file is to be read where it is: there is no room for a copy, or the folder cannot be used."""
 
 
-def _is_size(value: Any) -> bool:
-    """Whether `parse_size` understands a value of the key cache_dir_size."""
-    try:
-        parse_size(value)
-    except ValueError:
-        return False
-    return True
-
-
 @dataclass(frozen=True, kw_only=True)
 class CopyKeys:
     """Copies of data files on a local disk."""
@@ -79,7 +69,7 @@ class CopyKeys:
         -1,
         "what all copies in cache_dir may take together, with K, M or G; those that no running job uses make room for new ones; "
         "-1: as much as the disk has",
-        Rule("a size such as '500G', or -1", _is_size),
+        Rule("a size such as '500G', or -1", parsed_by(parse_size)),
     )
 
 

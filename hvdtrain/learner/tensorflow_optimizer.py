@@ -6,8 +6,8 @@ from typing import Any
 
 import keras
 
-from hvdtrain.config.check import closest
 from hvdtrain.errors import ConfigError
+from hvdtrain.learner.by_name import class_of
 from hvdtrain.learner.tensorflow_variables import Parts
 
 NO_OPTIMIZERS = ("Optimizer", "LossScaleOptimizer", "MultiOptimizer", "OptimizerMap")
@@ -53,11 +53,7 @@ def _by_name(options: dict[str, Any], parts: Parts) -> keras.optimizers.Optimize
         for name, member in vars(keras.optimizers).items()
         if isinstance(member, type) and issubclass(member, keras.optimizers.Optimizer) and name not in NO_OPTIMIZERS
     }
-    chosen = wanted if isinstance(wanted, type) else known.get(str(wanted).lower())
-    if chosen is None:
-        match = closest(str(wanted).lower(), known)
-        hint = f" (did you mean {match}?)" if match else ""
-        raise ConfigError([f"optimizer.class: expected one of {', '.join(sorted(known))}, got {wanted!r}{hint}"])
+    chosen = class_of(wanted, known, "optimizer.class")
     if "eps" in options:
         options["epsilon"] = options.pop("eps")
     if "betas" in options:

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from hvdtrain.config.check import closest
 from hvdtrain.errors import ConfigError
+from hvdtrain.learner.by_name import class_of
 
 WITHOUT_DECAY = (torch.nn.LayerNorm, torch.nn.GroupNorm, torch.nn.Embedding)
 """Modules whose parameters weight decay leaves alone, as it does biases. (RETURNN's default.)"""
@@ -30,11 +30,7 @@ def make_optimizer(spec: dict[str, Any] | str | Any, model: torch.nn.Module) -> 
         for name, member in vars(torch.optim).items()
         if isinstance(member, type) and issubclass(member, torch.optim.Optimizer) and member is not torch.optim.Optimizer
     }
-    made = wanted if isinstance(wanted, type) else known.get(str(wanted).lower())
-    if made is None:
-        match = closest(str(wanted).lower(), known)
-        hint = f" (did you mean {match}?)" if match else ""
-        raise ConfigError([f"optimizer.class: expected one of {', '.join(sorted(known))}, got {wanted!r}{hint}"])
+    made = class_of(wanted, known, "optimizer.class")
     if "epsilon" in options:
         options["eps"] = options.pop("epsilon")
     try:

@@ -6,7 +6,7 @@ import socket
 from pathlib import Path
 
 from hvdtrain.comm import launch
-from hvdtrain.comm.base import Communicator, together
+from hvdtrain.comm.base import Communicator, on_rank_zero, together
 from hvdtrain.data.describe import batch_lines, feed_lines
 from hvdtrain.data.feed import Feed
 from hvdtrain.effective import effective
@@ -53,9 +53,9 @@ def announce(settings: Settings, comm: Communicator, learner: Learner, feeds: li
             say(4, f"horovod_scale_lr: every learning rate is multiplied by {factor:.6g} for {comm.size} ranks")
         if settings.reduce.horovod_dataset_distribution == "random_seed_offset":
             say(4, f"every rank goes through all data in its own order: an epoch is {comm.size} passes")
-    if comm.rank == 0:
-        in_effect = {key.name: (key.value, key.origin) for key in effective(settings)}
-        note_start(Path(settings.run.model).parent, Start(hosts, in_effect, first, learner.num_parameters))
+    in_effect = {key.name: (key.value, key.origin) for key in effective(settings)}
+    start = Start(hosts, in_effect, first, learner.num_parameters)
+    on_rank_zero(comm, lambda: note_start(Path(settings.run.model).parent, start), name="note_start")
     if is_done(progress, pace):
         early = pace.ends_early(progress.history)
         say(3, f"Already trained until final epoch {progress.epoch}, nothing to do{f': {early}' if early else ''}.")

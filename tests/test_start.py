@@ -236,3 +236,9 @@ def test_a_write_in_the_background_that_fails_ends_training(
     monkeypatch.setattr(torch, "save", full)
     with pytest.raises(CheckpointError, match=r"model.001.pt: expected to write a checkpoint, got: .*No space left"):
         run(corpus, tmp_path, save_in_background=True, num_epochs=1)
+
+
+def test_a_folder_that_cannot_be_written_to_is_told_before_training(corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"model: expected a folder that can be written to, got .*/file/sub: Not a directory"):
+        run(corpus, tmp_path / "file" / "sub")

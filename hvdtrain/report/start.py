@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from hvdtrain.errors import ConfigError
 from hvdtrain.version import __version__
 
 PACKAGES = ("torch", "tensorflow", "tensorflow-cpu", "keras", "horovod", "mpi4py", "numpy", "h5py")
@@ -47,7 +48,10 @@ class Start:
 
 
 def note_start(folder: Path, start: Start) -> None:
-    """Add a line to the folder's starts.jsonl."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "starts.jsonl").open("a", encoding="utf-8") as file:
-        file.write(json.dumps(asdict(start)) + "\n")
+    """Add a line to the folder's starts.jsonl. Raises: ConfigError, if it cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / "starts.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(start)) + "\n")
+    except OSError as error:
+        raise ConfigError([f"model: expected a folder that can be written to, got {folder}: {error.strerror}"]) from None

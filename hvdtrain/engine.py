@@ -20,7 +20,7 @@ from hvdtrain.not_finite import not_finite
 from hvdtrain.reduce import Reducer
 from hvdtrain.report.epoch import EpochReport, Reporter
 from hvdtrain.report.json_lines import as_line
-from hvdtrain.saving import Saver
+from hvdtrain.saving import Saves
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.scores import Scores, text
 from hvdtrain.state import Progress, Within
@@ -79,7 +79,7 @@ class Engine:
         train: Feed,
         evaluations: list[Feed],
         rates: Rates,
-        saver: Saver,
+        saver: Saves,
         reporters: list[Reporter],
         timer: Timer,
         watchdog: Watchdog,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,6 +63,20 @@ def open_log(keys: LogKeys, rank: int, size: int) -> None:
     for handler in handlers:
         handler.setFormatter(logging.Formatter("%(message)s"))
         LOGGER.addHandler(handler)
+
+
+@contextmanager
+def only_warnings() -> Iterator[None]:
+    """Let through what is of level 2, and nothing else."""
+
+    def is_warning(record: logging.LogRecord) -> bool:
+        return record.levelno == LEVELS[2]
+
+    LOGGER.addFilter(is_warning)
+    try:
+        yield
+    finally:
+        LOGGER.removeFilter(is_warning)
 
 
 def rank_file(path: Path, rank: int, size: int) -> Path:

@@ -14,6 +14,7 @@ from hvdtrain.comm.base import Communicator, on_rank_zero, together
 from hvdtrain.connect import open_communicator
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.sources import DatasetSpec
+from hvdtrain.dry_run import dry_run
 from hvdtrain.errors import ConfigError
 from hvdtrain.evaluation import evaluate
 from hvdtrain.feeds import open_some
@@ -38,6 +39,7 @@ def run_task(settings: Settings) -> None:
         return
     tasks: dict[str, Callable[[Settings], None]] = {
         "train": train,
+        "dry_run": dry_run,
         "eval": evaluate_all,
         "forward": forward_all,
         "search": forward_all,

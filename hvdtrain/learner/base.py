@@ -126,6 +126,10 @@ class Learner(Protocol):
         """Seconds spent in `backward` and `update` since the last call, as the device sees it."""
         ...
 
+    def peak_memory(self) -> int | None:
+        """Bytes that the device's memory had to give at most so far; None where the device is the CPU."""
+        ...
+
     def map_tensors(self, kind: Kind, change: Callable[[list[Tensor]], list[Tensor]]) -> None:
         """Replace the values of the model's tensors of one kind by what `change` makes of them, in the model's order."""
         ...

@@ -116,6 +116,9 @@ class TensorFlowLearner:
             self._scores.fetch()  # waits for the device
         return self._clock.take()
 
+    def peak_memory(self) -> int | None:
+        return None if self.device_name == "CPU" else int(tf.config.experimental.get_memory_info("GPU:0")["peak"])
+
     def map_tensors(self, kind: Kind, change: Callable[[list[tf.Tensor]], list[tf.Tensor]]) -> None:
         variables = [tensorflow_variable(variable) for variable in self.parts.of_kind(kind)]
         tensors = [exchangeable(variable) for variable in variables]

@@ -194,6 +194,9 @@ class TorchLearner:
     def take_step_seconds(self) -> float:
         return self._clock.take()
 
+    def peak_memory(self) -> int | None:
+        return torch.cuda.max_memory_reserved(self._device) if self._device.type == "cuda" else None
+
     def map_tensors(self, kind: Kind, change: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> None:
         tensors = [tensor.detach() for tensor in self._tensors(kind)]
         with torch.no_grad():

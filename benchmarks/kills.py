@@ -116,7 +116,7 @@ def saves(kills: int, seed: int) -> None:
 
 def starts(kills: int, seed: int) -> None:
     """Kill a training that saves all the time; the next one has to go on from what is left."""
-    import hvdtrain.learner.torch  # noqa: F401  here, so that the children find it imported, and --help answers at once
+    import hvdtrain.learner.torch_build  # noqa: F401  here, so that the children find it imported, and --help answers at once
     from hvdtrain.run import train
     from hvdtrain.settings import read_settings
 

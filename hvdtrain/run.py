@@ -191,7 +191,7 @@ def build_learner(settings: Settings, reducer: Reducer, comm: Communicator) -> L
         from hvdtrain.learner.tensorflow import build_tensorflow_learner
 
         return build_tensorflow_learner(settings.learner, reducer, **places, seed=seed, epoch=1, step=0)
-    from hvdtrain.learner.torch import build_torch_learner
+    from hvdtrain.learner.torch_build import build_torch_learner
 
     return build_torch_learner(
         settings.learner,

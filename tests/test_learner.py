@@ -12,7 +12,8 @@ from hvdtrain.context import get_run_ctx
 from hvdtrain.data.types import Batch, Padded
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.base import LearnerKeys
-from hvdtrain.learner.torch import TorchLearner, build_torch_learner
+from hvdtrain.learner.torch import TorchLearner
+from hvdtrain.learner.torch_build import build_torch_learner
 from hvdtrain.learner.torch_optimizer import make_optimizer
 from hvdtrain.reduce import GradReduce
 from hvdtrain.timer import Timer

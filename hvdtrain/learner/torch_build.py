@@ -1,0 +1,72 @@
+"""From a config's keys to a learner for PyTorch."""
+
+from __future__ import annotations
+
+import torch
+
+from hvdtrain.comm.base import Communicator
+from hvdtrain.errors import ConfigError
+from hvdtrain.learner.base import LearnerKeys, as_function
+from hvdtrain.learner.torch import TorchLearner
+from hvdtrain.learner.torch_optimizer import make_optimizer
+from hvdtrain.learner.torch_setup import device_of, seed_all
+from hvdtrain.learner.torch_sharded import ShardedOptimizer
+from hvdtrain.learner.torch_sync_batch_norm import Exchange, synchronize
+from hvdtrain.reduce import Reducer
+
+WRAPPERS = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
+WRAPPED = (
+    "get_model: expected the model itself, got it inside a {name}: hvdtrain reduces gradients itself. DataParallel "
+    "copies the model to every GPU in every step, and its threads wait for Python's lock; PyTorch advises against it (a process "
+    "for each GPU instead: python -m hvdtrain CONFIG ++ngpu 4)"
+)
+
+
+def build_torch_learner(
+    keys: LearnerKeys,
+    reducer: Reducer,
+    *,
+    rank: int,
+    local_rank: int,
+    threads: int,
+    seed: int,
+    epoch: int,
+    step: int,
+    batch_norm: Communicator | None = None,
+    sharded: Communicator | None = None,
+) -> TorchLearner:
+    """Build the model and the optimizer of a config. All ranks seed alike; weights still are to be broadcast from rank 0.
+
+    Args:
+        batch_norm: the ranks over which BatchNorm's statistics are taken, on a channel of their own; None: each by itself.
+        sharded: the ranks among which the optimizer's state is divided; None: each has all of it.
+
+    Raises:
+        ConfigError: get_model returns no torch.nn.Module, or the optimizer cannot be made.
+    """
+    torch.set_num_threads(threads)
+    device = device_of(keys.device, local_rank)
+    seed_all(device, seed, 0, 0)
+    model = as_function(keys.get_model, "get_model")(epoch=epoch, step=step, device=str(device))
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError([f"get_model: expected it to return a torch.nn.Module, got {type(model).__name__}"])
+    if isinstance(model, WRAPPERS):
+        raise ConfigError([WRAPPED.format(name=type(model).__name__)])
+    model.to(device)
+    exchange: Exchange | None = None
+    if batch_norm is not None:
+        model, exchange = synchronize(model, batch_norm)
+    optimizer = make_optimizer(keys.optimizer, model)
+    return TorchLearner(
+        model,
+        as_function(keys.train_step, "train_step"),
+        optimizer if sharded is None else ShardedOptimizer(optimizer, sharded),
+        reducer,
+        device=device,
+        seed=(seed, rank),
+        clip_global_norm=keys.gradient_clip_global_norm,
+        clip_value=keys.gradient_clip,
+        skips=keys.num_allowed_consec_invalid_gradient_steps,
+        forward_step=as_function(keys.forward_step, "forward_step"),
+        batch_norm=exchange,
+    )

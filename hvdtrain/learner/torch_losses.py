@@ -1,0 +1,36 @@
+"""Losses as a config marked them, with PyTorch: sums, counts, and what is minimized."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from hvdtrain.context import Loss
+from hvdtrain.learner.losses import minimized, nothing_to_minimize
+
+
+def numbers_of(losses: Mapping[str, Loss], device: torch.device) -> torch.Tensor:
+    """The sums, then the counts; float64 of shape (2 * losses,)."""
+    sums = [loss.value.detach().sum(dtype=torch.float64) for loss in losses.values()]
+    return torch.stack(sums + [count_of(loss).to(device) for loss in losses.values()])
+
+
+def count_of(loss: Loss) -> torch.Tensor:
+    """How many elements a loss's sum goes over."""
+    if loss.count is None:
+        return torch.tensor(float(loss.value.numel()), dtype=torch.float64)
+    return torch.as_tensor(loss.count).detach().sum(dtype=torch.float64)
+
+
+def total_of(losses: Mapping[str, Loss], divisors: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    """The scalar to differentiate; None for a rank without a batch."""
+    total: torch.Tensor | None = None
+    for name, loss in minimized(losses).items():
+        term = loss.value.sum() * loss.scale
+        if name in divisors:
+            term = term / divisors[name].to(term.dtype)
+        total = term if total is None else total + term
+    if losses and (total is None or not total.requires_grad):
+        raise nothing_to_minimize()
+    return total

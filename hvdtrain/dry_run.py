@@ -206,9 +206,9 @@ def _memory_lines(training: Training) -> list[str]:
     lines += [f"estimate: memory of the GPU: {_largest(devices)}"] if devices else []
     learner.gather_state()
     if comm.rank == 0:
-        model, optimizer = map(num_bytes, learner.copied())
-        whole = size_text(model + optimizer)
-        lines.append(f"estimate: checkpoint: {whole}: model {size_text(model)}, optimizer {size_text(optimizer)}")
+        model, *others = map(num_bytes, learner.copied())
+        whole = size_text(model + sum(others))
+        lines.append(f"estimate: checkpoint: {whole}: model {size_text(model)}, optimizer {size_text(sum(others))}")
     return lines
 
 

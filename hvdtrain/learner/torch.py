@@ -140,6 +140,9 @@ class TorchLearner:
     def take_step_seconds(self) -> float:
         return self._clock.take()
 
+    def peak_memory(self) -> int | None:
+        return torch.cuda.max_memory_reserved(self._device) if self._device.type == "cuda" else None
+
     def numbers(self, values: Sequence[float]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float64)
 

@@ -24,6 +24,7 @@ from hvdtrain.log import only_warnings, say
 from hvdtrain.run import Training, open_engine, open_trackers, prepared
 from hvdtrain.settings import Settings
 from hvdtrain.state import Progress
+from hvdtrain.step_log import StepLog
 from hvdtrain.timer import clock_text
 
 SECONDS = 10.0
@@ -112,7 +113,7 @@ Run = Callable[[Feed], float]
 def _trainer(settings: Settings, training: Training) -> Run:
     """Trains as the engine does, with all that belongs to a step. The first batch of the selection comes last once more."""
     progress = training.progress
-    pace = replace(training.pace, num_epochs=progress.epoch + 1, save_steps=None, save_minutes=None, log_interval=float("inf"))
+    pace = replace(training.pace, num_epochs=progress.epoch + 1, save_steps=None, save_minutes=None)
 
     def run(feed: Feed) -> float:
         begins: list[float] = []
@@ -123,7 +124,7 @@ def _trainer(settings: Settings, training: Training) -> Run:
 
         fresh = Progress(progress.step, progress.epoch, list(progress.history))
         tried = replace(training, feeds=[feed], saver=Unsaved(), progress=fresh, pace=pace)
-        open_engine(settings, tried, [], note).run()
+        open_engine(settings, tried, [], StepLog(), note).run()
         return begins[-1] - begins[0] if begins else 0.0
 
     return run
@@ -132,7 +133,7 @@ def _trainer(settings: Settings, training: Training) -> Run:
 def _evaluator(training: Training, epoch: int) -> Run:
     def run(feed: Feed) -> float:
         began = time.perf_counter()
-        evaluate(training.comm, training.learner, training.watchdog, feed, epoch, lambda: None)
+        evaluate(training.comm, training.learner, training.watchdog, feed, epoch, lambda: None, StepLog())
         return time.perf_counter() - began
 
     return run

@@ -22,9 +22,10 @@ from hvdtrain.report.epoch import EpochReport, Reporter
 from hvdtrain.report.json_lines import as_line
 from hvdtrain.saving import Saves
 from hvdtrain.schedule.history import EpochRecord
-from hvdtrain.scores import Scores, text
+from hvdtrain.scores import Scores
 from hvdtrain.state import Progress, Within
-from hvdtrain.timer import Timer, clock_text
+from hvdtrain.step_log import StepLog
+from hvdtrain.timer import Timer
 from hvdtrain.trace import Note, no_trace
 from hvdtrain.watchdog import Watchdog
 
@@ -49,7 +50,6 @@ class Pace:
         ends_early: why no epoch is to follow those of a history; None: go on.
         save_epochs: save after every so many epochs, and after the last one.
         save_steps, save_minutes: save within an epoch, too, after every so many updates, or minutes; None: do not.
-        log_interval: seconds between two log lines within an epoch.
         finite: end where a loss is no finite number.
     """
 
@@ -58,7 +58,6 @@ class Pace:
     save_epochs: int = 1
     save_steps: int | None = None
     save_minutes: float | None = None
-    log_interval: float = 10.0
     finite: bool = True
 
 
@@ -68,6 +67,7 @@ class Engine:
     Args:
         evaluations: datasets that are evaluated after every epoch.
         progress: where training stands; it is kept up to date.
+        step_log: tells of the steps.
         trace: told what every step trains on.
     """
 
@@ -87,6 +87,7 @@ class Engine:
         *,
         progress: Progress,
         pace: Pace,
+        step_log: StepLog,
         trace: Note = no_trace,
     ) -> None:
         self._comm = comm
@@ -102,6 +103,7 @@ class Engine:
         self._interrupt = interrupt
         self._progress = progress
         self._pace = pace
+        self._step_log = step_log
         self._trace = trace
         meets_in_every_step = reducer.updates_without_batch
         self._ballot = Ballot(comm, learner, ballot.INTERVAL if meets_in_every_step else ballot.INTERVAL_APART)
@@ -144,7 +146,9 @@ class Engine:
         scores = {f"train_loss_{name}": mean for name, mean in within.scores.means().items()}
         for feed in self._evaluations:
             with self._timer.span("evaluation"):
-                means = evaluate(self._comm, self._learner, self._watchdog, feed, epoch, lambda: self._heed(within))
+                means = evaluate(
+                    self._comm, self._learner, self._watchdog, feed, epoch, lambda: self._heed(within), self._step_log
+                )
             scores |= {f"{feed.name}_loss_{name}": mean for name, mean in means.items()}
 
         report = EpochReport(
@@ -177,7 +181,7 @@ class Engine:
         rounds = max(counts)
         shared = self._train.distribution == "shard"
         total = within.position + (sum(counts) if shared else rounds)
-        started = last_line = time.perf_counter()
+        self._step_log.begin(within.epoch, None, rounds, within.elapsed + time.perf_counter() - self._since)
         self._learner.begin_epoch(within.epoch, progress.step)
         with self._train.read(share, within.epoch) as batches:
             for done in range(rounds):
@@ -189,20 +193,15 @@ class Engine:
                 with self._timer.span("compute"):
                     self._learner.backward(batch)
                     continuous = within.epoch - 1 + within.position / total
-                    self._learner.update(self._rates.of_step(progress.step, continuous, epoch_rate))
+                    rate = self._rates.of_step(progress.step, continuous, epoch_rate)
+                    self._learner.update(rate)
                 with_batch = sum(count > done for count in counts)
                 self._reducer.after_update(self._learner, batch is not None, with_batch)
                 progress.step += 1
                 within.position += with_batch if shared else 1
-                now = time.perf_counter()
-                if now - last_line >= self._pace.log_interval and self._comm.rank == 0:
-                    last_line = now
-                    self._scores.append(self._learner.take_scores())
-                    steps, complete = progress.step - within.first_step, within.position / total
-                    elapsed, per_step = within.elapsed + now - self._since, (now - started) / (done + 1)
-                    remaining = per_step * (rounds - done - 1)
-                    say(5, step_line(within.epoch, steps, self._scores[-1], per_step, elapsed, remaining, complete))
+                self._step_log.step(progress.step - within.first_step, within.position / total, self._take_scores, rate)
                 self._heed(within)
+        self._step_log.end()
         self._reducer.end_of_epoch(self._learner)
         self._gather_scores(within)
         self._count_seconds(within)
@@ -287,9 +286,15 @@ class Engine:
         is_last = epoch >= self._pace.num_epochs or self._pace.ends_early(self._progress.history) is not None
         return epoch % self._pace.save_epochs == 0 or is_last
 
+    def _take_scores(self) -> Scores:
+        """This rank's scores since the last time, which are kept."""
+        self._scores.append(self._learner.take_scores())
+        return self._scores[-1]
+
     def _gather_scores(self, within: Within) -> None:
         """Collective. Bring the ranks' scores together. Raises: TrainingError, where a loss was no finite number."""
-        own = Scores.merged([*self._scores, self._learner.take_scores()])
+        self._take_scores()
+        own = Scores.merged(self._scores)
         self._not_finite += self._learner.take_not_finite()
         parts = self._comm.gather((own, bool(self._not_finite)), name="train_scores")
         within.scores = Scores.merged([within.scores, *(scores for scores, _ in parts)]).compact()
@@ -312,16 +317,3 @@ class Engine:
         seconds = dict(self._timer.seconds)
         rest = time.perf_counter() - started - sum(seconds.values())
         return self._comm.gather({**seconds, "rest": rest}, name="seconds")
-
-
-def step_line(epoch: int, steps: int, scores: Scores, per_step: float, elapsed: float, remaining: float, complete: float) -> str:
-    """A line about the steps since the last one, in RETURNN's words.
-
-    Args:
-        per_step, elapsed, remaining: seconds.
-        complete: how much of the epoch is done, from 0 to 1.
-    """
-    return (
-        f"train epoch {epoch}, step {steps}, {text(scores.means())}, {per_step:.3f} sec/step, "
-        f"elapsed {clock_text(elapsed)}, exp. remaining {clock_text(remaining)}, complete {complete:.2%}"
-    )

@@ -32,6 +32,7 @@ from hvdtrain.schedule.rates import epoch_learning_rate
 from hvdtrain.settings import Settings
 from hvdtrain.start import StartKeys, start_of_training
 from hvdtrain.state import Progress
+from hvdtrain.step_log import StepLog, open_step_log
 from hvdtrain.timer import Timer
 from hvdtrain.trace import Note, Trace, TraceKeys, no_trace, num_runs
 from hvdtrain.watchdog import Watchdog
@@ -45,11 +46,16 @@ def train(settings: Settings) -> None:
 
 def train_with(comm: Communicator, settings: Settings) -> Learner:
     """Collective. Train on ranks that are connected already; return what was trained. Raises: HvdtrainError."""
-    with Interrupt(settings.interrupt.seconds) as interrupt, prepared(comm, settings, interrupt) as training:
+    with (
+        Interrupt(settings.interrupt.seconds) as interrupt,
+        prepared(comm, settings, interrupt) as training,
+        open_step_log(settings.log, comm.rank) as step_log,
+    ):
         record_start(settings, comm, training.learner, training.progress)
         if not is_done(training.progress, training.pace):
             trace = open_trace(comm, settings.trace, training.progress)
-            open_engine(settings, training, open_reporters(comm, settings, training.progress), trace).run()
+            reporters = open_reporters(comm, settings, training.progress)
+            open_engine(settings, training, reporters, step_log, trace).run()
     return training.learner
 
 
@@ -107,7 +113,7 @@ def prepared(comm: Communicator, settings: Settings, interrupt: Interrupt) -> It
             feed.dataset.close()
 
 
-def open_engine(settings: Settings, training: Training, reporters: list[Reporter], trace: Note) -> Engine:
+def open_engine(settings: Settings, training: Training, reporters: list[Reporter], step_log: StepLog, trace: Note) -> Engine:
     """The loop over epochs and steps."""
     return Engine(
         training.comm,
@@ -123,6 +129,7 @@ def open_engine(settings: Settings, training: Training, reporters: list[Reporter
         training.interrupt,
         progress=training.progress,
         pace=training.pace,
+        step_log=step_log,
         trace=trace,
     )
 
@@ -136,7 +143,6 @@ def open_pace(settings: Settings) -> Pace:
         save_epochs=settings.saving.save_interval,
         save_steps=settings.saving.save_interval_steps,
         save_minutes=settings.saving.save_interval_minutes,
-        log_interval=settings.log.log_interval,
         finite=settings.ending.stop_on_nonfinite_train_score,
     )
 

@@ -28,6 +28,7 @@ from hvdtrain.scores import text
 from hvdtrain.settings import Settings
 from hvdtrain.start import model_file
 from hvdtrain.state import Progress
+from hvdtrain.step_log import open_step_log
 from hvdtrain.timer import Timer, clock_text
 from hvdtrain.watchdog import Watchdog
 
@@ -52,10 +53,13 @@ def evaluate_all(settings: Settings) -> None:
     """Evaluate a trained model on dev, eval and eval_datasets. Raises: HvdtrainError."""
     if not settings.evaluations:
         raise ConfigError(["task: expected dev, eval or eval_datasets for the task eval, got none of them"])
-    with _opened(settings, list(settings.evaluations)) as (comm, learner, progress, feeds, watchdog):
+    with (
+        _opened(settings, list(settings.evaluations)) as (comm, learner, progress, feeds, watchdog),
+        open_step_log(settings.log, comm.rank) as step_log,
+    ):
         told = []
         for feed in feeds:
-            means = evaluate(comm, learner, watchdog, feed, max(1, progress.epoch), lambda: None)
+            means = evaluate(comm, learner, watchdog, feed, max(1, progress.epoch), lambda: None, step_log)
             told.append(f"{feed.name}: {text(means)}")
         say(1, f"epoch {progress.epoch} evaluation: {'; '.join(told)}")
 

@@ -37,6 +37,7 @@ LEVELS = {
     "preload": 3,
     "start": 3,
     "trace": 3,
+    "step_log": 3,
     "state": 3,
     "ending": 3,
     "interrupt": 3,

@@ -52,28 +52,32 @@ class StepLog:
         """
         now = time.perf_counter()
         self._done += 1
+        tell = now - self._told >= self._interval
+        draw = self._line is not None and now - self._drawn >= EVERY
+        if not tell and not draw:
+            return
         per_step = (now - self._began) / self._done
         remaining = clock_text(per_step * (self._rounds - self._done))
-        if now - self._told >= self._interval:
+        if tell:
             self._told = now
             self._losses = text(take_scores().means())
             elapsed = clock_text(self._elapsed + now - self._began)
-            losses = f"{self._losses}, " if self._losses else ""
-            say(
-                5,
-                f"{self._what}, step {number}, {losses}{per_step:.3f} sec/step, elapsed {elapsed}, exp. remaining {remaining}, "
-                f"complete {complete:.2%}",
-            )
-        if self._line is not None and now - self._drawn >= EVERY:
+            parts = [f"{self._what}, step {number}", self._losses, f"{per_step:.3f} sec/step", f"elapsed {elapsed}"]
+            say(5, f"{_listed(parts)}, exp. remaining {remaining}, complete {complete:.2%}")
+        if draw and self._line is not None:
             self._drawn = now
             rate = "" if learning_rate is None else f"learning rate {learning_rate:.3g}"
             parts = [f"step {number}", f"{remaining} remaining", self._losses, rate, f"{per_step:.3f} sec/step"]
-            self._line.draw(f"{self._short} {bar(complete)}  {', '.join(part for part in parts if part)}")
+            self._line.draw(f"{self._short} {bar(complete)}  {_listed(parts)}")
 
     def end(self) -> None:
         """What began is done."""
         if self._line is not None:
             self._line.clear()
+
+
+def _listed(parts: list[str]) -> str:
+    return ", ".join(part for part in parts if part)
 
 
 @contextmanager

@@ -64,7 +64,7 @@ def dry_run(settings: Settings) -> None:
     """Do what a training would do first, on all its ranks, and estimate what an epoch takes. Raises: HvdtrainError."""
     settings = writing_nothing(settings)
     with open_communicator(settings) as comm, prepared(comm, settings, Interrupt(None)) as training:
-        together(comm, lambda: _check_targets(settings, training.progress), name="check_targets")
+        together(comm, lambda: _check_targets(settings, training), name="check_targets")
         if is_done(training.progress, training.pace):
             return
         epoch = training.progress.epoch + 1
@@ -97,9 +97,9 @@ class Unsaved:
         pass
 
 
-def _check_targets(settings: Settings, progress: Progress) -> None:
+def _check_targets(settings: Settings, training: Training) -> None:
     """Whether a training could write what it will have to. Raises: ConfigError."""
-    open_trackers(settings, progress)
+    open_trackers(settings, training)
     folder = Path(settings.run.model).absolute().parent
     there = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):

@@ -54,7 +54,7 @@ def train_with(comm: Communicator, settings: Settings) -> Learner:
         record_start(settings, comm, training.learner, training.progress)
         if not is_done(training.progress, training.pace):
             trace = open_trace(comm, settings.trace, training.progress)
-            reporters = open_reporters(comm, settings, training.progress)
+            reporters = open_reporters(comm, settings, training)
             open_engine(settings, training, reporters, step_log, trace).run()
     return training.learner
 
@@ -156,8 +156,10 @@ def open_trace(comm: Communicator, keys: TraceKeys, progress: Progress) -> Note:
     return Trace(prefix, run, comm.rank, progress.step)
 
 
-def open_reporters(comm: Communicator, settings: Settings, progress: Progress) -> list[Reporter]:
+def open_reporters(comm: Communicator, settings: Settings, training: Training) -> list[Reporter]:
     """Collective. Whom rank 0 tells of finished epochs. Raises: ConfigError."""
+
+    progress = training.progress
 
     def of_rank_zero() -> list[Reporter]:
         lines = JsonLines(Path(settings.run.model).parent / "scores.jsonl")
@@ -165,16 +167,17 @@ def open_reporters(comm: Communicator, settings: Settings, progress: Progress) -
         reporters: list[Reporter] = [lines]
         if settings.schedule.learning_rate_file is not None:
             reporters.append(LearningRateFile(Path(settings.schedule.learning_rate_file), progress.history))
-        return reporters + open_trackers(settings, progress)
+        return reporters + open_trackers(settings, training)
 
     return together(comm, lambda: of_rank_zero() if comm.rank == 0 else [], name="open_reporters")
 
 
-def open_trackers(settings: Settings, progress: Progress) -> list[Reporter]:
+def open_trackers(settings: Settings, training: Training) -> list[Reporter]:
     """Who keeps track of experiments. Raises: ConfigError."""
     trackers: list[Reporter] = []
     if settings.trackers.use_tensorboard:
-        trackers.append(TensorBoard(Path(settings.run.model).parent / "tensorboard", progress.step))
+        parameters = training.learner.arrays if settings.trackers.tensorboard_histograms else None
+        trackers.append(TensorBoard(Path(settings.run.model).parent / "tensorboard", training.progress.step, parameters))
     track_epoch = as_function(settings.trackers.track_epoch, "track_epoch")
     if track_epoch is not None:
         trackers.append(Tracker(track_epoch))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -128,6 +128,10 @@ class Learner(Protocol):
 
     def peak_memory(self) -> int | None:
         """Bytes that the device's memory had to give at most so far; None where the device is the CPU."""
+        ...
+
+    def arrays(self) -> Iterator[tuple[str, Array]]:
+        """The parameters, trained or not, one after the other: names, and copies of their values as floating numbers."""
         ...
 
     def map_tensors(self, kind: Kind, change: Callable[[list[Tensor]], list[Tensor]]) -> None:

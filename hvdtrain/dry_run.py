@@ -111,7 +111,9 @@ Run = Callable[[Feed], float]
 
 
 def _trainer(settings: Settings, training: Training) -> Run:
-    """Trains as the engine does, with all that belongs to a step. The first batch of the selection comes last once more."""
+    """Trains as the engine does, with all that belongs to a step but waiting for data. The first batch of the selection comes
+    last once more.
+    """
     progress = training.progress
     pace = replace(training.pace, num_epochs=progress.epoch + 1, save_steps=None, save_minutes=None)
 
@@ -120,7 +122,7 @@ def _trainer(settings: Settings, training: Training) -> Run:
 
         def note(epoch: int, step: int, indices: Array) -> None:
             training.learner.take_step_seconds()  # waits for a GPU
-            begins.append(time.perf_counter())
+            begins.append(time.perf_counter() - training.timer.seconds.get("data wait", 0.0))
 
         fresh = Progress(progress.step, progress.epoch, list(progress.history))
         tried = replace(training, feeds=[feed], saver=Unsaved(), progress=fresh, pace=pace)

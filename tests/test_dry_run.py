@@ -135,3 +135,19 @@ def test_a_model_folder_that_cannot_be(corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "exp").write_text("a file")
     ended = hvdtrain(TOY, {"corpus": corpus, "model": tmp_path / "exp" / "sub" / "model"}, options=["--dry-run"])
     assert (ended.status, "model: expected a folder that can be written to, got " in ended.err) == (2, True), ended.err
+
+
+@pytest.mark.parametrize("slow", ["compute", "data"])
+def test_what_a_step_takes(corpus: Path, tmp_path: Path, slow: str) -> None:
+    """A tenth of a second in every step, or in reading every batch, which goes on beside the computing."""
+    keys = {"corpus": corpus, "model": tmp_path / "model", "slow": f"['{slow}', -1]"}
+    ended = hvdtrain(TOY, keys, options=["--dry-run"])
+    assert ended.status == 0, ended.err
+    found = re.search(
+        r"^estimate: train: 0:00:0(\d) \(20 steps of ([\d.]+) s(?:, held up by reading, ([\d.]+) s each)?\)", ended.out, re.M
+    )
+    assert found, ended.out
+    seconds, step, reading = found.groups()
+    assert (reading is None) == (slow == "compute")
+    assert 0.09 < float(reading or step) < 0.25
+    assert int(seconds) == int(20 * float(reading or step) + 0.01)

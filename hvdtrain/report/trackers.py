@@ -42,13 +42,18 @@ class TrackerKeys:
 
 
 def metrics(report: EpochReport) -> dict[str, float]:
-    """Everything in a report that is a number, by a name with its group: `dev/ce`, `time/compute`, `padding/data`."""
+    """Everything in a report that is a number, by a name with its group: `dev/ce`, `time/compute`, `padding/data`.
+
+    Seconds are means over the ranks, shares those of all ranks' time.
+    """
     numbers = {name.replace("_loss_", "/", 1): value for name, value in report.scores.items()}
     numbers |= {"learning_rate": report.learning_rate, "time/elapsed": report.elapsed, "time/computing_share": report.computing}
     names = dict.fromkeys(name for rank in report.seconds for name in rank)
+    whole = sum(sum(rank.values()) for rank in report.seconds)
     for name in names:
         values = [rank.get(name, 0.0) for rank in report.seconds]
         numbers[f"time/{name}"] = fmean(values)
+        numbers[f"time share/{name}"] = sum(values) / whole if whole else 0.0
         if len(values) > 1:
             numbers[f"time of the slowest rank/{name}"] = max(values)
     return numbers | {f"padding/{name}": share for name, share in report.padding.items()}
@@ -85,7 +90,10 @@ class TensorBoard:
         self._path = folder / name
 
     def epoch(self, report: EpochReport) -> None:
-        values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics(report).items()]
+        numbers = metrics(report)
+        for rank, seconds in enumerate(report.seconds):
+            numbers |= {f"time of rank {rank}/{name}": value for name, value in seconds.items()}
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
         for name, array in self._parameters() if self._parameters is not None else ():
             if (found := histogram(array)) is not None:
                 values.append(self._summary.Value(tag=f"parameters/{name}", histo=self._histogram(**found)))

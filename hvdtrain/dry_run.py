@@ -147,6 +147,8 @@ def _measured(training: Training, feed: Feed, epoch: int, run: Run) -> Part:
     size = comm.size if feed.distribution == "shard" else 1
     plan = together(comm, lambda: feed.plan(epoch), name=f"plan_{feed.name}")
     rounds = Rounds(plan, feed.lengths_in(epoch), size)
+    if not len(rounds):
+        return Part(feed.name, [], 0, 0, 0.0, 0.0, {})
     extra = 1 if feed is training.feeds[0] else 0  # a step's end is the begin of the next one
 
     def of(chosen: Sequence[int]) -> Feed:
@@ -185,12 +187,13 @@ def _time_lines(parts: list[Part], ranks: int, epochs: int) -> list[str]:
         epochs: how many of them are to come.
     """
     train = parts[0]
-    lines = [f"dry run: largest batch: {train.tried[0]}"]
-    lines += [f"dry run: batch with the longest sequence: {what}" for what in train.tried[1:]]
+    kinds = ("largest batch", "batch with the longest sequence")
+    lines = [f"dry run: {kind}: {what}" for kind, what in zip(kinds, train.tried, strict=False)]
     lines.append(f"dry run: {train.measured} more steps, from small batches to large ones, were measured; nothing was written")
     for part in parts:
-        slow = f", held up by reading, {part.reading / part.steps:.3g} s each" if part.reading > part.computing else ""
-        each = f"{part.steps} steps of {part.computing / part.steps:.3g} s{slow}"
+        computing, reading = (seconds / max(1, part.steps) for seconds in (part.computing, part.reading))
+        slow = f", held up by reading, {reading:.3g} s each" if reading > computing else ""
+        each = f"{part.steps} steps of {computing:.3g} s{slow}"
         lines.append(f"estimate: {part.name}: {clock_text(part.seconds)} ({each})")
     epoch = sum(part.seconds for part in parts)
     where = f"{ranks} rank{'s' if ranks > 1 else ''}"

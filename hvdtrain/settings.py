@@ -97,6 +97,7 @@ UNSUPPORTED = {
     "get_network": "hvdtrain trains configs that define get_model and train_step",
     "batching": "set seq_ordering in the dataset dict",
     "optimizer_epsilon": "set epsilon in the dict `optimizer`",
+    "dry_run": "the option --dry-run, or task = 'dry_run'",
     "pretrain": "none",
     "gradient_noise": "not there yet",
     "accum_grad_multiple_step": "not there yet",

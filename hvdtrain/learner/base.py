@@ -19,6 +19,9 @@ Kind = Literal["parameters", "frozen", "statistics", "counters"]
 Shapes = Mapping[str, tuple[int, ...]]
 """By name, the shape of a parameter or buffer."""
 
+Then = Literal["accumulate", "update"]
+"""What comes after a batch's gradients: those of more batches, or an update of the parameters."""
+
 Part = Kind | Literal["optimizer"]
 """What a rank may have to save of its own, as it differs between ranks."""
 
@@ -28,7 +31,7 @@ class NotFinite:
     """A loss of a training step that is no finite number.
 
     Attributes:
-        step: updates done before it in the whole training.
+        step: steps done before it in the whole training.
         indices: the batch's sequences in the dataset.
         parameters: names of those that held such numbers when the loss was looked at: on a CPU before the step's update.
     """
@@ -95,11 +98,15 @@ class Learner(Protocol):
     """Of checkpoints: 'pt' for PyTorch, 'npz' for TensorFlow."""
 
     def begin_epoch(self, epoch: int, step: int) -> None:
-        """Be told where training stands: the epoch from 1, and the updates done so far."""
+        """Be told where training stands: the epoch from 1, and the batches of a rank (steps) done so far."""
         ...
 
-    def backward(self, batch: Batch | None) -> None:
-        """Add the batch's gradients to what will be applied by the next update. None: a rank without a batch adds zeros."""
+    def backward(self, batch: Batch | None, then: Then = "update") -> None:
+        """Add the batch's gradients to what will be applied by the next update. None: a rank without a batch adds zeros.
+
+        Args:
+            then: 'update': `update` is called next, so gradients may leave for the other ranks while the last are computed.
+        """
         ...
 
     def update(self, learning_rate: float) -> None:

@@ -13,11 +13,11 @@ import tensorflow as tf
 from hvdtrain.data.types import Array, Batch
 from hvdtrain.errors import ConfigError, TrainingError
 from hvdtrain.learner.arrays import read_arrays, write_arrays
-from hvdtrain.learner.base import Kind, LearnerKeys, NotFinite, Part, Shapes, as_function
+from hvdtrain.learner.base import Kind, LearnerKeys, NotFinite, Part, Shapes, Then, as_function
 from hvdtrain.learner.clock import CpuClock
 from hvdtrain.learner.numbers import mixed_seed, mixed_seeds
 from hvdtrain.learner.outputs import by_sequence
-from hvdtrain.learner.tensorflow_graph import StepGraphs
+from hvdtrain.learner.tensorflow_graph import Pending, StepGraphs
 from hvdtrain.learner.tensorflow_optimizer import make_optimizer
 from hvdtrain.learner.tensorflow_setup import device_name, prepare_tensorflow
 from hvdtrain.learner.tensorflow_variables import Parts, array_of, assign, exchangeable, parts_of, tensorflow_variable
@@ -58,7 +58,8 @@ class TensorFlowLearner:
         self._clock = CpuClock()
         self._epoch = 0
         self._step = 0
-        self._reduced: Any = None
+        self._reduced: Any = None  # what the next update applies
+        self._pending: Pending | None = None  # gradients of the batches since the last update, if more are to come
         self._skips = skips
         self._skipped = 0
         self._scores = WaitingScores(
@@ -74,17 +75,25 @@ class TensorFlowLearner:
         self._epoch = epoch
         self._step = step
 
-    def backward(self, batch: Batch | None) -> None:
-        self._reduced = None
-        if batch is None and not self._updates_without_batch:
+    def backward(self, batch: Batch | None, then: Then = "update") -> None:
+        if batch is not None or self._pending is not None or self._updates_without_batch:
+            with self._clock.span():
+                self._add(batch, then)
+                if then == "update" and self._reduced is None:
+                    self._reduced, self._pending = self.graphs.send(self._pending), None
+        self._step += 1
+
+    def _add(self, batch: Batch | None, then: Then) -> None:
+        """Collective, if an update comes next and this batch is the only one since the last."""
+        if batch is None:
+            self.graphs.agree()
             return
-        with self._clock.span():
-            if batch is None:
-                self._reduced = self.graphs.without_batch()
-            else:
-                seeds = mixed_seeds(len(self.parts.generators), *self._seed, self._step)
-                names, numbers, self._reduced = self.graphs.train(batch, self._epoch, self._step, seeds)
-                self._scores.add(names, numbers, self._step, batch.indices)
+        place = self._epoch, self._step, mixed_seeds(len(self.parts.generators), *self._seed, self._step)
+        if then == "update" and self._pending is None:
+            names, numbers, self._reduced = self.graphs.train(batch, *place)
+        else:
+            names, numbers, self._pending = self.graphs.collect(batch, *place, self._pending)
+        self._scores.add(names, numbers, self._step, batch.indices)
 
     def update(self, learning_rate: float) -> None:
         if self._reduced is not None:
@@ -92,7 +101,7 @@ class TensorFlowLearner:
                 finite = self.graphs.apply(self._reduced, learning_rate)
                 if self._skips is not None:
                     self._count_skipped(finite.numpy(), self._skips)
-        self._step += 1
+        self._reduced = None
 
     def evaluate(self, batch: Batch) -> None:
         self._scores.add(*self.graphs.evaluate(batch, self._epoch, self._step), self._step, batch.indices)
@@ -193,7 +202,7 @@ class TensorFlowLearner:
             names = [name for (name, _), whole in zip(self._named("parameters"), finite, strict=True) if not whole]
             error = TrainingError(
                 f"num_allowed_consec_invalid_gradient_steps: expected finite gradients after {skips} were left out, "
-                f"got others in step {self._step} of the training, for {', '.join(names)}"
+                f"got others in step {self._step - 1} of the training, for {', '.join(names)}"
             )
             error.on_every_rank = self._updates_without_batch  # gradients are the same on all ranks then
             raise error

@@ -148,6 +148,11 @@ def divided(gradients: Sequence[Gradient], divisor: Any) -> list[Gradient]:
     return [_map(gradient, lambda tensor: tensor / tf.cast(divisor, tensor.dtype)) for gradient in gradients]
 
 
+def added(one: Sequence[Gradient], other: Sequence[Gradient]) -> list[Gradient]:
+    """The sums of two sets of gradients."""
+    return [_sum(first, second) for first, second in zip(one, other, strict=True)]
+
+
 def are_finite(gradients: Sequence[Gradient]) -> list[tf.Tensor]:
     """For every gradient whether all of its elements are finite numbers."""
     tensors = [gradient.values if isinstance(gradient, Rows) else gradient for gradient in gradients]
@@ -174,6 +179,12 @@ def unpacked(gradients: Sequence[Any]) -> list[Gradient]:
 
 def _map(gradient: Gradient, change: Any) -> Gradient:
     return Rows(change(gradient.values), gradient.indices) if isinstance(gradient, Rows) else change(gradient)
+
+
+def _sum(one: Gradient, other: Gradient) -> Gradient:
+    if not isinstance(one, Rows):
+        return one + other
+    return _without_repeats(tf.concat([one.values, other.values], 0), tf.concat([one.indices, other.indices], 0))
 
 
 def _without_repeats(values: Any, indices: Any) -> Rows:

@@ -98,7 +98,6 @@ UNSUPPORTED = {
     "batching": "set seq_ordering in the dataset dict",
     "optimizer_epsilon": "set epsilon in the dict `optimizer`",
     "pretrain": "none",
-    "gradient_noise": "not there yet",
     "chunking_variance": "none",
     "online_shuffle_batches": "set shuffle_batches, which shuffles all of an epoch",
     "torch_batching": "none",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from hvdtrain.comm.base import Tensor
-from hvdtrain.config.keys import REQUIRED, key, positive
+from hvdtrain.config.keys import REQUIRED, key, not_negative, positive
 from hvdtrain.data.types import Array, Batch
 from hvdtrain.errors import ConfigError
 from hvdtrain.scores import Scores
@@ -63,6 +63,12 @@ class LearnerKeys:
         None, "scale gradients down to this global norm, after they were reduced over the ranks", positive
     )
     gradient_clip: float | None = key(None, "cut every gradient element off at plus or minus this, after the reduction", positive)
+    gradient_noise: float = key(
+        0.0,
+        "add normally distributed numbers of this standard deviation, cut off at twice that, to the gradients, after they were "
+        "reduced and before they are clipped",
+        not_negative,
+    )
     num_allowed_consec_invalid_gradient_steps: int | None = key(
         None,
         "leave an update out, on all ranks together, when a gradient is no finite number after the reduction, and end when more "

@@ -15,6 +15,7 @@ from hvdtrain.errors import ConfigError, TrainingError
 from hvdtrain.learner.arrays import read_arrays, write_arrays
 from hvdtrain.learner.base import Kind, LearnerKeys, NotFinite, Part, Shapes, Then, as_function
 from hvdtrain.learner.clock import CpuClock
+from hvdtrain.learner.noise import noise_seeds
 from hvdtrain.learner.numbers import mixed_seed, mixed_seeds
 from hvdtrain.learner.outputs import by_sequence
 from hvdtrain.learner.tensorflow_graph import Pending, StepGraphs
@@ -98,7 +99,8 @@ class TensorFlowLearner:
     def update(self, learning_rate: float) -> None:
         if self._reduced is not None:
             with self._clock.span():
-                finite = self.graphs.apply(self._reduced, learning_rate)
+                rank = None if self._updates_without_batch else self._seed[1]  # reduced gradients get the same on all ranks
+                finite = self.graphs.apply(self._reduced, learning_rate, noise_seeds(self._seed[0], rank, self._step - 1))
                 if self._skips is not None:
                     self._count_skipped(finite.numpy(), self._skips)
         self._reduced = None
@@ -254,6 +256,7 @@ def build_tensorflow_learner(
         parts,
         clip_global_norm=keys.gradient_clip_global_norm,
         clip_value=keys.gradient_clip,
+        noise=keys.gradient_noise,
         forward_step=as_function(keys.forward_step, "forward_step"),
         may_leave_out=skips is not None,
     )

@@ -23,6 +23,7 @@ from hvdtrain.learner.tensorflow_gradients import (
     clipped,
     divided,
     for_optimizer,
+    noisy,
     packed,
     unpacked,
 )
@@ -59,6 +60,7 @@ class StepGraphs:
     or number of axes: batches of any length and any number of sequences share a graph. AutoGraph is not applied, as in Keras.
 
     Args:
+        noise: the standard deviation of what is added to gradients.
         may_leave_out: do not apply an update of which a gradient is no finite number.
 
     Attributes:
@@ -75,6 +77,7 @@ class StepGraphs:
         *,
         clip_global_norm: float | None = None,
         clip_value: float | None = None,
+        noise: float = 0.0,
         forward_step: Callable[..., None] | None = None,
         may_leave_out: bool = False,
     ) -> None:
@@ -88,6 +91,7 @@ class StepGraphs:
         self._parts = parts
         self._clip_global_norm = clip_global_norm
         self._clip_value = clip_value
+        self._noise = noise
         self._trained = parts.of_kind("parameters")
         self._variables = [tensorflow_variable(variable) for variable in self._trained]
         self._gradients = GraphGradients(self._variables, reducer)
@@ -155,8 +159,11 @@ class StepGraphs:
         outputs: dict[str, tuple[tf.Tensor, tf.Tensor | None]] = traced.function(*arguments)
         return outputs
 
-    def apply(self, reduced: Reduced, learning_rate: float) -> tf.Tensor:
+    def apply(self, reduced: Reduced, learning_rate: float, noise_seeds: Any) -> tf.Tensor:
         """Let the optimizer update the parameters.
+
+        Args:
+            noise_seeds: of what `noise` adds to the gradients; uint32 of shape (2,).
 
         Returns:
             For every parameter whether its gradient is finite numbers only; where updates may be left out, this one was
@@ -165,10 +172,12 @@ class StepGraphs:
         if self._update is None:
             specs = self._gradients.specs(self._agreed())
             self._update = tf.function(self._apply, autograph=False).get_concrete_function(
-                specs, tf.TensorSpec([], tf.float64), tf.TensorSpec([], tf.float32)
+                specs, tf.TensorSpec([], tf.float64), tf.TensorSpec([], tf.float32), tf.TensorSpec([2], tf.int32)
             )
         gradients, divisor, waited = reduced
-        finite = self._update(gradients, divisor, tf.constant(learning_rate, tf.float32))
+        finite = self._update(
+            gradients, divisor, tf.constant(learning_rate, tf.float32), tf.constant(noise_seeds.astype("int32"))
+        )
         self._reducer.waited(float(waited))
         return finite
 
@@ -256,13 +265,15 @@ class StepGraphs:
         check_outputs(context.outputs)
         return {name: (tf.convert_to_tensor(output.value), output.seq_lens) for name, output in context.outputs.items()}
 
-    def _apply(self, reduced: list[Any], divisor: tf.Tensor, learning_rate: tf.Tensor) -> tf.Tensor:
+    def _apply(self, reduced: list[Any], divisor: tf.Tensor, learning_rate: tf.Tensor, noise_seeds: tf.Tensor) -> tf.Tensor:
         """What `apply` does, while it is traced."""
         gradients = unpacked(reduced)
         if self._agreed().losses.alone and self._agreed().losses.names:
             gradients = divided(gradients, divisor)
         finite = are_finite(gradients)
         scale = self._optimizer.scale_loss(tf.ones([]))  # of the loss, where float16 asks for that
+        if self._noise:
+            gradients = noisy(gradients, self._noise * scale, noise_seeds)
         by_value, global_norm = (None if limit is None else limit * scale for limit in (self._clip_value, self._clip_global_norm))
         gradients = clipped(gradients, by_value, global_norm)
         self._optimizer.learning_rate = learning_rate

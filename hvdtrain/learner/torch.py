@@ -20,6 +20,7 @@ from hvdtrain.learner.torch_batch import extern_data_of
 from hvdtrain.learner.torch_clock import CudaClock
 from hvdtrain.learner.torch_gradients import GradientStream
 from hvdtrain.learner.torch_losses import count_of, numbers_of, total_of
+from hvdtrain.learner.torch_noise import GradientNoise
 from hvdtrain.learner.torch_setup import seed_all
 from hvdtrain.learner.torch_state import TorchState
 from hvdtrain.learner.torch_sync_batch_norm import Exchange
@@ -50,6 +51,7 @@ class TorchLearner:
         seed: tuple[int, int],
         clip_global_norm: float | None = None,
         clip_value: float | None = None,
+        noise: GradientNoise | None = None,
         skips: int | None = None,
         forward_step: Callable[..., None] | None = None,
         batch_norm: Exchange | None = None,
@@ -74,6 +76,7 @@ class TorchLearner:
             optimizer,
             clip_global_norm=clip_global_norm,
             clip_value=clip_value,
+            noise=noise,
             skips=skips,
             same_on_all_ranks=reducer.updates_without_batch,
         )

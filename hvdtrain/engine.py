@@ -149,7 +149,7 @@ class Engine:
             self._train_epoch(plan, within, epoch_rate)
         scores = {f"train_loss_{name}": mean for name, mean in within.scores.means().items()}
         for feed in self._evaluations:
-            with self._timer.span("evaluation"):
+            with self._timer.span("evaluation"), self._learner.averaged():
                 means = evaluate(self._comm, self._learner, self._watchdog, feed, epoch, lambda: self._heed(within))
             scores |= {f"{feed.name}_loss_{name}": mean for name, mean in means.items()}
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from hvdtrain.comm.base import Tensor
-from hvdtrain.config.keys import REQUIRED, key, not_negative, positive
+from hvdtrain.config.keys import REQUIRED, key, not_negative, positive, share
 from hvdtrain.data.types import Array, Batch
 from hvdtrain.errors import ConfigError
 from hvdtrain.scores import Scores
@@ -75,6 +76,12 @@ class LearnerKeys:
         "than so many follow each other; None: none is left out",
         positive,
     )
+    ema_decay: float | None = key(
+        None,
+        "evaluate, and save as the model, an exponential moving average of the weights that keeps so much of itself at every "
+        "update, such as 0.999; at first less",
+        share,
+    )
     sync_batch_norm: bool = key(
         False, "let the statistics of BatchNorm be those of all ranks' batches together (with horovod_reduce_type 'grad')"
     )
@@ -119,6 +126,15 @@ class Learner(Protocol):
         """Finish the reduction of the gradients and let the optimizer apply them."""
         ...
 
+    def average_weights(self, updates: int) -> None:
+        """Be told that the ranks' models are one again, after so many updates: their average over time (`ema_decay`) follows."""
+        ...
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Inside the `with` block the model has the average over time as its weights, if one is kept. For evaluating; what is
+        saved meanwhile is the same as otherwise."""
+        ...
+
     def evaluate(self, batch: Batch) -> None:
         """Compute a batch's losses and errors, changing nothing."""
         ...
@@ -148,7 +164,8 @@ class Learner(Protocol):
         ...
 
     def save(self, model_file: Path, optimizer_file: Path, progress: dict[str, Any], state: Any | None = None) -> None:
-        """Write the model with `progress` beside it, and what else the optimizer needs to go on.
+        """Write the model with `progress` beside it, and what else the optimizer needs to go on. Where an average over time is
+        kept, it is the model, and the weights that are trained stand beside the optimizer.
 
         Args:
             state: write what `copied` returned instead of what is there now; from any thread.

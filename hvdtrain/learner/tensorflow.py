@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from hvdtrain.learner.clock import CpuClock
 from hvdtrain.learner.noise import noise_seeds
 from hvdtrain.learner.numbers import mixed_seed, mixed_seeds
 from hvdtrain.learner.outputs import by_sequence
+from hvdtrain.learner.tensorflow_average import WeightAverage
 from hvdtrain.learner.tensorflow_graph import Pending, StepGraphs
 from hvdtrain.learner.tensorflow_optimizer import make_optimizer
 from hvdtrain.learner.tensorflow_setup import device_name, prepare_tensorflow
@@ -25,6 +27,10 @@ from hvdtrain.learner.tensorflow_variables import Parts, array_of, assign, excha
 from hvdtrain.learner.waiting import WaitingScores
 from hvdtrain.reduce import Reducer
 from hvdtrain.scores import Scores
+
+TRAINED, AVERAGED = "trained/", "averaged_updates"
+"""In the optimizer's file, where an average of the weights is kept: before the names of the weights that are trained, and how
+many updates the average has followed."""
 
 
 class TensorFlowLearner:
@@ -48,12 +54,14 @@ class TensorFlowLearner:
         updates_without_batch: bool,
         seed: tuple[int, int],
         skips: int | None = None,
+        average: WeightAverage | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
         self.graphs = graphs
         self.device_name = device_name()
         self.parts = parts
+        self._average = average
         self._updates_without_batch = updates_without_batch
         self._seed = seed
         self._clock = CpuClock()
@@ -75,6 +83,8 @@ class TensorFlowLearner:
     def begin_epoch(self, epoch: int, step: int) -> None:
         self._epoch = epoch
         self._step = step
+        if self._average is not None and not self._average.started:
+            self._average.start()
 
     def backward(self, batch: Batch | None, then: Then = "update") -> None:
         if batch is not None or self._pending is not None or self._updates_without_batch:
@@ -104,6 +114,13 @@ class TensorFlowLearner:
                 if self._skips is not None:
                     self._count_skipped(finite.numpy(), self._skips)
         self._reduced = None
+
+    def average_weights(self, updates: int) -> None:
+        if self._average is not None:
+            self._average.follow(updates)
+
+    def averaged(self) -> AbstractContextManager[None]:
+        return self._average.used() if self._average is not None and self._average.started else nullcontext()
 
     def evaluate(self, batch: Batch) -> None:
         self._scores.add(*self.graphs.evaluate(batch, self._epoch, self._step), self._step, batch.indices)
@@ -143,8 +160,14 @@ class TensorFlowLearner:
         write_arrays(model_file, model, progress)
 
     def copied(self) -> tuple[dict[str, Array], dict[str, Array]]:
-        model, optimizer = self.parts.variables.items(), self._optimizer_variables()
-        return {name: array_of(variable) for name, variable in model}, {name: array_of(variable) for name, variable in optimizer}
+        model = {name: array_of(variable) for name, variable in self.parts.variables.items()}
+        optimizer = {name: array_of(variable) for name, variable in self._optimizer_variables()}
+        if self._average is not None and self._average.started:
+            averages, trained = self._average.both()
+            model |= averages
+            optimizer |= {f"{TRAINED}{name}": array for name, array in trained.items()}
+            optimizer[AVERAGED] = numpy.array(self._average.updates)
+        return model, optimizer
 
     def load(self, model_file: Path, optimizer_file: Path | None) -> dict[str, Any]:
         arrays, progress = read_arrays(model_file)
@@ -152,8 +175,18 @@ class TensorFlowLearner:
         assign(self.parts.variables.items(), arrays, wrong)
         if optimizer_file is not None:
             arrays, _ = read_arrays(optimizer_file)
+            trained = {name: arrays.pop(name) for name in list(arrays) if name.startswith(TRAINED)}
+            updates = int(arrays.pop(AVERAGED, 0))
             self._load_optimizer(arrays, optimizer_file)
+            self._load_trained({name.removeprefix(TRAINED): array for name, array in trained.items()}, updates)
         return progress
+
+    def _load_trained(self, trained: Mapping[str, Array], updates: int) -> None:
+        """Go on from the weights that were trained, where the model's file has their average."""
+        if trained and self._average is not None:
+            self._average.start(updates)
+        ours = {name: variable for name, variable in self._named("parameters") if name in trained}
+        assign(ours.items(), {name: trained[name] for name in ours}, "the weights that were trained")
 
     def preload(self, file: Path, entry: str | None, chosen: Callable[[Shapes, Shapes], dict[str, str]]) -> None:
         theirs, _ = read_arrays(file)
@@ -161,8 +194,11 @@ class TensorFlowLearner:
         theirs = inside or theirs
         ours = self.parts.variables
         shapes = {name: tuple(variable.shape) for name, variable in ours.items()}
-        for name, other in chosen(shapes, {name: array.shape for name, array in theirs.items()}).items():
+        pairs = chosen(shapes, {name: array.shape for name, array in theirs.items()})
+        for name, other in pairs.items():
             assign([(name, ours[name])], {name: theirs[other]}, f"{file}: expected values for {name}, got others")
+        if self._average is not None:
+            self._average.adopt(set(pairs))
 
     def save_own(self, file: Path, parts: Sequence[Part]) -> None:
         own: dict[str, Array] = {}
@@ -260,6 +296,7 @@ def build_tensorflow_learner(
         forward_step=as_function(keys.forward_step, "forward_step"),
         may_leave_out=skips is not None,
     )
+    named = {name: variable for name, variable in parts.variables.items() if parts.kinds[name] == "parameters"}
     return TensorFlowLearner(
         model,
         optimizer,
@@ -268,4 +305,5 @@ def build_tensorflow_learner(
         updates_without_batch=reducer.updates_without_batch,
         seed=(seed, rank),
         skips=skips,
+        average=None if keys.ema_decay is None else WeightAverage(named, keys.ema_decay),
     )

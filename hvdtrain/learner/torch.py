@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy
@@ -16,6 +17,7 @@ from hvdtrain.learner.clock import CpuClock
 from hvdtrain.learner.losses import TINY, Normalized, check_marked, check_same, minimized, normalized
 from hvdtrain.learner.outputs import by_sequence, check_outputs
 from hvdtrain.learner.torch_accumulation import LossGradients
+from hvdtrain.learner.torch_average import WeightAverage
 from hvdtrain.learner.torch_batch import extern_data_of
 from hvdtrain.learner.torch_clock import CudaClock
 from hvdtrain.learner.torch_gradients import GradientStream
@@ -55,6 +57,7 @@ class TorchLearner:
         skips: int | None = None,
         forward_step: Callable[..., None] | None = None,
         batch_norm: Exchange | None = None,
+        average: WeightAverage | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -65,7 +68,8 @@ class TorchLearner:
         self._seed = seed
         self._forward_step = forward_step
         self._batch_norm = batch_norm
-        state = TorchState(model, optimizer, device)
+        self._average = average
+        state = TorchState(model, optimizer, device, average)
         self.map_tensors, self.gather_state, self.preload = state.map_tensors, state.gather_state, state.preload
         self.save, self.copied, self.load = state.save, state.copied, state.load
         self.save_own, self.load_own = state.save_own, state.load_own
@@ -96,6 +100,8 @@ class TorchLearner:
     def begin_epoch(self, epoch: int, step: int) -> None:
         self._epoch = epoch
         self._step = step
+        if self._average is not None and not self._average.started:
+            self._average.start()
 
     def backward(self, batch: Batch | None, then: Then = "update") -> None:
         self._updates = self._updates or batch is not None or self._reducer.updates_without_batch
@@ -123,6 +129,13 @@ class TorchLearner:
                     torch._foreach_div_(gradients, counts.clamp(min=TINY)[0])
                 self._update.apply(learning_rate, self._step - 1)
         self._updates = False
+
+    def average_weights(self, updates: int) -> None:
+        if self._average is not None:
+            self._average.follow(updates)
+
+    def averaged(self) -> AbstractContextManager[None]:
+        return self._average.used() if self._average is not None and self._average.started else nullcontext()
 
     def evaluate(self, batch: Batch) -> None:
         with torch.no_grad():

@@ -8,6 +8,7 @@ from hvdtrain.comm.base import Communicator
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.base import LearnerKeys, as_function
 from hvdtrain.learner.torch import TorchLearner
+from hvdtrain.learner.torch_average import WeightAverage
 from hvdtrain.learner.torch_noise import GradientNoise
 from hvdtrain.learner.torch_optimizer import make_optimizer
 from hvdtrain.learner.torch_setup import device_of, seed_all
@@ -59,6 +60,7 @@ def build_torch_learner(
         model, exchange = synchronize(model, batch_norm)
     noise_rank = None if reducer.updates_without_batch else rank  # where gradients were reduced, all ranks add the same
     optimizer = make_optimizer(keys.optimizer, model)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return TorchLearner(
         model,
         as_function(keys.train_step, "train_step"),
@@ -72,4 +74,5 @@ def build_torch_learner(
         skips=keys.num_allowed_consec_invalid_gradient_steps,
         forward_step=as_function(keys.forward_step, "forward_step"),
         batch_norm=exchange,
+        average=None if keys.ema_decay is None else WeightAverage(trained, keys.ema_decay),
     )

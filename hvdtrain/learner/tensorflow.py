@@ -19,8 +19,9 @@ from hvdtrain.learner.clock import CpuClock
 from hvdtrain.learner.noise import noise_seeds
 from hvdtrain.learner.numbers import mixed_seed, mixed_seeds
 from hvdtrain.learner.outputs import by_sequence
+from hvdtrain.learner.tensorflow_accumulation import Pending
 from hvdtrain.learner.tensorflow_average import WeightAverage
-from hvdtrain.learner.tensorflow_graph import Pending, StepGraphs
+from hvdtrain.learner.tensorflow_graph import StepGraphs
 from hvdtrain.learner.tensorflow_optimizer import make_optimizer
 from hvdtrain.learner.tensorflow_setup import device_name, prepare_tensorflow
 from hvdtrain.learner.tensorflow_variables import Parts, array_of, assign, exchangeable, parts_of, tensorflow_variable

@@ -13,12 +13,12 @@ from hvdtrain.data.types import Batch
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.losses import TINY, check_marked, check_same, minimized, normalized, nothing_to_minimize
 from hvdtrain.learner.outputs import check_outputs
+from hvdtrain.learner.tensorflow_accumulation import Pending, PendingGradients, combined, of_any_set
 from hvdtrain.learner.tensorflow_batch import extern_data_of, specs_of, tensor_of
 from hvdtrain.learner.tensorflow_gradients import (
     Exchange,
     Gradient,
     GraphGradients,
-    added,
     are_finite,
     clipped,
     divided,
@@ -43,10 +43,6 @@ class Traced:
     function: Callable[..., Any]
     names: dict[str, bool]
 
-
-Pending = Any
-"""What `collect` hands on to the next `collect` or to `send`: gradients of a rank's batches, one set for each loss that is to be
-a mean among several (after one of all others), and the counts of these losses."""
 
 Reduced = Any
 """What `train` hands to `apply`: gradients that have been through the reducer, the count they are to be divided by, and the
@@ -97,7 +93,7 @@ class StepGraphs:
         self._gradients = GraphGradients(self._variables, reducer)
         self._exchange: Exchange | None = None
         self._steps: dict[Any, Traced] = {}
-        self._merge: Callable[..., Pending] | None = None
+        self._pending = PendingGradients(self._gradients)
         self._sends: dict[int, Callable[..., Reduced]] = {}
         self._update: Callable[..., tf.Tensor] | None = None
 
@@ -125,12 +121,8 @@ class StepGraphs:
         """
         traced, arguments = self._graph(batch, self._collect, epoch, step, tf.constant(seeds, tf.uint32))
         numbers, collected = traced.function(*arguments)
-        if pending is None:
-            return traced.names, numbers, collected
-        if self._merge is None:
-            specs = self._pending_specs(len(collected[0]))
-            self._merge = tf.function(self._add_up, autograph=False).get_concrete_function(specs, specs)
-        return traced.names, numbers, self._merge(pending, collected)
+        both = collected if pending is None else self._pending.merged(pending, collected, self._agreed())
+        return traced.names, numbers, both
 
     def agree(self) -> None:
         """Collective, on a rank that has no batch in the first step: be told what there is to exchange."""
@@ -140,12 +132,12 @@ class StepGraphs:
     def send(self, pending: Pending | None) -> Reduced:
         """Collective. The exchange of what was collected, or of zeros where nothing was: by a rank without a batch."""
         if pending is None:
-            counts = tf.zeros([max(1, len(self._agreed().losses.names))], tf.float64)
-            pending = [packed(self._gradients.zeros(self._agreed()))], counts
+            self.agree()
+            pending = self._pending.zeros(self._agreed())
         sets = len(pending[0])
         if sets not in self._sends:
             graph = tf.function(self._send, autograph=False)
-            self._sends[sets] = graph.get_concrete_function(*self._pending_specs(sets))
+            self._sends[sets] = graph.get_concrete_function(*self._pending.specs(sets, self._agreed()))
         return self._sends[sets](*pending)
 
     def evaluate(self, batch: Batch, epoch: int, step: int) -> tuple[dict[str, bool], tf.Tensor]:
@@ -224,33 +216,19 @@ class StepGraphs:
             own = normalized(losses)
             totals = [self._optimizer.scale_loss(total) for total in totals_of(losses, () if own.alone else own.names)]
         found = [tape.gradient(total, self._variables) for total in totals]
-        of_each = [[gradient for gradient in of_one if gradient is not None] for of_one in zip(*found, strict=True)]
-        if not any(of_each):
+        if all(gradient is None for of_loss in found for gradient in of_loss):
             raise nothing_to_minimize()
-        some = [next((one for one in of_one if not isinstance(one, tf.IndexedSlices)), (*of_one, None)[0]) for of_one in of_each]
-        self._agree(Exchange(own, self._gradients.rows(some)))
+        self._agree(Exchange(own, self._gradients.rows(of_any_set(found))))
         counts = tf.stack([count_of(losses[name]) for name in own.names] or [tf.constant(0.0, tf.float64)])
         return numbers_of(losses), ([packed(self._gradients.local(of_loss, self._agreed())) for of_loss in found], counts)
-
-    def _add_up(self, one: Pending, other: Pending) -> Pending:
-        """What `collect` does with what was collected before, while it is traced."""
-        sets = [added(unpacked(first), unpacked(second)) for first, second in zip(one[0], other[0], strict=True)]
-        return [packed(gradients) for gradients in sets], one[1] + other[1]
 
     def _send(self, sets: list[list[Any]], counts: tf.Tensor) -> Reduced:
         """What `send` does, while it is traced."""
         losses = self._agreed().losses
-        gradients = unpacked(sets[0])
         waited = tf.zeros([], tf.float64)
         if losses.names and not losses.alone:
             counts, waited = _timed(self._gradients.exchange_counts, counts)
-            for number, of_loss in enumerate(sets[1:]):
-                gradients = added(gradients, divided(unpacked(of_loss), tf.maximum(counts[number], TINY)))
-        return self._reduce(gradients, counts, waited)
-
-    def _pending_specs(self, sets: int) -> Any:
-        """The types of what is collected, for a function that takes it."""
-        return [self._gradients.specs(self._agreed()) for _ in range(sets)], tf.TensorSpec([None], tf.float64)
+        return self._reduce(combined(sets, counts), counts, waited)
 
     def _evaluate(self, names: dict[str, bool], data: Any, epoch: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
         """What `evaluate` does, while it is traced."""

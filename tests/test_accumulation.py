@@ -30,7 +30,10 @@ def jobs(folder: Path, corpus: Path, size: int, framework: str) -> list[dict[str
     trainings["gradients"] = {**plain, "horovod_avg_grad": True}
     trainings["parameters"] = {**plain, "horovod_reduce_type": "param"}
     trainings["two"] = {"part": "two.hdf", "losses": "several", "max_seqs": 1, "accum_grad_multiple_step": 3, "num_epochs": 2}
-    if framework == "tensorflow":
+    if framework == "torch":  # whose statistics are exchanged in every backward pass, of which some batches have several
+        synchronized = {"layers": "statistics", "sync_batch_norm": True}
+        trainings["batch_norm"] = {**synchronized, "losses": "several", **accumulated}
+    else:
         trainings["rows.apart"] = {"layers": "embedding", **accumulated, "gradient_clip_global_norm": 1.0}
         if size == 1:
             trainings["rows.whole"] = {"layers": "embedding", "max_seqs": 30, "gradient_clip_global_norm": 1.0}

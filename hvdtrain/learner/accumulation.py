@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from numbers import Integral
 
 from hvdtrain.config.keys import key, positive
 from hvdtrain.errors import ConfigError
@@ -34,8 +35,12 @@ def rounds_per_update(keys: AccumulationKeys) -> RoundsPerUpdate:
 
     def asked(epoch: int, epoch_continuous: float, step: int) -> int:
         number = function(epoch=epoch, epoch_continuous=epoch_continuous, global_train_step=step)
-        if isinstance(number, bool) or number != int(number) or number < 1:
-            raise ConfigError([f"accum_grad_multiple_step: expected a function that returns a positive integer, got {number!r}"])
+        if isinstance(number, bool) or not isinstance(number, Integral) or number < 1:
+            error = ConfigError(
+                [f"accum_grad_multiple_step: expected a function that returns a positive integer, got {number!r}"]
+            )
+            error.on_every_rank = True  # all ask the same
+            raise error
         return int(number)
 
     return asked

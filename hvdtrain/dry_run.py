@@ -135,7 +135,8 @@ def _trainer(settings: Settings, training: Training) -> Run:
 def _evaluator(training: Training, epoch: int) -> Run:
     def run(feed: Feed) -> float:
         began = time.perf_counter()
-        evaluate(training.comm, training.learner, training.watchdog, feed, epoch, lambda: None, StepLog())
+        with training.learner.averaged():
+            evaluate(training.comm, training.learner, training.watchdog, feed, epoch, lambda: None, StepLog())
         return time.perf_counter() - began
 
     return run

@@ -22,6 +22,7 @@ from hvdtrain.ending import EndingKeys
 from hvdtrain.errors import ConfigError
 from hvdtrain.forward import ForwardKeys
 from hvdtrain.interrupt import InterruptKeys
+from hvdtrain.learner.accumulation import AccumulationKeys
 from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.log import LogKeys
 from hvdtrain.reduce import ReduceKeys
@@ -99,8 +100,6 @@ UNSUPPORTED = {
     "optimizer_epsilon": "set epsilon in the dict `optimizer`",
     "dry_run": "the option --dry-run, or task = 'dry_run'",
     "pretrain": "none",
-    "gradient_noise": "not there yet",
-    "accum_grad_multiple_step": "not there yet",
     "chunking_variance": "none",
     "online_shuffle_batches": "set shuffle_batches, which shuffles all of an epoch",
     "torch_batching": "none",
@@ -120,6 +119,7 @@ class Settings:
     batch: BatchKeys
     chunks: ChunkKeys
     learner: LearnerKeys
+    accumulation: AccumulationKeys
     schedule: ScheduleKeys
     newbob: NewbobKeys
     step_schedule: StepSchedule | None

@@ -169,13 +169,15 @@ def _measured(training: Training, feed: Feed, epoch: int, run: Run) -> Part:
     with sample.read(sample.share(sample.plan(epoch)), epoch) as batches:
         count = sum(1 for _ in batches)
     reading = (time.perf_counter() - began) * len(chosen) / max(count, 1)
+    computing = slowest(run(sample))
+    run(of(largest))  # once more, amid what the others left of the memory
     scale = float(rounds.costs.sum() / rounds.costs[chosen].sum())
     return Part(
         name=feed.name,
         tried=[rounds.told(number) for number in largest],
         steps=len(rounds),
         measured=len(chosen),
-        computing=scale * slowest(run(sample)),
+        computing=scale * computing,
         reading=scale * slowest(reading),
         padding=plan.padding(rounds.lengths),
     )

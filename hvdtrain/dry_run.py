@@ -20,7 +20,7 @@ from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError
 from hvdtrain.evaluation import evaluate
 from hvdtrain.interrupt import Interrupt
-from hvdtrain.log import only_warnings, say
+from hvdtrain.log import say, silence
 from hvdtrain.run import Training, open_engine, open_trackers, prepared
 from hvdtrain.settings import Settings
 from hvdtrain.state import Progress
@@ -68,7 +68,7 @@ def dry_run(settings: Settings) -> None:
         if is_done(training.progress, training.pace):
             return
         epoch = training.progress.epoch + 1
-        with only_warnings():
+        with silence():  # the few steps are no epoch whose scores or slow ranks are to be told
             parts = [_measured(training, training.feeds[0], epoch, _trainer(settings, training))]
             parts += [_measured(training, feed, epoch, _evaluator(training, epoch)) for feed in training.feeds[1:]]
         epochs = training.pace.num_epochs - epoch + 1
@@ -161,8 +161,8 @@ def _measured(training: Training, feed: Feed, epoch: int, run: Run) -> Part:
 
     largest = rounds.largest()
     run(of(largest))
-    once = slowest(run(of(largest[:1])))
-    chosen = rounds.spread(min(MOST, max(FEWEST, int(SECONDS / max(once, 1e-6)))))
+    typical = slowest(run(of(largest[:1]))) * float(rounds.costs.mean() / rounds.costs[largest[0]])
+    chosen = rounds.spread(min(MOST, max(FEWEST, int(SECONDS / max(typical, 1e-6)))))
     training.watchdog.beat(f"reading {feed.name}")
     began = time.perf_counter()
     sample = of(chosen)

@@ -39,6 +39,7 @@ class TensorFlowLearner:
 
     Args:
         parts: what the model consists of.
+        average: of the weights over time.
         seed: random numbers of a step (dropout) come from this, the rank and the number of the step, so that ranks differ
             and a continued training goes on with the same numbers.
     """

@@ -36,6 +36,8 @@ class TorchLearner:
     """A torch.nn.Module, its optimizer and its losses.
 
     Args:
+        noise: what is added to gradients.
+        average: of the weights over time.
         seed: random numbers of a step (dropout) come from this, the rank and the number of the step, so that ranks differ
             and a continued training goes on with the same numbers.
     """

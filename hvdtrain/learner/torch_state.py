@@ -20,7 +20,11 @@ updates the average has followed."""
 
 
 class TorchState:
-    """Does what the learner's contract (`learner/base.py`) says of the methods of the same names."""
+    """Does what the learner's contract (`learner/base.py`) says of the methods of the same names.
+
+    Args:
+        average: of the weights over time; where there is one, it is the model in a file, and the weights stand beside it.
+    """
 
     def __init__(self, model: torch.nn.Module, optimizer: Optimizer, device: torch.device, average: WeightAverage | None) -> None:
         self._model = model

@@ -15,6 +15,7 @@ class Update:
     """The optimizer's step, and what comes before it: leaving broken gradients out, noise, clipping, the learning rate.
 
     Args:
+        noise: what is added to gradients; None: nothing.
         skips: leave out updates of which a gradient is no finite number, up to so many in a row; None: leave none out.
         same_on_all_ranks: gradients are, as they were reduced.
     """

@@ -185,7 +185,7 @@ def test_optimizers_by_name_and_their_options() -> None:
     assert isinstance(learner(optimizer=lambda variables: keras.optimizers.Adam()).optimizer, keras.optimizers.Adam)
     with pytest.raises(ConfigError, match=r"got 'adamm' \(did you mean adam\?\)"):
         learner(optimizer={"class": "adamm"})
-    with pytest.raises(ConfigError, match="optimizer: expected options of SGD"):
+    with pytest.raises(ConfigError, match="optimizer.rho: expected options of SGD: momentum, "):
         learner(optimizer={"class": "sgd", "rho": 0.9})
     with pytest.raises(ConfigError, match="function that returns a Keras optimizer, got int"):
         learner(optimizer=lambda variables: 3)

@@ -8,10 +8,17 @@ import keras
 
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.by_name import class_of
+from hvdtrain.learner.optimizer_options import option_problems
 from hvdtrain.learner.tensorflow_variables import Parts
+from hvdtrain.learner.weight_decay import BLACKLIST, INCLUDE, DecayRule, class_names, take_decay_rule
 
 NO_OPTIMIZERS = ("Optimizer", "LossScaleOptimizer", "MultiOptimizer", "OptimizerMap")
 """What keras.optimizers has besides optimizers."""
+
+USUAL = DecayRule(
+    (keras.layers.LayerNormalization, keras.layers.GroupNormalization, keras.layers.Embedding), biases=("bias", "beta")
+)
+"""Weight decay leaves these layers' parameters alone, as it does biases; the same as with PyTorch."""
 
 
 def make_optimizer(spec: dict[str, Any] | str | Any, parts: Parts, loss_scaling: bool = False) -> keras.optimizers.Optimizer:
@@ -58,10 +65,34 @@ def _by_name(options: dict[str, Any], parts: Parts) -> keras.optimizers.Optimize
         options["epsilon"] = options.pop("eps")
     if "betas" in options:
         options["beta_1"], options["beta_2"] = options.pop("betas")
+    left_alone = _left_alone(options, parts)
+    problems = option_problems(chosen, options, "optimizer.")
+    if problems:
+        raise ConfigError(problems)
     try:
         made = chosen(learning_rate=0.0, **options)
     except (TypeError, ValueError) as error:
         raise ConfigError([f"optimizer: expected options of {chosen.__name__}, got {options}: {error}"]) from None
     if options.get("weight_decay"):
-        made.exclude_from_weight_decay(var_list=[parts.variables[name] for name in parts.undecayed])
+        made.exclude_from_weight_decay(var_list=left_alone)
     return made
+
+
+def _left_alone(options: dict[str, Any], parts: Parts) -> list[Any]:
+    """The variables that weight decay leaves alone. What the options say of them is taken out. Raises: ConfigError."""
+    if options.pop("param_groups_custom", None) is not None:
+        raise ConfigError(
+            [
+                "optimizer.param_groups_custom: expected backend = 'torch', got 'tensorflow': a Keras optimizer has one set of "
+                f"options for all variables ({BLACKLIST} and {INCLUDE} choose those that decay)"
+            ]
+        )
+    if not options.get("weight_decay") and any(options.get(name) is not None for name in (BLACKLIST, INCLUDE)):
+        raise ConfigError([f"optimizer.weight_decay: expected a positive number beside {BLACKLIST} or {INCLUDE}, got none"])
+    known = {*vars(keras.layers), *(name for owner in parts.owners.values() for name in class_names(owner))}
+    rule = take_decay_rule(options, USUAL, known)
+    return [
+        variable
+        for name, variable in parts.variables.items()
+        if parts.kinds[name] == "parameters" and not rule.decays(parts.owners[name], name, variable)
+    ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from hvdtrain.errors import TrainingError
+from hvdtrain.learner.torch_parameter_groups import take_multipliers
 from hvdtrain.learner.torch_sharded import ShardedOptimizer
 
 Optimizer = torch.optim.Optimizer | ShardedOptimizer
@@ -31,6 +32,7 @@ class Update:
         self._model = model
         self._optimizer = optimizer
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._multipliers = take_multipliers(optimizer.param_groups)
         self._clip_global_norm = clip_global_norm
         self._clip_value = clip_value
         self._skips = skips
@@ -48,8 +50,8 @@ class Update:
         """
         if self._skips is None or self._is_finite(self._skips, step):
             self._clip()
-            for group in self._optimizer.param_groups:
-                group["lr"] = learning_rate * group.get("learning_rate_multiplier", 1.0)
+            for group, multiplier in zip(self._optimizer.param_groups, self._multipliers, strict=True):
+                group["lr"] = learning_rate * multiplier
             self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
 

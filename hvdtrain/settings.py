@@ -22,6 +22,7 @@ from hvdtrain.errors import ConfigError
 from hvdtrain.forward import ForwardKeys
 from hvdtrain.interrupt import InterruptKeys
 from hvdtrain.learner.base import LearnerKeys
+from hvdtrain.learner.precision import PrecisionKeys
 from hvdtrain.log import LogKeys
 from hvdtrain.reduce import ReduceKeys
 from hvdtrain.report.trackers import TrackerKeys
@@ -88,6 +89,7 @@ DATASET_SECTIONS: tuple[type, ...] = (*(kind.keys for kind in KINDS.values()), O
 ALIASES = {
     "learning_rate_decay": "newbob_learning_rate_decay",
     "learning_rate_growth": "newbob_learning_rate_growth",
+    "torch_amp": "mixed_precision",
 }
 """Other names that RETURNN has for a key."""
 
@@ -103,7 +105,6 @@ UNSUPPORTED = {
     "online_shuffle_batches": "set shuffle_batches, which shuffles all of an epoch",
     "torch_batching": "none",
     "seq_drop": "none",
-    "torch_amp": "not there yet; use torch.autocast in train_step",
 }
 """Keys of RETURNN that would change the training if they were ignored, with what to do instead."""
 
@@ -118,6 +119,7 @@ class Settings:
     batch: BatchKeys
     chunks: ChunkKeys
     learner: LearnerKeys
+    precision: PrecisionKeys
     schedule: ScheduleKeys
     newbob: NewbobKeys
     step_schedule: StepSchedule | None

@@ -1,14 +1,20 @@
 """TensorFlow: which variables decay, and computing in half precision."""
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import keras
+import numpy
 import pytest
+import tensorflow as tf
 
 from hvdtrain.comm.single import SingleCommunicator
+from hvdtrain.context import get_run_ctx
+from hvdtrain.data.types import Batch, Padded
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.base import LearnerKeys
+from hvdtrain.learner.precision import FLOAT32, Precision
 from hvdtrain.learner.tensorflow import TensorFlowLearner, build_tensorflow_learner
 from hvdtrain.reduce import GradReduce
 from hvdtrain.timer import Timer
@@ -21,11 +27,15 @@ def layers(**_: Any) -> keras.Model:
 
 
 def learner(
-    train_step: Callable[..., None] | None = None, get_model: Callable[..., Any] = layers, **keys: Any
+    train_step: Callable[..., None] | None = None,
+    get_model: Callable[..., Any] = layers,
+    precision: Precision = FLOAT32,
+    **keys: Any,
 ) -> TensorFlowLearner:
     options = LearnerKeys(get_model=get_model, train_step=train_step or (lambda **_: None), **{"optimizer": "sgd", **keys})
     reducer = GradReduce(SingleCommunicator(), Timer(), average=False)
-    return build_tensorflow_learner(options, reducer, rank=0, local_rank=0, threads=1, seed=1, epoch=1, step=0)
+    places = {"rank": 0, "local_rank": 0, "threads": 1}
+    return build_tensorflow_learner(options, reducer, **places, seed=1, epoch=1, step=0, precision=precision)
 
 
 def decayed(**options: Any) -> list[str]:
@@ -53,3 +63,69 @@ def test_what_keras_cannot_do_is_told() -> None:
         learner(optimizer={"class": "sgd", "momentun": 0.9})
     with pytest.raises(ConfigError, match="weight_decay: expected a positive number"):
         learner(optimizer={"class": "sgd", "weight_decay_modules_blacklist": ["Dense"]})
+
+
+FRAMES = numpy.array([[[1.0, 2.0], [3.0, 4.0]], [[5.0, 6.0], [0.0, 0.0]]], numpy.float32)
+BATCH = Batch({"data": Padded(FRAMES, numpy.array([2, 1], numpy.int32))}, numpy.array([0, 1]))
+
+
+def sums(*, model: Any, extern_data: dict[str, Any], **_: Any) -> None:
+    get_run_ctx().mark_as_loss(tf.cast(model(extern_data["data"].raw_tensor), tf.float32), "sum")
+
+
+def test_layers_of_get_model_compute_in_half_precision_and_other_layers_do_not() -> None:
+    before = keras.config.dtype_policy()
+    made = learner(sums, precision=Precision("float16"))
+    assert [layer.compute_dtype for layer in made.model.layers] == ["float16"] * 3
+    assert {str(variable.dtype) for variable in made.model.trainable_variables} == {"float32"}
+    assert keras.config.dtype_policy() == before
+    assert keras.layers.Dense(1).compute_dtype == "float32"
+    made.backward(BATCH)
+    made.update(0.1)
+    assert made.loss_scale in (65536.0, 32768.0)
+
+
+def test_a_module_without_keras_layers_computes_as_it_likes_and_is_told_so(caplog: pytest.LogCaptureFixture) -> None:
+    class Table(tf.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = tf.Variable(tf.ones([2, 1]))
+
+        def __call__(self, frames: Any) -> Any:
+            return frames @ self.table
+
+    class Mixed(Table):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense = keras.layers.Dense(1)
+            self.dense.build((None, 1))
+
+        def __call__(self, frames: Any) -> Any:
+            return self.dense(super().__call__(frames))
+
+    logger = logging.getLogger("hvdtrain")
+    logger.addHandler(caplog.handler)
+    try:
+        made = learner(sums, lambda **_: Table(), precision=Precision("float16"))
+        assert "mixed_precision: Table has no Keras layers" in caplog.text
+        caplog.clear()
+        mixed = learner(sums, lambda **_: Mixed(), precision=Precision("bfloat16"))
+        assert caplog.text == ""
+    finally:
+        logger.removeHandler(caplog.handler)
+    made.backward(BATCH)
+    made.update(0.0)
+    assert made.loss_scale == 65536.0  # for modules that cast themselves
+    assert mixed.model(tf.constant(FRAMES)).dtype == tf.bfloat16
+    mixed.backward(BATCH)
+    mixed.update(0.0)
+    assert mixed.loss_scale is None
+
+
+def test_an_optimizer_of_the_config_that_scales_the_loss_itself_is_left_to_it() -> None:
+    made = learner(
+        sums, optimizer=lambda _: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()), precision=Precision("float16")
+    )
+    assert made.loss_scale is None
+    made.backward(BATCH)
+    made.update(0.1)

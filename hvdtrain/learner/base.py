@@ -94,6 +94,11 @@ class Learner(Protocol):
     file_suffix: str
     """Of checkpoints: 'pt' for PyTorch, 'npz' for TensorFlow."""
 
+    @property
+    def loss_scale(self) -> float | None:
+        """What losses are multiplied by before backward, where they are."""
+        ...
+
     def begin_epoch(self, epoch: int, step: int) -> None:
         """Be told where training stands: the epoch from 1, and the updates done so far."""
         ...

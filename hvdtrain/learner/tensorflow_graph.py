@@ -11,6 +11,7 @@ import tensorflow as tf
 from hvdtrain.context import Loss, RunContext, running
 from hvdtrain.data.types import Batch
 from hvdtrain.errors import ConfigError
+from hvdtrain.learner.loss_scale import LossScale
 from hvdtrain.learner.losses import TINY, check_marked, check_same, minimized, normalized, nothing_to_minimize
 from hvdtrain.learner.outputs import check_outputs
 from hvdtrain.learner.tensorflow_batch import extern_data_of, specs_of, tensor_of
@@ -55,6 +56,7 @@ class StepGraphs:
 
     Args:
         may_leave_out: do not apply an update of which a gradient is no finite number.
+        scale: of the loss; None: it is left as it is.
 
     Attributes:
         traces: how often train_step was traced.
@@ -72,10 +74,12 @@ class StepGraphs:
         clip_value: float | None = None,
         forward_step: Callable[..., None] | None = None,
         may_leave_out: bool = False,
+        scale: LossScale | None = None,
     ) -> None:
         self.traces = 0
         self._forward_step = forward_step
         self._may_leave_out = may_leave_out
+        self._scale = scale
         self._model = model
         self._train_step = train_step
         self._optimizer = optimizer
@@ -101,7 +105,7 @@ class StepGraphs:
             The losses' names with whether each is minimized, their sums and counts of shape (2 * losses,), and what `apply`
             takes.
         """
-        traced, arguments = self._graph(batch, self._train, epoch, step, tf.constant(seeds, tf.uint32))
+        traced, arguments = self._graph(batch, self._train, epoch, step, tf.constant(seeds, tf.uint32), self._scale_now())
         numbers, reduced = traced.function(*arguments)
         return traced.names, numbers, reduced
 
@@ -137,10 +141,10 @@ class StepGraphs:
         if self._update is None:
             specs = self._gradients.specs(self._agreed())
             self._update = tf.function(self._apply, autograph=False).get_concrete_function(
-                specs, tf.TensorSpec([], tf.float64), tf.TensorSpec([], tf.float32)
+                specs, tf.TensorSpec([], tf.float64), tf.TensorSpec([], tf.float32), tf.TensorSpec([], tf.float32)
             )
         gradients, divisor, waited = reduced
-        finite = self._update(gradients, divisor, tf.constant(learning_rate, tf.float32))
+        finite = self._update(gradients, divisor, tf.constant(learning_rate, tf.float32), self._scale_now())
         self._reducer.waited(float(waited))
         return finite
 
@@ -160,7 +164,12 @@ class StepGraphs:
             traced = self._steps[function.__name__, kinds] = Traced(graph, names)
         return traced, arguments
 
-    def _train(self, names: dict[str, bool], data: Any, epoch: tf.Tensor, step: tf.Tensor, seeds: tf.Tensor) -> Any:
+    def _scale_now(self) -> tf.Tensor:
+        return tf.constant(1.0 if self._scale is None else self._scale.scale, tf.float32)
+
+    def _train(
+        self, names: dict[str, bool], data: Any, epoch: tf.Tensor, step: tf.Tensor, seeds: tf.Tensor, scale: tf.Tensor
+    ) -> Any:
         """What `train` does, while it is traced."""
         set_generators(self._parts.generators, seeds)
         with tf.GradientTape() as tape:
@@ -172,6 +181,7 @@ class StepGraphs:
                 counts, waited = _timed(self._gradients.exchange_counts, counts)
             divisors = {} if own.alone else {name: tf.maximum(counts[i], TINY) for i, name in enumerate(own.names)}
             total = self._optimizer.scale_loss(total_of(losses, divisors))
+            total *= tf.cast(scale, total.dtype)
         found = tape.gradient(total, self._variables)
         if all(gradient is None for gradient in found):
             raise nothing_to_minimize()
@@ -200,14 +210,16 @@ class StepGraphs:
         check_outputs(context.outputs)
         return {name: (tf.convert_to_tensor(output.value), output.seq_lens) for name, output in context.outputs.items()}
 
-    def _apply(self, reduced: list[Any], divisor: tf.Tensor, learning_rate: tf.Tensor) -> tf.Tensor:
+    def _apply(self, reduced: list[Any], divisor: tf.Tensor, learning_rate: tf.Tensor, scale: tf.Tensor) -> tf.Tensor:
         """What `apply` does, while it is traced."""
         gradients = unpacked(reduced)
         if self._agreed().losses.alone and self._agreed().losses.names:
             gradients = divided(gradients, divisor)
+        if self._scale is not None:
+            gradients = divided(gradients, scale)
         finite = are_finite(gradients)
-        scale = self._optimizer.scale_loss(tf.ones([]))  # of the loss, where float16 asks for that
-        by_value, global_norm = (None if limit is None else limit * scale for limit in (self._clip_value, self._clip_global_norm))
+        own = self._optimizer.scale_loss(tf.ones([]))  # where the config's optimizer scales the loss itself
+        by_value, global_norm = (None if limit is None else limit * own for limit in (self._clip_value, self._clip_global_norm))
         gradients = clipped(gradients, by_value, global_norm)
         self._optimizer.learning_rate = learning_rate
         updates = for_optimizer(gradients, self._variables)

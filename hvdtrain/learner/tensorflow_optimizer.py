@@ -21,14 +21,11 @@ USUAL = DecayRule(
 """Weight decay leaves these layers' parameters alone, as it does biases; the same as with PyTorch."""
 
 
-def make_optimizer(spec: dict[str, Any] | str | Any, parts: Parts, loss_scaling: bool = False) -> keras.optimizers.Optimizer:
+def make_optimizer(spec: dict[str, Any] | str | Any, parts: Parts) -> keras.optimizers.Optimizer:
     """An optimizer from `{"class": "adamw", "weight_decay": 0.01, ...}`, a name, or a function of the trainable variables.
 
     The learning rate is set at every update. As with PyTorch, `eps` is another name for `epsilon`, and `betas` for
     `beta_1` and `beta_2`.
-
-    Args:
-        loss_scaling: for a model that computes in float16: scale the loss up and gradients down, by a factor that adapts.
 
     Raises:
         ConfigError: there is no such optimizer, or it does not take such options.
@@ -40,8 +37,6 @@ def make_optimizer(spec: dict[str, Any] | str | Any, parts: Parts, loss_scaling:
             raise ConfigError([f"optimizer: expected a function that returns a Keras optimizer, got {type(made).__name__}"])
     else:
         made = _by_name({"class": spec} if isinstance(spec, (str, type)) else dict(spec), parts)
-        if loss_scaling:
-            made = keras.optimizers.LossScaleOptimizer(made)
     try:
         made.learning_rate = 0.0
     except TypeError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy
@@ -12,13 +13,16 @@ from hvdtrain.context import Loss, RunContext, running
 from hvdtrain.data.types import Array, Batch
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.base import NotFinite
+from hvdtrain.learner.broken_updates import BrokenUpdates
 from hvdtrain.learner.clock import CpuClock
+from hvdtrain.learner.loss_scale import LossScale
 from hvdtrain.learner.losses import TINY, Normalized, check_marked, check_same, minimized, normalized
 from hvdtrain.learner.outputs import by_sequence, check_outputs
 from hvdtrain.learner.torch_batch import extern_data_of
 from hvdtrain.learner.torch_clock import CudaClock
 from hvdtrain.learner.torch_gradients import GradientStream
 from hvdtrain.learner.torch_losses import count_of, numbers_of, total_of
+from hvdtrain.learner.torch_precision import Autocast
 from hvdtrain.learner.torch_setup import seed_all
 from hvdtrain.learner.torch_state import TorchState
 from hvdtrain.learner.torch_sync_batch_norm import Exchange
@@ -34,6 +38,8 @@ class TorchLearner:
     Args:
         seed: random numbers of a step (dropout) come from this, the rank and the number of the step, so that ranks differ
             and a continued training goes on with the same numbers.
+        autocast: what goes around the config's functions.
+        scale: of the loss; None: it is left as it is.
     """
 
     file_suffix = "pt"
@@ -52,6 +58,8 @@ class TorchLearner:
         skips: int | None = None,
         forward_step: Callable[..., None] | None = None,
         batch_norm: Exchange | None = None,
+        autocast: Autocast = nullcontext,
+        scale: LossScale | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -62,7 +70,9 @@ class TorchLearner:
         self._seed = seed
         self._forward_step = forward_step
         self._batch_norm = batch_norm
-        state = TorchState(model, optimizer, device)
+        self._autocast = autocast
+        self._scale = scale
+        state = TorchState(model, optimizer, device, scale)
         self.map_tensors, self.gather_state, self.preload = state.map_tensors, state.gather_state, state.preload
         self.save, self.copied, self.load = state.save, state.copied, state.load
         self.save_own, self.load_own = state.save_own, state.load_own
@@ -73,8 +83,8 @@ class TorchLearner:
             optimizer,
             clip_global_norm=clip_global_norm,
             clip_value=clip_value,
-            skips=skips,
-            same_on_all_ranks=reducer.updates_without_batch,
+            scale=scale,
+            broken=BrokenUpdates(skips, scale, same_on_all_ranks=reducer.updates_without_batch),
         )
         self._clock = CudaClock() if device.type == "cuda" else CpuClock()
         self._epoch = 0
@@ -86,6 +96,10 @@ class TorchLearner:
             lambda tensors: torch.cat(tensors).tolist(), self._broken, at_once=device.type == "cpu", finite_only=skips is not None
         )
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
+
+    @property
+    def loss_scale(self) -> float | None:
+        return None if self._scale is None else self._scale.scale
 
     def begin_epoch(self, epoch: int, step: int) -> None:
         self._epoch = epoch
@@ -103,6 +117,7 @@ class TorchLearner:
             self._gradients.begin()
             total = total_of(losses or {}, divisors)
             if total is not None:
+                total = total if self._scale is None else total * self._scale.scale
                 total.backward()  # type: ignore[no-untyped-call]
             self._end_of_batch_norms(batch, forward=False)
 
@@ -125,7 +140,7 @@ class TorchLearner:
         if self._forward_step is None:
             raise ConfigError(["forward_step: expected a function in the config, got nothing"])
         self.model.eval()
-        with torch.no_grad(), running(RunContext(self._epoch, self._step, False)) as context:
+        with torch.no_grad(), self._autocast(), running(RunContext(self._epoch, self._step, False)) as context:
             self._forward_step(model=self.model, extern_data=extern_data_of(batch, self._device))
         check_outputs(context.outputs)
         outputs = {}
@@ -161,7 +176,7 @@ class TorchLearner:
         """Run the config's train_step and note the scores."""
         if self.model.training != train:
             self.model.train(train)
-        with running(RunContext(self._epoch, self._step, train)) as context:
+        with self._autocast(), running(RunContext(self._epoch, self._step, train)) as context:
             self._train_step(model=self.model, extern_data=extern_data_of(batch, self._device))
         check_marked(context.losses)
         names = {name: train and name in minimized(context.losses) for name in context.losses}

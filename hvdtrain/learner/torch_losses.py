@@ -27,7 +27,8 @@ def total_of(losses: Mapping[str, Loss], divisors: Mapping[str, torch.Tensor]) -
     """The scalar to differentiate; None for a rank without a batch."""
     total: torch.Tensor | None = None
     for name, loss in minimized(losses).items():
-        term = loss.value.sum() * loss.scale
+        value = loss.value.float() if loss.value.dtype in (torch.float16, torch.bfloat16) else loss.value
+        term = value.sum() * loss.scale
         if name in divisors:
             term = term / divisors[name].to(term.dtype)
         total = term if total is None else total + term

@@ -10,17 +10,23 @@ import torch
 
 from hvdtrain.errors import CheckpointError
 from hvdtrain.learner.base import Kind, Part, Shapes
+from hvdtrain.learner.loss_scale import LossScale
 from hvdtrain.learner.torch_sharded import ShardedOptimizer
 from hvdtrain.learner.torch_update import Optimizer
 
 
 class TorchState:
-    """Does what the learner's contract (`learner/base.py`) says of the methods of the same names."""
+    """Does what the learner's contract (`learner/base.py`) says of the methods of the same names.
 
-    def __init__(self, model: torch.nn.Module, optimizer: Optimizer, device: torch.device) -> None:
+    Args:
+        scale: of the loss; it is stored beside the optimizer's state.
+    """
+
+    def __init__(self, model: torch.nn.Module, optimizer: Optimizer, device: torch.device, scale: LossScale | None) -> None:
         self._model = model
         self._optimizer = optimizer
         self._device = device
+        self._scale = scale
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
     def map_tensors(self, kind: Kind, change: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> None:
@@ -36,12 +42,12 @@ class TorchState:
 
     def save(self, model_file: Path, optimizer_file: Path, progress: dict[str, Any], state: Any | None = None) -> None:
         names = [name for name, _ in self._model.named_parameters()]
-        model, optimizer = (self._model.state_dict(), self._optimizer.state_dict()) if state is None else state
-        torch.save({"optimizer": optimizer, "param_names": names, **progress}, optimizer_file)
+        model, optimizer = (self._model.state_dict(), self._optimizer_state()) if state is None else state
+        torch.save({**optimizer, "param_names": names, **progress}, optimizer_file)
         torch.save({"model": model, **progress}, model_file)
 
     def copied(self) -> tuple[Any, Any]:
-        return _copied(self._model.state_dict()), _copied(self._optimizer.state_dict())
+        return _copied(self._model.state_dict()), _copied(self._optimizer_state())
 
     def load(self, model_file: Path, optimizer_file: Path | None) -> dict[str, Any]:
         stored = _load(model_file, self._device)
@@ -50,7 +56,7 @@ class TorchState:
         except (KeyError, RuntimeError) as error:
             raise CheckpointError(f"{model_file}: expected the parameters of this config's model, got others: {error}") from None
         if optimizer_file is not None:
-            self._load_optimizer(_load(optimizer_file, self._device).get("optimizer"), optimizer_file)
+            self._load_optimizer(_load(optimizer_file, self._device), optimizer_file)
         return stored
 
     def preload(self, file: Path, entry: str | None, chosen: Callable[[Shapes, Shapes], dict[str, str]]) -> None:
@@ -70,20 +76,26 @@ class TorchState:
             if part != "optimizer":
                 own[part] = [tensor.detach() for tensor in self._tensors(part)]
         if "optimizer" in parts:
-            own["optimizer"] = self._optimizer.state_dict()
+            own |= self._optimizer_state()
         torch.save(own, file)
 
     def load_own(self, file: Path) -> None:
         own = _load(file, self._device)
-        self._load_optimizer(own.pop("optimizer", None), file)
+        self._load_optimizer({name: own.pop(name) for name in ("optimizer", "loss_scale") if name in own}, file)
         for kind, stored in own.items():
             self.map_tensors(kind, lambda _, stored=stored: stored)  # type: ignore[arg-type, misc]
 
-    def _load_optimizer(self, state: dict[str, Any] | None, file: Path) -> None:
-        if state is None:
-            return
+    def _optimizer_state(self) -> dict[str, Any]:
+        """What has to be there besides the model to go on."""
+        state = {"optimizer": self._optimizer.state_dict()}
+        return state if self._scale is None else {**state, "loss_scale": self._scale.state()}
+
+    def _load_optimizer(self, state: dict[str, Any], file: Path) -> None:
         try:
-            self._optimizer.load_state_dict(state)
+            if "optimizer" in state:
+                self._optimizer.load_state_dict(state["optimizer"])
+            if self._scale is not None and "loss_scale" in state:
+                self._scale.restore(state["loss_scale"])
         except (KeyError, ValueError) as error:
             raise CheckpointError(f"{file}: expected the state of this config's optimizer, got another: {error}") from None
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed
+import torch.distributed.nn.functional  # imported later, its functions' default arguments would keep the process group for ever
 from torch._C._distributed_c10d import PrefixStore
 
 from hvdtrain.comm import launch
@@ -76,6 +77,7 @@ class TorchCommunicator:
 
     def __init__(self, started: launch.Launch, group: Any = None) -> None:
         self._group = group
+        self._channels: list[TorchCommunicator] = []
         self._started = started
         self.rank: int = torch.distributed.get_rank()
         self.size: int = torch.distributed.get_world_size()
@@ -143,10 +145,15 @@ class TorchCommunicator:
 
     def channel(self, name: str) -> TorchCommunicator:
         with _peer_failures():
-            return TorchCommunicator(self._started, torch.distributed.new_group(group_desc=name))
+            self._channels.append(TorchCommunicator(self._started, torch.distributed.new_group(group_desc=name)))
+        return self._channels[-1]
 
     def close(self) -> None:
         self.gather(None, name="close")  # rank 0 serves the store: it leaves when nobody needs it
+        # Gloo's threads end with the last reference to their group. One that still lets go of a tensor when the interpreter
+        # is gone takes the process down with SIGABRT.
+        for one in (self, *self._channels):
+            one._group = None
         torch.distributed.destroy_process_group()
 
 

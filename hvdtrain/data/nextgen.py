@@ -16,8 +16,8 @@ from typing import Any
 import h5py
 import numpy
 
-from hvdtrain.data import hdf
 from hvdtrain.data.external import check_place
+from hvdtrain.data.hdf_layout import dataset_in, open_file, strings_in, text_of, within
 from hvdtrain.data.types import Array, Dataset, Stream
 from hvdtrain.data.union import concatenated
 from hvdtrain.errors import DataError
@@ -48,7 +48,7 @@ class NextGenFile:
         self._tags: list[str] = []
         self.streams: Mapping[str, Stream] = {}
         self.lengths: Mapping[str, Array] = {}
-        with self._understandable(), hdf._open(path) as file:
+        with self._understandable(), open_file(path) as file:
             self._index(file, input_stream_name)
 
     @property
@@ -76,7 +76,7 @@ class NextGenFile:
         """The file, opened by the process that reads: handles of h5py do not survive a fork."""
         if self._handle is None or self._process != os.getpid():
             self._process = os.getpid()
-            self._handle = hdf._open(self.path)
+            self._handle = open_file(self.path)
         return self._handle
 
     @contextmanager
@@ -90,7 +90,7 @@ class NextGenFile:
     def _dataset(self, file: h5py.File, source: _Source, index: int) -> h5py.Dataset:
         name = f"streams/{source.name}/data/" + self._tags[index].replace("/", "\\")
         check_place(self.path, file, name, "refuse")
-        return hdf._dataset(self.path, file, name)
+        return dataset_in(self.path, file, name)
 
     def _index(self, file: h5py.File, input_stream_name: str) -> None:
         """Find the streams, their sequences' lengths, and check that everything fits together."""
@@ -98,8 +98,8 @@ class NextGenFile:
             if name not in file:
                 raise DataError(f"{self.path}: expected /{name} (the layout of RETURNN's NextGenHDFDataset), got {list(file)}")
             check_place(self.path, file, name, "refuse")
-        self._tags = [hdf._text(tag) for tag in hdf._strings(self.path, file, "seq_names")[:]]
-        names = sorted(hdf._within(self.path, file, "streams"))
+        self._tags = [text_of(tag) for tag in strings_in(self.path, file, "seq_names")[:]]
+        names = sorted(within(self.path, file, "streams"))
         if input_stream_name not in names:
             raise DataError(f"{self.path}: expected a stream {input_stream_name!r} (input_stream_name), got {', '.join(names)}")
         if "data" in names and input_stream_name != "data":
@@ -108,7 +108,7 @@ class NextGenFile:
         for name in [input_stream_name, *(name for name in names if name != input_stream_name)]:
             for inside in ("", "/data", "/feature_names"):
                 check_place(self.path, file, f"streams/{name}{inside}", "refuse")
-            parser = hdf._within(self.path, file, f"streams/{name}").attrs.get("parser")
+            parser = within(self.path, file, f"streams/{name}").attrs.get("parser")
             parser = parser.decode() if isinstance(parser, bytes) else parser
             if parser not in PARSERS:
                 known = ", ".join(PARSERS)
@@ -138,7 +138,7 @@ class NextGenFile:
         dtype, width = first or (numpy.dtype(numpy.float32), (0,))
         if source.parser == "feature_sequence":
             return Stream(dtype, width, width[0], sparse=False), lengths
-        labels = tuple(hdf._text(name) for name in hdf._strings(self.path, file, f"streams/{source.name}/feature_names")[:])
+        labels = tuple(text_of(name) for name in strings_in(self.path, file, f"streams/{source.name}/feature_names")[:])
         if dtype.kind not in "iu":
             raise DataError(f"{self.path}: expected integers in /streams/{source.name} ({source.parser}), got {dtype}")
         return Stream(dtype, (), len(labels), sparse=True, labels=labels), lengths

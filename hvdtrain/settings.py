@@ -225,15 +225,17 @@ def check(source: Source, names: list[str]) -> Settings:
 
 
 def _of_torch_only(built: dict[type, Any]) -> list[str]:
-    """Problems with sync_batch_norm. And works ngpu = 0 into the learner's device."""
+    """Problems with torch_compile and sync_batch_norm. And works ngpu = 0 into the learner's device."""
     learner, reduce, run, started = (built[section] for section in (LearnerKeys, ReduceKeys, RunKeys, LaunchKeys))
     if None in (learner, reduce, run, started):
         return []
     if started.ngpu == 0 and learner.device is None:
         built[LearnerKeys] = replace(learner, device="cpu")
-    if not learner.sync_batch_norm:
-        return []
     problems = []
+    if learner.torch_compile is not False and run.backend != "torch":
+        problems.append(f"torch_compile: expected backend = 'torch', got {run.backend!r} (Keras models have jit_compile)")
+    if not learner.sync_batch_norm:
+        return problems
     if run.backend != "torch":
         problems.append(f"sync_batch_norm: expected backend = 'torch', got {run.backend!r}")
     if reduce.horovod_reduce_type != "grad":

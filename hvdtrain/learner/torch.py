@@ -20,6 +20,7 @@ from hvdtrain.learner.losses import TINY, Normalized, check_marked, check_same, 
 from hvdtrain.learner.outputs import by_sequence, check_outputs
 from hvdtrain.learner.torch_batch import extern_data_of
 from hvdtrain.learner.torch_clock import CudaClock
+from hvdtrain.learner.torch_compile import Watch
 from hvdtrain.learner.torch_gradients import GradientStream
 from hvdtrain.learner.torch_losses import count_of, numbers_of, total_of
 from hvdtrain.learner.torch_precision import Autocast
@@ -40,6 +41,7 @@ class TorchLearner:
             and a continued training goes on with the same numbers.
         autocast: what goes around the config's functions.
         scale: of the loss; None: it is left as it is.
+        watch: what goes around whatever may have to compile the model.
     """
 
     file_suffix = "pt"
@@ -60,6 +62,7 @@ class TorchLearner:
         batch_norm: Exchange | None = None,
         autocast: Autocast = nullcontext,
         scale: LossScale | None = None,
+        watch: Watch = nullcontext,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -71,6 +74,7 @@ class TorchLearner:
         self._forward_step = forward_step
         self._batch_norm = batch_norm
         self._autocast = autocast
+        self._watch = watch
         self._scale = scale
         state = TorchState(model, optimizer, device, scale)
         self.map_tensors, self.gather_state, self.preload = state.map_tensors, state.gather_state, state.preload
@@ -109,7 +113,7 @@ class TorchLearner:
         self._has_batch = batch is not None
         if batch is None and not self._reducer.updates_without_batch:
             return
-        with self._clock.span():
+        with self._clock.span(), self._watch():
             seed_all(self._device, *self._seed, self._step)
             losses = self._losses(batch, train=True) if batch is not None else None
             self._end_of_batch_norms(batch, forward=True)
@@ -133,14 +137,15 @@ class TorchLearner:
         self._step += 1
 
     def evaluate(self, batch: Batch) -> None:
-        with torch.no_grad():
+        with torch.no_grad(), self._watch():
             self._losses(batch, train=False)
 
     def forward(self, batch: Batch) -> list[dict[str, Array]]:
         if self._forward_step is None:
             raise ConfigError(["forward_step: expected a function in the config, got nothing"])
         self.model.eval()
-        with torch.no_grad(), self._autocast(), running(RunContext(self._epoch, self._step, False)) as context:
+        running_step = running(RunContext(self._epoch, self._step, False))
+        with torch.no_grad(), self._watch(), self._autocast(), running_step as context:
             self._forward_step(model=self.model, extern_data=extern_data_of(batch, self._device))
         check_outputs(context.outputs)
         outputs = {}

@@ -9,6 +9,7 @@ from hvdtrain.errors import ConfigError
 from hvdtrain.learner.base import LearnerKeys, as_function
 from hvdtrain.learner.precision import FLOAT32, Precision
 from hvdtrain.learner.torch import TorchLearner
+from hvdtrain.learner.torch_compile import compile_model
 from hvdtrain.learner.torch_optimizer import make_optimizer
 from hvdtrain.learner.torch_precision import autocast_of
 from hvdtrain.learner.torch_setup import device_of, seed_all
@@ -75,4 +76,5 @@ def build_torch_learner(
         batch_norm=exchange,
         autocast=autocast_of(precision.dtype, device),
         scale=precision.loss_scale(precision.dtype),
+        watch=compile_model(model, keys.torch_compile),
     )

@@ -46,6 +46,9 @@ def announce(settings: Settings, comm: Communicator, learner: Learner, feeds: li
     for level, line in together(comm, data_lines, name="data_lines"):
         say(level, line)
     say(4, f"model: {learner.num_parameters} parameters")
+    if (several := settings.accumulation.accum_grad_multiple_step) not in (None, 1):
+        many = f"{several}" if isinstance(several, int) else "as many as accum_grad_multiple_step says"
+        say(4, f"updates: each adds up the gradients of several batches of every rank: {many}")
     if comm.size > 1:
         say(4, f"ranks: {_how(settings.reduce)}")
         if settings.reduce.horovod_scale_lr:
@@ -63,7 +66,7 @@ def announce(settings: Settings, comm: Communicator, learner: Learner, feeds: li
 
 def _how(keys: ReduceKeys) -> str:
     if keys.horovod_reduce_type == "grad":
-        return f"gradients are {'averaged' if keys.horovod_avg_grad else 'summed'} every step"
+        return f"gradients are {'averaged' if keys.horovod_avg_grad else 'summed'} for every update"
     if keys.horovod_param_sync_time_diff is not None:
         return f"parameters are averaged about every {keys.horovod_param_sync_time_diff:g} s and at the end of an epoch"
     return f"parameters are averaged after every {keys.horovod_param_sync_step} updates and at the end of an epoch"

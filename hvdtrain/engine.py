@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from hvdtrain import ballot
@@ -11,9 +11,11 @@ from hvdtrain.ballot import Ballot, Wishes
 from hvdtrain.comm.base import Communicator, together
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.plan import Plan
+from hvdtrain.data.types import Batch
 from hvdtrain.errors import CheckpointError, DataError, HvdtrainError
 from hvdtrain.evaluation import evaluate
 from hvdtrain.interrupt import BY_CTRL_C, TO_BE_CONTINUED, Interrupt, Stopped
+from hvdtrain.learner.accumulation import RoundsPerUpdate, groups
 from hvdtrain.learner.base import Learner, NotFinite
 from hvdtrain.log import say
 from hvdtrain.not_finite import not_finite
@@ -48,8 +50,9 @@ class Pace:
         num_epochs: train up to this epoch.
         ends_early: why no epoch is to follow those of a history; None: go on.
         save_epochs: save after every so many epochs, and after the last one.
-        save_steps, save_minutes: save within an epoch, too, after every so many updates, or minutes; None: do not.
+        save_steps, save_minutes: save within an epoch, too, after every so many steps, or minutes; None: do not.
         log_interval: seconds between two log lines within an epoch.
+        rounds_per_update: how many batches of every rank an update adds up.
         finite: end where a loss is no finite number.
     """
 
@@ -59,6 +62,7 @@ class Pace:
     save_steps: int | None = None
     save_minutes: float | None = None
     log_interval: float = 10.0
+    rounds_per_update: RoundsPerUpdate = lambda *_: 1
     finite: bool = True
 
 
@@ -108,8 +112,10 @@ class Engine:
         self._scores: list[Scores] = []  # this rank's, not yet brought together with the others'
         self._not_finite: list[NotFinite] = []
         self._since = self._synced = 0.0  # up to when and to what the epoch's seconds are counted
+        self._begun = self._told = 0.0  # when this part of the epoch was begun, and the last line about it told
         self._saved_when = time.monotonic()
         self._asked_to_save = False
+        self._heeded = progress.step  # the step after which wishes were last looked at
 
     def run(self) -> None:
         """Train up to the last epoch.
@@ -143,7 +149,7 @@ class Engine:
             self._train_epoch(plan, within, epoch_rate)
         scores = {f"train_loss_{name}": mean for name, mean in within.scores.means().items()}
         for feed in self._evaluations:
-            with self._timer.span("evaluation"):
+            with self._timer.span("evaluation"), self._learner.averaged():
                 means = evaluate(self._comm, self._learner, self._watchdog, feed, epoch, lambda: self._heed(within))
             scores |= {f"{feed.name}_loss_{name}": mean for name, mean in means.items()}
 
@@ -178,36 +184,58 @@ class Engine:
         rounds = max(counts)
         shared = self._train.distribution == "shard"
         total = within.position + (sum(counts) if shared else rounds)
-        started = last_line = time.perf_counter()
+        self._begun = self._told = time.perf_counter()
+
+        def continuous() -> float:
+            return within.epoch - 1 + within.position / total
+
+        def next_size() -> int:
+            return self._pace.rounds_per_update(within.epoch, continuous(), progress.step)
+
         self._learner.begin_epoch(within.epoch, progress.step)
         with self._train.read(share, within.epoch) as batches:
-            for done in range(rounds):
-                self._watchdog.beat(f"epoch {within.epoch}, step {progress.step - within.first_step}")
-                with self._timer.span("data wait"):
-                    batch = next(batches, None)
-                if batch is not None:
-                    self._trace(within.epoch, progress.step, batch.indices)
-                with self._timer.span("compute"):
-                    self._learner.backward(batch)
-                    continuous = within.epoch - 1 + within.position / total
-                    self._learner.update(self._rates.of_step(progress.step, continuous, epoch_rate))
-                with_batch = sum(count > done for count in counts)
-                self._reducer.after_update(self._learner, batch is not None, with_batch)
-                progress.step += 1
-                within.position += with_batch if shared else 1
-                now = time.perf_counter()
-                if now - last_line >= self._pace.log_interval and self._comm.rank == 0:
-                    last_line = now
-                    self._scores.append(self._learner.take_scores())
-                    steps, complete = progress.step - within.first_step, within.position / total
-                    elapsed, per_step = within.elapsed + now - self._since, (now - started) / (done + 1)
-                    remaining = per_step * (rounds - done - 1)
-                    say(5, step_line(within.epoch, steps, self._scores[-1], per_step, elapsed, remaining, complete))
+            for group in groups(rounds, next_size):
+                for done in group:
+                    batch = self._next(batches, within)
+                    with self._timer.span("compute"):
+                        self._learner.backward(batch, "update" if done == group[-1] else "accumulate")
+                        if done == group[-1]:
+                            self._learner.update(self._rates.of_step(progress.step, continuous(), epoch_rate))
+                    progress.step += 1
+                    within.position += sum(count > done for count in counts) if shared else 1
+                    self._tell(within, done + 1, rounds, total)
+                with_batch = sum(count > group[0] for count in counts)  # who has one at all has one in the first round
+                self._reducer.after_update(self._learner, len(share) > group[0], with_batch)
                 self._heed(within)
         self._reducer.end_of_epoch(self._learner)
         self._gather_scores(within)
         self._count_seconds(within)
         within.trained = True
+
+    def _next(self, batches: Iterator[Batch], within: Within) -> Batch | None:
+        """This rank's next batch; None: it has none left."""
+        self._watchdog.beat(f"epoch {within.epoch}, step {self._progress.step - within.first_step}")
+        with self._timer.span("data wait"):
+            batch = next(batches, None)
+        if batch is not None:
+            self._trace(within.epoch, self._progress.step, batch.indices)
+        return batch
+
+    def _tell(self, within: Within, done: int, rounds: int, total: int) -> None:
+        """A line about the steps since the last one, every so many seconds.
+
+        Args:
+            done, rounds: of this rank's part of the epoch, since it was begun or gone on with.
+            total: the position at the epoch's end.
+        """
+        now = time.perf_counter()
+        if now - self._told < self._pace.log_interval or self._comm.rank != 0:
+            return
+        self._told = now
+        self._scores.append(self._learner.take_scores())
+        steps, complete = self._progress.step - within.first_step, within.position / total
+        elapsed, per_step = within.elapsed + now - self._since, (now - self._begun) / done
+        say(5, step_line(within.epoch, steps, self._scores[-1], per_step, elapsed, per_step * (rounds - done), complete))
 
     def _agree_on_rounds(self, plan: Plan, own: int, within: Within) -> list[int]:
         """Collective. How many batches each rank has left. Makes sure that all planned the same epoch, and the same as before."""
@@ -235,14 +263,15 @@ class Engine:
         return [count for count, _ in answers]
 
     def _heed(self, within: Within) -> None:
-        """Collective. After every step of a training or an evaluation: save, stop or give up, where a rank wants that."""
+        """Collective. After every update and every step of an evaluation: save, stop or give up, where a rank wants that."""
         wanted = self._ballot.step(self._wishes)
         if wanted.report:
             raise not_finite(self._comm, self._train.dataset, self._not_finite, within)
         if wanted.stop or wanted.stop_by_hand:
             self._stop(within, BY_CTRL_C if wanted.stop_by_hand else TO_BE_CONTINUED)
-        steps = self._pace.save_steps
-        if not within.trained and (wanted.save or (steps is not None and self._progress.step % steps == 0)):
+        every, step, before = self._pace.save_steps, self._progress.step, self._heeded
+        self._heeded = step
+        if not within.trained and (wanted.save or (every is not None and step // every > before // every)):
             self._save()
 
     def _wishes(self) -> Wishes:

@@ -15,6 +15,7 @@ from hvdtrain.ending import ends_early
 from hvdtrain.engine import Engine, Pace, Rates
 from hvdtrain.feeds import copy_data, open_feeds
 from hvdtrain.interrupt import Interrupt
+from hvdtrain.learner.accumulation import rounds_per_update
 from hvdtrain.learner.base import Learner, as_function
 from hvdtrain.log import open_log, say
 from hvdtrain.preload import parse_preloads
@@ -104,6 +105,7 @@ def open_pace(settings: Settings) -> Pace:
         save_steps=settings.saving.save_interval_steps,
         save_minutes=settings.saving.save_interval_minutes,
         log_interval=settings.log.log_interval,
+        rounds_per_update=rounds_per_update(settings.accumulation),
         finite=settings.ending.stop_on_nonfinite_train_score,
     )
 

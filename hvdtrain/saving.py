@@ -28,7 +28,7 @@ class SavingKeys:
 
     save_interval: int = key(1, "save after every so many epochs, and after the last one", positive)
     save_interval_steps: int | None = key(
-        None, "save within an epoch, too, whenever the number of updates in the whole training is a multiple of this", positive
+        None, "save within an epoch, too, after every so many steps of the whole training", positive
     )
     save_interval_minutes: float | None = key(
         None, "save within an epoch, too, when the last checkpoint is so many minutes old; 15 is good on a cluster", positive

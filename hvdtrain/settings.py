@@ -22,6 +22,7 @@ from hvdtrain.ending import EndingKeys
 from hvdtrain.errors import ConfigError
 from hvdtrain.forward import ForwardKeys
 from hvdtrain.interrupt import InterruptKeys
+from hvdtrain.learner.accumulation import AccumulationKeys
 from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.learner.precision import PrecisionKeys
 from hvdtrain.log import LogKeys
@@ -100,8 +101,6 @@ UNSUPPORTED = {
     "batching": "set seq_ordering in the dataset dict",
     "optimizer_epsilon": "set epsilon in the dict `optimizer`",
     "pretrain": "none",
-    "gradient_noise": "not there yet",
-    "accum_grad_multiple_step": "not there yet",
     "chunking_variance": "none",
     "online_shuffle_batches": "set shuffle_batches, which shuffles all of an epoch",
     "torch_batching": "none",
@@ -121,6 +120,7 @@ class Settings:
     chunks: ChunkKeys
     learner: LearnerKeys
     precision: PrecisionKeys
+    accumulation: AccumulationKeys
     schedule: ScheduleKeys
     newbob: NewbobKeys
     step_schedule: StepSchedule | None

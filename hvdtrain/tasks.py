@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from hvdtrain.checkpoint import CheckpointFolder
@@ -96,7 +97,8 @@ def _opened(settings: Settings, specs: list[DatasetSpec]) -> Iterator[Opened]:
             feeds = together(comm, lambda: open_some(settings, comm, specs), name="open_feeds")
             watchdog.beat("building the model")
             reducer = open_reducer(settings.reduce, comm, Timer())
-            learner = together(comm, lambda: build_learner(settings, reducer, comm), name="build_learner")
+            plain = replace(settings, learner=replace(settings.learner, ema_decay=None))  # the model's file has the average
+            learner = together(comm, lambda: build_learner(plain, reducer, comm), name="build_learner")
             folder = CheckpointFolder(Path(settings.run.model), learner.file_suffix)
             saver = Saver(comm, learner, reducer, folder, "shard")
             preloads = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,16 @@ import tensorflow as tf
 from hvdtrain.data.types import Array, Batch
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.arrays import read_arrays, write_arrays
-from hvdtrain.learner.base import Kind, LearnerKeys, NotFinite, Part, Shapes, as_function
+from hvdtrain.learner.base import Kind, LearnerKeys, NotFinite, Part, Shapes, Then, as_function
 from hvdtrain.learner.broken_updates import BrokenUpdates
 from hvdtrain.learner.clock import CpuClock
 from hvdtrain.learner.loss_scale import LossScale
+from hvdtrain.learner.noise import noise_seeds
 from hvdtrain.learner.numbers import mixed_seed, mixed_seeds
 from hvdtrain.learner.outputs import by_sequence
 from hvdtrain.learner.precision import FLOAT32, Precision
+from hvdtrain.learner.tensorflow_accumulation import Pending
+from hvdtrain.learner.tensorflow_average import WeightAverage
 from hvdtrain.learner.tensorflow_graph import StepGraphs
 from hvdtrain.learner.tensorflow_optimizer import make_optimizer
 from hvdtrain.learner.tensorflow_precision import layers_in, scale_of
@@ -28,6 +32,10 @@ from hvdtrain.learner.tensorflow_variables import Parts, array_of, assign, excha
 from hvdtrain.learner.waiting import WaitingScores
 from hvdtrain.reduce import Reducer
 from hvdtrain.scores import Scores
+
+TRAINED, AVERAGED = "trained/", "averaged_updates"
+"""In the optimizer's file, where an average of the weights is kept: before the names of the weights that are trained, and how
+many updates the average has followed."""
 
 
 class TensorFlowLearner:
@@ -52,6 +60,7 @@ class TensorFlowLearner:
         updates_without_batch: bool,
         seed: tuple[int, int],
         skips: int | None = None,
+        average: WeightAverage | None = None,
         scale: LossScale | None = None,
     ) -> None:
         self.model = model
@@ -59,12 +68,14 @@ class TensorFlowLearner:
         self.graphs = graphs
         self.device_name = device_name()
         self.parts = parts
+        self._average = average
         self._updates_without_batch = updates_without_batch
         self._seed = seed
         self._clock = CpuClock()
         self._epoch = 0
         self._step = 0
-        self._reduced: Any = None
+        self._reduced: Any = None  # what the next update applies
+        self._pending: Pending | None = None  # gradients of the batches since the last update, if more are to come
         self._scale = scale
         self._broken_updates = BrokenUpdates(skips, scale, same_on_all_ranks=updates_without_batch)
         self._scores = WaitingScores(
@@ -83,27 +94,45 @@ class TensorFlowLearner:
     def begin_epoch(self, epoch: int, step: int) -> None:
         self._epoch = epoch
         self._step = step
+        if self._average is not None and not self._average.started:
+            self._average.start()
 
-    def backward(self, batch: Batch | None) -> None:
-        self._reduced = None
-        if batch is None and not self._updates_without_batch:
+    def backward(self, batch: Batch | None, then: Then = "update") -> None:
+        if batch is not None or self._pending is not None or self._updates_without_batch:
+            with self._clock.span():
+                self._add(batch, then)
+                if then == "update" and self._reduced is None:
+                    self._reduced, self._pending = self.graphs.send(self._pending), None
+        self._step += 1
+
+    def _add(self, batch: Batch | None, then: Then) -> None:
+        """Collective, if an update comes next and this batch is the only one since the last."""
+        if batch is None:
+            self.graphs.agree()
             return
-        with self._clock.span():
-            if batch is None:
-                self._reduced = self.graphs.without_batch()
-            else:
-                seeds = mixed_seeds(len(self.parts.generators), *self._seed, self._step)
-                names, numbers, self._reduced = self.graphs.train(batch, self._epoch, self._step, seeds)
-                self._scores.add(names, numbers, self._step, batch.indices)
+        place = self._epoch, self._step, mixed_seeds(len(self.parts.generators), *self._seed, self._step)
+        if then == "update" and self._pending is None:
+            names, numbers, self._reduced = self.graphs.train(batch, *place)
+        else:
+            names, numbers, self._pending = self.graphs.collect(batch, *place, self._pending)
+        self._scores.add(names, numbers, self._step, batch.indices)
 
     def update(self, learning_rate: float) -> None:
         if self._reduced is not None:
             with self._clock.span():
-                finite = self.graphs.apply(self._reduced, learning_rate)
+                rank = None if self._updates_without_batch else self._seed[1]  # reduced gradients get the same on all ranks
+                finite = self.graphs.apply(self._reduced, learning_rate, noise_seeds(self._seed[0], rank, self._step - 1))
                 if self._broken_updates.may_be_left_out:
                     whole = finite.numpy()
-                    self._broken_updates.is_applied(bool(whole.all()), self._step, lambda: self._names_without(whole))
-        self._step += 1
+                    self._broken_updates.is_applied(bool(whole.all()), self._step - 1, lambda: self._names_without(whole))
+        self._reduced = None
+
+    def average_weights(self, updates: int) -> None:
+        if self._average is not None:
+            self._average.follow(updates)
+
+    def averaged(self) -> AbstractContextManager[None]:
+        return self._average.used() if self._average is not None and self._average.started else nullcontext()
 
     def evaluate(self, batch: Batch) -> None:
         self._scores.add(*self.graphs.evaluate(batch, self._epoch, self._step), self._step, batch.indices)
@@ -144,15 +173,32 @@ class TensorFlowLearner:
 
     def copied(self) -> tuple[dict[str, Array], dict[str, Array], dict[str, Any]]:
         model = {name: array_of(variable) for name, variable in self.parts.variables.items()}
-        return model, {name: array_of(variable) for name, variable in self._optimizer_variables()}, self._scale_state()
+        optimizer = {name: array_of(variable) for name, variable in self._optimizer_variables()}
+        if self._average is not None and self._average.started:
+            averages, trained = self._average.both()
+            model |= averages
+            optimizer |= {f"{TRAINED}{name}": array for name, array in trained.items()}
+            optimizer[AVERAGED] = numpy.array(self._average.updates)
+        return model, optimizer, self._scale_state()
 
     def load(self, model_file: Path, optimizer_file: Path | None) -> dict[str, Any]:
         arrays, progress = read_arrays(model_file)
         wrong = f"{model_file}: expected the parameters of this config's model, got others"
         assign(self.parts.variables.items(), arrays, wrong)
         if optimizer_file is not None:
-            self._load_optimizer(*read_arrays(optimizer_file), optimizer_file)
+            arrays, more = read_arrays(optimizer_file)
+            trained = {name: arrays.pop(name) for name in list(arrays) if name.startswith(TRAINED)}
+            updates = int(arrays.pop(AVERAGED, 0))
+            self._load_optimizer(arrays, more, optimizer_file)
+            self._load_trained({name.removeprefix(TRAINED): array for name, array in trained.items()}, updates)
         return progress
+
+    def _load_trained(self, trained: Mapping[str, Array], updates: int) -> None:
+        """Go on from the weights that were trained, where the model's file has their average."""
+        if trained and self._average is not None:
+            self._average.start(updates)
+        ours = {name: variable for name, variable in self._named("parameters") if name in trained}
+        assign(ours.items(), {name: trained[name] for name in ours}, "the weights that were trained")
 
     def preload(self, file: Path, entry: str | None, chosen: Callable[[Shapes, Shapes], dict[str, str]]) -> None:
         theirs, _ = read_arrays(file)
@@ -160,8 +206,11 @@ class TensorFlowLearner:
         theirs = inside or theirs
         ours = self.parts.variables
         shapes = {name: tuple(variable.shape) for name, variable in ours.items()}
-        for name, other in chosen(shapes, {name: array.shape for name, array in theirs.items()}).items():
+        pairs = chosen(shapes, {name: array.shape for name, array in theirs.items()})
+        for name, other in pairs.items():
             assign([(name, ours[name])], {name: theirs[other]}, f"{file}: expected values for {name}, got others")
+        if self._average is not None:
+            self._average.adopt(set(pairs))
 
     def save_own(self, file: Path, parts: Sequence[Part]) -> None:
         own: dict[str, Array] = {}
@@ -262,10 +311,12 @@ def build_tensorflow_learner(
         parts,
         clip_global_norm=keys.gradient_clip_global_norm,
         clip_value=keys.gradient_clip,
+        noise=keys.gradient_noise,
         forward_step=as_function(keys.forward_step, "forward_step"),
         may_leave_out=skips is not None or scale is not None,
         scale=scale,
     )
+    named = {name: variable for name, variable in parts.variables.items() if parts.kinds[name] == "parameters"}
     return TensorFlowLearner(
         model,
         optimizer,
@@ -275,4 +326,5 @@ def build_tensorflow_learner(
         seed=(seed, rank),
         skips=skips,
         scale=scale,
+        average=None if keys.ema_decay is None else WeightAverage(named, keys.ema_decay),
     )

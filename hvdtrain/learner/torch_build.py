@@ -9,7 +9,9 @@ from hvdtrain.errors import ConfigError
 from hvdtrain.learner.base import LearnerKeys, as_function
 from hvdtrain.learner.precision import FLOAT32, Precision
 from hvdtrain.learner.torch import TorchLearner
+from hvdtrain.learner.torch_average import WeightAverage
 from hvdtrain.learner.torch_compile import compile_model
+from hvdtrain.learner.torch_noise import GradientNoise
 from hvdtrain.learner.torch_optimizer import make_optimizer
 from hvdtrain.learner.torch_precision import autocast_of
 from hvdtrain.learner.torch_setup import device_of, seed_all
@@ -61,7 +63,9 @@ def build_torch_learner(
     exchange: Exchange | None = None
     if batch_norm is not None:
         model, exchange = synchronize(model, batch_norm)
+    noise_rank = None if reducer.updates_without_batch else rank  # where gradients were reduced, all ranks add the same
     optimizer = make_optimizer(keys.optimizer, model)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return TorchLearner(
         model,
         as_function(keys.train_step, "train_step"),
@@ -71,10 +75,12 @@ def build_torch_learner(
         seed=(seed, rank),
         clip_global_norm=keys.gradient_clip_global_norm,
         clip_value=keys.gradient_clip,
+        noise=GradientNoise(keys.gradient_noise, (seed, noise_rank), device) if keys.gradient_noise else None,
         skips=keys.num_allowed_consec_invalid_gradient_steps,
         forward_step=as_function(keys.forward_step, "forward_step"),
         batch_norm=exchange,
         autocast=autocast_of(precision.dtype, device),
         scale=precision.loss_scale(precision.dtype),
         watch=compile_model(model, keys.torch_compile),
+        average=None if keys.ema_decay is None else WeightAverage(trained, keys.ema_decay),
     )

@@ -22,6 +22,12 @@ GRAPHS = 64
 """Of so many kinds of input (one sequence, one frame, training, evaluation) a function is compiled anew for each; PyTorch's own
 limit of 8 is soon reached, and then the function runs as if it had not been compiled."""
 
+TWICE = (
+    "torch_compile: expected accum_grad_multiple_step = 1, or one loss only with use_normalized_loss, got several losses to "
+    "accumulate: their gradients are taken one after the other, and a compiled backward runs once, as it overwrites its input"
+)
+"""PyTorch's donated_buffer = False would let it run twice, but its cache may hold code that overwrites all the same (2.13)."""
+
 
 def compile_model(model: torch.nn.Module, wanted: bool | dict[str, Any]) -> Watch:
     """Let a model compile when it is first called.
@@ -49,10 +55,18 @@ def compile_model(model: torch.nn.Module, wanted: bool | dict[str, Any]) -> Watc
     options = {name: value for name, value in usual.items() if name in takes} | options
     try:
         for module in modules:
-            module.compile(**options)
+            _compile(module, options)
     except (RuntimeError, ValueError, TypeError) as error:
         raise ConfigError([f"torch_compile: expected options of torch.compile, got {options}: {error}"]) from None
     return _Compilations().watched
+
+
+def _compile(module: torch.nn.Module, options: dict[str, Any]) -> None:
+    """Where Module.compile begins, PyTorch passes over code of its own: so Sequential, say, has to be told at its forward."""
+    if type(module).__module__.startswith("torch.nn."):
+        module.forward = torch.compile(module.forward, **options)
+    else:
+        module.compile(**options)
 
 
 def _chosen(model: torch.nn.Module, wanted: Any) -> list[torch.nn.Module]:
@@ -99,6 +113,10 @@ class _Compilations:
                     "on a GPU, has to be there; torch_compile = False does without)"
                 ]
             ) from error
+        except RuntimeError as error:
+            if "donated buffer" not in str(error):
+                raise
+            raise ConfigError([TWICE]) from error
         finally:
             handler.remove_start_callback(self._begin)
             handler.remove_end_callback(self._end)

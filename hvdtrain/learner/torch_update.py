@@ -6,6 +6,7 @@ import torch
 
 from hvdtrain.learner.broken_updates import BrokenUpdates
 from hvdtrain.learner.loss_scale import LossScale
+from hvdtrain.learner.torch_noise import GradientNoise
 from hvdtrain.learner.torch_parameter_groups import take_multipliers
 from hvdtrain.learner.torch_sharded import ShardedOptimizer
 
@@ -13,8 +14,8 @@ Optimizer = torch.optim.Optimizer | ShardedOptimizer
 
 
 class Update:
-    """The optimizer's step, and what comes before it: undoing the loss's scale, leaving broken gradients out, clipping, the
-    learning rate.
+    """The optimizer's step, and what comes before it: undoing the loss's scale, leaving broken gradients out, noise, clipping,
+    the learning rate.
 
     Args:
         scale: what the loss was multiplied by; None: nothing.
@@ -28,6 +29,7 @@ class Update:
         *,
         clip_global_norm: float | None,
         clip_value: float | None,
+        noise: GradientNoise | None,
         scale: LossScale | None,
         broken: BrokenUpdates,
     ) -> None:
@@ -37,6 +39,7 @@ class Update:
         self._multipliers = take_multipliers(optimizer.param_groups)
         self._clip_global_norm = clip_global_norm
         self._clip_value = clip_value
+        self._noise = noise
         self._scale = scale
         self._broken = broken
 
@@ -44,7 +47,7 @@ class Update:
         """Apply the reduced gradients, and drop them.
 
         Args:
-            step: updates done before this one in the whole training.
+            step: steps done before this one in the whole training.
 
         Raises:
             TrainingError: too many updates in a row were left out.
@@ -52,6 +55,8 @@ class Update:
         if self._scale is not None:
             torch._foreach_div_(self._gradients(), self._scale.scale)
         if not self._broken.may_be_left_out or self._broken.is_applied(self._is_finite(), step, self._broken_names):
+            if self._noise is not None:
+                self._noise.add(self._trained, step)
             self._clip()
             for group, multiplier in zip(self._optimizer.param_groups, self._multipliers, strict=True):
                 group["lr"] = learning_rate * multiplier

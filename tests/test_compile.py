@@ -124,6 +124,20 @@ def test_blocks_that_are_compiled_one_by_one_send_gradients_while_backward_runs(
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
+def test_several_means_are_not_accumulated_with_it() -> None:
+    """A backward that PyTorch compiled overwrites what a second one would need."""
+
+    def two_means(*, model: torch.nn.Module, extern_data: dict[str, Any], **_: Any) -> None:
+        data = extern_data["data"]
+        scores = model(data.raw_tensor)[data.mask]
+        get_run_ctx().mark_as_loss(scores.square().mean(-1), "first", use_normalized_loss=True)
+        get_run_ctx().mark_as_loss(scores[:3, 0], "second", use_normalized_loss=True)
+
+    made = learner([], True, two_means)
+    with pytest.raises(ConfigError, match="got several losses to accumulate"):
+        made.backward(batch(3, 4), "accumulate")
+
+
 def test_mistakes_are_told_before_training() -> None:
     with pytest.raises(ConfigError, match=r"torch_compile.dynamik: expected one of fullgraph.*\(did you mean dynamic\?\)"):
         learner([], {"dynamik": True})

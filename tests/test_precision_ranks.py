@@ -20,6 +20,8 @@ TRAININGS: dict[str, dict[str, object]] = {
     "float32": {"losses": "mean", "num_epochs": 3},
     "bfloat16": {"losses": "mean", "num_epochs": 3, "mixed_precision": "bfloat16"},
     "float16": {**FLOAT16, "num_epochs": 3},
+    "accumulated": {"losses": "several", "num_epochs": 3, "accum_grad_multiple_step": 2},
+    "accumulated_float16": {**FLOAT16, "losses": "several", "num_epochs": 3, "accum_grad_multiple_step": 2},
     "overflow": OVERFLOW,
     "overflow_apart": {**OVERFLOW, **APART},
     "whole": {**FLOAT16, "num_epochs": 2},
@@ -86,6 +88,13 @@ def test_half_precision_learns_about_what_single_precision_learns(results: Resul
         assert all(values.dtype in (numpy.float32, numpy.int32, numpy.int64) for values in results.weights(run, name).values())
         for rank in range(1, run[1]):
             assert_same(results.weights(run, name), results.weights(run, name, rank))
+
+
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_accumulated_gradients_are_scaled_and_unscaled_alike(results: Results, run: tuple[str, int]) -> None:
+    single, half = (results.last(run, name)["scores"] for name in ("accumulated", "accumulated_float16"))
+    assert half["dev_loss_ce"] == pytest.approx(single["dev_loss_ce"], rel=0.02)
+    assert half["dev_loss_ce"] != single["dev_loss_ce"]
 
 
 @pytest.mark.parametrize("run", RUNS, ids=str)

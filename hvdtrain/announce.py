@@ -23,7 +23,7 @@ from hvdtrain.version import __version__
 def announce(settings: Settings, comm: Communicator, learner: Learner, feeds: list[Feed], progress: Progress, pace: Pace) -> None:
     """Collective. Say what is about to happen: ranks, data, batches, the rule for the learning rate. Raises: DataError."""
     started = launch.launch()
-    hosts = comm.gather((socket.gethostname(), learner.device_name), name="hosts")
+    hosts = _hosts(comm, learner)
     where = ", ".join(f"{hosts.count(host)} on {host[0]} ({host[1]})" for host in dict.fromkeys(hosts))
     say(4, f"hvdtrain {__version__}, {settings.run.backend}: {comm.size} rank{'s' if comm.size > 1 else ''}, {where}")
     if settings.reduce.use_horovod and started.launcher is None:
@@ -56,12 +56,21 @@ def announce(settings: Settings, comm: Communicator, learner: Learner, feeds: li
             say(4, f"horovod_scale_lr: every learning rate is multiplied by {factor:.6g} for {comm.size} ranks")
         if settings.reduce.horovod_dataset_distribution == "random_seed_offset":
             say(4, f"every rank goes through all data in its own order: an epoch is {comm.size} passes")
-    in_effect = {key.name: (key.value, key.origin) for key in effective(settings)}
-    start = Start(hosts, in_effect, first, learner.num_parameters)
-    on_rank_zero(comm, lambda: note_start(Path(settings.run.model).parent, start), name="note_start")
     if is_done(progress, pace):
         early = pace.ends_early(progress.history)
         say(3, f"Already trained until final epoch {progress.epoch}, nothing to do{f': {early}' if early else ''}.")
+
+
+def record_start(settings: Settings, comm: Communicator, learner: Learner, progress: Progress) -> None:
+    """Collective. Write down what a training is started with. Raises: ConfigError, if it cannot be written."""
+    in_effect = {key.name: (key.value, key.origin) for key in effective(settings)}
+    start = Start(_hosts(comm, learner), in_effect, progress.epoch + 1, learner.num_parameters)
+    on_rank_zero(comm, lambda: note_start(Path(settings.run.model).parent, start), name="note_start")
+
+
+def _hosts(comm: Communicator, learner: Learner) -> list[tuple[str, str]]:
+    """Collective. By rank, its host and device."""
+    return comm.gather((socket.gethostname(), learner.device_name), name="hosts")
 
 
 def _how(keys: ReduceKeys) -> str:

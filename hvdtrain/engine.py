@@ -22,11 +22,12 @@ from hvdtrain.not_finite import not_finite
 from hvdtrain.reduce import Reducer
 from hvdtrain.report.epoch import EpochReport, Reporter
 from hvdtrain.report.json_lines import as_line
-from hvdtrain.saving import Saver
+from hvdtrain.saving import Saves
 from hvdtrain.schedule.history import EpochRecord
-from hvdtrain.scores import Scores, text
+from hvdtrain.scores import Scores
 from hvdtrain.state import Progress, Within
-from hvdtrain.timer import Timer, clock_text
+from hvdtrain.step_log import StepLog
+from hvdtrain.timer import Timer
 from hvdtrain.trace import Note, no_trace
 from hvdtrain.watchdog import Watchdog
 
@@ -51,7 +52,6 @@ class Pace:
         ends_early: why no epoch is to follow those of a history; None: go on.
         save_epochs: save after every so many epochs, and after the last one.
         save_steps, save_minutes: save within an epoch, too, after every so many steps, or minutes; None: do not.
-        log_interval: seconds between two log lines within an epoch.
         rounds_per_update: how many batches of every rank an update adds up.
         finite: end where a loss is no finite number.
     """
@@ -61,7 +61,6 @@ class Pace:
     save_epochs: int = 1
     save_steps: int | None = None
     save_minutes: float | None = None
-    log_interval: float = 10.0
     rounds_per_update: RoundsPerUpdate = lambda *_: 1
     finite: bool = True
 
@@ -72,6 +71,7 @@ class Engine:
     Args:
         evaluations: datasets that are evaluated after every epoch.
         progress: where training stands; it is kept up to date.
+        step_log: tells of the steps.
         trace: told what every step trains on.
     """
 
@@ -83,7 +83,7 @@ class Engine:
         train: Feed,
         evaluations: list[Feed],
         rates: Rates,
-        saver: Saver,
+        saver: Saves,
         reporters: list[Reporter],
         timer: Timer,
         watchdog: Watchdog,
@@ -91,6 +91,7 @@ class Engine:
         *,
         progress: Progress,
         pace: Pace,
+        step_log: StepLog,
         trace: Note = no_trace,
     ) -> None:
         self._comm = comm
@@ -106,13 +107,13 @@ class Engine:
         self._interrupt = interrupt
         self._progress = progress
         self._pace = pace
+        self._step_log = step_log
         self._trace = trace
         meets_in_every_step = reducer.updates_without_batch
         self._ballot = Ballot(comm, learner, ballot.INTERVAL if meets_in_every_step else ballot.INTERVAL_APART)
         self._scores: list[Scores] = []  # this rank's, not yet brought together with the others'
         self._not_finite: list[NotFinite] = []
         self._since = self._synced = 0.0  # up to when and to what the epoch's seconds are counted
-        self._begun = self._told = 0.0  # when this part of the epoch was begun, and the last line about it told
         self._saved_when = time.monotonic()
         self._asked_to_save = False
         self._heeded = progress.step  # the step after which wishes were last looked at
@@ -150,7 +151,9 @@ class Engine:
         scores = {f"train_loss_{name}": mean for name, mean in within.scores.means().items()}
         for feed in self._evaluations:
             with self._timer.span("evaluation"), self._learner.averaged():
-                means = evaluate(self._comm, self._learner, self._watchdog, feed, epoch, lambda: self._heed(within))
+                means = evaluate(
+                    self._comm, self._learner, self._watchdog, feed, epoch, lambda: self._heed(within), self._step_log
+                )
             scores |= {f"{feed.name}_loss_{name}": mean for name, mean in means.items()}
 
         report = EpochReport(
@@ -184,7 +187,7 @@ class Engine:
         rounds = max(counts)
         shared = self._train.distribution == "shard"
         total = within.position + (sum(counts) if shared else rounds)
-        self._begun = self._told = time.perf_counter()
+        rate: float | None = None  # of the last update
 
         def continuous() -> float:
             return within.epoch - 1 + within.position / total
@@ -192,6 +195,7 @@ class Engine:
         def next_size() -> int:
             return self._pace.rounds_per_update(within.epoch, continuous(), progress.step)
 
+        self._step_log.begin(within.epoch, None, rounds, within.elapsed + time.perf_counter() - self._since)
         self._learner.begin_epoch(within.epoch, progress.step)
         with self._train.read(share, within.epoch) as batches:
             for group in groups(rounds, next_size):
@@ -200,13 +204,15 @@ class Engine:
                     with self._timer.span("compute"):
                         self._learner.backward(batch, "update" if done == group[-1] else "accumulate")
                         if done == group[-1]:
-                            self._learner.update(self._rates.of_step(progress.step, continuous(), epoch_rate))
+                            rate = self._rates.of_step(progress.step, continuous(), epoch_rate)
+                            self._learner.update(rate)
                     progress.step += 1
                     within.position += sum(count > done for count in counts) if shared else 1
-                    self._tell(within, done + 1, rounds, total)
+                    self._step_log.step(progress.step - within.first_step, within.position / total, self._take_scores, rate)
                 with_batch = sum(count > group[0] for count in counts)  # who has one at all has one in the first round
                 self._reducer.after_update(self._learner, len(share) > group[0], with_batch)
                 self._heed(within)
+        self._step_log.end()
         self._reducer.end_of_epoch(self._learner)
         self._gather_scores(within)
         self._count_seconds(within)
@@ -220,22 +226,6 @@ class Engine:
         if batch is not None:
             self._trace(within.epoch, self._progress.step, batch.indices)
         return batch
-
-    def _tell(self, within: Within, done: int, rounds: int, total: int) -> None:
-        """A line about the steps since the last one, every so many seconds.
-
-        Args:
-            done, rounds: of this rank's part of the epoch, since it was begun or gone on with.
-            total: the position at the epoch's end.
-        """
-        now = time.perf_counter()
-        if now - self._told < self._pace.log_interval or self._comm.rank != 0:
-            return
-        self._told = now
-        self._scores.append(self._learner.take_scores())
-        steps, complete = self._progress.step - within.first_step, within.position / total
-        elapsed, per_step = within.elapsed + now - self._since, (now - self._begun) / done
-        say(5, step_line(within.epoch, steps, self._scores[-1], per_step, elapsed, per_step * (rounds - done), complete))
 
     def _agree_on_rounds(self, plan: Plan, own: int, within: Within) -> list[int]:
         """Collective. How many batches each rank has left. Makes sure that all planned the same epoch, and the same as before."""
@@ -317,9 +307,15 @@ class Engine:
         is_last = epoch >= self._pace.num_epochs or self._pace.ends_early(self._progress.history) is not None
         return epoch % self._pace.save_epochs == 0 or is_last
 
+    def _take_scores(self) -> Scores:
+        """This rank's scores since the last time, which are kept."""
+        self._scores.append(self._learner.take_scores())
+        return self._scores[-1]
+
     def _gather_scores(self, within: Within) -> None:
         """Collective. Bring the ranks' scores together. Raises: TrainingError, where a loss was no finite number."""
-        own = Scores.merged([*self._scores, self._learner.take_scores()])
+        self._take_scores()
+        own = Scores.merged(self._scores)
         self._not_finite += self._learner.take_not_finite()
         parts = self._comm.gather((own, bool(self._not_finite)), name="train_scores")
         within.scores = Scores.merged([within.scores, *(scores for scores, _ in parts)]).compact()
@@ -342,16 +338,3 @@ class Engine:
         seconds = dict(self._timer.seconds)
         rest = time.perf_counter() - started - sum(seconds.values())
         return self._comm.gather({**seconds, "rest": rest}, name="seconds")
-
-
-def step_line(epoch: int, steps: int, scores: Scores, per_step: float, elapsed: float, remaining: float, complete: float) -> str:
-    """A line about the steps since the last one, in RETURNN's words.
-
-    Args:
-        per_step, elapsed, remaining: seconds.
-        complete: how much of the epoch is done, from 0 to 1.
-    """
-    return (
-        f"train epoch {epoch}, step {steps}, {text(scores.means())}, {per_step:.3f} sec/step, "
-        f"elapsed {clock_text(elapsed)}, exp. remaining {clock_text(remaining)}, complete {complete:.2%}"
-    )

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from hvdtrain.checkpoint import Checkpoint, CheckpointFolder
 from hvdtrain.cleanup import CleanupRule, parse_rule
@@ -50,6 +50,18 @@ class SavingKeys:
         except ConfigError as error:
             return error.problems
         return []
+
+
+class Saves(Protocol):
+    """Where a training saves itself."""
+
+    def save(self, progress: Progress) -> Checkpoint | None:
+        """Collective. Write a checkpoint. Raises: CheckpointError."""
+        ...
+
+    def finish(self) -> None:
+        """Collective. Wait for what is being written. Raises: CheckpointError."""
+        ...
 
 
 class Saver:

@@ -37,7 +37,7 @@ from hvdtrain.trace import TraceKeys
 
 
 def _is_task(value: str) -> bool:
-    return value in ("train", "eval", "forward", "search", "cleanup_old_models") or value.startswith("config:")
+    return value in ("train", "dry_run", "eval", "forward", "search", "cleanup_old_models") or value.startswith("config:")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,9 +46,9 @@ class RunKeys:
 
     task: str = key(
         "train",
-        "what to do: train; eval (dev, eval, eval_datasets); forward or search (forward_data, search_data); cleanup_old_models; "
-        "or config:NAME, which calls the config's function NAME",
-        Rule("one of train, eval, forward, search, cleanup_old_models, config:NAME", _is_task),
+        "what to do: train; dry_run, as the option --dry-run; eval (dev, eval, eval_datasets); forward or search (forward_data, "
+        "search_data); cleanup_old_models; or config:NAME, which calls the config's function NAME",
+        Rule("one of train, dry_run, eval, forward, search, cleanup_old_models, config:NAME", _is_task),
     )
     backend: Literal["torch", "tensorflow"] = key("torch", "the framework of get_model and train_step")
     model: str = key(REQUIRED, "where checkpoints go: the beginning of their names, such as exp/g2p/model")
@@ -100,6 +100,7 @@ UNSUPPORTED = {
     "get_network": "hvdtrain trains configs that define get_model and train_step",
     "batching": "set seq_ordering in the dataset dict",
     "optimizer_epsilon": "set epsilon in the dict `optimizer`",
+    "dry_run": "the option --dry-run, or task = 'dry_run'",
     "pretrain": "none",
     "chunking_variance": "none",
     "online_shuffle_batches": "set shuffle_batches, which shuffles all of an epoch",

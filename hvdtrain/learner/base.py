@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -165,6 +165,14 @@ class Learner(Protocol):
 
     def take_step_seconds(self) -> float:
         """Seconds spent in `backward` and `update` since the last call, as the device sees it."""
+        ...
+
+    def peak_memory(self) -> int | None:
+        """Bytes that the device's memory had to give at most so far; None where the device is the CPU."""
+        ...
+
+    def arrays(self) -> Iterator[tuple[str, Array]]:
+        """The parameters, trained or not, one after the other: names, and copies of their values as floating numbers."""
         ...
 
     def map_tensors(self, kind: Kind, change: Callable[[list[Tensor]], list[Tensor]]) -> None:

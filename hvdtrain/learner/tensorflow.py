@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -155,6 +155,13 @@ class TensorFlowLearner:
         with self._clock.span():
             self._scores.fetch()  # waits for the device
         return self._clock.take()
+
+    def arrays(self) -> Iterator[tuple[str, Array]]:
+        for name, variable in (*self._named("parameters"), *self._named("frozen")):
+            yield name, array_of(variable).astype(numpy.float32)
+
+    def peak_memory(self) -> int | None:
+        return None if self.device_name == "CPU" else int(tf.config.experimental.get_memory_info("GPU:0")["peak"])
 
     def map_tensors(self, kind: Kind, change: Callable[[list[tf.Tensor]], list[tf.Tensor]]) -> None:
         variables = [tensorflow_variable(variable) for variable in self.parts.of_kind(kind)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -177,6 +177,13 @@ class TorchLearner:
 
     def take_step_seconds(self) -> float:
         return self._clock.take()
+
+    def arrays(self) -> Iterator[tuple[str, Array]]:
+        for name, parameter in self.model.named_parameters():
+            yield name, parameter.detach().to("cpu", torch.float32, copy=True).numpy()
+
+    def peak_memory(self) -> int | None:
+        return torch.cuda.max_memory_reserved(self._device) if self._device.type == "cuda" else None
 
     def numbers(self, values: Sequence[float]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float64)

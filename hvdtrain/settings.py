@@ -24,6 +24,7 @@ from hvdtrain.forward import ForwardKeys
 from hvdtrain.interrupt import InterruptKeys
 from hvdtrain.learner.accumulation import AccumulationKeys
 from hvdtrain.learner.base import LearnerKeys
+from hvdtrain.learner.precision import PrecisionKeys
 from hvdtrain.log import LogKeys
 from hvdtrain.reduce import ReduceKeys
 from hvdtrain.report.trackers import TrackerKeys
@@ -90,6 +91,7 @@ DATASET_SECTIONS: tuple[type, ...] = (*(kind.keys for kind in KINDS.values()), O
 ALIASES = {
     "learning_rate_decay": "newbob_learning_rate_decay",
     "learning_rate_growth": "newbob_learning_rate_growth",
+    "torch_amp": "mixed_precision",
 }
 """Other names that RETURNN has for a key."""
 
@@ -104,7 +106,6 @@ UNSUPPORTED = {
     "online_shuffle_batches": "set shuffle_batches, which shuffles all of an epoch",
     "torch_batching": "none",
     "seq_drop": "none",
-    "torch_amp": "not there yet; use torch.autocast in train_step",
 }
 """Keys of RETURNN that would change the training if they were ignored, with what to do instead."""
 
@@ -119,6 +120,7 @@ class Settings:
     batch: BatchKeys
     chunks: ChunkKeys
     learner: LearnerKeys
+    precision: PrecisionKeys
     accumulation: AccumulationKeys
     schedule: ScheduleKeys
     newbob: NewbobKeys
@@ -224,15 +226,17 @@ def check(source: Source, names: list[str]) -> Settings:
 
 
 def _of_torch_only(built: dict[type, Any]) -> list[str]:
-    """Problems with sync_batch_norm. And works ngpu = 0 into the learner's device."""
+    """Problems with torch_compile and sync_batch_norm. And works ngpu = 0 into the learner's device."""
     learner, reduce, run, started = (built[section] for section in (LearnerKeys, ReduceKeys, RunKeys, LaunchKeys))
     if None in (learner, reduce, run, started):
         return []
     if started.ngpu == 0 and learner.device is None:
         built[LearnerKeys] = replace(learner, device="cpu")
-    if not learner.sync_batch_norm:
-        return []
     problems = []
+    if learner.torch_compile is not False and run.backend != "torch":
+        problems.append(f"torch_compile: expected backend = 'torch', got {run.backend!r} (Keras models have jit_compile)")
+    if not learner.sync_batch_norm:
+        return problems
     if run.backend != "torch":
         problems.append(f"sync_batch_norm: expected backend = 'torch', got {run.backend!r}")
     if reduce.horovod_reduce_type != "grad":

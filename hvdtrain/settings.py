@@ -13,7 +13,7 @@ from hvdtrain.config.keys import REQUIRED, Key, Rule, declared, key, not_negativ
 from hvdtrain.config.source import COMMAND_LINE, Source, load
 from hvdtrain.data.chunks import ChunkKeys
 from hvdtrain.data.copies import CopyKeys
-from hvdtrain.data.order import OrderKeys, is_random
+from hvdtrain.data.order import OrderKeys, is_order, is_random
 from hvdtrain.data.plan import BatchKeys
 from hvdtrain.data.sizes import parse_sizes
 from hvdtrain.data.sources import KINDS, DatasetSpec, parse
@@ -25,6 +25,8 @@ from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.log import LogKeys
 from hvdtrain.reduce import ReduceKeys
 from hvdtrain.report.trackers import TrackerKeys
+from hvdtrain.returnn_layer.adapter import adapted
+from hvdtrain.returnn_layer.imports import Layer
 from hvdtrain.saving import SavingKeys
 from hvdtrain.schedule.newbob import NewbobKeys
 from hvdtrain.schedule.rates import ScheduleKeys
@@ -67,6 +69,11 @@ class DataKeys:
     """What is trained and evaluated on: dicts with a class, HDF files, or functions that return one of these."""
 
     train: Any = key(REQUIRED, "the training data: a dataset dict, or HDF files")
+    batching: str | Callable[..., str] | None = key(
+        None,
+        "seq_ordering of train where its dict says none (RETURNN's older key)",
+        Rule("an order as in seq_ordering", is_order),
+    )
     dev: Any = key(None, "evaluated after every epoch; seq_ordering is sorted unless the dict says otherwise")
     eval: Any = key(None, "evaluated after every epoch, like dev")
     cache_size: int | str | list[int | str] = key(
@@ -94,7 +101,6 @@ ALIASES = {
 UNSUPPORTED = {
     "network": "hvdtrain trains configs that define get_model and train_step",
     "get_network": "hvdtrain trains configs that define get_model and train_step",
-    "batching": "set seq_ordering in the dataset dict",
     "optimizer_epsilon": "set epsilon in the dict `optimizer`",
     "pretrain": "none",
     "gradient_noise": "not there yet",
@@ -157,8 +163,9 @@ def read_settings(paths: list[Path], overrides: Mapping[str, str]) -> Settings:
     """Read config files under overrides from the command line. Raises: ConfigError, with all problems."""
     keys = {declared_key.name: declared_key for declared_key in all_keys()}
     names = {ALIASES.get(name, name): text for name, text in overrides.items()}
-    source = load(paths, names, {name: declared_key.type for name, declared_key in keys.items()})
-    return check(source, list(keys))
+    layer = Layer()
+    source = load(paths, names, {name: declared_key.type for name, declared_key in keys.items()}, layer.builtins)
+    return check(adapted(source, layer), list(keys))
 
 
 def check(source: Source, names: list[str]) -> Settings:
@@ -274,7 +281,8 @@ def _datasets(keys: DataKeys) -> tuple[list[DatasetSpec], list[str]]:
     specs = []
     for name, value in {**keys.eval_datasets, **named}.items():
         if value is not None:
-            spec, more = parse(name, value, {} if name == "train" else {"seq_ordering": "sorted"})
+            ordering = keys.batching if name == "train" else "sorted"
+            spec, more = parse(name, value, {} if ordering is None else {"seq_ordering": ordering})
             problems += more
             specs += [spec] if spec is not None else []
     order = [*named, *keys.eval_datasets]

@@ -44,6 +44,7 @@ LEVELS = {
     "learner": 3,
     "reduce": 3,
     "schedule": 3,
+    "returnn_layer": 3,  # RETURNN's names for configs written for it
     "checkpoint": 3,
     "report": 3,
     "report.__main__": 6,
@@ -97,7 +98,7 @@ BESIDE = [
 """Who may import whom on the same level, beside modules of the same folder."""
 
 PLACES = {
-    "torch": ["learner/torch*.py", "comm/torch*.py"],
+    "torch": ["learner/torch*.py", "comm/torch*.py", "returnn_layer/*.py"],
     "tensorflow": ["learner/tensorflow*.py"],
     "keras": ["learner/tensorflow*.py"],
     "horovod": ["comm/horovod*.py"],

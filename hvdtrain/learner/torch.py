@@ -125,7 +125,7 @@ class TorchLearner:
         if self._forward_step is None:
             raise ConfigError(["forward_step: expected a function in the config, got nothing"])
         self.model.eval()
-        with torch.no_grad(), running(RunContext(self._epoch, self._step, False)) as context:
+        with torch.no_grad(), running(RunContext(self._epoch, self._step, False, seq_tags=batch.seq_tags)) as context:
             self._forward_step(model=self.model, extern_data=extern_data_of(batch, self._device))
         check_outputs(context.outputs)
         outputs = {}
@@ -161,7 +161,7 @@ class TorchLearner:
         """Run the config's train_step and note the scores."""
         if self.model.training != train:
             self.model.train(train)
-        with running(RunContext(self._epoch, self._step, train)) as context:
+        with running(RunContext(self._epoch, self._step, train, seq_tags=batch.seq_tags)) as context:
             self._train_step(model=self.model, extern_data=extern_data_of(batch, self._device))
         check_marked(context.losses)
         names = {name: train and name in minimized(context.losses) for name in context.losses}

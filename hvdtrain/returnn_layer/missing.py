@@ -1,0 +1,33 @@
+"""The errors about names of RETURNN's that are not there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+SUPPORTED = (
+    "hvdtrain runs RETURNN's configs of plain PyTorch, whose get_model returns a torch.nn.Module and which use the run context "
+    "(get_run_ctx: mark_as_loss, mark_as_output), TensorDict, Tensor and Dim, but not RETURNN's own layers and functions; "
+    "docs/returnn.md lists what there is"
+)
+
+
+class NotInLayer(AttributeError):
+    """A name of RETURNN's that hvdtrain does not have. An AttributeError, so that `hasattr` answers."""
+
+
+def not_in_layer(what: str, known: Iterable[str]) -> NotInLayer:
+    """The error about an attribute, where there are only the `known` ones."""
+    there = ", ".join(sorted({name for name in known if not name.startswith("_")}))
+    return NotInLayer(
+        f"{what}: expected one of {there or 'no names at all'}, got a name that hvdtrain does not have ({SUPPORTED})"
+    )
+
+
+def no_such_name(what: str, module: str) -> ImportError:
+    """The error about a name in a module that is there."""
+    return ImportError(f"{what}: expected a name that hvdtrain has, got another ({SUPPORTED})", name=module)
+
+
+def no_such_module(name: str, known: Iterable[str]) -> ModuleNotFoundError:
+    """The error about a module."""
+    return ModuleNotFoundError(f"{name}: expected one of {', '.join(known)}, got another ({SUPPORTED})", name=name)

@@ -13,7 +13,8 @@ from hvdtrain.config.source import Source
 from hvdtrain.context import get_run_ctx
 from hvdtrain.errors import ConfigError
 from hvdtrain.returnn_layer.imports import Layer
-from hvdtrain.returnn_layer.missing import NotInLayer
+from hvdtrain.returnn_layer.missing import NotInLayer, told
+from hvdtrain.returnn_layer.stand_ins import ROOT
 
 if TYPE_CHECKING:
     from hvdtrain.returnn_layer.run_ctx import Stage
@@ -81,8 +82,10 @@ def _in_place(function: Callable[..., Any], name: str, layer: Layer) -> Callable
         try:
             with layer.in_place():
                 return function(*arguments, **options)
-        except NotInLayer as error:
-            raise ConfigError([f"{name}: {error}"]) from error
+        except (NotInLayer, ImportError) as error:
+            if isinstance(error, ImportError) and (error.name or "").partition(".")[0] != ROOT:
+                raise
+            raise ConfigError([f"{name}: {told(error)}"]) from error
 
     return _named(call, function)
 

@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import builtins
 import importlib.machinery
+import importlib.util
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.abc import Loader
 from types import ModuleType
 from typing import Any
 
 from hvdtrain.config.access import ConfigAccess
-from hvdtrain.returnn_layer.missing import no_such_module, no_such_name
+from hvdtrain.returnn_layer.missing import no_such_module, no_such_name, told
 from hvdtrain.returnn_layer.stand_ins import NAMES, ROOT, stand_in
 
 
@@ -78,6 +79,13 @@ class Layer(Loader):
     def exec_module(self, module: ModuleType) -> None:
         """There is nothing to run: the module is whole."""
 
+    @classmethod
+    def unless_installed(cls) -> Callable[[Mapping[str, Any]], dict[str, Any]] | None:
+        """The builtins for configs that are only asked for their datasets, which the installed RETURNN may have to read: these
+        see RETURNN where it is installed, and ours where it is not.
+        """
+        return cls().builtins if importlib.util.find_spec(ROOT) is None else None
+
     def _import(
         self,
         name: str,
@@ -95,7 +103,7 @@ class Layer(Loader):
             except ImportError as error:
                 if error.name not in NAMES:
                     raise
-                raise no_such_name(f"{error.name}: {error}", error.name) from error
+                raise ImportError(told(error), name=error.name) from error
         lacking = [wanted for wanted in fromlist or () if name in NAMES and wanted != "*" and not hasattr(module, wanted)]
         if lacking:
             raise no_such_name(f"{name}.{lacking[0]}", name)

@@ -23,6 +23,11 @@ def not_in_layer(what: str, known: Iterable[str]) -> NotInLayer:
     )
 
 
+def told(error: Exception) -> str:
+    """An error's message, with what there is: Python's own about a name that cannot be imported does not say it."""
+    return str(error) if SUPPORTED in str(error) else f"{error}: expected a name that hvdtrain has ({SUPPORTED})"
+
+
 def no_such_name(what: str, module: str) -> ImportError:
     """The error about a name in a module that is there."""
     return ImportError(f"{what}: expected a name that hvdtrain has, got another ({SUPPORTED})", name=module)

@@ -141,8 +141,7 @@ class RunCtx:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        known = [*(known for known in dir(type(self)) if not known.startswith("_")), *vars(self)]
-        raise not_in_layer(f"get_run_ctx().{name}", known)
+        raise not_in_layer(f"get_run_ctx().{name}", [*dir(type(self)), *vars(self)])
 
 
 _current: ContextVar[RunCtx] = ContextVar("hvdtrain_returnn_run_ctx")

@@ -390,7 +390,7 @@ class TensorDict:
 
 def _no_attribute(owner: object, name: str) -> AttributeError:
     """Of a name that Python itself asks for, in copying or pickling, no words are made."""
-    known = [known for known in dir(type(owner)) if not known.startswith("_")]
+    known = [*dir(type(owner)), *vars(owner)]
     return AttributeError(name) if name.startswith("_") else not_in_layer(f"{type(owner).__name__}.{name}", known)
 
 

@@ -229,15 +229,21 @@ def check(source: Source, names: list[str]) -> Settings:
 
 
 def _of_torch_only(built: dict[type, Any]) -> list[str]:
-    """Problems with sync_batch_norm. And works ngpu = 0 into the learner's device."""
+    """Problems with what only PyTorch's learner does. And works ngpu = 0 into the learner's device."""
     learner, reduce, run, started = (built[section] for section in (LearnerKeys, ReduceKeys, RunKeys, LaunchKeys))
     if None in (learner, reduce, run, started):
         return []
     if started.ngpu == 0 and learner.device is None:
         built[LearnerKeys] = replace(learner, device="cpu")
-    if not learner.sync_batch_norm:
-        return []
     problems = []
+    preloads = built[StartKeys].preload_from_files if built[StartKeys] is not None else {}
+    for name, entry in preloads.items() if run.backend != "torch" else ():
+        if isinstance(entry, dict) and entry.get("init_for_train") == "always":
+            problems.append(
+                f"preload_from_files.{name}.init_for_train: expected backend = 'torch' for 'always', got {run.backend!r}"
+            )
+    if not learner.sync_batch_norm:
+        return problems
     if run.backend != "torch":
         problems.append(f"sync_batch_norm: expected backend = 'torch', got {run.backend!r}")
     if reduce.horovod_reduce_type != "grad":

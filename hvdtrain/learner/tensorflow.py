@@ -13,7 +13,7 @@ import tensorflow as tf
 from hvdtrain.data.types import Array, Batch
 from hvdtrain.errors import ConfigError, TrainingError
 from hvdtrain.learner.arrays import read_arrays, write_arrays
-from hvdtrain.learner.base import Kind, LearnerKeys, NotFinite, Part, Shapes, as_function
+from hvdtrain.learner.base import Chosen, Kind, LearnerKeys, Make, NotFinite, Part, Shapes, as_function, check_made
 from hvdtrain.learner.clock import CpuClock
 from hvdtrain.learner.numbers import mixed_seed, mixed_seeds
 from hvdtrain.learner.outputs import by_sequence
@@ -144,14 +144,26 @@ class TensorFlowLearner:
             self._load_optimizer(arrays, optimizer_file)
         return progress
 
-    def preload(self, file: Path, entry: str | None, chosen: Callable[[Shapes, Shapes], dict[str, str]]) -> None:
+    def preload(
+        self, file: Path, entry: str | None, chosen: Callable[[Shapes, Shapes], Chosen], make: Make | None
+    ) -> tuple[list[str], list[str]]:
         theirs, _ = read_arrays(file)
         inside = {name.removeprefix(f"{entry}/"): array for name, array in theirs.items() if name.startswith(f"{entry}/")}
         theirs = inside or theirs
         ours = self.parts.variables
         shapes = {name: tuple(variable.shape) for name, variable in ours.items()}
-        for name, other in chosen(shapes, {name: array.shape for name, array in theirs.items()}).items():
-            assign([(name, ours[name])], {name: theirs[other]}, f"{file}: expected values for {name}, got others")
+        wanted = chosen(shapes, {name: array.shape for name, array in theirs.items()})
+        values = {name: theirs[other] for name, other in wanted.found.items()}
+        if make is not None:
+            state = {name: theirs[other] for name, other in wanted.here.items()}
+            for name in sorted(ours.keys() - values.keys()):
+                made = make(name, shapes[name], state)
+                if made is not None:
+                    check_made(name, shapes[name], tuple(made.shape))
+                    values[name] = numpy.asarray(made)
+        for name, value in values.items():
+            assign([(name, ours[name])], {name: value}, f"{file}: expected values for {name}, got others")
+        return list(ours), list(values)
 
     def save_own(self, file: Path, parts: Sequence[Part]) -> None:
         own: dict[str, Array] = {}

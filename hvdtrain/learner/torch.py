@@ -34,6 +34,7 @@ class TorchLearner:
     Args:
         seed: random numbers of a step (dropout) come from this, the rank and the number of the step, so that ranks differ
             and a continued training goes on with the same numbers.
+        constants: names of parameters that checkpoints do not hold, as they always come from another model's file.
     """
 
     file_suffix = "pt"
@@ -52,6 +53,7 @@ class TorchLearner:
         skips: int | None = None,
         forward_step: Callable[..., None] | None = None,
         batch_norm: Exchange | None = None,
+        constants: frozenset[str] = frozenset(),
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -62,7 +64,7 @@ class TorchLearner:
         self._seed = seed
         self._forward_step = forward_step
         self._batch_norm = batch_norm
-        state = TorchState(model, optimizer, device)
+        state = TorchState(model, optimizer, device, constants)
         self.map_tensors, self.gather_state, self.preload = state.map_tensors, state.gather_state, state.preload
         self.save, self.copied, self.load = state.save, state.copied, state.load
         self.save_own, self.load_own = state.save_own, state.load_own

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 
 from hvdtrain.comm.base import Communicator
 from hvdtrain.errors import ConfigError
-from hvdtrain.learner.base import LearnerKeys, as_function
+from hvdtrain.learner.base import LearnerKeys, Take, as_function
 from hvdtrain.learner.torch import TorchLearner
 from hvdtrain.learner.torch_optimizer import make_optimizer
 from hvdtrain.learner.torch_setup import device_of, seed_all
 from hvdtrain.learner.torch_sharded import ShardedOptimizer
+from hvdtrain.learner.torch_state import preload
 from hvdtrain.learner.torch_sync_batch_norm import Exchange, synchronize
 from hvdtrain.reduce import Reducer
 
@@ -34,11 +38,13 @@ def build_torch_learner(
     step: int,
     batch_norm: Communicator | None = None,
     sharded: Communicator | None = None,
+    constants: Callable[[Take], list[str]] | None = None,
 ) -> TorchLearner:
     """Build the model and the optimizer of a config. All ranks seed alike; weights still are to be broadcast from rank 0.
 
     Args:
         batch_norm: the ranks over which BatchNorm's statistics are taken, on a channel of their own; None: each by itself.
+        constants: takes over, by what it is handed, parameters that are neither trained nor saved; returns their names.
         sharded: the ranks among which the optimizer's state is divided; None: each has all of it.
 
     Raises:
@@ -53,6 +59,10 @@ def build_torch_learner(
     if isinstance(model, WRAPPERS):
         raise ConfigError([WRAPPED.format(name=type(model).__name__)])
     model.to(device)
+    constant = frozenset(constants(partial(preload, model.state_dict(), device)) if constants is not None else [])
+    for name, parameter in model.named_parameters():
+        if name in constant:
+            parameter.requires_grad_(False)
     exchange: Exchange | None = None
     if batch_norm is not None:
         model, exchange = synchronize(model, batch_norm)
@@ -69,4 +79,5 @@ def build_torch_learner(
         skips=keys.num_allowed_consec_invalid_gradient_steps,
         forward_step=as_function(keys.forward_step, "forward_step"),
         batch_norm=exchange,
+        constants=constant,
     )

@@ -84,7 +84,7 @@ class Layer(Loader):
         """The builtins for configs that are only asked for their datasets, which the installed RETURNN may have to read: these
         see RETURNN where it is installed, and ours where it is not.
         """
-        return cls().builtins if importlib.util.find_spec(ROOT) is None else None
+        return None if _is_installed() else cls().builtins
 
     def _import(
         self,
@@ -113,6 +113,13 @@ class Layer(Loader):
 def _taken_out(names: Iterable[str]) -> dict[str, ModuleType]:
     """The modules of these names that were in `sys.modules`, and are no longer."""
     return {name: sys.modules.pop(name) for name in names if name in sys.modules}
+
+
+def _is_installed() -> bool:
+    try:
+        return importlib.util.find_spec(ROOT) is not None
+    except ImportError:
+        return False
 
 
 def _installed() -> list[str]:

@@ -13,10 +13,11 @@ from hvdtrain.config.keys import REQUIRED, Key, Rule, declared, key, not_negativ
 from hvdtrain.config.source import COMMAND_LINE, Source, load
 from hvdtrain.data.chunks import ChunkKeys
 from hvdtrain.data.copies import CopyKeys
+from hvdtrain.data.kinds import KINDS
 from hvdtrain.data.order import OrderKeys, is_order, is_random
 from hvdtrain.data.plan import BatchKeys
 from hvdtrain.data.sizes import parse_sizes
-from hvdtrain.data.sources import KINDS, DatasetSpec, parse
+from hvdtrain.data.sources import DatasetSpec, parse
 from hvdtrain.ending import EndingKeys
 from hvdtrain.errors import ConfigError
 from hvdtrain.forward import ForwardKeys

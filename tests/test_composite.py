@@ -14,11 +14,12 @@ import numpy
 import pytest
 
 from hvdtrain.data.batches import batches
+from hvdtrain.data.kinds import INSTEAD, KINDS
 from hvdtrain.data.many_files import FilesDataset
 from hvdtrain.data.map import MapDataset
 from hvdtrain.data.order import OrderKeys
 from hvdtrain.data.plan import BatchKeys, plan
-from hvdtrain.data.sources import INSTEAD, KINDS, open_dataset, parse
+from hvdtrain.data.sources import open_dataset, parse
 from hvdtrain.data.tags import tag_blocks
 from hvdtrain.data.task12ax import SYMBOLS, answers
 from hvdtrain.data.types import Dataset

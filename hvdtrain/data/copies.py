@@ -22,20 +22,15 @@ import re
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from hvdtrain.config.keys import Rule, key, parsed_by
+from hvdtrain.data.file_locks import is_unlocked, open_to_lock, try_lock
 from hvdtrain.data.sizes import parse_size, size_text
-from hvdtrain.errors import DataError
-
-BLOCK = 8 << 20
-"""Bytes read and written at once."""
-
-SYNC = 32
-"""Blocks after which what was written is forced to the disk: so the last of it takes no minutes without a sign of life."""
+from hvdtrain.data.transfer import Progress, look_at, transfer
 
 PAUSE = 0.05
 """Seconds between two looks at what another process holds."""
@@ -47,9 +42,6 @@ PARTIAL = "partial-"
 
 A_COPY = re.compile(rf"({PARTIAL})?[0-9a-f]{{16}}-.")
 """What the names of copies begin with. Whatever else lies in the folder is not ours."""
-
-Progress = Callable[[int], None]
-"""Is told a number that changes as long as the copying makes progress, here or in the process that is waited for."""
 
 
 class NotCopied(Exception):
@@ -100,7 +92,7 @@ class CopyFolder:
         """Make the folder, if it is not there, and register as one that uses it. Raises: NotCopied."""
         with self._usable():
             self._folder.mkdir(parents=True, exist_ok=True)
-            self._lock = _open_to_lock(self._folder / ".lock", os.O_CREAT)
+            self._lock = open_to_lock(self._folder / ".lock", os.O_CREAT)
             with self._locked():
                 self._own = os.open(self._folder / self._own_name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o666)
                 fcntl.flock(self._own, fcntl.LOCK_EX)
@@ -122,7 +114,7 @@ class CopyFolder:
             DataError: the file cannot be read, or changed while it was copied.
             NotCopied: there is no room, or the folder cannot be used.
         """
-        size, changed = _look_at(original)
+        size, changed = look_at(original)
         name = copy_name(original, size, changed)
         with self._usable():
             os.write(_opened(self._own), os.fsencode(f"{name}\0"))  # first of all: from now on nobody removes it
@@ -138,7 +130,7 @@ class CopyFolder:
                 progress(self._written(name))
                 time.sleep(PAUSE)
             try:
-                _transfer(original, partial, size, changed, progress)
+                transfer(original, partial, size, changed, progress)
                 with self._locked():
                     (self._folder / f"{PARTIAL}{name}").rename(self._folder / name)
             except BaseException:
@@ -154,7 +146,7 @@ class CopyFolder:
         path = self._folder / f"{PARTIAL}{name}"
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            if not _try_lock(file):
+            if not try_lock(file):
                 os.close(file)
                 return None
             os.ftruncate(file, 0)  # what a killed process left
@@ -174,7 +166,7 @@ class CopyFolder:
         for path in [path for path in self._folder.iterdir() if A_COPY.match(path.name)]:
             about = path.stat()
             if path.name.startswith(PARTIAL):
-                if _unlocked(path):
+                if is_unlocked(path):
                     path.unlink()
                     continue
                 promised += max(0, about.st_size - about.st_blocks * 512)
@@ -201,7 +193,7 @@ class CopyFolder:
         """Under the folder's lock: the names of the copies that a living process uses."""
         used: set[str] = set()
         for path in self._folder.glob("process-*"):
-            if _unlocked(path):
+            if is_unlocked(path):
                 path.unlink()
             else:
                 used.update(os.fsdecode(path.read_bytes()).split("\0"))
@@ -217,7 +209,7 @@ class CopyFolder:
     @contextmanager
     def _locked(self) -> Iterator[None]:
         """Hold the folder's lock."""
-        while not _try_lock(_opened(self._lock)):
+        while not try_lock(_opened(self._lock)):
             time.sleep(PAUSE / 10)
         try:
             yield
@@ -289,74 +281,8 @@ def copy_name(original: Path, size: int, changed: int) -> str:
     return f"{hashlib.sha256(identity.encode(errors='surrogateescape')).hexdigest()[:16]}-{original.name[-200:]}"
 
 
-def _look_at(original: Path) -> tuple[int, int]:
-    """Size in bytes, and time of change in nanoseconds. Raises: DataError."""
-    try:
-        about = original.stat()
-    except OSError as error:
-        raise DataError(f"{original}: expected a file, got: {error.strerror}") from None
-    if not original.is_file():
-        raise DataError(f"{original}: expected a file, got a directory or the like")
-    return about.st_size, about.st_mtime_ns
-
-
-def _transfer(original: Path, copy: int, size: int, changed: int, progress: Progress) -> None:
-    """Copy all bytes, to the disk. Raises: DataError, where the original is to blame; OSError, where the copy is."""
-    block = memoryview(bytearray(min(BLOCK, max(1, size))))
-    done = number = 0
-    try:
-        source = original.open("rb", buffering=0)
-    except OSError as error:
-        raise DataError(f"{original}: expected a file that can be read, got: {error.strerror}") from None
-    with source:
-        while done <= size:
-            try:
-                got = source.readinto(block)
-            except OSError as error:
-                raise DataError(f"{original}: expected a file that can be read, got: {error.strerror}") from None
-            if not got:
-                break
-            written = 0
-            while written < got:
-                written += os.write(copy, block[written:got])
-            done += got
-            number += 1
-            if number % SYNC == 0:
-                os.fdatasync(copy)
-            progress(done)
-    if done != size or _look_at(original) != (size, changed):
-        raise DataError(f"{original}: expected a file that stays as it is while it is copied, got one that was changed")
-    os.fsync(copy)
-    os.utime(copy, ns=(time.time_ns(), changed))
-
-
-def _open_to_lock(path: Path, flags: int = 0) -> int:
-    """A file that may be another user's. Some network file systems want it writable to lock it."""
-    try:
-        return os.open(path, os.O_RDWR | flags, 0o666)
-    except PermissionError:
-        return os.open(path, os.O_RDONLY)
-
-
 def _opened(file: int | None) -> int:
     """Raises: OSError, after `close`: the program may end while a thread still copies."""
     if file is None:
         raise OSError(errno.EBADF, "the folder was closed")
     return file
-
-
-def _try_lock(file: int) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _unlocked(path: Path) -> bool:
-    """Whether the process that held a file's lock has ended."""
-    file = _open_to_lock(path)
-    try:
-        return _try_lock(file)
-    finally:
-        os.close(file)

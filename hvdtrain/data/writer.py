@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 import tempfile
-from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import islice
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any
 
 import h5py
 import numpy
 
-from hvdtrain.data.compression import chunk_length, options
+from hvdtrain.data.collected import Numbers, Texts
+from hvdtrain.data.compression import options
 from hvdtrain.data.types import Array
 from hvdtrain.errors import DataError
-
-BLOCK = 64 << 20
-"""Bytes copied at once."""
 
 ALIGNMENT = 64
 """Bytes: everything begins at a multiple of it, as HDF5 by itself puts data anywhere. Then numbers in a memory map lie where
 numpy's fastest functions want them, and where a cache line begins."""
-
-TEXTS = 10_000
-"""Strings copied at once."""
 
 
 class HDFWriter:
@@ -67,7 +59,7 @@ class HDFWriter:
         self._storage = options(compression) if compression is not None else {}
         self._overwrite = overwrite
         self._tags: list[bytes] = []
-        self._streams: dict[str, _Numbers | _Texts] = {}
+        self._streams: dict[str, Numbers | Texts] = {}
         self._refused = ""
 
     def __enter__(self) -> HDFWriter:
@@ -137,7 +129,7 @@ class HDFWriter:
         with self._told():
             for number, (key, values) in enumerate(arrays.items()):
                 file = (self.folder / str(number)).open("wb")
-                self._streams[key] = _Texts(file) if values.dtype == object else _Numbers(file, values)
+                self._streams[key] = Texts(file) if values.dtype == object else Numbers(file, values)
 
     @contextmanager
     def _told(self) -> Iterator[None]:
@@ -216,7 +208,7 @@ class HDFWriter:
             os.fsync(written.fileno())
         os.replace(whole, self.path)
 
-    def _describe(self, file: h5py.File, key: str, stream: _Numbers | _Texts) -> None:
+    def _describe(self, file: h5py.File, key: str, stream: Numbers | Texts) -> None:
         """What a reader is told about a key: its dimension and the classes' names."""
         labels = self._labels.get(key, ())
         dim = stream.shape[-1] if stream.shape else len(labels) or self._dims.get(key, stream.largest + 1)
@@ -227,76 +219,6 @@ class HDFWriter:
         else:
             file["targets/size"].attrs[key] = numpy.array([dim, 1 + len(stream.shape)], dtype=numpy.int64)
             file[f"targets/labels/{key}"] = _strings(self.path, labels or ["dummy-label"])
-
-
-class _Numbers:
-    """The frames of one key so far: values in a file, lengths in memory."""
-
-    def __init__(self, file: BinaryIO, first: Array) -> None:
-        self.file = file
-        self.shape = first.shape[1:]
-        self.dtype = first.dtype.newbyteorder("=")
-        self.lengths = array("i")
-        self.largest = 0
-
-    def append(self, values: Array) -> None:
-        self.file.write(numpy.ascontiguousarray(values, dtype=self.dtype).tobytes())
-        self.lengths.append(len(values))
-        if not self.shape and self.dtype.kind in "iu" and len(values):
-            self.largest = max(self.largest, int(values.max()))
-
-    def write(self, file: h5py.File, name: str, storage: Mapping[str, Any]) -> None:
-        """Copy what was collected into a dataset."""
-        total = sum(self.lengths)
-        row = math.prod(self.shape)
-        step = max(1, BLOCK // max(1, row * self.dtype.itemsize))
-        if storage and total * row:
-            length = chunk_length(total, len(self.lengths), row * self.dtype.itemsize)
-            step = max(1, step // length) * length  # whole chunks: none is compressed twice
-            storage = {**storage, "chunks": (length, *self.shape)}
-        else:
-            storage = {}
-        dataset = file.create_dataset(name, (total, *self.shape), self.dtype, **storage)
-        with open(self.file.name, "rb") as collected:
-            for start in range(0, total, step):
-                rows = min(step, total - start)
-                block = numpy.fromfile(collected, self.dtype, rows * row)
-                dataset[start : start + rows] = block.reshape(rows, *self.shape)
-
-
-class _Texts:
-    """The strings of one key so far: in a file, each with a zero byte behind it."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self.file = file
-        self.shape = ()
-        self.dtype = numpy.dtype(object)
-        self.lengths = array("i")
-        self.largest = 0
-
-    def append(self, values: Array) -> None:
-        self.file.write(b"".join(text.encode("utf-8") + b"\0" for text in values.tolist()))
-        self.lengths.append(len(values))
-
-    def write(self, file: h5py.File, name: str, storage: Mapping[str, Any]) -> None:
-        """Copy what was collected into a dataset of strings of variable length, as RETURNN writes them.
-
-        HDF5 stores references in the dataset and the strings elsewhere, so compressing it would gain nothing.
-        """
-        total = sum(self.lengths)
-        dataset = file.create_dataset(name, (total,), h5py.string_dtype("utf-8"))
-        texts = _zero_terminated(self.file.name)
-        for start in range(0, total, TEXTS):
-            block = list(islice(texts, TEXTS))
-            dataset[start : start + len(block)] = numpy.array(block, dtype=object)
-
-
-def _zero_terminated(path: str) -> Iterator[bytes]:
-    rest = b""
-    with open(path, "rb") as collected:
-        while block := collected.read(1 << 20):
-            *whole, rest = (rest + block).split(b"\0")
-            yield from whole
 
 
 def _strings(path: Path, texts: Sequence[str]) -> Array:

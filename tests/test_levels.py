@@ -91,6 +91,7 @@ BESIDE = [
     ("ending", "schedule.history"),
     ("start", "checkpoint"),
     ("start", "preload"),
+    ("returnn_layer.hdf", "data.writer"),
     ("learner.*", "reduce"),  # a learner is handed a reducer
     ("learner.base", "comm.base"),  # contracts may speak of each other
     ("learner.base", "data.types"),

@@ -151,6 +151,57 @@ def test_hdf_dump_reads_the_dataset_of_such_a_config(tmp_path: Path, without_ret
     assert "out.hdf: 5 sequences" in launch(arguments, environment=without_returnn).out
 
 
+def test_a_callback_writes_hdf_and_looks_labels_up(tmp_path: Path) -> None:
+    """As recipes do, with RETURNN's names; the files are those that RETURNN's own writer makes."""
+    (tmp_path / "words.txt").write_text("a\nb\nUNK\n")
+    (tmp_path / "words.py").write_text("{'b': 1, 'a': 0}")
+    body = f"""
+import numpy
+from returnn.datasets.hdf import SimpleHDFWriter
+from returnn.datasets.util.vocabulary import Vocabulary
+
+words = Vocabulary.create_vocab(vocab_file={str(tmp_path / "words.txt")!r})
+assert (words.get_seq("b x a"), words.get_seq_labels([1, 0]), words.num_labels, words.labels[1]) == ([1, 2, 0], "b a", 3, "b")
+assert Vocabulary({str(tmp_path / "words.py")!r}, unknown_label=None, eos_label="b").eos_label_id == 1
+
+def write(folder, SimpleHDFWriter):
+    vectors = SimpleHDFWriter(filename=folder + "/vectors.hdf", dim=2)
+    frames = numpy.arange(12, dtype="float32").reshape(2, 3, 2)
+    vectors.insert_batch(frames, [3, 2], ["x", "y"])
+    vectors.close()
+    with SimpleHDFWriter(folder + "/classes.hdf", 3, labels=["a", "b", "UNK"], ndim=1) as classes:
+        for number in range(2):
+            numbers = numpy.array([[2, 1]], dtype="int32")
+            classes.insert_batch(numbers, {{0: numpy.array([2])}}, [f"z{{number}}"], extra={{"more": numbers * 2}})
+
+def both(**_):
+    import os
+    for name in ("ours", "theirs"):
+        os.mkdir(f"{tmp_path}/{{name}}")
+    write("{tmp_path}/ours", SimpleHDFWriter)
+task = "config:both"
+"""
+    settings = read_settings([written(tmp_path, body)], {})
+    assert settings.function is not None
+    settings.function()
+    from returnn.datasets.hdf import SimpleHDFWriter
+
+    settings.function.__globals__["write"](str(tmp_path / "theirs"), SimpleHDFWriter)
+    for name in ("vectors.hdf", "classes.hdf"):
+        ours, theirs = (open_hdf([tmp_path / who / name]) for who in ("ours", "theirs"))
+        assert ours.streams["data"] == theirs.streams["data"]
+        assert ours.tags(range(2)) == theirs.tags(range(2))
+        for number in range(2):
+            one, other = ours.sequence(number), theirs.sequence(number)
+            assert {key: values.tolist() for key, values in one.items()} == {
+                key: values.tolist() for key, values in other.items()
+            }
+        ours.close()
+        theirs.close()
+    with pytest.raises(ConfigError, match="expected the class Vocabulary, got 'BytePairEncoding'"):
+        read_settings([written(tmp_path, body.replace("vocab_file=", "bpe_file='x', vocab_file="))], {})
+
+
 def test_the_demo(tmp_path: Path, without_returnn: dict[str, str]) -> None:
     model = tmp_path / "model"
     options = {"model": model, "learning_rate_file": tmp_path / "rates", "num_threads": 1}

@@ -28,6 +28,9 @@ NAMES: dict[str, dict[str, tuple[str, ...]]] = {
     "returnn.log": {"log": ("log",)},
     "returnn.config": {},
     "returnn.datasets": {},
+    "returnn.datasets.hdf": {"hdf": ("SimpleHDFWriter",)},
+    "returnn.datasets.util": {},
+    "returnn.datasets.util.vocabulary": {"vocabulary": ("Vocabulary",)},
 }
 """By RETURNN's module: in which of our files which names are; (): all of its `__all__`."""
 

@@ -12,6 +12,7 @@ import torch
 from launching import ROOT, clean_environment, hvdtrain, launch, torchrun
 
 from hvdtrain.data.hdf import open_hdf
+from hvdtrain.effective import print_config
 from hvdtrain.errors import ConfigError
 from hvdtrain.hdf_dump import main as hdf_dump
 from hvdtrain.run import train
@@ -116,22 +117,23 @@ def test_forward_gives_a_callback_what_returnn_gives_it(folder: Path, tmp_path: 
     read.close()
 
 
-@pytest.mark.parametrize("transport", ["use_horovod", "torch_distributed"])
-def test_two_ranks_reach_what_one_reaches(folder: Path, tmp_path: Path, without_returnn: dict[str, str], transport: str) -> None:
-    options = {"folder": folder, "batching": "default", "max_seqs": 6, "batch_size": 10_000, "num_threads": 1, "sums": True}
+def test_two_ranks_reach_what_one_reaches(folder: Path, tmp_path: Path, without_returnn: dict[str, str]) -> None:
+    options = {"folder": folder, "batching": "default", "max_seqs": 6, "batch_size": 10_000, "num_threads": 1}
     alone = hvdtrain(TOY, {**options, "model": tmp_path / "alone" / "model"}, environment=without_returnn)
-    assert alone.status == 0, alone.err
-    options |= {"max_seqs": 3, "model": tmp_path / "two" / "model"}
-    if transport == "use_horovod":
-        two = hvdtrain(TOY, {**options, "use_horovod": 1}, ranks=2, environment=without_returnn)
-    else:
-        texts = [text for name, value in options.items() for text in (f"++{name}", str(value))]
-        command = ["-m", "hvdtrain", str(TOY), *texts, "++torch_distributed", "{}"]
-        two = torchrun(command, 2, environment=without_returnn)
-    assert two.status == 0, two.err
-    for one, other in zip(scores(tmp_path / "alone" / "model"), scores(tmp_path / "two" / "model"), strict=True):
-        whole = {name: value for name, value in one.items() if not name.endswith("mean")}  # a mean over a batch, not over frames
-        assert whole == pytest.approx({name: other[name] for name in whole}, rel=1e-4)
+    options["max_seqs"] = 3
+    by_horovod = {**options, "model": tmp_path / "horovod" / "model", "use_horovod": 1}
+    horovod = hvdtrain(TOY, by_horovod, ranks=2, environment=without_returnn)
+    by_torch = {**options, "model": tmp_path / "torch" / "model", "torch_distributed": "{}"}
+    texts = [text for name, value in by_torch.items() for text in (f"++{name}", str(value))]
+    distributed = torchrun(["-m", "hvdtrain", str(TOY), *texts], 2, environment=without_returnn)
+    for ended in (alone, horovod, distributed):
+        assert ended.status == 0, ended.err
+    for name in ("horovod", "torch"):
+        for one, other in zip(scores(tmp_path / "alone" / "model"), scores(tmp_path / name / "model"), strict=True):
+            whole = {
+                loss: value for loss, value in one.items() if not loss.endswith("mean")
+            }  # a mean over a batch, not over frames
+            assert whole == pytest.approx({loss: other[loss] for loss in whole}, rel=1e-4)
 
 
 def test_hdf_dump_reads_the_dataset_of_such_a_config(tmp_path: Path, without_returnn: dict[str, str]) -> None:
@@ -305,6 +307,21 @@ def test_what_is_not_there_is_told_in_a_step(tmp_path: Path, body: str, message:
 def test_data_that_is_not_as_extern_data_says(tmp_path: Path, extern_data: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         train(read_settings([written(tmp_path, f"extern_data = {extern_data}")], {}))
+
+
+def test_the_global_config_is_what_is_in_effect(tmp_path: Path) -> None:
+    """While the file is read, what stands there so far; later what the command line says."""
+    body = """
+from returnn.config import get_global_config
+factor = 2
+assert get_global_config().int("factor", 1) == 2
+def get_model(**_):
+    assert get_global_config().int("factor", 1) == 3
+    assert get_global_config().typed_dict["factor"] == 3
+    return torch.nn.Linear(9, 2)
+"""
+    train(read_settings([written(tmp_path, body)], {"factor": "3"}))
+    assert "<function train_step in my.config>" in print_config(read_settings([written(tmp_path, body)], {}))
 
 
 def test_the_older_keys_for_dimensions(tmp_path: Path) -> None:

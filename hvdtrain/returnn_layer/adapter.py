@@ -27,6 +27,7 @@ def adapted(source: Source, layer: Layer) -> Source:
     """The config with its functions as hvdtrain's learner calls them; the config itself where it imports nothing of RETURNN."""
     if not layer.in_use:
         return source
+    layer.is_read(source.values)
     if source.values.get("backend", "torch") != "torch":
         problem = f"backend: expected 'torch' in a config that imports returnn, got {source.values['backend']!r}"
         return replace(source, problems=(*source.problems, problem))

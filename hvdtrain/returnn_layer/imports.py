@@ -44,6 +44,10 @@ class Layer(Loader):
         self._config = ConfigAccess(names)
         return {**vars(builtins), "__import__": self._import}
 
+    def is_read(self, values: Mapping[str, Any]) -> None:
+        """Be told what is in effect: from now on `get_global_config()` says that, instead of what stands in the file."""
+        self._config = ConfigAccess(values)
+
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Have our modules in `sys.modules` inside the `with` block, in any number of threads at once."""

@@ -75,7 +75,7 @@ def scores(model: Path) -> list[dict[str, float]]:
 
 @pytest.mark.parametrize("sums", [True, False])
 def test_weights_and_scores_are_those_of_returnn(folder: Path, tmp_path: Path, sums: bool) -> None:
-    """Two epochs of two batches' worth of losses in every form, from the same weights in the same order."""
+    """Two epochs with losses in every form, from the same weights. On one thread they were equal to the last bit."""
     ours, theirs = tmp_path / "ours" / "model", tmp_path / "theirs" / "model"
     ended = hvdtrain(TOY, {"folder": folder, "model": ours, "num_threads": 1, "sums": sums}, environment=ONE_THREAD)
     assert ended.status == 0, ended.err
@@ -84,7 +84,7 @@ def test_weights_and_scores_are_those_of_returnn(folder: Path, tmp_path: Path, s
     for epoch in (1, 2):
         one, other = weights(ours, epoch), weights(theirs, epoch)
         for name, values in one.items():
-            torch.testing.assert_close(values, other[name], rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(values, other[name], rtol=1e-6, atol=1e-7)
             assert not torch.allclose(values, initial[name], atol=1e-3)
     of_returnn = read_learning_rate_file(Path(f"{theirs}.learning_rates"))
     for own, record in zip(scores(ours), of_returnn, strict=True):

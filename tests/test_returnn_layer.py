@@ -281,11 +281,20 @@ def test_what_is_not_there_is_told_when_the_config_is_read(tmp_path: Path, text:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("rf.get_run_ctx().mark_as_loss(rf.relu(1), 'x')", "train_step: returnn.frontend.relu: expected one of"),
-        ("from returnn.frontend import relu", "train_step: returnn.frontend.relu: expected a name that hvdtrain has"),
-        ("rf.get_run_ctx().total_loss()", r"train_step: get_run_ctx\(\).total_loss: expected one of .*mark_as_loss"),
-        ("extern_data['data'].flatten()", "train_step: Tensor.flatten: expected one of .*raw_tensor"),
-        ("extern_data['data'].dims[1].prod()", "train_step: Dim.prod: expected one of .*dyn_size_ext"),
+        (
+            "rf.get_run_ctx().mark_as_loss(rf.relu(1), 'x')",
+            "train_step, in my.config, line 13: returnn.frontend.relu: expected one of",
+        ),
+        (
+            "from returnn.frontend import relu",
+            "train_step, in my.config, line 13: returnn.frontend.relu: expected a name that hvdtrain has",
+        ),
+        (
+            "rf.get_run_ctx().total_loss()",
+            r"train_step, in my.config, line 13: get_run_ctx\(\).total_loss: expected one of .*mark_as_loss",
+        ),
+        ("extern_data['data'].flatten()", "train_step, in my.config, line 13: Tensor.flatten: expected one of .*raw_tensor"),
+        ("extern_data['data'].dims[1].prod()", "train_step, in my.config, line 13: Dim.prod: expected one of .*dyn_size_ext"),
         ("rf.get_run_ctx().mark_as_output(torch.ones(3), 'x')", "mark_as_output: expected to be called in forward_step"),
         ("rf.get_run_ctx().mark_as_loss(1.0, 'x')", "expected a tensor as the loss 'x', got float"),
     ],

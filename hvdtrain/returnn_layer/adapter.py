@@ -13,7 +13,7 @@ from hvdtrain.config.source import Source
 from hvdtrain.context import get_run_ctx
 from hvdtrain.errors import ConfigError
 from hvdtrain.returnn_layer.imports import Layer
-from hvdtrain.returnn_layer.missing import NotInLayer, told
+from hvdtrain.returnn_layer.missing import NotInLayer, place, told
 from hvdtrain.returnn_layer.stand_ins import ROOT
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def _in_place(function: Callable[..., Any], name: str, layer: Layer) -> Callable
         except (NotInLayer, ImportError) as error:
             if isinstance(error, ImportError) and (error.name or "").partition(".")[0] != ROOT:
                 raise
-            raise ConfigError([f"{name}: {told(error)}"]) from error
+            raise ConfigError([f"{name}, in {place(error)}: {told(error)}"]) from error
 
     return _named(call, function)
 
@@ -104,7 +104,7 @@ def _callback_maker(value: Any, layer: Layer, outputs: Mapping[str, Tensor]) -> 
         made = value if is_made else _in_place(value, "forward_callback", layer)()
         return Callback(made, layer, outputs)
 
-    return make
+    return _named(make, value if isinstance(value, type) or hasattr(value, "__name__") else type(value))
 
 
 class Callback:

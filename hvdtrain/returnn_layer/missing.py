@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterable
+from pathlib import Path
+
+OUR_FILES = (str(Path(__file__).parent), "<")
+"""The beginnings of the names of this folder's files, and of what Python has built in."""
 
 SUPPORTED = (
     "hvdtrain runs RETURNN's configs of plain PyTorch, whose get_model returns a torch.nn.Module and which use the run context "
@@ -26,6 +31,12 @@ def not_in_layer(what: str, known: Iterable[str]) -> NotInLayer:
 def told(error: Exception) -> str:
     """An error's message, with what there is: Python's own about a name that cannot be imported does not say it."""
     return str(error) if SUPPORTED in str(error) else f"{error}: expected a name that hvdtrain has ({SUPPORTED})"
+
+
+def place(error: Exception) -> str:
+    """The file and line of the user's that an error comes out of."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(OUR_FILES)]
+    return f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}" if frames else "a place that is not known"
 
 
 def no_such_name(what: str, module: str) -> ImportError:

@@ -23,7 +23,7 @@ from hvdtrain.version import __version__
 def announce(settings: Settings, comm: Communicator, learner: Learner, feeds: list[Feed], progress: Progress, pace: Pace) -> None:
     """Collective. Say what is about to happen: ranks, data, batches, the rule for the learning rate. Raises: DataError."""
     started = launch.launch()
-    hosts = comm.gather((socket.gethostname(), learner.device_name), name="hosts")
+    hosts = _hosts(comm, learner)
     where = ", ".join(f"{hosts.count(host)} on {host[0]} ({host[1]})" for host in dict.fromkeys(hosts))
     say(4, f"hvdtrain {__version__}, {settings.run.backend}: {comm.size} rank{'s' if comm.size > 1 else ''}, {where}")
     if settings.reduce.use_horovod and started.launcher is None:
@@ -46,6 +46,9 @@ def announce(settings: Settings, comm: Communicator, learner: Learner, feeds: li
     for level, line in together(comm, data_lines, name="data_lines"):
         say(level, line)
     say(4, f"model: {learner.num_parameters} parameters")
+    if (several := settings.accumulation.accum_grad_multiple_step) not in (None, 1):
+        many = f"{several}" if isinstance(several, int) else "as many as accum_grad_multiple_step says"
+        say(4, f"updates: each adds up the gradients of several batches of every rank: {many}")
     if comm.size > 1:
         say(4, f"ranks: {_how(settings.reduce)}")
         if settings.reduce.horovod_scale_lr:
@@ -53,17 +56,26 @@ def announce(settings: Settings, comm: Communicator, learner: Learner, feeds: li
             say(4, f"horovod_scale_lr: every learning rate is multiplied by {factor:.6g} for {comm.size} ranks")
         if settings.reduce.horovod_dataset_distribution == "random_seed_offset":
             say(4, f"every rank goes through all data in its own order: an epoch is {comm.size} passes")
-    in_effect = {key.name: (key.value, key.origin) for key in effective(settings)}
-    start = Start(hosts, in_effect, first, learner.num_parameters)
-    on_rank_zero(comm, lambda: note_start(Path(settings.run.model).parent, start), name="note_start")
     if is_done(progress, pace):
         early = pace.ends_early(progress.history)
         say(3, f"Already trained until final epoch {progress.epoch}, nothing to do{f': {early}' if early else ''}.")
 
 
+def record_start(settings: Settings, comm: Communicator, learner: Learner, progress: Progress) -> None:
+    """Collective. Write down what a training is started with. Raises: ConfigError, if it cannot be written."""
+    in_effect = {key.name: (key.value, key.origin) for key in effective(settings)}
+    start = Start(_hosts(comm, learner), in_effect, progress.epoch + 1, learner.num_parameters)
+    on_rank_zero(comm, lambda: note_start(Path(settings.run.model).parent, start), name="note_start")
+
+
+def _hosts(comm: Communicator, learner: Learner) -> list[tuple[str, str]]:
+    """Collective. By rank, its host and device."""
+    return comm.gather((socket.gethostname(), learner.device_name), name="hosts")
+
+
 def _how(keys: ReduceKeys) -> str:
     if keys.horovod_reduce_type == "grad":
-        return f"gradients are {'averaged' if keys.horovod_avg_grad else 'summed'} every step"
+        return f"gradients are {'averaged' if keys.horovod_avg_grad else 'summed'} for every update"
     if keys.horovod_param_sync_time_diff is not None:
         return f"parameters are averaged about every {keys.horovod_param_sync_time_diff:g} s and at the end of an epoch"
     return f"parameters are averaged after every {keys.horovod_param_sync_step} updates and at the end of an epoch"

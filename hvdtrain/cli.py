@@ -31,6 +31,7 @@ CONFIG is a Python file (every name it defines is a key or the author's own) or 
 
 options:
   -h, --help       this text and all keys
+  --dry-run        build everything, run some steps, write nothing; estimate an epoch's time and memory (task dry_run)
   --print-config   every key in effect and where its value comes from; nothing is trained
   --version        the version
 """
@@ -49,7 +50,9 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     rank = launch.launch().rank
     try:
-        paths, overrides = parse([argument for argument in arguments if argument != "--print-config"])
+        paths, overrides = parse([argument for argument in arguments if argument not in ("--dry-run", "--print-config")])
+        if "--dry-run" in arguments:
+            overrides["task"] = "dry_run"
         settings = read_settings(paths, overrides)
         if "--print-config" in arguments:
             if rank == 0:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from hvdtrain import ballot
@@ -11,20 +11,23 @@ from hvdtrain.ballot import Ballot, Wishes
 from hvdtrain.comm.base import Communicator, together
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.plan import Plan
+from hvdtrain.data.types import Batch
 from hvdtrain.errors import CheckpointError, DataError, HvdtrainError
 from hvdtrain.evaluation import evaluate
 from hvdtrain.interrupt import BY_CTRL_C, TO_BE_CONTINUED, Interrupt, Stopped
+from hvdtrain.learner.accumulation import RoundsPerUpdate, groups
 from hvdtrain.learner.base import Learner, NotFinite
 from hvdtrain.log import say
 from hvdtrain.not_finite import not_finite
 from hvdtrain.reduce import Reducer
 from hvdtrain.report.epoch import EpochReport, Reporter
 from hvdtrain.report.json_lines import as_line
-from hvdtrain.saving import Saver
+from hvdtrain.saving import Saves
 from hvdtrain.schedule.history import EpochRecord
-from hvdtrain.scores import Scores, text
+from hvdtrain.scores import Scores
 from hvdtrain.state import Progress, Within
-from hvdtrain.timer import Timer, clock_text
+from hvdtrain.step_log import StepLog
+from hvdtrain.timer import Timer
 from hvdtrain.trace import Note, no_trace
 from hvdtrain.watchdog import Watchdog
 
@@ -48,8 +51,8 @@ class Pace:
         num_epochs: train up to this epoch.
         ends_early: why no epoch is to follow those of a history; None: go on.
         save_epochs: save after every so many epochs, and after the last one.
-        save_steps, save_minutes: save within an epoch, too, after every so many updates, or minutes; None: do not.
-        log_interval: seconds between two log lines within an epoch.
+        save_steps, save_minutes: save within an epoch, too, after every so many steps, or minutes; None: do not.
+        rounds_per_update: how many batches of every rank an update adds up.
         finite: end where a loss is no finite number.
     """
 
@@ -58,7 +61,7 @@ class Pace:
     save_epochs: int = 1
     save_steps: int | None = None
     save_minutes: float | None = None
-    log_interval: float = 10.0
+    rounds_per_update: RoundsPerUpdate = lambda *_: 1
     finite: bool = True
 
 
@@ -68,6 +71,7 @@ class Engine:
     Args:
         evaluations: datasets that are evaluated after every epoch.
         progress: where training stands; it is kept up to date.
+        step_log: tells of the steps.
         trace: told what every step trains on.
     """
 
@@ -79,7 +83,7 @@ class Engine:
         train: Feed,
         evaluations: list[Feed],
         rates: Rates,
-        saver: Saver,
+        saver: Saves,
         reporters: list[Reporter],
         timer: Timer,
         watchdog: Watchdog,
@@ -87,6 +91,7 @@ class Engine:
         *,
         progress: Progress,
         pace: Pace,
+        step_log: StepLog,
         trace: Note = no_trace,
     ) -> None:
         self._comm = comm
@@ -102,6 +107,7 @@ class Engine:
         self._interrupt = interrupt
         self._progress = progress
         self._pace = pace
+        self._step_log = step_log
         self._trace = trace
         meets_in_every_step = reducer.updates_without_batch
         self._ballot = Ballot(comm, learner, ballot.INTERVAL if meets_in_every_step else ballot.INTERVAL_APART)
@@ -110,6 +116,7 @@ class Engine:
         self._since = self._synced = 0.0  # up to when and to what the epoch's seconds are counted
         self._saved_when = time.monotonic()
         self._asked_to_save = False
+        self._heeded = progress.step  # the step after which wishes were last looked at
 
     def run(self) -> None:
         """Train up to the last epoch.
@@ -143,8 +150,10 @@ class Engine:
             self._train_epoch(plan, within, epoch_rate)
         scores = {f"train_loss_{name}": mean for name, mean in within.scores.means().items()}
         for feed in self._evaluations:
-            with self._timer.span("evaluation"):
-                means = evaluate(self._comm, self._learner, self._watchdog, feed, epoch, lambda: self._heed(within))
+            with self._timer.span("evaluation"), self._learner.averaged():
+                means = evaluate(
+                    self._comm, self._learner, self._watchdog, feed, epoch, lambda: self._heed(within), self._step_log
+                )
             scores |= {f"{feed.name}_loss_{name}": mean for name, mean in means.items()}
 
         report = EpochReport(
@@ -177,36 +186,45 @@ class Engine:
         rounds = max(counts)
         shared = self._train.distribution == "shard"
         total = within.position + (sum(counts) if shared else rounds)
-        started = last_line = time.perf_counter()
+        rate: float | None = None  # of the last update
+
+        def continuous() -> float:
+            return within.epoch - 1 + within.position / total
+
+        def next_size() -> int:
+            return self._pace.rounds_per_update(within.epoch, continuous(), progress.step)
+
+        self._step_log.begin(within.epoch, None, rounds, within.elapsed + time.perf_counter() - self._since)
         self._learner.begin_epoch(within.epoch, progress.step)
         with self._train.read(share, within.epoch) as batches:
-            for done in range(rounds):
-                self._watchdog.beat(f"epoch {within.epoch}, step {progress.step - within.first_step}")
-                with self._timer.span("data wait"):
-                    batch = next(batches, None)
-                if batch is not None:
-                    self._trace(within.epoch, progress.step, batch.indices)
-                with self._timer.span("compute"):
-                    self._learner.backward(batch)
-                    continuous = within.epoch - 1 + within.position / total
-                    self._learner.update(self._rates.of_step(progress.step, continuous, epoch_rate))
-                with_batch = sum(count > done for count in counts)
-                self._reducer.after_update(self._learner, batch is not None, with_batch)
-                progress.step += 1
-                within.position += with_batch if shared else 1
-                now = time.perf_counter()
-                if now - last_line >= self._pace.log_interval and self._comm.rank == 0:
-                    last_line = now
-                    self._scores.append(self._learner.take_scores())
-                    steps, complete = progress.step - within.first_step, within.position / total
-                    elapsed, per_step = within.elapsed + now - self._since, (now - started) / (done + 1)
-                    remaining = per_step * (rounds - done - 1)
-                    say(5, step_line(within.epoch, steps, self._scores[-1], per_step, elapsed, remaining, complete))
+            for group in groups(rounds, next_size):
+                for done in group:
+                    batch = self._next(batches, within)
+                    with self._timer.span("compute"):
+                        self._learner.backward(batch, "update" if done == group[-1] else "accumulate")
+                        if done == group[-1]:
+                            rate = self._rates.of_step(progress.step, continuous(), epoch_rate)
+                            self._learner.update(rate)
+                    progress.step += 1
+                    within.position += sum(count > done for count in counts) if shared else 1
+                    self._step_log.step(progress.step - within.first_step, within.position / total, self._take_scores, rate)
+                with_batch = sum(count > group[0] for count in counts)  # who has one at all has one in the first round
+                self._reducer.after_update(self._learner, len(share) > group[0], with_batch)
                 self._heed(within)
+        self._step_log.end()
         self._reducer.end_of_epoch(self._learner)
         self._gather_scores(within)
         self._count_seconds(within)
         within.trained = True
+
+    def _next(self, batches: Iterator[Batch], within: Within) -> Batch | None:
+        """This rank's next batch; None: it has none left."""
+        self._watchdog.beat(f"epoch {within.epoch}, step {self._progress.step - within.first_step}")
+        with self._timer.span("data wait"):
+            batch = next(batches, None)
+        if batch is not None:
+            self._trace(within.epoch, self._progress.step, batch.indices)
+        return batch
 
     def _agree_on_rounds(self, plan: Plan, own: int, within: Within) -> list[int]:
         """Collective. How many batches each rank has left. Makes sure that all planned the same epoch, and the same as before."""
@@ -234,14 +252,15 @@ class Engine:
         return [count for count, _ in answers]
 
     def _heed(self, within: Within) -> None:
-        """Collective. After every step of a training or an evaluation: save, stop or give up, where a rank wants that."""
+        """Collective. After every update and every step of an evaluation: save, stop or give up, where a rank wants that."""
         wanted = self._ballot.step(self._wishes)
         if wanted.report:
             raise not_finite(self._comm, self._train.dataset, self._not_finite, within)
         if wanted.stop or wanted.stop_by_hand:
             self._stop(within, BY_CTRL_C if wanted.stop_by_hand else TO_BE_CONTINUED)
-        steps = self._pace.save_steps
-        if not within.trained and (wanted.save or (steps is not None and self._progress.step % steps == 0)):
+        every, step, before = self._pace.save_steps, self._progress.step, self._heeded
+        self._heeded = step
+        if not within.trained and (wanted.save or (every is not None and step // every > before // every)):
             self._save()
 
     def _wishes(self) -> Wishes:
@@ -287,9 +306,15 @@ class Engine:
         is_last = epoch >= self._pace.num_epochs or self._pace.ends_early(self._progress.history) is not None
         return epoch % self._pace.save_epochs == 0 or is_last
 
+    def _take_scores(self) -> Scores:
+        """This rank's scores since the last time, which are kept."""
+        self._scores.append(self._learner.take_scores())
+        return self._scores[-1]
+
     def _gather_scores(self, within: Within) -> None:
         """Collective. Bring the ranks' scores together. Raises: TrainingError, where a loss was no finite number."""
-        own = Scores.merged([*self._scores, self._learner.take_scores()])
+        self._take_scores()
+        own = Scores.merged(self._scores)
         self._not_finite += self._learner.take_not_finite()
         parts = self._comm.gather((own, bool(self._not_finite)), name="train_scores")
         within.scores = Scores.merged([within.scores, *(scores for scores, _ in parts)]).compact()
@@ -312,16 +337,3 @@ class Engine:
         seconds = dict(self._timer.seconds)
         rest = time.perf_counter() - started - sum(seconds.values())
         return self._comm.gather({**seconds, "rest": rest}, name="seconds")
-
-
-def step_line(epoch: int, steps: int, scores: Scores, per_step: float, elapsed: float, remaining: float, complete: float) -> str:
-    """A line about the steps since the last one, in RETURNN's words.
-
-    Args:
-        per_step, elapsed, remaining: seconds.
-        complete: how much of the epoch is done, from 0 to 1.
-    """
-    return (
-        f"train epoch {epoch}, step {steps}, {text(scores.means())}, {per_step:.3f} sec/step, "
-        f"elapsed {clock_text(elapsed)}, exp. remaining {clock_text(remaining)}, complete {complete:.2%}"
-    )

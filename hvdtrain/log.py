@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import logging
+import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,24 +16,59 @@ from hvdtrain.errors import ConfigError
 
 LOGGER = logging.getLogger("hvdtrain")
 
+SCREEN = "stdout"
+
+NOT_SAID = 3
+"""The verbosity of a target for which a list has none, as RETURNN has it."""
+
+
+def _is_verbosity(value: int | list[int]) -> bool:
+    return all(0 <= level <= 5 for level in (value if isinstance(value, list) else [value]))
+
 
 @dataclass(frozen=True, kw_only=True)
 class LogKeys:
     """What is logged, and where."""
 
     log: str | list[str] | None = key(
-        None, "log files; every rank writes one of its own (name.horovod-RANK-SIZE.ext); rank 0 prints to the screen in any case"
+        None,
+        "log files; every rank writes one of its own (name.horovod-RANK-SIZE.ext); '|command' hands rank 0's lines to a shell "
+        "command; rank 0 prints to the screen in any case ('stdout')",
     )
-    log_verbosity: int = key(
+    log_verbosity: int | list[int] = key(
         5,
-        "0: nothing; 1: scores; 3: also an epoch's time; 4: also learning rate, saving, start-up; 5: also steps",
-        Rule("a number from 0 to 5", lambda value: 0 <= value <= 5),
+        "0: nothing; 1: scores; 2: also warnings; 3: also times, and on a terminal a bar; 4: also learning rate, saving "
+        "and start-up; 5: also lines about steps, and no bar; or a list with a number for each of `log`",
+        Rule("a number from 0 to 5, or a list of them", _is_verbosity),
     )
-    log_interval: float = key(10.0, "seconds between two lines about steps within an epoch; 0: a line every step", not_negative)
+    log_interval: float = key(
+        10.0,
+        "seconds between two lines about steps, or two looks at the losses for the bar; 0: every step",
+        not_negative,
+    )
+
+    @property
+    def targets(self) -> dict[str, int]:
+        """By name, the targets with their verbosity, the screen among them."""
+        names = [self.log] if isinstance(self.log, str) else list(self.log or [])
+        if SCREEN not in names:
+            names.append(SCREEN)
+        if isinstance(self.log_verbosity, int):
+            return dict.fromkeys(names, self.log_verbosity)
+        missing = [NOT_SAID] * (len(names) - len(self.log_verbosity))
+        return dict(zip(names, [*self.log_verbosity, *missing], strict=False))
+
+    def problems(self) -> list[str]:
+        """What is wrong between the keys."""
+        if isinstance(self.log_verbosity, list) and len(self.log_verbosity) > len(self.targets):
+            return [
+                f"log_verbosity: expected a number for each of {', '.join(self.targets)} at most, got {len(self.log_verbosity)}"
+            ]
+        return []
 
 
 # RETURNN's levels 1 to 5 in terms of the standard library's.
-LEVELS = {1: logging.ERROR, 2: logging.WARNING, 3: logging.INFO, 4: logging.INFO - 5, 5: logging.DEBUG}
+LEVELS = {0: logging.CRITICAL, 1: logging.ERROR, 2: logging.WARNING, 3: logging.INFO, 4: logging.INFO - 5, 5: logging.DEBUG}
 
 
 def say(level: int, message: str) -> None:
@@ -38,29 +77,83 @@ def say(level: int, message: str) -> None:
 
 
 def open_log(keys: LogKeys, rank: int, size: int) -> None:
-    """Direct the log: rank 0 to the screen, every rank to its own file where `log` names one.
+    """Direct the log: rank 0 to the screen and to commands, every rank to its own file where `log` names one.
 
     Raises:
         ConfigError: a file cannot be written.
     """
-    LOGGER.setLevel(LEVELS[keys.log_verbosity] if keys.log_verbosity else logging.CRITICAL)
     LOGGER.propagate = False
     for old in list(LOGGER.handlers):
         LOGGER.removeHandler(old)
         old.close()
-    targets = [keys.log] if isinstance(keys.log, str) else keys.log or []
-    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stdout)] if rank == 0 else [logging.NullHandler()]
-    for target in targets:
-        if target != "stdout":
-            path = rank_file(Path(target), rank, size)
+    LOGGER.addHandler(logging.NullHandler())
+    LOGGER.setLevel(LEVELS[max(keys.targets.values())])
+    for target, verbosity in keys.targets.items():
+        handler: logging.Handler
+        if target.startswith("|") or target == SCREEN:
+            if rank:
+                continue
+            handler = Screen() if target == SCREEN else Command(target[1:])
+        else:
+            path = rank_file(Path(target.replace("$date", time.strftime("%Y-%m-%d-%H-%M-%S"))), rank, size)
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                handlers.append(logging.FileHandler(path, encoding="utf-8"))
+                handler = logging.FileHandler(path, encoding="utf-8")
             except OSError as error:
                 raise ConfigError([f"log: expected a file that can be written, got {path}: {error.strerror}"]) from None
-    for handler in handlers:
+        handler.setLevel(LEVELS[verbosity])
         handler.setFormatter(logging.Formatter("%(message)s"))
         LOGGER.addHandler(handler)
+
+
+class Screen(logging.Handler):
+    """Prints to whatever stdout is at the moment: a bar puts something in between."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with suppress(OSError):  # a terminal that was closed
+            sys.stdout.write(f"{self.format(record)}\n")
+            sys.stdout.flush()
+
+
+class Command(logging.Handler):
+    """Hands lines on to a shell command. One that has ended gets no more, which is told once."""
+
+    def __init__(self, command: str) -> None:
+        super().__init__()
+        self._command = command
+        # A session of its own: Ctrl-C ends the training in good order, and the command gets its last lines.
+        self._process = subprocess.Popen(command, shell=True, stdin=subprocess.PIPE, start_new_session=True)
+        self._has_ended = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._has_ended or self._process.stdin is None:
+            return
+        try:
+            self._process.stdin.write(f"{self.format(record)}\n".encode())
+            self._process.stdin.flush()
+        except OSError:
+            self._has_ended = True
+            say(2, f"log: '|{self._command}' has ended and gets no more lines")
+
+    def close(self) -> None:
+        """End the command's input, and give it some seconds to end."""
+        with suppress(OSError, subprocess.TimeoutExpired):
+            self._process.communicate(timeout=10)
+        super().close()
+
+
+@contextmanager
+def only_warnings() -> Iterator[None]:
+    """Let through what is of level 2, and nothing else."""
+
+    def is_warning(record: logging.LogRecord) -> bool:
+        return record.levelno == LEVELS[2]
+
+    LOGGER.addFilter(is_warning)
+    try:
+        yield
+    finally:
+        LOGGER.removeFilter(is_warning)
 
 
 def rank_file(path: Path, rank: int, size: int) -> Path:

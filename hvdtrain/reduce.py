@@ -104,10 +104,10 @@ class Reducer(Protocol):
         ...
 
     def after_update(self, learner: Learner, has_batch: bool, ranks_with_batch: int) -> None:
-        """Called after every round of an epoch, by all ranks.
+        """Called after every update, by all ranks.
 
         Args:
-            has_batch: whether this rank had one.
+            has_batch: whether this rank had a batch for it.
             ranks_with_batch: how many ranks had one; known from the plan.
         """
         ...
@@ -163,6 +163,7 @@ class GradReduce:
 
     def after_update(self, learner: Learner, has_batch: bool, ranks_with_batch: int) -> None:
         self._weights.count(has_batch, ranks_with_batch)
+        learner.average_weights(1)
 
     def end_of_epoch(self, learner: Learner) -> None:
         with self._timer.span("parameter sync"):
@@ -249,6 +250,7 @@ class ParamAverage:
             learner.map_tensors("parameters", lambda tensors: _average(self._comm, tensors, self._weights, "parameters"))
             _average_buffers(self._comm, learner, self._weights)
             self._weights.reset()
+            learner.average_weights(rounds)
             if self._seconds is not None:
                 now = time.perf_counter()
                 wanted = max(1, round(self._seconds * rounds / max(now - self._last_sync, 1e-9)))

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from hvdtrain.announce import announce, is_done, where
+from hvdtrain.announce import announce, is_done, record_start, where
 from hvdtrain.checkpoint import CheckpointFolder
 from hvdtrain.cleanup import parse_rule
 from hvdtrain.comm.base import Communicator, on_rank_zero, together
 from hvdtrain.connect import open_communicator, threads
+from hvdtrain.data.feed import Feed
 from hvdtrain.ending import ends_early
 from hvdtrain.engine import Engine, Pace, Rates
 from hvdtrain.feeds import copy_data, open_feeds
 from hvdtrain.interrupt import Interrupt
+from hvdtrain.learner.accumulation import rounds_per_update
 from hvdtrain.learner.base import Learner, as_function
 from hvdtrain.log import open_log, say
 from hvdtrain.preload import Preload, parse_preloads, take_over
@@ -23,13 +27,14 @@ from hvdtrain.reduce import GradReduce, ParamAverage, ReduceKeys, Reducer, scale
 from hvdtrain.report.epoch import Reporter
 from hvdtrain.report.json_lines import JsonLines
 from hvdtrain.report.trackers import TensorBoard, Tracker
-from hvdtrain.saving import Saver
+from hvdtrain.saving import Saver, Saves
 from hvdtrain.schedule.file import LearningRateFile, read_learning_rate_file
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.schedule.rates import epoch_learning_rate
 from hvdtrain.settings import Settings
 from hvdtrain.start import StartKeys, start_of_training
 from hvdtrain.state import Progress
+from hvdtrain.step_log import StepLog, open_step_log
 from hvdtrain.timer import Timer
 from hvdtrain.trace import Note, Trace, TraceKeys, no_trace, num_runs
 from hvdtrain.watchdog import Watchdog
@@ -43,10 +48,45 @@ def train(settings: Settings) -> None:
 
 def train_with(comm: Communicator, settings: Settings) -> Learner:
     """Collective. Train on ranks that are connected already; return what was trained. Raises: HvdtrainError."""
+    with (
+        Interrupt(settings.interrupt.seconds) as interrupt,
+        prepared(comm, settings, interrupt) as training,
+        open_step_log(settings.log, comm.rank) as step_log,
+    ):
+        record_start(settings, comm, training.learner, training.progress)
+        if not is_done(training.progress, training.pace):
+            trace = open_trace(comm, settings.trace, training.progress)
+            reporters = open_reporters(comm, settings, training)
+            open_engine(settings, training, reporters, step_log, trace).run()
+    return training.learner
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a training consists of, on every rank: built, loaded, and about to begin.
+
+    Attributes:
+        feeds: the datasets, train first.
+    """
+
+    comm: Communicator
+    learner: Learner
+    reducer: Reducer
+    feeds: list[Feed]
+    saver: Saves
+    timer: Timer
+    watchdog: Watchdog
+    interrupt: Interrupt
+    progress: Progress
+    pace: Pace
+
+
+@contextmanager
+def prepared(comm: Communicator, settings: Settings, interrupt: Interrupt) -> Iterator[Training]:
+    """Collective. Open the data, build the model, load what training starts from, and tell about it. Raises: HvdtrainError."""
     together(comm, lambda: open_log(settings.log, comm.rank, comm.size), name="open_log")
     timer = Timer()
-    interrupt = Interrupt(settings.interrupt.seconds)
-    with interrupt, Watchdog(settings.run.watchdog_timeout, comm.rank) as watchdog, ExitStack() as stack:
+    with Watchdog(settings.run.watchdog_timeout, comm.rank) as watchdog, ExitStack() as stack:
         if (callback := as_function(settings.run.startup_callback, "startup_callback")) is not None:
             watchdog.beat("startup_callback")
             callback()
@@ -70,29 +110,30 @@ def train_with(comm: Communicator, settings: Settings) -> Learner:
         progress = resume(comm, saver, checkpoints, settings.start, settings.schedule.learning_rate_file)
         pace = open_pace(settings)
         announce(settings, comm, learner, feeds, progress, pace)
-        if not is_done(progress, pace):
-            reporters = together(
-                comm, lambda: open_reporters(settings, progress) if comm.rank == 0 else [], name="open_reporters"
-            )
-            Engine(
-                comm,
-                learner,
-                reducer,
-                feeds[0],
-                feeds[1:],
-                open_rates(settings, comm.size),
-                saver,
-                reporters,
-                timer,
-                watchdog,
-                interrupt,
-                progress=progress,
-                pace=pace,
-                trace=open_trace(comm, settings.trace, progress),
-            ).run()
+        yield Training(comm, learner, reducer, feeds, saver, timer, watchdog, interrupt, progress, pace)
         for feed in feeds:
             feed.dataset.close()
-    return learner
+
+
+def open_engine(settings: Settings, training: Training, reporters: list[Reporter], step_log: StepLog, trace: Note) -> Engine:
+    """The loop over epochs and steps."""
+    return Engine(
+        training.comm,
+        training.learner,
+        training.reducer,
+        training.feeds[0],
+        training.feeds[1:],
+        open_rates(settings, training.comm.size),
+        training.saver,
+        reporters,
+        training.timer,
+        training.watchdog,
+        training.interrupt,
+        progress=training.progress,
+        pace=training.pace,
+        step_log=step_log,
+        trace=trace,
+    )
 
 
 def open_pace(settings: Settings) -> Pace:
@@ -104,7 +145,7 @@ def open_pace(settings: Settings) -> Pace:
         save_epochs=settings.saving.save_interval,
         save_steps=settings.saving.save_interval_steps,
         save_minutes=settings.saving.save_interval_minutes,
-        log_interval=settings.log.log_interval,
+        rounds_per_update=rounds_per_update(settings.accumulation),
         finite=settings.ending.stop_on_nonfinite_train_score,
     )
 
@@ -118,20 +159,32 @@ def open_trace(comm: Communicator, keys: TraceKeys, progress: Progress) -> Note:
     return Trace(prefix, run, comm.rank, progress.step)
 
 
-def open_reporters(settings: Settings, progress: Progress) -> list[Reporter]:
-    """Who is told of finished epochs. Raises: ConfigError."""
-    folder = Path(settings.run.model).parent
-    lines = JsonLines(folder / "scores.jsonl")
-    lines.go_on(progress.epoch, progress.report)
-    reporters: list[Reporter] = [lines]
-    if settings.schedule.learning_rate_file is not None:
-        reporters.append(LearningRateFile(Path(settings.schedule.learning_rate_file), progress.history))
+def open_reporters(comm: Communicator, settings: Settings, training: Training) -> list[Reporter]:
+    """Collective. Whom rank 0 tells of finished epochs. Raises: ConfigError."""
+
+    progress = training.progress
+
+    def of_rank_zero() -> list[Reporter]:
+        lines = JsonLines(Path(settings.run.model).parent / "scores.jsonl")
+        lines.go_on(progress.epoch, progress.report)
+        reporters: list[Reporter] = [lines]
+        if settings.schedule.learning_rate_file is not None:
+            reporters.append(LearningRateFile(Path(settings.schedule.learning_rate_file), progress.history))
+        return reporters + open_trackers(settings, training)
+
+    return together(comm, lambda: of_rank_zero() if comm.rank == 0 else [], name="open_reporters")
+
+
+def open_trackers(settings: Settings, training: Training) -> list[Reporter]:
+    """Who keeps track of experiments. Raises: ConfigError."""
+    trackers: list[Reporter] = []
     if settings.trackers.use_tensorboard:
-        reporters.append(TensorBoard(folder / "tensorboard", progress.step))
+        parameters = training.learner.arrays if settings.trackers.tensorboard_histograms else None
+        trackers.append(TensorBoard(Path(settings.run.model).parent / "tensorboard", training.progress.step, parameters))
     track_epoch = as_function(settings.trackers.track_epoch, "track_epoch")
     if track_epoch is not None:
-        reporters.append(Tracker(track_epoch))
-    return reporters
+        trackers.append(Tracker(track_epoch))
+    return trackers
 
 
 def open_reducer(keys: ReduceKeys, comm: Communicator, timer: Timer) -> Reducer:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from hvdtrain.checkpoint import Checkpoint, CheckpointFolder
 from hvdtrain.cleanup import CleanupRule, parse_rule
@@ -28,7 +28,7 @@ class SavingKeys:
 
     save_interval: int = key(1, "save after every so many epochs, and after the last one", positive)
     save_interval_steps: int | None = key(
-        None, "save within an epoch, too, whenever the number of updates in the whole training is a multiple of this", positive
+        None, "save within an epoch, too, after every so many steps of the whole training", positive
     )
     save_interval_minutes: float | None = key(
         None, "save within an epoch, too, when the last checkpoint is so many minutes old; 15 is good on a cluster", positive
@@ -50,6 +50,18 @@ class SavingKeys:
         except ConfigError as error:
             return error.problems
         return []
+
+
+class Saves(Protocol):
+    """Where a training saves itself."""
+
+    def save(self, progress: Progress) -> Checkpoint | None:
+        """Collective. Write a checkpoint. Raises: CheckpointError."""
+        ...
+
+    def finish(self) -> None:
+        """Collective. Wait for what is being written. Raises: CheckpointError."""
+        ...
 
 
 class Saver:

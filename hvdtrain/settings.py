@@ -22,6 +22,7 @@ from hvdtrain.ending import EndingKeys
 from hvdtrain.errors import ConfigError
 from hvdtrain.forward import ForwardKeys
 from hvdtrain.interrupt import InterruptKeys
+from hvdtrain.learner.accumulation import AccumulationKeys
 from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.log import LogKeys
 from hvdtrain.reduce import ReduceKeys
@@ -37,7 +38,7 @@ from hvdtrain.trace import TraceKeys
 
 
 def _is_task(value: str) -> bool:
-    return value in ("train", "eval", "forward", "search", "cleanup_old_models") or value.startswith("config:")
+    return value in ("train", "dry_run", "eval", "forward", "search", "cleanup_old_models") or value.startswith("config:")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,9 +47,9 @@ class RunKeys:
 
     task: str = key(
         "train",
-        "what to do: train; eval (dev, eval, eval_datasets); forward or search (forward_data, search_data); cleanup_old_models; "
-        "or config:NAME, which calls the config's function NAME",
-        Rule("one of train, eval, forward, search, cleanup_old_models, config:NAME", _is_task),
+        "what to do: train; dry_run, as the option --dry-run; eval (dev, eval, eval_datasets); forward or search (forward_data, "
+        "search_data); cleanup_old_models; or config:NAME, which calls the config's function NAME",
+        Rule("one of train, dry_run, eval, forward, search, cleanup_old_models, config:NAME", _is_task),
     )
     backend: Literal["torch", "tensorflow"] = key("torch", "the framework of get_model and train_step")
     model: str = key(REQUIRED, "where checkpoints go: the beginning of their names, such as exp/g2p/model")
@@ -103,9 +104,8 @@ UNSUPPORTED = {
     "network": "hvdtrain trains configs that define get_model and train_step",
     "get_network": "hvdtrain trains configs that define get_model and train_step",
     "optimizer_epsilon": "set epsilon in the dict `optimizer`",
+    "dry_run": "the option --dry-run, or task = 'dry_run'",
     "pretrain": "none",
-    "gradient_noise": "not there yet",
-    "accum_grad_multiple_step": "not there yet",
     "chunking_variance": "none",
     "default_float_dtype": "make the model of that type in get_model",
     "epoch_start": "ask for get_run_ctx().epoch in train_step",
@@ -135,6 +135,7 @@ class Settings:
     batch: BatchKeys
     chunks: ChunkKeys
     learner: LearnerKeys
+    accumulation: AccumulationKeys
     schedule: ScheduleKeys
     newbob: NewbobKeys
     step_schedule: StepSchedule | None

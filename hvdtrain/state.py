@@ -16,7 +16,7 @@ class Within:
 
     Attributes:
         epoch: counted from 1.
-        first_step: updates done before it in the whole training.
+        first_step: steps done before it in the whole training.
         position: batches done, over all ranks; where every rank goes through all data, each rank's own.
         trained: all batches are done and the ranks' models are one again; what is left is evaluating.
         elapsed: seconds that the epoch took up to the last stop; computing: those of them in training steps.
@@ -37,7 +37,8 @@ class Within:
 @dataclass
 class Progress:
     """Attributes:
-    step: updates done in the whole training.
+    step: steps done in the whole training. In a step every rank does a batch; it ends with an update, unless gradients of
+        several are added up (accum_grad_multiple_step).
     epoch: the last finished epoch.
     history: what is known of the finished epochs, oldest first; those before an imported model are not in it.
     within: the epoch after it, where that is under way.

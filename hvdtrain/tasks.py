@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from hvdtrain.checkpoint import CheckpointFolder
@@ -14,6 +15,7 @@ from hvdtrain.comm.base import Communicator, on_rank_zero, together
 from hvdtrain.connect import open_communicator
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.sources import DatasetSpec
+from hvdtrain.dry_run import dry_run
 from hvdtrain.errors import ConfigError
 from hvdtrain.evaluation import evaluate
 from hvdtrain.feeds import open_some
@@ -27,6 +29,7 @@ from hvdtrain.scores import text
 from hvdtrain.settings import Settings
 from hvdtrain.start import model_file
 from hvdtrain.state import Progress
+from hvdtrain.step_log import open_step_log
 from hvdtrain.timer import Timer, clock_text
 from hvdtrain.watchdog import Watchdog
 
@@ -38,6 +41,7 @@ def run_task(settings: Settings) -> None:
         return
     tasks: dict[str, Callable[[Settings], None]] = {
         "train": train,
+        "dry_run": dry_run,
         "eval": evaluate_all,
         "forward": forward_all,
         "search": forward_all,
@@ -50,10 +54,13 @@ def evaluate_all(settings: Settings) -> None:
     """Evaluate a trained model on dev, eval and eval_datasets. Raises: HvdtrainError."""
     if not settings.evaluations:
         raise ConfigError(["task: expected dev, eval or eval_datasets for the task eval, got none of them"])
-    with _opened(settings, list(settings.evaluations)) as (comm, learner, progress, feeds, watchdog):
+    with (
+        _opened(settings, list(settings.evaluations)) as (comm, learner, progress, feeds, watchdog),
+        open_step_log(settings.log, comm.rank) as step_log,
+    ):
         told = []
         for feed in feeds:
-            means = evaluate(comm, learner, watchdog, feed, max(1, progress.epoch), lambda: None)
+            means = evaluate(comm, learner, watchdog, feed, max(1, progress.epoch), lambda: None, step_log)
             told.append(f"{feed.name}: {text(means)}")
         say(1, f"epoch {progress.epoch} evaluation: {'; '.join(told)}")
 
@@ -96,7 +103,8 @@ def _opened(settings: Settings, specs: list[DatasetSpec]) -> Iterator[Opened]:
             feeds = together(comm, lambda: open_some(settings, comm, specs), name="open_feeds")
             watchdog.beat("building the model")
             reducer = open_reducer(settings.reduce, comm, Timer())
-            learner = together(comm, lambda: build_learner(settings, reducer, comm), name="build_learner")
+            plain = replace(settings, learner=replace(settings.learner, ema_decay=None))  # the model's file has the average
+            learner = together(comm, lambda: build_learner(plain, reducer, comm), name="build_learner")
             folder = CheckpointFolder(Path(settings.run.model), learner.file_suffix)
             saver = Saver(comm, learner, reducer, folder, "shard")
             preloads = [

@@ -14,6 +14,7 @@ TINY = {
     "join_by_tag": ["1000"],
     "balance": ["--sequences", "1000"],
     "long_sequences": ["--sequences", "40", "--rounds", "1"],
+    "step_log": ["--steps", "10", "--rounds", "1"],
     "short_sequences": ["--sequences", "1000", "--of_returnn", "100", "--rounds", "1"],
 }
 PRINTED = {
@@ -26,6 +27,7 @@ PRINTED = {
     "balance": "balance_ranks",
     "long_sequences": "epoch 3: RETURNN",
     "short_sequences": "| RETURNN, sequences, cached |",
+    "step_log": "| a bar, and lines every 10 s |",
 }
 NEEDS = {"long_sequences": "returnn", "short_sequences": "returnn", "hdf_layouts": "hdf5plugin"}
 

@@ -1,14 +1,12 @@
 """What tools/hdf_dump.py draws on a terminal: a real one, of the system's kind (pty)."""
 
-import os
-import pty
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from terminal import Terminal, screen
 
 from hvdtrain.data.hdf import open_hdf
 
@@ -35,57 +33,6 @@ def endless():
         time.sleep(0.05)
         yield f"seq-{number}", {"data": numpy.ones((2, 3), "float32")}
 """
-
-
-class Terminal:
-    """A program with a terminal for all it prints and is typed."""
-
-    def __init__(self, folder: Path, arguments: list[str], columns: int = 120) -> None:
-        self._end, inside = pty.openpty()
-        subprocess.run(["stty", "cols", str(columns), "rows", "24"], stdin=inside, check=True)
-        self.process = subprocess.Popen(
-            [sys.executable, *arguments], cwd=folder, stdin=inside, stdout=inside, stderr=inside, start_new_session=True,
-            preexec_fn=lambda: os.ttyname(0) and os.close(os.open(os.ttyname(0), os.O_RDWR)),  # it becomes the session's own
-        )  # fmt: skip
-        os.close(inside)
-        self.text = ""
-
-    def read_until(self, pattern: str, seconds: float = 60) -> None:
-        """Read until a pattern has come."""
-        until = time.monotonic() + seconds
-        while not re.search(pattern, self.text):
-            assert time.monotonic() < until, self.text
-            assert self._more(), self.text
-
-    def read_to_end(self) -> int:
-        """Read what is still to come; return the exit status."""
-        while self._more():
-            pass
-        os.close(self._end)
-        return self.process.wait(timeout=60)
-
-    def type(self, keys: bytes) -> None:
-        os.write(self._end, keys)
-
-    def _more(self) -> bool:
-        try:
-            got = os.read(self._end, 4096)
-        except OSError:  # the program has ended
-            return False
-        self.text += got.decode("utf-8")
-        return bool(got)
-
-
-def screen(text: str) -> list[str]:
-    """The lines that are left to be seen: a carriage return goes back to a line's begin, ESC [ K clears from there on."""
-    lines = []
-    for printed in text.split("\n"):
-        shown = ""
-        for part in printed.rstrip("\r").split("\r"):
-            begin, clear, rest = part.partition("\x1b[K")
-            shown = begin + rest if clear else begin + shown[len(begin) :]
-        lines.append(shown)
-    return lines
 
 
 @pytest.fixture

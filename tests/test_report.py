@@ -66,6 +66,7 @@ def test_numbers_for_trackers() -> None:
         "time/elapsed": 12.0,
         "time/computing_share": 0.99,
         "time/compute": 9.0,
+        "time share/compute": 1.0,
         "time of the slowest rank/compute": 10.0,
         "padding/data": 0.25,
     }
@@ -94,6 +95,7 @@ def test_tensorboard_reads_what_is_written(tmp_path: Path) -> None:
     values = {value.tag: value.simple_value for value in reports[0].summary.value}
     assert values["dev/ce"] == 1.5
     assert values["learning_rate"] == 0.5
+    assert [values[f"time of rank {rank}/compute"] for rank in range(2)] == [10.0, 8.0]
 
 
 @pytest.fixture(scope="module")

@@ -121,7 +121,9 @@ def test_a_function_of_the_config_is_a_task(trained: tuple[Path, dict[str, objec
     assert wrong.status == 2
     assert "task: expected config:NAME with the name of a function in the config, got 'config:bye'" in wrong.err
     unknown = run(config, {**keys, "task": "sing"})
-    assert "task: expected one of train, eval, forward, search, cleanup_old_models, config:NAME, got 'sing'" in unknown.err
+    assert (
+        "task: expected one of train, dry_run, eval, forward, search, cleanup_old_models, config:NAME, got 'sing'" in unknown.err
+    )
 
 
 def test_cleanup_is_a_task(trained: tuple[Path, dict[str, object]], tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -33,6 +33,7 @@ class Feed:
         chunks: the chunks of all sequences, where they are cut: batches then consist of chunks.
         files: the files that it is read from, which are to stay as they are.
         budget: the memory in which the dataset keeps what it read.
+        select: what to use of a plan; None: all of it.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Feed:
     chunks: Chunks | None = None
     files: Unchanged | None = None
     budget: Budget | None = None
+    select: Callable[[Plan], Plan] | None = None
 
     @property
     def lengths(self) -> Mapping[str, Array]:
@@ -68,7 +70,7 @@ class Feed:
             raise DataError(
                 f"chunking: expected lengths that are those of every epoch, got a map_lengths in {self.name} that takes it"
             )
-        return plan(
+        made = plan(
             lengths,
             keys,
             self.batch_keys,
@@ -77,6 +79,7 @@ class Feed:
             file_bounds=file_bounds(self.dataset),
             chunks=self.chunks,
         )
+        return made if self.select is None else self.select(made)
 
     def num_sequences(self, plan: Plan) -> int:
         """How many sequences a plan goes through, each cut into chunks or not."""

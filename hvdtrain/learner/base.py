@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from hvdtrain.comm.base import Tensor
-from hvdtrain.config.keys import REQUIRED, key, positive
+from hvdtrain.config.keys import REQUIRED, key, not_negative, positive, share
 from hvdtrain.data.types import Array, Batch
 from hvdtrain.errors import CheckpointError, ConfigError
 from hvdtrain.scores import Scores
@@ -18,6 +19,9 @@ Kind = Literal["parameters", "frozen", "statistics", "counters"]
 
 Shapes = Mapping[str, tuple[int, ...]]
 """By name, the shape of a parameter or buffer."""
+
+Then = Literal["accumulate", "update"]
+"""What comes after a batch's gradients: those of more batches, or an update of the parameters."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,7 @@ class NotFinite:
     """A loss of a training step that is no finite number.
 
     Attributes:
-        step: updates done before it in the whole training.
+        step: steps done before it in the whole training.
         indices: the batch's sequences in the dataset.
         parameters: names of those that held such numbers when the loss was looked at: on a CPU before the step's update.
     """
@@ -87,11 +91,23 @@ class LearnerKeys:
         None, "scale gradients down to this global norm, after they were reduced over the ranks", positive
     )
     gradient_clip: float | None = key(None, "cut every gradient element off at plus or minus this, after the reduction", positive)
+    gradient_noise: float = key(
+        0.0,
+        "add normally distributed numbers of this standard deviation, cut off at twice that, to the gradients, after they were "
+        "reduced and before they are clipped",
+        not_negative,
+    )
     num_allowed_consec_invalid_gradient_steps: int | None = key(
         None,
         "leave an update out, on all ranks together, when a gradient is no finite number after the reduction, and end when more "
         "than so many follow each other; None: none is left out",
         positive,
+    )
+    ema_decay: float | None = key(
+        None,
+        "evaluate, and save as the model, an exponential moving average of the weights that keeps so much of itself at every "
+        "update, such as 0.999; at first less",
+        share,
     )
     sync_batch_norm: bool = key(
         False, "let the statistics of BatchNorm be those of all ranks' batches together (with horovod_reduce_type 'grad')"
@@ -122,15 +138,28 @@ class Learner(Protocol):
     """Of checkpoints: 'pt' for PyTorch, 'npz' for TensorFlow."""
 
     def begin_epoch(self, epoch: int, step: int) -> None:
-        """Be told where training stands: the epoch from 1, and the updates done so far."""
+        """Be told where training stands: the epoch from 1, and the batches of a rank (steps) done so far."""
         ...
 
-    def backward(self, batch: Batch | None) -> None:
-        """Add the batch's gradients to what will be applied by the next update. None: a rank without a batch adds zeros."""
+    def backward(self, batch: Batch | None, then: Then = "update") -> None:
+        """Add the batch's gradients to what will be applied by the next update. None: a rank without a batch adds zeros.
+
+        Args:
+            then: 'update': `update` is called next, so gradients may leave for the other ranks while the last are computed.
+        """
         ...
 
     def update(self, learning_rate: float) -> None:
         """Finish the reduction of the gradients and let the optimizer apply them."""
+        ...
+
+    def average_weights(self, updates: int) -> None:
+        """Be told that the ranks' models are one again, after so many updates: their average over time (`ema_decay`) follows."""
+        ...
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Inside the `with` block the model has the average over time as its weights, if one is kept. For evaluating; what is
+        saved meanwhile is the same as otherwise."""
         ...
 
     def evaluate(self, batch: Batch) -> None:
@@ -153,6 +182,14 @@ class Learner(Protocol):
         """Seconds spent in `backward` and `update` since the last call, as the device sees it."""
         ...
 
+    def peak_memory(self) -> int | None:
+        """Bytes that the device's memory had to give at most so far; None where the device is the CPU."""
+        ...
+
+    def arrays(self) -> Iterator[tuple[str, Array]]:
+        """The parameters, trained or not, one after the other: names, and copies of their values as floating numbers."""
+        ...
+
     def map_tensors(self, kind: Kind, change: Callable[[list[Tensor]], list[Tensor]]) -> None:
         """Replace the values of the model's tensors of one kind by what `change` makes of them, in the model's order."""
         ...
@@ -162,7 +199,8 @@ class Learner(Protocol):
         ...
 
     def save(self, model_file: Path, optimizer_file: Path, progress: dict[str, Any], state: Any | None = None) -> None:
-        """Write the model with `progress` beside it, and what else the optimizer needs to go on.
+        """Write the model with `progress` beside it, and what else the optimizer needs to go on. Where an average over time is
+        kept, it is the model, and the weights that are trained stand beside the optimizer.
 
         Args:
             state: write what `copied` returned instead of what is there now; from any thread.

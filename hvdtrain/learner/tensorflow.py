@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,13 @@ import tensorflow as tf
 from hvdtrain.data.types import Array, Batch
 from hvdtrain.errors import ConfigError, TrainingError
 from hvdtrain.learner.arrays import read_arrays, write_arrays
-from hvdtrain.learner.base import Chosen, Kind, LearnerKeys, Make, NotFinite, Part, Shapes, as_function, check_made
+from hvdtrain.learner.base import Chosen, Kind, LearnerKeys, Make, NotFinite, Part, Shapes, Then, as_function, check_made
 from hvdtrain.learner.clock import CpuClock
+from hvdtrain.learner.noise import noise_seeds
 from hvdtrain.learner.numbers import mixed_seed, mixed_seeds
 from hvdtrain.learner.outputs import by_sequence
+from hvdtrain.learner.tensorflow_accumulation import Pending
+from hvdtrain.learner.tensorflow_average import WeightAverage
 from hvdtrain.learner.tensorflow_graph import StepGraphs
 from hvdtrain.learner.tensorflow_optimizer import make_optimizer
 from hvdtrain.learner.tensorflow_setup import device_name, prepare_tensorflow
@@ -24,6 +28,10 @@ from hvdtrain.learner.tensorflow_variables import Parts, array_of, assign, excha
 from hvdtrain.learner.waiting import WaitingScores
 from hvdtrain.reduce import Reducer
 from hvdtrain.scores import Scores
+
+TRAINED, AVERAGED = "trained/", "averaged_updates"
+"""In the optimizer's file, where an average of the weights is kept: before the names of the weights that are trained, and how
+many updates the average has followed."""
 
 
 class TensorFlowLearner:
@@ -47,18 +55,21 @@ class TensorFlowLearner:
         updates_without_batch: bool,
         seed: tuple[int, int],
         skips: int | None = None,
+        average: WeightAverage | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
         self.graphs = graphs
         self.device_name = device_name()
         self.parts = parts
+        self._average = average
         self._updates_without_batch = updates_without_batch
         self._seed = seed
         self._clock = CpuClock()
         self._epoch = 0
         self._step = 0
-        self._reduced: Any = None
+        self._reduced: Any = None  # what the next update applies
+        self._pending: Pending | None = None  # gradients of the batches since the last update, if more are to come
         self._skips = skips
         self._skipped = 0
         self._scores = WaitingScores(
@@ -73,26 +84,44 @@ class TensorFlowLearner:
     def begin_epoch(self, epoch: int, step: int) -> None:
         self._epoch = epoch
         self._step = step
+        if self._average is not None and not self._average.started:
+            self._average.start()
 
-    def backward(self, batch: Batch | None) -> None:
-        self._reduced = None
-        if batch is None and not self._updates_without_batch:
+    def backward(self, batch: Batch | None, then: Then = "update") -> None:
+        if batch is not None or self._pending is not None or self._updates_without_batch:
+            with self._clock.span():
+                self._add(batch, then)
+                if then == "update" and self._reduced is None:
+                    self._reduced, self._pending = self.graphs.send(self._pending), None
+        self._step += 1
+
+    def _add(self, batch: Batch | None, then: Then) -> None:
+        """Collective, if an update comes next and this batch is the only one since the last."""
+        if batch is None:
+            self.graphs.agree()
             return
-        with self._clock.span():
-            if batch is None:
-                self._reduced = self.graphs.without_batch()
-            else:
-                seeds = mixed_seeds(len(self.parts.generators), *self._seed, self._step)
-                names, numbers, self._reduced = self.graphs.train(batch, self._epoch, self._step, seeds)
-                self._scores.add(names, numbers, self._step, batch.indices)
+        place = self._epoch, self._step, mixed_seeds(len(self.parts.generators), *self._seed, self._step)
+        if then == "update" and self._pending is None:
+            names, numbers, self._reduced = self.graphs.train(batch, *place)
+        else:
+            names, numbers, self._pending = self.graphs.collect(batch, *place, self._pending)
+        self._scores.add(names, numbers, self._step, batch.indices)
 
     def update(self, learning_rate: float) -> None:
         if self._reduced is not None:
             with self._clock.span():
-                finite = self.graphs.apply(self._reduced, learning_rate)
+                rank = None if self._updates_without_batch else self._seed[1]  # reduced gradients get the same on all ranks
+                finite = self.graphs.apply(self._reduced, learning_rate, noise_seeds(self._seed[0], rank, self._step - 1))
                 if self._skips is not None:
                     self._count_skipped(finite.numpy(), self._skips)
-        self._step += 1
+        self._reduced = None
+
+    def average_weights(self, updates: int) -> None:
+        if self._average is not None:
+            self._average.follow(updates)
+
+    def averaged(self) -> AbstractContextManager[None]:
+        return self._average.used() if self._average is not None and self._average.started else nullcontext()
 
     def evaluate(self, batch: Batch) -> None:
         self._scores.add(*self.graphs.evaluate(batch, self._epoch, self._step), self._step, batch.indices)
@@ -116,6 +145,13 @@ class TensorFlowLearner:
             self._scores.fetch()  # waits for the device
         return self._clock.take()
 
+    def arrays(self) -> Iterator[tuple[str, Array]]:
+        for name, variable in (*self._named("parameters"), *self._named("frozen")):
+            yield name, array_of(variable).astype(numpy.float32)
+
+    def peak_memory(self) -> int | None:
+        return None if self.device_name == "CPU" else int(tf.config.experimental.get_memory_info("GPU:0")["peak"])
+
     def map_tensors(self, kind: Kind, change: Callable[[list[tf.Tensor]], list[tf.Tensor]]) -> None:
         variables = [tensorflow_variable(variable) for variable in self.parts.of_kind(kind)]
         tensors = [exchangeable(variable) for variable in variables]
@@ -132,8 +168,14 @@ class TensorFlowLearner:
         write_arrays(model_file, model, progress)
 
     def copied(self) -> tuple[dict[str, Array], dict[str, Array]]:
-        model, optimizer = self.parts.variables.items(), self._optimizer_variables()
-        return {name: array_of(variable) for name, variable in model}, {name: array_of(variable) for name, variable in optimizer}
+        model = {name: array_of(variable) for name, variable in self.parts.variables.items()}
+        optimizer = {name: array_of(variable) for name, variable in self._optimizer_variables()}
+        if self._average is not None and self._average.started:
+            averages, trained = self._average.both()
+            model |= averages
+            optimizer |= {f"{TRAINED}{name}": array for name, array in trained.items()}
+            optimizer[AVERAGED] = numpy.array(self._average.updates)
+        return model, optimizer
 
     def load(self, model_file: Path, optimizer_file: Path | None) -> dict[str, Any]:
         arrays, progress = read_arrays(model_file)
@@ -141,8 +183,18 @@ class TensorFlowLearner:
         assign(self.parts.variables.items(), arrays, wrong)
         if optimizer_file is not None:
             arrays, _ = read_arrays(optimizer_file)
+            trained = {name: arrays.pop(name) for name in list(arrays) if name.startswith(TRAINED)}
+            updates = int(arrays.pop(AVERAGED, 0))
             self._load_optimizer(arrays, optimizer_file)
+            self._load_trained({name.removeprefix(TRAINED): array for name, array in trained.items()}, updates)
         return progress
+
+    def _load_trained(self, trained: Mapping[str, Array], updates: int) -> None:
+        """Go on from the weights that were trained, where the model's file has their average."""
+        if trained and self._average is not None:
+            self._average.start(updates)
+        ours = {name: variable for name, variable in self._named("parameters") if name in trained}
+        assign(ours.items(), {name: trained[name] for name in ours}, "the weights that were trained")
 
     def preload(
         self, file: Path, entry: str | None, chosen: Callable[[Shapes, Shapes], Chosen], make: Make | None
@@ -163,6 +215,8 @@ class TensorFlowLearner:
                     values[name] = numpy.asarray(made)
         for name, value in values.items():
             assign([(name, ours[name])], {name: value}, f"{file}: expected values for {name}, got others")
+        if self._average is not None:
+            self._average.adopt(set(values))
         return list(ours), list(values)
 
     def save_own(self, file: Path, parts: Sequence[Part]) -> None:
@@ -205,7 +259,7 @@ class TensorFlowLearner:
             names = [name for (name, _), whole in zip(self._named("parameters"), finite, strict=True) if not whole]
             error = TrainingError(
                 f"num_allowed_consec_invalid_gradient_steps: expected finite gradients after {skips} were left out, "
-                f"got others in step {self._step} of the training, for {', '.join(names)}"
+                f"got others in step {self._step - 1} of the training, for {', '.join(names)}"
             )
             error.on_every_rank = self._updates_without_batch  # gradients are the same on all ranks then
             raise error
@@ -257,9 +311,11 @@ def build_tensorflow_learner(
         parts,
         clip_global_norm=keys.gradient_clip_global_norm,
         clip_value=keys.gradient_clip,
+        noise=keys.gradient_noise,
         forward_step=as_function(keys.forward_step, "forward_step"),
         may_leave_out=skips is not None,
     )
+    named = {name: variable for name, variable in parts.variables.items() if parts.kinds[name] == "parameters"}
     return TensorFlowLearner(
         model,
         optimizer,
@@ -268,4 +324,5 @@ def build_tensorflow_learner(
         updates_without_batch=reducer.updates_without_batch,
         seed=(seed, rank),
         skips=skips,
+        average=None if keys.ema_decay is None else WeightAverage(named, keys.ema_decay),
     )

@@ -13,6 +13,7 @@ from hvdtrain.data.types import Batch
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.losses import TINY, check_marked, check_same, minimized, normalized, nothing_to_minimize
 from hvdtrain.learner.outputs import check_outputs
+from hvdtrain.learner.tensorflow_accumulation import Pending, PendingGradients, combined, of_any_set
 from hvdtrain.learner.tensorflow_batch import extern_data_of, specs_of, tensor_of
 from hvdtrain.learner.tensorflow_gradients import (
     Exchange,
@@ -22,10 +23,11 @@ from hvdtrain.learner.tensorflow_gradients import (
     clipped,
     divided,
     for_optimizer,
+    noisy,
     packed,
     unpacked,
 )
-from hvdtrain.learner.tensorflow_losses import count_of, numbers_of, total_of
+from hvdtrain.learner.tensorflow_losses import count_of, numbers_of, total_of, totals_of
 from hvdtrain.learner.tensorflow_variables import Parts, parts_of, set_generators, tensorflow_variable
 from hvdtrain.reduce import Reducer
 
@@ -54,6 +56,7 @@ class StepGraphs:
     or number of axes: batches of any length and any number of sequences share a graph. AutoGraph is not applied, as in Keras.
 
     Args:
+        noise: the standard deviation of what is added to gradients.
         may_leave_out: do not apply an update of which a gradient is no finite number.
 
     Attributes:
@@ -70,6 +73,7 @@ class StepGraphs:
         *,
         clip_global_norm: float | None = None,
         clip_value: float | None = None,
+        noise: float = 0.0,
         forward_step: Callable[..., None] | None = None,
         may_leave_out: bool = False,
     ) -> None:
@@ -83,12 +87,14 @@ class StepGraphs:
         self._parts = parts
         self._clip_global_norm = clip_global_norm
         self._clip_value = clip_value
+        self._noise = noise
         self._trained = parts.of_kind("parameters")
         self._variables = [tensorflow_variable(variable) for variable in self._trained]
         self._gradients = GraphGradients(self._variables, reducer)
         self._exchange: Exchange | None = None
         self._steps: dict[Any, Traced] = {}
-        self._zeros: Callable[..., Reduced] | None = None
+        self._pending = PendingGradients(self._gradients)
+        self._sends: dict[int, Callable[..., Reduced]] = {}
         self._update: Callable[..., tf.Tensor] | None = None
 
     def train(self, batch: Batch, epoch: int, step: int, seeds: Any) -> tuple[dict[str, bool], tf.Tensor, Reduced]:
@@ -105,16 +111,34 @@ class StepGraphs:
         numbers, reduced = traced.function(*arguments)
         return traced.names, numbers, reduced
 
-    def without_batch(self) -> Reduced:
-        """Collective. What a rank does instead of `train` that has no batch: it adds zeros."""
+    def collect(
+        self, batch: Batch, epoch: int, step: int, seeds: Any, pending: Pending | None
+    ) -> tuple[dict[str, bool], tf.Tensor, Pending]:
+        """Forward and backward of a batch that is one of several for an update; the gradients stay here.
+
+        Args:
+            pending: what was collected since the last update.
+        """
+        traced, arguments = self._graph(batch, self._collect, epoch, step, tf.constant(seeds, tf.uint32))
+        numbers, collected = traced.function(*arguments)
+        both = collected if pending is None else self._pending.merged(pending, collected, self._agreed())
+        return traced.names, numbers, both
+
+    def agree(self) -> None:
+        """Collective, on a rank that has no batch in the first step: be told what there is to exchange."""
         if self._exchange is None:
             self._exchange = self._reducer.agree(None)
-        if self._zeros is None:
-            self._zeros = tf.function(self._add_zeros, autograph=False).get_concrete_function(
-                self._gradients.specs(self._exchange), tf.TensorSpec([None], tf.float64)
-            )
-        counts = tf.zeros([max(1, len(self._exchange.losses.names))], tf.float64)
-        return self._zeros(packed(self._gradients.zeros(self._exchange)), counts)
+
+    def send(self, pending: Pending | None) -> Reduced:
+        """Collective. The exchange of what was collected, or of zeros where nothing was: by a rank without a batch."""
+        if pending is None:
+            self.agree()
+            pending = self._pending.zeros(self._agreed())
+        sets = len(pending[0])
+        if sets not in self._sends:
+            graph = tf.function(self._send, autograph=False)
+            self._sends[sets] = graph.get_concrete_function(*self._pending.specs(sets, self._agreed()))
+        return self._sends[sets](*pending)
 
     def evaluate(self, batch: Batch, epoch: int, step: int) -> tuple[dict[str, bool], tf.Tensor]:
         """The losses' names, their sums and counts."""
@@ -127,8 +151,11 @@ class StepGraphs:
         outputs: dict[str, tuple[tf.Tensor, tf.Tensor | None]] = traced.function(*arguments)
         return outputs
 
-    def apply(self, reduced: Reduced, learning_rate: float) -> tf.Tensor:
+    def apply(self, reduced: Reduced, learning_rate: float, noise_seeds: Any) -> tf.Tensor:
         """Let the optimizer update the parameters.
+
+        Args:
+            noise_seeds: of what `noise` adds to the gradients; uint32 of shape (2,).
 
         Returns:
             For every parameter whether its gradient is finite numbers only; where updates may be left out, this one was
@@ -137,10 +164,12 @@ class StepGraphs:
         if self._update is None:
             specs = self._gradients.specs(self._agreed())
             self._update = tf.function(self._apply, autograph=False).get_concrete_function(
-                specs, tf.TensorSpec([], tf.float64), tf.TensorSpec([], tf.float32)
+                specs, tf.TensorSpec([], tf.float64), tf.TensorSpec([], tf.float32), tf.TensorSpec([2], tf.int32)
             )
         gradients, divisor, waited = reduced
-        finite = self._update(gradients, divisor, tf.constant(learning_rate, tf.float32))
+        finite = self._update(
+            gradients, divisor, tf.constant(learning_rate, tf.float32), tf.constant(noise_seeds.astype("int32"))
+        )
         self._reducer.waited(float(waited))
         return finite
 
@@ -179,13 +208,27 @@ class StepGraphs:
         local = self._gradients.local(found, self._agreed())
         return numbers_of(losses), self._reduce(local, counts, waited)
 
-    def _add_zeros(self, zeros: list[Any], counts: tf.Tensor) -> Reduced:
-        """What `without_batch` does, while it is traced."""
-        exchange = self._agreed()
+    def _collect(self, names: dict[str, bool], data: Any, epoch: tf.Tensor, step: tf.Tensor, seeds: tf.Tensor) -> Any:
+        """What `collect` does with one batch, while it is traced."""
+        set_generators(self._parts.generators, seeds)
+        with tf.GradientTape(persistent=True) as tape:
+            losses = self._losses(names, data, epoch, step, train=True)
+            own = normalized(losses)
+            totals = [self._optimizer.scale_loss(total) for total in totals_of(losses, () if own.alone else own.names)]
+        found = [tape.gradient(total, self._variables) for total in totals]
+        if all(gradient is None for of_loss in found for gradient in of_loss):
+            raise nothing_to_minimize()
+        self._agree(Exchange(own, self._gradients.rows(of_any_set(found))))
+        counts = tf.stack([count_of(losses[name]) for name in own.names] or [tf.constant(0.0, tf.float64)])
+        return numbers_of(losses), ([packed(self._gradients.local(of_loss, self._agreed())) for of_loss in found], counts)
+
+    def _send(self, sets: list[list[Any]], counts: tf.Tensor) -> Reduced:
+        """What `send` does, while it is traced."""
+        losses = self._agreed().losses
         waited = tf.zeros([], tf.float64)
-        if exchange.losses.names and not exchange.losses.alone:
+        if losses.names and not losses.alone:
             counts, waited = _timed(self._gradients.exchange_counts, counts)
-        return self._reduce(unpacked(zeros), counts, waited)
+        return self._reduce(combined(sets, counts), counts, waited)
 
     def _evaluate(self, names: dict[str, bool], data: Any, epoch: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
         """What `evaluate` does, while it is traced."""
@@ -200,13 +243,15 @@ class StepGraphs:
         check_outputs(context.outputs)
         return {name: (tf.convert_to_tensor(output.value), output.seq_lens) for name, output in context.outputs.items()}
 
-    def _apply(self, reduced: list[Any], divisor: tf.Tensor, learning_rate: tf.Tensor) -> tf.Tensor:
+    def _apply(self, reduced: list[Any], divisor: tf.Tensor, learning_rate: tf.Tensor, noise_seeds: tf.Tensor) -> tf.Tensor:
         """What `apply` does, while it is traced."""
         gradients = unpacked(reduced)
         if self._agreed().losses.alone and self._agreed().losses.names:
             gradients = divided(gradients, divisor)
         finite = are_finite(gradients)
         scale = self._optimizer.scale_loss(tf.ones([]))  # of the loss, where float16 asks for that
+        if self._noise:
+            gradients = noisy(gradients, self._noise * scale, noise_seeds)
         by_value, global_norm = (None if limit is None else limit * scale for limit in (self._clip_value, self._clip_global_norm))
         gradients = clipped(gradients, by_value, global_norm)
         self._optimizer.learning_rate = learning_rate

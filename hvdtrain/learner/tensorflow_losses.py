@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 
@@ -23,14 +23,30 @@ def count_of(loss: Loss) -> tf.Tensor:
     return tf.reduce_sum(tf.cast(loss.count, tf.float64))
 
 
-def total_of(losses: Mapping[str, Loss], divisors: Mapping[str, tf.Tensor]) -> tf.Tensor:
-    """The scalar to differentiate. Raises: ConfigError, where there is none."""
-    terms = []
+def terms_of(losses: Mapping[str, Loss]) -> dict[str, tf.Tensor]:
+    """The losses to be minimized: their sums times their scales."""
+    terms = {}
     for name, loss in minimized(losses).items():
         value = tf.convert_to_tensor(loss.value)
-        term = tf.reduce_sum(tf.cast(value, tf.float32) if value.dtype.size < 4 else value) * loss.scale
-        terms.append(term / tf.cast(divisors[name], term.dtype) if name in divisors else term)
+        terms[name] = tf.reduce_sum(tf.cast(value, tf.float32) if value.dtype.size < 4 else value) * loss.scale
+    return terms
+
+
+def total_of(losses: Mapping[str, Loss], divisors: Mapping[str, tf.Tensor]) -> tf.Tensor:
+    """The scalar to differentiate. Raises: ConfigError, where there is none."""
+    terms = terms_of(losses)
+    return _added([term / tf.cast(divisors[name], term.dtype) if name in divisors else term for name, term in terms.items()])
+
+
+def totals_of(losses: Mapping[str, Loss], apart: Sequence[str]) -> list[tf.Tensor]:
+    """The scalars to differentiate where some losses are to be kept apart: of the others together, if there are any, or else a
+    constant; then of each of those. Raises: ConfigError, where there is none."""
+    terms = terms_of(losses)
+    others = [term for name, term in terms.items() if name not in apart]
+    return [_added(others) if others or not apart else tf.zeros([]), *(terms[name] for name in apart)]
+
+
+def _added(terms: Sequence[tf.Tensor]) -> tf.Tensor:
     if not terms:
         raise nothing_to_minimize()
-    dtype = terms[0].dtype
-    return tf.add_n([tf.cast(term, dtype) for term in terms])
+    return tf.add_n([tf.cast(term, terms[0].dtype) for term in terms])

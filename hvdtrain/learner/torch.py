@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy
@@ -11,14 +12,17 @@ import torch
 from hvdtrain.context import Loss, RunContext, running
 from hvdtrain.data.types import Array, Batch
 from hvdtrain.errors import ConfigError
-from hvdtrain.learner.base import NotFinite
+from hvdtrain.learner.base import NotFinite, Then
 from hvdtrain.learner.clock import CpuClock
 from hvdtrain.learner.losses import TINY, Normalized, check_marked, check_same, minimized, normalized
 from hvdtrain.learner.outputs import by_sequence, check_outputs
+from hvdtrain.learner.torch_accumulation import LossGradients
+from hvdtrain.learner.torch_average import WeightAverage
 from hvdtrain.learner.torch_batch import extern_data_of
 from hvdtrain.learner.torch_clock import CudaClock
 from hvdtrain.learner.torch_gradients import GradientStream
 from hvdtrain.learner.torch_losses import count_of, numbers_of, total_of
+from hvdtrain.learner.torch_noise import GradientNoise
 from hvdtrain.learner.torch_setup import seed_all
 from hvdtrain.learner.torch_state import TorchState
 from hvdtrain.learner.torch_sync_batch_norm import Exchange
@@ -50,10 +54,12 @@ class TorchLearner:
         seed: tuple[int, int],
         clip_global_norm: float | None = None,
         clip_value: float | None = None,
+        noise: GradientNoise | None = None,
         skips: int | None = None,
         forward_step: Callable[..., None] | None = None,
         batch_norm: Exchange | None = None,
         constants: frozenset[str] = frozenset(),
+        average: WeightAverage | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -64,7 +70,8 @@ class TorchLearner:
         self._seed = seed
         self._forward_step = forward_step
         self._batch_norm = batch_norm
-        state = TorchState(model, optimizer, device, constants)
+        self._average = average
+        state = TorchState(model, optimizer, device, average, constants)
         self.map_tensors, self.gather_state, self.preload = state.map_tensors, state.gather_state, state.preload
         self.save, self.copied, self.load = state.save, state.copied, state.load
         self.save_own, self.load_own = state.save_own, state.load_own
@@ -75,15 +82,18 @@ class TorchLearner:
             optimizer,
             clip_global_norm=clip_global_norm,
             clip_value=clip_value,
+            noise=noise,
             skips=skips,
             same_on_all_ranks=reducer.updates_without_batch,
         )
         self._clock = CudaClock() if device.type == "cuda" else CpuClock()
         self._epoch = 0
         self._step = 0
-        self._has_batch = False
-        self._normalized: Normalized | None = None
+        self._updates = False  # whether the next update changes anything: it has a batch, here or on some rank
+        self._means: Normalized | None = None
+        self._counts: Any = 0.0
         self._counting: Any = None
+        self._loss_gradients = LossGradients(self._trained)
         self._scores = WaitingScores(
             lambda tensors: torch.cat(tensors).tolist(), self._broken, at_once=device.type == "cpu", finite_only=skips is not None
         )
@@ -92,32 +102,42 @@ class TorchLearner:
     def begin_epoch(self, epoch: int, step: int) -> None:
         self._epoch = epoch
         self._step = step
+        if self._average is not None and not self._average.started:
+            self._average.start()
 
-    def backward(self, batch: Batch | None) -> None:
-        self._has_batch = batch is not None
-        if batch is None and not self._reducer.updates_without_batch:
-            return
-        with self._clock.span():
-            seed_all(self._device, *self._seed, self._step)
-            losses = self._losses(batch, train=True) if batch is not None else None
-            self._end_of_batch_norms(batch, forward=True)
-            divisors = self._start_counting(losses)
-            self._gradients.begin()
-            total = total_of(losses or {}, divisors)
-            if total is not None:
-                total.backward()  # type: ignore[no-untyped-call]
-            self._end_of_batch_norms(batch, forward=False)
+    def backward(self, batch: Batch | None, then: Then = "update") -> None:
+        self._updates = self._updates or batch is not None or self._reducer.updates_without_batch
+        if self._updates:
+            with self._clock.span():
+                seed_all(self._device, *self._seed, self._step)
+                losses = self._losses(batch, train=True) if batch is not None else None
+                self._end_of_batch_norms(batch, forward=True)
+                means = self._agree_on_means(losses)
+                self._count(losses, means)
+                if then == "update":
+                    self._add_last(losses or {}, means)
+                elif losses is not None:
+                    self._add(losses, means)
+                self._end_of_batch_norms(batch, forward=False)
+        self._step += 1
 
     def update(self, learning_rate: float) -> None:
-        if self._has_batch or self._reducer.updates_without_batch:
+        if self._updates:
             with self._clock.span():
                 self._gradients.finish()
                 if self._counting is not None:
                     [counts] = self._reducer.finish_gradients(self._counting)
                     gradients = [parameter.grad for parameter in self._trained if parameter.grad is not None]
                     torch._foreach_div_(gradients, counts.clamp(min=TINY)[0])
-                self._update.apply(learning_rate, self._step)
-        self._step += 1
+                self._update.apply(learning_rate, self._step - 1)
+        self._updates = False
+
+    def average_weights(self, updates: int) -> None:
+        if self._average is not None:
+            self._average.follow(updates)
+
+    def averaged(self) -> AbstractContextManager[None]:
+        return self._average.used() if self._average is not None and self._average.started else nullcontext()
 
     def evaluate(self, batch: Batch) -> None:
         with torch.no_grad():
@@ -141,6 +161,13 @@ class TorchLearner:
 
     def take_step_seconds(self) -> float:
         return self._clock.take()
+
+    def arrays(self) -> Iterator[tuple[str, Array]]:
+        for name, parameter in self.model.named_parameters():
+            yield name, parameter.detach().to("cpu", torch.float32, copy=True).numpy()
+
+    def peak_memory(self) -> int | None:
+        return torch.cuda.max_memory_reserved(self._device) if self._device.type == "cuda" else None
 
     def numbers(self, values: Sequence[float]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float64)
@@ -170,29 +197,51 @@ class TorchLearner:
         self._scores.add(names, numbers_of(context.losses, self._device), self._step, batch.indices)
         return context.losses
 
-    def _start_counting(self, losses: dict[str, Loss] | None) -> dict[str, torch.Tensor]:
-        """Collective. What the losses that are to be means are divided by: their number of elements over all ranks.
+    def _agree_on_means(self, losses: dict[str, Loss] | None) -> Normalized:
+        """Collective in the first step: a rank without a batch has to be told which losses are means."""
+        own = None if losses is None else normalized(losses)
+        if self._means is None:
+            self._means = self._reducer.agree(own)
+        if own is not None:
+            check_same(self._means, own)
+        return self._means
+
+    def _count(self, losses: dict[str, Loss] | None, means: Normalized) -> None:
+        """Add up the elements of the losses that are means, over this rank's batches since the last update."""
+        if losses is not None and means.names:
+            self._counts = self._counts + torch.stack([count_of(losses[name]) for name in means.names]).to(self._device)
+
+    def _add(self, losses: dict[str, Loss], means: Normalized) -> None:
+        """The gradients of a batch after which others are to come."""
+        if means.names and not means.alone:
+            self._loss_gradients.add(losses, means.names)
+        elif (total := total_of(losses, {})) is not None:
+            total.backward()  # type: ignore[no-untyped-call]
+
+    def _add_last(self, losses: dict[str, Loss], means: Normalized) -> None:
+        """Collective. The gradients of the last batch before an update, which leave as soon as they are there."""
+        divisors = self._start_counting(means)
+        self._loss_gradients.combine(divisors)
+        self._gradients.begin()
+        if (total := total_of(losses, divisors)) is not None:
+            total.backward()  # type: ignore[no-untyped-call]
+
+    def _start_counting(self, means: Normalized) -> dict[str, torch.Tensor]:
+        """Collective. What the losses that are means are divided by: their number of elements over all batches and ranks.
 
         Where such a loss is the only one, gradients of its sum are as good: they are divided when both they and the count
         have come together, and no rank waits for the others between forward and backward. Then nothing is returned.
-
-        A rank without a batch takes part with zero elements; in the first step it has to be told what there is to count.
         """
-        own = None if losses is None else normalized(losses)
-        if self._normalized is None:
-            self._normalized = self._reducer.agree(own)
-        if own is not None:
-            check_same(self._normalized, own)
-        if not self._normalized.names:
+        if not means.names:
             return {}
-        zero = torch.zeros((), dtype=torch.float64)
-        counts = torch.stack([count_of(losses[name]) if losses else zero for name in self._normalized.names])
-        counting = self._reducer.start_gradients([counts.to(self._device)], name="loss_counts")
-        if self._normalized.alone:
+        counts = torch.zeros(len(means.names), dtype=torch.float64, device=self._device) + self._counts
+        self._counts = 0.0
+        counting = self._reducer.start_gradients([counts], name="loss_counts")
+        if means.alone:
             self._counting = counting
             return {}
         [totals] = self._reducer.finish_gradients(counting)
-        return dict(zip(self._normalized.names, totals.clamp(min=TINY), strict=True))
+        return dict(zip(means.names, totals.clamp(min=TINY), strict=True))
 
 
 def _array(value: Any) -> Array:

@@ -11,6 +11,8 @@ from hvdtrain.comm.base import Communicator
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.base import LearnerKeys, Take, as_function
 from hvdtrain.learner.torch import TorchLearner
+from hvdtrain.learner.torch_average import WeightAverage
+from hvdtrain.learner.torch_noise import GradientNoise
 from hvdtrain.learner.torch_optimizer import make_optimizer
 from hvdtrain.learner.torch_setup import device_of, seed_all
 from hvdtrain.learner.torch_sharded import ShardedOptimizer
@@ -66,7 +68,9 @@ def build_torch_learner(
     exchange: Exchange | None = None
     if batch_norm is not None:
         model, exchange = synchronize(model, batch_norm)
+    noise_rank = None if reducer.updates_without_batch else rank  # where gradients were reduced, all ranks add the same
     optimizer = make_optimizer(keys.optimizer, model)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return TorchLearner(
         model,
         as_function(keys.train_step, "train_step"),
@@ -76,8 +80,10 @@ def build_torch_learner(
         seed=(seed, rank),
         clip_global_norm=keys.gradient_clip_global_norm,
         clip_value=keys.gradient_clip,
+        noise=GradientNoise(keys.gradient_noise, (seed, noise_rank), device) if keys.gradient_noise else None,
         skips=keys.num_allowed_consec_invalid_gradient_steps,
         forward_step=as_function(keys.forward_step, "forward_step"),
         batch_norm=exchange,
         constants=constant,
+        average=None if keys.ema_decay is None else WeightAverage(trained, keys.ema_decay),
     )

@@ -23,11 +23,15 @@ def count_of(loss: Loss) -> torch.Tensor:
     return torch.as_tensor(loss.count).detach().sum(dtype=torch.float64)
 
 
+def terms_of(losses: Mapping[str, Loss]) -> dict[str, torch.Tensor]:
+    """The losses to be minimized: their sums times their scales."""
+    return {name: loss.value.sum() * loss.scale for name, loss in minimized(losses).items()}
+
+
 def total_of(losses: Mapping[str, Loss], divisors: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-    """The scalar to differentiate; None for a rank without a batch."""
+    """The scalar to differentiate; None for a rank without a batch. Raises: ConfigError, where there is none."""
     total: torch.Tensor | None = None
-    for name, loss in minimized(losses).items():
-        term = loss.value.sum() * loss.scale
+    for name, term in terms_of(losses).items():
         if name in divisors:
             term = term / divisors[name].to(term.dtype)
         total = term if total is None else total + term

@@ -10,8 +10,13 @@ import torch
 
 from hvdtrain.errors import CheckpointError
 from hvdtrain.learner.base import Chosen, Kind, Make, Part, Shapes, check_made
+from hvdtrain.learner.torch_average import WeightAverage
 from hvdtrain.learner.torch_sharded import ShardedOptimizer
 from hvdtrain.learner.torch_update import Optimizer
+
+TRAINED, AVERAGED = "trained", "averaged_updates"
+"""Entries of the optimizer's file where an average of the weights is kept: the weights that are trained, by name, and how many
+updates the average has followed."""
 
 
 class TorchState:
@@ -22,10 +27,16 @@ class TorchState:
     """
 
     def __init__(
-        self, model: torch.nn.Module, optimizer: Optimizer, device: torch.device, constants: frozenset[str] = frozenset()
+        self,
+        model: torch.nn.Module,
+        optimizer: Optimizer,
+        device: torch.device,
+        average: WeightAverage | None,
+        constants: frozenset[str],
     ) -> None:
         self._model = model
         self._optimizer = optimizer
+        self._average = average
         self._device = device
         self._constants = constants
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -42,13 +53,25 @@ class TorchState:
             self._optimizer.gather()
 
     def save(self, model_file: Path, optimizer_file: Path, progress: dict[str, Any], state: Any | None = None) -> None:
-        names = [name for name, _ in self._model.named_parameters() if name not in self._constants]
-        model, optimizer = (self._saved(), self._optimizer.state_dict()) if state is None else state
-        torch.save({"optimizer": optimizer, "param_names": names, **progress}, optimizer_file)
+        model, optimizer = self._contents() if state is None else state
+        torch.save({**optimizer, **progress}, optimizer_file)
         torch.save({"model": model, **progress}, model_file)
 
     def copied(self) -> tuple[Any, Any]:
-        return _copied(self._saved()), _copied(self._optimizer.state_dict())
+        return _copied(self._contents())  # type: ignore[no-any-return]
+
+    def _contents(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What belongs into the model's file and into the optimizer's, besides progress."""
+        model: dict[str, Any] = self._saved()
+        names = [name for name, _ in self._model.named_parameters() if name not in self._constants]
+        optimizer: dict[str, Any] = {"optimizer": self._optimizer.state_dict(), "param_names": names}
+        if self._average is not None and self._average.started:
+            averages, trained = self._average.both()
+            average_of = {id(parameter): average for parameter, average in zip(self._trained, averages, strict=True)}
+            named = self._model.named_parameters(remove_duplicate=False)  # shared parameters under all of their names
+            model |= {name: average_of[id(one)] for name, one in named if id(one) in average_of}
+            optimizer |= {TRAINED: dict(zip(self._trained_names(), trained, strict=True)), AVERAGED: self._average.updates}
+        return model, optimizer
 
     def load(self, model_file: Path, optimizer_file: Path | None) -> dict[str, Any]:
         stored = _load(model_file, self._device)
@@ -58,13 +81,30 @@ class TorchState:
         except (KeyError, RuntimeError) as error:
             raise CheckpointError(f"{model_file}: expected the parameters of this config's model, got others: {error}") from None
         if optimizer_file is not None:
-            self._load_optimizer(_load(optimizer_file, self._device).get("optimizer"), optimizer_file)
+            beside = _load(optimizer_file, self._device)
+            self._load_optimizer(beside.get("optimizer"), optimizer_file)
+            self._load_trained(beside.get(TRAINED), beside.get(AVERAGED, 0))
         return stored
+
+    def _load_trained(self, trained: dict[str, torch.Tensor] | None, updates: int) -> None:
+        """Go on from the weights that were trained, where the model's file has their average."""
+        if trained is None:
+            return
+        if self._average is not None:
+            self._average.start(updates)
+        with torch.no_grad():
+            for name, parameter in zip(self._trained_names(), self._trained, strict=True):
+                if name in trained:
+                    parameter.copy_(trained[name])
 
     def preload(
         self, file: Path, entry: str | None, chosen: Callable[[Shapes, Shapes], Chosen], make: Make | None
     ) -> tuple[list[str], list[str]]:
-        return preload(self._saved(), self._device, file, entry, chosen, make)
+        ours, taken = preload(self._saved(), self._device, file, entry, chosen, make)
+        if self._average is not None:
+            named = self._model.named_parameters(remove_duplicate=False)
+            self._average.adopt({id(parameter) for name, parameter in named if name in taken})
+        return ours, taken
 
     def save_own(self, file: Path, parts: Sequence[Part]) -> None:
         own: dict[str, Any] = {}
@@ -92,6 +132,9 @@ class TorchState:
             self._optimizer.load_state_dict(state)
         except (KeyError, ValueError) as error:
             raise CheckpointError(f"{file}: expected the state of this config's optimizer, got another: {error}") from None
+
+    def _trained_names(self) -> list[str]:
+        return [name for name, parameter in self._model.named_parameters() if parameter.requires_grad]
 
     def _tensors(self, kind: Kind) -> list[torch.Tensor]:
         if kind == "parameters":

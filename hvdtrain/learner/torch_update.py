@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 
 from hvdtrain.errors import TrainingError
+from hvdtrain.learner.torch_noise import GradientNoise
 from hvdtrain.learner.torch_sharded import ShardedOptimizer
 
 Optimizer = torch.optim.Optimizer | ShardedOptimizer
 
 
 class Update:
-    """The optimizer's step, and what comes before it: leaving broken gradients out, clipping, the learning rate.
+    """The optimizer's step, and what comes before it: leaving broken gradients out, noise, clipping, the learning rate.
 
     Args:
         skips: leave out updates of which a gradient is no finite number, up to so many in a row; None: leave none out.
@@ -25,6 +26,7 @@ class Update:
         *,
         clip_global_norm: float | None,
         clip_value: float | None,
+        noise: GradientNoise | None,
         skips: int | None,
         same_on_all_ranks: bool,
     ) -> None:
@@ -33,6 +35,7 @@ class Update:
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._clip_global_norm = clip_global_norm
         self._clip_value = clip_value
+        self._noise = noise
         self._skips = skips
         self._skipped = 0
         self._same_on_all_ranks = same_on_all_ranks
@@ -41,12 +44,14 @@ class Update:
         """Apply the reduced gradients, and drop them.
 
         Args:
-            step: updates done before this one in the whole training.
+            step: steps done before this one in the whole training.
 
         Raises:
             TrainingError: too many updates in a row were left out.
         """
         if self._skips is None or self._is_finite(self._skips, step):
+            if self._noise is not None:
+                self._noise.add(self._trained, step)
             self._clip()
             for group in self._optimizer.param_groups:
                 group["lr"] = learning_rate * group.get("learning_rate_multiplier", 1.0)

@@ -21,6 +21,7 @@ body { font: 15px/1.5 system-ui, sans-serif; color: #1d2730; max-width: 1320px; 
 h1 { font-size: 1.6rem } h2 { font-size: 1.15rem; margin-top: 2.2rem; border-bottom: 1px solid #d8dee3 }
 .figures { display: flex; flex-wrap: wrap; gap: 1rem } figure { margin: 0 } .figures svg { max-width: 100%; height: auto }
 table { border-collapse: collapse; font-size: 13px } td, th { padding: .2rem .7rem; text-align: left; vertical-align: top }
+td:first-child { white-space: nowrap }
 tr:nth-child(even) { background: #f3f6f8 } td.number { text-align: right; font-variant-numeric: tabular-nums }
 code { font: 12px/1.4 ui-monospace, monospace; overflow-wrap: anywhere } .late { color: #b02a37 } .note { color: #5c6b77 }
 """

@@ -49,7 +49,9 @@ def score_figures(runs: list[Run]) -> dict[str, Figure]:
 
 def learning_rate_figure(runs: list[Run]) -> Figure:
     """The epochs' learning rates."""
-    return _of_epochs(runs, "learning rate", lambda epoch: epoch["learning_rate"])
+    figure = _of_epochs(runs, "learning rate", lambda epoch: epoch["learning_rate"])
+    figure.axes[0].set_ylim(bottom=0)  # a rate that stays the same would have an axis of six digits
+    return figure
 
 
 def computing_figure(runs: list[Run]) -> Figure:

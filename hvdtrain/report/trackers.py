@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from hvdtrain.config.keys import key
+from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError
 from hvdtrain.report.epoch import EpochReport
+from hvdtrain.report.histogram import histogram
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,21 +25,35 @@ class TrackerKeys:
     use_tensorboard: bool = key(
         False, "write scores, learning rate and times for TensorBoard, into tensorboard/ beside the model"
     )
+    tensorboard_histograms: bool = key(
+        False, "write the distribution of every parameter's elements for TensorBoard, too (with use_tensorboard)"
+    )
     track_epoch: Callable[..., None] | str | None = key(
         None,
         "function (*, epoch, step, metrics, **_) that rank 0 calls after every epoch, to hand {name: number} on to MLflow, "
         "Weights & Biases or the like",
     )
 
+    def problems(self) -> list[str]:
+        """What is wrong between the keys."""
+        if self.tensorboard_histograms and not self.use_tensorboard:
+            return ["tensorboard_histograms: expected use_tensorboard = True beside it, got False"]
+        return []
+
 
 def metrics(report: EpochReport) -> dict[str, float]:
-    """Everything in a report that is a number, by a name with its group: `dev/ce`, `time/compute`, `padding/data`."""
+    """Everything in a report that is a number, by a name with its group: `dev/ce`, `time/compute`, `padding/data`.
+
+    Seconds are means over the ranks, shares those of all ranks' time.
+    """
     numbers = {name.replace("_loss_", "/", 1): value for name, value in report.scores.items()}
     numbers |= {"learning_rate": report.learning_rate, "time/elapsed": report.elapsed, "time/computing_share": report.computing}
     names = dict.fromkeys(name for rank in report.seconds for name in rank)
+    whole = sum(sum(rank.values()) for rank in report.seconds)
     for name in names:
         values = [rank.get(name, 0.0) for rank in report.seconds]
         numbers[f"time/{name}"] = fmean(values)
+        numbers[f"time share/{name}"] = sum(values) / whole if whole else 0.0
         if len(values) > 1:
             numbers[f"time of the slowest rank/{name}"] = max(values)
     return numbers | {f"padding/{name}": share for name, share in report.padding.items()}
@@ -49,19 +65,23 @@ class TensorBoard:
     The records are written with TensorBoard's own messages, but without its `SummaryWriter`, which imports TensorFlow
     where that is installed.
 
+    Args:
+        parameters: asked after every epoch for arrays by name, of which histograms are written; None: no histograms.
+
     Raises:
         ConfigError: TensorBoard is not installed.
     """
 
-    def __init__(self, folder: Path, step: int) -> None:
+    def __init__(self, folder: Path, step: int, parameters: Callable[[], Iterable[tuple[str, Array]]] | None = None) -> None:
         try:
             from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-            from tensorboard.compat.proto.summary_pb2 import Summary
+            from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
             from tensorboard.summary.writer.record_writer import RecordWriter
         except ImportError as error:
             raise ConfigError([f"use_tensorboard: expected TensorBoard, got: {error} (pip install tensorboard)"]) from None
         self._folder = folder
-        self._event, self._summary, self._writer = Event, Summary, RecordWriter
+        self._event, self._summary, self._histogram, self._writer = Event, Summary, HistogramProto, RecordWriter
+        self._parameters = parameters
         self._begin = [
             Event(wall_time=time.time(), file_version="brain.Event:2"),
             Event(wall_time=time.time(), step=step, session_log=SessionLog(status=SessionLog.START)),
@@ -70,7 +90,13 @@ class TensorBoard:
         self._path = folder / name
 
     def epoch(self, report: EpochReport) -> None:
-        values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics(report).items()]
+        numbers = metrics(report)
+        for rank, seconds in enumerate(report.seconds):
+            numbers |= {f"time of rank {rank}/{name}": value for name, value in seconds.items()}
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
+        for name, array in self._parameters() if self._parameters is not None else ():
+            if (found := histogram(array)) is not None:
+                values.append(self._summary.Value(tag=f"parameters/{name}", histo=self._histogram(**found)))
         event = self._event(wall_time=time.time(), step=report.global_step, summary=self._summary(value=values))
         self._folder.mkdir(parents=True, exist_ok=True)
         with self._path.open("ab") as file:

@@ -1,0 +1,76 @@
+#!/usr/bin/env python3
+"""What a bar on the terminal costs: `python benchmarks/step_log.py`.
+
+Short steps (a small product of matrices) of which nobody is told, a log that writes lines into a file, and one that draws a bar
+on a terminal (of the system's kind, which a thread reads), in turn. Seconds are the processor's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import pty
+import sys
+import tempfile
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+import numpy
+from measuring import machine, table, take_turns
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from hvdtrain.log import LogKeys, open_log  # noqa: E402  # the line above finds the checkout
+from hvdtrain.progress import Line  # noqa: E402
+from hvdtrain.scores import Scores  # noqa: E402
+from hvdtrain.step_log import StepLog  # noqa: E402
+
+
+def drain(end: int) -> None:
+    """Read what is printed to a terminal, until it is closed."""
+    with suppress(OSError):
+        while os.read(end, 4096):
+            pass
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=1000, help="in a turn; default 1000")
+    parser.add_argument("--rounds", type=int, default=20, help="turns; default 20")
+    options = parser.parse_args()
+    print(machine())
+    end, inside = pty.openpty()
+    os.system(f"stty cols 120 rows 24 < {os.ttyname(inside)}")
+    threading.Thread(target=drain, args=(end,), daemon=True).start()
+    frames, weights = (numpy.random.default_rng(0).normal(size=(256, 256)).astype(numpy.float32) for _ in range(2))
+
+    def steps(log: StepLog | None) -> float:
+        if log is not None:
+            log.begin(1, None, options.steps)
+        for number in range(1, options.steps + 1):
+            frames @ weights
+            if log is not None:
+                log.step(number, number / options.steps, scores, 0.001)
+        return float(options.steps)
+
+    def scores() -> Scores:
+        result = Scores()
+        result.add("ce", 1.0, 1.0)
+        return result
+
+    with tempfile.TemporaryDirectory() as folder, os.fdopen(inside, "w") as stream:
+        open_log(LogKeys(log=f"{folder}/train.log", log_verbosity=[5, 0]), 0, 1)
+        contestants = {
+            "no log": lambda: steps(None),
+            "lines in a file, ten a second": lambda: steps(StepLog(0.1)),
+            "a bar, and lines every 10 s": lambda: steps(StepLog(10.0, Line(stream, inside))),
+        }
+        table(take_turns(contestants, options.rounds), "steps a second", 1.0, "no log")
+        open_log(LogKeys(), 0, 1)
+        logging.shutdown()
+
+
+if __name__ == "__main__":
+    main()

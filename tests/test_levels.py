@@ -98,6 +98,7 @@ BESIDE = [
     ("ending", "schedule.history"),
     ("start", "checkpoint"),
     ("start", "preload"),
+    ("step_log", "data.sizes"),
     ("returnn_layer.hdf", "data.writer"),
     ("learner.*", "reduce"),  # a learner is handed a reducer
     ("learner.base", "comm.base"),  # contracts may speak of each other

@@ -77,8 +77,12 @@ def scores(model: Path) -> list[dict[str, float]]:
 def test_weights_and_scores_are_those_of_returnn(folder: Path, tmp_path: Path, sums: bool) -> None:
     """Two epochs with losses in every form, from the same weights. On one thread they were equal to the last bit."""
     ours, theirs = tmp_path / "ours" / "model", tmp_path / "theirs" / "model"
-    ended = hvdtrain(TOY, {"folder": folder, "model": ours, "num_threads": 1, "sums": sums}, environment=ONE_THREAD)
+    options = {"folder": folder, "model": ours, "num_threads": 1, "sums": sums, "log_interval": 0}
+    ended = hvdtrain(TOY, options, environment=ONE_THREAD)
     assert ended.status == 0, ended.err
+    assert re.search(
+        r"train epoch 1, step 1, .*, num_seqs [1-7], max_size:time:data (\d+), max_size:time:classes \1, ", ended.out
+    )
     by_returnn(TOY, folder=folder, model=theirs, sums=sums)
     initial = torch.load(folder / "init.pt", weights_only=True)["model"]
     for epoch in (1, 2):

@@ -167,6 +167,7 @@ class Engine:
             scores=scores,
             padding=plan.padding(self._train.lengths_in(epoch)),
             seconds=self._seconds(started),
+            loss_scale=self._learner.loss_scale,
         )
         progress.epoch, progress.within, progress.report = epoch, None, as_line(report)
         progress.history.append(EpochRecord(epoch, epoch_rate, scores))

@@ -200,10 +200,11 @@ def build_learner(settings: Settings, reducer: Reducer, comm: Communicator) -> L
     seed = settings.run.random_seed
     places = {"rank": comm.rank, "local_rank": comm.local_rank, "threads": num_threads}
     constant = constants(settings.start)
+    precision = settings.precision.precision()
     if settings.run.backend == "tensorflow":  # a framework is imported when it is known to be needed
         from hvdtrain.learner.tensorflow import build_tensorflow_learner
 
-        return build_tensorflow_learner(settings.learner, reducer, **places, seed=seed, epoch=1, step=0)
+        return build_tensorflow_learner(settings.learner, reducer, **places, seed=seed, epoch=1, step=0, precision=precision)
     from hvdtrain.learner.torch_build import build_torch_learner
 
     return build_torch_learner(
@@ -214,6 +215,7 @@ def build_learner(settings: Settings, reducer: Reducer, comm: Communicator) -> L
         epoch=1,
         step=0,
         constants=partial(take_over, constant) if constant else None,
+        precision=precision,
         batch_norm=comm.channel("sync_batch_norm") if settings.learner.sync_batch_norm and comm.size > 1 else None,
         sharded=comm if settings.torch_distributed is not None and settings.torch_distributed.sharded and comm.size > 1 else None,
     )

@@ -24,6 +24,7 @@ from hvdtrain.forward import ForwardKeys
 from hvdtrain.interrupt import InterruptKeys
 from hvdtrain.learner.accumulation import AccumulationKeys
 from hvdtrain.learner.base import LearnerKeys
+from hvdtrain.learner.precision import PrecisionKeys
 from hvdtrain.log import LogKeys
 from hvdtrain.reduce import ReduceKeys
 from hvdtrain.report.trackers import TrackerKeys
@@ -97,6 +98,7 @@ DATASET_SECTIONS: tuple[type, ...] = (*(kind.keys for kind in KINDS.values()), O
 ALIASES = {
     "learning_rate_decay": "newbob_learning_rate_decay",
     "learning_rate_growth": "newbob_learning_rate_growth",
+    "torch_amp": "mixed_precision",
 }
 """Other names that RETURNN has for a key."""
 
@@ -120,7 +122,6 @@ UNSUPPORTED = {
     "online_shuffle_batches": "set shuffle_batches, which shuffles all of an epoch",
     "torch_batching": "none",
     "seq_drop": "none",
-    "torch_amp": "not there yet; use torch.autocast in train_step",
 }
 """Keys of RETURNN that would change the training if they were ignored, with what to do instead."""
 
@@ -135,6 +136,7 @@ class Settings:
     batch: BatchKeys
     chunks: ChunkKeys
     learner: LearnerKeys
+    precision: PrecisionKeys
     accumulation: AccumulationKeys
     schedule: ScheduleKeys
     newbob: NewbobKeys
@@ -254,6 +256,8 @@ def _of_torch_only(built: dict[type, Any]) -> list[str]:
             problems.append(
                 f"preload_from_files.{name}.init_for_train: expected backend = 'torch' for 'always', got {run.backend!r}"
             )
+    if learner.torch_compile is not False and run.backend != "torch":
+        problems.append(f"torch_compile: expected backend = 'torch', got {run.backend!r} (Keras models have jit_compile)")
     if not learner.sync_batch_norm:
         return problems
     if run.backend != "torch":

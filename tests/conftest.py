@@ -33,4 +33,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """RETURNN, which some tests call, switches TensorFlow to the behaviour of its version 1 for the rest of the process: tests
     that need version 2 come first.
     """
-    items.sort(key=lambda item: item.path.name != "test_tensorflow_learner.py")
+    items.sort(key=lambda item: not item.path.name.startswith("test_tensorflow"))

@@ -123,7 +123,7 @@ def test_optimizers_by_name_and_their_options() -> None:
     assert isinstance(make_optimizer(lambda parameters: torch.optim.Adam(parameters), model), torch.optim.Adam)
     with pytest.raises(ConfigError, match=r"got 'adamm' \(did you mean adam\?\)"):
         make_optimizer({"class": "adamm"}, model)
-    with pytest.raises(ConfigError, match="optimizer: expected options of SGD"):
+    with pytest.raises(ConfigError, match=r"optimizer.betas: expected options of SGD: momentum, "):
         make_optimizer({"class": "sgd", "betas": (0.9, 0.99)}, model)
 
 

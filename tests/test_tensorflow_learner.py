@@ -185,7 +185,7 @@ def test_optimizers_by_name_and_their_options() -> None:
     assert isinstance(learner(optimizer=lambda variables: keras.optimizers.Adam()).optimizer, keras.optimizers.Adam)
     with pytest.raises(ConfigError, match=r"got 'adamm' \(did you mean adam\?\)"):
         learner(optimizer={"class": "adamm"})
-    with pytest.raises(ConfigError, match="optimizer: expected options of SGD"):
+    with pytest.raises(ConfigError, match="optimizer.rho: expected options of SGD: momentum, "):
         learner(optimizer={"class": "sgd", "rho": 0.9})
     with pytest.raises(ConfigError, match="function that returns a Keras optimizer, got int"):
         learner(optimizer=lambda variables: 3)
@@ -300,7 +300,7 @@ def test_mixed_precision_by_keras_policies(policy: str, tmp_path: Path) -> None:
             made.update(1.0)
     after = numpy.asarray(made.model.trainable_variables[0]).astype(numpy.float32)
     assert numpy.linalg.norm(after - before) == pytest.approx(1.0, rel=1e-2)
-    assert isinstance(made.optimizer, keras.optimizers.LossScaleOptimizer) == (policy == "mixed_float16")
+    assert (made.loss_scale is not None) == (policy == "mixed_float16")
     made.save(tmp_path / "model", tmp_path / "optimizer", {})
     again = learner(get_model=model, gradient_clip_global_norm=1.0)
     again.load(tmp_path / "model", tmp_path / "optimizer")

@@ -112,6 +112,11 @@ class LearnerKeys:
     sync_batch_norm: bool = key(
         False, "let the statistics of BatchNorm be those of all ranks' batches together (with horovod_reduce_type 'grad')"
     )
+    torch_compile: bool | dict[str, Any] = key(
+        False,
+        "compile the model (torch.compile, in place): True, or a dict of torch.compile's options, and of modules: classes of "
+        "modules, or their names, that are compiled one by one instead of the whole model",
+    )
     device: str | None = key(None, "cpu, cuda or cuda:N; None: this rank's GPU where there is one, else the CPU")
 
     def problems(self) -> list[str]:
@@ -122,6 +127,8 @@ class LearnerKeys:
             rates = sorted({"lr", "learning_rate"} & set(self.optimizer))
             if rates:
                 return [f"optimizer.{rates[0]}: expected the learning rate in the key learning_rate, got it in the optimizer"]
+        if self.torch_compile is not False and self.sync_batch_norm:
+            return ["torch_compile: expected sync_batch_norm = False beside it, got both (an exchange cannot be compiled)"]
         return []
 
 
@@ -136,6 +143,11 @@ class Learner(Protocol):
     device_name: str
     file_suffix: str
     """Of checkpoints: 'pt' for PyTorch, 'npz' for TensorFlow."""
+
+    @property
+    def loss_scale(self) -> float | None:
+        """What losses are multiplied by before backward, where they are."""
+        ...
 
     def begin_epoch(self, epoch: int, step: int) -> None:
         """Be told where training stands: the epoch from 1, and the batches of a rank (steps) done so far."""

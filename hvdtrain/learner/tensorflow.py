@@ -12,17 +12,21 @@ import numpy
 import tensorflow as tf
 
 from hvdtrain.data.types import Array, Batch
-from hvdtrain.errors import ConfigError, TrainingError
+from hvdtrain.errors import ConfigError
 from hvdtrain.learner.arrays import read_arrays, write_arrays
 from hvdtrain.learner.base import Chosen, Kind, LearnerKeys, Make, NotFinite, Part, Shapes, Then, as_function, check_made
+from hvdtrain.learner.broken_updates import BrokenUpdates
 from hvdtrain.learner.clock import CpuClock
+from hvdtrain.learner.loss_scale import LossScale
 from hvdtrain.learner.noise import noise_seeds
 from hvdtrain.learner.numbers import mixed_seed, mixed_seeds
 from hvdtrain.learner.outputs import by_sequence
+from hvdtrain.learner.precision import FLOAT32, Precision
 from hvdtrain.learner.tensorflow_accumulation import Pending
 from hvdtrain.learner.tensorflow_average import WeightAverage
 from hvdtrain.learner.tensorflow_graph import StepGraphs
 from hvdtrain.learner.tensorflow_optimizer import make_optimizer
+from hvdtrain.learner.tensorflow_precision import layers_in, scale_of
 from hvdtrain.learner.tensorflow_setup import device_name, prepare_tensorflow
 from hvdtrain.learner.tensorflow_variables import Parts, array_of, assign, exchangeable, parts_of, tensorflow_variable
 from hvdtrain.learner.waiting import WaitingScores
@@ -39,8 +43,10 @@ class TensorFlowLearner:
 
     Args:
         parts: what the model consists of.
+        average: of the weights over time.
         seed: random numbers of a step (dropout) come from this, the rank and the number of the step, so that ranks differ
             and a continued training goes on with the same numbers.
+        scale: of the loss; None: it is left as it is.
     """
 
     file_suffix = "npz"
@@ -56,6 +62,7 @@ class TensorFlowLearner:
         seed: tuple[int, int],
         skips: int | None = None,
         average: WeightAverage | None = None,
+        scale: LossScale | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -70,8 +77,8 @@ class TensorFlowLearner:
         self._step = 0
         self._reduced: Any = None  # what the next update applies
         self._pending: Pending | None = None  # gradients of the batches since the last update, if more are to come
-        self._skips = skips
-        self._skipped = 0
+        self._scale = scale
+        self._broken_updates = BrokenUpdates(skips, scale, same_on_all_ranks=updates_without_batch)
         self._scores = WaitingScores(
             lambda tensors: tf.concat(tensors, 0).numpy().tolist(),
             self._broken,
@@ -80,6 +87,10 @@ class TensorFlowLearner:
         )
         counted = [*parts.of_kind("parameters"), *parts.of_kind("frozen")]
         self.num_parameters = sum(int(numpy.prod(variable.shape)) for variable in counted)
+
+    @property
+    def loss_scale(self) -> float | None:
+        return None if self._scale is None else self._scale.scale
 
     def begin_epoch(self, epoch: int, step: int) -> None:
         self._epoch = epoch
@@ -112,8 +123,9 @@ class TensorFlowLearner:
             with self._clock.span():
                 rank = None if self._updates_without_batch else self._seed[1]  # reduced gradients get the same on all ranks
                 finite = self.graphs.apply(self._reduced, learning_rate, noise_seeds(self._seed[0], rank, self._step - 1))
-                if self._skips is not None:
-                    self._count_skipped(finite.numpy(), self._skips)
+                if self._broken_updates.may_be_left_out:
+                    whole = finite.numpy()
+                    self._broken_updates.is_applied(bool(whole.all()), self._step - 1, lambda: self._names_without(whole))
         self._reduced = None
 
     def average_weights(self, updates: int) -> None:
@@ -163,11 +175,11 @@ class TensorFlowLearner:
         pass  # every rank has all of it
 
     def save(self, model_file: Path, optimizer_file: Path, progress: dict[str, Any], state: Any | None = None) -> None:
-        model, optimizer = self.copied() if state is None else state
-        write_arrays(optimizer_file, optimizer, progress)
+        model, optimizer, scale = self.copied() if state is None else state
+        write_arrays(optimizer_file, optimizer, {**progress, **scale})
         write_arrays(model_file, model, progress)
 
-    def copied(self) -> tuple[dict[str, Array], dict[str, Array]]:
+    def copied(self) -> tuple[dict[str, Array], dict[str, Array], dict[str, Any]]:
         model = {name: array_of(variable) for name, variable in self.parts.variables.items()}
         optimizer = {name: array_of(variable) for name, variable in self._optimizer_variables()}
         if self._average is not None and self._average.started:
@@ -175,17 +187,17 @@ class TensorFlowLearner:
             model |= averages
             optimizer |= {f"{TRAINED}{name}": array for name, array in trained.items()}
             optimizer[AVERAGED] = numpy.array(self._average.updates)
-        return model, optimizer
+        return model, optimizer, self._scale_state()
 
     def load(self, model_file: Path, optimizer_file: Path | None) -> dict[str, Any]:
         arrays, progress = read_arrays(model_file)
         wrong = f"{model_file}: expected the parameters of this config's model, got others"
         assign(self.parts.variables.items(), arrays, wrong)
         if optimizer_file is not None:
-            arrays, _ = read_arrays(optimizer_file)
+            arrays, more = read_arrays(optimizer_file)
             trained = {name: arrays.pop(name) for name in list(arrays) if name.startswith(TRAINED)}
             updates = int(arrays.pop(AVERAGED, 0))
-            self._load_optimizer(arrays, optimizer_file)
+            self._load_optimizer(arrays, more, optimizer_file)
             self._load_trained({name.removeprefix(TRAINED): array for name, array in trained.items()}, updates)
         return progress
 
@@ -224,24 +236,29 @@ class TensorFlowLearner:
         for part in parts:
             named = self._optimizer_variables() if part == "optimizer" else self._named(part)
             own |= {f"{part}/{name}": array_of(variable) for name, variable in named}
-        write_arrays(file, own, {})
+        write_arrays(file, own, self._scale_state() if "optimizer" in parts else {})
 
     def load_own(self, file: Path) -> None:
-        arrays, _ = read_arrays(file)
+        arrays, more = read_arrays(file)
         by_part: dict[str, dict[str, Array]] = {}
         for name, array in arrays.items():
             part, _, rest = name.partition("/")
             by_part.setdefault(part, {})[rest] = array
         if "optimizer" in by_part:
-            self._load_optimizer(by_part.pop("optimizer"), file)
+            self._load_optimizer(by_part.pop("optimizer"), more, file)
         for kind, stored in by_part.items():
             assign(self._named(kind), stored, f"{file}: expected the {kind} of this config's model, got others")
 
     def numbers(self, values: Sequence[float]) -> tf.Tensor:
         return tf.constant(values, tf.float64)
 
-    def _load_optimizer(self, arrays: Mapping[str, Array], file: Path) -> None:
+    def _scale_state(self) -> dict[str, Any]:
+        return {} if self._scale is None else {"loss_scale": self._scale.state()}
+
+    def _load_optimizer(self, arrays: Mapping[str, Array], more: Mapping[str, Any], file: Path) -> None:
         assign(self._optimizer_variables(), arrays, f"{file}: expected the state of this config's optimizer, got another")
+        if self._scale is not None and "loss_scale" in more:
+            self._scale.restore(more["loss_scale"])
 
     def _named(self, kind: str) -> list[tuple[str, Any]]:
         """The variables of one kind by name."""
@@ -252,17 +269,9 @@ class TensorFlowLearner:
         named = [*self._named("parameters"), *self._named("frozen")]
         return tuple(name for name, variable in named if not numpy.isfinite(array_of(variable).astype(numpy.float64)).all())
 
-    def _count_skipped(self, finite: Array, skips: int) -> None:
-        """Note whether an update was left out. Raises: TrainingError, where too many were in a row."""
-        self._skipped = 0 if finite.all() else self._skipped + 1
-        if self._skipped > skips:
-            names = [name for (name, _), whole in zip(self._named("parameters"), finite, strict=True) if not whole]
-            error = TrainingError(
-                f"num_allowed_consec_invalid_gradient_steps: expected finite gradients after {skips} were left out, "
-                f"got others in step {self._step - 1} of the training, for {', '.join(names)}"
-            )
-            error.on_every_rank = self._updates_without_batch  # gradients are the same on all ranks then
-            raise error
+    def _names_without(self, whole: Array) -> list[str]:
+        """The names of the parameters that are not marked in an array of truth values."""
+        return [name for (name, _), is_whole in zip(self._named("parameters"), whole, strict=True) if not is_whole]
 
     def _optimizer_variables(self) -> list[tuple[str, Any]]:
         """Names such as `Adam.0002.momentum`: by position, as Keras numbers layers and variables through in a process, so
@@ -277,7 +286,16 @@ class TensorFlowLearner:
 
 
 def build_tensorflow_learner(
-    keys: LearnerKeys, reducer: Reducer, *, rank: int, local_rank: int, threads: int, seed: int, epoch: int, step: int
+    keys: LearnerKeys,
+    reducer: Reducer,
+    *,
+    rank: int,
+    local_rank: int,
+    threads: int,
+    seed: int,
+    epoch: int,
+    step: int,
+    precision: Precision = FLOAT32,
 ) -> TensorFlowLearner:
     """Build the model and the optimizer of a config. All ranks seed alike; weights still are to be broadcast from rank 0.
 
@@ -287,7 +305,8 @@ def build_tensorflow_learner(
     prepare_tensorflow(keys.device, local_rank, threads)
     keras.utils.set_random_seed(mixed_seed(seed, 0, 0))  # of TensorFlow, Python and numpy
     device = "cuda" if tf.config.get_visible_devices("GPU") else "cpu"
-    model = as_function(keys.get_model, "get_model")(epoch=epoch, step=step, device=device)
+    with layers_in(precision.dtype):
+        model = as_function(keys.get_model, "get_model")(epoch=epoch, step=step, device=device)
     if not isinstance(model, (keras.layers.Layer, tf.Module)):
         raise ConfigError([f"get_model: expected it to return a Keras model or a tf.Module, got {type(model).__name__}"])
     parts = parts_of(model)
@@ -296,12 +315,12 @@ def build_tensorflow_learner(
             ["get_model: expected a model that has trainable variables, got none (Keras layers get theirs when they are first "
              "called: call the model once in get_model)"]
         )  # fmt: skip
-    policy = getattr(getattr(model, "dtype_policy", None), "name", "")
-    optimizer = make_optimizer(keys.optimizer, parts, loss_scaling=policy == "mixed_float16")
+    optimizer = make_optimizer(keys.optimizer, parts)
+    scale = scale_of(precision, model, parts, optimizer)
     skips = keys.num_allowed_consec_invalid_gradient_steps
     if skips is not None and isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         name = "num_allowed_consec_invalid_gradient_steps"
-        raise ConfigError([f"{name}: expected None with float16, which leaves updates out by itself, got {skips}"])
+        raise ConfigError([f"{name}: expected None with a LossScaleOptimizer, which leaves updates out by itself, got {skips}"])
     tf.random.set_seed(mixed_seed(seed, rank, 0))  # for operations of tf.random, which keep the seed they are traced with
     graphs = StepGraphs(
         model,
@@ -313,7 +332,8 @@ def build_tensorflow_learner(
         clip_value=keys.gradient_clip,
         noise=keys.gradient_noise,
         forward_step=as_function(keys.forward_step, "forward_step"),
-        may_leave_out=skips is not None,
+        may_leave_out=skips is not None or scale is not None,
+        scale=scale,
     )
     named = {name: variable for name, variable in parts.variables.items() if parts.kinds[name] == "parameters"}
     return TensorFlowLearner(
@@ -324,5 +344,6 @@ def build_tensorflow_learner(
         updates_without_batch=reducer.updates_without_batch,
         seed=(seed, rank),
         skips=skips,
+        scale=scale,
         average=None if keys.ema_decay is None else WeightAverage(named, keys.ema_decay),
     )

@@ -11,6 +11,7 @@ import tensorflow as tf
 from hvdtrain.context import Loss, RunContext, running
 from hvdtrain.data.types import Batch
 from hvdtrain.errors import ConfigError
+from hvdtrain.learner.loss_scale import LossScale
 from hvdtrain.learner.losses import TINY, check_marked, check_same, minimized, normalized, nothing_to_minimize
 from hvdtrain.learner.outputs import check_outputs
 from hvdtrain.learner.tensorflow_accumulation import Pending, PendingGradients, combined, of_any_set
@@ -58,6 +59,7 @@ class StepGraphs:
     Args:
         noise: the standard deviation of what is added to gradients.
         may_leave_out: do not apply an update of which a gradient is no finite number.
+        scale: of the loss; None: it is left as it is.
 
     Attributes:
         traces: how often train_step was traced.
@@ -76,10 +78,12 @@ class StepGraphs:
         noise: float = 0.0,
         forward_step: Callable[..., None] | None = None,
         may_leave_out: bool = False,
+        scale: LossScale | None = None,
     ) -> None:
         self.traces = 0
         self._forward_step = forward_step
         self._may_leave_out = may_leave_out
+        self._scale = scale
         self._model = model
         self._train_step = train_step
         self._optimizer = optimizer
@@ -107,7 +111,7 @@ class StepGraphs:
             The losses' names with whether each is minimized, their sums and counts of shape (2 * losses,), and what `apply`
             takes.
         """
-        traced, arguments = self._graph(batch, self._train, epoch, step, tf.constant(seeds, tf.uint32))
+        traced, arguments = self._graph(batch, self._train, epoch, step, tf.constant(seeds, tf.uint32), self._scale_now())
         numbers, reduced = traced.function(*arguments)
         return traced.names, numbers, reduced
 
@@ -119,7 +123,7 @@ class StepGraphs:
         Args:
             pending: what was collected since the last update.
         """
-        traced, arguments = self._graph(batch, self._collect, epoch, step, tf.constant(seeds, tf.uint32))
+        traced, arguments = self._graph(batch, self._collect, epoch, step, tf.constant(seeds, tf.uint32), self._scale_now())
         numbers, collected = traced.function(*arguments)
         both = collected if pending is None else self._pending.merged(pending, collected, self._agreed())
         return traced.names, numbers, both
@@ -162,14 +166,12 @@ class StepGraphs:
             if one is not. Otherwise it is not looked for, and nothing is returned: shape (0,).
         """
         if self._update is None:
-            specs = self._gradients.specs(self._agreed())
-            self._update = tf.function(self._apply, autograph=False).get_concrete_function(
-                specs, tf.TensorSpec([], tf.float64), tf.TensorSpec([], tf.float32), tf.TensorSpec([2], tf.int32)
-            )
+            specs = [self._gradients.specs(self._agreed()), tf.TensorSpec([], tf.float64)]
+            specs += [tf.TensorSpec([], tf.float32), tf.TensorSpec([], tf.float32), tf.TensorSpec([2], tf.int32)]
+            self._update = tf.function(self._apply, autograph=False).get_concrete_function(*specs)
         gradients, divisor, waited = reduced
-        finite = self._update(
-            gradients, divisor, tf.constant(learning_rate, tf.float32), tf.constant(noise_seeds.astype("int32"))
-        )
+        rate, seeds = tf.constant(learning_rate, tf.float32), tf.constant(noise_seeds.astype("int32"))
+        finite = self._update(gradients, divisor, self._scale_now(), rate, seeds)
         self._reducer.waited(float(waited))
         return finite
 
@@ -189,7 +191,17 @@ class StepGraphs:
             traced = self._steps[function.__name__, kinds] = Traced(graph, names)
         return traced, arguments
 
-    def _train(self, names: dict[str, bool], data: Any, epoch: tf.Tensor, step: tf.Tensor, seeds: tf.Tensor) -> Any:
+    def _scale_now(self) -> tf.Tensor:
+        return tf.constant(1.0 if self._scale is None else self._scale.scale, tf.float32)
+
+    def _scaled(self, total: tf.Tensor, scale: tf.Tensor) -> tf.Tensor:
+        """What is differentiated; the config's optimizer may have a scale of its own."""
+        scaled = self._optimizer.scale_loss(total)
+        return scaled * tf.cast(scale, scaled.dtype)
+
+    def _train(
+        self, names: dict[str, bool], data: Any, epoch: tf.Tensor, step: tf.Tensor, seeds: tf.Tensor, scale: tf.Tensor
+    ) -> Any:
         """What `train` does, while it is traced."""
         set_generators(self._parts.generators, seeds)
         with tf.GradientTape() as tape:
@@ -200,7 +212,7 @@ class StepGraphs:
             if own.names and not own.alone:
                 counts, waited = _timed(self._gradients.exchange_counts, counts)
             divisors = {} if own.alone else {name: tf.maximum(counts[i], TINY) for i, name in enumerate(own.names)}
-            total = self._optimizer.scale_loss(total_of(losses, divisors))
+            total = self._scaled(total_of(losses, divisors), scale)
         found = tape.gradient(total, self._variables)
         if all(gradient is None for gradient in found):
             raise nothing_to_minimize()
@@ -208,13 +220,15 @@ class StepGraphs:
         local = self._gradients.local(found, self._agreed())
         return numbers_of(losses), self._reduce(local, counts, waited)
 
-    def _collect(self, names: dict[str, bool], data: Any, epoch: tf.Tensor, step: tf.Tensor, seeds: tf.Tensor) -> Any:
+    def _collect(
+        self, names: dict[str, bool], data: Any, epoch: tf.Tensor, step: tf.Tensor, seeds: tf.Tensor, scale: tf.Tensor
+    ) -> Any:
         """What `collect` does with one batch, while it is traced."""
         set_generators(self._parts.generators, seeds)
         with tf.GradientTape(persistent=True) as tape:
             losses = self._losses(names, data, epoch, step, train=True)
             own = normalized(losses)
-            totals = [self._optimizer.scale_loss(total) for total in totals_of(losses, () if own.alone else own.names)]
+            totals = [self._scaled(total, scale) for total in totals_of(losses, () if own.alone else own.names)]
         found = [tape.gradient(total, self._variables) for total in totals]
         if all(gradient is None for of_loss in found for gradient in of_loss):
             raise nothing_to_minimize()
@@ -243,16 +257,20 @@ class StepGraphs:
         check_outputs(context.outputs)
         return {name: (tf.convert_to_tensor(output.value), output.seq_lens) for name, output in context.outputs.items()}
 
-    def _apply(self, reduced: list[Any], divisor: tf.Tensor, learning_rate: tf.Tensor, noise_seeds: tf.Tensor) -> tf.Tensor:
+    def _apply(
+        self, reduced: list[Any], divisor: tf.Tensor, scale: tf.Tensor, learning_rate: tf.Tensor, noise_seeds: tf.Tensor
+    ) -> tf.Tensor:
         """What `apply` does, while it is traced."""
         gradients = unpacked(reduced)
         if self._agreed().losses.alone and self._agreed().losses.names:
             gradients = divided(gradients, divisor)
+        if self._scale is not None:
+            gradients = divided(gradients, scale)
         finite = are_finite(gradients)
-        scale = self._optimizer.scale_loss(tf.ones([]))  # of the loss, where float16 asks for that
+        own = self._optimizer.scale_loss(tf.ones([]))  # where the config's optimizer scales the loss itself
         if self._noise:
-            gradients = noisy(gradients, self._noise * scale, noise_seeds)
-        by_value, global_norm = (None if limit is None else limit * scale for limit in (self._clip_value, self._clip_global_norm))
+            gradients = noisy(gradients, self._noise * own, noise_seeds)
+        by_value, global_norm = (None if limit is None else limit * own for limit in (self._clip_value, self._clip_global_norm))
         gradients = clipped(gradients, by_value, global_norm)
         self._optimizer.learning_rate = learning_rate
         updates = for_optimizer(gradients, self._variables)

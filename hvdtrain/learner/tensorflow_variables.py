@@ -18,9 +18,6 @@ from hvdtrain.learner.base import Kind
 NO_PARTS = frozenset(vars(keras.Model())) | {"_functional", "_operations", "_operations_by_depth"}
 """Attributes by which Keras itself keeps track of a layer's parts: each part has another, better name."""
 
-WITHOUT_DECAY = (keras.layers.LayerNormalization, keras.layers.GroupNormalization, keras.layers.Embedding)
-"""Layers whose parameters weight decay leaves alone, as it does biases; the same as with PyTorch."""
-
 
 @dataclass
 class Parts:
@@ -30,13 +27,13 @@ class Parts:
         variables: by the names of the attributes that lead to them, such as `blocks.0.norm.gamma`. keras.Variable, or
             tf.Variable.
         kinds: of every variable, by the same names.
-        undecayed: the names of those that weight decay leaves alone.
+        owners: the layer or module that each belongs to, by the same names.
         generators: keras.random.SeedGenerator and tf.random.Generator.
     """
 
     variables: dict[str, Any] = field(default_factory=dict)
     kinds: dict[str, Kind] = field(default_factory=dict)
-    undecayed: set[str] = field(default_factory=set)
+    owners: dict[str, Any] = field(default_factory=dict)
     generators: list[Any] = field(default_factory=list)
 
     def of_kind(self, kind: Kind) -> list[Any]:
@@ -56,8 +53,7 @@ def parts_of(model: Any) -> Parts:
         name = path if path not in parts.variables else f"{path}.{len(parts.variables)}"
         parts.variables[name] = part
         parts.kinds[name] = _kind(part, owner)
-        if isinstance(owner, WITHOUT_DECAY) or path.rpartition(".")[2] in ("bias", "beta"):
-            parts.undecayed.add(name)
+        parts.owners[name] = owner
     return parts
 
 

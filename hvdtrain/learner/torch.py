@@ -13,16 +13,20 @@ from hvdtrain.context import Loss, RunContext, running
 from hvdtrain.data.types import Array, Batch
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.base import NotFinite, Then
+from hvdtrain.learner.broken_updates import BrokenUpdates
 from hvdtrain.learner.clock import CpuClock
+from hvdtrain.learner.loss_scale import LossScale
 from hvdtrain.learner.losses import TINY, Normalized, check_marked, check_same, minimized, normalized
 from hvdtrain.learner.outputs import by_sequence, check_outputs
 from hvdtrain.learner.torch_accumulation import LossGradients
 from hvdtrain.learner.torch_average import WeightAverage
 from hvdtrain.learner.torch_batch import extern_data_of
 from hvdtrain.learner.torch_clock import CudaClock
+from hvdtrain.learner.torch_compile import Watch
 from hvdtrain.learner.torch_gradients import GradientStream
 from hvdtrain.learner.torch_losses import count_of, numbers_of, total_of
 from hvdtrain.learner.torch_noise import GradientNoise
+from hvdtrain.learner.torch_precision import Autocast
 from hvdtrain.learner.torch_setup import seed_all
 from hvdtrain.learner.torch_state import TorchState
 from hvdtrain.learner.torch_sync_batch_norm import Exchange
@@ -36,9 +40,14 @@ class TorchLearner:
     """A torch.nn.Module, its optimizer and its losses.
 
     Args:
+        noise: what is added to gradients.
+        average: of the weights over time.
         seed: random numbers of a step (dropout) come from this, the rank and the number of the step, so that ranks differ
             and a continued training goes on with the same numbers.
         constants: names of parameters that checkpoints do not hold, as they always come from another model's file.
+        autocast: what goes around the config's functions.
+        scale: of the loss; None: it is left as it is.
+        watch: what goes around whatever may have to compile the model.
     """
 
     file_suffix = "pt"
@@ -60,6 +69,9 @@ class TorchLearner:
         batch_norm: Exchange | None = None,
         constants: frozenset[str] = frozenset(),
         average: WeightAverage | None = None,
+        autocast: Autocast = nullcontext,
+        scale: LossScale | None = None,
+        watch: Watch = nullcontext,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -71,7 +83,10 @@ class TorchLearner:
         self._forward_step = forward_step
         self._batch_norm = batch_norm
         self._average = average
-        state = TorchState(model, optimizer, device, average, constants)
+        self._autocast = autocast
+        self._scale = scale
+        self._watch = watch
+        state = TorchState(model, optimizer, device, average, scale, constants)
         self.map_tensors, self.gather_state, self.preload = state.map_tensors, state.gather_state, state.preload
         self.save, self.copied, self.load = state.save, state.copied, state.load
         self.save_own, self.load_own = state.save_own, state.load_own
@@ -83,8 +98,8 @@ class TorchLearner:
             clip_global_norm=clip_global_norm,
             clip_value=clip_value,
             noise=noise,
-            skips=skips,
-            same_on_all_ranks=reducer.updates_without_batch,
+            scale=scale,
+            broken=BrokenUpdates(skips, scale, same_on_all_ranks=reducer.updates_without_batch),
         )
         self._clock = CudaClock() if device.type == "cuda" else CpuClock()
         self._epoch = 0
@@ -99,6 +114,10 @@ class TorchLearner:
         )
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
 
+    @property
+    def loss_scale(self) -> float | None:
+        return None if self._scale is None else self._scale.scale
+
     def begin_epoch(self, epoch: int, step: int) -> None:
         self._epoch = epoch
         self._step = step
@@ -108,7 +127,7 @@ class TorchLearner:
     def backward(self, batch: Batch | None, then: Then = "update") -> None:
         self._updates = self._updates or batch is not None or self._reducer.updates_without_batch
         if self._updates:
-            with self._clock.span():
+            with self._clock.span(), self._watch():
                 seed_all(self._device, *self._seed, self._step)
                 losses = self._losses(batch, train=True) if batch is not None else None
                 self._end_of_batch_norms(batch, forward=True)
@@ -140,14 +159,15 @@ class TorchLearner:
         return self._average.used() if self._average is not None and self._average.started else nullcontext()
 
     def evaluate(self, batch: Batch) -> None:
-        with torch.no_grad():
+        with torch.no_grad(), self._watch():
             self._losses(batch, train=False)
 
     def forward(self, batch: Batch) -> list[dict[str, Array]]:
         if self._forward_step is None:
             raise ConfigError(["forward_step: expected a function in the config, got nothing"])
         self.model.eval()
-        with torch.no_grad(), running(RunContext(self._epoch, self._step, False, seq_tags=batch.seq_tags)) as context:
+        running_step = running(RunContext(self._epoch, self._step, False, seq_tags=batch.seq_tags))
+        with torch.no_grad(), self._watch(), self._autocast(), running_step as context:
             self._forward_step(model=self.model, extern_data=extern_data_of(batch, self._device))
         check_outputs(context.outputs)
         outputs = {}
@@ -190,7 +210,8 @@ class TorchLearner:
         """Run the config's train_step and note the scores."""
         if self.model.training != train:
             self.model.train(train)
-        with running(RunContext(self._epoch, self._step, train, seq_tags=batch.seq_tags)) as context:
+        running_step = running(RunContext(self._epoch, self._step, train, seq_tags=batch.seq_tags))
+        with self._autocast(), running_step as context:
             self._train_step(model=self.model, extern_data=extern_data_of(batch, self._device))
         check_marked(context.losses)
         names = {name: train and name in minimized(context.losses) for name in context.losses}
@@ -214,8 +235,8 @@ class TorchLearner:
     def _add(self, losses: dict[str, Loss], means: Normalized) -> None:
         """The gradients of a batch after which others are to come."""
         if means.names and not means.alone:
-            self._loss_gradients.add(losses, means.names)
-        elif (total := total_of(losses, {})) is not None:
+            self._loss_gradients.add(losses, means.names, self.loss_scale or 1.0)
+        elif (total := total_of(losses, {}, self.loss_scale or 1.0)) is not None:
             total.backward()  # type: ignore[no-untyped-call]
 
     def _add_last(self, losses: dict[str, Loss], means: Normalized) -> None:
@@ -223,7 +244,7 @@ class TorchLearner:
         divisors = self._start_counting(means)
         self._loss_gradients.combine(divisors)
         self._gradients.begin()
-        if (total := total_of(losses, divisors)) is not None:
+        if (total := total_of(losses, divisors, self.loss_scale or 1.0)) is not None:
             total.backward()  # type: ignore[no-untyped-call]
 
     def _start_counting(self, means: Normalized) -> dict[str, torch.Tensor]:

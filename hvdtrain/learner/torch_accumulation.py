@@ -23,14 +23,15 @@ class LossGradients:
         self._parameters = list(parameters)
         self._sums: dict[str | None, list[torch.Tensor | None]] = {}  # None: of the losses that are no means, together
 
-    def add(self, losses: Mapping[str, Loss], means: Sequence[str]) -> None:
+    def add(self, losses: Mapping[str, Loss], means: Sequence[str], scale: float) -> None:
         """A batch's gradients. Raises: ConfigError, where no loss depends on a parameter.
 
         Args:
             means: the names of the losses that are to be means.
+            scale: what all of them are multiplied by.
         """
         groups: dict[str | None, torch.Tensor] = {}
-        for name, term in terms_of(losses).items():
+        for name, term in terms_of(losses, scale).items():
             key = name if name in means else None
             groups[key] = groups[key] + term if key in groups else term
         groups = {key: total for key, total in groups.items() if total.requires_grad}

@@ -10,10 +10,13 @@ import torch
 from hvdtrain.comm.base import Communicator
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.base import LearnerKeys, Take, as_function
+from hvdtrain.learner.precision import FLOAT32, Precision
 from hvdtrain.learner.torch import TorchLearner
 from hvdtrain.learner.torch_average import WeightAverage
+from hvdtrain.learner.torch_compile import compile_model
 from hvdtrain.learner.torch_noise import GradientNoise
 from hvdtrain.learner.torch_optimizer import make_optimizer
+from hvdtrain.learner.torch_precision import autocast_of
 from hvdtrain.learner.torch_setup import device_of, seed_all
 from hvdtrain.learner.torch_sharded import ShardedOptimizer
 from hvdtrain.learner.torch_state import preload
@@ -38,6 +41,7 @@ def build_torch_learner(
     seed: int,
     epoch: int,
     step: int,
+    precision: Precision = FLOAT32,
     batch_norm: Communicator | None = None,
     sharded: Communicator | None = None,
     constants: Callable[[Take], list[str]] | None = None,
@@ -45,12 +49,13 @@ def build_torch_learner(
     """Build the model and the optimizer of a config. All ranks seed alike; weights still are to be broadcast from rank 0.
 
     Args:
+        precision: what the model computes in.
         batch_norm: the ranks over which BatchNorm's statistics are taken, on a channel of their own; None: each by itself.
         constants: takes over, by what it is handed, parameters that are neither trained nor saved; returns their names.
         sharded: the ranks among which the optimizer's state is divided; None: each has all of it.
 
     Raises:
-        ConfigError: get_model returns no torch.nn.Module, or the optimizer cannot be made.
+        ConfigError: get_model returns no torch.nn.Module, the optimizer cannot be made, or the device cannot compute so.
     """
     torch.set_num_threads(threads)
     device = device_of(keys.device, local_rank)
@@ -85,5 +90,8 @@ def build_torch_learner(
         forward_step=as_function(keys.forward_step, "forward_step"),
         batch_norm=exchange,
         constants=constant,
+        autocast=autocast_of(precision.dtype, device),
+        scale=precision.loss_scale(precision.dtype),
+        watch=compile_model(model, keys.torch_compile),
         average=None if keys.ema_decay is None else WeightAverage(trained, keys.ema_decay),
     )

@@ -10,6 +10,7 @@ import torch
 
 from hvdtrain.errors import CheckpointError
 from hvdtrain.learner.base import Chosen, Kind, Make, Part, Shapes, check_made
+from hvdtrain.learner.loss_scale import LossScale
 from hvdtrain.learner.torch_average import WeightAverage
 from hvdtrain.learner.torch_sharded import ShardedOptimizer
 from hvdtrain.learner.torch_update import Optimizer
@@ -23,6 +24,7 @@ class TorchState:
     """Does what the learner's contract (`learner/base.py`) says of the methods of the same names.
 
     Args:
+        scale: of the loss; it is stored beside the optimizer's state.
         constants: names of parameters that are neither saved nor loaded, as they always come from another model's file.
     """
 
@@ -32,6 +34,7 @@ class TorchState:
         optimizer: Optimizer,
         device: torch.device,
         average: WeightAverage | None,
+        scale: LossScale | None,
         constants: frozenset[str],
     ) -> None:
         self._model = model
@@ -39,6 +42,7 @@ class TorchState:
         self._average = average
         self._device = device
         self._constants = constants
+        self._scale = scale
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
     def map_tensors(self, kind: Kind, change: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> None:
@@ -64,7 +68,7 @@ class TorchState:
         """What belongs into the model's file and into the optimizer's, besides progress."""
         model: dict[str, Any] = self._saved()
         names = [name for name, _ in self._model.named_parameters() if name not in self._constants]
-        optimizer: dict[str, Any] = {"optimizer": self._optimizer.state_dict(), "param_names": names}
+        optimizer: dict[str, Any] = {**self._optimizer_state(), "param_names": names}
         if self._average is not None and self._average.started:
             averages, trained = self._average.both()
             average_of = {id(parameter): average for parameter, average in zip(self._trained, averages, strict=True)}
@@ -82,7 +86,7 @@ class TorchState:
             raise CheckpointError(f"{model_file}: expected the parameters of this config's model, got others: {error}") from None
         if optimizer_file is not None:
             beside = _load(optimizer_file, self._device)
-            self._load_optimizer(beside.get("optimizer"), optimizer_file)
+            self._load_optimizer(beside, optimizer_file)
             self._load_trained(beside.get(TRAINED), beside.get(AVERAGED, 0))
         return stored
 
@@ -112,12 +116,12 @@ class TorchState:
             if part != "optimizer":
                 own[part] = [tensor.detach() for tensor in self._tensors(part)]
         if "optimizer" in parts:
-            own["optimizer"] = self._optimizer.state_dict()
+            own |= self._optimizer_state()
         torch.save(own, file)
 
     def load_own(self, file: Path) -> None:
         own = _load(file, self._device)
-        self._load_optimizer(own.pop("optimizer", None), file)
+        self._load_optimizer({name: own.pop(name) for name in ("optimizer", "loss_scale") if name in own}, file)
         for kind, stored in own.items():
             self.map_tensors(kind, lambda _, stored=stored: stored)  # type: ignore[arg-type, misc]
 
@@ -125,11 +129,17 @@ class TorchState:
         """The model's tensors that a checkpoint holds."""
         return {name: tensor for name, tensor in self._model.state_dict().items() if name not in self._constants}
 
-    def _load_optimizer(self, state: dict[str, Any] | None, file: Path) -> None:
-        if state is None:
-            return
+    def _optimizer_state(self) -> dict[str, Any]:
+        """What has to be there besides the model to go on."""
+        state = {"optimizer": self._optimizer.state_dict()}
+        return state if self._scale is None else {**state, "loss_scale": self._scale.state()}
+
+    def _load_optimizer(self, state: dict[str, Any], file: Path) -> None:
         try:
-            self._optimizer.load_state_dict(state)
+            if "optimizer" in state:
+                self._optimizer.load_state_dict(state["optimizer"])
+            if self._scale is not None and "loss_scale" in state:
+                self._scale.restore(state["loss_scale"])
         except (KeyError, ValueError) as error:
             raise CheckpointError(f"{file}: expected the state of this config's optimizer, got another: {error}") from None
 

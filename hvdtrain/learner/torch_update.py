@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import torch
 
-from hvdtrain.errors import TrainingError
+from hvdtrain.learner.broken_updates import BrokenUpdates
+from hvdtrain.learner.loss_scale import LossScale
 from hvdtrain.learner.torch_noise import GradientNoise
+from hvdtrain.learner.torch_parameter_groups import take_multipliers
 from hvdtrain.learner.torch_sharded import ShardedOptimizer
 
 Optimizer = torch.optim.Optimizer | ShardedOptimizer
 
 
 class Update:
-    """The optimizer's step, and what comes before it: leaving broken gradients out, noise, clipping, the learning rate.
+    """The optimizer's step, and what comes before it: undoing the loss's scale, leaving broken gradients out, noise, clipping,
+    the learning rate.
 
     Args:
-        skips: leave out updates of which a gradient is no finite number, up to so many in a row; None: leave none out.
-        same_on_all_ranks: gradients are, as they were reduced.
+        noise: what is added to gradients; None: nothing.
+        scale: what the loss was multiplied by; None: nothing.
+        broken: whether to leave an update out.
     """
 
     def __init__(
@@ -27,18 +31,18 @@ class Update:
         clip_global_norm: float | None,
         clip_value: float | None,
         noise: GradientNoise | None,
-        skips: int | None,
-        same_on_all_ranks: bool,
+        scale: LossScale | None,
+        broken: BrokenUpdates,
     ) -> None:
         self._model = model
         self._optimizer = optimizer
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._multipliers = take_multipliers(optimizer.param_groups)
         self._clip_global_norm = clip_global_norm
         self._clip_value = clip_value
         self._noise = noise
-        self._skips = skips
-        self._skipped = 0
-        self._same_on_all_ranks = same_on_all_ranks
+        self._scale = scale
+        self._broken = broken
 
     def apply(self, learning_rate: float, step: int) -> None:
         """Apply the reduced gradients, and drop them.
@@ -49,12 +53,14 @@ class Update:
         Raises:
             TrainingError: too many updates in a row were left out.
         """
-        if self._skips is None or self._is_finite(self._skips, step):
+        if self._scale is not None:
+            torch._foreach_div_(self._gradients(), self._scale.scale)
+        if not self._broken.may_be_left_out or self._broken.is_applied(self._is_finite(), step, self._broken_names):
             if self._noise is not None:
                 self._noise.add(self._trained, step)
             self._clip()
-            for group in self._optimizer.param_groups:
-                group["lr"] = learning_rate * group.get("learning_rate_multiplier", 1.0)
+            for group, multiplier in zip(self._optimizer.param_groups, self._multipliers, strict=True):
+                group["lr"] = learning_rate * multiplier
             self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
 
@@ -64,28 +70,15 @@ class Update:
         if self._clip_global_norm is not None:
             torch.nn.utils.clip_grad_norm_(self._trained, self._clip_global_norm)
 
-    def _is_finite(self, skips: int, step: int) -> bool:
-        """Whether all gradients are finite numbers. Where they were reduced, all ranks come to the same answer.
+    def _gradients(self) -> list[torch.Tensor]:
+        return [parameter.grad for parameter in self._trained if parameter.grad is not None]
 
-        Raises:
-            TrainingError: too many updates in a row were left out.
-        """
-        gradients = [parameter.grad for parameter in self._trained if parameter.grad is not None]
-        norms = torch._foreach_norm(gradients, float("inf"))
-        if bool(torch.stack(norms).isfinite().all()):
-            self._skipped = 0
-            return True
-        self._skipped += 1
-        if self._skipped > skips:
-            names = [name for name, parameter in self._model.named_parameters() if _is_broken(parameter.grad)]
-            error = TrainingError(
-                f"num_allowed_consec_invalid_gradient_steps: expected finite gradients after {skips} were left out, "
-                f"got others in step {step} of the training, for {', '.join(names)}"
-            )
-            error.on_every_rank = self._same_on_all_ranks
-            raise error
-        return False
+    def _is_finite(self) -> bool:
+        """Whether all gradients are finite numbers. Where they were reduced, all ranks come to the same answer."""
+        norms = torch._foreach_norm(self._gradients(), float("inf"))
+        return bool(torch.stack(norms).isfinite().all())
 
-
-def _is_broken(gradient: torch.Tensor | None) -> bool:
-    return gradient is not None and not bool(gradient.isfinite().all())
+    def _broken_names(self) -> list[str]:
+        """The parameters whose gradients are not."""
+        named = [(name, parameter.grad) for name, parameter in self._model.named_parameters()]
+        return [name for name, gradient in named if gradient is not None and not bool(gradient.isfinite().all())]

@@ -20,6 +20,7 @@ class EpochReport:
         scores: by key, such as 'train_loss_ce' or 'dev_loss_wer' (errors are called losses here, as RETURNN calls them).
         padding: by data key, the share of the frames in the epoch's batches that was padding (where every rank goes through
             all data in an order of its own: in rank 0's batches).
+        loss_scale: what the loss is multiplied by at the end of the epoch, where it is.
         seconds: by rank, seconds under each name (data wait, compute, communication, parameter sync, evaluation, saving, rest).
     """
 
@@ -33,6 +34,7 @@ class EpochReport:
     scores: Mapping[str, float]
     padding: Mapping[str, float] = field(default_factory=dict)
     seconds: list[Mapping[str, float]] = field(default_factory=list)
+    loss_scale: float | None = None
 
     def lines(self, datasets: Sequence[str]) -> list[tuple[int, str]]:
         """What the log says of the epoch: lines with the verbosity from which each is shown.

@@ -17,7 +17,8 @@ from hvdtrain.report.epoch import EpochReport
 def as_line(report: EpochReport) -> dict[str, Any]:
     """A report as the file has it."""
     scores = {name: value if math.isfinite(value) else str(value) for name, value in report.scores.items()}
-    return {**asdict(report), "scores": scores}
+    line = {**asdict(report), "scores": scores}
+    return line if report.loss_scale is not None else {name: value for name, value in line.items() if name != "loss_scale"}
 
 
 class JsonLines:

@@ -78,6 +78,13 @@ def train_step(*, model, extern_data, **_):
     entropies = nn.functional.cross_entropy(scores, targets, reduction="none")
     if fault == "nan" and context.train_flag and hvdtrain.rank() == int(fault_rank) and context.step in map(int, fault_steps):
         entropies = entropies * float("nan")
+    if (
+        fault == "overflow"
+        and context.train_flag
+        and hvdtrain.rank() == int(fault_rank)
+        and context.step in map(int, fault_steps)
+    ):
+        entropies = entropies * 1e9  # still a number, but no gradient in float16
     context.mark_as_loss(entropies, "ce", use_normalized_loss=losses != "sum")
     if losses == "several":
         energy = scores.square().sum(-1)[targets > 2]  # another count, which may be zero in a batch

@@ -94,7 +94,10 @@ def train_step(*, model, extern_data, **_):
         frames = tf.identity(data.raw_tensor)
     scores = tf.boolean_mask(model(frames, training=context.train_flag), data.mask)
     targets = tf.boolean_mask(classes.raw_tensor, classes.mask)
-    entropies = tf.nn.sparse_softmax_cross_entropy_with_logits(targets, scores)
+    entropies = tf.nn.sparse_softmax_cross_entropy_with_logits(targets, tf.cast(scores, tf.float32))
+    if fault == "overflow" and context.train_flag and hvdtrain.rank() == int(fault_rank):
+        planted = tf.reduce_any(context.step == tf.constant([int(step) for step in fault_steps], tf.int64))
+        entropies *= tf.where(planted, 1e9, 1.0)  # still a number, but no gradient in float16
     context.mark_as_loss(entropies, "ce", use_normalized_loss=losses != "sum")
     if losses == "several":
         energy = tf.reduce_sum(tf.square(scores), -1)[targets > 2]  # another count, which may be zero in a batch
@@ -105,7 +108,7 @@ def train_step(*, model, extern_data, **_):
 
 def note(epoch, step, ids):
     """Write down which sequences this rank trains on, and fail where a test wants it to."""
-    if hvdtrain.rank() == int(fault_rank) and step in map(int, fault_steps):
+    if fault != "overflow" and hvdtrain.rank() == int(fault_rank) and step in map(int, fault_steps):
         fail()
     if record:
         with open(f"{record}.{hvdtrain.rank()}", "a") as file:

@@ -47,6 +47,11 @@ class LogKeys:
         not_negative,
     )
 
+    log_batch_size: bool = key(
+        False, "tell in lines about steps how many sequences rank 0's batch has, and the longest one's frames"
+    )
+    torch_log_memory_usage: bool = key(False, "tell in lines about steps the most memory that rank 0's GPU had to give so far")
+
     @property
     def targets(self) -> dict[str, int]:
         """By name, the targets with their verbosity, the screen among them."""

@@ -38,7 +38,7 @@ class LogKeys:
     log_verbosity: int | list[int] = key(
         5,
         "0: nothing; 1: scores; 2: also warnings; 3: also times, and on a terminal a bar; 4: also learning rate, saving "
-        "and start-up; 5: also lines about steps, and no bar; or a list with a number for each of `log`",
+        "and start-up; 5: also lines about steps; or a list with a number for each of `log`",
         Rule("a number from 0 to 5, or a list of them", _is_verbosity),
     )
     log_interval: float = key(

@@ -114,11 +114,11 @@ def _listed(parts: list[str]) -> str:
 
 @contextmanager
 def open_step_log(keys: LogKeys, rank: int) -> Iterator[StepLog]:
-    """Rank 0 tells; with a bar where it prints to a terminal, and `log_verbosity` asks for less there than a line a step."""
+    """Rank 0 tells; with a bar where it prints to a terminal, unless `log_verbosity` asks for scores and warnings only."""
     about = [*([batch_size] if keys.log_batch_size else []), *([memory_usage] if keys.torch_log_memory_usage else [])]
     if rank:
         yield StepLog()
-    elif 3 <= keys.targets[SCREEN] <= 4:
+    elif keys.targets[SCREEN] >= 3:
         with line_below() as line:
             yield StepLog(keys.log_interval, line, about)
     else:

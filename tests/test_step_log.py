@@ -61,11 +61,16 @@ def test_under_mpirun(corpus: Path, tmp_path: Path) -> None:
     assert "\r" not in piped.out
 
 
-def test_lines_at_the_highest_verbosity(corpus: Path, tmp_path: Path) -> None:
-    terminal = Terminal(tmp_path, training(corpus, tmp_path, log_verbosity=5, slow="['', -1]"))
+def test_lines_above_the_bar_at_the_highest_verbosity_and_no_bar_at_the_lowest(corpus: Path, tmp_path: Path) -> None:
+    terminal = Terminal(tmp_path, training(corpus, tmp_path, log_verbosity=5), columns=150)
     assert terminal.read_to_end() == 0, terminal.text
-    assert ESCAPE not in terminal.text
-    assert len(re.findall(r"^train epoch 1, step \d+, ce ", terminal.text, flags=re.M)) == 20
+    assert len(re.findall(DRAWN, terminal.text)) >= 5
+    left = screen(terminal.text)
+    assert len([line for line in left if re.match(r"train epoch 1, step \d+, ce ", line)]) == 20
+    assert not any(ESCAPE in line for line in left), left
+    quiet = Terminal(tmp_path, training(corpus, tmp_path / "quiet", log_verbosity=2, slow="['', -1]"))
+    assert quiet.read_to_end() == 0, quiet.text
+    assert ESCAPE not in quiet.text
 
 
 def test_lines_in_a_pipe(corpus: Path, tmp_path: Path) -> None:

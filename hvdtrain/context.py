@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -48,6 +48,7 @@ class RunContext:
         epoch: counted from 1.
         step: updates done so far in the whole training.
         train_flag: False in an evaluation.
+        seq_tags: asks the dataset for the tags of the batch's sequences; None where a framework's graph is traced.
     """
 
     epoch: int
@@ -55,6 +56,7 @@ class RunContext:
     train_flag: bool
     losses: dict[str, Loss] = field(default_factory=dict)
     outputs: dict[str, Output] = field(default_factory=dict)
+    seq_tags: Callable[[], list[str]] | None = None
 
     def mark_as_loss(
         self,

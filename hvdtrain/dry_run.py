@@ -20,7 +20,7 @@ from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError
 from hvdtrain.evaluation import evaluate
 from hvdtrain.interrupt import Interrupt
-from hvdtrain.log import only_warnings, say
+from hvdtrain.log import SCREEN, say, silence
 from hvdtrain.run import Training, open_engine, open_trackers, prepared
 from hvdtrain.settings import Settings
 from hvdtrain.state import Progress
@@ -68,8 +68,8 @@ def dry_run(settings: Settings) -> None:
         if is_done(training.progress, training.pace):
             return
         epoch = training.progress.epoch + 1
-        with only_warnings():
-            parts = [_measured(training, training.feeds[0], epoch, _trainer(settings, training))]
+        with silence():  # the few steps are no epoch whose scores or slow ranks are to be told
+            parts = [_measured(training, training.feeds[0], epoch, _trainer(settings, training), closing=1)]
             parts += [_measured(training, feed, epoch, _evaluator(training, epoch)) for feed in training.feeds[1:]]
         epochs = training.pace.num_epochs - epoch + 1
         for line in [*_time_lines(parts, comm.size, epochs), *_memory_lines(training)]:
@@ -80,7 +80,7 @@ def writing_nothing(settings: Settings) -> Settings:
     """The same settings but for what has files written before or in an epoch. Data is read from where it is."""
     return replace(
         settings,
-        log=replace(settings.log, log=None),
+        log=replace(settings.log, log=None, log_verbosity=settings.log.targets[SCREEN]),
         copies=replace(settings.copies, cache_dir=None),
         reduce=replace(settings.reduce, horovod_timeline=None),
         saving=replace(settings.saving, save_interval_steps=None, save_interval_minutes=None),
@@ -111,9 +111,7 @@ Run = Callable[[Feed], float]
 
 
 def _trainer(settings: Settings, training: Training) -> Run:
-    """Trains as the engine does, with all that belongs to a step but waiting for data. The first batch of the selection comes
-    last once more.
-    """
+    """Trains as the engine does; measured is all that belongs to a step but waiting for data, without the last step."""
     progress = training.progress
     pace = replace(training.pace, num_epochs=progress.epoch + 1, save_steps=None, save_minutes=None)
 
@@ -142,18 +140,21 @@ def _evaluator(training: Training, epoch: int) -> Run:
     return run
 
 
-def _measured(training: Training, feed: Feed, epoch: int, run: Run) -> Part:
-    """Collective. The largest batches first: what does not fit into memory fails at once, and all is warm then."""
+def _measured(training: Training, feed: Feed, epoch: int, run: Run, closing: int = 0) -> Part:
+    """Collective. The largest batches first: what does not fit into memory fails at once, and all is warm then.
+
+    Args:
+        closing: rounds that are run after those that are measured: a training step ends where the next one begins.
+    """
     comm = training.comm
     size = comm.size if feed.distribution == "shard" else 1
     plan = together(comm, lambda: feed.plan(epoch), name=f"plan_{feed.name}")
     rounds = Rounds(plan, feed.lengths_in(epoch), size)
     if not len(rounds):
         return Part(feed.name, [], 0, 0, 0.0, 0.0, {})
-    extra = 1 if feed is training.feeds[0] else 0  # a step's end is the begin of the next one
 
     def of(chosen: Sequence[int]) -> Feed:
-        only = rounds.only([*chosen, *chosen[:extra]])
+        only = rounds.only([*chosen, *chosen[:closing]])
         return replace(feed, select=lambda _: only)
 
     def slowest(seconds: float) -> float:
@@ -161,21 +162,23 @@ def _measured(training: Training, feed: Feed, epoch: int, run: Run) -> Part:
 
     largest = rounds.largest()
     run(of(largest))
-    once = slowest(run(of(largest[:1])))
-    chosen = rounds.spread(min(MOST, max(FEWEST, int(SECONDS / max(once, 1e-6)))))
+    typical = slowest(run(of(largest[:1]))) * float(rounds.costs.mean() / rounds.costs[largest[0]])
+    chosen = rounds.spread(min(MOST, max(FEWEST, int(SECONDS / max(typical, 1e-6)))))
     training.watchdog.beat(f"reading {feed.name}")
     began = time.perf_counter()
     sample = of(chosen)
     with sample.read(sample.share(sample.plan(epoch)), epoch) as batches:
         count = sum(1 for _ in batches)
     reading = (time.perf_counter() - began) * len(chosen) / max(count, 1)
+    computing = slowest(run(sample))
+    run(of(largest))  # once more, amid what the others left of the memory
     scale = float(rounds.costs.sum() / rounds.costs[chosen].sum())
     return Part(
         name=feed.name,
         tried=[rounds.told(number) for number in largest],
         steps=len(rounds),
         measured=len(chosen),
-        computing=scale * slowest(run(sample)),
+        computing=scale * computing,
         reading=scale * slowest(reading),
         padding=plan.padding(rounds.lengths),
     )

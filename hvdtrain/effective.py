@@ -65,7 +65,7 @@ def shown(value: Any) -> str:
         brackets = "[]" if isinstance(value, list) else "()"
         return brackets[0] + ", ".join(shown(member) for member in value) + brackets[1]
     if callable(value):
-        code = getattr(value, "__code__", None)
+        code = getattr(getattr(value, "__wrapped__", value), "__code__", None)
         where = f" in {os.path.basename(code.co_filename)}" if code is not None else ""
         return f"<{'class' if isinstance(value, type) else 'function'} {getattr(value, '__name__', repr(value))}{where}>"
     return repr(value)

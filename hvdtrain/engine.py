@@ -208,7 +208,8 @@ class Engine:
                             self._learner.update(rate)
                     progress.step += 1
                     within.position += sum(count > done for count in counts) if shared else 1
-                    self._step_log.step(progress.step - within.first_step, within.position / total, self._take_scores, rate)
+                    number, complete = progress.step - within.first_step, within.position / total
+                    self._step_log.step(number, complete, self._take_scores, rate, batch, self._learner.peak_memory)
                 with_batch = sum(count > group[0] for count in counts)  # who has one at all has one in the first round
                 self._reducer.after_update(self._learner, len(share) > group[0], with_batch)
                 self._heed(within)

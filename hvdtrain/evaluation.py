@@ -41,7 +41,7 @@ def evaluate(
             batch = next(batches, None)
             if batch is not None:
                 learner.evaluate(batch)
-            step_log.step(number + 1, (number + 1) / rounds, take_scores)
+            step_log.step(number + 1, (number + 1) / rounds, take_scores, None, batch, learner.peak_memory)
             after_round()
     step_log.end()
     take_scores()

@@ -21,6 +21,7 @@ from hvdtrain.data.compression import NAMES as COMPRESSIONS
 from hvdtrain.data.sources import DatasetSpec, parse
 from hvdtrain.dump import Selection, dump
 from hvdtrain.errors import ConfigError, HvdtrainError
+from hvdtrain.returnn_layer.imports import Layer
 
 EPILOG = """\
 SOURCE is one of
@@ -117,7 +118,7 @@ def find_dataset(source: str, name: str, overrides: dict[str, str]) -> DatasetSp
         except (ValueError, SyntaxError) as error:
             raise ConfigError([f"dataset dict: expected a Python dict, got {source!r} ({error})"]) from None
     elif source.endswith((".py", ".json", ".config")) and not is_reference(source):
-        loaded = load([Path(source)], overrides, {})
+        loaded = load([Path(source)], overrides, {}, Layer.unless_installed())
         if loaded.problems:
             raise ConfigError(loaded.problems)
         values = loaded.values

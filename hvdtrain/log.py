@@ -47,6 +47,11 @@ class LogKeys:
         not_negative,
     )
 
+    log_batch_size: bool = key(
+        False, "tell in lines about steps how many sequences rank 0's batch has, and the longest one's frames"
+    )
+    torch_log_memory_usage: bool = key(False, "tell in lines about steps the most memory that rank 0's GPU had to give so far")
+
     @property
     def targets(self) -> dict[str, int]:
         """By name, the targets with their verbosity, the screen among them."""
@@ -143,17 +148,17 @@ class Command(logging.Handler):
 
 
 @contextmanager
-def only_warnings() -> Iterator[None]:
-    """Let through what is of level 2, and nothing else."""
+def silence() -> Iterator[None]:
+    """Nothing is logged meanwhile."""
 
-    def is_warning(record: logging.LogRecord) -> bool:
-        return record.levelno == LEVELS[2]
+    def never(record: logging.LogRecord) -> bool:
+        return False
 
-    LOGGER.addFilter(is_warning)
+    LOGGER.addFilter(never)
     try:
         yield
     finally:
-        LOGGER.removeFilter(is_warning)
+        LOGGER.removeFilter(never)
 
 
 def rank_file(path: Path, rank: int, size: int) -> Path:

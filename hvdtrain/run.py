@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from hvdtrain.announce import announce, is_done, record_start, where
@@ -21,7 +22,7 @@ from hvdtrain.interrupt import Interrupt
 from hvdtrain.learner.accumulation import rounds_per_update
 from hvdtrain.learner.base import Learner, as_function
 from hvdtrain.log import open_log, say
-from hvdtrain.preload import parse_preloads
+from hvdtrain.preload import Preload, parse_preloads, take_over
 from hvdtrain.reduce import GradReduce, ParamAverage, ReduceKeys, Reducer, scale_learning_rate
 from hvdtrain.report.epoch import Reporter
 from hvdtrain.report.json_lines import JsonLines
@@ -198,6 +199,7 @@ def build_learner(settings: Settings, reducer: Reducer, comm: Communicator) -> L
     num_threads = threads(settings, comm.local_size)
     seed = settings.run.random_seed
     places = {"rank": comm.rank, "local_rank": comm.local_rank, "threads": num_threads}
+    constant = constants(settings.start)
     precision = settings.precision.precision()
     if settings.run.backend == "tensorflow":  # a framework is imported when it is known to be needed
         from hvdtrain.learner.tensorflow import build_tensorflow_learner
@@ -212,10 +214,20 @@ def build_learner(settings: Settings, reducer: Reducer, comm: Communicator) -> L
         seed=seed,
         epoch=1,
         step=0,
+        constants=partial(take_over, constant) if constant else None,
         precision=precision,
         batch_norm=comm.channel("sync_batch_norm") if settings.learner.sync_batch_norm and comm.size > 1 else None,
         sharded=comm if settings.torch_distributed is not None and settings.torch_distributed.sharded and comm.size > 1 else None,
     )
+
+
+def constants(keys: StartKeys) -> list[Preload]:
+    """The entries of preload_from_files whose parameters are neither trained nor saved, and who may lack which."""
+    preloads = parse_preloads(keys.preload_from_files)
+    always = [one for one in preloads if one.is_constant]
+    for one in always:
+        say(3, f"preload_from_files.{one.name}: what {one.filename} has is neither trained nor saved.")
+    return always + [one for one in preloads if one.filename is None and not one.is_constant] if always else []
 
 
 def resume(

@@ -15,7 +15,7 @@ from hvdtrain.config.keys import key, positive
 from hvdtrain.errors import CheckpointError, ConfigError
 from hvdtrain.learner.base import Kind, Learner, Part
 from hvdtrain.log import say
-from hvdtrain.preload import Preload
+from hvdtrain.preload import Preload, take_over
 from hvdtrain.reduce import Reducer
 from hvdtrain.state import Progress
 
@@ -188,9 +188,10 @@ class Saver:
         """Collective. Take parameters over from other models, on every rank. Raises: CheckpointError."""
 
         def load_all() -> None:
+            take_over(preloads, self._learner.preload)
             for one in preloads:
-                self._learner.preload(Path(one.filename), one.checkpoint_key, one.chosen)
-                say(3, f"Loaded {one.filename} for preload_from_files.{one.name}.")
+                if one.filename is not None:
+                    say(3, f"Loaded {one.filename} for preload_from_files.{one.name}.")
 
         together(self._comm, load_all, name="preload")
 

@@ -14,7 +14,7 @@ from hvdtrain.config.source import COMMAND_LINE, Source, load
 from hvdtrain.data.chunks import ChunkKeys
 from hvdtrain.data.copies import CopyKeys
 from hvdtrain.data.kinds import KINDS
-from hvdtrain.data.order import OrderKeys, is_random
+from hvdtrain.data.order import OrderKeys, is_order, is_random
 from hvdtrain.data.plan import BatchKeys
 from hvdtrain.data.sizes import parse_sizes
 from hvdtrain.data.sources import DatasetSpec, parse
@@ -28,6 +28,8 @@ from hvdtrain.learner.precision import PrecisionKeys
 from hvdtrain.log import LogKeys
 from hvdtrain.reduce import ReduceKeys
 from hvdtrain.report.trackers import TrackerKeys
+from hvdtrain.returnn_layer.adapter import adapted
+from hvdtrain.returnn_layer.imports import Layer
 from hvdtrain.saving import SavingKeys
 from hvdtrain.schedule.newbob import NewbobKeys
 from hvdtrain.schedule.rates import ScheduleKeys
@@ -70,6 +72,11 @@ class DataKeys:
     """What is trained and evaluated on: dicts with a class, HDF files, or functions that return one of these."""
 
     train: Any = key(REQUIRED, "the training data: a dataset dict, or HDF files")
+    batching: str | Callable[..., str] | None = key(
+        None,
+        "seq_ordering of train where its dict says none (RETURNN's older key)",
+        Rule("an order as in seq_ordering", is_order),
+    )
     dev: Any = key(None, "evaluated after every epoch; seq_ordering is sorted unless the dict says otherwise")
     eval: Any = key(None, "evaluated after every epoch, like dev")
     cache_size: int | str | list[int | str] = key(
@@ -98,11 +105,20 @@ ALIASES = {
 UNSUPPORTED = {
     "network": "hvdtrain trains configs that define get_model and train_step",
     "get_network": "hvdtrain trains configs that define get_model and train_step",
-    "batching": "set seq_ordering in the dataset dict",
     "optimizer_epsilon": "set epsilon in the dict `optimizer`",
     "dry_run": "the option --dry-run, or task = 'dry_run'",
     "pretrain": "none",
     "chunking_variance": "none",
+    "default_float_dtype": "make the model of that type in get_model",
+    "epoch_start": "ask for get_run_ctx().epoch in train_step",
+    "epoch_end": "ask for get_run_ctx().epoch in train_step",
+    "gradient_clip_norm": "set gradient_clip_global_norm",
+    "gradient_clip_avg_norm": "set gradient_clip_global_norm",
+    "inc_seq_length": "set max_seq_length",
+    "load_model_post_hooks": "do it in get_model, or in startup_callback",
+    "packed_batch_cost": "set packed_batch_size",
+    "packed_tensors": "none",
+    "use_last_best_model": "none",
     "online_shuffle_batches": "set shuffle_batches, which shuffles all of an epoch",
     "torch_batching": "none",
     "seq_drop": "none",
@@ -161,8 +177,9 @@ def read_settings(paths: list[Path], overrides: Mapping[str, str]) -> Settings:
     """Read config files under overrides from the command line. Raises: ConfigError, with all problems."""
     keys = {declared_key.name: declared_key for declared_key in all_keys()}
     names = {ALIASES.get(name, name): text for name, text in overrides.items()}
-    source = load(paths, names, {name: declared_key.type for name, declared_key in keys.items()})
-    return check(source, list(keys))
+    layer = Layer()
+    source = load(paths, names, {name: declared_key.type for name, declared_key in keys.items()}, layer.builtins)
+    return check(adapted(source, layer), list(keys))
 
 
 def check(source: Source, names: list[str]) -> Settings:
@@ -226,13 +243,19 @@ def check(source: Source, names: list[str]) -> Settings:
 
 
 def _of_torch_only(built: dict[type, Any]) -> list[str]:
-    """Problems with torch_compile and sync_batch_norm. And works ngpu = 0 into the learner's device."""
+    """Problems with what only PyTorch's learner does. And works ngpu = 0 into the learner's device."""
     learner, reduce, run, started = (built[section] for section in (LearnerKeys, ReduceKeys, RunKeys, LaunchKeys))
     if None in (learner, reduce, run, started):
         return []
     if started.ngpu == 0 and learner.device is None:
         built[LearnerKeys] = replace(learner, device="cpu")
     problems = []
+    preloads = built[StartKeys].preload_from_files if built[StartKeys] is not None else {}
+    for name, entry in preloads.items() if run.backend != "torch" else ():
+        if isinstance(entry, dict) and entry.get("init_for_train") == "always":
+            problems.append(
+                f"preload_from_files.{name}.init_for_train: expected backend = 'torch' for 'always', got {run.backend!r}"
+            )
     if learner.torch_compile is not False and run.backend != "torch":
         problems.append(f"torch_compile: expected backend = 'torch', got {run.backend!r} (Keras models have jit_compile)")
     if not learner.sync_batch_norm:
@@ -280,7 +303,8 @@ def _datasets(keys: DataKeys) -> tuple[list[DatasetSpec], list[str]]:
     specs = []
     for name, value in {**keys.eval_datasets, **named}.items():
         if value is not None:
-            spec, more = parse(name, value, {} if name == "train" else {"seq_ordering": "sorted"})
+            ordering = keys.batching if name == "train" else "sorted"
+            spec, more = parse(name, value, {} if ordering is None else {"seq_ordering": ordering})
             problems += more
             specs += [spec] if spec is not None else []
     order = [*named, *keys.eval_datasets]

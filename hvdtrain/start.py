@@ -31,7 +31,8 @@ class StartKeys:
     preload_from_files: dict[str, Any] = key(
         {},
         "parameters to take over from other models: by name a dict of filename, prefix, init_for_train, ignore_missing, "
-        "ignore_params, ignore_params_prefixes, var_name_mapping, checkpoint_key (docs/resuming.md)",
+        "ignore_params, ignore_params_prefixes, var_name_mapping, checkpoint_key, pattern, custom_missing_load_func "
+        "(docs/resuming.md)",
     )
 
     def problems(self) -> list[str]:

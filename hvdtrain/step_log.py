@@ -3,14 +3,33 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import inf
 
+from hvdtrain.data.sizes import size_text
+from hvdtrain.data.types import Batch
 from hvdtrain.log import SCREEN, LogKeys, say
 from hvdtrain.progress import EVERY, Line, bar, line_below
 from hvdtrain.scores import Scores, text
 from hvdtrain.timer import clock_text
+
+About = Callable[[Batch | None, Callable[[], int | None]], list[str]]
+"""What else to say of a step, from its batch (None: this rank had none), and from what tells the peak of the device's memory."""
+
+
+def batch_size(batch: Batch | None, peak_memory: Callable[[], int | None]) -> list[str]:
+    """How large the batch is, in RETURNN's words."""
+    if batch is None:
+        return []
+    longest = [f"max_size:time:{key} {int(padded.seq_lens.max())}" for key, padded in batch.data.items()]
+    return [f"num_seqs {len(batch.indices)}", *longest]
+
+
+def memory_usage(batch: Batch | None, peak_memory: Callable[[], int | None]) -> list[str]:
+    """The peak of a GPU's memory."""
+    peak = peak_memory()
+    return [] if peak is None else [f"mem_usage:cuda {size_text(peak)}"]
 
 
 class StepLog:
@@ -20,10 +39,12 @@ class StepLog:
         interval: seconds between two lines of the log. At each of them the losses are looked at, for which a GPU is waited
             for; the bar shows those of the last time.
         line: where the bar is drawn; None: no bar.
+        about: what lines say of a step besides.
     """
 
-    def __init__(self, interval: float = inf, line: Line | None = None) -> None:
+    def __init__(self, interval: float = inf, line: Line | None = None, about: Sequence[About] = ()) -> None:
         self._interval = interval
+        self._about = about
         self._line = line
 
     def begin(self, epoch: int, dataset: str | None, rounds: int, elapsed: float = 0.0) -> None:
@@ -41,7 +62,15 @@ class StepLog:
         self._losses = ""
         self._began = self._told = self._drawn = time.perf_counter()
 
-    def step(self, number: int, complete: float, take_scores: Callable[[], Scores], learning_rate: float | None = None) -> None:
+    def step(
+        self,
+        number: int,
+        complete: float,
+        take_scores: Callable[[], Scores],
+        learning_rate: float | None = None,
+        batch: Batch | None = None,
+        peak_memory: Callable[[], int | None] = lambda: None,
+    ) -> None:
         """One more step is done.
 
         Args:
@@ -49,6 +78,8 @@ class StepLog:
             complete: how much is done by now, from 0 to 1.
             take_scores: gives the scores of the steps since it was called last.
             learning_rate: the step's.
+            batch: this rank's, if it had one.
+            peak_memory: tells the bytes that the device's memory had to give at most.
         """
         now = time.perf_counter()
         self._done += 1
@@ -62,7 +93,8 @@ class StepLog:
             self._told = now
             self._losses = text(take_scores().means())
             elapsed = clock_text(self._elapsed + now - self._began)
-            parts = [f"{self._what}, step {number}", self._losses, f"{per_step:.3f} sec/step", f"elapsed {elapsed}"]
+            more = [words for about in self._about for words in about(batch, peak_memory)]
+            parts = [f"{self._what}, step {number}", self._losses, *more, f"{per_step:.3f} sec/step", f"elapsed {elapsed}"]
             say(5, f"{_listed(parts)}, exp. remaining {remaining}, complete {complete:.2%}")
         if draw and self._line is not None:
             self._drawn = now
@@ -83,10 +115,11 @@ def _listed(parts: list[str]) -> str:
 @contextmanager
 def open_step_log(keys: LogKeys, rank: int) -> Iterator[StepLog]:
     """Rank 0 tells; with a bar where it prints to a terminal, and `log_verbosity` asks for less there than a line a step."""
+    about = [*([batch_size] if keys.log_batch_size else []), *([memory_usage] if keys.torch_log_memory_usage else [])]
     if rank:
         yield StepLog()
     elif 3 <= keys.targets[SCREEN] <= 4:
         with line_below() as line:
-            yield StepLog(keys.log_interval, line)
+            yield StepLog(keys.log_interval, line, about)
     else:
-        yield StepLog(keys.log_interval)
+        yield StepLog(keys.log_interval, about=about)

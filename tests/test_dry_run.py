@@ -82,8 +82,10 @@ def check_estimate(ended: Finished, ranks: int) -> None:
 
 def test_nothing_is_written(corpus: Path, tmp_path: Path) -> None:
     before = contents(corpus)
-    ended = hvdtrain(TOY, {"corpus": corpus, **would_write(tmp_path)}, options=["--dry-run"])
+    log = {"log": [str(tmp_path / "train.log"), "stdout"], "log_verbosity": [1, 4]}
+    ended = hvdtrain(TOY, {"corpus": corpus, **would_write(tmp_path), **log}, options=["--dry-run"])
     check_estimate(ended, 1)
+    assert "model: 155 parameters" in ended.out
     assert list(tmp_path.iterdir()) == []
     assert contents(corpus) == before
 

@@ -46,6 +46,7 @@ LEVELS = {
     "learner": 3,
     "reduce": 3,
     "schedule": 3,
+    "returnn_layer": 3,  # RETURNN's names for configs written for it
     "checkpoint": 3,
     "report": 3,
     "report.__main__": 6,
@@ -97,6 +98,8 @@ BESIDE = [
     ("ending", "schedule.history"),
     ("start", "checkpoint"),
     ("start", "preload"),
+    ("step_log", "data.sizes"),
+    ("returnn_layer.hdf", "data.writer"),
     ("learner.*", "reduce"),  # a learner is handed a reducer
     ("learner.base", "comm.base"),  # contracts may speak of each other
     ("learner.base", "data.types"),
@@ -104,7 +107,7 @@ BESIDE = [
 """Who may import whom on the same level, beside modules of the same folder."""
 
 PLACES = {
-    "torch": ["learner/torch*.py", "comm/torch*.py"],
+    "torch": ["learner/torch*.py", "comm/torch*.py", "returnn_layer/*.py"],
     "tensorflow": ["learner/tensorflow*.py"],
     "keras": ["learner/tensorflow*.py"],
     "horovod": ["comm/horovod*.py"],

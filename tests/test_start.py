@@ -141,8 +141,6 @@ def test_preload_takes_named_parameters_over(corpus: Path, trained: Path, tmp_pa
     missing["x"] |= {"var_name_mapping": {"weight": "none"}, "ignore_missing": True, "ignore_params": ["last.bias"]}
     with pytest.raises(CheckpointError, match=r"none of its names \(weight, offset"):
         run(corpus, tmp_path / "other", preload_from_files=missing)
-    with pytest.raises(ConfigError, match=r"preload_from_files.x.pattern: expected one of filename, prefix"):
-        run(corpus, tmp_path / "other", preload_from_files={"x": {"filename": "a", "pattern": "b"}})
 
 
 def test_save_interval_and_cleanup(corpus: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from hvdtrain.comm.single import SingleCommunicator
 from hvdtrain.context import get_run_ctx
 from hvdtrain.data.types import Batch, Padded
 from hvdtrain.errors import CheckpointError, ConfigError, TrainingError
-from hvdtrain.learner.base import LearnerKeys
+from hvdtrain.learner.base import Chosen, LearnerKeys
 from hvdtrain.learner.tensorflow import TensorFlowLearner, build_tensorflow_learner
 from hvdtrain.learner.tensorflow_variables import parts_of
 from hvdtrain.reduce import GradReduce
@@ -399,6 +399,9 @@ def test_a_rank_saves_what_it_has_of_its_own_and_takes_over_from_other_files(tmp
         one.update(0.1)
     assert numpy.array_equal(kernel(made), kernel(again))
     numpy.savez(tmp_path / "theirs.npz", weight=numpy.array([[3.0], [4.0]], numpy.float32))
-    again.preload(tmp_path / "theirs.npz", "model", lambda ours, theirs: dict(zip(ours, theirs, strict=True)))
+    found = again.preload(
+        tmp_path / "theirs.npz", "model", lambda ours, theirs: Chosen(dict(zip(ours, theirs, strict=True)), {}), None
+    )
+    assert found[0] == found[1] == list(again.parts.variables)
     assert kernel(again).tolist() == [[3.0], [4.0]]
     assert [float(number) for number in again.numbers([1.0, 0.5])] == [1.0, 0.5]

@@ -21,6 +21,13 @@ class ConfigAccess:
         """The value as it is."""
         return self._values.get(name, default)
 
+    opt_typed_value = typed_value
+
+    @property
+    def typed_dict(self) -> Mapping[str, Any]:
+        """All values."""
+        return self._values
+
     def value(self, name: str, default: Any = None) -> Any:
         """The value as a string; a list joined by commas."""
         found = self._values.get(name, default)

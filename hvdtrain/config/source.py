@@ -6,7 +6,7 @@ import json
 import re
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -32,7 +32,11 @@ class Source:
     """Overrides that reach into something that is no dict."""
 
 
-def load(paths: list[Path], overrides: Mapping[str, str], types: Mapping[str, Any]) -> Source:
+Builtins = Callable[[dict[str, Any]], dict[str, Any]]
+"""The builtins that a config file runs with, by its names."""
+
+
+def load(paths: list[Path], overrides: Mapping[str, str], types: Mapping[str, Any], builtins: Builtins | None = None) -> Source:
     """Run or parse the config files in order (a later one wins), then apply the overrides, which win over all.
 
     Overrides without a dot are visible to a Python file while it runs, as globals and through `config.value(...)`.
@@ -40,6 +44,7 @@ def load(paths: list[Path], overrides: Mapping[str, str], types: Mapping[str, An
     Args:
         overrides: `++key value` as text; a key `train.seq_ordering` reaches into the dict `train`.
         types: the declared keys' types, by which the texts are read.
+        builtins: None: Python's own.
 
     Raises:
         ConfigError: a file is missing, does not parse or raises.
@@ -54,7 +59,7 @@ def load(paths: list[Path], overrides: Mapping[str, str], types: Mapping[str, An
         if path.suffix == ".json" or text.lstrip().startswith("{"):
             left = _parse_json(path, text)
         else:
-            left = _run_python(path, text, {**values, **top})
+            left = _run_python(path, text, {**values, **top}, builtins)
         values.update(left)
         origins.update(dict.fromkeys(left, path.name))
     values.update(top)
@@ -88,7 +93,7 @@ def _parse_json(path: Path, text: str) -> dict[str, Any]:
     return parsed
 
 
-def _run_python(path: Path, text: str, visible: dict[str, Any]) -> dict[str, Any]:
+def _run_python(path: Path, text: str, visible: dict[str, Any], builtins: Builtins | None) -> dict[str, Any]:
     """Run the file as a module of its own, so that classes and functions in it behave as in any module."""
     module = ModuleType(MODULE_NAME)
     module.__file__ = str(path.resolve())
@@ -99,6 +104,8 @@ def _run_python(path: Path, text: str, visible: dict[str, Any]) -> dict[str, Any
     names.update(visible)
     preset = ConfigAccess(names)
     names["config"] = preset
+    if builtins is not None:
+        names["__builtins__"] = builtins(names)
     try:
         exec(compile(text, str(path), "exec"), names)
     except ConfigError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Generic, TypeVar
 
 import numpy
@@ -18,11 +19,12 @@ def batches(dataset: Dataset, share: Iterable[Array]) -> Iterator[Batch]:
     """The batches of one rank's share of a plan, each read when it is asked for. Raises: DataError."""
     at_once = getattr(dataset, "padded", None)
     for indices in share:
+        seq_tags = partial(dataset.tags, indices.tolist())
         if at_once is not None:
-            yield Batch(at_once(indices), indices)
+            yield Batch(at_once(indices), indices, seq_tags)
         else:
             sequences = [dataset.sequence(index) for index in indices.tolist()]
-            yield Batch({key: pad([sequence[key] for sequence in sequences]) for key in dataset.streams}, indices)
+            yield Batch({key: pad([sequence[key] for sequence in sequences]) for key in dataset.streams}, indices, seq_tags)
 
 
 def pad(sequences: Sequence[Array]) -> Padded:

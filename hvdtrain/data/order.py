@@ -36,7 +36,7 @@ BLOCKS_TOGETHER = 16
 """Of so many blocks the sequences are shuffled together by `random_blocks`."""
 
 
-def _parses(method: object) -> bool:
+def is_order(method: object) -> bool:
     """Whether `parse` understands a value of the key seq_ordering, or it is a function that will tell."""
     if callable(method):
         return True
@@ -56,7 +56,7 @@ class OrderKeys:
         "order of the sequences: default, reverse, default_every_n:N, sorted, sorted_reverse, random, random_sample, "
         "sort_bin_shuffle, sort_bin_shuffle_x2, laplace (these three take :BINS or :.SEQUENCES_PER_BIN), "
         "random_blocks:SEQUENCES_PER_BLOCK; or a function (*, epoch, **_) that returns one of these",
-        Rule(f"one of {', '.join(METHODS)}, with :NUMBER or :.NUMBER where it takes one", _parses),
+        Rule(f"one of {', '.join(METHODS)}, with :NUMBER or :.NUMBER where it takes one", is_order),
     )
     seq_list_filter_file: str | None = key(
         None, "use only the sequences whose tags this file lists, one a line (text, or .gz); applied before partition_epoch"
@@ -169,7 +169,7 @@ def method_of(keys: OrderKeys, epoch: int) -> Method:
     text = keys.seq_ordering
     if callable(text):
         text = text(epoch=epoch)
-        if not isinstance(text, str) or not _parses(text):
+        if not isinstance(text, str) or not is_order(text):
             raise DataError(
                 f"seq_ordering: expected the function to return one of {', '.join(METHODS)} "
                 f"(with :NUMBER or :.NUMBER where it takes one), got {text!r} for epoch {epoch}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -88,7 +88,9 @@ class Batch:
     Attributes:
         data: by data key.
         indices: which sequences of the dataset these are, int64 of shape (batch,).
+        seq_tags: reads their names, for who wants them.
     """
 
     data: Mapping[str, Padded]
     indices: Array
+    seq_tags: Callable[[], list[str]] | None = None

@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 from hvdtrain.comm.base import Tensor
 from hvdtrain.config.keys import REQUIRED, key, not_negative, positive, share
 from hvdtrain.data.types import Array, Batch
-from hvdtrain.errors import ConfigError
+from hvdtrain.errors import CheckpointError, ConfigError
 from hvdtrain.scores import Scores
 
 Kind = Literal["parameters", "frozen", "statistics", "counters"]
@@ -22,6 +22,33 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 Then = Literal["accumulate", "update"]
 """What comes after a batch's gradients: those of more batches, or an update of the parameters."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What to take over from another model's file.
+
+    Attributes:
+        found: by our name, the file's.
+        here: by the name that it would have here, every name of the file that is not to be ignored.
+    """
+
+    found: Mapping[str, str]
+    here: Mapping[str, str]
+
+
+Make = Callable[[str, tuple[int, ...], Mapping[str, Tensor]], Any]
+"""Makes the values of one of ours that a file lacks, from its name, its shape, and what the file has by the names it would have
+here; None: leave it as it is."""
+
+
+class Take(Protocol):
+    """Takes parameters over: a learner's `preload`, or what does so before there is a learner."""
+
+    def __call__(
+        self, file: Path, entry: str | None, chosen: Callable[[Shapes, Shapes], Chosen], make: Make | None
+    ) -> tuple[list[str], list[str]]: ...
+
 
 Part = Kind | Literal["optimizer"]
 """What a rank may have to save of its own, as it differs between ranks."""
@@ -203,14 +230,19 @@ class Learner(Protocol):
         """
         ...
 
-    def preload(self, file: Path, entry: str | None, chosen: Callable[[Shapes, Shapes], dict[str, str]]) -> None:
+    def preload(
+        self, file: Path, entry: str | None, chosen: Callable[[Shapes, Shapes], Chosen], make: Make | None
+    ) -> tuple[list[str], list[str]]:
         """Take parameters and buffers over from a file, if there is such an entry, from that entry of it.
 
         Args:
-            chosen: is told our names and shapes and the file's; returns the file's name by our name.
+            chosen: is told our names and shapes and the file's.
+            make: is asked for what the file lacks.
+
+        Returns: the names of all of ours, and of those that were taken over.
 
         Raises:
-            CheckpointError: the file cannot be read.
+            CheckpointError: the file cannot be read, or what was made has another shape.
         """
         ...
 
@@ -246,3 +278,9 @@ def as_function(value: Any, name: str) -> Any:
         return resolve(value)
     except ImportError as error:
         raise ConfigError([f"{name}: expected a function that can be imported, got {error}"]) from error
+
+
+def check_made(name: str, expected: tuple[int, ...], got: tuple[int, ...]) -> None:
+    """Raises: CheckpointError, if what a config's own function made for a parameter has another shape."""
+    if expected != got:
+        raise CheckpointError(f"custom_missing_load_func: expected values of shape {expected} for {name}, got {got}")

@@ -14,7 +14,7 @@ import tensorflow as tf
 from hvdtrain.data.types import Array, Batch
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.arrays import read_arrays, write_arrays
-from hvdtrain.learner.base import Kind, LearnerKeys, NotFinite, Part, Shapes, Then, as_function
+from hvdtrain.learner.base import Chosen, Kind, LearnerKeys, Make, NotFinite, Part, Shapes, Then, as_function, check_made
 from hvdtrain.learner.broken_updates import BrokenUpdates
 from hvdtrain.learner.clock import CpuClock
 from hvdtrain.learner.loss_scale import LossScale
@@ -43,6 +43,7 @@ class TensorFlowLearner:
 
     Args:
         parts: what the model consists of.
+        average: of the weights over time.
         seed: random numbers of a step (dropout) come from this, the rank and the number of the step, so that ranks differ
             and a continued training goes on with the same numbers.
         scale: of the loss; None: it is left as it is.
@@ -207,17 +208,28 @@ class TensorFlowLearner:
         ours = {name: variable for name, variable in self._named("parameters") if name in trained}
         assign(ours.items(), {name: trained[name] for name in ours}, "the weights that were trained")
 
-    def preload(self, file: Path, entry: str | None, chosen: Callable[[Shapes, Shapes], dict[str, str]]) -> None:
+    def preload(
+        self, file: Path, entry: str | None, chosen: Callable[[Shapes, Shapes], Chosen], make: Make | None
+    ) -> tuple[list[str], list[str]]:
         theirs, _ = read_arrays(file)
         inside = {name.removeprefix(f"{entry}/"): array for name, array in theirs.items() if name.startswith(f"{entry}/")}
         theirs = inside or theirs
         ours = self.parts.variables
         shapes = {name: tuple(variable.shape) for name, variable in ours.items()}
-        pairs = chosen(shapes, {name: array.shape for name, array in theirs.items()})
-        for name, other in pairs.items():
-            assign([(name, ours[name])], {name: theirs[other]}, f"{file}: expected values for {name}, got others")
+        wanted = chosen(shapes, {name: array.shape for name, array in theirs.items()})
+        values = {name: theirs[other] for name, other in wanted.found.items()}
+        if make is not None:
+            state = {name: theirs[other] for name, other in wanted.here.items()}
+            for name in sorted(ours.keys() - values.keys()):
+                made = make(name, shapes[name], state)
+                if made is not None:
+                    check_made(name, shapes[name], tuple(made.shape))
+                    values[name] = numpy.asarray(made)
+        for name, value in values.items():
+            assign([(name, ours[name])], {name: value}, f"{file}: expected values for {name}, got others")
         if self._average is not None:
-            self._average.adopt(set(pairs))
+            self._average.adopt(set(values))
+        return list(ours), list(values)
 
     def save_own(self, file: Path, parts: Sequence[Part]) -> None:
         own: dict[str, Array] = {}

@@ -40,8 +40,11 @@ class TorchLearner:
     """A torch.nn.Module, its optimizer and its losses.
 
     Args:
+        noise: what is added to gradients.
+        average: of the weights over time.
         seed: random numbers of a step (dropout) come from this, the rank and the number of the step, so that ranks differ
             and a continued training goes on with the same numbers.
+        constants: names of parameters that checkpoints do not hold, as they always come from another model's file.
         autocast: what goes around the config's functions.
         scale: of the loss; None: it is left as it is.
         watch: what goes around whatever may have to compile the model.
@@ -64,6 +67,7 @@ class TorchLearner:
         skips: int | None = None,
         forward_step: Callable[..., None] | None = None,
         batch_norm: Exchange | None = None,
+        constants: frozenset[str] = frozenset(),
         average: WeightAverage | None = None,
         autocast: Autocast = nullcontext,
         scale: LossScale | None = None,
@@ -82,7 +86,7 @@ class TorchLearner:
         self._autocast = autocast
         self._scale = scale
         self._watch = watch
-        state = TorchState(model, optimizer, device, average, scale)
+        state = TorchState(model, optimizer, device, average, scale, constants)
         self.map_tensors, self.gather_state, self.preload = state.map_tensors, state.gather_state, state.preload
         self.save, self.copied, self.load = state.save, state.copied, state.load
         self.save_own, self.load_own = state.save_own, state.load_own
@@ -162,7 +166,7 @@ class TorchLearner:
         if self._forward_step is None:
             raise ConfigError(["forward_step: expected a function in the config, got nothing"])
         self.model.eval()
-        running_step = running(RunContext(self._epoch, self._step, False))
+        running_step = running(RunContext(self._epoch, self._step, False, seq_tags=batch.seq_tags))
         with torch.no_grad(), self._watch(), self._autocast(), running_step as context:
             self._forward_step(model=self.model, extern_data=extern_data_of(batch, self._device))
         check_outputs(context.outputs)
@@ -206,7 +210,8 @@ class TorchLearner:
         """Run the config's train_step and note the scores."""
         if self.model.training != train:
             self.model.train(train)
-        with self._autocast(), running(RunContext(self._epoch, self._step, train)) as context:
+        running_step = running(RunContext(self._epoch, self._step, train, seq_tags=batch.seq_tags))
+        with self._autocast(), running_step as context:
             self._train_step(model=self.model, extern_data=extern_data_of(batch, self._device))
         check_marked(context.losses)
         names = {name: train and name in minimized(context.losses) for name in context.losses}

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 
 from hvdtrain.comm.base import Communicator
 from hvdtrain.errors import ConfigError
-from hvdtrain.learner.base import LearnerKeys, as_function
+from hvdtrain.learner.base import LearnerKeys, Take, as_function
 from hvdtrain.learner.precision import FLOAT32, Precision
 from hvdtrain.learner.torch import TorchLearner
 from hvdtrain.learner.torch_average import WeightAverage
@@ -16,6 +19,7 @@ from hvdtrain.learner.torch_optimizer import make_optimizer
 from hvdtrain.learner.torch_precision import autocast_of
 from hvdtrain.learner.torch_setup import device_of, seed_all
 from hvdtrain.learner.torch_sharded import ShardedOptimizer
+from hvdtrain.learner.torch_state import preload
 from hvdtrain.learner.torch_sync_batch_norm import Exchange, synchronize
 from hvdtrain.reduce import Reducer
 
@@ -40,12 +44,14 @@ def build_torch_learner(
     precision: Precision = FLOAT32,
     batch_norm: Communicator | None = None,
     sharded: Communicator | None = None,
+    constants: Callable[[Take], list[str]] | None = None,
 ) -> TorchLearner:
     """Build the model and the optimizer of a config. All ranks seed alike; weights still are to be broadcast from rank 0.
 
     Args:
         precision: what the model computes in.
         batch_norm: the ranks over which BatchNorm's statistics are taken, on a channel of their own; None: each by itself.
+        constants: takes over, by what it is handed, parameters that are neither trained nor saved; returns their names.
         sharded: the ranks among which the optimizer's state is divided; None: each has all of it.
 
     Raises:
@@ -60,6 +66,10 @@ def build_torch_learner(
     if isinstance(model, WRAPPERS):
         raise ConfigError([WRAPPED.format(name=type(model).__name__)])
     model.to(device)
+    constant = frozenset(constants(partial(preload, model.state_dict(), device)) if constants is not None else [])
+    for name, parameter in model.named_parameters():
+        if name in constant:
+            parameter.requires_grad_(False)
     exchange: Exchange | None = None
     if batch_norm is not None:
         model, exchange = synchronize(model, batch_norm)
@@ -79,6 +89,7 @@ def build_torch_learner(
         skips=keys.num_allowed_consec_invalid_gradient_steps,
         forward_step=as_function(keys.forward_step, "forward_step"),
         batch_norm=exchange,
+        constants=constant,
         autocast=autocast_of(precision.dtype, device),
         scale=precision.loss_scale(precision.dtype),
         watch=compile_model(model, keys.torch_compile),

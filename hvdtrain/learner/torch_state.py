@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hvdtrain.errors import CheckpointError
-from hvdtrain.learner.base import Kind, Part, Shapes
+from hvdtrain.learner.base import Chosen, Kind, Make, Part, Shapes, check_made
 from hvdtrain.learner.loss_scale import LossScale
 from hvdtrain.learner.torch_average import WeightAverage
 from hvdtrain.learner.torch_sharded import ShardedOptimizer
@@ -24,7 +24,9 @@ class TorchState:
     """Does what the learner's contract (`learner/base.py`) says of the methods of the same names.
 
     Args:
+        average: of the weights over time; where there is one, it is the model in a file, and the weights stand beside it.
         scale: of the loss; it is stored beside the optimizer's state.
+        constants: names of parameters that are neither saved nor loaded, as they always come from another model's file.
     """
 
     def __init__(
@@ -34,11 +36,13 @@ class TorchState:
         device: torch.device,
         average: WeightAverage | None,
         scale: LossScale | None,
+        constants: frozenset[str],
     ) -> None:
         self._model = model
         self._optimizer = optimizer
         self._average = average
         self._device = device
+        self._constants = constants
         self._scale = scale
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
@@ -63,8 +67,8 @@ class TorchState:
 
     def _contents(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """What belongs into the model's file and into the optimizer's, besides progress."""
-        model: dict[str, Any] = dict(self._model.state_dict())
-        names = [name for name, _ in self._model.named_parameters()]
+        model: dict[str, Any] = self._saved()
+        names = [name for name, _ in self._model.named_parameters() if name not in self._constants]
         optimizer: dict[str, Any] = {**self._optimizer_state(), "param_names": names}
         if self._average is not None and self._average.started:
             averages, trained = self._average.both()
@@ -77,7 +81,8 @@ class TorchState:
     def load(self, model_file: Path, optimizer_file: Path | None) -> dict[str, Any]:
         stored = _load(model_file, self._device)
         try:
-            self._model.load_state_dict(stored.pop("model"))
+            own = self._model.state_dict()
+            self._model.load_state_dict(stored.pop("model") | {name: own[name] for name in self._constants})
         except (KeyError, RuntimeError) as error:
             raise CheckpointError(f"{model_file}: expected the parameters of this config's model, got others: {error}") from None
         if optimizer_file is not None:
@@ -97,19 +102,14 @@ class TorchState:
                 if name in trained:
                     parameter.copy_(trained[name])
 
-    def preload(self, file: Path, entry: str | None, chosen: Callable[[Shapes, Shapes], dict[str, str]]) -> None:
-        contents = _load(file, self._device)
-        if entry is not None and isinstance(contents.get(entry), dict):
-            contents = contents[entry]
-        theirs = {name: tensor for name, tensor in contents.items() if isinstance(tensor, torch.Tensor)}
-        ours = self._model.state_dict()
-        pairs = chosen(_shapes(ours), _shapes(theirs))
-        with torch.no_grad():
-            for name, other in pairs.items():
-                ours[name].copy_(theirs[other])  # shares its memory with the model's
+    def preload(
+        self, file: Path, entry: str | None, chosen: Callable[[Shapes, Shapes], Chosen], make: Make | None
+    ) -> tuple[list[str], list[str]]:
+        ours, taken = preload(self._saved(), self._device, file, entry, chosen, make)
         if self._average is not None:
             named = self._model.named_parameters(remove_duplicate=False)
-            self._average.adopt({id(parameter) for name, parameter in named if name in pairs})
+            self._average.adopt({id(parameter) for name, parameter in named if name in taken})
+        return ours, taken
 
     def save_own(self, file: Path, parts: Sequence[Part]) -> None:
         own: dict[str, Any] = {}
@@ -125,6 +125,10 @@ class TorchState:
         self._load_optimizer({name: own.pop(name) for name in ("optimizer", "loss_scale") if name in own}, file)
         for kind, stored in own.items():
             self.map_tensors(kind, lambda _, stored=stored: stored)  # type: ignore[arg-type, misc]
+
+    def _saved(self) -> dict[str, torch.Tensor]:
+        """The model's tensors that a checkpoint holds."""
+        return {name: tensor for name, tensor in self._model.state_dict().items() if name not in self._constants}
 
     def _optimizer_state(self) -> dict[str, Any]:
         """What has to be there besides the model to go on."""
@@ -150,6 +154,34 @@ class TorchState:
             return [parameter for parameter in self._model.parameters() if not parameter.requires_grad]
         floating = kind == "statistics"
         return [buffer for buffer in self._model.buffers() if buffer.is_floating_point() == floating]
+
+
+def preload(
+    ours: dict[str, torch.Tensor],
+    device: torch.device,
+    file: Path,
+    entry: str | None,
+    chosen: Callable[[Shapes, Shapes], Chosen],
+    make: Make | None,
+) -> tuple[list[str], list[str]]:
+    """As a learner's `preload`, into tensors by name that share their memory with a model's."""
+    contents = _load(file, device)
+    if entry is not None and isinstance(contents.get(entry), dict):
+        contents = contents[entry]
+    theirs = {name: tensor for name, tensor in contents.items() if isinstance(tensor, torch.Tensor)}
+    wanted = chosen(_shapes(ours), _shapes(theirs))
+    values = {name: theirs[other] for name, other in wanted.found.items()}
+    if make is not None:
+        state = {name: theirs[other] for name, other in wanted.here.items()}
+        for name in sorted(ours.keys() - values.keys()):
+            made = make(name, tuple(ours[name].shape), state)
+            if made is not None:
+                check_made(name, tuple(ours[name].shape), tuple(made.shape))
+                values[name] = made
+    with torch.no_grad():
+        for name, value in values.items():
+            ours[name].copy_(value)
+    return list(ours), list(values)
 
 
 def _copied(state: Any) -> Any:

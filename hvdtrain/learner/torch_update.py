@@ -18,6 +18,7 @@ class Update:
     the learning rate.
 
     Args:
+        noise: what is added to gradients; None: nothing.
         scale: what the loss was multiplied by; None: nothing.
         broken: whether to leave an update out.
     """

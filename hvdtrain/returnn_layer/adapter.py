@@ -1,0 +1,150 @@
+"""The functions of a config that imports RETURNN's names: hvdtrain's learner calls them, and they get what RETURNN gives them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy
+
+from hvdtrain.config.source import Source
+from hvdtrain.context import get_run_ctx
+from hvdtrain.errors import ConfigError
+from hvdtrain.returnn_layer.imports import Layer
+from hvdtrain.returnn_layer.missing import NotInLayer, place, told
+from hvdtrain.returnn_layer.stand_ins import ROOT
+
+if TYPE_CHECKING:
+    from hvdtrain.returnn_layer.run_ctx import Stage
+    from hvdtrain.returnn_layer.tensors import Dim, Tensor, TensorDict
+
+STEPS: dict[str, Stage] = {"train_step": "train_step", "forward_step": "forward_step"}
+
+
+def adapted(source: Source, layer: Layer) -> Source:
+    """The config with its functions as hvdtrain's learner calls them; the config itself where it imports nothing of RETURNN."""
+    if not layer.in_use:
+        return source
+    layer.is_read(source.values)
+    if source.values.get("backend", "torch") != "torch":
+        problem = f"backend: expected 'torch' in a config that imports returnn, got {source.values['backend']!r}"
+        return replace(source, problems=(*source.problems, problem))
+    from hvdtrain.returnn_layer.templates import legacy_templates, templates_of  # here, as they import torch
+
+    given = source.values.get("extern_data", legacy_templates(source.values))
+    templates, problems = (None, []) if given is None else templates_of("extern_data", given)
+    outputs, more = templates_of("model_outputs", source.values.get("model_outputs") or {})
+    values = dict(source.values)
+    for name, stage in STEPS.items():
+        if callable(values.get(name)):
+            values[name] = _step(values[name], stage, layer, templates, outputs)
+    if callable(values.get("get_model")):
+        values["get_model"] = _in_place(values["get_model"], "get_model", layer)
+    if values.get("forward_callback") is not None and not isinstance(values["forward_callback"], str):
+        values["forward_callback"] = _callback_maker(values["forward_callback"], layer, outputs)
+    return replace(source, values=values, problems=(*source.problems, *problems, *more))
+
+
+def _step(
+    function: Callable[..., None],
+    stage: Stage,
+    layer: Layer,
+    templates: Mapping[str, Tensor] | None,
+    outputs: Mapping[str, Tensor],
+) -> Callable[..., None]:
+    """A train_step or forward_step."""
+    from hvdtrain.returnn_layer.run_ctx import RunCtx, running
+    from hvdtrain.returnn_layer.templates import from_batch, reset, with_batch
+    from hvdtrain.returnn_layer.tensors import TensorDict
+
+    def step(*, model: Any, extern_data: Mapping[str, Any], **others: Any) -> None:
+        context = get_run_ctx()
+        inference = stage == "forward_step"
+        reset(outputs.values())
+        expected = TensorDict(outputs) if outputs and inference else None
+        given = with_batch(
+            from_batch(extern_data) if templates is None else templates, extern_data, context.seq_tags, inference=inference
+        )
+        with running(RunCtx(stage, context, expected)) as returnn_context:
+            in_place(model=model, extern_data=given, **others)
+            if inference:
+                returnn_context.check_outputs_complete()
+
+    in_place = _in_place(function, stage, layer)
+    return _named(step, function)
+
+
+def _in_place(function: Callable[..., Any], name: str, layer: Layer) -> Callable[..., Any]:
+    """The function, with our modules in place while it runs."""
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        try:
+            with layer.in_place():
+                return function(*arguments, **options)
+        except (NotInLayer, ImportError) as error:
+            if isinstance(error, ImportError) and (error.name or "").partition(".")[0] != ROOT:
+                raise
+            raise ConfigError([f"{name}, in {place(error)}: {told(error)}"]) from error
+
+    return _named(call, function)
+
+
+def _named(wrapper: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    """The wrapper under the function's name, which may be a partial object without one."""
+    return functools.update_wrapper(wrapper, function)
+
+
+def _callback_maker(value: Any, layer: Layer, outputs: Mapping[str, Tensor]) -> Callable[[], Any]:
+    """A function that makes the callback, on the rank that calls it."""
+
+    def make() -> Callback:
+        is_made = hasattr(value, "process_seq") and not isinstance(value, type)
+        made = value if is_made else _in_place(value, "forward_callback", layer)()
+        return Callback(made, layer, outputs)
+
+    return _named(make, value if isinstance(value, type) or hasattr(value, "__name__") else type(value))
+
+
+class Callback:
+    """A config's forward_callback: it gets a TensorDict of numpy arrays."""
+
+    def __init__(self, inner: Any, layer: Layer, outputs: Mapping[str, Tensor]) -> None:
+        self._inner = inner
+        self._layer = layer
+        self._outputs = outputs
+
+    def init(self, *, model: Any) -> None:
+        self._call("init", model=model)
+
+    def process_seq(self, *, seq_tag: str, outputs: Mapping[str, Any]) -> None:
+        self._call("process_seq", seq_tag=seq_tag, outputs=self._tensors(outputs))
+
+    def finish(self) -> None:
+        self._call("finish")
+
+    def _call(self, method: str, **options: Any) -> None:
+        _in_place(getattr(self._inner, method), f"forward_callback.{method}", self._layer)(**options)
+
+    def _tensors(self, outputs: Mapping[str, Any]) -> TensorDict:
+        """A sequence's outputs: their axes have the sequence's own sizes."""
+        from hvdtrain.returnn_layer.tensors import Dim, Tensor, TensorDict
+
+        tensors = {}
+        for name, output in outputs.items():
+            raw = output.raw_tensor
+            template = self._outputs.get(name)
+            dims = [dim for dim in template.dims if not dim.is_batch_dim()] if template is not None else []
+            if len(dims) != raw.ndim:
+                dims = [Dim(size, name=f"{name}:axis-{number + 1}") for number, size in enumerate(raw.shape)]
+            sized = [dim if dim.is_static() else _sized(dim, size) for dim, size in zip(dims, raw.shape, strict=True)]
+            tensors[name] = Tensor(name, sized, raw_tensor=raw, sparse_dim=None if template is None else template.sparse_dim)
+        return TensorDict(tensors)
+
+
+def _sized(dim: Dim, size: int) -> Dim:
+    """An axis with the size of one sequence."""
+    from hvdtrain.returnn_layer.tensors import Dim, Tensor
+
+    return Dim(Tensor(dim.name, [], "int32", raw_tensor=numpy.array(size, dtype=numpy.int32)), name=dim.name, kind=dim.kind)

@@ -1,0 +1,220 @@
+"""`returnn.frontend.get_run_ctx()`: RETURNN's run context, which hands on to hvdtrain's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Literal
+
+import torch
+
+from hvdtrain.context import RunContext
+from hvdtrain.errors import ConfigError
+from hvdtrain.returnn_layer.missing import not_in_layer
+from hvdtrain.returnn_layer.tensors import Dim, Tensor, TensorDict
+
+Stage = Literal["init", "train_step", "forward_step"]
+
+
+class RunCtx:
+    """One call of `train_step` or `forward_step`; or the time before, in which there is nothing to mark.
+
+    Args:
+        context: where losses and outputs go.
+
+    Attributes:
+        stage: "init" (while the config is read, in get_model), "train_step" (in an evaluation, too) or "forward_step".
+        train_flag: whether the model is being trained.
+        step: updates done so far in the whole training.
+        epoch: counted from 1.
+        expected_outputs: in a forward_step, what the config's `model_outputs` says; None where it says nothing.
+    """
+
+    def __init__(self, stage: Stage, context: RunContext, expected_outputs: TensorDict | None = None) -> None:
+        self.stage = stage
+        self.train_flag = context.train_flag
+        self.step = context.step
+        self.epoch = context.epoch
+        self.expected_outputs = expected_outputs
+        self.outputs = TensorDict()
+        self._context = context
+
+    def mark_as_loss(
+        self,
+        loss: Any,
+        name: str,
+        *,
+        dims: Sequence[Dim] | None = None,
+        scale: float = 1.0,
+        as_error: bool = False,
+        use_normalized_loss: bool = False,
+        use_flatten_frames: bool = True,
+        custom_inv_norm_factor: Any | None = None,
+    ) -> None:
+        """Name a loss to be minimized, or an error to be reported: elements are summed, and counted for the report.
+
+        Args:
+            loss: a raw tensor, all of whose elements count, or a Tensor, whose padding does not.
+            dims: the axes of a raw tensor, where it has padding.
+            use_flatten_frames: without meaning: padding is always left out.
+            custom_inv_norm_factor: the count, where it is another: a Tensor, a raw tensor or a number; it is summed.
+
+        Raises:
+            ConfigError: called outside of a train_step, or the name is taken.
+        """
+        self._expect("train_step", "mark_as_loss")
+        values = without_padding(loss if isinstance(loss, Tensor) or dims is None else Tensor(name, dims, raw_tensor=loss))
+        if not isinstance(values, torch.Tensor):
+            raise ConfigError([f"mark_as_loss: expected a tensor as the loss {name!r}, got {type(loss).__name__}"])
+        if not values.is_floating_point():
+            values = values.to(torch.get_default_dtype())
+        count = None if custom_inv_norm_factor is None else without_padding(custom_inv_norm_factor)
+        self._context.mark_as_loss(
+            values, name, scale=scale, as_error=as_error, use_normalized_loss=use_normalized_loss, custom_inv_norm_factor=count
+        )
+
+    def mark_as_output(self, tensor: Any, name: str, *, dims: Sequence[Dim] | None = None) -> None:
+        """Name something that `forward_step` computed.
+
+        Args:
+            tensor: a raw tensor, the batch on its first axis, or a Tensor.
+            dims: its axes. What the sizes of one say is padding is cut off. Without them those of `model_outputs` hold, or all
+                of a sequence's part is taken.
+
+        Raises:
+            ConfigError: called outside of a forward_step, or the output is not as `model_outputs` says.
+        """
+        self._expect("forward_step", "mark_as_output")
+        expected = None
+        if self.expected_outputs is not None:
+            if name not in self.expected_outputs:
+                raise ConfigError(
+                    [f"mark_as_output: expected one of model_outputs ({', '.join(self.expected_outputs)}), got {name!r}"]
+                )
+            expected = self.expected_outputs[name]
+        if isinstance(tensor, Tensor):
+            marked = tensor if dims is None else tensor.copy_transpose(dims)
+        else:
+            own = list(dims) if dims is not None else None if expected is None else list(expected.dims)
+            marked = tensor if own is None else Tensor(name, own, raw_tensor=tensor)
+        if expected is not None and isinstance(marked, Tensor):
+            _check_expected(name, expected, marked)
+        value = by_sequence(name, marked) if isinstance(marked, Tensor) else marked
+        self._context.mark_as_output(value, name)
+        if isinstance(marked, Tensor):
+            self.outputs.data[name] = marked
+
+    def mark_as_default_output(self, tensor: Any, *, shape: Sequence[Dim] | None = None) -> None:
+        """Mark the output called 'output'."""
+        self.mark_as_output(tensor, "output", dims=shape)
+
+    def check_outputs_complete(self) -> None:
+        """Raises: ConfigError, if an output of `model_outputs` was not marked."""
+        missing = [name for name in self.expected_outputs or () if name not in self._context.outputs]
+        if missing:
+            raise ConfigError([f"forward_step: expected all of model_outputs to be marked, got no {', '.join(missing)}"])
+
+    def is_train_flag_enabled(self, *, func: Any = None) -> bool:
+        """Whether the model is being trained."""
+        return self.train_flag
+
+    @contextmanager
+    def train_flag_ctx(self, train_flag: bool, *, func: Any = None) -> Iterator[None]:
+        """Change `train_flag` inside the `with` block, for the config's own code: PyTorch's modules have flags of their own."""
+        before, self.train_flag = self.train_flag, train_flag
+        try:
+            yield
+        finally:
+            self.train_flag = before
+
+    def get_step_tensor(self) -> Tensor:
+        return Tensor("step", [], "int64", raw_tensor=torch.tensor(self.step))
+
+    def get_epoch_tensor(self) -> Tensor:
+        return Tensor("epoch", [], "int64", raw_tensor=torch.tensor(self.epoch))
+
+    def _expect(self, stage: Stage, called: str) -> None:
+        if self.stage != stage:
+            raise ConfigError([f"get_run_ctx().{called}: expected to be called in {stage}, got called in {self.stage}"])
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise not_in_layer(f"get_run_ctx().{name}", [*dir(type(self)), *vars(self)])
+
+
+_current: ContextVar[RunCtx] = ContextVar("hvdtrain_returnn_run_ctx")
+_init = RunCtx("init", RunContext(epoch=1, step=0, train_flag=False))
+
+
+def get_run_ctx() -> RunCtx:
+    """The context of the step that is running."""
+    return _current.get(_init)
+
+
+@contextmanager
+def running(context: RunCtx) -> Iterator[RunCtx]:
+    """Make `context` what `get_run_ctx()` returns inside the `with` block."""
+    token = _current.set(context)
+    try:
+        yield context
+    finally:
+        _current.reset(token)
+
+
+def without_padding(tensor: Any) -> Any:
+    """The elements of a Tensor that are no padding, in one row where there is any; anything else as it is."""
+    if not isinstance(tensor, Tensor):
+        return tensor
+    mask = mask_of(tensor)
+    return tensor.raw_tensor if mask is None else tensor.raw_tensor[mask]
+
+
+def mask_of(tensor: Tensor) -> torch.Tensor | None:
+    """True where an element is no padding, of the raw tensor's shape; None where there is no padding."""
+    raw = tensor.raw_tensor
+    mask: torch.Tensor | None = None
+    for axis, dim in enumerate(tensor.dims):
+        if not dim.is_dynamic_seq_length() or dim.dyn_size is None:
+            continue
+        sizes = dim.get_dyn_size_ext_for_device(raw.device).copy_compatible_to_dims_raw(tensor.dims)
+        frames = torch.arange(raw.shape[axis], device=raw.device)
+        inside = frames.reshape([-1 if one is dim else 1 for one in tensor.dims]) < sizes
+        mask = inside if mask is None else mask & inside
+    return None if mask is None else mask.expand_as(raw)
+
+
+def by_sequence(name: str, tensor: Tensor) -> list[Any]:
+    """The part of every sequence, without padding.
+
+    Raises:
+        ConfigError: the sizes of an axis are not known.
+    """
+    axis = next((number for number, dim in enumerate(tensor.dims) if dim.is_batch_dim()), 0)
+    dims = [dim for number, dim in enumerate(tensor.dims) if number != axis]
+    for dim in dims:
+        if dim.is_dynamic_seq_length() and dim.dyn_size is None:
+            raise ConfigError(
+                [f"mark_as_output: expected the sizes of {dim} of the output {name!r} in its dyn_size_ext.raw_tensor, got none"]
+            )
+    rows = tensor.raw_tensor.movedim(axis, 0)
+    return [row[tuple(_part(dim, number) for dim in dims)] for number, row in enumerate(rows)]
+
+
+def _part(dim: Dim, number: int) -> slice:
+    """How much of an axis belongs to a sequence; of several hypotheses to the longest."""
+    if not dim.is_dynamic_seq_length():
+        return slice(None)
+    return slice(0, int(dim.dyn_size[number].max()))
+
+
+def _check_expected(name: str, expected: Tensor, got: Tensor) -> None:
+    fits = len(expected.dims) == len(got.dims) == got.raw_tensor.ndim and all(
+        wanted.dimension in (None, size) for wanted, size in zip(expected.dims, got.raw_tensor.shape, strict=True)
+    )
+    if not fits:
+        words = ", ".join(dim.name if dim.dimension is None else str(dim.dimension) for dim in expected.dims)
+        raise ConfigError(
+            [f"mark_as_output: expected {name!r} of shape ({words}) by model_outputs, got {tuple(got.raw_tensor.shape)}"]
+        )

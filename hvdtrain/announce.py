@@ -45,7 +45,8 @@ def announce(settings: Settings, comm: Communicator, learner: Learner, feeds: li
 
     for level, line in together(comm, data_lines, name="data_lines"):
         say(level, line)
-    say(4, f"model: {learner.num_parameters} parameters")
+    dtype = settings.precision.precision().dtype
+    say(4, f"model: {learner.num_parameters} parameters{'' if dtype == 'float32' else f', computes in {dtype} where it can'}")
     if (several := settings.accumulation.accum_grad_multiple_step) not in (None, 1):
         many = f"{several}" if isinstance(several, int) else "as many as accum_grad_multiple_step says"
         say(4, f"updates: each adds up the gradients of several batches of every rank: {many}")

@@ -92,8 +92,8 @@ def _in_place(function: Callable[..., Any], name: str, layer: Layer) -> Callable
 
 
 def _named(wrapper: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
-    """The wrapper under the function's name, which may be a partial object without one."""
-    return functools.update_wrapper(wrapper, function)
+    """The wrapper under the name of the function, or class, or of a partial object, which has none."""
+    return functools.update_wrapper(wrapper, function, updated=())
 
 
 def _callback_maker(value: Any, layer: Layer, outputs: Mapping[str, Tensor]) -> Callable[[], Any]:

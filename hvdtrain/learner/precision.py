@@ -39,12 +39,12 @@ FLOAT32 = Precision()
 class PrecisionKeys:
     """Computing in half precision, with parameters in single precision."""
 
-    mixed_precision: Any = key(
+    mixed_precision: str | dict[str, Any] | None = key(
         None,
         "compute in half precision, with parameters in float32: 'bfloat16', 'float16', or a dict of dtype and grad_scaler "
         "(with PyTorch torch.autocast, with TensorFlow the policy of Keras layers; RETURNN's torch_amp)",
     )
-    grad_scaler: Any = key(
+    grad_scaler: str | dict[str, Any] | None = key(
         "auto",
         "how the loss is scaled: a dict of init_scale (65536), growth_factor (2), backoff_factor (0.5), growth_interval (2000); "
         "'auto': so with float16, and not otherwise; None: not at all",

@@ -24,6 +24,7 @@ class TorchState:
     """Does what the learner's contract (`learner/base.py`) says of the methods of the same names.
 
     Args:
+        average: of the weights over time; where there is one, it is the model in a file, and the weights stand beside it.
         scale: of the loss; it is stored beside the optimizer's state.
         constants: names of parameters that are neither saved nor loaded, as they always come from another model's file.
     """

@@ -18,7 +18,8 @@ from hvdtrain.returnn_layer.stand_ins import ROOT
 
 if TYPE_CHECKING:
     from hvdtrain.returnn_layer.run_ctx import Stage
-    from hvdtrain.returnn_layer.tensors import Dim, Tensor, TensorDict
+    from hvdtrain.returnn_layer.tensor_dict import TensorDict
+    from hvdtrain.returnn_layer.tensors import Dim, Tensor
 
 STEPS: dict[str, Stage] = {"train_step": "train_step", "forward_step": "forward_step"}
 
@@ -57,7 +58,7 @@ def _step(
     """A train_step or forward_step."""
     from hvdtrain.returnn_layer.run_ctx import RunCtx, running
     from hvdtrain.returnn_layer.templates import from_batch, reset, with_batch
-    from hvdtrain.returnn_layer.tensors import TensorDict
+    from hvdtrain.returnn_layer.tensor_dict import TensorDict
 
     def step(*, model: Any, extern_data: Mapping[str, Any], **others: Any) -> None:
         context = get_run_ctx()
@@ -92,8 +93,8 @@ def _in_place(function: Callable[..., Any], name: str, layer: Layer) -> Callable
 
 
 def _named(wrapper: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
-    """The wrapper under the function's name, which may be a partial object without one."""
-    return functools.update_wrapper(wrapper, function)
+    """The wrapper under the name of the function, or class, or of a partial object, which has none."""
+    return functools.update_wrapper(wrapper, function, updated=())
 
 
 def _callback_maker(value: Any, layer: Layer, outputs: Mapping[str, Tensor]) -> Callable[[], Any]:
@@ -129,7 +130,8 @@ class Callback:
 
     def _tensors(self, outputs: Mapping[str, Any]) -> TensorDict:
         """A sequence's outputs: their axes have the sequence's own sizes."""
-        from hvdtrain.returnn_layer.tensors import Dim, Tensor, TensorDict
+        from hvdtrain.returnn_layer.tensor_dict import TensorDict
+        from hvdtrain.returnn_layer.tensors import Dim, Tensor
 
         tensors = {}
         for name, output in outputs.items():

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from hvdtrain.returnn_layer.run_ctx import RunCtx, get_run_ctx, mask_of
-from hvdtrain.returnn_layer.tensors import Dim, Tensor, TensorDict, batch_dim
+from hvdtrain.returnn_layer.tensor_dict import TensorDict
+from hvdtrain.returnn_layer.tensors import Dim, Tensor, batch_dim
 
 __all__ = [
     "Dim", "RunCtx", "Tensor", "TensorDict", "batch_dim", "cast", "convert_to_tensor", "copy_to_device",

@@ -12,15 +12,15 @@ from hvdtrain.returnn_layer.missing import not_in_layer
 
 ROOT = "returnn"
 
-_TENSOR = ("Tensor", "Dim", "TensorDict", "FeatureDim", "SpatialDim", "batch_dim", "single_step_dim")
+_TENSOR = ("Tensor", "Dim", "FeatureDim", "SpatialDim", "batch_dim", "single_step_dim")
 
 NAMES: dict[str, dict[str, tuple[str, ...]]] = {
     "returnn": {},
     "returnn.frontend": {"frontend": ()},
     "returnn.frontend.run_ctx": {"run_ctx": ("RunCtx", "get_run_ctx")},
-    "returnn.tensor": {"tensors": _TENSOR},
+    "returnn.tensor": {"tensors": _TENSOR, "tensor_dict": ("TensorDict",)},
     "returnn.tensor.tensor": {"tensors": ("Tensor",)},
-    "returnn.tensor.tensor_dict": {"tensors": ("TensorDict",)},
+    "returnn.tensor.tensor_dict": {"tensor_dict": ("TensorDict",)},
     "returnn.tensor.dim": {"tensors": ("Dim", "FeatureDim", "SpatialDim", "batch_dim", "single_step_dim")},
     "returnn.util": {},
     "returnn.util.basic": {"basic": ()},

@@ -9,7 +9,8 @@ import numpy
 import torch
 
 from hvdtrain.errors import ConfigError
-from hvdtrain.returnn_layer.tensors import Dim, DimTypes, Tensor, TensorDict, batch_dim
+from hvdtrain.returnn_layer.tensor_dict import TensorDict
+from hvdtrain.returnn_layer.tensors import Dim, DimTypes, Tensor, batch_dim
 
 OPTIONS = (
     "dim", "sparse", "shape", "dtype", "dims", "dim_tags", "sparse_dim", "feature_dim", "feature_dim_axis", "time_dim_axis",

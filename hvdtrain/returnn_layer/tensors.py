@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -148,7 +148,7 @@ class Dim:
         return sizes
 
     def __getattr__(self, name: str) -> Any:
-        raise _no_attribute(self, name)
+        raise no_attribute(self, name)
 
     def __repr__(self) -> str:
         return f"Dim{{{self.name!r}{'' if self.dimension is None else f'({self.dimension})'}}}"
@@ -331,65 +331,14 @@ class Tensor:
         return self._combined(other, "true_divide")
 
     def __getattr__(self, name: str) -> Any:
-        raise _no_attribute(self, name)
+        raise no_attribute(self, name)
 
     def __repr__(self) -> str:
         return f"Tensor{{{self.name!r}, {list(self.dims)}, {self.dtype}}}"
 
 
-class TensorDict:
-    """Tensors by name: what a step gets as `extern_data`.
-
-    Args:
-        made_when_asked: what makes Tensors that seldom anybody asks for.
-
-    Attributes:
-        data: the dict itself.
-    """
-
-    def __init__(
-        self, data: Mapping[str, Tensor] | None = None, made_when_asked: Mapping[str, Callable[[], Tensor]] | None = None
-    ) -> None:
-        self.data: dict[str, Tensor] = dict(data or {})
-        self._made_when_asked = dict(made_when_asked or {})
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name in self._made_when_asked and name not in self.data:
-            self.data[name] = self._made_when_asked[name]()
-        if name not in self.data:
-            raise KeyError(f"{name!r}: expected one of the data keys {', '.join(self.data)}")
-        return self.data[name]
-
-    def __setitem__(self, name: str, tensor: Tensor) -> None:
-        self.data[name] = tensor
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.data or name in self._made_when_asked
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.data)
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-    def keys(self) -> KeysView[str]:
-        return self.data.keys()
-
-    def values(self) -> ValuesView[Tensor]:
-        return self.data.values()
-
-    def items(self) -> ItemsView[str, Tensor]:
-        return self.data.items()
-
-    def __getattr__(self, name: str) -> Any:
-        raise _no_attribute(self, name)
-
-    def __repr__(self) -> str:
-        return f"TensorDict({self.data})"
-
-
-def _no_attribute(owner: object, name: str) -> AttributeError:
-    """Of a name that Python itself asks for, in copying or pickling, no words are made."""
+def no_attribute(owner: object, name: str) -> AttributeError:
+    """The error about an attribute that is not there; without words where Python itself asks for it, in copying or pickling."""
     known = [*dir(type(owner)), *vars(owner)]
     return AttributeError(name) if name.startswith("_") else not_in_layer(f"{type(owner).__name__}.{name}", known)
 

@@ -15,6 +15,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM = 1
 endif
 
 G2P_PARTS = data/g2p/train.hdf data/g2p/dev.hdf data/g2p/test.hdf
+RETURNN_DEMO = data/returnn/demo-torch.config
 
 .PHONY: setup setup-tests data train test test-cluster check format docs benchmark benchmark-data clean
 
@@ -30,19 +31,27 @@ data/g2p/%.hdf: demos/g2p/words.py
 	@mkdir -p data/g2p
 	@$(PYTHON_OF_VENV) tools/hdf_dump.py '{"class": "demos/g2p/words.py:Words", "part": "$*"}' $@ --overwrite
 
+# A config of RETURNN's own, which a test trains; it is in the sources of the version that tools/setup.sh installed, not in its wheel.
+$(RETURNN_DEMO): | setup
+	@mkdir -p $(@D)
+	@version=$$($(PYTHON_OF_VENV) -c "import importlib.metadata; print(importlib.metadata.version('returnn'))") && \
+		$(PYTHON_OF_VENV) -m pip download --quiet --no-deps --no-binary :all: --no-build-isolation --dest $(@D) returnn==$$version
+	@tar --extract --gzip --file $(@D)/returnn-*.tar.gz --directory $(@D) --wildcards --strip-components 2 '*/demos/$(@F)'
+	@rm $(@D)/returnn-*.tar.gz
+
 # The full config trains 24 epochs; this one learns as much as five minutes allow.
 train: data
 	$(MPIRUN) $(PYTHON_OF_VENV) -m hvdtrain configs/g2p.py ++use_horovod 1 ++max_seqs 128 ++num_epochs 2 \
 		++model exp/g2p-short/model ++log exp/g2p-short/train.log
 
-test: setup data
+test: setup data $(RETURNN_DEMO)
 	$(PYTHON_OF_VENV) -m pytest
 
 # On three hosts with Slurm, all of them on this machine; skipped, with a line why, where they cannot be had.
 test-cluster: setup setup-tests
 	$(PYTHON_OF_VENV) -m pytest tests/cluster -m cluster -rs
 
-check: setup data
+check: setup data $(RETURNN_DEMO)
 	$(PYTHON_OF_VENV) -m ruff format --check .
 	$(PYTHON_OF_VENV) -m ruff check .
 	$(PYTHON_OF_VENV) -m mypy

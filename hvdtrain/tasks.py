@@ -20,7 +20,7 @@ from hvdtrain.errors import ConfigError
 from hvdtrain.evaluation import evaluate
 from hvdtrain.feeds import open_some
 from hvdtrain.forward import forward
-from hvdtrain.learner.base import Learner
+from hvdtrain.learner.base import FILE_SUFFIX, Learner
 from hvdtrain.log import open_log, say
 from hvdtrain.preload import parse_preloads
 from hvdtrain.run import build_learner, open_reducer, train
@@ -82,7 +82,7 @@ def clean_up_all(settings: Settings) -> None:
         open_log(settings.log, comm.rank, comm.size)
         prefix = Path(settings.run.model)
         rule = parse_rule(settings.saving.cleanup_old_models) or CleanupRule()
-        suffix = "pt" if settings.run.backend == "torch" else "weights.h5"
+        suffix = FILE_SUFFIX[settings.run.backend]
 
         def remove() -> None:
             clean_up(CheckpointFolder(prefix, suffix), rule, _scores(prefix.parent / "scores.jsonl"))

@@ -221,9 +221,7 @@ def test_the_demo(tmp_path: Path, without_returnn: dict[str, str]) -> None:
     assert len(re.findall(r"^seq-\d+ [LR]{10,99}$", ended.out, re.MULTILINE)) == 20
 
 
-@pytest.mark.skipif(
-    not THEIRS.exists(), reason="pip download --no-binary :all: --no-deps returnn has it; put it into data/returnn"
-)
+@pytest.mark.skipif(not THEIRS.exists(), reason="make test fetches it")
 def test_the_demo_of_returnn_itself(tmp_path: Path, without_returnn: dict[str, str]) -> None:
     """As it stands, its own paths included."""
     config = tmp_path / "demo-torch.config"

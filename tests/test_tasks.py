@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy
 import pytest
-import torch
 from launching import TOY, Finished, hvdtrain, launch
 
 from hvdtrain.data.hdf import open_hdf
@@ -126,14 +125,16 @@ def test_a_function_of_the_config_is_a_task(trained: tuple[Path, dict[str, objec
     )
 
 
-def test_cleanup_is_a_task(trained: tuple[Path, dict[str, object]], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("backend", "suffix"), [("torch", "pt"), ("tensorflow", "npz")])
+def test_cleanup_is_a_task(trained: tuple[Path, dict[str, object]], tmp_path: Path, backend: str, suffix: str) -> None:
     config, keys = trained
+    keys = {**keys, "backend": backend}
     for epoch in range(1, 8):
-        torch.save({}, tmp_path / f"model.{epoch:03d}.pt")
+        (tmp_path / f"model.{epoch:03d}.{suffix}").write_bytes(b"")
     scores = [json.dumps({"epoch": epoch, "scores": {"dev_loss_ce": abs(epoch - 3)}}) for epoch in range(1, 8)]
     (tmp_path / "scores.jsonl").write_text("\n".join(scores))
     rule = {"keep_last_n": 1, "keep_best_n": 2, "keep": []}
     cleaned = run(config, {**keys, "task": "cleanup_old_models", "model": tmp_path / "model", "cleanup_old_models": rule})
     assert cleaned.status == 0, cleaned.err
     assert "We will delete the models of epochs [1, 4, 5, 6]." in cleaned.out
-    assert sorted(path.name for path in tmp_path.glob("*.pt")) == ["model.002.pt", "model.003.pt", "model.007.pt"]
+    assert sorted(path.name for path in tmp_path.glob("model.*")) == [f"model.00{epoch}.{suffix}" for epoch in (2, 3, 7)]

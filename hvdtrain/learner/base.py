@@ -14,6 +14,9 @@ from hvdtrain.data.types import Array, Batch
 from hvdtrain.errors import CheckpointError, ConfigError
 from hvdtrain.scores import Scores
 
+FILE_SUFFIX = {"torch": "pt", "tensorflow": "npz"}
+"""By backend, that of its checkpoints."""
+
 Kind = Literal["parameters", "frozen", "statistics", "counters"]
 """Trainable parameters; those that are not trained; floating buffers such as BatchNorm's running mean; integer buffers."""
 

@@ -14,7 +14,19 @@ import tensorflow as tf
 from hvdtrain.data.types import Array, Batch
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.arrays import read_arrays, write_arrays
-from hvdtrain.learner.base import Chosen, Kind, LearnerKeys, Make, NotFinite, Part, Shapes, Then, as_function, check_made
+from hvdtrain.learner.base import (
+    FILE_SUFFIX,
+    Chosen,
+    Kind,
+    LearnerKeys,
+    Make,
+    NotFinite,
+    Part,
+    Shapes,
+    Then,
+    as_function,
+    check_made,
+)
 from hvdtrain.learner.broken_updates import BrokenUpdates
 from hvdtrain.learner.clock import CpuClock
 from hvdtrain.learner.loss_scale import LossScale
@@ -49,7 +61,7 @@ class TensorFlowLearner:
         scale: of the loss; None: it is left as it is.
     """
 
-    file_suffix = "npz"
+    file_suffix = FILE_SUFFIX["tensorflow"]
 
     def __init__(
         self,

@@ -12,7 +12,7 @@ import torch
 from hvdtrain.context import Loss, RunContext, running
 from hvdtrain.data.types import Array, Batch
 from hvdtrain.errors import ConfigError
-from hvdtrain.learner.base import NotFinite, Then
+from hvdtrain.learner.base import FILE_SUFFIX, NotFinite, Then
 from hvdtrain.learner.broken_updates import BrokenUpdates
 from hvdtrain.learner.clock import CpuClock
 from hvdtrain.learner.loss_scale import LossScale
@@ -50,7 +50,7 @@ class TorchLearner:
         watch: what goes around whatever may have to compile the model.
     """
 
-    file_suffix = "pt"
+    file_suffix = FILE_SUFFIX["torch"]
 
     def __init__(
         self,

@@ -202,7 +202,7 @@ def build_learner(settings: Settings, reducer: Reducer, comm: Communicator) -> L
     constant = constants(settings.start)
     precision = settings.precision.precision()
     if settings.run.backend == "tensorflow":  # a framework is imported when it is known to be needed
-        from hvdtrain.learner.tensorflow import build_tensorflow_learner
+        from hvdtrain.learner.tensorflow_build import build_tensorflow_learner
 
         return build_tensorflow_learner(settings.learner, reducer, **places, seed=seed, epoch=1, step=0, precision=precision)
     from hvdtrain.learner.torch_build import build_torch_learner

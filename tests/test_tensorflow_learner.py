@@ -14,7 +14,8 @@ from hvdtrain.context import get_run_ctx
 from hvdtrain.data.types import Batch, Padded
 from hvdtrain.errors import CheckpointError, ConfigError, TrainingError
 from hvdtrain.learner.base import Chosen, LearnerKeys
-from hvdtrain.learner.tensorflow import TensorFlowLearner, build_tensorflow_learner
+from hvdtrain.learner.tensorflow import TensorFlowLearner
+from hvdtrain.learner.tensorflow_build import build_tensorflow_learner
 from hvdtrain.learner.tensorflow_variables import parts_of
 from hvdtrain.reduce import GradReduce
 from hvdtrain.timer import Timer

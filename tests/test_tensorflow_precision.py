@@ -15,7 +15,8 @@ from hvdtrain.data.types import Batch, Padded
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.learner.precision import FLOAT32, Precision
-from hvdtrain.learner.tensorflow import TensorFlowLearner, build_tensorflow_learner
+from hvdtrain.learner.tensorflow import TensorFlowLearner
+from hvdtrain.learner.tensorflow_build import build_tensorflow_learner
 from hvdtrain.reduce import GradReduce
 from hvdtrain.timer import Timer
 

@@ -38,7 +38,11 @@ class Parts:
 
     def of_kind(self, kind: Kind) -> list[Any]:
         """The variables of one kind, in the model's order."""
-        return [variable for name, variable in self.variables.items() if self.kinds[name] == kind]
+        return [variable for _, variable in self.named(kind)]
+
+    def named(self, kind: str) -> list[tuple[str, Any]]:
+        """The same with their names."""
+        return [(name, variable) for name, variable in self.variables.items() if self.kinds[name] == kind]
 
 
 def parts_of(model: Any) -> Parts:

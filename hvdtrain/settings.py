@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Any, get_type_hints
 
 from hvdtrain.comm.keys import LaunchKeys, TorchDistributedKeys, merged
 from hvdtrain.config.check import build, unknown
-from hvdtrain.config.keys import REQUIRED, Key, Rule, declared, key, not_negative, parsed_by, positive
+from hvdtrain.config.keys import Key, declared
 from hvdtrain.config.source import COMMAND_LINE, Source, load
 from hvdtrain.data.chunks import ChunkKeys
 from hvdtrain.data.copies import CopyKeys
 from hvdtrain.data.kinds import KINDS
-from hvdtrain.data.order import OrderKeys, is_order, is_random
+from hvdtrain.data.order import OrderKeys, is_random
 from hvdtrain.data.plan import BatchKeys
-from hvdtrain.data.sizes import parse_sizes
 from hvdtrain.data.sources import DatasetSpec, parse
 from hvdtrain.ending import EndingKeys
 from hvdtrain.errors import ConfigError
@@ -30,6 +29,8 @@ from hvdtrain.reduce import ReduceKeys
 from hvdtrain.report.trackers import TrackerKeys
 from hvdtrain.returnn_layer.adapter import adapted
 from hvdtrain.returnn_layer.imports import Layer
+from hvdtrain.returnn_names import ALIASES, UNSUPPORTED
+from hvdtrain.run_keys import DataKeys, RunKeys
 from hvdtrain.saving import SavingKeys
 from hvdtrain.schedule.newbob import NewbobKeys
 from hvdtrain.schedule.rates import ScheduleKeys
@@ -37,93 +38,10 @@ from hvdtrain.schedule.steps import StepSchedule, make_schedule
 from hvdtrain.start import StartKeys
 from hvdtrain.trace import TraceKeys
 
-
-def _is_task(value: str) -> bool:
-    return value in ("train", "dry_run", "eval", "forward", "search", "cleanup_old_models") or value.startswith("config:")
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunKeys:
-    """The run as a whole."""
-
-    task: str = key(
-        "train",
-        "what to do: train; dry_run, as the option --dry-run; eval (dev, eval, eval_datasets); forward or search (forward_data, "
-        "search_data); cleanup_old_models; or config:NAME, which calls the config's function NAME",
-        Rule("one of train, dry_run, eval, forward, search, cleanup_old_models, config:NAME", _is_task),
-    )
-    backend: Literal["torch", "tensorflow"] = key("torch", "the framework of get_model and train_step")
-    model: str = key(REQUIRED, "where checkpoints go: the beginning of their names, such as exp/g2p/model")
-    num_epochs: int = key(5, "train up to this epoch", positive)
-    random_seed: int = key(
-        42, "for initial weights, dropout and the like (the order of sequences goes by the epoch)", not_negative
-    )
-    num_threads: int | None = key(
-        None, "threads a rank computes with; None: OMP_NUM_THREADS, or the host's cores divided among its ranks", positive
-    )
-    startup_callback: Callable[..., None] | str | None = key(
-        None, "function (**_) that every rank calls before the datasets are opened; hvdtrain.run_on_main in it prepares data once"
-    )
-    watchdog_timeout: float = key(1800.0, "end the job when a rank makes no progress for so many seconds", positive)
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataKeys:
-    """What is trained and evaluated on: dicts with a class, HDF files, or functions that return one of these."""
-
-    train: Any = key(REQUIRED, "the training data: a dataset dict, or HDF files")
-    batching: str | Callable[..., str] | None = key(
-        None,
-        "seq_ordering of train where its dict says none (RETURNN's older key)",
-        Rule("an order as in seq_ordering", is_order),
-    )
-    dev: Any = key(None, "evaluated after every epoch; seq_ordering is sorted unless the dict says otherwise")
-    eval: Any = key(None, "evaluated after every epoch, like dev")
-    cache_size: int | str | list[int | str] = key(
-        0,
-        "memory in which a rank keeps what it read of train, dev, eval (one size or up to three): 0 none, '2G' a budget with "
-        "K, M or G, -1 everything; memory-mapped files need none",
-        Rule("sizes such as 0, '512M', -1, or up to three of them", parsed_by(parse_sizes)),
-    )
-    eval_datasets: dict[str, Any] = key({}, "further datasets by name, evaluated after every epoch")
-    forward_data: Any = key(None, "task forward: the data; None: eval")
-    search_data: Any = key(None, "task search: the data; None: forward_data, or eval")
-
-
 DICTS: dict[str, type] = {"torch_distributed": TorchDistributedKeys}
 """Keys that are dicts with declared entries."""
 
 DATASET_SECTIONS: tuple[type, ...] = (*(kind.keys for kind in KINDS.values()), OrderKeys)
-
-ALIASES = {
-    "learning_rate_decay": "newbob_learning_rate_decay",
-    "learning_rate_growth": "newbob_learning_rate_growth",
-    "torch_amp": "mixed_precision",
-}
-"""Other names that RETURNN has for a key."""
-
-UNSUPPORTED = {
-    "network": "hvdtrain trains configs that define get_model and train_step",
-    "get_network": "hvdtrain trains configs that define get_model and train_step",
-    "optimizer_epsilon": "set epsilon in the dict `optimizer`",
-    "dry_run": "the option --dry-run, or task = 'dry_run'",
-    "pretrain": "none",
-    "chunking_variance": "none",
-    "default_float_dtype": "make the model of that type in get_model",
-    "epoch_start": "ask for get_run_ctx().epoch in train_step",
-    "epoch_end": "ask for get_run_ctx().epoch in train_step",
-    "gradient_clip_norm": "set gradient_clip_global_norm",
-    "gradient_clip_avg_norm": "set gradient_clip_global_norm",
-    "inc_seq_length": "set max_seq_length",
-    "load_model_post_hooks": "do it in get_model, or in startup_callback",
-    "packed_batch_cost": "set packed_batch_size",
-    "packed_tensors": "none",
-    "use_last_best_model": "none",
-    "online_shuffle_batches": "set shuffle_batches, which shuffles all of an epoch",
-    "torch_batching": "none",
-    "seq_drop": "none",
-}
-"""Keys of RETURNN that would change the training if they were ignored, with what to do instead."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ from hvdtrain.config.keys import REQUIRED, declared, key, positive, share, text_
 from hvdtrain.config.reference import is_reference, resolve
 from hvdtrain.config.source import COMMAND_LINE, Source, load
 from hvdtrain.errors import ConfigError
-from hvdtrain.settings import DATASET_SECTIONS, UNSUPPORTED, Settings, all_keys, read_settings
+from hvdtrain.returnn_names import UNSUPPORTED
+from hvdtrain.settings import DATASET_SECTIONS, Settings, all_keys, read_settings
 
 ROOT = Path(__file__).resolve().parent.parent
 

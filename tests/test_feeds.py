@@ -13,7 +13,8 @@ from hvdtrain.data.plan import BatchKeys
 from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.feeds import open_feeds
 from hvdtrain.report.epoch import EpochReport
-from hvdtrain.settings import UNSUPPORTED, Settings, read_settings
+from hvdtrain.returnn_names import UNSUPPORTED
+from hvdtrain.settings import Settings, read_settings
 
 CONFIG = """\
 model = "exp/model"

@@ -26,6 +26,8 @@ LEVELS = {
     "feeds": 5,
     "dump": 5,
     "settings": 5,
+    "run_keys": 4,
+    "returnn_names": 0,
     "effective": 5,
     "engine": 4,
     "saving": 4,

@@ -161,7 +161,6 @@ def open_trace(comm: Communicator, keys: TraceKeys, progress: Progress) -> Note:
 
 def open_reporters(comm: Communicator, settings: Settings, training: Training) -> list[Reporter]:
     """Collective. Whom rank 0 tells of finished epochs. Raises: ConfigError."""
-
     progress = training.progress
 
     def of_rank_zero() -> list[Reporter]:

@@ -5,9 +5,8 @@ from pathlib import Path
 import numpy
 import pytest
 from launching import TOY, hvdtrain
-from tensorboard.compat.proto.event_pb2 import Event
-from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import PyRecordReader_New
 from tensorboard.data_compat import migrate_value
+from tensorboard_events import events
 
 from hvdtrain.report.histogram import histogram
 from hvdtrain.report.trackers import TrackerKeys
@@ -15,16 +14,8 @@ from hvdtrain.report.trackers import TrackerKeys
 
 def histograms(folder: Path) -> list[dict[str, object]]:
     """By tag, the histograms of every event in a folder that has some."""
-    (path,) = folder.iterdir()
-    reader = PyRecordReader_New(str(path))
-    found = []
-    while True:
-        try:
-            reader.GetNext()
-        except Exception:
-            return [one for one in found if one]
-        values = Event.FromString(reader.record()).summary.value
-        found.append({value.tag: value for value in values if value.HasField("histo")})
+    found = [{value.tag: value for value in event.summary.value if value.HasField("histo")} for event in events(folder)]
+    return [one for one in found if one]
 
 
 def test_a_histogram_has_every_finite_element() -> None:

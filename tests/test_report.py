@@ -10,8 +10,8 @@ import numpy
 import pytest
 from launching import TOY, hvdtrain
 from matplotlib import image
-from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import PyRecordReader_New
+from tensorboard.compat.proto.event_pb2 import SessionLog
+from tensorboard_events import events
 
 from hvdtrain.report.__main__ import main
 from hvdtrain.report.epoch import EpochReport
@@ -70,18 +70,6 @@ def test_numbers_for_trackers() -> None:
         "time of the slowest rank/compute": 10.0,
         "padding/data": 0.25,
     }
-
-
-def events(folder: Path) -> list[Event]:
-    (path,) = folder.iterdir()
-    reader = PyRecordReader_New(str(path))
-    found = []
-    while True:
-        try:
-            reader.GetNext()
-        except Exception:
-            return found
-        found.append(Event.FromString(reader.record()))
 
 
 def test_tensorboard_reads_what_is_written(tmp_path: Path) -> None:

@@ -80,6 +80,16 @@ def closest(name: str, keys: Iterable[str]) -> str | None:
     return best if best is not None and likeness(best) >= CLOSE else None
 
 
+def did_you_mean(name: str, keys: Iterable[str]) -> str:
+    """For the end of a message about a name that is not among the keys.
+
+    >>> did_you_mean("learning_rat", ["learning_rate"]), did_you_mean("hidden", ["learning_rate"])
+    (' (did you mean learning_rate?)', '')
+    """
+    match = closest(name, keys)
+    return f" (did you mean {match}?)" if match else ""
+
+
 def _off(name: str, value: Any) -> bool:
     """Whether a key of RETURNN has a value that asks for nothing."""
     nothing = (0, "0", "", 1) if name == "accum_grad_multiple_step" else (0, "0", "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from hvdtrain.config.check import closest
+from hvdtrain.config.check import did_you_mean
 from hvdtrain.config.keys import declared
 
 
@@ -22,6 +22,5 @@ def unknown_options(where: str, options: Mapping[str, Any], section: type, kind:
     problems = []
     for option in options:
         if option not in known:
-            match = closest(str(option), known)
-            problems.append(f"{where}{option}: unknown key of {kind}" + (f" (did you mean {match}?)" if match else ""))
+            problems.append(f"{where}{option}: unknown key of {kind}" + did_you_mean(str(option), known))
     return problems

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from hvdtrain.config.check import build, closest
+from hvdtrain.config.check import build, closest, did_you_mean
 from hvdtrain.config.keys import declared
 from hvdtrain.config.options import unknown_options
 from hvdtrain.config.reference import is_reference, resolve
@@ -228,8 +228,7 @@ def _argument_problems(name: str, kind: str, options: Mapping[str, Any]) -> list
     problems = []
     for option in options:
         if option not in parameters:
-            match = closest(str(option), list(parameters))
-            problems.append(f"{name}.{option}: unknown key of {class_name}" + (f" (did you mean {match}?)" if match else ""))
+            problems.append(f"{name}.{option}: unknown key of {class_name}" + did_you_mean(str(option), list(parameters)))
     for parameter in parameters.values():
         if parameter.default is inspect.Parameter.empty and parameter.name not in options:
             problems.append(f"{name}.{parameter.name}: expected a value, got none for {class_name}")

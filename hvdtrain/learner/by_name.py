@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hvdtrain.config.check import closest
+from hvdtrain.config.check import did_you_mean
 from hvdtrain.errors import ConfigError
 
 
@@ -24,7 +24,6 @@ def class_of(wanted: Any, known: Mapping[str, type], what: str) -> Any:
     """
     chosen = wanted if isinstance(wanted, type) else known.get(str(wanted).lower())
     if chosen is None:
-        match = closest(str(wanted).lower(), known)
-        hint = f" (did you mean {match}?)" if match else ""
+        hint = did_you_mean(str(wanted).lower(), known)
         raise ConfigError([f"{what}: expected one of {', '.join(sorted(known))}, got {wanted!r}{hint}"])
     return chosen

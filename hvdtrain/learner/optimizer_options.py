@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from hvdtrain.config.check import closest
+from hvdtrain.config.check import did_you_mean
 
 SET_BY_US = ("self", "params", "lr", "learning_rate")
 FRAMEWORKS = ("torch", "keras")
@@ -26,8 +26,7 @@ def option_problems(made: type, options: Mapping[str, Any], where: str, others: 
     problems = []
     for name, value in options.items():
         if name not in known and name not in others:
-            match = closest(name, [*known, *others])
-            hint = f" (did you mean {match}?)" if match else ""
+            hint = did_you_mean(name, [*known, *others])
             problems.append(
                 f"{where}{name}: expected options of {made.__name__}: {', '.join(known)}, got {name} = {value!r}{hint}"
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hvdtrain.config.check import closest
+from hvdtrain.config.check import did_you_mean
 from hvdtrain.config.keys import key
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.loss_scale import LossScale, ScaleOptions, parse_scale_options
@@ -64,8 +64,7 @@ class PrecisionKeys:
         scaler_where, problems = "grad_scaler", []
         if isinstance(wanted, dict):
             for name in wanted.keys() - {"dtype", "grad_scaler"}:
-                match = closest(str(name), ["dtype", "grad_scaler"])
-                hint = f" (did you mean {match}?)" if match else ""
+                hint = did_you_mean(str(name), ["dtype", "grad_scaler"])
                 problems.append(f"mixed_precision.{name}: expected dtype or grad_scaler, got {name!r}{hint}")
             if "grad_scaler" in wanted:
                 scaler, scaler_where = wanted["grad_scaler"], "mixed_precision.grad_scaler"

@@ -30,6 +30,7 @@ from hvdtrain.learner.torch_precision import Autocast
 from hvdtrain.learner.torch_setup import seed_all
 from hvdtrain.learner.torch_state import TorchState
 from hvdtrain.learner.torch_sync_batch_norm import Exchange
+from hvdtrain.learner.torch_tensors import trained_of
 from hvdtrain.learner.torch_update import Optimizer, Update
 from hvdtrain.learner.waiting import WaitingScores
 from hvdtrain.reduce import Reducer
@@ -90,7 +91,7 @@ class TorchLearner:
         self.map_tensors, self.gather_state, self.preload = state.map_tensors, state.gather_state, state.preload
         self.save, self.copied, self.load = state.save, state.copied, state.load
         self.save_own, self.load_own = state.save_own, state.load_own
-        self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._trained = trained_of(model)
         self._gradients = GradientStream(self._trained, reducer)
         self._update = Update(
             model,

@@ -21,6 +21,7 @@ from hvdtrain.learner.torch_setup import device_of, seed_all
 from hvdtrain.learner.torch_sharded import ShardedOptimizer
 from hvdtrain.learner.torch_state import preload
 from hvdtrain.learner.torch_sync_batch_norm import Exchange, synchronize
+from hvdtrain.learner.torch_tensors import trained_of
 from hvdtrain.reduce import Reducer
 
 WRAPPERS = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
@@ -75,7 +76,7 @@ def build_torch_learner(
         model, exchange = synchronize(model, batch_norm)
     noise_rank = None if reducer.updates_without_batch else rank  # where gradients were reduced, all ranks add the same
     optimizer = make_optimizer(keys.optimizer, model)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trained = trained_of(model)
     return TorchLearner(
         model,
         as_function(keys.train_step, "train_step"),

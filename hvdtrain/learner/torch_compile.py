@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hvdtrain.config.check import closest
+from hvdtrain.config.check import did_you_mean
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.weight_decay import class_names
 from hvdtrain.log import say
@@ -46,8 +46,7 @@ def compile_model(model: torch.nn.Module, wanted: bool | dict[str, Any]) -> Watc
     takes = [name for name in inspect.signature(torch.compile).parameters if name != "model"]
     problems = []
     for name in options.keys() - set(takes):
-        match = closest(name, [*takes, "modules"])
-        hint = f" (did you mean {match}?)" if match else ""
+        hint = did_you_mean(name, [*takes, "modules"])
         problems.append(f"torch_compile.{name}: expected one of {', '.join(takes)}, modules, got {name!r}{hint}")
     if problems:
         raise ConfigError(problems)
@@ -76,8 +75,7 @@ def _chosen(model: torch.nn.Module, wanted: Any) -> list[torch.nn.Module]:
     there = {name for module in model.modules() for name in class_names(module)}
     missing = sorted(names - there)
     if missing:
-        match = closest(missing[0], there)
-        hint = f" (did you mean {match}?)" if match else ""
+        hint = did_you_mean(missing[0], there)
         raise ConfigError([f"torch_compile.modules: expected classes of the model's modules, got {missing[0]}{hint}"])
     chosen: dict[str, torch.nn.Module] = {}
     for path, module in model.named_modules():

@@ -10,6 +10,7 @@ from hvdtrain.errors import ConfigError
 from hvdtrain.learner.by_name import class_of
 from hvdtrain.learner.optimizer_options import option_problems
 from hvdtrain.learner.torch_parameter_groups import make_groups
+from hvdtrain.learner.torch_tensors import trained_of
 
 
 def make_optimizer(spec: dict[str, Any] | str | Any, model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -21,7 +22,7 @@ def make_optimizer(spec: dict[str, Any] | str | Any, model: torch.nn.Module) -> 
         ConfigError: there is no such optimizer, or it does not take such options.
     """
     if callable(spec) and not isinstance(spec, type):
-        return spec([parameter for parameter in model.parameters() if parameter.requires_grad])  # type: ignore[no-any-return]
+        return spec(trained_of(model))  # type: ignore[no-any-return]
     options: dict[str, Any] = dict(spec) if isinstance(spec, dict) else {"class": spec}
     wanted = options.pop("class")
     known = {

@@ -9,6 +9,7 @@ import torch
 
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.optimizer_options import option_problems
+from hvdtrain.learner.torch_tensors import trained_of
 from hvdtrain.learner.weight_decay import BLACKLIST, INCLUDE, DecayRule, class_names, take_decay_rule
 
 USUAL = DecayRule((torch.nn.LayerNorm, torch.nn.GroupNorm, torch.nn.Embedding))
@@ -40,7 +41,7 @@ def make_groups(model: torch.nn.Module, made: type, options: dict[str, Any]) -> 
     asked = any(options.get(name) is not None for name in (BLACKLIST, INCLUDE))
     known = {*vars(torch.nn), *(name for module in model.modules() for name in class_names(module))}
     rule = take_decay_rule(options, USUAL, known)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trained = trained_of(model)
     if not options.get("weight_decay"):
         if asked:
             raise ConfigError([f"optimizer.weight_decay: expected a positive number beside {BLACKLIST} or {INCLUDE}, got none"])

@@ -13,6 +13,7 @@ from hvdtrain.learner.base import Chosen, Kind, Make, Part, Shapes, check_made
 from hvdtrain.learner.loss_scale import LossScale
 from hvdtrain.learner.torch_average import WeightAverage
 from hvdtrain.learner.torch_sharded import ShardedOptimizer
+from hvdtrain.learner.torch_tensors import trained_of
 from hvdtrain.learner.torch_update import Optimizer
 
 TRAINED, AVERAGED = "trained", "averaged_updates"
@@ -44,7 +45,7 @@ class TorchState:
         self._device = device
         self._constants = constants
         self._scale = scale
-        self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._trained = trained_of(model)
 
     def map_tensors(self, kind: Kind, change: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> None:
         tensors = [tensor.detach() for tensor in self._tensors(kind)]

@@ -1,8 +1,13 @@
-"""Tensors for those who measure how fast tensors travel."""
+"""What several files ask of PyTorch's tensors: which of a model's are trained; and some to measure how fast tensors travel."""
 
 from __future__ import annotations
 
 import torch
+
+
+def trained_of(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """The parameters that are trained, in the model's order."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def zeros(count: int, local_rank: int) -> torch.Tensor:

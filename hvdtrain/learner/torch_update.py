@@ -9,6 +9,7 @@ from hvdtrain.learner.loss_scale import LossScale
 from hvdtrain.learner.torch_noise import GradientNoise
 from hvdtrain.learner.torch_parameter_groups import take_multipliers
 from hvdtrain.learner.torch_sharded import ShardedOptimizer
+from hvdtrain.learner.torch_tensors import trained_of
 
 Optimizer = torch.optim.Optimizer | ShardedOptimizer
 
@@ -36,7 +37,7 @@ class Update:
     ) -> None:
         self._model = model
         self._optimizer = optimizer
-        self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._trained = trained_of(model)
         self._multipliers = take_multipliers(optimizer.param_groups)
         self._clip_global_norm = clip_global_norm
         self._clip_value = clip_value

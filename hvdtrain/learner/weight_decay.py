@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from hvdtrain.config.check import closest
+from hvdtrain.config.check import did_you_mean
 from hvdtrain.errors import ConfigError
 
 BLACKLIST = "weight_decay_modules_blacklist"
@@ -65,8 +65,7 @@ def take_decay_rule(options: dict[str, Any], usual: DecayRule, known: Iterable[s
     wanted = list(blacklist) if isinstance(blacklist, (list, tuple)) else []
     for one in wanted:
         if not isinstance(one, type) and (not isinstance(one, str) or _last(one) not in names):
-            match = closest(_last(str(one)), names)
-            hint = f" (did you mean {match}?)" if match else ""
+            hint = did_you_mean(_last(str(one)), names)
             problems.append(f"optimizer.{BLACKLIST}: expected the framework's classes or the model's, got {one!r}{hint}")
     if problems:
         raise ConfigError(problems)

@@ -24,7 +24,7 @@ setup(
         "torch": ["torch>=2.4"],
         "tensorflow": ["tensorflow>=2.18"],
         # Horovod's wheel is built on this machine against the frameworks that are already there:
-        # `python -m hvdtrain.build_horovod` does that. What it needs at run time stands here.
+        # `python -m hvdtrain.doctor.build_horovod` does that. What it needs at run time stands here.
         "horovod": ["horovod==0.28.1", "cloudpickle", "packaging", "psutil", "pyyaml"],
         "mpi": ["mpi4py>=4.0"],
         "hdf": ["hdf5plugin>=4.1"],  # HDF files compressed with zstd, lz4 or blosc2

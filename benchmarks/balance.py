@@ -14,8 +14,8 @@ import numpy
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from hvdtrain.data.order import OrderKeys  # noqa: E402  # the line above finds the checkout
-from hvdtrain.data.plan import BatchKeys, Plan, plan  # noqa: E402
+from hvdtrain.data.plan.epoch import BatchKeys, Plan, plan  # noqa: E402
+from hvdtrain.data.plan.order import OrderKeys  # noqa: E402  # the line above finds the checkout
 
 
 def main() -> int:

@@ -16,9 +16,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from hvdtrain import ballot  # noqa: E402  # the line above finds the checkout
 from hvdtrain.comm.base import all_reduce  # noqa: E402
 from hvdtrain.comm.horovod import open_horovod  # noqa: E402
+from hvdtrain.training import votes as ballot  # noqa: E402  # the line above finds the checkout
 
 ROUNDS, STEPS = 40, 50
 

@@ -14,10 +14,10 @@ from pathlib import Path
 from measuring import in_batches, machine, write_frames
 
 from hvdtrain.data.batches import batches
-from hvdtrain.data.cache import Budget, with_cache
-from hvdtrain.data.hdf import open_hdf
+from hvdtrain.data.combine.cache import Budget, with_cache
+from hvdtrain.data.hdf.dataset import open_hdf
 from hvdtrain.data.types import Dataset
-from hvdtrain.hdf_check import repack
+from hvdtrain.hdf_tools.check import repack
 
 EPOCHS = 2
 

@@ -17,10 +17,10 @@ from pathlib import Path
 import numpy
 from measuring import ROOT, machine
 
-from hvdtrain.comm.peers import Alone
+from hvdtrain.comm.mpi import Alone
+from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.data.sources import parse
-from hvdtrain.data.writer import HDFWriter
-from hvdtrain.dump import Selection, dump
+from hvdtrain.hdf_tools.dump import Selection, dump
 
 BENCHMARKS = ROOT / "benchmarks"
 

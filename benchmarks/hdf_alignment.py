@@ -12,8 +12,8 @@ from unittest.mock import patch
 import numpy
 from measuring import in_batches, machine, table, take_turns
 
-from hvdtrain.data import writer
-from hvdtrain.data.hdf import HDFDataset, open_hdf
+from hvdtrain.data.hdf import writer
+from hvdtrain.data.hdf.dataset import HDFDataset, open_hdf
 
 
 def write(path: Path, sequences: int, alignment: int) -> None:

@@ -14,9 +14,9 @@ from typing import Any
 import h5py
 import numpy
 
-from hvdtrain.data.hdf import open_hdf
-from hvdtrain.data.writer import HDFWriter
-from hvdtrain.hdf_check import repack
+from hvdtrain.data.hdf.dataset import open_hdf
+from hvdtrain.data.hdf.writer import HDFWriter
+from hvdtrain.hdf_tools.check import repack
 
 FEATURES = 80
 

@@ -19,8 +19,8 @@ import numpy
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from hvdtrain.data.hdf import open_hdf  # noqa: E402  # the line above finds the checkout
-from hvdtrain.data.tags import TagIndex  # noqa: E402
+from hvdtrain.data.combine.tags import TagIndex  # noqa: E402
+from hvdtrain.data.hdf.dataset import open_hdf  # noqa: E402  # the line above finds the checkout
 
 BLOCK = 1 << 18
 

@@ -24,8 +24,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from hvdtrain.checkpoint import UNFINISHED, CheckpointFolder  # noqa: E402  # the line above finds the checkout
-from hvdtrain.trace import num_runs, trained_on  # noqa: E402
+from hvdtrain.checkpoint.folder import UNFINISHED, CheckpointFolder  # noqa: E402  # the line above finds the checkout
+from hvdtrain.training.trace import num_runs, trained_on  # noqa: E402
 
 SAVING_CONFIG = """
 import torch
@@ -54,12 +54,12 @@ def saves(kills: int, seed: int) -> None:
     """
     import torch
 
-    from hvdtrain.comm.single import SingleCommunicator
-    from hvdtrain.learner.torch import TorchLearner
-    from hvdtrain.reduce import GradReduce
-    from hvdtrain.saving import Saver
-    from hvdtrain.state import Progress, Within
-    from hvdtrain.timer import Timer
+    from hvdtrain.checkpoint.progress import Progress, Within
+    from hvdtrain.checkpoint.saver import Saver
+    from hvdtrain.comm.base import SingleCommunicator
+    from hvdtrain.learner.reduce import GradReduce
+    from hvdtrain.learner.torch.learner import TorchLearner
+    from hvdtrain.runtime.timer import Timer
 
     torch.set_num_threads(1)  # others would not be there in a forked process
     comm = SingleCommunicator()
@@ -116,7 +116,7 @@ def saves(kills: int, seed: int) -> None:
 
 def starts(kills: int, seed: int) -> None:
     """Kill a training that saves all the time; the next one has to go on from what is left."""
-    import hvdtrain.learner.torch_build  # noqa: F401  here, so that the children find it imported, and --help answers at once
+    import hvdtrain.learner.torch.build  # noqa: F401  here, so that the children find it imported, and --help answers at once
     from hvdtrain.run import train
     from hvdtrain.settings import read_settings
 

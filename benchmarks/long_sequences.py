@@ -21,8 +21,8 @@ import returnn_reader
 from measuring import in_batches, machine, table, take_turns, write_frames
 
 from hvdtrain.data.batches import batches
-from hvdtrain.data.hdf import open_hdf
-from hvdtrain.hdf_check import repack
+from hvdtrain.data.hdf.dataset import open_hdf
+from hvdtrain.hdf_tools.check import repack
 
 
 def main() -> None:

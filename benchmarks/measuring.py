@@ -14,7 +14,7 @@ import numpy
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from hvdtrain.data.writer import HDFWriter  # noqa: E402  # the line above finds the checkout
+from hvdtrain.data.hdf.writer import HDFWriter  # noqa: E402  # the line above finds the checkout
 
 Contestant = Callable[[], float]
 """Does its work once and returns how much it was: bytes, sequences."""

@@ -19,7 +19,7 @@ from measuring import machine
 
 OPEN = """
 import json, resource, sys, time
-from hvdtrain.data.hdf import open_hdf
+from hvdtrain.data.hdf.dataset import open_hdf
 
 def resident():
     with open("/proc/self/statm") as file:

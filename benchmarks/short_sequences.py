@@ -17,7 +17,7 @@ import returnn_reader
 from measuring import in_batches, machine, table, take_turns, write_labels
 
 from hvdtrain.data.batches import batches
-from hvdtrain.data.hdf import open_hdf
+from hvdtrain.data.hdf.dataset import open_hdf
 
 
 def main() -> None:

@@ -22,10 +22,10 @@ from measuring import machine, table, take_turns
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from hvdtrain.log import LogKeys, open_log  # noqa: E402  # the line above finds the checkout
-from hvdtrain.progress import Line  # noqa: E402
-from hvdtrain.scores import Scores  # noqa: E402
-from hvdtrain.step_log import StepLog  # noqa: E402
+from hvdtrain.runtime.log import LogKeys, open_log  # noqa: E402  # the line above finds the checkout
+from hvdtrain.runtime.progress_bar import Line  # noqa: E402
+from hvdtrain.runtime.scores import Scores  # noqa: E402
+from hvdtrain.training.step_log import StepLog  # noqa: E402
 
 
 def drain(end: int) -> None:

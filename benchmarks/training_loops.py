@@ -38,10 +38,10 @@ from pathlib import Path
 
 import numpy
 
-from hvdtrain.comm.peers import Alone
+from hvdtrain.comm.mpi import Alone
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.sources import open_dataset, parse
-from hvdtrain.dump import Selection, dump
+from hvdtrain.hdf_tools.dump import Selection, dump
 from hvdtrain.settings import read_settings
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -20,7 +20,7 @@ from pathlib import Path
 from measuring import in_batches, machine, write_frames, write_labels
 
 from hvdtrain.data.batches import batches
-from hvdtrain.data.hdf import open_hdf
+from hvdtrain.data.hdf.dataset import open_hdf
 
 
 def main() -> None:

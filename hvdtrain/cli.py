@@ -11,9 +11,8 @@ from pathlib import Path
 from hvdtrain.comm import launch, local
 from hvdtrain.config.check import describe
 from hvdtrain.config.keys import declared
-from hvdtrain.effective import print_config
 from hvdtrain.errors import ConfigError, HvdtrainError, LaunchError
-from hvdtrain.settings import DATASET_SECTIONS, DICTS, SECTIONS, read_settings
+from hvdtrain.settings import DATASET_SECTIONS, DICTS, SECTIONS, print_config, read_settings
 from hvdtrain.version import __version__
 
 LOCAL_RANK = re.compile(r"--local[-_]rank=\d+")
@@ -66,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
         return _fail(str(error), rank, status=2, everywhere=True)
     local.end_with_parent(launch.environment())
     try:
-        from hvdtrain.tasks import run_task  # here, so that a mistake in the config is told without waiting for imports
+        from hvdtrain.tasks.tasks import run_task  # here, so that a mistake in the config is told without waiting for imports
 
         run_task(settings)
         return 0

@@ -6,30 +6,29 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from hvdtrain import ballot
-from hvdtrain.ballot import Ballot, Wishes
+from hvdtrain.checkpoint.progress import Progress, Within
+from hvdtrain.checkpoint.saver import Saves
 from hvdtrain.comm.base import Communicator, together
 from hvdtrain.data.feed import Feed
-from hvdtrain.data.plan import Plan
+from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.data.types import Batch
 from hvdtrain.errors import CheckpointError, DataError, HvdtrainError
-from hvdtrain.evaluation import evaluate
-from hvdtrain.interrupt import BY_CTRL_C, TO_BE_CONTINUED, Interrupt, Stopped
 from hvdtrain.learner.accumulation import RoundsPerUpdate, groups
 from hvdtrain.learner.base import Learner, NotFinite
-from hvdtrain.log import say
-from hvdtrain.not_finite import not_finite
-from hvdtrain.reduce import Reducer
+from hvdtrain.learner.reduce import Reducer
 from hvdtrain.report.epoch import EpochReport, Reporter
 from hvdtrain.report.json_lines import as_line
-from hvdtrain.saving import Saves
+from hvdtrain.runtime.interrupt import BY_CTRL_C, TO_BE_CONTINUED, Interrupt, Stopped
+from hvdtrain.runtime.log import say
+from hvdtrain.runtime.scores import Scores
+from hvdtrain.runtime.timer import Timer
+from hvdtrain.runtime.watchdog import Watchdog
 from hvdtrain.schedule.history import EpochRecord
-from hvdtrain.scores import Scores
-from hvdtrain.state import Progress, Within
-from hvdtrain.step_log import StepLog
-from hvdtrain.timer import Timer
-from hvdtrain.trace import Note, no_trace
-from hvdtrain.watchdog import Watchdog
+from hvdtrain.training import votes as ballot
+from hvdtrain.training.evaluation import evaluate, not_finite
+from hvdtrain.training.step_log import StepLog
+from hvdtrain.training.trace import Note, no_trace
+from hvdtrain.training.votes import Ballot, Wishes
 
 
 @dataclass(frozen=True)

@@ -1,42 +1,96 @@
-"""All keys of a config in one frozen object: assembled from the sections that stand beside the code they configure."""
+"""All keys of a config in one frozen object, assembled from the sections that stand beside the code they configure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_type_hints
 
+from hvdtrain.checkpoint.saver import SavingKeys
+from hvdtrain.checkpoint.start import StartKeys
 from hvdtrain.comm.keys import LaunchKeys, TorchDistributedKeys, merged
 from hvdtrain.config.check import build, unknown
-from hvdtrain.config.keys import Key, declared
+from hvdtrain.config.keys import REQUIRED, Key, Rule, declared, key, not_negative, parsed_by, positive
 from hvdtrain.config.source import COMMAND_LINE, Source, load
-from hvdtrain.data.chunks import ChunkKeys
-from hvdtrain.data.copies import CopyKeys
+from hvdtrain.data.files.copies import CopyKeys
+from hvdtrain.data.files.sizes import parse_sizes
 from hvdtrain.data.kinds import KINDS
-from hvdtrain.data.order import OrderKeys, is_random
-from hvdtrain.data.plan import BatchKeys
+from hvdtrain.data.plan.chunks import ChunkKeys
+from hvdtrain.data.plan.epoch import BatchKeys
+from hvdtrain.data.plan.order import OrderKeys, is_order, is_random
 from hvdtrain.data.sources import DatasetSpec, parse
-from hvdtrain.ending import EndingKeys
 from hvdtrain.errors import ConfigError
-from hvdtrain.forward import ForwardKeys
-from hvdtrain.interrupt import InterruptKeys
 from hvdtrain.learner.accumulation import AccumulationKeys
 from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.learner.precision import PrecisionKeys
-from hvdtrain.log import LogKeys
-from hvdtrain.reduce import ReduceKeys
+from hvdtrain.learner.reduce import ReduceKeys
 from hvdtrain.report.trackers import TrackerKeys
 from hvdtrain.returnn_layer.adapter import adapted
 from hvdtrain.returnn_layer.imports import Layer
-from hvdtrain.returnn_names import ALIASES, UNSUPPORTED
-from hvdtrain.run_keys import DataKeys, RunKeys
-from hvdtrain.saving import SavingKeys
+from hvdtrain.returnn_layer.names import ALIASES, UNSUPPORTED
+from hvdtrain.runtime.interrupt import InterruptKeys
+from hvdtrain.runtime.log import LogKeys
+from hvdtrain.schedule.early_stopping import EndingKeys
 from hvdtrain.schedule.newbob import NewbobKeys
 from hvdtrain.schedule.rates import ScheduleKeys
 from hvdtrain.schedule.steps import StepSchedule, make_schedule
-from hvdtrain.start import StartKeys
-from hvdtrain.trace import TraceKeys
+from hvdtrain.training.forward import ForwardKeys
+from hvdtrain.training.trace import TraceKeys
+
+
+def _is_task(value: str) -> bool:
+    return value in ("train", "dry_run", "eval", "forward", "search", "cleanup_old_models") or value.startswith("config:")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunKeys:
+    """The run as a whole."""
+
+    task: str = key(
+        "train",
+        "what to do: train; dry_run, as the option --dry-run; eval (dev, eval, eval_datasets); forward or search (forward_data, "
+        "search_data); cleanup_old_models; or config:NAME, which calls the config's function NAME",
+        Rule("one of train, dry_run, eval, forward, search, cleanup_old_models, config:NAME", _is_task),
+    )
+    backend: Literal["torch", "tensorflow"] = key("torch", "the framework of get_model and train_step")
+    model: str = key(REQUIRED, "where checkpoints go: the beginning of their names, such as exp/g2p/model")
+    num_epochs: int = key(5, "train up to this epoch", positive)
+    random_seed: int = key(
+        42, "for initial weights, dropout and the like (the order of sequences goes by the epoch)", not_negative
+    )
+    num_threads: int | None = key(
+        None, "threads a rank computes with; None: OMP_NUM_THREADS, or the host's cores divided among its ranks", positive
+    )
+    startup_callback: Callable[..., None] | str | None = key(
+        None, "function (**_) that every rank calls before the datasets are opened; hvdtrain.run_on_main in it prepares data once"
+    )
+    watchdog_timeout: float = key(1800.0, "end the job when a rank makes no progress for so many seconds", positive)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataKeys:
+    """What is trained and evaluated on: dicts with a class, HDF files, or functions that return one of these."""
+
+    train: Any = key(REQUIRED, "the training data: a dataset dict, or HDF files")
+    batching: str | Callable[..., str] | None = key(
+        None,
+        "seq_ordering of train where its dict says none (RETURNN's older key)",
+        Rule("an order as in seq_ordering", is_order),
+    )
+    dev: Any = key(None, "evaluated after every epoch; seq_ordering is sorted unless the dict says otherwise")
+    eval: Any = key(None, "evaluated after every epoch, like dev")
+    cache_size: int | str | list[int | str] = key(
+        0,
+        "memory in which a rank keeps what it read of train, dev, eval (one size or up to three): 0 none, '2G' a budget with "
+        "K, M or G, -1 everything; memory-mapped files need none",
+        Rule("sizes such as 0, '512M', -1, or up to three of them", parsed_by(parse_sizes)),
+    )
+    eval_datasets: dict[str, Any] = key({}, "further datasets by name, evaluated after every epoch")
+    forward_data: Any = key(None, "task forward: the data; None: eval")
+    search_data: Any = key(None, "task search: the data; None: forward_data, or eval")
+
 
 DICTS: dict[str, type] = {"torch_distributed": TorchDistributedKeys}
 """Keys that are dicts with declared entries."""
@@ -238,3 +292,64 @@ def _forward_data(keys: DataKeys, task: str) -> tuple[DatasetSpec | None, list[s
         if value is not None:
             return parse(name, value, {"seq_ordering": "sorted_reverse"})
     return None, [f"{task}_data: expected a dataset dict or HDF files for the task {task}, got None"]
+
+
+DEFAULT = "default"
+"""The origin of a key that nobody set."""
+
+
+@dataclass(frozen=True)
+class Effective:
+    """One key.
+
+    Attributes:
+        section: the first words about the group it belongs to.
+        value: as text, such as could stand in a config; a function by its name.
+        origin: a config file's name, "the command line" or "default".
+    """
+
+    section: str
+    name: str
+    value: str
+    origin: str
+
+
+def effective(settings: Settings) -> Iterator[Effective]:
+    """All keys at the top level, in the order of the reference page."""
+    sections = {type(value): value for value in vars(settings).values() if type(value) in SECTIONS}
+    for section in SECTIONS:
+        title = (section.__doc__ or "").splitlines()[0].rstrip(".")
+        for declared_key in declared(section):
+            value = getattr(sections[section], declared_key.name)
+            yield Effective(title, declared_key.name, shown(value), settings.origins.get(declared_key.name, DEFAULT))
+
+
+def print_config(settings: Settings) -> str:
+    """All keys in effect, with their origins behind them: `num_epochs = 24    # g2p.py`."""
+    keys = list(effective(settings))
+    lines: list[str] = []
+    section = ""
+    for one in keys:
+        if one.section != section:
+            section = one.section
+            lines += ["", f"# {section}"]
+        lines.append(f"{f'{one.name} = {one.value}':<50} # {one.origin}")
+    return "\n".join(lines[1:])
+
+
+def shown(value: Any) -> str:
+    """A value as text.
+
+    >>> shown({"class": "adam", "check": print}), shown([1, "2G"])
+    ("{'class': 'adam', 'check': <function print>}", "[1, '2G']")
+    """
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{name!r}: {shown(member)}" for name, member in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        brackets = "[]" if isinstance(value, list) else "()"
+        return brackets[0] + ", ".join(shown(member) for member in value) + brackets[1]
+    if callable(value):
+        code = getattr(getattr(value, "__wrapped__", value), "__code__", None)
+        where = f" in {os.path.basename(code.co_filename)}" if code is not None else ""
+        return f"<{'class' if isinstance(value, type) else 'function'} {getattr(value, '__name__', repr(value))}{where}>"
+    return repr(value)

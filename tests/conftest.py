@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy
 import pytest
 
-from hvdtrain.data.writer import HDFWriter
+from hvdtrain.data.hdf.writer import HDFWriter
 
 
 def write_corpus(path: Path, num_sequences: int, seed: int) -> None:

@@ -7,10 +7,10 @@ import sys
 import time
 from collections.abc import Callable
 
+from hvdtrain.comm.base import patiently
 from hvdtrain.comm.horovod import open_horovod
-from hvdtrain.comm.patience import patiently
 from hvdtrain.errors import DataError
-from hvdtrain.watchdog import Watchdog
+from hvdtrain.runtime.watchdog import Watchdog
 
 PATIENCE = 2.0
 

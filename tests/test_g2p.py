@@ -8,7 +8,7 @@ import pytest
 from launching import ROOT, hvdtrain, launch
 
 from hvdtrain.config.reference import resolve
-from hvdtrain.data.hdf import open_hdf
+from hvdtrain.data.hdf.dataset import open_hdf
 
 WORDS = ROOT / "demos" / "g2p" / "words.py"
 

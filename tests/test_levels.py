@@ -122,7 +122,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 
 def module_of(path: Path) -> str:
-    """`data.hdf` for hvdtrain/data/hdf.py; a folder's __init__.py has the folder's name, the package's own ''."""
+    """`data.hdf` for hvdtrain/data/hdf/dataset.py; a folder's __init__.py has the folder's name, the package's own ''."""
     parts = path.relative_to(PACKAGE).with_suffix("").parts
     return ".".join(part for part in parts if part != "__init__")
 

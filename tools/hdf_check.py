@@ -6,6 +6,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from hvdtrain.hdf_check import main  # noqa: E402  # the line above finds the checkout
+from hvdtrain.hdf_tools.check import main  # noqa: E402  # the line above finds the checkout
 
 sys.exit(main())

@@ -8,7 +8,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from hvdtrain.config.check import describe  # noqa: E402  # the line above finds the checkout
 from hvdtrain.config.keys import declared  # noqa: E402
-from hvdtrain.returnn_names import ALIASES, UNSUPPORTED  # noqa: E402
+from hvdtrain.returnn_layer.names import ALIASES, UNSUPPORTED  # noqa: E402
 from hvdtrain.settings import DATASET_SECTIONS, DICTS, SECTIONS  # noqa: E402
 
 

@@ -14,7 +14,7 @@ TORCH_VERSION=2.13.0
 TENSORFLOW_VERSION=2.21.0
 
 # What the stamp must say for the environment to be up to date: this script, the package list, the Horovod recipe.
-wanted=$(cat tools/setup.sh setup.py hvdtrain/build_horovod.py | sha256sum | cut -d' ' -f1)
+wanted=$(cat tools/setup.sh setup.py hvdtrain/doctor/build_horovod.py | sha256sum | cut -d' ' -f1)
 if [ -f "$STAMP" ] && [ "$(cat "$STAMP")" = "$wanted" ] && command -v mpirun >/dev/null && [ -x "$VENV/bin/python" ]; then
     exit 0
 fi
@@ -94,7 +94,7 @@ run packages "installing hvdtrain's other packages" pip install \
     cffi cloudpickle packaging psutil pyyaml --no-build-isolation -e ".[mpi,hdf,huggingface,returnn,demo,report,dev]"
 
 # --- Horovod ---------------------------------------------------------------------------------------------------------
-$VENV/bin/python -m hvdtrain.build_horovod --log $LOGS/horovod.log
+$VENV/bin/python -m hvdtrain.doctor.build_horovod --log $LOGS/horovod.log
 
 echo "$wanted" >$STAMP
 echo "setup: complete"

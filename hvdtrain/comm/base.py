@@ -1,7 +1,8 @@
-"""What the rest of the program may ask of the other ranks."""
+"""What the rest of the program may ask of the other ranks, and a job of one rank."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -92,3 +93,82 @@ def on_rank_zero(comm: Communicator, work: Callable[[], T], *, name: str) -> T:
 
     value = together(comm, mine, name=name)
     return comm.gather(value, name=f"{name}.value")[0]  # type: ignore[return-value]  # rank 0's is a T
+
+
+class SingleCommunicator:
+    """A job of size 1: every collective is the identity."""
+
+    rank = 0
+    size = 1
+    local_rank = 0
+    local_size = 1
+
+    def start(self, tensors: Sequence[Tensor], op: Op, *, name: str) -> list[Tensor]:
+        return list(tensors)
+
+    def finish(self, handle: list[Tensor]) -> list[Tensor]:
+        return handle
+
+    def broadcast(self, tensors: Sequence[Tensor], *, name: str) -> list[Tensor]:
+        return list(tensors)
+
+    def gather_rows(self, tensors: Sequence[Tensor], *, name: str) -> list[Tensor]:
+        return list(tensors)
+
+    def gather(self, value: T, *, name: str) -> list[T]:
+        return [value]
+
+    def channel(self, name: str) -> SingleCommunicator:
+        return self
+
+    def close(self) -> None:
+        pass
+
+
+PAUSE = 1.0
+"""Seconds between two questions to the other ranks, at most."""
+
+
+def patiently(
+    comm: Communicator, work: Callable[[Callable[[int], None]], T], alive: Callable[[list[int]], None], *, name: str
+) -> tuple[T, list[T]]:
+    """Collective. Run `work` on every rank, in a thread, until all are done; errors are raised as by `together`.
+
+    Args:
+        work: is handed a function, which it calls with a number that changes as long as it makes progress.
+        alive: called while any rank makes progress, with every rank's number; for the watchdog, and for people.
+
+    Returns:
+        What the work returned here, and on all ranks in rank order.
+    """
+    told: list[int] = [0]
+    outcome: list[T] = []
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            outcome.append(work(lambda number: told.__setitem__(0, number)))
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name=name, daemon=True)  # it must not keep a program that is interrupted
+    thread.start()
+    seen: list[Any] = []
+    pause = 0.01
+    while True:
+        thread.join(pause)
+        states = comm.gather((thread.is_alive(), told[0]), name=name)
+        if states != seen:
+            alive([number for _, number in states])
+            seen = states
+        if not any(working for working, _ in states):
+            break
+        pause = min(PAUSE, 2 * pause)
+
+    def result() -> T:
+        if errors:
+            raise errors[0]
+        return outcome[0]
+
+    made = together(comm, result, name=f"{name}.end")
+    return made, comm.gather(made, name=f"{name}.results")

@@ -11,8 +11,7 @@ from contextvars import ContextVar
 from typing import Any, Literal, TypeVar
 
 from hvdtrain.comm import launch
-from hvdtrain.comm.base import Communicator, all_reduce, together
-from hvdtrain.comm.single import SingleCommunicator
+from hvdtrain.comm.base import Communicator, SingleCommunicator, all_reduce, together
 from hvdtrain.errors import ConfigError
 
 T = TypeVar("T")

@@ -10,9 +10,8 @@ from types import ModuleType
 from typing import Any, Literal, TypeVar
 
 from hvdtrain.comm import launch
-from hvdtrain.comm.base import Communicator, Op, Tensor
+from hvdtrain.comm.base import Communicator, Op, SingleCommunicator, Tensor
 from hvdtrain.comm.horovod_gloo import gloo_environment
-from hvdtrain.comm.single import SingleCommunicator
 from hvdtrain.errors import LaunchError, PeerFailure
 
 T = TypeVar("T")
@@ -20,7 +19,7 @@ T = TypeVar("T")
 HOW_TO_INSTALL = (
     "use_horovod: expected an installed Horovod, got: {error}\n"
     "  Build it for the frameworks of this Python (three minutes; Open MPI first: apt-get install openmpi-bin libopenmpi-dev):\n"
-    "    python -m hvdtrain.build_horovod\n"
+    "    python -m hvdtrain.doctor.build_horovod\n"
     "  Without Horovod, leave use_horovod out and start one process."
 )
 
@@ -34,7 +33,7 @@ HINTS = {
 }
 OTHER_HINT = (
     "was Horovod built for another MPI than the launcher's? Look at mpirun --version; "
-    "python -m hvdtrain.build_horovod --force builds it anew"
+    "python -m hvdtrain.doctor.build_horovod --force builds it anew"
 )
 
 

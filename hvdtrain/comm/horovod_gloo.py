@@ -20,9 +20,8 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hvdtrain.comm.launch import Launch, detect
+from hvdtrain.comm.launch import Launch, detect, host_names, tasks_per_node
 from hvdtrain.comm.mpi import open_peers
-from hvdtrain.comm.slurm import host_names, tasks_per_node
 from hvdtrain.errors import LaunchError
 
 PATIENCE = 120.0

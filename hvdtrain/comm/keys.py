@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from hvdtrain.config.check import build
+from hvdtrain.config.check import build, unknown_options
 from hvdtrain.config.keys import Rule, key, not_negative, positive
-from hvdtrain.config.options import unknown_options
 
 port_number = Rule("a port from 1 to 65535", lambda value: 1 <= value <= 65535)
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-
-from hvdtrain.comm.slurm import tasks_per_node
 
 
 @dataclass(frozen=True)
@@ -138,3 +137,44 @@ def put(variables: Mapping[str, str]) -> None:
 def _number(text: str | None, default: int) -> int:
     """A variable's number, or the default."""
     return int(text) if text and text.isdigit() else default
+
+
+def host_names(text: str) -> list[str]:
+    """The hosts of SLURM_STEP_NODELIST and its like, as `scontrol show hostnames` lists them.
+
+    >>> host_names("gpu[08-10,12],login")
+    ['gpu08', 'gpu09', 'gpu10', 'gpu12', 'login']
+    >>> host_names("rack[1-2]n[1,3]")
+    ['rack1n1', 'rack1n3', 'rack2n1', 'rack2n3']
+    """
+    names = []
+    for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
+        heads = [""]
+        for plain, ranges in re.findall(r"([^\[]*)(?:\[([^\]]*)\])?", part):
+            numbers = [number for piece in ranges.split(",") for number in _numbers(piece)] if ranges else [""]
+            heads = [head + plain + number for head in heads for number in numbers]
+        names += heads
+    return names
+
+
+def tasks_per_node(text: str) -> list[int]:
+    """How many tasks each node has, from SLURM_STEP_TASKS_PER_NODE; [] if it cannot be read.
+
+    >>> tasks_per_node("4(x2),1")
+    [4, 4, 1]
+    """
+    counts: list[int] = []
+    for part in text.split(","):
+        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if found is None:
+            return []
+        counts += [int(found[1])] * int(found[2] or 1)
+    return counts
+
+
+def _numbers(piece: str) -> list[str]:
+    """'08-10': ['08', '09', '10']; a single number is itself."""
+    first, dash, last = piece.partition("-")
+    if not dash:
+        return [first]
+    return [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]

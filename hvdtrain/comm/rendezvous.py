@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from hvdtrain.comm.launch import Launch, detect
-from hvdtrain.comm.slurm import host_names
+from hvdtrain.comm.launch import Launch, detect, host_names
 from hvdtrain.errors import LaunchError
 
 

@@ -14,9 +14,8 @@ import torch.distributed.nn.functional  # imported later, its functions' default
 from torch._C._distributed_c10d import PrefixStore
 
 from hvdtrain.comm import launch
-from hvdtrain.comm.base import Communicator, Op, Tensor
+from hvdtrain.comm.base import Communicator, Op, SingleCommunicator, Tensor
 from hvdtrain.comm.rendezvous import place
-from hvdtrain.comm.single import SingleCommunicator
 from hvdtrain.comm.torch_meeting import meet
 from hvdtrain.errors import LaunchError, PeerFailure
 

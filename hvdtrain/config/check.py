@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from difflib import SequenceMatcher
 from types import ModuleType
 from typing import Any, TypeVar
@@ -108,3 +108,20 @@ def _shown(value: Any) -> str:
     """A value in a message: its repr, cut where it is long."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def unknown_options(where: str, options: Mapping[str, Any], section: type, kind: str, others: Iterable[str] = ()) -> list[str]:
+    """Problems with options that a section does not declare.
+
+    Args:
+        where: put before the option's name: 'train.'
+        kind: whose options these are, for the message.
+        others: names that are known besides.
+    """
+    own = [key.name for key in declared(section)]
+    known = [*own, *others]
+    problems = []
+    for option in options:
+        if option not in known:
+            problems.append(f"{where}{option}: unknown key of {kind}" + did_you_mean(str(option), known))
+    return problems

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import json
 import re
 import sys
@@ -12,7 +13,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from hvdtrain.config.access import ConfigAccess
 from hvdtrain.config.keys import text_value
 from hvdtrain.errors import ConfigError
 
@@ -145,3 +145,62 @@ def _set_nested(values: dict[str, Any], origins: dict[str, str], name: str, text
     if COMMAND_LINE not in origins[first]:
         origins[first] = f"{origins[first]} and {COMMAND_LINE}"
     return []
+
+
+class ConfigAccess:
+    """Reads what is known so far: overrides of the command line, earlier files, and the file's own names."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = values
+
+    def has(self, name: str) -> builtins.bool:
+        """Whether there is a value."""
+        return name in self._values
+
+    def typed_value(self, name: str, default: Any = None) -> Any:
+        """The value as it is."""
+        return self._values.get(name, default)
+
+    opt_typed_value = typed_value
+
+    @property
+    def typed_dict(self) -> Mapping[str, Any]:
+        """All values."""
+        return self._values
+
+    def value(self, name: str, default: Any = None) -> Any:
+        """The value as a string; a list joined by commas."""
+        found = self._values.get(name, default)
+        if isinstance(found, (list, tuple)):
+            return ",".join(str(member) for member in found)
+        return found if found is None or found is default else str(found)
+
+    def bool(self, name: str, default: Any = None) -> Any:
+        """True or False, from a bool, a number or one of true/yes/on/1, false/no/off/0."""
+        found = self._values.get(name, default)
+        if isinstance(found, str):
+            if found.lower() not in ("true", "yes", "on", "1", "false", "no", "off", "0"):
+                raise ValueError(f"{name}: expected true or false, got {found!r}")
+            return found.lower() in ("true", "yes", "on", "1")
+        return found if found is None else builtins.bool(found)
+
+    def is_true(self, name: str, default: builtins.bool = False) -> builtins.bool:
+        """As `bool`, and False where there is no value."""
+        return builtins.bool(self.bool(name, default))
+
+    def int(self, name: str, default: Any = None) -> Any:
+        """The value as an int."""
+        found = self._values.get(name, default)
+        return found if found is None else builtins.int(found)
+
+    def float(self, name: str, default: Any = None) -> Any:
+        """The value as a float."""
+        found = self._values.get(name, default)
+        return found if found is None else builtins.float(found)
+
+    def list(self, name: str, default: Any = None) -> Any:
+        """The value as a list; a string is split at commas."""
+        found = self._values.get(name, default)
+        if isinstance(found, str):
+            return found.split(",")
+        return found if found is None else builtins.list(found)

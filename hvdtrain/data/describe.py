@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import numpy
 
-from hvdtrain.data.bounds import too_long
-from hvdtrain.data.cache import frame_size
-from hvdtrain.data.copies import Copies
+from hvdtrain.data.combine.cache import frame_size
 from hvdtrain.data.feed import Feed
-from hvdtrain.data.plan import BatchKeys
-from hvdtrain.data.selection import within
-from hvdtrain.data.sizes import size_text
+from hvdtrain.data.files.copies import Copies
+from hvdtrain.data.files.sizes import size_text
+from hvdtrain.data.plan.bounds import too_long
+from hvdtrain.data.plan.epoch import BatchKeys
+from hvdtrain.data.plan.selection import within
 
 Line = tuple[int, str]
 """From which `log_verbosity` on a line is shown, and the line."""

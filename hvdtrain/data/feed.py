@@ -7,15 +7,14 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from hvdtrain.data.batches import ReadAhead, batches
-from hvdtrain.data.cache import Budget
-from hvdtrain.data.chunks import Chunks
-from hvdtrain.data.epochs import at_epoch
-from hvdtrain.data.order import OrderKeys, full_epoch
-from hvdtrain.data.parts import file_bounds
-from hvdtrain.data.plan import BatchKeys, Plan, plan
-from hvdtrain.data.selection import used
+from hvdtrain.data.combine.cache import Budget
+from hvdtrain.data.dataset import at_epoch, file_bounds
+from hvdtrain.data.files.unchanged import Unchanged
+from hvdtrain.data.plan.chunks import Chunks
+from hvdtrain.data.plan.epoch import BatchKeys, Plan, plan
+from hvdtrain.data.plan.order import OrderKeys, full_epoch
+from hvdtrain.data.plan.selection import used
 from hvdtrain.data.types import Array, Batch, Dataset
-from hvdtrain.data.unchanged import Unchanged
 from hvdtrain.errors import DataError
 
 SEED_STEP = 16127

@@ -7,18 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvdtrain.config.keys import REQUIRED, key
-from hvdtrain.data.dummy import DummyDatasetKeys, open_dummy
-from hvdtrain.data.many_files import FilesDatasetKeys, open_files
-from hvdtrain.data.map import MapDatasetKeys, open_map
-from hvdtrain.data.meta import MetaDatasetKeys, open_meta
-from hvdtrain.data.task12ax import Task12AXDatasetKeys, open_task12ax
+from hvdtrain.data.combine.many_files import FilesDatasetKeys, open_files
+from hvdtrain.data.combine.map import MapDatasetKeys, open_map
+from hvdtrain.data.combine.meta import MetaDatasetKeys, open_meta
+from hvdtrain.data.combine.union import CombinedDatasetKeys, ConcatDatasetKeys, open_combined, open_concat
+from hvdtrain.data.formats.synthetic import DummyDatasetKeys, Task12AXDatasetKeys, open_dummy, open_task12ax
 from hvdtrain.data.types import Dataset, External
-from hvdtrain.data.union import CombinedDatasetKeys, ConcatDatasetKeys, open_combined, open_concat
 
 OWN = {
-    "FolderDataset": "hvdtrain.data.folder:FolderDataset",
-    "HuggingFaceDataset": "hvdtrain.data.hugging_face:HuggingFaceDataset",
-    "ReturnnDataset": "hvdtrain.data.returnn_source:ReturnnDataset",
+    "FolderDataset": "hvdtrain.data.formats.folder:FolderDataset",
+    "HuggingFaceDataset": "hvdtrain.data.formats.hugging_face:HuggingFaceDataset",
+    "ReturnnDataset": "hvdtrain.data.formats.returnn_source:ReturnnDataset",
 }
 """Sources to convert, whose lengths are not known beforehand; the dict's other entries are their arguments."""
 
@@ -73,20 +72,20 @@ class Kind:
 
 
 def _open_hdf(where: str, keys: HDFDatasetKeys, datasets: Mapping[str, Dataset]) -> Dataset:
-    from hvdtrain.data.hdf import open_hdf  # here, as `--help` has no time for h5py
+    from hvdtrain.data.hdf.dataset import open_hdf  # here, as `--help` has no time for h5py
 
     external: External = "follow" if keys.allow_external else "refuse"
     return open_hdf([keys.files] if isinstance(keys.files, str) else keys.files, external)
 
 
 def _open_files(where: str, keys: FilesDatasetKeys, datasets: Mapping[str, Dataset]) -> Dataset:
-    from hvdtrain.data.hdf import open_hdf
+    from hvdtrain.data.hdf.dataset import open_hdf
 
     return open_files(where, keys, lambda path: open_hdf([path]))
 
 
 def _open_next_gen(where: str, keys: NextGenHDFDatasetKeys, datasets: Mapping[str, Dataset]) -> Dataset:
-    from hvdtrain.data.nextgen import open_next_gen
+    from hvdtrain.data.hdf.nextgen import open_next_gen
 
     return open_next_gen(where, [keys.files] if isinstance(keys.files, str) else keys.files, keys.input_stream_name)
 

@@ -8,13 +8,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from hvdtrain.config.check import build, closest, did_you_mean
+from hvdtrain.config.check import build, closest, did_you_mean, unknown_options
 from hvdtrain.config.keys import declared
-from hvdtrain.config.options import unknown_options
 from hvdtrain.config.reference import is_reference, resolve
-from hvdtrain.data.cache import Budget, with_cache
+from hvdtrain.data.combine.cache import Budget, with_cache
 from hvdtrain.data.kinds import BY_RETURNN, INSTEAD, KINDS, OWN, Kind
-from hvdtrain.data.order import OrderKeys, said
+from hvdtrain.data.plan.order import OrderKeys, said
 from hvdtrain.data.types import Dataset
 from hvdtrain.errors import ConfigError, DataError
 

@@ -12,11 +12,19 @@ from pathlib import Path
 
 from hvdtrain.cli import parse as parse_config
 from hvdtrain.comm import launch
-from hvdtrain.doctor.compare import check_clocks, check_networks, differences
-from hvdtrain.doctor.config import read_config
 from hvdtrain.doctor.exchange import check_share, check_speed, measure_share, measure_speed
-from hvdtrain.doctor.findings import Finding, HostReport, lines, merged, problem, summary
-from hvdtrain.doctor.host import Job, examine, job_of
+from hvdtrain.doctor.findings import (
+    Finding,
+    HostReport,
+    check_clocks,
+    check_networks,
+    differences,
+    lines,
+    merged,
+    problem,
+    summary,
+)
+from hvdtrain.doctor.host import Job, examine, job_of, read_config
 from hvdtrain.doctor.packages import installed
 from hvdtrain.doctor.ranks import Deadline, connect, gather_reports, measured, own_rank
 from hvdtrain.doctor.remote import ask_hosts

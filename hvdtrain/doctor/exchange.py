@@ -10,17 +10,16 @@ from dataclasses import dataclass
 from itertools import cycle, islice
 from typing import Any
 
-from hvdtrain.comm.base import Communicator, Tensor, all_reduce
-from hvdtrain.comm.single import SingleCommunicator
+from hvdtrain.comm.base import Communicator, SingleCommunicator, Tensor, all_reduce
 from hvdtrain.data.batches import batches
 from hvdtrain.data.types import Batch
 from hvdtrain.doctor.findings import Finding, ok, warning
 from hvdtrain.doctor.resources import MEGABYTE, words
-from hvdtrain.feeds import open_feeds
 from hvdtrain.learner.base import Learner
 from hvdtrain.run import build_learner, open_reducer
+from hvdtrain.runtime.timer import Timer
+from hvdtrain.session import open_feeds
 from hvdtrain.settings import Settings
-from hvdtrain.timer import Timer
 
 SMALL, LARGE = 4, 64 * MEGABYTE
 """Bytes: what tells the latency, and what tells the bandwidth."""

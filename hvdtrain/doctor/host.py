@@ -1,22 +1,27 @@
-"""All checks of one host, in the order of the report."""
+"""All checks of one host, in the order of the report, with the config and its data."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import socket
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hvdtrain.comm import launch
-from hvdtrain.doctor import cores, gpu, mpi, network, packages, resources
-from hvdtrain.doctor.compare import of_environment
-from hvdtrain.doctor.config import check_data, fingerprints, hdf_files, read_config
+from hvdtrain.comm.base import SingleCommunicator
+from hvdtrain.data.describe import feed_lines
+from hvdtrain.doctor import mpi, network, packages, resources
 from hvdtrain.doctor.environment import check_environment
-from hvdtrain.doctor.findings import Finding, HostReport
-from hvdtrain.doctor.interfaces import read_interfaces
-from hvdtrain.settings import Settings
+from hvdtrain.doctor.findings import Finding, HostReport, of_environment, ok, problem, warning
+from hvdtrain.doctor.network import read_interfaces
+from hvdtrain.errors import ConfigError, HvdtrainError
+from hvdtrain.hdf_tools.check import check as check_file
+from hvdtrain.session import open_feeds
+from hvdtrain.settings import Settings, read_settings
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,7 @@ def examine(job: Job) -> tuple[HostReport, Settings | None]:
     use_horovod = settings is not None and settings.reduce.use_horovod
     probes = packages.start_probes(framework)  # they take seconds: everything else is asked meanwhile
     libraries = mpi.versions()
-    gpus, of_gpus = gpu.check_gpus(environ, job.local_ranks)
+    gpus, of_gpus = resources.check_gpus(environ, job.local_ranks)
     interfaces = read_interfaces()
     files = hdf_files(settings) if settings else []
     findings = packages.check_packages(framework, use_horovod)
@@ -59,7 +64,7 @@ def examine(job: Job) -> tuple[HostReport, Settings | None]:
         network.check_name(socket.gethostname(), job.several_hosts),
         *network.check_master(environ, is_master=job.launcher is None),
         *network.check_ports(),
-        *cores.check_cores(environ, sorted(os.sched_getaffinity(0)), os.cpu_count() or 1, cores.container_quota()),
+        *resources.check_cores(environ, sorted(os.sched_getaffinity(0)), os.cpu_count() or 1, resources.container_quota()),
         resources.check_shared_memory(job.local_ranks, len(gpus)),
         *resources.check_memory(),
         *resources.check_limits(len(files), len(gpus), infiniband=any(Path("/sys/class/infiniband").glob("*"))),
@@ -92,3 +97,94 @@ def job_of(configs: list[Path], overrides: Mapping[str, str], other_hosts: int) 
     started = launch.launch()
     several = other_hosts > 0 or started.size > started.local_size
     return Job(configs, dict(overrides), started.size, started.local_size, started.launcher, several)
+
+
+MOST_FILES = 20
+"""So many HDF files are looked into; all are opened."""
+
+PLACES, PIECE = 16, 4096
+"""A file's fingerprint is made of so many pieces of so many bytes, spread over it: enough to tell another file, and quick."""
+
+
+def read_config(paths: list[Path], overrides: dict[str, str]) -> tuple[Settings | None, list[Finding]]:
+    """The checked config, or None and its problems."""
+    try:
+        return read_settings(paths, overrides), [ok("config", ", ".join(map(str, paths)))]
+    except ConfigError as error:
+        return None, [problem("config", each, "docs/keys.md describes every key") for each in error.problems]
+
+
+def check_data(settings: Settings, ranks: int) -> list[Finding]:
+    """Whether the datasets can be opened, their HDF files are sound and read well, and there is work for every rank."""
+    findings = []
+    files = hdf_files(settings)
+    for path in files[:MOST_FILES]:
+        report = check_file(path, seconds=0)
+        findings += [problem("data", each, "python -m hvdtrain.hdf_tools.check tells more") for each in report.problems]
+        cure = f"python -m hvdtrain.hdf_tools.check {path} --repack OUT, if it is the layout"
+        findings += [warning("data", each if str(path) in each else f"{path}: {each}", cure) for each in report.warnings]
+    if len(files) > MOST_FILES:
+        findings.append(
+            ok("data", f"of {len(files)} HDF files, {MOST_FILES} were looked into (python -m hvdtrain.hdf_tools.check: all)")
+        )
+    if any(finding.level == "problem" for finding in findings):
+        return findings
+    try:
+        feeds = open_feeds(settings, SingleCommunicator())
+        for feed in feeds:
+            for level, line in feed_lines(feed):
+                finding = (
+                    ok("data", line) if level > 2 else warning("data", line, "look at batch_size, min_seq_length, max_seq_length")
+                )
+                findings.append(finding)
+        batches = len(feeds[0].plan(1).share(0, 1))
+        if batches < ranks:
+            text = f"an epoch has {batches} batches for {ranks} ranks: some have nothing to do"
+            findings.append(warning("data", text, "smaller max_seqs or batch_size, or fewer ranks"))
+        for feed in feeds:
+            feed.dataset.close()
+    except HvdtrainError as error:
+        findings.append(problem("data", str(error), "the trainer would stop with the same words"))
+    return findings
+
+
+def hdf_files(settings: Settings) -> list[Path]:
+    """Every HDF file that the config's dataset dicts name, each once, in their order."""
+    values = [settings.data.train, settings.data.dev, settings.data.eval, *settings.data.eval_datasets.values()]
+    return list(dict.fromkeys(Path(name) for value in values for name in _files(value)))
+
+
+def _files(value: Any) -> Iterator[str]:
+    """The files in a dataset dict, in those inside it, or in a list of names. What a function returns is not asked for."""
+    if isinstance(value, str):
+        yield from (name.strip() for name in value.split(",") if name.strip().endswith((".hdf", ".h5", ".hdf5")))
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _files(each)
+    elif isinstance(value, dict):
+        if value.get("class", "HDFDataset") in ("HDFDataset", "FilesDataset"):
+            files = value.get("files", [])
+            yield from ([files] if isinstance(files, str) else files)
+        for inside in ("dataset", "datasets"):
+            inner = value.get(inside)
+            yield from (_files(list(inner.values())) if inside == "datasets" and isinstance(inner, dict) else _files(inner))
+
+
+def fingerprints(configs: list[Path], settings: Settings | None) -> dict[str, str]:
+    """For every file that all hosts should have alike: its size, and a hash of parts of it."""
+    paths = [*configs, *(hdf_files(settings) if settings else [])]
+    return {str(path): fingerprint(path) for path in paths}
+
+
+def fingerprint(path: Path) -> str:
+    """A file's size, and a hash of pieces of it from its beginning to its end."""
+    try:
+        size = path.stat().st_size
+        digest = hashlib.sha256()
+        with path.open("rb") as file:
+            for place in range(PLACES):
+                file.seek(max(0, size - PIECE) * place // (PLACES - 1))
+                digest.update(file.read(PIECE))
+        return f"{size} bytes, {digest.hexdigest()[:8]}"
+    except OSError as error:
+        return f"not readable: {error.strerror}"

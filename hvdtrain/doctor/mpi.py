@@ -8,8 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from hvdtrain.doctor.findings import Finding, ok, problem, warning
-from hvdtrain.doctor.packages import installed
-from hvdtrain.doctor.programs import PythonProbe, output
+from hvdtrain.doctor.packages import PythonProbe, installed, output
 
 OF_LIBRARY = """
 import ctypes
@@ -96,7 +95,7 @@ def check_mpi(found: dict[str, str], launcher: str | None) -> list[Finding]:
     findings = []
     for name, what in found.items():
         if what.startswith("unusable"):
-            how = "python -m hvdtrain.build_horovod --force" if name == "Horovod" else "pip install --force-reinstall mpi4py"
+            how = "python -m hvdtrain build-horovod --force" if name == "Horovod" else "pip install --force-reinstall mpi4py"
             findings.append(
                 problem("MPI", f"expected {name} to load its MPI library, got {what.removeprefix('unusable: ')}", how)
             )

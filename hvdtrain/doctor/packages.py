@@ -1,14 +1,18 @@
-"""Python, the packages that training needs, and what Horovod was built with."""
+"""Python, the packages that training needs, what Horovod was built with, and asking other programs."""
 
 from __future__ import annotations
 
+import json
 import platform
 import re
+import subprocess
 import sys
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
+from hvdtrain.comm import launch
 from hvdtrain.doctor.findings import Finding, ok, problem, warning
-from hvdtrain.doctor.programs import PythonProbe
 from hvdtrain.version import __version__
 
 AT_LEAST = {"numpy": "1.26", "h5py": "3.10", "torch": "2.4", "tensorflow": "2.18", "horovod": "0.28.1", "mpi4py": "4.0"}
@@ -74,7 +78,7 @@ def check_packages(framework: str | None, use_horovod: bool) -> list[Finding]:
     findings = []
     for package, found in versions.items():
         if found is None and package in needed:
-            how = "python -m hvdtrain.build_horovod" if package == "horovod" else f"pip install {package}"
+            how = "python -m hvdtrain.doctor.build_horovod" if package == "horovod" else f"pip install {package}"
             findings.append(problem("packages", f"expected {package} {AT_LEAST[package]} or newer, got none", how))
         elif found is not None and is_older(found, AT_LEAST[package]):
             newer = f"pip install '{package}>={AT_LEAST[package]}'"
@@ -104,7 +108,7 @@ def check_horovod(framework: str, probe: PythonProbe, use_horovod: bool, gpus: i
     if gpus and not found["gpus"]:
         what = f"expected to use the host's {gpus} GPUs, got none ({found['version']}, built for CUDA {found['cuda'] or 'none'})"
         findings.append(warning(framework, what, f"install a {framework} with CUDA that the driver supports"))
-    rebuild = "python -m hvdtrain.build_horovod --force"
+    rebuild = "python -m hvdtrain.doctor.build_horovod --force"
     if "error" in found:
         if installed("horovod") is None and not use_horovod:
             return [*findings, ok("Horovod", "not installed, and not asked for")]
@@ -122,3 +126,59 @@ def check_horovod(framework: str, probe: PythonProbe, use_horovod: bool, gpus: i
         what = "built without NCCL: gradients travel through the host's memory"
         findings.append(warning(about, what, f"HOROVOD_GPU_OPERATIONS=NCCL {rebuild}"))
     return findings or [ok(about, f"built with {', '.join(built)}")]
+
+
+OF_A_LAUNCHER = ("OMPI_", "PMIX_", "PMI_", "ORTE_", "HYDI_", "HYDRA_", "MPI_LOCAL")
+"""Variables by which an MPI process finds its job: a child that kept them would join it as a rank."""
+
+
+def environment_alone() -> dict[str, str]:
+    """This process's environment without what makes a child a rank of the same MPI job."""
+    return {name: value for name, value in launch.environment().items() if not name.startswith(OF_A_LAUNCHER)}
+
+
+def output(command: Sequence[str], seconds: float = 20) -> tuple[int | None, str]:
+    """A command's exit status and what it printed, standard error last; None where it is not there or takes too long."""
+    try:
+        done = subprocess.run(
+            command, env=environment_alone(), capture_output=True, text=True, timeout=seconds, stdin=subprocess.DEVNULL
+        )
+    except FileNotFoundError:
+        return None, f"{command[0]}: not found"
+    except subprocess.TimeoutExpired:
+        return None, f"{command[0]}: no answer within {seconds:.0f} s"
+    except OSError as error:
+        return None, f"{command[0]}: {error}"
+    return done.returncode, (done.stdout + done.stderr).strip()
+
+
+class PythonProbe:
+    """A Python process of its own that prints a dict as JSON: importing a framework there leaves none of it in this one.
+
+    Args:
+        code: puts what it finds out into the dict `found`.
+    """
+
+    def __init__(self, code: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", f"import json\nfound = {{}}\n{code}\nprint('found:' + json.dumps(found))"],
+            env=environment_alone(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def result(self, seconds: float = 120) -> tuple[dict[str, Any] | None, str]:
+        """What it found, or None and the last line of the error."""
+        try:
+            out, err = self._process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.communicate()
+            return None, f"no answer within {seconds:.0f} s"
+        found = [line.removeprefix("found:") for line in out.splitlines() if line.startswith("found:")]
+        if found:
+            answer: dict[str, Any] = json.loads(found[-1])
+            return answer, ""
+        return None, (err.strip().splitlines() or [f"ended with status {self._process.returncode}"])[-1]

@@ -14,11 +14,10 @@ from types import TracebackType
 from hvdtrain.comm import launch
 from hvdtrain.comm.base import Communicator, together
 from hvdtrain.comm.horovod import open_horovod
-from hvdtrain.connect import open_communicator
-from hvdtrain.doctor.compare import check_clocks, check_networks, differences
-from hvdtrain.doctor.cores import check_shared_cores
-from hvdtrain.doctor.findings import Finding, HostReport, ok, problem, warning
+from hvdtrain.doctor.findings import Finding, HostReport, check_clocks, check_networks, differences, ok, problem, warning
+from hvdtrain.doctor.resources import check_shared_cores
 from hvdtrain.errors import HvdtrainError
+from hvdtrain.session import open_communicator
 from hvdtrain.settings import Settings
 
 PATIENCE = 3.0

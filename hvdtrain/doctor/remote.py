@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from hvdtrain.doctor.findings import Finding, HostReport, ok, problem, warning
-from hvdtrain.doctor.programs import environment_alone, output
+from hvdtrain.doctor.packages import environment_alone, output
 from hvdtrain.doctor.ranks import cannot_connect
 
 SSH = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5"]

@@ -1,4 +1,4 @@
-"""Shared memory, disk, memory and the limits of a process."""
+"""Shared memory, disk, memory, cores, GPUs and the limits of a process."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import os
 import resource
 import shutil
 import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain.doctor.findings import Finding, ok, problem, warning
+from hvdtrain.doctor.packages import output
 
 MEGABYTE, GIGABYTE = 1 << 20, 1 << 30
 
@@ -126,3 +129,159 @@ def words(size: float) -> str:
 
 def _count(limit: int) -> str:
     return "any number of" if limit == resource.RLIM_INFINITY else str(limit)
+
+
+TO_UNBIND = "mpirun --bind-to none -map-by slot; srun --cpu-bind=none, and -c for cores per rank"
+
+
+def quota(cpu_max: str) -> float | None:
+    """How many cores a container may use, from the contents of cpu.max; None: as many as there are.
+
+    >>> quota("150000 100000"), quota("max 100000")
+    (1.5, None)
+    """
+    limit, period, *_ = [*cpu_max.split(), "max", "100000"]
+    return None if limit == "max" else int(limit) / int(period)
+
+
+def check_cores(environ: Mapping[str, str], own: Sequence[int], host_cores: int, allowed: float | None) -> list[Finding]:
+    """The cores of this process.
+
+    Args:
+        own: the numbers of the cores that this process may use.
+        host_cores: how many the host has.
+        allowed: a container's quota.
+
+    >>> check_cores({}, [3], 16, None)[0].level, check_cores({}, range(16), 16, 2.0)[0].level
+    ('warning', 'warning')
+    """
+    findings = []
+    if len(own) == 1 < host_cores:
+        text = f"bound to core {own[0]} of {host_cores}: a rank's threads take turns on it, the reading of data among them"
+        findings.append(warning("cores", text, TO_UNBIND))
+    if allowed is not None and allowed < len(own):
+        text = f"{len(own)} cores are seen, but a quota allows the work of {allowed:g}: too many threads are started"
+        findings.append(warning("cores", text, f"export OMP_NUM_THREADS={max(1, int(allowed))}, or raise the container's quota"))
+    threads = environ.get("OMP_NUM_THREADS", "")
+    if threads and not threads.split(",")[0].isdigit():
+        findings.append(
+            problem("OMP_NUM_THREADS", f"expected a number, got {threads!r}", "export OMP_NUM_THREADS=1, for example")
+        )
+    return findings or [ok("cores", f"{len(own)} of {host_cores}" + (f", OMP_NUM_THREADS={threads}" if threads else ""))]
+
+
+def check_shared_cores(ranks: Sequence[tuple[str, Sequence[int]]], host_cores: int, threads: int | None) -> list[Finding]:
+    """Whether the ranks of one host stand in each other's way.
+
+    Args:
+        ranks: of every rank of the host, what to call it and the cores it may use.
+        threads: OMP_NUM_THREADS.
+
+    >>> [each.text for each in check_shared_cores([("rank 0", [0]), ("rank 1", [0])], 8, None)]
+    ['rank 0, rank 1 share 1 core (0) of 8']
+    >>> check_shared_cores([("rank 0", range(8)), ("rank 1", range(8))], 8, 8)[0].level
+    'warning'
+    """
+    sets = [frozenset(cores) for _, cores in ranks]
+    together = frozenset().union(*sets)
+    names = ", ".join(name for name, _ in ranks)
+    if len(ranks) > 1 and len(together) < min(len(ranks), host_cores):
+        numbers = ", ".join(map(str, sorted(together)))
+        text = f"{names} share {len(together)} core{'s' if len(together) > 1 else ''} ({numbers}) of {host_cores}"
+        return [problem("cores", text, TO_UNBIND)]
+    if len(ranks) > len(together):
+        text = f"{len(ranks)} ranks on {len(together)} cores"
+        return [
+            warning(
+                "cores", text, "as many ranks as cores, or fewer; Open MPI's busy waiting is off then, but they wait in turns"
+            )
+        ]
+    if threads is not None and threads * len(ranks) > len(together):
+        text = f"{len(ranks)} ranks with OMP_NUM_THREADS={threads} on {len(together)} cores"
+        fix = f"export OMP_NUM_THREADS={len(together) // len(ranks)}, or leave it unset: hvdtrain divides the cores by itself"
+        return [warning("cores", text, fix)]
+    return []
+
+
+def container_quota() -> float | None:
+    """The quota of this process's control group."""
+    file = Path("/sys/fs/cgroup/cpu.max")
+    try:
+        return quota(file.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+QUERY = [
+    "nvidia-smi",
+    "--query-gpu=index,name,driver_version,memory.total,memory.used,compute_mode",
+    "--format=csv,noheader,nounits",
+]
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A line of nvidia-smi. Memory is in MB."""
+
+    index: int
+    name: str
+    driver: str
+    total: int
+    used: int
+    mode: str
+
+
+def parse_gpus(text: str) -> list[Gpu]:
+    """The answer to QUERY.
+
+    >>> parse_gpus("0, NVIDIA H100, 535.54, 81559, 3, Default")
+    [Gpu(index=0, name='NVIDIA H100', driver='535.54', total=81559, used=3, mode='Default')]
+    """
+    rows = [[part.strip() for part in line.split(",")] for line in text.splitlines()]
+    return [
+        Gpu(int(row[0]), row[1], row[2], _number(row[3]), _number(row[4]), row[5])
+        for row in rows
+        if len(row) == 6 and row[0].isdigit()
+    ]
+
+
+def check_gpus(environ: Mapping[str, str], ranks: int) -> tuple[list[Gpu], list[Finding]]:
+    """The GPUs that the driver shows, and what is wrong with them.
+
+    Args:
+        ranks: of this host.
+    """
+    if not shutil.which("nvidia-smi"):
+        if Path("/proc/driver/nvidia").exists():
+            return [], [warning("GPU", "the driver is loaded, but nvidia-smi is not in PATH", "install the driver's utilities")]
+        return [], [ok("GPU", "none: training runs on the CPU")]
+    status, said = output(QUERY, seconds=30)
+    if status != 0:
+        return [], [
+            problem(
+                "GPU", f"nvidia-smi answers: {said.splitlines()[0] if said else 'nothing'}", "install the driver anew, or reboot"
+            )
+        ]
+    gpus = parse_gpus(said)
+    names = ", ".join(f"{sum(gpu.name == name for gpu in gpus)} x {name}" for name in dict.fromkeys(gpu.name for gpu in gpus))
+    findings = [ok("GPU", f"{names}, driver {gpus[0].driver}" if gpus else "none")]
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    count = len(gpus) if visible is None else len([part for part in visible.split(",") if part.strip() not in ("", "-1")])
+    if gpus and not count:
+        findings.append(warning("GPU", "CUDA_VISIBLE_DEVICES hides all of them", "unset CUDA_VISIBLE_DEVICES"))
+    elif ranks > count > 0:
+        text = f"{ranks} ranks on this host share {count} GPU{'s' if count > 1 else ''}; NCCL refuses that"
+        findings.append(problem("GPU", text, f"start {count} ranks on this host"))
+    for gpu in gpus:
+        if gpu.used > gpu.total // 2:
+            text = f"GPU {gpu.index}: {gpu.used} of {gpu.total} MB are in use by others"
+            findings.append(warning("GPU", text, "nvidia-smi shows by whom; choose others with CUDA_VISIBLE_DEVICES"))
+        if gpu.mode == "Prohibited":
+            findings.append(
+                problem("GPU", f"GPU {gpu.index} is in compute mode Prohibited", f"nvidia-smi -i {gpu.index} -c DEFAULT")
+            )
+    return gpus, findings
+
+
+def _number(text: str) -> int:
+    return int(text) if text.isdigit() else 0

@@ -1,9 +1,10 @@
-"""How many batches an update adds up."""
+"""How many batches an update adds up, and how an average of the weights follows the updates."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import prod
 from numbers import Integral
 
 from hvdtrain.config.keys import key, positive
@@ -60,3 +61,21 @@ def groups(rounds: int, next_size: Callable[[], int]) -> Iterator[range]:
         group = range(done, min(rounds, done + next_size()))
         yield group
         done = group.stop
+
+
+def kept(decay: float, done: int, updates: int) -> float:
+    """How much of the average is kept when it follows after some more updates; the rest is of the new weights.
+
+    After update n (from 0) it is min(decay, (1 + n) / (10 + n)), so that the first weights, which are bad, are soon forgotten:
+    the rule of tf.train.ExponentialMovingAverage with num_updates. Of several updates at once it is the product, as the average
+    would have followed weights that changed with the last of them: how many updates it looks back over does not depend on how
+    often ranks average their parameters.
+
+    Args:
+        done: updates that the average has followed.
+        updates: those since then.
+
+    >>> kept(0.5, 0, 1), kept(0.5, 100, 1), kept(0.5, 100, 3)
+    (0.1, 0.5, 0.125)
+    """
+    return prod(min(decay, (1 + number) / (10 + number)) for number in range(done, done + updates))

@@ -12,7 +12,7 @@ from hvdtrain.comm.base import Tensor
 from hvdtrain.config.keys import REQUIRED, key, not_negative, positive, share
 from hvdtrain.data.types import Array, Batch
 from hvdtrain.errors import CheckpointError, ConfigError
-from hvdtrain.scores import Scores
+from hvdtrain.runtime.scores import Scores
 
 FILE_SUFFIX = {"torch": "pt", "tensorflow": "npz"}
 """By backend, that of its checkpoints."""

@@ -11,10 +11,10 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from hvdtrain.report import plots
-from hvdtrain.report.ranks import held_up
+from hvdtrain.report.epoch import held_up
 from hvdtrain.report.runs import Run
-from hvdtrain.scores import text
-from hvdtrain.timer import clock_text
+from hvdtrain.runtime.scores import text
+from hvdtrain.runtime.timer import clock_text
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1d2730; max-width: 1320px; margin: 2rem auto; padding: 0 1.5rem }

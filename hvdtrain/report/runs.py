@@ -1,14 +1,61 @@
-"""A finished or running training, read back from its folder."""
+"""What trainings were started with (starts.jsonl), and finished or running trainings, read back from their folders."""
 
 from __future__ import annotations
 
 import json
+import platform
+import sys
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.errors import DataError
+from hvdtrain.errors import ConfigError, DataError
+from hvdtrain.version import __version__
+
+PACKAGES = ("torch", "tensorflow", "tensorflow-cpu", "keras", "horovod", "mpi4py", "numpy", "h5py")
+
+
+def versions() -> dict[str, str]:
+    """The versions of Python, of hvdtrain and of the packages that matter; nothing is imported."""
+    found = {"hvdtrain": __version__, "Python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of a training.
+
+    Attributes:
+        hosts: by rank, its host and device.
+        settings: by key, its value as text and where that came from.
+        first_epoch: the epoch that training began or went on with.
+    """
+
+    hosts: Sequence[tuple[str, str]]
+    settings: Mapping[str, tuple[str, str]]
+    first_epoch: int
+    num_parameters: int
+    time: str = field(default_factory=lambda: time.strftime("%Y-%m-%d %H:%M:%S %z"))
+    command: str = field(default_factory=lambda: " ".join(sys.argv))
+    versions: Mapping[str, str] = field(default_factory=versions)
+
+
+def note_start(folder: Path, start: Start) -> None:
+    """Add a line to the folder's starts.jsonl. Raises: ConfigError, if it cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / "starts.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(start)) + "\n")
+    except OSError as error:
+        raise ConfigError([f"model: expected a folder that can be written to, got {folder}: {error.strerror}"]) from None
 
 
 @dataclass(frozen=True)

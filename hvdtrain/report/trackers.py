@@ -1,4 +1,4 @@
-"""Reports to whoever keeps track of experiments: TensorBoard's files, and a function of the config's for any other service."""
+"""Reports to experiment trackers: TensorBoard's files, and a function of the config's for any other service."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy
+
 from hvdtrain.config.keys import key
 from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError
 from hvdtrain.report.epoch import EpochReport
-from hvdtrain.report.histogram import histogram
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,3 +118,29 @@ class Tracker:
     def epoch(self, report: EpochReport) -> None:
         numbers: Mapping[str, float] = metrics(report)
         self._function(epoch=report.epoch, step=report.global_step, metrics=numbers)
+
+
+BINS = 64
+
+
+def histogram(values: Array) -> dict[str, Any] | None:
+    """The fields of TensorBoard's HistogramProto, of all elements that are finite numbers; None where there are none.
+
+    >>> found = histogram(numpy.array([[0.0, 1.0], [4.0, numpy.nan]]))
+    >>> found["num"], found["min"], found["max"], found["sum"], found["sum_squares"]
+    (3, 0.0, 4.0, 5.0, 17.0)
+    """
+    flat = numpy.asarray(values, dtype=numpy.float64).reshape(-1)
+    flat = flat[numpy.isfinite(flat)]
+    if not len(flat):
+        return None
+    counts, edges = numpy.histogram(flat, BINS)
+    return {
+        "min": float(flat.min()),
+        "max": float(flat.max()),
+        "num": len(flat),
+        "sum": float(flat.sum()),
+        "sum_squares": float(numpy.square(flat).sum()),
+        "bucket_limit": edges[1:].tolist(),
+        "bucket": counts.tolist(),
+    }

@@ -18,7 +18,7 @@ from hvdtrain.returnn_layer.stand_ins import ROOT
 
 if TYPE_CHECKING:
     from hvdtrain.returnn_layer.run_ctx import Stage
-    from hvdtrain.returnn_layer.tensor_dict import TensorDict
+    from hvdtrain.returnn_layer.templates import TensorDict
     from hvdtrain.returnn_layer.tensors import Dim, Tensor
 
 STEPS: dict[str, Stage] = {"train_step": "train_step", "forward_step": "forward_step"}
@@ -57,8 +57,7 @@ def _step(
 ) -> Callable[..., None]:
     """A train_step or forward_step."""
     from hvdtrain.returnn_layer.run_ctx import RunCtx, running
-    from hvdtrain.returnn_layer.templates import from_batch, reset, with_batch
-    from hvdtrain.returnn_layer.tensor_dict import TensorDict
+    from hvdtrain.returnn_layer.templates import TensorDict, from_batch, reset, with_batch
 
     def step(*, model: Any, extern_data: Mapping[str, Any], **others: Any) -> None:
         context = get_run_ctx()
@@ -130,7 +129,7 @@ class Callback:
 
     def _tensors(self, outputs: Mapping[str, Any]) -> TensorDict:
         """A sequence's outputs: their axes have the sequence's own sizes."""
-        from hvdtrain.returnn_layer.tensor_dict import TensorDict
+        from hvdtrain.returnn_layer.templates import TensorDict
         from hvdtrain.returnn_layer.tensors import Dim, Tensor
 
         tensors = {}

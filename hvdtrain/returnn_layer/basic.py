@@ -1,10 +1,13 @@
-"""`returnn.util.basic`: the small helpers that configs use."""
+"""`returnn.util.basic`, `returnn.forward_iface` and `returnn.log`: small helpers that configs import."""
 
 from __future__ import annotations
 
 import getpass
 import os
 import socket
+from typing import Any
+
+from hvdtrain.runtime.log import say
 
 __all__ = ["cf", "get_fwd_compat_kwargs", "get_hostname", "get_login_username", "hms", "human_bytes_size", "human_size"]
 
@@ -57,3 +60,50 @@ def human_size(number: float, factor: int = 1000, frac: float = 0.8, prec: int =
 def human_bytes_size(number: float, factor: int = 1024, frac: float = 0.8, prec: int = 1) -> str:
     """Bytes with KB, MB, GB or TB."""
     return human_size(number, factor, frac, prec) + "B"
+
+
+class ForwardCallbackIface:
+    """What is done with the outputs of the task forward, sequence by sequence."""
+
+    def init(self, *, model: Any) -> None:
+        """Called first."""
+
+    def process_seq(self, *, seq_tag: str, outputs: Any) -> None:
+        """Called for every sequence; `outputs` is a TensorDict whose raw tensors are numpy arrays without padding."""
+
+    def finish(self) -> None:
+        """Called last."""
+
+
+class Stream:
+    """What is printed to it becomes lines of the log, shown from a `log_verbosity` on."""
+
+    def __init__(self, level: int) -> None:
+        self._level = level
+        self._rest = ""
+
+    def write(self, text: str) -> int:
+        *lines, self._rest = (self._rest + text).split("\n")
+        for line in lines:
+            say(self._level, line)
+        return len(text)
+
+    def flush(self) -> None:
+        """Whole lines are written at once; what is no whole line waits for its end."""
+
+
+class Log:
+    """Streams for the levels 1 to 5."""
+
+    def __init__(self) -> None:
+        self.v1, self.v2, self.v3, self.v4, self.v5 = self.v = [Stream(level) for level in range(1, 6)]
+        self.error = self.v1
+
+    def print_warning(self, text: str, prefix_text: str = "WARNING:", extra_text: str | None = None) -> None:
+        say(2, f"{prefix_text} {text}{'' if extra_text is None else f' {extra_text}'}")
+
+    def print_deprecation_warning(self, text: str) -> None:
+        self.print_warning(text, prefix_text="DEPRECATION WARNING:")
+
+
+log = Log()

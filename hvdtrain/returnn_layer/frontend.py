@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hvdtrain.returnn_layer.run_ctx import RunCtx, get_run_ctx, mask_of
-from hvdtrain.returnn_layer.tensor_dict import TensorDict
+from hvdtrain.returnn_layer.templates import TensorDict
 from hvdtrain.returnn_layer.tensors import Dim, Tensor, batch_dim
 
 __all__ = [

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
+from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.data.types import Array
-from hvdtrain.data.writer import HDFWriter
 from hvdtrain.errors import ConfigError
 
 

@@ -19,7 +19,7 @@ from importlib.abc import Loader
 from types import ModuleType
 from typing import Any
 
-from hvdtrain.config.access import ConfigAccess
+from hvdtrain.config.source import ConfigAccess
 from hvdtrain.returnn_layer.missing import no_such_module, no_such_name, told
 from hvdtrain.returnn_layer.stand_ins import NAMES, ROOT, stand_in
 

@@ -12,7 +12,7 @@ import torch
 from hvdtrain.context import RunContext
 from hvdtrain.errors import ConfigError
 from hvdtrain.returnn_layer.missing import not_in_layer
-from hvdtrain.returnn_layer.tensor_dict import TensorDict
+from hvdtrain.returnn_layer.templates import TensorDict
 from hvdtrain.returnn_layer.tensors import Dim, Tensor
 
 Stage = Literal["init", "train_step", "forward_step"]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
-from hvdtrain.config.access import ConfigAccess
+from hvdtrain.config.source import ConfigAccess
 from hvdtrain.returnn_layer.missing import not_in_layer
 
 ROOT = "returnn"

@@ -1,16 +1,15 @@
-"""`extern_data` and `model_outputs` of a config: what they say about a data key, and a batch put into it."""
+"""`extern_data` of a RETURNN config: templates of tensors, and the TensorDict made of a batch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, ValuesView
 from typing import Any, Protocol
 
 import numpy
 import torch
 
 from hvdtrain.errors import ConfigError
-from hvdtrain.returnn_layer.tensor_dict import TensorDict
-from hvdtrain.returnn_layer.tensors import Dim, DimTypes, Tensor, batch_dim
+from hvdtrain.returnn_layer.tensors import Dim, DimTypes, Tensor, batch_dim, no_attribute
 
 OPTIONS = (
     "dim", "sparse", "shape", "dtype", "dims", "dim_tags", "sparse_dim", "feature_dim", "feature_dim_axis", "time_dim_axis",
@@ -185,3 +184,54 @@ def _with_values(name: str, template: Tensor, batch: Mapping[str, Given]) -> Ten
 def _words(dims: tuple[Dim, ...]) -> str:
     """(batch, time, 9)."""
     return f"({', '.join(dim.name if dim.dimension is None else str(dim.dimension) for dim in dims)})"
+
+
+class TensorDict:
+    """Tensors by name: what a step gets as `extern_data`.
+
+    Args:
+        made_when_asked: what makes Tensors that seldom anybody asks for.
+
+    Attributes:
+        data: the dict itself.
+    """
+
+    def __init__(
+        self, data: Mapping[str, Tensor] | None = None, made_when_asked: Mapping[str, Callable[[], Tensor]] | None = None
+    ) -> None:
+        self.data: dict[str, Tensor] = dict(data or {})
+        self._made_when_asked = dict(made_when_asked or {})
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name in self._made_when_asked and name not in self.data:
+            self.data[name] = self._made_when_asked[name]()
+        if name not in self.data:
+            raise KeyError(f"{name!r}: expected one of the data keys {', '.join(self.data)}")
+        return self.data[name]
+
+    def __setitem__(self, name: str, tensor: Tensor) -> None:
+        self.data[name] = tensor
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.data or name in self._made_when_asked
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.data)
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def keys(self) -> KeysView[str]:
+        return self.data.keys()
+
+    def values(self) -> ValuesView[Tensor]:
+        return self.data.values()
+
+    def items(self) -> ItemsView[str, Tensor]:
+        return self.data.items()
+
+    def __getattr__(self, name: str) -> Any:
+        raise no_attribute(self, name)
+
+    def __repr__(self) -> str:
+        return f"TensorDict({self.data})"

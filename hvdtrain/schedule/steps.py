@@ -13,9 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from hvdtrain.config.check import build
+from hvdtrain.config.check import build, unknown_options
 from hvdtrain.config.keys import key, not_negative, positive, share
-from hvdtrain.config.options import unknown_options
 
 
 @dataclass(frozen=True, kw_only=True)

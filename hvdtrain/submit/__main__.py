@@ -14,9 +14,7 @@ from hvdtrain.cli import parse as parse_config
 from hvdtrain.errors import ConfigError, HvdtrainError
 from hvdtrain.settings import Settings, read_settings
 from hvdtrain.submit.job import Job, choose_launcher, seconds_of
-from hvdtrain.submit.plain import plain_script
-from hvdtrain.submit.sge import sge_script
-from hvdtrain.submit.slurm import slurm_script
+from hvdtrain.submit.schedulers import plain_script, sge_script, slurm_script
 
 USAGE = """\
 python -m hvdtrain.submit CONFIG [CONFIG ...] --scheduler slurm|sge|mpi [options] [++KEY VALUE ...]"""

@@ -13,10 +13,10 @@ import torch
 
 import hvdtrain
 from hvdtrain.comm.base import all_reduce
-from hvdtrain.connect import open_communicator
 from hvdtrain.errors import ConfigError
-from hvdtrain.learner.torch_sharded import ShardedOptimizer
-from hvdtrain.learner.torch_sync_batch_norm import synchronize
+from hvdtrain.learner.torch.sharded import ShardedOptimizer
+from hvdtrain.learner.torch.sync_batch_norm import synchronize
+from hvdtrain.session import open_communicator
 from hvdtrain.settings import read_settings
 
 transport, folder = sys.argv[1], Path(sys.argv[2])

@@ -3,7 +3,7 @@
 # ruff: noqa: F821  what is not defined here is in configs/g2p_tf.py
 import numpy
 
-from hvdtrain.learner.tensorflow_variables import parts_of
+from hvdtrain.learner.tensorflow.variables import parts_of
 
 optimizer = {"class": "sgd"}
 gradient_clip_global_norm = None

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy
 
-from hvdtrain import ballot
-from hvdtrain.connect import open_communicator
-from hvdtrain.interrupt import Stopped
 from hvdtrain.run import train_with
+from hvdtrain.runtime.interrupt import Stopped
+from hvdtrain.session import open_communicator
 from hvdtrain.settings import read_settings
+from hvdtrain.training import votes as ballot
 
 ballot.INTERVAL = ballot.INTERVAL_APART = 0.0  # a stop comes two steps after its signal, however short the steps are
 
@@ -23,7 +23,7 @@ def arrays_of(model):
     """A model's parameters and buffers as numpy arrays by name."""
     if hasattr(model, "state_dict"):
         return {name: tensor.numpy() for name, tensor in model.state_dict().items()}
-    from hvdtrain.learner.tensorflow_variables import parts_of
+    from hvdtrain.learner.tensorflow.variables import parts_of
 
     return {name: numpy.asarray(variable) for name, variable in parts_of(model).variables.items()}
 

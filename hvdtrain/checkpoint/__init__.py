@@ -1,0 +1,1 @@
+"""Checkpoints: what a training has to remember, and where it starts from."""

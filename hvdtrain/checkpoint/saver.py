@@ -1,0 +1,242 @@
+"""Saving and loading on all ranks together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from hvdtrain.checkpoint.folder import Checkpoint, CheckpointFolder, CleanupRule, parse_rule
+from hvdtrain.checkpoint.preload import Preload, take_over
+from hvdtrain.checkpoint.progress import Progress
+from hvdtrain.comm.base import Communicator, Tensor, on_rank_zero, together
+from hvdtrain.config.keys import key, positive
+from hvdtrain.errors import CheckpointError, ConfigError
+from hvdtrain.learner.base import Kind, Learner, Part
+from hvdtrain.learner.reduce import Reducer
+from hvdtrain.runtime.log import say
+
+WHAT_A_MODEL_IS: tuple[Kind, ...] = ("parameters", "frozen", "statistics", "counters")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavingKeys:
+    """When checkpoints are written, and which are kept."""
+
+    save_interval: int = key(1, "save after every so many epochs, and after the last one", positive)
+    save_interval_steps: int | None = key(
+        None, "save within an epoch, too, after every so many steps of the whole training", positive
+    )
+    save_interval_minutes: float | None = key(
+        None, "save within an epoch, too, when the last checkpoint is so many minutes old; 15 is good on a cluster", positive
+    )
+
+    save_in_background: bool = key(
+        False, "go on with training while rank 0 writes a copy of model and optimizer, which takes as much memory again"
+    )
+    cleanup_old_models: bool | dict[str, Any] = key(
+        False,
+        "remove models after every epoch but for the last, the best, and some of all times; or a dict of keep_last_n (2), "
+        "keep_best_n (4), keep (a list of epochs)",
+    )
+
+    def problems(self) -> list[str]:
+        """What is wrong between the keys."""
+        try:
+            parse_rule(self.cleanup_old_models)
+        except ConfigError as error:
+            return error.problems
+        return []
+
+
+class Saves(Protocol):
+    """Where a training saves itself."""
+
+    def save(self, progress: Progress) -> Checkpoint | None:
+        """Collective. Write a checkpoint. Raises: CheckpointError."""
+        ...
+
+    def finish(self) -> None:
+        """Collective. Wait for what is being written. Raises: CheckpointError."""
+        ...
+
+
+class Saver:
+    """Writes checkpoints from which a training goes on as if it had not been stopped.
+
+    Rank 0 writes the model and its optimizer. What differs between ranks (the optimizers where parameters are averaged now
+    and then; in the midst of an epoch BatchNorm's statistics, and parameters between two averages) each rank writes besides.
+    The model is then the average, for whoever goes on with another number of ranks; taking it changes nothing in the
+    training, so it does not matter to the result when and how often a checkpoint is written.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        learner: Learner,
+        reducer: Reducer,
+        checkpoints: CheckpointFolder,
+        distribution: Literal["shard", "random_seed_offset"],
+        cleanup: CleanupRule | None = None,
+        background: ThreadPoolExecutor | None = None,
+    ) -> None:
+        self._comm = comm
+        self._learner = learner
+        self._reducer = reducer
+        self._checkpoints = checkpoints
+        self._distribution = distribution
+        self._cleanup = cleanup
+        self._background = background
+        self._writing: Future[None] | None = None
+
+    def save(self, progress: Progress) -> Checkpoint:
+        """Collective. Where one rank fails, all fail; with a background writer, at the next save or at the end.
+
+        Raises:
+            CheckpointError: the disk is full, or the folder cannot be written to.
+        """
+        self.finish()
+        step = None if progress.within is None else progress.step
+        target = self._checkpoints.at(progress.epoch if progress.within is None else progress.within.epoch, step)
+        own = self._own_parts()
+        state = {
+            **progress.state(),
+            "size": self._comm.size,
+            "distribution": self._distribution,
+            "own": list(own),
+            "reducer": self._comm.gather(self._reducer.state(), name="reducer_state"),
+        }
+        if own:
+            file = target.own_file(self._comm.rank, self._comm.size)
+            on_rank_zero(self._comm, lambda: self._checkpoints.prepare(target), name="prepare_save")
+            together(
+                self._comm,
+                lambda: self._checkpoints.save_own(file, lambda path: self._learner.save_own(path, own)),
+                name="save_own",
+            )
+
+        def write(copied: Any | None) -> None:
+            def write_files(model_file: Path, optimizer_file: Path) -> None:
+                self._learner.save(model_file, optimizer_file, state, copied)
+
+            self._checkpoints.save(target.epoch, write_files, step=target.step)
+            if self._cleanup is not None and target.step is None:
+                clean_up(self._checkpoints, self._cleanup, {record.epoch: record.scores for record in progress.history})
+
+        def start() -> None:
+            if self._background is None:
+                write(None)
+            else:
+                self._writing = self._background.submit(write, self._learner.copied())
+
+        self._learner.gather_state()
+        with self._reducer.averaged(self._learner):
+            on_rank_zero(self._comm, start, name="save")
+        say(4, f"Save model under {target.model_file}")
+        return target
+
+    def finish(self) -> None:
+        """Collective. Wait for what is being written in the background. Raises: CheckpointError."""
+        if self._background is None:
+            return
+        writing, self._writing = self._writing, None
+        on_rank_zero(self._comm, lambda: writing.result() if writing is not None else None, name="finish_saving")
+
+    def load(self, checkpoint: Checkpoint) -> Progress:
+        """Collective. Go on from a checkpoint, on all ranks.
+
+        Raises:
+            CheckpointError: a rank cannot read it, or the number of ranks has to be the one it was written by.
+        """
+        files = checkpoint.model_file, checkpoint.optimizer_file
+        state = together(self._comm, lambda: self._learner.load(*files), name="load_checkpoint")
+        self.share()
+        progress = Progress.from_state(state)
+        if state.get("size") == self._comm.size:
+            self._load_own(checkpoint, state)
+        elif progress.within is not None and not progress.within.trained and state["distribution"] == "random_seed_offset":
+            error = CheckpointError(
+                f"{checkpoint.model_file}: expected the {state['size']} ranks that wrote it in the midst of epoch "
+                f"{progress.within.epoch}, got {self._comm.size}: with random_seed_offset nobody else has done the same part of "
+                "the epoch (remove the file to repeat the epoch from its beginning)"
+            )
+            error.on_every_rank = True
+            raise error
+        return progress
+
+    def load_model(self, file: Path, epoch: int | None) -> Progress:
+        """Collective. Take over a model without its optimizer.
+
+        Args:
+            epoch: the last epoch that counts as done; None: the file's own, with its steps and scores.
+
+        Raises:
+            CheckpointError: a rank cannot read it.
+        """
+        state = together(self._comm, lambda: self._learner.load(file, None), name="load_model")
+        self.share()
+        progress = Progress.from_state(state)
+        if epoch is None:
+            return replace(progress, within=None)
+        history = [record for record in progress.history if record.epoch <= epoch]
+        return Progress(step=progress.step if epoch else 0, epoch=epoch, history=history)
+
+    def preload(self, preloads: list[Preload]) -> None:
+        """Collective. Take parameters over from other models, on every rank. Raises: CheckpointError."""
+
+        def load_all() -> None:
+            take_over(preloads, self._learner.preload)
+            for one in preloads:
+                if one.filename is not None:
+                    say(3, f"Loaded {one.filename} for preload_from_files.{one.name}.")
+
+        together(self._comm, load_all, name="preload")
+
+    def share(self) -> None:
+        """Collective. Rank 0's model, on all ranks."""
+        for kind in WHAT_A_MODEL_IS:
+            self._learner.map_tensors(kind, lambda tensors, kind=kind: self._sent(tensors, kind))  # type: ignore[misc]
+
+    def _sent(self, tensors: list[Tensor], kind: Kind) -> list[Tensor]:
+        return self._comm.broadcast(tensors, name=f"initial_{kind}")
+
+    def _load_own(self, checkpoint: Checkpoint, state: dict[str, Any]) -> None:
+        if state["own"]:
+            file = checkpoint.own_file(self._comm.rank, self._comm.size)
+            together(self._comm, lambda: self._learner.load_own(file), name="load_own")
+        self._reducer.restore(state["reducer"][self._comm.rank])
+
+    def _own_parts(self) -> tuple[Part, ...]:
+        """What every rank has to save of its own."""
+        if self._comm.size == 1:
+            return ()
+        return tuple(part for part in self._reducer.differing() if part == "optimizer" or self._has(part))
+
+    def _has(self, kind: Kind) -> bool:
+        found: list[Tensor] = []
+
+        def look(tensors: list[Tensor]) -> list[Tensor]:
+            found.extend(tensors)
+            return tensors
+
+        self._learner.map_tensors(kind, look)
+        return bool(found)
+
+
+def clean_up(checkpoints: CheckpointFolder, rule: CleanupRule, scores: Mapping[int, Mapping[str, float]]) -> None:
+    """Remove the models that a rule does not keep."""
+    epochs = checkpoints.finished()
+    kept = rule.kept(epochs, scores)
+    removed = [epoch for epoch in epochs if epoch not in kept]
+    if removed:
+        say(3, f"We have stored models for epochs {_few(epochs)} and keep epochs {kept}.")
+        say(3, f"We will delete the models of epochs {removed}.")
+        checkpoints.remove(checkpoints.at(epoch) for epoch in removed)
+
+
+def _few(epochs: list[int]) -> str:
+    if len(epochs) <= 6:
+        return str(epochs)
+    return f"[{', '.join(map(str, epochs[:3]))}, ..., {', '.join(map(str, epochs[-3:]))}]"

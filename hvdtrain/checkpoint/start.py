@@ -1,0 +1,114 @@
+"""Where a training starts: afresh, from its own newest checkpoint, or from another model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from hvdtrain.checkpoint.folder import Checkpoint, CheckpointFolder
+from hvdtrain.checkpoint.preload import parse_preloads
+from hvdtrain.config.keys import key, positive
+from hvdtrain.errors import CheckpointError, ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartKeys:
+    """Which model to start from. A training goes on from its newest checkpoint, whatever else is given, but for start_epoch."""
+
+    start_epoch: int | Literal["auto"] = key(
+        "auto", "the epoch to start with: from the checkpoint of the one before; 1: afresh, over what is there", positive
+    )
+    load: str | None = key(
+        None,
+        "a model's file, with or without its ending, or with load_epoch the beginning of its name: what to evaluate; a training "
+        "that has no checkpoint goes on after its epoch",
+    )
+    load_epoch: int | None = key(None, "the epoch of `load`, or of `model` where that is not given", positive)
+    import_model_train_epoch1: str | None = key(
+        None, "a model's file whose parameters a training that has no checkpoint begins with, in epoch 1"
+    )
+    preload_from_files: dict[str, Any] = key(
+        {},
+        "parameters to take over from other models: by name a dict of filename, prefix, init_for_train, ignore_missing, "
+        "ignore_params, ignore_params_prefixes, var_name_mapping, checkpoint_key, pattern, custom_missing_load_func "
+        "(docs/resuming.md)",
+    )
+
+    def problems(self) -> list[str]:
+        """What is wrong between the keys."""
+        try:
+            parse_preloads(self.preload_from_files)
+        except ConfigError as error:
+            return error.problems
+        return []
+
+
+@dataclass(frozen=True)
+class Start:
+    """What to load.
+
+    Attributes:
+        checkpoint: go on from it with everything that belongs to it, the optimizer and the scores.
+        model_file: or take over the model only.
+        epoch: then, the last epoch that counts as done; None: the one that the file says.
+        remark: what the user should be told.
+    """
+
+    checkpoint: Checkpoint | None = None
+    model_file: Path | None = None
+    epoch: int | None = None
+    remark: str | None = None
+
+
+def start_of_training(keys: StartKeys, folder: CheckpointFolder) -> Start:
+    """Where to start, by RETURNN's rules. Raises: CheckpointError."""
+    newest = folder.newest()
+    if keys.start_epoch != "auto" and keys.start_epoch > 1:
+        if keys.load is not None:
+            return Start(model_file=model_file(keys, folder), epoch=keys.start_epoch - 1)
+        return Start(_existing(folder.at(keys.start_epoch - 1)))
+    if newest is not None and keys.start_epoch == "auto":
+        if keys.load is None and keys.load_epoch is not None:
+            return Start(_existing(folder.at(keys.load_epoch)))
+        ignored = [name for name in ("load", "import_model_train_epoch1") if getattr(keys, name) is not None]
+        return Start(newest, remark=f"{' and '.join(ignored)}: ignored, as there is a checkpoint already" if ignored else None)
+    remark = None if newest is None else f"start_epoch is 1: what is in {newest.model_file} is not used and will be replaced"
+    if keys.import_model_train_epoch1 is not None:
+        return Start(model_file=_file(keys.import_model_train_epoch1, folder), epoch=0, remark=remark)
+    if keys.load is not None:
+        file = model_file(keys, folder)
+        return Start(model_file=file, epoch=0 if keys.start_epoch == 1 else None, remark=remark)
+    return Start(remark=remark)
+
+
+def model_file(keys: StartKeys, folder: CheckpointFolder) -> Path:
+    """The model to use outside of training: `load`, `load_epoch`, or else the last finished epoch's. Raises: CheckpointError."""
+    if keys.load is not None:
+        return _file(keys.load if keys.load_epoch is None else f"{keys.load}.{keys.load_epoch:03d}", folder)
+    epoch = keys.load_epoch or max(folder.finished(), default=None)
+    if epoch is None:
+        raise CheckpointError(f"load: expected a trained model, got none under {folder.at(1).model_file} and the like")
+    if not folder.at(epoch).model_file.exists():
+        raise CheckpointError(
+            f"load_epoch: expected an epoch whose model is there, got {epoch}: no {folder.at(epoch).model_file}"
+        )
+    return folder.at(epoch).model_file
+
+
+def _existing(checkpoint: Checkpoint) -> Checkpoint:
+    for file in (checkpoint.model_file, checkpoint.optimizer_file):
+        if not file.exists():
+            raise CheckpointError(
+                f"start_epoch, load_epoch: expected the whole checkpoint of epoch {checkpoint.epoch}, got no {file} "
+                "(to go on without the optimizer's state, give start_epoch and the model's file as `load`)"
+            )
+    return checkpoint
+
+
+def _file(name: str, folder: CheckpointFolder) -> Path:
+    candidates = [Path(name), Path(f"{name}.{folder.suffix}")]
+    for candidate in candidates:
+        if candidate.is_file():
+            return candidate
+    raise CheckpointError(f"load: expected a model's file, got none called {' or '.join(map(str, candidates))}")

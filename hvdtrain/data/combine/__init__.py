@@ -1,0 +1,1 @@
+"""Datasets made of others: joined, mapped, cached, read by workers."""

@@ -1,0 +1,272 @@
+"""MapDataset: a function applied to every sequence of a dataset, in worker processes where it is costly.
+
+The plan of an epoch needs all lengths beforehand. So the function keeps the lengths, or another one (`map_lengths`) says what
+becomes of them in an epoch, for all sequences at once; each sequence is held to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy
+
+from hvdtrain.config.check import build, unknown_options
+from hvdtrain.config.keys import REQUIRED, key, not_negative, positive
+from hvdtrain.config.reference import is_reference, resolve
+from hvdtrain.data.batches import pad
+from hvdtrain.data.combine.tags import tag_bytes
+from hvdtrain.data.combine.workers import Workers
+from hvdtrain.data.dataset import accepted, at_epoch, file_bounds, generator_for
+from hvdtrain.data.plan.selection import used
+from hvdtrain.data.types import Array, Dataset, Padded, Stream
+from hvdtrain.errors import DataError
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputKeys:
+    """An entry of `map_outputs`."""
+
+    dim: int = key(REQUIRED, "features, or classes of sparse data", positive)
+    sparse: bool = key(False, "whether a frame is a class index instead of a vector")
+    dtype: str | None = key(None, "numpy's name of the type; None: int32 for sparse data, else float32")
+
+    def problems(self) -> list[str]:
+        """What is wrong between the keys."""
+        try:
+            kind = numpy.dtype(self.dtype or "float32").kind
+        except TypeError:
+            return [f"dtype: expected numpy's name of a type, got {self.dtype!r}"]
+        if self.sparse and self.dtype is not None and kind not in "iu":
+            return [f"dtype: expected an integer type for sparse data, got {self.dtype!r}"]
+        return []
+
+    def stream(self) -> Stream:
+        """What the entry describes."""
+        dtype = numpy.dtype(self.dtype or ("int32" if self.sparse else "float32"))
+        return Stream(dtype, () if self.sparse else (self.dim,), self.dim, self.sparse)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MapDatasetKeys:
+    """Keys of a dataset dict with `"class": "MapDataset"`: a function applied to every sequence of a dataset."""
+
+    dataset: Any = key(REQUIRED, "the dataset whose sequences are changed: a dataset dict or HDF files; its order keys hold")
+    map_seq: Callable[..., Any] | str = key(
+        REQUIRED,
+        "function ({data key: array}, *, epoch, index, rng, **_) that returns such a dict; or 'module:name'. The arrays may be "
+        "read-only; index is the sequence's number, rng a numpy.random.RandomState of its own for every sequence and epoch; it "
+        "is handed those of them that it takes",
+    )
+    map_outputs: dict[str, Any] | None = key(
+        None, "by data key of what map_seq returns: a dict with dim, sparse (False), dtype; None: the same as before"
+    )
+    map_lengths: Callable[..., Any] | str | None = key(
+        None,
+        "function ({data key: lengths of all sequences}, *, epoch, **_) that returns the lengths after map_seq as such a dict; "
+        "if it takes the epoch, it is called for each, else once; None: map_seq changes no length",
+    )
+    map_seed: int = key(0, "of the random numbers that map_seq is handed: others for another seed", not_negative)
+    num_workers: int = key(
+        0, "processes that work on the sequences of a batch; 0: none, the process that reads does", not_negative
+    )
+
+    def problems(self) -> list[str]:
+        """What is wrong between the keys."""
+        problems = []
+        for name, function in (("map_seq", self.map_seq), ("map_lengths", self.map_lengths)):
+            if isinstance(function, str) and not is_reference(function):
+                problems.append(f"{name}: expected a function, 'module:name' or 'file.py:name', got {function!r}")
+        for name, entry in (self.map_outputs or {}).items():
+            if not isinstance(entry, dict):
+                problems.append(f"map_outputs.{name}: expected a dict with dim, sparse, dtype, got {entry!r}")
+                continue
+            made, more = build(OutputKeys, entry, f"map_outputs.{name}.", {})
+            problems += more + unknown_options(f"map_outputs.{name}.", entry, OutputKeys, "an entry of map_outputs")
+            problems += [f"map_outputs.{name}.{problem}" for problem in (made.problems() if made is not None else [])]
+        return problems
+
+
+class MapDataset:
+    """What a function makes of the sequences of a dataset.
+
+    Args:
+        where: the config key of the dataset, for messages.
+        streams: what the function returns.
+        lengths_of: the lengths after the function, by data key, from the dataset inside and the epoch.
+        lengths_vary: whether they depend on the epoch.
+        num_workers: how many processes `start` starts.
+        seed: of the random numbers that the function is handed, together with the epoch and the sequence's number.
+    """
+
+    def __init__(
+        self,
+        where: str,
+        dataset: Dataset,
+        map_seq: Callable[..., Any],
+        streams: Mapping[str, Stream],
+        lengths_of: Callable[[Dataset, int], Mapping[str, Array]],
+        lengths_vary: bool,
+        num_workers: int,
+        seed: int,
+    ) -> None:
+        self._where = where
+        self._dataset = dataset
+        self._map_seq = map_seq
+        self._arguments = accepted(map_seq, ("epoch", "index", "rng"))
+        self._seed = seed
+        self._epoch = 1
+        self._num_workers = num_workers
+        latest = lru_cache(maxsize=1)(self.at_epoch)  # in each worker: not anew for every sequence
+        self._workers: Workers[tuple[int, int]] = Workers(num_workers, lambda asked: latest(asked[0]).sequence(asked[1]))
+        self._lengths_of = lengths_of
+        self._lengths_vary = lengths_vary
+        self.streams = streams
+        self.lengths = lengths_of(dataset, 1)
+
+    def start(self) -> None:
+        """Start the worker processes."""
+        self._workers.start()
+
+    def at_epoch(self, epoch: int) -> MapDataset:
+        """The dataset with the random numbers and lengths of an epoch."""
+        changed = copy(self)
+        changed._epoch = epoch
+        changed._dataset = at_epoch(self._dataset, epoch)
+        if self._lengths_vary or changed._dataset.lengths is not self._dataset.lengths:
+            changed.lengths = self._lengths_of(changed._dataset, epoch)
+        return changed
+
+    @property
+    def num_sequences(self) -> int:
+        return self._dataset.num_sequences
+
+    @property
+    def group_bounds(self) -> Array:
+        """Where each file's sequences begin, and where those of the last one end."""
+        return file_bounds(self._dataset)
+
+    def drawn(self, full_epoch: int) -> Array | None:
+        """The sequences that the dataset inside takes for a full epoch; None: all."""
+        return used(self._dataset, None, full_epoch)
+
+    def sequence(self, index: int) -> dict[str, Array]:
+        arrays = self._dataset.sequence(index)
+        arguments: dict[str, Any] = {}
+        if "epoch" in self._arguments:
+            arguments["epoch"] = self._epoch
+        if "index" in self._arguments:
+            arguments["index"] = index
+        if "rng" in self._arguments:
+            arguments["rng"] = generator_for(self._seed, self._epoch, index)
+        try:
+            made = self._map_seq(dict(arrays), **arguments)
+        except Exception as error:
+            error.add_note(f"in {self._where}.map_seq, sequence {index}")
+            raise
+        if not isinstance(made, dict):
+            raise DataError(f"{self._where}.map_seq: expected a dict of arrays, got {type(made).__name__} for sequence {index}")
+        return {name: self._checked(index, name, made) for name in self.streams}
+
+    def sequences(self, indices: Sequence[int]) -> list[dict[str, Array]]:
+        """Some sequences. The worker processes share them, whoever asks."""
+        if self._workers.usable:
+            return self._workers.results([(self._epoch, index) for index in indices])
+        return [self.sequence(index) for index in indices]
+
+    def padded(self, indices: Array) -> dict[str, Padded]:
+        """Some sequences as a batch."""
+        made = self.sequences(indices.tolist())
+        return {name: pad([sequence[name] for sequence in made]) for name in self.streams}
+
+    def tags(self, indices: Sequence[int]) -> list[str]:
+        return self._dataset.tags(indices)
+
+    def all_tags(self, start: int = 0, stop: int | None = None) -> Array:
+        """The tags of sequences `start` to before `stop` as UTF-8: numpy bytes of shape (number,)."""
+        stop = self.num_sequences if stop is None else stop
+        return tag_bytes(self._dataset, start, stop)
+
+    def close(self) -> None:
+        self._workers.close()
+        self._dataset.close()
+
+    def how_read(self) -> str:
+        """For the log."""
+        how = getattr(self._dataset, "how_read", lambda: "")()
+        by = f"mapped in {self._num_workers} worker processes" if self._num_workers else "mapped"
+        return "; ".join([how, by] if how else [by])
+
+    def _checked(self, index: int, name: str, made: Mapping[str, Any]) -> Array:
+        """One array as it was announced, or an error: batches are planned by lengths, and made by shapes."""
+        what = f"{self._where}.map_seq"
+        if name not in made:
+            raise DataError(f"{what}: expected the data key {name!r}, got only {', '.join(map(repr, made))} for sequence {index}")
+        values, stream = numpy.asarray(made[name]), self.streams[name]
+        if values.ndim == 0 or values.shape[1:] != stream.shape or not numpy.can_cast(values.dtype, stream.dtype, "same_kind"):
+            raise DataError(
+                f"{what}: expected {stream.dtype} frames of shape {stream.shape} in {name!r}, got {values.dtype} of shape "
+                f"{values.shape[1:] if values.ndim else 'of a number'} for sequence {index} (map_outputs says what it returns)"
+            )
+        if len(values) != self.lengths[name][index]:
+            raise DataError(
+                f"{what}: expected {self.lengths[name][index]} frames in {name!r}, got {len(values)} for sequence {index} "
+                "(map_lengths says what becomes of the lengths)"
+            )
+        return values.astype(stream.dtype, copy=False)
+
+
+def open_map(where: str, keys: MapDatasetKeys, datasets: Mapping[str, Dataset]) -> Dataset:
+    """Put a function behind a dataset, and start its worker processes.
+
+    Raises:
+        DataError: a function cannot be imported, or what it says about lengths makes no sense.
+    """
+    dataset = datasets["dataset"]
+    streams = dict(dataset.streams)
+    if keys.map_outputs is not None:
+        streams = {name: OutputKeys(**entry).stream() for name, entry in keys.map_outputs.items()}
+    map_seq = _function(f"{where}.map_seq", keys.map_seq)
+    map_lengths = _function(f"{where}.map_lengths", keys.map_lengths) if keys.map_lengths is not None else None
+    takes_epoch = map_lengths is not None and bool(accepted(map_lengths, ("epoch",)))
+
+    def lengths_of(inside: Dataset, epoch: int) -> Mapping[str, Array]:
+        lengths: Any = {name: column.copy() for name, column in inside.lengths.items()}
+        if map_lengths is not None:
+            lengths = map_lengths(lengths, epoch=epoch) if takes_epoch else map_lengths(lengths)
+        return _checked_lengths(where, lengths, inside.num_sequences, streams)
+
+    mapped = MapDataset(where, dataset, map_seq, streams, lengths_of, takes_epoch, keys.num_workers, keys.map_seed)
+    mapped.start()
+    return mapped
+
+
+def _function(what: str, function: Any) -> Callable[..., Any]:
+    try:
+        return resolve(function) if isinstance(function, str) else function  # type: ignore[no-any-return]  # checked before
+    except ImportError as error:
+        raise DataError(f"{what}: expected something that can be imported, got {error}") from error
+
+
+def _checked_lengths(where: str, lengths: Any, num_sequences: int, streams: Mapping[str, Stream]) -> dict[str, Array]:
+    """The lengths after map_seq, by data key."""
+    if not isinstance(lengths, dict):
+        raise DataError(f"{where}.map_lengths: expected a dict of lengths, got {type(lengths).__name__}")
+    result = {}
+    for name in streams:
+        if name not in lengths:
+            raise DataError(
+                f"{where}.map_lengths: expected the lengths of {name!r}, got only {', '.join(map(repr, lengths))} "
+                "(a data key that was not there before has no length unless map_lengths gives one)"
+            )
+        column = numpy.asarray(lengths[name])
+        if column.shape != (num_sequences,) or column.dtype.kind not in "iu" or column.min(initial=0) < 0:
+            raise DataError(
+                f"{where}.map_lengths: expected {num_sequences} integers of 0 or more for {name!r}, "
+                f"got {column.dtype} of shape {column.shape}" + (f" from {column.min()} on" if column.size else "")
+            )
+        result[name] = column.astype(numpy.int32)
+    return result

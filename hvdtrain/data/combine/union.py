@@ -1,0 +1,261 @@
+"""CombinedDataset and ConcatDataset: the sequences of several datasets, one dataset behind the other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy
+
+from hvdtrain.config.keys import REQUIRED, key, positive
+from hvdtrain.data.batches import merged, padded, sequences
+from hvdtrain.data.combine.tags import tag_bytes_of_several
+from hvdtrain.data.dataset import at_epoch, file_bounds
+from hvdtrain.data.types import Array, Dataset, Padded, Stream
+from hvdtrain.errors import DataError
+
+
+@dataclass(frozen=True, kw_only=True)
+class CombinedDatasetKeys:
+    """Keys of a dataset dict with `"class": "CombinedDataset"`: the sequences of datasets with different data keys."""
+
+    datasets: dict[str, Any] = key(REQUIRED, "the datasets by name, each a dataset dict or HDF files")
+    sampling_sizes: int | dict[str, int] | None = key(
+        None,
+        "so many sequences of each dataset in every full epoch, in turn from where the last one ended, instead of all; by name, "
+        "or the same number for all",
+        positive,
+    )
+    data_map: dict[Any, str] = key(
+        REQUIRED, "by (name of the dataset, data key there): the data key here; it is empty for sequences of other datasets"
+    )
+
+    def problems(self) -> list[str]:
+        """What is wrong between the keys."""
+        problems = [] if self.datasets else ["datasets: expected at least one dataset, got none"]
+        if not self.data_map:
+            problems.append("data_map: expected at least one data key, got none")
+        names = ", ".join(map(str, self.datasets))
+        for source in self.data_map:
+            if not (isinstance(source, tuple) and len(source) == 2 and all(isinstance(part, str) for part in source)):
+                problems.append(f"data_map: expected (name of a dataset, data key there): data key here, got {source!r}")
+            elif source[0] not in self.datasets:
+                problems.append(f"data_map: expected a dataset of {names}, got {source[0]!r} in {source!r}")
+        pairs = [(source[0], here) for source, here in self.data_map.items() if isinstance(source, tuple) and source]
+        for name, here in sorted({pair for pair in pairs if pairs.count(pair) > 1}, key=str):
+            problems.append(f"data_map: expected {here!r} once for dataset {name}, got it several times")
+        if isinstance(self.sampling_sizes, dict):
+            if self.sampling_sizes.keys() != self.datasets.keys():
+                problems.append(f"sampling_sizes: expected a number for each of {names}, got {self.sampling_sizes}")
+            elif any(not isinstance(size, int) or size < 1 for size in self.sampling_sizes.values()):
+                problems.append(f"sampling_sizes: expected a positive integer for each, got {self.sampling_sizes}")
+        mapped = {name for name, _ in pairs}
+        for name in self.datasets:
+            if pairs and name not in mapped:
+                problems.append(f"data_map: expected a data key of every dataset, got none of {name}")
+        return problems
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConcatDatasetKeys:
+    """Keys of a dataset dict with `"class": "ConcatDataset"`: corpora with the same data keys, one behind the other."""
+
+    datasets: list[Any] = key(REQUIRED, "the datasets, each a dataset dict or HDF files, with the data keys of the first one")
+
+    def problems(self) -> list[str]:
+        """What is wrong with the key."""
+        return [] if self.datasets else ["datasets: expected at least one dataset, got none"]
+
+
+class UnionDataset:
+    """The sequences of several datasets, one dataset behind the other.
+
+    Args:
+        keys: for each dataset, by data key here: the data key there. Where there is none, the sequence is empty.
+        streams: by data key here.
+        sampling_sizes: how many sequences of each dataset a full epoch takes; None: all.
+    """
+
+    def __init__(
+        self,
+        datasets: Sequence[Dataset],
+        keys: Sequence[Mapping[str, str]],
+        streams: Mapping[str, Stream],
+        sampling_sizes: Sequence[int] | None = None,
+    ) -> None:
+        self._sampling_sizes = sampling_sizes
+        self._datasets = datasets
+        self._keys = keys
+        self._first = numpy.cumsum([0] + [dataset.num_sequences for dataset in datasets])
+        self._empty = {name: numpy.zeros((0, *stream.shape), dtype=stream.dtype) for name, stream in streams.items()}
+        self.streams: Mapping[str, Stream] = streams
+        self.lengths: Mapping[str, Array] = {name: numpy.concatenate(self._columns(name)) for name in streams}
+        self.mapped = frozenset(name for name in streams if self._all_mapped(name))
+
+    def at_epoch(self, epoch: int) -> UnionDataset:
+        """The dataset with the random numbers of an epoch."""
+        changed = copy(self)
+        changed._datasets = [at_epoch(dataset, epoch) for dataset in self._datasets]
+        if any(now.lengths is not before.lengths for now, before in zip(changed._datasets, self._datasets, strict=True)):
+            changed.lengths = {name: numpy.concatenate(changed._columns(name)) for name in self.streams}
+        return changed
+
+    @property
+    def num_sequences(self) -> int:
+        return int(self._first[-1])
+
+    @property
+    def group_bounds(self) -> Array:
+        """Where each file's sequences begin, and where those of the last one end."""
+        begins = [file_bounds(dataset)[:-1] + first for dataset, first in zip(self._datasets, self._first[:-1], strict=True)]
+        return numpy.concatenate([*begins, self._first[-1:]])
+
+    def drawn(self, full_epoch: int) -> Array | None:
+        """The sequences of a full epoch (counted from 1), one dataset behind the other: of each the next so many, from the
+        beginning again where it ends. None: all.
+        """
+        if self._sampling_sizes is None:
+            return None
+        return numpy.concatenate(
+            [
+                first + (numpy.arange(size, dtype=numpy.int64) + (full_epoch - 1) * size) % dataset.num_sequences
+                for dataset, first, size in zip(self._datasets, self._first[:-1], self._sampling_sizes, strict=True)
+            ]
+        )
+
+    def sequence(self, index: int) -> dict[str, Array]:
+        return self.sequences([index])[0]
+
+    def sequences(self, indices: Sequence[int]) -> list[dict[str, Array]]:
+        """Some sequences; each dataset is asked for its part at once."""
+        result: list[dict[str, Array]] = [{} for _ in indices]
+        wanted = numpy.asarray(indices, dtype=numpy.int64)
+        which = numpy.searchsorted(self._first, wanted, side="right") - 1
+        for number in numpy.unique(which).tolist():
+            places = numpy.flatnonzero(which == number).tolist()
+            keys = self._keys[number]
+            inside = (wanted[places] - self._first[number]).tolist()
+            for place, arrays in zip(places, sequences(self._datasets[number], inside), strict=True):
+                result[place] = {
+                    name: arrays[keys[name]].astype(self.streams[name].dtype, copy=False) if name in keys else empty
+                    for name, empty in self._empty.items()
+                }
+        return result
+
+    def padded(self, indices: Array) -> dict[str, Padded]:
+        """Some sequences as a batch; each dataset is asked for its part at once."""
+        which = numpy.searchsorted(self._first, indices, side="right") - 1
+        parts = []
+        for number in numpy.unique(which).tolist():
+            rows = numpy.flatnonzero(which == number)
+            batch = padded(self._datasets[number], indices[rows] - self._first[number])
+            parts.append((rows, {name: batch[there] for name, there in self._keys[number].items()}))
+        return merged(self.streams, len(indices), parts)
+
+    def tags(self, indices: Sequence[int]) -> list[str]:
+        tags = [""] * len(indices)
+        which = numpy.searchsorted(self._first, indices, side="right") - 1
+        for number in numpy.unique(which):
+            places = numpy.flatnonzero(which == number)
+            inside = (numpy.asarray(indices)[places] - self._first[number]).tolist()
+            for place, tag in zip(places, self._datasets[number].tags(inside), strict=True):
+                tags[place] = tag
+        return tags
+
+    def all_tags(self, start: int = 0, stop: int | None = None) -> Array:
+        """The tags of sequences `start` to before `stop` as UTF-8: numpy bytes of shape (number,)."""
+        stop = self.num_sequences if stop is None else stop
+        return tag_bytes_of_several(self._first, lambda number: self._datasets[number], start, stop)
+
+    def close(self) -> None:
+        for dataset in self._datasets:
+            dataset.close()
+
+    def how_read(self) -> str:
+        """For the log."""
+        sizes = ", ".join(str(dataset.num_sequences) for dataset in self._datasets)
+        ways = sorted({how for dataset in self._datasets if (how := getattr(dataset, "how_read", lambda: "")())})
+        return "; ".join([f"{sizes} sequences of {len(self._datasets)} datasets", *ways])
+
+    def _columns(self, name: str) -> list[Array]:
+        """The lengths of a data key in every dataset."""
+        return [
+            dataset.lengths[keys[name]] if name in keys else numpy.zeros(dataset.num_sequences, dtype=numpy.int32)
+            for dataset, keys in zip(self._datasets, self._keys, strict=True)
+        ]
+
+    def _all_mapped(self, name: str) -> bool:
+        """Whether a data key is memory-mapped wherever it is read."""
+        return all(
+            name not in keys or keys[name] in getattr(dataset, "mapped", ())
+            for dataset, keys in zip(self._datasets, self._keys, strict=True)
+        )
+
+
+def open_combined(where: str, keys: CombinedDatasetKeys, datasets: Mapping[str, Dataset]) -> Dataset:
+    """Put datasets with different data keys together. Raises: DataError."""
+    maps: dict[str, dict[str, str]] = {name: {} for name in datasets}
+    for (name, there), here in keys.data_map.items():
+        if there not in datasets[name].streams:
+            raise DataError(
+                f"{where}.data_map: expected a data key of {name} ({', '.join(datasets[name].streams)}), got {there!r}"
+            )
+        maps[name][here] = there
+    names = list(dict.fromkeys(keys.data_map.values()))
+    streams = {}
+    for here in names:
+        given = {f"{name}.{there[here]}": datasets[name].streams[there[here]] for name, there in maps.items() if here in there}
+        streams[here] = common_stream(f"{where}, data key {here!r}", given)
+    sizes = keys.sampling_sizes
+    if isinstance(sizes, int):
+        sizes = dict.fromkeys(datasets, sizes)
+    return UnionDataset(
+        list(datasets.values()), list(maps.values()), streams, None if sizes is None else [sizes[name] for name in datasets]
+    )
+
+
+def open_concat(where: str, keys: ConcatDatasetKeys, datasets: Mapping[str, Dataset]) -> Dataset:
+    """Put datasets with the same data keys one behind the other. Raises: DataError."""
+    return concatenated(where, datasets)
+
+
+def concatenated(where: str, datasets: Mapping[str, Dataset]) -> UnionDataset:
+    """Datasets with the data keys of the first one, one behind the other; further keys are ignored. Raises: DataError."""
+    streams = common_streams(where, {name: dataset.streams for name, dataset in datasets.items()})
+    return UnionDataset(list(datasets.values()), [{name: name for name in streams} for _ in datasets], streams)
+
+
+def common_streams(where: str, given: Mapping[str, Mapping[str, Stream]]) -> dict[str, Stream]:
+    """The streams of the first dataset, which all others must have, too. Raises: DataError."""
+    first = next(iter(given))
+    for name, streams in given.items():
+        for data_key in given[first]:
+            if data_key not in streams:
+                raise DataError(f"{where}: expected the data key {data_key!r} of {first} in {name}, got {', '.join(streams)}")
+    return {
+        data_key: common_stream(f"{where}, data key {data_key!r}", {name: streams[data_key] for name, streams in given.items()})
+        for data_key in given[first]
+    }
+
+
+def common_stream(where: str, given: Mapping[str, Stream]) -> Stream:
+    """What is read where one sequence comes from one source and the next from another. Raises: DataError."""
+    (first, stream), *others = given.items()
+    labels = stream.labels
+    for name, other in others:
+        if (other.dim, other.shape, other.sparse) != (stream.dim, stream.shape, stream.sparse):
+            raise DataError(f"{where}: expected {_words(stream)} as in {first}, got {_words(other)} in {name}")
+        if labels and other.labels and other.labels != labels:
+            different = next((i for i, pair in enumerate(zip(labels, other.labels, strict=False)) if pair[0] != pair[1]), -1)
+            raise DataError(
+                f"{where}: expected the labels of {first}, got others in {name} (the first that differs is number {different})"
+            )
+        labels = labels or other.labels
+    dtype = numpy.result_type(*[one.dtype for one in given.values()]) if others else stream.dtype
+    return replace(stream, dtype=dtype, labels=labels)
+
+
+def _words(stream: Stream) -> str:
+    return f"{'class indices' if stream.sparse else 'frames'} of shape {stream.shape} and dimension {stream.dim}"

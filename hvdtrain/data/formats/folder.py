@@ -1,0 +1,159 @@
+"""A folder of .npy or .wav files with a transcript, as a source of sequences to convert."""
+
+from __future__ import annotations
+
+import wave
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, overload
+
+import numpy
+
+from hvdtrain.data.formats.vocabulary import Units, Vocabulary, read_lines, read_vocabulary, split
+from hvdtrain.data.types import Array
+from hvdtrain.errors import ConfigError, DataError
+
+SUFFIXES = (".npy", ".wav")
+
+Item = tuple[str, dict[str, Array]]
+
+
+class FolderDataset(Sequence[Item]):
+    """Files named by tag, in the order of the transcript; without one, in the order of their names.
+
+    A tag is a file's path in the folder without its suffix. The key 'data' holds what is in the file: an array as it is, or
+    16-bit PCM sound as float32 from -1 to 1 of shape (samples, channels). The key 'classes' holds the transcript.
+
+    Its lengths are not known before the files are read, so it is converted once with tools/hdf_dump.py.
+
+    Args:
+        folder: where the files are, those in folders inside included.
+        transcript: a text file with lines `tag text`.
+        vocabulary: a text file with an entry a line, the first is class 0; `<unk>` stands for all others. Without it the
+            classes are those that occur in the transcript, in alphabetical order: the same in training and development data
+            only by chance.
+        units: what an entry is: a character of the text, or a word between spaces.
+
+    Attributes:
+        labels: the entries of the vocabulary, by key.
+
+    Raises:
+        DataError: a file is missing or not as described here.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        transcript: str | None = None,
+        vocabulary: str | None = None,
+        units: Units = "characters",
+    ) -> None:
+        if units not in ("characters", "words"):
+            raise ConfigError([f"units: expected 'characters' or 'words', got {units!r} in the FolderDataset"])
+        self._folder = Path(folder)
+        self._files = _files(self._folder)
+        self._texts: dict[str, list[str]] = {}
+        self._vocabulary = Vocabulary("", [])
+        self._rate: int | None = None
+        self.labels: dict[str, list[str]] = {}
+        self._tags = sorted(self._files)
+        if transcript is None:
+            if vocabulary is not None:
+                raise ConfigError(["vocabulary: expected a transcript beside it, got none in the FolderDataset"])
+        else:
+            self._texts = _transcript(Path(transcript), units)
+            self._tags = list(self._texts)
+            missing = [tag for tag in self._tags if tag not in self._files]
+            if missing:
+                raise DataError(
+                    f"{transcript}: expected a .npy or .wav file in {folder} for every tag, got none for {missing[0]!r}"
+                    + (f" and {len(missing) - 1} others" if len(missing) > 1 else "")
+                )
+            if vocabulary is not None:
+                self._vocabulary = read_vocabulary(Path(vocabulary))
+            else:
+                self._vocabulary = Vocabulary(transcript, sorted({unit for text in self._texts.values() for unit in text}))
+            for tag, text in self._texts.items():
+                self._vocabulary.check(text, transcript, tag)
+            self.labels = {"classes": self._vocabulary.entries}
+        if not self._tags:
+            raise DataError(f"{transcript or folder}: expected at least one sequence, got none")
+
+    def __len__(self) -> int:
+        return len(self._tags)
+
+    @overload
+    def __getitem__(self, index: int) -> Item: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Item]: ...
+
+    def __getitem__(self, index: int | slice) -> Item | list[Item]:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        tag = self._tags[index]
+        arrays = {"data": self._read(self._files[tag])}
+        if tag in self._texts:
+            arrays["classes"] = self._vocabulary.classes(self._texts[tag])
+        return tag, arrays
+
+    def _read(self, path: Path) -> Array:
+        if path.suffix == ".npy":
+            return _array(path)
+        rate, values = _sound(path)
+        if self._rate is None:  # by the first file of all, so that it does not matter where one begins
+            first = next((file for file in map(self._files.__getitem__, self._tags) if file.suffix == ".wav"), path)
+            self._rate = rate if first == path else _sound(first)[0]
+        if rate != self._rate:
+            raise DataError(f"{path}: expected {self._rate} samples a second as in the first file, got {rate}")
+        return values
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    """The files by tag."""
+    if not folder.is_dir():
+        raise DataError(f"{folder}: expected a folder of .npy or .wav files, got {'a file' if folder.exists() else 'nothing'}")
+    files: dict[str, Path] = {}
+    for path in folder.rglob("*"):
+        if path.suffix in SUFFIXES and path.is_file():
+            tag = path.relative_to(folder).with_suffix("").as_posix()
+            if tag in files:
+                raise DataError(f"{folder}: expected one file for {tag!r}, got {files[tag].name} and {path.name}")
+            files[tag] = path
+    return files
+
+
+def _transcript(path: Path, units: Units) -> dict[str, list[str]]:
+    texts: dict[str, list[str]] = {}
+    for number, line in enumerate(read_lines(path), start=1):
+        tag, _, text = line.strip().partition(" ")
+        if not tag or tag in texts:
+            raise DataError(f"{path}: expected `tag text` with a tag of its own, got {line[:80]!r} in line {number}")
+        texts[tag] = split(text, units)
+    return texts
+
+
+def _array(path: Path) -> Array:
+    try:
+        values: Any = numpy.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise DataError(f"{path}: expected a .npy file of numbers, got: {error}") from None
+    if not isinstance(values, numpy.ndarray):
+        raise DataError(f"{path}: expected a .npy file of numbers, got an archive of several arrays")
+    return values
+
+
+def _sound(path: Path) -> tuple[int, Array]:
+    """Samples a second, and the samples."""
+    try:
+        with wave.open(str(path), "rb") as file:
+            channels, width, rate, samples = file.getparams()[:4]
+            stored = file.readframes(samples)
+    except (OSError, EOFError, wave.Error) as error:
+        raise DataError(f"{path}: expected a .wav file of 16-bit PCM, got: {error}") from None
+    if width != 2:
+        raise DataError(f"{path}: expected a .wav file of 16-bit PCM, got {8 * width} bits")
+    if len(stored) != samples * channels * width:
+        raise DataError(f"{path}: expected {samples} samples as its header says, got {len(stored) // (channels * width)}")
+    # As floats with an axis of channels: RETURNN takes whole numbers without one for class indices.
+    return rate, (numpy.frombuffer(stored, "<i2").astype(numpy.float32) / 32768).reshape(samples, channels)

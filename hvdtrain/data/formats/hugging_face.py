@@ -1,0 +1,227 @@
+"""A folder of the Hugging Face package `datasets`, as a source of sequences to convert."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, overload
+
+import numpy
+
+from hvdtrain.data.formats.vocabulary import Units, Vocabulary, read_vocabulary, split
+from hvdtrain.data.types import Array
+from hvdtrain.errors import ConfigError, DataError
+
+BLOCK = 64
+"""Rows read at once: looking up one takes a millisecond, most of it spent on finding the way."""
+
+Item = tuple[str, dict[str, Array]]
+
+
+@dataclass(frozen=True)
+class Column:
+    """How a column becomes a data key.
+
+    Attributes:
+        name: of the column.
+        convert: from a row's value, and the row's name for messages, to its array. Raises: DataError.
+        labels: the classes' names, where the column has them.
+        decodes: whether the values are encoded files.
+    """
+
+    name: str
+    convert: Callable[[Any, str], Array]
+    labels: tuple[str, ...] = ()
+    decodes: bool = False
+
+
+class HuggingFaceDataset(Sequence[Item]):
+    """The rows of a folder that `save_to_disk` wrote, each a sequence.
+
+    What a column becomes follows from its type: whole numbers and lists of them, class indices (a ClassLabel brings the
+    classes' names); lists of floats, numbers of shape (frames,); lists of lists and Array2D, vectors of shape (frames,
+    features); strings and lists of them, texts, or classes of a vocabulary; Audio, float32 from -1 to 1 of shape (samples,
+    channels). A single value is a sequence of one frame.
+
+    Its lengths are not known before the rows are read, so it is converted once with tools/hdf_dump.py.
+
+    Args:
+        folder: what `save_to_disk` wrote.
+        part: which of the datasets, where they are several ("train", "test", ...).
+        columns: by data key, the column; None: all columns under their own names, without that of the tags.
+        tag: the column of the tags; None: row-0, row-1, ...
+        vocabulary: by data key, for columns of strings, a text file with an entry a line; the first is class 0, and `<unk>`
+            stands for all that are not there. The other strings stay texts.
+        units: what an entry is: a character of a string, or a word between spaces. Of a list of strings, each is an entry.
+
+    Attributes:
+        labels: the classes' names, by data key.
+
+    Raises:
+        DataError: the package is not installed, or what is in the folder is not as described here.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        part: str | None = None,
+        columns: Mapping[str, str] | None = None,
+        tag: str | None = None,
+        vocabulary: Mapping[str, str] | None = None,
+        units: Units = "characters",
+    ) -> None:
+        if units not in ("characters", "words"):
+            raise ConfigError([f"units: expected 'characters' or 'words', got {units!r} in the HuggingFaceDataset"])
+        self._folder = folder
+        rows = _load(folder, part)
+        names = list(rows.column_names)
+        columns = {name: name for name in names if name != tag} if columns is None else dict(columns)
+        for what, name in [("tag", tag)] * (tag is not None) + [(f"columns.{key}", name) for key, name in columns.items()]:
+            if name not in names:
+                raise DataError(f"{what}: expected a column of {folder} ({', '.join(names)}), got {name!r}")
+        vocabularies = {key: read_vocabulary(Path(path)) for key, path in (vocabulary or {}).items()}
+        for key in vocabularies:
+            if key not in columns:
+                raise DataError(f"vocabulary: expected data keys ({', '.join(columns)}), got {key!r} in {folder}")
+        self._columns = {
+            key: _column(folder, rows.features[name], name, vocabularies.get(key), units) for key, name in columns.items()
+        }
+        self.labels = {key: list(column.labels) for key, column in self._columns.items() if column.labels}
+        self._tag = tag
+        self._rows = _undecoded(rows, [column.name for column in self._columns.values() if column.decodes]).with_format(
+            "numpy", columns=sorted({*columns.values(), *([tag] if tag is not None else [])})
+        )
+        self._block = range(0)
+        self._values: dict[str, Any] = {}
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, index: int) -> Item: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Item]: ...
+
+    def __getitem__(self, index: int | slice) -> Item | list[Item]:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        number = range(len(self))[index]  # counts negative ones from the end, and raises IndexError
+        if number not in self._block:
+            first = number // BLOCK * BLOCK
+            self._values = self._rows[first : first + BLOCK]
+            self._block = range(first, min(first + BLOCK, len(self)))
+        place = number - self._block.start
+        tag = f"row-{number}" if self._tag is None else str(self._values[self._tag][place])
+        arrays = {}
+        for key, column in self._columns.items():
+            value, where = self._values[column.name][place], f"{self._folder}, column {column.name!r}, row {number}"
+            if value is None:
+                raise DataError(f"{where}: expected a value, got none")
+            arrays[key] = column.convert(value, where)
+        return tag, arrays
+
+
+def _load(folder: str, part: str | None) -> Any:
+    """The dataset in a folder, or one of several. Raises: DataError."""
+    try:
+        import datasets
+    except ImportError:
+        raise DataError(
+            "HuggingFaceDataset: expected the package datasets, got none (pip install hvdtrain[huggingface])"
+        ) from None
+    try:
+        found = datasets.load_from_disk(folder)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{folder}: expected a folder that save_to_disk of the package datasets wrote, got: {error}") from None
+    parts = list(found) if isinstance(found, datasets.DatasetDict) else None
+    if (part is None) != (parts is None) or (parts is not None and part not in parts):
+        expected = f"one of {', '.join(parts)}" if parts is not None else "none, as the folder holds one dataset"
+        raise DataError(f"part: expected {expected}, got {part!r} in {folder}")
+    return found if parts is None else found[part]
+
+
+def _undecoded(rows: Any, names: Sequence[str]) -> Any:
+    """The dataset with files as they are: its own decoder needs a framework."""
+    import datasets
+
+    for name in names:
+        rows = rows.cast_column(name, datasets.Audio(decode=False))
+    return rows
+
+
+def _column(folder: str, feature: Any, name: str, vocabulary: Vocabulary | None, units: Units) -> Column:
+    """How a column of a type is converted. Raises: DataError, where it cannot be."""
+    import datasets
+
+    axes, inner = 0, feature
+    if isinstance(feature, datasets.Array2D):
+        axes, inner = 2, datasets.Value(feature.dtype)
+    while isinstance(inner, (datasets.Sequence, datasets.List, datasets.LargeList)) and axes < 2:
+        axes, inner = axes + 1, inner.feature
+    if vocabulary is not None and getattr(inner, "dtype", "") not in ("string", "large_string"):
+        raise DataError(f"vocabulary: expected a column of strings, got {feature} in column {name!r} of {folder}")
+    if isinstance(inner, datasets.Audio) and axes == 0:
+        return Column(name, _sound_of(inner.sampling_rate), decodes=True)
+    if isinstance(inner, datasets.ClassLabel) and axes < 2:
+        return Column(name, _numbers(max(axes, 1), "int32"), tuple(inner.names))
+    if isinstance(inner, datasets.Value) and inner.dtype in ("string", "large_string") and axes < 2:
+        if vocabulary is None:
+            return Column(name, lambda value, where: numpy.array(list(value) if axes else [str(value)], dtype=object))
+        return Column(name, _classes(vocabulary, units), tuple(vocabulary.entries))
+    if isinstance(inner, datasets.Value) and inner.dtype.startswith(("int", "uint", "float", "bool")):
+        return Column(name, _numbers(max(axes, 1), inner.dtype))
+    raise DataError(
+        f"columns: expected columns of numbers, lists and lists of lists of numbers, ClassLabel, strings, lists of strings or "
+        f"Audio, got {feature} in column {name!r} of {folder} ('columns' names those to take)"
+    )
+
+
+def _numbers(axes: int, dtype: str) -> Callable[[Any, str], Array]:
+    def convert(value: Any, where: str) -> Array:
+        try:
+            array = numpy.asarray(list(value) if getattr(value, "dtype", "") == "object" else value, dtype=dtype)
+        except (TypeError, ValueError) as error:
+            raise DataError(f"{where}: expected numbers in rows of one length, got: {error}") from None
+        array = array.reshape(1) if array.ndim == 0 else array
+        if array.ndim != axes:
+            raise DataError(f"{where}: expected numbers with {axes} axes, got {array.ndim} of shape {array.shape}")
+        return array
+
+    return convert
+
+
+def _classes(vocabulary: Vocabulary, units: Units) -> Callable[[Any, str], Array]:
+    def convert(value: Any, where: str) -> Array:
+        entries = split(str(value), units) if isinstance(value, str) else [str(entry) for entry in value]
+        vocabulary.check(entries, where, str(value))
+        return vocabulary.classes(entries)
+
+    return convert
+
+
+def _sound_of(rate: int | None) -> Callable[[Any, str], Array]:
+    """Decode sound of a rate; where the dataset does not say one, that of the first file read."""
+    try:
+        import soundfile
+    except ImportError:
+        raise DataError("Audio: expected the package soundfile, got none (pip install hvdtrain[huggingface])") from None
+    rates = [rate] * (rate is not None)
+
+    def convert(value: Any, where: str) -> Array:
+        encoded = value["bytes"]
+        try:
+            samples, found = soundfile.read(
+                value["path"] if encoded is None else io.BytesIO(encoded), dtype="float32", always_2d=True
+            )
+        except (OSError, RuntimeError) as error:
+            raise DataError(f"{where}: expected a sound file, got: {error}") from None
+        rates.append(found)
+        if found != rates[0]:
+            raise DataError(f"{where}: expected {rates[0]} samples a second, got {found}")
+        del rates[1:]
+        return samples  # type: ignore[no-any-return]  # soundfile has no types
+
+    return convert

@@ -1,0 +1,143 @@
+"""Datasets that are made up: random sequences (DummyDataset) and the 12AX task (Task12AXDataset)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy
+
+from hvdtrain.config.keys import REQUIRED, key, not_negative, positive
+from hvdtrain.data.types import Array, Dataset, Stream
+
+
+@dataclass(frozen=True, kw_only=True)
+class DummyDatasetKeys:
+    """Keys of a dataset dict with `"class": "DummyDataset"`: numbers without a meaning."""
+
+    input_dim: int = key(REQUIRED, "dimension of the vectors in 'data'", positive)
+    output_dim: int = key(REQUIRED, "number of classes in 'classes'", positive)
+    num_seqs: int = key(REQUIRED, "how many sequences there are", positive)
+    seq_len: int | dict[str, int] = key(
+        2, "frames of every sequence, or a dict with the frames of 'data' and 'classes'", positive
+    )
+
+    def problems(self) -> list[str]:
+        """What is wrong between the keys."""
+        if not isinstance(self.seq_len, dict):
+            return []
+        right = self.seq_len.keys() == {"data", "classes"} and min(self.seq_len.values()) >= 0
+        expected = "seq_len: expected zero or a positive number for 'data' and for 'classes'"
+        return [] if right else [f"{expected}, got {self.seq_len}"]
+
+
+class DummyDataset:
+    """Keys 'data' (vectors of numbers from -0.5 to 0.4) and 'classes'; both count on from the sequence's number."""
+
+    def __init__(self, input_dim: int, output_dim: int, num_sequences: int, frames: Mapping[str, int]) -> None:
+        self.streams: Mapping[str, Stream] = {
+            "data": Stream(numpy.dtype(numpy.float32), (input_dim,), input_dim, sparse=False),
+            "classes": Stream(numpy.dtype(numpy.int32), (), output_dim, sparse=True),
+        }
+        self.lengths: Mapping[str, Array] = {name: numpy.full(num_sequences, frames[name], numpy.int32) for name in self.streams}
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.lengths["data"])
+
+    def sequence(self, index: int) -> dict[str, Array]:
+        frames, dim = int(self.lengths["data"][index]), self.streams["data"].dim
+        values = (numpy.arange(index, index + frames * dim) % 10 - 5) / 10
+        classes = numpy.arange(index, index + int(self.lengths["classes"][index])) % self.streams["classes"].dim
+        return {"data": values.reshape(frames, dim).astype(numpy.float32), "classes": classes.astype(numpy.int32)}
+
+    def tags(self, indices: Sequence[int]) -> list[str]:
+        return [f"seq-{index}" for index in indices]
+
+    def close(self) -> None:
+        """There is no file to let go of."""
+
+
+def open_dummy(where: str, keys: DummyDatasetKeys, datasets: Mapping[str, Dataset]) -> Dataset:
+    """The dataset that the keys describe."""
+    frames = keys.seq_len if isinstance(keys.seq_len, dict) else {"data": keys.seq_len, "classes": keys.seq_len}
+    return DummyDataset(keys.input_dim, keys.output_dim, keys.num_seqs, frames)
+
+
+SYMBOLS = "123ABCXYZ"
+ANSWERS = "LR"
+LONGEST = 99
+SHORTEST = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task12AXDatasetKeys:
+    """Keys of a dataset dict with `"class": "Task12AXDataset"`: a synthetic memory task."""
+
+    num_seqs: int = key(REQUIRED, "how many sequences there are, each of 10 to 99 frames", positive)
+    fixed_random_seed: int = key(1, "other sequences for another seed; they stay the same from epoch to epoch", not_negative)
+
+
+class Task12AXDataset:
+    """Keys 'data' (the symbol as a vector of 9, one of which is 1) and 'classes' (0: L, 1: R); a function of the seed."""
+
+    def __init__(self, num_sequences: int, seed: int) -> None:
+        self._seed = seed
+        lengths = numpy.random.RandomState(seed).randint(SHORTEST, LONGEST + 1, size=num_sequences).astype(numpy.int32)
+        self.streams: Mapping[str, Stream] = {
+            "data": Stream(numpy.dtype(numpy.float32), (len(SYMBOLS),), len(SYMBOLS), sparse=False),
+            "classes": Stream(numpy.dtype(numpy.int32), (), len(ANSWERS), sparse=True, labels=tuple(ANSWERS)),
+        }
+        self.lengths: Mapping[str, Array] = {"data": lengths, "classes": lengths}
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.lengths["data"])
+
+    def sequence(self, index: int) -> dict[str, Array]:
+        symbols = self._symbols(index)
+        data = numpy.eye(len(SYMBOLS), dtype=numpy.float32)[[SYMBOLS.index(symbol) for symbol in symbols]]
+        return {"data": data, "classes": numpy.array([ANSWERS.index(answer) for answer in answers(symbols)], dtype=numpy.int32)}
+
+    def tags(self, indices: Sequence[int]) -> list[str]:
+        return [f"seq-{index}" for index in indices]
+
+    def close(self) -> None:
+        """There is no file to let go of."""
+
+    def _symbols(self, index: int) -> str:
+        """Mostly AX and BY behind digits, so that R is not too rare."""
+        length = int(self.lengths["data"][index])
+        generator = numpy.random.RandomState([self._seed, index])
+        text = ""
+        while len(text) < length:
+            if generator.uniform() < 0.5:
+                text += "12"[generator.randint(2)]
+            if generator.uniform() < 0.9:
+                text += ("AX", "BY")[generator.randint(2)]
+            while generator.uniform() < 0.5:
+                text += SYMBOLS[generator.randint(len(SYMBOLS))]
+        return text[:length]
+
+
+def answers(symbols: str) -> str:
+    """The right answer to every symbol.
+
+    >>> answers("1AX2AXBYAYB3Y")
+    'LLRLLLLRLLLLR'
+    """
+    digit = letter = result = ""
+    for symbol in symbols:
+        result += "R" if digit + letter + symbol in ("1AX", "2BY") else "L"
+        if symbol in "12":
+            digit = symbol
+        elif symbol in "AB":
+            letter = symbol
+        elif symbol in "XY":
+            letter = ""
+    return result
+
+
+def open_task12ax(where: str, keys: Task12AXDatasetKeys, datasets: Mapping[str, Dataset]) -> Dataset:
+    """The dataset that the keys describe."""
+    return Task12AXDataset(keys.num_seqs, keys.fixed_random_seed)

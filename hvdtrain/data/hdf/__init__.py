@@ -1,0 +1,1 @@
+"""HDF files: reading every layout of RETURNN's, and writing them."""

@@ -1,0 +1,212 @@
+"""The layout of RETURNN's HDF files: which dataset holds what, what has to fit together, and where its bytes may be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy
+
+from hvdtrain.data.types import Array, External, Stream
+from hvdtrain.errors import DataError
+
+BLOCK = 1 << 20
+"""Sequences whose lengths are read at once."""
+
+
+def open_file(path: Path) -> h5py.File:
+    """An HDF5 file, open for reading. Raises: DataError."""
+    if not path.exists():
+        raise DataError(f"{path}: expected an HDF file, got: no such file")
+    if path.is_dir():
+        raise DataError(f"{path}: expected an HDF file, got a directory")
+    try:
+        return h5py.File(path, "r")
+    except OSError as error:
+        if h5py.is_hdf5(path):
+            raise DataError(f"{path}: expected a whole HDF5 file, got a damaged one: {error}") from None
+        raise DataError(f"{path}: expected an HDF5 file, got something else ({error})") from None
+
+
+def names_read(file: h5py.File) -> Iterator[str]:
+    """Everything in a file that is read, groups before what is in them."""
+    yield from ("inputs", "labels", "seqLengths", "seqTags", "targets", "targets/data", "targets/size", "targets/labels")
+    for folder in ("targets/data", "targets/labels"):
+        parent = file.get(folder)
+        yield from (f"{folder}/{name}" for name in (parent if isinstance(parent, h5py.Group) else ()))
+
+
+def sources_of(path: Path, file: h5py.File) -> dict[str, h5py.Dataset]:
+    """The dataset of every data key, in the order of the columns of /seqLengths: inputs first, then targets by name."""
+    sources = {}
+    if "inputs" in file:
+        sources["data"] = dataset_in(path, file, "inputs")
+    if "targets" in file:
+        if not isinstance(within(path, file, "targets"), h5py.Group):
+            raise DataError(f"{path}: expected /targets to be a group, got a dataset")
+        group = within(path, file, "targets/data")
+        if not isinstance(group, h5py.Group):
+            raise DataError(f"{path}: expected /targets/data to be a group, got a dataset")
+        for key in sorted(group):
+            if key in sources:
+                raise DataError(f"{path}: expected 'data' once, got it as /inputs and as /targets/data/data")
+            sources[key] = dataset_in(path, file, f"targets/data/{key}")
+    if not sources:
+        raise DataError(
+            f"{path}: expected /inputs or /targets/data (the layout of RETURNN's HDFDataset), got only {names_in(file)}"
+        )
+    return sources
+
+
+def name_of(file: h5py.File, key: str) -> str:
+    """Where a data key's values are; the name that h5py gives them is that in another file, where a link leads there."""
+    return "/inputs" if key == "data" and "inputs" in file else f"/targets/data/{key}"
+
+
+def within(path: Path, file: h5py.File, name: str) -> h5py.Group | h5py.Dataset:
+    """What lies under a name; where it may lie is for `check_place` to say."""
+    folder, _, last = name.rpartition("/")
+    parent = file[folder] if folder else file
+    if last not in parent:
+        raise DataError(f"{path}: expected /{name}, got only {names_in(parent)} in {parent.name}")
+    return parent[last]
+
+
+def dataset_in(path: Path, file: h5py.File, name: str) -> h5py.Dataset:
+    """A dataset with frames, labels or the like on its first axis."""
+    dataset = within(path, file, name)
+    if not isinstance(dataset, h5py.Dataset):
+        raise DataError(f"{path}: expected /{name} to be a dataset, got a group")
+    if not dataset.shape:
+        raise DataError(f"{path}: expected /{name} to have a first axis to count on, got a scalar")
+    if dataset.dtype.kind not in "biufc" and h5py.check_string_dtype(dataset.dtype) is None:
+        raise DataError(f"{path}: expected numbers or strings in /{name}, got dtype {dataset.dtype}")
+    return dataset
+
+
+def strings_in(path: Path, file: h5py.File, name: str) -> h5py.Dataset:
+    dataset = dataset_in(path, file, name)
+    if dataset.ndim != 1 or h5py.check_string_dtype(dataset.dtype) is None:
+        raise DataError(f"{path}: expected strings of shape (number,) in /{name}, got {dataset.dtype} {dataset.shape}")
+    return dataset
+
+
+def lengths_in(path: Path, file: h5py.File, sources: dict[str, h5py.Dataset]) -> dict[str, Array]:
+    """/seqLengths, checked, by data key: int32 of shape (num_sequences,). Read in blocks: it may be larger than what is kept."""
+    stored = dataset_in(path, file, "seqLengths")
+    if stored.ndim not in (1, 2) or stored.dtype.kind not in "iu":
+        raise DataError(f"{path}: expected integers of shape (sequences, keys) in /seqLengths, got {stored.dtype} {stored.shape}")
+    number = len(sources) if stored.ndim == 1 else stored.shape[1]  # the oldest files: one length for all keys
+    # A file without /targets may have a column for targets that are not there, for historical reasons.
+    allowed = {len(sources)} | ({len(sources) + 1} if "targets" not in file else set())
+    if number not in allowed:
+        raise DataError(f"{path}: expected {len(sources)} columns in /seqLengths (for {', '.join(sources)}), got {number}")
+    lengths = {key: numpy.empty(len(stored), dtype=numpy.int32) for key in sources}
+    for start in range(0, len(stored), BLOCK):
+        block: Array = stored[start : start + BLOCK]
+        if block.min() < 0:
+            raise DataError(f"{path}: expected lengths of 0 or more in /seqLengths, got {block.min()}")
+        if block.max() > numpy.iinfo(numpy.int32).max:
+            raise DataError(f"{path}: expected lengths below 2**31 in /seqLengths, got {block.max()}")
+        for place, column in enumerate(lengths.values()):
+            column[start : start + len(block)] = block if block.ndim == 1 else block[:, place]
+    return lengths
+
+
+def stream_of(path: Path, file: h5py.File, key: str, dataset: h5py.Dataset) -> Stream:
+    """What kind of data a dataset holds: RETURNN calls integers without a feature axis sparse."""
+    sparse = dataset.ndim == 1 and dataset.dtype.kind in "iu"
+    if name_of(file, key) == "/inputs":
+        dim = dataset.shape[-1] if dataset.ndim > 1 else _integer(path, "inputPattSize of /", file.attrs.get("inputPattSize", 1))
+        labels = "labels"
+    else:
+        size = within(path, file, "targets/size").attrs.get(key)
+        dim = _integer(path, f"{key} of /targets/size", size)
+        labels = f"targets/labels/{key}"
+    names = tuple(text_of(label) for label in strings_in(path, file, labels)[:]) if labels in file else ()
+    return Stream(dataset.dtype, tuple(dataset.shape[1:]), int(dim), sparse, names if names != ("dummy-label",) else ())
+
+
+def _integer(path: Path, what: str, value: Any) -> int:
+    """The integer, or the first of several, that an attribute holds."""
+    numbers = numpy.ravel(value)
+    if numbers.dtype.kind not in "iu" or not len(numbers):
+        raise DataError(f"{path}: expected an integer as attribute {what}, got {value!r}")
+    return int(numbers[0])
+
+
+def text_of(value: bytes | str) -> str:
+    """A stored string: UTF-8, padded with zero bytes in files of some writers."""
+    text = value.decode("utf-8", errors="replace") if isinstance(value, bytes) else value
+    return text.split("\0", 1)[0]
+
+
+def names_in(group: Any) -> str:
+    """What is in a group, for a message."""
+    names = ", ".join(f"'{name}'" for name in group) if isinstance(group, (h5py.Group, dict)) else ""
+    return names or "nothing"
+
+
+HINT = "allow_external in the dataset dict allows it"
+
+
+def check_place(path: Path, file: h5py.File, name: str, external: External) -> None:
+    """Look at the way to what lies under a name, if anything does.
+
+    Raises:
+        DataError: it leaves the file, which was not allowed, or it was, but what it leads to is not there.
+    """
+    parent: h5py.Group = file
+    for part in name.split("/"):
+        if not isinstance(parent, h5py.Group) or part not in parent:
+            return
+        link = parent.get(part, getlink=True)
+        outside = isinstance(link, h5py.ExternalLink)
+        if outside and external == "refuse":
+            raise DataError(f"{path}: expected /{name} to be in this file, got a link to another file ({HINT})")
+        try:
+            found = parent[part]
+        except (KeyError, OSError) as error:
+            if outside:
+                raise DataError(
+                    f"{path}: expected {link.path} in {link.filename}, where the link /{name} leads, got: {error}"
+                ) from None
+            raise
+        soft = isinstance(link, h5py.SoftLink)  # it may lead to a link that leaves the file
+        if soft and external == "refuse" and found.file != file:
+            raise DataError(f"{path}: expected /{name} to be in this file, got a link to another file ({HINT})")
+        parent = found
+    if isinstance(parent, h5py.Dataset) and (parent.external or parent.is_virtual):
+        if external == "refuse":
+            raise DataError(
+                f"{path}: expected /{name} to be stored in this file, got a dataset whose values lie in other files ({HINT})"
+            )
+        _check_sources(path, parent)
+
+
+def _check_sources(path: Path, dataset: h5py.Dataset) -> None:
+    """HDF5 reads zeros where other files should have values: a missing file is to be noticed, and one that is too short."""
+    for name, offset, size in dataset.external or ():
+        there = Path(name).stat().st_size if Path(name).is_file() else None  # relative to the working directory, as by HDF5
+        if there is None or (size != h5py.h5f.UNLIMITED and there < offset + size):
+            got = "no such file" if there is None else f"{there} bytes"
+            raise DataError(f"{path}: expected {name} with {offset + size} bytes, where {dataset.name} is stored, got: {got}")
+    if not dataset.is_virtual:
+        return
+    folder = Path(dataset.file.filename).parent
+    for _, file_name, source, _ in dataset.virtual_sources():
+        if file_name == ".":
+            there_is = source in dataset.file
+        elif "%b" in file_name:  # as many files as there are
+            continue
+        else:
+            place = next((place for place in (folder / file_name, Path(file_name)) if h5py.is_hdf5(place)), None)
+            if place is None:
+                there_is = False
+            else:
+                with h5py.File(place, "r") as other:
+                    there_is = source in other
+        if not there_is:
+            raise DataError(f"{path}: expected {source} in {file_name}, of which {dataset.name} is put together, got none")

@@ -1,0 +1,167 @@
+"""NextGenHDFDataset: HDF files with a dataset for every sequence, under `/streams/<name>/data/<sequence>`.
+
+The attribute `parser` of a stream says what its datasets hold: `feature_sequence` vectors, `sparse` class indices,
+`segment_alignment` rows of (class, number of frames). A '/' in a sequence's name is stored as a backslash.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy
+
+from hvdtrain.data.combine.union import concatenated
+from hvdtrain.data.hdf.layouts import check_place, dataset_in, open_file, strings_in, text_of, within
+from hvdtrain.data.types import Array, Dataset, Stream
+from hvdtrain.errors import DataError
+
+PARSERS = {"feature_sequence": 2, "sparse": 1, "segment_alignment": 2}
+"""What a stream may be, and how many axes its datasets have."""
+
+
+@dataclass(frozen=True)
+class _Source:
+    """One stream of a file."""
+
+    name: str
+    parser: str
+
+
+class NextGenFile:
+    """One file, opened, checked and indexed: each dataset is looked at once for its length.
+
+    The data key 'data' is the input stream; the other streams have their own names.
+    """
+
+    def __init__(self, path: Path, input_stream_name: str) -> None:
+        self.path = path
+        self._handle: h5py.File | None = None
+        self._process = os.getpid()
+        self._sources: dict[str, _Source] = {}
+        self._tags: list[str] = []
+        self.streams: Mapping[str, Stream] = {}
+        self.lengths: Mapping[str, Array] = {}
+        with self._understandable(), open_file(path) as file:
+            self._index(file, input_stream_name)
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self._tags)
+
+    def sequence(self, index: int) -> dict[str, Array]:
+        file = self._file()
+        with self._understandable():
+            return {key: _values(source, self._dataset(file, source, index)[:]) for key, source in self._sources.items()}
+
+    def tags(self, indices: Sequence[int]) -> list[str]:
+        return [self._tags[index] for index in indices]
+
+    def close(self) -> None:
+        if self._handle is not None:
+            self._handle.close()
+            self._handle = None
+
+    def how_read(self) -> str:
+        """For the log."""
+        return "read through h5py, a dataset for every sequence"
+
+    def _file(self) -> h5py.File:
+        """The file, opened by the process that reads: handles of h5py do not survive a fork."""
+        if self._handle is None or self._process != os.getpid():
+            self._process = os.getpid()
+            self._handle = open_file(self.path)
+        return self._handle
+
+    @contextmanager
+    def _understandable(self) -> Iterator[None]:
+        """What h5py raises where the structure is damaged, as our own error."""
+        try:
+            yield
+        except (OSError, RuntimeError, KeyError, ValueError, TypeError, AttributeError) as error:
+            raise DataError(f"{self.path}: expected a whole HDF5 file, got a damaged one: {error}") from None
+
+    def _dataset(self, file: h5py.File, source: _Source, index: int) -> h5py.Dataset:
+        name = f"streams/{source.name}/data/" + self._tags[index].replace("/", "\\")
+        check_place(self.path, file, name, "refuse")
+        return dataset_in(self.path, file, name)
+
+    def _index(self, file: h5py.File, input_stream_name: str) -> None:
+        """Find the streams, their sequences' lengths, and check that everything fits together."""
+        for name in ("seq_names", "streams"):
+            if name not in file:
+                raise DataError(f"{self.path}: expected /{name} (the layout of RETURNN's NextGenHDFDataset), got {list(file)}")
+            check_place(self.path, file, name, "refuse")
+        self._tags = [text_of(tag) for tag in strings_in(self.path, file, "seq_names")[:]]
+        names = sorted(within(self.path, file, "streams"))
+        if input_stream_name not in names:
+            raise DataError(f"{self.path}: expected a stream {input_stream_name!r} (input_stream_name), got {', '.join(names)}")
+        if "data" in names and input_stream_name != "data":
+            raise DataError(f"{self.path}: expected 'data' to be the input stream, got {input_stream_name!r} and a stream 'data'")
+        streams, lengths = {}, {}
+        for name in [input_stream_name, *(name for name in names if name != input_stream_name)]:
+            for inside in ("", "/data", "/feature_names"):
+                check_place(self.path, file, f"streams/{name}{inside}", "refuse")
+            parser = within(self.path, file, f"streams/{name}").attrs.get("parser")
+            parser = parser.decode() if isinstance(parser, bytes) else parser
+            if parser not in PARSERS:
+                known = ", ".join(PARSERS)
+                raise DataError(f"{self.path}: expected attribute parser of /streams/{name} to be one of {known}, got {parser!r}")
+            key = "data" if name == input_stream_name else name
+            self._sources[key] = _Source(name, parser)
+            streams[key], lengths[key] = self._look_at(file, self._sources[key])
+        self.streams, self.lengths = streams, lengths
+
+    def _look_at(self, file: h5py.File, source: _Source) -> tuple[Stream, Array]:
+        """What a stream consists of, and the lengths of all its sequences."""
+        lengths = numpy.zeros(len(self._tags), dtype=numpy.int32)
+        first: tuple[Any, ...] | None = None
+        for index in range(len(self._tags)):
+            dataset = self._dataset(file, source, index)
+            kind = (dataset.dtype, dataset.shape[1:])
+            first = first or kind
+            if dataset.ndim != PARSERS[source.parser] or kind != first:
+                raise DataError(
+                    f"{self.path}: expected {PARSERS[source.parser]} axes ({source.parser}), dtype and width as in the first "
+                    f"sequence in {dataset.name}, got {dataset.dtype} {dataset.shape}"
+                )
+            if source.parser == "segment_alignment":
+                lengths[index] = 2 * _segment_lengths(dataset[:], f"{self.path}: ", dataset.name).sum()
+            else:
+                lengths[index] = len(dataset)
+        dtype, width = first or (numpy.dtype(numpy.float32), (0,))
+        if source.parser == "feature_sequence":
+            return Stream(dtype, width, width[0], sparse=False), lengths
+        labels = tuple(text_of(name) for name in strings_in(self.path, file, f"streams/{source.name}/feature_names")[:])
+        if dtype.kind not in "iu":
+            raise DataError(f"{self.path}: expected integers in /streams/{source.name} ({source.parser}), got {dtype}")
+        return Stream(dtype, (), len(labels), sparse=True, labels=labels), lengths
+
+
+def _segment_lengths(segments: Array, where: str, name: str) -> Array:
+    """The second column of an alignment, checked."""
+    if segments.shape[1] != 2 or (len(segments) and segments[:, 1].min() < 0):
+        raise DataError(f"{where}expected rows of (class, number of frames) in {name}, got {segments[:3].tolist()}...")
+    return segments[:, 1].astype(numpy.int64)
+
+
+def _values(source: _Source, stored: Array) -> Array:
+    """A sequence as it is stored; an alignment as class, end of segment (1 or 0), class, end, ... for every frame."""
+    if source.parser != "segment_alignment":
+        return stored
+    lengths = stored[:, 1].astype(numpy.int64)
+    frames = numpy.zeros((int(lengths.sum()), 2), dtype=stored.dtype)
+    frames[:, 0] = numpy.repeat(stored[:, 0], lengths)
+    frames[numpy.cumsum(lengths)[lengths > 0] - 1, 1] = 1
+    return frames.reshape(-1)
+
+
+def open_next_gen(where: str, paths: Sequence[str], input_stream_name: str) -> Dataset:
+    """Open files as one dataset. Raises: DataError, if one is bad or does not go with the first one."""
+    files = {f"{path} (file {number})": NextGenFile(Path(path), input_stream_name) for number, path in enumerate(paths)}
+    return concatenated(where, files) if len(files) > 1 else next(iter(files.values()))

@@ -1,0 +1,233 @@
+"""Writing HDF files in RETURNN's layout: sequence after sequence, contiguous unless compressed, whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import h5py
+import numpy
+
+from hvdtrain.data.hdf.collected import Numbers, Texts
+from hvdtrain.data.hdf.compression import options
+from hvdtrain.data.types import Array
+from hvdtrain.errors import DataError
+
+ALIGNMENT = 64
+"""Bytes: everything begins at a multiple of it, as HDF5 by itself puts data anywhere. Then numbers in a memory map lie where
+numpy's fastest functions want them, and where a cache line begins."""
+
+
+class HDFWriter:
+    """Takes sequences one by one and writes the file when its `with` block ends; after an exception nothing is left behind.
+
+    How much there will be need not be known: the frames of each key are collected in a file of their own beside the
+    target and copied at the end: into contiguous datasets, since only those can be mapped by a reader, or into compressed
+    ones, whose chunks are about a sequence long and as wide as a frame.
+
+    Args:
+        path: the file to be. It must not exist, unless `overwrite` is set.
+        labels: by key, the classes' names. They give the dimension of sparse data.
+        dims: by key, the dimension of sparse data without labels. Without either it is the largest class index plus one.
+        compression: 'gzip', 'lzf', 'zstd', 'lz4' or 'blosc2'; the last three need the package hdf5plugin, as do those who read.
+
+    Attributes:
+        folder: inside the `with` block, where the frames are collected. It is removed at the end, with all that is in it.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        labels: Mapping[str, Sequence[str]] | None = None,
+        dims: Mapping[str, int] | None = None,
+        compression: str | None = None,
+        overwrite: bool = False,
+    ) -> None:
+        self.path = path
+        self.folder = Path()
+        self.num_sequences = 0
+        self.num_frames: dict[str, int] = {}
+        self._labels = {key: names for key, names in (labels or {}).items() if len(names)}
+        self._dims = dict(dims or {})
+        self._storage = options(compression) if compression is not None else {}
+        self._overwrite = overwrite
+        self._tags: list[bytes] = []
+        self._streams: dict[str, Numbers | Texts] = {}
+        self._refused = ""
+
+    def __enter__(self) -> HDFWriter:
+        if self.path.exists() and not self._overwrite:
+            raise DataError(
+                f"{self.path}: expected a file that does not exist yet, got an existing one (--overwrite replaces it)"
+            )
+        try:
+            self.folder = Path(tempfile.mkdtemp(prefix=f".{self.path.name}.", dir=self.path.parent))
+        except OSError as error:
+            raise DataError(f"{self.path}: expected a folder that can be written to, got: {error.strerror}") from None
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            with self._told():
+                for stream in self._streams.values():
+                    stream.file.close()
+                if kind is None:
+                    self._finish()
+        except DataError:
+            if kind is None:
+                raise  # else what ended the block tells more
+        finally:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def add(self, tag: str, sequence: Mapping[str, Any]) -> None:
+        """Append a sequence: arrays of shape (frames, ...) by data key, the same keys every time; key 'data' is the input.
+
+        Raises:
+            DataError: an array does not go with those of the first sequence, or the disk is full.
+        """
+        arrays = self._arrays(tag, sequence)
+        if not self._streams:
+            self._begin(arrays)
+        if not arrays or arrays.keys() != self._streams.keys():
+            expected = f"the keys {list(self._streams)}" if self._streams else "at least one key"
+            raise DataError(f"{self.path}: expected {expected} in sequence {tag!r}, got {list(arrays)}")
+        for key, values in arrays.items():
+            self._check_like_first(tag, key, values)
+            self._check_classes(tag, key, values)
+        name = _encoded(self.path, tag)
+        with self._told():
+            for key, values in arrays.items():
+                self._streams[key].append(values)
+                self.num_frames[key] = self.num_frames.get(key, 0) + len(values)
+        self._tags.append(name)
+        self.num_sequences += 1
+
+    def expect(self, tag: str, sequence: Mapping[str, Any]) -> None:
+        """Take the types and shapes of a sequence for those of the first one, without adding it.
+
+        So several writers make parts that go together. To be called before `add`. Raises: DataError.
+        """
+        self._begin(self._arrays(tag, sequence))
+
+    def _arrays(self, tag: str, sequence: Mapping[str, Any]) -> dict[str, Array]:
+        """The values as arrays, by key in order: all are looked at before any is appended."""
+        arrays = {}
+        for key in sorted(sequence):
+            if not isinstance(key, str) or "/" in key or key in ("", "."):  # HDF5 would take it for a path
+                raise DataError(f"{self.path}: expected keys that are names without '/', got {key!r} in sequence {tag!r}")
+            arrays[key] = self._numbers_or_texts(tag, key, numpy.asarray(sequence[key]))
+        return arrays
+
+    def _begin(self, arrays: Mapping[str, Array]) -> None:
+        with self._told():
+            for number, (key, values) in enumerate(arrays.items()):
+                file = (self.folder / str(number)).open("wb")
+                self._streams[key] = Texts(file) if values.dtype == object else Numbers(file, values)
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """Say what the system says when it does not take what is written, such as that the disk is full."""
+        try:
+            yield
+        except (OSError, RuntimeError) as error:  # h5py raises either
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            self._refused = f"{self.path}: expected to be able to write in {self.path.parent}, got: {reason}"
+            raise DataError(self._refused) from None
+
+    def _numbers_or_texts(self, tag: str, key: str, values: Array) -> Array:
+        """The array as it will be stored: numbers as they are, texts as objects."""
+        if values.ndim == 1 and (values.dtype.kind in "US" or (values.dtype == object and len(values))):
+            texts = [value.decode("utf-8", errors="replace") if isinstance(value, bytes) else value for value in values.tolist()]
+            if all(isinstance(text, str) for text in texts):
+                for text in texts:
+                    _encoded(self.path, text)
+                    if "\0" in text:
+                        raise DataError(
+                            f"{self.path}: expected text without zero bytes for {key!r}, got some in sequence {tag!r}"
+                        )
+                return numpy.array(texts, dtype=object)
+        if values.ndim == 0 or values.dtype.kind not in "biufc":
+            if not (values.shape == (0,) and values.dtype == object):
+                raise DataError(
+                    f"{self.path}: expected numbers of shape (frames, ...) for {key!r}, got {values.dtype} of shape "
+                    f"{values.shape} in sequence {tag!r}"
+                )
+        return values
+
+    def _check_like_first(self, tag: str, key: str, values: Array) -> None:
+        stream = self._streams[key]
+        is_text = values.dtype == object
+        casts = numpy.can_cast(values.dtype, stream.dtype, "same_kind") and is_text == (stream.dtype == object)
+        if values.shape[1:] != stream.shape or not casts:
+            raise DataError(
+                f"{self.path}: expected {stream.dtype} frames of shape {stream.shape} for {key!r} as in the first sequence, "
+                f"got {values.dtype} {values.shape[1:]} in sequence {tag!r}"
+            )
+        if values.dtype.kind in "iu" and stream.dtype.kind in "iu" and not numpy.array_equal(values, values.astype(stream.dtype)):
+            raise DataError(
+                f"{self.path}: expected {stream.dtype} for {key!r} as in the first sequence, "
+                f"got {values.min()} to {values.max()} in sequence {tag!r}"
+            )
+
+    def _check_classes(self, tag: str, key: str, values: Array) -> None:
+        dim = len(self._labels[key]) if key in self._labels else self._dims.get(key)
+        if dim is not None and values.ndim == 1 and values.dtype.kind in "iu" and len(values):
+            if not 0 <= values.min() <= values.max() < dim:
+                raise DataError(
+                    f"{self.path}: expected classes from 0 to {dim - 1} for {key!r}, got {values.min()} to {values.max()} "
+                    f"in sequence {tag!r}"
+                )
+
+    def _finish(self) -> None:
+        if self._refused:  # whoever went on nevertheless would get half a sequence
+            raise DataError(self._refused)
+        if not self._streams:
+            raise DataError(f"{self.path}: expected at least one sequence to write, got none")
+        whole = self.folder / "whole.hdf"
+        # Columns of /seqLengths: the input first, then the targets by name.
+        keys = sorted(self._streams, key=lambda key: (key != "data", key))
+        with h5py.File(whole, "w", alignment_threshold=1, alignment_interval=ALIGNMENT) as file:
+            file["seqTags"] = numpy.array(self._tags, dtype=f"S{max(1, max(map(len, self._tags)))}")
+            file["seqLengths"] = numpy.stack(
+                [numpy.asarray(self._streams[key].lengths, dtype=numpy.int32) for key in keys], axis=1
+            )
+            for group in ("targets/data", "targets/size", "targets/labels"):
+                file.create_group(group)
+            for key in keys:
+                name = "inputs" if key == "data" else f"targets/data/{key}"
+                self._streams[key].write(file, name, self._storage)
+                self._describe(file, key, self._streams[key])
+        with whole.open("rb+") as written:
+            os.fsync(written.fileno())
+        os.replace(whole, self.path)
+
+    def _describe(self, file: h5py.File, key: str, stream: Numbers | Texts) -> None:
+        """What a reader is told about a key: its dimension and the classes' names."""
+        labels = self._labels.get(key, ())
+        dim = stream.shape[-1] if stream.shape else len(labels) or self._dims.get(key, stream.largest + 1)
+        if key == "data":
+            file.attrs["inputPattSize"] = dim
+            if labels:
+                file["labels"] = _strings(self.path, labels)
+        else:
+            file["targets/size"].attrs[key] = numpy.array([dim, 1 + len(stream.shape)], dtype=numpy.int64)
+            file[f"targets/labels/{key}"] = _strings(self.path, labels or ["dummy-label"])
+
+
+def _strings(path: Path, texts: Sequence[str]) -> Array:
+    encoded = [_encoded(path, text) for text in texts]
+    return numpy.array(encoded, dtype=f"S{max(1, max(map(len, encoded)))}")
+
+
+def _encoded(path: Path, text: str) -> bytes:
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError:  # file names that are no UTF-8
+        raise DataError(f"{path}: expected a name that can be written as UTF-8, got {text!r}") from None

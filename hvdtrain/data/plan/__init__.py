@@ -1,0 +1,1 @@
+"""The plan of an epoch: order, selection, chunks, batches, each rank's share."""

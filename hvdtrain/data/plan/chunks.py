@@ -1,0 +1,279 @@
+"""Chunks: long sequences cut into parts of equal size, which are then batched as if each were a sequence.
+
+The chunks of a dataset are numbered through, sequence by sequence, so that a plan can speak of chunks as it speaks of
+sequences: by an index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy
+
+from hvdtrain.config.keys import Rule, key, not_negative
+from hvdtrain.data.batches import batches, pad, sequences
+from hvdtrain.data.plan.bounds import Limit
+from hvdtrain.data.types import Array, Batch, Dataset, Padded, Stream
+from hvdtrain.errors import DataError
+
+Tail = Literal["keep", "drop_short"]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How sequences are cut: size and step of the chunks in frames, for every data key or by data key (the others stay whole)."""
+
+    size: int | Mapping[str, int]
+    step: int | Mapping[str, int]
+
+    def of(self, name: str) -> tuple[int, int] | None:
+        """Size and step for a data key; None: it stays whole."""
+        if isinstance(self.size, Mapping) or isinstance(self.step, Mapping):
+            if not isinstance(self.size, Mapping) or not isinstance(self.step, Mapping) or name not in self.size:
+                return None
+            return self.size[name], self.step[name]
+        return self.size, self.step
+
+
+def parse(value: Any) -> Cut | None:
+    """Read the key `chunking`: '50:25', '50', 50, (50, 25), {'data': 50}, ({'data': 50}, {'data': 25}); None where it is off.
+
+    Raises: ValueError.
+
+    >>> parse("50:25"), parse({"data": 50}), parse("0")
+    (Cut(size=50, step=25), Cut(size={'data': 50}, step={'data': 50}), None)
+    """
+    if isinstance(value, str):
+        value = [int(part) for part in value.split(":")]
+    parts = list(value) if isinstance(value, (list, tuple)) else [value]
+    if not 1 <= len(parts) <= 2:
+        raise ValueError(value)
+    size, step = parts[0], parts[-1] or parts[0]
+    if not size:
+        return None
+    if isinstance(size, dict) and isinstance(step, dict):
+        if size.keys() != step.keys() or not all(_is_positive(number) for number in (*size.values(), *step.values())):
+            raise ValueError(value)
+    elif not (_is_positive(size) and _is_positive(step)):
+        raise ValueError(value)
+    return Cut(size, step)
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _parses(value: Any) -> bool:
+    """Whether `parse` understands a value of the key chunking."""
+    try:
+        parse(value)
+    except (ValueError, TypeError):
+        return False
+    return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkKeys:
+    """How training sequences are cut into chunks. The datasets that are evaluated stay whole."""
+
+    chunking: int | str | dict[str, Any] | tuple[Any, ...] | list[Any] | None = key(
+        None,
+        "cut training sequences into chunks of SIZE frames, one every STEP frames: 'SIZE:STEP', SIZE (the step is the size), or "
+        "(SIZE, STEP), where both may be dicts by data key (data keys that are not named stay whole); 0 or None: off",
+        Rule("'SIZE:STEP', SIZE, (SIZE, STEP), or dicts by data key for both, with positive integers", _parses),
+    )
+    min_chunk_size: int | dict[str, int] = key(
+        0, "frames that the last chunk of a sequence should have; what is shorter goes by chunking_tail", not_negative
+    )
+    chunking_tail: Tail = key(
+        "keep",
+        "'keep': end when no more than min_chunk_size frames are left, and keep a sequence's first chunk in any case (RETURNN's "
+        "rule with TensorFlow); 'drop_short': drop chunks of less than min_chunk_size frames, and sequences without others "
+        "(its rule with PyTorch)",
+    )
+
+    def problems(self) -> list[str]:
+        """What is wrong between the keys."""
+        found = []
+        how = parse(self.chunking)
+        by_key = self.min_chunk_size if isinstance(self.min_chunk_size, dict) else {}
+        if any(least < 0 for least in by_key.values()):
+            found.append(f"min_chunk_size: expected zero or a positive number for every data key, got {self.min_chunk_size}")
+        if how is not None and self.chunking_tail == "drop_short":
+            for name in how.size if isinstance(how.size, Mapping) else by_key or ["data"]:
+                size, least = how.of(name), _limit_of(self.min_chunk_size, name)
+                if size is not None and least > size[0]:
+                    found.append(
+                        f"min_chunk_size: expected at most {size[0]}, the size of a chunk in chunking, got {least} "
+                        "(with chunking_tail 'drop_short' no chunk would be left)"
+                    )
+        return found
+
+
+def keys_of(keys: ChunkKeys) -> list[str]:
+    """The data keys that the config names for chunks."""
+    how = parse(keys.chunking)
+    named = list(how.size) if how is not None and isinstance(how.size, Mapping) else []
+    return named + [name for name in keys.min_chunk_size if name not in named] if isinstance(keys.min_chunk_size, dict) else named
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """All chunks of a dataset.
+
+    Attributes:
+        first: the first chunk of every sequence, and behind the last one their number; int64 of shape (num_sequences + 1,).
+        sequences: whose part a chunk is; int64 of shape (num_chunks,).
+        numbers: the how many-th chunk of its sequence, from 0; int64 of shape (num_chunks,).
+        lengths: by data key, number of frames of every chunk; int32 of shape (num_chunks,).
+        steps: by data key, frames from one chunk's start to the next one's; data keys that stay whole are not in it.
+    """
+
+    first: Array
+    sequences: Array
+    numbers: Array
+    lengths: Mapping[str, Array]
+    steps: Mapping[str, int]
+
+    def of(self, sequences: Array) -> Array:
+        """The chunks of some sequences, in order; a sequence that occurs twice gives its chunks twice."""
+        counts = self.first[sequences + 1] - self.first[sequences]
+        ends = numpy.cumsum(counts)
+        total = int(ends[-1]) if len(ends) else 0
+        return numpy.repeat(self.first[sequences] - (ends - counts), counts) + numpy.arange(total)
+
+    def batches(self, dataset: Dataset, share: Sequence[Array]) -> Iterator[Batch]:
+        """As `batches.batches`, for a share of a plan over chunks; the batches name the sequences they are parts of."""
+        for batch in batches(_ChunkedDataset(dataset, self), share):
+            yield replace(batch, indices=self.sequences[batch.indices])
+
+
+def cut(lengths: Mapping[str, Array], keys: ChunkKeys) -> Chunks | None:
+    """The chunks of all sequences, as the config says; None where chunking is off.
+
+    A data key with a single frame (or none) beside longer ones stays whole and is repeated for each chunk.
+
+    Args:
+        lengths: by data key, number of frames of every sequence.
+
+    Raises:
+        DataError: the data keys of a sequence give different numbers of chunks.
+    """
+    how = parse(keys.chunking)
+    if how is None:
+        return None
+    steps: dict[str, int] = {}
+    sizes: dict[str, int] = {}
+    for name in lengths:
+        found = how.of(name)
+        if found is not None:
+            sizes[name], steps[name] = found
+    columns = {name: column.astype(numpy.int64) for name, column in lengths.items()}
+    whole = _whole({name: columns[name] for name in sizes})
+    counts = _counts(columns, sizes, steps, whole, keys)
+    first = numpy.concatenate([[0], numpy.cumsum(counts)]).astype(numpy.int64, copy=False)
+    sequences = numpy.repeat(numpy.arange(len(counts)), counts)
+    numbers = numpy.arange(first[-1]) - first[sequences]
+    chunk_lengths = {}
+    for name, column in columns.items():
+        here = column[sequences]
+        if name in sizes:
+            inside = numpy.minimum(sizes[name], here - numbers * steps[name])
+            here = numpy.where(whole[name][sequences], here, inside)
+        chunk_lengths[name] = here.astype(numpy.int32)
+    return Chunks(first, sequences, numbers, chunk_lengths, steps)
+
+
+def _whole(columns: Mapping[str, Array]) -> dict[str, Array]:
+    """By data key that is cut, where a sequence's single frame stands for all of the sequence."""
+    longest = numpy.maximum.reduce(list(columns.values())) if columns else numpy.zeros(0)
+    return {name: (column <= 1) & (longest > 1) for name, column in columns.items()}
+
+
+def _counts(
+    columns: Mapping[str, Array], sizes: Mapping[str, int], steps: Mapping[str, int], whole: Mapping[str, Array], keys: ChunkKeys
+) -> Array:
+    """How many chunks every sequence has; int64 of shape (num_sequences,). Raises: DataError."""
+    size = len(next(iter(columns.values())))
+    if not sizes:
+        return numpy.ones(size, dtype=numpy.int64)
+    counts = numpy.full(size, -1, dtype=numpy.int64)
+    first_with: dict[int, str] = {}  # the first data key with a step
+    by_key = {}
+    for name in sizes:
+        here = by_key[name] = _counts_of(columns[name], steps[name], _limit_of(keys.min_chunk_size, name), keys.chunking_tail)
+        other = first_with.setdefault(steps[name], name)
+        wrong = ~whole[name] & (counts >= 0) & (counts != here)
+        if keys.chunking_tail == "keep":  # chunks of the same step begin at the same frames: they should end there, too
+            wrong |= ~whole[name] & ~whole[other] & (columns[name] != columns[other])
+        if wrong.any():
+            index = int(numpy.flatnonzero(wrong)[0])
+            told = " and ".join(f"{by_key[one][index]} of the {columns[one][index]} frames of {one!r}" for one in by_key)
+            raise DataError(
+                f"chunking: expected data keys that are cut into the same number of chunks (and are of the same length where "
+                f"they have the same step), got {told} in sequence {index} (give sizes and steps by data key, or even it out "
+                "with min_chunk_size)"
+            )
+        counts = numpy.where(whole[name] | (counts >= 0), counts, here)
+    return counts
+
+
+def _counts_of(column: Array, step: int, least: int, tail: Tail) -> Array:
+    """How many chunks the sequences have in one data key."""
+    if tail == "keep":
+        return numpy.where(column > 0, numpy.maximum(1, -(-(column - least) // step)), 0)
+    least = max(least, 1)
+    return numpy.where(column >= least, (column - least) // step + 1, 0)
+
+
+def _limit_of(limit: Limit, name: str) -> int:
+    return (limit.get(name, 0) if isinstance(limit, Mapping) else limit) or 0
+
+
+class _ChunkedDataset:
+    """A dataset whose sequences are chunks of another's. A sequence is read once for all of its chunks in one batch, and in
+    the next one if it goes on there."""
+
+    def __init__(self, dataset: Dataset, chunks: Chunks) -> None:
+        self._dataset = dataset
+        self._chunks = chunks
+        self._read: dict[int, dict[str, Array]] = {}
+        self.streams: Mapping[str, Stream] = dataset.streams
+        self.lengths = chunks.lengths
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self._chunks.sequences)
+
+    def sequence(self, index: int) -> dict[str, Array]:
+        return self.sequences([index])[0]
+
+    def sequences(self, indices: Sequence[int]) -> list[dict[str, Array]]:
+        """Some chunks."""
+        owners = self._chunks.sequences[list(indices)].tolist()
+        new = [owner for owner in dict.fromkeys(owners) if owner not in self._read]
+        made = dict(zip(new, sequences(self._dataset, new), strict=True))
+        self._read = {owner: made[owner] if owner in made else self._read[owner] for owner in owners}
+        return [self._part(index, self._read[owner]) for index, owner in zip(indices, owners, strict=True)]
+
+    def padded(self, indices: Array) -> dict[str, Padded]:
+        """Some chunks as a batch."""
+        parts = self.sequences(indices.tolist())
+        return {name: pad([part[name] for part in parts]) for name in self.streams}
+
+    def _part(self, index: int, arrays: Mapping[str, Array]) -> dict[str, Array]:
+        number = int(self._chunks.numbers[index])
+        part = {}
+        for name, values in arrays.items():
+            length = int(self.lengths[name][index])
+            start = number * self._chunks.steps.get(name, 0) if length < len(values) else 0
+            part[name] = values[start : start + length]
+        return part
+
+    def tags(self, indices: Sequence[int]) -> list[str]:
+        return self._dataset.tags(self._chunks.sequences[list(indices)].tolist())
+
+    def close(self) -> None:
+        self._dataset.close()

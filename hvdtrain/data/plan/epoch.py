@@ -1,0 +1,258 @@
+"""The plan of an epoch: which sequences form which batch, and which rank gets which batch.
+
+Every rank computes the whole plan from the lengths (arithmetic, no reading) and takes its share. So each knows beforehand
+how many steps everybody does, and where in the epoch everybody is: no messages, no hang, nothing dropped.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy
+
+from hvdtrain.config.keys import Rule, key, not_negative, positive
+from hvdtrain.data.plan.bounds import Limits, bounds, dealt, rearranged, shuffled
+from hvdtrain.data.plan.chunks import Chunks
+from hvdtrain.data.plan.order import OrderKeys, order, part_of, seed_of
+from hvdtrain.data.plan.selection import within
+from hvdtrain.data.types import Array
+from hvdtrain.errors import DataError
+
+Size = int | dict[str, int] | Callable[..., Any] | None
+Frames = int | dict[str, int] | None
+
+positive_or_unlimited = Rule("a positive number, or -1 for no limit", lambda value: value > 0 or value == -1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchKeys:
+    """How sequences are gathered into batches. Sizes are per rank."""
+
+    batch_size: Size = key(
+        None,
+        "most padded frames in a rank's batch (longest sequence times number of sequences), for every data key or by key, or a "
+        "function (*, epoch, **_) that returns it; None: no limit",
+        positive,
+    )
+    batch_size_train: Size = key(None, "batch_size in training, where it is another one", positive)
+    batch_size_dev: Size = key(None, "batch_size in evaluation, where it is another one", positive)
+    max_seqs: int | Callable[..., Any] | None = key(
+        None,
+        "most sequences in a rank's batch, or a function (*, epoch, **_) that returns it; None or -1: no limit",
+        positive_or_unlimited,
+    )
+    max_seqs_train: int | Callable[..., Any] | None = key(
+        None, "max_seqs in training, where it is another one", positive_or_unlimited
+    )
+    max_seqs_dev: int | Callable[..., Any] | None = key(
+        None, "max_seqs in evaluation, where it is another one", positive_or_unlimited
+    )
+    batch_size_total: int | dict[str, int] | None = key(
+        None,
+        "batch_size for the batches of all ranks together, as ESPnet2 has it: each rank's share is this divided by the ranks",
+        positive,
+    )
+    max_seqs_total: int | None = key(None, "max_seqs for the batches of all ranks together, in the same way", positive)
+    packed_batch_size: Frames = key(
+        None, "most frames in a rank's batch without counting the padding, for every data key or by key", positive
+    )
+    max_pad_size: Frames = key(
+        None, "most frames of padding in a rank's batch (padded minus real frames), for every data key or by key", not_negative
+    )
+    max_seq_length: Frames = key(
+        None,
+        "drop longer sequences, in training and evaluation, before they are cut into chunks: frames in any data key, or by key; "
+        "None or 0: no limit",
+        not_negative,
+    )
+    min_seq_length: Frames = key(None, "drop shorter sequences, like max_seq_length", not_negative)
+    shuffle_batches: bool = key(False, "train on an epoch's batches in random order, from the same seed as the sequences' order")
+    balance_ranks: int = key(
+        0,
+        "deal batches of similar size to the ranks of a step: an epoch's batches come in groups of so many of similar size, the "
+        "groups in random order; take the number of ranks or a multiple of it; 0: off",
+        not_negative,
+    )
+
+    def problems(self) -> list[str]:
+        """What is wrong between the keys."""
+        for total, own in (("batch_size_total", "batch_size"), ("max_seqs_total", "max_seqs")):
+            if getattr(self, total) is not None and (getattr(self, own) is not None or getattr(self, f"{own}_train") is not None):
+                return [f"{total}: expected either {total} (of all ranks) or {own} (of each rank), got both"]
+        if not self.of_training().has_limit and self.batch_size_total is None and self.max_seqs_total is None:
+            return ["batch_size: expected batch_size or max_seqs (one of them at least), got neither"]
+        if not self.of_evaluation().has_limit and self.batch_size_total is None and self.max_seqs_total is None:
+            return ["batch_size_dev: expected batch_size_dev or max_seqs_dev, where training has keys of its own, got neither"]
+        found = []
+        for name in ("batch_size", "batch_size_train", "batch_size_dev", "batch_size_total", "packed_batch_size"):
+            found += _problems_by_key(name, getattr(self, name), "a positive integer", 1)
+        for name in ("max_pad_size", "max_seq_length", "min_seq_length"):
+            found += _problems_by_key(name, getattr(self, name), "zero or a positive integer", 0)
+        return found
+
+    @property
+    def has_limit(self) -> bool:
+        """Whether something says how large a batch may be."""
+        return self.batch_size is not None or self.max_seqs not in (None, -1) or self.packed_batch_size is not None
+
+    def of_each_of(self, ranks: int) -> BatchKeys:
+        """The keys as they hold on each of so many ranks. Raises: DataError, where not even one sequence is left for each."""
+        if self.max_seqs_total is not None and self.max_seqs_total < ranks:
+            raise DataError(
+                f"max_seqs_total: expected at least one sequence for each of {ranks} ranks, got {self.max_seqs_total}"
+            )
+        total = self.batch_size_total
+        if isinstance(total, dict):
+            total = {name: max(1, size // ranks) for name, size in total.items()}
+        return replace(
+            self,
+            batch_size=self.batch_size if total is None else total if isinstance(total, dict) else max(1, total // ranks),
+            max_seqs=self.max_seqs if self.max_seqs_total is None else self.max_seqs_total // ranks,
+            batch_size_total=None,
+            max_seqs_total=None,
+        )
+
+    def of_training(self) -> BatchKeys:
+        """The keys as they hold in training."""
+        return self._with(self.batch_size_train, self.max_seqs_train)
+
+    def of_evaluation(self) -> BatchKeys:
+        """The keys as they hold in evaluation, where batches stay in order."""
+        return replace(self._with(self.batch_size_dev, self.max_seqs_dev), shuffle_batches=False, balance_ranks=0)
+
+    def limits(self, epoch: int) -> Limits:
+        """What closes a batch in an epoch. Raises: DataError, where a function of the config's returns no size."""
+        batch_size = _called("batch_size", self.batch_size, epoch)
+        max_seqs = _called("max_seqs", self.max_seqs, epoch)
+        return Limits(batch_size, None if max_seqs == -1 else max_seqs, self.packed_batch_size, self.max_pad_size)
+
+    def _with(self, batch_size: Size, max_seqs: int | Callable[..., Any] | None) -> BatchKeys:
+        return replace(
+            self,
+            batch_size=self.batch_size if batch_size is None else batch_size,
+            max_seqs=self.max_seqs if max_seqs is None else max_seqs,
+        )
+
+
+def _problems_by_key(name: str, value: object, rule: str, least: int) -> list[str]:
+    if isinstance(value, dict) and any(not isinstance(size, int) or size < least for size in value.values()):
+        return [f"{name}: expected {rule} for every data key, got {value}"]
+    return []
+
+
+def _called(name: str, value: Any, epoch: int) -> Any:
+    """A size, or what the config's function returns for an epoch. Raises: DataError."""
+    if not callable(value):
+        return value
+    size = value(epoch=epoch)
+    members = list(size.values()) if isinstance(size, dict) and name == "batch_size" else [size]
+    numbers = [isinstance(member, (int, numpy.integer)) and not isinstance(member, bool) for member in members]
+    if size is not None and not (all(numbers) and all(member > 0 or (name, member) == ("max_seqs", -1) for member in members)):
+        rule = "a positive integer, a dict of them or None" if name == "batch_size" else "a positive integer, -1 or None"
+        raise DataError(f"{name}: expected the function to return {rule}, got {size!r} for epoch {epoch}")
+    if isinstance(size, dict):
+        return {key: int(member) for key, member in size.items()}
+    return None if size is None else int(size)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """An epoch's batches: batch i is `order[bounds[i]:bounds[i + 1]]`.
+
+    Attributes:
+        order: indices of sequences, shape (number of sequences in the epoch,); indices of chunks, where sequences are cut.
+        bounds: shape (number of batches + 1,).
+    """
+
+    order: Array
+    bounds: Array
+
+    @property
+    def num_batches(self) -> int:
+        return len(self.bounds) - 1
+
+    def batch(self, index: int) -> Array:
+        """The indices of one batch's sequences."""
+        return self.order[self.bounds[index] : self.bounds[index + 1]]
+
+    def share(self, rank: int, size: int, start: int = 0) -> list[Array]:
+        """The batches of one rank: batch i to rank i % size, counted from the `start` batches that are already done."""
+        return [self.batch(i) for i in range(start + rank, self.num_batches, size)]
+
+    def fingerprint(self) -> int:
+        """A checksum, the same on two ranks if they made the same plan."""
+        return zlib.crc32(self.bounds.tobytes(), zlib.crc32(self.order.tobytes()))
+
+    def longest(self, lengths: Mapping[str, Array]) -> dict[str, Array]:
+        """By data key, frames of the longest sequence of every batch, int64 of shape (number of batches,)."""
+        if not self.num_batches:
+            return {name: numpy.zeros(0, dtype=numpy.int64) for name in lengths}
+        starts = self.bounds[:-1]
+        return {name: numpy.maximum.reduceat(column[self.order], starts).astype(numpy.int64) for name, column in lengths.items()}
+
+    def padded(self, lengths: Mapping[str, Array]) -> dict[str, Array]:
+        """By data key, frames of every batch with its padding, int64 of shape (number of batches,)."""
+        counts = numpy.diff(self.bounds)
+        return {name: longest * counts for name, longest in self.longest(lengths).items()}
+
+    def padding(self, lengths: Mapping[str, Array]) -> dict[str, float]:
+        """By data key, the share of the epoch's padded frames that is padding."""
+        result = {}
+        for name, frames in self.padded(lengths).items():
+            total = int(frames.sum())
+            result[name] = 1 - int(lengths[name][self.order].sum(dtype=numpy.int64)) / total if total else 0.0
+        return result
+
+
+def plan(
+    lengths: Mapping[str, Array],
+    order_keys: OrderKeys,
+    batch_keys: BatchKeys,
+    epoch: int,
+    *,
+    subset: Array | None = None,
+    file_bounds: Array | None = None,
+    chunks: Chunks | None = None,
+) -> Plan:
+    """The plan of an epoch (counted from 1): a pure function of its arguments, the same on every rank.
+
+    Args:
+        lengths: by data key, number of frames of every sequence. Sorting goes by 'data', or by the first key without it.
+        subset: indices of the sequences to use; None: all of them.
+        file_bounds: where each file's sequences begin, and where those of the last one end.
+        chunks: the chunks of all sequences, where they are cut; the plan is then one over chunks.
+
+    Raises:
+        DataError: nothing is left of the epoch's sequences, or a key asks for what cannot be.
+    """
+    by = lengths["data"] if "data" in lengths else next(iter(lengths.values()))
+    ordered = order(by, order_keys, epoch, subset, file_bounds)
+    indices = within(lengths, ordered, batch_keys.min_seq_length, batch_keys.max_seq_length)
+    if chunks is not None:
+        indices = chunks.of(indices)
+        lengths = chunks.lengths
+    if len(ordered) and not len(indices):
+        raise DataError(
+            f"epoch {epoch}: expected at least one of its {len(ordered)} sequences to be left, got none that min_seq_length, "
+            "max_seq_length and min_chunk_size let pass"
+        )
+    made = Plan(indices, bounds(lengths, indices, batch_keys.limits(epoch)))
+    if not batch_keys.shuffle_batches and not batch_keys.balance_ranks:
+        return made
+    generator = numpy.random.RandomState([seed_of(order_keys, epoch), part_of(order_keys, epoch)])
+    if batch_keys.balance_ranks:
+        batches = dealt(_costs(made, lengths), batch_keys.balance_ranks, generator)
+    else:
+        batches = shuffled(made.num_batches, generator)
+    return Plan(*rearranged(made.order, made.bounds, batches))
+
+
+def _costs(made: Plan, lengths: Mapping[str, Array]) -> Array:
+    """What batches cost: padded frames, then the longest sequence, summed over data keys; shape (number of batches, 2)."""
+    longest = made.longest(lengths)
+    counts = numpy.diff(made.bounds)
+    total = numpy.sum(list(longest.values()), axis=0)
+    return numpy.stack([total * counts, total], axis=1)

@@ -1,0 +1,301 @@
+"""The order of an epoch's sequences: RETURNN's `seq_ordering` methods, bit for bit, and `random_blocks`.
+
+Everything here is a pure function of the lengths, the settings and the epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+import numpy
+
+from hvdtrain.config.keys import Rule, key, not_negative, positive
+from hvdtrain.data.types import Array
+from hvdtrain.errors import DataError
+
+METHODS = (
+    "default",
+    "reverse",
+    "default_every_n",
+    "sorted",
+    "sorted_reverse",
+    "random",
+    "random_sample",
+    "sort_bin_shuffle",
+    "sort_bin_shuffle_x2",
+    "laplace",
+    "random_blocks",
+)
+
+WITH_BINS = ("sort_bin_shuffle", "sort_bin_shuffle_x2", "laplace")
+
+BLOCKS_TOGETHER = 16
+"""Of so many blocks the sequences are shuffled together by `random_blocks`."""
+
+
+def is_order(method: object) -> bool:
+    """Whether `parse` understands a value of the key seq_ordering, or it is a function that will tell."""
+    if callable(method):
+        return True
+    try:
+        parse(str(method))
+    except ValueError:
+        return False
+    return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class OrderKeys:
+    """How the sequences of a dataset are ordered and cut into epochs. Keys inside the dicts `train`, `dev`, ..."""
+
+    seq_ordering: str | Callable[..., str] = key(
+        "default",
+        "order of the sequences: default, reverse, default_every_n:N, sorted, sorted_reverse, random, random_sample, "
+        "sort_bin_shuffle, sort_bin_shuffle_x2, laplace (these three take :BINS or :.SEQUENCES_PER_BIN), "
+        "random_blocks:SEQUENCES_PER_BLOCK; or a function (*, epoch, **_) that returns one of these",
+        Rule(f"one of {', '.join(METHODS)}, with :NUMBER or :.NUMBER where it takes one", is_order),
+    )
+    seq_list_filter_file: str | None = key(
+        None, "use only the sequences whose tags this file lists, one a line (text, or .gz); applied before partition_epoch"
+    )
+    partition_epoch: int = key(1, "cut the ordered sequences into so many parts; an epoch is one part", positive)
+    partition_by: Literal["sequences", "files"] = key(
+        "sequences",
+        "what partition_epoch cuts: 'files': an epoch goes through some of the dataset's files, which come in random order if "
+        "seq_ordering is random; their sequences are ordered by seq_ordering",
+    )
+    repeat_epoch: int = key(1, "go through the sequences so many times in one epoch", positive)
+    fixed_random_seed: int | None = key(None, "the same random order in every epoch, from this seed", not_negative)
+    random_seed_offset: int = key(0, "added to the seed, which is the number of the full epoch", not_negative)
+
+
+@dataclass(frozen=True)
+class Method:
+    """A parsed `seq_ordering`: its name, the number of bins or sequences per bin, and for how many epochs it is kept."""
+
+    name: str
+    bins: int | None = None
+    per_bin: int | None = None
+    keep: int = 1
+
+    @property
+    def is_random(self) -> bool:
+        """Whether the seed has a say."""
+        return "random" in self.name or self.name in WITH_BINS
+
+
+def parse(text: str) -> Method:
+    """Parse `laplace:.1000`, `random:3`, ... (the number behind `random:` and the last one of the others say for how many
+    full epochs an order is kept). Raises: ValueError.
+
+    >>> parse("laplace:.1000")
+    Method(name='laplace', bins=None, per_bin=1000, keep=1)
+    """
+    name, *numbers = text.split(":")
+    if name not in METHODS:
+        raise ValueError(text)
+    bins = per_bin = None
+    if name in WITH_BINS and numbers:
+        first = numbers.pop(0)
+        if first.startswith("."):
+            per_bin = int(first[1:])
+        else:
+            bins = int(first)
+    if name in ("default_every_n", "random_blocks"):
+        if not numbers:
+            raise ValueError(text)
+        number = int(numbers.pop(0))
+        bins, per_bin = (number, None) if name == "default_every_n" else (None, number)
+    keep = int(numbers.pop(0)) if numbers and name in ("random", "random_sample", "random_blocks", *WITH_BINS) else 1
+    if numbers or min(number for number in (bins, per_bin, keep, 1) if number is not None) < 1:
+        raise ValueError(text)
+    return Method(name, bins, per_bin, keep)
+
+
+def said(keys: OrderKeys) -> dict[str, Any]:
+    """The order keys that say something other than the default."""
+    default = OrderKeys()
+    names = [field.name for field in fields(OrderKeys)]
+    return {name: getattr(keys, name) for name in names if getattr(keys, name) != getattr(default, name)}
+
+
+def is_random(keys: OrderKeys) -> bool:
+    """Whether the seed has a say in the order, as far as can be told: a function's answer is not known yet."""
+    if callable(keys.seq_ordering):
+        return True
+    return keys.fixed_random_seed is None and parse(keys.seq_ordering).is_random
+
+
+def order(lengths: Array, keys: OrderKeys, epoch: int, subset: Array | None = None, file_bounds: Array | None = None) -> Array:
+    """The indices of the sequences of one epoch (counted from 1), in order.
+
+    Args:
+        lengths: number of frames of every sequence, by which the sorting methods sort; shape (num_sequences,).
+        subset: indices of the sequences to use (see `seq_list_filter_file` and `sampling_sizes`); None: all of them. They
+            are ordered and cut into parts as if there were no others.
+        file_bounds: where each file's sequences begin, and where those of the last one end, for `partition_by`.
+
+    Returns:
+        int64 indices of shape (number of sequences in this epoch,).
+
+    Raises:
+        DataError: there are fewer sequences than parts they are to be cut into, or a function of the config's gives no
+            order that there is.
+    """
+    if subset is not None:
+        lengths = lengths[subset]
+    method = method_of(keys, epoch)
+    if method.name == "default_every_n" and (method.bins or 1) > max(1, len(lengths)):
+        raise DataError(f"default_every_n: expected at most {len(lengths)}, the number of sequences, got {method.bins}")
+    seed, number = seed_of(keys, epoch), part_of(keys, epoch)
+    if keys.partition_by == "files" and keys.partition_epoch > 1:
+        bounds = numpy.array([0, len(lengths)]) if file_bounds is None else file_bounds
+        which = numpy.searchsorted(bounds, numpy.arange(len(lengths)) if subset is None else subset, side="right") - 1
+        generator = numpy.random.RandomState([seed, keys.partition_epoch]) if method.is_random else None
+        places = part_of_files(lengths, which, keys.partition_epoch, number, generator)
+        part = places[_ordered(lengths[places], method, seed)]
+    else:
+        part = _partition(_ordered(lengths, method, seed), keys.partition_epoch, number)
+    if subset is not None:
+        part = subset[part].astype(numpy.int64, copy=False)
+    return numpy.tile(part, keys.repeat_epoch) if keys.repeat_epoch > 1 else part
+
+
+def method_of(keys: OrderKeys, epoch: int) -> Method:
+    """How the sequences of an epoch are ordered. Raises: DataError."""
+    text = keys.seq_ordering
+    if callable(text):
+        text = text(epoch=epoch)
+        if not isinstance(text, str) or not is_order(text):
+            raise DataError(
+                f"seq_ordering: expected the function to return one of {', '.join(METHODS)} "
+                f"(with :NUMBER or :.NUMBER where it takes one), got {text!r} for epoch {epoch}"
+            )
+    return parse(text)
+
+
+def seed_of(keys: OrderKeys, epoch: int) -> int:
+    """One seed for all parts of a full epoch, and for all full epochs that keep the order."""
+    if keys.fixed_random_seed is not None:
+        return keys.fixed_random_seed
+    return (full_epoch(keys, epoch) - 1) // method_of(keys, epoch).keep + 1 + keys.random_seed_offset
+
+
+def full_epoch(keys: OrderKeys, epoch: int) -> int:
+    """How often the data was begun, with this epoch: `partition_epoch` epochs are a full one."""
+    return (epoch - 1) // keys.partition_epoch + 1
+
+
+def part_of(keys: OrderKeys, epoch: int) -> int:
+    """Which part of the full epoch an epoch is, counted from 0."""
+    return (epoch - 1) % keys.partition_epoch
+
+
+def _ordered(lengths: Array, method: Method, seed: int) -> Array:
+    size = len(lengths)
+    if size == 0:
+        return numpy.zeros(0, dtype=numpy.int64)
+    lengths = lengths.astype(numpy.int64, copy=False)  # so that they can be negated
+    generator = numpy.random.RandomState(seed)
+    bins = method.bins or (max(size // method.per_bin, 2) if method.per_bin else 2)
+    simple: dict[str, Callable[[], Array]] = {
+        "default": lambda: numpy.arange(size),
+        "reverse": lambda: numpy.arange(size)[::-1].copy(),
+        "default_every_n": lambda: numpy.arange(size // bins * bins).reshape(bins, size // bins).T.reshape(-1),
+        "sorted": lambda: numpy.argsort(lengths, kind="stable"),
+        "sorted_reverse": lambda: numpy.argsort(-lengths, kind="stable"),
+        "random": lambda: generator.permutation(size),
+        "random_sample": lambda: generator.randint(0, size, size=size),
+        "laplace": lambda: _laplace(lengths, generator, bins),
+        "random_blocks": lambda: _random_blocks(size, generator, method.per_bin or 1),
+        "sort_bin_shuffle": lambda: _sort_bin_shuffle(lengths, generator, bins, shuffle_within=False),
+        "sort_bin_shuffle_x2": lambda: _sort_bin_shuffle(lengths, generator, bins, shuffle_within=True),
+    }
+    return simple[method.name]().astype(numpy.int64, copy=False)
+
+
+def _laplace(lengths: Array, generator: numpy.random.RandomState, bins: int) -> Array:
+    """Random bins, sorted up and down in turn, so that neighbours are of similar length and no bin starts with a jump."""
+    parts = numpy.array_split(generator.permutation(len(lengths)), bins)
+    for i, part in enumerate(parts):
+        parts[i] = part[numpy.argsort(lengths[part] if i % 2 == 0 else -lengths[part], kind="stable")]
+    return numpy.concatenate(parts)
+
+
+def _sort_bin_shuffle(lengths: Array, generator: numpy.random.RandomState, bins: int, shuffle_within: bool) -> Array:
+    """Sorted sequences, ties in random order, cut into bins that come in random order."""
+    shuffled = generator.permutation(len(lengths))
+    by_length = shuffled[numpy.argsort(lengths[shuffled], kind="stable")]
+    cuts = [i * len(lengths) // bins for i in range(bins + 1)]
+    parts = []
+    for i in generator.permutation(bins):
+        part = by_length[cuts[i] : cuts[i + 1]].copy()
+        if shuffle_within:
+            generator.shuffle(part)
+        parts.append(part)
+    return numpy.concatenate(parts)
+
+
+def _random_blocks(size: int, generator: numpy.random.RandomState, per_block: int) -> Array:
+    """Blocks of neighbours in random order; then the sequences of every BLOCKS_TOGETHER blocks are shuffled."""
+    starts = numpy.arange(0, size, per_block)[generator.permutation(-(-size // per_block))]
+    counts = numpy.minimum(per_block, size - starts)
+    ends = numpy.cumsum(counts)
+    in_blocks = numpy.repeat(starts - (ends - counts), counts) + numpy.arange(size)
+    buffers = numpy.repeat(numpy.arange(len(starts)) // BLOCKS_TOGETHER, counts)
+    return in_blocks[numpy.lexsort((generator.random_sample(size), buffers))]
+
+
+def _partition(indices: Array, count: int, which: int) -> Array:
+    """One of `count` contiguous parts; the first ones are one longer where it does not come out even."""
+    if count > max(1, len(indices)):
+        raise DataError(f"partition_epoch: expected at most {len(indices)}, the number of sequences, got {count}")
+    return numpy.array_split(indices, count)[which]
+
+
+def part_of_files(lengths: Array, which: Array, count: int, number: int, generator: numpy.random.RandomState | None) -> Array:
+    """The sequences of one of `count` parts, each a number of whole files; file after file, in the order they were dealt in.
+
+    The files come in random order, or in their own without a generator, and are cut where the parts are of about the same
+    number of frames: each has one file at least. Files none of whose sequences are used do not count.
+
+    Args:
+        lengths: frames of every sequence that is used.
+        which: the file of every sequence.
+        number: which part, counted from 0.
+
+    Returns:
+        int64 places in `lengths`.
+
+    Raises:
+        DataError: there are fewer files than parts.
+    """
+    used = numpy.unique(which)
+    if count > len(used):
+        raise DataError(
+            f"partition_epoch: expected at most {len(used)}, the number of files (partition_by is 'files'), got {count}"
+        )
+    dealt = used if generator is None else generator.permutation(used)
+    frames = numpy.bincount(which, weights=lengths)[dealt]
+    cuts = _cuts(frames, count)
+    chosen = dealt[cuts[number] : cuts[number + 1]]
+    turn = numpy.full(int(used[-1]) + 1, -1, dtype=numpy.int64)
+    turn[chosen] = numpy.arange(len(chosen))
+    places = numpy.flatnonzero(turn[which] >= 0)
+    return places[numpy.argsort(turn[which[places]], kind="stable")]
+
+
+def _cuts(sizes: Array, count: int) -> Array:
+    """Where to cut a row of things into parts of about the same size, none of them empty; shape (count + 1,).
+
+    >>> _cuts(numpy.array([1, 1, 1, 9, 1, 1]), 3).tolist(), _cuts(numpy.array([0, 0, 5]), 3).tolist()
+    ([0, 3, 4, 6], [0, 1, 2, 3])
+    """
+    middles = numpy.cumsum(sizes) - sizes / 2
+    wanted = sizes.sum() * numpy.arange(1, count) / count
+    inner = numpy.arange(count - 1)
+    cuts = numpy.maximum.accumulate(numpy.maximum(numpy.searchsorted(middles, wanted), 1) - inner) + inner
+    cuts = numpy.minimum(cuts, len(sizes) - (count - 1) + inner)
+    return numpy.concatenate([[0], cuts, [len(sizes)]]).astype(numpy.int64)

@@ -1,0 +1,1 @@
+"""The subcommands for HDF files: dump, check."""

@@ -1,0 +1,208 @@
+"""Looking at HDF files: what is in them, are they sound, how fast will they read, and how to cure those that read slowly.
+
+`python -m hvdtrain.hdf_tools.check`, or tools/hdf_check.py in a checkout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+from hvdtrain.comm.mpi import Alone
+from hvdtrain.data.hdf.compression import NAMES as COMPRESSIONS
+from hvdtrain.data.hdf.dataset import open_hdf
+from hvdtrain.data.sources import parse
+from hvdtrain.errors import ConfigError, DataError, HvdtrainError
+from hvdtrain.hdf_tools.content import complaints, look, spread, storage
+from hvdtrain.hdf_tools.dump import Selection, dump
+from hvdtrain.hdf_tools.speed import gain_of_copy, measure
+
+EPILOG = """\
+exit status
+  0  every file is sound, warnings or not
+  1  with --strict: every file is sound, but there are warnings
+  2  a file is not sound: the trainer or tools/hdf_dump.py would refuse it for the same reason
+
+Of a sound file it is told what is in it, how each key is stored, and how many sequences a second are read in random order
+(measured here and now: what lies in memory already reads faster than what has to come from a disk). Warnings are about
+what makes reading slow, values that are no numbers, tags that stand twice. Where something makes reading slow, a sample
+of up to 128 MB is copied into a temporary contiguous file, and both are read: how many times as fast the copy is, from
+memory, is what --repack would bring. --repack writes the same sequences into a contiguous file, which can be memory-mapped.
+"""
+
+
+@dataclass
+class Report:
+    """What was found out about a file. Of one that cannot be opened, the problems only."""
+
+    file: str
+    problems: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    bytes: int = 0
+    sequences: int = 0
+    tags: list[str] = field(default_factory=list)
+    keys: dict[str, dict[str, Any]] = field(default_factory=dict)
+    read: str = ""
+    speed: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def sound(self) -> bool:
+        return not self.problems
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the tool; return its exit status."""
+    parser = argparse.ArgumentParser(
+        prog="hdf_check.py",
+        description="Tell what is in HDF files, whether they are sound, and how fast they read.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("files", metavar="FILE", nargs="+", type=Path)
+    parser.add_argument("--all", action="store_true", help="look at the values of all sequences, not of a sample")
+    parser.add_argument("--seconds", type=float, default=1.0, help="how long to measure the speed; 0: not at all (default 1)")
+    parser.add_argument("--strict", action="store_true", help="exit with 1 where there are warnings")
+    parser.add_argument("--json", action="store_true", help="print a list with a dict for every file, for scripts")
+    parser.add_argument("--repack", metavar="OUT", type=Path, help="write the same sequences into a contiguous file; of one FILE")
+    parser.add_argument("--compression", choices=COMPRESSIONS, help="of the repacked file, instead of contiguous")
+    parser.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
+    options = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
+    if options.repack is not None and len(options.files) > 1:
+        parser.error("--repack: expected one FILE, got several (tools/hdf_dump.py a.hdf,b.hdf OUT makes one of several)")
+    try:
+        reports = [check(path, everything=options.all, seconds=options.seconds) for path in options.files]
+        print(json.dumps([_plain(report) for report in reports], indent=2) if options.json else "\n".join(map(_text, reports)))
+        if not all(report.sound for report in reports):
+            return 2
+        if options.repack is not None:
+            written = repack(options.files[0], options.repack, options.compression, options.overwrite)
+            print(written, file=sys.stderr if options.json else sys.stdout)
+            return 0
+    except HvdtrainError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+    return 1 if options.strict and any(report.warnings for report in reports) else 0
+
+
+def check(path: Path, *, everything: bool = False, seconds: float = 1.0) -> Report:
+    """Look at a file.
+
+    Args:
+        everything: look at all values, not only at a sample of sequences.
+        seconds: how long to measure the reading speed.
+    """
+    report = Report(str(path))
+    try:
+        dataset = open_hdf([path])
+    except DataError as error:
+        report.problems.append(str(error))
+        return report
+    report.bytes = path.stat().st_size
+    report.sequences = dataset.num_sequences
+    if not dataset.num_sequences:
+        report.problems.append(f"{path}: expected at least one sequence, got none")
+        return report
+    report.read = dataset.how_read()
+    try:
+        report.tags = dataset.tags([0, dataset.num_sequences - 1])
+        stored = storage(path)
+        for key, stream in dataset.streams.items():
+            report.keys[key] = {
+                "dtype": str(stream.dtype) if stream.dtype.kind not in "OS" else "text",
+                "shape": list(stream.shape),
+                "dim": stream.dim,
+                "sparse": stream.sparse,
+                "labels": len(stream.labels),
+                "frames": int(dataset.lengths[key].sum(dtype=numpy.int64)),
+                "lengths": spread(dataset.lengths[key]),
+            }
+            if key in stored:
+                report.keys[key] |= {"storage": stored[key].words(), "stored_bytes": stored[key].stored}
+        report.problems, report.warnings = look(path, dataset, everything)
+        slow = complaints(path, dataset.lengths)
+        report.warnings += slow
+        if report.sound and seconds > 0:
+            report.speed = measure(dataset, seconds)
+            if slow:
+                report.speed["gain_of_copy"], report.speed["copied_sequences"] = gain_of_copy(dataset, seconds)
+    except DataError as error:
+        report.problems.append(str(error))
+    finally:
+        dataset.close()
+    return report
+
+
+def repack(path: Path, out: Path, compression: str | None = None, overwrite: bool = False) -> str:
+    """Write a file's sequences in the same order into a contiguous or compressed file; return that in a line.
+
+    Raises:
+        DataError: the file is bad, `out` exists, or it cannot be written.
+    """
+    spec, problems = parse("file", [str(path)], {})
+    if spec is None:
+        raise ConfigError(problems)
+    return dump(spec, out, Selection(), Alone(), overwrite=overwrite, compression=compression)
+
+
+def _plain(report: Report) -> dict[str, Any]:
+    return {"file": report.file, "sound": report.sound, **asdict(report)}
+
+
+def _text(report: Report) -> str:
+    """A report for people."""
+    verdict = "sound" if report.sound else "not sound"
+    if report.warnings:
+        verdict += f", {len(report.warnings)} warning{'s' if len(report.warnings) > 1 else ''}"
+    lines = [f"{report.file}: {verdict}"]
+    if report.sequences:
+        lines.append(f"  {report.sequences} sequences, {report.bytes / 1e6:.1f} MB, {' to '.join(map(repr, report.tags))}")
+    for key, about in report.keys.items():
+        lines.append(
+            f"  {key}: {_kind(about)}; {about['frames']} frames, {_lengths(about['lengths'])}; {about.get('storage', '')}"
+        )
+    if report.read:
+        lines.append(f"  {report.read}")
+    if report.speed:
+        lines.append(
+            f"  in random order: {report.speed['sequences_per_second']:.0f} sequences/s, "
+            f"{report.speed['megabytes_per_second']:.1f} MB/s"
+        )
+    if "gain_of_copy" in report.speed:
+        gain = _times(report.speed["gain_of_copy"])
+        lines.append(f"  a contiguous copy of {report.speed['copied_sequences']:.0f} sequences was read {gain} in random order")
+    lines += [f"  problem: {problem}" for problem in report.problems]
+    lines += [f"  warning: {warning}" for warning in report.warnings]
+    return "\n".join(lines)
+
+
+def _times(gain: float) -> str:
+    """How a copy compares. What differs by less than a quarter may be chance."""
+    if 0.8 < gain < 1.25:
+        return "about as fast"
+    return f"{gain:.1f} times as fast" if gain > 1 else f"at {gain:.1f} of the rate"
+
+
+def _kind(about: dict[str, Any]) -> str:
+    shape: Sequence[int] = about["shape"]
+    if about["sparse"]:
+        labels = f" with {about['labels']} labels" if about["labels"] else ""
+        return f"{about['dtype']}, {about['dim']} classes{labels}"
+    return f"{about['dtype']}, {' x '.join(map(str, shape))} features" if shape else about["dtype"]
+
+
+def _lengths(numbers: dict[str, float]) -> str:
+    return f"{numbers['least']} to {numbers['most']} a sequence (mean {numbers['mean']:.1f}, median {numbers['median']:.0f})"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,241 @@
+"""What stands in an HDF file: how it is stored, what of that makes reading slow, and what is wrong with its values."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import h5py
+import numpy
+
+from hvdtrain.data.hdf.compression import FILTERS, filters_of
+from hvdtrain.data.types import Array, Dataset
+from hvdtrain.errors import DataError
+
+LARGE = 1 << 20
+"""Bytes: larger chunks hold much that a sequence picked at random has no use for."""
+
+PIECES = 8
+"""A sequence in more chunks than this takes longer to look up than to read."""
+
+BLOCK = 16 << 20
+"""Bytes looked at at once."""
+
+READ = ("inputs", "labels", "seqLengths", "seqTags", "targets", "streams", "seq_names")
+"""What the trainer reads of a file's top level."""
+
+
+@dataclass(frozen=True)
+class Storage:
+    """One data key's dataset.
+
+    Attributes:
+        name: its place in the file.
+        dtype: as numpy writes it, '>f4' for big-endian numbers.
+        shape: of all frames together.
+        chunks: their shape, or None where it is contiguous.
+        filters: names of the filters that compress or rearrange, in order.
+        stored: bytes in the file.
+        native: whether the numbers are in this machine's byte order.
+        offset: where it begins in the file, if it is contiguous.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[int, ...] | None
+    filters: tuple[str, ...]
+    stored: int
+    native: bool
+    itemsize: int
+    offset: int | None
+
+    def words(self) -> str:
+        """For people: contiguous, or chunks and compression."""
+        if self.chunks is None:
+            return "contiguous"
+        return ", ".join([f"chunks {self.chunks}", *self.filters])
+
+
+def storage(path: Path) -> dict[str, Storage]:
+    """How every data key of a file that can be opened is stored."""
+    with h5py.File(path, "r") as file:
+        return {key: _storage(dataset) for key, dataset in _datasets(file)}
+
+
+def complaints(path: Path, lengths: Mapping[str, Array]) -> list[str]:
+    """What makes a file slow to read, in plain words; `lengths` are those of its sequences, by key."""
+    found: list[str] = []
+    for key, stored in storage(path).items():
+        frames = lengths[key].mean() if key in lengths and len(lengths[key]) else 0.0
+        found += _complaints(stored, float(frames))
+    with h5py.File(path, "r") as file:
+        tags = h5py.check_string_dtype(file["seqTags"].dtype) if "seqTags" in file else None
+        if tags is not None and tags.length is None:
+            found.append("/seqTags are strings of variable length: looking them up takes longer than with a fixed width")
+        if "streams" in file:
+            found.append("one HDF5 dataset for every sequence: opening the file and finding a sequence are slow")
+        beside = sorted(set(file) - set(READ))
+        if beside:
+            found.append(f"/{', /'.join(beside)}: not read by the trainer (a copy is made without)")
+    return found
+
+
+def extremes(path: Path, key: str) -> tuple[int, int] | None:
+    """The smallest and the largest of a key's integers, read from first to last; None where there are none.
+
+    Raises:
+        DataError: they cannot be read.
+    """
+    with h5py.File(path, "r") as file:
+        dataset = dict(_datasets(file)).get(key)
+        if dataset is None or not dataset.size:
+            return None
+        length = dataset.chunks[0] if dataset.chunks else 1
+        step = max(1, BLOCK // (length * dataset.dtype.itemsize)) * length
+        found: list[int] = []
+        for start in range(0, len(dataset), step):
+            try:
+                block = dataset[start : start + step]
+            except OSError as error:
+                raise DataError(f"{path}: cannot read {dataset.name} from frame {start} on: {error}") from None
+            found += [int(block.min()), int(block.max())]
+        return min(found), max(found)
+
+
+def _datasets(file: h5py.File) -> Iterator[tuple[str, h5py.Dataset]]:
+    if isinstance(file.get("inputs"), h5py.Dataset):
+        yield "data", file["inputs"]
+    for key, dataset in sorted(file["targets/data"].items()) if "targets/data" in file else ():
+        if isinstance(dataset, h5py.Dataset):
+            yield key, dataset
+
+
+def _storage(dataset: h5py.Dataset) -> Storage:
+    return Storage(
+        name=dataset.name,
+        dtype="text" if dataset.dtype.kind in "OS" else dataset.dtype.str.lstrip("<|="),
+        shape=tuple(dataset.shape),
+        chunks=dataset.chunks,
+        filters=tuple(name for _, name in filters_of(dataset)),
+        stored=int(dataset.id.get_storage_size()),
+        native=bool(dataset.dtype.isnative),
+        itemsize=dataset.dtype.itemsize,
+        offset=dataset.id.get_offset() if dataset.chunks is None else None,
+    )
+
+
+def _complaints(stored: Storage, frames: float) -> Iterator[str]:
+    """Of one dataset, whose sequences have so many frames in the mean."""
+    name, chunks = stored.name, stored.chunks
+    if not stored.native:
+        yield f"{name}: {stored.dtype} is not this machine's byte order: numbers are converted at every read"
+    if stored.offset is not None and stored.dtype != "text" and stored.offset % stored.itemsize:
+        yield f"{name}: begins at byte {stored.offset}, no multiple of {stored.itemsize}: short sequences are slower to pick out"
+    if chunks is None or 0 in stored.shape:
+        return
+    chunk_bytes = math.prod(chunks) * stored.itemsize
+    across = math.prod(math.ceil(size / chunk) for size, chunk in zip(stored.shape[1:], chunks[1:], strict=True))
+    pieces = max(1, math.ceil(frames / chunks[0])) * across
+    # A sequence begins anywhere in a chunk: on average it touches (frames - 1) / length + 1 of them along time.
+    touched = max(0.0, frames - 1) + chunks[0]
+    excess = touched * math.prod(-(-s // c) * c for s, c in zip(stored.shape[1:], chunks[1:], strict=True))
+    excess /= max(1.0, frames) * math.prod(stored.shape[1:])
+    if across > 1:
+        features = " x ".join(map(str, stored.shape[1:]))
+        yield (
+            f"{name}: chunks {chunks} cut the feature axis of {features}: a sequence of {frames:.0f} frames is put together from "
+            f"{pieces} chunks, which hold {excess:.1f} times as much"
+        )
+    elif pieces > PIECES:
+        yield f"{name}: chunks {chunks} are small: a sequence of {frames:.0f} frames is put together from {pieces} chunks"
+    if chunk_bytes > LARGE:
+        sequence_bytes = frames * math.prod(stored.shape[1:]) * stored.itemsize
+        yield (
+            f"{name}: chunks {chunks} hold {chunk_bytes / LARGE:.1f} MiB, a sequence {sequence_bytes / LARGE:.2f} MiB: "
+            "to get at it, whole chunks are read"
+        )
+    slow = [filter_name for filter_name in stored.filters if filter_name in ("gzip", "lzf", "szip")]
+    if slow:
+        yield f"{name}: {slow[0]} takes long to unpack in random access (no compression, zstd, lz4 and blosc2 take less)"
+    if not set(stored.filters) & set(FILTERS.values()) and stored.dtype != "text":
+        yield f"{name}: in chunks though not compressed: it cannot be memory-mapped"
+
+
+SAMPLE = 300
+"""How many sequences are looked at where not all are."""
+
+SEQUENCES_AT_ONCE = 10_000
+"""Tags read at once."""
+
+
+def look(path: Path, dataset: Dataset, everything: bool) -> tuple[list[str], list[str]]:
+    """Problems, for which a file cannot be converted, and warnings.
+
+    All class indices are looked at; other values in a sample of sequences spread over the file, or in all where
+    `everything` is asked for.
+    """
+    count = dataset.num_sequences
+    sample = range(count) if everything else numpy.unique(numpy.linspace(0, count - 1, SAMPLE, dtype=numpy.int64)).tolist()
+    sparse = [key for key, stream in dataset.streams.items() if stream.sparse and key != "sizes"]
+    odd: Counter[str] = Counter()
+    where: dict[str, int] = {}
+    try:
+        classes = {key: extremes(path, key) for key in sparse}
+        for index in sample:
+            for key, values in dataset.sequence(index).items():
+                if values.dtype.kind in "fc" and not numpy.isfinite(values).all():
+                    odd[key] += 1
+                    where.setdefault(key, index)
+    except DataError as error:
+        return [str(error)], []
+    problems: list[str] = []
+    warnings: list[str] = []
+    for key, found in classes.items():
+        dim = dataset.streams[key].dim
+        if found is not None and not 0 <= found[0] <= found[1] < dim:
+            told = f"{path}: expected classes from 0 to {dim - 1} for {key!r}, got {found[0]} to {found[1]}"
+            # Writers that do not know the dimension put 1; a copy then gets the largest class plus one.
+            (warnings if dim == 1 else problems).append(told)
+    for key, number in sorted(odd.items()):
+        tag = dataset.tags([where[key]])[0]
+        warnings.append(f"NaN or infinity for {key!r} in {number} of {len(sample)} sequences looked at, the first is {tag!r}")
+    twice = _twice(dataset)
+    if twice:
+        some = ", ".join(repr(tag) for tag in twice[:3])
+        warnings.append(f"{len(twice)} tags stand more than once, such as {some}: sequences cannot be told apart by tag")
+    return problems, warnings
+
+
+def _twice(dataset: Dataset) -> list[str]:
+    """Tags of more than one sequence. Eight bytes a sequence are kept, not the tags."""
+    hashes = numpy.fromiter((hash(tag) for tag in _tags(dataset)), numpy.int64, dataset.num_sequences)
+    values, counts = numpy.unique(hashes, return_counts=True)
+    suspects = values[counts > 1]
+    if not len(suspects):
+        return []
+    suspect: set[int] = set(suspects.tolist())
+    times = Counter(tag for tag in _tags(dataset) if hash(tag) in suspect)
+    return [tag for tag, number in times.items() if number > 1]
+
+
+def _tags(dataset: Dataset) -> Iterator[str]:
+    for start in range(0, dataset.num_sequences, SEQUENCES_AT_ONCE):
+        yield from dataset.tags(range(start, min(start + SEQUENCES_AT_ONCE, dataset.num_sequences)))
+
+
+def spread(lengths: Array) -> dict[str, float]:
+    """The lengths of sequences in a few numbers.
+
+    >>> spread(numpy.array([1, 2, 9]))
+    {'least': 1, 'most': 9, 'mean': 4.0, 'median': 2.0}
+    """
+    return {
+        "least": int(lengths.min()),
+        "most": int(lengths.max()),
+        "mean": float(lengths.mean()),
+        "median": float(numpy.median(lengths)),
+    }

@@ -1,0 +1,74 @@
+"""How fast the sequences of a dataset are read in random order, and how fast a contiguous copy would be: measured."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+
+import numpy
+
+from hvdtrain.data.hdf.dataset import open_hdf
+from hvdtrain.data.hdf.writer import HDFWriter
+from hvdtrain.data.types import Array, Dataset
+
+SAMPLE_SEQUENCES, SAMPLE_BYTES = 5000, 128 << 20
+"""How much is copied at most, to compare with: more than a processor's caches hold, which would favour the copy."""
+
+ROUNDS = 4
+
+
+def measure(dataset: Dataset, seconds: float, indices: Array | None = None) -> dict[str, float]:
+    """Copy sequences picked at random for so many seconds; return sequences and megabytes a second.
+
+    Args:
+        indices: those to pick from; None: all.
+    """
+    generator = numpy.random.default_rng(0)
+    began = now = time.perf_counter()
+    sequences = copied = 0
+    while now - began < seconds:
+        picked = generator.integers(dataset.num_sequences if indices is None else len(indices), size=100)
+        for index in (picked if indices is None else indices[picked]).tolist():
+            for values in dataset.sequence(index).values():
+                copied += values.copy().nbytes  # of a mapped file a sequence is a view: nothing was read so far
+            sequences += 1
+            now = time.perf_counter()
+            if now - began >= seconds:
+                break
+    return {"sequences_per_second": sequences / (now - began), "megabytes_per_second": copied / 1e6 / (now - began)}
+
+
+def gain_of_copy(dataset: Dataset, seconds: float) -> tuple[float, int]:
+    """How many times as fast a contiguous copy is read, and on how many sequences, spread over the dataset, that was measured.
+
+    They are copied into a temporary file, for not longer than twice the seconds. Both are read from memory, in turn, each for
+    half of the seconds; what other programs do to the rates counts least in the highest of each.
+
+    Raises:
+        DataError: the copy cannot be written.
+    """
+    count = dataset.num_sequences
+    spread = numpy.unique(numpy.linspace(0, count - 1, SAMPLE_SEQUENCES, dtype=numpy.int64))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "copy.hdf")
+        taken: list[int] = []
+        copied = 0
+        until = time.perf_counter() + 2 * seconds
+        with HDFWriter(path) as writer:
+            for index in numpy.random.default_rng(1).permutation(spread).tolist():
+                arrays = dataset.sequence(index)
+                writer.add(f"{index}", arrays)
+                taken.append(index)
+                copied += sum(values.nbytes for values in arrays.values())
+                if copied >= SAMPLE_BYTES or time.perf_counter() > until:
+                    break
+        copy = open_hdf([path])
+        for index in range(len(taken)):  # the other one was read just now
+            copy.sequence(index)
+        before, after = [], []
+        for _ in range(ROUNDS):
+            before.append(measure(dataset, seconds / ROUNDS / 2, numpy.array(taken))["sequences_per_second"])
+            after.append(measure(copy, seconds / ROUNDS / 2)["sequences_per_second"])
+        copy.close()
+    return max(after) / max(before), len(taken)

@@ -1,0 +1,142 @@
+"""Optimizers by name, their options, and which parameters decay."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hvdtrain.config.check import did_you_mean
+from hvdtrain.errors import ConfigError
+
+
+def class_of(wanted: Any, known: Mapping[str, type], what: str) -> Any:
+    """The class that is wanted: itself, or its name in any case.
+
+    Args:
+        known: the classes by their names in lower case.
+        what: the key, for the message.
+
+    Raises:
+        ConfigError: there is none of that name.
+
+    >>> class_of("INT", {"int": int}, "number"), class_of(float, {"int": int}, "number")
+    (<class 'int'>, <class 'float'>)
+    """
+    chosen = wanted if isinstance(wanted, type) else known.get(str(wanted).lower())
+    if chosen is None:
+        hint = did_you_mean(str(wanted).lower(), known)
+        raise ConfigError([f"{what}: expected one of {', '.join(sorted(known))}, got {wanted!r}{hint}"])
+    return chosen
+
+
+SET_BY_US = ("self", "params", "lr", "learning_rate")
+FRAMEWORKS = ("torch", "keras")
+"""Their classes take no more than they name, even where they say that they take anything."""
+
+
+def option_problems(made: type, options: Mapping[str, Any], where: str, others: Collection[str] = ()) -> list[str]:
+    """Problems with options that a class does not take. One that takes any is not asked: it may say so when it is made.
+
+    Args:
+        where: put before an option's name: 'optimizer.'
+        others: names that are known besides.
+    """
+    known = _names(made)
+    if known is None:
+        return []
+    problems = []
+    for name, value in options.items():
+        if name not in known and name not in others:
+            hint = did_you_mean(name, [*known, *others])
+            problems.append(
+                f"{where}{name}: expected options of {made.__name__}: {', '.join(known)}, got {name} = {value!r}{hint}"
+            )
+    return problems
+
+
+def _names(made: type) -> list[str] | None:
+    """What a class's constructor takes by name, those it hands its arguments on to included; None: anything."""
+    names: list[str] = []
+    for kind in made.__mro__:
+        if kind is object or "__init__" not in vars(kind):
+            continue
+        parameters = inspect.signature(vars(kind)["__init__"]).parameters.values()
+        names += [one.name for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
+        if not any(one.kind is one.VAR_KEYWORD for one in parameters):
+            break
+    else:
+        if made.__module__.partition(".")[0] not in FRAMEWORKS:
+            return None
+    return [name for name in dict.fromkeys(names) if name not in SET_BY_US]
+
+
+BLACKLIST = "weight_decay_modules_blacklist"
+INCLUDE = "weight_decay_custom_include_check"
+
+
+@dataclass(frozen=True)
+class DecayRule:
+    """Biases are left alone, and all parameters of some classes of modules; a function of the config's may say otherwise.
+
+    Attributes:
+        classes: modules of these classes, or of classes derived from them, are left alone.
+        names: the same by the names of the classes.
+        include: told `module`, `full_param_name` and `param`; returns whether it decays, or None: as without the function.
+        biases: what the names of biases end in.
+    """
+
+    classes: tuple[type, ...]
+    names: frozenset[str] = frozenset()
+    include: Callable[..., bool | None] | None = None
+    biases: tuple[str, ...] = ("bias",)
+
+    def decays(self, module: Any, full_name: str, parameter: Any) -> bool:
+        """Whether a parameter of a module decays. Raises: ConfigError, where the config's function has no answer."""
+        # rf_module: RETURNN's functions may ask for it
+        chosen = self.include and self.include(module=module, rf_module=None, full_param_name=full_name, param=parameter)
+        if chosen is not None and not isinstance(chosen, bool):
+            raise ConfigError([f"optimizer.{INCLUDE}: expected it to return True, False or None, got {chosen!r} for {full_name}"])
+        if chosen is not None:
+            return chosen
+        is_left_alone = isinstance(module, self.classes) or not self.names.isdisjoint(class_names(module))
+        return not is_left_alone and not full_name.endswith(self.biases)
+
+
+def class_names(module: Any) -> set[str]:
+    """The names of a module's class and of those it is derived from."""
+    return {kind.__name__ for kind in type(module).__mro__}
+
+
+def take_decay_rule(options: dict[str, Any], usual: DecayRule, known: Iterable[str]) -> DecayRule:
+    """Take what an optimizer's options say of the parameters to leave alone out of them; `usual` where they say nothing.
+
+    Args:
+        known: names of classes that there are. Before a name may stand where it comes from (`torch.nn.LayerNorm`).
+
+    Raises:
+        ConfigError: a class has another name, or there is no function where one belongs.
+    """
+    blacklist, include = options.pop(BLACKLIST, None), options.pop(INCLUDE, None)
+    problems = []
+    if include is not None and not callable(include):
+        problems.append(f"optimizer.{INCLUDE}: expected a function (*, module, full_param_name, param, **_), got {include!r}")
+    if blacklist is not None and not isinstance(blacklist, (list, tuple)):
+        problems.append(f"optimizer.{BLACKLIST}: expected a list of classes or their names, got {blacklist!r}")
+    names = set(known)
+    wanted = list(blacklist) if isinstance(blacklist, (list, tuple)) else []
+    for one in wanted:
+        if not isinstance(one, type) and (not isinstance(one, str) or _last(one) not in names):
+            hint = did_you_mean(_last(str(one)), names)
+            problems.append(f"optimizer.{BLACKLIST}: expected the framework's classes or the model's, got {one!r}{hint}")
+    if problems:
+        raise ConfigError(problems)
+    if blacklist is None:
+        return DecayRule(usual.classes, usual.names, include, usual.biases)
+    classes = tuple(one for one in wanted if isinstance(one, type))
+    return DecayRule(classes, frozenset(_last(one) for one in wanted if isinstance(one, str)), include, usual.biases)
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]

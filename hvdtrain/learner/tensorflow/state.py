@@ -1,0 +1,238 @@
+"""A TensorFlow model's and its optimizer's variables, on their way into files, out of them, and to other ranks."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy
+import tensorflow as tf
+
+from hvdtrain.data.types import Array
+from hvdtrain.errors import CheckpointError
+from hvdtrain.learner.accumulation import kept
+from hvdtrain.learner.base import Chosen, Kind, Make, Part, Shapes, check_made
+from hvdtrain.learner.loss_scale import LossScale
+from hvdtrain.learner.tensorflow.variables import Parts, array_of, assign, exchangeable, tensorflow_variable
+
+TRAINED, AVERAGED = "trained/", "averaged_updates"
+"""In the optimizer's file, where an average of the weights is kept: before the names of the weights that are trained, and how
+many updates the average has followed."""
+
+
+class TensorFlowState:
+    """Does what the learner's contract (`learner/base.py`) says of the methods of the same names.
+
+    Args:
+        average: of the weights over time; where there is one, it is the model in a file, and the weights stand beside it.
+        scale: of the loss; it is stored beside the optimizer's state.
+    """
+
+    def __init__(
+        self, optimizer: keras.optimizers.Optimizer, parts: Parts, average: WeightAverage | None, scale: LossScale | None
+    ) -> None:
+        self._optimizer = optimizer
+        self._parts = parts
+        self._average = average
+        self._scale = scale
+
+    def map_tensors(self, kind: Kind, change: Callable[[list[tf.Tensor]], list[tf.Tensor]]) -> None:
+        variables = [tensorflow_variable(variable) for variable in self._parts.of_kind(kind)]
+        tensors = [exchangeable(variable) for variable in variables]
+        for variable, tensor, new in zip(variables, tensors, change(list(tensors)), strict=True):
+            if new is not tensor:
+                variable.assign(tf.cast(new, variable.dtype))
+
+    def gather_state(self) -> None:
+        pass  # every rank has all of it
+
+    def save(self, model_file: Path, optimizer_file: Path, progress: dict[str, Any], state: Any | None = None) -> None:
+        model, optimizer, scale = self.copied() if state is None else state
+        write_arrays(optimizer_file, optimizer, {**progress, **scale})
+        write_arrays(model_file, model, progress)
+
+    def copied(self) -> tuple[dict[str, Array], dict[str, Array], dict[str, Any]]:
+        model = {name: array_of(variable) for name, variable in self._parts.variables.items()}
+        optimizer = {name: array_of(variable) for name, variable in self._optimizer_variables()}
+        if self._average is not None and self._average.started:
+            averages, trained = self._average.both()
+            model |= averages
+            optimizer |= {f"{TRAINED}{name}": array for name, array in trained.items()}
+            optimizer[AVERAGED] = numpy.array(self._average.updates)
+        return model, optimizer, self._scale_state()
+
+    def load(self, model_file: Path, optimizer_file: Path | None) -> dict[str, Any]:
+        arrays, progress = read_arrays(model_file)
+        wrong = f"{model_file}: expected the parameters of this config's model, got others"
+        assign(self._parts.variables.items(), arrays, wrong)
+        if optimizer_file is not None:
+            arrays, more = read_arrays(optimizer_file)
+            trained = {name: arrays.pop(name) for name in list(arrays) if name.startswith(TRAINED)}
+            updates = int(arrays.pop(AVERAGED, 0))
+            self._load_optimizer(arrays, more, optimizer_file)
+            self._load_trained({name.removeprefix(TRAINED): array for name, array in trained.items()}, updates)
+        return progress
+
+    def _load_trained(self, trained: Mapping[str, Array], updates: int) -> None:
+        """Go on from the weights that were trained, where the model's file has their average."""
+        if trained and self._average is not None:
+            self._average.start(updates)
+        ours = {name: variable for name, variable in self._parts.named("parameters") if name in trained}
+        assign(ours.items(), {name: trained[name] for name in ours}, "the weights that were trained")
+
+    def preload(
+        self, file: Path, entry: str | None, chosen: Callable[[Shapes, Shapes], Chosen], make: Make | None
+    ) -> tuple[list[str], list[str]]:
+        theirs, _ = read_arrays(file)
+        inside = {name.removeprefix(f"{entry}/"): array for name, array in theirs.items() if name.startswith(f"{entry}/")}
+        theirs = inside or theirs
+        ours = self._parts.variables
+        shapes = {name: tuple(variable.shape) for name, variable in ours.items()}
+        wanted = chosen(shapes, {name: array.shape for name, array in theirs.items()})
+        values = {name: theirs[other] for name, other in wanted.found.items()}
+        if make is not None:
+            state = {name: theirs[other] for name, other in wanted.here.items()}
+            for name in sorted(ours.keys() - values.keys()):
+                made = make(name, shapes[name], state)
+                if made is not None:
+                    check_made(name, shapes[name], tuple(made.shape))
+                    values[name] = numpy.asarray(made)
+        for name, value in values.items():
+            assign([(name, ours[name])], {name: value}, f"{file}: expected values for {name}, got others")
+        if self._average is not None:
+            self._average.adopt(set(values))
+        return list(ours), list(values)
+
+    def save_own(self, file: Path, parts: Sequence[Part]) -> None:
+        own: dict[str, Array] = {}
+        for part in parts:
+            named = self._optimizer_variables() if part == "optimizer" else self._parts.named(part)
+            own |= {f"{part}/{name}": array_of(variable) for name, variable in named}
+        write_arrays(file, own, self._scale_state() if "optimizer" in parts else {})
+
+    def load_own(self, file: Path) -> None:
+        arrays, more = read_arrays(file)
+        by_part: dict[str, dict[str, Array]] = {}
+        for name, array in arrays.items():
+            part, _, rest = name.partition("/")
+            by_part.setdefault(part, {})[rest] = array
+        if "optimizer" in by_part:
+            self._load_optimizer(by_part.pop("optimizer"), more, file)
+        for kind, stored in by_part.items():
+            assign(self._parts.named(kind), stored, f"{file}: expected the {kind} of this config's model, got others")
+
+    def _scale_state(self) -> dict[str, Any]:
+        return {} if self._scale is None else {"loss_scale": self._scale.state()}
+
+    def _load_optimizer(self, arrays: Mapping[str, Array], more: Mapping[str, Any], file: Path) -> None:
+        assign(self._optimizer_variables(), arrays, f"{file}: expected the state of this config's optimizer, got another")
+        if self._scale is not None and "loss_scale" in more:
+            self._scale.restore(more["loss_scale"])
+
+    def _optimizer_variables(self) -> list[tuple[str, Any]]:
+        """Names such as `Adam.0002.momentum`: by position, as Keras numbers layers and variables through in a process, so
+        that the names of its own may differ the next time."""
+        kind = type(self._optimizer).__name__
+        paths = [getattr(variable, "path", "").replace("/", "_") + "_" for variable in self._parts.of_kind("parameters")]
+        named = []
+        for number, variable in enumerate(self._optimizer.variables):
+            path = max((path for path in paths if variable.name.startswith(path)), key=len, default="")
+            named.append((f"{kind}.{number:04d}.{variable.name.removeprefix(path)}", variable))
+        return named
+
+
+class WeightAverage:
+    """Follows the trainable variables; others, such as BatchNorm's moving mean, are averages already and have no other.
+
+    Args:
+        named: the trainable variables by name.
+
+    Attributes:
+        updates: how many it has followed.
+    """
+
+    def __init__(self, named: Mapping[str, Any], decay: float) -> None:
+        self._variables = {name: tensorflow_variable(variable) for name, variable in named.items()}
+        self._decay = decay
+        self._others: dict[str, tf.Variable] = {}  # the average; inside of `used`, the weights that are trained
+        self._is_used = False
+        self._follow = tf.function(self._add_share, autograph=False)
+        self.updates = 0
+
+    def start(self, updates: int = 0) -> None:
+        """Begin with the present weights."""
+        for name, variable in self._variables.items():
+            if name in self._others:
+                self._others[name].assign(variable)
+            else:
+                self._others[name] = tf.Variable(variable, trainable=False)
+        self.updates = updates
+
+    @property
+    def started(self) -> bool:
+        return bool(self._others)
+
+    def follow(self, updates: int) -> None:
+        """Be told that the weights are what they are after so many updates more."""
+        self._follow(tf.constant(1 - kept(self._decay, self.updates, updates), tf.float32))
+        self.updates += updates
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Inside the `with` block the model has the average as its weights."""
+        self._swap()
+        self._is_used = True
+        try:
+            yield
+        finally:
+            self._swap()
+            self._is_used = False
+
+    def both(self) -> tuple[dict[str, Array], dict[str, Array]]:
+        """Copies of the average and of the weights that are trained, by name."""
+        own = {name: array_of(variable) for name, variable in self._variables.items()}
+        others = {name: array_of(variable) for name, variable in self._others.items()}
+        return (own, others) if self._is_used else (others, own)
+
+    def adopt(self, changed: set[str]) -> None:
+        """Take over weights, given by their names, that were set from outside."""
+        for name in changed & self._others.keys():
+            self._others[name].assign(self._variables[name])
+
+    def _add_share(self, share: tf.Tensor) -> None:
+        for name, variable in self._variables.items():
+            self._others[name].assign_add((variable - self._others[name]) * tf.cast(share, variable.dtype))
+
+    def _swap(self) -> None:
+        for name, variable in self._variables.items():
+            before = tf.identity(variable)
+            variable.assign(self._others[name])
+            self._others[name].assign(before)
+
+
+PROGRESS = "progress"
+
+
+def write_arrays(path: Path, arrays: Mapping[str, Array], progress: Mapping[str, Any]) -> None:
+    """Write arrays by name, and what JSON can hold. Raises: OSError, where the disk is full."""
+    named: dict[str, Any] = {PROGRESS: numpy.frombuffer(json.dumps(progress).encode(), numpy.uint8), **arrays}
+    with open(path, "wb") as file:  # handed over open, numpy adds no suffix of its own
+        numpy.savez(file, **named)
+
+
+def read_arrays(path: Path) -> tuple[dict[str, Array], dict[str, Any]]:
+    """What `write_arrays` wrote, or any .npz file. Raises: CheckpointError."""
+    try:
+        with numpy.load(path, allow_pickle=False) as stored:
+            arrays = {name: stored[name] for name in stored.files}  # reading checks each array's CRC
+        progress = json.loads(arrays.pop(PROGRESS).tobytes()) if PROGRESS in arrays else {}
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: expected a checkpoint's file, got: no such file") from None
+    except (OSError, EOFError, ValueError, KeyError, AttributeError, zipfile.BadZipFile) as error:
+        raise CheckpointError(f"{path}: expected a whole checkpoint, got one that cannot be read: {error}") from None
+    return arrays, progress

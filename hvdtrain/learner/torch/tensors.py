@@ -1,0 +1,104 @@
+"""Between numpy and PyTorch: batches as tensors, losses as sums and counts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy
+import torch
+
+from hvdtrain.context import Loss
+from hvdtrain.data.types import Batch
+from hvdtrain.learner.marked import minimized, nothing_to_minimize
+from hvdtrain.learner.seeds import widened
+
+
+def trained_of(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """The parameters that are trained, in the model's order."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def zeros(count: int, local_rank: int) -> torch.Tensor:
+    """So many float32 zeros, on this rank's GPU where there is one."""
+    gpus = torch.cuda.device_count()
+    return torch.zeros(count, device=f"cuda:{local_rank % gpus}" if gpus else "cpu")
+
+
+def size(tensor: torch.Tensor) -> int:
+    """A tensor's bytes."""
+    return tensor.nbytes
+
+
+def wait_for(tensor: torch.Tensor) -> None:
+    """Wait until a tensor's values are there: a GPU computes later than it is told to."""
+    tensor.reshape(-1)[:1].tolist()
+
+
+@dataclass
+class TorchData:
+    """One data key of a batch, as `train_step` gets it.
+
+    Attributes:
+        raw_tensor: on the device; (batch, time, ...). Strings stay a numpy array.
+        seq_lens: int32 of shape (batch,), on the CPU.
+    """
+
+    raw_tensor: Any
+    seq_lens: torch.Tensor
+
+    @cached_property
+    def mask(self) -> torch.Tensor:
+        """True where a frame is not padding; shape (batch, time), on the device."""
+        frames = torch.arange(self.raw_tensor.shape[1], device=self.raw_tensor.device)
+        return frames[None, :] < self.seq_lens.to(self.raw_tensor.device, non_blocking=True)[:, None]
+
+
+def extern_data_of(batch: Batch, device: torch.device) -> dict[str, TorchData]:
+    """What `train_step` gets, by data key."""
+    return {key: _to_device(padded.values, padded.seq_lens, device) for key, padded in batch.data.items()}
+
+
+def _to_device(values: numpy.ndarray[Any, Any], seq_lens: numpy.ndarray[Any, Any], device: torch.device) -> TorchData:
+    if values.dtype == object:
+        return TorchData(values, torch.from_numpy(seq_lens))
+    tensor = torch.from_numpy(widened(values))
+    if device.type == "cuda":
+        tensor = tensor.pin_memory().to(device, non_blocking=True)
+    return TorchData(tensor, torch.from_numpy(seq_lens))
+
+
+def numbers_of(losses: Mapping[str, Loss], device: torch.device) -> torch.Tensor:
+    """The sums, then the counts; float64 of shape (2 * losses,)."""
+    sums = [loss.value.detach().sum(dtype=torch.float64) for loss in losses.values()]
+    return torch.stack(sums + [count_of(loss).to(device) for loss in losses.values()])
+
+
+def count_of(loss: Loss) -> torch.Tensor:
+    """How many elements a loss's sum goes over."""
+    if loss.count is None:
+        return torch.tensor(float(loss.value.numel()), dtype=torch.float64)
+    return torch.as_tensor(loss.count).detach().sum(dtype=torch.float64)
+
+
+def terms_of(losses: Mapping[str, Loss], scale: float) -> dict[str, torch.Tensor]:
+    """The losses to be minimized: their sums times their scales, and times the scale of all losses."""
+    return {name: _sum(loss.value) * (loss.scale * scale) for name, loss in minimized(losses).items()}
+
+
+def total_of(losses: Mapping[str, Loss], divisors: Mapping[str, torch.Tensor], scale: float) -> torch.Tensor | None:
+    """The scalar to differentiate; None for a rank without a batch. Raises: ConfigError, where there is none."""
+    total: torch.Tensor | None = None
+    for name, term in terms_of(losses, scale).items():
+        if name in divisors:
+            term = term / divisors[name].to(term.dtype)
+        total = term if total is None else total + term
+    if losses and (total is None or not total.requires_grad):
+        raise nothing_to_minimize()
+    return total
+
+
+def _sum(values: torch.Tensor) -> torch.Tensor:
+    return (values.float() if values.dtype in (torch.float16, torch.bfloat16) else values).sum()

@@ -1,0 +1,103 @@
+"""Seconds by name, and the clock of training steps on a CPU."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class Timer:
+    """Adds up wall-clock seconds under names. Spans may nest: every second is counted once, for the innermost span.
+
+    >>> now = iter([0.0, 1.0, 3.0, 10.0])
+    >>> timer = Timer(clock=lambda: next(now))
+    >>> with timer.span("compute"):           # from 0 to 10 ...
+    ...     with timer.span("communication"):  # ... of which 1 to 3 belong to another name
+    ...         pass
+    >>> timer.seconds
+    {'compute': 8.0, 'communication': 2.0}
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.clock = clock
+        self.seconds: dict[str, float] = {}
+        self._open: list[str] = []
+        self._since = 0.0
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Count the seconds of the `with` block under `name`."""
+        self._switch()
+        self._open.append(name)
+        try:
+            yield
+        finally:
+            self._switch()
+            self._open.pop()
+
+    def waits(self, name: str, values: Iterable[T]) -> Iterator[T]:
+        """Pass `values` on; the seconds spent waiting for each are counted under `name`."""
+        iterator = iter(values)
+        end = object()
+        while True:
+            with self.span(name):
+                value = next(iterator, end)
+            if value is end:
+                return
+            yield value  # type: ignore[misc]  # mypy cannot see that the sentinel has been dealt with
+
+    def book(self, name: str, seconds: float) -> None:
+        """Count seconds of the open span under another name: what was measured by others, such as inside of a graph.
+
+        >>> now = iter([0.0, 10.0])
+        >>> timer = Timer(clock=lambda: next(now))
+        >>> with timer.span("compute"):
+        ...     timer.book("communication", 4.0)
+        >>> timer.seconds
+        {'compute': 6.0, 'communication': 4.0}
+        """
+        if self._open:
+            self.seconds[self._open[-1]] = self.seconds.get(self._open[-1], 0.0) - seconds
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+
+    def take(self) -> dict[str, float]:
+        """The seconds counted since the last call."""
+        taken, self.seconds = self.seconds, {}
+        return taken
+
+    def _switch(self) -> None:
+        """Book the time since the last switch under the innermost open name."""
+        now = self.clock()
+        if self._open:
+            name = self._open[-1]
+            self.seconds[name] = self.seconds.get(name, 0.0) + now - self._since
+        self._since = now
+
+
+def clock_text(seconds: float) -> str:
+    """Seconds as h:mm:ss, hours not wrapped into days, as RETURNN prints them.
+
+    >>> clock_text(1738.4)
+    '0:28:58'
+    """
+    whole = int(seconds)
+    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
+
+
+class CpuClock:
+    """Seconds inside of spans."""
+
+    def __init__(self) -> None:
+        self._timer = Timer()
+
+    @contextmanager
+    def span(self) -> Iterator[None]:
+        with self._timer.span("step"):
+            yield
+
+    def take(self) -> float:
+        return self._timer.take().get("step", 0.0)

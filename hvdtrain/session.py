@@ -1,0 +1,177 @@
+"""An open job: the ranks, the data, the model and its checkpoints."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import fields
+from pathlib import Path
+
+from hvdtrain.comm import launch
+from hvdtrain.comm.base import Communicator, SingleCommunicator, patiently
+from hvdtrain.comm.current import connected
+from hvdtrain.data.combine.cache import Budget, host_memory
+from hvdtrain.data.describe import copy_lines
+from hvdtrain.data.feed import Feed
+from hvdtrain.data.files.copies import Copies, CopyFolder, copy_files
+from hvdtrain.data.files.sizes import parse_size, parse_sizes, size_text
+from hvdtrain.data.files.unchanged import Unchanged
+from hvdtrain.data.plan.chunks import cut, keys_of
+from hvdtrain.data.plan.epoch import BatchKeys
+from hvdtrain.data.plan.selection import listed
+from hvdtrain.data.sources import DatasetSpec, Means, open_dataset
+from hvdtrain.errors import DataError, HvdtrainError, LaunchError
+from hvdtrain.runtime.log import say
+from hvdtrain.runtime.watchdog import Watchdog
+from hvdtrain.settings import Settings
+
+
+@contextmanager
+def open_communicator(settings: Settings) -> Iterator[Communicator]:
+    """Connect with the other ranks. They are only taken leave of when all get to the end together: where one fails alone,
+    its end is what ends the others.
+
+    Raises:
+        LaunchError: several processes were started, but the config does not say how they belong together.
+        ConfigError: a device that is not there, or a config that computes while it is read.
+    """
+    prepare(settings)
+    started = launch.launch()
+    comm: Communicator
+    inside: AbstractContextManager[None] = nullcontext()
+    torch_keys = settings.torch_distributed
+    if settings.reduce.use_horovod:
+        from hvdtrain.comm.horovod import open_horovod, peer_failures  # imports a framework
+
+        inside = peer_failures()  # TensorFlow's graphs exchange by themselves
+        comm = open_horovod(settings.run.backend, settings.reduce.horovod_timeline)
+    elif torch_keys is not None:
+        from hvdtrain.comm.torch_dist import open_torch_distributed
+
+        comm = open_torch_distributed(torch_keys.backend, torch_keys.init_method, torch_keys.timeout_sec)
+    elif started.size > 1:
+        error = LaunchError(
+            f"expected to be told how the {started.size} processes that {started.launcher} started belong together, got neither "
+            "use_horovod nor torch_distributed: they would train the same model over each other's files "
+            "(add ++use_horovod 1 to the command, or ++torch_distributed {})"
+        )
+        error.on_every_rank = True
+        raise error
+    else:
+        comm = SingleCommunicator()
+    try:
+        with inside, connected(comm):
+            yield comm
+    except HvdtrainError as failure:
+        if failure.on_every_rank:
+            comm.close()
+        raise
+    comm.close()
+
+
+def prepare(settings: Settings) -> None:
+    """What has to be settled before the framework computes anything. Raises: ConfigError."""
+    if settings.run.backend == "tensorflow":
+        from hvdtrain.learner.tensorflow.device import prepare_tensorflow
+
+        prepare_tensorflow(settings.learner.device, launch.launch().local_rank, threads(settings, launch.launch().local_size))
+
+
+def threads(settings: Settings, local_size: int) -> int:
+    """How many threads a rank computes with, where a host has so many ranks."""
+    ours = launch.threads_per_rank(launch.environment(), local_size, launch.cores(), launch.is_bound())
+    return settings.run.num_threads or ours
+
+
+MEMORY_SHARE = 0.8
+"""How much of the memory that a host has left its ranks may fill with what they read, together."""
+
+NO_COPIES: Mapping[str, str] = {}
+
+
+def copy_data(settings: Settings, comm: Communicator, watchdog: Watchdog, at_the_end: ExitStack) -> Copies:
+    """Collective. Copy the data files to a local disk of every host, if the config asks for it. Raises: DataError."""
+    keys = settings.copies
+    folder = None if keys.cache_dir is None else CopyFolder(Path(keys.cache_dir).expanduser(), parse_size(keys.cache_dir_size))
+    specs = [part for spec in (settings.train, *settings.evaluations) for part in spec.all()]
+    files = dict.fromkeys(path for spec in specs for path in spec.copied)
+
+    def work(progress: Callable[[int], None]) -> tuple[str, Copies]:
+        return socket.gethostname(), Copies() if folder is None else copy_files(folder, files, progress)
+
+    last_line = time.monotonic()
+
+    def alive(copied: list[int]) -> None:
+        nonlocal last_line
+        watchdog.beat("copying the data files")
+        if time.monotonic() - last_line >= settings.log.log_interval and folder is not None:
+            last_line = time.monotonic()
+            say(4, f"copied {size_text(max(copied))} so far ...")
+
+    if folder is not None:
+        say(4, f"copying the data files to {keys.cache_dir}, where there is no copy yet ...")
+        at_the_end.callback(folder.close)
+    (_, copies), everywhere = patiently(comm, work, alive, name="copy_data")
+    if folder is not None:
+        for level, line in copy_lines(keys.cache_dir or "", everywhere):
+            say(level, line)
+    return copies
+
+
+def open_some(
+    settings: Settings, comm: Communicator, specs: Iterable[DatasetSpec], copies: Mapping[str, str] = NO_COPIES
+) -> list[Feed]:
+    """Open datasets; those of their files that have copies are read from these. Raises: DataError."""
+    sizes = parse_sizes(settings.data.cache_size)
+    memory = host_memory() if any(size != 0 for size in sizes) else None
+    host = Budget(None if memory is None else int(MEMORY_SHARE * memory) // comm.local_size)
+    budgets = {"train": sizes[0], "dev": sizes[1]}
+
+    def feed(spec: DatasetSpec) -> Feed:
+        training = spec is settings.train
+        distribution = settings.reduce.horovod_dataset_distribution if training else "shard"
+        batch_keys = settings.batch.of_each_of(comm.size)
+        batch_keys = batch_keys.of_training() if training else batch_keys.of_evaluation()
+        budget = Budget(budgets.get(spec.name, sizes[2]), within=host)
+        files = Unchanged(copies.get(path, path) if path in part.copied else path for part in spec.all() for path in part.files)
+        dataset = open_dataset(spec, Means(budget, copies))
+        return Feed(
+            spec.name,
+            dataset,
+            spec.order,
+            batch_keys,
+            comm.rank,
+            comm.size,
+            distribution,
+            subset=listed(dataset, spec.order.seq_list_filter_file),
+            chunks=cut(dataset.lengths, settings.chunks) if training else None,
+            files=files,
+            budget=budget,
+        )
+
+    return [feed(spec) for spec in specs]
+
+
+def open_feeds(settings: Settings, comm: Communicator, copies: Mapping[str, str] = NO_COPIES) -> list[Feed]:
+    """Open the datasets of a training, train first. Raises: DataError."""
+    feeds = open_some(settings, comm, (settings.train, *settings.evaluations), copies)
+    for other in feeds[1:]:
+        missing = [key for key in feeds[0].dataset.streams if key not in other.dataset.streams]
+        if missing:
+            raise DataError(
+                f"{other.name}: expected the data keys of train ({', '.join(feeds[0].dataset.streams)}), "
+                f"got none called {', '.join(missing)}"
+            )
+    for name, keys in {**_limits_by_key(settings.batch), "chunking": keys_of(settings.chunks)}.items():
+        for key in keys:
+            if key not in feeds[0].dataset.streams:
+                raise DataError(f"{name}: expected data keys of train ({', '.join(feeds[0].dataset.streams)}), got {key!r}")
+    return feeds
+
+
+def _limits_by_key(keys: BatchKeys) -> dict[str, list[str]]:
+    """The data keys that the batch keys name, by batch key."""
+    values = {field.name: getattr(keys, field.name) for field in fields(keys)}
+    return {name: list(value) for name, value in values.items() if isinstance(value, dict)}

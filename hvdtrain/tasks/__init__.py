@@ -1,0 +1,1 @@
+"""What a config can be run for beside training."""

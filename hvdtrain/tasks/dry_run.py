@@ -1,0 +1,303 @@
+"""Trying a training on a few batches, without writing anything: how long an epoch takes, how much memory it needs."""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+from hvdtrain.checkpoint.progress import Progress
+from hvdtrain.comm.base import together
+from hvdtrain.data.feed import Feed
+from hvdtrain.data.files.sizes import size_text
+from hvdtrain.data.plan.bounds import rearranged
+from hvdtrain.data.plan.epoch import Plan
+from hvdtrain.data.types import Array
+from hvdtrain.errors import ConfigError
+from hvdtrain.run import Training, is_done, open_engine, open_trackers, prepared
+from hvdtrain.runtime.interrupt import Interrupt
+from hvdtrain.runtime.log import SCREEN, say, silence
+from hvdtrain.runtime.timer import clock_text
+from hvdtrain.session import open_communicator
+from hvdtrain.settings import Settings
+from hvdtrain.training.evaluation import evaluate
+from hvdtrain.training.step_log import StepLog
+
+SECONDS = 10.0
+"""How long those steps, or batches of an evaluation, take together that are measured ..."""
+
+FEWEST, MOST = 4, 50
+"""... of which there are so many."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What was measured of an epoch's training or of an evaluation.
+
+    Attributes:
+        tried: sizes of the largest batches, in words, which were run first and not measured.
+        steps: how many there are in the epoch.
+        measured: how many of them were measured.
+        computing, reading: estimated seconds of all steps, and for reading their batches, which goes on beside it.
+        padding: by data key, as a share of the padded frames.
+    """
+
+    name: str
+    tried: list[str]
+    steps: int
+    measured: int
+    computing: float
+    reading: float
+    padding: dict[str, float]
+
+    @property
+    def seconds(self) -> float:
+        """What takes longer holds the other up."""
+        return max(self.computing, self.reading)
+
+
+def dry_run(settings: Settings) -> None:
+    """Do what a training would do first, on all its ranks, and estimate what an epoch takes. Raises: HvdtrainError."""
+    settings = writing_nothing(settings)
+    with open_communicator(settings) as comm, prepared(comm, settings, Interrupt(None)) as training:
+        together(comm, lambda: _check_targets(settings, training), name="check_targets")
+        if is_done(training.progress, training.pace):
+            return
+        epoch = training.progress.epoch + 1
+        with silence():  # the few steps are no epoch whose scores or slow ranks are to be told
+            parts = [_measured(training, training.feeds[0], epoch, _trainer(settings, training), closing=1)]
+            parts += [_measured(training, feed, epoch, _evaluator(training, epoch)) for feed in training.feeds[1:]]
+        epochs = training.pace.num_epochs - epoch + 1
+        for line in [*_time_lines(parts, comm.size, epochs), *_memory_lines(training)]:
+            say(1, line)
+
+
+def writing_nothing(settings: Settings) -> Settings:
+    """The same settings but for what has files written before or in an epoch. Data is read from where it is."""
+    return replace(
+        settings,
+        log=replace(settings.log, log=None, log_verbosity=settings.log.targets[SCREEN]),
+        copies=replace(settings.copies, cache_dir=None),
+        reduce=replace(settings.reduce, horovod_timeline=None),
+        saving=replace(settings.saving, save_interval_steps=None, save_interval_minutes=None),
+    )
+
+
+class Unsaved:
+    """Saves nothing."""
+
+    def save(self, progress: Progress) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+
+def _check_targets(settings: Settings, training: Training) -> None:
+    """Whether a training could write what it will have to. Raises: ConfigError."""
+    open_trackers(settings, training)
+    folder = Path(settings.run.model).absolute().parent
+    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise ConfigError([f"model: expected a folder that can be written to, got {folder}"])
+
+
+Run = Callable[[Feed], float]
+"""Goes through what a feed selects; returns the seconds that it took."""
+
+
+def _trainer(settings: Settings, training: Training) -> Run:
+    """Trains as the engine does; measured is all that belongs to a step but waiting for data, without the last step."""
+    progress = training.progress
+    pace = replace(training.pace, num_epochs=progress.epoch + 1, save_steps=None, save_minutes=None)
+
+    def run(feed: Feed) -> float:
+        begins: list[float] = []
+
+        def note(epoch: int, step: int, indices: Array) -> None:
+            training.learner.take_step_seconds()  # waits for a GPU
+            begins.append(time.perf_counter() - training.timer.seconds.get("data wait", 0.0))
+
+        fresh = Progress(progress.step, progress.epoch, list(progress.history))
+        tried = replace(training, feeds=[feed], saver=Unsaved(), progress=fresh, pace=pace)
+        open_engine(settings, tried, [], StepLog(), note).run()
+        return begins[-1] - begins[0] if begins else 0.0
+
+    return run
+
+
+def _evaluator(training: Training, epoch: int) -> Run:
+    def run(feed: Feed) -> float:
+        began = time.perf_counter()
+        with training.learner.averaged():
+            evaluate(training.comm, training.learner, training.watchdog, feed, epoch, lambda: None, StepLog())
+        return time.perf_counter() - began
+
+    return run
+
+
+def _measured(training: Training, feed: Feed, epoch: int, run: Run, closing: int = 0) -> Part:
+    """Collective. The largest batches first: what does not fit into memory fails at once, and all is warm then.
+
+    Args:
+        closing: rounds that are run after those that are measured: a training step ends where the next one begins.
+    """
+    comm = training.comm
+    size = comm.size if feed.distribution == "shard" else 1
+    plan = together(comm, lambda: feed.plan(epoch), name=f"plan_{feed.name}")
+    rounds = Rounds(plan, feed.lengths_in(epoch), size)
+    if not len(rounds):
+        return Part(feed.name, [], 0, 0, 0.0, 0.0, {})
+
+    def of(chosen: Sequence[int]) -> Feed:
+        only = rounds.only([*chosen, *chosen[:closing]])
+        return replace(feed, select=lambda _: only)
+
+    def slowest(seconds: float) -> float:
+        return max(comm.gather(seconds, name="slowest"))
+
+    largest = rounds.largest()
+    run(of(largest))
+    typical = slowest(run(of(largest[:1]))) * float(rounds.costs.mean() / rounds.costs[largest[0]])
+    chosen = rounds.spread(min(MOST, max(FEWEST, int(SECONDS / max(typical, 1e-6)))))
+    training.watchdog.beat(f"reading {feed.name}")
+    began = time.perf_counter()
+    sample = of(chosen)
+    with sample.read(sample.share(sample.plan(epoch)), epoch) as batches:
+        count = sum(1 for _ in batches)
+    reading = (time.perf_counter() - began) * len(chosen) / max(count, 1)
+    computing = slowest(run(sample))
+    run(of(largest))  # once more, amid what the others left of the memory
+    scale = float(rounds.costs.sum() / rounds.costs[chosen].sum())
+    return Part(
+        name=feed.name,
+        tried=[rounds.told(number) for number in largest],
+        steps=len(rounds),
+        measured=len(chosen),
+        computing=scale * computing,
+        reading=scale * slowest(reading),
+        padding=plan.padding(rounds.lengths),
+    )
+
+
+def _time_lines(parts: list[Part], ranks: int, epochs: int) -> list[str]:
+    """What was tried, and what follows from it for an epoch.
+
+    Args:
+        epochs: how many of them are to come.
+    """
+    train = parts[0]
+    kinds = ("largest batch", "batch with the longest sequence")
+    lines = [f"dry run: {kind}: {what}" for kind, what in zip(kinds, train.tried, strict=False)]
+    lines.append(f"dry run: {train.measured} more steps, from small batches to large ones, were measured; nothing was written")
+    for part in parts:
+        computing, reading = (seconds / max(1, part.steps) for seconds in (part.computing, part.reading))
+        slow = f", held up by reading, {reading:.3g} s each" if reading > computing else ""
+        each = f"{part.steps} steps of {computing:.3g} s{slow}"
+        lines.append(f"estimate: {part.name}: {clock_text(part.seconds)} ({each})")
+    epoch = sum(part.seconds for part in parts)
+    where = f"{ranks} rank{'s' if ranks > 1 else ''}"
+    more = f"; {epochs} epochs: {clock_text(epochs * epoch)}" if epochs > 1 else ""
+    lines.append(f"estimate: an epoch on {where}: {clock_text(epoch)}, without saving{more}")
+    return [*lines, "estimate: padding: " + ", ".join(f"{name} {share:.1%}" for name, share in train.padding.items())]
+
+
+def _memory_lines(training: Training) -> list[str]:
+    """Collective. What the ranks needed, and what rank 0 would save."""
+    comm, learner = training.comm, training.learner
+    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # in KB on Linux
+    peaks = comm.gather((host, learner.peak_memory()), name="peak_memory")
+    lines = [f"estimate: memory: {_largest([host for host, _ in peaks])}"]
+    devices = [device for _, device in peaks if device is not None]
+    lines += [f"estimate: memory of the GPU: {_largest(devices)}"] if devices else []
+    learner.gather_state()
+    if comm.rank == 0:
+        model, *others = map(num_bytes, learner.copied())
+        whole = size_text(model + sum(others))
+        lines.append(f"estimate: checkpoint: {whole}: model {size_text(model)}, optimizer {size_text(sum(others))}")
+    return lines
+
+
+def _largest(sizes: list[int]) -> str:
+    largest = max(sizes)
+    return size_text(largest) + (f" at most, on rank {sizes.index(largest)}" if len(sizes) > 1 else "")
+
+
+def num_bytes(state: Any) -> int:
+    """The bytes of all arrays and tensors in dicts, lists and tuples.
+
+    >>> import numpy
+    >>> num_bytes({"a": numpy.zeros((2, 3), "float32"), "b": [(numpy.zeros(1), 7)]})
+    32
+    """
+    if isinstance(state, dict):
+        return sum(map(num_bytes, state.values()))
+    if isinstance(state, (list, tuple)):
+        return sum(map(num_bytes, state))
+    return int(getattr(state, "nbytes", 0))
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """The rounds of an epoch, in each of which every rank takes a batch, but for the last, which may be incomplete.
+
+    Attributes:
+        lengths: by data key, the frames of what the plan's indices speak of.
+        size: batches of the plan in a round.
+    """
+
+    plan: Plan
+    lengths: Mapping[str, Array]
+    size: int
+
+    def __len__(self) -> int:
+        return -(-self.plan.num_batches // self.size)
+
+    @cached_property
+    def costs(self) -> Array:
+        """What the largest batch of every round has in padded frames, summed over data keys; shape (rounds,)."""
+        return self._by_round(self.plan.padded(self.lengths))
+
+    def largest(self) -> list[int]:
+        """The round with the batch of most padded frames; then the one with the longest sequence, where that is another."""
+        longest = self._by_round(self.plan.longest(self.lengths))
+        return list(dict.fromkeys(int(column[: self._num_full].argmax()) for column in (self.costs, longest)))
+
+    def spread(self, count: int) -> list[int]:
+        """Rounds at equal distances from the smallest to the largest, at random places of the epoch."""
+        by_cost = numpy.argsort(self.costs[: self._num_full], kind="stable")
+        count = min(count, len(by_cost))
+        return [int(by_cost[int((number + 0.5) * len(by_cost) / count)]) for number in range(count)]
+
+    def only(self, rounds: Sequence[int]) -> Plan:
+        """The plan of an epoch of some full rounds, in this order."""
+        batches = [batch for number in rounds for batch in range(number * self.size, (number + 1) * self.size)]
+        there = numpy.array([batch for batch in batches if batch < self.plan.num_batches], dtype=numpy.int64)
+        return Plan(*rearranged(self.plan.order, self.plan.bounds, there))
+
+    def told(self, number: int) -> str:
+        """The largest batch of a round, in words."""
+        frames = self.plan.padded(self.lengths)
+        batches = numpy.arange(number * self.size, min((number + 1) * self.size, self.plan.num_batches))
+        batch = batches[numpy.sum(list(frames.values()), axis=0)[batches].argmax()]
+        padded = ", ".join(f"{column[batch]} of {name}" for name, column in frames.items())
+        return f"{len(self.plan.batch(batch))} sequences, padded frames: {padded}"
+
+    @property
+    def _num_full(self) -> int:
+        """Rounds in which no rank is left without a batch; the only one, where there is no other."""
+        return max(self.plan.num_batches // self.size, 1)
+
+    def _by_round(self, columns: Mapping[str, Array]) -> Array:
+        """The sum over data keys, of each round's largest batch."""
+        of_batches = numpy.sum(list(columns.values()), axis=0)
+        missing = len(self) * self.size - len(of_batches)
+        by_round: Array = numpy.pad(of_batches, (0, missing)).reshape(len(self), self.size)
+        return numpy.asarray(by_round.max(axis=1))

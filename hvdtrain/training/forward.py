@@ -1,0 +1,152 @@
+"""Running a model over a dataset on all ranks, and handing its outputs on in the dataset's order."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.comm.base import Communicator, together
+from hvdtrain.config.keys import key
+from hvdtrain.data.feed import Feed
+from hvdtrain.data.types import Array
+from hvdtrain.errors import ConfigError, DataError
+from hvdtrain.learner.base import Learner, as_function
+from hvdtrain.runtime.watchdog import Watchdog
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardKeys:
+    """Where the outputs of the tasks forward and search go: into a file, to a callback, or both."""
+
+    output_file: str | None = key(None, "an HDF file for the outputs that forward_step marks; it must not exist yet")
+    forward_callback: Any = key(
+        None,
+        "an object, or a function or class that makes one, with the methods init(*, model), process_seq(*, seq_tag, outputs) "
+        "and finish(); called on rank 0, sequence by sequence in the dataset's order; in JSON 'module:name'",
+    )
+
+
+@dataclass(frozen=True)
+class SequenceOutput:
+    """One output of one sequence, as a callback gets it. Attributes: raw_tensor: a numpy array of shape (frames, ...)."""
+
+    raw_tensor: Array
+
+
+class Spool:
+    """Outputs that wait in a file of this rank's own until rank 0 takes them over, in whatever order.
+
+    Attributes:
+        places: by the sequence's index and the number of its copy, where in the file its outputs begin.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.places: list[tuple[int, int]] = []
+        self._file = path.open("wb")
+
+    def add(self, index: int, outputs: Mapping[str, Array]) -> None:
+        self.places.append((index, self._file.tell()))
+        pickle.dump(dict(outputs), self._file, protocol=pickle.HIGHEST_PROTOCOL)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def forward(
+    comm: Communicator, learner: Learner, watchdog: Watchdog, feed: Feed, epoch: int, keys: ForwardKeys, spool_prefix: Path
+) -> int:
+    """Collective. Every sequence's outputs go to a callback, into an HDF file, or both; returns the number of steps.
+
+    Outputs are collected in files beside `spool_prefix`, which are removed, and handed on by rank 0 when all are there.
+
+    Raises:
+        ConfigError: there is nobody to take the outputs, or forward_step marks none.
+        DataError: the HDF file exists or cannot be written.
+    """
+    callback = together(comm, lambda: _callback(keys) if comm.rank == 0 else _check(keys), name="forward_callback")
+    if callback is not None:
+        callback.init(model=learner.model)
+    plan = together(comm, lambda: feed.plan(epoch), name=f"plan_{feed.name}")
+    share = feed.share(plan)
+    spool = together(comm, lambda: _open_spool(spool_prefix, comm.rank), name="open_spool")
+    try:
+        with feed.read(share, epoch) as batches:
+            for number, batch in enumerate(batches):
+                watchdog.beat(f"forwarding {feed.name}, batch {number}")
+                for index, outputs in zip(batch.indices.tolist(), learner.forward(batch), strict=True):
+                    spool.add(index, outputs)
+        spool.close()
+        spools = comm.gather((spool.path, spool.places), name="spools")
+        together(comm, lambda: _hand_on(feed, spools, callback, keys) if comm.rank == 0 else None, name="hand_on")
+    finally:
+        spool.path.unlink(missing_ok=True)
+    return len(share)
+
+
+def _check(keys: ForwardKeys) -> None:
+    """Raises: ConfigError, DataError."""
+    if keys.output_file is None and keys.forward_callback is None:
+        raise ConfigError(["output_file, forward_callback: expected one of them for the task forward or search, got neither"])
+    if keys.output_file is not None and Path(keys.output_file).exists():
+        raise DataError(f"{keys.output_file}: expected a file that does not exist yet (output_file), got an existing one")
+
+
+def _callback(keys: ForwardKeys) -> Any:
+    """The user's object. Raises: ConfigError."""
+    _check(keys)
+    value = as_function(keys.forward_callback, "forward_callback")
+    made = value() if isinstance(value, type) or not hasattr(value, "process_seq") and callable(value) else value
+    lacking = [name for name in ("init", "process_seq", "finish") if made is not None and not hasattr(made, name)]
+    if lacking:
+        raise ConfigError([f"forward_callback: expected the method {lacking[0]}, got a {type(made).__name__} without it"])
+    return made
+
+
+def _open_spool(prefix: Path, rank: int) -> Spool:
+    path = prefix.with_name(f"{prefix.name}.forward.rank-{rank}.unfinished")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return Spool(path)
+    except OSError as error:
+        raise DataError(f"{path}: expected to be able to write, got: {error.strerror}") from None
+
+
+def _hand_on(feed: Feed, spools: list[tuple[Path, list[tuple[int, int]]]], callback: Any, keys: ForwardKeys) -> None:
+    """Rank 0: all outputs in the dataset's order."""
+    from hvdtrain.data.hdf.writer import HDFWriter  # here, so that the keys above stay light to import
+
+    if keys.output_file is None:
+        for tag, outputs in _in_order(feed, spools):
+            callback.process_seq(seq_tag=tag, outputs={name: SequenceOutput(value) for name, value in outputs.items()})
+    else:
+        Path(keys.output_file).parent.mkdir(parents=True, exist_ok=True)
+        with HDFWriter(Path(keys.output_file)) as writer:
+            for tag, outputs in _in_order(feed, spools):
+                writer.add(tag, _as_streams(outputs))
+                if callback is not None:
+                    callback.process_seq(seq_tag=tag, outputs={name: SequenceOutput(value) for name, value in outputs.items()})
+    if callback is not None:
+        callback.finish()
+
+
+def _in_order(feed: Feed, spools: list[tuple[Path, list[tuple[int, int]]]]) -> Iterator[tuple[str, dict[str, Array]]]:
+    places = sorted((index, rank, place) for rank, (_, entries) in enumerate(spools) for index, place in entries)
+    files = [path.open("rb") for path, _ in spools]
+    try:
+        for index, rank, place in places:
+            files[rank].seek(place)
+            yield feed.dataset.tags([index])[0], pickle.load(files[rank])
+    finally:
+        for file in files:
+            file.close()
+
+
+def _as_streams(outputs: dict[str, Array]) -> dict[str, Array]:
+    """The data keys of an HDF file: 'output', or else the only or first output, is 'data'; a single number is one frame."""
+    default = "output" if "output" in outputs else next(iter(outputs)) if "data" not in outputs else "data"
+    arrays = {"data" if name == default else name: value for name, value in outputs.items()}
+    return {name: value.reshape(1) if value.ndim == 0 else value for name, value in arrays.items()}

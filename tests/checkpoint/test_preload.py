@@ -1,0 +1,157 @@
+"""preload_from_files beyond the plain case: constant parameters, parameters in no file, values that the config makes itself."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from launching import TOY, hvdtrain
+
+from hvdtrain.errors import CheckpointError, ConfigError
+from hvdtrain.learner.base import Learner
+from hvdtrain.run import train, train_with
+from hvdtrain.session import open_communicator
+from hvdtrain.settings import Settings, read_settings
+from hvdtrain.tasks.tasks import run_task
+
+Weights = dict[str, torch.Tensor]
+
+
+def settings_of(corpus: Path, model: Path, more: str, **overrides: object) -> Settings:
+    """The toy with some lines more."""
+    config = model.parent / f"{model.name}.py"
+    config.write_text(more)
+    texts = {"corpus": corpus, "part": "two.hdf", "max_seqs": 1, "model": model / "model", **overrides}
+    return read_settings([TOY, config], {name: str(value) for name, value in texts.items()})
+
+
+def trained(settings: Settings) -> Learner:
+    """The learner after a training."""
+    with open_communicator(settings) as comm:
+        return train_with(comm, settings)
+
+
+def stored(file: Path) -> Weights:
+    return torch.load(file, weights_only=True)["model"]
+
+
+@pytest.fixture(scope="module")
+def theirs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file with the toy's first layer, under names without `first.`."""
+    folder = tmp_path_factory.mktemp("theirs")
+    train(settings_of(corpus, folder / "one", "", num_epochs=1))
+    weights = stored(folder / "one" / "model.001.pt")
+    first = {name.removeprefix("first."): value + 1 for name, value in weights.items() if name.startswith("first.")}
+    torch.save({"model": first, "epoch": 3, "step": 9}, folder / "first.pt")
+    return folder / "first.pt"
+
+
+NEW = {"filename": None, "init_for_train": True}
+
+
+def entry(theirs: Path, **more: object) -> dict[str, object]:
+    return {"filename": str(theirs), "prefix": "first.", **more}
+
+
+@pytest.mark.parametrize("ema_decay", [None, 0.9])
+def test_always_means_constant_and_not_saved(corpus: Path, theirs: Path, tmp_path: Path, ema_decay: float | None) -> None:
+    """RETURNN's meaning; the training goes on from checkpoints that lack these parameters, and other tasks load them, too."""
+    more = f"preload_from_files = {{'part': {entry(theirs, init_for_train='always')}}}\n"
+    more += f"optimizer = {{'class': 'adamw', 'weight_decay': 0.5}}\nema_decay = {ema_decay}"
+    whole = settings_of(corpus, tmp_path / "whole", more, num_epochs=3)
+    learner = trained(whole)
+    saved = stored(tmp_path / "whole" / "model.003.pt")
+    assert saved
+    assert not [name for name in saved if name.startswith("first.")]
+    for name, value in stored(theirs).items():
+        assert torch.equal(learner.model.state_dict()[f"first.{name}"], value)
+    names = torch.load(tmp_path / "whole" / "model.003.opt.pt", weights_only=True)["param_names"]
+    assert sorted(names) == sorted(saved)
+    for epochs in (1, 3):  # in two goes
+        train(settings_of(corpus, tmp_path / "goes", more, num_epochs=epochs))
+    again = stored(tmp_path / "goes" / "model.003.pt")
+    assert all(torch.equal(saved[name], again[name]) for name in saved)
+    assert not torch.equal(saved["last.weight"], stored(tmp_path / "whole" / "model.001.pt")["last.weight"])
+
+
+def test_other_tasks_load_what_is_always_loaded(
+    corpus: Path, theirs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = f"preload_from_files = {{'part': {entry(theirs, init_for_train='always')}}}\ndev = train"
+    train(settings_of(corpus, tmp_path / "model", more, num_epochs=1))
+    trained = json.loads((tmp_path / "model" / "scores.jsonl").read_text())["scores"]
+    capsys.readouterr()
+    run_task(settings_of(corpus, tmp_path / "model", more, task="eval"))
+    out = capsys.readouterr().out
+    for name, value in trained.items():
+        if name.startswith("dev_"):
+            assert f"{name.removeprefix('dev_loss_')} {value:.4g}" in out
+
+
+def test_two_ranks_keep_them_constant(corpus: Path, theirs: Path, tmp_path: Path) -> None:
+    (tmp_path / "more.py").write_text(f"preload_from_files = {{'part': {entry(theirs, init_for_train='always')}}}\n")
+    overrides = {"corpus": corpus, "model": tmp_path / "model", "num_epochs": 2, "max_seqs": 2, "use_horovod": 1}
+    (tmp_path / "both.py").write_text(TOY.read_text() + (tmp_path / "more.py").read_text())
+    ended = hvdtrain(tmp_path / "both.py", overrides, ranks=2)
+    assert ended.status == 0, ended.err
+    assert "preload_from_files.part: what" in ended.out
+    one, two = (stored(tmp_path / f"model.{epoch:03}.pt") for epoch in (1, 2))
+    assert one.keys() == two.keys() == {name for name in one if not name.startswith("first.")}
+    assert not torch.equal(one["last.weight"], two["last.weight"])
+
+
+def test_what_no_file_has_is_an_error_unless_it_may_be_missing(corpus: Path, theirs: Path, tmp_path: Path) -> None:
+    part = entry(theirs, init_for_train=True)
+    del part["prefix"]
+    part["var_name_mapping"] = {"first.weight": "weight", "first.bias": "bias"}
+    odd = {"odd": {**NEW, "pattern": "un?sed"}, "zen": {**NEW, "prefix": "frozen"}}
+    preloads = {"part": part, **odd}
+    with pytest.raises(
+        CheckpointError, match=r"part: expected the model's parameters in .*first.pt, got:\n  last.bias: nothing for"
+    ):
+        train(settings_of(corpus, tmp_path / "one", f"preload_from_files = {preloads}"))
+    preloads |= {"new": {**NEW, "pattern": "last.*"}}
+    learner = trained(settings_of(corpus, tmp_path / "two", f"preload_from_files = {preloads}", learning_rate=0, num_epochs=1))
+    assert torch.equal(learner.model.state_dict()["first.weight"], stored(theirs)["weight"])
+    preloads["new"] = {**NEW, "prefix": "last."}
+    train(settings_of(corpus, tmp_path / "three", f"preload_from_files = {preloads}", num_epochs=1))
+    # What one file lacks another may have.
+    torch.save({"model": {"last.weight": torch.ones_like(learner.model.state_dict()["last.weight"])}}, tmp_path / "last.pt")
+    last = {"filename": str(tmp_path / "last.pt"), "init_for_train": True}
+    preloads = {"part": part, **odd, "last": last, "new": {**NEW, "pattern": "*.bias"}}
+    learner = trained(settings_of(corpus, tmp_path / "four", f"preload_from_files = {preloads}", learning_rate=0, num_epochs=1))
+    assert bool((learner.model.state_dict()["last.weight"] == 1).all())
+
+
+def test_a_function_of_the_config_makes_what_is_missing(corpus: Path, theirs: Path, tmp_path: Path) -> None:
+    """It is asked by name and shape for everything that is not in the file, and sees what is, by the names it has here."""
+    more = f"""
+import torch
+def make(*, name, shape, preload_model_state, **_):
+    assert set(preload_model_state) == {{"first.weight", "first.bias"}}
+    return torch.full(shape, 7.0) if name == "last.weight" else None
+preload_from_files = {{"part": {entry(theirs, init_for_train=True)} | {{"custom_missing_load_func": make}}}}
+"""
+    learner = trained(settings_of(corpus, tmp_path / "one", more, learning_rate=0, num_epochs=1))
+    assert bool((learner.model.state_dict()["last.weight"] == 7).all())
+    assert torch.equal(learner.model.state_dict()["first.bias"], stored(theirs)["bias"])
+    with pytest.raises(
+        CheckpointError, match=r"custom_missing_load_func: expected values of shape \(.*\) for last.weight, got \(1,\)"
+    ):
+        train(settings_of(corpus, tmp_path / "two", more.replace("torch.full(shape", "torch.full((1,)")))
+
+
+def test_mistakes(corpus: Path, tmp_path: Path) -> None:
+    for preload, message in (
+        ({"filename": "a", "pattern": "b"}, "pattern: expected None beside a file, where prefix says which, got 'b'"),
+        ({"filename": None}, "x: expected a pattern or a prefix where filename is None, got neither"),
+        ({"filename": 3}, "x: expected a dict with the entry 'filename', got"),
+        ({"prefix": "a"}, "x: expected a dict with the entry 'filename', got"),
+        ({"filename": "a", "patern": "b"}, "x.patern: expected one of filename, prefix, pattern"),
+        ({"filename": "a", "init_for_train": "allways"}, "x.init_for_train: expected True, False or 'always', got 'allways'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            settings_of(corpus, tmp_path / "one", f"preload_from_files = {{'x': {preload}}}")
+    always = {"filename": "a", "init_for_train": "always"}
+    with pytest.raises(ConfigError, match="x.init_for_train: expected backend = 'torch' for 'always', got 'tensorflow'"):
+        settings_of(corpus, tmp_path / "one", f"preload_from_files = {{'x': {always}}}", backend="tensorflow")

@@ -1,0 +1,242 @@
+"""Which model a training starts from, which it keeps, and when it ends; on one rank."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from launching import TOY
+
+from hvdtrain.checkpoint.folder import CleanupRule, parse_rule
+from hvdtrain.errors import CheckpointError, ConfigError, TrainingError
+from hvdtrain.run import train
+from hvdtrain.schedule.early_stopping import EndingKeys, ends_early
+from hvdtrain.schedule.file import read_learning_rate_file
+from hvdtrain.schedule.history import EpochRecord
+from hvdtrain.settings import read_settings
+
+
+def run(corpus: Path, model: Path, **overrides: object) -> None:
+    """Train in this process."""
+    texts = {"corpus": corpus, "part": "two.hdf", "max_seqs": 1, "model": model / "model", **overrides}
+    train(read_settings([TOY], {name: str(value) for name, value in texts.items()}))
+
+
+def stored(folder: Path, name: str) -> dict[str, torch.Tensor]:
+    return torch.load(folder / f"model.{name}.pt", weights_only=True)["model"]
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.fixture(scope="module")
+def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three epochs."""
+    folder = tmp_path_factory.mktemp("trained")
+    run(corpus, folder, num_epochs=3)
+    return folder
+
+
+def test_load_goes_on_after_the_models_epoch_and_steps(
+    corpus: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(corpus, tmp_path, load=trained / "model.002", num_epochs=3, optimizer={"class": "sgd"})
+    assert "model.002.pt: training goes on after epoch 2, step 4." in capsys.readouterr().out
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "model.003.opt.pt",
+        "model.003.pt",
+        "scores.jsonl",
+        "starts.jsonl",
+    ]
+    run(corpus, tmp_path, load=trained / "model", load_epoch=1, num_epochs=3)
+    assert "load: ignored, as there is a checkpoint already" in capsys.readouterr().out
+
+
+def test_start_epoch(corpus: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number in (1, 2):
+        run(corpus, tmp_path, num_epochs=number)
+    run(corpus, tmp_path, num_epochs=3)
+    whole = stored(tmp_path, "003")
+    assert same(whole, stored(trained, "003"))
+    run(corpus, tmp_path, num_epochs=3, start_epoch=3)
+    assert "start epoch 3 global train step 4" in capsys.readouterr().out
+    assert same(whole, stored(tmp_path, "003"))
+    with pytest.raises(CheckpointError, match=r"expected the whole checkpoint of epoch 1, got no .*model.001.opt.pt"):
+        run(corpus, tmp_path, num_epochs=3, start_epoch=2)
+    run(corpus, tmp_path, num_epochs=2, start_epoch=2, load=trained / "model.003.pt")
+    assert "start epoch 2 global train step 6" in capsys.readouterr().out
+    run(corpus, tmp_path, num_epochs=1, start_epoch=1)
+    assert "start_epoch is 1: what is in" in capsys.readouterr().out
+    assert same(stored(tmp_path, "001"), stored(trained, "001"))
+    assert [json.loads(line)["epoch"] for line in (tmp_path / "scores.jsonl").read_text().splitlines()] == [1]
+
+
+def test_load_epoch_goes_back(corpus: Path, tmp_path: Path, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(corpus, tmp_path, num_epochs=3)
+    run(corpus, tmp_path, num_epochs=3, load_epoch=2)
+    assert "start epoch 3 global train step 4" in capsys.readouterr().out
+    assert same(stored(tmp_path, "003"), stored(trained, "003"))
+
+
+def test_import_begins_with_epoch_1(corpus: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(corpus, tmp_path, import_model_train_epoch1=trained / "model.003.pt", learning_rate=0)
+    assert "start epoch 1 global train step 0" in capsys.readouterr().out
+    assert same(stored(tmp_path, "001"), stored(trained, "003"))
+
+
+def test_a_file_in_returnns_format_is_loaded(corpus: Path, trained: Path, tmp_path: Path) -> None:
+    model = {"model": stored(trained, "003"), "epoch": 7, "step": 70, "effective_learning_rate": 0.5, "returnn_version": "1.2"}
+    torch.save(model, tmp_path / "their.007.pt")
+    run(corpus, tmp_path, load=tmp_path / "their", load_epoch=7, num_epochs=8, learning_rate=0)
+    ours = torch.load(tmp_path / "model.008.pt", weights_only=True)
+    assert same(ours["model"], model["model"])
+    assert (ours["epoch"], ours["step"]) == (8, 72)
+
+
+def test_a_model_without_a_history_has_that_of_the_learning_rate_file(corpus: Path, trained: Path, tmp_path: Path) -> None:
+    elsewhere = {"model": stored(trained, "003"), "epoch": 3, "step": 6}
+    torch.save(elsewhere, tmp_path / "returnn.003.pt")
+    # The error got worse from epoch 2 to 3, so newbob decays before epoch 4; what the file has of epoch 4 is of no use here.
+    scores = {1: 2.0, 2: 1.0, 3: 1.5, 4: 0.1}
+    records = [f"{epoch}: EpochData(learningRate=0.02, error={{'dev_score': {score}}}),\n" for epoch, score in scores.items()]
+    (tmp_path / "rates").write_text("{\n" + "".join(records) + "}\n")
+    overrides = {"load": tmp_path / "returnn.003.pt", "learning_rate_file": tmp_path / "rates", "num_epochs": 4}
+    run(corpus, tmp_path, **overrides, learning_rate_control="newbob")
+    assert [record.learning_rate for record in read_learning_rate_file(tmp_path / "rates")] == [0.02, 0.02, 0.02, 0.01]
+
+
+def test_a_checkpoint_with_code_in_it_is_refused(corpus: Path, tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return (print, ("code of a checkpoint was run",))
+
+    torch.save({"model": {"first.weight": Evil()}}, tmp_path / "evil.pt")
+    for name in ("load", "import_model_train_epoch1"):
+        with pytest.raises(CheckpointError, match=r"evil.pt: expected a whole checkpoint"):
+            run(corpus, tmp_path / "new", **{name: tmp_path / "evil.pt"})
+
+
+def test_preload_takes_named_parameters_over(corpus: Path, trained: Path, tmp_path: Path) -> None:
+    theirs = stored(trained, "003")
+    torch.save({"weight": theirs["first.weight"], "offset": theirs["first.bias"]}, tmp_path / "part.pt")
+    part = {
+        "filename": str(tmp_path / "part.pt"),
+        "prefix": "first.",
+        "init_for_train": True,
+        "var_name_mapping": {"bias": "offset"},
+        "checkpoint_key": None,
+    }
+    preload = {"b_part": part, "c_all": {"filename": str(trained / "model.001.pt"), "init_for_train": True}}
+    run(corpus, tmp_path, preload_from_files=preload, learning_rate=0)
+    ours = stored(tmp_path, "001")
+    assert torch.equal(ours["first.weight"], theirs["first.weight"])  # b_part comes first by name, so it wins
+    assert torch.equal(ours["first.bias"], theirs["first.bias"])
+    assert torch.equal(ours["last.weight"], stored(trained, "001")["last.weight"])
+    run(corpus, tmp_path, preload_from_files={"gone": {"filename": "no.pt", "init_for_train": True}}, num_epochs=2)  # not fresh
+
+    missing = {"x": {"filename": str(tmp_path / "part.pt"), "init_for_train": True, "prefix": "last.", "checkpoint_key": None}}
+    with pytest.raises(CheckpointError, match=r"model's parameters last.\* in .*part.pt, got:\n  last.weight of shape"):
+        run(corpus, tmp_path / "other", preload_from_files=missing)
+    missing["x"] |= {"var_name_mapping": {"weight": "none"}, "ignore_missing": True, "ignore_params": ["last.bias"]}
+    with pytest.raises(CheckpointError, match=r"none of its names \(weight, offset"):
+        run(corpus, tmp_path / "other", preload_from_files=missing)
+
+
+def test_save_interval_and_cleanup(corpus: Path, tmp_path: Path) -> None:
+    run(corpus, tmp_path, num_epochs=7, save_interval=3)
+    assert sorted(path.name for path in tmp_path.glob("model.???.pt")) == ["model.003.pt", "model.006.pt", "model.007.pt"]
+    assert len((tmp_path / "scores.jsonl").read_text().splitlines()) == 7
+    cleanup = {"keep_last_n": 1, "keep_best_n": 0, "keep": [3]}
+    run(corpus, tmp_path, num_epochs=9, cleanup_old_models=cleanup)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "model.003.pt",
+        "model.009.opt.pt",
+        "model.009.pt",
+        "scores.jsonl",
+        "starts.jsonl",
+    ]
+
+
+# What RETURNN keeps of epochs 1 to n with the scores below.
+KEPT = [
+    (10, {}, [3, 4, 5, 7, 8, 9, 10]),
+    (10, {"keep_last_n": 1, "keep_best_n": 1}, [4, 5, 8, 10]),
+    (24, {}, [5, 10, 15, 20, 21, 22, 23, 24]),
+    (50, {}, [5, 10, 20, 37, 40, 42, 47, 48, 49, 50]),
+    (100, {}, [5, 10, 20, 37, 40, 69, 74, 80, 97, 98, 99, 100]),
+    (101, {"keep_last_n": 1, "keep_best_n": 1}, [20, 40, 80, 101]),
+    (240, {"keep_last_n": 1, "keep_best_n": 1}, [20, 40, 80, 101, 160, 240]),
+    (480, {}, [20, 40, 80, 101, 160, 202, 303, 320, 404, 477, 478, 479, 480]),
+]
+
+
+@pytest.mark.parametrize(("last", "options", "kept"), KEPT)
+def test_cleanup_keeps_what_returnn_keeps(last: int, options: dict[str, int], kept: list[int]) -> None:
+    epochs = range(1, last + 1)
+    scores = {epoch: {"dev_loss_ce": (epoch * 7919 % 101) / 101, "train_loss_ce": 1 / epoch} for epoch in epochs}
+    assert CleanupRule(**options).kept(epochs, scores) == kept
+
+
+def test_mistakes_in_cleanup_are_told_together() -> None:
+    assert parse_rule(False) is None
+    with pytest.raises(ConfigError) as caught:
+        parse_rule({"keep_last": 3, "keep_best_n": -1, "keep": 4})
+    assert len(caught.value.problems) == 3
+
+
+def test_early_stopping() -> None:
+    keys = EndingKeys(early_stopping_patience=2)
+    scores = [3.0, 2.0, 2.5, 1.9, 2.0, 1.95]
+    history = [EpochRecord(epoch, 0.1, {"dev_loss_ce": score}) for epoch, score in enumerate(scores, start=1)]
+    ends = [ends_early(keys, history[:epoch]) is not None for epoch in range(7)]
+    assert ends == [False, False, False, False, False, False, True]
+    assert ends_early(keys, history) == "dev_loss_ce was best after epoch 4 (1.9), early_stopping_patience is 2"
+    strict = EndingKeys(early_stopping_patience=2, early_stopping_min_difference=0.5)
+    assert ends_early(strict, history[:4]) == "dev_loss_ce was best after epoch 2 (2), early_stopping_patience is 2"
+    assert ends_early(EndingKeys(), history) is None
+
+
+def test_a_training_that_ended_early_stays_ended(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = {"num_epochs": 50, "learning_rate": 0, "early_stopping_patience": 2, "save_interval": 10}
+    run(corpus, tmp_path, **overrides)
+    assert "Finished training in epoch 3: train_loss_ce was best after epoch 1" in capsys.readouterr().out
+    assert (tmp_path / "model.003.pt").exists()
+    run(corpus, tmp_path, **overrides)
+    assert "Already trained until final epoch 3, nothing to do: train_loss_ce was best" in capsys.readouterr().out
+
+
+def test_a_loss_that_is_no_number_ends_training_with_a_report(corpus: Path, tmp_path: Path) -> None:
+    with pytest.raises(TrainingError) as caught:
+        run(corpus, tmp_path, fault="nan,0,1")
+    assert "rank 0: ce = nan in step 1 of epoch 1, sequences seq-" in str(caught.value)
+    assert "parameters that are not finite: none, so the loss itself is the cause" in str(caught.value)
+    assert not list(tmp_path.glob("*.pt"))
+    run(corpus, tmp_path, fault="nan,0,1", stop_on_nonfinite_train_score=False)
+    assert stored(tmp_path, "001")["first.weight"].isnan().all()
+
+
+def test_such_updates_are_left_out_on_request(corpus: Path, tmp_path: Path) -> None:
+    run(corpus, tmp_path / "skipped", fault="nan,0,1", num_allowed_consec_invalid_gradient_steps=1)
+    line = json.loads((tmp_path / "skipped" / "scores.jsonl").read_text())
+    assert isinstance(line["scores"]["train_loss_ce"], float)
+    assert stored(tmp_path / "skipped", "001")["first.weight"].isfinite().all()
+    with pytest.raises(TrainingError, match=r"expected finite gradients after 1 were left out"):
+        run(corpus, tmp_path / "more", fault="nan,0,1,2", num_epochs=2, num_allowed_consec_invalid_gradient_steps=1)
+
+
+def test_a_write_in_the_background_that_fails_ends_training(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(CheckpointError, match=r"model.001.pt: expected to write a checkpoint, got: .*No space left"):
+        run(corpus, tmp_path, save_in_background=True, num_epochs=1)
+
+
+def test_a_folder_that_cannot_be_written_to_is_told_before_training(corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"model: expected a folder that can be written to, got .*/file/sub: Not a directory"):
+        run(corpus, tmp_path / "file" / "sub")

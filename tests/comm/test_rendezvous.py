@@ -1,0 +1,146 @@
+"""Where processes meet, and which processes this one starts: pure functions of the environment and the keys."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvdtrain.comm.keys import LaunchKeys
+from hvdtrain.comm.launch import Launch, detect, host_names, variables
+from hvdtrain.comm.local import processes
+from hvdtrain.comm.rendezvous import Address, Agent, SharedFile, parse, place
+from hvdtrain.errors import LaunchError
+
+ALONE = Launch(None)
+SRUN = Launch("srun", rank=3, size=5, local_rank=0, local_size=2)
+MPIRUN = Launch("mpirun", rank=1, size=2, local_rank=1, local_size=2)
+STEP = {
+    "SLURM_PROCID": "3",
+    "SLURM_STEP_NUM_TASKS": "5",
+    "SLURM_STEP_NODELIST": "n[3-4],m1",
+    "SLURM_JOB_ID": "17",
+    "SLURM_STEP_ID": "0",
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("n[1-3,7],m5", ["n1", "n2", "n3", "n7", "m5"]),
+        ("cn1", ["cn1"]),
+        ("gpu-a[009-011]", ["gpu-a009", "gpu-a010", "gpu-a011"]),
+        ("r[1-2]n[1,3].cluster,login", ["r1n1.cluster", "r1n3.cluster", "r2n1.cluster", "r2n3.cluster", "login"]),
+        ("", []),
+    ],
+)
+def test_slurms_node_lists(text: str, hosts: list[str]) -> None:
+    assert host_names(text) == hosts
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("tcp://10.0.0.1:29500", Address(("10.0.0.1",), 29500)),
+        ("tcp://[fe80::1]:29500", Address(("fe80::1",), 29500)),
+        ("file:///shared/meet", SharedFile(Path("/shared/meet"))),
+        ("file://meet", SharedFile(Path("meet"))),
+    ],
+)
+def test_init_methods(text: str, expected: Any) -> None:
+    assert parse(text) == expected
+    assert place({"MASTER_ADDR": "other", "MASTER_PORT": "1"}, MPIRUN, text) == expected
+
+
+@pytest.mark.parametrize("text", ["tcp://node1", "tcp://:29500", "tcp://node1:http", "file://", "node1:29500", "ftp://node1:3"])
+def test_an_init_method_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(LaunchError, match="init_method: expected 'env://', 'tcp://HOST:PORT' or 'file:///PATH', got"):
+        parse(text)
+
+
+def test_the_environment_says_where() -> None:
+    master = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
+    torchrun = {"RANK": "1", "WORLD_SIZE": "2", **master}
+    assert place(torchrun, detect(torchrun)) == Address(("node1",), 29500)
+    assert place({**torchrun, "TORCHELASTIC_USE_AGENT_STORE": "True"}, detect(torchrun)) == Agent("node1", 29500)
+    assert place({**torchrun, "TORCHELASTIC_USE_AGENT_STORE": "False"}, detect(torchrun), "env://") == Address(("node1",), 29500)
+    assert place({**STEP, **master}, SRUN) == Address(("node1",), 29500)
+    with pytest.raises(LaunchError, match="MASTER_PORT: expected a number, got 'http'"):
+        place({"MASTER_ADDR": "node1", "MASTER_PORT": "http"}, MPIRUN)
+
+
+def test_a_step_of_srun_meets_on_its_first_node() -> None:
+    met = place(STEP, SRUN)
+    assert isinstance(met, Address)
+    assert met.hosts == ("n3",)
+    assert 20000 <= met.port < 30000
+    others = [place({**STEP, "SLURM_PROCID": "0"}, Launch("srun", 0, 5, 0, 2)), place({**STEP, "SLURM_STEP_ID": "1"}, SRUN)]
+    assert others[0] == met  # every task works out the same
+    assert others[1] != met  # another step of the same job another port
+    assert place({**STEP, "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.3"}, SRUN) == Address(("n3", "10.0.0.3"), met.port)
+    assert place({**STEP, "MASTER_PORT": "4242"}, SRUN) == Address(("n3",), 4242)
+    assert place(STEP, Launch("srun", 1, 2, 1, 2)) == Address(("127.0.0.1",), met.port)
+
+
+def test_an_mpirun_on_one_host_meets_there_and_one_on_several_does_not_know() -> None:
+    environ = {"PMIX_NAMESPACE": "2887516161"}
+    met = place(environ, MPIRUN)
+    assert isinstance(met, Address)
+    assert met.hosts == ("127.0.0.1",)
+    assert met != place({"PMIX_NAMESPACE": "2887516162"}, MPIRUN)
+    assert place(environ, Launch("mpirun", 1, 4, 1, 2)) is None
+    assert place({}, MPIRUN) is None
+
+
+def test_processes_that_hvdtrain_started_meet_where_it_said() -> None:
+    environ = {**STEP, **variables(Launch("hvdtrain", 1, 2, 1, 2)), "HVDTRAIN_INIT_METHOD": "file:///tmp/x/address"}
+    assert detect(environ) == Launch("hvdtrain", 1, 2, 1, 2)
+    assert place(environ, detect(environ)) == SharedFile(Path("/tmp/x/address"))
+    assert place(environ, detect(environ), "tcp://h:1") == Address(("h",), 1)
+    del environ["HVDTRAIN_INIT_METHOD"]  # each of several tasks of srun started some
+    assert place({**environ, "SLURM_STEP_TASKS_PER_NODE": "2(x2),1"}, detect(environ)) == place(STEP, SRUN)
+
+
+def ranks(keys: LaunchKeys, started: Launch) -> list[tuple[int, int, int, int]]:
+    return [(one.rank, one.size, one.local_rank, one.local_size) for one in processes(keys, started)]
+
+
+def test_which_processes_are_started() -> None:
+    assert ranks(LaunchKeys(), ALONE) == []
+    assert ranks(LaunchKeys(ngpu=1, multiprocessing_distributed=False), ALONE) == []
+    assert ranks(LaunchKeys(ngpu=0), ALONE) == []
+    assert ranks(LaunchKeys(), SRUN) == []
+    assert ranks(LaunchKeys(ngpu=2), Launch("hvdtrain", 0, 2, 0, 2)) == []
+    assert ranks(LaunchKeys(ngpu=3), ALONE) == [(0, 3, 0, 3), (1, 3, 1, 3), (2, 3, 2, 3)]
+    assert ranks(LaunchKeys(dist_rank=2, dist_world_size=3), ALONE) == [(2, 3, 0, 1)]
+    assert ranks(LaunchKeys(ngpu=2, dist_rank=1, dist_world_size=2), ALONE) == [(2, 4, 0, 2), (3, 4, 1, 2)]
+
+
+def test_processes_of_a_launcher_that_start_some_of_their_own() -> None:
+    keys = LaunchKeys(ngpu=2, multiprocessing_distributed=True, dist_launcher="slurm")
+    assert ranks(keys, Launch("srun", 1, 2, 0, 1)) == [(2, 4, 0, 2), (3, 4, 1, 2)]
+    assert ranks(keys, Launch("srun", 1, 2, 1, 2)) == [(2, 4, 2, 4), (3, 4, 3, 4)]
+    one_each = LaunchKeys(ngpu=1, multiprocessing_distributed=False, dist_launcher="slurm", dist_world_size=5)
+    assert ranks(one_each, SRUN) == []
+
+
+@pytest.mark.parametrize(
+    ("keys", "started", "message"),
+    [
+        (LaunchKeys(ngpu=2), MPIRUN, "ngpu: expected 1 for processes that mpirun started, got 2"),
+        (
+            LaunchKeys(dist_launcher="slurm"),
+            MPIRUN,
+            "expected processes that srun started for 'slurm', got some that mpirun started",
+        ),
+        (
+            LaunchKeys(dist_launcher="mpi"),
+            ALONE,
+            "expected processes that mpirun started for 'mpi', got one that nothing started",
+        ),
+        (LaunchKeys(dist_world_size=2), ALONE, "dist_rank: expected the number of this process, of 2, got nothing"),
+        (LaunchKeys(dist_world_size=3), MPIRUN, "expected what mpirun says, 1 of 2, got 1 of 3"),
+    ],
+)
+def test_keys_that_contradict_the_launcher(keys: LaunchKeys, started: Launch, message: str) -> None:
+    with pytest.raises(LaunchError, match=message):
+        processes(keys, started)

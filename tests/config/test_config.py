@@ -1,0 +1,592 @@
+"""Configs: Python and JSON, overrides of the command line, and every mistake reported at once."""
+
+import json
+import pickle
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy
+import pytest
+from launching import ROOT
+
+import hvdtrain
+from hvdtrain.cli import help_text, main, parse
+from hvdtrain.config.check import build, closest
+from hvdtrain.config.keys import REQUIRED, declared, key, positive, share, text_value
+from hvdtrain.config.reference import is_reference, resolve
+from hvdtrain.config.source import COMMAND_LINE, ConfigAccess, Source, load
+from hvdtrain.errors import ConfigError
+from hvdtrain.returnn_layer.names import UNSUPPORTED
+from hvdtrain.settings import DATASET_SECTIONS, Settings, all_keys, read_settings
+
+MINIMAL = """\
+model = "exp/model"
+train = {"class": "HDFDataset", "files": ["train.hdf"]}
+max_seqs = 4
+learning_rate = 0.1
+def get_model(**_): ...
+def train_step(**_): ...
+"""
+
+
+def written(folder: Path, text: str, name: str = "config.py") -> Path:
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def settings(folder: Path, text: str = "", **overrides: str) -> Settings:
+    """The minimal config with more lines, under overrides."""
+    return read_settings([written(folder, MINIMAL + text)], overrides)
+
+
+def problems(folder: Path, text: str = "", minimal: str = MINIMAL, **overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        read_settings([written(folder, minimal + text)], overrides)
+    return caught.value.problems
+
+
+def source(folder: Path, text: str, overrides: dict[str, str] | None = None, types: dict[str, Any] | None = None) -> Source:
+    return load([written(folder, text)], overrides or {}, types or {})
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, capture_output=True, encoding="utf-8", timeout=60, stdin=subprocess.DEVNULL
+    )
+
+
+# Files
+
+
+def test_every_name_of_a_python_file_is_a_value(tmp_path: Path) -> None:
+    values = source(
+        tmp_path, "import math\nfrom pathlib import Path\nhalf = 1 / 2\ndef double(x):\n    return 2 * half * x\n"
+    ).values
+    assert set(values) == {"math", "Path", "half", "double"}
+    assert values["double"](3) == 3.0
+
+
+def test_defaults_and_values_arrive_in_their_sections(tmp_path: Path) -> None:
+    made = settings(tmp_path, "num_epochs = 7\nhorovod_reduce_type = 'param'\ndev = 'dev.hdf, more.hdf'\nlog = ['a', 'b']\n")
+    assert (made.run.model, made.run.num_epochs, made.batch.max_seqs, made.batch.batch_size) == ("exp/model", 7, 4, None)
+    assert (made.reduce.horovod_reduce_type, made.log.log, made.schedule.learning_rate) == ("param", ["a", "b"], 0.1)
+    assert (made.train.name, made.train.order.seq_ordering) == ("train", "default")
+    assert [(spec.name, spec.order.seq_ordering) for spec in made.evaluations] == [("dev", "sorted")]
+
+
+def test_json_is_a_config_too(tmp_path: Path) -> None:
+    values = {
+        "model": "exp/model",
+        "train": {"class": "HDFDataset", "files": "train.hdf", "seq_ordering": "laplace:.100"},
+        "batch_size": {"data": 100},
+        "learning_rates": [1, 0.5],
+        "get_model": "my_model:get_model",
+        "train_step": "my_model:train_step",
+        "use_horovod": True,
+        "dev": None,
+    }
+    made = read_settings([written(tmp_path, json.dumps(values), "config.json")], {"num_epochs": "3"})
+    assert made.learner.get_model == "my_model:get_model"
+    assert made.schedule.learning_rates == [1.0, 0.5]
+    assert (made.batch.batch_size, made.train.order.seq_ordering, made.run.num_epochs) == ({"data": 100}, "laplace:.100", 3)
+    assert made.reduce.use_horovod is True
+    assert made.evaluations == ()
+
+
+def test_json_under_another_name(tmp_path: Path) -> None:
+    assert load([written(tmp_path, ' {"a": 1}', "my.config")], {}, {}).values == {"a": 1}
+
+
+def test_of_several_files_later_ones_see_and_overwrite_earlier_ones(tmp_path: Path) -> None:
+    first = written(tmp_path, "a, b = 1, 2\n", "first.py")
+    second = written(tmp_path, '{"b": 3, "c": 4}', "second.json")
+    third = written(tmp_path, "d = a + b + c\n", "third.py")
+    made = load([first, second, third], {}, {})
+    assert made.values == {"a": 1, "b": 3, "c": 4, "d": 8}
+    assert made.origins == {"a": "first.py", "b": "second.json", "c": "second.json", "d": "third.py"}
+
+
+def test_a_config_is_a_module_of_its_own(tmp_path: Path) -> None:
+    written(tmp_path, "number = 5\n", "beside_the_config.py")
+    text = """
+from dataclasses import dataclass
+from beside_the_config import number
+@dataclass
+class Point:
+    x: int = number
+name, place, point = __name__, __file__, Point()
+"""
+    values = source(tmp_path, text).values
+    assert values["place"] == str(tmp_path / "config.py")
+    assert values["name"] != "__main__"
+    assert values["point"].x == 5
+    assert pickle.loads(pickle.dumps(values["point"])) == values["point"]
+
+
+def test_numpy_values_are_values(tmp_path: Path) -> None:
+    rates = "learning_rates = numpy.linspace(0.1, 0.3, 3)\nlearning_rate = numpy.float32(0.5)\n"
+    made = settings(tmp_path, "import numpy\nmax_seqs = numpy.int64(8)\n" + rates)
+    assert isinstance(made.schedule.learning_rates, numpy.ndarray)
+    assert made.schedule.learning_rates.tolist() == pytest.approx([0.1, 0.2, 0.3])
+    assert (type(made.batch.max_seqs), made.batch.max_seqs) == (int, 8)
+    assert (type(made.schedule.learning_rate), made.schedule.learning_rate) == (float, 0.5)
+
+
+def test_rank_and_size_are_known_while_the_config_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOROVOD_RANK", "2")
+    monkeypatch.setenv("HOROVOD_SIZE", "5")
+    values = source(tmp_path, "import hvdtrain\nwho = hvdtrain.rank(), hvdtrain.size()\n").values
+    assert values["who"] == (2, 5)
+    assert (hvdtrain.rank(), hvdtrain.size()) == (2, 5)
+
+
+# Overrides of the command line
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("3", 3),
+        ("-0.5", -0.5),
+        ("1e-3", 0.001),
+        ("true", True),
+        ("False", False),
+        ("none", None),
+        ("2G", "2G"),
+        ("[1, 2]", [1, 2]),
+        ("{'data': 3}", {"data": 3}),
+        ("laplace:.1000", "laplace:.1000"),
+        ("", ""),
+        ("'quoted'", "quoted"),
+        ("[1, 2", "[1, 2"),
+        ("__import__('os')", "__import__('os')"),
+    ],
+)
+def test_text_of_the_command_line_is_a_literal_or_text(text: str, value: object) -> None:
+    read = text_value(text)
+    assert read == value
+    assert type(read) is type(value)
+    assert text_value(text, str) == text
+
+
+def test_overrides_are_read_by_the_keys_type(tmp_path: Path) -> None:
+    made = settings(tmp_path, model="3", use_horovod="true", num_epochs="2.0", device="none", learning_rate="1")
+    assert (made.run.model, made.reduce.use_horovod, made.run.num_epochs, made.learner.device) == ("3", True, 2, None)
+    assert (type(made.schedule.learning_rate), made.schedule.learning_rate) == (float, 1.0)
+    assert settings(tmp_path, use_horovod="1").reduce.use_horovod is True
+    assert settings(tmp_path, use_horovod="0").reduce.use_horovod is False
+
+
+def test_overrides_win_and_are_seen_by_the_config_while_it_runs(tmp_path: Path) -> None:
+    text = "epochs = num_epochs\nseqs = config.int('max_seqs')\nmax_seqs = 4\nname = config.value('name', 'plain')\n"
+    made = source(tmp_path, text, {"num_epochs": "9", "max_seqs": "16", "name": "mine"})
+    assert made.values == {"num_epochs": 9, "max_seqs": 16, "name": "mine", "epochs": 9, "seqs": 16}
+    assert made.origins["max_seqs"] == COMMAND_LINE
+    assert made.origins["seqs"] == "config.py"
+    assert made.unused == ()
+
+
+def test_overrides_reach_into_dicts(tmp_path: Path) -> None:
+    overrides = {"train.seq_ordering": "random", "train.partition_epoch": "4", "optimizer.weight_decay": "0.5"}
+    made = settings(tmp_path, "optimizer = {'class': 'adamw', 'weight_decay': 0.1}\n", **overrides)
+    assert (made.train.order.seq_ordering, made.train.order.partition_epoch) == ("random", 4)
+    assert made.learner.optimizer == {"class": "adamw", "weight_decay": 0.5}
+
+
+def test_overrides_reach_deep_and_change_a_copy(tmp_path: Path) -> None:
+    text = "other = {'x': {'y': {'z': 1}, 'text': 'a'}}\nseen = other\n"
+    made = source(tmp_path, text, {"other.x.y.z": "2", "other.x.new": "[3]", "other.x.text": "4"})
+    assert made.values["other"] == {"x": {"y": {"z": 2}, "text": "4", "new": [3]}}  # text stays text
+    assert made.values["seen"] == {"x": {"y": {"z": 1}, "text": "a"}}
+    assert made.origins["other"] == f"config.py and {COMMAND_LINE}"
+
+
+def test_overrides_that_reach_into_nothing(tmp_path: Path) -> None:
+    overrides = {"trian.x": "1", "model.x": "1", "train.files.x": "1", "train.a.b": "1"}
+    assert problems(tmp_path, **overrides) == [
+        "++trian.x: expected 'trian' to be a dict in the config, got nothing",
+        "++model.x: expected 'model' to be a dict in the config, got str",
+        "++train.files.x: expected 'files' to be a dict inside 'train', got list",
+        "++train.a.b: expected 'a' to be a dict inside 'train', got NoneType",
+    ]
+
+
+def test_an_override_that_nobody_reads_is_a_mistake(tmp_path: Path) -> None:
+    assert problems(tmp_path, hidden_size="128") == [
+        "hidden_size: unknown key in the command line (it is no key, and the config never mentions it)"
+    ]
+    assert settings(tmp_path, "layers = config.int('hidden_size', 3)\n", hidden_size="128").run.model == "exp/model"
+    assert settings(tmp_path, "hidden_size = 64\n", hidden_size="128").run.model == "exp/model"
+
+
+def test_other_names_of_returnn_for_a_key(tmp_path: Path) -> None:
+    assert settings(tmp_path, "learning_rate_decay = 0.7\n").newbob.newbob_learning_rate_decay == 0.7
+    assert settings(tmp_path, learning_rate_growth="1.5").newbob.newbob_learning_rate_growth == 1.5
+    assert settings(tmp_path, "learning_rate_decay = 0.7\n", learning_rate_decay="0.8").newbob.newbob_learning_rate_decay == 0.8
+
+
+def test_the_command_line_is_files_and_then_pairs() -> None:
+    assert parse(["a.py", "b.json", "++x", "1", "++y", "+-2", "++z.w", "-3"]) == (
+        [Path("a.py"), Path("b.json")],
+        {"x": "1", "y": "-2", "z.w": "-3"},
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], ["command line: expected a config file first, got none (python -m hvdtrain --help)"]),
+        (["a.py", "++x"], ["command line: expected a value after ++x, got nothing"]),
+        (["a.py", "++x", "++y", "1"], ["command line: expected a value after ++x, got the next key"]),
+        (
+            ["a.py", "-x", "1"],
+            [f"command line: expected ++KEY VALUE, got {word!r} (python -m hvdtrain --help)" for word in ("-x", "1")],
+        ),
+        (
+            ["a.py", "++", "b.py"],
+            [f"command line: expected ++KEY VALUE, got {word!r} (python -m hvdtrain --help)" for word in ("++", "b.py")],
+        ),
+    ],
+)
+def test_command_lines_that_make_no_sense(arguments: list[str], expected: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(arguments)
+    assert caught.value.problems == expected
+
+
+# The object `config`
+
+
+def test_config_object_reads_what_is_known_so_far() -> None:
+    values: dict[str, Any] = {"flag": "yes", "off": 0, "three": "3", "names": ["a", "b"], "text": "a,b", "nothing": None}
+    config = ConfigAccess(values)
+    assert [config.bool("flag"), config.bool("off"), config.bool("none", True), config.bool("none")] == [True, False, True, None]
+    assert [config.is_true("flag"), config.is_true("none"), config.is_true("nothing")] == [True, False, False]
+    assert [config.int("three"), config.int("none", 7), config.float("three")] == [3, 7, 3.0]
+    assert [config.value("off"), config.value("names"), config.value("none", 5)] == ["0", "a,b", 5]
+    assert [config.list("text"), config.list("names"), config.list("none", [])] == [["a", "b"], ["a", "b"], []]
+    assert [config.typed_value("names"), config.has("off"), config.has("none")] == [["a", "b"], True, False]
+    values["later"] = 1
+    assert config.int("later") == 1
+    with pytest.raises(ValueError, match="text: expected true or false, got 'a,b'"):
+        config.bool("text")
+
+
+def test_config_object_sees_overrides_and_the_files_own_names(tmp_path: Path) -> None:
+    text = """
+a = 1
+use_horovod = config.bool("use_horovod", False)
+b = config.int("a") + 1
+known = config.has("b"), config.has("c")
+"""
+    values = source(tmp_path, text, {"use_horovod": "1"}).values
+    assert (values["use_horovod"], values["b"], values["known"]) == (1, 2, (True, False))
+    assert source(tmp_path, text).values["use_horovod"] is False
+    assert "config" not in values
+
+
+# Mistakes
+
+
+def test_five_mistakes_are_five_lines(tmp_path: Path) -> None:
+    text = """
+model = "exp/model"
+train = {"class": "HDFDataset", "files": "train.hdf", "seq_ordering": "randomly"}
+max_seqs = 0
+learning_rat = 0.1
+learning_rate = "fast"
+def get_model(**_): ...
+"""
+    finished = run("-m", "hvdtrain", str(written(tmp_path, text)))
+    assert (finished.returncode, finished.stdout) == (2, "")
+    first, *lines = finished.stderr.splitlines()
+    assert first == "5 problems in the config:"
+    assert [line.split(":")[0].strip() for line in lines] == [
+        "learning_rat",
+        "max_seqs",
+        "train_step",
+        "learning_rate",
+        "train.seq_ordering",
+    ]
+    assert "  learning_rat: unknown key in config.py (did you mean learning_rate?)" in lines
+    assert "  max_seqs: expected a positive number, or -1 for no limit, got 0 in config.py" in lines
+    assert "  learning_rate: expected a number or None, got 'fast' in config.py" in lines
+
+
+def test_a_missing_file_ends_with_status_2(tmp_path: Path) -> None:
+    finished = run("-m", "hvdtrain", str(tmp_path / "none.py"), "++num_epochs", "1")
+    assert finished.returncode == 2
+    assert (
+        finished.stderr
+        == f"1 problem in the config:\n  {tmp_path / 'none.py'}: expected a config file, got: No such file or directory\n"
+    )
+
+
+def test_files_that_are_no_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "data.py").write_bytes(b"\xff\xfe\x00")
+    for path, message in (
+        (tmp_path, "expected a config file, got: Is a directory"),
+        (tmp_path / "data.py", "expected a Python or JSON file, got bytes that are no UTF-8 text"),
+        (
+            written(tmp_path, '{"a": 1,\n "b" 2}', "broken.json"),
+            "broken.json, line 2: expected JSON, got: Expecting ':' delimiter",
+        ),
+        (written(tmp_path, "[1, 2]", "list.json"), "list.json: expected a JSON object of keys, got a list"),
+    ):
+        assert main([str(path)]) == 2
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a = 1\nb = = 2\n", "config.py, line 2: SyntaxError: invalid syntax"),
+        ("a = (1,\n", "config.py, line 1: SyntaxError: '(' was never closed"),
+        ("a = 1\n\nb = c\n", "config.py, line 3: NameError: name 'c' is not defined"),
+        ("def f(x):\n    return 1 / x\n\nf(0)\n", "config.py, line 2: ZeroDivisionError: division by zero"),
+        ("\nimport no_such_module\n", "config.py, line 2: ModuleNotFoundError: No module named 'no_such_module'"),
+        ("import json\n\n\njson.loads('[')\n", "config.py, line 4: JSONDecodeError: "),
+        ("config.bool('__name__')\n", "config.py, line 1: ValueError: __name__: expected true or false"),
+    ],
+)
+def test_exceptions_in_a_config_name_the_line(tmp_path: Path, text: str, expected: str) -> None:
+    (problem,) = problems(tmp_path, text, minimal="")
+    assert problem.startswith(expected)
+
+
+def test_an_exception_in_a_module_that_the_config_imports_names_the_configs_line(tmp_path: Path) -> None:
+    written(tmp_path, "a = 1\n\n\nb = = 2\n", "broken_module.py")
+    (problem,) = problems(tmp_path, "import broken_module\n", minimal="# first line\n")
+    assert problem == "config.py, line 2: SyntaxError: invalid syntax (broken_module.py, line 4)"
+
+
+def test_nothing_but_a_message_is_shown_for_a_broken_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(written(tmp_path, "1 / 0\n"))]) == 2
+    assert capsys.readouterr().err == "1 problem in the config:\n  config.py, line 1: ZeroDivisionError: division by zero\n"
+
+
+def test_misspelt_keys_are_mistakes_and_other_names_are_the_authors_own(tmp_path: Path) -> None:
+    text = "num_epoch = 3\nlearnin_rate = 1\ntrian = 3\nhidden = 3\n_max_seq = 1\nimport numpy as modell\nclass modle: ...\n"
+    assert problems(tmp_path, text, use_horovd="1") == [
+        "num_epoch: unknown key in config.py (did you mean num_epochs?)",
+        "learnin_rate: unknown key in config.py (did you mean learning_rate?)",
+        "trian: unknown key in config.py (did you mean train?)",
+        "use_horovd: unknown key in the command line (did you mean use_horovod?)",
+    ]
+
+
+def test_closest_key() -> None:
+    keys = ["train", "dev", "model", "learning_rate", "learning_rates"]
+    assert [closest(name, keys) for name in ("learning_rates_", "modle", "dve", "models", "mode", "x", "traindev")] == [
+        "learning_rates",
+        "model",
+        "dev",
+        "model",
+        "model",
+        None,
+        None,
+    ]
+    assert closest("x", []) is None
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_keys_of_returnn_that_would_change_the_training_are_mistakes(tmp_path: Path, name: str) -> None:
+    (problem,) = problems(tmp_path, f"{name} = 2\n")
+    assert problem == f"{name}: a key of RETURNN that is not supported, in config.py ({UNSUPPORTED[name]})"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("num_epochs = 2.5", "num_epochs: expected an integer, got 2.5 in config.py"),
+        ("num_epochs = True", "num_epochs: expected an integer, got True in config.py"),
+        ("num_epochs = float('nan')", "num_epochs: expected an integer, got nan in config.py"),
+        ("num_epochs = 0", "num_epochs: expected a positive number, got 0 in config.py"),
+        ("learning_rate = -1.0", "learning_rate: expected zero or a positive number, got -1.0 in config.py"),
+        ("use_horovod = 'maybe'", "use_horovod: expected True or False, got 'maybe' in config.py"),
+        ("use_horovod = 2", "use_horovod: expected True or False, got 2 in config.py"),
+        ("model = 3", "model: expected a string, got 3 in config.py"),
+        ("horovod_reduce_type = 'grads'", "horovod_reduce_type: expected 'grad' or 'param', got 'grads' in config.py"),
+        (
+            "batch_size = {'data': 0.5}",
+            "batch_size: expected an integer or a dict of integers or a function or None, got {'data': 0.5} in config.py",
+        ),
+        (
+            "learning_rates = [0.1, 'x']",
+            "learning_rates: expected a list of numbers or a dict of numbers or ndarray or None, got [0.1, 'x']",
+        ),
+        ("learning_rates = []", "learning_rates: expected at least one learning rate, got an empty list"),
+        ("log = ['a', 3]", "log: expected a string or a list of strings or None, got ['a', 3] in config.py"),
+        ("get_model = 3", "get_model: expected a function or a string, got 3 in config.py"),
+        ("import numpy as get_model", "get_model: expected a function or a string, got <module 'numpy'"),
+        ("train = {'class': 'HDFDataset'}", "train.files: expected a string or a list of strings (the HDF file, or a list of"),
+        ("train = {'class': 'Sprint'}", "train.class: expected one of HDFDataset, NextGenHDFDataset, "),
+        ("train['fils'] = 1", "train.fils: unknown key of HDFDataset (did you mean files?)"),
+        ("train['window'] = 3", "train.window: unknown key of HDFDataset"),
+        ("train['files'] = ['a', 3]", "train.files: expected a string or a list of strings, got ['a', 3] in the config"),
+        (
+            "dev = {'class': 'HDFDataset', 'files': 'x', 'partition_epoch': 0}",
+            "dev.partition_epoch: expected a positive number, got 0",
+        ),
+        ("eval_datasets = {'x': {'class': 'HDFDataset'}}", "x.files: expected a string or a list of strings"),
+        ("eval_datasets = ['x']", "eval_datasets: expected a dict, got ['x'] in config.py"),
+    ],
+)
+def test_values_of_the_wrong_kind(tmp_path: Path, text: str, expected: str) -> None:
+    (problem,) = problems(tmp_path, text)
+    assert problem.startswith(expected)
+
+
+def test_long_values_are_cut_in_messages(tmp_path: Path) -> None:
+    (problem,) = problems(tmp_path, "num_epochs = list(range(1000))\n")
+    assert problem == f"num_epochs: expected an integer, got {repr(list(range(1000)))[:77]}... in config.py"
+
+
+def test_everything_that_is_needed_is_asked_for_at_once(tmp_path: Path) -> None:
+    found = problems(tmp_path, minimal="")
+    assert [problem.split(":")[0] for problem in found] == [
+        "model",
+        "train",
+        "batch_size",
+        "get_model",
+        "train_step",
+        "learning_rate",
+    ]
+    assert all(problem.endswith(("got nothing", "got neither")) for problem in found)
+
+
+def test_config_errors_survive_the_way_to_other_ranks() -> None:
+    error = pickle.loads(pickle.dumps(ConfigError(["a: one", "b: two"])))
+    assert str(error) == "2 problems in the config:\n  a: one\n  b: two"
+    assert error.problems == ["a: one", "b: two"]
+
+
+# Declaring keys
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExampleKeys:
+    """A section of keys."""
+
+    needed: int = key(REQUIRED, "how many")
+    part: float = key(0.5, "how much", share)
+    either: int | str | None = key(None, "a number or a name", positive)
+    choice: bool | Literal["some"] = key(False, "whether")
+    table: dict[str, int] = key({"a": 1}, "numbers by name")
+    level: Literal[0, 1] = key(0, "how far")
+
+
+def test_a_section_is_filled_and_checked() -> None:
+    filled, found = build(ExampleKeys, {"needed": 3.0, "either": "name", "choice": "some", "table": {"b": 2.0}}, "", {})
+    assert found == []
+    assert filled == ExampleKeys(needed=3, part=0.5, either="name", choice="some", table={"b": 2})
+    filled, found = build(ExampleKeys, {"part": 1.5, "either": -3, "choice": "none"}, "inside.", {"part": "x.py"})
+    assert filled is None
+    assert found == [
+        "inside.needed: expected an integer (how many), got nothing",
+        "inside.part: expected a number between 0 and 1, got 1.5 in x.py",
+        "inside.either: expected a positive number, got -3 in the config",
+        "inside.choice: expected True or False or 'some', got 'none' in the config",
+    ]
+
+
+def test_of_several_types_the_values_own_comes_first() -> None:
+    assert build(ExampleKeys, {"needed": 1, "choice": 1}, "", {})[0].choice is True
+    assert build(ExampleKeys, {"needed": 1, "either": "3"}, "", {})[0].either == "3"
+    assert build(ExampleKeys, {"needed": 1, "either": 3}, "", {})[0].either == 3
+
+
+def test_a_literal_number_is_not_mistaken_for_true_or_false() -> None:
+    assert build(ExampleKeys, {"needed": 1, "level": 1}, "", {})[0].level == 1
+    assert build(ExampleKeys, {"needed": 1, "level": True}, "", {})[1] == ["level: expected 0 or 1, got True in the config"]
+
+
+def test_defaults_that_can_be_changed_are_not_shared() -> None:
+    first, second = (build(ExampleKeys, {"needed": 1}, "", {})[0] for _ in range(2))
+    first.table["b"] = 2
+    assert second.table == {"a": 1}
+
+
+def test_naming_python_in_a_string(tmp_path: Path) -> None:
+    path = written(tmp_path, "class Corpus: ...\n", "my_corpus_file.py")
+    assert is_reference(f"{path}:Corpus")
+    assert resolve(f"{path}:Corpus").__name__ == "Corpus"
+    assert resolve("json.decoder:JSONDecoder") is json.JSONDecoder
+    for text in ("a.hdf", "a.hdf,b.hdf", "laplace:.1000", "a:b:c", "", 3, None, "my corpus:x"):
+        assert not is_reference(text), text
+    for text, message in (
+        (f"{path}:Missing", "expected a name 'Missing' in"),
+        ("no_such_module:x", "ModuleNotFoundError: No module named 'no_such_module'"),
+        (f"{tmp_path / 'none.py'}:x", "no such file"),
+        (f"{written(tmp_path, '1 / 0', 'failing.py')}:x", "ZeroDivisionError: division by zero"),
+    ):
+        with pytest.raises(ImportError, match=message):
+            resolve(text)
+
+
+# Help
+
+
+def test_help_lists_every_key_and_imports_nothing_heavy() -> None:
+    heavy = ["torch", "tensorflow", "horovod", "h5py", "mpi4py"]
+    program = (
+        "import runpy, sys\n"
+        "sys.argv = ['hvdtrain', '--help']\n"
+        "try:\n"
+        "    runpy.run_module('hvdtrain', run_name='__main__')\n"
+        "except SystemExit as end:\n"
+        f"    print('STATUS', end.code, 'HEAVY', sorted(set({heavy}) & set(sys.modules)))\n"
+    )
+    finished = run("-c", program)
+    *help_lines, last = finished.stdout.splitlines()
+    assert last == "STATUS 0 HEAVY []"
+    assert finished.stderr == ""
+    assert "\n".join(help_lines) == help_text()
+    dataset_keys = [declared_key for section in DATASET_SECTIONS for declared_key in declared(section)]
+    assert len(all_keys()) > 30
+    for declared_key in [*all_keys(), *dataset_keys]:
+        assert f"    {declared_key.name}" in help_lines, declared_key.name
+        assert f"        {declared_key.doc}" in help_lines, declared_key.name
+
+
+def test_a_wrong_config_is_told_without_importing_a_framework(tmp_path: Path) -> None:
+    path = written(tmp_path, MINIMAL + "num_epoch = 3\n")
+    program = (
+        "import sys\n"
+        "from hvdtrain.cli import main\n"
+        f"status = main([{str(path)!r}])\n"
+        "print(status, sorted({'torch', 'tensorflow', 'horovod', 'h5py'} & set(sys.modules)))\n"
+    )
+    assert run("-c", program).stdout == "2 []\n"
+
+
+def test_no_key_is_declared_twice_and_every_one_is_documented() -> None:
+    names = [declared_key.name for declared_key in all_keys()]
+    assert len(names) == len(set(names))
+    assert all(declared_key.doc and "\n" not in declared_key.doc for declared_key in all_keys())
+    assert not set(names) & set(UNSUPPORTED)
+
+
+def test_datasets_that_stand_in_each_others_way(tmp_path: Path) -> None:
+    found = problems(tmp_path, "train = None\ndev = 'dev.hdf'\neval_datasets = {'dev': 'other.hdf'}\n")
+    assert "train: expected a dataset dict or HDF files, got None" in found
+    assert "eval_datasets.dev: expected a name other than train, dev, eval, got 'dev'" in found
+
+
+def test_both_names_of_a_key_and_keys_of_returnn_that_ask_for_nothing(tmp_path: Path) -> None:
+    found = problems(tmp_path, "learning_rate_decay = 0.7\nnewbob_learning_rate_decay = 0.8\nchunking = None\n")
+    assert len(found) == 1
+    assert found[0].startswith("learning_rate_decay: expected either learning_rate_decay or newbob_learning_rate_decay")
+    settings(tmp_path, "chunking = '0'\ngradient_noise = 0.0\naccum_grad_multiple_step = 1\n")
+
+
+def test_orders_of_their_own_need_an_order_that_is_random(tmp_path: Path) -> None:
+    offset = "horovod_dataset_distribution = 'random_seed_offset'\n"
+    (problem,) = problems(tmp_path, offset)
+    assert "expected a random seq_ordering in train for 'random_seed_offset', got 'default'" in problem
+    assert problems(tmp_path, offset + "train['seq_ordering'] = 'random'\ntrain['fixed_random_seed'] = 1\n")
+    settings(tmp_path, offset + "train['seq_ordering'] = 'laplace:.10'\n")

@@ -1,0 +1,161 @@
+"""Files that another process replaces, overwrites or cuts while they are read."""
+
+import multiprocessing
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import h5py
+import numpy
+import pytest
+from launching import TOY, Finished, hvdtrain
+
+from hvdtrain.data.files.unchanged import Unchanged
+from hvdtrain.data.hdf.dataset import open_hdf
+from hvdtrain.data.hdf.writer import HDFWriter
+from hvdtrain.errors import DataError
+
+FRAMES = numpy.arange(40_000, dtype=numpy.float32).reshape(10_000, 4)
+
+
+def write(path: Path, frames: numpy.ndarray, compressed: bool = False) -> Path:
+    """100 sequences of 100 frames."""
+    with HDFWriter(path, compression="gzip" if compressed else None) as writer:
+        for number in range(100):
+            writer.add(f"seq-{number}", {"data": frames[number * 100 : number * 100 + 100]})
+    return path
+
+
+def replace(path: Path) -> None:
+    write(path.with_name("new.hdf"), FRAMES + 1).rename(path)
+
+
+def overwrite(path: Path) -> None:
+    with h5py.File(path, "r+") as file:
+        file["inputs"][...] = FRAMES + 1
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, 10_000)
+
+
+CHANGES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "replaced": (replace, "got another one in its place"),
+    "overwritten": (overwrite, "got one that was written to at 2"),
+    "cut": (cut, "got 10000 bytes instead of 1"),
+    "touched": (lambda path: os.utime(path), "got one that was written to at 2"),
+}
+
+
+@pytest.mark.parametrize("how", CHANGES)
+def test_a_change_is_noticed(tmp_path: Path, how: str) -> None:
+    path = write(tmp_path / "file.hdf", FRAMES)
+    files = Unchanged([str(path), str(path), str(tmp_path / "none.hdf")])
+    files.check()
+    os.utime(path, ns=(1, path.stat().st_mtime_ns))  # `touch -a`, as against clean-ups of old files
+    files.check()
+    change, message = CHANGES[how]
+    change(path)
+    with pytest.raises(DataError, match=rf"file.hdf: expected the file that was opened at the start, {message}.* new name"):
+        files.check()
+
+
+def test_a_file_that_went_away_is_noticed(tmp_path: Path) -> None:
+    path = write(tmp_path / "file.hdf", FRAMES)
+    files = Unchanged([str(path)])
+    path.unlink()
+    with pytest.raises(DataError, match=r"file.hdf: expected the file that was opened at the start, got: no such file"):
+        files.check()
+
+
+def test_a_mapped_file_that_was_replaced_reads_as_before(tmp_path: Path) -> None:
+    path = write(tmp_path / "file.hdf", FRAMES)
+    dataset = open_hdf([path])
+    assert dataset.mapped == {"data"}
+    replace(path)
+    sequences = [dataset.sequence(index)["data"] for index in range(100)]
+    assert numpy.array_equal(numpy.concatenate(sequences), FRAMES)
+    with pytest.raises(DataError, match="another one in its place"):  # they would be those of the new file
+        dataset.tags([3])
+
+
+def test_a_file_that_is_open_in_h5py_reads_as_before(tmp_path: Path) -> None:
+    path = write(tmp_path / "file.hdf", FRAMES, compressed=True)
+    dataset = open_hdf([path])
+    assert dataset.mapped == frozenset()
+    dataset.sequence(0)
+    replace(path)
+    assert numpy.array_equal(numpy.concatenate([dataset.sequence(index)["data"] for index in range(100)]), FRAMES)
+
+
+def test_a_file_that_is_opened_again_is_the_same_one(tmp_path: Path) -> None:
+    """By the first read through h5py, or by a forked process: the index is that of the file before."""
+    path = write(tmp_path / "file.hdf", FRAMES, compressed=True)
+    read, unread = open_hdf([path]), open_hdf([path])
+    read.sequence(0)
+    write(tmp_path / "new.hdf", FRAMES + 1, compressed=True).rename(path)
+    with pytest.raises(DataError, match="another one in its place"):
+        unread.sequence(0)
+    here, there = multiprocessing.get_context("fork").Pipe()
+
+    def work() -> None:
+        try:
+            there.send(read.sequence(0)["data"][0, 0])
+        except DataError as error:
+            there.send(str(error))
+
+    process = multiprocessing.get_context("fork").Process(target=work)
+    process.start()
+    assert "another one in its place" in here.recv()
+    process.join()
+
+
+def test_a_read_that_fails_tells_that_the_file_was_cut(tmp_path: Path) -> None:
+    path = write(tmp_path / "file.hdf", FRAMES, compressed=True)
+    dataset = open_hdf([path])
+    dataset.sequence(0)
+    os.truncate(path, path.stat().st_size // 2)
+    with pytest.raises(DataError, match=r"file.hdf: expected the file that was opened at the start, got \d+ bytes instead of"):
+        dataset.sequence(99)
+
+
+CONFIG = f"""
+import os
+exec(open({str(TOY)!r}).read())
+toy_step, changed = train_step, []
+def train_step(*, model, extern_data, **_):
+    if hvdtrain.get_run_ctx().epoch == 2 and hvdtrain.rank() == 1 and not changed:
+        changed.append(True)
+        if config.value("change") == "replace":
+            os.rename(corpus / "new.hdf", corpus / "train.hdf")
+        else:
+            os.truncate(corpus / "train.hdf", 5000)
+    toy_step(model=model, extern_data=extern_data)
+"""
+
+
+def train_on_a_file_that_changes_in_epoch_2(corpus: Path, folder: Path, change: str) -> Finished:
+    shutil.copy(corpus / "train.hdf", folder / "train.hdf")
+    shutil.copy(corpus / "train.hdf", folder / "new.hdf")
+    (folder / "config.py").write_text(CONFIG)
+    overrides = {"use_horovod": 1, "corpus": folder, "model": folder / "model", "num_epochs": 5, "change": change}
+    return hvdtrain(folder / "config.py", overrides, ranks=2)
+
+
+def test_training_ends_before_the_epoch_in_which_it_would_read_another_file(corpus: Path, tmp_path: Path) -> None:
+    finished = train_on_a_file_that_changes_in_epoch_2(corpus, tmp_path, "replace")
+    assert finished.status == 2, finished.err
+    assert "train epoch 2, finished after" in finished.out  # it could be read as it was
+    assert "start epoch 3" not in finished.out
+    message = f"{tmp_path}/train.hdf: expected the file that was opened at the start, got another one in its place"
+    assert message in finished.err
+
+
+def test_a_mapped_file_that_is_cut_in_an_epoch_ends_the_job_and_shows_where(corpus: Path, tmp_path: Path) -> None:
+    """Nothing can be done about SIGBUS; but everybody sees what was being read, and no rank hangs."""
+    finished = train_on_a_file_that_changes_in_epoch_2(corpus, tmp_path, "cut")
+    assert finished.status != 0
+    assert "Fatal Python error: Bus error" in finished.err
+    assert "hvdtrain/data/hdf/dataset.py" in finished.err
+    assert "train epoch 2, finished after" not in finished.out

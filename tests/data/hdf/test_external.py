@@ -1,0 +1,112 @@
+"""HDF files that lead to other files: refused unless a key allows it, and never read as zeros where something is missing."""
+
+from pathlib import Path
+
+import h5py
+import numpy
+import pytest
+from hdf_files import CLASSES, EXPECTED, FRAMES, Change, contents, put, write
+
+from hvdtrain.data.hdf.dataset import open_hdf
+from hvdtrain.data.sources import open_dataset, parse
+from hvdtrain.errors import DataError
+
+
+def virtual(name: str, other: str, source: str) -> Change:
+    def change(file: h5py.File) -> None:
+        shape, dtype = file[name].shape, file[name].dtype
+        layout = h5py.VirtualLayout(shape, dtype)
+        layout[:] = h5py.VirtualSource(other, source, shape)
+        del file[name]
+        file.create_virtual_dataset(name, layout)
+
+    return change
+
+
+def stored_in(path: Path, size: int = 40) -> Change:
+    def change(file: h5py.File) -> None:
+        del file["inputs"]
+        file.create_dataset("inputs", (5, 2), "f4", external=[(str(path), 0, size)])
+
+    return change
+
+
+def refused(path: Path) -> str:
+    with pytest.raises(DataError) as caught:
+        open_hdf([path], "follow")
+    assert str(caught.value).startswith(f"{path}: expected ")
+    return str(caught.value).removeprefix(f"{path}: ")
+
+
+@pytest.mark.parametrize("name", ["inputs", "targets/data/classes", "targets/data", "targets", "seqLengths", "seqTags"])
+def test_links_are_followed_where_allowed(tmp_path: Path, name: str) -> None:
+    write(tmp_path / "other.hdf")
+    own = put(name, h5py.ExternalLink("other.hdf", f"/{name}"))
+    path = write(tmp_path / "file.hdf", own)
+    dataset = open_hdf([path], "follow")
+    assert contents(dataset) == EXPECTED
+    assert dataset.how_read() == "classes, data memory-mapped"  # each key in the file where it is
+
+
+def test_a_link_may_lead_to_another_name(tmp_path: Path) -> None:
+    def elsewhere(file: h5py.File) -> None:
+        file["shift"] = numpy.zeros(1000)
+        file.move("inputs", "somewhere")
+
+    write(tmp_path / "other.hdf", elsewhere)
+    path = write(tmp_path / "file.hdf", put("inputs", h5py.ExternalLink("other.hdf", "/somewhere")))
+    assert contents(open_hdf([path], "follow")) == EXPECTED
+
+
+@pytest.mark.parametrize(("other", "name"), [("none.hdf", "/inputs"), ("other.hdf", "/none")])
+def test_a_link_to_what_is_not_there(tmp_path: Path, other: str, name: str) -> None:
+    write(tmp_path / "other.hdf")
+    path = write(tmp_path / "file.hdf", put("inputs", h5py.ExternalLink(other, name)))
+    assert refused(path).startswith(f"expected {name} in {other}, where the link /inputs leads, got: ")
+
+
+def test_virtual_datasets_are_read_where_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "folder").mkdir()
+    write(tmp_path / "folder" / "other.hdf")
+    path = write(tmp_path / "folder" / "file.hdf", virtual("inputs", "other.hdf", "inputs"))
+    dataset = open_hdf([path], "follow")
+    assert contents(dataset) == EXPECTED
+    assert dataset.how_read() == "classes memory-mapped; data read through h5py"
+    monkeypatch.chdir(tmp_path)  # names in it go by the file's folder
+    assert contents(open_hdf([Path("folder/file.hdf")], "follow")) == EXPECTED
+
+
+@pytest.mark.parametrize(("other", "source"), [("none.hdf", "inputs"), ("other.hdf", "none")])
+def test_a_virtual_dataset_of_what_is_not_there(tmp_path: Path, other: str, source: str) -> None:
+    write(tmp_path / "other.hdf")
+    path = write(tmp_path / "file.hdf", virtual("inputs", other, source))
+    with h5py.File(path) as file:
+        assert file["inputs"][:].tolist() == [[0, 0]] * 5  # that is what HDF5 makes of it
+    assert refused(path) == f"expected {source} in {other}, of which /inputs is put together, got none"
+
+
+def test_external_storage_is_read_where_allowed(tmp_path: Path) -> None:
+    (tmp_path / "raw").write_bytes(FRAMES.tobytes())
+    assert contents(open_hdf([write(tmp_path / "file.hdf", stored_in(tmp_path / "raw"))], "follow")) == EXPECTED
+
+
+def test_external_storage_that_is_not_there_or_too_short(tmp_path: Path) -> None:
+    path = write(tmp_path / "file.hdf", stored_in(tmp_path / "raw"))
+    told = f"expected {tmp_path}/raw with 40 bytes, where /inputs is stored, got: "
+    assert refused(path) == told + "no such file"
+    (tmp_path / "raw").write_bytes(FRAMES.tobytes()[:39])
+    assert refused(path) == told + "39 bytes"
+
+
+def test_the_key_of_the_dataset(tmp_path: Path) -> None:
+    write(tmp_path / "other.hdf")
+    path = write(tmp_path / "file.hdf", put("targets/data/classes", h5py.ExternalLink("other.hdf", "/targets/data/classes")))
+    named = {"class": "HDFDataset", "files": str(path)}
+    spec, problems = parse("train", named, {})
+    assert (problems, spec.files, spec.copied) == ([], (str(path),), (str(path),))
+    with pytest.raises(DataError, match=r"got a link to another file \(allow_external in the dataset dict allows it\)"):
+        open_dataset(spec)
+    spec, problems = parse("train", {**named, "allow_external": True}, {})
+    assert (problems, spec.files, spec.copied) == ([], (str(path),), ())  # a copy would lead to other places
+    dataset = open_dataset(spec)
+    assert dataset.sequence(1)["classes"].tolist() == CLASSES[1:].tolist()

@@ -1,0 +1,107 @@
+"""Sequences picked out of an array into a batch: the values, and memory that is used again when nobody sees it any more."""
+
+import numpy
+import pytest
+
+from hvdtrain.data.batches import pad
+from hvdtrain.data.hdf.dataset import open_hdf
+from hvdtrain.data.hdf.gather import REUSED, Memory, Part, gather
+from hvdtrain.data.hdf.writer import HDFWriter
+
+
+def gathered(array, starts, lengths, memory=None):
+    part = Part(array, numpy.arange(len(starts)), numpy.array(starts))
+    return gather([part], numpy.array(lengths, dtype=numpy.int32), memory or Memory())
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (3, 40)])
+@pytest.mark.parametrize("longest", [0, 1, 9, 400])
+def test_a_gathered_batch_is_what_padding_the_sequences_one_by_one_makes(shape, longest):
+    generator = numpy.random.default_rng(longest)
+    array = generator.normal(size=(1000, *shape)).astype(numpy.float32)
+    lengths = generator.integers(0, longest + 1, 50).astype(numpy.int32)
+    lengths[0] = longest
+    starts = generator.integers(0, 1000 - longest + 1, 50)
+    memory = Memory()
+    for _ in range(3):  # memory that was used before has other values in it
+        values = gathered(array, starts, lengths, memory)
+        expected = pad([array[start : start + length] for start, length in zip(starts, lengths, strict=True)])
+        assert values.dtype == array.dtype
+        assert numpy.array_equal(values, expected.values)
+        values[...] = 1
+
+
+@pytest.mark.parametrize("longest", [1, 9, 400])
+def test_a_batch_from_several_arrays(longest):
+    generator = numpy.random.default_rng(longest)
+    arrays = [generator.integers(1, 100, (1000, 8)), generator.integers(1, 100, (500, 8)), numpy.zeros((0, 8), dtype=int)]
+    which = generator.integers(0, 3, 50)
+    lengths = generator.integers(0, longest + 1, 50).astype(numpy.int32)
+    lengths[which == 2] = 0
+    starts = numpy.where(which == 2, 0, generator.integers(0, 500 - longest + 1, 50))
+    parts = []
+    for number, array in enumerate(arrays):
+        rows = numpy.flatnonzero(which == number)
+        parts.append(Part(array, rows, starts[rows]))
+    expected = pad([arrays[one][start : start + length] for one, start, length in zip(which, starts, lengths, strict=True)])
+    assert numpy.array_equal(gather(parts, lengths, Memory()), expected.values)
+
+
+def test_the_last_sequence_may_be_shorter_than_the_longest():
+    array = numpy.arange(5, dtype=numpy.int8)
+    assert gathered(array, [0, 4], [3, 1]).tolist() == [[0, 1, 2], [4, 0, 0]]
+
+
+def test_frames_that_are_not_aligned():
+    array = numpy.frombuffer(b"x" + numpy.arange(9, dtype=numpy.int32).tobytes(), numpy.int32, offset=1)
+    assert not array.flags.aligned
+    assert gathered(array, [2, 7], [1, 2]).tolist() == [[2, 0], [7, 8]]
+    assert gathered(array, [2], [7]).tolist() == [[2, 3, 4, 5, 6, 7, 8]]
+
+
+def test_memory_is_used_again_when_the_last_view_is_gone():
+    torch = pytest.importorskip("torch")
+    memory = Memory()
+    shape, dtype = (REUSED,), numpy.dtype(numpy.float32)
+
+    def address(array):
+        return array.__array_interface__["data"][0]
+
+    first = memory.empty(shape, dtype)
+    place = address(first)
+    view = first.reshape(2, -1)[1:].T[5:]
+    del first
+    assert address(memory.empty(shape, dtype)) != place, "a view of a view still shows it"
+    tensor = torch.from_numpy(view)[3:]
+    del view
+    held = [memory.empty(shape, dtype) for _ in range(3)]
+    assert place not in map(address, held), "a tensor still shows it"
+    del tensor
+    assert address(memory.empty(shape, dtype)) == place
+
+
+def test_memory_that_is_too_small_is_replaced():
+    memory = Memory()
+    small = memory.empty((REUSED,), numpy.dtype(numpy.int8))
+    del small
+    large = memory.empty((10 * REUSED,), numpy.dtype(numpy.int8))
+    large[...] = 1
+    assert large.sum(dtype=int) == 10 * REUSED
+
+
+@pytest.mark.parametrize(("copies", "rows"), [(1, 30), (3, 60), (20, 30)])
+def test_a_batch_of_one_file_of_several_and_of_many(tmp_path, copies, rows):
+    generator = numpy.random.default_rng(copies)
+    with HDFWriter(tmp_path / "a.hdf") as writer:
+        for number in range(20):
+            frames, labels = generator.integers(0, 9, 2)
+            text = numpy.array([f"{number}"] * (number % 3 + 1))
+            writer.add(f"{number}", {"data": numpy.ones((frames, 40)), "classes": numpy.arange(labels), "text": text})
+    dataset = open_hdf([tmp_path / "a.hdf"] * copies)
+    assert dataset.mapped == {"data", "classes"}
+    indices = generator.permutation(20 * copies)[:rows] if copies > 1 else generator.integers(0, 20, rows)
+    batch = dataset.padded(indices)
+    for key in dataset.streams:
+        expected = pad([dataset.sequence(index)[key] for index in indices.tolist()])
+        assert numpy.array_equal(batch[key].values, expected.values)
+        assert numpy.array_equal(batch[key].seq_lens, expected.seq_lens)

@@ -1,0 +1,71 @@
+"""Batch sizes of all ranks together: each rank gets its share."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+from launching import TOY
+
+from hvdtrain.data.plan.epoch import BatchKeys, plan
+from hvdtrain.data.plan.order import OrderKeys
+from hvdtrain.errors import ConfigError, DataError
+from hvdtrain.settings import read_settings
+
+
+def test_each_rank_gets_its_share_rounded_down() -> None:
+    keys = BatchKeys(batch_size_total=1000, max_seqs_total=16)
+    limits = [keys.of_each_of(ranks).of_training().limits(1) for ranks in (1, 3, 16)]
+    assert [(one.batch_size, one.max_seqs) for one in limits] == [(1000, 16), (333, 5), (62, 1)]
+    assert BatchKeys(batch_size_total={"data": 900, "classes": 3}).of_each_of(4).batch_size == {"data": 225, "classes": 1}
+    assert BatchKeys(max_seqs=5).of_each_of(4) == BatchKeys(max_seqs=5)
+
+
+def test_evaluation_is_divided_unless_it_has_keys_of_its_own() -> None:
+    keys = BatchKeys(max_seqs_total=16)
+    assert keys.of_each_of(4).of_evaluation().max_seqs == 4
+    assert BatchKeys(max_seqs_total=16, max_seqs_dev=7).of_each_of(4).of_evaluation().max_seqs == 7
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 6])
+def test_a_step_takes_the_same_sequences_on_any_number_of_ranks(ranks: int) -> None:
+    lengths = {"data": numpy.random.default_rng(0).integers(1, 50, 1000).astype(numpy.int32)}
+    order = OrderKeys(seq_ordering="random")
+
+    def steps(size: int) -> list[list[int]]:
+        shares = [
+            plan(lengths, order, BatchKeys(max_seqs_total=24).of_each_of(size), 1).share(rank, size) for rank in range(size)
+        ]
+        rounds = max(len(share) for share in shares)
+        return [sorted(numpy.concatenate([share[i] for share in shares if i < len(share)]).tolist()) for i in range(rounds)]
+
+    assert steps(ranks) == steps(1)
+
+
+def test_fewer_sequences_than_ranks_are_refused() -> None:
+    with pytest.raises(DataError, match="max_seqs_total: expected at least one sequence for each of 8 ranks, got 6"):
+        BatchKeys(max_seqs_total=6).of_each_of(8)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            {"max_seqs_total": 8},
+            "max_seqs_total: expected either max_seqs_total (of all ranks) or max_seqs (of each rank), got both",
+        ),
+        (
+            {"batch_size_total": 8, "batch_size_train": 9},
+            "batch_size_total: expected either batch_size_total (of all ranks) or batch_size",
+        ),
+        (
+            {"max_seqs": "none", "batch_size_total": {"data": 0}},
+            "batch_size_total: expected a positive integer for every data key",
+        ),
+    ],
+)
+def test_mistakes(tmp_path: Path, overrides: dict[str, Any], message: str) -> None:
+    texts = {name: str(value) for name, value in {"corpus": tmp_path, "model": tmp_path / "m", **overrides}.items()}
+    with pytest.raises(ConfigError) as caught:
+        read_settings([TOY], texts)
+    assert message in str(caught.value)

@@ -1,0 +1,250 @@
+"""tools/hdf_dump.py: any dataset becomes an HDF file."""
+
+import contextlib
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy
+import pytest
+from launching import ROOT
+
+from hvdtrain.data.hdf.dataset import open_hdf
+from hvdtrain.data.hdf.writer import HDFWriter
+from hvdtrain.hdf_tools.dump import main
+
+SEQUENCES = 12
+
+CONFIG = """
+from pathlib import Path
+import hvdtrain
+folder = Path(__file__).parent
+task = "train"
+ordering = config.value("ordering", "default")
+train = {"class": "HDFDataset", "files": str(folder / "train.hdf"), "seq_ordering": ordering}
+dev = lambda: {"class": "HDFDataset", "files": [str(folder / "dev.hdf")]}
+eval_datasets = {"other": {"class": "HDFDataset", "files": [str(folder / "train.hdf"), str(folder / "dev.hdf")]}}
+"""
+
+CORPUS = """
+import numpy
+
+def sequences():
+    for number in range(3):
+        yield f"wört-{number}", {"data": numpy.arange(number + 1), "classes": numpy.full((2, 2), number, "float32")}
+
+class Corpus:
+    labels = {"data": ["a", "b", "ç"]}
+    dims = {"classes": 7}
+
+    def __init__(self, part, size=2):
+        self.part, self.size = part, size
+
+    def __len__(self):
+        return self.size
+
+    def __iter__(self):
+        for number in range(self.size):
+            yield f"{self.part}-{number}", {"data": numpy.array([number, 2]), "classes": numpy.array([number])}
+
+def nonsense():
+    yield "tag and nothing else"
+
+number = 3
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with train.hdf (12 sequences), dev.hdf (3), a config and Python of a user's own."""
+    made = tmp_path_factory.mktemp("dump")
+    generator = numpy.random.default_rng(0)
+    for name, size in (("train", SEQUENCES), ("dev", 3)):
+        with HDFWriter(made / f"{name}.hdf", labels={"classes": list("abcde")}) as writer:
+            for number in range(size):
+                length = int(generator.integers(1, 9))
+                frames = generator.normal(size=(length, 2)).astype(numpy.float32)
+                writer.add(f"{name}-é{number}", {"data": frames, "classes": generator.integers(0, 5, length, numpy.int32)})
+    (made / "config.py").write_text(CONFIG, encoding="utf-8")
+    (made / "corpus.py").write_text(CORPUS, encoding="utf-8")
+    return made
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=folder, capture_output=True, encoding="utf-8", timeout=60, stdin=subprocess.DEVNULL
+    )
+
+
+def dump(folder: Path, out: Path, source: str, *options: str) -> subprocess.CompletedProcess[str]:
+    return run(folder, str(ROOT / "tools" / "hdf_dump.py"), source, str(out), *options)
+
+
+def dumped(folder: Path, out: Path, source: str, *options: str) -> list[tuple[str, dict[str, list]]]:
+    """What the tool makes of a source, run as a program of its own."""
+    finished = dump(folder, out, source, *options)
+    assert finished.returncode == 0, finished.stderr
+    return contents(out)
+
+
+def dumped_here(folder: Path, out: Path, source: str, *options: str) -> list[tuple[str, dict[str, list]]]:
+    """The same, run in this process: quicker where much is tried out."""
+    with contextlib.chdir(folder):
+        assert main([source, str(out), *options]) == 0
+    return contents(out)
+
+
+def contents(*paths: Path) -> list[tuple[str, dict[str, list]]]:
+    dataset = open_hdf(paths)
+    tags = dataset.tags(range(dataset.num_sequences))
+    return [(tag, {key: values.tolist() for key, values in dataset.sequence(i).items()}) for i, tag in enumerate(tags)]
+
+
+def test_train_of_a_config(folder: Path, tmp_path: Path) -> None:
+    finished = dump(folder, tmp_path / "out.hdf", "config.py")
+    assert (finished.returncode, finished.stderr) == (0, "")
+    assert finished.stdout.startswith(f"{tmp_path / 'out.hdf'}: 12 sequences, ")
+    assert contents(tmp_path / "out.hdf") == contents(folder / "train.hdf")
+    made, source = open_hdf([tmp_path / "out.hdf"]), open_hdf([folder / "train.hdf"])
+    assert made.streams == source.streams  # dtypes, dimensions and labels, too
+    assert made.how_read() == "classes, data memory-mapped"
+
+
+def test_other_datasets_of_a_config(folder: Path, tmp_path: Path) -> None:
+    assert dumped(folder, tmp_path / "dev.hdf", "config.py", "--dataset", "dev") == contents(folder / "dev.hdf")
+    both = contents(folder / "train.hdf", folder / "dev.hdf")
+    assert dumped_here(folder, tmp_path / "other.hdf", str(folder / "config.py"), "--dataset", "other") == both
+
+
+def test_overrides_reach_the_config(folder: Path, tmp_path: Path) -> None:
+    backwards = contents(folder / "train.hdf")[::-1]
+    assert dumped(folder, tmp_path / "seen.hdf", "config.py", "++ordering", "reverse") == backwards
+    nested = ["++train.seq_ordering", "reverse", "++train.files", str(folder / "dev.hdf")]
+    assert dumped_here(folder, tmp_path / "nested.hdf", "config.py", *nested) == contents(folder / "dev.hdf")[::-1]
+
+
+def test_dataset_dict(folder: Path, tmp_path: Path) -> None:
+    source = '{"class": "HDFDataset", "files": ["dev.hdf", "train.hdf"], "seq_ordering": "sorted"}'
+    made = dumped(folder, tmp_path / "out.hdf", source)
+    everything = contents(folder / "dev.hdf", folder / "train.hdf")
+    assert made == sorted(everything, key=lambda item: len(item[1]["data"]))
+
+
+def test_hdf_files(folder: Path, tmp_path: Path) -> None:
+    assert dumped_here(folder, tmp_path / "one.hdf", "dev.hdf") == contents(folder / "dev.hdf")
+    both = contents(folder / "dev.hdf", folder / "train.hdf")
+    assert dumped(folder, tmp_path / "both.hdf", "dev.hdf,train.hdf") == both
+
+
+@pytest.mark.parametrize("name", ["b", "c", "e"])
+def test_files_by_returnn(tmp_path: Path, name: str) -> None:
+    source = ROOT / "tests" / "hdf" / f"{name}.hdf"
+    assert dumped_here(tmp_path, tmp_path / "out.hdf", str(source)) == contents(source)
+    assert all(array in open_hdf([tmp_path / "out.hdf"]).how_read() for array in ("data", "memory-mapped"))
+
+
+def test_function_of_the_users_own(folder: Path, tmp_path: Path) -> None:
+    assert dumped(folder, tmp_path / "out.hdf", "corpus.py:sequences") == [
+        ("wört-0", {"data": [0], "classes": [[0, 0], [0, 0]]}),
+        ("wört-1", {"data": [0, 1], "classes": [[1, 1], [1, 1]]}),
+        ("wört-2", {"data": [0, 1, 2], "classes": [[2, 2], [2, 2]]}),
+    ]
+    assert open_hdf([tmp_path / "out.hdf"]).streams["data"].dim == 3  # the largest class and one
+
+
+def test_class_of_the_users_own(folder: Path, tmp_path: Path) -> None:
+    made = dumped(folder, tmp_path / "out.hdf", '{"class": "corpus.py:Corpus", "part": "test", "size": 3}')
+    assert made == [(f"test-{number}", {"data": [number, 2], "classes": [number]}) for number in range(3)]
+    streams = open_hdf([tmp_path / "out.hdf"]).streams
+    assert streams["data"].labels == ("a", "b", "ç")
+    assert streams["classes"].dim == 7
+
+
+def test_first_and_last_sequence_are_both_included(folder: Path, tmp_path: Path) -> None:
+    everything = contents(folder / "train.hdf")
+    assert dumped_here(folder, tmp_path / "some.hdf", "train.hdf", "--start_seq", "2", "--end_seq", "4") == everything[2:5]
+    assert dumped_here(folder, tmp_path / "rest.hdf", "train.hdf", "--start_seq", "9", "--end_seq", "99") == everything[9:]
+    assert len(dumped_here(folder, tmp_path / "own.hdf", "corpus.py:sequences", "--start_seq", "1", "--end_seq", "1")) == 1
+
+
+def test_epochs_are_the_parts_of_the_data(folder: Path, tmp_path: Path) -> None:
+    source = '{"class": "HDFDataset", "files": "train.hdf", "seq_ordering": "random", "partition_epoch": 3}'
+    parts = [dumped_here(folder, tmp_path / f"{epoch}.hdf", source, "--epoch", str(epoch)) for epoch in (1, 2)]
+    everything = contents(folder / "train.hdf")
+    assert parts == [[everything[i] for i in (2, 3, 4, 10)], [everything[i] for i in (1, 6, 0, 7)]]
+
+
+def test_help_is_about_sources() -> None:
+    finished = run(ROOT, "-m", "hvdtrain.hdf_tools.dump", "--help")
+    assert finished.returncode == 0
+    assert "SOURCE is one of" in finished.stdout
+    assert "--end_seq" in finished.stdout
+
+
+def test_existing_files_are_kept_unless_asked(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.hdf"
+    first = dumped_here(folder, out, "dev.hdf")
+    finished = dump(folder, out, "train.hdf")
+    assert (finished.returncode, finished.stdout) == (2, "")
+    assert finished.stderr == f"{out}: expected a file that does not exist yet, got an existing one (--overwrite replaces it)\n"
+    assert contents(out) == first
+    assert dumped(folder, out, "train.hdf", "--overwrite") == contents(folder / "train.hdf")
+
+
+MISTAKES = [
+    (["none.hdf"], "none.hdf: expected an HDF file, got: no such file"),
+    (["corpus.hdf.txt"], "corpus.hdf.txt: expected an HDF file, got: no such file"),
+    (["none.py"], "none.py: expected a config file, got: No such file or directory"),
+    (["config.py", "--dataset", "test"], "--dataset: expected a dataset of config.py, got 'test'"),
+    (["config.py", "++train.files.x", "1"], "++train.files.x: expected 'files' to be a dict inside 'train', got str"),
+    (["config.py", "++train"], "command line: expected a value after ++train, got nothing"),
+    (["{'class': 'HDFDataset'"], "dataset dict: expected a Python dict, got \"{'class': 'HDFDataset'\""),
+    (["{'class': 'HDFDataset'}"], "train.files: expected a string or a list of strings"),
+    (
+        ["{'class': 'HDFDataset', 'files': 'dev.hdf', 'fils': 1}"],
+        "train.fils: unknown key of HDFDataset (did you mean files?)",
+    ),
+    (["{'class': 'HDFDataset', 'files': 'dev.hdf', 'seq_ordering': 'x'}"], "train.seq_ordering: expected one of default, "),
+    (["{'class': 'SprintDataset'}"], "train.class: expected one of HDFDataset, NextGenHDFDataset, "),
+    (["{'class': 'corpus.py:Corpus'}"], "missing 1 required positional argument: 'part' (the dict's entries are passed to"),
+    (["corpus.py:missing"], "corpus.py:missing: expected a name 'missing' in corpus.py, got none"),
+    (["absent.py:sequences"], "no such file absent.py"),
+    (["corpus.py:nonsense"], "train: expected (tag, {key: array}) as sequence 0, got tag and nothing else"),
+    (["dev.hdf", "--start_seq", "3"], "out.hdf: expected at least one sequence to write, got none"),
+    (["dev.hdf", "--start_seq", "-1"], "--start_seq: expected 0 or more, got -1"),
+    (["dev.hdf", "--start_seq", "2", "--end_seq", "1"], "--end_seq: expected 2 or more, got 1"),
+    (["dev.hdf", "--epoch", "0"], "--epoch: expected 1 or more, got 0"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), MISTAKES)
+def test_mistakes_end_with_a_message_and_status_2(
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    source, *options = arguments
+    with contextlib.chdir(folder):
+        assert main([source, str(tmp_path / "out.hdf"), *options]) == 2
+    shown = capsys.readouterr()
+    assert message in shown.err
+    assert shown.out == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_mistakes_show_no_traceback(folder: Path, tmp_path: Path) -> None:
+    for source, options in (("none.hdf", []), ("config.py", ["--dataset", "test"]), ("dev.hdf", ["--epoch", "one"])):
+        finished = dump(folder, tmp_path / "out.hdf", source, *options)
+        assert finished.returncode == 2
+        assert finished.stderr
+        assert "Traceback" not in finished.stderr
+
+
+def test_an_exception_of_the_users_own_shows_where_it_was_raised(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("def sequences():\n    yield 1 / 0\n")
+    finished = dump(tmp_path, tmp_path / "out.hdf", "broken.py:sequences")
+    assert finished.returncode == 1
+    assert 'broken.py", line 2, in sequences' in finished.stderr
+    assert not (tmp_path / "out.hdf").exists()

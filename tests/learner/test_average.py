@@ -1,0 +1,204 @@
+"""The average of the weights over time: what it is, who uses it, and that it outlives stops."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from launching import TOY, hvdtrain, launch
+
+from hvdtrain.comm.base import SingleCommunicator
+from hvdtrain.context import get_run_ctx
+from hvdtrain.data.types import Batch, Padded
+from hvdtrain.learner.accumulation import kept
+from hvdtrain.learner.base import LearnerKeys
+from hvdtrain.learner.reduce import GradReduce
+from hvdtrain.learner.torch.build import build_torch_learner
+from hvdtrain.learner.torch.learner import TorchLearner
+from hvdtrain.runtime.timer import Timer
+
+CONFIGS = {"torch": TOY, "tensorflow": TOY.with_name("tensorflow_config.py")}
+SUFFIX = {"torch": "pt", "tensorflow": "npz"}
+RUNS = [("torch", 1), ("torch", 2), ("tensorflow", 2)]
+
+BATCH = Batch({"data": Padded(numpy.ones((1, 1, 1), numpy.float32), numpy.array([1], numpy.int32))}, numpy.array([0]))
+
+
+def learner(decay: float) -> TorchLearner:
+    """One weight, 8 at first; an update with the rate 0.5 halves it, twice the rate makes it zero."""
+
+    def get_model(**_: Any) -> torch.nn.Module:
+        layer = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.constant_(layer.weight, 8.0)
+        return layer
+
+    def train_step(*, model: torch.nn.Module, **_: Any) -> None:
+        get_run_ctx().mark_as_loss(model.weight.square().sum() / 2, "half_square")
+
+    keys = LearnerKeys(get_model=get_model, train_step=train_step, optimizer={"class": "sgd"}, ema_decay=decay)
+    reducer = GradReduce(SingleCommunicator(), Timer(), average=False)
+    return build_torch_learner(keys, reducer, rank=0, local_rank=0, threads=1, seed=1, epoch=1, step=0)
+
+
+def test_it_follows_the_weights_and_evaluation_uses_it(tmp_path: Path) -> None:
+    made = learner(0.2)
+    made.begin_epoch(1, 0)
+    expected = weight = 8.0
+    for number in range(4):
+        made.backward(BATCH)
+        made.update(0.5)
+        made.average_weights(1)
+        weight /= 2
+        decay = min(0.2, (1 + number) / (10 + number))  # 0.1, 0.18, 0.2, 0.2
+        expected = decay * expected + (1 - decay) * weight
+    assert made.model.weight.item() == weight
+    made.take_scores()
+    with made.averaged():
+        made.evaluate(BATCH)
+        assert made.take_scores().means() == {"half_square": pytest.approx(expected**2 / 2)}
+        made.save(tmp_path / "within.pt", tmp_path / "within.opt.pt", {})
+    assert made.model.weight.item() == weight
+    made.save(tmp_path / "model.pt", tmp_path / "model.opt.pt", {"epoch": 1})
+    for name in ("within", "model"):  # the same, whether or not an evaluation is under way
+        assert torch.load(tmp_path / f"{name}.pt")["model"]["weight"].item() == pytest.approx(expected)
+        assert torch.load(tmp_path / f"{name}.opt.pt")["trained"]["weight"].item() == weight
+    gone_on = learner(0.2)
+    gone_on.load(tmp_path / "model.pt", tmp_path / "model.opt.pt")
+    gone_on.begin_epoch(2, 4)
+    assert gone_on.model.weight.item() == weight
+    for each in (made, gone_on):
+        each.backward(BATCH)
+        each.update(0.5)
+        each.average_weights(1)
+    with made.averaged(), gone_on.averaged():
+        assert torch.equal(made.model.weight, gone_on.model.weight)
+
+
+def test_several_updates_at_once_look_back_as_far_as_one_by_one() -> None:
+    assert kept(0.9, 0, 5) == pytest.approx(kept(0.9, 0, 2) * kept(0.9, 2, 3))
+    assert kept(0.999, 10**6, 100) == pytest.approx(0.999**100)
+
+
+def jobs(folder: Path, corpus: Path, framework: str) -> list[dict[str, object]]:
+    common = {"layers": "statistics", "evaluated": True, "num_epochs": 2, "optimizer": {"class": "adam"}, "ema_decay": 0.9}
+    stops = {"fault": "SIGTERM,0,3,19,24"}
+    param = {"horovod_reduce_type": "param", "horovod_param_sync_step": 7}
+    preload = {"filename": str(folder / f"whole/model.002.{SUFFIX[framework]}"), "init_for_train": True}
+    trainings: dict[str, dict[str, object]] = {
+        "plain": {**common, "ema_decay": None},
+        "whole": common,
+        "stopped": {**common, **stops},
+        "background": {**common, **stops, "save_in_background": True, "cleanup_old_models": {"keep_last_n": 1, "keep_best_n": 0}},
+        "param.whole": {**common, **param},
+        "param.stopped": {**common, **param, **stops},
+        "preloaded": {**common, "preload_from_files": {"all": preload}, "learning_rate": 0.0, "num_epochs": 1},
+    }
+    made = []
+    for name, overrides in trainings.items():
+        keys = {"use_horovod": True, "corpus": corpus, "model": folder / name / "model", "record": folder / name, **overrides}
+        made.append({"name": name, "folder": str(folder), "overrides": {key: str(value) for key, value in keys.items()}})
+    return made
+
+
+@pytest.fixture(scope="module", params=RUNS, ids=str)
+def run(request: pytest.FixtureRequest, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, int, Path]:
+    framework, size = request.param
+    folder = tmp_path_factory.mktemp(f"average-{framework}-{size}")
+    (folder / "jobs.json").write_text(json.dumps(jobs(folder, corpus, framework)))
+    command = [str(TOY.parent / "several.py"), str(folder / "jobs.json"), CONFIGS[framework]]
+    finished = launch(command, ranks=size, timeout=600)
+    assert finished.status == 0, finished.err
+    (folder / "out").write_text(finished.out)
+    return framework, size, folder
+
+
+def weights(folder: Path, name: str, rank: int = 0) -> dict[str, numpy.ndarray]:
+    """What was trained last."""
+    with numpy.load(folder / f"{name}.rank-{rank}.npz") as stored:
+        return dict(stored)
+
+
+def saved(folder: Path, name: str, framework: str, epoch: int = 2) -> dict[str, numpy.ndarray]:
+    """The model in a checkpoint, as any program would read it."""
+    file = folder / name / f"model.{epoch:03d}.{SUFFIX[framework]}"
+    if framework == "torch":
+        return {key: value.numpy() for key, value in torch.load(file, weights_only=True)["model"].items()}
+    with numpy.load(file) as stored:
+        return {key: stored[key] for key in stored.files if key != "progress"}
+
+
+def dev_scores(folder: Path, name: str) -> list[float]:
+    lines = (folder / name / "scores.jsonl").read_text().splitlines()
+    return [json.loads(line)["scores"]["dev_loss_ce"] for line in lines]
+
+
+def assert_same(one: dict[str, numpy.ndarray], other: dict[str, numpy.ndarray]) -> None:
+    assert one.keys() == other.keys()
+    assert [name for name in one if not numpy.array_equal(one[name], other[name])] == []
+
+
+def test_training_does_not_change_but_what_is_evaluated_and_saved_does(run: tuple[str, int, Path]) -> None:
+    framework, size, folder = run
+    for rank in range(size):
+        assert_same(weights(folder, "plain", rank), weights(folder, "whole", rank))
+    plain, average = saved(folder, "plain", framework), saved(folder, "whole", framework)
+    first = "first.weight" if framework == "torch" else "first.kernel"
+    assert 0 < numpy.abs(plain[first] - average[first]).max() < 0.2
+    frozen = "frozen" if framework == "torch" else "frozen.kernel"
+    assert numpy.array_equal(plain[frozen], average[frozen])
+    assert plain.keys() == average.keys()
+    assert dev_scores(folder, "plain") != dev_scores(folder, "whole")
+
+
+def test_stops_change_neither_weights_nor_average(run: tuple[str, int, Path]) -> None:
+    framework, size, folder = run
+    told = re.findall(r"stopped: stopped by SIGTERM in epoch \d (.*); the same", (folder / "out").read_text())
+    assert any("in the evaluation" in one for one in told)  # while the model has the average as its weights
+    for whole, stopped in (("whole", "stopped"), ("whole", "background"), ("param.whole", "param.stopped")):
+        for rank in range(size):
+            assert_same(weights(folder, whole, rank), weights(folder, stopped, rank))
+        assert_same(saved(folder, whole, framework), saved(folder, stopped, framework))
+        assert dev_scores(folder, whole) == dev_scores(folder, stopped)
+    assert_same(weights(folder, "param.whole"), weights(folder, "param.whole", size - 1))
+    left = [path.name for path in (folder / "background").glob("model.*") if ".opt." not in path.name and "rank" not in path.name]
+    assert left == [f"model.002.{SUFFIX[framework]}"]
+
+
+def test_where_ranks_sync_seldom_it_looks_back_as_far(run: tuple[str, int, Path]) -> None:
+    """In one process an average after every 7 updates and one after each are of the same weights, and close to each other."""
+    framework, size, folder = run
+    if size > 1:
+        pytest.skip("the ranks' weights differ between syncs")
+    assert_same(weights(folder, "whole"), weights(folder, "param.whole"))
+    each, seldom = saved(folder, "whole", framework), saved(folder, "param.whole", framework)
+    trained = weights(folder, "whole")
+    for name in ("first.weight", "last.weight"):
+        lag = numpy.abs(each[name] - trained[name]).mean()
+        assert 0.3 * lag < numpy.abs(seldom[name] - trained[name]).mean() < 1.5 * lag
+
+
+def test_it_begins_with_preloaded_weights(run: tuple[str, int, Path]) -> None:
+    framework, _, folder = run
+    preloaded, average = saved(folder, "preloaded", framework, epoch=1), saved(folder, "whole", framework)
+    for name in average:
+        if "norm" not in name and "batches" not in name:  # statistics go on
+            assert numpy.allclose(preloaded[name], average[name], rtol=1e-5, atol=1e-7), name
+
+
+def test_another_task_and_another_number_of_ranks_go_on_with_it(corpus: Path, run: tuple[str, int, Path]) -> None:
+    framework, size, folder = run
+    if size == 1:
+        pytest.skip("from 2 ranks to 1")
+    keys = {"corpus": corpus, "evaluated": True, "layers": "statistics", "optimizer": {"class": "adam"}, "ema_decay": 0.9}
+    evaluated = hvdtrain(CONFIGS[framework], {**keys, "model": folder / "whole" / "model", "task": "eval"})
+    found = re.search(r"epoch 2 evaluation: dev: ce ([0-9.]+)", evaluated.out)
+    assert found is not None, evaluated.out + evaluated.err
+    assert float(found.group(1)) == pytest.approx(dev_scores(folder, "whole")[-1], rel=1e-3)
+    gone_on = hvdtrain(CONFIGS[framework], {**keys, "model": folder / "param.whole" / "model", "num_epochs": 3})
+    assert gone_on.status == 0, gone_on.err
+    assert len(dev_scores(folder, "param.whole")) == 3
+    before, after = saved(folder, "param.whole", framework, 2), saved(folder, "param.whole", framework, 3)
+    assert any(not numpy.array_equal(before[name], after[name]) for name in before)

@@ -1,0 +1,203 @@
+"""torch.compile: the same losses, the same names, gradients that still leave while backward runs, and no end of graphs."""
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from launching import TOY, hvdtrain, launch
+
+from hvdtrain.comm.base import SingleCommunicator
+from hvdtrain.context import get_run_ctx
+from hvdtrain.data.types import Batch, Padded
+from hvdtrain.errors import ConfigError
+from hvdtrain.learner.base import LearnerKeys
+from hvdtrain.learner.reduce import GradReduce
+from hvdtrain.learner.torch.build import build_torch_learner
+from hvdtrain.learner.torch.learner import TorchLearner
+from hvdtrain.runtime.timer import Timer
+from hvdtrain.settings import read_settings
+
+
+class Block(torch.nn.Module):
+    """512 * 512 weights: half a message."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(512, 512)
+
+    def forward(self, frames: torch.Tensor) -> torch.Tensor:
+        return frames + self.linear(frames).tanh()
+
+
+class Model(torch.nn.Module):
+    """Notes when backward has come to the end of its first block."""
+
+    def __init__(self, events: list[str]) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(4))
+        self.events = events
+
+    def forward(self, frames: torch.Tensor) -> torch.Tensor:
+        for number, block in enumerate(self.blocks):
+            frames = block(frames)
+            if not number and frames.requires_grad and not torch.compiler.is_compiling():
+                frames.register_hook(lambda _: self.events.append("backward at the first block"))
+        return frames
+
+
+class NotingReduce(GradReduce):
+    """Notes when gradients leave."""
+
+    def __init__(self, events: list[str]) -> None:
+        super().__init__(SingleCommunicator(), Timer(), average=False)
+        self.events = events
+
+    def start_gradients(self, gradients: list[Any], *, name: str) -> Any:
+        self.events.append(name)
+        return super().start_gradients(gradients, name=name)
+
+
+def squares(*, model: torch.nn.Module, extern_data: dict[str, Any], **_: Any) -> None:
+    data = extern_data["data"]
+    get_run_ctx().mark_as_loss(model(data.raw_tensor)[data.mask].square().mean(-1), "square")
+
+
+def learner(events: list[str], torch_compile: Any, train_step: Callable[..., None] = squares) -> TorchLearner:
+    def get_model(**_: Any) -> torch.nn.Module:
+        torch.manual_seed(1)
+        return Model(events)
+
+    keys = LearnerKeys(get_model=get_model, train_step=train_step, optimizer={"class": "sgd"}, torch_compile=torch_compile)
+    return build_torch_learner(keys, NotingReduce(events), rank=0, local_rank=0, threads=1, seed=1, epoch=1, step=0)
+
+
+def batch(size: int, length: int) -> Batch:
+    frames = numpy.random.default_rng(size * 100 + length).normal(size=(size, length, 512)).astype(numpy.float32)
+    return Batch({"data": Padded(frames, numpy.full(size, length, numpy.int32))}, numpy.arange(size))
+
+
+class Lines(logging.Handler):
+    """What hvdtrain says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def test_blocks_that_are_compiled_one_by_one_send_gradients_while_backward_runs() -> None:
+    said = Lines()
+    logger = logging.getLogger("hvdtrain")
+    before = logger.level
+    logger.setLevel(1)
+    logger.addHandler(said)
+    try:
+        plain, blocks, whole = (learner([], wanted) for wanted in (False, {"modules": ["Block"]}, True))
+        assert plain.model.state_dict().keys() == blocks.model.state_dict().keys() == whole.model.state_dict().keys()
+        assert type(blocks.model) is type(whole.model) is Model
+        told = []
+        for size, length in ((3, 4), (5, 7), (2, 9), (6, 3), (4, 11), (1, 5), (3, 1), (7, 13), (2, 2), (9, 6), (8, 21), (3, 17)):
+            losses = []
+            for made in (plain, blocks, whole):
+                made.backward(batch(size, length))
+                made.update(1e-3)
+                losses.append(made.take_scores().means()["square"])
+            assert losses[1:] == pytest.approx([losses[0]] * 2, rel=1e-4)
+            told.append(sum(line.startswith("torch.compile: ") for line in said.lines))
+            said.lines.clear()
+    finally:
+        logger.removeHandler(said)
+        logger.setLevel(before)
+    assert told[0] == 2
+    assert told[7:] == [0] * 5  # after batches of one sequence and of one frame nothing is compiled any more
+    for made in (plain, blocks):
+        first_step = made.model.events[: made.model.events.index("backward at the first block")]
+        assert first_step == ["gradients.0", "gradients.1"]
+    for one, other in zip(plain.model.parameters(), blocks.model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_several_means_are_not_accumulated_with_it() -> None:
+    """A backward that PyTorch compiled overwrites what a second one would need."""
+
+    def two_means(*, model: torch.nn.Module, extern_data: dict[str, Any], **_: Any) -> None:
+        data = extern_data["data"]
+        scores = model(data.raw_tensor)[data.mask]
+        get_run_ctx().mark_as_loss(scores.square().mean(-1), "first", use_normalized_loss=True)
+        get_run_ctx().mark_as_loss(scores[:3, 0], "second", use_normalized_loss=True)
+
+    made = learner([], True, two_means)
+    with pytest.raises(ConfigError, match="got several losses to accumulate"):
+        made.backward(batch(3, 4), "accumulate")
+
+
+def test_mistakes_are_told_before_training() -> None:
+    with pytest.raises(ConfigError, match=r"torch_compile.dynamik: expected one of fullgraph.*\(did you mean dynamic\?\)"):
+        learner([], {"dynamik": True})
+    with pytest.raises(ConfigError, match=r"expected classes of the model's modules, got Blok \(did you mean Block\?\)"):
+        learner([], {"modules": ["Blok"]})
+    with pytest.raises(ConfigError, match="torch_compile: expected options of torch.compile, .*no_such"):
+        learner([], {"backend": "no_such"})
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_compiled_training_has_the_losses_of_a_plain_one(corpus: Path, tmp_path: Path, ranks: int) -> None:
+    jobs = []
+    for name, given in {"plain": {}, "compiled": {"torch_compile": True}}.items():
+        keys = {"corpus": corpus, "use_horovod": True, "losses": "mean", "evaluated": True, "num_epochs": 2}
+        keys |= {"model": tmp_path / name / "model", "log": tmp_path / f"{name}.log", **given}
+        jobs.append({"name": name, "folder": str(tmp_path), "overrides": {key: str(value) for key, value in keys.items()}})
+    (tmp_path / "jobs.json").write_text(json.dumps(jobs))
+    finished = launch([TOY.with_name("several.py"), tmp_path / "jobs.json"], ranks=ranks, timeout=400)
+    assert finished.status == 0, finished.err
+    scores = {}
+    for job in jobs:
+        lines = (tmp_path / str(job["name"]) / "scores.jsonl").read_text().splitlines()
+        scores[job["name"]] = [json.loads(line)["scores"] for line in lines]
+    for one, other in zip(scores["plain"], scores["compiled"], strict=True):
+        assert one == pytest.approx(other, rel=1e-4)
+    models = [torch.load(tmp_path / str(job["name"]) / "model.002.pt", weights_only=True)["model"] for job in jobs]
+    assert models[0].keys() == models[1].keys()
+    for rank in range(ranks):
+        log = tmp_path / ("compiled.log" if ranks == 1 else f"compiled.horovod-{rank}-{ranks}.log")
+        assert "torch.compile: " in log.read_text()
+        with (
+            numpy.load(tmp_path / "compiled.rank-0.npz") as first,
+            numpy.load(tmp_path / f"compiled.rank-{rank}.npz") as other_rank,
+        ):
+            assert all(numpy.array_equal(first[name], other_rank[name]) for name in first.files)
+
+
+def test_a_missing_compiler_is_told_in_a_line(corpus: Path, tmp_path: Path) -> None:
+    keys: dict[str, object] = {"corpus": corpus, "model": tmp_path / "model", "torch_compile": True}
+    environment = {"CXX": "/nowhere/c++", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    finished = hvdtrain(TOY, keys, environment=environment, timeout=200)
+    assert finished.status == 2
+    assert "torch_compile: expected PyTorch to compile the model, got: InvalidCxxCompiler: No working C++" in finished.err
+    assert "Traceback" not in finished.err
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("sync_batch_norm = True", "torch_compile: expected sync_batch_norm = False beside it"),
+        ("backend = 'tensorflow'", "torch_compile: expected backend = 'torch', got 'tensorflow'"),
+    ],
+)
+def test_what_does_not_go_with_it(tmp_path: Path, line: str, message: str) -> None:
+    config = tmp_path / "config.py"
+    config.write_text(f"""
+model, train, max_seqs, learning_rate, torch_compile = "model", "train.hdf", 4, 0.1, True
+{line}
+def get_model(**_): ...
+def train_step(**_): ...
+""")
+    with pytest.raises(ConfigError, match=message):
+        read_settings([config], {})

@@ -1,0 +1,159 @@
+"""The torch learner by itself: optimizers, clipping, scores, and what a train_step may not do."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from hvdtrain.comm.base import SingleCommunicator
+from hvdtrain.context import get_run_ctx
+from hvdtrain.data.types import Batch, Padded
+from hvdtrain.errors import ConfigError
+from hvdtrain.learner.base import LearnerKeys
+from hvdtrain.learner.reduce import GradReduce
+from hvdtrain.learner.torch.build import build_torch_learner
+from hvdtrain.learner.torch.learner import TorchLearner
+from hvdtrain.learner.torch.optimizer import make_optimizer
+from hvdtrain.runtime.timer import Timer
+
+FRAMES = numpy.array([[[1.0, 2.0], [3.0, 4.0]], [[5.0, 6.0], [0.0, 0.0]]], numpy.float32)
+BATCH = Batch({"data": Padded(FRAMES, numpy.array([2, 1], numpy.int32))}, numpy.array([0, 1]))
+
+
+def squares(*, model: torch.nn.Module, extern_data: dict[str, Any], **_: Any) -> None:
+    """The sum of squared outputs of every real frame."""
+    data = extern_data["data"]
+    get_run_ctx().mark_as_loss(model(data.raw_tensor)[data.mask].square().sum(-1), "square")
+
+
+def learner(train_step: Callable[..., None] = squares, **keys: Any) -> TorchLearner:
+    """A linear layer from 2 to 1 feature, weights 1 and 1, no bias."""
+
+    def get_model(**_: Any) -> torch.nn.Module:
+        layer = torch.nn.Linear(2, 1, bias=False)
+        torch.nn.init.ones_(layer.weight)
+        return layer
+
+    options = LearnerKeys(get_model=get_model, train_step=train_step, **{"optimizer": {"class": "sgd"}, **keys})
+    reducer = GradReduce(SingleCommunicator(), Timer(), average=False)
+    return build_torch_learner(options, reducer, rank=0, local_rank=0, threads=1, seed=1, epoch=1, step=0)
+
+
+def test_a_step_of_sgd_on_the_sum_over_real_frames() -> None:
+    made = learner()
+    made.backward(BATCH)
+    made.update(0.01)
+    # outputs 3, 7, 11; the gradient of the sum of their squares is 2 * (3 * (1, 2) + 7 * (3, 4) + 11 * (5, 6))
+    assert made.model.weight.tolist() == [pytest.approx([1 - 0.01 * 158, 1 - 0.01 * 200], rel=1e-6)]
+    assert made.take_scores().means() == {"square": pytest.approx((9 + 49 + 121) / 3)}
+    assert made.take_scores().means() == {}
+    assert made.take_step_seconds() > 0
+    assert made.model.weight.grad is None
+
+
+def test_clipping_by_norm_and_by_value() -> None:
+    by_norm = learner(gradient_clip_global_norm=1.0)
+    by_norm.backward(BATCH)
+    by_norm.update(1.0)
+    assert (by_norm.model.weight - 1).norm().item() == pytest.approx(1.0, rel=1e-4)
+    by_value = learner(gradient_clip=0.25)
+    by_value.backward(BATCH)
+    by_value.update(1.0)
+    assert by_value.model.weight.tolist() == [[0.75, 0.75]]
+
+
+def test_an_evaluation_changes_nothing_and_a_rank_without_a_batch_adds_zeros() -> None:
+    made = learner()
+    made.evaluate(BATCH)
+    assert made.model.weight.tolist() == [[1.0, 1.0]]
+    assert not made.model.training
+    made.backward(BATCH)
+    assert made.model.training
+    made.update(0.0)
+    made.backward(None)
+    made.update(1.0)
+    assert made.model.weight.tolist() == [[1.0, 1.0]]
+
+
+def test_a_normalized_loss_is_a_mean_and_a_scale_is_a_factor() -> None:
+    def step(*, model: torch.nn.Module, extern_data: dict[str, Any], **_: Any) -> None:
+        data = extern_data["data"]
+        values = model(data.raw_tensor)[data.mask].square().sum(-1)
+        get_run_ctx().mark_as_loss(values, "mean", use_normalized_loss=True, scale=2.0)
+        get_run_ctx().mark_as_loss(values, "share", as_error=True, custom_inv_norm_factor=torch.tensor([4.0, 6.0]))
+
+    made = learner(step)
+    made.backward(BATCH)
+    made.update(0.01)
+    assert made.model.weight.tolist() == [pytest.approx([1 - 0.01 * 158 * 2 / 3, 1 - 0.01 * 200 * 2 / 3], rel=1e-6)]
+    assert made.take_scores().means() == {"mean": pytest.approx(179 / 3), "share": pytest.approx(17.9)}
+
+
+@pytest.mark.parametrize(
+    ("train_step", "message"),
+    [
+        (lambda **_: None, "expected a call of hvdtrain.get_run_ctx().mark_as_loss(...), got none"),
+        (lambda **_: get_run_ctx().mark_as_loss(torch.ones(2), "constant"), "expected a loss that depends on the model"),
+        (
+            lambda *, model, **_: [get_run_ctx().mark_as_loss(model.weight, "same") for _ in range(2)],
+            "a name of its own, got 'same' twice",
+        ),
+    ],
+)
+def test_what_a_train_step_may_not_do(train_step: Callable[..., None], message: str) -> None:
+    with pytest.raises(ConfigError, match="train_step: ") as caught:
+        learner(train_step).backward(BATCH)
+    assert message in str(caught.value)
+
+
+def test_the_context_is_there_inside_of_a_step_only() -> None:
+    with pytest.raises(ConfigError, match="outside of a step"):
+        get_run_ctx()
+
+
+def test_optimizers_by_name_and_their_options() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2))
+    made = make_optimizer({"class": "AdamW", "epsilon": 1e-6, "weight_decay": 0.1}, model)
+    assert isinstance(made, torch.optim.AdamW)
+    assert [(len(group["params"]), group["weight_decay"]) for group in made.param_groups] == [(1, 0.1), (3, 0.0)]
+    assert made.param_groups[0]["eps"] == 1e-6
+    assert isinstance(make_optimizer("sgd", model), torch.optim.SGD)
+    assert isinstance(make_optimizer(lambda parameters: torch.optim.Adam(parameters), model), torch.optim.Adam)
+    with pytest.raises(ConfigError, match=r"got 'adamm' \(did you mean adam\?\)"):
+        make_optimizer({"class": "adamm"}, model)
+    with pytest.raises(ConfigError, match=r"optimizer.betas: expected options of SGD: momentum, "):
+        make_optimizer({"class": "sgd", "betas": (0.9, 0.99)}, model)
+
+
+def test_a_device_that_is_not_there_and_a_model_that_is_none() -> None:
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="device: expected a CUDA device"):
+            learner(device="cuda")
+    with pytest.raises(ConfigError, match="device: expected cpu, cuda or cuda:N, got 'tpux'"):
+        learner(device="tpux")
+    keys = LearnerKeys(get_model=lambda **_: 3, train_step=squares)
+    reducer = GradReduce(SingleCommunicator(), Timer(), average=False)
+    with pytest.raises(ConfigError, match=r"get_model: expected it to return a torch.nn.Module, got int"):
+        build_torch_learner(keys, reducer, rank=0, local_rank=0, threads=1, seed=1, epoch=1, step=0)
+
+
+def test_dropout_differs_between_ranks_and_steps_and_comes_back_after_a_restart() -> None:
+    drawn: list[list[float]] = []
+
+    def step(*, model: torch.nn.Module, **_: Any) -> None:
+        drawn.append(torch.rand(3).tolist())
+        get_run_ctx().mark_as_loss(model.weight.sum(), "any")
+
+    for rank, first_step in ((0, 0), (1, 0), (0, 1)):
+        options = LearnerKeys(get_model=lambda **_: torch.nn.Linear(2, 1), train_step=step)
+        reducer = GradReduce(SingleCommunicator(), Timer(), average=False)
+        made = build_torch_learner(options, reducer, rank=rank, local_rank=0, threads=1, seed=1, epoch=1, step=0)
+        made.begin_epoch(1, first_step)
+        for _ in range(2 - first_step):
+            made.backward(BATCH)
+            made.update(0.0)
+    rank0_step0, rank0_step1, rank1_step0, rank1_step1, restarted_step1 = drawn
+    assert len({tuple(numbers) for numbers in (rank0_step0, rank0_step1, rank1_step0, rank1_step1)}) == 4
+    assert restarted_step1 == rank0_step1

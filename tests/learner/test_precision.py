@@ -1,0 +1,199 @@
+"""Computing in half precision: the keys, and the scale of the loss."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from hvdtrain.comm.base import SingleCommunicator
+from hvdtrain.context import get_run_ctx
+from hvdtrain.data.types import Batch, Padded
+from hvdtrain.errors import ConfigError, TrainingError
+from hvdtrain.learner.base import LearnerKeys
+from hvdtrain.learner.loss_scale import LARGEST, PATIENCE, LossScale, ScaleOptions, parse_scale_options
+from hvdtrain.learner.precision import FLOAT32, Precision, PrecisionKeys
+from hvdtrain.learner.reduce import GradReduce
+from hvdtrain.learner.torch.build import build_torch_learner
+from hvdtrain.learner.torch.learner import TorchLearner
+from hvdtrain.runtime.timer import Timer
+
+
+def problems(**keys: Any) -> list[str]:
+    return PrecisionKeys(**keys).problems()
+
+
+def test_a_scale_halves_where_gradients_overflow_and_doubles_after_many_that_do_not() -> None:
+    scale = LossScale(ScaleOptions(init_scale=8, growth_interval=3))
+    assert [(scale.update(finite), scale.scale) for finite in (False, True, True, False, True, True, True, True)] == [
+        (True, 4.0),
+        (False, 4.0),
+        (False, 4.0),
+        (True, 2.0),
+        (False, 2.0),
+        (False, 2.0),
+        (True, 4.0),
+        (False, 4.0),
+    ]
+
+
+def test_a_scale_goes_on_where_it_was() -> None:
+    options = ScaleOptions(growth_interval=3)
+    first, second = LossScale(options), LossScale(options)
+    for finite in (False, True, True):
+        first.update(finite)
+    second.restore(first.state())
+    assert second.scale == first.scale == 2.0**15
+    assert second.update(True)
+    assert second.scale == 2.0**16
+
+
+def test_a_scale_stays_a_number_and_knows_whether_an_overflow_may_be_its_fault() -> None:
+    scale = LossScale(ScaleOptions(init_scale=1.0, growth_interval=1))
+    for _ in range(1000):
+        scale.update(True)
+    assert scale.scale == LARGEST
+    while scale.explains_overflow:
+        scale.update(False)
+    assert scale.scale == 0.5
+
+
+def test_options_of_a_scale_are_checked_all_at_once() -> None:
+    assert parse_scale_options({"init_scale": 4, "growth_interval": 10}, "x") == ScaleOptions(init_scale=4, growth_interval=10)
+    assert parse_scale_options({"enabled": False}, "x") is None
+    with pytest.raises(ConfigError) as caught:
+        parse_scale_options({"init_scale": 0, "growth_factor": 1, "backoff_factor": 2, "growth_interval": 1.5, "speed": 1}, "x")
+    assert [problem.partition(":")[0] for problem in caught.value.problems] == [
+        "x.speed",
+        "x.init_scale",
+        "x.growth_factor",
+        "x.backoff_factor",
+        "x.growth_interval",
+    ]
+
+
+def test_what_the_keys_mean() -> None:
+    def meaning(**keys: Any) -> tuple[str, bool]:
+        precision = PrecisionKeys(**keys).precision()
+        return precision.dtype, precision.loss_scale(precision.dtype) is not None
+
+    assert meaning() == ("float32", False)
+    assert meaning(mixed_precision="bfloat16") == ("bfloat16", False)
+    assert meaning(mixed_precision="float16") == ("float16", True)
+    assert meaning(mixed_precision="float16", grad_scaler=None) == ("float16", False)
+    assert meaning(mixed_precision="bfloat16", grad_scaler={}) == ("bfloat16", True)
+    assert meaning(mixed_precision={"dtype": "float16", "grad_scaler": None}) == ("float16", False)
+    assert meaning(mixed_precision={"dtype": "float16"}, grad_scaler={"enabled": False}) == ("float16", False)
+    scale = Precision("float16", ScaleOptions(init_scale=4.0)).loss_scale("float16")
+    assert scale is not None
+    assert scale.scale == 4.0
+
+
+def test_mistakes_in_the_keys() -> None:
+    assert problems(mixed_precision="half") == ["mixed_precision: expected 'bfloat16' or 'float16', got 'half'"]
+    assert problems(mixed_precision={}) == ["mixed_precision.dtype: expected 'bfloat16' or 'float16', got nothing"]
+    assert problems(mixed_precision={"dtype": "float16", "grad_scaller": 1}) == [
+        "mixed_precision.grad_scaller: expected dtype or grad_scaler, got 'grad_scaller' (did you mean grad_scaler?)"
+    ]
+    assert problems(grad_scaler=True) == ["grad_scaler: expected a dict, 'auto' or None, got True"]
+    assert problems(grad_scaler={"init_scale": -1}) == ["grad_scaler.init_scale: expected a positive number, got -1"]
+
+
+FRAMES = numpy.array([[[1.0, 2.0], [3.0, 4.0]], [[5.0, 6.0], [0.0, 0.0]]], numpy.float32)
+BATCH = Batch({"data": Padded(FRAMES, numpy.array([2, 1], numpy.int32))}, numpy.array([0, 1]))
+
+
+def linear(**_: Any) -> torch.nn.Module:
+    """From 2 features to 1, weights 1 and 1, no bias."""
+    layer = torch.nn.Linear(2, 1, bias=False)
+    torch.nn.init.ones_(layer.weight)
+    return layer
+
+
+def learner(train_step: Callable[..., None], precision: Precision, **keys: Any) -> TorchLearner:
+    options = LearnerKeys(get_model=linear, train_step=train_step, **{"optimizer": {"class": "sgd"}, **keys})
+    reducer = GradReduce(SingleCommunicator(), Timer(), average=False)
+    return build_torch_learner(options, reducer, rank=0, local_rank=0, threads=1, seed=1, epoch=1, step=0, precision=precision)
+
+
+def times(factor: list[float]) -> Callable[..., None]:
+    """The outputs' sum times the first of the factors, which a test changes."""
+
+    def train_step(*, model: torch.nn.Module, extern_data: dict[str, Any], **_: Any) -> None:
+        data = extern_data["data"]
+        get_run_ctx().mark_as_loss(model(data.raw_tensor)[data.mask].float() * factor[0], "any")
+
+    return train_step
+
+
+def test_torch_computes_in_half_precision_and_updates_in_single_precision() -> None:
+    seen = []
+
+    def step(*, model: torch.nn.Module, extern_data: dict[str, Any], **_: Any) -> None:
+        outputs = model(extern_data["data"].raw_tensor)
+        seen.append((outputs.dtype, model.weight.dtype))
+        get_run_ctx().mark_as_loss(torch.full((70000,), 1.0, dtype=outputs.dtype) * outputs.mean(), "long")  # sums beyond float16
+
+    for dtype in ("bfloat16", "float16"):
+        made = learner(step, Precision(dtype))
+        made.backward(BATCH)
+        gradient = made.model.weight.grad
+        assert gradient is not None
+        assert gradient.dtype == torch.float32
+        made.update(1e-6)
+        made.evaluate(BATCH)
+        assert made.model.weight.dtype == torch.float32
+        assert made.take_scores().means()["long"] == pytest.approx(21 / 4, rel=0.1)
+    assert seen == [(torch.bfloat16, torch.float32)] * 2 + [(torch.float16, torch.float32)] * 2
+
+
+def test_torch_gradients_have_their_true_size_when_they_are_clipped() -> None:
+    half = Precision("float16", ScaleOptions(init_scale=1024.0))
+    plain, scaled = (learner(times([1.0]), precision, gradient_clip_global_norm=2.0) for precision in (FLOAT32, half))
+    for made in (plain, scaled):
+        made.backward(BATCH)
+        made.update(0.5)
+    assert scaled.loss_scale == 1024.0
+    assert plain.loss_scale is None
+    assert scaled.model.weight.tolist() == [pytest.approx(plain.model.weight[0].tolist(), rel=1e-3)]
+    assert (scaled.model.weight - 1).norm().item() == pytest.approx(1.0, rel=1e-3)
+
+
+def test_torch_leaves_an_update_out_where_the_scale_was_too_large_and_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    factor = [1.0]
+    made = learner(times(factor), Precision("float16", ScaleOptions(init_scale=1024.0, growth_interval=2)))
+    scales = []
+    for factor[0] in (1.0, 1e6, 1e6, 1.0, 1.0):
+        before = made.model.weight.tolist()
+        made.backward(BATCH)
+        made.update(1e-3)
+        scales.append(made.loss_scale)
+        assert (made.model.weight.tolist() == before) == (factor[0] != 1.0)
+    assert scales == [1024.0, 512.0, 256.0, 256.0, 512.0]
+    made.save(tmp_path / "model", tmp_path / "optimizer", {})
+    made.save_own(tmp_path / "own", ["optimizer"])
+    for load in (lambda one: one.load(tmp_path / "model", tmp_path / "optimizer"), lambda one: one.load_own(tmp_path / "own")):
+        again = learner(times(factor), Precision("float16"))
+        load(again)
+        assert again.loss_scale == 512.0
+    plain = learner(times(factor), FLOAT32)
+    plain.load(tmp_path / "model", tmp_path / "optimizer")
+    assert plain.loss_scale is None
+
+
+@pytest.mark.parametrize(("skips", "patience"), [(None, PATIENCE), (3, 3)])
+def test_torch_gives_up_where_gradients_are_broken_whatever_the_scale(skips: int | None, patience: int) -> None:
+    made = learner(
+        times([float("nan")]),
+        Precision("float16", ScaleOptions(init_scale=4.0)),
+        num_allowed_consec_invalid_gradient_steps=skips,
+    )
+    for _ in range(3 + patience):  # with the scales 4, 2 and 1; then it is below 1
+        made.backward(BATCH)
+        made.update(0.1)
+    made.backward(BATCH)
+    with pytest.raises(TrainingError, match=rf"after {patience} were left out and the loss scale had come down .* for weight"):
+        made.update(0.1)
+    assert made.model.weight.tolist() == [[1.0, 1.0]]

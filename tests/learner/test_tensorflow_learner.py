@@ -1,0 +1,408 @@
+"""The TensorFlow learner by itself: one graph for batches of any size, optimizers, random numbers, sparse gradients."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy
+import pytest
+import tensorflow as tf
+
+from hvdtrain.comm.base import SingleCommunicator
+from hvdtrain.context import get_run_ctx
+from hvdtrain.data.types import Batch, Padded
+from hvdtrain.errors import CheckpointError, ConfigError, TrainingError
+from hvdtrain.learner.base import Chosen, LearnerKeys
+from hvdtrain.learner.reduce import GradReduce
+from hvdtrain.learner.tensorflow.build import build_tensorflow_learner
+from hvdtrain.learner.tensorflow.learner import TensorFlowLearner
+from hvdtrain.learner.tensorflow.variables import parts_of
+from hvdtrain.runtime.timer import Timer
+
+FRAMES = numpy.array([[[1.0, 2.0], [3.0, 4.0]], [[5.0, 6.0], [0.0, 0.0]]], numpy.float32)
+BATCH = Batch({"data": Padded(FRAMES, numpy.array([2, 1], numpy.int32))}, numpy.array([0, 1]))
+
+
+def linear(**_: Any) -> keras.Model:
+    """From 2 features to 1, weights 1 and 1, no bias."""
+    model = keras.Sequential([keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")])
+    model.build((None, None, 2))
+    return model
+
+
+def squares(*, model: Any, extern_data: dict[str, Any], **_: Any) -> None:
+    """The sum of squared outputs of every real frame."""
+    data = extern_data["data"]
+    get_run_ctx().mark_as_loss(tf.square(tf.boolean_mask(model(data.raw_tensor), data.mask))[:, 0], "square")
+
+
+def learner(
+    train_step: Callable[..., None] = squares, get_model: Callable[..., Any] = linear, rank: int = 0, **keys: Any
+) -> TensorFlowLearner:
+    options = LearnerKeys(get_model=get_model, train_step=train_step, **{"optimizer": {"class": "sgd"}, **keys})
+    reducer = GradReduce(SingleCommunicator(), Timer(), average=False)
+    return build_tensorflow_learner(options, reducer, rank=rank, local_rank=0, threads=1, seed=1, epoch=1, step=0)
+
+
+def kernel(made: TensorFlowLearner) -> Any:
+    return made.model.trainable_variables[0].numpy()
+
+
+def test_a_step_of_sgd_on_the_sum_over_real_frames() -> None:
+    made = learner()
+    made.backward(BATCH)
+    made.update(0.01)
+    # outputs 3, 7, 11; the gradient of the sum of their squares is 2 * (3 * (1, 2) + 7 * (3, 4) + 11 * (5, 6))
+    assert kernel(made)[:, 0].tolist() == pytest.approx([1 - 0.01 * 158, 1 - 0.01 * 200], rel=1e-6)
+    assert made.take_scores().means() == {"square": pytest.approx((9 + 49 + 121) / 3)}
+    assert made.take_scores().means() == {}
+    assert made.take_step_seconds() > 0
+
+
+def test_batches_of_any_length_and_size_share_a_graph_and_another_number_of_axes_has_its_own() -> None:
+    def step(*, model: Any, extern_data: dict[str, Any], **_: Any) -> None:
+        get_run_ctx().mark_as_loss(extern_data["data"].raw_tensor @ model.trainable_variables[0].value, "any")
+
+    made = learner(step)
+    for length, size in ((2, 2), (5, 1), (3, 7), (1, 4)):
+        frames = numpy.ones((size, length, 2), numpy.float32)
+        batch = Batch({"data": Padded(frames, numpy.full(size, length, numpy.int32))}, numpy.arange(size))
+        made.backward(batch)
+        made.update(0.01)
+        made.evaluate(batch)
+    assert made.graphs.traces == 2  # training and evaluation
+    with_an_axis_more = numpy.ones((2, 3, 1, 2), numpy.float32)
+    made.evaluate(Batch({"data": Padded(with_an_axis_more, numpy.array([3, 1], numpy.int32))}, numpy.arange(2)))
+    assert made.graphs.traces == 3
+
+
+def test_epoch_and_step_of_the_context_go_on_inside_of_the_graph() -> None:
+    def step(*, model: Any, **_: Any) -> None:
+        context = get_run_ctx()
+        get_run_ctx().mark_as_loss(tf.reduce_sum(model.trainable_variables[0].value), "any")
+        context.mark_as_loss(tf.cast(100 * context.epoch + context.step, tf.float32), "where", as_error=True)
+
+    made = learner(step)
+    seen = []
+    for epoch in (1, 2):
+        made.begin_epoch(epoch, 2 * (epoch - 1))
+        for _ in range(2):
+            made.backward(BATCH)
+            made.update(0.0)
+            seen.append(made.take_scores().means()["where"])
+    assert seen == [100.0, 101.0, 202.0, 203.0]
+    assert made.graphs.traces == 1
+
+
+def test_clipping_by_norm_and_by_value() -> None:
+    by_norm = learner(gradient_clip_global_norm=1.0)
+    by_norm.backward(BATCH)
+    by_norm.update(1.0)
+    assert numpy.linalg.norm(kernel(by_norm) - 1) == pytest.approx(1.0, rel=1e-4)
+    by_value = learner(gradient_clip=0.25)
+    by_value.backward(BATCH)
+    by_value.update(1.0)
+    assert kernel(by_value).tolist() == [[0.75], [0.75]]
+
+
+def test_an_evaluation_changes_nothing_and_a_rank_without_a_batch_adds_zeros() -> None:
+    made = learner()
+    made.evaluate(BATCH)
+    assert kernel(made).tolist() == [[1.0], [1.0]]
+    made.backward(BATCH)
+    made.update(0.0)
+    made.backward(None)
+    made.update(1.0)
+    assert kernel(made).tolist() == [[1.0], [1.0]]
+
+
+def test_a_normalized_loss_is_a_mean_and_a_scale_is_a_factor() -> None:
+    def step(*, model: Any, extern_data: dict[str, Any], **_: Any) -> None:
+        data = extern_data["data"]
+        values = tf.square(tf.boolean_mask(model(data.raw_tensor), data.mask))[:, 0]
+        get_run_ctx().mark_as_loss(values, "mean", use_normalized_loss=True, scale=2.0)
+        get_run_ctx().mark_as_loss(values, "share", as_error=True, custom_inv_norm_factor=tf.constant([4.0, 6.0]))
+
+    made = learner(step)
+    made.backward(BATCH)
+    made.update(0.01)
+    assert kernel(made)[:, 0].tolist() == pytest.approx([1 - 0.01 * 158 * 2 / 3, 1 - 0.01 * 200 * 2 / 3], rel=1e-6)
+    assert made.take_scores().means() == {"mean": pytest.approx(179 / 3), "share": pytest.approx(17.9)}
+
+
+def twice(*, model: Any, **_: Any) -> None:
+    for _ in range(2):
+        get_run_ctx().mark_as_loss(model.trainable_variables[0].value, "same")
+
+
+@pytest.mark.parametrize(
+    ("train_step", "message"),
+    [
+        (lambda **_: None, "expected a call of hvdtrain.get_run_ctx().mark_as_loss(...), got none"),
+        (lambda **_: get_run_ctx().mark_as_loss(tf.ones(2), "constant"), "expected a loss that depends on the model"),
+        (twice, "a name of its own, got 'same' twice"),
+    ],
+)
+def test_what_a_train_step_may_not_do(train_step: Callable[..., None], message: str) -> None:
+    with pytest.raises(ConfigError, match="train_step: ") as caught:
+        learner(train_step).backward(BATCH)
+    assert message in str(caught.value)
+
+
+def test_a_model_that_is_none_or_has_not_all_of_its_variables() -> None:
+    with pytest.raises(ConfigError, match="get_model: expected it to return a Keras model or a tf.Module, got int"):
+        learner(get_model=lambda **_: 3)
+    with pytest.raises(ConfigError, match=r"has trainable variables, got none .*call the model once in get_model"):
+        learner(get_model=lambda **_: keras.Sequential([keras.layers.Dense(1)]))
+
+    class Late(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.early, self.late = keras.layers.Dense(1), keras.layers.Dense(1)
+            self.early.build((None, 2))
+
+        def call(self, frames: Any) -> Any:
+            return self.late(self.early(frames))
+
+    with pytest.raises(ConfigError, match="has all of its variables, got 2 more in train_step"):
+        learner(get_model=lambda **_: Late()).backward(BATCH)
+    with pytest.raises(ConfigError, match="device: expected cpu, cuda or cuda:N, got 'tpux'"):
+        learner(device="tpux")
+
+
+def test_optimizers_by_name_and_their_options() -> None:
+    def model(**_: Any) -> keras.Model:
+        made = keras.Sequential([keras.layers.Dense(2), keras.layers.LayerNormalization(), keras.layers.Dense(1)])
+        made.build((None, None, 2))
+        return made
+
+    made = learner(get_model=model, optimizer={"class": "AdamW", "eps": 1e-6, "weight_decay": 0.5, "betas": (0.8, 0.9)})
+    assert isinstance(made.optimizer, keras.optimizers.AdamW)
+    assert (made.optimizer.epsilon, made.optimizer.beta_1, made.optimizer.beta_2) == (1e-6, 0.8, 0.9)
+    decayed = [name for name, variable in made.parts.variables.items() if made.optimizer._use_weight_decay(variable)]
+    assert decayed == ["layers.0.kernel", "layers.2.kernel"]
+    assert isinstance(learner(optimizer="sgd").optimizer, keras.optimizers.SGD)
+    assert isinstance(learner(optimizer=lambda variables: keras.optimizers.Adam()).optimizer, keras.optimizers.Adam)
+    with pytest.raises(ConfigError, match=r"got 'adamm' \(did you mean adam\?\)"):
+        learner(optimizer={"class": "adamm"})
+    with pytest.raises(ConfigError, match="optimizer.rho: expected options of SGD: momentum, "):
+        learner(optimizer={"class": "sgd", "rho": 0.9})
+    with pytest.raises(ConfigError, match="function that returns a Keras optimizer, got int"):
+        learner(optimizer=lambda variables: 3)
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)
+    with pytest.raises(ConfigError, match=r"without a learning rate of its own.*dynamic_learning_rate"):
+        learner(optimizer=lambda variables: keras.optimizers.SGD(schedule))
+
+
+class Drawing(tf.Module):
+    """Draws from everything that a model may draw from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = tf.Variable([1.0])
+        self.dropout = keras.layers.Dropout(0.5)
+        self.generator = tf.random.Generator.from_seed(1)
+
+
+def test_dropout_differs_between_ranks_and_steps_and_comes_back_after_a_restart() -> None:
+    def step(*, model: Any, **_: Any) -> None:
+        get_run_ctx().mark_as_loss(model.weight, "any")
+        drawn = {
+            "dropout": model.dropout(tf.ones([64]), training=True) * tf.range(64.0),
+            "keras": keras.random.uniform([1]),
+            "generator": model.generator.uniform([1]),
+        }
+        for name, values in drawn.items():
+            get_run_ctx().mark_as_loss(values, name, as_error=True)
+
+    drawn: dict[tuple[int, int], dict[str, float]] = {}
+    for rank, first_step in ((0, 0), (1, 0), (0, 1)):
+        made = learner(step, get_model=lambda **_: Drawing(), rank=rank)
+        made.begin_epoch(1, first_step)
+        for number in range(first_step, 2):
+            made.backward(BATCH)
+            made.update(0.0)
+            means = made.take_scores().means()
+            if first_step:
+                assert means == drawn[rank, number]
+            drawn[rank, number] = means
+    for name in ("dropout", "keras", "generator"):
+        assert len({means[name] for means in drawn.values()}) == 4
+
+
+def test_parts_of_a_module_that_holds_keras_layers_in_lists() -> None:
+    class Mixed(tf.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = tf.Variable(2.0)
+            self.blocks = [keras.layers.Dense(1) for _ in range(2)]
+            self.named = {"norm": keras.layers.BatchNormalization(), "count": tf.Variable(0, trainable=False)}
+            for layer in (*self.blocks, self.named["norm"]):
+                layer.build((None, 1))
+            self.blocks[1].trainable = False
+
+    parts = parts_of(Mixed())
+    assert parts.kinds == {
+        "scale": "parameters",
+        "blocks.0.kernel": "parameters",
+        "blocks.0.bias": "parameters",
+        "blocks.1.kernel": "frozen",
+        "blocks.1.bias": "frozen",
+        "named.norm.gamma": "parameters",
+        "named.norm.beta": "parameters",
+        "named.norm.moving_mean": "statistics",
+        "named.norm.moving_variance": "statistics",
+        "named.count": "counters",
+    }
+
+
+def test_a_large_embedding_gets_the_rows_that_were_touched_once_each() -> None:
+    class Table(tf.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = tf.Variable(tf.zeros([300_000, 2]))
+            self.small = tf.Variable(tf.zeros([3, 2]))
+
+    def step(*, model: Any, extern_data: dict[str, Any], **_: Any) -> None:
+        indices = tf.constant([5, 7, 5])
+        get_run_ctx().mark_as_loss(tf.gather(model.table, indices) * [1.0, 2.0], "large")
+        get_run_ctx().mark_as_loss(tf.gather(model.small, [1, 1]), "small")
+
+    made = learner(step, get_model=lambda **_: Table(), gradient_clip_global_norm=1e9)
+    for _ in range(2):
+        made.backward(BATCH)
+        made.update(1.0)
+    table = made.model.table.numpy()
+    assert table[5].tolist() == [-4.0, -8.0]
+    assert table[7].tolist() == [-2.0, -4.0]
+    assert numpy.abs(table).sum() == 18.0
+    assert made.model.small.numpy().tolist() == [[0.0, 0.0], [-4.0, -4.0], [0.0, 0.0]]
+    clipped = learner(step, get_model=lambda **_: Table(), gradient_clip_global_norm=1.0)
+    clipped.backward(BATCH)
+    clipped.update(1.0)
+    norm = numpy.sqrt(sum(numpy.square(variable.numpy()).sum() for variable in (clipped.model.table, clipped.model.small)))
+    assert norm == pytest.approx(1.0, rel=1e-4)  # twice the same row counts as their sum
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16", "bfloat16"])
+def test_mixed_precision_by_keras_policies(policy: str, tmp_path: Path) -> None:
+    def model(**_: Any) -> keras.Model:
+        made = keras.Sequential([keras.layers.Dense(1, use_bias=False, kernel_initializer="ones", dtype=policy)], name="half")
+        made.dtype_policy = policy
+        made.build((None, None, 2))
+        return made
+
+    made = learner(get_model=model, gradient_clip_global_norm=1.0)
+    before = numpy.asarray(made.model.trainable_variables[0]).astype(numpy.float32)
+    for _ in range(12):  # the first steps of float16 find out how far the loss may be scaled up
+        if numpy.array_equal(numpy.asarray(made.model.trainable_variables[0]).astype(numpy.float32), before):
+            made.backward(BATCH)
+            made.update(1.0)
+    after = numpy.asarray(made.model.trainable_variables[0]).astype(numpy.float32)
+    assert numpy.linalg.norm(after - before) == pytest.approx(1.0, rel=1e-2)
+    assert (made.loss_scale is not None) == (policy == "mixed_float16")
+    made.save(tmp_path / "model", tmp_path / "optimizer", {})
+    again = learner(get_model=model, gradient_clip_global_norm=1.0)
+    again.load(tmp_path / "model", tmp_path / "optimizer")
+    assert numpy.array_equal(numpy.asarray(again.model.trainable_variables[0]).astype(numpy.float32), after)
+
+
+def test_a_checkpoint_brings_everything_back_and_a_wrong_or_damaged_one_changes_nothing(tmp_path: Path) -> None:
+    files = tmp_path / "model.npz", tmp_path / "model.opt.npz"
+    made = learner(optimizer="adam")
+    made.backward(BATCH)
+    made.update(0.1)
+    copied = made.copied()
+    made.save(*files, {"step": 1, "history": [{"score": 0.1, "nothing": float("nan")}]})
+    again = learner(optimizer="adam")
+    progress = again.load(*files)
+    assert (progress["step"], progress["history"][0]["score"]) == (1, 0.1)
+    for one in (made, again):
+        one.backward(BATCH)
+        one.update(0.1)
+    assert numpy.array_equal(kernel(made), kernel(again))
+    late = tmp_path / "late.npz", tmp_path / "late.opt.npz"
+    made.save(*late, progress, copied)  # as it was then, whatever has been trained since
+    assert [file.stat().st_size for file in late] == [file.stat().st_size for file in files]
+    again.load(*late)
+    again.backward(BATCH)
+    again.update(0.1)
+    assert numpy.array_equal(kernel(made), kernel(again))
+    with pytest.raises(CheckpointError, match="expected the state of this config's optimizer, got another"):
+        learner(optimizer="sgd").load(*files)
+    content = files[0].read_bytes()
+    for damaged in (content[: len(content) // 2], content.replace(b"layers.0.kernel", b"layers.1.kernel"), b""):
+        files[0].write_bytes(damaged)
+        fresh = learner(optimizer="adam")
+        with pytest.raises(CheckpointError, match=r"model\.npz: expected"):
+            fresh.load(*files)
+        assert kernel(fresh).tolist() == [[1.0], [1.0]]
+
+
+def test_strings_and_wide_integers_reach_the_graph() -> None:
+    def step(*, model: Any, extern_data: dict[str, Any], **_: Any) -> None:
+        assert extern_data["words"].raw_tensor.dtype == tf.string
+        get_run_ctx().mark_as_loss(model(extern_data["data"].raw_tensor), "any")
+        length = tf.strings.length(extern_data["words"].raw_tensor)
+        get_run_ctx().mark_as_loss(length, "length", as_error=True)
+        get_run_ctx().mark_as_loss(extern_data["classes"].raw_tensor, "class", as_error=True)
+
+    words = Padded(numpy.array([["a", "bcd"], ["", ""]], dtype=object), numpy.array([2, 0], numpy.int32))
+    classes = Padded(numpy.array([[65535], [1]], numpy.uint16), numpy.array([1, 1], numpy.int32))
+    made = learner(step)
+    made.backward(Batch({**BATCH.data, "words": words, "classes": classes}, BATCH.indices))
+    assert made.take_scores().means() == {"any": 5.25, "length": 1.0, "class": 32768.0}
+
+
+def test_outputs_of_a_forward_step_by_sequence() -> None:
+    def forward_step(*, model: Any, extern_data: dict[str, Any], **_: Any) -> None:
+        data = extern_data["data"]
+        get_run_ctx().mark_as_default_output(model(data.raw_tensor), seq_lens=data.seq_lens)
+        get_run_ctx().mark_as_output(tf.reduce_sum(data.raw_tensor, [1, 2]), "sum")
+
+    first, second = learner(forward_step=forward_step).forward(BATCH)
+    assert first["output"].tolist() == [[3.0], [7.0]]
+    assert second["output"].tolist() == [[11.0]]
+    assert (first["sum"], second["sum"]) == (10.0, 11.0)
+    with pytest.raises(ConfigError, match="forward_step: expected a call of"):
+        learner(forward_step=lambda **_: None).forward(BATCH)
+    with pytest.raises(ConfigError, match="an entry of output for each of 2 sequences, got 3"):
+        learner(forward_step=lambda **_: get_run_ctx().mark_as_default_output(tf.zeros([3]))).forward(BATCH)
+
+
+def test_an_update_with_a_gradient_that_is_no_number_is_left_out() -> None:
+    broken = Batch({"data": Padded(FRAMES * numpy.float32("nan"), numpy.array([2, 1], numpy.int32))}, numpy.array([4, 5]))
+    made = learner(num_allowed_consec_invalid_gradient_steps=1)
+    for batch in (broken, BATCH, broken):
+        made.backward(batch)
+        made.update(0.01)
+    assert kernel(made)[:, 0].tolist() == pytest.approx([1 - 0.01 * 158, 1 - 0.01 * 200], rel=1e-6)
+    assert made.take_scores().means() == {"square": pytest.approx((9 + 49 + 121) / 3)}
+    made.backward(broken)
+    with pytest.raises(TrainingError, match=r"after 1 were left out, got others in step 3 .*layers\.0\.kernel"):
+        made.update(0.01)
+    told = learner()
+    told.backward(broken)
+    [found] = told.take_not_finite()
+    assert (found.step, found.loss, found.indices, found.parameters) == (0, "square", (4, 5), ())
+
+
+def test_a_rank_saves_what_it_has_of_its_own_and_takes_over_from_other_files(tmp_path: Path) -> None:
+    made = learner(optimizer="adam")
+    made.backward(BATCH)
+    made.update(0.1)
+    made.save_own(tmp_path / "own.npz", ["parameters", "optimizer"])
+    again = learner(optimizer="adam")
+    again.load_own(tmp_path / "own.npz")
+    for one in (made, again):
+        one.backward(BATCH)
+        one.update(0.1)
+    assert numpy.array_equal(kernel(made), kernel(again))
+    numpy.savez(tmp_path / "theirs.npz", weight=numpy.array([[3.0], [4.0]], numpy.float32))
+    found = again.preload(
+        tmp_path / "theirs.npz", "model", lambda ours, theirs: Chosen(dict(zip(ours, theirs, strict=True)), {}), None
+    )
+    assert found[0] == found[1] == list(again.parts.variables)
+    assert kernel(again).tolist() == [[3.0], [4.0]]
+    assert [float(number) for number in again.numbers([1.0, 0.5])] == [1.0, 0.5]

@@ -1,0 +1,132 @@
+"""TensorFlow: which variables decay, and computing in half precision."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy
+import pytest
+import tensorflow as tf
+
+from hvdtrain.comm.base import SingleCommunicator
+from hvdtrain.context import get_run_ctx
+from hvdtrain.data.types import Batch, Padded
+from hvdtrain.errors import ConfigError
+from hvdtrain.learner.base import LearnerKeys
+from hvdtrain.learner.precision import FLOAT32, Precision
+from hvdtrain.learner.reduce import GradReduce
+from hvdtrain.learner.tensorflow.build import build_tensorflow_learner
+from hvdtrain.learner.tensorflow.learner import TensorFlowLearner
+from hvdtrain.runtime.timer import Timer
+
+
+def layers(**_: Any) -> keras.Model:
+    made = keras.Sequential([keras.layers.Dense(2), keras.layers.LayerNormalization(), keras.layers.Dense(1)])
+    made.build((None, None, 2))
+    return made
+
+
+def learner(
+    train_step: Callable[..., None] | None = None,
+    get_model: Callable[..., Any] = layers,
+    precision: Precision = FLOAT32,
+    **keys: Any,
+) -> TensorFlowLearner:
+    options = LearnerKeys(get_model=get_model, train_step=train_step or (lambda **_: None), **{"optimizer": "sgd", **keys})
+    reducer = GradReduce(SingleCommunicator(), Timer(), average=False)
+    places = {"rank": 0, "local_rank": 0, "threads": 1}
+    return build_tensorflow_learner(options, reducer, **places, seed=1, epoch=1, step=0, precision=precision)
+
+
+def decayed(**options: Any) -> list[str]:
+    made = learner(optimizer={"class": "adamw", "weight_decay": 0.5, **options})
+    return [name for name, variable in made.parts.variables.items() if made.optimizer._use_weight_decay(variable)]
+
+
+def test_classes_of_layers_or_a_function_say_what_decays() -> None:
+    assert decayed() == ["layers.0.kernel", "layers.2.kernel"]
+    assert decayed(weight_decay_modules_blacklist=["keras.layers.Dense"]) == ["layers.1.gamma"]
+    assert decayed(weight_decay_modules_blacklist=[keras.layers.Dense]) == ["layers.1.gamma"]
+
+    def include(*, module: Any, full_param_name: str, param: Any, **_: Any) -> bool | None:
+        return None if full_param_name == "layers.0.kernel" else len(param.shape) == 1 and isinstance(module, keras.layers.Dense)
+
+    assert decayed(weight_decay_custom_include_check=include) == ["layers.0.kernel", "layers.0.bias", "layers.2.bias"]
+
+
+def test_what_keras_cannot_do_is_told() -> None:
+    with pytest.raises(ConfigError, match=r"got 'Dens' \(did you mean Dense\?\)"):
+        decayed(weight_decay_modules_blacklist=["Dens"])
+    with pytest.raises(ConfigError, match="param_groups_custom: expected backend = 'torch'.*one set of options"):
+        learner(optimizer={"class": "adamw", "param_groups_custom": lambda **_: []})
+    with pytest.raises(ConfigError, match=r"momentun: expected options of SGD.*\(did you mean momentum\?\)"):
+        learner(optimizer={"class": "sgd", "momentun": 0.9})
+    with pytest.raises(ConfigError, match="weight_decay: expected a positive number"):
+        learner(optimizer={"class": "sgd", "weight_decay_modules_blacklist": ["Dense"]})
+
+
+FRAMES = numpy.array([[[1.0, 2.0], [3.0, 4.0]], [[5.0, 6.0], [0.0, 0.0]]], numpy.float32)
+BATCH = Batch({"data": Padded(FRAMES, numpy.array([2, 1], numpy.int32))}, numpy.array([0, 1]))
+
+
+def sums(*, model: Any, extern_data: dict[str, Any], **_: Any) -> None:
+    get_run_ctx().mark_as_loss(tf.cast(model(extern_data["data"].raw_tensor), tf.float32), "sum")
+
+
+def test_layers_of_get_model_compute_in_half_precision_and_other_layers_do_not() -> None:
+    before = keras.config.dtype_policy()
+    made = learner(sums, precision=Precision("float16"))
+    assert [layer.compute_dtype for layer in made.model.layers] == ["float16"] * 3
+    assert {str(variable.dtype) for variable in made.model.trainable_variables} == {"float32"}
+    assert keras.config.dtype_policy() == before
+    assert keras.layers.Dense(1).compute_dtype == "float32"
+    made.backward(BATCH)
+    made.update(0.1)
+    assert made.loss_scale in (65536.0, 32768.0)
+
+
+def test_a_module_without_keras_layers_computes_as_it_likes_and_is_told_so(caplog: pytest.LogCaptureFixture) -> None:
+    class Table(tf.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = tf.Variable(tf.ones([2, 1]))
+
+        def __call__(self, frames: Any) -> Any:
+            return frames @ self.table
+
+    class Mixed(Table):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense = keras.layers.Dense(1)
+            self.dense.build((None, 1))
+
+        def __call__(self, frames: Any) -> Any:
+            return self.dense(super().__call__(frames))
+
+    logger = logging.getLogger("hvdtrain")
+    logger.addHandler(caplog.handler)
+    try:
+        made = learner(sums, lambda **_: Table(), precision=Precision("float16"))
+        assert "mixed_precision: Table has no Keras layers" in caplog.text
+        caplog.clear()
+        mixed = learner(sums, lambda **_: Mixed(), precision=Precision("bfloat16"))
+        assert caplog.text == ""
+    finally:
+        logger.removeHandler(caplog.handler)
+    made.backward(BATCH)
+    made.update(0.0)
+    assert made.loss_scale == 65536.0  # for modules that cast themselves
+    assert mixed.model(tf.constant(FRAMES)).dtype == tf.bfloat16
+    mixed.backward(BATCH)
+    mixed.update(0.0)
+    assert mixed.loss_scale is None
+
+
+def test_an_optimizer_of_the_config_that_scales_the_loss_itself_is_left_to_it() -> None:
+    made = learner(
+        sums, optimizer=lambda _: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()), precision=Precision("float16")
+    )
+    assert made.loss_scale is None
+    made.backward(BATCH)
+    made.update(0.1)

@@ -1,0 +1,106 @@
+"""A rank that fails takes the others down within seconds, and what the user sees is why."""
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+from launching import TOY, Finished, hvdtrain, launch
+
+PATIENCE = 10.0
+"""Seconds within which the whole job has to end after a rank failed."""
+
+
+def run_with_fault(corpus: Path, folder: Path, **overrides: object) -> tuple[Finished, float]:
+    """Train on 3 ranks with a planted fault; return how it ended, and how long after the fault."""
+    record = folder / "record"
+    finished = hvdtrain(
+        TOY,
+        {"corpus": corpus, "model": folder / "model", "use_horovod": 1, "record": record, **overrides},
+        ranks=3,
+    )
+    return finished, time.time() - float((folder / "record.fault").read_text())
+
+
+def test_a_rank_that_is_killed_ends_the_job(corpus: Path, tmp_path: Path) -> None:
+    finished, seconds = run_with_fault(corpus, tmp_path, fault="kill,2,5")
+    assert seconds < PATIENCE
+    assert finished.status != 0
+    assert "Killed" in finished.err  # mpirun's own words
+
+
+def test_a_rank_that_hangs_ends_the_job_and_shows_where(corpus: Path, tmp_path: Path) -> None:
+    finished, seconds = run_with_fault(corpus, tmp_path, fault="hang,1,5", watchdog_timeout=10)
+    assert seconds < 10 + PATIENCE
+    assert finished.status != 0
+    for rank in range(3):
+        assert re.search(rf"rank {rank}: no progress for 1\d s \(watchdog_timeout\) in epoch 1, step 5", finished.err)
+    assert "in fail" in finished.err  # the function that hangs, in the stack of rank 1
+
+
+def test_an_error_in_param_mode_ends_the_job_too(corpus: Path, tmp_path: Path) -> None:
+    finished, seconds = run_with_fault(
+        corpus, tmp_path, fault="raise,0,5", horovod_reduce_type="param", horovod_param_sync_step=100
+    )
+    assert seconds < PATIENCE
+    assert finished.status != 0
+    assert "rank 0 of 3: Traceback" in finished.err
+
+
+def test_several_processes_without_use_horovod_are_refused(corpus: Path, tmp_path: Path) -> None:
+    finished = hvdtrain(TOY, {"corpus": corpus, "model": tmp_path / "model"}, ranks=2)
+    assert finished.status == 2
+    assert "2 processes that mpirun started" in finished.err
+    assert "use_horovod" in finished.err
+    assert "torch_distributed" in finished.err
+    assert "Traceback" not in finished.err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_mistake_that_all_ranks_see_is_told_once(corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "broken.hdf").write_bytes((corpus / "train.hdf").read_bytes()[:5000])
+    common = {"corpus": corpus, "model": tmp_path / "model", "use_horovod": 1}
+    finished = hvdtrain(TOY, {**common, "train.files": tmp_path / "broken.hdf"}, ranks=2)
+    assert finished.status == 2
+    assert finished.err.count(f"{tmp_path}/broken.hdf: expected a whole HDF5 file") == 1
+    assert "Traceback" not in finished.err
+    finished = hvdtrain(TOY, {**common, "learning_rat": 1}, ranks=2)
+    assert finished.status == 2
+    assert finished.err.count("learning_rat: unknown key in the command line (did you mean learning_rate?)") == 1
+
+
+def test_a_mistake_in_train_step_is_told_even_if_rank_0_does_not_see_it(corpus: Path, tmp_path: Path) -> None:
+    finished, seconds = run_with_fault(corpus, tmp_path, fault="mistake,1,5")
+    assert seconds < PATIENCE
+    assert finished.status != 0
+    assert "rank 1 of 3: 1 problem in the config:" in finished.err
+    assert "expected every loss to have a name of its own, got 'twice' twice" in finished.err
+    assert "Traceback" not in finished.err
+
+
+def test_without_horovod_the_user_is_told_how_to_build_it(corpus: Path, tmp_path: Path) -> None:
+    arguments = ["config", "++use_horovod", "1", "++corpus", str(corpus), "++model", str(tmp_path / "model")]
+    arguments[0] = str(TOY)
+    program = f"import sys; sys.modules['horovod'] = None; from hvdtrain.cli import main; sys.exit(main({arguments}))"
+    finished = launch(["-c", program])
+    assert finished.status == 2
+    assert "use_horovod: expected an installed Horovod" in finished.err
+    assert "python -m hvdtrain.doctor.build_horovod" in finished.err
+    assert "Traceback" not in finished.err
+
+
+def test_a_launcher_of_another_mpi_is_found_out(corpus: Path, tmp_path: Path) -> None:
+    """MPICH's mpirun tells its processes PMI_SIZE; a Horovod built for Open MPI then sees itself alone."""
+    overrides = {"corpus": corpus, "model": tmp_path / "model", "use_horovod": 1}
+    finished = hvdtrain(TOY, overrides, environment={"PMI_RANK": "0", "PMI_SIZE": "2"})
+    assert finished.status == 2
+    assert "expected the 2 processes that mpirun started, got 1 from Horovod" in finished.err
+
+
+@pytest.mark.parametrize("ranks", [None, 1])
+def test_use_horovod_on_one_rank_works_and_says_so_where_nothing_started_it(
+    corpus: Path, tmp_path: Path, ranks: int | None
+) -> None:
+    finished = hvdtrain(TOY, {"corpus": corpus, "model": tmp_path / "model", "use_horovod": 1}, ranks=ranks)
+    assert finished.status == 0, finished.err
+    assert ("this process was started alone" in finished.out) == (ranks is None)

@@ -1,0 +1,129 @@
+"""Noise on gradients: its distribution, the same on all ranks where gradients are, and the same again after a stop."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from launching import TOY, launch
+
+from hvdtrain.comm.base import SingleCommunicator
+from hvdtrain.context import get_run_ctx
+from hvdtrain.data.types import Batch, Padded
+from hvdtrain.learner.base import LearnerKeys
+from hvdtrain.learner.reduce import GradReduce, ParamAverage
+from hvdtrain.learner.torch.build import build_torch_learner
+from hvdtrain.runtime.timer import Timer
+
+CONFIGS = {"torch": TOY, "tensorflow": TOY.with_name("tensorflow_config.py")}
+
+BATCH = Batch({"data": Padded(numpy.ones((1, 1, 1), numpy.float32), numpy.array([1], numpy.int32))}, numpy.array([0]))
+
+OF_WHAT_IS_LEFT = 0.8796
+"""Standard deviation of a normal distribution that is cut off at two of its own."""
+
+
+def added(reduce: str, rank: int, first_step: int = 0, steps: int = 1, clip: float | None = None) -> tuple[numpy.ndarray, list]:
+    """What an optimizer without anything to learn is given, and what dropout drew meanwhile."""
+    drawn = []
+
+    def train_step(*, model: torch.nn.Module, **_: Any) -> None:
+        drawn.append(torch.rand(3).tolist())
+        get_run_ctx().mark_as_loss(model.weight.sum() * 0.0, "nothing")
+
+    keys = LearnerKeys(
+        get_model=lambda **_: torch.nn.Linear(300, 200),
+        train_step=train_step,
+        optimizer={"class": "sgd"},
+        gradient_noise=0.5,
+        gradient_clip=clip,
+    )
+    comm, timer = SingleCommunicator(), Timer()
+    reducer = GradReduce(comm, timer, average=False) if reduce == "grad" else ParamAverage(comm, timer, 1)
+    learner = build_torch_learner(keys, reducer, rank=rank, local_rank=0, threads=1, seed=1, epoch=1, step=0)
+    learner.begin_epoch(1, first_step)
+    for _ in range(steps):
+        before = learner.model.weight.detach().numpy().copy()
+        learner.backward(BATCH)
+        learner.update(1.0)
+    return before - learner.model.weight.detach().numpy(), drawn
+
+
+def assert_cut_off_normal(noise: numpy.ndarray, deviation: float) -> None:
+    assert numpy.abs(noise).max() <= 2 * deviation + 1e-6
+    assert numpy.abs(noise).max() >= 1.99 * deviation
+    assert abs(noise.mean()) <= 5 * deviation / noise.size**0.5
+    assert noise.std() == pytest.approx(OF_WHAT_IS_LEFT * deviation, rel=0.01)
+    # 71.5 % of a normal distribution that is cut off at two are within one
+    assert (numpy.abs(noise) < deviation).mean() == pytest.approx(0.6827 / 0.9545, abs=0.01)
+
+
+def test_it_is_normally_distributed_up_to_two_deviations() -> None:
+    noise, _ = added("grad", rank=0)
+    assert_cut_off_normal(noise, 0.5)
+    clipped, _ = added("grad", rank=0, clip=0.1)  # after the noise
+    assert numpy.abs(clipped).max() == pytest.approx(0.1, rel=1e-4)
+
+
+def test_it_follows_from_the_step_and_where_ranks_train_apart_from_the_rank() -> None:
+    first, drawn = added("grad", rank=0)
+    same, drawn_by_other = added("grad", rank=1)
+    assert numpy.abs(first - same).max() < 1e-6  # weights differ, so rounding does
+    assert drawn != drawn_by_other  # dropout goes on differing
+    other, _ = added("grad", rank=0, first_step=1)
+    second, _ = added("grad", rank=0, steps=2)
+    assert numpy.abs(first - other).max() > 0.1
+    assert numpy.abs(second - other).max() < 1e-6
+    apart = [added("param", rank=rank)[0] for rank in (0, 1)]
+    assert numpy.abs(apart[0] - apart[1]).max() > 0.1
+
+
+@pytest.mark.parametrize("framework", CONFIGS)
+def test_ranks_stay_the_same_and_a_continued_training_goes_on_with_the_same_noise(
+    corpus: Path, tmp_path: Path, framework: str
+) -> None:
+    noisy = {"layers": "statistics", "gradient_noise": 0.05}
+    trainings: dict[str, dict[str, object]] = {
+        "clean": {"layers": "statistics"},
+        "whole": noisy,
+        "stopped": {**noisy, "fault": "SIGTERM,1,9", "record": tmp_path / "ids"},
+        "param": {**noisy, "horovod_reduce_type": "param", "horovod_param_sync_step": 7},
+    }
+    if framework == "tensorflow":
+        only_noise = {
+            "part": "two.hdf",
+            "max_seqs": 1,
+            "learning_rate": 1.0,
+            "gradient_noise": 0.5,
+            "optimizer": {"class": "sgd"},
+        }
+        trainings["idle"] = {"layers": "embedding", **only_noise}
+    jobs = []
+    for name, overrides in trainings.items():
+        keys = {"use_horovod": True, "corpus": corpus, "model": tmp_path / name / "model", **overrides}
+        jobs.append({"name": name, "folder": str(tmp_path), "overrides": {key: str(value) for key, value in keys.items()}})
+    (tmp_path / "jobs.json").write_text(json.dumps(jobs))
+    command = [str(TOY.parent / "several.py"), str(tmp_path / "jobs.json"), CONFIGS[framework]]
+    finished = launch(command, ranks=2, timeout=300)
+    assert finished.status == 0, finished.err
+    assert "stopped: stopped by SIGTERM" in finished.out
+
+    def weights(name: str, rank: int = 0) -> dict[str, numpy.ndarray]:
+        with numpy.load(tmp_path / f"{name}.rank-{rank}.npz") as stored:
+            return dict(stored)
+
+    for name in trainings:
+        assert_same(weights(name), weights(name, 1))
+    assert_same(weights("whole"), weights("stopped"))
+    assert not numpy.array_equal(weights("whole")["unused"], weights("clean")["unused"])
+    if framework == "tensorflow":
+        first, second = (1 - weights("idle")[f"idle.{number}"] for number in (0, 1))
+        assert_cut_off_normal(first, 0.5)
+        assert abs(numpy.corrcoef(first, second)[0, 1]) < 0.01
+
+
+def assert_same(one: dict[str, numpy.ndarray], other: dict[str, numpy.ndarray]) -> None:
+    assert one.keys() == other.keys()
+    assert [name for name in one if not numpy.array_equal(one[name], other[name])] == []

@@ -1,0 +1,49 @@
+"""Horovod's timeline: by key and by environment, with our names in it."""
+
+from pathlib import Path
+
+from launching import TOY, hvdtrain
+from timeline import rows_of
+
+
+def test_the_key_writes_a_timeline_with_our_names(corpus: Path, tmp_path: Path) -> None:
+    timeline = tmp_path / "new" / "timeline.json"
+    overrides = {"corpus": corpus, "model": tmp_path / "model", "use_horovod": 1, "horovod_timeline": timeline}
+    finished = hvdtrain(TOY, overrides, ranks=2)
+    assert finished.status == 0, finished.err
+    rows = rows_of(timeline)
+    gradient = rows["grouped_allreduce.gradients.0_1of5"]
+    assert gradient.count("NEGOTIATE_ALLREDUCE") == 20  # once a step
+    assert gradient.count("MPI_ALLREDUCE") == 20
+    assert "broadcast.initial_parameters.0" in rows
+    for name in ("plan_train", "train_scores", "save"):
+        assert "MPI_ALLGATHER" in rows[f"allgather.{name}.t"]
+    assert not [name for name in rows if "noname" in name]  # what Horovod calls those without a name
+
+
+def test_the_environment_does_the_same_and_parameters_have_names_too(corpus: Path, tmp_path: Path) -> None:
+    overrides = {
+        "corpus": corpus,
+        "model": tmp_path / "model",
+        "use_horovod": 1,
+        "horovod_reduce_type": "param",
+        "horovod_param_sync_step": 7,
+    }
+    timeline = tmp_path / "timeline.json"
+    finished = hvdtrain(TOY, overrides, ranks=2, environment={"HOROVOD_TIMELINE": str(timeline)})
+    assert finished.status == 0, finished.err
+    rows = rows_of(timeline)
+    averaged = {
+        name: done.count("MPI_ALLREDUCE") for name, done in rows.items() if "grouped_allreduce.average.parameters" in name
+    }
+    assert averaged
+    assert set(averaged.values()) == {3}, averaged  # after 7 and 14 of 20 steps, and at the end of the epoch
+
+
+def test_a_timeline_that_cannot_be_written_is_told(corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    overrides = {"corpus": corpus, "model": tmp_path / "model", "horovod_timeline": tmp_path / "file" / "timeline.json"}
+    finished = hvdtrain(TOY, {**overrides, "use_horovod": 1}, ranks=2)
+    assert finished.status == 2
+    assert "horovod_timeline: expected a file that can be written, got" in finished.err
+    assert "Traceback" not in finished.err

@@ -1,0 +1,140 @@
+"""Tasks besides training, on one and on two ranks."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy
+import pytest
+from launching import TOY, Finished, hvdtrain, launch
+
+from hvdtrain.data.hdf.dataset import open_hdf
+
+CONFIG = """
+from pathlib import Path
+import hvdtrain
+
+told = config.value("told")
+forward_data = {"files": str(Path(corpus) / "dev.hdf")}
+max_seqs = 7
+
+def forward_step(*, model, extern_data, **_):
+    data = extern_data["data"]
+    scores = model(data.raw_tensor, data.mask)
+    context = hvdtrain.get_run_ctx()
+    context.mark_as_default_output(scores, seq_lens=data.seq_lens)
+    context.mark_as_output(scores.argmax(-1), "best", seq_lens=data.seq_lens)
+    context.mark_as_output(data.seq_lens.float().sqrt(), "root")
+
+class Callback:
+    def init(self, *, model):
+        self.file = open(told, "w")
+        print("model has", len(list(model.parameters())), "parameters", file=self.file)
+    def process_seq(self, *, seq_tag, outputs):
+        assert outputs["output"].raw_tensor.dtype == "float32" and outputs["root"].raw_tensor.shape == ()
+        print(seq_tag, outputs["output"].raw_tensor.shape, *outputs["best"].raw_tensor.tolist(), file=self.file)
+    def finish(self):
+        print("finished", file=self.file)
+        self.file.close()
+
+def hello():
+    print("hello from the config")
+"""
+
+
+def run(config: Path, overrides: Mapping[str, object], ranks: int | None = None) -> Finished:
+    """Run the toy config with what another one adds."""
+    arguments: list[str] = ["-m", "hvdtrain", str(TOY), str(config)]
+    for name, value in overrides.items():
+        arguments += [f"++{name}", str(value)]
+    return launch(arguments, ranks)
+
+
+@pytest.fixture(scope="module")
+def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, object]]:
+    folder = tmp_path_factory.mktemp("tasks")
+    config = folder / "config.py"
+    config.write_text(CONFIG)
+    keys: dict[str, object] = {"corpus": corpus, "model": folder / "model", "evaluated": True, "log_interval": 100}
+    assert run(config, {**keys, "num_epochs": 2}).status == 0
+    return config, keys
+
+
+def test_eval_gives_the_scores_of_the_training(trained: tuple[Path, dict[str, object]]) -> None:
+    config, keys = trained
+    scores = json.loads((config.parent / "scores.jsonl").read_text().splitlines()[0])["scores"]
+    for ranks in (None, 2):
+        finished = run(config, {**keys, "task": "eval", "load_epoch": 1, "use_horovod": ranks is not None}, ranks=ranks)
+        assert finished.status == 0, finished.err
+        assert f"epoch 1 evaluation: dev: ce {scores['dev_loss_ce']:.4g}, fer {scores['dev_loss_fer']:.4g}" in finished.out
+
+
+def test_forward_hands_outputs_on_in_the_datasets_order(trained: tuple[Path, dict[str, object]], corpus: Path) -> None:
+    config, keys = trained
+    folder = config.parent
+    told = {}
+    for ranks in (1, 2):
+        task = {"task": "forward", "output_file": folder / f"out-{ranks}.hdf", "use_horovod": ranks > 1}
+        task |= {"told": folder / f"told-{ranks}"}
+        other = {**keys, **task}
+        with_callback = folder / "with_callback.py"
+        with_callback.write_text(config.read_text() + "\nforward_callback = Callback\n")
+        finished = run(with_callback, other, ranks=ranks if ranks > 1 else None)
+        assert finished.status == 0, finished.err
+        assert "Forward " in finished.out
+        told[ranks] = (folder / f"told-{ranks}").read_text()
+    assert told[1] == told[2]
+    lines = told[1].splitlines()
+    assert (lines[0], lines[-1]) == ("model has 6 parameters", "finished")
+    dev, one, two = open_hdf([corpus / "dev.hdf"]), open_hdf([folder / "out-1.hdf"]), open_hdf([folder / "out-2.hdf"])
+    assert [line.split()[0] for line in lines[1:-1]] == dev.tags(range(101)) == one.tags(range(101)) == two.tags(range(101))
+    for index in range(101):
+        sequences = one.sequence(index), two.sequence(index)
+        assert all(numpy.array_equal(sequences[0][key], sequences[1][key]) for key in ("data", "best", "root"))
+        assert sequences[0]["data"].shape == (len(dev.sequence(index)["data"]), 5)
+        assert numpy.array_equal(sequences[0]["data"].argmax(-1), sequences[0]["best"])
+        assert numpy.array_equal(sequences[0]["root"], numpy.sqrt([len(sequences[0]["data"])], dtype=numpy.float32))
+    assert not list(folder.glob("*.unfinished"))
+    again = run(config, {**keys, "task": "forward", "output_file": folder / "out-1.hdf"})
+    assert again.status == 2
+    assert "out-1.hdf: expected a file that does not exist yet (output_file)" in again.err
+
+
+def test_forward_says_what_is_missing(trained: tuple[Path, dict[str, object]]) -> None:
+    config, keys = trained
+    nobody = run(config, {**keys, "task": "forward"})
+    assert nobody.status == 2
+    assert "output_file, forward_callback: expected one of them" in nobody.err
+    step = hvdtrain(TOY, {**keys, "task": "forward", "forward_data": keys["corpus"] / "dev.hdf", "output_file": "x.hdf"})
+    assert step.status == 2
+    assert "forward_step: expected a function in the config, got nothing" in step.err
+    nothing = hvdtrain(TOY, {**keys, "task": "search"})
+    assert nothing.status == 2
+    assert "search_data: expected a dataset dict or HDF files for the task search, got None" in nothing.err
+
+
+def test_a_function_of_the_config_is_a_task(trained: tuple[Path, dict[str, object]]) -> None:
+    config, keys = trained
+    assert "hello from the config\n" in run(config, {**keys, "task": "config:hello"}).out
+    wrong = run(config, {**keys, "task": "config:bye"})
+    assert wrong.status == 2
+    assert "task: expected config:NAME with the name of a function in the config, got 'config:bye'" in wrong.err
+    unknown = run(config, {**keys, "task": "sing"})
+    assert (
+        "task: expected one of train, dry_run, eval, forward, search, cleanup_old_models, config:NAME, got 'sing'" in unknown.err
+    )
+
+
+@pytest.mark.parametrize(("backend", "suffix"), [("torch", "pt"), ("tensorflow", "npz")])
+def test_cleanup_is_a_task(trained: tuple[Path, dict[str, object]], tmp_path: Path, backend: str, suffix: str) -> None:
+    config, keys = trained
+    keys = {**keys, "backend": backend}
+    for epoch in range(1, 8):
+        (tmp_path / f"model.{epoch:03d}.{suffix}").write_bytes(b"")
+    scores = [json.dumps({"epoch": epoch, "scores": {"dev_loss_ce": abs(epoch - 3)}}) for epoch in range(1, 8)]
+    (tmp_path / "scores.jsonl").write_text("\n".join(scores))
+    rule = {"keep_last_n": 1, "keep_best_n": 2, "keep": []}
+    cleaned = run(config, {**keys, "task": "cleanup_old_models", "model": tmp_path / "model", "cleanup_old_models": rule})
+    assert cleaned.status == 0, cleaned.err
+    assert "We will delete the models of epochs [1, 4, 5, 6]." in cleaned.out
+    assert sorted(path.name for path in tmp_path.glob("model.*")) == [f"model.00{epoch}.{suffix}" for epoch in (2, 3, 7)]

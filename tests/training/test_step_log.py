@@ -1,0 +1,210 @@
+"""How far training is: lines in files and pipes, a bar on a terminal."""
+
+import os
+import pty
+import re
+import signal
+from pathlib import Path
+
+import pytest
+from launching import TOY, hvdtrain
+from terminal import Terminal, screen
+
+from hvdtrain.runtime.log import LogKeys
+from hvdtrain.runtime.progress_bar import Line
+from hvdtrain.runtime.scores import Scores
+from hvdtrain.training.step_log import StepLog
+
+ESCAPE = "\x1b"
+DRAWN = r"\repoch (\d+)( dev)? \[#*\.*\] +([\d.]+)%  step (\d+), \d:\d\d:\d\d remaining(.*?)\x1b\[K"
+MPIRUN = ["mpirun", "-np", "2", "--bind-to", "none", "--oversubscribe"]
+AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+
+
+def training(corpus: Path, folder: Path, **keys: object) -> list[str]:
+    """A training of 20 steps of a tenth of a second."""
+    overrides = {"corpus": corpus, "model": folder / "model", "slow": "['compute', -1]", "log_verbosity": 4, **keys}
+    return ["-m", "hvdtrain", str(TOY), *(str(part) for name, value in overrides.items() for part in (f"++{name}", value))]
+
+
+def test_a_bar_and_what_is_told_above_it(corpus: Path, tmp_path: Path) -> None:
+    terminal = Terminal(tmp_path, training(corpus, tmp_path, num_epochs=2, evaluated=True), columns=150)
+    assert terminal.read_to_end() == 0, terminal.text
+    drawn = re.findall(DRAWN, terminal.text)
+    assert len(drawn) >= 10, terminal.text
+    assert {epoch for epoch, *_ in drawn} == {"1", "2"}
+    of_first = [(int(step), float(share)) for epoch, dataset, share, step, _ in drawn if epoch == "1" and not dataset]
+    assert of_first == sorted(set(of_first))
+    assert all(share == pytest.approx(100 * step / 20, abs=0.1) for step, share in of_first)
+    assert re.search(r", ce [\d.]+, fer [\d.]+, learning rate 0.01, 0.\d+ sec/step", drawn[3][-1])
+    left = screen(terminal.text)
+    assert not any("remaining" in line or ESCAPE in line for line in left), left
+    assert [line for line in left if "finished after" in line] == [
+        line for line in left if re.match(r"train epoch \d, fin", line)
+    ]
+    assert len([line for line in left if re.match(r"train epoch \d, finished after 20 steps", line)]) == 2
+    assert left[-2:] == ["Finished training in epoch 2.", ""]
+
+
+def test_under_mpirun(corpus: Path, tmp_path: Path) -> None:
+    """Open MPI gives every rank a terminal of its own, whatever its own output goes to."""
+    arguments = training(corpus, tmp_path, use_horovod=True)
+    terminal = Terminal(tmp_path, arguments, launcher=MPIRUN, environment=AS_ROOT, columns=60)
+    assert terminal.read_to_end() == 0, terminal.text
+    bars = re.findall(r"\r(epoch 1 \[#.*?)\x1b\[K", terminal.text)
+    assert len(bars) >= 5, terminal.text
+    assert all(len(bar) <= 59 for bar in bars)
+    assert "Finished training in epoch 1." in screen(terminal.text)
+    piped = hvdtrain(TOY, {"corpus": corpus, "model": tmp_path / "other" / "model", "use_horovod": True, "log_verbosity": 4}, 2)
+    assert piped.status == 0, piped.err
+    assert ESCAPE not in piped.out
+    assert "\r" not in piped.out
+
+
+def test_lines_above_the_bar_at_the_highest_verbosity_and_no_bar_at_the_lowest(corpus: Path, tmp_path: Path) -> None:
+    terminal = Terminal(tmp_path, training(corpus, tmp_path, log_verbosity=5), columns=150)
+    assert terminal.read_to_end() == 0, terminal.text
+    assert len(re.findall(DRAWN, terminal.text)) >= 5
+    left = screen(terminal.text)
+    assert len([line for line in left if re.match(r"train epoch 1, step \d+, ce ", line)]) == 20
+    assert not any(ESCAPE in line for line in left), left
+    quiet = Terminal(tmp_path, training(corpus, tmp_path / "quiet", log_verbosity=2, slow="['', -1]"))
+    assert quiet.read_to_end() == 0, quiet.text
+    assert ESCAPE not in quiet.text
+
+
+def test_lines_in_a_pipe(corpus: Path, tmp_path: Path) -> None:
+    keys = {"corpus": corpus, "model": tmp_path / "model", "evaluated": True}
+    ended = hvdtrain(TOY, keys)
+    assert ended.status == 0, ended.err
+    assert ESCAPE not in ended.out
+    times = r"[\d.]+ sec/step, elapsed \d:\d\d:\d\d, exp. remaining \d:\d\d:\d\d, complete"
+    of_training = re.findall(rf"^train epoch 1, step (\d+), ce [\d.]+, fer [\d.]+, {times} ([\d.]+)%$", ended.out, flags=re.M)
+    assert [(int(step), float(share)) for step, share in of_training] == [(step, 5.0 * step) for step in range(1, 21)]
+    of_dev = re.findall(rf"^epoch 1 'dev' eval, step (\d+), ce [\d.]+, fer [\d.]+, {times} ([\d.]+)%$", ended.out, flags=re.M)
+    assert [int(step) for step, _ in of_dev] == list(range(1, 10))
+    assert of_dev[-1][1] == "100.00"
+    seldom = hvdtrain(TOY, {**keys, "model": tmp_path / "other" / "model", "log_interval": 100})
+    assert " sec/step" not in seldom.out
+    scores = [re.findall("^epoch 1 (?:score: .*(?=elapsed)|evaluation: .*)", out, flags=re.M) for out in (ended.out, seldom.out)]
+    assert len(scores[0]) == 2
+    assert scores[0] == scores[1], "telling changes nothing"
+
+
+def test_ctrl_c_leaves_the_terminal_clean(corpus: Path, tmp_path: Path) -> None:
+    terminal = Terminal(tmp_path, training(corpus, tmp_path, num_epochs=100))
+    terminal.read_until(DRAWN)
+    terminal.type(b"\x03")
+    assert terminal.read_to_end() == 130
+    left = screen(terminal.text)
+    assert any(re.match(r"stopped by SIGINT in epoch \d+ after step \d+", line) for line in left), left
+    assert not any("remaining" in line for line in left), left
+
+
+def test_so_does_an_error(corpus: Path, tmp_path: Path) -> None:
+    terminal = Terminal(tmp_path, training(corpus, tmp_path, fault="['raise', 0, 7]"))
+    assert terminal.read_to_end() == 1
+    assert re.search(DRAWN, terminal.text), terminal.text
+    left = screen(terminal.text)
+    assert "Traceback (most recent call last):" in left, left
+    assert "RuntimeError: planted by the test" in left
+    assert not any("remaining" in line for line in left), left
+
+
+def test_a_kill_leaves_a_terminal_that_works(corpus: Path, tmp_path: Path) -> None:
+    """Nothing is switched on that somebody would have to switch off again, such as the cursor."""
+    terminal = Terminal(tmp_path, training(corpus, tmp_path, fault="['kill', 0, 7]"))
+    assert terminal.read_to_end() == -signal.SIGKILL
+    assert set(re.findall(r"\x1b\[[^A-Za-z]*[A-Za-z]", terminal.text)) == {"\x1b[K"}
+
+
+PRINTS = """
+import sys, time
+from hvdtrain.runtime.log import LogKeys, open_log, say
+from hvdtrain.training.step_log import open_step_log
+from hvdtrain.runtime.scores import Scores
+
+keys = LogKeys(log_verbosity=4, log_interval=0.0)
+open_log(keys, 0, 1)
+with open_step_log(keys, 0) as steps:
+    steps.begin(1, None, 8)
+    for number in range(1, 9):
+        time.sleep(0.25)
+        steps.step(number, number / 8, Scores, 0.5)
+        if number == 3:
+            print("printed by the config")
+        if number == 5:
+            print("a warning", file=sys.stderr)
+        if number == 7:
+            say(1, "a line of the log")
+print("afterwards")
+"""
+
+
+def test_what_others_print_stands_above_the_bar(tmp_path: Path) -> None:
+    terminal = Terminal(tmp_path, ["-c", PRINTS])
+    assert terminal.read_to_end() == 0, terminal.text
+    assert len(re.findall(DRAWN, terminal.text)) == 8
+    assert screen(terminal.text) == ["printed by the config", "a warning", "a line of the log", "afterwards", ""]
+
+
+def test_a_bar_looks_at_the_losses_no_more_often_than_lines_do() -> None:
+    """Looking at them waits for a GPU."""
+    end, inside = pty.openpty()
+    with os.fdopen(inside, "w") as stream:
+        looked = 0
+
+        def take_scores() -> Scores:
+            nonlocal looked
+            looked += 1
+            return Scores()
+
+        steps = StepLog(3600.0, Line(stream, inside))
+        steps.begin(1, None, 10**6)
+        steps._drawn -= 3600  # a drawing is due
+        steps.step(1, 0.1, take_scores, 0.5)
+        assert os.read(end, 4096).startswith(b"\repoch 1 [")
+        assert looked == 0
+        steps._told -= 3600
+        steps.step(2, 0.2, take_scores, 0.5)
+        assert looked == 1
+    os.close(end)
+
+
+def test_a_terminal_that_was_closed_stops_nobody() -> None:
+    end, inside = pty.openpty()
+    stream = os.fdopen(inside, "w")
+    line = Line(stream, inside)
+    line.draw("one")
+    os.close(end)
+    line.draw("two")
+    line.clear()
+    try:
+        stream.close()
+    except OSError:
+        pass
+
+
+def test_targets_and_their_verbosities() -> None:
+    assert LogKeys().targets == {"stdout": 5}
+    assert LogKeys(log="a.log", log_verbosity=3).targets == {"a.log": 3, "stdout": 3}
+    assert LogKeys(log=["a.log", "|cat"], log_verbosity=[5]).targets == {"a.log": 5, "|cat": 3, "stdout": 3}
+    assert LogKeys(log=["stdout", "a.log"], log_verbosity=[4, 5]).targets == {"stdout": 4, "a.log": 5}
+    assert LogKeys(log_verbosity=[1, 2]).problems() == ["log_verbosity: expected a number for each of stdout at most, got 2"]
+
+
+def test_files_of_every_rank_and_a_command(corpus: Path, tmp_path: Path) -> None:
+    log = [str(tmp_path / "logs" / "train.log"), f"|cat > {tmp_path}/piped; echo done >> {tmp_path}/piped", "|true"]
+    keys = {"corpus": corpus, "model": tmp_path / "model", "use_horovod": True, "log": log, "log_verbosity": [5, 4, 2]}
+    ended = hvdtrain(TOY, keys, 2)
+    assert ended.status == 0, ended.err
+    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["train.horovod-0-2.log", "train.horovod-1-2.log"]
+    of_rank_0, of_rank_1 = [(tmp_path / "logs" / f"train.horovod-{rank}-2.log").read_text() for rank in range(2)]
+    assert len(re.findall(r"^train epoch 1, step \d+, ", of_rank_0, flags=re.M)) == 20
+    assert "train epoch 1, finished after 20 steps" in of_rank_1
+    piped = (tmp_path / "piped").read_text().splitlines()
+    assert "model: 155 parameters" in piped
+    assert not any(" step " in line and "sec/step" in line for line in piped)
+    assert piped[-2:] == ["Finished training in epoch 1.", "done"]
+    assert "model: 155 parameters" not in ended.out, "stdout is not in the list, and has 3"
+    assert "train epoch 1, finished after 20 steps" in ended.out

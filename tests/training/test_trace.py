@@ -1,0 +1,70 @@
+"""The trace of what was trained on, and scores.jsonl, after kills."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy
+import pytest
+from launching import ROOT, launch
+
+from hvdtrain.report.epoch import EpochReport
+from hvdtrain.report.json_lines import JsonLines
+from hvdtrain.runtime.scores import Scores
+from hvdtrain.training.trace import Trace, num_runs, trained_on
+
+
+def test_steps_that_were_lost_with_a_kill_do_not_count(tmp_path: Path) -> None:
+    prefix = tmp_path / "deep" / "trace"
+    assert num_runs(prefix) == 0
+    first = [Trace(prefix, 0, rank, 0) for rank in range(2)]
+    for step in range(4):
+        for rank in range(2):
+            first[rank](1, step, numpy.array([10 * rank + step]))
+    assert num_runs(prefix) == 1
+    second = Trace(prefix, 1, 0, 2)  # goes on from a checkpoint after step 2, alone
+    second(1, 2, numpy.array([7, 8]))
+    second(2, 3, numpy.array([0]))
+    with (tmp_path / "deep" / "trace.run-1.rank-0.jsonl").open("a") as file:
+        file.write('{"epoch": 2, "st')  # killed
+    assert trained_on(prefix) == {1: Counter([0, 1, 10, 11, 7, 8]), 2: Counter([0])}
+
+
+def test_scores_jsonl_is_put_right(tmp_path: Path) -> None:
+    path = tmp_path / "scores.jsonl"
+    lines = JsonLines(path)
+    lines.go_on(0, None)
+    assert not path.exists()
+    for epoch in (1, 2, 3):
+        lines.epoch(EpochReport(epoch, 1, epoch, 1.0, 0.5, 0.1, 3, {"dev_loss_ce": float("nan")}))
+    path.write_text(path.read_text() + '{"epoch": 4, "sco')
+
+    def epochs() -> list[int]:
+        return [json.loads(line)["epoch"] for line in path.read_text().splitlines()]
+
+    JsonLines(path).go_on(4, {"epoch": 4})  # the checkpoint was written, the line was not
+    assert epochs() == [1, 2, 3, 4]
+    JsonLines(path).go_on(2, {"epoch": 2})  # goes on from an older one
+    assert epochs() == [1, 2]
+    before = path.read_text()
+    JsonLines(path).go_on(2, {"epoch": 2, "other": 1})
+    assert path.read_text() == before
+
+
+@pytest.mark.parametrize("numbers", [[1e16, 1.0, -1e16, 3e-17], [0.1] * 10, [1e308, 1e308, -1e308], [], [0.0, -0.0]])
+def test_compact_scores_have_the_same_means(numbers: list[float]) -> None:
+    scores, more = Scores(), Scores()
+    for number in numbers:
+        scores.add("a", number, 3.0)
+    more.add("a", 0.3, 1.0)
+    compact = Scores.from_state(scores.compact().state())
+    assert repr(Scores.merged([compact, more]).means()) == repr(Scores.merged([scores, more]).means())
+    for odd in (float("inf"), float("nan"), float("-inf")):
+        scores.add("a", odd, 1.0)
+        assert repr(scores.compact().means()) == repr(scores.means())
+
+
+def test_the_benchmark_of_kills_finds_whole_checkpoints() -> None:
+    finished = launch([ROOT / "benchmarks" / "kills.py", "saves", "--kills", "5"])
+    assert finished.status == 0, finished.err
+    assert "after each the newest checkpoint was whole" in finished.out

@@ -120,12 +120,12 @@ def check_data(settings: Settings, ranks: int) -> list[Finding]:
     files = hdf_files(settings)
     for path in files[:MOST_FILES]:
         report = check_file(path, seconds=0)
-        findings += [problem("data", each, "python -m hvdtrain.hdf_tools.check tells more") for each in report.problems]
-        cure = f"python -m hvdtrain.hdf_tools.check {path} --repack OUT, if it is the layout"
+        findings += [problem("data", each, "python -m hvdtrain check tells more") for each in report.problems]
+        cure = f"python -m hvdtrain check {path} --repack OUT, if it is the layout"
         findings += [warning("data", each if str(path) in each else f"{path}: {each}", cure) for each in report.warnings]
     if len(files) > MOST_FILES:
         findings.append(
-            ok("data", f"of {len(files)} HDF files, {MOST_FILES} were looked into (python -m hvdtrain.hdf_tools.check: all)")
+            ok("data", f"of {len(files)} HDF files, {MOST_FILES} were looked into (python -m hvdtrain check: all)")
         )
     if any(finding.level == "problem" for finding in findings):
         return findings

@@ -78,7 +78,7 @@ def check_packages(framework: str | None, use_horovod: bool) -> list[Finding]:
     findings = []
     for package, found in versions.items():
         if found is None and package in needed:
-            how = "python -m hvdtrain.doctor.build_horovod" if package == "horovod" else f"pip install {package}"
+            how = "python -m hvdtrain build-horovod" if package == "horovod" else f"pip install {package}"
             findings.append(problem("packages", f"expected {package} {AT_LEAST[package]} or newer, got none", how))
         elif found is not None and is_older(found, AT_LEAST[package]):
             newer = f"pip install '{package}>={AT_LEAST[package]}'"
@@ -108,7 +108,7 @@ def check_horovod(framework: str, probe: PythonProbe, use_horovod: bool, gpus: i
     if gpus and not found["gpus"]:
         what = f"expected to use the host's {gpus} GPUs, got none ({found['version']}, built for CUDA {found['cuda'] or 'none'})"
         findings.append(warning(framework, what, f"install a {framework} with CUDA that the driver supports"))
-    rebuild = "python -m hvdtrain.doctor.build_horovod --force"
+    rebuild = "python -m hvdtrain build-horovod --force"
     if "error" in found:
         if installed("horovod") is None and not use_horovod:
             return [*findings, ok("Horovod", "not installed, and not asked for")]

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """What a bar on the terminal costs: `python benchmarks/step_log.py`.
 
-Short steps (a small product of matrices) of which nobody is told, a log that writes lines into a file, and one that draws a bar
-on a terminal (of the system's kind, which a thread reads), in turn. Seconds are the processor's.
+Short steps (a small product of matrices) without a log, with a log that writes lines into a file, and with one that draws a bar
+on a terminal (a pty, which a thread reads), in turn. Seconds are the processor's.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from measuring import machine, table, take_turns
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from hvdtrain.runtime.log import LogKeys, open_log  # noqa: E402  # the line above finds the checkout
-from hvdtrain.runtime.progress_bar import Line  # noqa: E402
+from hvdtrain.runtime.progress_bar import Terminal  # noqa: E402
 from hvdtrain.runtime.scores import Scores  # noqa: E402
 from hvdtrain.training.step_log import StepLog  # noqa: E402
 
@@ -53,6 +53,8 @@ def main() -> None:
             frames @ weights
             if log is not None:
                 log.step(number, number / options.steps, scores, 0.001)
+        if log is not None:
+            log.end()
         return float(options.steps)
 
     def scores() -> Scores:
@@ -65,7 +67,7 @@ def main() -> None:
         contestants = {
             "no log": lambda: steps(None),
             "lines in a file, ten a second": lambda: steps(StepLog(0.1)),
-            "a bar, and lines every 10 s": lambda: steps(StepLog(10.0, Line(stream, inside))),
+            "a bar, and lines every 10 s": lambda: steps(StepLog(10.0, Terminal(stream, inside))),
         }
         table(take_turns(contestants, options.rounds), "steps a second", 1.0, "no log")
         open_log(LogKeys(), 0, 1)

@@ -96,7 +96,7 @@ class Terminal:
         self._columns = 79
 
     def bar(self, items: Iterable[Any] | None = None, **options: Any) -> Any:
-        """A tqdm bar, narrower than the terminal also when its width changes. Closing the bar removes it.
+        """A tqdm bar, narrower than the terminal also when its width changes; rates are means. Closing the bar removes it.
 
         Args:
             items: what the bar is iterated over for, if it is.
@@ -104,7 +104,7 @@ class Terminal:
         """
         from tqdm import tqdm
 
-        bar = tqdm(items, file=self._stream, leave=False, mininterval=EVERY, ncols=self.columns, **options)
+        bar = tqdm(items, file=self._stream, leave=False, mininterval=EVERY, smoothing=0, ncols=self.columns, **options)
         bar.dynamic_ncols = lambda _: (self.columns, None)  # tqdm's own function asks the stream, which under mpirun has no size
         return bar
 
@@ -112,7 +112,7 @@ class Terminal:
     def columns(self) -> int:
         """How many columns a bar may take. The last one stays empty: a character there makes some terminals wrap."""
         with suppress(OSError):  # a closed terminal has no size
-            self._columns = max(1, os.get_terminal_size(self._window).columns - 1)
+            self._columns = (os.get_terminal_size(self._window).columns or 80) - 1
         return self._columns
 
 

@@ -19,7 +19,7 @@ from hvdtrain.doctor.network import read_interfaces
 from hvdtrain.doctor.packages import AT_LEAST
 from hvdtrain.settings import read_settings
 
-DOCTOR = ["-m", "hvdtrain.doctor"]
+DOCTOR = ["-m", "hvdtrain", "doctor"]
 
 as_root = pytest.mark.skipif(
     os.geteuid() != 0 or subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode != 0,

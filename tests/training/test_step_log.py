@@ -14,7 +14,7 @@ from hvdtrain.runtime.log import LogKeys
 from hvdtrain.runtime.progress_bar import Terminal as DrawnOn
 from hvdtrain.runtime.progress_bar import open_terminal
 from hvdtrain.runtime.scores import Scores
-from hvdtrain.training.step_log import StepLog
+from hvdtrain.training.step_log import StepLog, StepReport
 
 ESCAPE = "\x1b"
 DRAWN = r"\repoch (\d+)( dev)?: +(\d+)%\|[^|\r]*\| (\d+)/\d+ \[\d\d:\d\d<[\d:?]+, +[\d.?]+(?:step/s|s/step)(.*?)\]"
@@ -124,8 +124,12 @@ def test_a_kill_leaves_a_terminal_that_works(corpus: Path, tmp_path: Path) -> No
 PRINTS = """
 import sys, time
 from hvdtrain.runtime.log import LogKeys, open_log, say
-from hvdtrain.training.step_log import open_step_log
+from hvdtrain.training.step_log import StepReport, open_step_log
 from hvdtrain.runtime.scores import Scores
+
+class Meter:
+    take_scores = Scores
+    peak_memory = None
 
 keys = LogKeys(log_verbosity=4, log_interval=0.0)
 open_log(keys, 0, 1)
@@ -133,7 +137,7 @@ with open_step_log(keys, 0) as steps:
     steps.begin(1, None, 8)
     for number in range(1, 9):
         time.sleep(0.25)
-        steps.step(number, number / 8, Scores, 0.5)
+        steps.step(StepReport(number, number / 8, 0.5, None, Meter()))
         if number == 3:
             print("printed by the config")
         if number == 5:
@@ -161,26 +165,33 @@ def test_what_others_print_stands_above_the_bar(tmp_path: Path) -> None:
     ]
 
 
+class Meter:
+    """Counts how often it is asked for scores."""
+
+    looked = 0
+
+    def take_scores(self) -> Scores:
+        self.looked += 1
+        return Scores()
+
+    def peak_memory(self) -> int | None:
+        return None
+
+
 def test_a_bar_looks_at_the_losses_no_more_often_than_lines_do() -> None:
     """Looking at them waits for a GPU."""
     end, inside = pty.openpty()
     with os.fdopen(inside, "w") as stream:
-        looked = 0
-
-        def take_scores() -> Scores:
-            nonlocal looked
-            looked += 1
-            return Scores()
-
+        meter = Meter()
         steps = StepLog(3600.0, DrawnOn(stream, inside))
         steps.begin(1, None, 10**6)
         steps._drawn -= 3600  # a drawing is due
-        steps.step(1, 0.1, take_scores, 0.5)
+        steps.step(StepReport(1, 0.1, 0.5, None, meter))
         assert os.read(end, 4096).startswith(b"\repoch 1: ")
-        assert looked == 0
+        assert meter.looked == 0
         steps._told -= 3600
-        steps.step(2, 0.2, take_scores, 0.5)
-        assert looked == 1
+        steps.step(StepReport(2, 0.2, 0.5, None, meter))
+        assert meter.looked == 1
         steps.end()
     os.close(end)
 

@@ -10,21 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hvdtrain.data.files.sizes import size_text
 from hvdtrain.doctor.findings import Finding, ok, problem, warning
 from hvdtrain.doctor.packages import output
 
 MEGABYTE, GIGABYTE = 1 << 20, 1 << 30
-
-
-def words(size: float) -> str:
-    """A number of bytes with its unit.
-
-    >>> words(64 * MEGABYTE), words(1.5 * GIGABYTE), words(512)
-    ('64 MB', '1.5 GB', '0.5 KB')
-    """
-    if size < MEGABYTE:
-        return f"{size / 1024:.1f} KB"
-    return f"{size / GIGABYTE:.1f} GB" if size >= GIGABYTE else f"{size / MEGABYTE:.0f} MB"
 
 
 SHARED_PER_RANK = 4 * MEGABYTE
@@ -49,11 +39,13 @@ def check_shared_memory(ranks: int, gpus: int, folder: Path = Path("/dev/shm")) 
         return problem(about, f"expected {folder}, got: {error}", fix)
     if not os.access(folder, os.W_OK):
         return problem(about, f"expected to write to {folder}, got: permission denied", f"chmod 1777 {folder}")
-    free = f"{words(space.free)} of {words(space.total)} free in {folder}"
+    free = f"{size_text(space.free)} of {size_text(space.total)} free in {folder}"
     needed = max(ranks, gpus, 1) * SHARED_PER_RANK
     if space.free < needed:
         return problem(
-            about, f"expected {words(needed)} for Open MPI alone, got {free}", f"{fix}; or remove what earlier jobs left there"
+            about,
+            f"expected {size_text(needed)} for Open MPI alone, got {free}",
+            f"{fix}; or remove what earlier jobs left there",
         )
     if space.total <= OF_A_CONTAINER or space.free < OF_A_CONTAINER:
         return warning(about, f"{free}: NCCL and workers that read data need more", fix)
@@ -77,9 +69,9 @@ def check_disk(folder: Path, about: str, needed: int = GIGABYTE) -> Finding:
     except OSError as error:
         hint = "free some space, or choose another folder" if error.errno == 28 else "choose a folder that you may write to"
         return problem(about, f"expected to write to {existing}, got: {error.strerror}", hint)
-    text = f"{words(space.free)} of {words(space.total)} free in {existing}"
+    text = f"{size_text(space.free)} of {size_text(space.total)} free in {existing}"
     if space.free < needed:
-        return warning(about, f"expected at least {words(needed)}, got {text}", "free some space, or choose another folder")
+        return warning(about, f"expected at least {size_text(needed)}, got {text}", "free some space, or choose another folder")
     return ok(about, text)
 
 
@@ -95,7 +87,7 @@ def check_memory() -> list[Finding]:
     if allowed.isdigit() and int(allowed) < total:
         total = int(allowed)
         available = min(available, total)
-    text = f"{words(available)} of {words(total)} available"
+    text = f"{size_text(available)} of {size_text(total)} available"
     if available < GIGABYTE:
         return [
             warning("memory", f"expected at least 1 GB, got {text}", "end other programs on the host, or request more memory")
@@ -119,7 +111,7 @@ def check_limits(files: int, gpus: int, infiniband: bool) -> list[Finding]:
         findings.append(warning("open files", text, more))
     memory, _ = resource.getrlimit(resource.RLIMIT_AS)
     if memory != resource.RLIM_INFINITY:
-        text = f"ulimit -v is {words(memory)}: mapped HDF files count, and CUDA reserves many times the GPU's memory"
+        text = f"ulimit -v is {size_text(memory)}: mapped HDF files count, and CUDA reserves many times the GPU's memory"
         fix = "ulimit -v unlimited; SGE: request a larger h_vmem"
         findings.append((problem if gpus else warning)("address space", text, fix))
     processes, _ = resource.getrlimit(resource.RLIMIT_NPROC)
@@ -127,7 +119,7 @@ def check_limits(files: int, gpus: int, infiniband: bool) -> list[Finding]:
         findings.append(warning("threads", f"ulimit -u allows {processes} processes and threads", "ulimit -u 4096"))
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if infiniband and locked != resource.RLIM_INFINITY:
-        text = f"expected no limit of locked memory for InfiniBand, got {words(locked)}"
+        text = f"expected no limit of locked memory for InfiniBand, got {size_text(locked)}"
         findings.append(problem("locked memory", text, "ulimit -l unlimited; Slurm: PropagateResourceLimitsExcept=MEMLOCK"))
     return findings or [ok("limits", f"{_count(open_files)} open files, {_count(processes)} processes, address space unlimited")]
 

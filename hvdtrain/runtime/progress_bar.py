@@ -7,12 +7,16 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from pathlib import Path
 from typing import IO, Any, TypeVar
 
 T = TypeVar("T")
 
 EVERY = 0.2
 """Seconds between two drawings."""
+
+MPIRUN = ("mpirun", "mpiexec", "orterun", "prterun")
+"""What Open MPI's launcher may be called."""
 
 
 @contextmanager
@@ -65,21 +69,19 @@ def open_terminal(*streams: IO[str]) -> Iterator[Terminal | None]:
 def terminal_of(stream: IO[str]) -> int | None:
     """A file descriptor that knows the width of the terminal that a stream prints to; None if it prints to a file or a pipe.
 
-    Open MPI gives every rank a terminal without a size, and passes on what is printed there to mpirun's own output. Whether
-    that is a terminal, only mpirun's process knows.
+    Open MPI gives every rank a terminal, and passes on what is printed there to mpirun's own output. Whether that is a
+    terminal, and how wide it is now, only mpirun's process knows; the rank's terminal has the size of the start, or none.
     """
     if not stream.isatty():
         return None
-    if os.get_terminal_size(stream.fileno()).columns:
-        return stream.fileno()
-    try:
-        of_launcher = os.open(f"/proc/{os.getppid()}/fd/{stream.fileno()}", os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK)
-    except OSError:
-        return None
-    if os.isatty(of_launcher) and os.get_terminal_size(of_launcher).columns:
-        return of_launcher
-    os.close(of_launcher)
-    return None
+    own, parent = stream.fileno(), f"/proc/{os.getppid()}"
+    with suppress(OSError):
+        if Path(parent, "comm").read_text().startswith(MPIRUN):
+            window = os.open(f"{parent}/fd/{own}", os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK)
+            if os.isatty(window) and os.get_terminal_size(window).columns:
+                return window
+            os.close(window)
+    return own if os.get_terminal_size(own).columns else None
 
 
 class Terminal:

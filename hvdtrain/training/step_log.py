@@ -17,6 +17,9 @@ from hvdtrain.runtime.progress_bar import EVERY, Terminal, open_terminal
 from hvdtrain.runtime.scores import Scores, text
 from hvdtrain.runtime.timer import clock_text
 
+BAR = "{l_bar}{bar:10}{r_bar}"
+"""tqdm's own format with a bar of a fixed width: the losses behind it would change the width with every line."""
+
 
 class Meter(Protocol):
     """What a learner measures."""
@@ -141,7 +144,8 @@ class StepLog:
             self._drawn = now
             if self._bar is None:
                 before = report.number - self._done
-                self._bar = self._terminal.bar(desc=self._short, total=before + self._rounds, initial=before, unit="step")
+                total = before + self._rounds
+                self._bar = self._terminal.bar(desc=self._short, total=total, initial=before, unit="step", bar_format=BAR)
                 self._bar.start_t -= now - self._began
             self._bar.n = report.number
             rate = "" if report.learning_rate is None else f"learning rate {report.learning_rate:.3g}"

@@ -52,10 +52,13 @@ def test_under_mpirun(corpus: Path, tmp_path: Path) -> None:
     """Open MPI gives every rank a terminal of its own, whatever its own output goes to."""
     arguments = training(corpus, tmp_path, use_horovod=True)
     terminal = Terminal(tmp_path, arguments, launcher=MPIRUN, environment=AS_ROOT, columns=60)
+    terminal.read_until(r"\repoch 1: ")
+    terminal.resize(50)
     assert terminal.read_to_end() == 0, terminal.text
-    bars = re.findall(r"\r(epoch 1: [^\r\n]*)", terminal.text)
+    bars = [bar.rstrip() for bar in re.findall(r"\r(epoch 1: [^\r\n]*)", terminal.text)]
     assert len(bars) >= 5, terminal.text
     assert all(len(bar) <= 59 for bar in bars)
+    assert all(len(bar) <= 49 for bar in bars[-2:]), "the bar follows the size of mpirun's terminal"
     assert "Finished training in epoch 1." in screen(terminal.text)
     piped = hvdtrain(TOY, {"corpus": corpus, "model": tmp_path / "other" / "model", "use_horovod": True, "log_verbosity": 4}, 2)
     assert piped.status == 0, piped.err

@@ -19,7 +19,7 @@ setup(
     package_data={"hvdtrain": ["py.typed"]},
     python_requires=">=3.11",
     # The core. Everything heavier is asked for by name and imported only when it is needed.
-    install_requires=["numpy>=1.26", "h5py>=3.10"],
+    install_requires=["numpy>=1.26", "h5py>=3.10", "tqdm>=4.66"],
     extras_require={
         "torch": ["torch>=2.4"],
         "tensorflow": ["tensorflow>=2.18"],

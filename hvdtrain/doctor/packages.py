@@ -71,7 +71,15 @@ class PythonProbe:
         return None, (err.strip().splitlines() or [f"ended with status {self._process.returncode}"])[-1]
 
 
-AT_LEAST = {"numpy": "1.26", "h5py": "3.10", "torch": "2.4", "tensorflow": "2.18", "horovod": "0.28.1", "mpi4py": "4.0"}
+AT_LEAST = {
+    "numpy": "1.26",
+    "h5py": "3.10",
+    "tqdm": "4.66",
+    "torch": "2.4",
+    "tensorflow": "2.18",
+    "horovod": "0.28.1",
+    "mpi4py": "4.0",
+}
 """The oldest versions that are known to work; setup.py has the same."""
 
 OTHER_NAMES = {"tensorflow": ("tensorflow", "tensorflow-cpu")}
@@ -112,7 +120,7 @@ def check_packages(framework: str | None, use_horovod: bool) -> list[Finding]:
         use_horovod: whether the config uses Horovod.
     """
     versions = {package: installed(package) for package in AT_LEAST}
-    needed = {"numpy", "h5py"} | ({framework} if framework else set()) | ({"horovod"} if use_horovod else set())
+    needed = {"numpy", "h5py", "tqdm"} | ({framework} if framework else set()) | ({"horovod"} if use_horovod else set())
     findings = []
     for package, found in versions.items():
         if found is None and package in needed:

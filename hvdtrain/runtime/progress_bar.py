@@ -107,7 +107,7 @@ class Terminal:
         from tqdm import tqdm
 
         bar = tqdm(items, file=self._stream, leave=False, mininterval=EVERY, smoothing=0, ncols=self.columns, **options)
-        bar.dynamic_ncols = lambda _: (self.columns, None)  # tqdm's own function asks the stream, which under mpirun has no size
+        bar.dynamic_ncols = lambda _: (self.columns, None)  # tqdm's function asks the stream, whose size under mpirun is old
         return bar
 
     @property

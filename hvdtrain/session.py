@@ -21,7 +21,7 @@ from hvdtrain.data.files.unchanged import Unchanged
 from hvdtrain.data.plan.chunks import cut, keys_of
 from hvdtrain.data.plan.epoch import BatchKeys
 from hvdtrain.data.plan.selection import listed
-from hvdtrain.data.sources import DatasetSpec, Means, open_dataset
+from hvdtrain.data.sources import DatasetSpec, OpeningContext, open_dataset
 from hvdtrain.errors import DataError, HvdtrainError, LaunchError
 from hvdtrain.runtime.log import say
 from hvdtrain.runtime.watchdog import Watchdog
@@ -136,7 +136,7 @@ def open_some(
         batch_keys = batch_keys.of_training() if training else batch_keys.of_evaluation()
         budget = Budget(budgets.get(spec.name, sizes[2]), within=host)
         files = Unchanged(copies.get(path, path) if path in part.copied else path for part in spec.all() for path in part.files)
-        dataset = open_dataset(spec, Means(budget, copies))
+        dataset = open_dataset(spec, OpeningContext(budget, copies))
         return Feed(
             spec.name,
             dataset,

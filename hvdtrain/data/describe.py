@@ -12,7 +12,7 @@ from hvdtrain.data.files.copies import Copies
 from hvdtrain.data.files.sizes import size_text
 from hvdtrain.data.plan.bounds import too_long
 from hvdtrain.data.plan.epoch import BatchKeys
-from hvdtrain.data.plan.selection import within
+from hvdtrain.data.plan.selection import select_by_length
 
 Line = tuple[int, str]
 """From which `log_verbosity` on a line is shown, and the line."""
@@ -24,7 +24,7 @@ def feed_lines(feed: Feed, local_size: int = 1) -> list[Line]:
     Args:
         local_size: how many ranks this host has.
     """
-    how = getattr(feed.dataset, "how_read", lambda: "")()
+    how = feed.dataset.how_read()
     ordering = feed.order_keys.seq_ordering
     named = ordering if isinstance(ordering, str) else getattr(ordering, "__name__", "a function")
     lengths = feed.dataset.lengths
@@ -35,7 +35,7 @@ def feed_lines(feed: Feed, local_size: int = 1) -> list[Line]:
     if feed.subset is not None:
         lines.append((4, f"{feed.name}: {len(used)} of them are listed in {feed.order_keys.seq_list_filter_file}"))
     keys = feed.batch_keys
-    kept = within(feed.dataset.lengths, used, keys.min_seq_length, keys.max_seq_length)
+    kept = select_by_length(feed.dataset.lengths, used, keys.min_seq_length, keys.max_seq_length)
     if feed.chunks is not None:
         with_chunks = kept[numpy.diff(feed.chunks.first)[kept] > 0]
         lines.append((4, f"{feed.name}: {len(feed.chunks.of(with_chunks))} chunks of {len(with_chunks)} sequences"))

@@ -11,7 +11,6 @@ from itertools import cycle, islice
 from typing import Any
 
 from hvdtrain.comm.base import Communicator, SingleCommunicator, Tensor, all_reduce
-from hvdtrain.data.batches import batches
 from hvdtrain.data.types import Batch
 from hvdtrain.doctor.findings import Finding, ok, warning
 from hvdtrain.doctor.resources import MEGABYTE, words
@@ -103,8 +102,8 @@ def measure_share(comm: Communicator, settings: Settings) -> Share:
     feeds = open_feeds(settings, comm)
     plan = feeds[0].plan(1)
     share = (feeds[0].share(plan) or plan.share(0, 1))[:BATCHES]
-    dataset, chunks = feeds[0].dataset, feeds[0].chunks
-    read = list(batches(dataset, share) if chunks is None else chunks.batches(dataset, share))
+    with feeds[0].read(share, epoch=1) as batches:
+        read = list(batches)
     alone = build_learner(settings, open_reducer(settings.reduce, SingleCommunicator(), Timer()), comm)
     learners = [alone] if averaging else [alone, build_learner(settings, open_reducer(settings.reduce, comm, Timer()), comm)]
     seconds = _step_seconds(comm, learners, read)

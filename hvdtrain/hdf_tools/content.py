@@ -11,8 +11,9 @@ from pathlib import Path
 import h5py
 import numpy
 
+from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.hdf.compression import FILTERS, filters_of
-from hvdtrain.data.types import Array, Dataset
+from hvdtrain.data.types import Array
 from hvdtrain.errors import DataError
 
 LARGE = 1 << 20

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import numpy
 
+from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.hdf.dataset import open_hdf
 from hvdtrain.data.hdf.writer import HDFWriter
-from hvdtrain.data.types import Array, Dataset
+from hvdtrain.data.types import Array
 
 SAMPLE_SEQUENCES, SAMPLE_BYTES = 5000, 128 << 20
 """How much is copied at most, to compare with: more than a processor's caches hold, which would favour the copy."""

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 from hvdtrain.checkpoint.progress import Within
 from hvdtrain.comm.base import Communicator, together
+from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.feed import Feed
-from hvdtrain.data.types import Dataset
 from hvdtrain.errors import TrainingError
 from hvdtrain.learner.base import Learner, NotFinite
 from hvdtrain.runtime.scores import Scores

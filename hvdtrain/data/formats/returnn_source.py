@@ -15,22 +15,16 @@ from typing import Any
 
 import numpy
 
+from hvdtrain.data.dataset import Item, SequenceSource
 from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError, DataError
 
-Item = tuple[str, dict[str, Array]]
-
-
-class ReturnnDataset:
+class ReturnnDataset(SequenceSource):
     """A dataset that the installed RETURNN opens and reads.
 
     Args:
         dataset: the dict as it stands in a RETURNN config. Its order keys (seq_ordering, partition_epoch, ...) are RETURNN's
             business, and so are the files it names.
-
-    Attributes:
-        labels: the classes' names, by data key, where RETURNN knows them.
-        dims: how many classes there are, by data key, of sparse data.
 
     Raises:
         DataError: RETURNN is not installed, or cannot open the dataset.
@@ -44,25 +38,38 @@ class ReturnnDataset:
         self._name = f"{dataset['class']} of RETURNN"
         init_dataset = _returnn()
         self._dataset = self._asked("that it can open", lambda: init_dataset(dict(dataset)))
+        self._epoch = 1
         self.labels: dict[str, list[str]] = {}
         self.dims: dict[str, int] = {}
 
-    def of_epoch(self, epoch: int) -> tuple[int | None, Callable[[int, int | None], Iterator[Item]]]:
-        """How many sequences an epoch has, where that is known, and what reads those from one number up to another.
-
-        RETURNN goes through an epoch from its beginning: sequences before the first one wanted are made and passed over.
-        """
-        self._asked(f"whose epoch {epoch} can begin", lambda: self._dataset.init_seq_order(epoch))
+    def begin_epoch(self, epoch: int) -> int | None:
+        self._epoch = epoch
+        self._init_epoch()
         try:
             total: int | None = int(self._dataset.num_seqs)
-        except Exception:  # RETURNN's way of saying that it does not know; which exception is up to the class
+        except Exception:  # how RETURNN says that it does not know; the class of the exception depends on the dataset
             total = None
         self._describe()
-        return total, lambda start, stop: self._read(epoch, start, stop)
+        return total
+
+    def read(self, start: int, stop: int | None) -> Iterator[Item]:
+        """RETURNN reads an epoch from its beginning: the sequences before `start` are made and dropped."""
+        self._init_epoch()
+        keys = self._keys()
+        axes = {key: not self._dataset.is_data_sparse(key) for key in keys}
+        for number in count() if stop is None else range(stop):
+            item = self._asked(f"that can be read at sequence {number}", partial(self._item, number, axes))
+            if item is None:
+                return
+            if number >= start:
+                yield item
+
+    def _init_epoch(self) -> None:
+        self._asked(f"whose epoch {self._epoch} can begin", lambda: self._dataset.init_seq_order(self._epoch))
 
     def _describe(self) -> None:
         """The dimensions and labels: some of RETURNN's datasets know their data keys only when an epoch has begun."""
-        labels = dict(getattr(self._dataset, "labels", None) or {})
+        labels = dict(self._dataset.labels or {})
         for key in self._keys():
             dim = int(self._dataset.get_data_dim(key) or 0)
             names: Sequence[Any] = labels.get(key) or ()
@@ -73,17 +80,6 @@ class ReturnnDataset:
 
     def _keys(self) -> list[str]:
         return sorted(self._asked("that tells its data keys", self._dataset.get_data_keys))
-
-    def _read(self, epoch: int, start: int, stop: int | None) -> Iterator[Item]:
-        self._asked(f"whose epoch {epoch} can begin", lambda: self._dataset.init_seq_order(epoch))  # from the beginning again
-        keys = self._keys()
-        axes = {key: not self._dataset.is_data_sparse(key) for key in keys}
-        for number in count() if stop is None else range(stop):
-            item = self._asked(f"that can be read at sequence {number}", partial(self._item, number, axes))
-            if item is None:
-                return
-            if number >= start:
-                yield item
 
     def _item(self, number: int, is_dense: Mapping[str, bool]) -> Item | None:
         if not self._dataset.is_less_than_num_seqs(number):

@@ -97,8 +97,8 @@ class HDFFile:
         texts = [text_of(value) for value in few]
         return [texts[place] for place in places]
 
-    def all_tags(self, start: int, stop: int) -> Array:
-        """The tags of sequences `start` to before `stop` as numpy bytes; cut at the first zero byte, as by `tags`."""
+    def tag_bytes(self, start: int, stop: int) -> Array:
+        """The tags from `start` up to `stop` (exclusive) as numpy bytes, cut at the first zero byte as by `tags`."""
         try:
             stored: Array = self._file()["seqTags"][start:stop]
         except OSError as error:

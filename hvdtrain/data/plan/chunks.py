@@ -6,16 +6,17 @@ sequences: by an index.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from functools import partial
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy
 
 from hvdtrain.config.keys import Rule, key, not_negative
-from hvdtrain.data.batches import batches, pad, sequences
+from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.plan.bounds import Limit
-from hvdtrain.data.types import Array, Batch, Dataset, Padded, Stream
+from hvdtrain.data.types import Array, Batch
 from hvdtrain.errors import DataError
 
 Tail = Literal["keep", "drop_short"]
@@ -144,11 +145,6 @@ class Chunks:
         total = int(ends[-1]) if len(ends) else 0
         return numpy.repeat(self.first[sequences] - (ends - counts), counts) + numpy.arange(total)
 
-    def batches(self, dataset: Dataset, share: Sequence[Array]) -> Iterator[Batch]:
-        """As `batches.batches`, for a share of a plan over chunks; the batches name the sequences they are parts of."""
-        for batch in batches(_ChunkedDataset(dataset, self), share):
-            yield replace(batch, indices=self.sequences[batch.indices])
-
 
 def cut(lengths: Mapping[str, Array], keys: ChunkKeys) -> Chunks | None:
     """The chunks of all sequences, as the config says; None where chunking is off.
@@ -232,15 +228,17 @@ def _limit_of(limit: Limit, name: str) -> int:
     return (limit.get(name, 0) if isinstance(limit, Mapping) else limit) or 0
 
 
-class _ChunkedDataset:
-    """A dataset whose sequences are chunks of another's. A sequence is read once for all of its chunks in one batch, and in
-    the next one if it goes on there."""
+class ChunkedDataset(Dataset):
+    """The chunks of a dataset's sequences as a dataset; its batches give the indices of the sequences, not of the chunks.
+
+    A sequence is read once for all of its chunks in a batch, and in the next batch if it continues there.
+    """
 
     def __init__(self, dataset: Dataset, chunks: Chunks) -> None:
         self._dataset = dataset
         self._chunks = chunks
         self._read: dict[int, dict[str, Array]] = {}
-        self.streams: Mapping[str, Stream] = dataset.streams
+        self.streams = dataset.streams
         self.lengths = chunks.lengths
 
     @property
@@ -251,17 +249,14 @@ class _ChunkedDataset:
         return self.sequences([index])[0]
 
     def sequences(self, indices: Sequence[int]) -> list[dict[str, Array]]:
-        """Some chunks."""
         owners = self._chunks.sequences[list(indices)].tolist()
         new = [owner for owner in dict.fromkeys(owners) if owner not in self._read]
-        made = dict(zip(new, sequences(self._dataset, new), strict=True))
+        made = dict(zip(new, self._dataset.sequences(new), strict=True))
         self._read = {owner: made[owner] if owner in made else self._read[owner] for owner in owners}
         return [self._part(index, self._read[owner]) for index, owner in zip(indices, owners, strict=True)]
 
-    def padded(self, indices: Array) -> dict[str, Padded]:
-        """Some chunks as a batch."""
-        parts = self.sequences(indices.tolist())
-        return {name: pad([part[name] for part in parts]) for name in self.streams}
+    def batch(self, indices: Array) -> Batch:
+        return Batch(self.padded(indices), self._chunks.sequences[indices], partial(self.tags, indices.tolist()))
 
     def _part(self, index: int, arrays: Mapping[str, Array]) -> dict[str, Array]:
         number = int(self._chunks.numbers[index])

@@ -17,7 +17,7 @@ from hvdtrain.config.keys import Rule, key, not_negative, positive
 from hvdtrain.data.plan.bounds import Limits, bounds, dealt, rearranged, shuffled
 from hvdtrain.data.plan.chunks import Chunks
 from hvdtrain.data.plan.order import OrderKeys, order, part_of, seed_of
-from hvdtrain.data.plan.selection import within
+from hvdtrain.data.plan.selection import select_by_length
 from hvdtrain.data.types import Array
 from hvdtrain.errors import DataError
 
@@ -230,7 +230,7 @@ def plan(
     """
     by = lengths["data"] if "data" in lengths else next(iter(lengths.values()))
     ordered = order(by, order_keys, epoch, subset, file_bounds)
-    indices = within(lengths, ordered, batch_keys.min_seq_length, batch_keys.max_seq_length)
+    indices = select_by_length(lengths, ordered, batch_keys.min_seq_length, batch_keys.max_seq_length)
     if chunks is not None:
         indices = chunks.of(indices)
         lengths = chunks.lengths

@@ -16,7 +16,7 @@ import pytest
 from launching import TOY, hvdtrain
 
 from hvdtrain.data.files.copies import CopyFolder, NotCopied, copy_files
-from hvdtrain.data.sources import Means, open_dataset, parse
+from hvdtrain.data.sources import OpeningContext, open_dataset, parse
 from hvdtrain.errors import DataError
 
 SIZE = 1 << 20
@@ -253,7 +253,7 @@ def test_a_bad_file_is_told_with_the_name_the_config_has(tmp_path: Path, near: P
     assert spec is not None
     found = copy_files(CopyFolder(near, None), [path for part in spec.all() for path in part.copied], nothing)
     with pytest.raises(DataError, match=rf"{near}/.*-bad.hdf: expected an HDF5 file, got .* \(a copy of {bad}\)$"):
-        open_dataset(spec, Means(copies=found.places))
+        open_dataset(spec, OpeningContext(copies=found.places))
 
 
 def test_a_folder_that_was_closed_while_a_thread_copies(originals: list[Path], near: Path) -> None:

@@ -17,7 +17,7 @@ from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.hdf_tools.check import check, main
 from hvdtrain.hdf_tools.dump import main as dump
 
-BY_RETURNN = ROOT / "tests" / "hdf"
+BY_RETURNN = ROOT / "tests" / "data" / "hdf" / "by_returnn"
 LENGTHS = [300, 500, 0, 400]
 
 

@@ -138,7 +138,7 @@ def test_hdf_files(folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["b", "c", "e"])
 def test_files_by_returnn(tmp_path: Path, name: str) -> None:
-    source = ROOT / "tests" / "hdf" / f"{name}.hdf"
+    source = ROOT / "tests" / "data" / "hdf" / "by_returnn" / f"{name}.hdf"
     assert dumped_here(tmp_path, tmp_path / "out.hdf", str(source)) == contents(source)
     assert all(array in open_hdf([tmp_path / "out.hdf"]).how_read() for array in ("data", "memory-mapped"))
 

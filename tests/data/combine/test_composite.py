@@ -247,7 +247,7 @@ def test_files_that_change_or_do_not_go_together(tmp_path: Path) -> None:
     dataset = opened({"class": "FilesDataset", "files": paths})
     Path(paths[1]).unlink()
     write(tmp_path / "1.hdf", 3, first=40)
-    with pytest.raises(DataError, match=r"1.hdf: expected the same lengths as at the start, got others in 'data'"):
+    with pytest.raises(DataError, match=r"1.hdf: expected the same lengths as at the start, got different ones in 'data'"):
         dataset.sequence(5)
     with pytest.raises(DataError, match=r"none.hdf: expected an HDF file, got: no such file"):
         opened({"class": "FilesDataset", "files": [*paths, str(tmp_path / "none.hdf")]})

@@ -14,7 +14,7 @@ from hvdtrain.config.reference import is_reference, resolve
 from hvdtrain.data.combine.cache import Budget, with_cache
 from hvdtrain.data.dataset import Dataset, DatasetKeys, as_dataset
 from hvdtrain.data.kinds import BY_RETURNN, INSTEAD, KINDS, OWN, Kind
-from hvdtrain.data.plan.order import OrderKeys, said
+from hvdtrain.data.plan.order import OrderKeys, non_default
 from hvdtrain.errors import ConfigError, DataError
 
 
@@ -141,7 +141,7 @@ def _parse_kind(
         for child, spec in inside.items():
             problems += _order_problems(name, spec, order_values if child == order_from else None)
         if order_from is not None:
-            order_values = {**said(inside[order_from].order), **order_values}
+            order_values = {**non_default(inside[order_from].order), **order_values}
     order, more = build(OrderKeys, {**defaults, **order_values}, f"{name}.", {})
     problems += more
     if problems or order is None or keys is None:
@@ -181,7 +181,7 @@ def _order_problems(name: str, inside: DatasetSpec, outside: Mapping[str, Any] |
         outside: the order keys of the outer dataset, if it takes its order from this one; else None.
     """
     problems = []
-    for option, value in said(inside.order).items():
+    for option, value in non_default(inside.order).items():
         if outside is None:
             problems.append(f"{inside.name}.{option}: expected in the outer dict, as {name}.{option}, got {value!r} here")
         elif option in outside and outside[option] != value:

@@ -1,4 +1,4 @@
-"""Looking at HDF files: what is in them, are they sound, how fast will they read, and how to cure those that read slowly.
+"""Checking HDF files: their content, whether they are valid, how fast they read, and repacking those that read slowly.
 
 `python -m hvdtrain.hdf_tools.check`, or tools/hdf_check.py in a checkout.
 """
@@ -20,27 +20,27 @@ from hvdtrain.data.hdf.compression import NAMES as COMPRESSIONS
 from hvdtrain.data.hdf.dataset import open_hdf
 from hvdtrain.data.sources import parse
 from hvdtrain.errors import ConfigError, DataError, HvdtrainError
-from hvdtrain.hdf_tools.content import complaints, look, spread, storage
+from hvdtrain.hdf_tools.content import check_values, slow_parts, spread, storage
 from hvdtrain.hdf_tools.dump import Selection, dump
 from hvdtrain.hdf_tools.speed import gain_of_copy, measure
 
 EPILOG = """\
 exit status
-  0  every file is sound, warnings or not
+  0  every file is sound, with or without warnings
   1  with --strict: every file is sound, but there are warnings
   2  a file is not sound: the trainer or tools/hdf_dump.py would refuse it for the same reason
 
-Of a sound file it is told what is in it, how each key is stored, and how many sequences a second are read in random order
-(measured here and now: what lies in memory already reads faster than what has to come from a disk). Warnings are about
-what makes reading slow, values that are no numbers, tags that stand twice. Where something makes reading slow, a sample
-of up to 128 MB is copied into a temporary contiguous file, and both are read: how many times as fast the copy is, from
-memory, is what --repack would bring. --repack writes the same sequences into a contiguous file, which can be memory-mapped.
+For a sound file, the report shows its content, how each key is stored, and how many sequences per second are read in random
+order (measured now: data that is in memory already reads faster than data on a disk). Warnings are about slow storage, NaN and
+infinity, and tags that occur twice. If something makes reading slow, a sample of up to 128 MB is copied to a temporary contiguous
+file and both are read from memory: the ratio is what --repack would gain. --repack writes the same sequences to a contiguous
+file, which can be memory-mapped.
 """
 
 
 @dataclass
 class Report:
-    """What was found out about a file. Of one that cannot be opened, the problems only."""
+    """The result of checking a file; for one that cannot be opened, only the problems."""
 
     file: str
     problems: list[str] = field(default_factory=list)
@@ -61,17 +61,19 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the tool; return its exit status."""
     parser = argparse.ArgumentParser(
         prog="hdf_check.py",
-        description="Tell what is in HDF files, whether they are sound, and how fast they read.",
+        description="Show the content of HDF files, whether they are valid, and how fast they read.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("files", metavar="FILE", nargs="+", type=Path)
-    parser.add_argument("--all", action="store_true", help="look at the values of all sequences, not of a sample")
-    parser.add_argument("--seconds", type=float, default=1.0, help="how long to measure the speed; 0: not at all (default 1)")
-    parser.add_argument("--strict", action="store_true", help="exit with 1 where there are warnings")
-    parser.add_argument("--json", action="store_true", help="print a list with a dict for every file, for scripts")
-    parser.add_argument("--repack", metavar="OUT", type=Path, help="write the same sequences into a contiguous file; of one FILE")
-    parser.add_argument("--compression", choices=COMPRESSIONS, help="of the repacked file, instead of contiguous")
+    parser.add_argument("--all", action="store_true", help="check the values of all sequences, not of a sample")
+    parser.add_argument(
+        "--seconds", type=float, default=1.0, help="how long to measure the reading speed; 0: not at all (default 1)"
+    )
+    parser.add_argument("--strict", action="store_true", help="exit with 1 if there are warnings")
+    parser.add_argument("--json", action="store_true", help="print a JSON list with a dict per file, for scripts")
+    parser.add_argument("--repack", metavar="OUT", type=Path, help="write the sequences of one FILE to a contiguous file")
+    parser.add_argument("--compression", choices=COMPRESSIONS, help="of the repacked file, which is contiguous without")
     parser.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
     options = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
     if options.repack is not None and len(options.files) > 1:
@@ -95,10 +97,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def check(path: Path, *, everything: bool = False, seconds: float = 1.0) -> Report:
-    """Look at a file.
+    """Check a file.
 
     Args:
-        everything: look at all values, not only at a sample of sequences.
+        everything: check all values, not only those of a sample of sequences.
         seconds: how long to measure the reading speed.
     """
     report = Report(str(path))
@@ -127,9 +129,9 @@ def check(path: Path, *, everything: bool = False, seconds: float = 1.0) -> Repo
                 "lengths": spread(dataset.lengths[key]),
             }
             if key in stored:
-                report.keys[key] |= {"storage": stored[key].words(), "stored_bytes": stored[key].stored}
-        report.problems, report.warnings = look(path, dataset, everything)
-        slow = complaints(path, dataset.lengths)
+                report.keys[key] |= {"storage": stored[key].describe(), "stored_bytes": stored[key].stored}
+        report.problems, report.warnings = check_values(path, dataset, everything)
+        slow = slow_parts(path, dataset.lengths)
         report.warnings += slow
         if report.sound and seconds > 0:
             report.speed = measure(dataset, seconds)
@@ -143,7 +145,7 @@ def check(path: Path, *, everything: bool = False, seconds: float = 1.0) -> Repo
 
 
 def repack(path: Path, out: Path, compression: str | None = None, overwrite: bool = False) -> str:
-    """Write a file's sequences in the same order into a contiguous or compressed file; return that in a line.
+    """Write the sequences of a file in the same order to a contiguous or compressed file; return a line that describes it.
 
     Raises:
         DataError: the file is bad, `out` exists, or it cannot be written.
@@ -159,7 +161,7 @@ def _plain(report: Report) -> dict[str, Any]:
 
 
 def _text(report: Report) -> str:
-    """A report for people."""
+    """A report as text."""
     verdict = "sound" if report.sound else "not sound"
     if report.warnings:
         verdict += f", {len(report.warnings)} warning{'s' if len(report.warnings) > 1 else ''}"
@@ -186,7 +188,7 @@ def _text(report: Report) -> str:
 
 
 def _times(gain: float) -> str:
-    """How a copy compares. What differs by less than a quarter may be chance."""
+    """How the rate of a copy compares. A difference of less than a quarter may be chance."""
     if 0.8 < gain < 1.25:
         return "about as fast"
     return f"{gain:.1f} times as fast" if gain > 1 else f"at {gain:.1f} of the rate"
@@ -201,7 +203,7 @@ def _kind(about: dict[str, Any]) -> str:
 
 
 def _lengths(numbers: dict[str, float]) -> str:
-    return f"{numbers['least']} to {numbers['most']} a sequence (mean {numbers['mean']:.1f}, median {numbers['median']:.0f})"
+    return f"{numbers['least']} to {numbers['most']} per sequence (mean {numbers['mean']:.1f}, median {numbers['median']:.0f})"
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from hvdtrain.data.dataset import Dataset, Item, as_dataset, as_source
 from hvdtrain.data.hdf.compression import NAMES as COMPRESSIONS
 from hvdtrain.data.hdf.dataset import open_hdf
 from hvdtrain.data.hdf.writer import HDFWriter
-from hvdtrain.data.plan.order import OrderKeys, full_epoch, order, said
+from hvdtrain.data.plan.order import OrderKeys, full_epoch, non_default, order
 from hvdtrain.data.plan.selection import epoch_subset, listed
 from hvdtrain.data.sources import DatasetSpec, parse
 from hvdtrain.data.types import Array
@@ -88,7 +88,7 @@ def open_source(spec: DatasetSpec, epoch: int) -> Source:
     if spec.order != OrderKeys():
         raise DataError(
             f"{spec.name}: expected no order keys for {source.name}, which cannot be ordered before it is read, got "
-            f"{', '.join(said(spec.order))} (convert it as it comes, then order the HDF file)"
+            f"{', '.join(non_default(spec.order))} (convert it as it comes, then order the HDF file)"
         )
     total = source.begin_epoch(epoch)
     return Source(total, source.read, source.labels, source.dims)

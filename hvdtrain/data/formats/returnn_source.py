@@ -1,7 +1,7 @@
 """Datasets of RETURNN, read by RETURNN itself, as a source of sequences to convert.
 
-Its datasets hand out sequences one after the other, and many do not know beforehand how long they are, or how many. So they
-are converted once with tools/hdf_dump.py, and trained on from the HDF file.
+RETURNN's datasets yield sequences one after the other, and many do not know their number or lengths in advance. So they are converted
+once with tools/hdf_dump.py; training reads the HDF file.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ class ReturnnDataset(SequenceSource):
     """A dataset that the installed RETURNN opens and reads.
 
     Args:
-        dataset: the dict as it stands in a RETURNN config. Its order keys (seq_ordering, partition_epoch, ...) are RETURNN's
-            business, and so are the files it names.
+        dataset: the dict of a RETURNN config. RETURNN handles its order keys (seq_ordering, partition_epoch, ...) and its files.
 
     Raises:
         DataError: RETURNN is not installed, or cannot open the dataset.
@@ -68,12 +67,12 @@ class ReturnnDataset(SequenceSource):
         self._asked(f"whose epoch {self._epoch} can begin", lambda: self._dataset.init_seq_order(self._epoch))
 
     def _describe(self) -> None:
-        """The dimensions and labels: some of RETURNN's datasets know their data keys only when an epoch has begun."""
+        """Set the dimensions and labels, which some of RETURNN's datasets only know once an epoch has begun."""
         labels = dict(self._dataset.labels or {})
         for key in self._keys():
             dim = int(self._dataset.get_data_dim(key) or 0)
             names: Sequence[Any] = labels.get(key) or ()
-            if self._dataset.is_data_sparse(key) and dim > 1:  # RETURNN writes 1 where it does not know
+            if self._dataset.is_data_sparse(key) and dim > 1:  # RETURNN gives 1 if it does not know
                 self.dims[key] = dim
             if len(names) == dim and list(names) != ["dummy-label"]:
                 self.labels[key] = [name.decode("utf-8") if isinstance(name, bytes) else str(name) for name in names]
@@ -89,7 +88,7 @@ class ReturnnDataset(SequenceSource):
         return str(self._dataset.get_tag(number)), arrays
 
     def _asked(self, what: str, question: Callable[[], Any]) -> Any:
-        """RETURNN's answer. It tells what is wrong by any exception, most of all by assertions without a word."""
+        """Call RETURNN. It raises any kind of exception for bad data, often an assertion without a message. Raises: DataError."""
         try:
             return question()
         except Exception as error:
@@ -101,12 +100,12 @@ class ReturnnDataset(SequenceSource):
 
 
 def _returnn() -> Callable[[dict[str, Any]], Any]:
-    """RETURNN's function that opens datasets, with what it wants to find: a config of the whole process, and a log."""
+    """RETURNN's function that opens datasets, after setting up the global config and the log that it needs. Raises: DataError."""
     try:
         from returnn.config import Config, get_global_config, set_global_config
         from returnn.datasets.basic import init_dataset
         from returnn.log import log
-        from tree import map_structure  # noqa: F401  # of the package dm-tree, which RETURNN needs but does not ask for
+        from tree import map_structure  # noqa: F401  # of the package dm-tree, which RETURNN needs but does not declare
     except ImportError as error:
         raise DataError(
             f"ReturnnDataset: expected the packages returnn and dm-tree, got: {error} (pip install hvdtrain[returnn])"
@@ -114,14 +113,14 @@ def _returnn() -> Callable[[dict[str, Any]], Any]:
     if get_global_config(raise_exception=False) is None:
         set_global_config(Config())
     if not log.initialized:
-        log.initialize(logs=[logging.StreamHandler()], verbosity=[2], propagate=True)  # stderr; else it takes stdout
+        log.initialize(logs=[logging.StreamHandler()], verbosity=[2], propagate=True)  # stderr; the default is stdout
     return init_dataset  # type: ignore[no-any-return]  # RETURNN is not typed here
 
 
 def _frames(values: Any, is_dense: bool) -> Array:
-    """The array as it is stored: frames on the first axis; whole numbers of dense data with a feature axis.
+    """The array as stored: frames on the first axis, and a feature axis for dense integers.
 
-    Without one they would be class indices to every reader, RETURNN among them.
+    Without a feature axis every reader, including RETURNN, would take integers for class indices.
     """
     array = numpy.asarray(values)
     if array.ndim == 0:  # one number or text for the sequence

@@ -11,6 +11,22 @@ from hvdtrain.config.keys import REQUIRED, key, not_negative, positive
 from hvdtrain.data.dataset import Dataset, DatasetKeys
 from hvdtrain.data.types import Array, Stream
 
+SYMBOLS = "123ABCXYZ"
+ANSWERS = "LR"
+SHORTEST, LONGEST = 10, 99
+"""Of the 12-AX task: the classes of 'data' and of 'classes', and the limits of a sequence's length."""
+
+
+class SyntheticDataset(Dataset):
+    """A dataset whose sequences are computed when they are read."""
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.lengths["data"])
+
+    def tags(self, indices: Sequence[int]) -> list[str]:
+        return [f"seq-{index}" for index in indices]
+
 
 @dataclass(frozen=True, kw_only=True)
 class DummyDatasetKeys(DatasetKeys):
@@ -31,7 +47,7 @@ class DummyDatasetKeys(DatasetKeys):
         return [] if right else [f"{expected}, got {self.seq_len}"]
 
 
-class DummyDataset(Dataset):
+class DummyDataset(SyntheticDataset):
     """Data keys 'data' (vectors of numbers from -0.5 to 0.4) and 'classes'; both count up from the index of the sequence."""
 
     def __init__(self, input_dim: int, output_dim: int, num_sequences: int, frames: Mapping[str, int]) -> None:
@@ -41,30 +57,17 @@ class DummyDataset(Dataset):
         }
         self.lengths = {name: numpy.full(num_sequences, frames[name], numpy.int32) for name in self.streams}
 
-    @property
-    def num_sequences(self) -> int:
-        return len(self.lengths["data"])
-
     def sequence(self, index: int) -> dict[str, Array]:
         frames, dim = int(self.lengths["data"][index]), self.streams["data"].dim
         values = (numpy.arange(index, index + frames * dim) % 10 - 5) / 10
         classes = numpy.arange(index, index + int(self.lengths["classes"][index])) % self.streams["classes"].dim
         return {"data": values.reshape(frames, dim).astype(numpy.float32), "classes": classes.astype(numpy.int32)}
 
-    def tags(self, indices: Sequence[int]) -> list[str]:
-        return [f"seq-{index}" for index in indices]
-
 
 def open_dummy(where: str, keys: DummyDatasetKeys, datasets: Mapping[str, Dataset]) -> Dataset:
-    """The dataset that the keys describe."""
+    """Open a DummyDataset."""
     frames = keys.seq_len if isinstance(keys.seq_len, dict) else {"data": keys.seq_len, "classes": keys.seq_len}
     return DummyDataset(keys.input_dim, keys.output_dim, keys.num_seqs, frames)
-
-
-SYMBOLS = "123ABCXYZ"
-ANSWERS = "LR"
-LONGEST = 99
-SHORTEST = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +78,7 @@ class Task12AXDatasetKeys(DatasetKeys):
     fixed_random_seed: int = key(1, "seed of the sequences, which are the same in every epoch", not_negative)
 
 
-class Task12AXDataset(Dataset):
+class Task12AXDataset(SyntheticDataset):
     """Data keys 'data' (one-hot vectors of 9 symbols) and 'classes' (0: L, 1: R), a function of the seed."""
 
     def __init__(self, num_sequences: int, seed: int) -> None:
@@ -87,17 +90,10 @@ class Task12AXDataset(Dataset):
         }
         self.lengths = {"data": lengths, "classes": lengths}
 
-    @property
-    def num_sequences(self) -> int:
-        return len(self.lengths["data"])
-
     def sequence(self, index: int) -> dict[str, Array]:
         symbols = self._symbols(index)
         data = numpy.eye(len(SYMBOLS), dtype=numpy.float32)[[SYMBOLS.index(symbol) for symbol in symbols]]
         return {"data": data, "classes": numpy.array([ANSWERS.index(answer) for answer in answers(symbols)], dtype=numpy.int32)}
-
-    def tags(self, indices: Sequence[int]) -> list[str]:
-        return [f"seq-{index}" for index in indices]
 
     def _symbols(self, index: int) -> str:
         """Mostly AX and BY after digits, so that R is not too rare."""
@@ -133,5 +129,5 @@ def answers(symbols: str) -> str:
 
 
 def open_task12ax(where: str, keys: Task12AXDatasetKeys, datasets: Mapping[str, Dataset]) -> Dataset:
-    """The dataset that the keys describe."""
+    """Open a Task12AXDataset."""
     return Task12AXDataset(keys.num_seqs, keys.fixed_random_seed)

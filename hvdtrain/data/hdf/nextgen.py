@@ -18,7 +18,7 @@ import numpy
 
 from hvdtrain.data.combine.union import concatenated
 from hvdtrain.data.dataset import Dataset
-from hvdtrain.data.hdf.layouts import check_place, dataset_in, open_file, strings_in, text_of, within
+from hvdtrain.data.hdf.layouts import check_links, dataset_in, open_file, strings_in, text_of, member
 from hvdtrain.data.types import Array, Stream
 from hvdtrain.errors import DataError
 
@@ -88,7 +88,7 @@ class NextGenFile(Dataset):
 
     def _dataset(self, file: h5py.File, source: _Source, index: int) -> h5py.Dataset:
         name = f"streams/{source.name}/data/" + self._tags[index].replace("/", "\\")
-        check_place(self.path, file, name, "refuse")
+        check_links(self.path, file, name, "refuse")
         return dataset_in(self.path, file, name)
 
     def _index(self, file: h5py.File, input_stream_name: str) -> None:
@@ -96,9 +96,9 @@ class NextGenFile(Dataset):
         for name in ("seq_names", "streams"):
             if name not in file:
                 raise DataError(f"{self.path}: expected /{name} (the layout of RETURNN's NextGenHDFDataset), got {list(file)}")
-            check_place(self.path, file, name, "refuse")
+            check_links(self.path, file, name, "refuse")
         self._tags = [text_of(tag) for tag in strings_in(self.path, file, "seq_names")[:]]
-        names = sorted(within(self.path, file, "streams"))
+        names = sorted(member(self.path, file, "streams"))
         if input_stream_name not in names:
             raise DataError(f"{self.path}: expected a stream {input_stream_name!r} (input_stream_name), got {', '.join(names)}")
         if "data" in names and input_stream_name != "data":
@@ -106,8 +106,8 @@ class NextGenFile(Dataset):
         streams, lengths = {}, {}
         for name in [input_stream_name, *(name for name in names if name != input_stream_name)]:
             for inside in ("", "/data", "/feature_names"):
-                check_place(self.path, file, f"streams/{name}{inside}", "refuse")
-            parser = within(self.path, file, f"streams/{name}").attrs.get("parser")
+                check_links(self.path, file, f"streams/{name}{inside}", "refuse")
+            parser = member(self.path, file, f"streams/{name}").attrs.get("parser")
             parser = parser.decode() if isinstance(parser, bytes) else parser
             if parser not in PARSERS:
                 known = ", ".join(PARSERS)

@@ -1,7 +1,6 @@
 """Chunks: long sequences cut into parts of equal size, which are then batched as if each were a sequence.
 
-The chunks of a dataset are numbered through, sequence by sequence, so that a plan can speak of chunks as it speaks of
-sequences: by an index.
+The chunks of a dataset are numbered, sequence by sequence, so that a plan refers to chunks as it does to sequences: by index.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ Tail = Literal["keep", "drop_short"]
 
 @dataclass(frozen=True)
 class Cut:
-    """How sequences are cut: size and step of the chunks in frames, for every data key or by data key (the others stay whole)."""
+    """Size and step of chunks in frames, for every data key or by data key (data keys that are not named stay whole)."""
 
     size: int | Mapping[str, int]
     step: int | Mapping[str, int]
 
     def of(self, name: str) -> tuple[int, int] | None:
-        """Size and step for a data key; None: it stays whole."""
+        """Size and step of a data key; None: it stays whole."""
         if isinstance(self.size, Mapping) or isinstance(self.step, Mapping):
             if not isinstance(self.size, Mapping) or not isinstance(self.step, Mapping) or name not in self.size:
                 return None
@@ -39,7 +38,7 @@ class Cut:
 
 
 def parse(value: Any) -> Cut | None:
-    """Read the key `chunking`: '50:25', '50', 50, (50, 25), {'data': 50}, ({'data': 50}, {'data': 25}); None where it is off.
+    """Parse the key `chunking`: '50:25', '50', 50, (50, 25), {'data': 50}, ({'data': 50}, {'data': 25}); None if it is off.
 
     Raises: ValueError.
 
@@ -67,7 +66,7 @@ def _is_positive(value: object) -> bool:
 
 
 def _parses(value: Any) -> bool:
-    """Whether `parse` understands a value of the key chunking."""
+    """Whether `parse` accepts a value of the key chunking."""
     try:
         parse(value)
     except (ValueError, TypeError):
@@ -77,7 +76,7 @@ def _parses(value: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkKeys:
-    """How training sequences are cut into chunks. The datasets that are evaluated stay whole."""
+    """How training sequences are cut into chunks. In evaluation they stay whole."""
 
     chunking: int | str | dict[str, Any] | tuple[Any, ...] | list[Any] | None = key(
         None,
@@ -86,13 +85,13 @@ class ChunkKeys:
         Rule("'SIZE:STEP', SIZE, (SIZE, STEP), or dicts by data key for both, with positive integers", _parses),
     )
     min_chunk_size: int | dict[str, int] = key(
-        0, "frames that the last chunk of a sequence should have; what is shorter goes by chunking_tail", not_negative
+        0, "minimal number of frames of the last chunk of a sequence; chunking_tail says what becomes of shorter ones", not_negative
     )
     chunking_tail: Tail = key(
         "keep",
-        "'keep': end when no more than min_chunk_size frames are left, and keep a sequence's first chunk in any case (RETURNN's "
-        "rule with TensorFlow); 'drop_short': drop chunks of less than min_chunk_size frames, and sequences without others "
-        "(its rule with PyTorch)",
+        "'keep': stop when at most min_chunk_size frames are left, but always keep the first chunk of a sequence (RETURNN's rule with "
+        "TensorFlow); 'drop_short': drop chunks of less than min_chunk_size frames, and sequences without longer ones (its rule "
+        "with PyTorch)",
     )
 
     def problems(self) -> list[str]:
@@ -125,11 +124,11 @@ class Chunks:
     """All chunks of a dataset.
 
     Attributes:
-        first: the first chunk of every sequence, and behind the last one their number; int64 of shape (num_sequences + 1,).
-        sequences: whose part a chunk is; int64 of shape (num_chunks,).
-        numbers: the how many-th chunk of its sequence, from 0; int64 of shape (num_chunks,).
+        first: the index of the first chunk of every sequence, then the number of chunks; int64 of shape (num_sequences + 1,).
+        sequences: the index of every chunk's sequence; int64 of shape (num_chunks,).
+        numbers: the number of every chunk in its sequence, from 0; int64 of shape (num_chunks,).
         lengths: by data key, number of frames of every chunk; int32 of shape (num_chunks,).
-        steps: by data key, frames from one chunk's start to the next one's; data keys that stay whole are not in it.
+        steps: by data key, number of frames between the starts of two chunks; without data keys that stay whole.
     """
 
     first: Array
@@ -147,9 +146,9 @@ class Chunks:
 
 
 def cut(lengths: Mapping[str, Array], keys: ChunkKeys) -> Chunks | None:
-    """The chunks of all sequences, as the config says; None where chunking is off.
+    """The chunks of all sequences; None if chunking is off.
 
-    A data key with a single frame (or none) beside longer ones stays whole and is repeated for each chunk.
+    A data key with at most one frame, while other data keys of the sequence are longer, stays whole and is repeated in each chunk.
 
     Args:
         lengths: by data key, number of frames of every sequence.
@@ -183,7 +182,7 @@ def cut(lengths: Mapping[str, Array], keys: ChunkKeys) -> Chunks | None:
 
 
 def _whole(columns: Mapping[str, Array]) -> dict[str, Array]:
-    """By data key that is cut, where a sequence's single frame stands for all of the sequence."""
+    """By data key that is cut, a mask of the sequences whose single frame belongs to the whole sequence."""
     longest = numpy.maximum.reduce(list(columns.values())) if columns else numpy.zeros(0)
     return {name: (column <= 1) & (longest > 1) for name, column in columns.items()}
 
@@ -191,7 +190,7 @@ def _whole(columns: Mapping[str, Array]) -> dict[str, Array]:
 def _counts(
     columns: Mapping[str, Array], sizes: Mapping[str, int], steps: Mapping[str, int], whole: Mapping[str, Array], keys: ChunkKeys
 ) -> Array:
-    """How many chunks every sequence has; int64 of shape (num_sequences,). Raises: DataError."""
+    """The number of chunks of every sequence; int64 of shape (num_sequences,). Raises: DataError."""
     size = len(next(iter(columns.values())))
     if not sizes:
         return numpy.ones(size, dtype=numpy.int64)
@@ -202,7 +201,7 @@ def _counts(
         here = by_key[name] = _counts_of(columns[name], steps[name], _limit_of(keys.min_chunk_size, name), keys.chunking_tail)
         other = first_with.setdefault(steps[name], name)
         wrong = ~whole[name] & (counts >= 0) & (counts != here)
-        if keys.chunking_tail == "keep":  # chunks of the same step begin at the same frames: they should end there, too
+        if keys.chunking_tail == "keep":  # chunks of the same step begin at the same frames, so they should end at the same ones
             wrong |= ~whole[name] & ~whole[other] & (columns[name] != columns[other])
         if wrong.any():
             index = int(numpy.flatnonzero(wrong)[0])
@@ -217,7 +216,7 @@ def _counts(
 
 
 def _counts_of(column: Array, step: int, least: int, tail: Tail) -> Array:
-    """How many chunks the sequences have in one data key."""
+    """The number of chunks of every sequence in one data key."""
     if tail == "keep":
         return numpy.where(column > 0, numpy.maximum(1, -(-(column - least) // step)), 0)
     least = max(least, 1)

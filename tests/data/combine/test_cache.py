@@ -236,5 +236,5 @@ def test_a_mapped_file_needs_no_cache_and_says_so(tmp_path: Path) -> None:
     assert isinstance(feed.dataset, HDFDataset)
     assert [line for _, line in feed_lines(feed)] == [
         "train: 1 sequences, default; data memory-mapped; 16 bytes",
-        "train: no cache: all of it is memory-mapped, and kept by the system for all ranks of the host",
+        "train: no cache: all data is memory-mapped, and cached by the system for all ranks of the host",
     ]

@@ -79,7 +79,7 @@ def test_layouts_that_read_slowly(tmp_path: Path) -> None:
     unmapped = "/inputs: chunked but not compressed: it cannot be memory-mapped"
     assert warnings(store(path, "inputs", chunks=(270, 10))) == [
         "/inputs: chunks (270, 10) cut the feature axis of 40: a sequence of 300 frames is read from 8 chunks, "
-        "which hold 1.9 times as much",
+        "which hold 1.9 times as much data",
         unmapped,
     ]
     assert warnings(store(path, "inputs", chunks=(4, 40))) == [
@@ -91,7 +91,7 @@ def test_layouts_that_read_slowly(tmp_path: Path) -> None:
     ]
     assert check(path, seconds=0).keys["data"]["storage"] == "chunks (300, 40), shuffle, gzip"
     assert warnings(store(path, "inputs", dtype=">f4")) == [
-        "/inputs: >f4 is not this machine's byte order: numbers are converted at every read"
+        "/inputs: >f4 is not the byte order of this machine: numbers are converted in every read"
     ]
     assert warnings(store(path, "inputs", dtype="<f4")) == []
     assert warnings(store(path, "seqTags", dtype=h5py.string_dtype())) == [
@@ -107,7 +107,7 @@ def test_chunks_of_which_most_is_not_wanted(tmp_path: Path) -> None:
         for number in range(16):
             writer.add(str(number), {"data": numpy.zeros((512, 64), numpy.float32)})
     assert warnings(store(tmp_path / "file.hdf", "inputs", chunks=(8192, 64)))[0] == (
-        "/inputs: chunks (8192, 64) hold 2.0 MiB, a sequence 0.12 MiB: to get at it, whole chunks are read"
+        "/inputs: chunks (8192, 64) hold 2.0 MiB, a sequence 0.12 MiB: whole chunks are read for each sequence"
     )
 
 

@@ -57,7 +57,7 @@ def test_a_change_is_noticed(tmp_path: Path, how: str) -> None:
     files.check()
     change, message = CHANGES[how]
     change(path)
-    with pytest.raises(DataError, match=rf"file.hdf: expected the file that was opened at the start, {message}.* new name"):
+    with pytest.raises(DataError, match=rf"file.hdf: expected the file that was opened at the start, {message}.* new file"):
         files.check()
 
 

@@ -98,8 +98,8 @@ class Saver:
             CheckpointError: the disk is full, or the folder cannot be written to.
         """
         self.finish()
-        step = None if progress.within is None else progress.step
-        target = self._checkpoints.at(progress.epoch if progress.within is None else progress.within.epoch, step)
+        step = None if progress.current is None else progress.step
+        target = self._checkpoints.at(progress.epoch if progress.current is None else progress.current.epoch, step)
         own = self._own_parts()
         state = {
             **progress.state(),
@@ -156,10 +156,10 @@ class Saver:
         progress = Progress.from_state(state)
         if state.get("size") == self._comm.size:
             self._load_own(checkpoint, state)
-        elif progress.within is not None and not progress.within.trained and state["distribution"] == "random_seed_offset":
+        elif progress.current is not None and not progress.current.trained and state["distribution"] == "random_seed_offset":
             error = CheckpointError(
                 f"{checkpoint.model_file}: expected the {state['size']} ranks that wrote it in the midst of epoch "
-                f"{progress.within.epoch}, got {self._comm.size}: with random_seed_offset nobody else has done the same part of "
+                f"{progress.current.epoch}, got {self._comm.size}: with random_seed_offset nobody else has done the same part of "
                 "the epoch (remove the file to repeat the epoch from its beginning)"
             )
             error.on_every_rank = True
@@ -179,7 +179,7 @@ class Saver:
         self.share()
         progress = Progress.from_state(state)
         if epoch is None:
-            return replace(progress, within=None)
+            return replace(progress, current=None)
         history = [record for record in progress.history if record.epoch <= epoch]
         return Progress(step=progress.step if epoch else 0, epoch=epoch, history=history)
 

@@ -16,9 +16,7 @@ from hvdtrain.data.types import Batch
 from hvdtrain.doctor.findings import Finding, ok, warning
 from hvdtrain.doctor.resources import MEGABYTE, words
 from hvdtrain.learner.base import Learner
-from hvdtrain.run import build_learner, open_reducer
-from hvdtrain.runtime.timer import Timer
-from hvdtrain.session import open_feeds
+from hvdtrain.session import open_session
 from hvdtrain.settings import Settings
 
 SMALL, LARGE = 4, 64 * MEGABYTE
@@ -100,25 +98,22 @@ class Share:
 def measure_share(comm: Communicator, settings: Settings) -> Share:
     """Collective. Train some steps with and without the other ranks, on models that are thrown away. Raises: HvdtrainError."""
     averaging = settings.reduce.horovod_reduce_type == "param"
-    feeds = open_feeds(settings, comm)
-    plan = feeds[0].plan(1)
-    share = (feeds[0].share(plan) or plan.share(0, 1))[:BATCHES]
-    dataset, chunks = feeds[0].dataset, feeds[0].chunks
-    read = list(batches(dataset, share) if chunks is None else chunks.batches(dataset, share))
-    alone = build_learner(settings, open_reducer(settings.reduce, SingleCommunicator(), Timer()), comm)
-    learners = [alone] if averaging else [alone, build_learner(settings, open_reducer(settings.reduce, comm, Timer()), comm)]
-    seconds = _step_seconds(comm, learners, read)
-    parameters: list[Tensor] = []
+    apart = SingleCommunicator(comm.local_rank, comm.local_size)
+    with open_session(settings, "measure", comm) as session, open_session(settings, "measure", apart) as alone:
+        train = session.feeds[0]
+        plan = train.plan(1)
+        share = (train.share(plan) or plan.share(0, 1))[:BATCHES]
+        read = list(batches(train.dataset, share) if train.chunks is None else train.chunks.batches(train.dataset, share))
+        seconds = _step_seconds(comm, [alone.learner] if averaging else [alone.learner, session.learner], read)
+        parameters: list[Tensor] = []
 
-    def note(values: list[Tensor]) -> list[Tensor]:
-        parameters.extend(values)
-        return values
+        def note(values: list[Tensor]) -> list[Tensor]:
+            parameters.extend(values)
+            return values
 
-    alone.map_tensors("parameters", note)
-    tensors = _tensors_of(settings.run.backend)
-    travel = _seconds(comm, tensors, lambda: [value * 1 for value in parameters], "doctor.parameters")
-    for feed in feeds:
-        feed.dataset.close()
+        alone.learner.map_tensors("parameters", note)
+        tensors = _tensors_of(settings.run.backend)
+        travel = _seconds(comm, tensors, lambda: [value * 1 for value in parameters], "doctor.parameters")
     every = settings.reduce.horovod_param_sync_step if averaging else 1
     return Share(seconds[0], None if averaging else seconds[1], sum(map(tensors.size, parameters)), travel, every)
 
@@ -160,7 +155,7 @@ def _step_seconds(comm: Communicator, learners: Sequence[Learner], read: Sequenc
 
 def _tensors_of(framework: str) -> Any:
     """The module that makes and measures a framework's tensors."""
-    return importlib.import_module(f"hvdtrain.learner.{framework}_tensors")
+    return importlib.import_module(f"hvdtrain.learner.{framework}.tensors")
 
 
 def _seconds(comm: Communicator, tensors: Any, make: Callable[[], list[Any]], name: str) -> float:

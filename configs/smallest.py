@@ -8,6 +8,7 @@ train = {"class": "HDFDataset", "files": ["data/g2p/train.hdf"], "seq_ordering":
 dev = {"class": "HDFDataset", "files": ["data/g2p/dev.hdf"]}
 max_seqs_total = 256  # sequences per step, over all ranks
 num_epochs = 2
+num_threads = 1  # per rank; more do not help such a small model
 learning_rate = 0.003
 model = "exp/smallest/model"
 
@@ -15,7 +16,9 @@ model = "exp/smallest/model"
 class NextLetter(nn.Module):
     def __init__(self):
         super().__init__()
-        self.embedding, self.gru, self.output = nn.Embedding(27, 64), nn.GRU(64, 128, batch_first=True), nn.Linear(128, 27)
+        self.embedding = nn.Embedding(27, 64)
+        self.gru = nn.GRU(64, 128, batch_first=True)
+        self.output = nn.Linear(128, 27)
 
     def forward(self, letters):
         return self.output(self.gru(self.embedding(letters))[0])
@@ -27,6 +30,7 @@ def get_model(**_):
 
 def train_step(*, model, extern_data, **_):
     letters = extern_data["data"]  # raw_tensor (batch, time), seq_lens (batch,), mask (batch, time)
-    scores, targets, mask = model(letters.raw_tensor)[:, :-1], letters.raw_tensor[:, 1:].long(), letters.mask[:, 1:]
+    scores = model(letters.raw_tensor)[:, :-1]
+    targets, mask = letters.raw_tensor[:, 1:].long(), letters.mask[:, 1:]
     losses = nn.functional.cross_entropy(scores[mask], targets[mask], reduction="none")
     hvdtrain.get_run_ctx().mark_as_loss(losses, "ce", use_normalized_loss=True)

@@ -8,7 +8,7 @@ train = {"class": "HDFDataset", "files": ["data/g2p/train.hdf"], "seq_ordering":
 dev = {"class": "HDFDataset", "files": ["data/g2p/dev.hdf"]}
 max_seqs_total = 256  # sequences per step, over all ranks
 num_epochs = 2
-num_threads = 1  # per rank; more do not help such a small model
+num_threads = 1  # per rank
 learning_rate = 0.003
 model = "exp/smallest/model"
 

@@ -53,14 +53,14 @@ def test_every_document_can_be_reached_from_the_readme() -> None:
 def test_the_readme_shows_the_smallest_config_and_fits_on_two_screens() -> None:
     text = (ROOT / "README.md").read_text()
     assert re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL) == [SMALLEST.read_text()]
-    assert len(text.splitlines()) <= 120
+    assert len(text.splitlines()) <= 125
 
 
 def test_the_smallest_config_learns_the_same_on_one_and_two_ranks(tmp_path: Path) -> None:
     """As README says it does; here on words of a few letters that repeat."""
     config = tmp_path / "smallest.py"
     shutil.copyfile(SMALLEST, config)
-    words = [numpy.arange(length, dtype=numpy.uint8) % 5 + 1 for length in range(4, 12)] * 100
+    words = [numpy.arange(length, dtype=numpy.int32) % 5 + 1 for length in range(4, 12)] * 100
     for part, number in (("train", 800), ("dev", 80)):
         with HDFWriter(tmp_path / f"{part}.hdf", dims={"data": 27}) as writer:
             for index, letters in enumerate(words[:number]):

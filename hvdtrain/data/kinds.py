@@ -30,7 +30,7 @@ BY_RETURNN = tuple(
     "StereoHdfDataset TaskEpisodicCopyDataset TaskNumberBaseConvertDataset TaskVariableAssignmentDataset "
     "TaskXmlModelingDataset TextDictDataset TimitDataset TranslationDataset TranslationFactorsDataset VariableDataset".split()
 )
-"""Datasets of RETURNN without a counterpart here: RETURNN itself reads them, for tools/hdf_dump.py."""
+"""Datasets of RETURNN without a counterpart here: RETURNN itself reads them, for hvdtrain dump."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from hvdtrain.data.types import Batch
 from hvdtrain.errors import CheckpointError, DataError, HvdtrainError
 from hvdtrain.learner.accumulation import RoundsPerUpdate, groups
 from hvdtrain.learner.base import Learner, NotFinite
-from hvdtrain.learner.reduce import Reducer
+from hvdtrain.learner.reducer import Reducer
 from hvdtrain.report.epoch import EpochReport, Reporter
 from hvdtrain.report.json_lines import as_line
 from hvdtrain.runtime.interrupt import BY_CTRL_C, TO_BE_CONTINUED, Interrupt, Stopped
@@ -33,9 +33,10 @@ from hvdtrain.training.votes import Ballot, Wishes
 
 @dataclass(frozen=True)
 class Rates:
-    """The learning rate: `of_epoch(epoch, history)` before an epoch, `of_step(step, epoch_continuous, epoch_rate)` in it.
+    """The learning rate: `of_epoch(epoch, history)` before an epoch, `of_step(step, epoch_continuous, epoch_rate)` for an update.
 
-    `of_step` gives the rate that the optimizer gets, scaled by the number of ranks where that was asked for.
+    `of_step` gives the rate that the optimizer gets for the update that ends a step, scaled by the number of ranks if the config
+    asks for it. `step` is the number of steps done before it.
     """
 
     of_epoch: Callable[[int, list[EpochRecord]], float]
@@ -49,10 +50,10 @@ class Pace:
     Attributes:
         num_epochs: train up to this epoch.
         ends_early: why no epoch is to follow those of a history; None: go on.
-        save_epochs: save after every so many epochs, and after the last one.
-        save_steps, save_minutes: save within an epoch, too, after every so many steps, or minutes; None: do not.
-        rounds_per_update: how many batches of every rank an update adds up.
-        finite: end where a loss is no finite number.
+        save_epochs: save after every N epochs, and after the last one.
+        save_steps, save_minutes: save within an epoch, too, after every N steps, or minutes; None: do not.
+        rounds_per_update: gives the number of steps whose gradients an update adds up.
+        finite: end if a loss is not finite.
     """
 
     num_epochs: int
@@ -109,13 +110,13 @@ class Engine:
         self._step_log = step_log
         self._trace = trace
         meets_in_every_step = reducer.updates_without_batch
-        self._ballot = Ballot(comm, learner, ballot.INTERVAL if meets_in_every_step else ballot.INTERVAL_APART)
+        self._ballot = Ballot(comm, learner.numbers, ballot.INTERVAL if meets_in_every_step else ballot.INTERVAL_APART)
         self._scores: list[Scores] = []  # this rank's, not yet brought together with the others'
         self._not_finite: list[NotFinite] = []
         self._since = self._synced = 0.0  # up to when and to what the epoch's seconds are counted
         self._saved_when = time.monotonic()
         self._asked_to_save = False
-        self._heeded = progress.step  # the step after which wishes were last looked at
+        self._heeded = progress.step  # the number of steps done when wishes were last looked at
 
     def run(self) -> None:
         """Train up to the last epoch.
@@ -149,7 +150,7 @@ class Engine:
             self._train_epoch(plan, within, epoch_rate)
         scores = {f"train_loss_{name}": mean for name, mean in within.scores.means().items()}
         for feed in self._evaluations:
-            with self._timer.span("evaluation"), self._learner.averaged():
+            with self._timer.span("evaluation"), self._learner.state.averaged():
                 means = evaluate(
                     self._comm, self._learner, self._watchdog, feed, epoch, lambda: self._heed(within), self._step_log
                 )
@@ -166,7 +167,7 @@ class Engine:
             scores=scores,
             padding=plan.padding(self._train.lengths_in(epoch)),
             seconds=self._seconds(started),
-            loss_scale=self._learner.loss_scale,
+            loss_scale=self._learner.meter.loss_scale,
         )
         progress.epoch, progress.within, progress.report = epoch, None, as_line(report)
         progress.history.append(EpochRecord(epoch, epoch_rate, scores))
@@ -208,12 +209,12 @@ class Engine:
                     progress.step += 1
                     within.position += sum(count > done for count in counts) if shared else 1
                     number, complete = progress.step - within.first_step, within.position / total
-                    self._step_log.step(number, complete, self._take_scores, rate, batch, self._learner.peak_memory)
+                    self._step_log.step(number, complete, self._take_scores, rate, batch, self._learner.meter.peak_memory)
                 with_batch = sum(count > group[0] for count in counts)  # who has one at all has one in the first round
-                self._reducer.after_update(self._learner, len(share) > group[0], with_batch)
+                self._reducer.after_update(self._learner.state, len(share) > group[0], with_batch)
                 self._heed(within)
         self._step_log.end()
-        self._reducer.end_of_epoch(self._learner)
+        self._reducer.end_of_epoch(self._learner.state)
         self._gather_scores(within)
         self._count_seconds(within)
         within.trained = True
@@ -270,7 +271,7 @@ class Engine:
         by_hand = reason == "SIGINT"
         due = self._is_save_due() and not self._asked_to_save  # once: it takes two exchanges until it is done
         self._asked_to_save = self._asked_to_save or due
-        self._not_finite += self._learner.take_not_finite()
+        self._not_finite += self._learner.meter.take_not_finite()
         broken = self._pace.finite and bool(self._not_finite)
         return Wishes(stop=int(reason is not None and not by_hand), stop_by_hand=int(by_hand), save=int(due), report=int(broken))
 
@@ -309,14 +310,14 @@ class Engine:
 
     def _take_scores(self) -> Scores:
         """This rank's scores since the last time, which are kept."""
-        self._scores.append(self._learner.take_scores())
+        self._scores.append(self._learner.meter.take_scores())
         return self._scores[-1]
 
     def _gather_scores(self, within: Within) -> None:
         """Collective. Bring the ranks' scores together. Raises: TrainingError, where a loss was no finite number."""
         self._take_scores()
         own = Scores.merged(self._scores)
-        self._not_finite += self._learner.take_not_finite()
+        self._not_finite += self._learner.meter.take_not_finite()
         parts = self._comm.gather((own, bool(self._not_finite)), name="train_scores")
         within.scores = Scores.merged([within.scores, *(scores for scores, _ in parts)]).compact()
         self._scores = []
@@ -330,7 +331,7 @@ class Engine:
         self._since = now
         # Steps as the device saw them, collectives included, and the averaging of parameters between them.
         synced = self._timer.seconds.get("parameter sync", 0.0)
-        within.computing += self._learner.take_step_seconds() + synced - self._synced
+        within.computing += self._learner.meter.take_step_seconds() + synced - self._synced
         self._synced = synced
 
     def _seconds(self, started: float) -> list[Mapping[str, float]]:

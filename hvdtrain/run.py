@@ -22,7 +22,9 @@ from hvdtrain.data.feed import Feed
 from hvdtrain.engine import Engine, Pace, Rates
 from hvdtrain.learner.accumulation import rounds_per_update
 from hvdtrain.learner.base import Learner, as_function
-from hvdtrain.learner.reduce import GradReduce, ParamAverage, ReduceKeys, Reducer, scale_learning_rate
+from hvdtrain.learner.frameworks import FRAMEWORKS, BuildOptions
+from hvdtrain.learner.reduce import scale_learning_rate
+from hvdtrain.learner.reducer import Reducer
 from hvdtrain.report.epoch import Reporter
 from hvdtrain.report.json_lines import JsonLines
 from hvdtrain.report.runs import Start, note_start
@@ -96,13 +98,13 @@ def prepared(comm: Communicator, settings: Settings, interrupt: Interrupt) -> It
         watchdog.beat("opening the datasets")
         feeds = together(comm, lambda: open_feeds(settings, comm, copies.places), name="open_feeds")
         watchdog.beat("building the model")
-        reducer = open_reducer(settings.reduce, comm, timer)
+        reducer = settings.reduce.reducer(comm, timer)
         learner = together(comm, lambda: build_learner(settings, reducer, comm), name="build_learner")
         watchdog.beat("loading and sharing the weights")
-        checkpoints = CheckpointFolder(Path(settings.run.model), learner.file_suffix)
+        checkpoints = CheckpointFolder(Path(settings.run.model), FRAMEWORKS[settings.run.backend].suffix)
         saver = Saver(
             comm,
-            learner,
+            learner.state,
             reducer,
             checkpoints,
             feeds[0].distribution,
@@ -111,7 +113,7 @@ def prepared(comm: Communicator, settings: Settings, interrupt: Interrupt) -> It
         )
         progress = resume(comm, saver, checkpoints, settings.start, settings.schedule.learning_rate_file)
         pace = open_pace(settings)
-        announce(settings, comm, learner, feeds, progress, pace)
+        announce(settings, comm, learner, reducer, feeds, progress, pace)
         yield Training(comm, learner, reducer, feeds, saver, timer, watchdog, interrupt, progress, pace)
         for feed in feeds:
             feed.dataset.close()
@@ -180,7 +182,7 @@ def open_trackers(settings: Settings, training: Training) -> list[Reporter]:
     """Who keeps track of experiments. Raises: ConfigError."""
     trackers: list[Reporter] = []
     if settings.trackers.use_tensorboard:
-        parameters = training.learner.arrays if settings.trackers.tensorboard_histograms else None
+        parameters = training.learner.state.named_parameters if settings.trackers.tensorboard_histograms else None
         trackers.append(TensorBoard(Path(settings.run.model).parent / "tensorboard", training.progress.step, parameters))
     track_epoch = as_function(settings.trackers.track_epoch, "track_epoch")
     if track_epoch is not None:
@@ -188,38 +190,21 @@ def open_trackers(settings: Settings, training: Training) -> list[Reporter]:
     return trackers
 
 
-def open_reducer(keys: ReduceKeys, comm: Communicator, timer: Timer) -> Reducer:
-    """How the ranks learn together."""
-    if keys.horovod_reduce_type == "param":
-        return ParamAverage(comm, timer, keys.horovod_param_sync_step, keys.horovod_param_sync_time_diff)
-    return GradReduce(comm, timer, keys.horovod_avg_grad)
-
-
 def build_learner(settings: Settings, reducer: Reducer, comm: Communicator) -> Learner:
     """The model and the optimizer, in the config's framework. Raises: ConfigError."""
-    num_threads = threads(settings, comm.local_size)
-    seed = settings.run.random_seed
-    places = {"rank": comm.rank, "local_rank": comm.local_rank, "threads": num_threads}
     constant = constants(settings.start)
-    precision = settings.precision.precision()
-    if settings.run.backend == "tensorflow":  # a framework is imported when it is known to be needed
-        from hvdtrain.learner.tensorflow.build import build_tensorflow_learner
-
-        return build_tensorflow_learner(settings.learner, reducer, **places, seed=seed, epoch=1, step=0, precision=precision)
-    from hvdtrain.learner.torch.build import build_torch_learner
-
-    return build_torch_learner(
-        settings.learner,
-        reducer,
-        **places,
-        seed=seed,
-        epoch=1,
-        step=0,
-        constants=partial(take_over, constant) if constant else None,
-        precision=precision,
+    is_sharded = settings.torch_distributed is not None and settings.torch_distributed.sharded
+    options = BuildOptions(
+        rank=comm.rank,
+        local_rank=comm.local_rank,
+        threads=threads(settings, comm.local_size),
+        seed=settings.run.random_seed,
+        precision=settings.precision.precision(),
         batch_norm=comm.channel("sync_batch_norm") if settings.learner.sync_batch_norm and comm.size > 1 else None,
-        sharded=comm if settings.torch_distributed is not None and settings.torch_distributed.sharded and comm.size > 1 else None,
+        sharded=comm if is_sharded and comm.size > 1 else None,
+        constants=partial(take_over, constant) if constant else None,
     )
+    return FRAMEWORKS[settings.run.backend].build(settings.learner, reducer, options)
 
 
 def constants(keys: StartKeys) -> list[Preload]:
@@ -288,7 +273,15 @@ def open_rates(settings: Settings, size: int) -> Rates:
     return Rates(of_epoch, of_step)
 
 
-def announce(settings: Settings, comm: Communicator, learner: Learner, feeds: list[Feed], progress: Progress, pace: Pace) -> None:
+def announce(
+    settings: Settings,
+    comm: Communicator,
+    learner: Learner,
+    reducer: Reducer,
+    feeds: list[Feed],
+    progress: Progress,
+    pace: Pace,
+) -> None:
     """Collective. Say what is about to happen: ranks, data, batches, the rule for the learning rate. Raises: DataError."""
     started = launch.launch()
     hosts = _hosts(comm, learner)
@@ -319,7 +312,7 @@ def announce(settings: Settings, comm: Communicator, learner: Learner, feeds: li
         many = f"{several}" if isinstance(several, int) else "as many as accum_grad_multiple_step says"
         say(4, f"updates: each adds up the gradients of several batches of every rank: {many}")
     if comm.size > 1:
-        say(4, f"ranks: {_how(settings.reduce)}")
+        say(4, f"ranks: {reducer.describe()}")
         if settings.reduce.horovod_scale_lr:
             factor = scale_learning_rate(1.0, settings.reduce.horovod_scale_lr, comm.size)
             say(4, f"horovod_scale_lr: every learning rate is multiplied by {factor:.6g} for {comm.size} ranks")
@@ -340,14 +333,6 @@ def record_start(settings: Settings, comm: Communicator, learner: Learner, progr
 def _hosts(comm: Communicator, learner: Learner) -> list[tuple[str, str]]:
     """Collective. By rank, its host and device."""
     return comm.gather((socket.gethostname(), learner.device_name), name="hosts")
-
-
-def _how(keys: ReduceKeys) -> str:
-    if keys.horovod_reduce_type == "grad":
-        return f"gradients are {'averaged' if keys.horovod_avg_grad else 'summed'} for every update"
-    if keys.horovod_param_sync_time_diff is not None:
-        return f"parameters are averaged about every {keys.horovod_param_sync_time_diff:g} s and at the end of an epoch"
-    return f"parameters are averaged after every {keys.horovod_param_sync_step} updates and at the end of an epoch"
 
 
 def where(progress: Progress) -> str:

@@ -23,6 +23,7 @@ from hvdtrain.data.plan.epoch import BatchKeys
 from hvdtrain.data.plan.selection import listed
 from hvdtrain.data.sources import DatasetSpec, Means, open_dataset
 from hvdtrain.errors import DataError, HvdtrainError, LaunchError
+from hvdtrain.learner.frameworks import FRAMEWORKS
 from hvdtrain.runtime.log import say
 from hvdtrain.runtime.watchdog import Watchdog
 from hvdtrain.settings import Settings
@@ -73,10 +74,9 @@ def open_communicator(settings: Settings) -> Iterator[Communicator]:
 
 def prepare(settings: Settings) -> None:
     """What has to be settled before the framework computes anything. Raises: ConfigError."""
-    if settings.run.backend == "tensorflow":
-        from hvdtrain.learner.tensorflow.device import prepare_tensorflow
-
-        prepare_tensorflow(settings.learner.device, launch.launch().local_rank, threads(settings, launch.launch().local_size))
+    started = launch.launch()
+    num_threads = threads(settings, started.local_size)
+    FRAMEWORKS[settings.run.backend].prepare(settings.learner.device, started.local_rank, num_threads)
 
 
 def threads(settings: Settings, local_size: int) -> int:

@@ -6,12 +6,12 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Any, get_type_hints
 
 from hvdtrain.checkpoint.saver import SavingKeys
 from hvdtrain.checkpoint.start import StartKeys
 from hvdtrain.comm.keys import LaunchKeys, TorchDistributedKeys, merged
-from hvdtrain.config.check import build, unknown
+from hvdtrain.config.check import build, unknown, unsupported
 from hvdtrain.config.keys import REQUIRED, Key, Rule, declared, key, not_negative, parsed_by, positive
 from hvdtrain.config.source import COMMAND_LINE, Source, load
 from hvdtrain.data.files.copies import CopyKeys
@@ -24,8 +24,9 @@ from hvdtrain.data.sources import DatasetSpec, parse
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.accumulation import AccumulationKeys
 from hvdtrain.learner.base import LearnerKeys
+from hvdtrain.learner.frameworks import FRAMEWORKS, Feature
 from hvdtrain.learner.precision import PrecisionKeys
-from hvdtrain.learner.reduce import ReduceKeys
+from hvdtrain.learner.reduce import ReduceKeys, reduce_type
 from hvdtrain.report.trackers import TrackerKeys
 from hvdtrain.returnn_layer.adapter import adapted
 from hvdtrain.returnn_layer.imports import Layer
@@ -54,7 +55,11 @@ class RunKeys:
         "search_data); cleanup_old_models; or config:NAME, which calls the config's function NAME",
         Rule("one of train, dry_run, eval, forward, search, cleanup_old_models, config:NAME", _is_task),
     )
-    backend: Literal["torch", "tensorflow"] = key("torch", "the framework of get_model and train_step")
+    backend: str = key(
+        "torch",
+        "the framework of get_model and train_step",
+        Rule(" or ".join(map(repr, FRAMEWORKS)), lambda value: value in FRAMEWORKS),
+    )
     model: str = key(REQUIRED, "where checkpoints go: the beginning of their names, such as exp/g2p/model")
     num_epochs: int = key(5, "train up to this epoch", positive)
     random_seed: int = key(
@@ -193,7 +198,9 @@ def check(source: Source, names: list[str]) -> Settings:
             if not callable(function):
                 problems.append(f"task: expected config:NAME with the name of a function in the config, got {task!r}")
     reduce: ReduceKeys | None = built[ReduceKeys]
-    problems += _of_torch_only(built)
+    if built[RunKeys] is not None:
+        problems += unsupported([section for section in built.values() if section is not None], built[RunKeys].backend)
+    problems += _of_other_frameworks(built)
     if reduce is not None and reduce.horovod_dataset_distribution == "random_seed_offset" and specs:
         if specs[0].name == "train" and not is_random(specs[0].order):
             problems.append(
@@ -214,35 +221,37 @@ def check(source: Source, names: list[str]) -> Settings:
     )
 
 
-def _of_torch_only(built: dict[type, Any]) -> list[str]:
-    """Problems with what only PyTorch's learner does. And works ngpu = 0 into the learner's device."""
+def _of_other_frameworks(built: dict[type, Any]) -> list[str]:
+    """Problems with what the config's framework cannot do. And works ngpu = 0 into the learner's device."""
     learner, reduce, run, started = (built[section] for section in (LearnerKeys, ReduceKeys, RunKeys, LaunchKeys))
     if None in (learner, reduce, run, started):
         return []
     if started.ngpu == 0 and learner.device is None:
         built[LearnerKeys] = replace(learner, device="cpu")
     problems = []
+    features = FRAMEWORKS[run.backend].features
     preloads = built[StartKeys].preload_from_files if built[StartKeys] is not None else {}
-    for name, entry in preloads.items() if run.backend != "torch" else ():
+    for name, entry in preloads.items() if "constant parameters" not in features else ():
         if isinstance(entry, dict) and entry.get("init_for_train") == "always":
-            problems.append(
-                f"preload_from_files.{name}.init_for_train: expected backend = 'torch' for 'always', got {run.backend!r}"
-            )
-    if learner.torch_compile is not False and run.backend != "torch":
-        problems.append(f"torch_compile: expected backend = 'torch', got {run.backend!r} (Keras models have jit_compile)")
-    if not learner.sync_batch_norm:
-        return problems
-    if run.backend != "torch":
-        problems.append(f"sync_batch_norm: expected backend = 'torch', got {run.backend!r}")
-    if reduce.horovod_reduce_type != "grad":
+            where = f"preload_from_files.{name}.init_for_train"
+            problems.append(f"{where}: expected {_with_feature('constant parameters')} for 'always', got {run.backend!r}")
+    if learner.sync_batch_norm and reduce.horovod_reduce_type != "grad":
         kind = reduce.horovod_reduce_type
-        problems.append(f"sync_batch_norm: expected reduce_type 'grad', got {kind!r}, with which ranks step alone")
+        problems.append(f"sync_batch_norm: expected reduce_type 'grad', got {kind!r}, with which every rank updates alone")
+    by_launcher = started.ask_for_torch and reduce.torch_distributed is None and not reduce.use_horovod
+    if by_launcher and "torch.distributed" not in features:
+        wanted = _with_feature("torch.distributed")
+        problems.append(f"torch_distributed: expected {wanted}, got {run.backend!r} (use_horovod connects it)")
     return problems
+
+
+def _with_feature(feature: Feature) -> str:
+    return "backend = " + " or ".join(repr(name) for name, framework in FRAMEWORKS.items() if feature in framework.features)
 
 
 def _torch_distributed(built: dict[type, Any], origins: Mapping[str, str]) -> tuple[TorchDistributedKeys | None, list[str]]:
     """The entries of torch_distributed, None where it is not used; problems. Works them into the other sections."""
-    reduce, started, run = built[ReduceKeys], built[LaunchKeys], built[RunKeys]
+    reduce, started = built[ReduceKeys], built[LaunchKeys]
     if reduce.torch_distributed is None and not started.ask_for_torch:
         return None, []
     if reduce.use_horovod and reduce.torch_distributed is None:
@@ -251,14 +260,15 @@ def _torch_distributed(built: dict[type, Any], origins: Mapping[str, str]) -> tu
             "torch.distributed (mpirun -np N ..., or leave use_horovod out)"
         ]
     keys, started, problems = merged(reduce.torch_distributed or {}, started, origins.get("torch_distributed", COMMAND_LINE))
-    if run is not None and run.backend != "torch":
-        problems.append(f"torch_distributed: expected backend = 'torch', got {run.backend!r} (use_horovod connects it)")
-    if keys is not None:
+    if keys is not None and keys.reduce_type is not None and not reduce_type.holds(keys.reduce_type):
+        problems.append(f"torch_distributed.reduce_type: expected {reduce_type.words}, got {keys.reduce_type!r}")
+    elif keys is not None:
         built[LaunchKeys] = started
         built[ReduceKeys] = reduce.under(keys)
         if keys.sharded and built[ReduceKeys].horovod_reduce_type != "grad":
             problems.append(
-                "torch_distributed.sharded: expected reduce_type 'grad', where all ranks apply the same update, got 'param'"
+                "torch_distributed.sharded: expected reduce_type 'grad', where all ranks apply the same update, got "
+                f"{built[ReduceKeys].horovod_reduce_type!r}"
             )
     return keys, problems
 

@@ -40,6 +40,23 @@ def build(
     return (None, problems) if problems else (section(**filled), [])
 
 
+def unsupported(sections: Iterable[Any], backend: str) -> list[str]:
+    """Problems with keys that are set although they do not work with the config's framework.
+
+    Args:
+        sections: filled ones.
+        backend: the framework.
+    """
+    problems = []
+    for section in sections:
+        for key in declared(type(section)):
+            if key.needs and backend not in key.needs and getattr(section, key.name) != key.default:
+                needs = " or ".join(map(repr, key.needs))
+                hint = f" ({key.instead})" if key.instead else ""
+                problems.append(f"{key.name}: expected backend = {needs}, got {backend!r}{hint}")
+    return problems
+
+
 def unknown(source: Source, known: Iterable[str], foreign: dict[str, str]) -> list[str]:
     """Problems with names that are no keys: misspelt keys, keys of RETURNN that mean nothing here, unused overrides.
 
@@ -101,6 +118,8 @@ def describe(key: Key) -> str:
     words = words_of(key.type)
     if key.rule is not None:
         words = f"{words}; {key.rule.words}"
+    if key.needs:
+        words = f"{words}; backend {' or '.join(map(repr, key.needs))} only"
     return f"{words}; required" if key.required else f"{words}; default {_shown(key.default)}"
 
 

@@ -2,7 +2,7 @@
 
     @dataclass(frozen=True, kw_only=True)
     class ReduceKeys:
-        horovod_param_sync_step: int = key(1, "average the parameters after every so many updates", positive)
+        horovod_param_sync_step: int = key(1, "average the parameters after every N updates", positive)
 
 The field's annotation is the key's type. `convert` checks a value against it; `text_value` reads one from the command line.
 """
@@ -49,7 +49,12 @@ def parsed_by(parse: Callable[[Any], Any]) -> Callable[[Any], bool]:
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """One declared key: what `--help`, `docs/keys.md` and the checks need to know."""
+    """One declared key: what `--help`, `docs/keys.md` and the checks need to know.
+
+    Attributes:
+        needs: the frameworks (values of `backend`) that it works with; empty: all of them.
+        instead: what to do with another framework.
+    """
 
     name: str
     type: Any
@@ -57,15 +62,22 @@ class Key:
     doc: str
     rule: Rule | None
     section: str
+    needs: tuple[str, ...] = ()
+    instead: str = ""
 
     @property
     def required(self) -> bool:
         return self.default is REQUIRED
 
 
-def key(default: Any, doc: str, rule: Rule | None = None) -> Any:
-    """Declare a key as a dataclass field: its default (or REQUIRED), one line of documentation, perhaps a rule."""
-    metadata = {"doc": doc, "rule": rule}
+def key(default: Any, doc: str, rule: Rule | None = None, *, needs: str | tuple[str, ...] = (), instead: str = "") -> Any:
+    """Declare a key as a dataclass field: its default (or REQUIRED), one line of documentation, perhaps a rule.
+
+    Args:
+        needs: the framework, or frameworks, without which the key has to keep its default.
+        instead: what to do with another framework, for the message.
+    """
+    metadata = {"doc": doc, "rule": rule, "needs": (needs,) if isinstance(needs, str) else needs, "instead": instead}
     if isinstance(default, (dict, list)):
         copied = default
         return dataclasses.field(default_factory=lambda: type(copied)(copied), metadata=metadata)
@@ -79,7 +91,7 @@ def declared(section: type) -> Iterator[Key]:
         default = field.default
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
-        yield Key(field.name, hints[field.name], default, field.metadata["doc"], field.metadata["rule"], section.__name__)
+        yield Key(field.name, hints[field.name], default, section=section.__name__, **field.metadata)
 
 
 class Mismatch(Exception):

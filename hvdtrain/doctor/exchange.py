@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
+from types import ModuleType
 from typing import Any
 
 from hvdtrain.comm.base import Communicator, SingleCommunicator, Tensor, all_reduce
@@ -16,7 +16,8 @@ from hvdtrain.data.types import Batch
 from hvdtrain.doctor.findings import Finding, ok, warning
 from hvdtrain.doctor.resources import MEGABYTE, words
 from hvdtrain.learner.base import Learner
-from hvdtrain.run import build_learner, open_reducer
+from hvdtrain.learner.frameworks import FRAMEWORKS
+from hvdtrain.run import build_learner
 from hvdtrain.runtime.timer import Timer
 from hvdtrain.session import open_feeds
 from hvdtrain.settings import Settings
@@ -28,10 +29,10 @@ SECONDS = 2.0
 """How long a measurement takes, about."""
 
 TURNS = 3
-"""So often the steps with and without exchange take turns."""
+"""The number of turns that the steps with and without exchange take."""
 
 BATCHES = 4
-"""So many different batches are trained on in turn."""
+"""The number of different batches that are trained on in turn."""
 
 MUCH = 0.3
 """A share of the step from which something should be done."""
@@ -51,7 +52,7 @@ class Speed:
 
 def measure_speed(comm: Communicator, framework: str) -> Speed:
     """Collective. All-reduce small and large tensors for some seconds."""
-    tensors = _tensors_of(framework)
+    tensors = FRAMEWORKS[framework].tensors
     small, large = (tensors.zeros(size // 4, comm.local_rank) for size in (SMALL, LARGE))
     latency = _seconds(comm, tensors, lambda: [small], "doctor.small")
     whole = _seconds(comm, tensors, lambda: [large], "doctor.large")
@@ -75,7 +76,7 @@ class Share:
         together: seconds of a step with the exchange of gradients; None where parameters are averaged instead.
         model: bytes of the trained parameters.
         travel: seconds of their all-reduce with nothing else going on.
-        every: steps from one averaging to the next; 1 where gradients are reduced.
+        every: updates (here steps) from one average to the next; 1 if gradients are reduced.
     """
 
     alone: float
@@ -105,8 +106,8 @@ def measure_share(comm: Communicator, settings: Settings) -> Share:
     share = (feeds[0].share(plan) or plan.share(0, 1))[:BATCHES]
     dataset, chunks = feeds[0].dataset, feeds[0].chunks
     read = list(batches(dataset, share) if chunks is None else chunks.batches(dataset, share))
-    alone = build_learner(settings, open_reducer(settings.reduce, SingleCommunicator(), Timer()), comm)
-    learners = [alone] if averaging else [alone, build_learner(settings, open_reducer(settings.reduce, comm, Timer()), comm)]
+    alone = build_learner(settings, settings.reduce.reducer(SingleCommunicator(), Timer()), comm)
+    learners = [alone] if averaging else [alone, build_learner(settings, settings.reduce.reducer(comm, Timer()), comm)]
     seconds = _step_seconds(comm, learners, read)
     parameters: list[Tensor] = []
 
@@ -114,8 +115,8 @@ def measure_share(comm: Communicator, settings: Settings) -> Share:
         parameters.extend(values)
         return values
 
-    alone.map_tensors("parameters", note)
-    tensors = _tensors_of(settings.run.backend)
+    alone.state.map_tensors("parameters", note)
+    tensors = FRAMEWORKS[settings.run.backend].tensors
     travel = _seconds(comm, tensors, lambda: [value * 1 for value in parameters], "doctor.parameters")
     for feed in feeds:
         feed.dataset.close()
@@ -142,11 +143,11 @@ def _step_seconds(comm: Communicator, learners: Sequence[Learner], read: Sequenc
     source = cycle(read)
 
     def train(learner: Learner, steps: int) -> float:
-        learner.take_step_seconds()
+        learner.meter.take_step_seconds()
         for batch in islice(source, steps):
             learner.backward(batch)
             learner.update(0.0)
-        return learner.take_step_seconds() / steps
+        return learner.meter.take_step_seconds() / steps
 
     for learner in learners:
         learner.begin_epoch(1, 0)
@@ -158,12 +159,7 @@ def _step_seconds(comm: Communicator, learners: Sequence[Learner], read: Sequenc
     return [max(times) for times in zip(*comm.gather(medians, name="doctor.step_seconds"), strict=True)]
 
 
-def _tensors_of(framework: str) -> Any:
-    """The module that makes and measures a framework's tensors."""
-    return importlib.import_module(f"hvdtrain.learner.{framework}_tensors")
-
-
-def _seconds(comm: Communicator, tensors: Any, make: Callable[[], list[Any]], name: str) -> float:
+def _seconds(comm: Communicator, tensors: ModuleType, make: Callable[[], list[Any]], name: str) -> float:
     """Collective. The median over some all-reduces of the slowest rank's seconds."""
 
     def once() -> float:

@@ -122,7 +122,7 @@ def _trainer(settings: Settings, training: Training) -> Run:
         begins: list[float] = []
 
         def note(epoch: int, step: int, indices: Array) -> None:
-            training.learner.take_step_seconds()  # waits for a GPU
+            training.learner.meter.take_step_seconds()  # waits for a GPU
             begins.append(time.perf_counter() - training.timer.seconds.get("data wait", 0.0))
 
         fresh = Progress(progress.step, progress.epoch, list(progress.history))
@@ -136,7 +136,7 @@ def _trainer(settings: Settings, training: Training) -> Run:
 def _evaluator(training: Training, epoch: int) -> Run:
     def run(feed: Feed) -> float:
         began = time.perf_counter()
-        with training.learner.averaged():
+        with training.learner.state.averaged():
             evaluate(training.comm, training.learner, training.watchdog, feed, epoch, lambda: None, StepLog())
         return time.perf_counter() - began
 
@@ -213,13 +213,13 @@ def _memory_lines(training: Training) -> list[str]:
     """Collective. What the ranks needed, and what rank 0 would save."""
     comm, learner = training.comm, training.learner
     host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # in KB on Linux
-    peaks = comm.gather((host, learner.peak_memory()), name="peak_memory")
+    peaks = comm.gather((host, learner.meter.peak_memory()), name="peak_memory")
     lines = [f"estimate: memory: {_largest([host for host, _ in peaks])}"]
     devices = [device for _, device in peaks if device is not None]
     lines += [f"estimate: memory of the GPU: {_largest(devices)}"] if devices else []
-    learner.gather_state()
+    learner.state.gather_state()
     if comm.rank == 0:
-        model, *others = map(num_bytes, learner.copied())
+        model, *others = map(num_bytes, learner.state.snapshot())
         whole = size_text(model + sum(others))
         lines.append(f"estimate: checkpoint: {whole}: model {size_text(model)}, optimizer {size_text(sum(others))}")
     return lines

@@ -18,8 +18,9 @@ from hvdtrain.comm.base import Communicator, on_rank_zero, together
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.sources import DatasetSpec
 from hvdtrain.errors import ConfigError
-from hvdtrain.learner.base import FILE_SUFFIX, Learner
-from hvdtrain.run import build_learner, open_reducer, train
+from hvdtrain.learner.base import Learner
+from hvdtrain.learner.frameworks import FRAMEWORKS
+from hvdtrain.run import build_learner, train
 from hvdtrain.runtime.log import open_log, say
 from hvdtrain.runtime.scores import text
 from hvdtrain.runtime.timer import Timer, clock_text
@@ -80,7 +81,7 @@ def clean_up_all(settings: Settings) -> None:
         open_log(settings.log, comm.rank, comm.size)
         prefix = Path(settings.run.model)
         rule = parse_rule(settings.saving.cleanup_old_models) or CleanupRule()
-        suffix = FILE_SUFFIX[settings.run.backend]
+        suffix = FRAMEWORKS[settings.run.backend].suffix
 
         def remove() -> None:
             clean_up(CheckpointFolder(prefix, suffix), rule, _scores(prefix.parent / "scores.jsonl"))
@@ -100,11 +101,11 @@ def _opened(settings: Settings, specs: list[DatasetSpec]) -> Iterator[Opened]:
             watchdog.beat("opening the datasets")
             feeds = together(comm, lambda: open_some(settings, comm, specs), name="open_feeds")
             watchdog.beat("building the model")
-            reducer = open_reducer(settings.reduce, comm, Timer())
+            reducer = settings.reduce.reducer(comm, Timer())
             plain = replace(settings, learner=replace(settings.learner, ema_decay=None))  # the model's file has the average
             learner = together(comm, lambda: build_learner(plain, reducer, comm), name="build_learner")
-            folder = CheckpointFolder(Path(settings.run.model), learner.file_suffix)
-            saver = Saver(comm, learner, reducer, folder, "shard")
+            folder = CheckpointFolder(Path(settings.run.model), FRAMEWORKS[settings.run.backend].suffix)
+            saver = Saver(comm, learner.state, reducer, folder, "shard")
             preloads = [
                 one for one in parse_preloads(settings.start.preload_from_files) if one.is_due(training=False, fresh=True)
             ]

@@ -1,4 +1,4 @@
-"""Scores of a dataset, and what to say where a loss is no finite number."""
+"""Scores of a dataset, and the error about losses that are not finite."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def evaluate(
     """Collective. The exact mean losses and errors over a whole dataset.
 
     Args:
-        after_round: called by all ranks equally often, after each of the rounds in which every rank evaluates a batch.
+        after_round: called by all ranks after each step, in which every rank evaluates a batch.
     """
     plan = together(comm, lambda: feed.plan(epoch), name=f"plan_{feed.name}")
     rounds = -(-plan.num_batches // comm.size)
     own: list[Scores] = []
 
     def take_scores() -> Scores:
-        own.append(learner.take_scores())
+        own.append(learner.meter.take_scores())
         return own[-1]
 
     step_log.begin(epoch, feed.name, rounds)
@@ -44,7 +44,7 @@ def evaluate(
             batch = next(batches, None)
             if batch is not None:
                 learner.evaluate(batch)
-            step_log.step(number + 1, (number + 1) / rounds, take_scores, None, batch, learner.peak_memory)
+            step_log.step(number + 1, (number + 1) / rounds, take_scores, None, batch, learner.meter.peak_memory)
             after_round()
     step_log.end()
     take_scores()
@@ -54,15 +54,15 @@ def evaluate(
 
 HEAD = (
     "train_step: expected finite losses, got others (stop_on_nonfinite_train_score = False goes on nevertheless; "
-    "num_allowed_consec_invalid_gradient_steps leaves such updates out):"
+    "num_allowed_consec_invalid_gradient_steps skips such updates):"
 )
 
 FEW = 3
-"""So many of a rank's losses are told: all that follow are no numbers either."""
+"""The number of losses reported for each rank: those that follow are not finite either."""
 
 
 def not_finite(comm: Communicator, dataset: Dataset, found: Sequence[NotFinite], within: Within) -> TrainingError:
-    """Collective. The error that tells what every rank found."""
+    """Collective. The error with what every rank found."""
 
     def told() -> list[str]:
         return [_line(one, dataset, within) for one in found[:FEW]]

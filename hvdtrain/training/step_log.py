@@ -77,7 +77,7 @@ class StepLog:
             number: of the step, counted from 1.
             complete: how much is done by now, from 0 to 1.
             take_scores: gives the scores of the steps since it was called last.
-            learning_rate: the step's.
+            learning_rate: the last update's; None: no update has been done, or this is an evaluation.
             batch: this rank's, if it had one.
             peak_memory: tells the bytes that the device's memory had to give at most.
         """

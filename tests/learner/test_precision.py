@@ -7,7 +7,6 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from hvdtrain.learner.meter.loss_scale import LARGEST, MAX_SKIPPED, LossScale, ScaleOptions, parse_scale_options
 
 from hvdtrain.comm.base import SingleCommunicator
 from hvdtrain.context import get_run_ctx
@@ -15,7 +14,16 @@ from hvdtrain.data.types import Batch, Padded
 from hvdtrain.errors import ConfigError, TrainingError
 from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.learner.frameworks import BuildOptions
-from hvdtrain.learner.precision import FLOAT32, Precision, PrecisionKeys
+from hvdtrain.learner.precision import (
+    FLOAT32,
+    LARGEST,
+    MAX_SKIPPED,
+    LossScale,
+    Precision,
+    PrecisionKeys,
+    ScaleOptions,
+    parse_scale_options,
+)
 from hvdtrain.learner.reduce import GradReduce
 from hvdtrain.learner.torch.build import build_learner
 from hvdtrain.learner.torch.learner import TorchLearner

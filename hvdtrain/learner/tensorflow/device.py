@@ -96,7 +96,7 @@ def scale_of(precision: Precision, variables: ModelVariables, optimizer: Any) ->
     layers = [owner for owner in variables.owners.values() if isinstance(owner, keras.layers.Layer)]
     if precision.dtype != "float32" and not layers:
         kind = type(model).__name__
-        say(2, f"mixed_precision: applies to Keras layers, but {kind} has none: it computes in float32 unless it casts itself")
+        say(2, f"mixed_precision: {kind} has no Keras layers, to which it applies: it computes in float32 unless it casts itself")
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):  # the config made it itself
         return None
     own = getattr(getattr(model, "dtype_policy", None), "name", "")

@@ -12,7 +12,7 @@ from hvdtrain.checkpoint.saver import SavingKeys
 from hvdtrain.checkpoint.start import StartKeys
 from hvdtrain.comm.keys import LaunchKeys, TorchDistributedKeys, merged
 from hvdtrain.config.check import build, unknown, unsupported
-from hvdtrain.config.keys import REQUIRED, Key, Rule, declared, key, not_negative, parsed_by, positive
+from hvdtrain.config.keys import REQUIRED, Key, Rule, declared, key, not_negative, one_of, parsed_by, positive
 from hvdtrain.config.source import COMMAND_LINE, Source, load
 from hvdtrain.data.files.copies import CopyKeys
 from hvdtrain.data.files.sizes import parse_sizes
@@ -55,11 +55,7 @@ class RunKeys:
         "search_data); cleanup_old_models; or config:NAME, which calls the config's function NAME",
         Rule("one of train, dry_run, eval, forward, search, cleanup_old_models, config:NAME", _is_task),
     )
-    backend: str = key(
-        "torch",
-        "the framework of get_model and train_step",
-        Rule(" or ".join(map(repr, FRAMEWORKS)), lambda value: value in FRAMEWORKS),
-    )
+    backend: str = key("torch", "the framework of get_model and train_step", one_of(FRAMEWORKS))
     model: str = key(REQUIRED, "where checkpoints go: the beginning of their names, such as exp/g2p/model")
     num_epochs: int = key(5, "train up to this epoch", positive)
     random_seed: int = key(

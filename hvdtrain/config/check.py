@@ -117,7 +117,7 @@ def describe(key: Key) -> str:
     """A key's type, rule and default in words, for the help and the reference page."""
     words = words_of(key.type)
     if key.rule is not None:
-        words = f"{words}; {key.rule.words}"
+        words = key.rule.words if key.rule.is_choice else f"{words}; {key.rule.words}"
     if key.needs:
         words = f"{words}; backend {' or '.join(map(repr, key.needs))} only"
     return f"{words}; required" if key.required else f"{words}; default {_shown(key.default)}"

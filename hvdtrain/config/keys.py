@@ -14,7 +14,7 @@ import dataclasses
 import numbers
 import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 REQUIRED: Any = dataclasses.MISSING
@@ -23,15 +23,30 @@ REQUIRED: Any = dataclasses.MISSING
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """What a value of the right type must fulfil, in words and as a test."""
+    """What a value of the right type must fulfil, in words and as a test.
+
+    Attributes:
+        is_choice: the words name all values, and so say the type, too.
+    """
 
     words: str
     holds: Callable[[Any], bool]
+    is_choice: bool = False
 
 
 positive = Rule("a positive number", lambda value: value > 0)
 not_negative = Rule("zero or a positive number", lambda value: value >= 0)
 share = Rule("a number between 0 and 1", lambda value: 0 <= value <= 1)
+
+
+def one_of(names: Iterable[str]) -> Rule:
+    """The rule of a string that names an entry of a table.
+
+    >>> one_of({"grad": 1, "param": 2}).words
+    "'grad' or 'param'"
+    """
+    known = tuple(names)
+    return Rule(" or ".join(map(repr, known)), lambda value: value in known, is_choice=True)
 
 
 def parsed_by(parse: Callable[[Any], Any]) -> Callable[[Any], bool]:
@@ -100,7 +115,12 @@ class Mismatch(Exception):
 
 def convert(value: Any, declared_key: Key) -> Any:
     """`value` as the key's type. Raises: Mismatch."""
-    result = _converted(value, declared_key.type)
+    try:
+        result = _converted(value, declared_key.type)
+    except Mismatch as mismatch:
+        if declared_key.rule is None or not declared_key.rule.is_choice:
+            raise
+        raise Mismatch(declared_key.rule.words) from mismatch
     if declared_key.rule is not None and result is not None and not _holds(declared_key.rule, result):
         raise Mismatch(declared_key.rule.words)
     return result

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 
 from hvdtrain.comm.base import Communicator, Op, Tensor
 from hvdtrain.comm.keys import TorchDistributedKeys
-from hvdtrain.config.keys import Rule, key, positive
+from hvdtrain.config.keys import key, one_of, positive
 from hvdtrain.learner.base import ModelState, StatePart
 from hvdtrain.learner.reducer import Reducer, ReducerClass, UpdateCounts, average, average_buffers, averaged
 from hvdtrain.runtime.timer import Timer
@@ -186,7 +186,7 @@ class ParamAverage:
 REDUCERS: dict[str, ReducerClass] = {"grad": GradReduce, "param": ParamAverage}
 """By the value of the key `horovod_reduce_type`."""
 
-reduce_type = Rule(" or ".join(map(repr, REDUCERS)), lambda value: value in REDUCERS)
+reduce_type = one_of(REDUCERS)
 
 
 @dataclass(frozen=True, kw_only=True)

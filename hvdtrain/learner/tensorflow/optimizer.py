@@ -98,8 +98,7 @@ class UpdateGraph:
         finite = self._graph(reduced, divisor, scale, rate, seeds)
         if self._check.is_needed:
             flags = finite.numpy()
-            invalid = [name for name, flag in zip(self._names, flags, strict=True) if not flag]
-            self._check.is_applied(bool(flags.all()), step, lambda: invalid)
+            self._check.is_applied(bool(flags.all()), step, lambda: self._invalid_names(flags))
 
     def _apply(
         self,
@@ -129,6 +128,10 @@ class UpdateGraph:
             return tf.zeros([0], tf.bool)
         tf.cond(tf.reduce_all(finite), lambda: self._step(updates), lambda: False)
         return tf.stack(finite)
+
+    def _invalid_names(self, finite: Array) -> list[str]:
+        """The names of the parameters whose gradients are not finite."""
+        return [name for name, is_finite in zip(self._names, finite, strict=True) if not is_finite]
 
     def _step(self, updates: list[Any]) -> bool:
         """The branch of the graph in which the optimizer changes the parameters."""

@@ -54,7 +54,7 @@ def saves(kills: int, seed: int) -> None:
     """
     import torch
 
-    from hvdtrain.checkpoint.progress import Progress, Within
+    from hvdtrain.checkpoint.progress import EpochProgress, Progress
     from hvdtrain.checkpoint.saver import Saver
     from hvdtrain.comm.base import SingleCommunicator
     from hvdtrain.learner.reduce import GradReduce
@@ -90,8 +90,8 @@ def saves(kills: int, seed: int) -> None:
             while True:  # five steps an epoch
                 step += 1
                 set_all(step)
-                within = Within(step // 5 + 1, step // 5 * 5) if step % 5 else None
-                saver.save(Progress(step=step, epoch=step // 5, within=within))
+                current = EpochProgress(step // 5 + 1, step // 5 * 5) if step % 5 else None
+                saver.save(Progress(step=step, epoch=step // 5, current=current))
 
         step = unfinished = moved = 0
         for number in range(kills):

@@ -1,16 +1,25 @@
-"""An open job: the ranks, the data, the model and its checkpoints."""
+"""An open job: the ranks, the data, the model and its checkpoints. `open_session` is the one way to open it."""
 
 from __future__ import annotations
 
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import fields
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from math import inf
 from pathlib import Path
+from typing import Literal
 
+from hvdtrain.checkpoint.folder import CheckpointFolder, parse_rule
+from hvdtrain.checkpoint.preload import Preload, parse_preloads, take_over
+from hvdtrain.checkpoint.progress import Progress
+from hvdtrain.checkpoint.saver import Saver, Saves
+from hvdtrain.checkpoint.start import StartKeys, model_file, start_of_training
 from hvdtrain.comm import launch
-from hvdtrain.comm.base import Communicator, SingleCommunicator, patiently
+from hvdtrain.comm.base import Communicator, SingleCommunicator, on_rank_zero, patiently, together
 from hvdtrain.comm.current import connected
 from hvdtrain.data.combine.cache import Budget, host_memory
 from hvdtrain.data.describe import copy_lines
@@ -23,10 +32,110 @@ from hvdtrain.data.plan.epoch import BatchKeys
 from hvdtrain.data.plan.selection import listed
 from hvdtrain.data.sources import DatasetSpec, Means, open_dataset
 from hvdtrain.errors import DataError, HvdtrainError, LaunchError
-from hvdtrain.learner.frameworks import FRAMEWORKS
-from hvdtrain.runtime.log import say
+from hvdtrain.learner.base import Learner, as_function
+from hvdtrain.learner.frameworks import FRAMEWORKS, BuildOptions
+from hvdtrain.learner.reducer import Reducer
+from hvdtrain.runtime.interrupt import Interrupt
+from hvdtrain.runtime.log import open_log, say
+from hvdtrain.runtime.timer import Timer
 from hvdtrain.runtime.watchdog import Watchdog
+from hvdtrain.schedule.file import read_learning_rate_file
 from hvdtrain.settings import Settings
+
+Purpose = Literal["train", "dry_run", "evaluate", "forward", "measure"]
+"""What a job is opened for: to train; to train a few batches and write nothing; to evaluate or forward with a trained model;
+to measure steps of a new model."""
+
+
+@dataclass(frozen=True)
+class Session:
+    """What a job consists of on every rank: opened, built, loaded, and about to begin.
+
+    Attributes:
+        feeds: the datasets; in a training, train comes first.
+        interrupt: signals and the time limit; watched in a training only.
+        progress: how far the model has been trained.
+    """
+
+    comm: Communicator
+    timer: Timer
+    watchdog: Watchdog
+    interrupt: Interrupt
+    feeds: list[Feed]
+    learner: Learner
+    reducer: Reducer
+    saver: Saves
+    progress: Progress
+
+
+@contextmanager
+def open_session(settings: Settings, purpose: Purpose, comm: Communicator | None = None) -> Iterator[Session]:
+    """Collective. Connect the ranks, open the data, build the model and load what the purpose needs.
+
+    Args:
+        comm: ranks that are connected already; None: connect them as the config says.
+
+    Raises:
+        HvdtrainError: a mistake in the config, a data file or a checkpoint, on all ranks alike.
+    """
+    with open_communicator(settings) if comm is None else nullcontext(comm) as connection, ExitStack() as stack:
+        session = _open(settings, purpose, connection, stack)
+        yield session
+        for feed in session.feeds:
+            feed.dataset.close()
+
+
+def _open(settings: Settings, purpose: Purpose, comm: Communicator, stack: ExitStack) -> Session:
+    """Collective. Everything behind the connection; `stack` gets what has to be undone at the end."""
+    interrupt = Interrupt(settings.interrupt.seconds if purpose == "train" else None)
+    if purpose == "train":
+        stack.enter_context(interrupt)
+    if purpose != "measure":
+        together(comm, lambda: open_log(settings.log, comm.rank, comm.size), name="open_log")
+    patience = inf if purpose == "measure" else settings.run.watchdog_timeout  # measurements have deadlines of their own
+    watchdog = stack.enter_context(Watchdog(patience, comm.rank))
+    feeds = _open_data(settings, purpose, comm, watchdog, stack)
+    watchdog.beat("building the model")
+    if purpose in ("evaluate", "forward"):  # the model's file has the average over time
+        settings = replace(settings, learner=replace(settings.learner, ema_decay=None))
+    timer = Timer()
+    reducer = settings.reduce.reducer(comm, timer)
+    learner = together(comm, lambda: build_learner(settings, reducer, comm), name="build_learner")
+    watchdog.beat("loading and sharing the weights")
+    checkpoints = CheckpointFolder(Path(settings.run.model), FRAMEWORKS[settings.run.backend].suffix)
+    saver = Saver(
+        comm,
+        learner.state,
+        reducer,
+        checkpoints,
+        feeds[0].distribution,
+        cleanup=parse_rule(settings.saving.cleanup_old_models),
+        background=ThreadPoolExecutor(1, "saving") if settings.saving.save_in_background else None,
+    )
+    progress = Progress()
+    if purpose in ("train", "dry_run"):
+        progress = _resume(comm, saver, checkpoints, settings.start, settings.schedule.learning_rate_file)
+    elif purpose in ("evaluate", "forward"):
+        progress = _load_trained(comm, saver, checkpoints, settings.start)
+        learner.begin_epoch(max(1, progress.epoch), progress.step)
+    return Session(comm, timer, watchdog, interrupt, feeds, learner, reducer, saver, progress)
+
+
+def _open_data(settings: Settings, purpose: Purpose, comm: Communicator, watchdog: Watchdog, stack: ExitStack) -> list[Feed]:
+    """Collective. The datasets that the purpose needs. Raises: DataError."""
+    if purpose in ("evaluate", "forward"):
+        specs = settings.evaluations if purpose == "evaluate" else (settings.forward,)
+        watchdog.beat("opening the datasets")
+        there = [spec for spec in specs if spec is not None]
+        return together(comm, lambda: open_some(settings, comm, there), name="open_feeds")
+    copies = Copies()
+    if purpose != "measure":
+        if (callback := as_function(settings.run.startup_callback, "startup_callback")) is not None:
+            watchdog.beat("startup_callback")
+            callback()
+        copies = copy_data(settings, comm, watchdog, stack)
+    watchdog.beat("opening the datasets")
+    return together(comm, lambda: open_feeds(settings, comm, copies.places), name="open_feeds")
 
 
 @contextmanager
@@ -175,3 +284,78 @@ def _limits_by_key(keys: BatchKeys) -> dict[str, list[str]]:
     """The data keys that the batch keys name, by batch key."""
     values = {field.name: getattr(keys, field.name) for field in fields(keys)}
     return {name: list(value) for name, value in values.items() if isinstance(value, dict)}
+
+
+def build_learner(settings: Settings, reducer: Reducer, comm: Communicator) -> Learner:
+    """The model and the optimizer, in the config's framework. Raises: ConfigError."""
+    constant = constants(settings.start)
+    is_sharded = settings.torch_distributed is not None and settings.torch_distributed.sharded
+    options = BuildOptions(
+        rank=comm.rank,
+        local_rank=comm.local_rank,
+        threads=threads(settings, comm.local_size),
+        seed=settings.run.random_seed,
+        precision=settings.precision.precision(),
+        batch_norm=comm.channel("sync_batch_norm") if settings.learner.sync_batch_norm and comm.size > 1 else None,
+        sharded=comm if is_sharded and comm.size > 1 else None,
+        constants=partial(take_over, constant) if constant else None,
+    )
+    return FRAMEWORKS[settings.run.backend].build(settings.learner, reducer, options)
+
+
+def constants(keys: StartKeys) -> list[Preload]:
+    """The entries of preload_from_files whose parameters are neither trained nor saved, and who may lack which."""
+    preloads = parse_preloads(keys.preload_from_files)
+    always = [one for one in preloads if one.is_constant]
+    for one in always:
+        say(3, f"preload_from_files.{one.name}: what {one.filename} has is neither trained nor saved.")
+    return always + [one for one in preloads if one.filename is None and not one.is_constant] if always else []
+
+
+def _resume(
+    comm: Communicator, saver: Saver, checkpoints: CheckpointFolder, keys: StartKeys, learning_rate_file: str | None
+) -> Progress:
+    """Collective. Load what a training starts from, and make the model the same on all ranks.
+
+    Args:
+        learning_rate_file: where the scores of the epochs are that a model was trained for elsewhere, if it has none itself.
+
+    Raises:
+        CheckpointError: what was asked for is not there, or a rank cannot read it.
+        DataError: the learning rate file is none.
+    """
+    start = on_rank_zero(comm, lambda: start_of_training(keys, checkpoints), name="start")
+    if start.remark is not None:
+        say(2, start.remark)
+    progress = Progress()
+    if start.checkpoint is not None:
+        progress = saver.load(start.checkpoint)
+        say(3, f"Loaded {start.checkpoint.model_file}: training goes on {progress.describe()}.")
+    elif start.model_file is not None:
+        progress = saver.load_model(start.model_file, start.epoch)
+        say(3, f"Loaded {start.model_file}: training goes on {progress.describe()}.")
+    if progress.epoch and not progress.history and learning_rate_file is not None:
+        path = Path(learning_rate_file)
+        records = on_rank_zero(comm, lambda: read_learning_rate_file(path) if path.exists() else [], name="learning_rate_file")
+        progress.history = [record for record in records if record.epoch <= progress.epoch]
+    fresh = start.checkpoint is None
+    saver.preload([one for one in parse_preloads(keys.preload_from_files) if one.is_due(training=True, fresh=fresh)])
+    if fresh:
+        saver.share()
+    return progress
+
+
+def _load_trained(comm: Communicator, saver: Saver, checkpoints: CheckpointFolder, keys: StartKeys) -> Progress:
+    """Collective. Load a trained model without its optimizer; one that `preload_from_files` fills needs no checkpoint.
+
+    Raises:
+        CheckpointError: there is no model, or a rank cannot read it.
+    """
+    preloads = [one for one in parse_preloads(keys.preload_from_files) if one.is_due(training=False, fresh=True)]
+    progress = Progress()
+    if not preloads or keys.load or checkpoints.finished():
+        file = on_rank_zero(comm, lambda: model_file(keys, checkpoints), name="model_file")
+        progress = saver.load_model(file, None)
+        say(3, f"Loaded {file}.")
+    saver.preload(preloads)
+    return progress

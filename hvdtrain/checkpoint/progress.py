@@ -11,16 +11,17 @@ from hvdtrain.schedule.history import EpochRecord
 
 
 @dataclass
-class Within:
-    """An epoch that is under way.
+class EpochProgress:
+    """How far the current epoch is.
 
     Attributes:
         epoch: counted from 1.
-        first_step: steps done before it in the whole training.
-        position: batches done, over all ranks; where every rank goes through all data, each rank's own.
-        trained: all batches are done and the ranks' models are one again; what is left is evaluating.
-        elapsed: seconds that the epoch took up to the last stop; computing: those of them in training steps.
-        scores: those of the batches done, as far as the ranks have brought them together.
+        first_step: steps of the whole training that were done when the epoch began.
+        position: batches done, summed over all ranks; where every rank goes through all data, each rank's own.
+        trained: all batches are done and all ranks have the same model again; what is left is evaluating.
+        elapsed: seconds that the epoch has taken, up to the last stop or checkpoint.
+        computing: the seconds of these spent in training steps.
+        scores: the scores of the batches done, as far as the ranks have gathered them.
         fingerprints: checksums of the epoch's plan, by rank.
     """
 
@@ -40,37 +41,51 @@ class Progress:
     step: steps done in the whole training (a step is a batch of every rank).
     epoch: the last finished epoch.
     history: what is known of the finished epochs, oldest first; those before an imported model are not in it.
-    within: the epoch after it, where that is under way.
-    report: what was told of the last finished epoch, as scores.jsonl has it.
+    current: the epoch after it, if it has begun.
+    report: the last finished epoch's line in scores.jsonl.
     """
 
     step: int = 0
     epoch: int = 0
     history: list[EpochRecord] = field(default_factory=list)
-    within: Within | None = None
+    current: EpochProgress | None = None
     report: dict[str, Any] | None = None
 
     def state(self) -> dict[str, Any]:
-        """As plain numbers, texts, lists and dicts. `epoch` is that of the checkpoint's name: finished or under way."""
-        within = None if self.within is None else {**vars(self.within), "scores": self.within.scores.state()}
+        """As plain numbers, texts, lists and dicts. `epoch` is that of the checkpoint's name: finished or current."""
+        current = None if self.current is None else {**vars(self.current), "scores": self.current.scores.state()}
         return {
-            "epoch": self.epoch if self.within is None else self.within.epoch,
+            "epoch": self.epoch if self.current is None else self.current.epoch,
             "step": self.step,
             "history": [asdict(record) for record in self.history],
-            "within": within,
+            "within": current,
             "report": self.report,
         }
 
     @staticmethod
     def from_state(state: Mapping[str, Any]) -> Progress:
         """What `state` returned; of another program's checkpoint (RETURNN's has an epoch and a step) what there is."""
-        within = None
+        current = None
         if state.get("within") is not None:
-            within = Within(**{**state["within"], "scores": Scores.from_state(state["within"]["scores"])})
+            current = EpochProgress(**{**state["within"], "scores": Scores.from_state(state["within"]["scores"])})
         return Progress(
             step=int(state.get("step") or 0),
-            epoch=int(state.get("epoch") or 0) - (within is not None),
+            epoch=int(state.get("epoch") or 0) - (current is not None),
             history=[EpochRecord(**record) for record in state.get("history") or []],
-            within=within,
+            current=current,
             report=state.get("report"),
         )
+
+    def describe(self) -> str:
+        """Where training stands, in words.
+
+        >>> Progress(step=20, epoch=2).describe()
+        'after epoch 2, step 20'
+        >>> Progress(step=23, epoch=2, current=EpochProgress(epoch=3, first_step=20)).describe()
+        'in epoch 3, after its step 3'
+        """
+        if self.current is None:
+            return f"after epoch {self.epoch}, step {self.step}"
+        if self.current.trained:
+            return f"with the evaluation of epoch {self.current.epoch}"
+        return f"in epoch {self.current.epoch}, after its step {self.step - self.current.first_step}"

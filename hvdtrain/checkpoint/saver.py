@@ -12,7 +12,7 @@ from hvdtrain.checkpoint.folder import Checkpoint, CheckpointFolder, CleanupRule
 from hvdtrain.checkpoint.preload import Preload, take_over
 from hvdtrain.checkpoint.progress import Progress
 from hvdtrain.comm.base import Communicator, Tensor, on_rank_zero, together
-from hvdtrain.config.keys import key, positive
+from hvdtrain.config.keys import ALONE, Section, Sections, key, positive
 from hvdtrain.errors import CheckpointError, ConfigError
 from hvdtrain.learner.base import Kind, State, StatePart
 from hvdtrain.learner.reducer import Reducer
@@ -23,7 +23,7 @@ MODEL_KINDS: tuple[Kind, ...] = ("parameters", "frozen", "statistics", "counters
 
 
 @dataclass(frozen=True, kw_only=True)
-class SavingKeys:
+class SavingKeys(Section):
     """When checkpoints are written, and which are kept."""
 
     save_interval: int = key(1, "save after every N epochs, and after the last one", positive)
@@ -41,8 +41,7 @@ class SavingKeys:
         "keep_best_n (4), keep (a list of epochs)",
     )
 
-    def problems(self) -> list[str]:
-        """What is wrong between the keys."""
+    def problems(self, others: Sections = ALONE) -> list[str]:
         try:
             parse_rule(self.cleanup_old_models)
         except ConfigError as error:
@@ -97,8 +96,8 @@ class Saver:
             CheckpointError: the disk is full, or the folder cannot be written to.
         """
         self.finish()
-        step = None if progress.within is None else progress.step
-        target = self._checkpoints.at(progress.epoch if progress.within is None else progress.within.epoch, step)
+        step = None if progress.current is None else progress.step
+        target = self._checkpoints.at(progress.epoch if progress.current is None else progress.current.epoch, step)
         own = self._own_parts()
         stored = {
             **progress.state(),
@@ -155,10 +154,10 @@ class Saver:
         progress = Progress.from_state(state)
         if state.get("size") == self._comm.size:
             self._load_own(checkpoint, state)
-        elif progress.within is not None and not progress.within.trained and state["distribution"] == "random_seed_offset":
+        elif progress.current is not None and not progress.current.trained and state["distribution"] == "random_seed_offset":
             error = CheckpointError(
                 f"{checkpoint.model_file}: expected the {state['size']} ranks that wrote it in the midst of epoch "
-                f"{progress.within.epoch}, got {self._comm.size}: with random_seed_offset nobody else has done the same part of "
+                f"{progress.current.epoch}, got {self._comm.size}: with random_seed_offset nobody else has done the same part of "
                 "the epoch (remove the file to repeat the epoch from its beginning)"
             )
             error.on_every_rank = True
@@ -178,7 +177,7 @@ class Saver:
         self.share()
         progress = Progress.from_state(state)
         if epoch is None:
-            return replace(progress, within=None)
+            return replace(progress, current=None)
         history = [record for record in progress.history if record.epoch <= epoch]
         return Progress(step=progress.step if epoch else 0, epoch=epoch, history=history)
 

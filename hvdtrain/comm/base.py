@@ -96,12 +96,18 @@ def on_rank_zero(comm: Communicator, work: Callable[[], T], *, name: str) -> T:
 
 
 class SingleCommunicator:
-    """A job of size 1: every collective is the identity."""
+    """A job of size 1: every collective is the identity.
+
+    Args:
+        local_rank, local_size: this process's place among those on its host that belong to other jobs, for devices and threads.
+    """
 
     rank = 0
     size = 1
-    local_rank = 0
-    local_size = 1
+
+    def __init__(self, local_rank: int = 0, local_size: int = 1) -> None:
+        self.local_rank = local_rank
+        self.local_size = local_size
 
     def start(self, tensors: Sequence[Tensor], op: Op, *, name: str) -> list[Tensor]:
         return list(tensors)

@@ -17,9 +17,7 @@ from hvdtrain.doctor.findings import Finding, ok, warning
 from hvdtrain.doctor.resources import MEGABYTE, words
 from hvdtrain.learner.base import Learner
 from hvdtrain.learner.frameworks import FRAMEWORKS
-from hvdtrain.run import build_learner
-from hvdtrain.runtime.timer import Timer
-from hvdtrain.session import open_feeds
+from hvdtrain.session import open_session
 from hvdtrain.settings import Settings
 
 SMALL, LARGE = 4, 64 * MEGABYTE
@@ -29,10 +27,10 @@ SECONDS = 2.0
 """How long a measurement takes, about."""
 
 TURNS = 3
-"""The number of turns that the steps with and without exchange take."""
+"""So often the steps with and without exchange take turns."""
 
 BATCHES = 4
-"""The number of different batches that are trained on in turn."""
+"""So many different batches are trained on in turn."""
 
 MUCH = 0.3
 """A share of the step from which something should be done."""
@@ -76,7 +74,7 @@ class Share:
         together: seconds of a step with the exchange of gradients; None where parameters are averaged instead.
         model: bytes of the trained parameters.
         travel: seconds of their all-reduce with nothing else going on.
-        every: updates (here steps) from one average to the next; 1 if gradients are reduced.
+        every: steps from one averaging to the next; 1 where gradients are reduced.
     """
 
     alone: float
@@ -101,25 +99,22 @@ class Share:
 def measure_share(comm: Communicator, settings: Settings) -> Share:
     """Collective. Train some steps with and without the other ranks, on models that are thrown away. Raises: HvdtrainError."""
     averaging = settings.reduce.horovod_reduce_type == "param"
-    feeds = open_feeds(settings, comm)
-    plan = feeds[0].plan(1)
-    share = (feeds[0].share(plan) or plan.share(0, 1))[:BATCHES]
-    dataset, chunks = feeds[0].dataset, feeds[0].chunks
-    read = list(batches(dataset, share) if chunks is None else chunks.batches(dataset, share))
-    alone = build_learner(settings, settings.reduce.reducer(SingleCommunicator(), Timer()), comm)
-    learners = [alone] if averaging else [alone, build_learner(settings, settings.reduce.reducer(comm, Timer()), comm)]
-    seconds = _step_seconds(comm, learners, read)
-    parameters: list[Tensor] = []
+    apart = SingleCommunicator(comm.local_rank, comm.local_size)
+    with open_session(settings, "measure", comm) as session, open_session(settings, "measure", apart) as alone:
+        train = session.feeds[0]
+        plan = train.plan(1)
+        share = (train.share(plan) or plan.share(0, 1))[:BATCHES]
+        read = list(batches(train.dataset, share) if train.chunks is None else train.chunks.batches(train.dataset, share))
+        seconds = _step_seconds(comm, [alone.learner] if averaging else [alone.learner, session.learner], read)
+        parameters: list[Tensor] = []
 
-    def note(values: list[Tensor]) -> list[Tensor]:
-        parameters.extend(values)
-        return values
+        def note(values: list[Tensor]) -> list[Tensor]:
+            parameters.extend(values)
+            return values
 
-    alone.state.map_tensors("parameters", note)
-    tensors = FRAMEWORKS[settings.run.backend].tensors
-    travel = _seconds(comm, tensors, lambda: [value * 1 for value in parameters], "doctor.parameters")
-    for feed in feeds:
-        feed.dataset.close()
+        alone.learner.state.map_tensors("parameters", note)
+        tensors = FRAMEWORKS[settings.run.backend].tensors
+        travel = _seconds(comm, tensors, lambda: [value * 1 for value in parameters], "doctor.parameters")
     every = settings.reduce.horovod_param_sync_step if averaging else 1
     return Share(seconds[0], None if averaging else seconds[1], sum(map(tensors.size, parameters)), travel, every)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hvdtrain.config.check import did_you_mean
-from hvdtrain.config.keys import key
+from hvdtrain.config.keys import ALONE, Section, Sections, key
 from hvdtrain.errors import ConfigError, TrainingError
 from hvdtrain.runtime.log import say
 
@@ -21,7 +21,7 @@ MAX_SKIPPED = 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrecisionKeys:
+class PrecisionKeys(Section):
     """Computing in half precision, with parameters in single precision."""
 
     mixed_precision: str | dict[str, Any] | None = key(
@@ -35,8 +35,7 @@ class PrecisionKeys:
         "'auto': with these defaults for float16, not at all otherwise; None: not at all",
     )
 
-    def problems(self) -> list[str]:
-        """What is wrong between the keys."""
+    def problems(self, others: Sections = ALONE) -> list[str]:
         try:
             self.precision()
         except ConfigError as error:

@@ -13,8 +13,8 @@ from typing import Any, Literal, TypeVar
 
 from hvdtrain.comm.base import Communicator, Op, Tensor
 from hvdtrain.comm.keys import TorchDistributedKeys
-from hvdtrain.config.keys import key, one_of, positive
-from hvdtrain.learner.base import ModelState, StatePart
+from hvdtrain.config.keys import ALONE, Section, Sections, key, one_of, positive
+from hvdtrain.learner.base import LearnerKeys, ModelState, StatePart
 from hvdtrain.learner.reducer import Reducer, ReducerClass, UpdateCounts, average, average_buffers, averaged
 from hvdtrain.runtime.timer import Timer
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class GradReduceKeys:
+class GradReduceKeys(Section):
     """Reducing gradients."""
 
     horovod_avg_grad: bool = key(False, "grad: average gradients over the ranks instead of summing them")
@@ -87,7 +87,7 @@ class GradReduce:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParamAverageKeys:
+class ParamAverageKeys(Section):
     """Averaging parameters."""
 
     horovod_param_sync_step: int = key(
@@ -190,7 +190,7 @@ reduce_type = one_of(REDUCERS)
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankKeys:
+class RankKeys(Section):
     """Training on several ranks."""
 
     use_horovod: bool = key(False, "train with Horovod on the processes that mpirun, horovodrun or srun started")
@@ -223,11 +223,15 @@ class RankKeys:
 class ReduceKeys(ParamAverageKeys, GradReduceKeys, RankKeys):
     """Training on several ranks."""
 
-    def problems(self) -> list[str]:
-        """What is wrong between the keys."""
+    def problems(self, others: Sections = ALONE) -> list[str]:
+        found = []
         if self.use_horovod and self.torch_distributed is not None:
-            return ["use_horovod, torch_distributed: expected one of them, got both (++use_horovod 0 turns the former off)"]
-        return []
+            found.append("use_horovod, torch_distributed: expected one of them, got both (++use_horovod 0 turns the former off)")
+        learner = others.get(LearnerKeys)
+        if learner is not None and learner.sync_batch_norm and self.horovod_reduce_type != "grad":
+            kind = self.horovod_reduce_type
+            found.append(f"sync_batch_norm: expected reduce_type 'grad', got {kind!r}, with which every rank updates alone")
+        return found
 
     def under(self, keys: TorchDistributedKeys) -> ReduceKeys:
         """The keys as they hold with torch.distributed: an entry of its dict overrides the key of the same name."""

@@ -20,12 +20,12 @@ from hvdtrain.data.files.sizes import size_text
 from hvdtrain.data.plan.bounds import rearranged
 from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.data.types import Array
+from hvdtrain.engine import Engine, Pace
 from hvdtrain.errors import ConfigError
-from hvdtrain.run import Training, is_done, open_engine, open_trackers, prepared
-from hvdtrain.runtime.interrupt import Interrupt
+from hvdtrain.run import announce, gather_hosts, is_done, open_pace, open_rates, open_trackers
 from hvdtrain.runtime.log import SCREEN, say, silence
 from hvdtrain.runtime.timer import clock_text
-from hvdtrain.session import open_communicator
+from hvdtrain.session import Session, open_session
 from hvdtrain.settings import Settings
 from hvdtrain.training.evaluation import evaluate
 from hvdtrain.training.step_log import StepLog
@@ -66,16 +66,17 @@ class Part:
 def dry_run(settings: Settings) -> None:
     """Do what a training would do first, on all its ranks, and estimate what an epoch takes. Raises: HvdtrainError."""
     settings = writing_nothing(settings)
-    with open_communicator(settings) as comm, prepared(comm, settings, Interrupt(None)) as training:
-        together(comm, lambda: _check_targets(settings, training), name="check_targets")
-        if is_done(training.progress, training.pace):
+    with open_session(settings, "dry_run") as session:
+        pace = open_pace(settings)
+        announce(settings, session, pace, gather_hosts(session))
+        together(session.comm, lambda: _check_targets(settings, session), name="check_targets")
+        if is_done(session.progress, pace):
             return
-        epoch = training.progress.epoch + 1
-        with silence():  # the few steps are no epoch whose scores or slow ranks are to be told
-            parts = [_measured(training, training.feeds[0], epoch, _trainer(settings, training), closing=1)]
-            parts += [_measured(training, feed, epoch, _evaluator(training, epoch)) for feed in training.feeds[1:]]
-        epochs = training.pace.num_epochs - epoch + 1
-        for line in [*_time_lines(parts, comm.size, epochs), *_memory_lines(training)]:
+        epoch = session.progress.epoch + 1
+        with silence():  # the few steps are no epoch whose scores or slow ranks are to be logged
+            parts = [_measured(session, session.feeds[0], epoch, _trainer(settings, session, pace), closing=1)]
+            parts += [_measured(session, feed, epoch, _evaluator(session, epoch)) for feed in session.feeds[1:]]
+        for line in [*_time_lines(parts, session.comm.size, pace.num_epochs - epoch + 1), *_memory_lines(session)]:
             say(1, line)
 
 
@@ -100,9 +101,9 @@ class Unsaved:
         pass
 
 
-def _check_targets(settings: Settings, training: Training) -> None:
+def _check_targets(settings: Settings, session: Session) -> None:
     """Whether a training could write what it will have to. Raises: ConfigError."""
-    open_trackers(settings, training)
+    open_trackers(settings, session)
     folder = Path(settings.run.model).absolute().parent
     there = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
@@ -113,43 +114,43 @@ Run = Callable[[Feed], float]
 """Goes through what a feed selects; returns the seconds that it took."""
 
 
-def _trainer(settings: Settings, training: Training) -> Run:
-    """Trains as the engine does; measured is all that belongs to a step but waiting for data, without the last step."""
-    progress = training.progress
-    pace = replace(training.pace, num_epochs=progress.epoch + 1, save_steps=None, save_minutes=None)
+def _trainer(settings: Settings, session: Session, pace: Pace) -> Run:
+    """Trains as the engine does. What is measured is all that belongs to a step but waiting for data, without the last step."""
+    progress = session.progress
+    one_epoch = replace(pace, num_epochs=progress.epoch + 1, save_steps=None, save_minutes=None)
 
     def run(feed: Feed) -> float:
         begins: list[float] = []
 
         def note(epoch: int, step: int, indices: Array) -> None:
-            training.learner.meter.take_step_seconds()  # waits for a GPU
-            begins.append(time.perf_counter() - training.timer.seconds.get("data wait", 0.0))
+            session.learner.meter.take_step_seconds()  # waits for a GPU
+            begins.append(time.perf_counter() - session.timer.seconds.get("data wait", 0.0))
 
         fresh = Progress(progress.step, progress.epoch, list(progress.history))
-        tried = replace(training, feeds=[feed], saver=Unsaved(), progress=fresh, pace=pace)
-        open_engine(settings, tried, [], StepLog(), note).run()
+        tried = replace(session, feeds=[feed], saver=Unsaved(), progress=fresh)
+        Engine(tried, open_rates(settings, session.comm.size), one_epoch, [], StepLog(), note).run()
         return begins[-1] - begins[0] if begins else 0.0
 
     return run
 
 
-def _evaluator(training: Training, epoch: int) -> Run:
+def _evaluator(session: Session, epoch: int) -> Run:
     def run(feed: Feed) -> float:
         began = time.perf_counter()
-        with training.learner.state.averaged():
-            evaluate(training.comm, training.learner, training.watchdog, feed, epoch, lambda: None, StepLog())
+        with session.learner.state.averaged():
+            evaluate(session.comm, session.learner, session.watchdog, feed, epoch, step_log=StepLog())
         return time.perf_counter() - began
 
     return run
 
 
-def _measured(training: Training, feed: Feed, epoch: int, run: Run, closing: int = 0) -> Part:
+def _measured(session: Session, feed: Feed, epoch: int, run: Run, closing: int = 0) -> Part:
     """Collective. The largest batches first: what does not fit into memory fails at once, and all is warm then.
 
     Args:
         closing: rounds that are run after those that are measured: a training step ends where the next one begins.
     """
-    comm = training.comm
+    comm = session.comm
     size = comm.size if feed.distribution == "shard" else 1
     plan = together(comm, lambda: feed.plan(epoch), name=f"plan_{feed.name}")
     rounds = Rounds(plan, feed.lengths_in(epoch), size)
@@ -167,7 +168,7 @@ def _measured(training: Training, feed: Feed, epoch: int, run: Run, closing: int
     run(of(largest))
     typical = slowest(run(of(largest[:1]))) * float(rounds.costs.mean() / rounds.costs[largest[0]])
     chosen = rounds.spread(min(MOST, max(FEWEST, int(SECONDS / max(typical, 1e-6)))))
-    training.watchdog.beat(f"reading {feed.name}")
+    session.watchdog.beat(f"reading {feed.name}")
     began = time.perf_counter()
     sample = of(chosen)
     with sample.read(sample.share(sample.plan(epoch)), epoch) as batches:
@@ -209,9 +210,9 @@ def _time_lines(parts: list[Part], ranks: int, epochs: int) -> list[str]:
     return [*lines, "estimate: padding: " + ", ".join(f"{name} {share:.1%}" for name, share in train.padding.items())]
 
 
-def _memory_lines(training: Training) -> list[str]:
+def _memory_lines(session: Session) -> list[str]:
     """Collective. What the ranks needed, and what rank 0 would save."""
-    comm, learner = training.comm, training.learner
+    comm, learner = session.comm, session.learner
     host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # in KB on Linux
     peaks = comm.gather((host, learner.meter.peak_memory()), name="peak_memory")
     lines = [f"estimate: memory: {_largest([host for host, _ in peaks])}"]

@@ -4,28 +4,19 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 
 from hvdtrain.checkpoint.folder import CheckpointFolder, CleanupRule, parse_rule
-from hvdtrain.checkpoint.preload import parse_preloads
-from hvdtrain.checkpoint.progress import Progress
-from hvdtrain.checkpoint.saver import Saver, clean_up
-from hvdtrain.checkpoint.start import model_file
-from hvdtrain.comm.base import Communicator, on_rank_zero, together
-from hvdtrain.data.feed import Feed
-from hvdtrain.data.sources import DatasetSpec
+from hvdtrain.checkpoint.saver import clean_up
+from hvdtrain.comm.base import on_rank_zero
 from hvdtrain.errors import ConfigError
-from hvdtrain.learner.base import Learner
 from hvdtrain.learner.frameworks import FRAMEWORKS
-from hvdtrain.run import build_learner, train
+from hvdtrain.run import train
 from hvdtrain.runtime.log import open_log, say
 from hvdtrain.runtime.scores import text
-from hvdtrain.runtime.timer import Timer, clock_text
-from hvdtrain.runtime.watchdog import Watchdog
-from hvdtrain.session import open_communicator, open_some
+from hvdtrain.runtime.timer import clock_text
+from hvdtrain.session import open_communicator, open_session
 from hvdtrain.settings import Settings
 from hvdtrain.tasks.dry_run import dry_run
 from hvdtrain.training.evaluation import evaluate
@@ -38,7 +29,7 @@ def run_task(settings: Settings) -> None:
     if settings.function is not None:
         settings.function()
         return
-    tasks: dict[str, Callable[[Settings], None]] = {
+    tasks: dict[str, Callable[[Settings], object]] = {
         "train": train,
         "dry_run": dry_run,
         "eval": evaluate_all,
@@ -54,24 +45,26 @@ def evaluate_all(settings: Settings) -> None:
     if not settings.evaluations:
         raise ConfigError(["task: expected dev, eval or eval_datasets for the task eval, got none of them"])
     with (
-        _opened(settings, list(settings.evaluations)) as (comm, learner, progress, feeds, watchdog),
-        open_step_log(settings.log, comm.rank) as step_log,
+        open_session(settings, "evaluate") as session,
+        open_step_log(settings.log, session.comm.rank) as step_log,
     ):
-        told = []
-        for feed in feeds:
-            means = evaluate(comm, learner, watchdog, feed, max(1, progress.epoch), lambda: None, step_log)
-            told.append(f"{feed.name}: {text(means)}")
-        say(1, f"epoch {progress.epoch} evaluation: {'; '.join(told)}")
+        epoch = session.progress.epoch
+        lines = []
+        for feed in session.feeds:
+            means = evaluate(session.comm, session.learner, session.watchdog, feed, max(1, epoch), step_log=step_log)
+            lines.append(f"{feed.name}: {text(means)}")
+        say(1, f"epoch {epoch} evaluation: {'; '.join(lines)}")
 
 
 def forward_all(settings: Settings) -> None:
     """Run the config's forward_step over forward_data or search_data. Raises: HvdtrainError."""
     if settings.forward is None:
         raise ConfigError(["forward_data: expected a dataset, got None"])
-    with _opened(settings, [settings.forward]) as (comm, learner, progress, feeds, watchdog):
+    with open_session(settings, "forward") as session:
         began = time.perf_counter()
-        epoch = max(1, progress.epoch)
-        steps = forward(comm, learner, watchdog, feeds[0], epoch, settings.forwarding, Path(settings.run.model))
+        [feed] = session.feeds
+        epoch, prefix = max(1, session.progress.epoch), Path(settings.run.model)
+        steps = forward(session.comm, session.learner, session.watchdog, feed, epoch, settings.forwarding, prefix)
         say(3, f"Forward {steps} steps, {clock_text(time.perf_counter() - began)} elapsed")
 
 
@@ -87,38 +80,6 @@ def clean_up_all(settings: Settings) -> None:
             clean_up(CheckpointFolder(prefix, suffix), rule, _scores(prefix.parent / "scores.jsonl"))
 
         on_rank_zero(comm, remove, name="clean_up")
-
-
-Opened = tuple[Communicator, Learner, Progress, list[Feed], Watchdog]
-
-
-@contextmanager
-def _opened(settings: Settings, specs: list[DatasetSpec]) -> Iterator[Opened]:
-    """A trained model and some datasets, on all ranks."""
-    with open_communicator(settings) as comm:
-        together(comm, lambda: open_log(settings.log, comm.rank, comm.size), name="open_log")
-        with Watchdog(settings.run.watchdog_timeout, comm.rank) as watchdog:
-            watchdog.beat("opening the datasets")
-            feeds = together(comm, lambda: open_some(settings, comm, specs), name="open_feeds")
-            watchdog.beat("building the model")
-            reducer = settings.reduce.reducer(comm, Timer())
-            plain = replace(settings, learner=replace(settings.learner, ema_decay=None))  # the model's file has the average
-            learner = together(comm, lambda: build_learner(plain, reducer, comm), name="build_learner")
-            folder = CheckpointFolder(Path(settings.run.model), FRAMEWORKS[settings.run.backend].suffix)
-            saver = Saver(comm, learner.state, reducer, folder, "shard")
-            preloads = [
-                one for one in parse_preloads(settings.start.preload_from_files) if one.is_due(training=False, fresh=True)
-            ]
-            progress = Progress()
-            if not preloads or settings.start.load or folder.finished():
-                file = on_rank_zero(comm, lambda: model_file(settings.start, folder), name="model_file")
-                progress = saver.load_model(file, None)
-                say(3, f"Loaded {file}.")
-            saver.preload(preloads)
-            learner.begin_epoch(max(1, progress.epoch), progress.step)
-            yield comm, learner, progress, feeds, watchdog
-            for feed in feeds:
-                feed.dataset.close()
 
 
 def _scores(path: Path) -> dict[int, dict[str, float]]:

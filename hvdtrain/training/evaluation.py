@@ -1,10 +1,9 @@
-"""Scores of a dataset, and the error about losses that are not finite."""
+"""Scores of a dataset, and what to say where a loss is no finite number."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from hvdtrain.checkpoint.progress import Within
 from hvdtrain.comm.base import Communicator, together
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.types import Dataset
@@ -12,7 +11,7 @@ from hvdtrain.errors import TrainingError
 from hvdtrain.learner.base import Learner, NotFinite
 from hvdtrain.runtime.scores import Scores
 from hvdtrain.runtime.watchdog import Watchdog
-from hvdtrain.training.step_log import StepLog
+from hvdtrain.training.step_log import StepLog, StepReport, Tally
 
 
 def evaluate(
@@ -21,51 +20,49 @@ def evaluate(
     watchdog: Watchdog,
     feed: Feed,
     epoch: int,
-    after_round: Callable[[], None],
+    *,
+    after_step: Callable[[], None] = lambda: None,
     step_log: StepLog,
 ) -> dict[str, float]:
     """Collective. The exact mean losses and errors over a whole dataset.
 
     Args:
-        after_round: called by all ranks after each step, in which every rank evaluates a batch.
+        after_step: called by all ranks after each step, in which every rank evaluates a batch if it has one left.
     """
     plan = together(comm, lambda: feed.plan(epoch), name=f"plan_{feed.name}")
-    rounds = -(-plan.num_batches // comm.size)
-    own: list[Scores] = []
-
-    def take_scores() -> Scores:
-        own.append(learner.meter.take_scores())
-        return own[-1]
-
-    step_log.begin(epoch, feed.name, rounds)
+    steps = -(-plan.num_batches // comm.size)
+    tally = Tally(learner.meter)
+    step_log.begin(epoch, feed.name, steps)
     with feed.read(feed.share(plan), epoch) as batches:
-        for number in range(rounds):
-            watchdog.beat(f"epoch {epoch}, evaluation of {feed.name}, batch {number}")
+        for number in range(1, steps + 1):
+            watchdog.beat(f"epoch {epoch}, evaluation of {feed.name}, batch {number - 1}")
             batch = next(batches, None)
             if batch is not None:
                 learner.evaluate(batch)
-            step_log.step(number + 1, (number + 1) / rounds, take_scores, None, batch, learner.meter.peak_memory)
-            after_round()
+            step_log.step(StepReport(number, number / steps, None, batch, tally))
+            after_step()
     step_log.end()
-    take_scores()
-    parts = comm.gather(Scores.merged(own), name=f"scores.{feed.name}")
-    return Scores.merged(parts).means()
+    return Scores.merged(comm.gather(tally.take_all(), name=f"scores.{feed.name}")).means()
 
 
 HEAD = (
     "train_step: expected finite losses, got others (stop_on_nonfinite_train_score = False goes on nevertheless; "
-    "num_allowed_consec_invalid_gradient_steps skips such updates):"
+    "num_allowed_consec_invalid_gradient_steps leaves such updates out):"
 )
 
 FEW = 3
-"""The number of losses reported for each rank: those that follow are not finite either."""
+"""How many of a rank's losses are named: after the first, all others tend to be broken, too."""
 
 
-def not_finite(comm: Communicator, dataset: Dataset, found: Sequence[NotFinite], within: Within) -> TrainingError:
-    """Collective. The error with what every rank found."""
+def not_finite(comm: Communicator, dataset: Dataset, found: Sequence[NotFinite], epoch: int, first_step: int) -> TrainingError:
+    """Collective. The error with what every rank found.
+
+    Args:
+        first_step: steps of the whole training that were done when the epoch began.
+    """
 
     def told() -> list[str]:
-        return [_line(one, dataset, within) for one in found[:FEW]]
+        return [_line(one, dataset, epoch, first_step) for one in found[:FEW]]
 
     by_rank = comm.gather(together(comm, told, name="not_finite_tags"), name="not_finite")
     lines = [f"rank {rank}: {line}" for rank, lines in enumerate(by_rank) for line in lines]
@@ -74,10 +71,10 @@ def not_finite(comm: Communicator, dataset: Dataset, found: Sequence[NotFinite],
     return error
 
 
-def _line(one: NotFinite, dataset: Dataset, within: Within) -> str:
+def _line(one: NotFinite, dataset: Dataset, epoch: int, first_step: int) -> str:
     sequences = ", ".join(dataset.tags(one.indices))
     broken = ", ".join(one.parameters) or "none, so the loss itself is the cause"
     return (
-        f"{one.loss} = {one.value} in step {one.step - within.first_step} of epoch {within.epoch}, sequences {sequences}; "
+        f"{one.loss} = {one.value} in step {one.step - first_step} of epoch {epoch}, sequences {sequences}; "
         f"parameters that are not finite: {broken}"
     )

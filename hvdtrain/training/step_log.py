@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from math import inf
+from typing import Protocol
 
 from hvdtrain.data.files.sizes import size_text
 from hvdtrain.data.types import Batch
@@ -14,22 +16,76 @@ from hvdtrain.runtime.progress_bar import EVERY, Line, bar, line_below
 from hvdtrain.runtime.scores import Scores, text
 from hvdtrain.runtime.timer import clock_text
 
-About = Callable[[Batch | None, Callable[[], int | None]], list[str]]
-"""What else to say of a step, from its batch (None: this rank had none), and from what tells the peak of the device's memory."""
+
+class Meter(Protocol):
+    """What a learner measures."""
+
+    def take_scores(self) -> Scores:
+        """The scores of the batches since the last call."""
+        ...
+
+    def peak_memory(self) -> int | None:
+        """Bytes of the device's memory used at most so far; None on a CPU."""
+        ...
 
 
-def batch_size(batch: Batch | None, peak_memory: Callable[[], int | None]) -> list[str]:
+class Tally:
+    """A learner's scores, which may be looked at in between without being lost for the sum at the end."""
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+        self._taken: list[Scores] = []
+        self.peak_memory = meter.peak_memory
+
+    def take_scores(self) -> Scores:
+        """The scores of the batches since the last call."""
+        self._taken.append(self._meter.take_scores())
+        return self._taken[-1]
+
+    def take_all(self) -> Scores:
+        """The scores of all batches since the last call of this method."""
+        self.take_scores()
+        taken, self._taken = self._taken, []
+        return Scores.merged(taken)
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One finished step of a training or an evaluation.
+
+    Attributes:
+        number: of the step in its epoch or evaluation, counted from 1.
+        complete: the share of the epoch or evaluation that is done, from 0 to 1.
+        learning_rate: of the last update; None: there was none.
+        batch: this rank's; None: it had none left.
+        meter: has the scores and the memory. Taking scores waits for a GPU.
+    """
+
+    number: int
+    complete: float
+    learning_rate: float | None
+    batch: Batch | None
+    meter: Meter
+
+
+def batch_size(report: StepReport) -> list[str]:
     """How large the batch is, in RETURNN's words."""
-    if batch is None:
+    if report.batch is None:
         return []
-    longest = [f"max_size:time:{key} {int(padded.seq_lens.max())}" for key, padded in batch.data.items()]
-    return [f"num_seqs {len(batch.indices)}", *longest]
+    longest = [f"max_size:time:{key} {int(padded.seq_lens.max())}" for key, padded in report.batch.data.items()]
+    return [f"num_seqs {len(report.batch.indices)}", *longest]
 
 
-def memory_usage(batch: Batch | None, peak_memory: Callable[[], int | None]) -> list[str]:
+def memory_usage(report: StepReport) -> list[str]:
     """The peak of a GPU's memory."""
-    peak = peak_memory()
+    peak = report.meter.peak_memory()
     return [] if peak is None else [f"mem_usage:cuda {size_text(peak)}"]
+
+
+Field = Callable[[StepReport], list[str]]
+
+FIELDS: dict[str, Field] = {"log_batch_size": batch_size, "torch_log_memory_usage": memory_usage}
+"""What a line says of a step besides its losses and times, by the key that switches it on, in this order."""
 
 
 class StepLog:
@@ -39,12 +95,12 @@ class StepLog:
         interval: seconds between two lines of the log. At each of them the losses are looked at, for which a GPU is waited
             for; the bar shows those of the last time.
         line: where the bar is drawn; None: no bar.
-        about: what lines say of a step besides.
+        fields: what lines say of a step besides its losses and times.
     """
 
-    def __init__(self, interval: float = inf, line: Line | None = None, about: Sequence[About] = ()) -> None:
+    def __init__(self, interval: float = inf, line: Line | None = None, fields: Sequence[Field] = ()) -> None:
         self._interval = interval
-        self._about = about
+        self._fields = fields
         self._line = line
 
     def begin(self, epoch: int, dataset: str | None, rounds: int, elapsed: float = 0.0) -> None:
@@ -62,25 +118,8 @@ class StepLog:
         self._losses = ""
         self._began = self._told = self._drawn = time.perf_counter()
 
-    def step(
-        self,
-        number: int,
-        complete: float,
-        take_scores: Callable[[], Scores],
-        learning_rate: float | None = None,
-        batch: Batch | None = None,
-        peak_memory: Callable[[], int | None] = lambda: None,
-    ) -> None:
-        """One more step is done.
-
-        Args:
-            number: of the step, counted from 1.
-            complete: how much is done by now, from 0 to 1.
-            take_scores: gives the scores of the steps since it was called last.
-            learning_rate: the last update's; None: no update has been done, or this is an evaluation.
-            batch: this rank's, if it had one.
-            peak_memory: tells the bytes that the device's memory had to give at most.
-        """
+    def step(self, report: StepReport) -> None:
+        """One more step is done."""
         now = time.perf_counter()
         self._done += 1
         tell = now - self._told >= self._interval
@@ -91,16 +130,16 @@ class StepLog:
         remaining = clock_text(per_step * (self._rounds - self._done))
         if tell:
             self._told = now
-            self._losses = text(take_scores().means())
+            self._losses = text(report.meter.take_scores().means())
             elapsed = clock_text(self._elapsed + now - self._began)
-            more = [words for about in self._about for words in about(batch, peak_memory)]
-            parts = [f"{self._what}, step {number}", self._losses, *more, f"{per_step:.3f} sec/step", f"elapsed {elapsed}"]
-            say(5, f"{_listed(parts)}, exp. remaining {remaining}, complete {complete:.2%}")
+            more = [words for field in self._fields for words in field(report)]
+            parts = [f"{self._what}, step {report.number}", self._losses, *more, f"{per_step:.3f} sec/step", f"elapsed {elapsed}"]
+            say(5, f"{_listed(parts)}, exp. remaining {remaining}, complete {report.complete:.2%}")
         if draw and self._line is not None:
             self._drawn = now
-            rate = "" if learning_rate is None else f"learning rate {learning_rate:.3g}"
-            parts = [f"step {number}", f"{remaining} remaining", self._losses, rate, f"{per_step:.3f} sec/step"]
-            self._line.draw(f"{self._short} {bar(complete)}  {_listed(parts)}")
+            rate = "" if report.learning_rate is None else f"learning rate {report.learning_rate:.3g}"
+            parts = [f"step {report.number}", f"{remaining} remaining", self._losses, rate, f"{per_step:.3f} sec/step"]
+            self._line.draw(f"{self._short} {bar(report.complete)}  {_listed(parts)}")
 
     def end(self) -> None:
         """What began is done."""
@@ -115,11 +154,11 @@ def _listed(parts: list[str]) -> str:
 @contextmanager
 def open_step_log(keys: LogKeys, rank: int) -> Iterator[StepLog]:
     """Rank 0 tells; with a bar where it prints to a terminal, unless `log_verbosity` asks for scores and warnings only."""
-    about = [*([batch_size] if keys.log_batch_size else []), *([memory_usage] if keys.torch_log_memory_usage else [])]
+    fields = [field for name, field in FIELDS.items() if getattr(keys, name)]
     if rank:
         yield StepLog()
     elif keys.targets[SCREEN] >= 3:
         with line_below() as line:
-            yield StepLog(keys.log_interval, line, about)
+            yield StepLog(keys.log_interval, line, fields)
     else:
-        yield StepLog(keys.log_interval, about=about)
+        yield StepLog(keys.log_interval, fields=fields)

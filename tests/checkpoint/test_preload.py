@@ -9,8 +9,7 @@ from launching import TOY, hvdtrain
 
 from hvdtrain.errors import CheckpointError, ConfigError
 from hvdtrain.learner.base import Learner
-from hvdtrain.run import train, train_with
-from hvdtrain.session import open_communicator
+from hvdtrain.run import train
 from hvdtrain.settings import Settings, read_settings
 from hvdtrain.tasks.tasks import run_task
 
@@ -27,8 +26,7 @@ def settings_of(corpus: Path, model: Path, more: str, **overrides: object) -> Se
 
 def trained(settings: Settings) -> Learner:
     """The learner after a training."""
-    with open_communicator(settings) as comm:
-        return train_with(comm, settings)
+    return train(settings)
 
 
 def stored(file: Path) -> Weights:

@@ -143,4 +143,4 @@ def test_what_cannot_go_on_within_an_epoch_says_why(corpus: Path, tmp_path: Path
     assert hvdtrain(TOY, {**common, "fault": "SIGUSR1,0,4"}).status == 75
     other = hvdtrain(TOY, {**common, "max_seqs": 5})
     assert other.status == 2
-    assert "epoch 1: expected the batches that it was begun with, got others after" in other.err
+    assert "epoch 1: expected the batches it began with, got others after" in other.err

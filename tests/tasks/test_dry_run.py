@@ -152,4 +152,5 @@ def test_what_a_step_takes(corpus: Path, tmp_path: Path, slow: str) -> None:
     seconds, step, reading = found.groups()
     assert (reading is None) == (slow == "compute")
     assert 0.09 < float(reading or step) < 0.25
-    assert int(seconds) == int(20 * float(reading or step) + 0.01)
+    whole = 20 * float(reading or step)  # of a figure with three digits
+    assert int(whole - 0.02) <= int(seconds) <= int(whole + 0.02)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy
 
-from hvdtrain.run import train_with
+from hvdtrain.run import train
 from hvdtrain.runtime.interrupt import Stopped
 from hvdtrain.session import open_communicator
 from hvdtrain.settings import read_settings
@@ -36,7 +36,7 @@ with open_communicator(first) as comm:
         learner = None
         while learner is None:
             try:
-                learner = train_with(comm, read_settings([config], job["overrides"]))
+                learner = train(read_settings([config], job["overrides"]), comm)
                 numpy.savez(f"{job['folder']}/{job['name']}.rank-{comm.rank}.npz", **arrays_of(learner.model))
             except Stopped as stopped:
                 if comm.rank == 0:

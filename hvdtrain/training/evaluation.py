@@ -31,7 +31,7 @@ def evaluate(
     """
     plan = together(comm, lambda: feed.plan(epoch), name=f"plan_{feed.name}")
     steps = -(-plan.num_batches // comm.size)
-    tally = Tally(learner)
+    tally = Tally(learner.meter)
     step_log.begin(epoch, feed.name, steps)
     with feed.read(feed.share(plan), epoch) as batches:
         for number in range(1, steps + 1):

@@ -100,7 +100,7 @@ def test_accumulated_gradients_are_scaled_and_unscaled_alike(results: Results, r
 @pytest.mark.parametrize("run", RUNS, ids=str)
 def test_an_overflow_on_one_rank_leaves_the_update_out_on_all(results: Results, run: tuple[str, int]) -> None:
     told = [line for line in results.log(run, "overflow", 0).splitlines() if line.startswith("loss scale")]
-    why = ": a gradient is no finite number, the update is left out"
+    why = ": a gradient is not finite, the update is skipped"
     assert told == [
         f"loss scale 512 from step 4 of the training on{why}",
         "loss scale 1024 from step 12 of the training on",
@@ -115,7 +115,7 @@ def test_an_overflow_on_one_rank_leaves_the_update_out_on_all(results: Results, 
 
 @pytest.mark.parametrize("run", [run for run in RUNS if run[1] == 2], ids=str)
 def test_ranks_that_update_alone_have_scales_of_their_own(results: Results, run: tuple[str, int]) -> None:
-    left_out = [results.log(run, "overflow_apart", rank).count("is left out") for rank in range(2)]
+    left_out = [results.log(run, "overflow_apart", rank).count("is skipped") for rank in range(2)]
     assert left_out == [0, 2]
     assert_same(results.weights(run, "overflow_apart"), results.weights(run, "overflow_apart", 1))
 

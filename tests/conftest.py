@@ -1,9 +1,11 @@
 """What several tests need: a small corpus of sequences of different lengths."""
 
+import signal
 from pathlib import Path
 
 import numpy
 import pytest
+from trainings import Trained
 
 from hvdtrain.data.hdf.writer import HDFWriter
 
@@ -27,6 +29,18 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for seed, (name, size) in enumerate({"train": 231, "even": 240, "two": 2, "dev": 101}.items()):
         write_corpus(folder / f"{name}.hdf", size, seed)
     return folder
+
+
+def pytest_configure() -> None:
+    """A shell without job control has background commands ignore SIGINT, and their children after them: `make test &`."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session")
+def trained(request: pytest.FixtureRequest, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """What the trainings of the collected modules left (trainings.py)."""
+    return Trained(corpus, tmp_path_factory.mktemp("trained"), {item.path for item in request.session.items})
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -44,11 +44,11 @@ def torchrun(
     return finish([*command, *map(str, arguments)], timeout, clean_environment() | dict(environment))
 
 
-def clean_environment() -> dict[str, str]:
+def clean_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """This process's environment without what a launcher set: the tests may run under one themselves."""
     started_by = ("OMPI_", "PMI_", "PMIX_", "HOROVOD_", "SLURM_", "TORCHELASTIC_", "HVDTRAIN_", "MASTER_")
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    return {name: value for name, value in os.environ.items() if not name.startswith(started_by) and name not in names}
+    return {name: value for name, value in environment.items() if not name.startswith(started_by) and name not in names}
 
 
 def finish(command: Sequence[str], timeout: float, environment: Mapping[str, str]) -> Finished:
@@ -68,8 +68,23 @@ def hvdtrain(
     environment: Mapping[str, str] = EMPTY,
     options: Sequence[str] = (),
 ) -> Finished:
-    """Run `python -m hvdtrain CONFIG OPTIONS ++KEY VALUE ...`."""
-    arguments = ["-m", "hvdtrain", str(config), *options]
+    """Run `python -m hvdtrain CONFIG OPTIONS ++KEY VALUE ...`.
+
+    One rank runs in this process (inside.py), unless it is given an environment, or keys of which the process is a part.
+    """
+    arguments = [str(config), *options]
     for name, value in overrides.items():
         arguments += [f"++{name}", str(value)]
-    return launch(arguments, ranks, timeout, environment)
+    if ranks is None and not environment and not takes_a_process(config, overrides):
+        from inside import run_inside  # here, as it imports PyTorch
+
+        return run_inside(arguments)
+    return launch(["-m", "hvdtrain", *arguments], ranks, timeout, environment)
+
+
+def takes_a_process(config: Path, overrides: Mapping[str, object]) -> bool:
+    """Whether a training kills its process, sends it signals, connects it with others, or changes it for good."""
+    keys = {key for key, value in overrides.items() if value not in (None, False)}
+    if keys & {"fault", "use_horovod", "torch_distributed", "ngpu", "torch_compile"}:
+        return True
+    return config.exists() and 'backend = "tensorflow"' in config.read_text()

@@ -12,7 +12,7 @@ from hvdtrain.checkpoint.saver import SavingKeys
 from hvdtrain.checkpoint.start import StartKeys
 from hvdtrain.comm.keys import LaunchKeys, TorchDistributedKeys, merged
 from hvdtrain.config.check import build, unknown
-from hvdtrain.config.keys import REQUIRED, Key, Rule, declared, key, not_negative, parsed_by, positive
+from hvdtrain.config.keys import REQUIRED, Key, Rule, Section, Sections, declared, key, not_negative, parsed_by, positive
 from hvdtrain.config.source import COMMAND_LINE, Source, load
 from hvdtrain.data.files.copies import CopyKeys
 from hvdtrain.data.files.sizes import parse_sizes
@@ -45,7 +45,7 @@ def _is_task(value: str) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunKeys:
+class RunKeys(Section):
     """The run as a whole."""
 
     task: str = key(
@@ -70,7 +70,7 @@ class RunKeys:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataKeys:
+class DataKeys(Section):
     """What is trained and evaluated on: dicts with a class, HDF files, or functions that return one of these."""
 
     train: Any = key(REQUIRED, "the training data: a dataset dict, or HDF files")
@@ -124,12 +124,20 @@ class Settings:
     log: LogKeys
     trackers: TrackerKeys
     trace: TraceKeys
-    train: DatasetSpec
-    evaluations: tuple[DatasetSpec, ...]
+    datasets: tuple[DatasetSpec, ...]
+    """Train first, then those that are evaluated after every epoch."""
     forward: DatasetSpec | None
     function: Callable[[], Any] | None
     origins: Mapping[str, str]
     """By key, where its value comes from; a key that nobody set is not there."""
+
+    @property
+    def train(self) -> DatasetSpec:
+        return self.datasets[0]
+
+    @property
+    def evaluations(self) -> tuple[DatasetSpec, ...]:
+        return self.datasets[1:]
 
 
 SECTIONS_BY_NAME: dict[str, type] = {
@@ -165,51 +173,25 @@ def check(source: Source, names: list[str]) -> Settings:
         if other in source.values and name in source.values and origins[name] != COMMAND_LINE:
             problems.append(f"{other}: expected either {other} or {name}, which mean the same, got both")
     built: dict[type, Any] = {}
-    for section in SECTIONS:
-        built[section], more = build(section, values, "", origins)
+    found: dict[type, list[str]] = {}
+    for kind in SECTIONS:
+        built[kind], found[kind] = build(kind, values, "", origins)
+    torch_distributed, connecting = _torch_distributed(built, origins)
+    connecting += _of_torch_only(built)
+    sections = Sections(built)
+    for kind, section in built.items():
+        problems += found[kind] + ([] if section is None else section.problems(sections))
+    problems += connecting
+    derived: dict[str, Any] = {}
+    for name, derive in DERIVED.items():
+        derived[name], more = derive(sections, source)
         problems += more
-        if built[section] is not None and hasattr(section, "problems"):
-            problems += built[section].problems()
-    step_schedule: StepSchedule | None = None
-    if built[ScheduleKeys] is not None and built[RunKeys] is not None:
-        step_schedule, more = make_schedule(built[ScheduleKeys].learning_rate_schedule, built[RunKeys].num_epochs)
-        problems += more
-    specs: list[DatasetSpec] = []
-    forward: DatasetSpec | None = None
-    function: Callable[[], Any] | None = None
-    if built[DataKeys] is not None:
-        specs, more = _datasets(built[DataKeys])
-        problems += more
-    torch_distributed: TorchDistributedKeys | None = None
-    if built[ReduceKeys] is not None and built[LaunchKeys] is not None:
-        torch_distributed, more = _torch_distributed(built, origins)
-        problems += more
-    if built[RunKeys] is not None and built[DataKeys] is not None:
-        task = built[RunKeys].task
-        forward, more = _forward_data(built[DataKeys], task)
-        problems += more
-        if task.startswith("config:"):
-            function = source.values.get(task.removeprefix("config:"))
-            if not callable(function):
-                problems.append(f"task: expected config:NAME with the name of a function in the config, got {task!r}")
-    reduce: ReduceKeys | None = built[ReduceKeys]
-    problems += _of_torch_only(built)
-    if reduce is not None and reduce.horovod_dataset_distribution == "random_seed_offset" and specs:
-        if specs[0].name == "train" and not is_random(specs[0].order):
-            problems.append(
-                "horovod_dataset_distribution: expected a random seq_ordering in train for 'random_seed_offset', got "
-                f"{specs[0].order.seq_ordering!r} (every rank would train on the same batches)"
-            )
     if problems:
         raise ConfigError(problems)
     return Settings(
-        **{name: built[section] for name, section in SECTIONS_BY_NAME.items()},
-        step_schedule=step_schedule,
+        **{name: built[kind] for name, kind in SECTIONS_BY_NAME.items()},
+        **derived,
         torch_distributed=torch_distributed,
-        train=specs[0],
-        evaluations=tuple(specs[1:]),
-        forward=forward,
-        function=function,
         origins={name: origin for name, origin in origins.items() if name in names},
     )
 
@@ -243,6 +225,8 @@ def _of_torch_only(built: dict[type, Any]) -> list[str]:
 def _torch_distributed(built: dict[type, Any], origins: Mapping[str, str]) -> tuple[TorchDistributedKeys | None, list[str]]:
     """The entries of torch_distributed, None where it is not used; problems. Works them into the other sections."""
     reduce, started, run = built[ReduceKeys], built[LaunchKeys], built[RunKeys]
+    if reduce is None or started is None:
+        return None, []
     if reduce.torch_distributed is None and not started.ask_for_torch:
         return None, []
     if reduce.use_horovod and reduce.torch_distributed is None:
@@ -263,8 +247,19 @@ def _torch_distributed(built: dict[type, Any], origins: Mapping[str, str]) -> tu
     return keys, problems
 
 
-def _datasets(keys: DataKeys) -> tuple[list[DatasetSpec], list[str]]:
-    """The datasets that are given, train first, and the problems with them."""
+def _step_schedule(sections: Sections, source: Source) -> tuple[StepSchedule | None, list[str]]:
+    """How the learning rate changes from step to step; None: it does not."""
+    keys, run = sections.get(ScheduleKeys), sections.get(RunKeys)
+    if keys is None or run is None:
+        return None, []
+    return make_schedule(keys.learning_rate_schedule, run.num_epochs)
+
+
+def _datasets(sections: Sections, source: Source) -> tuple[tuple[DatasetSpec, ...], list[str]]:
+    """The datasets that are given, train first."""
+    keys, reduce = sections.get(DataKeys), sections.get(ReduceKeys)
+    if keys is None:
+        return (), []
     problems = []
     if keys.train is None:
         problems.append("train: expected a dataset dict or HDF files, got None")
@@ -272,26 +267,52 @@ def _datasets(keys: DataKeys) -> tuple[list[DatasetSpec], list[str]]:
     for name in keys.eval_datasets:
         if name in named:
             problems.append(f"eval_datasets.{name}: expected a name other than {', '.join(named)}, got {name!r}")
-    specs = []
+    specs: dict[str, DatasetSpec] = {}
     for name, value in {**keys.eval_datasets, **named}.items():
         if value is not None:
             ordering = keys.batching if name == "train" else "sorted"
             spec, more = parse(name, value, {} if ordering is None else {"seq_ordering": ordering})
             problems += more
-            specs += [spec] if spec is not None else []
-    order = [*named, *keys.eval_datasets]
-    return sorted(specs, key=lambda spec: order.index(spec.name)), problems
+            specs |= {} if spec is None else {name: spec}
+    apart = reduce is not None and reduce.horovod_dataset_distribution == "random_seed_offset"
+    if apart and "train" in specs and not is_random(specs["train"].order):
+        problems.append(
+            "horovod_dataset_distribution: expected a random seq_ordering in train for 'random_seed_offset', got "
+            f"{specs['train'].order.seq_ordering!r} (every rank would train on the same batches)"
+        )
+    return tuple(specs[name] for name in dict.fromkeys((*named, *keys.eval_datasets)) if name in specs), problems
 
 
-def _forward_data(keys: DataKeys, task: str) -> tuple[DatasetSpec | None, list[str]]:
-    """What to forward or search, where that is the task, and the problems with it."""
-    if task not in ("forward", "search"):
+def _forward_data(sections: Sections, source: Source) -> tuple[DatasetSpec | None, list[str]]:
+    """What to forward or search; None: that is not the task."""
+    keys, run = sections.get(DataKeys), sections.get(RunKeys)
+    if keys is None or run is None or run.task not in ("forward", "search"):
         return None, []
-    given = {"search_data": keys.search_data if task == "search" else None, "forward_data": keys.forward_data, "eval": keys.eval}
-    for name, value in given.items():
+    search_data = keys.search_data if run.task == "search" else None
+    for name, value in {"search_data": search_data, "forward_data": keys.forward_data, "eval": keys.eval}.items():
         if value is not None:
             return parse(name, value, {"seq_ordering": "sorted_reverse"})
-    return None, [f"{task}_data: expected a dataset dict or HDF files for the task {task}, got None"]
+    return None, [f"{run.task}_data: expected a dataset dict or HDF files for the task {run.task}, got None"]
+
+
+def _function(sections: Sections, source: Source) -> tuple[Callable[[], Any] | None, list[str]]:
+    """The function of the config that is the task; None: the task is another one."""
+    run = sections.get(RunKeys)
+    if run is None or not run.task.startswith("config:"):
+        return None, []
+    function = source.values.get(run.task.removeprefix("config:"))
+    if not callable(function):
+        return None, [f"task: expected config:NAME with the name of a function in the config, got {run.task!r}"]
+    return function, []
+
+
+DERIVED: dict[str, Callable[[Sections, Source], tuple[Any, list[str]]]] = {
+    "step_schedule": _step_schedule,
+    "datasets": _datasets,
+    "forward": _forward_data,
+    "function": _function,
+}
+"""By attribute of Settings, what makes it of the sections; each returns the value and the problems."""
 
 
 DEFAULT = "default"

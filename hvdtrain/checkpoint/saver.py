@@ -12,7 +12,7 @@ from hvdtrain.checkpoint.folder import Checkpoint, CheckpointFolder, CleanupRule
 from hvdtrain.checkpoint.preload import Preload, take_over
 from hvdtrain.checkpoint.progress import Progress
 from hvdtrain.comm.base import Communicator, Tensor, on_rank_zero, together
-from hvdtrain.config.keys import key, positive
+from hvdtrain.config.keys import ALONE, Section, Sections, key, positive
 from hvdtrain.errors import CheckpointError, ConfigError
 from hvdtrain.learner.base import Kind, Learner, Part
 from hvdtrain.learner.reduce import Reducer
@@ -22,7 +22,7 @@ WHAT_A_MODEL_IS: tuple[Kind, ...] = ("parameters", "frozen", "statistics", "coun
 
 
 @dataclass(frozen=True, kw_only=True)
-class SavingKeys:
+class SavingKeys(Section):
     """When checkpoints are written, and which are kept."""
 
     save_interval: int = key(1, "save after every so many epochs, and after the last one", positive)
@@ -42,8 +42,7 @@ class SavingKeys:
         "keep_best_n (4), keep (a list of epochs)",
     )
 
-    def problems(self) -> list[str]:
-        """What is wrong between the keys."""
+    def problems(self, others: Sections = ALONE) -> list[str]:
         try:
             parse_rule(self.cleanup_old_models)
         except ConfigError as error:

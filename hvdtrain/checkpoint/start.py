@@ -8,12 +8,12 @@ from typing import Any, Literal
 
 from hvdtrain.checkpoint.folder import Checkpoint, CheckpointFolder
 from hvdtrain.checkpoint.preload import parse_preloads
-from hvdtrain.config.keys import key, positive
+from hvdtrain.config.keys import ALONE, Section, Sections, key, positive
 from hvdtrain.errors import CheckpointError, ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
-class StartKeys:
+class StartKeys(Section):
     """Which model to start from. A training goes on from its newest checkpoint, whatever else is given, but for start_epoch."""
 
     start_epoch: int | Literal["auto"] = key(
@@ -35,8 +35,7 @@ class StartKeys:
         "(docs/resuming.md)",
     )
 
-    def problems(self) -> list[str]:
-        """What is wrong between the keys."""
+    def problems(self, others: Sections = ALONE) -> list[str]:
         try:
             parse_preloads(self.preload_from_files)
         except ConfigError as error:

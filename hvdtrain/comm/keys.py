@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from hvdtrain.config.check import build, unknown_options
-from hvdtrain.config.keys import Rule, key, not_negative, positive
+from hvdtrain.config.keys import ALONE, Rule, Section, Sections, key, not_negative, positive
 
 port_number = Rule("a port from 1 to 65535", lambda value: 1 <= value <= 65535)
 
@@ -17,7 +17,7 @@ THREADS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class LaunchKeys:
+class LaunchKeys(Section):
     """Processes that hvdtrain starts itself, and where they meet; the names are ESPnet2's"""
 
     ngpu: int | None = key(
@@ -43,8 +43,7 @@ class LaunchKeys:
 
     data_parallel_backend: bool = key(False, "SpeechBrain's threads over several GPUs: refused, take ngpu instead")
 
-    def problems(self) -> list[str]:
-        """What is wrong between the keys."""
+    def problems(self, others: Sections = ALONE) -> list[str]:
         found = []
         if self.data_parallel_backend:
             found.append(f"data_parallel_backend: expected False, got True: {THREADS} (python -m hvdtrain CONFIG ++ngpu 4)")

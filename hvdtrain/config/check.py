@@ -10,15 +10,13 @@ from typing import Any, TypeVar
 from hvdtrain.config.keys import REQUIRED, Key, Mismatch, convert, declared, words_of
 from hvdtrain.config.source import COMMAND_LINE, Source
 
-Section = TypeVar("Section")
+S = TypeVar("S")
 
 CLOSE = 0.85
 """From this similarity on (difflib's ratio) an unknown name is taken for a misspelt key."""
 
 
-def build(
-    section: type[Section], values: dict[str, Any], where: str, origins: dict[str, str]
-) -> tuple[Section | None, list[str]]:
+def build(section: type[S], values: dict[str, Any], where: str, origins: dict[str, str]) -> tuple[S | None, list[str]]:
     """A section filled from the values, or None and the problems.
 
     Args:

@@ -1,8 +1,8 @@
 """How a config key is declared: once, as a field of a frozen dataclass beside the code that it configures.
 
     @dataclass(frozen=True, kw_only=True)
-    class ReduceKeys:
-        horovod_param_sync_step: int = key(1, "average the parameters after every so many updates", positive)
+    class ReduceKeys(Section):
+        horovod_param_sync_step: int = key(1, "average the parameters after every N updates", positive)
 
 The field's annotation is the key's type. `convert` checks a value against it; `text_value` reads one from the command line.
 """
@@ -14,8 +14,10 @@ import dataclasses
 import numbers
 import types
 import typing
-from collections.abc import Callable, Iterator
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+S = TypeVar("S")
 
 REQUIRED: Any = dataclasses.MISSING
 """The default of a key that every config has to set."""
@@ -80,6 +82,29 @@ def declared(section: type) -> Iterator[Key]:
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
         yield Key(field.name, hints[field.name], default, field.metadata["doc"], field.metadata["rule"], section.__name__)
+
+
+class Sections:
+    """The sections of a config whose own keys are right, by class."""
+
+    def __init__(self, built: Mapping[type, Any]) -> None:
+        self._built = built
+
+    def get(self, kind: type[S]) -> S | None:
+        """The section; None: it is not there, or a key in it is wrong, which is reported already."""
+        section: S | None = self._built.get(kind)
+        return section
+
+
+ALONE = Sections({})
+
+
+class Section:
+    """The base of every group of keys."""
+
+    def problems(self, others: Sections = ALONE) -> list[str]:
+        """What is wrong between these keys, or between them and those of other sections."""
+        return []
 
 
 class Mismatch(Exception):

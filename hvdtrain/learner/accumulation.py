@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 from numbers import Integral
 
-from hvdtrain.config.keys import key, positive
+from hvdtrain.config.keys import Section, key, positive
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.base import as_function
 
@@ -16,7 +16,7 @@ RoundsPerUpdate = Callable[[int, float, int], int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class AccumulationKeys:
+class AccumulationKeys(Section):
     """Several batches to an update."""
 
     accum_grad_multiple_step: int | Callable[..., int] | str | None = key(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from hvdtrain.comm.base import Tensor
-from hvdtrain.config.keys import REQUIRED, key, not_negative, positive, share
+from hvdtrain.config.keys import ALONE, REQUIRED, Section, Sections, key, not_negative, positive, share
 from hvdtrain.data.types import Array, Batch
 from hvdtrain.errors import CheckpointError, ConfigError
 from hvdtrain.runtime.scores import Scores
@@ -75,7 +75,7 @@ class NotFinite:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LearnerKeys:
+class LearnerKeys(Section):
     """The model and how it is updated."""
 
     get_model: Callable[..., Any] | str = key(
@@ -122,8 +122,7 @@ class LearnerKeys:
     )
     device: str | None = key(None, "cpu, cuda or cuda:N; None: this rank's GPU where there is one, else the CPU")
 
-    def problems(self) -> list[str]:
-        """What is wrong between the keys."""
+    def problems(self, others: Sections = ALONE) -> list[str]:
         if isinstance(self.optimizer, dict):
             if "class" not in self.optimizer:
                 return ["optimizer: expected a dict with the entry 'class' (the optimizer's name), got none"]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hvdtrain.config.check import did_you_mean
-from hvdtrain.config.keys import key
+from hvdtrain.config.keys import ALONE, Section, Sections, key
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.loss_scale import LossScale, ScaleOptions, parse_scale_options
 
@@ -36,7 +36,7 @@ FLOAT32 = Precision()
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrecisionKeys:
+class PrecisionKeys(Section):
     """Computing in half precision, with parameters in single precision."""
 
     mixed_precision: str | dict[str, Any] | None = key(
@@ -50,8 +50,7 @@ class PrecisionKeys:
         "'auto': so with float16, and not otherwise; None: not at all",
     )
 
-    def problems(self) -> list[str]:
-        """What is wrong between the keys."""
+    def problems(self, others: Sections = ALONE) -> list[str]:
         try:
             self.precision()
         except ConfigError as error:

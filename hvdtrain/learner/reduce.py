@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from hvdtrain.comm.base import Communicator, Op, Tensor, all_reduce
 from hvdtrain.comm.keys import TorchDistributedKeys
-from hvdtrain.config.keys import key, positive
+from hvdtrain.config.keys import ALONE, Section, Sections, key, positive
 from hvdtrain.learner.base import Kind, Learner, Part
 from hvdtrain.runtime.timer import Timer
 
@@ -21,7 +21,7 @@ AVERAGED: tuple[Kind, ...] = ("parameters", "statistics")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReduceKeys:
+class ReduceKeys(Section):
     """Training on several ranks."""
 
     use_horovod: bool = key(False, "train with Horovod on the processes that mpirun, horovodrun or srun started")
@@ -49,8 +49,7 @@ class ReduceKeys:
         "a file in which Horovod writes down when each collective ran, for chrome://tracing (HOROVOD_TIMELINE does the same)",
     )
 
-    def problems(self) -> list[str]:
-        """What is wrong between the keys."""
+    def problems(self, others: Sections = ALONE) -> list[str]:
         if self.use_horovod and self.torch_distributed is not None:
             return ["use_horovod, torch_distributed: expected one of them, got both (++use_horovod 0 turns the former off)"]
         return []

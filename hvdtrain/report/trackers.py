@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy
 
-from hvdtrain.config.keys import key
+from hvdtrain.config.keys import ALONE, Section, Sections, key
 from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError
 from hvdtrain.report.epoch import EpochReport
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrackerKeys:
+class TrackerKeys(Section):
     """Where reports of finished epochs go, beside the log and scores.jsonl."""
 
     use_tensorboard: bool = key(
@@ -35,8 +35,7 @@ class TrackerKeys:
         "Weights & Biases or the like",
     )
 
-    def problems(self) -> list[str]:
-        """What is wrong between the keys."""
+    def problems(self, others: Sections = ALONE) -> list[str]:
         if self.tensorboard_histograms and not self.use_tensorboard:
             return ["tensorboard_histograms: expected use_tensorboard = True beside it, got False"]
         return []

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any
 
-from hvdtrain.config.keys import Rule, key, not_negative
+from hvdtrain.config.keys import ALONE, Rule, Section, Sections, key, not_negative
 from hvdtrain.errors import HvdtrainError
 
 TO_BE_CONTINUED = 75
@@ -46,7 +46,7 @@ def _is_time(value: Any) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class InterruptKeys:
+class InterruptKeys(Section):
     """Ending in time."""
 
     time_limit: float | str | None = key(
@@ -58,8 +58,7 @@ class InterruptKeys:
         60.0, "seconds before time_limit at which to stop: for start-up, two training steps, and saving", not_negative
     )
 
-    def problems(self) -> list[str]:
-        """What is wrong between the keys."""
+    def problems(self, others: Sections = ALONE) -> list[str]:
         if self.time_limit is not None and seconds_of(self.time_limit) <= self.time_limit_margin:
             return [
                 f"time_limit_margin: expected less than time_limit ({seconds_of(self.time_limit):g} s), "

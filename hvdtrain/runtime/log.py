@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvdtrain.config.keys import Rule, key, not_negative
+from hvdtrain.config.keys import ALONE, Rule, Section, Sections, key, not_negative
 from hvdtrain.errors import ConfigError
 
 LOGGER = logging.getLogger("hvdtrain")
@@ -27,7 +27,7 @@ def _is_verbosity(value: int | list[int]) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LogKeys:
+class LogKeys(Section):
     """What is logged, and where."""
 
     log: str | list[str] | None = key(
@@ -63,8 +63,7 @@ class LogKeys:
         missing = [NOT_SAID] * (len(names) - len(self.log_verbosity))
         return dict(zip(names, [*self.log_verbosity, *missing], strict=False))
 
-    def problems(self) -> list[str]:
-        """What is wrong between the keys."""
+    def problems(self, others: Sections = ALONE) -> list[str]:
         if isinstance(self.log_verbosity, list) and len(self.log_verbosity) > len(self.targets):
             return [
                 f"log_verbosity: expected a number for each of {', '.join(self.targets)} at most, got {len(self.log_verbosity)}"

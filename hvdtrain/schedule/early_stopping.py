@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
-from hvdtrain.config.keys import key, not_negative, positive
+from hvdtrain.config.keys import Section, key, not_negative, positive
 from hvdtrain.schedule.history import EpochRecord, error_key
 
 
 @dataclass(frozen=True, kw_only=True)
-class EndingKeys:
+class EndingKeys(Section):
     """Ending before the last epoch."""
 
     early_stopping_patience: int | None = key(

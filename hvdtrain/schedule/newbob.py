@@ -8,14 +8,14 @@ from math import copysign, inf, isfinite
 from statistics import fmean
 from typing import Any
 
-from hvdtrain.config.keys import Rule, key, not_negative, positive
+from hvdtrain.config.keys import ALONE, Rule, Section, Sections, key, not_negative, positive
 from hvdtrain.schedule.history import EpochRecord, error_key
 
 at_least_one = Rule("a number from 1 on", lambda value: value >= 1)
 
 
 @dataclass(frozen=True, kw_only=True)
-class NewbobKeys:
+class NewbobKeys(Section):
     """What `learning_rate_control` newbob, newbob_abs and newbob_multi_epoch look at, and what they do."""
 
     learning_rate_control_error_measure: str | list[str] | None = key(
@@ -47,8 +47,7 @@ class NewbobKeys:
         None, "newbob_multi_epoch: grow when the mean change is below this; None: newbob_relative_error_threshold"
     )
 
-    def problems(self) -> list[str]:
-        """What is wrong between the keys."""
+    def problems(self, others: Sections = ALONE) -> list[str]:
         grow = self.newbob_relative_error_grow_threshold
         if grow is not None and grow > self.newbob_relative_error_threshold:
             return [

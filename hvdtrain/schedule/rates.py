@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy
 
-from hvdtrain.config.keys import key, not_negative
+from hvdtrain.config.keys import ALONE, Section, Sections, key, not_negative
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.schedule.newbob import NewbobKeys, next_rate
 
@@ -16,7 +16,7 @@ Control = Literal["constant", "newbob", "newbob_rel", "newbob_relative", "newbob
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScheduleKeys:
+class ScheduleKeys(Section):
     """The learning rate. An epoch's rate is the list's entry, or else what the control makes of the epochs before."""
 
     learning_rate: float | None = key(
@@ -45,8 +45,7 @@ class ScheduleKeys:
         None, "file of the epochs' learning rates and scores as RETURNN writes it; read, too, where a checkpoint has no history"
     )
 
-    def problems(self) -> list[str]:
-        """What is wrong between the keys."""
+    def problems(self, others: Sections = ALONE) -> list[str]:
         problems = []
         if self.learning_rate is None and self.learning_rates is None:
             problems.append("learning_rate: expected learning_rate or learning_rates, got neither")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.comm.base import Communicator, together
-from hvdtrain.config.keys import key
+from hvdtrain.config.keys import Section, key
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError, DataError
@@ -18,7 +18,7 @@ from hvdtrain.runtime.watchdog import Watchdog
 
 
 @dataclass(frozen=True, kw_only=True)
-class ForwardKeys:
+class ForwardKeys(Section):
     """Where the outputs of the tasks forward and search go: into a file, to a callback, or both."""
 
     output_file: str | None = key(None, "an HDF file for the outputs that forward_step marks; it must not exist yet")

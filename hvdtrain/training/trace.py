@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvdtrain.config.keys import key
+from hvdtrain.config.keys import Section, key
 from hvdtrain.data.types import Array
 
 Note = Callable[[int, int, Array], None]
@@ -18,7 +18,7 @@ Note = Callable[[int, int, Array], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TraceKeys:
+class TraceKeys(Section):
     """Looking for mistakes."""
 
     trace_sequences: str | None = key(

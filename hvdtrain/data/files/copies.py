@@ -27,7 +27,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hvdtrain.config.keys import Rule, key, parsed_by
+from hvdtrain.config.keys import Rule, Section, key, parsed_by
 from hvdtrain.data.files.sizes import parse_size, size_text
 from hvdtrain.data.files.transfer import Progress, is_unlocked, look_at, open_to_lock, transfer, try_lock
 
@@ -48,7 +48,7 @@ class NotCopied(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CopyKeys:
+class CopyKeys(Section):
     """Copies of data files on a local disk."""
 
     cache_dir: str | None = key(

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy
 
-from hvdtrain.config.keys import Rule, key, not_negative
+from hvdtrain.config.keys import ALONE, Rule, Section, Sections, key, not_negative
 from hvdtrain.data.batches import batches, pad, sequences
 from hvdtrain.data.plan.bounds import Limit
 from hvdtrain.data.types import Array, Batch, Dataset, Padded, Stream
@@ -75,7 +75,7 @@ def _parses(value: Any) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChunkKeys:
+class ChunkKeys(Section):
     """How training sequences are cut into chunks. The datasets that are evaluated stay whole."""
 
     chunking: int | str | dict[str, Any] | tuple[Any, ...] | list[Any] | None = key(
@@ -94,8 +94,7 @@ class ChunkKeys:
         "(its rule with PyTorch)",
     )
 
-    def problems(self) -> list[str]:
-        """What is wrong between the keys."""
+    def problems(self, others: Sections = ALONE) -> list[str]:
         found = []
         how = parse(self.chunking)
         by_key = self.min_chunk_size if isinstance(self.min_chunk_size, dict) else {}

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy
 
-from hvdtrain.config.keys import Rule, key, not_negative, positive
+from hvdtrain.config.keys import ALONE, Rule, Section, Sections, key, not_negative, positive
 from hvdtrain.data.plan.bounds import Limits, bounds, dealt, rearranged, shuffled
 from hvdtrain.data.plan.chunks import Chunks
 from hvdtrain.data.plan.order import OrderKeys, order, part_of, seed_of
@@ -28,7 +28,7 @@ positive_or_unlimited = Rule("a positive number, or -1 for no limit", lambda val
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchKeys:
+class BatchKeys(Section):
     """How sequences are gathered into batches. Sizes are per rank."""
 
     batch_size: Size = key(
@@ -77,8 +77,7 @@ class BatchKeys:
         not_negative,
     )
 
-    def problems(self) -> list[str]:
-        """What is wrong between the keys."""
+    def problems(self, others: Sections = ALONE) -> list[str]:
         for total, own in (("batch_size_total", "batch_size"), ("max_seqs_total", "max_seqs")):
             if getattr(self, total) is not None and (getattr(self, own) is not None or getattr(self, f"{own}_train") is not None):
                 return [f"{total}: expected either {total} (of all ranks) or {own} (of each rank), got both"]

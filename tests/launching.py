@@ -1,16 +1,21 @@
 """Starting the program as a user does: alone, or on several ranks under mpirun."""
 
+import fcntl
 import os
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 EMPTY: Mapping[str, str] = {}
 TOY = ROOT / "tests" / "toy" / "config.py"
+FAST: dict[str, object] = {"starts_fast": True}
+"""With which the toy config's processes start in half of the time."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +38,8 @@ def launch(
         command = ["mpirun", "-np", str(ranks), "--bind-to", "none", "--oversubscribe", *command]
         if os.geteuid() == 0:
             environment.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
-    return finish(command, timeout, environment)
+    with all_cores() if ranks is not None and ranks > 1 else nullcontext():
+        return finish(command, timeout, environment)
 
 
 def torchrun(
@@ -41,7 +47,8 @@ def torchrun(
 ) -> Finished:
     """Run `torchrun python ARGUMENTS` on this host, with more in the environment."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), *options]
-    return finish([*command, *map(str, arguments)], timeout, clean_environment() | dict(environment))
+    with all_cores():
+        return finish([*command, *map(str, arguments)], timeout, clean_environment() | dict(environment))
 
 
 def clean_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -60,6 +67,29 @@ def finish(command: Sequence[str], timeout: float, environment: Mapping[str, str
     return Finished(process.returncode, process.stdout, process.stderr, time.monotonic() - started)
 
 
+@contextmanager
+def all_cores() -> Iterator[None]:
+    """No other worker of these tests (pytest-xdist) has several ranks inside of such a `with` block at the same time.
+
+    Ranks wait for each other by asking again and again: two jobs at once take many times as long as one after the other.
+    """
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+    if run is None or LOCKED:
+        yield
+        return
+    with open(Path(tempfile.gettempdir(), f"hvdtrain-tests-{run}.lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        LOCKED.append(run)
+        try:
+            yield
+        finally:
+            LOCKED.clear()
+
+
+LOCKED: list[str] = []
+"""Whether this worker is inside of `all_cores` already."""
+
+
 def hvdtrain(
     config: Path,
     overrides: Mapping[str, object],
@@ -73,7 +103,7 @@ def hvdtrain(
     One rank runs in this process (inside.py), unless it is given an environment, or keys of which the process is a part.
     """
     arguments = [str(config), *options]
-    for name, value in overrides.items():
+    for name, value in ((FAST if config == TOY else {}) | dict(overrides)).items():
         arguments += [f"++{name}", str(value)]
     if ranks is None and not environment and not takes_a_process(config, overrides):
         from inside import run_inside  # here, as it imports PyTorch

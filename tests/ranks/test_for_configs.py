@@ -37,6 +37,7 @@ def train(corpus: Path, folder: Path, *more: str, text: str) -> tuple[int, str]:
     """Train on two ranks under a second config; the status and what was printed as errors."""
     (folder / "more.py").write_text(text)
     keys = ["++corpus", str(corpus), "++model", str(folder / "model"), "++part", "two.hdf", "++max_seqs", "1", "++ngpu", "2"]
+    keys += ["++starts_fast", "1"]
     finished = launch(["-m", "hvdtrain", str(TOY), str(folder / "more.py"), *keys, *more])
     return finished.status, finished.err
 

@@ -197,8 +197,8 @@ class Trained:
         folder.mkdir(parents=True)
         jobs = []
         for name, given in request.function(run, folder).items():
-            configs = given.get("configs", [CONFIGS[run.framework]])
-            own = {} if "configs" in given else {"corpus": self._corpus}
+            configs: Any = given.get("configs", [CONFIGS[run.framework]])
+            own = {"corpus": self._corpus} if CONFIGS[run.framework] in configs else {}
             overrides = {**own, **TRANSPORTS[run.transport], **{key: given[key] for key in given if key not in SPECIAL}}
             overrides["model"] = model_of(folder, name, given)
             if "record" in overrides:

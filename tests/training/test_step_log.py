@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from launching import TOY, hvdtrain
 from terminal import Terminal, screen
+from trainings import Run, Trained, trains
 
 from hvdtrain.runtime.log import LogKeys
 from hvdtrain.runtime.progress_bar import Line
@@ -193,11 +194,19 @@ def test_targets_and_their_verbosities() -> None:
     assert LogKeys(log_verbosity=[1, 2]).problems() == ["log_verbosity: expected a number for each of stdout at most, got 2"]
 
 
-def test_files_of_every_rank_and_a_command(corpus: Path, tmp_path: Path) -> None:
-    log = [str(tmp_path / "logs" / "train.log"), f"|cat > {tmp_path}/piped; echo done >> {tmp_path}/piped", "|true"]
-    keys = {"corpus": corpus, "model": tmp_path / "model", "use_horovod": True, "log": log, "log_verbosity": [5, 4, 2]}
-    ended = hvdtrain(TOY, keys, 2)
-    assert ended.status == 0, ended.err
+RUN = Run("torch", "horovod", 2)
+
+
+@trains(RUN)
+def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
+    log = [str(folder / "logs" / "train.log"), f"|cat > {folder}/piped; echo done >> {folder}/piped", "|true"]
+    return {"logged": {"log": log, "log_verbosity": [5, 4, 2]}, "another": {}}
+
+
+def test_files_of_every_rank_and_a_command(trained: Trained) -> None:
+    made = trained(trainings, RUN)
+    made.needed("another.out-0")  # whose beginning ends the former one's commands
+    tmp_path = made.folder
     assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["train.horovod-0-2.log", "train.horovod-1-2.log"]
     of_rank_0, of_rank_1 = [(tmp_path / "logs" / f"train.horovod-{rank}-2.log").read_text() for rank in range(2)]
     assert len(re.findall(r"^train epoch 1, step \d+, ", of_rank_0, flags=re.M)) == 20
@@ -206,5 +215,5 @@ def test_files_of_every_rank_and_a_command(corpus: Path, tmp_path: Path) -> None
     assert "model: 155 parameters" in piped
     assert not any(" step " in line and "sec/step" in line for line in piped)
     assert piped[-2:] == ["Finished training in epoch 1.", "done"]
-    assert "model: 155 parameters" not in ended.out, "stdout is not in the list, and has 3"
-    assert "train epoch 1, finished after 20 steps" in ended.out
+    assert "model: 155 parameters" not in made.out("logged"), "stdout is not in the list, and has 3"
+    assert "train epoch 1, finished after 20 steps" in made.out("logged")

@@ -56,7 +56,7 @@ test-cluster: setup setup-tests
 	$(PYTHON_OF_VENV) -m pytest tests/cluster -m cluster -rs --durations 10
 
 test-soak: setup data
-	$(PYTHON_OF_VENV) -m pytest -m soak --soak 20 --durations 10
+	$(PYTHON_OF_VENV) -m pytest -m soak --soak --durations 10
 
 check: setup data $(RETURNN_DEMO)
 	$(PYTHON_OF_VENV) -m ruff format --check .

@@ -3,13 +3,14 @@
 import inspect
 import signal
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType
 from typing import Any
 
 import numpy
 import pytest
-from launching import hvdtrain, launch, torchrun
+from launching import hvdtrain, in_turn, launch, torchrun
 from terminal import Terminal
 from trainings import Trained
 
@@ -37,10 +38,20 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--soak", action="store_true", help="the tests marked soak try many times what may go wrong now and then")
+
+
 def pytest_configure() -> None:
     """A shell without job control has background commands ignore SIGINT, and their children after them: `make test &`."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def _in_turn(request: pytest.FixtureRequest) -> Iterator[None]:
+    with in_turn(alone=request.node.get_closest_marker("quiet") is not None):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,21 +73,29 @@ def all_cores() -> Iterator[None]:
 
     Ranks wait for each other by asking again and again: two jobs at once take many times as long as one after the other.
     """
+    with locked("ranks", fcntl.LOCK_EX):
+        yield
+
+
+@contextmanager
+def in_turn(alone: bool) -> Iterator[None]:
+    """Around every test: one that measures time runs alone, while the other workers wait."""
+    with ExitStack() as inside:
+        with locked("turn", fcntl.LOCK_EX):  # who wants to be alone is not overtaken for ever
+            inside.enter_context(locked("quiet", fcntl.LOCK_EX if alone else fcntl.LOCK_SH))
+        yield
+
+
+@contextmanager
+def locked(name: str, how: int) -> Iterator[None]:
+    """Hold a lock that the workers of this run of the tests share, if there are several."""
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
-    if run is None or LOCKED:
+    if run is None:
         yield
         return
-    with open(Path(tempfile.gettempdir(), f"hvdtrain-tests-{run}.lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        LOCKED.append(run)
-        try:
-            yield
-        finally:
-            LOCKED.clear()
-
-
-LOCKED: list[str] = []
-"""Whether this worker is inside of `all_cores` already."""
+    with open(Path(tempfile.gettempdir(), f"hvdtrain-tests-{run}.{name}.lock"), "w") as lock:
+        fcntl.flock(lock, how)
+        yield
 
 
 def hvdtrain(

@@ -75,21 +75,23 @@ class Request:
     function: Trainings
     runs: tuple[Run, ...]
     after: Run | None
+    apart: bool
 
 
 REQUESTS: list[Request] = []
 
 
-def trains(*runs: Run, after: Run | None = None) -> Callable[[Trainings], Trainings]:
+def trains(*runs: Run, after: Run | None = None, apart: bool = False) -> Callable[[Trainings], Trainings]:
     """Have the trainings that the decorated function returns run in each of these ways.
 
     Args:
         after: where the trainings go on with what the same module's trainings left in another run: that one comes first.
+        apart: have a launch of their own.
     """
 
     def register(function: Trainings) -> Trainings:
         module = Path(function.__globals__["__file__"])
-        REQUESTS.append(Request(f"{module.stem.removeprefix('test_')}.{function.__name__}", module, function, runs, after))
+        REQUESTS.append(Request(f"{module.stem.removeprefix('test_')}.{function.__name__}", module, function, runs, after, apart))
         return function
 
     return register
@@ -150,6 +152,11 @@ def model_of(folder: Path, name: str, given: dict[str, object]) -> Path:
     return Path(str(given.get("model", folder / str(given.get("saved_as", name)) / "model")))
 
 
+def launch_of(request: Request, run: Run) -> str:
+    """The name of the launch to which trainings belong."""
+    return f"{run.framework}-{run.size}" + (f"-{request.name}" if request.apart else "")
+
+
 ResultsOf = Callable[[Run], Results]
 
 
@@ -160,37 +167,40 @@ class Trained:
         self._corpus = corpus
         self._folder = folder
         self._requests = [request for request in REQUESTS if request.module in modules]
-        self._launched: dict[tuple[str, int], str | None] = {}
+        self._errors: dict[str, str | None] = {}
 
     def __call__(self, function: Trainings, run: Run) -> Results:
         """The results of a module's trainings in one run."""
         request = next(request for request in self._requests if request.function is function)
-        self._launch(run.framework, run.size)
+        self._launch(run, request)
         folder = self._of(request, run)
         models = {name: model_of(folder, name, given) for name, given in function(run, folder).items()}
-        return Results(folder, run, models, self._launched[run.framework, run.size])
+        return Results(folder, run, models, self._errors[launch_of(request, run)])
 
     def _of(self, request: Request, run: Run) -> Path:
         return self._folder / str(run) / request.name
 
-    def _launch(self, framework: str, size: int) -> None:
-        if (framework, size) in self._launched:
+    def _launch(self, run: Run, wanted: Request) -> None:
+        """Launch everything that belongs into the same launch as what a request wants in a run."""
+        name = launch_of(wanted, run)
+        if name in self._errors:
             return
         jobs = []
         for transport in TRANSPORTS:  # connecting the ranks costs time: each transport once
-            run = Run(framework, transport, size)
+            same = Run(run.framework, transport, run.size)
             for request in self._requests:
-                if run in request.runs:
+                if same in request.runs and launch_of(request, same) == name:
                     if request.after is not None:
-                        self._launch(request.after.framework, request.after.size)
-                    jobs += self._jobs(request, run)
-        folder = self._folder / f"{framework}-{size}"
+                        before = next(one for one in self._requests if one.module == request.module and request.after in one.runs)
+                        self._launch(request.after, before)
+                    jobs += self._jobs(request, same)
+        folder = self._folder / name
         folder.mkdir()
         (folder / "jobs.json").write_text(json.dumps(jobs))
         command = [TOY.with_name("several.py"), folder / "jobs.json"]
-        finished = launch(command, size, TIMEOUT, {"HOROVOD_TIMELINE": "DYNAMIC"})
+        finished = launch(command, run.size, TIMEOUT, {"HOROVOD_TIMELINE": "DYNAMIC"})
         (folder / "out").write_text(finished.out)
-        self._launched[framework, size] = f"status {finished.status}: {finished.err[-8000:]}" if finished.status else None
+        self._errors[name] = f"status {finished.status}: {finished.err[-8000:]}" if finished.status else None
 
     def _jobs(self, request: Request, run: Run) -> list[dict[str, object]]:
         folder = self._of(request, run)

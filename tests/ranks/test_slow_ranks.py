@@ -15,7 +15,7 @@ PACES = {"computing": ("compute", 1), "reading": ("data", 0), "alike": ("compute
 CAUSES = {"computing": "computing", "reading": "waiting for data"}
 
 
-@trains(RUN)
+@trains(RUN, apart=True)
 def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
     made: dict[str, dict[str, object]] = {}
     for mode in MODES:
@@ -29,6 +29,7 @@ def results(trained: Trained) -> ResultsOf:
     return partial(trained, trainings)
 
 
+@pytest.mark.quiet
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", PACES)
 def test_slow_ranks_are_named(results: ResultsOf, mode: str, name: str) -> None:

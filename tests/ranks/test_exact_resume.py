@@ -126,16 +126,21 @@ def test_another_number_of_ranks_goes_on_with_the_rest_of_the_epoch(trained: Tra
         assert all(isfinite(line["scores"]["train_loss_ce"]) for line in lines)
 
 
-def test_what_cannot_go_on_within_an_epoch_says_why(corpus: Path, tmp_path: Path) -> None:
-    common = {"corpus": corpus, "model": tmp_path / "model", "max_seqs": 4, "use_horovod": True}
-    offset = {**common, "horovod_dataset_distribution": "random_seed_offset"}
-    assert hvdtrain(TOY, {**offset, "fault": "SIGUSR1,1,4"}, ranks=2).status == 75
-    alone = hvdtrain(TOY, offset)
+@trains(Run("torch", "horovod", 1), Run("torch", "horovod", 2))
+def stopped(run: Run, folder: Path) -> dict[str, dict[str, object]]:
+    keys = {"max_seqs": 4, "fault": f"SIGUSR1,{run.size - 1},4", "once": True, "record": True}
+    return {"stopped": keys | ({"horovod_dataset_distribution": "random_seed_offset"} if run.size == 2 else {})}
+
+
+def test_what_cannot_go_on_within_an_epoch_says_why(corpus: Path, trained: Trained) -> None:
+    one, two = (trained(stopped, Run("torch", "horovod", size)) for size in (1, 2))
+    for made in (one, two):
+        assert "stopped by SIGUSR1 in epoch 1" in made.out("stopped")
+        assert "status 75" in made.out("stopped")
+    keys = {"corpus": corpus, "model": two.models["stopped"], "max_seqs": 4}
+    alone = hvdtrain(TOY, {**keys, "horovod_dataset_distribution": "random_seed_offset"})
     assert alone.status == 2
     assert "expected the 2 ranks that wrote it in the midst of epoch 1, got 1" in alone.err
-    for file in tmp_path.glob("model.001.step-*"):
-        file.unlink()
-    assert hvdtrain(TOY, {**common, "fault": "SIGUSR1,0,4"}).status == 75
-    other = hvdtrain(TOY, {**common, "max_seqs": 5})
+    other = hvdtrain(TOY, {**keys, "model": one.models["stopped"], "max_seqs": 5})
     assert other.status == 2
-    assert "epoch 1: expected the batches it began with, got others after" in other.err
+    assert "epoch 1: expected the batches that it was begun with, got others after" in other.err

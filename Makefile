@@ -33,7 +33,7 @@ data: setup $(G2P_PARTS)
 
 data/g2p/%.hdf: demos/g2p/words.py
 	@mkdir -p data/g2p
-	@$(PYTHON_OF_VENV) tools/hdf_dump.py '{"class": "demos/g2p/words.py:Words", "part": "$*"}' $@ --overwrite
+	@$(PYTHON_OF_VENV) -m hvdtrain dump '{"class": "demos/g2p/words.py:Words", "part": "$*"}' $@ --overwrite
 
 # A config of RETURNN's own, which a test trains; it is in the sources of the version that tools/setup.sh installed, not in its wheel.
 $(RETURNN_DEMO): | setup

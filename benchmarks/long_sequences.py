@@ -2,7 +2,7 @@
 """Long sequences in random order, into padded batches: hvdtrain against copying memory and against RETURNN's HDFDataset.
 
 Two files hold the same frames: a contiguous one, as hvdtrain writes them, and one in small chunks, as RETURNN's SimpleHDFWriter
-makes them; the latter is repacked by `tools/hdf_check.py --repack` for hvdtrain. Rates are megabytes of frames (without
+makes them; the latter is repacked by `hvdtrain check --repack` for hvdtrain. Rates are megabytes of frames (without
 padding) a second of the processor, the page cache is warm. RETURNN reads
 
 - sequence by sequence, with `load_seqs` and `get_data`, and nothing else: no batch, no padding;

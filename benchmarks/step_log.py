@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """What a bar on the terminal costs: `python benchmarks/step_log.py`.
 
-Short steps (a small product of matrices) of which nobody is told, a log that writes lines into a file, and one that draws a bar
-on a terminal (of the system's kind, which a thread reads), in turn. Seconds are the processor's.
+Short steps (a small product of matrices) without a log, with a log that writes lines into a file, and with one that draws a bar
+on a terminal (a pty, which a thread reads), in turn. Seconds are the processor's.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from measuring import machine, table, take_turns
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from hvdtrain.runtime.log import LogKeys, open_log  # noqa: E402  # the line above finds the checkout
-from hvdtrain.runtime.progress_bar import Line  # noqa: E402
+from hvdtrain.runtime.progress_bar import Terminal  # noqa: E402
 from hvdtrain.runtime.scores import Scores  # noqa: E402
-from hvdtrain.training.step_log import StepLog  # noqa: E402
+from hvdtrain.training.step_log import StepLog, StepReport  # noqa: E402
 
 
 def drain(end: int) -> None:
@@ -33,6 +33,18 @@ def drain(end: int) -> None:
     with suppress(OSError):
         while os.read(end, 4096):
             pass
+
+
+class Constant:
+    """Stands for a learner's meter."""
+
+    def take_scores(self) -> Scores:
+        result = Scores()
+        result.add("ce", 1.0, 1.0)
+        return result
+
+    def peak_memory(self) -> int | None:
+        return None
 
 
 def main() -> None:
@@ -45,6 +57,7 @@ def main() -> None:
     os.system(f"stty cols 120 rows 24 < {os.ttyname(inside)}")
     threading.Thread(target=drain, args=(end,), daemon=True).start()
     frames, weights = (numpy.random.default_rng(0).normal(size=(256, 256)).astype(numpy.float32) for _ in range(2))
+    meter = Constant()
 
     def steps(log: StepLog | None) -> float:
         if log is not None:
@@ -52,20 +65,17 @@ def main() -> None:
         for number in range(1, options.steps + 1):
             frames @ weights
             if log is not None:
-                log.step(number, number / options.steps, scores, 0.001)
+                log.step(StepReport(number, number / options.steps, 0.001, None, meter))
+        if log is not None:
+            log.end()
         return float(options.steps)
-
-    def scores() -> Scores:
-        result = Scores()
-        result.add("ce", 1.0, 1.0)
-        return result
 
     with tempfile.TemporaryDirectory() as folder, os.fdopen(inside, "w") as stream:
         open_log(LogKeys(log=f"{folder}/train.log", log_verbosity=[5, 0]), 0, 1)
         contestants = {
             "no log": lambda: steps(None),
             "lines in a file, ten a second": lambda: steps(StepLog(0.1)),
-            "a bar, and lines every 10 s": lambda: steps(StepLog(10.0, Line(stream, inside))),
+            "a bar, and lines every 10 s": lambda: steps(StepLog(10.0, Terminal(stream, inside))),
         }
         table(take_turns(contestants, options.rounds), "steps a second", 1.0, "no log")
         open_log(LogKeys(), 0, 1)

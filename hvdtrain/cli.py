@@ -1,27 +1,39 @@
-"""The command line: `python -m hvdtrain config.py ++key value`. The only place that exits."""
+"""The command line: `python -m hvdtrain config.py ++key value` trains; `python -m hvdtrain NAME ...` is another command."""
 
 from __future__ import annotations
 
+import importlib
 import os
-import re
 import sys
 import traceback
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hvdtrain.comm import launch, local
-from hvdtrain.config.check import describe
+from hvdtrain.config.check import describe, did_you_mean
 from hvdtrain.config.keys import declared
+from hvdtrain.config.source import parse_command_line, without_local_rank
 from hvdtrain.errors import ConfigError, HvdtrainError, LaunchError
-from hvdtrain.settings import DATASET_SECTIONS, DICTS, SECTIONS, print_config, read_settings
 from hvdtrain.version import __version__
 
-LOCAL_RANK = re.compile(r"--local[-_]rank=\d+")
-"""What torch.distributed.launch adds to the command without --use_env; the environment says it, too."""
+if TYPE_CHECKING:
+    from hvdtrain.settings import Settings
 
-USAGE = """\
+COMMANDS = {
+    "dump": ("convert a dataset into an HDF file", "hvdtrain.hdf_tools.dump"),
+    "check": ("tell whether HDF files are sound and how fast they read; repack slow ones", "hvdtrain.hdf_tools.check"),
+    "doctor": ("check packages, MPI, network, hosts, config and data before training", "hvdtrain.doctor.__main__"),
+    "submit": ("write or submit a job script for Slurm, SGE or plain mpirun", "hvdtrain.submit.__main__"),
+    "report": ("make an HTML page about one training or several", "hvdtrain.report.__main__"),
+    "build-horovod": ("build and install Horovod for the installed frameworks", "hvdtrain.doctor.build_horovod"),
+}
+"""By name: a line of help, and the module whose `main(arguments)` runs the command and returns the exit status."""
+
+USAGE = f"""\
 usage: python -m hvdtrain CONFIG [CONFIG ...] [++KEY VALUE ...]
+       python -m hvdtrain COMMAND [ARGUMENT ...]
        mpirun -np N --bind-to none python -m hvdtrain CONFIG ++use_horovod 1 [++KEY VALUE ...]
-       torchrun --nproc_per_node N -m hvdtrain CONFIG ++torch_distributed {} [++KEY VALUE ...]
+       torchrun --nproc_per_node N -m hvdtrain CONFIG ++torch_distributed {{}} [++KEY VALUE ...]
        python -m hvdtrain CONFIG ++ngpu N [++KEY VALUE ...]
 
 Train as the config says, from the last checkpoint on, or do another task (++task eval, forward, search, cleanup_old_models).
@@ -33,6 +45,9 @@ options:
   --dry-run        build everything, run some steps, write nothing; estimate an epoch's time and memory (task dry_run)
   --print-config   every key in effect and where its value comes from; nothing is trained
   --version        the version
+
+commands (python -m hvdtrain COMMAND --help; write ./NAME for a config with such a name):
+{chr(10).join(f"  {name:15}  {help}" for name, (help, _) in COMMANDS.items())}
 """
 
 
@@ -41,15 +56,31 @@ def main(arguments: list[str] | None = None) -> int:
     is to be continued, 130 after Ctrl-C (docs/resuming.md).
     """
     arguments = sys.argv[1:] if arguments is None else arguments
+    given = without_local_rank(arguments)
+    if given and given[0] in COMMANDS:
+        _, module = COMMANDS[given[0]]
+        status: int = importlib.import_module(module).main(given[1:])
+        return status
     if not arguments or {"-h", "--help"} & set(arguments):
         print(help_text() if arguments else USAGE)
         return 0 if arguments else 2
     if "--version" in arguments:
         print(f"hvdtrain {__version__}")
         return 0
+    hint = did_you_mean(given[0], COMMANDS) if given else ""
+    if hint and not Path(given[0]).exists():
+        problem = f"{given[0]}: expected a command or a config file, got neither{hint}"
+        return _fail(problem, launch.launch().rank, status=2, everywhere=True)
+    return run_config(arguments)
+
+
+def run_config(arguments: list[str]) -> int:
+    """Train, or do another task, as the config says; return the exit status."""
+    from hvdtrain.settings import print_config, read_settings  # here, so that build-horovod runs without numpy
+
     rank = launch.launch().rank
     try:
-        paths, overrides = parse([argument for argument in arguments if argument not in ("--dry-run", "--print-config")])
+        paths, overrides = parse_command_line([each for each in arguments if each not in ("--dry-run", "--print-config")])
         if "--dry-run" in arguments:
             overrides["task"] = "dry_run"
         settings = read_settings(paths, overrides)
@@ -65,8 +96,6 @@ def main(arguments: list[str] | None = None) -> int:
         return _fail(str(error), rank, status=2, everywhere=True)
     local.end_with_parent(launch.environment())
     try:
-        from hvdtrain.tasks.tasks import run_task  # here, so that a mistake in the config is told without waiting for imports
-
         run_task(settings)
         return 0
     except HvdtrainError as error:
@@ -77,30 +106,21 @@ def main(arguments: list[str] | None = None) -> int:
         return _fail(traceback.format_exc(), rank, status=1, everywhere=False)
 
 
-def parse(arguments: list[str]) -> tuple[list[Path], dict[str, str]]:
-    """Config files, then `++key value` pairs. Raises: ConfigError."""
-    files = []
-    rest = [argument for argument in arguments if not LOCAL_RANK.fullmatch(argument)]
-    while rest and not rest[0].startswith(("+", "-")):
-        files.append(Path(rest.pop(0)))
-    problems = [] if files else ["command line: expected a config file first, got none (python -m hvdtrain --help)"]
-    overrides = {}
-    while rest:
-        name = rest.pop(0)
-        if not name.startswith("++") or len(name) == 2:
-            problems.append(f"command line: expected ++KEY VALUE, got {name!r} (python -m hvdtrain --help)")
-        elif not rest or (rest[0].startswith("++") and not rest[0].startswith("+++")):
-            problems.append(f"command line: expected a value after {name}, got {'the next key' if rest else 'nothing'}")
-        else:
-            value = rest.pop(0)
-            overrides[name[2:]] = value.removeprefix("+") if value.startswith("+-") else value
-    if problems:
-        raise ConfigError(problems)
-    return files, overrides
+def run_task(settings: Settings) -> None:
+    """Do what the config's `task` says. Raises: HvdtrainError."""
+    from hvdtrain.settings import TASKS
+
+    if settings.function is not None:
+        settings.function()
+        return
+    module, name = TASKS[settings.run.task].split(":")
+    getattr(importlib.import_module(module), name)(settings)  # imported now, so that mistakes in the config are reported at once
 
 
 def help_text() -> str:
     """The usage and every key."""
+    from hvdtrain.settings import DATASET_SECTIONS, DICTS, SECTIONS
+
     lines = [USAGE, "keys of a config:"]
     for section in SECTIONS:
         lines += _section_lines(section)

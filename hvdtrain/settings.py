@@ -39,9 +39,19 @@ from hvdtrain.schedule.steps import StepSchedule, make_schedule
 from hvdtrain.training.forward import ForwardKeys
 from hvdtrain.training.trace import TraceKeys
 
+TASKS = {
+    "train": "hvdtrain.run:train",
+    "dry_run": "hvdtrain.tasks.dry_run:dry_run",
+    "eval": "hvdtrain.tasks.tasks:evaluate_all",
+    "forward": "hvdtrain.tasks.tasks:forward_all",
+    "search": "hvdtrain.tasks.tasks:forward_all",
+    "cleanup_old_models": "hvdtrain.tasks.tasks:clean_up_all",
+}
+"""By the value of the key `task`, the function of the settings that does it; imported when it is called."""
+
 
 def _is_task(value: str) -> bool:
-    return value in ("train", "dry_run", "eval", "forward", "search", "cleanup_old_models") or value.startswith("config:")
+    return value in TASKS or value.startswith("config:")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +62,7 @@ class RunKeys(Section):
         "train",
         "what to do: train; dry_run, as the option --dry-run; eval (dev, eval, eval_datasets); forward or search (forward_data, "
         "search_data); cleanup_old_models; or config:NAME, which calls the config's function NAME",
-        Rule("one of train, dry_run, eval, forward, search, cleanup_old_models, config:NAME", _is_task),
+        Rule(f"one of {', '.join(TASKS)}, config:NAME", _is_task),
     )
     backend: Literal["torch", "tensorflow"] = key("torch", "the framework of get_model and train_step")
     model: str = key(REQUIRED, "where checkpoints go: the beginning of their names, such as exp/g2p/model")

@@ -1,5 +1,6 @@
 """A program with a terminal: a real one, of the system's kind (pty)."""
 
+import codecs
 import os
 import pty
 import re
@@ -24,7 +25,7 @@ class Terminal:
         environment: Mapping[str, str] = EMPTY,
     ) -> None:
         self._end, inside = pty.openpty()
-        subprocess.run(["stty", "cols", str(columns), "rows", "24"], stdin=inside, check=True)
+        self.resize(columns)
         self.process = subprocess.Popen(
             [*launcher, sys.executable, *arguments], cwd=folder, env=clean_environment() | dict(environment),
             stdin=inside, stdout=inside, stderr=inside, start_new_session=True,
@@ -32,6 +33,11 @@ class Terminal:
         )  # fmt: skip
         os.close(inside)
         self.text = ""
+        self._decoder = codecs.getincrementaldecoder("utf-8")()
+
+    def resize(self, columns: int) -> None:
+        """Give the terminal a width."""
+        subprocess.run(["stty", "cols", str(columns), "rows", "24"], stdin=self._end, check=True)
 
     def read_until(self, pattern: str, seconds: float = 60) -> None:
         """Read until a pattern has come."""
@@ -55,17 +61,16 @@ class Terminal:
             got = os.read(self._end, 4096)
         except OSError:  # the program has ended
             return False
-        self.text += got.decode("utf-8")
+        self.text += self._decoder.decode(got)  # what was read may end within a character
         return bool(got)
 
 
 def screen(text: str) -> list[str]:
-    """The lines that are left to be seen: a carriage return goes back to a line's begin, ESC [ K clears from there on."""
+    """The lines that are left to be seen: a carriage return goes back to a line's beginning, and what follows replaces it."""
     lines = []
     for printed in text.split("\n"):
         shown = ""
         for part in printed.rstrip("\r").split("\r"):
-            begin, clear, rest = part.partition("\x1b[K")
-            shown = begin + rest if clear else begin + shown[len(begin) :]
-        lines.append(shown)
+            shown = part + shown[len(part) :]
+        lines.append(shown.rstrip())
     return lines

@@ -94,7 +94,7 @@ run packages "installing hvdtrain's other packages" pip install \
     cffi cloudpickle packaging psutil pyyaml --no-build-isolation -e ".[mpi,hdf,huggingface,returnn,demo,report,dev]"
 
 # --- Horovod ---------------------------------------------------------------------------------------------------------
-$VENV/bin/python -m hvdtrain.doctor.build_horovod --log $LOGS/horovod.log
+$VENV/bin/python -m hvdtrain build-horovod --log $LOGS/horovod.log
 
 echo "$wanted" >$STAMP
 echo "setup: complete"

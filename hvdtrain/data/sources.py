@@ -109,7 +109,7 @@ def open_dataset(spec: DatasetSpec, means: Means | None = None) -> Dataset:
     if not all(hasattr(dataset, attribute) for attribute in ("streams", "lengths", "num_sequences", "sequence", "tags")):
         raise DataError(
             f"{spec.name}: expected a dataset that knows the lengths of its sequences, got {type(dataset).__name__} "
-            "(convert it once with tools/hdf_dump.py and train on the HDF file)"
+            "(convert it once with hvdtrain dump and train on the HDF file)"
         )
     if dataset.num_sequences == 0:
         where = f"none in {', '.join(spec.files[:3])}" if spec.files else "an empty dataset"

@@ -1,1 +1,1 @@
-"""Checks of what a training on several ranks and hosts needs: `python -m hvdtrain.doctor`."""
+"""Checks of what training on several ranks and hosts needs: `hvdtrain doctor`."""

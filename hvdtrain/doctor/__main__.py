@@ -1,4 +1,4 @@
-"""The command line: `python -m hvdtrain.doctor [CONFIG]`, alone or under a launcher."""
+"""The command `hvdtrain doctor [CONFIG]`, alone or under a launcher; also `python -m hvdtrain.doctor`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
-from pathlib import Path
 
-from hvdtrain.cli import parse as parse_config
 from hvdtrain.comm import launch
+from hvdtrain.config.source import parse_command_line, split_overrides
 from hvdtrain.doctor.exchange import check_share, check_speed, measure_share, measure_speed
 from hvdtrain.doctor.findings import (
     Finding,
@@ -32,40 +31,39 @@ from hvdtrain.errors import HvdtrainError
 from hvdtrain.settings import Settings
 
 USAGE = """\
-python -m hvdtrain.doctor [options] [CONFIG ... [++KEY VALUE ...]]
-       mpirun -np N --bind-to none python -m hvdtrain.doctor [options] [CONFIG ... [++KEY VALUE ...]]"""
+python -m hvdtrain doctor [options] [CONFIG ... [++KEY VALUE ...]]
+       mpirun -np N --bind-to none python -m hvdtrain doctor [options] [CONFIG ... [++KEY VALUE ...]]"""
 
 DESCRIPTION = """\
-Check what a training on several ranks and hosts needs, one line each: ok, warning or problem, with what to do about it.
-With a config, its keys, its data and the place of its checkpoints, too. Under a launcher (mpirun, srun, horovodrun,
-torchrun) the hosts of all ranks are looked at and compared, and the all-reduce between the ranks is measured; with a config
-some training steps, too, on a model that is thrown away."""
+Check what training on several ranks and hosts needs. Each check prints a line: ok, warning or problem, with the fix. With a
+config, its keys, its data and the disk for its checkpoints are checked, too. Under a launcher (mpirun, srun, horovodrun,
+torchrun) the hosts of all ranks are checked and compared, and the all-reduce between the ranks is measured; with a config
+also the time of some training steps, on a model that is thrown away."""
 
 EPILOG = """\
 exit status, for job scripts
-  0  no problems; warnings or not
+  0  no problems; there may be warnings
   1  with --strict: no problems, but warnings
-  2  a problem: training would not start, or not do what is meant
+  2  a problem: training would not start, or not do what is intended
 """
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the program; return its exit status."""
-    given = sys.argv[1:] if arguments is None else arguments
-    overrides_from = next((i for i, argument in enumerate(given) if argument.startswith("++")), len(given))
-    options = _parser().parse_args(given[:overrides_from])
+    given, overrides_given = split_overrides(sys.argv[1:] if arguments is None else arguments)
+    options = _parser().parse_args(given)
+    wanted = [*options.configs, *overrides_given]
     try:
-        configs, overrides = parse_config([*options.configs, *given[overrides_from:]]) if given[overrides_from:] else ([], {})
+        configs, overrides = parse_command_line(wanted) if wanted else ([], {})
     except HvdtrainError as error:
         print(error, file=sys.stderr)
         return 2
-    configs = configs or [Path(path) for path in options.configs]
     hosts = [host for host in options.hosts.split(",") if host]
     job = job_of(configs, overrides, len(hosts))
     try:
         if job.ranks > 1:
             return _launched(options, job)
-        return _alone(options, job, hosts, [*map(str, configs), *given[overrides_from:]])
+        return _alone(options, job, hosts, wanted)
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130
@@ -73,43 +71,43 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="hvdtrain.doctor",
+        prog="hvdtrain doctor",
         usage=USAGE,
         description=DESCRIPTION,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("configs", metavar="CONFIG", nargs="*", help="the config that is going to be trained")
-    parser.add_argument("--hosts", default="", help="other hosts, such as h1,h2: log in with ssh, look at them, compare")
-    parser.add_argument("--strict", action="store_true", help="exit with 1 where there are warnings")
-    parser.add_argument("--json", action="store_true", help="print a list with a dict for every host, for scripts")
+    parser.add_argument("configs", metavar="CONFIG", nargs="*", help="the config of the training")
+    parser.add_argument("--hosts", default="", help="other hosts, such as h1,h2: check them over ssh, and compare")
+    parser.add_argument("--strict", action="store_true", help="exit with 1 if there are warnings")
+    parser.add_argument("--json", action="store_true", help="print a JSON list with an object for each host, for scripts")
     parser.add_argument("--no-measure", action="store_true", help="under a launcher: do not measure the all-reduce and steps")
-    parser.add_argument("--patience", type=float, default=120, help="seconds in which the ranks have to find each other (120)")
+    parser.add_argument("--patience", type=float, default=120, help="seconds that the ranks have to connect to each other (120)")
     return parser
 
 
 def _alone(options: argparse.Namespace, job: Job, hosts: Sequence[str], asked: Sequence[str]) -> int:
-    """Look at this host and, where others are named, at them."""
+    """Check this host and the other hosts that were named."""
     report, _ = examine(job)
     reports = [report]
     together: list[Finding] = []
     if hosts:
         report.clock = 0.0
-        others, together = ask_hosts(hosts, ["-m", "hvdtrain.doctor", "--json", *asked])
+        others, together = ask_hosts(hosts, ["-m", "hvdtrain", "doctor", "--json", *asked])
         reports += others
         together += [*differences(reports), *check_clocks(reports), *check_networks(reports)]
     return _finish(options, reports, together)
 
 
 def _launched(options: argparse.Namespace, job: Job) -> int:
-    """Look at the hosts of all ranks, and at what is between them. Rank 0 tells."""
+    """Check the hosts of all ranks, and the connections between them. Rank 0 prints the report."""
     started = launch.launch()
     report, settings = examine(job) if started.local_rank == 0 else (None, _settings(job))
     framework = settings.run.backend if settings else "torch" if installed("torch") else "tensorflow"
     own = [report] if report is not None else []
 
     def apart(why: str, fix: str = "") -> int:
-        """What this rank alone can tell, where the ranks do not find each other."""
+        """Report what this rank knows of its own host, as the ranks do not find each other."""
         return _finish(options, own, [problem("ranks", why, fix)], quiet=started.rank > 0)
 
     cure = "a firewall? the wrong interface? HOROVOD_GLOO_IFACE, or mpirun --mca btl_tcp_if_include, name the right one"
@@ -118,7 +116,7 @@ def _launched(options: argparse.Namespace, job: Job) -> int:
         return _finish(options, own, [], quiet=started.rank > 0)  # the config's problems: the same on all ranks
     with ExitStack() as stack:
         try:
-            # Rank 0 alone watches the time: the launcher ends the others with it.
+            # Only rank 0 watches the time: when it ends, the launcher ends the others.
             with Deadline(options.patience, lambda: apart(late, cure)) if started.rank == 0 else nullcontext():
                 comm = stack.enter_context(connect(settings, framework))
                 reports, together = gather_reports(comm, own_rank(launch.environment(), started.local_size, report))
@@ -136,7 +134,7 @@ def _settings(job: Job) -> Settings | None:
 
 
 def _finish(options: argparse.Namespace, reports: Sequence[HostReport], together: Sequence[Finding], quiet: bool = False) -> int:
-    """Print the report unless another rank does; return the exit status, which is the same on all ranks."""
+    """Print the report, unless another rank prints it; return the exit status, which is the same on all ranks."""
     whole = [*reports, HostReport("", list(together))] if together else list(reports)
     findings = [finding for report in whole for finding in report.findings]
     levels = {finding.level for finding in findings}

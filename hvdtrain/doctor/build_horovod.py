@@ -1,4 +1,4 @@
-"""Build and install Horovod for the frameworks of this Python environment: `python -m hvdtrain.doctor.build_horovod`.
+"""Build and install Horovod for the frameworks of this Python environment: `python -m hvdtrain build-horovod`.
 
 Horovod 0.28.1 is the last release and older than today's frameworks. Three things make its unedited source build:
 pip must not isolate the build (Horovod compiles against the torch and tensorflow that are installed), every file must be
@@ -34,7 +34,7 @@ esac
 def main(arguments: list[str] | None = None) -> int:
     """Build Horovod, install it and try it out; return the exit status."""
     parser = argparse.ArgumentParser(
-        prog="python -m hvdtrain.doctor.build_horovod",
+        prog="python -m hvdtrain build-horovod",
         description=f"Build Horovod {HOROVOD_VERSION} for the torch and tensorflow of this Python, with MPI and Gloo "
         "(and NCCL where CUDA's compiler and NCCL's headers are found). Takes about three minutes on two cores.",
     )

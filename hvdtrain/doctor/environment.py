@@ -1,19 +1,16 @@
-"""What the environment says about the launch: variables that contradict each other, and traps that cost hours."""
+"""What the environment says about the launch: variables that contradict each other, and settings that let a job hang."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
 
-from hvdtrain.comm.launch import LAUNCHERS
+from hvdtrain.comm.launch import KEEPALIVE, LAUNCHERS
 from hvdtrain.doctor.findings import Finding, ok, problem, warning
-
-KEEPALIVE = "--mca oob_tcp_keepalive_time 5 --mca oob_tcp_keepalive_intvl 2 --mca oob_tcp_keepalive_probes 3"
-"""What makes mpirun notice within 12 s that a host is gone; without it, it waits for ever."""
 
 
 def check_environment(environ: Mapping[str, str], framework: str | None = None) -> list[Finding]:
-    """All of this file. A pure function of the environment, files of file:// excepted."""
+    """All checks of this file. They depend on the environment only, except for the file of a file:// rendezvous."""
     return [
         *check_ranks(environ),
         *check_sizes(environ),

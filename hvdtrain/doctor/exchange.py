@@ -12,9 +12,10 @@ from typing import Any
 
 from hvdtrain.comm.base import Communicator, SingleCommunicator, Tensor, all_reduce
 from hvdtrain.data.batches import batches
+from hvdtrain.data.files.sizes import size_text
 from hvdtrain.data.types import Batch
 from hvdtrain.doctor.findings import Finding, ok, warning
-from hvdtrain.doctor.resources import MEGABYTE, words
+from hvdtrain.doctor.resources import MEGABYTE
 from hvdtrain.learner.base import Learner
 from hvdtrain.session import open_session
 from hvdtrain.settings import Settings
@@ -58,10 +59,8 @@ def measure_speed(comm: Communicator, framework: str) -> Speed:
 
 def check_speed(speed: Speed) -> Finding:
     """The two figures in words."""
-    return ok(
-        "all-reduce",
-        f"{1e6 * speed.latency:.0f} us for {SMALL} bytes, {speed.bandwidth / 1e6:.0f} MB/s through each rank for {words(LARGE)}",
-    )
+    latency, bandwidth = f"{1e6 * speed.latency:.0f} us", f"{speed.bandwidth / 1e6:.0f} MB/s"
+    return ok("all-reduce", f"{latency} for {SMALL} bytes, {bandwidth} through each rank for {size_text(LARGE)}")
 
 
 @dataclass(frozen=True)
@@ -120,7 +119,7 @@ def measure_share(comm: Communicator, settings: Settings) -> Share:
 
 def check_share(share: Share) -> list[Finding]:
     """The share in words, with advice where it is large."""
-    model = f"the model's {words(share.model)} travel in {1e3 * share.travel:.1f} ms"
+    model = f"the model's {size_text(share.model)} travel in {1e3 * share.travel:.1f} ms"
     step = f"{1e3 * share.alone:.1f} ms without exchange"
     if share.together is None:
         text = f"{step}; {model}, every {share.every} steps: {share.exchange:.0%} of a step"

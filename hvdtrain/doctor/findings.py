@@ -1,4 +1,4 @@
-"""What a check found, one line each with the fix, and what differs between hosts."""
+"""The findings of checks, the report that is made of them, and the comparison of hosts."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        about: what was looked at, such as 'shared memory'.
+        about: what was checked, such as 'shared memory'.
         text: what was found.
-        fix: what to do about it; empty where all is well.
+        fix: what to do about it; empty if nothing is wrong.
     """
 
     level: Level
@@ -27,17 +27,17 @@ class Finding:
 
 
 def ok(about: str, text: str) -> Finding:
-    """All is well."""
+    """Nothing is wrong."""
     return Finding("ok", about, text)
 
 
 def warning(about: str, text: str, fix: str) -> Finding:
-    """Training will run, but not as it could, or not for ever."""
+    """Training will run, but slower than it could, or it may fail later."""
     return Finding("warning", about, text, fix)
 
 
 def problem(about: str, text: str, fix: str) -> Finding:
-    """Training will not start, or not do what is meant."""
+    """Training will not start, or not do what is intended."""
     return Finding("problem", about, text, fix)
 
 
@@ -46,9 +46,9 @@ class HostReport:
     """What was found on one host.
 
     Attributes:
-        facts: what ought to be the same on all hosts (versions, files), by name.
-        address: of the interface that NCCL and Gloo should use, 'eth0 10.0.0.5/24'; empty where there is none.
-        clock: what it showed at a moment that was the same for all hosts, in seconds since a time that is the same for all.
+        facts: by name, what should be the same on all hosts, such as versions and files.
+        address: of the interface that NCCL and Gloo should use, 'eth0 10.0.0.5/24'; empty if there is none.
+        clock: the host's time in seconds, read on all hosts at the same moment; None: not read.
     """
 
     host: str
@@ -68,7 +68,7 @@ def merged(reports: Sequence[HostReport]) -> list[tuple[Finding, list[str]]]:
 
 
 def lines(reports: Sequence[HostReport]) -> list[str]:
-    """The report: of several hosts each finding once, and where it holds if that is not everywhere.
+    """The report. A finding of several hosts is one line, which names the hosts unless it is true for all.
 
     >>> for line in lines([HostReport("h1", [ok("clock", "right")]), HostReport("h2", [problem("disk", "full", "delete")])]):
     ...     print(line)
@@ -84,7 +84,7 @@ def lines(reports: Sequence[HostReport]) -> list[str]:
 
 
 def summary(findings: Iterable[Finding]) -> str:
-    """How many of each level.
+    """The number of findings of each level.
 
     >>> summary([ok("a", "b"), problem("c", "d", "e"), ok("f", "g")])
     '1 problem, 0 warnings, 2 ok'
@@ -96,14 +96,11 @@ def summary(findings: Iterable[Finding]) -> str:
 
 
 HARMFUL = ("hvdtrain", "torch", "tensorflow", "horovod", "MPI of Horovod", "MPI of mpirun")
-"""Facts that have to be the same; files as well. Others may differ, at a price."""
-
-CLOCK_WARNING, CLOCK_PROBLEM = 1.0, 240.0
-"""Seconds. Munge, which vouches for Slurm's messages, refuses those that are five minutes old."""
+"""Facts that have to be the same on all hosts, beside files. A difference in others is only a warning."""
 
 
 def of_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that should be the same on all hosts: mpirun hands on only those it is told to."""
+    """The variables that should be the same on all hosts: mpirun exports only those that it is told to."""
     of_one_rank = ("HOROVOD_RANK", "HOROVOD_LOCAL", "HOROVOD_CROSS", "HOROVOD_HOSTNAME", "HOROVOD_SIZE", "HOROVOD_SECRET")
     return {
         name: value
@@ -114,7 +111,7 @@ def of_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def differences(reports: Sequence[HostReport]) -> list[Finding]:
-    """One line for every fact that is not the same on all hosts.
+    """A finding for each fact that differs between hosts.
 
     >>> h1, h2 = HostReport("h1", facts={"torch": "2.13.0"}), HostReport("h2", facts={"torch": "2.9.0"})
     >>> [(each.level, each.text) for each in differences([h1, h2])]
@@ -134,14 +131,24 @@ def differences(reports: Sequence[HostReport]) -> list[Finding]:
             elif name.isupper():
                 findings.append(warning("hosts differ", text, f"mpirun -x {name}; sbatch --export=ALL; qsub -V"))
             else:
-                findings.append(warning("hosts differ", text, "the slowest host sets the pace, the oldest version what works"))
+                findings.append(
+                    warning(
+                        "hosts differ",
+                        text,
+                        "all hosts wait for the slowest one, and only what the oldest version supports works",
+                    )
+                )
     if len(reports) > 1 and not findings:
         findings.append(ok("hosts", f"{', '.join(report.host for report in reports)}: the same versions, files and settings"))
     return findings
 
 
+CLOCK_WARNING, CLOCK_PROBLEM = 1.0, 240.0
+"""Seconds. Munge, which signs Slurm's messages, refuses messages that are five minutes old."""
+
+
 def check_clocks(reports: Sequence[HostReport]) -> list[Finding]:
-    """How far the hosts' clocks are apart.
+    """How much the hosts' clocks differ.
 
     >>> [each.level for each in check_clocks([HostReport("h1", clock=100.0), HostReport("h2", clock=103.5)])]
     ['warning']
@@ -157,14 +164,14 @@ def check_clocks(reports: Sequence[HostReport]) -> list[Finding]:
     return [
         level(
             "clocks",
-            f"{ahead} is {apart:.1f} s ahead of {behind}: times in logs and of files mislead",
+            f"{ahead} is {apart:.1f} s ahead of {behind}: times in logs and of files cannot be compared",
             "chronyc makestep, or ntp",
         )
     ]
 
 
 def check_networks(reports: Sequence[HostReport]) -> list[Finding]:
-    """Whether the interfaces that NCCL picks on each host lie in one network.
+    """Whether the interfaces that NCCL picks on each host are in one network.
 
     >>> hosts = [HostReport("h1", address="eth0 10.0.0.5/24"), HostReport("h2", address="ib0 10.9.0.6/24")]
     >>> check_networks(hosts)[0].level
@@ -175,4 +182,4 @@ def check_networks(reports: Sequence[HostReport]) -> list[Finding]:
     if len(addresses) < 2 or len(networks) == 1:
         return []
     text = "the hosts' interfaces are in different networks: " + ", ".join(f"{each[0]} {each[1]} {each[2]}" for each in addresses)
-    return [warning("interfaces", text, "NCCL_SOCKET_IFNAME with a name, or a beginning, that means the same network everywhere")]
+    return [warning("interfaces", text, "set NCCL_SOCKET_IFNAME to a name or prefix that selects the same network on every host")]

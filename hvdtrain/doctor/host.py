@@ -26,13 +26,14 @@ from hvdtrain.settings import Settings, read_settings
 
 @dataclass(frozen=True)
 class Job:
-    """What is going to run, as far as it is known.
+    """The training that is planned, as far as it is known.
 
     Attributes:
-        configs: files; none: only the host is looked at.
-        ranks: in all; local_ranks: on this host.
-        launcher: who started this process, as comm/launch.py names it; None: nobody.
-        several_hosts: whether other hosts will take part.
+        configs: files; none: only the host is checked.
+        ranks: of the job.
+        local_ranks: those on this host.
+        launcher: what started this process, as comm/launch.py names it; None: no launcher.
+        several_hosts: whether other hosts take part.
     """
 
     configs: list[Path]
@@ -43,13 +44,20 @@ class Job:
     several_hosts: bool
 
 
+def job_of(configs: list[Path], overrides: Mapping[str, str], other_hosts: int) -> Job:
+    """The job as this process's launcher and command line describe it."""
+    started = launch.launch()
+    several = other_hosts > 0 or started.size > started.local_size
+    return Job(configs, dict(overrides), started.size, started.local_size, started.launcher, several)
+
+
 def examine(job: Job) -> tuple[HostReport, Settings | None]:
-    """Look at this host, and at the config from here."""
+    """Run all checks on this host; return the report, and the config's settings if there are any."""
     environ = launch.environment()
     settings, of_config = read_config(job.configs, job.overrides) if job.configs else (None, [])
     framework = settings.run.backend if settings else None
     use_horovod = settings is not None and settings.reduce.use_horovod
-    probes = packages.start_probes(framework)  # they take seconds: everything else is asked meanwhile
+    probes = packages.start_probes(framework)  # they take seconds, in which the other checks run
     libraries = mpi.versions()
     gpus, of_gpus = resources.check_gpus(environ, job.local_ranks)
     interfaces = read_interfaces()
@@ -84,7 +92,7 @@ def examine(job: Job) -> tuple[HostReport, Settings | None]:
 
 
 def check_disks(settings: Settings | None, temporary: Path) -> list[Finding]:
-    """Where checkpoints and temporary files go."""
+    """The disks for checkpoints and temporary files."""
     findings = []
     if settings is not None:
         findings.append(resources.check_disk(Path(settings.run.model).parent, "disk for checkpoints"))
@@ -92,41 +100,29 @@ def check_disks(settings: Settings | None, temporary: Path) -> list[Finding]:
     return findings
 
 
-def job_of(configs: list[Path], overrides: Mapping[str, str], other_hosts: int) -> Job:
-    """What this process's launcher and command line say about the job."""
-    started = launch.launch()
-    several = other_hosts > 0 or started.size > started.local_size
-    return Job(configs, dict(overrides), started.size, started.local_size, started.launcher, several)
-
-
-MOST_FILES = 20
-"""So many HDF files are looked into; all are opened."""
-
-PLACES, PIECE = 16, 4096
-"""A file's fingerprint is made of so many pieces of so many bytes, spread over it: enough to tell another file, and quick."""
-
-
 def read_config(paths: list[Path], overrides: dict[str, str]) -> tuple[Settings | None, list[Finding]]:
-    """The checked config, or None and its problems."""
+    """The settings, or None; and the findings about the config."""
     try:
         return read_settings(paths, overrides), [ok("config", ", ".join(map(str, paths)))]
     except ConfigError as error:
         return None, [problem("config", each, "docs/keys.md describes every key") for each in error.problems]
 
 
+MOST_FILES = 20
+"""The number of HDF files whose contents are checked; all files are opened."""
+
+
 def check_data(settings: Settings, ranks: int) -> list[Finding]:
-    """Whether the datasets can be opened, their HDF files are sound and read well, and there is work for every rank."""
+    """Whether the datasets can be opened, their HDF files are sound and fast to read, and every rank gets batches."""
     findings = []
     files = hdf_files(settings)
     for path in files[:MOST_FILES]:
         report = check_file(path, seconds=0)
-        findings += [problem("data", each, "python -m hvdtrain.hdf_tools.check tells more") for each in report.problems]
-        cure = f"python -m hvdtrain.hdf_tools.check {path} --repack OUT, if it is the layout"
+        findings += [problem("data", each, "python -m hvdtrain check tells more") for each in report.problems]
+        cure = f"python -m hvdtrain check {path} --repack OUT, if the layout is the reason"
         findings += [warning("data", each if str(path) in each else f"{path}: {each}", cure) for each in report.warnings]
     if len(files) > MOST_FILES:
-        findings.append(
-            ok("data", f"of {len(files)} HDF files, {MOST_FILES} were looked into (python -m hvdtrain.hdf_tools.check: all)")
-        )
+        findings.append(ok("data", f"{MOST_FILES} of {len(files)} HDF files were checked (python -m hvdtrain check: all)"))
     if any(finding.level == "problem" for finding in findings):
         return findings
     try:
@@ -139,23 +135,23 @@ def check_data(settings: Settings, ranks: int) -> list[Finding]:
                 findings.append(finding)
         batches = len(feeds[0].plan(1).share(0, 1))
         if batches < ranks:
-            text = f"an epoch has {batches} batches for {ranks} ranks: some have nothing to do"
+            text = f"an epoch has {batches} batches for {ranks} ranks: some ranks have nothing to do"
             findings.append(warning("data", text, "smaller max_seqs or batch_size, or fewer ranks"))
         for feed in feeds:
             feed.dataset.close()
     except HvdtrainError as error:
-        findings.append(problem("data", str(error), "the trainer would stop with the same words"))
+        findings.append(problem("data", str(error), "training would stop with the same error"))
     return findings
 
 
 def hdf_files(settings: Settings) -> list[Path]:
-    """Every HDF file that the config's dataset dicts name, each once, in their order."""
+    """The HDF files that the config's dataset dicts name, in their order, without repetitions."""
     values = [settings.data.train, settings.data.dev, settings.data.eval, *settings.data.eval_datasets.values()]
     return list(dict.fromkeys(Path(name) for value in values for name in _files(value)))
 
 
 def _files(value: Any) -> Iterator[str]:
-    """The files in a dataset dict, in those inside it, or in a list of names. What a function returns is not asked for."""
+    """The files in a dataset dict, in dicts inside it, or in a list of names. Functions are not called."""
     if isinstance(value, str):
         yield from (name.strip() for name in value.split(",") if name.strip().endswith((".hdf", ".h5", ".hdf5")))
     elif isinstance(value, (list, tuple)):
@@ -170,14 +166,18 @@ def _files(value: Any) -> Iterator[str]:
             yield from (_files(list(inner.values())) if inside == "datasets" and isinstance(inner, dict) else _files(inner))
 
 
+PLACES, PIECE = 16, 4096
+"""A fingerprint hashes this number of pieces, each of this number of bytes, spread over the file."""
+
+
 def fingerprints(configs: list[Path], settings: Settings | None) -> dict[str, str]:
-    """For every file that all hosts should have alike: its size, and a hash of parts of it."""
+    """Fingerprints of the files that should be the same on all hosts, by name."""
     paths = [*configs, *(hdf_files(settings) if settings else [])]
     return {str(path): fingerprint(path) for path in paths}
 
 
 def fingerprint(path: Path) -> str:
-    """A file's size, and a hash of pieces of it from its beginning to its end."""
+    """A file's size and a hash of pieces of it: quick, also for large files, and different for most other files."""
     try:
         size = path.stat().st_size
         digest = hashlib.sha256()

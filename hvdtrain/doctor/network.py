@@ -1,4 +1,4 @@
-"""Network interfaces, host names and ports: what the ranks of several hosts find each other by."""
+"""Network interfaces, host names and ports, by which the ranks of several hosts connect to each other."""
 
 from __future__ import annotations
 
@@ -12,18 +12,120 @@ from pathlib import Path
 
 from hvdtrain.doctor.findings import Finding, ok, problem, warning
 
+SIOCGIFFLAGS, SIOCGIFADDR, SIOCGIFNETMASK = 0x8913, 0x8915, 0x891B
+IS_UP = 0x1
+"""Requests and a flag of netdevice(7)."""
+
+OF_ONE_HOST = ("lo", "docker", "virbr", "vmnet", "vboxnet", "veth", "br-", "cni", "flannel")
+"""Prefixes of the names of interfaces that connect to no other host."""
+
+WIRELESS = ("wl", "ww", "ppp")
+"""Prefixes of the names of slow interfaces."""
+
+
+@dataclass(frozen=True)
+class Interface:
+    """A network interface.
+
+    Attributes:
+        address: '10.0.0.5/24', or an IPv6 address if it has no other; None: no address.
+    """
+
+    name: str
+    address: str | None
+    up: bool = True
+
+    @property
+    def leads_out(self) -> bool:
+        """Whether its name suggests that it connects to other hosts."""
+        return not self.name.startswith(OF_ONE_HOST)
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.address or 'without address'}{'' if self.up else ' (down)'}"
+
+
+def read_interfaces() -> list[Interface]:
+    """This host's interfaces in the kernel's order, in which NCCL sees them."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+
+        def ask(request: int, name: str) -> bytes:
+            return fcntl.ioctl(probe.fileno(), request, struct.pack("256s", name.encode()[:15]))
+
+        return [_interface(name, ask) for _, name in socket.if_nameindex()]
+
+
+def _interface(name: str, ask: Callable[[int, str], bytes]) -> Interface:
+    up = bool(struct.unpack("16xH", ask(SIOCGIFFLAGS, name)[:18])[0] & IS_UP)
+    try:
+        address = socket.inet_ntoa(ask(SIOCGIFADDR, name)[20:24])
+        mask = socket.inet_ntoa(ask(SIOCGIFNETMASK, name)[20:24])
+    except OSError:  # it has no IPv4 address
+        return Interface(name, _ipv6(name), up)
+    return Interface(name, str(ipaddress.ip_interface(f"{address}/{mask}")), up)
+
+
+def _ipv6(name: str) -> str | None:
+    """An interface's global IPv6 address, if it has one."""
+    table = Path("/proc/net/if_inet6")
+    for line in table.read_text().splitlines() if table.exists() else []:
+        digits, _, prefix, scope, _, owner = line.split()
+        if owner == name and scope == "00":
+            return str(ipaddress.ip_interface((bytes.fromhex(digits), int(prefix, 16))))
+    return None
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a value of NCCL_SOCKET_IFNAME selects an interface, by NCCL's rules.
+
+    Prefixes of names, separated by commas; `=` before them: whole names; `^`: all interfaces but those; `^=`: both.
+
+    >>> matches("eth0", "eth,em"), matches("eth0", "=eth"), matches("eth0", "^docker,lo"), matches("docker0", "^=docker")
+    (True, False, True, True)
+    """
+    wanted = True
+    if pattern.startswith("^"):
+        pattern, wanted = pattern[1:], False
+    exact = pattern.startswith("=")
+    names = [part.split(":")[0] for part in pattern.removeprefix("=").split(",") if part]
+    return any(name == other if exact else name.startswith(other) for other in names) == wanted
+
+
+def nccl_picks(setting: str | None, interfaces: Sequence[Interface]) -> list[Interface]:
+    """The interfaces that NCCL uses, in its order; connections are made over the first.
+
+    Without a setting (or with one of a single character, which NCCL ignores): InfiniBand's, else all but docker and lo, else
+    docker's, else lo.
+
+    >>> found = [Interface("lo", "127.0.0.1/8"), Interface("docker0", "172.17.0.1/16"), Interface("eth0", "10.0.0.5/24")]
+    >>> [[each.name for each in nccl_picks(setting, found)] for setting in (None, "^docker", "eth1", "=eth0")]
+    [['eth0'], ['lo', 'eth0'], [], ['eth0']]
+    """
+    usable = [each for each in interfaces if each.up and each.address]
+    for pattern in [setting] if setting and len(setting) > 1 else ["ib", "^docker,lo", "docker", "lo"]:
+        picked = [each for each in usable if matches(each.name, pattern)]
+        if picked:
+            return picked
+    return []
+
+
+def own_address(environ: Mapping[str, str], interfaces: Sequence[Interface]) -> str:
+    """The interface that NCCL would connect over, as 'eth0 10.0.0.5/24'; '' if there is none."""
+    picked = nccl_picks(environ.get("NCCL_SOCKET_IFNAME"), interfaces)
+    return f"{picked[0].name} {picked[0].address}" if picked else ""
+
+
 ONE_NAME = ("HOROVOD_GLOO_IFACE", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
-"""Variables that name an interface exactly (several, separated by commas)."""
+"""Variables with whole names of interfaces, separated by commas."""
 
 NAMES_OR_NETWORKS = ("OMPI_MCA_btl_tcp_if_include", "OMPI_MCA_oob_tcp_if_include")
-"""Variables of interfaces' names or networks (10.0.0.0/24), separated by commas."""
+"""Variables with names of interfaces or networks (10.0.0.0/24), separated by commas."""
 
 
 def check_interfaces(environ: Mapping[str, str], interfaces: Sequence[Interface], several_hosts: bool) -> list[Finding]:
-    """What NCCL picks, and whether the interfaces that other variables name are there.
+    """Which interface NCCL picks, and whether the interfaces that other variables name exist.
 
     Args:
-        several_hosts: whether the ranks are on several hosts: then an interface that leads to none of the others is a problem.
+        several_hosts: whether the ranks are on several hosts; if so, an interface that connects to no other host is a problem.
     """
     findings = [ok("interfaces", ", ".join(map(str, interfaces)))] if interfaces else []
     findings.append(check_nccl(environ.get("NCCL_SOCKET_IFNAME"), interfaces, several_hosts))
@@ -42,8 +144,16 @@ def check_interfaces(environ: Mapping[str, str], interfaces: Sequence[Interface]
     return findings
 
 
+def _is_in_network(network: str, interfaces: Sequence[Interface]) -> bool:
+    try:
+        wanted = ipaddress.ip_network(network, strict=False)
+    except ValueError:
+        return False
+    return any(each.address and ipaddress.ip_interface(each.address).ip in wanted for each in interfaces)
+
+
 def check_nccl(setting: str | None, interfaces: Sequence[Interface], several_hosts: bool) -> Finding:
-    """What NCCL would connect over, and whether that reaches the other hosts.
+    """Which interface NCCL would connect over, and whether that reaches the other hosts.
 
     >>> both = [Interface("lo", "127.0.0.1/8"), Interface("eth0", "10.0.0.5/24")]
     >>> check_nccl("^docker0", both, several_hosts=True).level, check_nccl(None, both, several_hosts=True).text
@@ -74,24 +184,24 @@ def check_nccl(setting: str | None, interfaces: Sequence[Interface], several_hos
 
 
 def check_name(name: str, several_hosts: bool) -> Finding:
-    """Whether this host's own name leads to an address that other hosts can use. Gloo announces that address to them."""
+    """Whether this host's name resolves to an address that other hosts can use, as Gloo announces that address to them."""
     try:
         addresses = list(dict.fromkeys(str(entry[4][0]) for entry in socket.getaddrinfo(name, None)))
     except OSError as error:
         text = f"expected {name} to have an address, got: {error}"
         return problem("host name", text, f"add a line with {name} to /etc/hosts, or to DNS")
     if all(ipaddress.ip_address(address.split("%")[0]).is_loopback for address in addresses):
-        text = f"{name} is {', '.join(addresses)}, the address by which a host speaks to itself"
-        fix = f"give {name} its network address in /etc/hosts (Debian's 127.0.1.1 line is what is usually in the way)"
+        text = f"{name} is {', '.join(addresses)}, a loopback address, which other hosts cannot use"
+        fix = f"give {name} its network address in /etc/hosts (usually Debian's line with 127.0.1.1 is the reason)"
         return problem("host name", text, fix) if several_hosts else ok("host name", f"{text}: enough for one host")
     return ok("host name", f"{name} is {', '.join(addresses)}")
 
 
 def check_master(environ: Mapping[str, str], is_master: bool) -> list[Finding]:
-    """Whether MASTER_ADDR has an address, and MASTER_PORT is a port that rank 0 can still take.
+    """Whether MASTER_ADDR resolves to an address, and rank 0 can listen on MASTER_PORT.
 
     Args:
-        is_master: whether rank 0 is going to run here, and has not taken the port yet.
+        is_master: whether rank 0 will run on this host, and does not listen yet.
     """
     address, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
     findings = []
@@ -113,18 +223,6 @@ def check_master(environ: Mapping[str, str], is_master: bool) -> list[Finding]:
     return findings
 
 
-def check_ports() -> list[Finding]:
-    """Whether programs get ports at all: MPI, Gloo and NCCL take whichever are free."""
-    try:
-        first, last = map(int, open("/proc/sys/net/ipv4/ip_local_port_range").read().split())  # noqa: SIM115
-    except (OSError, ValueError):
-        return []
-    text = f"programs may take {first} to {last}; a firewall between the hosts has to let these through"
-    return [
-        ok("ports", text) if last - first >= 1000 else warning("ports", text, "sysctl net.ipv4.ip_local_port_range='32768 60999'")
-    ]
-
-
 def port_is_taken(port: int) -> bool:
     """Whether another program listens on a port of this host."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
@@ -137,116 +235,19 @@ def port_is_taken(port: int) -> bool:
 
 
 def free_port() -> int:
-    """A port that is free now."""
+    """A port that is free at the moment."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
 
 
-def own_address(environ: Mapping[str, str], interfaces: Sequence[Interface]) -> str:
-    """The interface that NCCL would connect over, as 'eth0 10.0.0.5/24'; '' where there is none."""
-    picked = nccl_picks(environ.get("NCCL_SOCKET_IFNAME"), interfaces)
-    return f"{picked[0].name} {picked[0].address}" if picked else ""
-
-
-def _is_in_network(network: str, interfaces: Sequence[Interface]) -> bool:
+def check_ports() -> list[Finding]:
+    """Whether enough ports are available: MPI, Gloo and NCCL listen on any free port."""
     try:
-        wanted = ipaddress.ip_network(network, strict=False)
-    except ValueError:
-        return False
-    return any(each.address and ipaddress.ip_interface(each.address).ip in wanted for each in interfaces)
-
-
-SIOCGIFFLAGS, SIOCGIFADDR, SIOCGIFNETMASK = 0x8913, 0x8915, 0x891B
-IS_UP = 0x1
-
-OF_ONE_HOST = ("lo", "docker", "virbr", "vmnet", "vboxnet", "veth", "br-", "cni", "flannel")
-"""Beginnings of names of interfaces that lead to no other host."""
-
-WIRELESS = ("wl", "ww", "ppp")
-"""Beginnings of names of interfaces that are slow."""
-
-
-@dataclass(frozen=True)
-class Interface:
-    """A network interface.
-
-    Attributes:
-        address: '10.0.0.5/24', or an IPv6 address where there is no other; None: it has none.
-    """
-
-    name: str
-    address: str | None
-    up: bool = True
-
-    @property
-    def leads_out(self) -> bool:
-        """Whether other hosts might be reached through it, going by its name."""
-        return not self.name.startswith(OF_ONE_HOST)
-
-    def __str__(self) -> str:
-        return f"{self.name} {self.address or 'without address'}{'' if self.up else ' (down)'}"
-
-
-def matches(name: str, pattern: str) -> bool:
-    """Whether an interface's name is one of those that NCCL_SOCKET_IFNAME means, by NCCL's rules.
-
-    Beginnings of names, separated by commas; after `=` whole names; after `^` all but those; `^=` both.
-
-    >>> matches("eth0", "eth,em"), matches("eth0", "=eth"), matches("eth0", "^docker,lo"), matches("docker0", "^=docker")
-    (True, False, True, True)
-    """
-    wanted = True
-    if pattern.startswith("^"):
-        pattern, wanted = pattern[1:], False
-    exact = pattern.startswith("=")
-    names = [part.split(":")[0] for part in pattern.removeprefix("=").split(",") if part]
-    return any(name == other if exact else name.startswith(other) for other in names) == wanted
-
-
-def nccl_picks(setting: str | None, interfaces: Sequence[Interface]) -> list[Interface]:
-    """The interfaces that NCCL uses, in its order; connections are made over the first.
-
-    Without a setting (or with one of less than two characters, which NCCL takes for none): InfiniBand's, else all but docker
-    and lo, else docker's, else lo.
-
-    >>> found = [Interface("lo", "127.0.0.1/8"), Interface("docker0", "172.17.0.1/16"), Interface("eth0", "10.0.0.5/24")]
-    >>> [[each.name for each in nccl_picks(setting, found)] for setting in (None, "^docker", "eth1", "=eth0")]
-    [['eth0'], ['lo', 'eth0'], [], ['eth0']]
-    """
-    usable = [each for each in interfaces if each.up and each.address]
-    for pattern in [setting] if setting and len(setting) > 1 else ["ib", "^docker,lo", "docker", "lo"]:
-        picked = [each for each in usable if matches(each.name, pattern)]
-        if picked:
-            return picked
-    return []
-
-
-def read_interfaces() -> list[Interface]:
-    """This host's interfaces in the kernel's order, which is the one NCCL sees."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-
-        def ask(request: int, name: str) -> bytes:
-            return fcntl.ioctl(probe.fileno(), request, struct.pack("256s", name.encode()[:15]))
-
-        return [_interface(name, ask) for _, name in socket.if_nameindex()]
-
-
-def _interface(name: str, ask: Callable[[int, str], bytes]) -> Interface:
-    up = bool(struct.unpack("16xH", ask(SIOCGIFFLAGS, name)[:18])[0] & IS_UP)
-    try:
-        address = socket.inet_ntoa(ask(SIOCGIFADDR, name)[20:24])
-        mask = socket.inet_ntoa(ask(SIOCGIFNETMASK, name)[20:24])
-    except OSError:  # it has no IPv4 address
-        return Interface(name, _ipv6(name), up)
-    return Interface(name, str(ipaddress.ip_interface(f"{address}/{mask}")), up)
-
-
-def _ipv6(name: str) -> str | None:
-    """An interface's IPv6 address that other hosts can use."""
-    table = Path("/proc/net/if_inet6")
-    for line in table.read_text().splitlines() if table.exists() else []:
-        digits, _, prefix, scope, _, owner = line.split()
-        if owner == name and scope == "00":
-            return str(ipaddress.ip_interface((bytes.fromhex(digits), int(prefix, 16))))
-    return None
+        first, last = map(int, open("/proc/sys/net/ipv4/ip_local_port_range").read().split())  # noqa: SIM115
+    except (OSError, ValueError):
+        return []
+    text = f"programs use {first} to {last}; a firewall between the hosts has to allow these"
+    return [
+        ok("ports", text) if last - first >= 1000 else warning("ports", text, "sysctl net.ipv4.ip_local_port_range='32768 60999'")
+    ]

@@ -129,7 +129,7 @@ def measured(comm: Communicator, about: str, work: Callable[[], list[Finding]]) 
     try:
         return together(comm, work, name=f"doctor.{about}")
     except HvdtrainError as error:
-        return [problem(about, str(error), "training would stop with the same words")]
+        return [problem(about, str(error), "training would stop with the same error")]
 
 
 class Deadline:

@@ -74,7 +74,7 @@ def ask_host(host: str, command: Sequence[str]) -> tuple[HostReport | None, list
     status, said = output([*SSH, host, here], seconds=180)
     start = said.find('[{"host"')
     if start < 0:
-        text = f"expected `{sys.executable} -m hvdtrain.doctor` to run there, in {Path.cwd()}, got: {_last(said)}"
+        text = f"expected `{sys.executable} -m hvdtrain doctor` to run there, in {Path.cwd()}, got: {_last(said)}"
         return None, [*findings, problem(about, text, "the same environment and folder on all hosts, or a shared file system")]
     values = json.JSONDecoder().raw_decode(said[start:])[0][0]
     report = HostReport(**values | {"findings": [Finding(**each) for each in values["findings"]]})

@@ -10,24 +10,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hvdtrain.data.files.sizes import size_text
 from hvdtrain.doctor.findings import Finding, ok, problem, warning
 from hvdtrain.doctor.packages import output
 
 MEGABYTE, GIGABYTE = 1 << 20, 1 << 30
 
+
 SHARED_PER_RANK = 4 * MEGABYTE
-"""What Open MPI asks for in /dev/shm for each rank. NCCL takes some 10 to 30 MB for each of its connections."""
+"""What Open MPI allocates in /dev/shm for each rank. NCCL allocates 10 to 30 MB for each connection."""
 
 OF_A_CONTAINER = 64 * MEGABYTE
-"""What Docker gives a container unless it is told otherwise."""
+"""What Docker gives a container without --shm-size."""
 
 
 def check_shared_memory(ranks: int, gpus: int, folder: Path = Path("/dev/shm")) -> Finding:
-    """Whether ranks of one host can talk through memory.
+    """Whether the ranks of a host can communicate through shared memory.
 
     Args:
         ranks: of this host.
-        gpus: of this host; NCCL needs more.
+        gpus: of this host; NCCL needs shared memory for each.
     """
     about = "shared memory"
     fix = "a container: --shm-size=1g (or --ipc=host); else as root: mount -o remount,size=8G /dev/shm"
@@ -37,20 +39,24 @@ def check_shared_memory(ranks: int, gpus: int, folder: Path = Path("/dev/shm")) 
         return problem(about, f"expected {folder}, got: {error}", fix)
     if not os.access(folder, os.W_OK):
         return problem(about, f"expected to write to {folder}, got: permission denied", f"chmod 1777 {folder}")
-    free = f"{words(space.free)} of {words(space.total)} free in {folder}"
+    free = f"{size_text(space.free)} of {size_text(space.total)} free in {folder}"
     needed = max(ranks, gpus, 1) * SHARED_PER_RANK
     if space.free < needed:
-        return problem(about, f"expected {words(needed)} for Open MPI alone, got {free}", f"{fix}; or remove what is left in it")
+        return problem(
+            about,
+            f"expected {size_text(needed)} for Open MPI alone, got {free}",
+            f"{fix}; or remove what earlier jobs left there",
+        )
     if space.total <= OF_A_CONTAINER or space.free < OF_A_CONTAINER:
         return warning(about, f"{free}: NCCL and workers that read data need more", fix)
     return ok(about, free)
 
 
 def check_disk(folder: Path, about: str, needed: int = GIGABYTE) -> Finding:
-    """Whether files can be written under a folder, which need not exist yet.
+    """Whether files can be written under a folder, which need not exist.
 
     Args:
-        about: what is going to be written.
+        about: what will be written.
         needed: bytes that should be free.
     """
     existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
@@ -61,19 +67,39 @@ def check_disk(folder: Path, about: str, needed: int = GIGABYTE) -> Finding:
             os.fsync(file.fileno())
         space = shutil.disk_usage(existing)
     except OSError as error:
-        hint = "make room, or choose another place" if error.errno == 28 else "choose a folder that you may write to"
+        hint = "free some space, or choose another folder" if error.errno == 28 else "choose a folder that you may write to"
         return problem(about, f"expected to write to {existing}, got: {error.strerror}", hint)
-    text = f"{words(space.free)} of {words(space.total)} free in {existing}"
+    text = f"{size_text(space.free)} of {size_text(space.total)} free in {existing}"
     if space.free < needed:
-        return warning(about, f"expected at least {words(needed)}, got {text}", "make room, or choose another place")
+        return warning(about, f"expected at least {size_text(needed)}, got {text}", "free some space, or choose another folder")
     return ok(about, text)
+
+
+def check_memory() -> list[Finding]:
+    """The available memory of the host, or of its container."""
+    try:
+        numbers = dict(line.split()[:2] for line in Path("/proc/meminfo").read_text().splitlines())
+        available, total = (int(numbers[f"Mem{name}:"]) * 1024 for name in ("Available", "Total"))
+    except (OSError, ValueError, KeyError):
+        return []
+    limit = Path("/sys/fs/cgroup/memory.max")
+    allowed = limit.read_text().strip() if limit.exists() else "max"
+    if allowed.isdigit() and int(allowed) < total:
+        total = int(allowed)
+        available = min(available, total)
+    text = f"{size_text(available)} of {size_text(total)} available"
+    if available < GIGABYTE:
+        return [
+            warning("memory", f"expected at least 1 GB, got {text}", "end other programs on the host, or request more memory")
+        ]
+    return [ok("memory", text)]
 
 
 def check_limits(files: int, gpus: int, infiniband: bool) -> list[Finding]:
     """The limits of a process (`ulimit -a`).
 
     Args:
-        files: how many files the config's datasets consist of.
+        files: the number of files of the config's datasets.
         gpus: of this host.
     """
     findings = []
@@ -85,46 +111,17 @@ def check_limits(files: int, gpus: int, infiniband: bool) -> list[Finding]:
         findings.append(warning("open files", text, more))
     memory, _ = resource.getrlimit(resource.RLIMIT_AS)
     if memory != resource.RLIM_INFINITY:
-        text = f"ulimit -v is {words(memory)}: mapped HDF files count, and CUDA reserves many times the GPU's memory"
-        fix = "ulimit -v unlimited; SGE: ask for a larger h_vmem"
+        text = f"ulimit -v is {size_text(memory)}: mapped HDF files count, and CUDA reserves many times the GPU's memory"
+        fix = "ulimit -v unlimited; SGE: request a larger h_vmem"
         findings.append((problem if gpus else warning)("address space", text, fix))
     processes, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     if resource.RLIM_INFINITY != processes < 1024:
         findings.append(warning("threads", f"ulimit -u allows {processes} processes and threads", "ulimit -u 4096"))
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if infiniband and locked != resource.RLIM_INFINITY:
-        text = f"expected no limit of locked memory for InfiniBand, got {words(locked)}"
+        text = f"expected no limit of locked memory for InfiniBand, got {size_text(locked)}"
         findings.append(problem("locked memory", text, "ulimit -l unlimited; Slurm: PropagateResourceLimitsExcept=MEMLOCK"))
     return findings or [ok("limits", f"{_count(open_files)} open files, {_count(processes)} processes, address space unlimited")]
-
-
-def check_memory() -> list[Finding]:
-    """The host's memory, or what its container leaves of it."""
-    try:
-        numbers = dict(line.split()[:2] for line in Path("/proc/meminfo").read_text().splitlines())
-        available, total = (int(numbers[f"Mem{name}:"]) * 1024 for name in ("Available", "Total"))
-    except (OSError, ValueError, KeyError):
-        return []
-    limit = Path("/sys/fs/cgroup/memory.max")
-    allowed = limit.read_text().strip() if limit.exists() else "max"
-    if allowed.isdigit() and int(allowed) < total:
-        total = int(allowed)
-        available = min(available, total)
-    text = f"{words(available)} of {words(total)} available"
-    if available < GIGABYTE:
-        return [warning("memory", f"expected at least 1 GB, got {text}", "end what else runs on the host, or ask for more")]
-    return [ok("memory", text)]
-
-
-def words(size: float) -> str:
-    """A number of bytes, for people.
-
-    >>> words(64 * MEGABYTE), words(1.5 * GIGABYTE), words(512)
-    ('64 MB', '1.5 GB', '0.5 KB')
-    """
-    if size < MEGABYTE:
-        return f"{size / 1024:.1f} KB"
-    return f"{size / GIGABYTE:.1f} GB" if size >= GIGABYTE else f"{size / MEGABYTE:.0f} MB"
 
 
 def _count(limit: int) -> str:
@@ -134,22 +131,12 @@ def _count(limit: int) -> str:
 TO_UNBIND = "mpirun --bind-to none -map-by slot; srun --cpu-bind=none, and -c for cores per rank"
 
 
-def quota(cpu_max: str) -> float | None:
-    """How many cores a container may use, from the contents of cpu.max; None: as many as there are.
-
-    >>> quota("150000 100000"), quota("max 100000")
-    (1.5, None)
-    """
-    limit, period, *_ = [*cpu_max.split(), "max", "100000"]
-    return None if limit == "max" else int(limit) / int(period)
-
-
 def check_cores(environ: Mapping[str, str], own: Sequence[int], host_cores: int, allowed: float | None) -> list[Finding]:
     """The cores of this process.
 
     Args:
         own: the numbers of the cores that this process may use.
-        host_cores: how many the host has.
+        host_cores: the number of cores of the host.
         allowed: a container's quota.
 
     >>> check_cores({}, [3], 16, None)[0].level, check_cores({}, range(16), 16, 2.0)[0].level
@@ -157,10 +144,10 @@ def check_cores(environ: Mapping[str, str], own: Sequence[int], host_cores: int,
     """
     findings = []
     if len(own) == 1 < host_cores:
-        text = f"bound to core {own[0]} of {host_cores}: a rank's threads take turns on it, the reading of data among them"
+        text = f"bound to core {own[0]} of {host_cores}: all threads of a rank, also those that read data, share this core"
         findings.append(warning("cores", text, TO_UNBIND))
     if allowed is not None and allowed < len(own):
-        text = f"{len(own)} cores are seen, but a quota allows the work of {allowed:g}: too many threads are started"
+        text = f"{len(own)} cores are visible, but the container's quota is {allowed:g}: too many threads are started"
         findings.append(warning("cores", text, f"export OMP_NUM_THREADS={max(1, int(allowed))}, or raise the container's quota"))
     threads = environ.get("OMP_NUM_THREADS", "")
     if threads and not threads.split(",")[0].isdigit():
@@ -171,10 +158,10 @@ def check_cores(environ: Mapping[str, str], own: Sequence[int], host_cores: int,
 
 
 def check_shared_cores(ranks: Sequence[tuple[str, Sequence[int]]], host_cores: int, threads: int | None) -> list[Finding]:
-    """Whether the ranks of one host stand in each other's way.
+    """Whether the ranks of a host compete for cores.
 
     Args:
-        ranks: of every rank of the host, what to call it and the cores it may use.
+        ranks: a name for each rank of the host, and the cores that it may use.
         threads: OMP_NUM_THREADS.
 
     >>> [each.text for each in check_shared_cores([("rank 0", [0]), ("rank 1", [0])], 8, None)]
@@ -191,14 +178,12 @@ def check_shared_cores(ranks: Sequence[tuple[str, Sequence[int]]], host_cores: i
         return [problem("cores", text, TO_UNBIND)]
     if len(ranks) > len(together):
         text = f"{len(ranks)} ranks on {len(together)} cores"
-        return [
-            warning(
-                "cores", text, "as many ranks as cores, or fewer; Open MPI's busy waiting is off then, but they wait in turns"
-            )
-        ]
+        return [warning("cores", text, "start at most as many ranks as cores; more ranks run, but take turns")]
     if threads is not None and threads * len(ranks) > len(together):
         text = f"{len(ranks)} ranks with OMP_NUM_THREADS={threads} on {len(together)} cores"
-        fix = f"export OMP_NUM_THREADS={len(together) // len(ranks)}, or leave it unset: hvdtrain divides the cores by itself"
+        fix = (
+            f"export OMP_NUM_THREADS={len(together) // len(ranks)}, or leave it unset: hvdtrain divides the cores among the ranks"
+        )
         return [warning("cores", text, fix)]
     return []
 
@@ -210,6 +195,16 @@ def container_quota() -> float | None:
         return quota(file.read_text())
     except (OSError, ValueError):
         return None
+
+
+def quota(cpu_max: str) -> float | None:
+    """The number of cores that a container may use, from the contents of cpu.max; None: all.
+
+    >>> quota("150000 100000"), quota("max 100000")
+    (1.5, None)
+    """
+    limit, period, *_ = [*cpu_max.split(), "max", "100000"]
+    return None if limit == "max" else int(limit) / int(period)
 
 
 QUERY = [
@@ -231,22 +226,8 @@ class Gpu:
     mode: str
 
 
-def parse_gpus(text: str) -> list[Gpu]:
-    """The answer to QUERY.
-
-    >>> parse_gpus("0, NVIDIA H100, 535.54, 81559, 3, Default")
-    [Gpu(index=0, name='NVIDIA H100', driver='535.54', total=81559, used=3, mode='Default')]
-    """
-    rows = [[part.strip() for part in line.split(",")] for line in text.splitlines()]
-    return [
-        Gpu(int(row[0]), row[1], row[2], _number(row[3]), _number(row[4]), row[5])
-        for row in rows
-        if len(row) == 6 and row[0].isdigit()
-    ]
-
-
 def check_gpus(environ: Mapping[str, str], ranks: int) -> tuple[list[Gpu], list[Finding]]:
-    """The GPUs that the driver shows, and what is wrong with them.
+    """The GPUs that nvidia-smi lists, and their problems.
 
     Args:
         ranks: of this host.
@@ -259,7 +240,7 @@ def check_gpus(environ: Mapping[str, str], ranks: int) -> tuple[list[Gpu], list[
     if status != 0:
         return [], [
             problem(
-                "GPU", f"nvidia-smi answers: {said.splitlines()[0] if said else 'nothing'}", "install the driver anew, or reboot"
+                "GPU", f"nvidia-smi answers: {said.splitlines()[0] if said else 'nothing'}", "reinstall the driver, or reboot"
             )
         ]
     gpus = parse_gpus(said)
@@ -274,13 +255,27 @@ def check_gpus(environ: Mapping[str, str], ranks: int) -> tuple[list[Gpu], list[
         findings.append(problem("GPU", text, f"start {count} ranks on this host"))
     for gpu in gpus:
         if gpu.used > gpu.total // 2:
-            text = f"GPU {gpu.index}: {gpu.used} of {gpu.total} MB are in use by others"
-            findings.append(warning("GPU", text, "nvidia-smi shows by whom; choose others with CUDA_VISIBLE_DEVICES"))
+            text = f"GPU {gpu.index}: other programs use {gpu.used} of {gpu.total} MB"
+            findings.append(warning("GPU", text, "nvidia-smi lists them; choose other GPUs with CUDA_VISIBLE_DEVICES"))
         if gpu.mode == "Prohibited":
             findings.append(
                 problem("GPU", f"GPU {gpu.index} is in compute mode Prohibited", f"nvidia-smi -i {gpu.index} -c DEFAULT")
             )
     return gpus, findings
+
+
+def parse_gpus(text: str) -> list[Gpu]:
+    """The answer to QUERY.
+
+    >>> parse_gpus("0, NVIDIA H100, 535.54, 81559, 3, Default")
+    [Gpu(index=0, name='NVIDIA H100', driver='535.54', total=81559, used=3, mode='Default')]
+    """
+    rows = [[part.strip() for part in line.split(",")] for line in text.splitlines()]
+    return [
+        Gpu(int(row[0]), row[1], row[2], _number(row[3]), _number(row[4]), row[5])
+        for row in rows
+        if len(row) == 6 and row[0].isdigit()
+    ]
 
 
 def _number(text: str) -> int:

@@ -1,7 +1,4 @@
-"""Looking at HDF files: what is in them, are they sound, how fast will they read, and how to cure those that read slowly.
-
-`python -m hvdtrain.hdf_tools.check`, or tools/hdf_check.py in a checkout.
-"""
+"""The command `hvdtrain check`: what is in HDF files, are they sound, how fast do they read; and repacking slow ones."""
 
 from __future__ import annotations
 
@@ -28,19 +25,19 @@ EPILOG = """\
 exit status
   0  every file is sound, warnings or not
   1  with --strict: every file is sound, but there are warnings
-  2  a file is not sound: the trainer or tools/hdf_dump.py would refuse it for the same reason
+  2  a file is not sound: the trainer and hvdtrain dump would refuse it for the same reason
 
-Of a sound file it is told what is in it, how each key is stored, and how many sequences a second are read in random order
-(measured here and now: what lies in memory already reads faster than what has to come from a disk). Warnings are about
-what makes reading slow, values that are no numbers, tags that stand twice. Where something makes reading slow, a sample
-of up to 128 MB is copied into a temporary contiguous file, and both are read: how many times as fast the copy is, from
-memory, is what --repack would bring. --repack writes the same sequences into a contiguous file, which can be memory-mapped.
+The report says what is in a file, how each key is stored, and how many sequences a second are read in random order.
+That rate is measured now: data that is in memory already is read faster than data on a disk. Warnings are about what
+makes reading slow, values that are not finite, and tags that occur twice. If something makes reading slow, a sample of up
+to 128 MB is copied into a temporary contiguous file and both are read from memory: the ratio is what --repack would gain.
+--repack writes the same sequences into a contiguous file, which can be memory-mapped.
 """
 
 
 @dataclass
 class Report:
-    """What was found out about a file. Of one that cannot be opened, the problems only."""
+    """What a check found in a file; only the problems if it cannot be opened."""
 
     file: str
     problems: list[str] = field(default_factory=list)
@@ -58,24 +55,24 @@ class Report:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the tool; return its exit status."""
+    """Run the command; return its exit status."""
     parser = argparse.ArgumentParser(
-        prog="hdf_check.py",
+        prog="hvdtrain check",
         description="Tell what is in HDF files, whether they are sound, and how fast they read.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("files", metavar="FILE", nargs="+", type=Path)
-    parser.add_argument("--all", action="store_true", help="look at the values of all sequences, not of a sample")
-    parser.add_argument("--seconds", type=float, default=1.0, help="how long to measure the speed; 0: not at all (default 1)")
+    parser.add_argument("--all", action="store_true", help="check the values of all sequences, not of a sample")
+    parser.add_argument("--seconds", type=float, default=1.0, help="how long to measure the speed (default 1); 0: do not measure")
     parser.add_argument("--strict", action="store_true", help="exit with 1 where there are warnings")
     parser.add_argument("--json", action="store_true", help="print a list with a dict for every file, for scripts")
-    parser.add_argument("--repack", metavar="OUT", type=Path, help="write the same sequences into a contiguous file; of one FILE")
-    parser.add_argument("--compression", choices=COMPRESSIONS, help="of the repacked file, instead of contiguous")
+    parser.add_argument("--repack", metavar="OUT", type=Path, help="write the sequences of one FILE into a contiguous file")
+    parser.add_argument("--compression", choices=COMPRESSIONS, help="compress the repacked file instead")
     parser.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
     options = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
     if options.repack is not None and len(options.files) > 1:
-        parser.error("--repack: expected one FILE, got several (tools/hdf_dump.py a.hdf,b.hdf OUT makes one of several)")
+        parser.error("--repack: expected one FILE, got several (hvdtrain dump a.hdf,b.hdf OUT joins several)")
     try:
         reports = [check(path, everything=options.all, seconds=options.seconds) for path in options.files]
         print(json.dumps([_plain(report) for report in reports], indent=2) if options.json else "\n".join(map(_text, reports)))
@@ -95,11 +92,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def check(path: Path, *, everything: bool = False, seconds: float = 1.0) -> Report:
-    """Look at a file.
+    """Check a file.
 
     Args:
-        everything: look at all values, not only at a sample of sequences.
-        seconds: how long to measure the reading speed.
+        everything: check all values, not only those of a sample of sequences.
+        seconds: how long to measure the reading speed; 0: not at all.
     """
     report = Report(str(path))
     try:
@@ -143,7 +140,7 @@ def check(path: Path, *, everything: bool = False, seconds: float = 1.0) -> Repo
 
 
 def repack(path: Path, out: Path, compression: str | None = None, overwrite: bool = False) -> str:
-    """Write a file's sequences in the same order into a contiguous or compressed file; return that in a line.
+    """Write a file's sequences in the same order into a contiguous or compressed file; return a line about it.
 
     Raises:
         DataError: the file is bad, `out` exists, or it cannot be written.
@@ -186,7 +183,7 @@ def _text(report: Report) -> str:
 
 
 def _times(gain: float) -> str:
-    """How a copy compares. What differs by less than a quarter may be chance."""
+    """How a copy compares. A difference below a quarter may be chance."""
     if 0.8 < gain < 1.25:
         return "about as fast"
     return f"{gain:.1f} times as fast" if gain > 1 else f"at {gain:.1f} of the rate"
@@ -202,7 +199,3 @@ def _kind(about: dict[str, Any]) -> str:
 
 def _lengths(numbers: dict[str, float]) -> str:
     return f"{numbers['least']} to {numbers['most']} a sequence (mean {numbers['mean']:.1f}, median {numbers['median']:.0f})"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Converting any dataset into an HDF file: `python -m hvdtrain dump`, or tools/hdf_dump.py in a checkout."""
+"""The command `hvdtrain dump`: convert any dataset into an HDF file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
@@ -19,10 +19,9 @@ from typing import Any
 
 import numpy
 
-from hvdtrain.cli import parse as parse_command_line
 from hvdtrain.comm.mpi import Alone, Crashed, Peers, agreed, open_peers
 from hvdtrain.config.reference import is_reference
-from hvdtrain.config.source import load
+from hvdtrain.config.source import load, parse_command_line, split_overrides
 from hvdtrain.data.dataset import at_epoch, file_bounds
 from hvdtrain.data.hdf.compression import NAMES as COMPRESSIONS
 from hvdtrain.data.hdf.dataset import open_hdf
@@ -33,267 +32,47 @@ from hvdtrain.data.sources import DatasetSpec, parse
 from hvdtrain.data.types import Array, Dataset
 from hvdtrain.errors import ConfigError, DataError, HvdtrainError, PeerFailure
 from hvdtrain.returnn_layer.imports import Layer
-from hvdtrain.runtime.progress_bar import noted, shown
+from hvdtrain.runtime.progress_bar import noted, watched
 
-Item = tuple[str, Mapping[str, Any]]
-"""A sequence: its tag, and its arrays by data key."""
-
-
-@dataclass(frozen=True)
-class Selection:
-    """Which sequences: of an epoch's order those from `start` to `end`, both inclusive; to the last where `end` is None."""
-
-    epoch: int = 1
-    start: int = 0
-    end: int | None = None
-
-    def check(self) -> None:
-        """Raises: DataError."""
-        last = self.start if self.end is None else self.end
-        for name, number, least in (("epoch", self.epoch, 1), ("start_seq", self.start, 0), ("end_seq", last, self.start)):
-            if number < least:
-                raise DataError(f"--{name}: expected {least} or more, got {number}")
-
-
-@dataclass(frozen=True)
-class Source:
-    """Sequences in an epoch's order.
-
-    Attributes:
-        total: how many there are, where that is known.
-        read: the sequences from one number up to (not including) another, or to the last.
-        labels: by key, the classes' names.
-        dims: by key, how many classes there are.
-    """
-
-    total: int | None
-    read: Callable[[int, int | None], Iterator[Item]]
-    labels: Mapping[str, Sequence[str]]
-    dims: Mapping[str, int]
-
-
-def open_source(spec: DatasetSpec, epoch: int) -> Source:
-    """Open what a config or a command line names. Raises: DataError."""
-    opened = spec.open()
-    labels = {key: list(names) for key, names in dict(getattr(opened, "labels", {})).items()}
-    dims = dict(getattr(opened, "dims", {}))
-    for key, stream in dict(getattr(opened, "streams", {})).items():
-        labels |= {key: list(stream.labels)} if stream.labels else {}
-        dims |= {key: stream.dim} if stream.sparse and stream.dim > 1 else {}  # RETURNN writes 1 where it does not know
-    if hasattr(opened, "sequence") and hasattr(opened, "lengths"):
-        opened = at_epoch(opened, epoch)
-        lengths = opened.lengths
-        subset = used(opened, listed(opened, spec.order.seq_list_filter_file), full_epoch(spec.order, epoch))
-        by = lengths["data"] if "data" in lengths else next(iter(lengths.values()))
-        indices = order(by, spec.order, epoch, subset, file_bounds(opened))
-        return Source(len(indices), partial(_by_index, opened, indices), labels, dims)
-    if spec.order != OrderKeys():
-        raise DataError(
-            f"{spec.name}: expected no order keys for {type(opened).__name__}, which cannot be ordered before it is read, got "
-            f"{', '.join(said(spec.order))} (convert it as it comes, then order the HDF file)"
-        )
-    if hasattr(opened, "of_epoch"):
-        total, read = opened.of_epoch(epoch)
-        labels, dims = dict(opened.labels), dict(opened.dims)  # some are known only now
-        return Source(total, read, labels, dims)
-    if epoch != 1:
-        raise DataError(f"--epoch: expected 1 for {type(opened).__name__}, which knows no epochs, got {epoch}")
-    if not hasattr(opened, "__iter__"):
-        raise DataError(f"{spec.name}: expected something that yields (tag, {{key: array}}), got {type(opened).__name__}")
-    total = len(opened) if hasattr(opened, "__len__") else None
-    return Source(total, partial(_iterated, spec.name, opened), labels, dims)
-
-
-def dump(
-    spec: DatasetSpec,
-    out: Path,
-    selection: Selection,
-    peers: Peers,
-    *,
-    overwrite: bool = False,
-    compression: str | None = None,
-) -> str:
-    """Collective. Write a dataset's sequences into a file, each rank a part of them; return what was written, in a line.
-
-    The ranks write parts in a folder of rank 0's writer, which takes them over in the end: whatever happens, no part is
-    left behind.
-
-    Raises:
-        DataError: the source or what it yields is bad, the file exists, or it cannot be written.
-    """
-    began = time.monotonic()
-    folder: Path | None = None
-    with ExitStack() as stack:
-        try:
-
-            def prepare() -> tuple[Source, HDFWriter | None]:
-                selection.check()
-                source = open_source(spec, selection.epoch)
-                if source.total is None and peers.size > 1:
-                    raise DataError(
-                        f"{spec.name}: expected a source that tells how many sequences it has (__len__), to share them out "
-                        f"among {peers.size} ranks, got one that does not (start one process)"
-                    )
-                writer = HDFWriter(out, labels=source.labels, dims=source.dims, overwrite=overwrite, compression=compression)
-                return source, stack.enter_context(writer) if peers.rank == 0 else None
-
-            source, writer = agreed(peers, prepare)
-            items, count = _share(source, selection, peers)
-            items, like = agreed(peers, lambda: _first(items) if peers.rank == 0 else (items, None))
-            folder, like = peers.gather((writer.folder if writer is not None else Path(), like))[0]
-            passed = _watched(items, peers)
-            agreed(peers, lambda: _write(shown(passed, count) if writer else passed, source, writer, folder, like, peers))
-
-            def join() -> None:
-                if writer is not None:
-                    for rank in range(1, peers.size):
-                        _append(writer, folder / f"{rank}.hdf")
-                    with noted(f"putting the sequences together in {out}"):
-                        stack.close()  # here, so that all ranks know how it went
-
-            agreed(peers, join)
-        except KeyboardInterrupt:
-            if folder is not None:  # another rank's, perhaps, which may not come to remove it
-                shutil.rmtree(folder, ignore_errors=True)
-            raise
-    if writer is None:
-        return ""
-    frames = ", ".join(f"{number} frames of {key!r}" for key, number in sorted(writer.num_frames.items()))
-    seconds = time.monotonic() - began
-    return f"{out}: {writer.num_sequences} sequences, {frames}, {out.stat().st_size / 1e6:.1f} MB in {seconds:.1f} s"
-
-
-def _share(source: Source, selection: Selection, peers: Peers) -> tuple[Iterator[Item], int | None]:
-    """This rank's sequences, neighbours of each other, and their number where it is known."""
-    stop = None if selection.end is None else selection.end + 1
-    if source.total is None:
-        return source.read(selection.start, stop), None
-    count = max(0, min(source.total, source.total if stop is None else stop) - selection.start)
-    begin, end = (selection.start + count * number // peers.size for number in (peers.rank, peers.rank + 1))
-    if peers.rank == peers.size - 1:
-        return source.read(begin, stop), end - begin  # a source may have more than it says
-    return source.read(begin, end), end - begin
-
-
-def _first(items: Iterator[Item]) -> tuple[Iterator[Item], Item | None]:
-    """All the items again, and the types and shapes of the first one."""
-    first = next(items, None)
-    if first is None:
-        return items, None
-    return chain([first], items), (first[0], {key: numpy.asarray(values)[:0] for key, values in first[1].items()})
-
-
-def _write(
-    items: Iterator[Item], source: Source, writer: HDFWriter | None, folder: Path, like: Item | None, peers: Peers
-) -> None:
-    """Write this rank's share: rank 0 into the file itself, the others into parts, if they have any."""
-    if writer is not None:
-        for tag, arrays in items:
-            writer.add(tag, arrays)
-        return
-    first = next(items, None)
-    if first is None:
-        return
-    with HDFWriter(folder / f"{peers.rank}.hdf", labels=source.labels, dims=source.dims) as part:
-        if like is not None:
-            part.expect(*like)
-        for tag, arrays in chain([first], items):
-            part.add(tag, arrays)
-
-
-def _append(writer: HDFWriter, path: Path) -> None:
-    if path.exists():
-        part = open_hdf([path])
-        for tag, arrays in _by_index(part, numpy.arange(part.num_sequences), 0, None):
-            writer.add(tag, arrays)
-        part.close()
-
-
-def _by_index(opened: Dataset, indices: Array, start: int, stop: int | None, block: int = 10_000) -> Iterator[Item]:
-    """Sequences of a dataset; their tags are read a block at a time."""
-    wanted = indices[start:stop]
-    for first in range(0, len(wanted), block):
-        some = wanted[first : first + block].tolist()
-        for tag, index in zip(opened.tags(some), some, strict=True):
-            yield tag, opened.sequence(index)
-
-
-def _iterated(name: str, opened: Any, start: int, stop: int | None) -> Iterator[Item]:
-    """What a user's own Python yields; looked up by number where it is a sequence in Python's sense."""
-    if isinstance(opened, Sequence):
-        found: Iterable[Any] = (
-            opened[number] for number in range(start, len(opened) if stop is None else min(stop, len(opened)))
-        )
-    else:
-        found = islice(opened, start, stop)
-    for number, item in enumerate(found, start=start):
-        if not (isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) and isinstance(item[1], dict)):
-            raise DataError(f"{name}: expected (tag, {{key: array}}) as sequence {number}, got {str(item)[:80]}")
-        yield item
-
-
-def _watched(items: Iterable[Item], peers: Peers) -> Iterator[Item]:
-    """Pass sequences on until another rank fails."""
-    for item in items:
-        if peers.has_failed():
-            raise PeerFailure("stopped, because another rank failed")
-        yield item
-
+DESCRIPTION = "Convert a dataset into an HDF file in RETURNN's layout. Without --compression the file can be memory-mapped."
 
 EPILOG = """\
 SOURCE is one of
-  a config            tools/hdf_dump.py g2p.py dev.hdf --dataset dev
-  a dataset dict      tools/hdf_dump.py '{"class": "HDFDataset", "files": ["a.hdf", "b.hdf"]}' both.hdf
-  HDF files           tools/hdf_dump.py a.hdf,b.hdf both.hdf
-  Python of your own  tools/hdf_dump.py my_corpus.py:sequences out.hdf
-                      tools/hdf_dump.py '{"class": "my_corpus.py:Corpus", "part": "train"}' out.hdf
-  a folder of files   tools/hdf_dump.py '{"class": "FolderDataset", "folder": "wav", "transcript": "text"}' out.hdf
-  Hugging Face        tools/hdf_dump.py '{"class": "HuggingFaceDataset", "folder": "saved", "columns": {"data": "x"}}' out.hdf
-  RETURNN             tools/hdf_dump.py '{"class": "ReturnnDataset", "dataset": {"class": "OggZipDataset", ...}}' out.hdf
+  a config            hvdtrain dump g2p.py dev.hdf --dataset dev
+  a dataset dict      hvdtrain dump '{"class": "HDFDataset", "files": ["a.hdf", "b.hdf"]}' both.hdf
+  HDF files           hvdtrain dump a.hdf,b.hdf both.hdf
+  Python of your own  hvdtrain dump my_corpus.py:sequences out.hdf
+                      hvdtrain dump '{"class": "my_corpus.py:Corpus", "part": "train"}' out.hdf
+  a folder of files   hvdtrain dump '{"class": "FolderDataset", "folder": "wav", "transcript": "text"}' out.hdf
+  Hugging Face        hvdtrain dump '{"class": "HuggingFaceDataset", "folder": "saved", "columns": {"data": "x"}}' out.hdf
+  RETURNN             hvdtrain dump '{"class": "ReturnnDataset", "dataset": {"class": "OggZipDataset", ...}}' out.hdf
 
-Python of your own is a function or class that can be iterated over and yields (tag, {key: array}): arrays of shape
-(frames,) for class indices, (frames, features) for vectors. The key 'data' is the input. An attribute `labels`
-({key: names of the classes}) or `dims` ({key: number of classes}) gives the dimension of class indices, else it is the
-largest index plus one; `__len__` lets the remaining time be shown.
+Python of your own is a function or class that yields (tag, {key: array}) when iterated over: arrays of shape (frames,)
+for class indices, (frames, features) for vectors. The key 'data' is the input. An attribute `labels` ({key: names of the
+classes}) or `dims` ({key: number of classes}) gives the dimension of class indices, otherwise it is the largest index plus
+one. With `__len__` the progress bar shows the remaining time.
 
-A folder's files are .npy arrays or 16-bit PCM .wav, named by tag; the lines of the transcript are `tag text`. Hugging Face's is
-what `save_to_disk` of the package `datasets` wrote. A dataset of RETURNN is read by RETURNN, which has to be installed; one
-that RETURNN alone has may also stand in a config as it is. docs/datasets.md has their options.
+A folder's files are .npy arrays or 16-bit PCM .wav, named by tag; the lines of the transcript are `tag text`. A Hugging
+Face folder is what `save_to_disk` of the package `datasets` wrote. RETURNN, if it is installed, reads its own datasets; a
+config may also have them as they are. docs/datasets.md has the options.
 
-mpirun -np N tools/hdf_dump.py ... converts on N processes: each a part of the sequences, which must come in the same order
-in all of them, joined into the same file that one process writes. What can be indexed (HDF files, a folder, a sequence in
-Python's sense) gains from it; of what can only be iterated over, each process skips the others' parts.
+mpirun -np N python -m hvdtrain dump ... writes the same file with N processes. Each reads a part of the sequences, which
+must come in the same order in all of them. A source that can be indexed (HDF files, a folder, a sequence in Python's
+sense) gains from it; in one that can only be iterated over, each process skips the others' parts.
 """
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the tool; return its exit status."""
-    parser = argparse.ArgumentParser(
-        prog="hdf_dump.py",
-        description="Convert a dataset into an HDF file in RETURNN's layout, contiguous, so that it can be memory-mapped.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("source", metavar="SOURCE", help="a config, a dataset dict, HDF files, or 'module:name' of your own")
-    parser.add_argument("out", metavar="OUT.hdf", type=Path, help="the file to be")
-    parser.add_argument("--dataset", default="train", help="of a config: train (the default), dev, eval or another key")
-    parser.add_argument("--epoch", type=int, default=1, help="whose order and part of the data (partition_epoch); default 1")
-    parser.add_argument("--start_seq", type=int, default=0, help="the first sequence, counted from 0")
-    parser.add_argument("--end_seq", type=int, default=None, help="the last sequence, inclusive as in RETURNN; default: all")
-    parser.add_argument(
-        "--compression", choices=COMPRESSIONS, help="smaller, but slower to read: gzip, lzf, or with hdf5plugin zstd, lz4, blosc2"
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace OUT.hdf if it exists")
-    given = sys.argv[1:] if arguments is None else arguments
-    overrides_from = next((i for i, argument in enumerate(given) if argument.startswith("++")), len(given))
-    options = parser.parse_args(given[:overrides_from])
+    """Run the command; return its exit status."""
+    given, overrides_given = split_overrides(sys.argv[1:] if arguments is None else arguments)
+    options = _parser().parse_args(given)
     peers: Peers = Alone()
     try:
         with terminating():
             peers = open_peers()
 
             def find() -> DatasetSpec:
-                _, overrides = parse_command_line([options.source, *given[overrides_from:]])
+                _, overrides = parse_command_line([options.source, *overrides_given])
                 return find_dataset(options.source, options.dataset, overrides)
 
             spec = agreed(peers, find)
@@ -313,9 +92,25 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hvdtrain dump", description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("source", metavar="SOURCE", help="a config, a dataset dict, HDF files, or 'module:name' of your own")
+    add("out", metavar="OUT.hdf", type=Path, help="the file to write")
+    add("--dataset", default="train", help="a config's dataset: train (the default), dev, eval or another key")
+    add("--epoch", type=int, default=1, help="the epoch whose order and part (partition_epoch) are written; default 1")
+    add("--start_seq", type=int, default=0, help="the first sequence, counted from 0")
+    add("--end_seq", type=int, default=None, help="the last sequence, inclusive as in RETURNN; default: all")
+    add("--compression", choices=COMPRESSIONS, help="smaller, but slower to read; zstd, lz4 and blosc2 need hdf5plugin")
+    add("--overwrite", action="store_true", help="replace OUT.hdf if it exists")
+    return parser
+
+
 @contextmanager
 def terminating() -> Iterator[None]:
-    """Take a request to terminate, which mpirun makes out of Ctrl-C, for Ctrl-C: what was begun is cleared away."""
+    """Handle SIGTERM, which mpirun sends on Ctrl-C, as Ctrl-C: what was begun is removed."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -348,5 +143,208 @@ def find_dataset(source: str, name: str, overrides: dict[str, str]) -> DatasetSp
     return spec
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+Item = tuple[str, Mapping[str, Any]]
+"""A sequence: its tag, and its arrays by data key."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Sequences of an epoch in its order, from `start` to `end`, both inclusive; None: to the last one."""
+
+    epoch: int = 1
+    start: int = 0
+    end: int | None = None
+
+    def check(self) -> None:
+        """Raises: DataError."""
+        last = self.start if self.end is None else self.end
+        for name, number, least in (("epoch", self.epoch, 1), ("start_seq", self.start, 0), ("end_seq", last, self.start)):
+            if number < least:
+                raise DataError(f"--{name}: expected {least} or more, got {number}")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Sequences in an epoch's order.
+
+    Attributes:
+        total: the number of sequences, if it is known.
+        read: returns the sequences from a first number up to, and not including, a second one; None: to the last.
+        labels: the names of the classes, by key.
+        dims: the number of classes, by key.
+    """
+
+    total: int | None
+    read: Callable[[int, int | None], Iterator[Item]]
+    labels: Mapping[str, Sequence[str]]
+    dims: Mapping[str, int]
+
+
+def open_source(spec: DatasetSpec, epoch: int) -> Source:
+    """Open a dataset as a source: one with lengths in the order that its keys ask for, others as they come. Raises: DataError."""
+    opened = spec.open()
+    labels = {key: list(names) for key, names in dict(getattr(opened, "labels", {})).items()}
+    dims = dict(getattr(opened, "dims", {}))
+    for key, stream in dict(getattr(opened, "streams", {})).items():
+        labels |= {key: list(stream.labels)} if stream.labels else {}
+        dims |= {key: stream.dim} if stream.sparse and stream.dim > 1 else {}  # RETURNN writes 1 where it does not know
+    if hasattr(opened, "sequence") and hasattr(opened, "lengths"):
+        opened = at_epoch(opened, epoch)
+        lengths = opened.lengths
+        subset = used(opened, listed(opened, spec.order.seq_list_filter_file), full_epoch(spec.order, epoch))
+        by = lengths["data"] if "data" in lengths else next(iter(lengths.values()))
+        indices = order(by, spec.order, epoch, subset, file_bounds(opened))
+        return Source(len(indices), partial(_by_index, opened, indices), labels, dims)
+    if spec.order != OrderKeys():
+        raise DataError(
+            f"{spec.name}: expected no order keys for {type(opened).__name__}, which cannot be ordered before it is read, got "
+            f"{', '.join(said(spec.order))} (convert it as it comes, then order the HDF file)"
+        )
+    if hasattr(opened, "of_epoch"):
+        total, read = opened.of_epoch(epoch)
+        labels, dims = dict(opened.labels), dict(opened.dims)  # some are known only now
+        return Source(total, read, labels, dims)
+    if epoch != 1:
+        raise DataError(f"--epoch: expected 1 for {type(opened).__name__}, which knows no epochs, got {epoch}")
+    if not hasattr(opened, "__iter__"):
+        raise DataError(f"{spec.name}: expected something that yields (tag, {{key: array}}), got {type(opened).__name__}")
+    total = len(opened) if hasattr(opened, "__len__") else None
+    return Source(total, partial(_iterated, spec.name, opened), labels, dims)
+
+
+def _by_index(opened: Dataset, indices: Array, start: int, stop: int | None, block: int = 10_000) -> Iterator[Item]:
+    """Sequences of a dataset that can be indexed; tags are read in blocks."""
+    wanted = indices[start:stop]
+    for first in range(0, len(wanted), block):
+        some = wanted[first : first + block].tolist()
+        for tag, index in zip(opened.tags(some), some, strict=True):
+            yield tag, opened.sequence(index)
+
+
+def _iterated(name: str, opened: Any, start: int, stop: int | None) -> Iterator[Item]:
+    """Sequences of a user's own Python, by index where it is a sequence in Python's sense. Raises: DataError."""
+    if isinstance(opened, Sequence):
+        end = len(opened) if stop is None else min(stop, len(opened))
+        found: Iterable[Any] = (opened[number] for number in range(start, end))
+    else:
+        found = islice(opened, start, stop)
+    for number, item in enumerate(found, start=start):
+        if not (isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) and isinstance(item[1], dict)):
+            raise DataError(f"{name}: expected (tag, {{key: array}}) as sequence {number}, got {str(item)[:80]}")
+        yield item
+
+
+def dump(
+    spec: DatasetSpec,
+    out: Path,
+    selection: Selection,
+    peers: Peers,
+    *,
+    overwrite: bool = False,
+    compression: str | None = None,
+) -> str:
+    """Collective. Write a dataset's sequences into a file, each rank a part of them; return a line about what was written.
+
+    The ranks write their parts into a temporary folder of rank 0's writer, which joins and removes them, also after an error.
+
+    Raises:
+        DataError: the source or what it yields is bad, the file exists, or it cannot be written.
+    """
+    began = time.monotonic()
+    folder: Path | None = None
+    with ExitStack() as stack:
+        try:
+
+            def prepare() -> tuple[Source, HDFWriter | None]:
+                selection.check()
+                source = open_source(spec, selection.epoch)
+                if source.total is None and peers.size > 1:
+                    raise DataError(
+                        f"{spec.name}: expected a source that tells how many sequences it has (__len__), to share them out "
+                        f"among {peers.size} ranks, got one that does not (start one process)"
+                    )
+                writer = HDFWriter(out, labels=source.labels, dims=source.dims, overwrite=overwrite, compression=compression)
+                return source, stack.enter_context(writer) if peers.rank == 0 else None
+
+            source, writer = agreed(peers, prepare)
+            items, count = _share(source, selection, peers)
+            items, like = agreed(peers, lambda: _first(items) if peers.rank == 0 else (items, None))
+            folder, like = peers.gather((writer.folder if writer is not None else Path(), like))[0]
+            items = _until_failure(items, peers)
+
+            def write() -> None:
+                with watched(items, count, "seq") if writer is not None else nullcontext(items) as drawn:
+                    _write(iter(drawn), source, writer, like, folder / f"{peers.rank}.hdf")
+
+            agreed(peers, write)
+
+            def join() -> None:
+                if writer is not None:
+                    for rank in range(1, peers.size):
+                        _append(writer, folder / f"{rank}.hdf")
+                    with noted(f"putting the sequences together in {out}"):
+                        stack.close()  # here, so that all ranks know how it went
+
+            agreed(peers, join)
+        except KeyboardInterrupt:
+            if folder is not None:  # another rank's, perhaps, which may not come to remove it
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+    if writer is None:
+        return ""
+    frames = ", ".join(f"{number} frames of {key!r}" for key, number in sorted(writer.num_frames.items()))
+    size, seconds = out.stat().st_size / 1e6, time.monotonic() - began
+    return f"{out}: {writer.num_sequences} sequences, {frames}, {size:.1f} MB in {seconds:.1f} s"
+
+
+def _share(source: Source, selection: Selection, peers: Peers) -> tuple[Iterator[Item], int | None]:
+    """This rank's sequences, which are consecutive, and their number if it is known."""
+    stop = None if selection.end is None else selection.end + 1
+    if source.total is None:
+        return source.read(selection.start, stop), None
+    count = max(0, min(source.total, source.total if stop is None else stop) - selection.start)
+    begin, end = (selection.start + count * number // peers.size for number in (peers.rank, peers.rank + 1))
+    if peers.rank == peers.size - 1:
+        return source.read(begin, stop), end - begin  # a source may have more than it says
+    return source.read(begin, end), end - begin
+
+
+def _first(items: Iterator[Item]) -> tuple[Iterator[Item], Item | None]:
+    """All items again, and the first one's tag with empty arrays of its types and shapes."""
+    first = next(items, None)
+    if first is None:
+        return items, None
+    return chain([first], items), (first[0], {key: numpy.asarray(values)[:0] for key, values in first[1].items()})
+
+
+def _write(items: Iterator[Item], source: Source, writer: HDFWriter | None, like: Item | None, path: Path) -> None:
+    """Write this rank's share: rank 0 with its writer, the others into a file of their own, unless they have no sequence."""
+    if writer is not None:
+        for tag, arrays in items:
+            writer.add(tag, arrays)
+        return
+    first = next(items, None)
+    if first is None:
+        return
+    with HDFWriter(path, labels=source.labels, dims=source.dims) as part:
+        if like is not None:
+            part.expect(*like)
+        for tag, arrays in chain([first], items):
+            part.add(tag, arrays)
+
+
+def _append(writer: HDFWriter, path: Path) -> None:
+    """Add another rank's part, if it wrote one."""
+    if path.exists():
+        part = open_hdf([path])
+        for tag, arrays in _by_index(part, numpy.arange(part.num_sequences), 0, None):
+            writer.add(tag, arrays)
+        part.close()
+
+
+def _until_failure(items: Iterable[Item], peers: Peers) -> Iterator[Item]:
+    """The same items, until another rank fails. Raises: PeerFailure."""
+    for item in items:
+        if peers.has_failed():
+            raise PeerFailure("stopped, because another rank failed")
+        yield item

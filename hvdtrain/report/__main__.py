@@ -1,4 +1,4 @@
-"""`python -m hvdtrain.report FOLDER...`: one page about one training or several."""
+"""The command `hvdtrain report FOLDER...`: one page about one training or several; also `python -m hvdtrain.report`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from hvdtrain.report.runs import read_runs
 def main(arguments: list[str] | None = None) -> int:
     """Make the page; return the exit status."""
     parser = argparse.ArgumentParser(
-        prog="python -m hvdtrain.report",
-        description="Make a page of HTML about a training: curves of losses and errors, learning rate, where the time went, "
-        "settings and where they came from. Of several folders, the trainings are compared.",
+        prog="hvdtrain report",
+        description="Make an HTML page about a training: curves of losses, errors and learning rate, time spent, settings and "
+        "their origins. With several folders the page compares the trainings.",
     )
-    parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="where scores.jsonl is, beside the model's files")
-    parser.add_argument("--out", type=Path, help="the page; without it, report.html in the (first) folder")
-    parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="write every figure there as a PNG, too")
+    parser.add_argument(
+        "folders", nargs="+", type=Path, metavar="FOLDER", help="the folder of scores.jsonl and the model's files"
+    )
+    parser.add_argument("--out", type=Path, help="the page; default: report.html in the (first) folder")
+    parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="write every figure as a PNG, too")
     options = parser.parse_args(arguments)
     try:
         runs = read_runs(options.folders)

@@ -1,155 +1,152 @@
-"""A line on the terminal that tells how far a long work is, how fast it goes and how long it will take."""
+"""A progress bar on the terminal: tqdm's, also on the terminals that Open MPI gives its ranks."""
 
 from __future__ import annotations
 
 import os
 import sys
-import time
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from pathlib import Path
 from typing import IO, Any, TypeVar
-
-from hvdtrain.runtime.timer import clock_text
 
 T = TypeVar("T")
 
 EVERY = 0.2
 """Seconds between two drawings."""
 
-BAR = 20
-"""Characters of the bar."""
+MPIRUN = ("mpirun", "mpiexec", "orterun", "prterun")
+"""What Open MPI's launcher may be called."""
 
 
-class Line:
-    """The last line of a terminal, drawn again and again. It is never longer than the terminal is wide.
+@contextmanager
+def watched(items: Iterable[T], total: int | None, unit: str) -> Iterator[Iterable[T]]:
+    """The same items, with a bar that counts them as the caller takes them, if stderr or stdout is a terminal.
+
+    Args:
+        total: how many items there are, if that is known.
+        unit: what an item is called, for the rate.
+    """
+    with open_terminal(sys.stderr, sys.stdout) as terminal:
+        if terminal is None:
+            yield items
+            return
+        with terminal.bar(items, total=total, unit=unit) as bar:
+            yield bar
+
+
+@contextmanager
+def noted(text: str) -> Iterator[None]:
+    """Show a line on the terminal inside the `with` block, if there is a terminal."""
+    with open_terminal(sys.stderr, sys.stdout) as terminal:
+        if terminal is None:
+            yield
+            return
+        with terminal.bar(desc=text, bar_format="{desc}{bar}"):
+            yield
+
+
+@contextmanager
+def open_terminal(*streams: IO[str]) -> Iterator[Terminal | None]:
+    """The terminal of the first stream that has one, for bars below the lines that Python prints meanwhile; None: no terminal."""
+    found = next(((stream, window) for stream in streams if (window := terminal_of(stream)) is not None), None)
+    if found is None:
+        yield None
+        return
+    from tqdm import tqdm  # not needed by a program that draws no bar
+
+    tqdm.monitor_interval = 0  # no thread that wakes up a bar: ours are drawn when something happens
+    tqdm.set_lock(threading.RLock())  # tqdm's own would be shared among processes; only one process draws
+    above = [LinesAbove(stream, found[0]) for stream in (sys.stdout, sys.stderr)]
+    with redirect_stdout(above[0]), redirect_stderr(above[1]):
+        try:
+            yield Terminal(*found)
+        finally:
+            for stream in above:
+                stream.end()
+
+
+def terminal_of(stream: IO[str]) -> int | None:
+    """A file descriptor that knows the width of the terminal that a stream prints to; None if it prints to a file or a pipe.
+
+    Open MPI gives every rank a terminal, and passes on what is printed there to mpirun's own output. Whether that is a
+    terminal, and how wide it is now, only mpirun's process knows; the rank's terminal has the size of the start, or none.
+    """
+    if not stream.isatty():
+        return None
+    own, parent = stream.fileno(), f"/proc/{os.getppid()}"
+    with suppress(OSError):
+        if Path(parent, "comm").read_text().startswith(MPIRUN):
+            window = os.open(f"{parent}/fd/{own}", os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK)
+            if os.isatty(window) and os.get_terminal_size(window).columns:
+                return window
+            os.close(window)
+    return own if os.get_terminal_size(own).columns else None
+
+
+class Terminal:
+    """A terminal on which bars are drawn.
 
     Args:
         stream: prints to the terminal.
-        window: a file descriptor that knows how wide the terminal is.
+        window: a file descriptor that knows the terminal's width.
     """
 
     def __init__(self, stream: IO[str], window: int) -> None:
         self._stream = stream
         self._window = window
-        self._drawn = False
+        self._columns = 79
 
-    def draw(self, text: str) -> None:
-        """Replace the line."""
-        with suppress(OSError):  # nobody stops working because a terminal was closed
-            width = os.get_terminal_size(self._window).columns - 1
-            self._stream.write(f"\r{text[:width]}\x1b[K")  # the sequence clears what is left of a longer line
-            self._stream.flush()
-        self._drawn = bool(text)
+    def bar(self, items: Iterable[Any] | None = None, **options: Any) -> Any:
+        """A tqdm bar, narrower than the terminal also when its width changes; rates are means. Closing the bar removes it.
 
-    def clear(self) -> None:
-        """Leave the line empty, if it is not."""
-        if self._drawn:
-            self.draw("")
+        Args:
+            items: what the bar is iterated over for, if it is.
+            options: tqdm's: desc, total, initial, unit, bar_format.
+        """
+        from tqdm import tqdm
+
+        bar = tqdm(items, file=self._stream, leave=False, mininterval=EVERY, smoothing=0, ncols=self.columns, **options)
+        bar.dynamic_ncols = lambda _: (self.columns, None)  # tqdm's function asks the stream, whose size under mpirun is old
+        return bar
+
+    @property
+    def columns(self) -> int:
+        """How many columns a bar may take. The last one stays empty: a character there makes some terminals wrap."""
+        with suppress(OSError):  # a closed terminal has no size
+            self._columns = (os.get_terminal_size(self._window).columns or 80) - 1
+        return self._columns
 
 
-class Above:
-    """A stream that clears a terminal's last line before it prints, so that what is printed stands above it."""
+class LinesAbove:
+    """A stream that prints whole lines above the bars of a terminal.
 
-    def __init__(self, stream: IO[str], line: Line) -> None:
+    Args:
+        stream: where the lines go.
+        terminal: the stream of the bars.
+    """
+
+    def __init__(self, stream: IO[str], terminal: IO[str]) -> None:
         self._stream = stream
-        self._line = line
+        self._terminal = terminal
+        self._begun = ""
 
     def write(self, text: str) -> int:
-        self._line.clear()
-        return self._stream.write(text)
+        """Print the lines that are complete; keep the rest until its line ends."""
+        from tqdm import tqdm
+
+        with tqdm.get_lock():
+            lines, newline, self._begun = (self._begun + text).rpartition("\n")
+            if newline:
+                with tqdm.external_write_mode(file=self._terminal):
+                    self._stream.write(lines + newline)
+                    self._stream.flush()
+        return len(text)
+
+    def end(self) -> None:
+        """Print what is left of a line that was not ended."""
+        self._stream.write(self._begun)
+        self._begun = ""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
-
-
-@contextmanager
-def line_below() -> Iterator[Line | None]:
-    """A line below everything that Python prints meanwhile to stdout or stderr; in the end it is empty. None: no terminal."""
-    window = terminal_of(sys.stdout)
-    if window is None:
-        yield None
-        return
-    line = Line(sys.stdout, window)
-    with redirect_stdout(Above(sys.stdout, line)), redirect_stderr(Above(sys.stderr, line)):
-        try:
-            yield line
-        finally:
-            line.clear()
-
-
-def terminal_of(stream: IO[str]) -> int | None:
-    """A file descriptor of the terminal that a stream prints to; None where that is a file or a pipe.
-
-    Open MPI gives every rank a terminal of its own, without a size, and passes on what is printed there to wherever its own
-    output goes: what that is, only its process knows.
-    """
-    if not stream.isatty():
-        return None
-    if os.get_terminal_size(stream.fileno()).columns:
-        return stream.fileno()
-    try:
-        of_launcher = os.open(f"/proc/{os.getppid()}/fd/{stream.fileno()}", os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK)
-    except OSError:
-        return None
-    if os.isatty(of_launcher) and os.get_terminal_size(of_launcher).columns:
-        return of_launcher
-    os.close(of_launcher)
-    return None
-
-
-def shown(items: Iterable[T], total: int | None) -> Iterator[T]:
-    """Pass items on; where stderr is a terminal, draw how many of `total` went by. In the end the line is empty again."""
-    if not sys.stderr.isatty():
-        yield from items
-        return
-    line = Line(sys.stderr, sys.stderr.fileno())
-    try:
-        for done, item in enumerate(items, start=1):
-            now = time.monotonic()
-            if done == 1:
-                began = last = now  # it may have been there already: the rate is that of those behind it
-            yield item
-            if done > 1 and now - last >= EVERY:
-                last = now
-                line.draw(items_line(done, total, (done - 1) / (now - began)))
-    finally:
-        line.clear()
-
-
-@contextmanager
-def noted(text: str) -> Iterator[None]:
-    """Where stderr is a terminal, tell what goes on while it does."""
-    if not sys.stderr.isatty():
-        yield
-        return
-    line = Line(sys.stderr, sys.stderr.fileno())
-    line.draw(text)
-    try:
-        yield
-    finally:
-        line.clear()
-
-
-def items_line(done: int, total: int | None, rate: float) -> str:
-    """What is drawn for items that go by; the rate is sequences a second.
-
-    >>> items_line(30, 120, 15.0)
-    '[#####...............]  25.0%  30 of 120 sequences, 15/s, 0:00:06 remaining'
-    >>> items_line(3, None, 1.5)
-    '3 sequences, 1.5/s'
-    """
-    speed = f"{rate:.0f}/s" if rate >= 10 else f"{rate:.2g}/s"
-    if not total:
-        return f"{done} sequences, {speed}"
-    rest = clock_text(max(0, total - done) / rate)
-    return f"{bar(done / total)}  {done} of {total} sequences, {speed}, {rest} remaining"
-
-
-def bar(share: float) -> str:
-    """How much of something is done, from 0 to 1.
-
-    >>> bar(0.25)
-    '[#####...............]  25.0%'
-    """
-    share = min(1.0, share)
-    return f"[{'#' * int(BAR * share)}{'.' * (BAR - int(BAR * share))}] {100 * share:5.1f}%"

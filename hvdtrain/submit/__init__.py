@@ -1,1 +1,1 @@
-"""Job scripts for Slurm, SGE and plain mpirun: `python -m hvdtrain.submit`."""
+"""Job scripts for Slurm, SGE and plain mpirun: `hvdtrain submit`."""

@@ -1,4 +1,4 @@
-"""The command line: `python -m hvdtrain.submit CONFIG --scheduler slurm --nodes 2 ...`."""
+"""The command `hvdtrain submit CONFIG --scheduler slurm --nodes 2 ...`; also `python -m hvdtrain.submit`."""
 
 from __future__ import annotations
 
@@ -10,32 +10,31 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from hvdtrain.cli import parse as parse_config
+from hvdtrain.config.source import parse_command_line, split_overrides
 from hvdtrain.errors import ConfigError, HvdtrainError
 from hvdtrain.settings import Settings, read_settings
 from hvdtrain.submit.job import Job, choose_launcher, seconds_of
 from hvdtrain.submit.schedulers import plain_script, sge_script, slurm_script
 
-USAGE = """\
-python -m hvdtrain.submit CONFIG [CONFIG ...] --scheduler slurm|sge|mpi [options] [++KEY VALUE ...]"""
+USAGE = "python -m hvdtrain submit CONFIG [CONFIG ...] --scheduler slurm|sge|mpi [options] [++KEY VALUE ...]"
 
 DESCRIPTION = """\
-Write the job script for a training and print it, or submit it with --submit. The config is checked first: what the trainer
-would refuse is told here, before anything waits in a queue. Shortly before the time is up the training stops with a
-checkpoint and goes back into the queue."""
+Write the job script for a training and print it, or submit it with --submit. The config is checked first, so its problems
+are reported before anything waits in a queue. Shortly before the time limit the training stops with a checkpoint, and the
+job goes back into the queue."""
 
 EPILOG = """\
 exit status
   0  printed or submitted
-  1  the scheduler refused
-  2  a mistake in the config or the options; nothing was submitted
+  1  the scheduler refused the script
+  2  a problem in the config or the options; nothing was submitted
 
-The script runs in this folder, with this Python. What your cluster needs besides goes into --setup (a line of shell, such
-as 'module load openmpi') and --option (a line for the scheduler, such as '--constraint=h100'); both may be repeated.
+The script runs in the current folder, with this Python. --setup adds a line of shell that your cluster needs, such as
+'module load openmpi'; --option adds a line for the scheduler, such as '--constraint=h100'. Both may be repeated.
 """
 
 START = 180
-"""Seconds that a training has at least: a signal that comes while it starts kills it, and Slurm's may come a minute early."""
+"""Seconds that a training has at least: a signal during start-up kills it, and Slurm may send the signal a minute early."""
 
 WRITERS: dict[str, Callable[[Job], str]] = {"slurm": slurm_script, "sge": sge_script, "mpi": plain_script}
 SUBMITTERS = {"slurm": ["sbatch"], "sge": ["qsub"], "mpi": ["bash"]}
@@ -43,12 +42,11 @@ SUBMITTERS = {"slurm": ["sbatch"], "sge": ["qsub"], "mpi": ["bash"]}
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the program; return its exit status."""
-    given = sys.argv[1:] if arguments is None else arguments
-    overrides_from = next((i for i, argument in enumerate(given) if argument.startswith("++")), len(given))
-    options = _parser().parse_args(given[:overrides_from])
+    given, overrides_given = split_overrides(sys.argv[1:] if arguments is None else arguments)
+    options = _parser().parse_args(given)
     try:
-        configs, overrides = parse_config([*options.configs, *given[overrides_from:]])
-        job = job_of(options, read_settings(configs, overrides), given[overrides_from:], given)
+        configs, overrides = parse_command_line([*options.configs, *overrides_given])
+        job = job_of(options, read_settings(configs, overrides), overrides_given, [*given, *overrides_given])
     except HvdtrainError as error:
         print(error, file=sys.stderr)
         return 2
@@ -63,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def job_of(options: argparse.Namespace, settings: Settings, overrides: list[str], given: list[str]) -> Job:
-    """What the options and the config make of a job. Raises: ConfigError, with all problems."""
+    """The job that the options and the config describe. Raises: ConfigError, with all problems."""
     problems = []
     for name in ("nodes", "tasks_per_node", "cpus_per_task", "stop_before"):
         value = getattr(options, name)
@@ -105,13 +103,14 @@ def job_of(options: argparse.Namespace, settings: Settings, overrides: list[str]
         )
     if problems:
         raise ConfigError(problems)
+    configs = [each if "/" in each or "." in each else f"./{each}" for each in options.configs]  # no command's name
     return Job(
         name=options.name or Path(options.configs[0]).stem,
         launcher=launcher,
-        arguments=(*options.configs, *overrides),
+        arguments=(*configs, *overrides),
         python=options.python,
         folder=str(Path.cwd()),
-        written_by=f"python -m hvdtrain.submit {shlex.join(given)}",
+        written_by=f"python -m hvdtrain submit {shlex.join(given)}",
         nodes=options.nodes,
         tasks_per_node=options.tasks_per_node,
         gpus_per_node=options.gpus_per_node,
@@ -136,7 +135,7 @@ def job_of(options: argparse.Namespace, settings: Settings, overrides: list[str]
 def submit(script: str, command: list[str]) -> int:
     """Give the script to the scheduler; return the exit status."""
     if shutil.which(command[0]) is None:
-        print(f"--submit: expected {command[0]} in PATH, got none (are you on a login node of the cluster?)", file=sys.stderr)
+        print(f"--submit: expected {command[0]} in PATH, got none (is this a login node of the cluster?)", file=sys.stderr)
         return 1
     done = subprocess.run(command, input=script, text=True)
     return 1 if done.returncode else 0
@@ -144,40 +143,49 @@ def submit(script: str, command: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="hvdtrain.submit",
+        prog="hvdtrain submit",
         usage=USAGE,
         description=DESCRIPTION,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("configs", metavar="CONFIG", nargs="+", help="what is trained")
-    add("--scheduler", choices=sorted(WRITERS), required=True, help="whom the script is for; mpi: nobody, just mpirun and ssh")
-    add(
-        "--launcher", choices=("python", "mpirun", "srun", "torchrun"), help="who starts the ranks; default: by the config's keys"
-    )
+    add("configs", metavar="CONFIG", nargs="+", help="the config of the training")
+    add("--scheduler", choices=sorted(WRITERS), required=True, help="the scheduler; mpi: none, only mpirun and ssh")
+    add("--launcher", choices=("python", "mpirun", "srun", "torchrun"), help="starts the ranks; default: by the config's keys")
     add("--nodes", type=int, default=1, help="hosts (default 1)")
     add("--tasks-per-node", type=int, default=1, help="ranks on each host (default 1)")
     add("--gpus-per-node", type=int, default=0, help="GPUs on each host, one for each rank (default 0)")
-    add("--cpus-per-task", type=int, help="cores of a rank, also OMP_NUM_THREADS")
-    add("--memory", help="such as 64G; Slurm: of a node, SGE: of a slot")
-    add("--time", help="at most so long: hh:mm:ss, d-hh:mm:ss or minutes")
-    add("--stop-before", type=int, default=300, help="seconds before the end at which training stops with a checkpoint (300)")
-    add("--no-requeue", action="store_true", help="a training that was stopped does not go back into the queue")
-    add("--name", help="of the job; default: the config's")
+    add("--cpus-per-task", type=int, help="cores of a rank; sets OMP_NUM_THREADS, too")
+    add("--memory", help="such as 64G; Slurm: per node, SGE: per slot")
+    add("--time", help="time limit: hh:mm:ss, d-hh:mm:ss or minutes")
+    add(
+        "--stop-before",
+        type=int,
+        default=300,
+        help="seconds before the time limit at which training stops with a checkpoint (300)",
+    )
+    add("--no-requeue", action="store_true", help="do not put a training that was stopped back into the queue")
+    add("--name", help="name of the job; default: the config's")
     add("--queue", help="Slurm's partition, SGE's queue")
-    add("--account", help="who pays")
+    add("--account", help="the account to charge")
     add("--parallel-environment", default="mpi", help="SGE's -pe (default mpi)")
-    add("--hosts", default="", help="of --scheduler mpi: h1,h2")
-    add("--interface", help="the network between the hosts, such as eth0: for NCCL, Gloo and mpirun")
+    add("--hosts", default="", help="with --scheduler mpi: h1,h2")
+    add("--interface", help="the network interface for NCCL, Gloo and mpirun, such as eth0")
     add("--output", default=".", help="folder for the job's output (default: this one)")
     add("--setup", action="append", default=[], metavar="LINE", help="a line of shell before anything else")
-    add("--export", action="append", default=[], metavar="NAME", help="a variable that mpirun hands on, such as NCCL_DEBUG")
+    add(
+        "--export",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a variable that mpirun exports to all hosts, such as NCCL_DEBUG",
+    )
     add("--option", action="append", default=[], metavar="LINE", help="a line for the scheduler: --option=--constraint=h100")
-    add("--doctor", action="store_true", help="let hvdtrain.doctor look first; the job ends where it finds a problem")
+    add("--doctor", action="store_true", help="run hvdtrain doctor first; the job ends if it finds a problem")
     add("--python", default=sys.executable, help="the interpreter (default: this one)")
-    add("--out", type=Path, metavar="FILE", help="write the script there")
-    add("--submit", action="store_true", help="submit it (mpi: run it)")
+    add("--out", type=Path, metavar="FILE", help="write the script into FILE instead of printing it")
+    add("--submit", action="store_true", help="submit the script (mpi: run it)")
     return parser
 
 

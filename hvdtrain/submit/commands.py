@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hvdtrain.doctor.environment import KEEPALIVE
+from hvdtrain.comm.launch import KEEPALIVE
 from hvdtrain.submit.job import Job, folded, quoted
 
 STOPPED = 75
-"""What a training ends with that was stopped with a checkpoint, to be continued."""
+"""Exit status of a training that was stopped with a checkpoint, to be continued."""
+
+LAST_TASK = 60
+"""Seconds after the end of the first task in which srun lets the other tasks end."""
 
 IF_SET = ("LD_LIBRARY_PATH", "PYTHONPATH")
-"""What mpirun hands on to other hosts where it is set; where it is not, -x would be an error."""
+"""Variables that mpirun exports if they are set; -x with an unset variable is an error."""
 
 
 def environment_lines(job: Job) -> list[str]:
@@ -29,38 +32,33 @@ def environment_lines(job: Job) -> list[str]:
     return lines
 
 
-def command(job: Job, module: str = "hvdtrain", hosts: Sequence[str] = (), extra: Sequence[str] = ()) -> str:
-    """The command, in lines.
+def doctor_lines(job: Job, hosts: Sequence[str] = ()) -> list[str]:
+    """Lines that run the doctor on the ranks' hosts, if the job asks for it, and end the job where it finds a problem."""
+    return ["", f"{command(job, hosts, before=['doctor', '--no-measure'])} || exit"] if job.doctor else []
+
+
+def command(job: Job, hosts: Sequence[str] = (), before: Sequence[str] = ()) -> str:
+    """The command that starts hvdtrain on all ranks, folded into lines.
 
     Args:
-        module: what is run: the trainer, or the doctor.
-        hosts: host:slots for mpirun where no scheduler names them.
-        extra: arguments of the module before the config.
+        hosts: host:slots for mpirun, if no scheduler names them.
+        before: arguments before the config: another command of hvdtrain's, with its options.
     """
-    program = [quoted([job.python]), "-m", module, *map(quote, extra), *map(quote, job.arguments)]
-    trainer = " ".join(program)
+    python = quoted([job.python])
+    program = quoted(["-m", "hvdtrain", *before, *job.arguments])
     if job.launcher == "python":
-        return trainer
+        return f"{python} {program}"
     if job.launcher == "mpirun":
-        return folded([*mpirun(job, hosts), trainer])
+        return folded([*mpirun(job, hosts), f"{python} {program}"])
     if job.launcher == "srun":
-        # Without --wait, a task that is killed leaves the others waiting for it for ever. --kill-on-bad-exit would be quicker,
-        # but it ends the step with a status of its own, and the one that the ranks stop with is what the job is requeued for.
-        return folded([f"srun --mpi=pmix --cpu-bind=none --wait={LAST_TASK}", trainer])
-    return folded([*torchrun(job), " ".join(program[1:])])
-
-
-LAST_TASK = 60
-"""Seconds that srun leaves the other tasks when the first one has ended."""
-
-
-def quote(word: str) -> str:
-    """One word for the shell."""
-    return quoted([word])
+        # Without --wait, the other tasks wait forever for one that was killed. --kill-on-bad-exit is quicker, but replaces the
+        # exit status of the ranks, by which the job is requeued.
+        return folded([f"srun --mpi=pmix --cpu-bind=none --wait={LAST_TASK}", f"{python} {program}"])
+    return folded([*torchrun(job), program])
 
 
 def mpirun(job: Job, hosts: Sequence[str]) -> list[str]:
-    """mpirun's part of the command."""
+    """mpirun with its options."""
     words = [f"mpirun -np {job.tasks}"]
     if hosts:
         words.append(f"-H {','.join(hosts)}")
@@ -82,7 +80,7 @@ def mpirun(job: Job, hosts: Sequence[str]) -> list[str]:
 
 
 def torchrun(job: Job) -> list[str]:
-    """torchrun's part of the command: one agent a node."""
+    """torchrun with its options: one agent per node."""
     agents = [f"srun --ntasks={job.nodes} --ntasks-per-node=1"] if job.nodes > 1 else []
     if job.nodes == 1:
         meeting = "--standalone"
@@ -93,14 +91,14 @@ def torchrun(job: Job) -> list[str]:
 
 
 def waiting(job: Job, run: str, soon: str, cancelled: str) -> list[str]:
-    """Lines that start the command in the background, pass signals on, and wait for its end; its status is in $status then.
+    """Lines that start the command in the background, pass signals on, and wait for its end; $status is its exit status then.
 
     Args:
         run: the command.
-        soon: signals that come shortly before the time is up.
-        cancelled: signals of people who want the job to end.
+        soon: signals that the scheduler sends shortly before the time limit.
+        cancelled: signals that a user cancels the job with.
     """
-    # mpirun makes a quick death out of SIGTERM, but passes SIGUSR1 on. torchrun passes only SIGTERM on.
+    # On SIGTERM mpirun kills the ranks within seconds, but it passes SIGUSR1 on. torchrun passes only SIGTERM on.
     signal = "TERM" if job.launcher == "torchrun" else "USR1"
     what = f"On SIG{signal}" if job.launcher == "python" else f"{job.launcher} passes SIG{signal} on. On it"
     lines = [f"# {what} the trainer stops with a checkpoint, and ends with {STOPPED}.", f"{run} &", "pid=$!"]

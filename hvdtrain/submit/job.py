@@ -1,4 +1,4 @@
-"""What a job is to be: how much of the cluster, for how long, and how the ranks are started."""
+"""A job's resources, its time limit, and how its ranks are started."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class Job:
 
     Attributes:
         arguments: of the trainer: configs, then `++key value`.
-        written_by: the command that wrote the script, for its head.
+        written_by: the command that wrote the script, for a comment in it.
         folder: where the job runs, absolute.
-        seconds: the time asked for; None: no limit.
-        stop_before: so many seconds before the end the training is told to stop with a checkpoint.
-        requeue: whether a training that was stopped so goes back into the queue.
+        seconds: the time limit; None: no limit.
+        stop_before: seconds before the time limit at which the training is told to stop with a checkpoint.
+        requeue: whether a training that was stopped at the time limit goes back into the queue.
         setup: lines of shell that make Python and MPI available.
-        exports: names of variables that mpirun hands on to all hosts, besides those that every job needs.
-        options: lines for the scheduler's head that nobody interprets, such as '--mem-per-gpu=8G'.
+        exports: names of variables that mpirun exports to all hosts, besides those that every job needs.
+        options: options that are passed to the scheduler as they are, such as '--mem-per-gpu=8G'.
     """
 
     name: str
@@ -66,10 +66,10 @@ class Job:
 
 
 def choose_launcher(wanted: Launcher | None, tasks: int, use_horovod: bool, torch_distributed: bool) -> Launcher:
-    """How the ranks are started: as asked, or as the config's keys need it.
+    """How the ranks are started: as asked, or as the config's keys require.
 
     Raises:
-        ConfigError: the config does not say how several ranks belong together, or the launcher does not go with its keys.
+        ConfigError: the config does not say how several ranks are connected, or the launcher does not go with its keys.
 
     >>> choose_launcher(None, 8, use_horovod=True, torch_distributed=False)
     'mpirun'
@@ -79,8 +79,8 @@ def choose_launcher(wanted: Launcher | None, tasks: int, use_horovod: bool, torc
     if tasks > 1 and not use_horovod and not torch_distributed:
         raise ConfigError(
             [
-                f"use_horovod: expected use_horovod or torch_distributed for {tasks} ranks, got neither: they would train the "
-                "same model over each other's files (add ++use_horovod 1 to the command)"
+                f"use_horovod: expected use_horovod or torch_distributed for {tasks} ranks, got neither: each rank would train "
+                "alone and overwrite the others' checkpoints (add ++use_horovod 1 to the command)"
             ]
         )
     if wanted == "python" and tasks > 1:
@@ -98,7 +98,7 @@ def seconds_of(text: str) -> int:
     """A time in seconds: '24:00:00', '1-12:00:00', '90:00' (minutes and seconds), '30' (minutes), as Slurm reads them.
 
     Raises:
-        ValueError: it is none of these, or no time at all.
+        ValueError: it is none of these, or zero.
 
     >>> seconds_of("24:00:00"), seconds_of("1-12:00:00"), seconds_of("90:00"), seconds_of("30")
     (86400, 129600, 5400, 1800)

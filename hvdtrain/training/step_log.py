@@ -1,20 +1,24 @@
-"""Telling how far an epoch or an evaluation is: in lines of the log now and then, and on a terminal in a bar."""
+"""How far an epoch or an evaluation has come: a line of the log now and then, and on a terminal a bar."""
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf
-from typing import Protocol
+from typing import Any, Protocol
 
 from hvdtrain.data.files.sizes import size_text
 from hvdtrain.data.types import Batch
 from hvdtrain.runtime.log import SCREEN, LogKeys, say
-from hvdtrain.runtime.progress_bar import EVERY, Line, bar, line_below
+from hvdtrain.runtime.progress_bar import EVERY, Terminal, open_terminal
 from hvdtrain.runtime.scores import Scores, text
 from hvdtrain.runtime.timer import clock_text
+
+BAR = "{l_bar}{bar:10}{r_bar}"
+"""tqdm's own format with a bar of a fixed width: the losses behind it would change the width with every line."""
 
 
 class Meter(Protocol):
@@ -85,31 +89,32 @@ def memory_usage(report: StepReport) -> list[str]:
 Field = Callable[[StepReport], list[str]]
 
 FIELDS: dict[str, Field] = {"log_batch_size": batch_size, "torch_log_memory_usage": memory_usage}
-"""What a line says of a step besides its losses and times, by the key that switches it on, in this order."""
+"""What a line says about a step besides its losses and times, by the key that switches it on, in this order."""
 
 
 class StepLog:
-    """Is told of every step, and tells of some.
+    """Receives every step, and reports some of them.
 
     Args:
-        interval: seconds between two lines of the log. At each of them the losses are looked at, for which a GPU is waited
-            for; the bar shows those of the last time.
-        line: where the bar is drawn; None: no bar.
-        fields: what lines say of a step besides its losses and times.
+        interval: seconds between two lines of the log. Only for such a line are the losses read, which waits for the GPU; the
+            bar shows those of the last line.
+        terminal: where the bar is drawn; None: no bar.
+        fields: what lines say about a step besides its losses and times.
     """
 
-    def __init__(self, interval: float = inf, line: Line | None = None, fields: Sequence[Field] = ()) -> None:
+    def __init__(self, interval: float = inf, terminal: Terminal | None = None, fields: Sequence[Field] = ()) -> None:
         self._interval = interval
         self._fields = fields
-        self._line = line
+        self._terminal = terminal
+        self._bar: Any = None
 
     def begin(self, epoch: int, dataset: str | None, rounds: int, elapsed: float = 0.0) -> None:
-        """Something begins that consists of steps.
+        """An epoch's training or an evaluation begins.
 
         Args:
-            dataset: what is evaluated; None: an epoch's training.
-            rounds: how many steps it is going to take from here on.
-            elapsed: seconds that it has taken already.
+            dataset: what is evaluated; None: training.
+            rounds: the number of steps from here on.
+            elapsed: seconds spent on it before, where an interrupted epoch continues.
         """
         self._what = f"train epoch {epoch}" if dataset is None else f"epoch {epoch} {dataset!r} eval"
         self._short = f"epoch {epoch}" if dataset is None else f"epoch {epoch} {dataset}"
@@ -123,28 +128,34 @@ class StepLog:
         now = time.perf_counter()
         self._done += 1
         tell = now - self._told >= self._interval
-        draw = self._line is not None and now - self._drawn >= EVERY
+        draw = self._terminal is not None and now - self._drawn >= EVERY
         if not tell and not draw:
             return
         per_step = (now - self._began) / self._done
-        remaining = clock_text(per_step * (self._rounds - self._done))
         if tell:
             self._told = now
             self._losses = text(report.meter.take_scores().means())
             elapsed = clock_text(self._elapsed + now - self._began)
             more = [words for field in self._fields for words in field(report)]
             parts = [f"{self._what}, step {report.number}", self._losses, *more, f"{per_step:.3f} sec/step", f"elapsed {elapsed}"]
+            remaining = clock_text(per_step * (self._rounds - self._done))
             say(5, f"{_listed(parts)}, exp. remaining {remaining}, complete {report.complete:.2%}")
-        if draw and self._line is not None:
+        if draw and self._terminal is not None:
             self._drawn = now
+            if self._bar is None:
+                before = report.number - self._done
+                total = before + self._rounds
+                self._bar = self._terminal.bar(desc=self._short, total=total, initial=before, unit="step", bar_format=BAR)
+                self._bar.start_t -= now - self._began
+            self._bar.n = report.number
             rate = "" if report.learning_rate is None else f"learning rate {report.learning_rate:.3g}"
-            parts = [f"step {report.number}", f"{remaining} remaining", self._losses, rate, f"{per_step:.3f} sec/step"]
-            self._line.draw(f"{self._short} {bar(report.complete)}  {_listed(parts)}")
+            self._bar.set_postfix_str(_listed([self._losses, rate]))
 
     def end(self) -> None:
-        """What began is done."""
-        if self._line is not None:
-            self._line.clear()
+        """The epoch's training or the evaluation is over: remove the bar."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
 
 
 def _listed(parts: list[str]) -> str:
@@ -153,12 +164,16 @@ def _listed(parts: list[str]) -> str:
 
 @contextmanager
 def open_step_log(keys: LogKeys, rank: int) -> Iterator[StepLog]:
-    """Rank 0 tells; with a bar where it prints to a terminal, unless `log_verbosity` asks for scores and warnings only."""
+    """Rank 0 logs the steps; with a bar if it prints to a terminal, unless `log_verbosity` asks for scores and warnings only."""
     fields = [field for name, field in FIELDS.items() if getattr(keys, name)]
     if rank:
         yield StepLog()
     elif keys.targets[SCREEN] >= 3:
-        with line_below() as line:
-            yield StepLog(keys.log_interval, line, fields)
+        with open_terminal(sys.stdout) as terminal:
+            log = StepLog(keys.log_interval, terminal, fields)
+            try:
+                yield log
+            finally:
+                log.end()
     else:
         yield StepLog(keys.log_interval, fields=fields)

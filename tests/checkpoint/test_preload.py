@@ -7,11 +7,11 @@ import pytest
 import torch
 from launching import TOY, hvdtrain
 
+from hvdtrain.cli import run_task
 from hvdtrain.errors import CheckpointError, ConfigError
 from hvdtrain.learner.base import Learner
 from hvdtrain.run import train
 from hvdtrain.settings import Settings, read_settings
-from hvdtrain.tasks.tasks import run_task
 
 Weights = dict[str, torch.Tensor]
 

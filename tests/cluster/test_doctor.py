@@ -6,7 +6,7 @@ from pathlib import Path
 
 from cluster.hosts import Hosts
 
-DOCTOR = [sys.executable, "-m", "hvdtrain.doctor"]
+DOCTOR = [sys.executable, "-m", "hvdtrain", "doctor"]
 CONFIG = ["config.py", "++corpus", ".", "++use_horovod", "1"]
 FIREWALL = "-p tcp --syn --dport 1024: -j REJECT --reject-with icmp-host-unreachable"  # ssh goes through
 

@@ -1,4 +1,4 @@
-"""Job scripts of hvdtrain.submit, submitted to a real Slurm on several hosts."""
+"""Job scripts of hvdtrain submit, submitted to a real Slurm on several hosts."""
 
 import sys
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 from cluster.hosts import Hosts, wait_for_file
 from cluster.jobs import scores, wait_for_job
 
-SUBMIT = [sys.executable, "-m", "hvdtrain.submit", "config.py", "--submit", "--name", "job"]
+SUBMIT = [sys.executable, "-m", "hvdtrain", "submit", "config.py", "--submit", "--name", "job"]
 SIZE = ["--nodes", "2", "--tasks-per-node", "2"]
 TRAINING = ["++corpus", ".", "++use_horovod", "1"]
 

@@ -1,6 +1,7 @@
 """Configs: Python and JSON, overrides of the command line, and every mistake reported at once."""
 
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -13,11 +14,11 @@ import pytest
 from launching import ROOT
 
 import hvdtrain
-from hvdtrain.cli import help_text, main, parse
+from hvdtrain.cli import COMMANDS, help_text, main
 from hvdtrain.config.check import build, closest
 from hvdtrain.config.keys import REQUIRED, declared, key, positive, share, text_value
 from hvdtrain.config.reference import is_reference, resolve
-from hvdtrain.config.source import COMMAND_LINE, ConfigAccess, Source, load
+from hvdtrain.config.source import COMMAND_LINE, ConfigAccess, Source, load, parse_command_line
 from hvdtrain.errors import ConfigError
 from hvdtrain.returnn_layer.names import UNSUPPORTED
 from hvdtrain.settings import DATASET_SECTIONS, Settings, all_keys, read_settings
@@ -53,9 +54,15 @@ def source(folder: Path, text: str, overrides: dict[str, str] | None = None, typ
     return load([written(folder, text)], overrides or {}, types or {})
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, capture_output=True, encoding="utf-8", timeout=60, stdin=subprocess.DEVNULL
+        [sys.executable, *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        encoding="utf-8",
+        timeout=60,
+        stdin=subprocess.DEVNULL,
     )
 
 
@@ -230,7 +237,7 @@ def test_other_names_of_returnn_for_a_key(tmp_path: Path) -> None:
 
 
 def test_the_command_line_is_files_and_then_pairs() -> None:
-    assert parse(["a.py", "b.json", "++x", "1", "++y", "+-2", "++z.w", "-3"]) == (
+    assert parse_command_line(["a.py", "b.json", "++x", "1", "++y", "+-2", "++z.w", "-3"]) == (
         [Path("a.py"), Path("b.json")],
         {"x": "1", "y": "-2", "z.w": "-3"},
     )
@@ -254,7 +261,7 @@ def test_the_command_line_is_files_and_then_pairs() -> None:
 )
 def test_command_lines_that_make_no_sense(arguments: list[str], expected: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
-        parse(arguments)
+        parse_command_line(arguments)
     assert caught.value.problems == expected
 
 
@@ -532,7 +539,7 @@ def test_naming_python_in_a_string(tmp_path: Path) -> None:
 
 
 def test_help_lists_every_key_and_imports_nothing_heavy() -> None:
-    heavy = ["torch", "tensorflow", "horovod", "h5py", "mpi4py"]
+    heavy = ["torch", "tensorflow", "horovod", "h5py", "mpi4py", "tqdm"]
     program = (
         "import runpy, sys\n"
         "sys.argv = ['hvdtrain', '--help']\n"
@@ -562,6 +569,45 @@ def test_a_wrong_config_is_told_without_importing_a_framework(tmp_path: Path) ->
         "print(status, sorted({'torch', 'tensorflow', 'horovod', 'h5py'} & set(sys.modules)))\n"
     )
     assert run("-c", program).stdout == "2 []\n"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_its_own_help(name: str) -> None:
+    assert name in help_text()
+    finished = run("-m", "hvdtrain", name, "--help")
+    assert finished.returncode == 0, finished.stderr
+    assert f"hvdtrain {name} [" in finished.stdout or f"hvdtrain {name} CONFIG" in finished.stdout, finished.stdout
+    wrong = run("-m", "hvdtrain", name, "--such-an-option", "++no")
+    assert wrong.returncode == 2
+    assert f"hvdtrain {name}: error: " in wrong.stderr
+
+
+def test_building_horovod_needs_none_of_the_packages() -> None:
+    program = (
+        "import runpy, sys\n"
+        "sys.argv = ['hvdtrain', 'build-horovod', '--help']\n"
+        "try:\n"
+        "    runpy.run_module('hvdtrain', run_name='__main__')\n"
+        "except SystemExit:\n"
+        "    print('FOREIGN', sorted(name for name in sys.modules if '.' not in name and name != 'hvdtrain'\n"
+        "          and 'site-packages' in str(getattr(sys.modules[name], '__file__', ''))))\n"
+    )
+    finished = run("-S", "-c", program)  # -S: without site-packages
+    assert finished.stdout.splitlines()[-1] == "FOREIGN []", finished.stderr
+
+
+def test_a_config_with_a_commands_name_and_a_misspelt_command(tmp_path: Path) -> None:
+    (tmp_path / "dump").write_text(MINIMAL + "num_epochs = 'many'\n")
+    as_config = run("-m", "hvdtrain", "./dump", folder=tmp_path)
+    assert as_config.returncode == 2
+    assert "num_epochs: expected an integer" in as_config.stderr
+    assert "hvdtrain dump: error" in run("-m", "hvdtrain", "dump", folder=tmp_path).stderr
+    misspelt = run("-m", "hvdtrain", "dmup", "a.hdf", "b.hdf", folder=tmp_path)
+    assert misspelt.returncode == 2
+    assert misspelt.stderr == "dmup: expected a command or a config file, got neither (did you mean dump?)\n"
+    launched = run("-m", "hvdtrain", "--local-rank=0", "report", "nowhere", folder=tmp_path)  # as torch.distributed.launch does
+    assert launched.returncode == 2
+    assert "nowhere" in launched.stderr
 
 
 def test_no_key_is_declared_twice_and_every_one_is_documented() -> None:

@@ -19,7 +19,7 @@ from hvdtrain.doctor.network import read_interfaces
 from hvdtrain.doctor.packages import AT_LEAST
 from hvdtrain.settings import read_settings
 
-DOCTOR = ["-m", "hvdtrain.doctor"]
+DOCTOR = ["-m", "hvdtrain", "doctor"]
 
 as_root = pytest.mark.skipif(
     os.geteuid() != 0 or subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode != 0,
@@ -152,7 +152,7 @@ def test_two_ranks_measure_what_is_between_them(toy: list[str]) -> None:
     finished = doctor_of(*toy, ranks=2)
     assert finished.status == 0, finished.out + finished.err
     [speed] = lines_about(finished, "all-reduce")
-    latency, bandwidth = map(int, re.search(r"(\d+) us for 4 bytes, (\d+) MB/s through each rank for 64 MB", speed).groups())
+    latency, bandwidth = map(int, re.search(r"(\d+) us for 4 bytes, (\d+) MB/s through each rank for 64.0 MB", speed).groups())
     assert 1 <= latency < 5e6
     assert 1 <= bandwidth < 1e6
     [step] = lines_about(finished, "training step")

@@ -10,6 +10,7 @@ from pathlib import Path
 import h5py
 import numpy
 import pytest
+from hdf_files import BY_RETURNN
 from launching import ROOT
 
 from hvdtrain.data.hdf.dataset import open_hdf
@@ -17,7 +18,6 @@ from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.hdf_tools.check import check, main
 from hvdtrain.hdf_tools.dump import main as dump
 
-BY_RETURNN = ROOT / "tests" / "hdf"
 LENGTHS = [300, 500, 0, 400]
 
 

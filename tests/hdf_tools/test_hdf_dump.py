@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy
 import pytest
+from hdf_files import BY_RETURNN
 from launching import ROOT
 
 from hvdtrain.data.hdf.dataset import open_hdf
@@ -138,7 +139,7 @@ def test_hdf_files(folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["b", "c", "e"])
 def test_files_by_returnn(tmp_path: Path, name: str) -> None:
-    source = ROOT / "tests" / "hdf" / f"{name}.hdf"
+    source = BY_RETURNN / f"{name}.hdf"
     assert dumped_here(tmp_path, tmp_path / "out.hdf", str(source)) == contents(source)
     assert all(array in open_hdf([tmp_path / "out.hdf"]).how_read() for array in ("data", "memory-mapped"))
 
@@ -175,7 +176,7 @@ def test_epochs_are_the_parts_of_the_data(folder: Path, tmp_path: Path) -> None:
 
 
 def test_help_is_about_sources() -> None:
-    finished = run(ROOT, "-m", "hvdtrain.hdf_tools.dump", "--help")
+    finished = run(ROOT, "-m", "hvdtrain", "dump", "--help")
     assert finished.returncode == 0
     assert "SOURCE is one of" in finished.stdout
     assert "--end_seq" in finished.stdout

@@ -104,7 +104,7 @@ def contents(path: Path) -> tuple[object, object]:
 
 
 def dump_on_ranks(folder: Path, ranks: int, *arguments: str) -> Finished:
-    return launch(["-m", "hvdtrain.hdf_tools.dump", *arguments, str(folder / "out" / "file.hdf")], ranks=ranks, timeout=300)
+    return launch(["-m", "hvdtrain", "dump", *arguments, str(folder / "out" / "file.hdf")], ranks=ranks, timeout=300)
 
 
 def test_ranks_write_what_one_process_writes(folder: Path) -> None:
@@ -163,7 +163,7 @@ def interrupted(command: list[str], how: signal.Signals, marks: int, environment
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_it_leaves_nothing_behind(folder: Path, how: signal.Signals) -> None:
     out = folder / "out" / "file.hdf"
-    command = [sys.executable, "-m", "hvdtrain.hdf_tools.dump", f"{folder / 'corpus.py'}:Slow", str(out)]
+    command = [sys.executable, "-m", "hvdtrain", "dump", f"{folder / 'corpus.py'}:Slow", str(out)]
     status, told = interrupted(command, how, 1, dict(os.environ))
     assert status == 130
     assert told == f"\ninterrupted; {out} was not written\n"
@@ -172,7 +172,7 @@ def test_interrupted_it_leaves_nothing_behind(folder: Path, how: signal.Signals)
 
 def test_interrupted_ranks_leave_nothing_behind(folder: Path) -> None:
     environment = dict(os.environ) | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    command = ["mpirun", "-np", "2", "--bind-to", "none", "--oversubscribe", sys.executable, "-m", "hvdtrain.hdf_tools.dump"]
+    command = ["mpirun", "-np", "2", "--bind-to", "none", "--oversubscribe", sys.executable, "-m", "hvdtrain", "dump"]
     status, _ = interrupted(
         [*command, f"{folder / 'corpus.py'}:Slow", str(folder / "out" / "file.hdf")], signal.SIGINT, 2, environment
     )

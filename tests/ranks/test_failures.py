@@ -85,7 +85,7 @@ def test_without_horovod_the_user_is_told_how_to_build_it(corpus: Path, tmp_path
     finished = launch(["-c", program])
     assert finished.status == 2
     assert "use_horovod: expected an installed Horovod" in finished.err
-    assert "python -m hvdtrain.doctor.build_horovod" in finished.err
+    assert "python -m hvdtrain build-horovod" in finished.err
     assert "Traceback" not in finished.err
 
 

@@ -146,7 +146,7 @@ def test_hdf_dump_reads_the_dataset_of_such_a_config(tmp_path: Path, without_ret
         "train = {'class': 'Task12AXDataset', 'num_seqs': 5}\n"
         "dev = {'class': 'ReturnnDataset', 'dataset': {'class': 'Task12AXDataset', 'num_seqs': len(rf.Linear.__name__)}}\n"
     )
-    arguments = ["-m", "hvdtrain.hdf_tools.dump", str(tmp_path / "my.config"), str(tmp_path / "out.hdf"), "--overwrite"]
+    arguments = ["-m", "hvdtrain", "dump", str(tmp_path / "my.config"), str(tmp_path / "out.hdf"), "--overwrite"]
     ended = launch([*arguments, "--dataset", "dev"], environment=without_returnn)
     assert ended.status == 2
     assert "returnn.frontend.Linear: expected one of" in ended.err

@@ -1,4 +1,4 @@
-"""What tools/hdf_dump.py draws on a terminal: a real one, of the system's kind (pty)."""
+"""What `hvdtrain dump` draws on a terminal: a real one, of the system's kind (pty)."""
 
 import re
 import subprocess
@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import ROOT
 from terminal import Terminal, screen
 
 from hvdtrain.data.hdf.dataset import open_hdf
@@ -16,8 +15,8 @@ import time
 import numpy
 
 class Slow:
-    def __init__(self, seconds, size=60):
-        self.seconds, self.size = seconds, size
+    def __init__(self, seconds, size=60, says=""):
+        self.seconds, self.size, self.says = seconds, size, says
 
     def __len__(self):
         return self.size
@@ -25,6 +24,8 @@ class Slow:
     def __iter__(self):
         for number in range(self.size):
             time.sleep(self.seconds / self.size)
+            if self.says and number % 20 == 5:
+                print(self.says)
             yield f"seq-{number}", {"data": numpy.ones((2, 3), "float32")}
 
 def endless():
@@ -41,26 +42,27 @@ def folder(tmp_path: Path) -> Path:
 
 
 def dump(source: str, *more: str) -> list[str]:
-    return [str(ROOT / "tools" / "hdf_dump.py"), source, "out.hdf", *more]
+    return ["-m", "hvdtrain", "dump", source, "out.hdf", *more]
+
+
+DRAWN = r"\r +(\d+)%\|([^|\r]*)\| (\d+)/60 \[(\d\d):(\d\d)<(\d\d):(\d\d), +([\d.]+)(seq/s|s/seq)\]"
 
 
 def test_a_bar_with_rate_and_remaining_time_and_a_report_at_the_end(folder: Path) -> None:
     terminal = Terminal(folder, dump('{"class": "corpus.py:Slow", "seconds": 3}'))
     assert terminal.read_to_end() == 0, terminal.text
-    drawn = re.findall(
-        r"\r\[(#*)(\.*)\] +([\d.]+)%  (\d+) of 60 sequences, ([\d.]+)/s, (\d+):(\d\d):(\d\d) remaining\x1b\[K", terminal.text
-    )
+    drawn = re.findall(DRAWN, terminal.text)
     assert len(drawn) >= 4, terminal.text
-    done = [int(one[3]) for one in drawn]
+    done = [int(one[2]) for one in drawn]
     assert done == sorted(set(done))
-    for hashes, dots, share, number, rate, hours, minutes, seconds in drawn:
-        assert len(hashes + dots) == 20
-        assert len(hashes) == 20 * int(number) // 60
-        assert float(share) == pytest.approx(100 * int(number) / 60, abs=0.06)
-        assert 0 < float(rate) <= 20.5, "one takes a twentieth of a second at least"
-        remaining = 3600 * int(hours) + 60 * int(minutes) + int(seconds)
-        assert remaining == pytest.approx((60 - int(number)) / float(rate), rel=0.1, abs=1.1)
-    assert "\rputting the sequences together in out.hdf\x1b[K" in terminal.text
+    for share, bar, number, _, _, minutes, seconds, rate, unit in drawn:
+        assert int(share) == pytest.approx(100 * int(number) / 60, abs=0.6)
+        assert bar.count("\u2588") == pytest.approx(len(bar) * int(number) / 60, abs=1)
+        speed = float(rate) if unit == "seq/s" else 1 / float(rate)
+        assert 0 < (int(number) - 1) * speed / int(number) <= 20.5, "each but the first takes a twentieth of a second at least"
+        remaining = 60 * int(minutes) + int(seconds)
+        assert remaining == pytest.approx((60 - int(number)) / speed, rel=0.1, abs=1.1)
+    assert "\rputting the sequences together in out.hdf" in terminal.text
     (report, nothing) = screen(terminal.text)
     assert re.fullmatch(r"out.hdf: 60 sequences, 120 frames of 'data', 0.0 MB in [\d.]+ s", report)
     assert nothing == ""
@@ -69,14 +71,31 @@ def test_a_bar_with_rate_and_remaining_time_and_a_report_at_the_end(folder: Path
 def test_the_bar_is_no_longer_than_the_terminal_is_wide(folder: Path) -> None:
     terminal = Terminal(folder, dump('{"class": "corpus.py:Slow", "seconds": 1}'), columns=40)
     assert terminal.read_to_end() == 0
-    bars = re.findall(r"\r(\[#.*?)\x1b\[K", terminal.text)
-    assert bars
-    assert all(len(bar) <= 39 for bar in bars)
+    drawn = terminal.text.partition("out.hdf:")[0].split("\r")
+    assert len([one for one in drawn if "%|" in one]) >= 3
+    assert all(len(one) <= 39 for one in drawn), "the last column stays empty"
+
+
+def test_the_bar_follows_the_width_of_the_terminal(folder: Path) -> None:
+    terminal = Terminal(folder, dump('{"class": "corpus.py:Slow", "seconds": 3}'), columns=100)
+    terminal.read_until(DRAWN)
+    terminal.resize(50)
+    before = len(terminal.text)
+    assert terminal.read_to_end() == 0
+    drawn = [one for one in terminal.text[before:].split("\r") if "%|" in one]
+    assert all(len(one.rstrip()) <= 49 for one in drawn[-3:]), drawn
+
+
+def test_what_a_corpus_prints_stands_above_the_bar(folder: Path) -> None:
+    terminal = Terminal(folder, dump('{"class": "corpus.py:Slow", "seconds": 1, "says": "opening a file"}'))
+    assert terminal.read_to_end() == 0
+    assert screen(terminal.text)[:-2] == ["opening a file"] * 3
+    assert screen(terminal.text)[-2].startswith("out.hdf: 60 sequences")
 
 
 def test_ctrl_c_leaves_nothing_behind(folder: Path) -> None:
     terminal = Terminal(folder, dump("corpus.py:endless"))
-    terminal.read_until(r"\r\d+ sequences, \d+/s\x1b\[K")
+    terminal.read_until(r"\r\d+seq \[\d\d:\d\d, +[\d.]+seq/s\]")
     assert len(list(folder.glob(".out.hdf.*"))) == 1
     terminal.type(b"\x03")
     assert terminal.read_to_end() == 130

@@ -53,7 +53,7 @@ def submit(*arguments: object) -> Finished:
         ["--scheduler", "sge", *RICH, "--doctor", *HOROVOD],
         ["--scheduler", "sge", *SIZE, "--no-requeue", *HOROVOD],
         ["--scheduler", "mpi", *RICH, "--hosts", "h1,h2", *HOROVOD],
-        ["--scheduler", "mpi", "--tasks-per-node", "2", *HOROVOD],
+        ["--scheduler", "mpi", "--tasks-per-node", "2", "--doctor", *HOROVOD],
         ["--scheduler", "mpi", "--tasks-per-node", "2", *HOROVOD, "++model", "a folder/it's $HOME/model"],
     ],
     ids=lambda arguments: "_".join(re.sub(r"\W", "", word) for word in arguments)[:60],
@@ -102,6 +102,9 @@ def test_slurm_scripts_say_what_a_person_would_have_said() -> None:
         'scontrol requeue "$SLURM_JOB_ID"',
     ):
         assert part in script
+    torchrun = submit(G2P, "--scheduler", "slurm", *SIZE, "--doctor", *TORCH).out
+    assert 'master=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)' in torchrun.splitlines()
+    assert f"-m hvdtrain doctor --no-measure {G2P} ++torch_distributed '{{}}' || exit" in torchrun
     assert "srun --mpi=pmix" in submit(G2P, "--scheduler", "slurm", "--launcher", "srun", *SIZE, *HOROVOD).out
 
 
@@ -125,7 +128,7 @@ def test_mistakes_are_told_before_anything_is_submitted() -> None:
         assert problem in options.err
     late = submit(G2P, *"--scheduler slurm --time 5 --stop-before 300".split())
     assert "--stop-before: expected at least 180 s less than --time (300 s), which starting may take, got 300" in late.err
-    nowhere = launch(["-m", "hvdtrain.submit", G2P, "--scheduler", "sge", "--submit"], environment={"PATH": "/nowhere"})
+    nowhere = launch(["-m", "hvdtrain", "submit", G2P, "--scheduler", "sge", "--submit"], environment={"PATH": "/nowhere"})
     assert nowhere.status == 1
     assert "--submit: expected qsub in PATH, got none" in nowhere.err
 

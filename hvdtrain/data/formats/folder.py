@@ -24,7 +24,7 @@ class FolderDataset(Sequence[Item]):
     A tag is a file's path in the folder without its suffix. The key 'data' holds what is in the file: an array as it is, or
     16-bit PCM sound as float32 from -1 to 1 of shape (samples, channels). The key 'classes' holds the transcript.
 
-    Its lengths are not known before the files are read, so it is converted once with tools/hdf_dump.py.
+    Its lengths are not known before the files are read, so it is converted once with hvdtrain dump.
 
     Args:
         folder: where the files are, those in folders inside included.

@@ -45,7 +45,7 @@ class HuggingFaceDataset(Sequence[Item]):
     features); strings and lists of them, texts, or classes of a vocabulary; Audio, float32 from -1 to 1 of shape (samples,
     channels). A single value is a sequence of one frame.
 
-    Its lengths are not known before the rows are read, so it is converted once with tools/hdf_dump.py.
+    Its lengths are not known before the rows are read, so it is converted once with hvdtrain dump.
 
     Args:
         folder: what `save_to_disk` wrote.

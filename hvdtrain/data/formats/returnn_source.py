@@ -1,7 +1,7 @@
 """Datasets of RETURNN, read by RETURNN itself, as a source of sequences to convert.
 
 Its datasets hand out sequences one after the other, and many do not know beforehand how long they are, or how many. So they
-are converted once with tools/hdf_dump.py, and trained on from the HDF file.
+are converted once with hvdtrain dump, and trained on from the HDF file.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ test: setup data $(RETURNN_DEMO)
 
 # On three hosts with Slurm, all of them on this machine; skipped, with a line why, where they cannot be had.
 test-cluster: setup setup-tests
-	$(PYTHON_OF_VENV) -m pytest tests/cluster -m cluster -rs --durations 10
+	$(PYTEST) tests/cluster -m cluster -rs
 
 test-soak: setup data
 	$(PYTHON_OF_VENV) -m pytest -m soak --soak --durations 10

@@ -71,6 +71,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if starts_programs(item):
             item.add_marker("launches")
+        if item.path.parent.name == "cluster":  # every worker has hosts of its own
+            continue
         of_ranks = item.path.parent.name == "ranks" or "trained" in getattr(item, "fixturenames", ())
         item.add_marker(pytest.mark.xdist_group("ranks" if of_ranks else item.path.stem))
 

@@ -30,7 +30,7 @@ for how in sys.argv[1:]:
     with Watchdog(PATIENCE, comm.rank) as watchdog:
         try:
             done = patiently(comm, partial(work, how), lambda numbers: watchdog.beat("working"), name="work")
-            print(comm.rank, how, done, flush=True)
+            print(f"{comm.rank} {how} {done}\n", end="", flush=True)  # in one piece
         except DataError as error:
-            print(comm.rank, how, error, error.on_every_rank, flush=True)
+            print(f"{comm.rank} {how} {error} {error.on_every_rank}\n", end="", flush=True)
 comm.close()

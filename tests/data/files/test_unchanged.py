@@ -9,7 +9,7 @@ from pathlib import Path
 import h5py
 import numpy
 import pytest
-from launching import TOY, Finished, hvdtrain
+from launching import FAST, TOY, Finished, hvdtrain
 
 from hvdtrain.data.files.unchanged import Unchanged
 from hvdtrain.data.hdf.dataset import open_hdf
@@ -139,7 +139,7 @@ def train_on_a_file_that_changes_in_epoch_2(corpus: Path, folder: Path, change: 
     shutil.copy(corpus / "train.hdf", folder / "train.hdf")
     shutil.copy(corpus / "train.hdf", folder / "new.hdf")
     (folder / "config.py").write_text(CONFIG)
-    overrides = {"use_horovod": 1, "corpus": folder, "model": folder / "model", "num_epochs": 5, "change": change}
+    overrides = {"use_horovod": 1, "corpus": folder, "model": folder / "model", "num_epochs": 5, "change": change, **FAST}
     return hvdtrain(folder / "config.py", overrides, ranks=2)
 
 

@@ -121,4 +121,5 @@ def test_the_benchmark_prints_a_table() -> None:
     assert finished.status == 0, finished.err
     saved = [float(line.split()[-1].rstrip("%")) for line in finished.out.splitlines() if line.endswith("%")]
     assert len(saved) == 16
+    assert "balance_ranks" in finished.out
     assert max(saved) > 10

@@ -117,7 +117,7 @@ def built_for(frameworks: list[str]) -> dict[str, str]:
         "python": f"{sys.version.split()[0]} {sysconfig.get_config_var('EXT_SUFFIX')}",
         "compiler": _first_line("g++", "--version"),
         "libc": (os.confstr("CS_GNU_LIBC_VERSION") or "") if "CS_GNU_LIBC_VERSION" in os.confstr_names else "",
-        "mpi": f"{_first_line('mpicxx', '--showme:version')} {_first_line('mpirun', '--version')}",
+        "mpi": f"{shutil.which('mpicxx')} {_first_line('mpicxx', '--showme:version')} {_first_line('mpirun', '--version')}",
         "processor": " ".join(_processor_flags()),
     }
     nccl = _nccl_home()

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 HOW_TO_INSTALL = (
     "use_horovod: expected an installed Horovod, got: {error}\n"
-    "  Build it for the frameworks of this Python (three minutes; Open MPI first: apt-get install openmpi-bin libopenmpi-dev):\n"
+    "  Build it for the frameworks of this Python (two minutes; Open MPI first: apt-get install openmpi-bin libopenmpi-dev):\n"
     "    python -m hvdtrain build-horovod\n"
     "  Without Horovod, leave use_horovod out and start one process."
 )

@@ -17,7 +17,7 @@ class EpochReport:
 
     Attributes:
         steps: steps of the epoch; a step is one batch on every rank.
-        global_step: updates done in the whole training.
+        global_step: steps done in the whole training.
         elapsed: wall time of the training steps in seconds, without evaluation and saving.
         computing: share of `elapsed` that rank 0 spent in training steps, collectives included.
         scores: score by name, such as 'train_loss_ce' or 'dev_loss_wer' (errors are called losses, too, as in RETURNN).

@@ -75,7 +75,7 @@ class TensorBoard:
 
     Args:
         folder: where the event file is written.
-        step: updates done before this run.
+        step: steps done before this run.
         parameters: called after every epoch; returns (name, array) pairs to write histograms of. None: no histograms.
 
     Raises:

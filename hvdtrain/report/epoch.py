@@ -18,7 +18,7 @@ class EpochReport:
     Attributes:
         steps: steps of the epoch; a step is one batch on every rank.
         global_step: steps done in the whole training.
-        elapsed: wall time of the training steps in seconds, without evaluation and saving.
+        elapsed: wall time of the epoch's training in seconds, without evaluation and saving.
         computing: share of `elapsed` that rank 0 spent in training steps, collectives included.
         scores: score by name, such as 'train_loss_ce' or 'dev_loss_wer' (errors are called losses, too, as in RETURNN).
         padding: by data key, the share of the frames in the epoch's batches that is padding; of rank 0's batches where every

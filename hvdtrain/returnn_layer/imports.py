@@ -98,7 +98,7 @@ class Layer(Loader):
         fromlist: Sequence[str] = (),
         level: int = 0,
     ) -> ModuleType:
-        """The function behind the config's `import` statements."""
+        """Called by the config's `import` statements."""
         if level == 0 and name in sys.modules and name.partition(".")[0] != ROOT:
             return builtins.__import__(name, globals, locals, fromlist, level)
         with self.active():

@@ -1,7 +1,7 @@
 """Several trainings in one launch: `python several.py jobs.json [config.py]`, a list of {"name", "folder", "overrides"}.
 
-Each rank leaves what it ended with in FOLDER/NAME.rank-RANK.npz, and the frameworks it has imported in FOLDER/frameworks. A
-training that is stopped goes on at once, or with "once": true is left as it is.
+Every rank writes its final state to FOLDER/NAME.rank-RANK.npz, and the names of the frameworks that it imported to
+FOLDER/frameworks. A training that is stopped resumes at once, unless it has "once": true.
 """
 
 import json
@@ -16,7 +16,7 @@ from hvdtrain.session import open_communicator
 from hvdtrain.settings import read_settings
 from hvdtrain.training import votes as ballot
 
-ballot.INTERVAL = ballot.INTERVAL_APART = 0.0  # a stop comes two steps after its signal, however short the steps are
+ballot.INTERVAL = ballot.INTERVAL_APART = 0.0  # a stop comes two steps after its signal, even if steps are short
 
 
 def arrays_of(model):

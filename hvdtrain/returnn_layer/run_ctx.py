@@ -27,7 +27,7 @@ class RunCtx:
     Attributes:
         stage: "init" (while the config is read, in get_model), "train_step" (also in an evaluation) or "forward_step".
         train_flag: whether the model is in training mode.
-        step: steps done so far in the whole training.
+        step: steps done in the whole training before this call.
         epoch: counted from 1.
         expected_outputs: templates from the config's `model_outputs`, in a forward_step; None without that key.
     """

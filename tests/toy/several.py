@@ -1,8 +1,8 @@
 """Several trainings in one launch: `python several.py jobs.json`, a list of {"name", "folder", "configs", "overrides"}.
 
 Every rank writes its final state to FOLDER/NAME.rank-RANK.npz, its output to FOLDER/NAME.out-RANK, and the names of the
-frameworks that it imported to FOLDER/frameworks. A training that is stopped resumes at once, unless it has "once". With "timeline", Horovod
-writes a timeline of this training. The ranks connect anew if the transport differs from the previous one.
+frameworks that it imported to FOLDER/frameworks. A training that is stopped resumes at once, unless it has "once". With
+"timeline", Horovod writes a timeline of this training. The ranks connect anew if the transport differs from the previous one.
 """
 
 import json

@@ -60,21 +60,24 @@ def trained(request: pytest.FixtureRequest, corpus: Path, tmp_path_factory: pyte
     return Trained(corpus, tmp_path_factory.mktemp("trained"), {item.path for item in request.session.items})
 
 
-@pytest.hookimpl(tryfirst=True)  # before -m is looked at
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Which tests start programs (`-m "not launches"`), and which have to run one after the other, in the same worker.
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark tests that start programs (`-m "not launches"`), and those that run one after the other, in the same worker.
 
-    Tests on several ranks take all cores, and share what was trained; those of a file share fixtures. RETURNN, which some tests
-    call, switches TensorFlow to the behaviour of its version 1 for the rest of the process: tests that need version 2 come first.
+    Tests on several ranks take all cores, and share what was trained; those of a file share fixtures.
+    """
+    if starts_programs(item):
+        item.add_marker("launches")
+    if item.path.parent.name == "cluster":  # every worker has hosts of its own
+        return
+    of_ranks = item.path.parent.name == "ranks" or "trained" in getattr(item, "fixturenames", ())
+    item.add_marker(pytest.mark.xdist_group("ranks" if of_ranks else item.path.stem))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """RETURNN, which some tests call, switches TensorFlow to the behaviour of its version 1 for the rest of the process: tests
+    that need version 2 come first.
     """
     items.sort(key=lambda item: not item.path.name.startswith("test_tensorflow"))
-    for item in items:
-        if starts_programs(item):
-            item.add_marker("launches")
-        if item.path.parent.name == "cluster":  # every worker has hosts of its own
-            continue
-        of_ranks = item.path.parent.name == "ranks" or "trained" in getattr(item, "fixturenames", ())
-        item.add_marker(pytest.mark.xdist_group("ranks" if of_ranks else item.path.stem))
 
 
 STARTERS = {launch, torchrun, hvdtrain, subprocess.run, subprocess.Popen, Terminal, Trained.__call__}

@@ -8,6 +8,7 @@ import pytest
 from launching import TOY
 from trainings import Run, Trained, trains
 
+from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.hdf.dataset import open_hdf
 from hvdtrain.data.hdf.writer import HDFWriter
@@ -15,7 +16,6 @@ from hvdtrain.data.plan.chunks import ChunkKeys, cut
 from hvdtrain.data.plan.epoch import BatchKeys
 from hvdtrain.data.plan.order import OrderKeys
 from hvdtrain.data.sources import open_dataset, parse
-from hvdtrain.data.types import Dataset
 from hvdtrain.errors import DataError
 from hvdtrain.hdf_tools.dump import main
 
@@ -163,7 +163,7 @@ def test_lengths_may_differ_from_epoch_to_epoch(path: Path, num_workers: int) ->
 def test_chunks_need_lengths_that_stay(path: Path) -> None:
     dataset = opened({"class": "MapDataset", "dataset": str(path), "map_seq": faster, "map_lengths": faster_lengths})
     chunks = cut(dataset.lengths, ChunkKeys(chunking="2:1"))
-    with pytest.raises(DataError, match="chunking: expected lengths that are those of every epoch, got a map_lengths in train"):
+    with pytest.raises(DataError, match="chunking: expected the same lengths in every epoch, got a map_lengths in train that takes the epoch"):
         Feed("train", dataset, OrderKeys(), BatchKeys(max_seqs=3), 0, 1, chunks=chunks).plan(1)
 
 

@@ -16,8 +16,9 @@ from hvdtrain.context import get_run_ctx
 from hvdtrain.data.types import Batch, Padded
 from hvdtrain.learner.accumulation import kept
 from hvdtrain.learner.base import LearnerKeys
+from hvdtrain.learner.frameworks import BuildOptions
 from hvdtrain.learner.reduce import GradReduce
-from hvdtrain.learner.torch.build import build_torch_learner
+from hvdtrain.learner.torch.build import build_learner
 from hvdtrain.learner.torch.learner import TorchLearner
 from hvdtrain.runtime.timer import Timer
 
@@ -40,7 +41,7 @@ def learner(decay: float) -> TorchLearner:
 
     keys = LearnerKeys(get_model=get_model, train_step=train_step, optimizer={"class": "sgd"}, ema_decay=decay)
     reducer = GradReduce(SingleCommunicator(), Timer(), average=False)
-    return build_torch_learner(keys, reducer, rank=0, local_rank=0, threads=1, seed=1, epoch=1, step=0)
+    return build_learner(keys, reducer, BuildOptions(rank=0, local_rank=0, threads=1, seed=1))
 
 
 def test_it_follows_the_weights_and_evaluation_uses_it(tmp_path: Path) -> None:
@@ -50,30 +51,30 @@ def test_it_follows_the_weights_and_evaluation_uses_it(tmp_path: Path) -> None:
     for number in range(4):
         made.backward(BATCH)
         made.update(0.5)
-        made.average_weights(1)
+        made.state.average_weights(1)
         weight /= 2
         decay = min(0.2, (1 + number) / (10 + number))  # 0.1, 0.18, 0.2, 0.2
         expected = decay * expected + (1 - decay) * weight
     assert made.model.weight.item() == weight
-    made.take_scores()
-    with made.averaged():
+    made.meter.take_scores()
+    with made.state.averaged():
         made.evaluate(BATCH)
-        assert made.take_scores().means() == {"half_square": pytest.approx(expected**2 / 2)}
-        made.save(tmp_path / "within.pt", tmp_path / "within.opt.pt", {})
+        assert made.meter.take_scores().means() == {"half_square": pytest.approx(expected**2 / 2)}
+        made.state.save(tmp_path / "within.pt", tmp_path / "within.opt.pt", {})
     assert made.model.weight.item() == weight
-    made.save(tmp_path / "model.pt", tmp_path / "model.opt.pt", {"epoch": 1})
+    made.state.save(tmp_path / "model.pt", tmp_path / "model.opt.pt", {"epoch": 1})
     for name in ("within", "model"):  # the same, whether or not an evaluation is under way
         assert torch.load(tmp_path / f"{name}.pt")["model"]["weight"].item() == pytest.approx(expected)
         assert torch.load(tmp_path / f"{name}.opt.pt")["trained"]["weight"].item() == weight
     gone_on = learner(0.2)
-    gone_on.load(tmp_path / "model.pt", tmp_path / "model.opt.pt")
+    gone_on.state.load(tmp_path / "model.pt", tmp_path / "model.opt.pt")
     gone_on.begin_epoch(2, 4)
     assert gone_on.model.weight.item() == weight
     for each in (made, gone_on):
         each.backward(BATCH)
         each.update(0.5)
-        each.average_weights(1)
-    with made.averaged(), gone_on.averaged():
+        each.state.average_weights(1)
+    with made.state.averaged(), gone_on.state.averaged():
         assert torch.equal(made.model.weight, gone_on.model.weight)
 
 

@@ -16,8 +16,9 @@ from hvdtrain.context import get_run_ctx
 from hvdtrain.data.types import Batch, Padded
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.base import LearnerKeys
+from hvdtrain.learner.frameworks import BuildOptions
 from hvdtrain.learner.reduce import GradReduce
-from hvdtrain.learner.torch.build import build_torch_learner
+from hvdtrain.learner.torch.build import build_learner
 from hvdtrain.learner.torch.learner import TorchLearner
 from hvdtrain.runtime.timer import Timer
 from hvdtrain.settings import read_settings
@@ -73,7 +74,7 @@ def learner(events: list[str], torch_compile: Any, train_step: Callable[..., Non
         return Model(events)
 
     keys = LearnerKeys(get_model=get_model, train_step=train_step, optimizer={"class": "sgd"}, torch_compile=torch_compile)
-    return build_torch_learner(keys, NotingReduce(events), rank=0, local_rank=0, threads=1, seed=1, epoch=1, step=0)
+    return build_learner(keys, NotingReduce(events), BuildOptions(rank=0, local_rank=0, threads=1, seed=1))
 
 
 def batch(size: int, length: int) -> Batch:
@@ -108,7 +109,7 @@ def test_blocks_that_are_compiled_one_by_one_send_gradients_while_backward_runs(
             for made in (plain, blocks, whole):
                 made.backward(batch(size, length))
                 made.update(1e-3)
-                losses.append(made.take_scores().means()["square"])
+                losses.append(made.meter.take_scores().means()["square"])
             assert losses[1:] == pytest.approx([losses[0]] * 2, rel=1e-4)
             told.append(sum(line.startswith("torch.compile: ") for line in said.lines))
             said.lines.clear()

@@ -13,8 +13,9 @@ from hvdtrain.comm.base import SingleCommunicator
 from hvdtrain.context import get_run_ctx
 from hvdtrain.data.types import Batch, Padded
 from hvdtrain.learner.base import LearnerKeys
+from hvdtrain.learner.frameworks import BuildOptions
 from hvdtrain.learner.reduce import GradReduce, ParamAverage
-from hvdtrain.learner.torch.build import build_torch_learner
+from hvdtrain.learner.torch.build import build_learner
 from hvdtrain.runtime.timer import Timer
 
 RUNS = [Run(framework, "horovod", 2) for framework in ("torch", "tensorflow")]
@@ -42,7 +43,7 @@ def added(reduce: str, rank: int, first_step: int = 0, steps: int = 1, clip: flo
     )
     comm, timer = SingleCommunicator(), Timer()
     reducer = GradReduce(comm, timer, average=False) if reduce == "grad" else ParamAverage(comm, timer, 1)
-    learner = build_torch_learner(keys, reducer, rank=rank, local_rank=0, threads=1, seed=1, epoch=1, step=0)
+    learner = build_learner(keys, reducer, BuildOptions(rank=rank, local_rank=0, threads=1, seed=1))
     learner.begin_epoch(1, first_step)
     for _ in range(steps):
         before = learner.model.weight.detach().numpy().copy()

@@ -77,7 +77,7 @@ def test_accumulated_gradients_are_scaled_and_unscaled_alike(results: ResultsOf,
 def test_an_overflow_on_one_rank_leaves_the_update_out_on_all(results: ResultsOf, run: Run) -> None:
     made = results(run)
     told = loss_scales(made, "overflow", 0)
-    why = ": a gradient is no finite number, the update is left out"
+    why = ": a gradient is not finite, the update is skipped"
     assert told == [
         f"loss scale 512 from step 4 of the training on{why}",
         "loss scale 1024 from step 12 of the training on",
@@ -92,7 +92,7 @@ def test_an_overflow_on_one_rank_leaves_the_update_out_on_all(results: ResultsOf
 
 @pytest.mark.parametrize("run", [run for run in RUNS if run.size == 2], ids=str)
 def test_ranks_that_update_alone_have_scales_of_their_own(results: ResultsOf, run: Run) -> None:
-    left_out = [sum("is left out" in line for line in loss_scales(results(run), "overflow_apart", rank)) for rank in range(2)]
+    left_out = [sum("is skipped" in line for line in loss_scales(results(run), "overflow_apart", rank)) for rank in range(2)]
     assert left_out == [0, 2]
     assert_same(results(run).weights("overflow_apart"), results(run).weights("overflow_apart", 1))
 

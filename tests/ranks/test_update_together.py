@@ -46,4 +46,4 @@ def test_ranks_agree_and_a_stop_changes_nothing(results: ResultsOf, run: Run) ->
         for how in ("whole", "stopped"):
             for rank in (0, 1):
                 assert_same(first, made.weights(f"{reduce}.{how}", rank))
-    assert any("the update is left out" in made.out(name) for name in made.names)
+    assert any("the update is skipped" in made.out(name) for name in made.names)

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from hvdtrain.comm.base import patiently
+from hvdtrain.comm.base import run_with_heartbeat
 from hvdtrain.comm.horovod import open_horovod
 from hvdtrain.errors import DataError
 from hvdtrain.runtime.watchdog import Watchdog
@@ -27,7 +27,7 @@ def work(progress: Callable[[int], None]) -> int:
 comm = open_horovod("torch")
 with Watchdog(PATIENCE, comm.rank) as watchdog:
     try:
-        print(comm.rank, patiently(comm, work, lambda numbers: watchdog.beat("working"), name="work"), flush=True)
+        print(comm.rank, run_with_heartbeat(comm, work, lambda numbers: watchdog.beat("working"), name="work"), flush=True)
     except DataError as error:
         print(comm.rank, error, error.on_every_rank, flush=True)
 comm.close()

@@ -1,7 +1,7 @@
 """The communicator: which collectives a rank can call, a job of one rank, and what is built from these collectives.
 
-`Communicator` is the interface of all transports (`horovod`, `torch_dist`), `SingleCommunicator` the transport of a job of size 1.
-`all_reduce`, `together` and `on_rank_zero` are written in terms of it, and so is `run_with_heartbeat`, for long work before training.
+`Communicator` is the interface of all transports (`horovod`, `torch_dist`); `SingleCommunicator` implements it for a job of size 1.
+The functions below them (`all_reduce`, `together`, `on_rank_zero`, `run_with_heartbeat`) work with any communicator.
 """
 
 from __future__ import annotations

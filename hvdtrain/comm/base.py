@@ -1,6 +1,6 @@
 """The communicator: which collectives a rank can call, a job of one rank, and what is built from these collectives.
 
-`Communicator` is the interface of all transports (`horovod`, `torch_dist`); `SingleCommunicator` implements it for a job of size 1.
+`Communicator` is the interface of all transports (`horovod`, `torch_dist`); `SingleCommunicator` is for a job of size 1.
 The functions below them (`all_reduce`, `together`, `on_rank_zero`, `run_with_heartbeat`) work with any communicator.
 """
 

@@ -141,8 +141,8 @@ preload_from_files = {{"part": {entry(theirs, init_for_train=True)} | {{"custom_
 
 def test_mistakes(corpus: Path, tmp_path: Path) -> None:
     for preload, message in (
-        ({"filename": "a", "pattern": "b"}, "pattern: expected None beside a file, where prefix says which, got 'b'"),
-        ({"filename": None}, "x: expected a pattern or a prefix where filename is None, got neither"),
+        ({"filename": "a", "pattern": "b"}, "pattern: expected None if there is a filename (use prefix), got 'b'"),
+        ({"filename": None}, "x: expected a pattern or a prefix if filename is None, got neither"),
         ({"filename": 3}, "x: expected a dict with the entry 'filename', got"),
         ({"prefix": "a"}, "x: expected a dict with the entry 'filename', got"),
         ({"filename": "a", "patern": "b"}, "x.patern: expected one of filename, prefix, pattern"),

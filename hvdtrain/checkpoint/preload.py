@@ -150,7 +150,7 @@ def parse_preloads(value: Mapping[str, Any]) -> list[Preload]:
         ConfigError: with all problems.
     """
     known = [member.name for member in fields(Preload) if member.name != "name"]
-    problems, made = [], []
+    problems, preloads = [], []
     for name in sorted(value, reverse=True):
         entry, where = value[name], f"preload_from_files.{name}"
         if not isinstance(entry, dict) or not isinstance(entry.get("filename", 0), (str, type(None))):
@@ -165,7 +165,7 @@ def parse_preloads(value: Mapping[str, Any]) -> list[Preload]:
         if entry["filename"] is not None and entry.get("pattern") is not None:
             problems.append(f"{where}.pattern: expected None if there is a filename (use prefix), got {entry['pattern']!r}")
         if not unknown:
-            made.append(Preload(name=name, **entry))
+            preloads.append(Preload(name=name, **entry))
     if problems:
         raise ConfigError(problems)
-    return made
+    return preloads

@@ -14,7 +14,7 @@ from hvdtrain.errors import CheckpointError, ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class StartKeys(Section):
-    """Which model to start from. Unless start_epoch is set, a training continues from its newest checkpoint if there is one."""
+    """Which model to start from. Unless start_epoch is set, a training with checkpoints continues from the newest one."""
 
     start_epoch: int | Literal["auto"] = key(
         "auto",

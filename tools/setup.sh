@@ -3,6 +3,7 @@
 # and Horovod built against them. Instant when nothing is missing. Logs: .venv/setup-logs/.
 #
 #   PYTHON=python3.12 make setup     another interpreter (3.11 or newer)
+#   WHEEL_DIR=/shared make setup     where the built wheel of Horovod is kept and looked for (default: ~/.cache/hvdtrain/wheels)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -14,7 +15,7 @@ TORCH_VERSION=2.13.0
 TENSORFLOW_VERSION=2.21.0
 
 # What the stamp must say for the environment to be up to date: this script, the package list, the Horovod recipe.
-wanted=$(cat tools/setup.sh setup.py hvdtrain/doctor/build_horovod.py | sha256sum | cut -d' ' -f1)
+wanted=$(cat tools/setup.sh setup.py hvdtrain/doctor/build_horovod.py hvdtrain/doctor/horovod.cmake | sha256sum | cut -d' ' -f1)
 if [ -f "$STAMP" ] && [ "$(cat "$STAMP")" = "$wanted" ] && command -v mpirun >/dev/null && [ -x "$VENV/bin/python" ]; then
     exit 0
 fi
@@ -43,6 +44,7 @@ command -v mpirun >/dev/null || packages+=(openmpi-bin)
 command -v mpicxx >/dev/null || packages+=(libopenmpi-dev)
 command -v g++ >/dev/null || packages+=(g++)
 command -v cmake >/dev/null || packages+=(cmake)
+command -v make >/dev/null || packages+=(make)
 if ! command -v "$PYTHON" >/dev/null; then
     packages+=(python3 python3-venv python3-dev)
 else
@@ -88,13 +90,39 @@ else
         torch_index=(--extra-index-url "$cpu_index")
     fi
 fi
+
+# The network fetches what comes later while the processor installs and compiles what comes earlier. Fetching is all that runs
+# beside it: a second pip that installed could replace a package that the frameworks or Horovod's build import just then.
+# What could not be fetched is not missed: pip install fetches it itself, and says what is wrong.
+others=(cffi cloudpickle packaging psutil pyyaml)
+extras=".[mpi,hdf,huggingface,returnn,demo,report,dev]"
+fetched=$VENV/fetched
+fetch() {
+    pip download -q --dest $fetched/tensorflow "$tensorflow"
+    touch $fetched/tensorflow-is-here
+    pip download -q --dest $fetched/others --no-build-isolation "${others[@]}" "$extras"
+}
+# Wait for the fetching process to be done with what is installed now, as two downloads of the same take longer than one.
+until_fetched() {
+    while [ ! -e "$fetched/$1" ] && kill -0 $fetching 2>/dev/null; do sleep 0.2; done
+}
+rm -rf $fetched
+mkdir -p $fetched/tensorflow $fetched/others
+set -m # a process group of its own, so that pip ends with it
+fetch >$LOGS/fetch.log 2>&1 &
+set +m
+fetching=$!
+trap 'kill -- -$fetching 2>/dev/null; rm -rf $fetched' EXIT
 run torch "installing torch $TORCH_VERSION" pip install "torch==$TORCH_VERSION" ${torch_index[@]+"${torch_index[@]}"}
-run tensorflow "installing ${tensorflow}" pip install "$tensorflow"
-run packages "installing hvdtrain's other packages" pip install \
-    cffi cloudpickle packaging psutil pyyaml --no-build-isolation -e ".[mpi,hdf,huggingface,returnn,demo,report,dev]"
+until_fetched tensorflow-is-here
+run tensorflow "installing ${tensorflow}" pip install --find-links $fetched/tensorflow "$tensorflow" "${others[@]}"
 
 # --- Horovod ---------------------------------------------------------------------------------------------------------
-$VENV/bin/python -m hvdtrain build-horovod --log $LOGS/horovod.log
+$VENV/bin/python -m hvdtrain build-horovod --log $LOGS/horovod.log ${WHEEL_DIR:+--wheel-dir "$WHEEL_DIR"}
+
+# --- the other packages ----------------------------------------------------------------------------------------------
+wait $fetching || true
+run packages "installing hvdtrain's other packages" pip install --find-links $fetched/others --no-build-isolation -e "$extras"
 
 echo "$wanted" >$STAMP
 echo "setup: complete"

@@ -104,10 +104,10 @@ class StepSchedule:
         """The factor on the epoch's learning rate.
 
         Args:
-            step: updates done so far.
+            step: steps done in the whole training before the last step of this update.
             epoch_continuous: epochs done so far, with the share of the current one.
         """
-        # The first update of a warm-up by steps is one step up already: with a factor of 0 it would be for nothing.
+        # A warm-up by steps counts the present step, too: with a factor of 0 the first update would change nothing.
         position, warm = (float(step), step + 1.0) if self.by_steps else (epoch_continuous, epoch_continuous)
         if position < self.warmup:
             fraction = min(warm / self.warmup, 1.0)

@@ -10,7 +10,7 @@ from hvdtrain.checkpoint.folder import CheckpointFolder, CleanupRule, parse_rule
 from hvdtrain.checkpoint.saver import clean_up
 from hvdtrain.comm.base import on_rank_zero
 from hvdtrain.errors import ConfigError
-from hvdtrain.learner.base import FILE_SUFFIX
+from hvdtrain.learner.frameworks import FRAMEWORKS
 from hvdtrain.runtime.log import open_log, say
 from hvdtrain.runtime.scores import text
 from hvdtrain.runtime.timer import clock_text
@@ -55,7 +55,7 @@ def clean_up_all(settings: Settings) -> None:
         open_log(settings.log, comm.rank, comm.size)
         prefix = Path(settings.run.model)
         rule = parse_rule(settings.saving.cleanup_old_models) or CleanupRule()
-        suffix = FILE_SUFFIX[settings.run.backend]
+        suffix = FRAMEWORKS[settings.run.backend].suffix
 
         def remove() -> None:
             clean_up(CheckpointFolder(prefix, suffix), rule, _scores(prefix.parent / "scores.jsonl"))

@@ -64,7 +64,7 @@ class Preload:
         """Which tensors of the file belong to which of ours.
 
         Raises:
-            CheckpointError: the file has nothing for us, or another shape for it.
+            CheckpointError: none of our parameters is in the file, or one has another shape there.
         """
         renamed = self._renamed(ours, theirs)
         sources = {name: renamed[name] for name in ours if name in renamed}
@@ -119,13 +119,13 @@ class Preload:
 
 
 def take_over(preloads: Sequence[Preload], load: PreloadFunction) -> list[str]:
-    """Take parameters over from all the files, in this order; return their names.
+    """Load parameters from all files, in this order; return the names of the loaded parameters.
 
     Args:
         load: a state's `preload`.
 
     Raises:
-        CheckpointError: a file cannot be read, or lacks parameters that no other one has.
+        CheckpointError: a file cannot be read, or lacks parameters that no other file has.
     """
     taken: set[str] = set()
     lacking: list[tuple[Preload, list[str]]] = []

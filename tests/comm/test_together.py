@@ -74,7 +74,7 @@ def test_a_crash_is_no_mistake_of_the_users_and_ends_all() -> None:
 
 
 def test_who_waits_for_long_work_hears_of_its_progress(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hvdtrain.comm.base.PAUSE", 0.02)
+    monkeypatch.setattr("hvdtrain.comm.base.MAX_PAUSE", 0.02)
 
     def work(comm: Communicator) -> tuple[object, list[list[int]]]:
         heard: list[list[int]] = []

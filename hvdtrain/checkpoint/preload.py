@@ -163,7 +163,7 @@ def parse_preloads(value: Mapping[str, Any]) -> list[Preload]:
         if entry["filename"] is None and entry.get("pattern") is None and not entry.get("prefix"):
             problems.append(f"{where}: expected a pattern or a prefix if filename is None, got neither")
         if entry["filename"] is not None and entry.get("pattern") is not None:
-            problems.append(f"{where}.pattern: expected None if there is a filename (use prefix), got {entry['pattern']!r}")
+            problems.append(f"{where}.pattern: expected None if there is a filename, got {entry['pattern']!r} (use prefix)")
         if not unknown:
             preloads.append(Preload(name=name, **entry))
     if problems:

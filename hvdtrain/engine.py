@@ -108,7 +108,7 @@ class Engine:
             Stopped: on all ranks after the same step, with a checkpoint.
             TrainingError: a loss is not a finite number.
         """
-        self._session.interrupt.may_wait()
+        self._session.interrupt.defer_sigint()
         end = None
         while end is None and self._progress.epoch < self._pace.num_epochs:
             self._run_epoch(self._progress.epoch + 1)

@@ -19,7 +19,7 @@ from hvdtrain.checkpoint.progress import Progress
 from hvdtrain.checkpoint.saver import Saver, Saves
 from hvdtrain.checkpoint.start import StartKeys, model_file, start_of_training
 from hvdtrain.comm import launch
-from hvdtrain.comm.base import Communicator, SingleCommunicator, on_rank_zero, patiently, together
+from hvdtrain.comm.base import Communicator, SingleCommunicator, on_rank_zero, run_with_heartbeat, together
 from hvdtrain.comm.current import connected
 from hvdtrain.data.combine.cache import Budget, host_memory
 from hvdtrain.data.describe import copy_lines
@@ -222,7 +222,7 @@ def copy_data(settings: Settings, comm: Communicator, watchdog: Watchdog, at_the
     if folder is not None:
         say(4, f"copying the data files to {keys.cache_dir}, where there is no copy yet ...")
         at_the_end.callback(folder.close)
-    (_, copies), everywhere = patiently(comm, work, alive, name="copy_data")
+    (_, copies), everywhere = run_with_heartbeat(comm, work, alive, name="copy_data")
     if folder is not None:
         for level, line in copy_lines(keys.cache_dir or "", everywhere):
             say(level, line)

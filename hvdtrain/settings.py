@@ -33,7 +33,7 @@ from hvdtrain.returnn_layer.imports import Layer
 from hvdtrain.returnn_layer.names import ALIASES, UNSUPPORTED
 from hvdtrain.runtime.interrupt import InterruptKeys
 from hvdtrain.runtime.log import LogKeys
-from hvdtrain.schedule.early_stopping import EndingKeys
+from hvdtrain.schedule.early_stopping import EarlyStoppingKeys
 from hvdtrain.schedule.newbob import NewbobKeys
 from hvdtrain.schedule.rates import ScheduleKeys
 from hvdtrain.schedule.steps import StepSchedule, make_schedule
@@ -128,7 +128,7 @@ class Settings:
     start: StartKeys
     saving: SavingKeys
     interrupt: InterruptKeys
-    ending: EndingKeys
+    ending: EarlyStoppingKeys
     forwarding: ForwardKeys
     launch: LaunchKeys
     torch_distributed: TorchDistributedKeys | None

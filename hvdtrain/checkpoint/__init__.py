@@ -1,1 +1,1 @@
-"""Checkpoints: what a training has to remember, and where it starts from."""
+"""Checkpoints: the state of a training, the files it is saved in, and which model a training starts from."""

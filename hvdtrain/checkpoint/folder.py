@@ -1,4 +1,7 @@
-"""A folder of checkpoints: each complete or not there at all, and which are kept."""
+"""A folder of checkpoints: how they are named, how each is written completely or not at all, and which are kept.
+
+A checkpoint exists once its model file does: it is renamed into place last, and removed first.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from hvdtrain.errors import CheckpointError, ConfigError
 UNFINISHED = ".unfinished"
 
 KEEP_OPTIMIZERS = 2
-"""Of so many finished epochs the optimizer is kept."""
+"""The number of finished epochs whose optimizer file is kept."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +28,8 @@ class Checkpoint:
 
     Attributes:
         epoch: the finished epoch, or the one under way.
-        start: the folder and how all its files' names begin.
-        suffix: how they end; of the framework.
+        start: the folder and the common beginning of the files' names.
+        suffix: the framework's file suffix.
         step: steps done in the whole training, if the epoch is under way.
     """
 
@@ -44,11 +47,11 @@ class Checkpoint:
         return self._file(".opt")
 
     def own_file(self, rank: int, size: int) -> Path:
-        """What one rank saves of its own."""
+        """The file with the state that only this rank has."""
         return self._file(f".rank-{rank}-of-{size}")
 
     def is_part(self, name: str) -> bool:
-        """Whether this is the name of the optimizer's file or of some rank's own."""
+        """Whether this is the name of the optimizer file or of a rank's own file of this checkpoint."""
         pattern = rf"{re.escape(self.start.name)}\.(opt|rank-\d+-of-\d+)\.{re.escape(self.suffix)}"
         return re.fullmatch(pattern, name) is not None
 
@@ -57,7 +60,7 @@ class Checkpoint:
 
     @property
     def age(self) -> tuple[int, float]:
-        """Later checkpoints have a larger one."""
+        """A sort key: later checkpoints compare larger."""
         return self.epoch, float("inf") if self.step is None else self.step
 
 
@@ -66,7 +69,7 @@ class CheckpointFolder:
 
     Args:
         prefix: the config's key `model`, such as exp/g2p/model.
-        suffix: of the framework's files.
+        suffix: the framework's file suffix.
     """
 
     def __init__(self, prefix: Path, suffix: str = "pt") -> None:
@@ -77,23 +80,27 @@ class CheckpointFolder:
         )
 
     def at(self, epoch: int, step: int | None = None) -> Checkpoint:
-        """The files of an epoch, finished or (with a step) under way, whether they exist or not."""
+        """The checkpoint of a finished epoch, or with `step` of one under way, whether it exists or not."""
         name = f"{self._prefix.name}.{epoch:03d}" + ("" if step is None else f".step-{step}")
         return Checkpoint(epoch, self._prefix.with_name(name), self.suffix, step)
 
     def finished(self) -> list[int]:
-        """The epochs at whose end a model was saved, in order."""
+        """The finished epochs that have a model, in order."""
         return [found.epoch for found in self._found() if found.step is None]
 
     def newest(self) -> Checkpoint | None:
-        """The last checkpoint that training can go on from."""
+        """The last checkpoint that training can continue from: one with an optimizer file."""
         return next((found for found in reversed(self._found()) if found.optimizer_file.exists()), None)
 
     def prepare(self, target: Checkpoint) -> None:
-        """Make the folder, and remove what stands under the names of a checkpoint that is about to be written. (Were it
-        replaced file by file, a kill in between would leave files that do not belong together.) Raises: CheckpointError.
+        """Create the folder, and remove the model of an existing checkpoint with the same name before it is written.
+
+        If it were replaced file by file, a kill in between would leave files that do not belong together.
+
+        Raises:
+            CheckpointError: the folder cannot be written to.
         """
-        with _told(target.model_file):
+        with _checkpoint_error(target.model_file):
             self._prefix.parent.mkdir(parents=True, exist_ok=True)
             self._remove_unfinished()
             target.model_file.unlink(missing_ok=True)
@@ -101,16 +108,16 @@ class CheckpointFolder:
     def save_own(self, file: Path, write: Callable[[Path], None]) -> None:
         """Write one rank's own file of a checkpoint that is being written. Raises: CheckpointError."""
         unfinished = file.with_name(file.name + UNFINISHED)
-        with _told(file):
+        with _checkpoint_error(file):
             write(unfinished)
             _to_disk(unfinished)
             os.replace(unfinished, file)
 
     def save(self, epoch: int, write: Callable[[Path, Path], None], *, step: int | None = None) -> Checkpoint:
-        """Write the model and the optimizer; afterwards the checkpoint is complete.
+        """Write the model and the optimizer, which completes the checkpoint.
 
         Args:
-            write: writes the model's and the optimizer's file under the paths it is given.
+            write: writes the model file and the optimizer file at the paths it is given.
             step: steps done in the whole training, if the epoch is under way.
 
         Raises:
@@ -120,7 +127,7 @@ class CheckpointFolder:
         unfinished = [path.with_name(path.name + UNFINISHED) for path in (target.model_file, target.optimizer_file)]
         try:
             self.prepare(target)
-            with _told(target.model_file):
+            with _checkpoint_error(target.model_file):
                 write(unfinished[0], unfinished[1])
                 for path in unfinished:
                     _to_disk(path)
@@ -134,18 +141,18 @@ class CheckpointFolder:
         return target
 
     def tidy(self, newest: Checkpoint, keep_optimizers: int = KEEP_OPTIMIZERS) -> None:
-        """Remove what a new checkpoint made useless: those within epochs, and all but the last finished epochs' optimizers
-        (which are as large as the model, or larger).
+        """Remove what a new checkpoint supersedes: all other checkpoints within epochs, and the optimizers of all but the last
+        finished epochs. An optimizer file is as large as the model, or larger.
         """
         names = [self._pattern.fullmatch(path.name) for path in self._files()]
-        within = {self.at(int(match["epoch"]), int(match["step"])) for match in names if match and match["step"]}
-        self.remove(within - {newest})  # also what a kill left of them: parts without a model
+        within_epochs = {self.at(int(match["epoch"]), int(match["step"])) for match in names if match and match["step"]}
+        self.remove(within_epochs - {newest})  # also incomplete ones that a kill left behind: files without a model
         with_optimizer = [self.at(epoch) for epoch in self.finished() if self.at(epoch).optimizer_file.exists()]
         for checkpoint in with_optimizer[:-keep_optimizers]:
             self._remove_all_but_model(checkpoint)
 
     def remove(self, checkpoints: Iterable[Checkpoint]) -> None:
-        """Remove checkpoints, of each the model first: what is left of it by a kill is none."""
+        """Remove checkpoints, each with its model first, so that a kill leaves no checkpoint that looks complete."""
         for checkpoint in checkpoints:
             checkpoint.model_file.unlink(missing_ok=True)
             self._remove_all_but_model(checkpoint)
@@ -163,7 +170,7 @@ class CheckpointFolder:
         return sorted(found, key=lambda checkpoint: checkpoint.age)
 
     def _remove_unfinished(self) -> None:
-        """Remove what a killed run left behind."""
+        """Remove the unfinished files that a killed run left behind."""
         for path in self._files():
             if path.name.startswith(f"{self._prefix.name}.") and path.name.endswith(UNFINISHED):
                 path.unlink(missing_ok=True)
@@ -174,16 +181,16 @@ class CheckpointFolder:
 
 
 @contextmanager
-def _told(file: Path) -> Iterator[None]:
-    """Say which checkpoint could not be written, and why."""
+def _checkpoint_error(file: Path) -> Iterator[None]:
+    """Translate errors while writing a checkpoint into CheckpointError with the file and the cause."""
     try:
         yield
-    except (OSError, RuntimeError) as error:  # torch raises RuntimeError where the disk is full
+    except (OSError, RuntimeError) as error:  # torch raises RuntimeError if the disk is full
         raise CheckpointError(f"{file}: expected to write a checkpoint, got: {error}") from error
 
 
 def _to_disk(path: Path) -> None:
-    """Wait until a file, or a folder's list of names, has reached the disk: a rename must not overtake its contents."""
+    """Flush a file, or a folder's list of names, to disk: a rename must not reach the disk before the contents do."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -193,10 +200,12 @@ def _to_disk(path: Path) -> None:
 
 @dataclass(frozen=True)
 class CleanupRule:
-    """The models to keep: the last ones, the best ones by every score, and those of some epochs.
+    """Which models to keep: the last ones, the best ones by each score, and those of certain epochs.
 
     Attributes:
-        keep: these epochs; None: some of all times, fewer of them the longer the training is.
+        keep_last_n: the number of last epochs to keep.
+        keep_best_n: the number of epochs to keep that have the best values of a score, for each score.
+        keep: further epochs to keep; None: a pattern over the whole training that gets sparser as training gets longer.
     """
 
     keep_last_n: int = 2
@@ -204,22 +213,22 @@ class CleanupRule:
     keep: Sequence[int] | None = None
 
     def kept(self, epochs: Iterable[int], scores: Mapping[int, Mapping[str, float]]) -> list[int]:
-        """The epochs to keep, ascending.
+        """The epochs to keep, in ascending order.
 
         Args:
-            epochs: those whose model is there.
-            scores: by epoch, its scores by name; the smaller the better.
+            epochs: the epochs that have a model.
+            scores: the scores of each epoch by name; lower is better.
         """
-        there = sorted(epochs)
-        if max(self.keep_last_n, self.keep_best_n) >= len(there):
-            return there
-        wanted = set(self.keep if self.keep is not None else _pattern(there[-1])) | set(there[-self.keep_last_n :])
-        for name in sorted({name for epoch in there for name in scores.get(epoch, {})}):
-            wanted.update(self._best(there, {epoch: scores.get(epoch, {}).get(name) for epoch in there}))
-        return [epoch for epoch in there if epoch in wanted]
+        existing = sorted(epochs)
+        if max(self.keep_last_n, self.keep_best_n) >= len(existing):
+            return existing
+        wanted = set(self.keep if self.keep is not None else _default_pattern(existing[-1])) | set(existing[-self.keep_last_n :])
+        for name in sorted({name for epoch in existing for name in scores.get(epoch, {})}):
+            wanted.update(self._best(existing, {epoch: scores.get(epoch, {}).get(name) for epoch in existing}))
+        return [epoch for epoch in existing if epoch in wanted]
 
     def _best(self, epochs: list[int], scores: Mapping[int, float | None]) -> list[int]:
-        """The epochs with the smallest scores; none where all are equal. An epoch without a score counts as the worst one."""
+        """The epochs with the lowest scores; empty if all are equal. An epoch without a score counts as the worst."""
         known = [score for score in scores.values() if score is not None and not isnan(score)]
         if not known or min(known) == max(known):
             return []
@@ -231,8 +240,8 @@ class CleanupRule:
         return sorted(epochs, key=rank)[: self.keep_best_n]
 
 
-def _pattern(last: int) -> set[int]:
-    """Epochs to keep of a training up to the epoch `last`: multiples of a number, and doublings of another."""
+def _default_pattern(last: int) -> set[int]:
+    """The epochs up to `last` that are kept by default, as in RETURNN: multiples of a number, and another times powers of 2."""
     if last <= 10:
         every, doubled = 4, 5
     elif last <= 50:
@@ -246,10 +255,10 @@ def _pattern(last: int) -> set[int]:
 
 
 def parse_rule(value: bool | dict[str, Any]) -> CleanupRule | None:
-    """The key `cleanup_old_models`: True, or a dict of the rule's attributes; None where nothing is to be removed.
+    """Parse the key `cleanup_old_models`: a bool, or a dict of the rule's attributes. Returns None for False: keep all models.
 
     Raises:
-        ConfigError: other entries, or entries of another type.
+        ConfigError: unknown entries, or entries of the wrong type.
     """
     if isinstance(value, bool):
         return CleanupRule() if value else None
@@ -257,11 +266,11 @@ def parse_rule(value: bool | dict[str, Any]) -> CleanupRule | None:
     problems = [
         f"cleanup_old_models.{name}: expected one of {', '.join(names)}, got {name!r}" for name in value if name not in names
     ]
-    least = {"keep_last_n": 1, "keep_best_n": 0}
-    for name, smallest in least.items():
-        number = value.get(name, smallest)
-        if not isinstance(number, int) or number < smallest:
-            problems.append(f"cleanup_old_models.{name}: expected an integer, {smallest} or more, got {number!r}")
+    minimums = {"keep_last_n": 1, "keep_best_n": 0}
+    for name, minimum in minimums.items():
+        number = value.get(name, minimum)
+        if not isinstance(number, int) or number < minimum:
+            problems.append(f"cleanup_old_models.{name}: expected an integer, {minimum} or more, got {number!r}")
     keep = value.get("keep", [])
     if not isinstance(keep, (list, tuple, set)) or not all(isinstance(epoch, int) for epoch in keep):
         problems.append(f"cleanup_old_models.keep: expected a list of epochs, got {keep!r}")

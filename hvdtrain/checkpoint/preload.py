@@ -1,4 +1,7 @@
-"""Taking parameters of other models over: which of ours comes from which of theirs."""
+"""The key `preload_from_files`: which parameters of the model are loaded from which parameters of other models' files.
+
+"Ours" are the model's parameters, "theirs" those of a file.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +17,21 @@ from hvdtrain.learner.base import MakeMissing, PreloadFunction, PreloadNames, Sh
 
 @dataclass(frozen=True)
 class Preload:
-    """One entry of the key `preload_from_files`, with RETURNN's meaning.
+    """One entry of the key `preload_from_files`, with the same meaning as in RETURNN.
 
     Attributes:
-        filename: the file; its code is never run, only tensors are read. None: there is no file, and ours that begin with the
-            prefix, or fit the pattern, may be missing from the other entries' files.
-        prefix: our parameters whose names start with this are taken over; in the file they are without it.
-        pattern: where there is no file: names with * and ?.
-        init_for_train: True: at the beginning of a training; 'always': at every start of every task, and then they are constant:
-            neither trained nor saved; False: when not training.
-        ignore_missing: ours that are not in the file stay as they are.
-        ignore_params, ignore_params_prefixes: names, or beginnings of names, of ours that stay as they are.
-        var_name_mapping: by our name the file's, where they differ; with the prefix or without it.
-        checkpoint_key: under which entry of the file the parameters stand, if there is such an entry.
-        custom_missing_load_func: a function (*, name, shape, preload_model_state, **_) that returns the values of a parameter
-            that is not in the file, or None; it gets what is in the file by the names it has here.
+        filename: the file, from which only tensors are read: no code in it is run. None: no file; parameters of ours that start
+            with the prefix or match the pattern may be missing from the files of the other entries.
+        prefix: load our parameters whose names start with this; in the file, the names lack the prefix.
+        pattern: for an entry without a file: names with the wildcards * and ?.
+        init_for_train: True: load at the beginning of a training; 'always': load at every start of every task, and keep these
+            parameters constant: they are neither trained nor saved; False: load in all tasks but training.
+        ignore_missing: whether parameters of ours that are not in the file keep their values, instead of being an error.
+        ignore_params, ignore_params_prefixes: names, or prefixes of names, of parameters of ours that keep their values.
+        var_name_mapping: maps our names to the file's where they differ; with or without the prefix.
+        checkpoint_key: the entry of the file that contains the parameters, if there is such an entry.
+        custom_missing_load_func: a function (*, name, shape, preload_model_state, **_) that returns the value of a parameter
+            that is not in the file, or None; `preload_model_state` has the file's tensors by our names.
     """
 
     name: str
@@ -45,18 +48,23 @@ class Preload:
 
     @property
     def is_constant(self) -> bool:
-        """Whether its parameters are those of the file at all times."""
+        """Whether the parameters keep the values of the file throughout training."""
         return self.init_for_train == "always"
 
     def is_due(self, training: bool, fresh: bool) -> bool:
-        """Whether to load it: in a training or another task, that starts afresh or goes on from a checkpoint."""
+        """Whether to load the file, once the model is built.
+
+        Args:
+            training: the task is training.
+            fresh: it does not continue from a checkpoint.
+        """
         return not self.is_constant and (bool(self.init_for_train) and fresh if training else not self.init_for_train)
 
     def choose(self, ours: Shapes, theirs: Shapes) -> PreloadNames:
         """Which tensors of the file belong to which of ours.
 
         Raises:
-            CheckpointError: the file has nothing for us, or another shape for it.
+            CheckpointError: none of our parameters is in the file, or one has another shape there.
         """
         renamed = self._renamed(ours, theirs)
         sources = {name: renamed[name] for name in ours if name in renamed}
@@ -70,12 +78,12 @@ class Preload:
         return PreloadNames(sources, renamed)
 
     def lacking(self, ours: Iterable[str], taken: Iterable[str]) -> list[str]:
-        """Which of ours ought to have been in the file."""
+        """The parameters of ours that should have been in the file, but were not loaded."""
         missing = [] if self.ignore_missing else sorted(set(ours) - set(taken))
         return [name for name in missing if name.startswith(self.prefix) and not self._is_ignored(name)]
 
     def excuses(self, name: str) -> bool:
-        """Whether one of ours need not be in any file, as this entry without a file says."""
+        """Whether this is an entry without a file that allows a parameter of ours to be missing from the other files."""
         if self.filename is not None:
             return False
         return fnmatch.fnmatchcase(name, self.pattern) if self.pattern is not None else name.startswith(self.prefix)
@@ -88,15 +96,15 @@ class Preload:
         return lambda name, shape, state: function(name=name, shape=shape, preload_model_state=state)
 
     def wrong(self, problems: Sequence[str]) -> CheckpointError:
-        """The error about the file."""
-        whose = f" {self.prefix}*" if self.prefix else ""
+        """The error for problems with the file."""
+        names = f" {self.prefix}*" if self.prefix else ""
         lines = "\n  ".join(problems)
         return CheckpointError(
-            f"preload_from_files.{self.name}: expected the model's parameters{whose} in {self.filename}, got:\n  {lines}"
+            f"preload_from_files.{self.name}: expected the model's parameters{names} in {self.filename}, got:\n  {lines}"
         )
 
     def _renamed(self, ours: Shapes, theirs: Iterable[str]) -> dict[str, str]:
-        """The file's names by those that they have here, without what is to be ignored."""
+        """Map our names to the file's names, without the parameters to ignore."""
         here = {self.prefix + name: name for name in theirs}
         for new, old in self.var_name_mapping.items():
             source = here.pop(old if old in here else self.prefix + old, None)
@@ -111,13 +119,13 @@ class Preload:
 
 
 def take_over(preloads: Sequence[Preload], load: PreloadFunction) -> list[str]:
-    """Take parameters over from all the files, in this order; return their names.
+    """Load parameters from all files, in this order; return the names of the loaded parameters.
 
     Args:
         load: a state's `preload`.
 
     Raises:
-        CheckpointError: a file cannot be read, or lacks parameters that no other one has.
+        CheckpointError: a file cannot be read, or lacks parameters that no other file has.
     """
     taken: set[str] = set()
     lacking: list[tuple[Preload, list[str]]] = []
@@ -129,19 +137,20 @@ def take_over(preloads: Sequence[Preload], load: PreloadFunction) -> list[str]:
     for one, names in lacking:
         problems = [name for name in names if name not in taken and not any(other.excuses(name) for other in preloads)]
         if problems:
-            raise one.wrong([f"{name}: nothing for it" for name in problems])
+            raise one.wrong([f"{name}: not in the file" for name in problems])
     return sorted(taken)
 
 
 def parse_preloads(value: Mapping[str, Any]) -> list[Preload]:
-    """The key `preload_from_files`: dicts by name. They come in the order to load them: where several give the same
-    parameter, the alphabetically first wins, which is RETURNN's rule.
+    """Parse the key `preload_from_files`, a dict of dicts, into the order in which to load the files.
+
+    If several files have the same parameter, the alphabetically first name is loaded last and wins, as in RETURNN.
 
     Raises:
-        ConfigError: all problems.
+        ConfigError: with all problems.
     """
     known = [member.name for member in fields(Preload) if member.name != "name"]
-    problems, made = [], []
+    problems, preloads = [], []
     for name in sorted(value, reverse=True):
         entry, where = value[name], f"preload_from_files.{name}"
         if not isinstance(entry, dict) or not isinstance(entry.get("filename", 0), (str, type(None))):
@@ -152,11 +161,11 @@ def parse_preloads(value: Mapping[str, Any]) -> list[Preload]:
         if entry.get("init_for_train", False) not in (True, False, "always"):
             problems.append(f"{where}.init_for_train: expected True, False or 'always', got {entry['init_for_train']!r}")
         if entry["filename"] is None and entry.get("pattern") is None and not entry.get("prefix"):
-            problems.append(f"{where}: expected a pattern or a prefix where filename is None, got neither")
+            problems.append(f"{where}: expected a pattern or a prefix if filename is None, got neither")
         if entry["filename"] is not None and entry.get("pattern") is not None:
-            problems.append(f"{where}.pattern: expected None beside a file, where prefix says which, got {entry['pattern']!r}")
+            problems.append(f"{where}.pattern: expected None if there is a filename, got {entry['pattern']!r} (use prefix)")
         if not unknown:
-            made.append(Preload(name=name, **entry))
+            preloads.append(Preload(name=name, **entry))
     if problems:
         raise ConfigError(problems)
-    return made
+    return preloads

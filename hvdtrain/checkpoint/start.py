@@ -1,4 +1,4 @@
-"""Where a training starts: afresh, from its own newest checkpoint, or from another model."""
+"""Which model a job starts with: a new one, the newest checkpoint of the training, or another model."""
 
 from __future__ import annotations
 
@@ -14,23 +14,25 @@ from hvdtrain.errors import CheckpointError, ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class StartKeys(Section):
-    """Which model to start from. A training goes on from its newest checkpoint, whatever else is given, but for start_epoch."""
+    """Which model to start from. Unless start_epoch is set, a training with checkpoints continues from the newest one."""
 
     start_epoch: int | Literal["auto"] = key(
-        "auto", "the epoch to start with: from the checkpoint of the one before; 1: afresh, over what is there", positive
+        "auto",
+        "the first epoch: training continues from the checkpoint of the epoch before; 1: start anew and replace what is there",
+        positive,
     )
     load: str | None = key(
         None,
-        "a model's file, with or without its ending, or with load_epoch the beginning of its name: what to evaluate; a training "
-        "that has no checkpoint goes on after its epoch",
+        "a model file, with or without its suffix, or with load_epoch the prefix of its name: the model to evaluate; a training "
+        "without a checkpoint continues after its epoch",
     )
-    load_epoch: int | None = key(None, "the epoch of `load`, or of `model` where that is not given", positive)
+    load_epoch: int | None = key(None, "the epoch of `load`, or of `model` if load is not set", positive)
     import_model_train_epoch1: str | None = key(
-        None, "a model's file whose parameters a training that has no checkpoint begins with, in epoch 1"
+        None, "a model file with the initial parameters, for a training without a checkpoint, which starts at epoch 1"
     )
     preload_from_files: dict[str, Any] = key(
         {},
-        "parameters to take over from other models: by name a dict of filename, prefix, init_for_train, ignore_missing, "
+        "parameters to load from other models: for each name a dict of filename, prefix, init_for_train, ignore_missing, "
         "ignore_params, ignore_params_prefixes, var_name_mapping, checkpoint_key, pattern, custom_missing_load_func "
         "(docs/resuming.md)",
     )
@@ -48,10 +50,10 @@ class Start:
     """What to load.
 
     Attributes:
-        checkpoint: go on from it with everything that belongs to it, the optimizer and the scores.
-        model_file: or take over the model only.
-        epoch: then, the last epoch that counts as done; None: the one that the file says.
-        remark: what the user should be told.
+        checkpoint: the checkpoint to continue from, with its optimizer and scores.
+        model_file: otherwise, a file from which to load the model only.
+        epoch: with model_file, the last epoch that counts as done; None: the epoch stored in the file.
+        remark: a warning for the log.
     """
 
     checkpoint: Checkpoint | None = None
@@ -61,7 +63,7 @@ class Start:
 
 
 def start_of_training(keys: StartKeys, folder: CheckpointFolder) -> Start:
-    """Where to start, by RETURNN's rules. Raises: CheckpointError."""
+    """What to load for a training, by RETURNN's rules. Raises: CheckpointError."""
     newest = folder.newest()
     if keys.start_epoch != "auto" and keys.start_epoch > 1:
         if keys.load is not None:
@@ -82,15 +84,19 @@ def start_of_training(keys: StartKeys, folder: CheckpointFolder) -> Start:
 
 
 def model_file(keys: StartKeys, folder: CheckpointFolder) -> Path:
-    """The model to use outside of training: `load`, `load_epoch`, or else the last finished epoch's. Raises: CheckpointError."""
+    """The model for other tasks than training: from `load` and `load_epoch`, or of the last finished epoch.
+
+    Raises:
+        CheckpointError: there is no such file.
+    """
     if keys.load is not None:
         return _file(keys.load if keys.load_epoch is None else f"{keys.load}.{keys.load_epoch:03d}", folder)
     epoch = keys.load_epoch or max(folder.finished(), default=None)
     if epoch is None:
-        raise CheckpointError(f"load: expected a trained model, got none under {folder.at(1).model_file} and the like")
+        raise CheckpointError(f"load: expected a trained model, got no file such as {folder.at(1).model_file}")
     if not folder.at(epoch).model_file.exists():
         raise CheckpointError(
-            f"load_epoch: expected an epoch whose model is there, got {epoch}: no {folder.at(epoch).model_file}"
+            f"load_epoch: expected an epoch that has a model, got {epoch}: there is no {folder.at(epoch).model_file}"
         )
     return folder.at(epoch).model_file
 
@@ -99,8 +105,8 @@ def _existing(checkpoint: Checkpoint) -> Checkpoint:
     for file in (checkpoint.model_file, checkpoint.optimizer_file):
         if not file.exists():
             raise CheckpointError(
-                f"start_epoch, load_epoch: expected the whole checkpoint of epoch {checkpoint.epoch}, got no {file} "
-                "(to go on without the optimizer's state, give start_epoch and the model's file as `load`)"
+                f"start_epoch, load_epoch: expected a complete checkpoint of epoch {checkpoint.epoch}, got no {file} "
+                "(to continue without the optimizer state, set start_epoch, and `load` to the model file)"
             )
     return checkpoint
 
@@ -110,4 +116,4 @@ def _file(name: str, folder: CheckpointFolder) -> Path:
     for candidate in candidates:
         if candidate.is_file():
             return candidate
-    raise CheckpointError(f"load: expected a model's file, got none called {' or '.join(map(str, candidates))}")
+    raise CheckpointError(f"load: expected a model file, got neither {' nor '.join(map(str, candidates))}")

@@ -1,4 +1,8 @@
-"""What the rest of the program may ask of the other ranks, and a job of one rank."""
+"""The communicator: which collectives a rank can call, a job of one rank, and what is built from these collectives.
+
+`Communicator` is the interface of all transports (`horovod`, `torch_dist`); `SingleCommunicator` is for a job of size 1.
+The functions below them (`all_reduce`, `together`, `on_rank_zero`, `run_with_heartbeat`) work with any communicator.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +15,20 @@ from hvdtrain.errors import HvdtrainError
 T = TypeVar("T")
 
 Tensor = Any
-"""A tensor of the job's framework. Which one it is matters to nobody between the learner and the transport."""
+"""A tensor of the job's framework. Only the learner and the transport know which framework that is."""
 
 Op = Literal["sum", "average"]
 
 
 class Communicator(Protocol):
-    """The ranks of a job. A job of one process is a job of size 1 whose collectives are the identity.
+    """The ranks of a job. A job of one process has size 1, and its collectives are the identity.
 
-    Every method below, `close` excepted, is collective: all ranks call it, in the same order and with tensors of the same
-    shapes, which may depend on the model and on the plan of the epoch but never on what is in a batch. The name stands in
-    Horovod's stall report and timeline. Raises: PeerFailure, on the ranks that waited for one that failed.
+    All methods except `close` are collective: all ranks call them in the same order and with tensors of the same
+    shapes. Order and shapes may depend on the model and on the plan of the epoch, but never on the contents of a batch.
+    `name` identifies the operation in Horovod's stall report and timeline.
+
+    Raises:
+        PeerFailure: on the ranks that wait for a rank that failed.
     """
 
     rank: int
@@ -30,76 +37,40 @@ class Communicator(Protocol):
     local_size: int
 
     def start(self, tensors: Sequence[Tensor], op: Op, *, name: str) -> Any:
-        """Collective. Begin an all-reduce and return at once with a handle; the tensors may be overwritten."""
+        """Collective. Start an asynchronous all-reduce and return a handle for `finish`; may overwrite the tensors."""
         ...
 
     def finish(self, handle: Any) -> list[Tensor]:
-        """Wait for an all-reduce that `start` began; return the reduced tensors."""
+        """Wait for the all-reduce that `start` returned this handle for; return the reduced tensors."""
         ...
 
     def broadcast(self, tensors: Sequence[Tensor], *, name: str) -> list[Tensor]:
-        """Collective. Rank 0's tensors, on every rank."""
+        """Collective. Return rank 0's tensors on every rank."""
         ...
 
     def gather_rows(self, tensors: Sequence[Tensor], *, name: str) -> list[Tensor]:
-        """Collective. The rows (first axis) of every rank's tensor, in rank order; ranks may have different numbers of them."""
+        """Collective. Concatenate every rank's tensors along the first axis, in rank order; its length may differ by rank."""
         ...
 
     def gather(self, value: T, *, name: str) -> list[T]:
-        """Collective. Every rank's picklable value, in rank order, on every rank."""
+        """Collective. Return every rank's picklable value, in rank order, on every rank."""
         ...
 
     def channel(self, name: str) -> Communicator:
-        """Collective. The same ranks once more, for collectives that come in no fixed order with the others."""
+        """Collective. Return a communicator of the same ranks whose collectives need no fixed order relative to this one's."""
         ...
 
     def close(self) -> None:
-        """Take leave of the other ranks. Nothing can be exchanged afterwards."""
+        """Disconnect from the other ranks. No collective can be called afterwards."""
         ...
-
-
-def all_reduce(comm: Communicator, tensors: Sequence[Tensor], op: Op, *, name: str) -> list[Tensor]:
-    """Collective. The sum or average of every tensor over the ranks; the given tensors may be overwritten."""
-    return comm.finish(comm.start(tensors, op, name=name))
-
-
-def together(comm: Communicator, work: Callable[[], T], *, name: str) -> T:
-    """Collective. Run `work` on every rank; where it fails with an HvdtrainError on any rank, all ranks raise.
-
-    The error of the lowest rank that failed is raised everywhere, marked as seen by all. What is not an HvdtrainError
-    is a bug, not a user's mistake: it passes through at once and ends the job as any crash does.
-    """
-    error: HvdtrainError | None = None
-    result: Any = None
-    try:
-        result = work()
-    except HvdtrainError as failure:
-        error = failure
-    failures = [(rank, failure) for rank, failure in enumerate(comm.gather(error, name=name)) if failure is not None]
-    if failures:
-        rank, first = failures[0]
-        if len(failures) < comm.size:
-            first = first.of_rank(rank)
-        first.on_every_rank = True
-        raise first
-    return result  # type: ignore[no-any-return]
-
-
-def on_rank_zero(comm: Communicator, work: Callable[[], T], *, name: str) -> T:
-    """Collective. Run `work` on rank 0 while the others wait; return its picklable value on every rank, or raise its error."""
-
-    def mine() -> T | None:
-        return work() if comm.rank == 0 else None
-
-    value = together(comm, mine, name=name)
-    return comm.gather(value, name=f"{name}.value")[0]  # type: ignore[return-value]  # rank 0's is a T
 
 
 class SingleCommunicator:
     """A job of size 1: every collective is the identity.
 
     Args:
-        local_rank, local_size: this process's place among those on its host that belong to other jobs, for devices and threads.
+        local_rank, local_size: this process's rank and the number of processes on its host, if several jobs of size 1 share
+            the host; they determine the device and the number of threads.
     """
 
     rank = 0
@@ -131,50 +102,92 @@ class SingleCommunicator:
         pass
 
 
-PAUSE = 1.0
-"""Seconds between two questions to the other ranks, at most."""
+def all_reduce(comm: Communicator, tensors: Sequence[Tensor], op: Op, *, name: str) -> list[Tensor]:
+    """Collective. Return the sum or average of each tensor over the ranks; may overwrite the given tensors."""
+    return comm.finish(comm.start(tensors, op, name=name))
 
 
-def patiently(
-    comm: Communicator, work: Callable[[Callable[[int], None]], T], alive: Callable[[list[int]], None], *, name: str
+def together(comm: Communicator, work: Callable[[], T], *, name: str) -> T:
+    """Collective. Run `work` on every rank; if it raises an HvdtrainError on any rank, raise one on all ranks.
+
+    All ranks raise the error of the lowest rank that failed, with `on_every_rank` set. Any other exception is a bug, not a
+    user's mistake: it is not caught, and ends the job like any crash.
+    """
+    error: HvdtrainError | None = None
+    result: Any = None
+    try:
+        result = work()
+    except HvdtrainError as failure:
+        error = failure
+    failures = [(rank, failure) for rank, failure in enumerate(comm.gather(error, name=name)) if failure is not None]
+    if failures:
+        rank, first = failures[0]
+        if len(failures) < comm.size:
+            first = first.of_rank(rank)
+        first.on_every_rank = True
+        raise first
+    return result  # type: ignore[no-any-return]
+
+
+def on_rank_zero(comm: Communicator, work: Callable[[], T], *, name: str) -> T:
+    """Collective. Run `work` on rank 0 while the others wait; return its picklable value on every rank, or raise its error."""
+
+    def run() -> T | None:
+        return work() if comm.rank == 0 else None
+
+    value = together(comm, run, name=name)
+    return comm.gather(value, name=f"{name}.value")[0]  # type: ignore[return-value]  # rank 0's value is a T
+
+
+MAX_PAUSE = 1.0
+"""Maximum interval in seconds between two exchanges of `run_with_heartbeat`."""
+
+
+def run_with_heartbeat(
+    comm: Communicator, work: Callable[[Callable[[int], None]], T], heartbeat: Callable[[list[int]], None], *, name: str
 ) -> tuple[T, list[T]]:
-    """Collective. Run `work` on every rank, in a thread, until all are done; errors are raised as by `together`.
+    """Collective. Run `work` in a thread on every rank and wait until it is done on all ranks.
+
+    Errors are raised as by `together`.
 
     Args:
-        work: is handed a function, which it calls with a number that changes as long as it makes progress.
-        alive: called while any rank makes progress, with every rank's number; for the watchdog, and for people.
+        work: called with a function `report(number)`, which it calls with a changing number as long as it makes progress.
+        heartbeat: called while any rank makes progress, with the number of every rank, such as to reset the watchdog.
 
     Returns:
-        What the work returned here, and on all ranks in rank order.
+        The result of `work` on this rank, and the results of all ranks in rank order.
     """
-    told: list[int] = [0]
-    outcome: list[T] = []
+    progress: list[int] = [0]
+    results: list[T] = []
     errors: list[Exception] = []
+
+    def report(number: int) -> None:
+        progress[0] = number
 
     def run() -> None:
         try:
-            outcome.append(work(lambda number: told.__setitem__(0, number)))
+            results.append(work(report))
         except Exception as error:
             errors.append(error)
 
-    thread = threading.Thread(target=run, name=name, daemon=True)  # it must not keep a program that is interrupted
+    thread = threading.Thread(target=run, name=name, daemon=True)  # a daemon does not keep an interrupted program alive
     thread.start()
-    seen: list[Any] = []
+    last_states: list[Any] = []
     pause = 0.01
     while True:
         thread.join(pause)
-        states = comm.gather((thread.is_alive(), told[0]), name=name)
-        if states != seen:
-            alive([number for _, number in states])
-            seen = states
-        if not any(working for working, _ in states):
+        states = comm.gather((thread.is_alive(), progress[0]), name=name)
+        if states != last_states:
+            heartbeat([number for _, number in states])
+            last_states = states
+        if not any(is_running for is_running, _ in states):
             break
-        pause = min(PAUSE, 2 * pause)
+        pause = min(MAX_PAUSE, 2 * pause)
 
-    def result() -> T:
+    def result_or_error() -> T:
         if errors:
             raise errors[0]
-        return outcome[0]
+        return results[0]
 
-    made = together(comm, result, name=f"{name}.end")
-    return made, comm.gather(made, name=f"{name}.results")
+    result = together(comm, result_or_error, name=f"{name}.end")
+    return result, comm.gather(result, name=f"{name}.results")

@@ -1,4 +1,4 @@
-"""The ranks as a config's own functions see them: `hvdtrain.run_on_main(...)`, `hvdtrain.all_reduce(...)`."""
+"""Collectives for a config's own functions: `hvdtrain.run_on_main(...)` and `hvdtrain.all_reduce(...)`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _connected: ContextVar[Communicator] = ContextVar("hvdtrain_communicator")
 
 @contextmanager
 def connected(comm: Communicator) -> Iterator[None]:
-    """Make `comm` what the functions below speak through inside the `with` block."""
+    """Make `comm` the communicator of the functions below within the `with` block."""
     token = _connected.set(comm)
     try:
         yield
@@ -30,40 +30,41 @@ def connected(comm: Communicator) -> Iterator[None]:
 
 
 def run_on_main(function: Callable[[], T], *, once_per: Literal["job", "host"] = "job") -> T:
-    """Collective. Let one process do something, such as preparing data, while the others wait until it is done.
+    """Collective. Run a function in one process, such as to prepare data, while the others wait until it is done.
 
-    Every rank calls this, in `startup_callback` or `get_model` for example. Where the function fails, all ranks end.
+    Every rank has to call this, for example in `startup_callback` or `get_model`. If the function fails, all ranks end.
 
     Args:
-        function: called without arguments; what it returns has to be picklable.
-        once_per: "job": rank 0 calls it. "host": one rank of every host does, which is for what goes to local disks.
+        function: called without arguments; its return value has to be picklable.
+        once_per: "job": only rank 0 calls the function. "host": one rank per host calls it, such as to write to local disks.
 
-    Returns: what the function returned, on every rank; once per host, what it returned on the rank's own host.
+    Returns:
+        The function's return value, on every rank; with once_per="host", its return value on the rank's own host.
 
     Raises:
-        ConfigError: called outside of a training on several ranks, where they are not connected yet.
+        ConfigError: there are several processes, but they are not connected yet.
     """
     comm = _communicator("run_on_main")
-    does_it = comm.rank == 0 if once_per == "job" else comm.local_rank == 0
-    mine = together(comm, lambda: function() if does_it else None, name="run_on_main")
-    everybody = comm.gather((socket.gethostname(), does_it, mine), name="run_on_main.value")
-    here = socket.gethostname()
-    return next(value for host, did_it, value in everybody if did_it and (once_per == "job" or host == here))  # type: ignore[return-value]  # who did it has a T
+    is_caller = comm.rank == 0 if once_per == "job" else comm.local_rank == 0
+    result = together(comm, lambda: function() if is_caller else None, name="run_on_main")
+    this_host = socket.gethostname()
+    results = comm.gather((this_host, is_caller, result), name="run_on_main.value")
+    return next(value for host, called, value in results if called and (once_per == "job" or host == this_host))  # type: ignore[return-value]  # a caller's value is a T
 
 
 def reduce_values(value: T, op: Literal["sum", "average", "min", "max"] = "sum", *, name: str = "all_reduce") -> T:
-    """Collective. The sum, average, smallest or largest of a value over all ranks; for a metric of one's own.
+    """Collective. Return the sum, average, minimum or maximum of a value over all ranks, such as for a custom metric.
 
-    Every rank has to call this, equally often and in the same order. In `train_step` that is not so: in the last steps of an
-    epoch some ranks have no batch. What is marked with `mark_as_loss(..., as_error=True)` needs no such call.
+    Every rank has to call this equally often and in the same order. Do not call it in `train_step`: in the last steps of an
+    epoch some ranks may have no batch. An error marked with `mark_as_loss(..., as_error=True)` is reduced without this call.
 
     Args:
-        value: a number (floats are summed exactly), a numpy array (element by element), or a tensor of the job's framework
-            ("sum" and "average" only); of the same shape on all ranks.
-        name: what the call is called in Horovod's timeline and stall report.
+        value: a number (floats are summed exactly), a numpy array (reduced element by element), or a tensor of the job's
+            framework ("sum" and "average" only); of the same shape on all ranks.
+        name: the name of the operation in Horovod's timeline and stall report.
 
     Raises:
-        ConfigError: as `run_on_main`; or the op is none of those.
+        ConfigError: as in `run_on_main`, or `op` is not supported for the value.
     """
     comm = _communicator("all_reduce")
     if op not in ("sum", "average", "min", "max"):
@@ -75,7 +76,7 @@ def reduce_values(value: T, op: Literal["sum", "average", "min", "max"] = "sum",
     if op == "sum" or op == "average":
         copied = value.detach().clone() if hasattr(value, "detach") else value
         return all_reduce(comm, [copied], op, name=name)[0]  # type: ignore[no-any-return]
-    raise ConfigError([f"all_reduce: expected 'sum' or 'average' for a tensor, got {op!r} (a numpy array can have it)"])
+    raise ConfigError([f"all_reduce: expected 'sum' or 'average' for a tensor, got {op!r} (numpy arrays support it)"])
 
 
 def _of_numbers(values: list[Any], op: str) -> Any:
@@ -86,7 +87,7 @@ def _of_numbers(values: list[Any], op: str) -> Any:
 
 
 def _of_arrays(values: list[Any], op: str) -> Any:
-    import numpy  # here, so that a config that imports hvdtrain need not wait for it
+    import numpy  # not at the top, to keep `import hvdtrain` in a config fast
 
     stacked = numpy.stack(values)
     return {"sum": numpy.sum, "average": numpy.mean, "min": numpy.min, "max": numpy.max}[op](stacked, axis=0)  # type: ignore[operator]
@@ -100,8 +101,8 @@ def _communicator(caller: str) -> Communicator:
     if started.size > 1:
         raise ConfigError(
             [
-                f"{caller}: expected to be called when the {started.size} processes are connected, got called before "
-                "(while the config is read they are not yet: call it in a function startup_callback(**_) of the config)"
+                f"{caller}: expected a call after the {started.size} processes are connected, got one before "
+                "(they are not connected while the config is read: call it in a function startup_callback(**_) of the config)"
             ]
         )
     return SingleCommunicator()

@@ -1,4 +1,4 @@
-"""Horovod: its PyTorch and its TensorFlow binding behind one class."""
+"""The communicator over Horovod: one class for its PyTorch and its TensorFlow binding."""
 
 from __future__ import annotations
 
@@ -18,33 +18,35 @@ T = TypeVar("T")
 
 HOW_TO_INSTALL = (
     "use_horovod: expected an installed Horovod, got: {error}\n"
-    "  Build it for the frameworks of this Python (two minutes; Open MPI first: apt-get install openmpi-bin libopenmpi-dev):\n"
+    "  Install Open MPI (apt-get install openmpi-bin libopenmpi-dev), then build Horovod, which takes about two minutes:\n"
     "    python -m hvdtrain build-horovod\n"
-    "  Without Horovod, leave use_horovod out and start one process."
+    "  To train without Horovod, leave use_horovod out and start one process."
 )
 
-
-KNOWN_TYPES = ("uint8", "int32", "int64", "float16", "float32", "float64")
-"""What Horovod can send from TensorFlow."""
+SUPPORTED_DTYPES = ("uint8", "int32", "int64", "float16", "float32", "float64")
+"""The dtypes that Horovod's TensorFlow binding broadcasts."""
 
 HINTS = {
     "torchrun": 'torchrun is for torch.distributed: ++torch_distributed "{}" instead of use_horovod (or start it with mpirun)',
-    "srun": "was Horovod built with MPI, and for the MPI that srun --mpi speaks to? Without --mpi=pmix, Gloo connects the tasks",
+    "srun": "was Horovod built with MPI, and with the MPI that srun --mpi selects? Without --mpi=pmix, Gloo connects the tasks",
 }
 OTHER_HINT = (
-    "was Horovod built for another MPI than the launcher's? Look at mpirun --version; "
-    "python -m hvdtrain build-horovod --force builds it anew"
+    "was Horovod built for another MPI than the launcher's? Compare with mpirun --version; "
+    "python -m hvdtrain build-horovod --force rebuilds it"
 )
 
 
 def open_horovod(framework: str, timeline: str | None = None) -> Communicator:
-    """Start Horovod and connect the processes. One process alone needs no transport, which would cost it milliseconds a step.
+    """Initialize Horovod and connect the processes.
+
+    A single process gets a SingleCommunicator: Horovod would cost it milliseconds per step.
 
     Args:
-        timeline: a file for Horovod's timeline, written by rank 0.
+        framework: "torch" or "tensorflow".
+        timeline: path of Horovod's timeline, which rank 0 writes.
 
     Raises:
-        LaunchError: Horovod is not installed for the framework, or it sees other processes than the launcher started.
+        LaunchError: Horovod is not installed for the framework, or it connects other processes than the launcher started.
     """
     started = launch.launch()
     launch.yield_when_idle(started.local_size, launch.cores())
@@ -68,10 +70,11 @@ def open_horovod(framework: str, timeline: str | None = None) -> Communicator:
 
 
 class HorovodCommunicator:
-    """The processes of a Horovod job. Horovod's two bindings are alike in everything used here but the asynchronous calls.
+    """The ranks of a Horovod job.
 
-    TensorFlow hands names on inside of graphs only: what is exchanged outside of them (parameters, scores) appears under the
-    operation's own name in Horovod's reports, such as HorovodAllgather.
+    The two bindings differ only in the asynchronous operations, which TensorFlow's lacks. The TensorFlow binding passes
+    names on only within graphs: operations outside of them (parameters, scores) appear in Horovod's reports under the name of
+    the operation, such as HorovodAllgather.
     """
 
     def __init__(self, binding: ModuleType) -> None:
@@ -89,9 +92,9 @@ class HorovodCommunicator:
         with peer_failures():
             if not self._asynchronous:
                 return self._hvd.grouped_allreduce(list(tensors), op=horovod_op, name=name)
-            # Horovod has no bfloat16: such tensors travel as float32. And it takes no transposed ones.
-            wide = [(tensor.float() if "bfloat16" in str(tensor.dtype) else tensor).contiguous() for tensor in tensors]
-            handle = self._hvd.grouped_allreduce_async_(wide, op=horovod_op, name=name)
+            # Horovod does not support bfloat16, so it is reduced as float32, nor tensors that are not contiguous.
+            supported = [(tensor.float() if "bfloat16" in str(tensor.dtype) else tensor).contiguous() for tensor in tensors]
+            handle = self._hvd.grouped_allreduce_async_(supported, op=horovod_op, name=name)
             return handle, [tensor.dtype for tensor in tensors]
 
     def finish(self, handle: Any) -> list[Tensor]:
@@ -105,11 +108,11 @@ class HorovodCommunicator:
         with peer_failures():
             if not self._asynchronous:
                 return [self._broadcast(tensor, name=f"{name}.{i}") for i, tensor in enumerate(tensors)]
-            # As bytes: so every type can travel, those that Horovod does not know, too.
+            # Broadcast bytes, so that dtypes that Horovod does not support work, too.
             flat = [tensor.contiguous().reshape(-1).view(_byte_type(tensor)) for tensor in tensors]
             handles = [self._hvd.broadcast_async(tensor, 0, name=f"{name}.{i}") for i, tensor in enumerate(flat)]
-            sent = [self._hvd.synchronize(handle) for handle in handles]
-        return [new.view(old.dtype).reshape(old.shape) for new, old in zip(sent, tensors, strict=True)]
+            received = [self._hvd.synchronize(handle) for handle in handles]
+        return [new.view(old.dtype).reshape(old.shape) for new, old in zip(received, tensors, strict=True)]
 
     def gather_rows(self, tensors: Sequence[Tensor], *, name: str) -> list[Tensor]:
         with peer_failures():
@@ -120,41 +123,41 @@ class HorovodCommunicator:
             return list(self._hvd.allgather_object(value, name=name))
 
     def channel(self, name: str) -> HorovodCommunicator:
-        return self  # Horovod goes by the names, not by the order
+        return self  # Horovod matches operations by name, so their order does not matter
 
     def close(self) -> None:
         self._hvd.shutdown()
 
     def _broadcast(self, tensor: Tensor, *, name: str) -> Tensor:
-        """TensorFlow's; types that Horovod does not know travel as numpy arrays."""
-        if tensor.dtype.name in KNOWN_TYPES:
+        """Broadcast a TensorFlow tensor; dtypes that Horovod does not support are pickled as numpy arrays."""
+        if tensor.dtype.name in SUPPORTED_DTYPES:
             return self._hvd.broadcast(tensor, 0, name=name)
         return self._hvd.broadcast_object(tensor.numpy(), 0, name=name)
 
 
 def _writable(timeline: str, rank: int) -> str:
-    """The path of the timeline; rank 0 makes sure that it can be written. Raises: LaunchError."""
+    """Return the path of the timeline; rank 0 checks that it is writable. Raises: LaunchError."""
     if rank == 0:
         try:
             Path(timeline).parent.mkdir(parents=True, exist_ok=True)
             Path(timeline).touch()
         except OSError as error:
-            raise LaunchError(f"horovod_timeline: expected a file that can be written, got {timeline}: {error}") from None
+            raise LaunchError(f"horovod_timeline: expected a writable file, got {timeline}: {error}") from None
     return timeline
 
 
 def _byte_type(tensor: Tensor) -> Any:
-    """torch.uint8, without importing torch: only the binding does."""
+    """torch.uint8, without importing torch in this module."""
     return tensor.new_empty(0).byte().dtype
 
 
 @contextmanager
 def peer_failures() -> Iterator[None]:
-    """Horovod says one and the same thing whichever rank failed, and never why: the failing rank itself tells that."""
+    """Translate Horovod's error into PeerFailure. It does not say which rank failed or why: the failing rank reports that."""
     try:
         yield
     except Exception as error:
-        # A graph of TensorFlow wraps Horovod's error into one of its own.
+        # A TensorFlow graph raises Horovod's error as UnknownError.
         if type(error).__name__ in ("HorovodInternalError", "UnknownError") and "Horovod has been shut down" in str(error):
             raise PeerFailure("stopped, because another rank failed") from None
         raise

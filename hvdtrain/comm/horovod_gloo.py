@@ -1,8 +1,8 @@
-"""Horovod over Gloo where horovodrun did not start it: under plain `srun`, or under mpirun if HOROVOD_CONTROLLER asks for it.
+"""Horovod over Gloo without horovodrun: under plain `srun`, or under mpirun if HOROVOD_CONTROLLER is gloo.
 
-Horovod's Gloo controller knows neither Slurm nor MPI: left alone it makes every process a job of size 1, without a word, or
-crashes. So each process works out what horovodrun would have told it, and rank 0 serves the rendezvous at which Gloo's
-processes find each other.
+Horovod's Gloo controller supports neither Slurm nor MPI: started by them, it silently makes every process a job of size 1, or
+crashes. So each process derives the environment variables that horovodrun would set, and rank 0 runs the rendezvous server
+through which Gloo's processes find each other.
 """
 
 from __future__ import annotations
@@ -24,16 +24,23 @@ from hvdtrain.comm.launch import Launch, detect, host_names, tasks_per_node
 from hvdtrain.comm.mpi import open_peers
 from hvdtrain.errors import LaunchError
 
-PATIENCE = 120.0
-"""Seconds that the others wait for rank 0."""
+RENDEZVOUS_TIMEOUT = 120.0
+"""Seconds that the other ranks wait for rank 0."""
 
 FIRST_PORT, NUM_PORTS, CHOICES = 12000, 20000, 8
-"""Ports outside the range from which Linux takes those of outgoing connections; a job tries a few of them."""
+"""Ports below the range that Linux uses for outgoing connections; a job tries CHOICES of them."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """The processes of a job as one of them sees it: the hosts in the order of their ranks, and the ranks on each."""
+    """The processes of a job, and which of them this one is.
+
+    Attributes:
+        name: identifies the job.
+        node: the index of this process's host.
+        hosts: the hosts, in the order of their ranks.
+        tasks: the number of ranks on each host.
+    """
 
     name: str
     rank: int
@@ -44,13 +51,13 @@ class Job:
 
     @property
     def ports(self) -> list[int]:
-        """Where rank 0 may serve: the same for all ranks of the job, hardly ever those of another job."""
+        """The ports on which rank 0 may serve: the same on all ranks of a job, and most likely not those of another job."""
         first = zlib.crc32(self.name.encode()) * CHOICES % NUM_PORTS
         return [FIRST_PORT + first + choice for choice in range(CHOICES)]
 
     @property
     def horovod(self) -> dict[str, str]:
-        """What horovodrun tells a process about its place."""
+        """The variables that horovodrun sets for this process."""
         across = [node for node, tasks in enumerate(self.tasks) if tasks > self.local_rank]
         return {
             "HOROVOD_RANK": str(self.rank),
@@ -66,9 +73,9 @@ class Job:
 
 
 def gloo_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """What has to stand in the environment before Horovod starts; nothing where MPI or horovodrun connects the processes.
+    """The variables to set before Horovod is initialized; empty if MPI or horovodrun connects the processes.
 
-    Rank 0 serves the rendezvous from here on; the others wait for it. Raises: LaunchError.
+    Starts the rendezvous server on rank 0; the other ranks wait for it. Raises: LaunchError.
     """
     job = read_job(environ)
     if job is None:
@@ -89,23 +96,23 @@ def gloo_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def read_job(environ: Mapping[str, str]) -> Job | None:
-    """The job, where Gloo has to connect it and nobody else prepared that.
+    """The job, if Gloo has to connect its processes and horovodrun did not set that up; otherwise None.
 
-    Plain srun connects nothing (with --mpi=pmix it sets PMIX_RANK). Wherever a user asks for Gloo, be it in
-    HOROVOD_CONTROLLER or HOROVOD_CPU_OPERATIONS, both are Gloo: an MPI controller with Gloo's operations crashes.
+    Plain srun does not connect its tasks (with --mpi=pmix it does, and sets PMIX_RANK). If a user selects Gloo in either
+    HOROVOD_CONTROLLER or HOROVOD_CPU_OPERATIONS, both are set to Gloo: an MPI controller with Gloo's operations crashes.
 
     Raises:
-        LaunchError: Slurm's variables contradict each other, or HOROVOD_CONTROLLER asks for MPI where there is none.
+        LaunchError: Slurm's variables contradict each other, or HOROVOD_CONTROLLER selects MPI where MPI is not available.
     """
     started = detect(environ)
-    asked = [environ[name] for name in ("HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS") if name in environ]
+    requested = [environ[name] for name in ("HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS") if name in environ]
     if started.size == 1:
         return None
-    if started.launcher == "srun" and ("gloo" in asked or "PMIX_RANK" not in environ):
-        if "mpi" in asked:
+    if started.launcher == "srun" and ("gloo" in requested or "PMIX_RANK" not in environ):
+        if "mpi" in requested:
             raise LaunchError("HOROVOD_CONTROLLER: expected gloo under plain srun, got mpi (for MPI: srun --mpi=pmix)")
         return _job_of_srun(environ, started)
-    if started.launcher == "mpirun" and "gloo" in asked:
+    if started.launcher == "mpirun" and "gloo" in requested:
         return _job_of_mpirun(environ, started)
     return None
 
@@ -123,7 +130,7 @@ def _job_of_srun(environ: Mapping[str, str], started: Launch) -> Job:
 
 
 def _job_of_mpirun(environ: Mapping[str, str], started: Launch) -> Job:
-    """Collective. MPI, through mpi4py, tells only who is where."""
+    """Collective. mpi4py is used only to gather the host names."""
     names = open_peers().gather(socket.gethostname())
     hosts = tuple(dict.fromkeys(names))
     tasks = tuple(names.count(host) for host in hosts)
@@ -132,18 +139,18 @@ def _job_of_mpirun(environ: Mapping[str, str], started: Launch) -> Job:
 
 
 def serve(job: Job) -> int:
-    """Serve Horovod's rendezvous in the background, until this process ends; returns the port. Raises: LaunchError."""
+    """Run Horovod's rendezvous server in a thread until this process ends; return its port. Raises: LaunchError."""
     from horovod.runner.common.util.hosts import HostInfo, get_host_assignments
     from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
     for port in job.ports:
         try:
             server = RendezvousHTTPServer(("", port), RendezvousHandler, False)
-        except OSError:  # taken by somebody else
+        except OSError:  # the port is in use
             continue
         hosts = [HostInfo(host, tasks) for host, tasks in zip(job.hosts, job.tasks, strict=True)]
         server.init(get_host_assignments(hosts, sum(job.tasks)))
-        server.cache["hvdtrain"] = {"job": job.name.encode()}  # by which the others know that it is the right one
+        server.cache["hvdtrain"] = {"job": job.name.encode()}  # with which the other ranks check that it is their job's server
         threading.Thread(target=server.serve_forever, name="rendezvous", daemon=True).start()
         return port
     raise LaunchError(
@@ -151,23 +158,23 @@ def serve(job: Job) -> int:
     )
 
 
-def find(job: Job, address: str, patience: float = PATIENCE) -> int:
-    """The port at which rank 0 serves. Raises: LaunchError, if it does not answer."""
-    deadline = time.monotonic() + patience
+def find(job: Job, address: str, timeout: float = RENDEZVOUS_TIMEOUT) -> int:
+    """The port of rank 0's rendezvous server. Raises: LaunchError, if it does not answer."""
+    deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         for port in job.ports:
             if _ask(address, port) == job.name.encode():
                 return port
         time.sleep(0.1)
     raise LaunchError(
-        f"Horovod over Gloo: expected rank 0 on {job.hosts[0]} ({address}) to answer at a port of {job.ports[0]} to "
-        f"{job.ports[-1]}, got no answer for {patience:g} s (did rank 0 fail, or is there a firewall? MPI needs no such port)"
+        f"Horovod over Gloo: expected rank 0 on {job.hosts[0]} ({address}) to answer on a port from {job.ports[0]} to "
+        f"{job.ports[-1]}, got no answer for {timeout:g} s (did rank 0 fail, or does a firewall block the port? MPI needs none)"
     )
 
 
 def _ask(address: str, port: int) -> bytes | None:
-    """The name of the job that is served at a port, if any is."""
-    connection = http.client.HTTPConnection(address, port, timeout=5)  # asks no proxy, as urllib would
+    """The name of the job whose rendezvous server listens on this port; None if there is no server."""
+    connection = http.client.HTTPConnection(address, port, timeout=5)  # unlike urllib, it uses no proxy
     try:
         connection.request("GET", "/hvdtrain/job")
         return connection.getresponse().read()
@@ -178,13 +185,13 @@ def _ask(address: str, port: int) -> bytes | None:
 
 
 def address_of(host: str) -> str:
-    """A host's IPv4 address: by its name, or else as Slurm knows it. Raises: LaunchError."""
+    """A host's IPv4 address: from the resolver, otherwise from Slurm. Raises: LaunchError."""
     try:
         return socket.gethostbyname(host)
     except OSError as error:
         try:
-            told = subprocess.run(["scontrol", "show", "node", host], capture_output=True, text=True, timeout=30).stdout
-            found = re.search(r"NodeAddr=(\S+)", told)
+            node = subprocess.run(["scontrol", "show", "node", host], capture_output=True, text=True, timeout=30).stdout
+            found = re.search(r"NodeAddr=(\S+)", node)
             if found is not None:
                 return socket.gethostbyname(found[1])
         except (OSError, subprocess.TimeoutExpired):
@@ -193,7 +200,7 @@ def address_of(host: str) -> str:
 
 
 def interface_towards(address: str) -> str:
-    """The network interface from which packets go to an address. Raises: LaunchError."""
+    """The network interface that packets to this address leave through. Raises: LaunchError."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((address, 9))  # sends nothing
         own = socket.inet_aton(probe.getsockname()[0])
@@ -201,10 +208,8 @@ def interface_towards(address: str) -> str:
             request = array.array("B", struct.pack("256s", name.encode()[:15]))
             try:
                 fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR: the interface's IPv4 address, at byte 20
-            except OSError:  # it has none
+            except OSError:  # the interface has no IPv4 address
                 continue
             if request.tobytes()[20:24] == own:
                 return name
-    raise LaunchError(
-        f"Horovod over Gloo: expected a network interface towards {address}, got none (HOROVOD_GLOO_IFACE names one)"
-    )
+    raise LaunchError(f"Horovod over Gloo: expected a network interface towards {address}, got none (set HOROVOD_GLOO_IFACE)")

@@ -1,4 +1,4 @@
-"""The keys that say which processes a job consists of and how they find each other."""
+"""The config keys for the processes of a job: how many there are, and how they connect."""
 
 from __future__ import annotations
 
@@ -11,56 +11,56 @@ from hvdtrain.config.keys import ALONE, Rule, Section, Sections, key, not_negati
 port_number = Rule("a port from 1 to 65535", lambda value: 1 <= value <= 65535)
 
 THREADS = (
-    "several GPUs in one process mean threads that copy the model in every step and wait for Python's lock "
-    "(torch.nn.DataParallel), which PyTorch itself advises against"
+    "torch.nn.DataParallel, with several GPUs in one process, copies the model in every step and its threads wait for "
+    "Python's GIL; PyTorch itself advises against it"
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchKeys(Section):
-    """Processes that hvdtrain starts itself, and where they meet; the names are ESPnet2's"""
+    """Processes that hvdtrain starts itself, and how they connect; the names are ESPnet2's"""
 
     ngpu: int | None = key(
         None,
-        "start so many processes on this host and connect them with torch.distributed; 0: one process on the CPU",
+        "start N processes on this host and connect them with torch.distributed; 0: one process on the CPU",
         not_negative,
     )
     multiprocessing_distributed: bool | None = key(
-        None, "True: each of several hosts (or of the processes that a launcher started) starts ngpu processes of its own"
+        None, "True: each host (or each process that a launcher started) starts ngpu processes"
     )
     dist_world_size: int | None = key(
-        None, "how many processes there are; with ngpu processes on each host: how many hosts", positive
+        None, "the number of processes; with ngpu processes on each host: the number of hosts", positive
     )
     dist_rank: int | None = key(
-        None, "the number of this process, from 0; with ngpu processes on each host: of this host", not_negative
+        None, "the rank of this process, from 0; with ngpu processes on each host: the rank of this host", not_negative
     )
-    dist_master_addr: str | None = key(None, "the host of rank 0, which the others connect to")
+    dist_master_addr: str | None = key(None, "the host of rank 0, to which the other ranks connect")
     dist_master_port: int | None = key(None, "the port on which rank 0 listens", port_number)
     dist_init_method: str | None = key(
-        None, "the same in one: 'tcp://HOST:PORT', or 'file:///PATH' on a disk that all hosts share"
+        None, "both in one value: 'tcp://HOST:PORT', or 'file:///PATH' on a disk that all hosts share"
     )
-    dist_launcher: Literal["slurm", "mpi"] | None = key(None, "who is expected to have started the processes")
+    dist_launcher: Literal["slurm", "mpi"] | None = key(None, "the launcher that has to have started the processes")
 
-    data_parallel_backend: bool = key(False, "SpeechBrain's threads over several GPUs: refused, take ngpu instead")
+    data_parallel_backend: bool = key(False, "SpeechBrain's threads over several GPUs: not supported, use ngpu instead")
 
     def problems(self, others: Sections = ALONE) -> list[str]:
         found = []
         if self.data_parallel_backend:
             found.append(f"data_parallel_backend: expected False, got True: {THREADS} (python -m hvdtrain CONFIG ++ngpu 4)")
         if (self.dist_master_addr is None) != (self.dist_master_port is None):
-            there, missing = ("addr", "port") if self.dist_master_port is None else ("port", "addr")
-            found.append(f"dist_master_{missing}: expected with dist_master_{there}, got nothing")
+            given, missing = ("addr", "port") if self.dist_master_port is None else ("port", "addr")
+            found.append(f"dist_master_{missing}: expected with dist_master_{given}, got nothing")
         if self.dist_master_addr is not None and self.dist_init_method is not None:
-            found.append("dist_init_method: expected either this or dist_master_addr and dist_master_port, got both")
+            found.append("dist_init_method: expected either dist_init_method or dist_master_addr and dist_master_port, got both")
         if self.multiprocessing_distributed is False and (self.ngpu or 0) > 1:
             found.append(
                 f"multiprocessing_distributed: expected True with ngpu = {self.ngpu}, got False: {THREADS} "
-                f"(python -m hvdtrain CONFIG ++ngpu {self.ngpu} starts a process for each)"
+                f"(python -m hvdtrain CONFIG ++ngpu {self.ngpu} starts one process per GPU)"
             )
         return found
 
     def rank_problems(self) -> list[str]:
-        """What is wrong between rank and number of processes; once what torch_distributed says of them stands here, too."""
+        """Problems with rank and world size. Call this when the entries of torch_distributed have been merged in."""
         found = []
         if self.dist_rank is not None and self.dist_world_size is None:
             found.append(f"dist_world_size: expected with dist_rank = {self.dist_rank}, got nothing")
@@ -70,7 +70,7 @@ class LaunchKeys(Section):
 
     @property
     def init_method(self) -> str | None:
-        """Where the processes meet, as far as these keys say it."""
+        """The rendezvous address from these keys, if they give one."""
         if self.dist_master_addr is not None:
             host = f"[{self.dist_master_addr}]" if ":" in self.dist_master_addr else self.dist_master_addr
             return f"tcp://{host}:{self.dist_master_port}"
@@ -78,14 +78,14 @@ class LaunchKeys(Section):
 
     @property
     def ask_for_torch(self) -> bool:
-        """Whether these keys speak of several processes, which torch.distributed then connects."""
+        """Whether these keys ask for several processes, which torch.distributed then connects."""
         by_hand = self.dist_rank is not None or self.dist_world_size is not None
         return (self.ngpu or 0) > 1 or by_hand or self.dist_launcher is not None
 
 
 @dataclass(frozen=True, kw_only=True)
 class TorchDistributedKeys:
-    """Entries of the dict torch_distributed; those about learning together default to the horovod_* keys"""
+    """Entries of the dict torch_distributed; those about synchronization default to the horovod_* keys"""
 
     backend: str | None = key(
         None,
@@ -93,13 +93,13 @@ class TorchDistributedKeys:
         Rule("'gloo', 'nccl' or 'cpu:gloo,cuda:nccl'", lambda value: value in ("gloo", "nccl", "cpu:gloo,cuda:nccl")),
     )
     init_method: str | None = key(
-        None, "where the processes meet: 'env://', 'tcp://HOST:PORT', 'file:///PATH'; None: what the launcher says"
+        None, "the rendezvous of the processes: 'env://', 'tcp://HOST:PORT', 'file:///PATH'; None: from the launcher"
     )
     timeout_sec: float = key(1800.0, "seconds after which a collective that waits for another rank fails", positive)
-    rank: int | None = key(None, "this process's number, where no launcher says it", not_negative)
-    world_size: int | None = key(None, "how many processes there are, where no launcher says it", positive)
+    rank: int | None = key(None, "the rank of this process, if no launcher sets it", not_negative)
+    world_size: int | None = key(None, "the number of processes, if no launcher sets it", positive)
     sharded: bool = key(
-        False, "divide the optimizer's state among the ranks, for models whose training does not fit (with reduce_type 'grad')"
+        False, "shard the optimizer state over the ranks, for models that do not fit otherwise (with reduce_type 'grad')"
     )
     reduce_type: str | None = key(None, "as horovod_reduce_type")
     avg_grad: bool | None = key(None, "as horovod_avg_grad")
@@ -112,35 +112,38 @@ class TorchDistributedKeys:
 NOT_NEEDED = {
     "class": "gradients are reduced without a wrapper around the model",
     "options": "gradients are reduced without a wrapper around the model",
-    "sync_on_cpu": "backend 'gloo' averages in memory",
+    "sync_on_cpu": "backend 'gloo' averages on the CPU",
 }
-"""Entries of RETURNN's torch_distributed that are not needed here."""
+"""Entries of RETURNN's torch_distributed that have no meaning here."""
 
 
 def merged(
     entries: dict[str, Any], started: LaunchKeys, origin: str
 ) -> tuple[TorchDistributedKeys | None, LaunchKeys, list[str]]:
-    """The dict torch_distributed as checked keys, where the processes meet and which this is said in both; and the problems.
+    """Check the dict torch_distributed and merge it with the dist_* keys, which give some of the same values.
 
     Args:
-        entries: what stands in the dict.
-        started: ESPnet2's keys, which say some of it in other words.
-        origin: where the dict stands, for messages.
+        entries: the dict's entries.
+        started: the dist_* keys.
+        origin: where the dict was set, for messages.
+
+    Returns:
+        The checked entries (None if they have problems) and the dist_* keys, each completed from the other, and the problems.
     """
     where = "torch_distributed."
     keys, problems = build(TorchDistributedKeys, entries, where, dict.fromkeys(entries, origin))
     problems += unknown_options(where, entries, TorchDistributedKeys, "torch_distributed", NOT_NEEDED)
     for name in entries:
         if name in NOT_NEEDED:
-            problems.append(f"{where}{name}: an entry of RETURNN's that is not needed ({NOT_NEEDED[name]})")
+            problems.append(f"{where}{name}: RETURNN's entry is not needed here ({NOT_NEEDED[name]})")
     if keys is None:
         return None, started, problems
-    twice = {
+    duplicates = {
         "init_method": ("dist_init_method", started.init_method),
         "rank": ("dist_rank", started.dist_rank),
         "world_size": ("dist_world_size", started.dist_world_size),
     }
-    for name, (other, value) in twice.items():
+    for name, (other, value) in duplicates.items():
         if value is not None and getattr(keys, name) not in (None, value):
             problems.append(f"{where}{name}: expected the value of {other}, {value!r}, got {getattr(keys, name)!r}")
     keys = replace(keys, init_method=keys.init_method or started.init_method)

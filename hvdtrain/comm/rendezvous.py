@@ -1,4 +1,4 @@
-"""Where the processes of a job meet: a pure function of the environment and the config."""
+"""The rendezvous address of a torch.distributed job: a pure function of the environment and the config."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hvdtrain.errors import LaunchError
 
 @dataclass(frozen=True)
 class Address:
-    """Rank 0 listens on a port that all know beforehand; the others try its host's names in turn."""
+    """A port that is known in advance. Rank 0 listens on it; the others connect to the first of `hosts` that answers."""
 
     hosts: tuple[str, ...]
     port: int
@@ -25,7 +25,7 @@ class Address:
 
 @dataclass(frozen=True)
 class Agent:
-    """torchrun's agent has a store that outlives its workers; rank 0 leaves there on which port it listens."""
+    """The store of torchrun's agent, which outlives its workers. Rank 0 posts there on which port it listens."""
 
     host: str
     port: int
@@ -36,7 +36,7 @@ class Agent:
 
 @dataclass(frozen=True)
 class SharedFile:
-    """Rank 0 leaves in a file that all can read on which port it listens."""
+    """A file that all ranks can read. Rank 0 writes into it on which port it listens."""
 
     path: Path
 
@@ -47,22 +47,22 @@ class SharedFile:
 Place = Address | Agent | SharedFile
 
 FIRST_PORT, PORTS = 20000, 10000
-"""Ports for jobs that are told none: below those that Linux gives away to clients (32768 and more)."""
+"""Ports for jobs without MASTER_PORT: below those that Linux assigns to outgoing connections (32768 and above)."""
 
 HVDTRAIN_PLACE = "HVDTRAIN_INIT_METHOD"
-"""Where the processes meet that hvdtrain itself started."""
+"""The variable with the rendezvous address of processes that hvdtrain itself started."""
 
 FORMS = "'env://', 'tcp://HOST:PORT' or 'file:///PATH'"
 
 
 def place(environ: Mapping[str, str], started: Launch, init_method: str | None = None) -> Place | None:
-    """Where a job's processes meet; None where neither the config nor the environment says it.
+    """The rendezvous of a job; None if neither the config nor the environment determines it.
 
-    In this order: `init_method`; MASTER_ADDR and MASTER_PORT (torchrun sets them, too); what the launcher's variables give: a
-    step of srun meets on its first node, an mpirun on one host there, both on a port worked out from the job's number.
+    In this order: `init_method`; MASTER_ADDR and MASTER_PORT, which torchrun sets, too; the launcher's variables. A step of
+    srun uses its first node, and mpirun on a single host uses that host, both with a port derived from the job's id.
 
     Raises:
-        LaunchError: `init_method` has none of the forms it can have, or MASTER_PORT is no number.
+        LaunchError: `init_method` has an unknown form, or MASTER_PORT is not a number.
     """
     if init_method is not None and init_method != "env://":
         return parse(init_method)
@@ -85,13 +85,13 @@ def place(environ: Mapping[str, str], started: Launch, init_method: str | None =
 
 
 def parse(init_method: str) -> Address | SharedFile:
-    """`tcp://host:port` or `file://path`, as torch.distributed has them.
+    """Parse `tcp://host:port` or `file://path`, the forms that torch.distributed accepts.
 
     >>> parse("tcp://node1:29500"), str(parse("file:///shared/meet"))
     (Address(hosts=('node1',), port=29500), 'file:///shared/meet')
 
     Raises:
-        LaunchError: it is neither.
+        LaunchError: it has another form.
     """
     parts = urlsplit(init_method)
     if parts.scheme == "file" and parts.netloc + parts.path:
@@ -100,13 +100,13 @@ def parse(init_method: str) -> Address | SharedFile:
         if parts.scheme == "tcp" and parts.hostname and parts.port:
             return Address((parts.hostname,), parts.port)
     except ValueError:
-        pass  # a port that is no number
+        pass  # the port is not a number
     raise LaunchError(f"init_method: expected {FORMS}, got {init_method!r}")
 
 
 def _slurm_hosts(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """The first node of the step, where task 0 runs. Should nobody know it by that name: the host that srun was called on,
-    which in a batch job is the first node, too.
+    """The first node of the step, where task 0 runs, and in case its name cannot be resolved, the address of the host on which
+    srun was called: in a batch job, this is the first node, too.
     """
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST") or ""
     return (*host_names(nodes)[:1], *filter(None, [environ.get("SLURM_LAUNCH_NODE_IPADDR")]))
@@ -120,7 +120,7 @@ def _master_port(environ: Mapping[str, str]) -> int | None:
 
 
 def _port_of_job(environ: Mapping[str, str], started: Launch) -> int | None:
-    """A port that all processes of a job work out alike, and other jobs hardly ever."""
+    """A port derived from the job's id: the same in all its processes, and most likely different from another job's."""
     names = {
         "srun": ("SLURM_JOB_ID", "SLURM_STEP_ID"),
         "mpirun": ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID"),

@@ -1,4 +1,4 @@
-"""torch.distributed, over Gloo or NCCL."""
+"""The communicator over torch.distributed, with Gloo or NCCL."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed
-import torch.distributed.nn.functional  # imported later, its functions' default arguments would keep the process group for ever
+import torch.distributed.nn.functional  # if imported later, its default arguments would keep a reference to the process group
 from torch._C._distributed_c10d import PrefixStore
 
 from hvdtrain.comm import launch
@@ -21,10 +21,10 @@ from hvdtrain.errors import LaunchError, PeerFailure
 
 T = TypeVar("T")
 
-LONGEST_WAIT = 300.0
-"""Seconds for which the processes wait for each other at the start, where timeout_sec does not say less."""
+MAX_START_TIMEOUT = 300.0
+"""Maximum seconds for which the processes wait for each other at the start; timeout_sec, if it is less."""
 
-GONE = (
+PEER_GONE = (
     "Connection closed",
     "Connection reset",
     "Broken pipe",
@@ -33,21 +33,22 @@ GONE = (
     "remote process",
     "recvValue",
 )
-"""Words in the errors of Gloo, NCCL and the store when another rank is no more."""
+"""Substrings of the errors that Gloo, NCCL and the store raise when another rank has ended."""
 
-LATE = ("imed out", "imeout")
+PEER_LATE = ("imed out", "imeout")
+"""Substrings of their errors when a collective times out."""
 
 
 def open_torch_distributed(backend: str | None, init_method: str | None, timeout: float) -> Communicator:
-    """Connect the processes that were started together. One process alone needs no transport.
+    """Connect the processes of the job. A single process gets a SingleCommunicator.
 
     Args:
-        backend: gloo, nccl, or both by kind of device; None: both where there are GPUs.
-        init_method: where the processes meet; None: what the environment says.
+        backend: gloo, nccl, or both by device; None: both if there are GPUs.
+        init_method: the rendezvous address; None: from the environment.
         timeout: seconds after which a collective that waits for another rank fails.
 
     Raises:
-        LaunchError: there is no such backend here, or the processes do not find each other.
+        LaunchError: the backend is not available here, or the processes do not find each other.
     """
     started = launch.launch()
     if started.size == 1:
@@ -56,10 +57,10 @@ def open_torch_distributed(backend: str | None, init_method: str | None, timeout
     meeting_place = place(launch.environment(), started, init_method)
     if meeting_place is None and started.launcher != "mpirun":
         raise LaunchError(
-            f"torch_distributed: expected to know where the {started.size} processes that {started.launcher} started meet, got "
-            "no address (set MASTER_ADDR and MASTER_PORT, or init_method to 'tcp://HOST:PORT' or 'file:///PATH')"
+            f"torch_distributed: expected a rendezvous address for the {started.size} processes that {started.launcher} started, "
+            "got none (set MASTER_ADDR and MASTER_PORT, or init_method to 'tcp://HOST:PORT' or 'file:///PATH')"
         )
-    store = meet(meeting_place, started.rank, started.size, min(timeout, LONGEST_WAIT))
+    store = meet(meeting_place, started.rank, started.size, min(timeout, MAX_START_TIMEOUT))
     with _peer_failures():
         torch.distributed.init_process_group(
             chosen,
@@ -72,7 +73,7 @@ def open_torch_distributed(backend: str | None, init_method: str | None, timeout
 
 
 class TorchCommunicator:
-    """The processes of a torch.distributed job."""
+    """The ranks of a torch.distributed job."""
 
     def __init__(self, started: launch.Launch, group: Any = None) -> None:
         self._group = group
@@ -81,7 +82,7 @@ class TorchCommunicator:
         self.rank: int = torch.distributed.get_rank()
         self.size: int = torch.distributed.get_world_size()
         hosts = self.gather((socket.gethostname(), started.local_size), name="hosts")
-        if all(local_size == 1 for _, local_size in hosts):  # whoever started them by hand did not say who shares a host
+        if all(local_size == 1 for _, local_size in hosts):  # processes started by hand do not know their local rank
             here = [rank for rank, (host, _) in enumerate(hosts) if host == hosts[self.rank][0]]
             self.local_rank: int = here.index(self.rank)
             self.local_size: int = len(here)
@@ -89,31 +90,31 @@ class TorchCommunicator:
             self.local_rank, self.local_size = started.local_rank, started.local_size
 
     def start(self, tensors: Sequence[Tensor], op: Op, *, name: str) -> Any:
-        """One message for each type and device: many small ones cost more than they carry."""
-        parts: dict[tuple[Any, Any], list[int]] = {}
-        for number, tensor in enumerate(tensors):
-            parts.setdefault((tensor.dtype, tensor.device), []).append(number)
+        """Start one all-reduce per dtype and device, since many small ones are slower than a large one."""
+        groups: dict[tuple[Any, Any], list[int]] = {}
+        for index, tensor in enumerate(tensors):
+            groups.setdefault((tensor.dtype, tensor.device), []).append(index)
         pending = []
-        for numbers in parts.values():
-            flat = _flat([tensors[number] for number in numbers])
+        for indices in groups.values():
+            flat = _flat([tensors[index] for index in indices])
             with _peer_failures(), torch.autograd.profiler.record_function(f"all_reduce {name}"):
-                pending.append((numbers, flat, torch.distributed.all_reduce(flat, group=self._group, async_op=True)))
+                pending.append((indices, flat, torch.distributed.all_reduce(flat, group=self._group, async_op=True)))
         return list(tensors), op, pending
 
     def finish(self, handle: Any) -> list[Tensor]:
         tensors, op, pending = handle
-        for numbers, flat, work in pending:
+        for indices, flat, work in pending:
             with _peer_failures():
                 work.wait()
             if op == "average":
                 flat /= self.size
-            pieces = flat.split([tensors[number].numel() for number in numbers])
-            for number, piece in zip(numbers, pieces, strict=True):
-                tensors[number] = piece.view(tensors[number].shape).to(tensors[number].dtype)
+            pieces = flat.split([tensors[index].numel() for index in indices])
+            for index, piece in zip(indices, pieces, strict=True):
+                tensors[index] = piece.view(tensors[index].shape).to(tensors[index].dtype)
         return tensors  # type: ignore[no-any-return]
 
     def broadcast(self, tensors: Sequence[Tensor], *, name: str) -> list[Tensor]:
-        # As bytes: so every type can travel.
+        # Broadcast bytes, so that every dtype works.
         flat = [tensor.contiguous().reshape(-1).view(torch.uint8).clone() for tensor in tensors]
         with _peer_failures():
             for work in [torch.distributed.broadcast(tensor, 0, group=self._group, async_op=True) for tensor in flat]:
@@ -127,8 +128,8 @@ class TorchCommunicator:
             counts = [torch.empty_like(count) for _ in range(self.size)]
             with _peer_failures():
                 torch.distributed.all_gather(counts, count, group=self._group)
-            lengths = [int(one) for one in counts]
-            padded = tensor.new_zeros(max(lengths), *tensor.shape[1:])  # every rank has to send equally much
+            lengths = [int(length) for length in counts]
+            padded = tensor.new_zeros(max(lengths), *tensor.shape[1:])  # all_gather needs the same shape on every rank
             padded[: len(tensor)] = tensor
             parts = [torch.empty_like(padded) for _ in lengths]
             with _peer_failures():
@@ -148,24 +149,24 @@ class TorchCommunicator:
         return self._channels[-1]
 
     def close(self) -> None:
-        self.gather(None, name="close")  # rank 0 serves the store: it leaves when nobody needs it
-        # Gloo's threads end with the last reference to their group. One that still lets go of a tensor when the interpreter
-        # is gone takes the process down with SIGABRT.
-        for one in (self, *self._channels):
-            one._group = None
+        self.gather(None, name="close")  # rank 0 serves the store, so it must not end before the others are done
+        # Gloo's threads end with the last reference to their group. A thread that frees a tensor after the interpreter has shut
+        # down ends the process with SIGABRT.
+        for comm in (self, *self._channels):
+            comm._group = None
         torch.distributed.destroy_process_group()
 
 
 def _flat(tensors: list[Tensor]) -> Tensor:
-    """The tensors one after the other, in a tensor of their own unless there is only one; bfloat16 as float32, as Horovod
-    has no bfloat16 either and sums should not differ.
+    """Concatenate the flattened tensors; a single tensor is not copied. bfloat16 becomes float32, so that sums are the same as
+    with Horovod, which does not support bfloat16.
     """
     flat = tensors[0].reshape(-1) if len(tensors) == 1 else torch.cat([tensor.reshape(-1) for tensor in tensors])
     return flat.float() if flat.dtype == torch.bfloat16 else flat
 
 
 def _backend(wanted: str | None) -> str:
-    """What init_process_group is to be told. Values that are gathered travel over Gloo in any case."""
+    """The backend for init_process_group. It always includes Gloo, which gathers picklable values."""
     if wanted is None:
         wanted = "nccl" if torch.cuda.is_available() and torch.distributed.is_nccl_available() else "gloo"
     if "nccl" not in wanted:
@@ -178,18 +179,18 @@ def _backend(wanted: str | None) -> str:
 
 @contextmanager
 def _peer_failures() -> Iterator[None]:
-    """Gloo and NCCL name sockets, not ranks: the failing rank itself tells why."""
+    """Translate errors of Gloo and NCCL, which name sockets instead of ranks: the failing rank itself reports the cause."""
     try:
         yield
     except RuntimeError as error:
         text = str(error)
         if "Duplicate GPU" in text:
             raise LaunchError(
-                "torch_distributed: expected a GPU of its own for every process, got two processes on one, which NCCL refuses "
-                "(start fewer processes on this host, or take the backend 'gloo')"
+                "torch_distributed: expected one GPU per process, got two processes on the same GPU, which NCCL does not support "
+                "(start fewer processes on this host, or use the backend 'gloo')"
             ) from None
-        if any(words in text for words in LATE):
-            raise PeerFailure("stopped, because another rank did not come within timeout_sec of torch_distributed") from None
-        if any(words in text for words in GONE):
+        if any(words in text for words in PEER_LATE):
+            raise PeerFailure("stopped, because another rank did not respond within timeout_sec of torch_distributed") from None
+        if any(words in text for words in PEER_GONE):
             raise PeerFailure("stopped, because another rank failed") from None
         raise

@@ -1,8 +1,8 @@
-"""The processes of a torch.distributed job meet: rank 0 serves a store, the others find it.
+"""The rendezvous of a torch.distributed job: rank 0 serves a store, and the other ranks connect to it.
 
-torch's own `init_method` file:// hangs or fails where the file exists from an earlier run, and torchrun's restarted workers
-read addresses of their dead predecessors. So nobody here believes an address before the store behind it has answered with
-the word that stands beside the address; what does not is taken for old, and looked at again.
+torch's own `init_method` file:// hangs or fails if the file is left over from an earlier run, and workers that torchrun
+restarts read the addresses of their dead predecessors. So a rank accepts an address only if the store behind it returns the
+token that was posted with the address; otherwise the address is stale, and the rank reads it again.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from hvdtrain.comm import mpi
 from hvdtrain.comm.rendezvous import Address, Agent, Place, SharedFile
 from hvdtrain.errors import LaunchError
 
-PAUSE = 0.05
-"""Seconds between two looks."""
+POLL_INTERVAL = 0.05
+"""Seconds between two attempts to read or connect."""
 
-TELL_AFTER = 15.0
-"""Seconds after which rank 0 says for whom it waits."""
+REPORT_AFTER = 15.0
+"""Seconds after which rank 0 reports which ranks it waits for."""
 
 
 class Board(Protocol):
-    """Where rank 0 leaves a word for the others."""
+    """A place where rank 0 posts its address for the others."""
 
     def post(self, text: str) -> None: ...
 
     def read(self) -> str | None:
-        """The last word; None: there is none yet."""
+        """The text that was posted last; None if there is none yet."""
         ...
 
 
 class FileBoard:
-    """A file on a disk that all ranks see."""
+    """A file on a disk that all ranks share."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -55,7 +55,7 @@ class FileBoard:
             unfinished.write_text(text)
             os.replace(unfinished, self._path)
         except OSError as error:
-            raise LaunchError(f"file://{self._path}: expected a file that can be written, got: {error.strerror}") from None
+            raise LaunchError(f"file://{self._path}: expected a writable file, got: {error.strerror}") from None
 
     def read(self) -> str | None:
         try:
@@ -65,7 +65,7 @@ class FileBoard:
 
 
 class AgentBoard:
-    """torchrun's store. Its agent keeps it over restarts, so it may hold what a dead rank 0 left."""
+    """torchrun's store. Its agent keeps it across restarts, so it may hold the address of a dead rank 0."""
 
     def __init__(self, place: Agent, deadline: float) -> None:
         self._store = _connect((place.host,), place.port, deadline)
@@ -82,7 +82,7 @@ class AgentBoard:
 
 
 class MPIBoard:
-    """An MPI broadcast, for an mpirun over several hosts, whose environment does not say where rank 0 is."""
+    """An MPI broadcast, for mpirun on several hosts, whose environment does not contain the host of rank 0."""
 
     def post(self, text: str) -> None:
         mpi.from_rank_zero(text)
@@ -92,14 +92,14 @@ class MPIBoard:
 
 
 def meet(place: Place | None, rank: int, size: int, timeout: float) -> Store:
-    """Collective. A store that all ranks share, once all are there.
+    """Collective. Return a store that all ranks share, as soon as all of them are connected.
 
     Args:
-        place: where; None: wherever an MPI broadcast says.
-        timeout: seconds to wait for the others.
+        place: the rendezvous; None: rank 0 broadcasts its address over MPI.
+        timeout: seconds to wait for the other ranks.
 
     Raises:
-        LaunchError: somebody is missing, is there twice, or believes in another number of processes.
+        LaunchError: a rank is missing or present twice, or the ranks disagree on their number.
     """
     deadline = time.monotonic() + timeout
     if isinstance(place, Address):
@@ -117,11 +117,11 @@ def meet(place: Place | None, rank: int, size: int, timeout: float) -> Store:
     if store is None:
         raise LaunchError(
             f"rank {rank} of {size}: expected rank 0 at {place}, got no answer within {timeout:.0f} s (was it started? can this "
-            "host reach that one, or does a firewall stand between them?)"
+            "host connect to it, or does a firewall block the port?)"
         )
     _check_in(store, place, rank, size, deadline)
     if isinstance(place, SharedFile) and rank == 0:
-        place.path.unlink(missing_ok=True)  # all have read it
+        place.path.unlink(missing_ok=True)  # all ranks have read it
     return store
 
 
@@ -132,9 +132,9 @@ def _serve(port: int) -> TCPStore:
 
 def _serve_and_post(board: Board, more_names: list[str]) -> TCPStore:
     store = _serve(0)
-    word = secrets.token_hex(8)
-    store.set("word", word)
-    board.post(json.dumps({"hosts": [*_names_of_this_host(), *more_names], "port": store.port, "word": word}))
+    token = secrets.token_hex(8)
+    store.set("token", token)
+    board.post(json.dumps({"hosts": [*_names_of_this_host(), *more_names], "port": store.port, "token": token}))
     return store
 
 
@@ -142,28 +142,28 @@ def _read_and_connect(board: Board, deadline: float) -> TCPStore | None:
     while time.monotonic() < deadline:
         posted = _parsed(board.read())
         if posted is not None:
-            hosts, port, word = posted
-            store = _connect(hosts, port, min(deadline, time.monotonic() + PAUSE))
-            if store is not None and store.check(["word"]) and store.get("word").decode() == word:
+            hosts, port, token = posted
+            store = _connect(hosts, port, min(deadline, time.monotonic() + POLL_INTERVAL))
+            if store is not None and store.check(["token"]) and store.get("token").decode() == token:
                 return store
-        time.sleep(PAUSE)
+        time.sleep(POLL_INTERVAL)
     return None
 
 
 def _parsed(text: str | None) -> tuple[tuple[str, ...], int, str] | None:
-    """Hosts, port and word; None where there are none, or what is there is something else."""
+    """Parse hosts, port and token; None if there is no text, or if it is something else."""
     try:
         posted = json.loads(text or "")
-        return tuple(posted["hosts"]), int(posted["port"]), str(posted["word"])
+        return tuple(posted["hosts"]), int(posted["port"]), str(posted["token"])
     except (ValueError, KeyError, TypeError):
         return None
 
 
 def _connect(hosts: tuple[str, ...], port: int, deadline: float) -> TCPStore | None:
-    """A client of the store at the first of the hosts' names behind which there is one; None after the deadline."""
+    """Connect to the store on the first of the hosts that answers; None after the deadline."""
     while True:
         for host in hosts:
-            # A plain socket first: a TCPStore that is refused prints pages of C++ addresses.
+            # Try a plain socket first: a TCPStore whose connection is refused prints a long C++ stack trace.
             try:
                 socket.create_connection((host, port), timeout=3).close()
                 return TCPStore(host, port, None, False, timedelta(minutes=5), wait_for_workers=False)
@@ -171,34 +171,32 @@ def _connect(hosts: tuple[str, ...], port: int, deadline: float) -> TCPStore | N
                 continue
         if time.monotonic() >= deadline:
             return None
-        time.sleep(PAUSE)
+        time.sleep(POLL_INTERVAL)
 
 
 def _check_in(store: Store, place: Place | None, rank: int, size: int, deadline: float) -> None:
-    """Collective. Wait until all ranks are there, and see that they belong together. Where one sees a mistake, all raise."""
+    """Collective. Wait until all ranks are connected and check that they belong together. If one finds a problem, all raise."""
     expected = int(store.compare_set("size", "", str(size)))
     if expected != size:
         store.set("problem", f"{place}: expected the same number of processes on all ranks, got {expected} and {size}")
     elif store.add(f"rank.{rank}", 1) > 1:
-        store.set(
-            "problem", f"{place}: expected ranks that are all different, got rank {rank} twice (or another job that meets there)"
-        )
-    told = False
+        store.set("problem", f"{place}: expected distinct ranks, got rank {rank} twice (does another job use the same address?)")
+    has_reported = False
     started = time.monotonic()
     while not store.check(["problem"]):
         missing = [str(other) for other in range(size) if not store.check([f"rank.{other}"])]
         if not missing:
             return
-        if not told and rank == 0 and time.monotonic() - started > TELL_AFTER:
+        if not has_reported and rank == 0 and time.monotonic() - started > REPORT_AFTER:
             sys.stderr.write(f"rank 0 waits at {place} for rank {', '.join(missing)} of {size}\n")  # the log is not open yet
-            told = True
+            has_reported = True
         if time.monotonic() >= deadline:
             store.set("problem", f"{place}: expected {size} processes, got none with rank {', '.join(missing)} in time")
-        time.sleep(PAUSE)
+        time.sleep(POLL_INTERVAL)
     problem = store.get("problem").decode()
     store.add("knows_the_problem", 1)
     if rank == 0:
-        time.sleep(1)  # the store goes with this process, and the others have to read it
+        time.sleep(1)  # the store ends with this process, and the others have to read the problem first
     raise LaunchError(problem)
 
 
@@ -210,23 +208,23 @@ def _quiet_port(port: int) -> Iterator[None]:
         if "EADDRINUSE" not in str(error):
             raise
         raise LaunchError(
-            f"expected port {port} of this host to be free for rank 0, got one in use (another job? rank 0 started twice? "
-            "MASTER_PORT or init_method choose another)"
+            f"expected port {port} of this host to be free for rank 0, got one in use (by another job, or was rank 0 started "
+            "twice? set MASTER_PORT or init_method to use another one)"
         ) from None
 
 
 def _names_of_this_host() -> list[str]:
-    """Under what the other ranks may find this host: its name, its addresses, and for those on the same host, itself."""
+    """The names under which other ranks may reach this host: its name, its addresses, and the loopback address."""
     name = socket.gethostname()
     try:
         addresses = [str(found[4][0]) for found in socket.getaddrinfo(name, None, proto=socket.IPPROTO_TCP)]
     except OSError:
         addresses = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as towards_others:  # nothing is sent
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing
         try:
-            towards_others.connect(("10.255.255.255", 1))
-            addresses.append(towards_others.getsockname()[0])
+            probe.connect(("10.255.255.255", 1))
+            addresses.append(probe.getsockname()[0])
         except OSError:
-            pass  # no network but the host's own
+            pass  # there is only the loopback network
     outside = [address for address in addresses if not address.startswith(("127.", "::1"))]
     return list(dict.fromkeys([name, *outside, "127.0.0.1"]))

@@ -1,1 +1,1 @@
-"""What a running process needs: log, progress bar, scores, timers, signals, the watchdog."""
+"""Services of a running process: log, progress bar, scores, timers, signals and the watchdog."""

@@ -1,4 +1,4 @@
-"""Why a training is to end early: a signal, or its time is up."""
+"""Stopping a training in an orderly way: on a signal, or before its time limit."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from hvdtrain.config.keys import ALONE, Rule, Section, Sections, key, not_negati
 from hvdtrain.errors import HvdtrainError
 
 TO_BE_CONTINUED = 75
-"""Exit status of a training that was stopped and is to be started again: EX_TEMPFAIL of sysexits.h."""
+"""Exit status of a training that was stopped and should be restarted: EX_TEMPFAIL of sysexits.h."""
 
 BY_CTRL_C = 130
-"""Exit status after Ctrl-C, as shells have it: nobody starts that again by himself."""
+"""Exit status after Ctrl-C, as in shells: the training is not restarted."""
 
-STOPPING = (signal.SIGTERM, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 def seconds_of(limit: float | str) -> float:
-    """A time as seconds, from a number or from 'mm:ss', 'hh:mm:ss' or Slurm's 'd-hh:mm:ss'. Raises: ValueError.
+    """Convert a number of seconds, 'mm:ss', 'hh:mm:ss' or Slurm's 'd-hh:mm:ss' to seconds. Raises: ValueError.
 
     >>> seconds_of("1:30:00"), seconds_of("2-00:00:10"), seconds_of(90)
     (5400.0, 172810.0, 90.0)
@@ -31,7 +31,7 @@ def seconds_of(limit: float | str) -> float:
     days, _, clock = str(limit).rpartition("-") if isinstance(limit, str) else ("", "", str(limit))
     parts = clock.split(":")
     if len(parts) > 3 or any(not part for part in parts) or (days and not days.isdigit()):
-        raise ValueError(f"no time: {limit!r}")
+        raise ValueError(f"not a time: {limit!r}")
     seconds = 0.0
     for part in parts:
         seconds = 60 * seconds + float(part)
@@ -47,15 +47,15 @@ def _is_time(value: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class InterruptKeys(Section):
-    """Ending in time."""
+    """The time limit of a job."""
 
     time_limit: float | str | None = key(
         None,
-        "stop with a checkpoint and status 75 before the training has run for so long: seconds, 'hh:mm:ss' or 'd-hh:mm:ss'",
+        "stop with a checkpoint and exit status 75 before the job has run this long: seconds, 'hh:mm:ss' or 'd-hh:mm:ss'",
         Rule("a positive number of seconds, or a time such as '23:30:00' or '1-12:00:00'", _is_time),
     )
     time_limit_margin: float = key(
-        60.0, "seconds before time_limit at which to stop: for start-up, two training steps, and saving", not_negative
+        60.0, "stop this many seconds before time_limit, to leave time for start-up, two training steps and saving", not_negative
     )
 
     def problems(self, others: Sections = ALONE) -> list[str]:
@@ -68,12 +68,16 @@ class InterruptKeys(Section):
 
     @property
     def seconds(self) -> float | None:
-        """After how many seconds to stop; None: never."""
+        """The seconds after which to stop; None: no limit."""
         return None if self.time_limit is None else seconds_of(self.time_limit) - self.time_limit_margin
 
 
 class Stopped(HvdtrainError):
-    """Training ended early, with a checkpoint. Attributes: status: the program's exit status."""
+    """The training was stopped early, with a checkpoint.
+
+    Attributes:
+        status: the program's exit status.
+    """
 
     def __init__(self, message: str, status: int = TO_BE_CONTINUED) -> None:
         super().__init__(message)
@@ -81,47 +85,47 @@ class Stopped(HvdtrainError):
 
 
 class Interrupt:
-    """Remembers signals and watches the clock; a context manager that gives the signals their former meaning back.
+    """Records signals and the time limit; a context manager that restores the former signal handlers on exit.
 
-    SIGTERM, SIGUSR1 and the first SIGINT are remembered; a second SIGINT is the KeyboardInterrupt it always was, and so is
-    the first before `may_wait` was called: there is nothing to save yet.
+    SIGTERM, SIGUSR1 and the first SIGINT are recorded as the `reason` to stop. A second SIGINT raises KeyboardInterrupt, and
+    so does the first before `defer_sigint` is called, as there is nothing to save yet.
 
     Args:
-        seconds: how long to train at most; None: for ever.
+        seconds: the time limit; None: no limit.
     """
 
     def __init__(self, seconds: float | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._deadline = None if seconds is None else clock() + seconds
         self._former: dict[signal.Signals, Any] = {}
-        self._may_wait = False
+        self._defers_sigint = False
         self._signal: signal.Signals | None = None
 
     def __enter__(self) -> Interrupt:
-        if threading.current_thread() is threading.main_thread():  # Python allows it nowhere else
-            for number in (*STOPPING, signal.SIGINT):
-                self._former[number] = signal.signal(number, self._remember)
+        if threading.current_thread() is threading.main_thread():  # Python sets signal handlers only there
+            for number in (*STOP_SIGNALS, signal.SIGINT):
+                self._former[number] = signal.signal(number, self._record)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for number, former in self._former.items():
             signal.signal(number, former)
 
-    def may_wait(self) -> None:
-        """From now on somebody asks for `reason` often, and saves."""
-        self._may_wait = True
+    def defer_sigint(self) -> None:
+        """Record the first SIGINT from now on. The caller checks `reason` regularly and saves a checkpoint."""
+        self._defers_sigint = True
 
     @property
     def reason(self) -> str | None:
-        """Why to stop: 'SIGTERM', 'SIGUSR1', 'SIGINT', 'time_limit'; None: go on."""
+        """Why to stop: 'SIGTERM', 'SIGUSR1', 'SIGINT' or 'time_limit'; None: continue."""
         if self._signal is not None:
             return self._signal.name
         if self._deadline is not None and self._clock() >= self._deadline:
             return "time_limit"
         return None
 
-    def _remember(self, number: int, frame: FrameType | None) -> None:
-        arrived = signal.Signals(number)
-        if arrived == signal.SIGINT and (not self._may_wait or self._signal == signal.SIGINT):
+    def _record(self, number: int, frame: FrameType | None) -> None:
+        received = signal.Signals(number)
+        if received == signal.SIGINT and (not self._defers_sigint or self._signal == signal.SIGINT):
             raise KeyboardInterrupt
-        self._signal = arrived
+        self._signal = received

@@ -1,4 +1,4 @@
-"""Losses and errors added up over batches and ranks, such that the order of adding cannot be seen in the result."""
+"""Sums of losses and errors over batches and ranks. They are exact, so the result does not depend on the order of summation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from math import fsum, isfinite, nan
 
 @dataclass(frozen=True)
 class Sum:
-    """The batches' sums of one loss or error, and over how many elements each sum goes."""
+    """The sum of one loss or error in each batch, and the number of elements in each sum."""
 
     totals: array[float] = field(default_factory=lambda: array("d"))
     counts: array[float] = field(default_factory=lambda: array("d"))
@@ -19,8 +19,8 @@ class Sum:
 class Scores:
     """Named sums and counts.
 
-    Every batch's sum is kept until the mean is asked for and then added exactly (`math.fsum`: the correctly rounded sum
-    of the addends, whatever their order). So an evaluation that was dealt out to 1, 2 or 7 ranks gives the same numbers.
+    The sum of every batch is kept until a mean is requested, and then they are added exactly (`math.fsum`: the correctly
+    rounded sum, independent of the order). So an evaluation on 1, 2 or 7 ranks gives the same numbers.
 
     >>> scores = Scores()
     >>> scores.add("ce", total=3.0, count=2)
@@ -33,22 +33,22 @@ class Scores:
         self._sums: dict[str, Sum] = {}
 
     def add(self, name: str, total: float, count: float) -> None:
-        """Count a batch in which the elements of `name` add up to `total`."""
+        """Add a batch: the sum of `name` over its `count` elements is `total`."""
         entry = self._sums.setdefault(name, Sum())
         entry.totals.append(total)
         entry.counts.append(count)
 
     def means(self) -> dict[str, float]:
-        """The mean over all elements by name, names in alphabetical order; not a number where nothing was counted."""
+        """The mean over all elements by name, in alphabetical order; NaN if there are no elements."""
         return {name: _divide(_sum(entry.totals), _sum(entry.counts)) for name, entry in sorted(self._sums.items())}
 
     def counts(self) -> dict[str, float]:
-        """How many elements went into each mean."""
+        """The number of elements of each mean."""
         return {name: _sum(entry.counts) for name, entry in sorted(self._sums.items())}
 
     @staticmethod
     def merged(parts: Iterable[Scores]) -> Scores:
-        """All batches of all `parts`."""
+        """Combine the batches of all `parts`."""
         result = Scores()
         for part in parts:
             for name, entry in part._items():
@@ -58,19 +58,19 @@ class Scores:
         return result
 
     def compact(self) -> Scores:
-        """The same sums in a few numbers each: their means are the same to the last bit, whatever is added later."""
+        """Reduce each sum to a few numbers. The means stay identical to the last bit, whatever is added later."""
         result = Scores()
         for name, entry in self._items():
             result._sums[name] = Sum(array("d", _partials(entry.totals)), array("d", _partials(entry.counts)))
         return result
 
     def state(self) -> dict[str, list[list[float]]]:
-        """Everything as lists of numbers, for a checkpoint."""
+        """Return all sums and counts as lists, for a checkpoint."""
         return {name: [list(entry.totals), list(entry.counts)] for name, entry in self._items()}
 
     @staticmethod
     def from_state(state: Mapping[str, list[list[float]]]) -> Scores:
-        """What `state` returned."""
+        """Restore what `state` returned."""
         result = Scores()
         for name, (totals, counts) in state.items():
             result._sums[name] = Sum(array("d", totals), array("d", counts))
@@ -81,12 +81,12 @@ class Scores:
 
 
 def text(means: Mapping[str, float]) -> str:
-    """Means for a log line: `ce 0.3215, fer 0.0512`."""
+    """Format means for a log line: `ce 0.3215, fer 0.0512`."""
     return ", ".join(f"{name} {value:.4g}" for name, value in means.items())
 
 
 def _sum(values: Iterable[float]) -> float:
-    """The exact sum; not a number where there is none: infinities of both signs, or beyond what a float can hold."""
+    """The exact sum; NaN if there are infinities of both signs, or if the sum overflows."""
     try:
         return fsum(values)
     except (ValueError, OverflowError):
@@ -94,11 +94,11 @@ def _sum(values: Iterable[float]) -> float:
 
 
 def _partials(values: Sequence[float]) -> list[float]:
-    """A few numbers with exactly the same sum: addends that do not overlap in any bit (Shewchuk, 1997).
+    """A few numbers with exactly the same sum: partial sums that do not overlap in any bit (Shewchuk, 1997).
 
-    Numbers that are not finite stay as they are, each kind once.
+    Of the values that are not finite (inf, -inf, nan), each is kept once.
     """
-    odd = sorted({repr(value): value for value in values if not isfinite(value)}.items())
+    not_finite = sorted({repr(value): value for value in values if not isfinite(value)}.items())
     partials: list[float] = []
     for value in values:
         if not isfinite(value):
@@ -111,9 +111,9 @@ def _partials(values: Sequence[float]) -> list[float]:
             if rest:
                 kept.append(rest)
         partials = [*kept, value]
-    if not all(map(isfinite, partials)):  # beyond what a float can hold on the way, perhaps not in the end
+    if not all(map(isfinite, partials)):  # an intermediate sum overflows, though the final sum might not
         return list(values)
-    return [value for value in partials if value] + [value for _, value in odd]
+    return [value for value in partials if value] + [value for _, value in not_finite]
 
 
 def _divide(total: float, count: float) -> float:

@@ -1,4 +1,4 @@
-"""Seconds by name, and the clock of training steps on a CPU."""
+"""Wall-clock time: seconds by name, the clock of training steps on a CPU, and seconds as text."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ T = TypeVar("T")
 
 
 class Timer:
-    """Adds up wall-clock seconds under names. Spans may nest: every second is counted once, for the innermost span.
+    """Accumulates wall-clock seconds by name. Spans may nest: every second is counted once, in the innermost span.
 
     >>> now = iter([0.0, 1.0, 3.0, 10.0])
     >>> timer = Timer(clock=lambda: next(now))
     >>> with timer.span("compute"):           # from 0 to 10 ...
-    ...     with timer.span("communication"):  # ... of which 1 to 3 belong to another name
+    ...     with timer.span("communication"):  # ... of which 1 to 3 are counted here
     ...         pass
     >>> timer.seconds
     {'compute': 8.0, 'communication': 2.0}
@@ -40,7 +40,7 @@ class Timer:
             self._open.pop()
 
     def waits(self, name: str, values: Iterable[T]) -> Iterator[T]:
-        """Pass `values` on; the seconds spent waiting for each are counted under `name`."""
+        """Yield `values`, and count the seconds spent waiting for each of them under `name`."""
         iterator = iter(values)
         end = object()
         while True:
@@ -48,10 +48,10 @@ class Timer:
                 value = next(iterator, end)
             if value is end:
                 return
-            yield value  # type: ignore[misc]  # mypy cannot see that the sentinel has been dealt with
+            yield value  # type: ignore[misc]  # mypy does not know that this is not the sentinel
 
     def book(self, name: str, seconds: float) -> None:
-        """Count seconds of the open span under another name: what was measured by others, such as inside of a graph.
+        """Move seconds from the open span to `name`: time that was measured elsewhere, such as within a TensorFlow graph.
 
         >>> now = iter([0.0, 10.0])
         >>> timer = Timer(clock=lambda: next(now))
@@ -65,12 +65,12 @@ class Timer:
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
     def take(self) -> dict[str, float]:
-        """The seconds counted since the last call."""
+        """Return the seconds by name since the last call, and reset them."""
         taken, self.seconds = self.seconds, {}
         return taken
 
     def _switch(self) -> None:
-        """Book the time since the last switch under the innermost open name."""
+        """Count the time since the last switch under the innermost open name."""
         now = self.clock()
         if self._open:
             name = self._open[-1]
@@ -78,18 +78,8 @@ class Timer:
         self._since = now
 
 
-def clock_text(seconds: float) -> str:
-    """Seconds as h:mm:ss, hours not wrapped into days, as RETURNN prints them.
-
-    >>> clock_text(1738.4)
-    '0:28:58'
-    """
-    whole = int(seconds)
-    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
-
-
 class CpuClock:
-    """Seconds inside of spans."""
+    """Accumulates the wall-clock seconds within its spans."""
 
     def __init__(self) -> None:
         self._timer = Timer()
@@ -101,3 +91,13 @@ class CpuClock:
 
     def take(self) -> float:
         return self._timer.take().get("step", 0.0)
+
+
+def clock_text(seconds: float) -> str:
+    """Format seconds as h:mm:ss like RETURNN, with hours that are not wrapped into days.
+
+    >>> clock_text(1738.4)
+    '0:28:58'
+    """
+    whole = int(seconds)
+    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"

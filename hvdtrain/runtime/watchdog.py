@@ -1,4 +1,4 @@
-"""Ending a process that makes no progress: neither MPI nor Horovod's Gloo notices a rank that hangs or was stopped."""
+"""The watchdog ends a process that makes no progress: neither MPI nor Horovod's Gloo detects a rank that hangs or is stopped."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from types import TracebackType
 
 
 class Watchdog:
-    """A thread that ends the process when nothing was heard from the main thread for too long; a context manager.
+    """A context manager with a thread that ends the process if the main thread does not call `beat` for too long.
 
-    It shows what every thread is doing, so the rank that does not stand inside a collective is the one that hangs.
+    It prints the stack of every thread first: the rank whose main thread is not in a collective is the one that hangs.
 
     Args:
-        patience: seconds without a sign of life that are too many.
-        rank: for the message.
+        timeout: seconds without a call of `beat` after which to end the process.
+        rank: this process's rank, for the message.
     """
 
-    def __init__(self, patience: float, rank: int) -> None:
-        self._patience = patience
+    def __init__(self, timeout: float, rank: int) -> None:
+        self._timeout = timeout
         self._rank = rank
-        self._heard = time.monotonic()
-        self._doing = "starting"
+        self._last_beat = time.monotonic()
+        self._activity = "starting"
         self._done = threading.Event()
 
-    def beat(self, doing: str) -> None:
-        """A sign of life: what is being done from now on."""
-        self._heard = time.monotonic()
-        self._doing = doing
+    def beat(self, activity: str) -> None:
+        """Reset the timeout, and record what the process does from now on, for the message."""
+        self._last_beat = time.monotonic()
+        self._activity = activity
 
     def __enter__(self) -> Watchdog:
-        if sys.__stderr__ is not None:  # where native code crashes, or a mapped file was cut (SIGBUS), Python's stack is shown
+        if sys.__stderr__ is not None:  # print Python's stack if native code crashes or a mapped file was truncated (SIGBUS)
             faulthandler.enable(sys.__stderr__)
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
         return self
@@ -42,15 +42,15 @@ class Watchdog:
         self._done.set()
 
     def _watch(self) -> None:
-        interval = min(1.0, self._patience / 10)
+        interval = min(1.0, self._timeout / 10)
         while not self._done.wait(interval):
-            silent = time.monotonic() - self._heard
-            if silent > self._patience:
+            silent = time.monotonic() - self._last_beat
+            if silent > self._timeout:
                 print(
-                    f"rank {self._rank}: no progress for {silent:.0f} s (watchdog_timeout) in {self._doing}; its threads:",
+                    f"rank {self._rank}: no progress for {silent:.0f} s (watchdog_timeout) in {self._activity}; its threads:",
                     file=sys.stderr,
                     flush=True,
                 )
                 faulthandler.dump_traceback(all_threads=True)
-                time.sleep(3 * interval)  # the others' watchdogs bark now: the launcher ends all as soon as one has ended
+                time.sleep(3 * interval)  # the other ranks' watchdogs report, too, before the launcher ends all of them
                 os._exit(1)

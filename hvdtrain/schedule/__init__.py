@@ -1,1 +1,1 @@
-"""The learning rate: of an epoch (`rates`, `newbob`), of a step (`steps`), and the file that remembers it (`file`)."""
+"""The learning rate of an epoch (`rates`, `newbob`) and of a step (`steps`), its file (`file`), and early stopping."""

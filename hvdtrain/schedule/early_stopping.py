@@ -1,4 +1,4 @@
-"""When training ends before its last epoch: it does not get better any more, or it is broken."""
+"""Early stopping: training ends before its last epoch if the score does not improve, or if a loss is not finite."""
 
 from __future__ import annotations
 
@@ -10,23 +10,21 @@ from hvdtrain.schedule.history import EpochRecord, error_key
 
 
 @dataclass(frozen=True, kw_only=True)
-class EndingKeys(Section):
-    """Ending before the last epoch."""
+class EarlyStoppingKeys(Section):
+    """When training ends before its last epoch."""
 
     early_stopping_patience: int | None = key(
-        None, "end after so many epochs in a row that brought no better score; None: never", positive
+        None, "end training after N consecutive epochs without a better score; None: never", positive
     )
-    early_stopping_measure: str | None = key(
-        None, "the score that is to get smaller, such as dev_loss_ce; None: the one newbob looks at"
-    )
-    early_stopping_min_difference: float = key(0.0, "a score is better if it is smaller by more than this", not_negative)
+    early_stopping_measure: str | None = key(None, "the score to minimize, such as dev_loss_ce; None: the score that newbob uses")
+    early_stopping_min_difference: float = key(0.0, "a score is better if it is lower by more than this", not_negative)
     stop_on_nonfinite_train_score: bool = key(
-        True, "end with an error when a training loss is no finite number, telling rank, step, sequences and parameters"
+        True, "end with an error when a training loss is not finite, reporting rank, step, sequences and parameters"
     )
 
 
-def ends_early(keys: EndingKeys, history: list[EpochRecord], newbob_measure: str | list[str] | None = None) -> str | None:
-    """Why no epoch is to follow those of a history, in words; None: training goes on.
+def ends_early(keys: EarlyStoppingKeys, history: list[EpochRecord], newbob_measure: str | list[str] | None = None) -> str | None:
+    """The reason to end training after the epochs of a history, for the log; None: training continues.
 
     Args:
         history: the finished epochs, oldest first.

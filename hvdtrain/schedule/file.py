@@ -1,4 +1,4 @@
-"""The file of the key `learning_rate_file`: the epochs' learning rates and scores, as RETURNN writes and reads them.
+"""The file of the key `learning_rate_file`: learning rate and scores of each epoch, in RETURNN's format.
 
     {
     1: EpochData(learningRate=0.01, error={
@@ -6,7 +6,7 @@
     }),
     }
 
-It is the text of a Python dict. RETURNN evaluates it; here it is parsed, and nothing in it is run.
+It is the source of a Python dict. RETURNN evaluates it; here it is only parsed, and no code in it is run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NUMBERS = {"nan": float("nan"), "inf": float("inf")}
 
 
 class Finished(Protocol):
-    """What the file wants to know of a finished epoch."""
+    """The report of a finished epoch, as far as the file needs it."""
 
     @property
     def epoch(self) -> int: ...
@@ -37,11 +37,11 @@ class Finished(Protocol):
 
 
 class LearningRateFile:
-    """Keeps the file up to date, an epoch at a time.
+    """Writes the file after each epoch.
 
     Args:
-        records: the epochs that are done, as the checkpoint knows them. What the file has of later epochs was lost with a
-            run that was stopped, and is written anew.
+        records: the finished epochs of the checkpoint. Later epochs in an existing file are from a run that was stopped before
+            their checkpoint was written; they are replaced.
     """
 
     def __init__(self, path: Path, records: Iterable[EpochRecord]) -> None:
@@ -49,9 +49,9 @@ class LearningRateFile:
         self._records = list(records)
 
     def epoch(self, report: Finished) -> None:
-        """Remember one more epoch, and write the file: whole, or not at all."""
-        before = [other for other in self._records if other.epoch < report.epoch]
-        self._records = [*before, EpochRecord(report.epoch, report.learning_rate, dict(report.scores))]
+        """Add a finished epoch, and replace the file atomically."""
+        earlier = [record for record in self._records if record.epoch < report.epoch]
+        self._records = [*earlier, EpochRecord(report.epoch, report.learning_rate, dict(report.scores))]
         self._path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = self._path.with_name(self._path.name + ".new_tmp")
         unfinished.write_text(as_text(self._records), encoding="utf-8")
@@ -59,7 +59,7 @@ class LearningRateFile:
 
 
 def as_text(records: Iterable[EpochRecord]) -> str:
-    """The file's contents, an entry a line, in the order that RETURNN writes."""
+    """The contents of the file, with one score per line, in RETURNN's order."""
     lines = ["{"]
     for record in records:
         lines.append(f"{record.epoch}: EpochData(learningRate={float(record.learning_rate)!r}, error={{")
@@ -71,18 +71,18 @@ def as_text(records: Iterable[EpochRecord]) -> str:
 
 
 def read_learning_rate_file(path: Path) -> list[EpochRecord]:
-    """The finished epochs in a file, oldest first: those with scores. Notes (':meta:...') are left out.
+    """Read the finished epochs of a file, oldest first: those with scores. Metadata (':meta:...') is skipped.
 
     Raises:
-        DataError: the file is not such a dict.
+        DataError: the file cannot be read or has another format.
     """
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"), mode="eval").body
         entries = {_number(key): _entry(value) for key, value in _items(tree)}
     except (OSError, SyntaxError, TypeError, ValueError) as error:
         raise DataError(
-            f"{path}: expected a learning rate file, {{epoch: EpochData(learningRate=..., error={{...}})}}, got one that "
-            f"can't be read: {error} (learning_rate_file)"
+            f"{path}: expected a learning rate file, {{epoch: EpochData(learningRate=..., error={{...}})}}, got: "
+            f"{error} (learning_rate_file)"
         ) from None
     return [
         EpochRecord(int(epoch), rate, scores) for epoch, (rate, scores) in sorted(entries.items()) if scores and rate is not None
@@ -96,7 +96,7 @@ def _items(node: ast.expr) -> list[tuple[ast.expr, ast.expr]]:
 
 
 def _entry(node: ast.expr) -> tuple[float | None, dict[str, float]]:
-    """A learning rate and scores: of `EpochData(learningRate=..., error={...})`, or of a plain number in old files."""
+    """Learning rate and scores from `EpochData(learningRate=..., error={...})`, or from a plain number as in old files."""
     if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "EpochData"):
         return float(_number(node)), {}
     given: dict[str | None, ast.expr] = dict(zip(("learningRate", "error"), node.args, strict=False))
@@ -110,11 +110,11 @@ def _entry(node: ast.expr) -> tuple[float | None, dict[str, float]]:
 
 
 def _number(node: ast.expr) -> Any:
-    """A number; also nan and inf, with a sign, as `float('inf')`, and wrapped as numpy writes its own: `np.float32(0.01)`."""
+    """Parse a number, which may be nan or inf, have a sign, or be written as `float('inf')` or numpy's `np.float32(0.01)`."""
     if isinstance(node, ast.Call) and len(node.args) == 1:
         [inside] = node.args
         if isinstance(node.func, ast.Name) and node.func.id == "float" and isinstance(inside, ast.Constant):
-            return float(inside.value)  # type: ignore[arg-type]  # a ValueError tells
+            return float(inside.value)  # type: ignore[arg-type]  # raises ValueError if it is not a number
         if isinstance(node.func, ast.Attribute):
             return _number(inside)
     if isinstance(node, ast.Name) and node.id in NUMBERS:

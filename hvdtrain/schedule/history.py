@@ -1,4 +1,4 @@
-"""What is remembered of the epochs before: their learning rates and scores."""
+"""The history of a training: learning rate and scores of the finished epochs, and which score is the one to minimize."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 META = ":meta:"
-"""What a score's name begins with where it is no score but a note (in learning-rate files)."""
+"""The prefix of entries in learning rate files that are metadata, not scores."""
 
 
 @dataclass(frozen=True)
 class EpochRecord:
-    """What is remembered of a finished epoch: its learning rate and its scores by key, such as 'dev_loss_ce'."""
+    """The learning rate of a finished epoch, and its scores by key, such as 'dev_loss_ce'."""
 
     epoch: int
     learning_rate: float
@@ -19,10 +19,10 @@ class EpochRecord:
 
 
 def error_key(scores: Mapping[str, float], wanted: Sequence[str] = ()) -> str | None:
-    """The score that the learning rate is controlled by, chosen as RETURNN chooses it; None where there are no scores.
+    """The score that controls the learning rate, chosen as in RETURNN; None if there are no scores.
 
-    The first that is there of: those wanted (also with `_output` behind, the name of a network's main output), the score of dev,
-    any score of dev in alphabetical order, the score of the training, the first of all in alphabetical order.
+    The first of these that exists: the wanted ones (each also with the suffix `_output`, the name of a network's main output),
+    dev_score, the first dev score in alphabetical order, train_score, the first score in alphabetical order.
 
     >>> error_key({"train_loss_ce": 1.0, "dev_loss_wer": 0.2, "dev_loss_ce": 1.1})
     'dev_loss_ce'
@@ -30,9 +30,9 @@ def error_key(scores: Mapping[str, float], wanted: Sequence[str] = ()) -> str | 
     'dev_loss_wer'
     """
     names = sorted(name for name in scores if not name.startswith(META))
-    likely = [name for one in wanted for name in (one, f"{one}_output")] + ["dev_score", "dev_score_output"]
-    likely += [name for name in names if name == "dev_score_output/output" or name.startswith("dev_score_output/output_")]
-    likely += [name for name in names if name.startswith("dev_score_output/")]
-    likely += [name for name in names if name.startswith("dev_")]
-    likely += ["train_score", "train_score_output", *names]
-    return next((name for name in likely if name in names), None)
+    candidates = [name for one in wanted for name in (one, f"{one}_output")] + ["dev_score", "dev_score_output"]
+    candidates += [name for name in names if name == "dev_score_output/output" or name.startswith("dev_score_output/output_")]
+    candidates += [name for name in names if name.startswith("dev_score_output/")]
+    candidates += [name for name in names if name.startswith("dev_")]
+    candidates += ["train_score", "train_score_output", *names]
+    return next((name for name in candidates if name in names), None)

@@ -1,4 +1,4 @@
-"""The learning rate of an epoch: from a list, or what the control makes of the epochs before."""
+"""The learning rate of an epoch: from a list, or computed by `learning_rate_control` from the epochs before."""
 
 from __future__ import annotations
 
@@ -17,32 +17,33 @@ Control = Literal["constant", "newbob", "newbob_rel", "newbob_relative", "newbob
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleKeys(Section):
-    """The learning rate. An epoch's rate is the list's entry, or else what the control makes of the epochs before."""
+    """The learning rate. An epoch uses its entry of learning_rates, or the rate that learning_rate_control computes."""
 
     learning_rate: float | None = key(
-        None, "the learning rate of the first epoch; needed unless learning_rates is given", not_negative
+        None, "the learning rate of the first epoch; required unless learning_rates is set", not_negative
     )
     learning_rates: list[float] | dict[int, float] | numpy.ndarray[Any, Any] | None = key(
         None,
-        "learning rates of the epochs from 1 on, or {epoch: rate}; in other epochs the last one stays, or the control takes over",
+        "the learning rates of epochs 1, 2, ..., or a dict {epoch: rate}; other epochs keep the last rate, or use "
+        "learning_rate_control",
     )
     learning_rate_control: Control = key(
         "constant",
-        "how the rate of an epoch follows from the epochs before: constant, or newbob (decay when the error stagnates), which "
-        "looks at the relative change of the error, at the change itself (newbob_abs) or at a mean (newbob_multi_epoch)",
+        "how the rate of an epoch is computed from the epochs before: constant, or newbob (decay when the error stagnates), by "
+        "the relative change of the error, the absolute change (newbob_abs), or the mean over epochs (newbob_multi_epoch)",
     )
     learning_rate_schedule: dict[str, Any] | str | None = key(
         None,
-        "how the rate goes on from step to step, as a factor on the epoch's: constant, linear, cosine, inverse_square_root or "
-        "one_cycle, each with a warm-up if wanted; see docs/learning_rate.md",
+        "the rate of each step, as a factor on the epoch's rate: constant, linear, cosine, inverse_square_root or one_cycle, "
+        "each with an optional warm-up; see docs/learning_rate.md",
     )
     dynamic_learning_rate: Callable[..., float] | str | None = key(
         None,
-        "function (*, global_train_step, epoch, epoch_continuous, learning_rate, **_) that gives the rate of a step; "
-        "epoch_continuous runs from 0 to num_epochs, learning_rate is the epoch's",
+        "function (*, global_train_step, epoch, epoch_continuous, learning_rate, **_) that returns the rate of a step; "
+        "epoch_continuous runs from 0 to num_epochs, learning_rate is the epoch's rate",
     )
     learning_rate_file: str | None = key(
-        None, "file of the epochs' learning rates and scores as RETURNN writes it; read, too, where a checkpoint has no history"
+        None, "file for learning rate and scores of each epoch in RETURNN's format; also read if a checkpoint has no history"
     )
 
     def problems(self, others: Sections = ALONE) -> list[str]:
@@ -57,7 +58,7 @@ class ScheduleKeys(Section):
             and self.learning_rates
             and 1 not in self.learning_rates
         ):
-            problems.append("learning_rates: expected the rate of epoch 1 there or as learning_rate, got neither")
+            problems.append("learning_rates: expected the rate of epoch 1 there or in learning_rate, got neither")
         if self.learning_rate_schedule is not None and self.dynamic_learning_rate is not None:
             problems.append("learning_rate_schedule: expected either it or dynamic_learning_rate, got both")
         return problems
@@ -68,21 +69,21 @@ def epoch_learning_rate(keys: ScheduleKeys, newbob: NewbobKeys, epoch: int, hist
 
     Args:
         epoch: counted from 1.
-        history: the finished epochs before, oldest first.
+        history: the finished epochs before it, oldest first.
     """
-    given = listed_rates(keys)
-    if epoch in given:
-        return given[epoch]
-    before = [EpochRecord(other, given[other]) for other in sorted(given) if other < epoch]
+    listed = listed_rates(keys)
+    if epoch in listed:
+        return listed[epoch]
     if not history:
-        return before[-1].learning_rate if before else float(keys.learning_rate or 0.0)
+        earlier = [other for other in listed if other < epoch]
+        return listed[max(earlier)] if earlier else float(keys.learning_rate or 0.0)
     if keys.learning_rate_control == "constant":
         return history[-1].learning_rate
     return next_rate(keys.learning_rate_control, newbob, keys.learning_rate or history[0].learning_rate, epoch, history)
 
 
 def listed_rates(keys: ScheduleKeys) -> dict[int, float]:
-    """The rates that the config gives, by epoch."""
+    """The entries of `learning_rates`, by epoch."""
     if keys.learning_rates is None:
         return {}
     if isinstance(keys.learning_rates, dict):

@@ -1,9 +1,9 @@
-"""How the learning rate goes on from step to step: named schedules, each a factor on the epoch's rate.
+"""The learning rate of a step: named schedules, each a factor on the epoch's learning rate.
 
     learning_rate_schedule = {"class": "cosine", "num_warmup_steps": 4000, "num_steps": 100_000, "final": 0.01}
 
-A factor is a pure function of the position in the training, so nothing of a schedule is in a checkpoint: a training that is
-continued, with more epochs or on another number of ranks, has the rates that the config gives it.
+A factor is a pure function of the position in the training, so a schedule has no state in a checkpoint: a training that
+continues with more epochs, or on another number of ranks, uses the rates of its config.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class StepScheduleKeys:
         return self.num_warmup_steps is not None or self.num_steps is not None
 
     def problems(self) -> list[str]:
-        """What is wrong between the keys."""
+        """Contradictions between the keys."""
         if self.by_steps and (self.num_warmup_epochs is not None or self.num_epochs is not None):
             return ["num_steps: expected lengths either in steps or in epochs, got both"]
         warmup, end = (self.num_warmup_steps, self.num_steps) if self.by_steps else (self.num_warmup_epochs, self.num_epochs)
@@ -49,29 +49,32 @@ class StepScheduleKeys:
 
 
 Shape = Callable[[float, float], float]
-"""The factor after the warm-up, of (share of the way from there to the end, position / warm-up's length), where final is 0."""
+"""The factor after the warm-up, with a final factor of 0: a function of (fraction, warmups).
+
+`fraction` is the part of the way from the end of the warm-up to the end; `warmups` is the position in lengths of the warm-up.
+"""
 
 
-def _linear(way: float, times: float) -> float:
-    return 1.0 - way
+def _linear(fraction: float, warmups: float) -> float:
+    return 1.0 - fraction
 
 
-def _cosine(way: float, times: float) -> float:
-    """After Loshchilov and Hutter, 2017."""
-    return 0.5 * (1.0 + math.cos(math.pi * way))
+def _cosine(fraction: float, warmups: float) -> float:
+    """Loshchilov and Hutter, 2017."""
+    return 0.5 * (1.0 + math.cos(math.pi * fraction))
 
 
-def _inverse_square_root(way: float, times: float) -> float:
-    """After Vaswani et al., 2017."""
-    return 1.0 / math.sqrt(max(times, 1.0))
+def _inverse_square_root(fraction: float, warmups: float) -> float:
+    """Vaswani et al., 2017."""
+    return 1.0 / math.sqrt(max(warmups, 1.0))
 
 
 SHAPES: dict[str, Shape] = {
-    "constant": lambda way, times: 1.0,
+    "constant": lambda fraction, warmups: 1.0,
     "linear": _linear,
     "cosine": _cosine,
     "inverse_square_root": _inverse_square_root,
-    "one_cycle": _cosine,  # Smith and Topin, 2018: up along a cosine, too
+    "one_cycle": _cosine,  # Smith and Topin, 2018; its warm-up is a cosine, too
 }
 """The schedules by name."""
 
@@ -85,9 +88,9 @@ class StepSchedule:
 
     Args:
         name: one of SHAPES.
-        by_steps: whether positions and lengths are in steps; else in epochs.
-        warmup, end: lengths from the beginning of the training; an endless schedule has no use for `end`.
-        initial, final: factors at the beginning and at the end.
+        by_steps: whether positions and lengths are in steps; otherwise they are in epochs.
+        warmup, end: lengths from the beginning of the training; an endless schedule ignores `end`.
+        initial, final: the factors at the beginning and at the end.
     """
 
     name: str
@@ -107,20 +110,21 @@ class StepSchedule:
         # A warm-up by steps counts the present step, too: with a factor of 0 the first update would change nothing.
         position, warm = (float(step), step + 1.0) if self.by_steps else (epoch_continuous, epoch_continuous)
         if position < self.warmup:
-            way = min(warm / self.warmup, 1.0)
-            risen = 1.0 - _cosine(way, 0.0) if self.name == "one_cycle" else way
-            return self.initial + (1.0 - self.initial) * risen
-        way = min((position - self.warmup) / (self.end - self.warmup), 1.0)
-        times = warm / self.warmup if self.warmup else 1.0
-        low = 0.0 if self.name in ENDLESS else self.final
-        return low + (1.0 - low) * SHAPES[self.name](way, times)
+            fraction = min(warm / self.warmup, 1.0)
+            rise = 1.0 - _cosine(fraction, 0.0) if self.name == "one_cycle" else fraction
+            return self.initial + (1.0 - self.initial) * rise
+        fraction = min((position - self.warmup) / (self.end - self.warmup), 1.0)
+        warmups = warm / self.warmup if self.warmup else 1.0
+        final = 0.0 if self.name in ENDLESS else self.final
+        return final + (1.0 - final) * SHAPES[self.name](fraction, warmups)
 
 
 def make_schedule(value: dict[str, Any] | str | None, num_epochs: int) -> tuple[StepSchedule | None, list[str]]:
-    """The schedule that the key learning_rate_schedule asks for, and the problems with it.
+    """Make the schedule of the key learning_rate_schedule. Returns it, or None, and the problems with the key.
 
     Args:
-        num_epochs: where a schedule ends that says nothing about it.
+        value: the value of the key.
+        num_epochs: the end of a schedule whose options do not set one.
     """
     if value is None:
         return None, []
@@ -139,10 +143,10 @@ def make_schedule(value: dict[str, Any] | str | None, num_epochs: int) -> tuple[
         warmup = 0.3 * end
     if end is None:
         if name not in ENDLESS:
-            problems.append(f"{where}num_steps: expected where {name} ends, as its warm-up is in steps, got nothing")
+            problems.append(f"{where}num_steps: expected the end of {name}, as its warm-up is in steps, got nothing")
         end = math.inf
     if name == "inverse_square_root" and not warmup:
-        problems.append(f"{where}num_warmup_steps: expected a warm-up, from whose end inverse_square_root falls, got none")
+        problems.append(f"{where}num_warmup_steps: expected a warm-up, after which inverse_square_root decays, got none")
     if not problems and not (warmup or 0.0) < end:
         problems.append(f"{where}num_warmup_epochs: expected less than num_epochs, {end:g}, got {warmup:g}")
     if problems:

@@ -105,7 +105,7 @@ def test_what_no_file_has_is_an_error_unless_it_may_be_missing(corpus: Path, the
     odd = {"odd": {**NEW, "pattern": "un?sed"}, "zen": {**NEW, "prefix": "frozen"}}
     preloads = {"part": part, **odd}
     with pytest.raises(
-        CheckpointError, match=r"part: expected the model's parameters in .*first.pt, got:\n  last.bias: nothing for"
+        CheckpointError, match=r"part: expected the model's parameters in .*first.pt, got:\n  last.bias: not in the file"
     ):
         train(settings_of(corpus, tmp_path / "one", f"preload_from_files = {preloads}"))
     preloads |= {"new": {**NEW, "pattern": "last.*"}}
@@ -141,8 +141,8 @@ preload_from_files = {{"part": {entry(theirs, init_for_train=True)} | {{"custom_
 
 def test_mistakes(corpus: Path, tmp_path: Path) -> None:
     for preload, message in (
-        ({"filename": "a", "pattern": "b"}, "pattern: expected None beside a file, where prefix says which, got 'b'"),
-        ({"filename": None}, "x: expected a pattern or a prefix where filename is None, got neither"),
+        ({"filename": "a", "pattern": "b"}, "pattern: expected None if there is a filename, got 'b'"),
+        ({"filename": None}, "x: expected a pattern or a prefix if filename is None, got neither"),
         ({"filename": 3}, "x: expected a dict with the entry 'filename', got"),
         ({"prefix": "a"}, "x: expected a dict with the entry 'filename', got"),
         ({"filename": "a", "patern": "b"}, "x.patern: expected one of filename, prefix, pattern"),

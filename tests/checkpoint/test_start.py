@@ -10,7 +10,7 @@ from launching import TOY
 from hvdtrain.checkpoint.folder import CleanupRule, parse_rule
 from hvdtrain.errors import CheckpointError, ConfigError, TrainingError
 from hvdtrain.run import train
-from hvdtrain.schedule.early_stopping import EndingKeys, ends_early
+from hvdtrain.schedule.early_stopping import EarlyStoppingKeys, ends_early
 from hvdtrain.schedule.file import read_learning_rate_file
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.settings import read_settings
@@ -62,7 +62,7 @@ def test_start_epoch(corpus: Path, trained: Path, tmp_path: Path, capsys: pytest
     run(corpus, tmp_path, num_epochs=3, start_epoch=3)
     assert "start epoch 3 global train step 4" in capsys.readouterr().out
     assert same(whole, stored(tmp_path, "003"))
-    with pytest.raises(CheckpointError, match=r"expected the whole checkpoint of epoch 1, got no .*model.001.opt.pt"):
+    with pytest.raises(CheckpointError, match=r"expected a complete checkpoint of epoch 1, got no .*model.001.opt.pt"):
         run(corpus, tmp_path, num_epochs=3, start_epoch=2)
     run(corpus, tmp_path, num_epochs=2, start_epoch=2, load=trained / "model.003.pt")
     assert "start epoch 2 global train step 6" in capsys.readouterr().out
@@ -186,15 +186,15 @@ def test_mistakes_in_cleanup_are_told_together() -> None:
 
 
 def test_early_stopping() -> None:
-    keys = EndingKeys(early_stopping_patience=2)
+    keys = EarlyStoppingKeys(early_stopping_patience=2)
     scores = [3.0, 2.0, 2.5, 1.9, 2.0, 1.95]
     history = [EpochRecord(epoch, 0.1, {"dev_loss_ce": score}) for epoch, score in enumerate(scores, start=1)]
     ends = [ends_early(keys, history[:epoch]) is not None for epoch in range(7)]
     assert ends == [False, False, False, False, False, False, True]
     assert ends_early(keys, history) == "dev_loss_ce was best after epoch 4 (1.9), early_stopping_patience is 2"
-    strict = EndingKeys(early_stopping_patience=2, early_stopping_min_difference=0.5)
+    strict = EarlyStoppingKeys(early_stopping_patience=2, early_stopping_min_difference=0.5)
     assert ends_early(strict, history[:4]) == "dev_loss_ce was best after epoch 2 (2), early_stopping_patience is 2"
-    assert ends_early(EndingKeys(), history) is None
+    assert ends_early(EarlyStoppingKeys(), history) is None
 
 
 def test_a_training_that_ended_early_stays_ended(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

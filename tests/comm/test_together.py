@@ -7,7 +7,7 @@ import pytest
 import torch
 from thread_ranks import on_ranks
 
-from hvdtrain.comm.base import Communicator, all_reduce, on_rank_zero, patiently, together
+from hvdtrain.comm.base import Communicator, all_reduce, on_rank_zero, run_with_heartbeat, together
 from hvdtrain.errors import DataError, PeerFailure
 from hvdtrain.learner.reduce import GradReduce
 from hvdtrain.runtime.timer import Timer
@@ -74,7 +74,7 @@ def test_a_crash_is_no_mistake_of_the_users_and_ends_all() -> None:
 
 
 def test_who_waits_for_long_work_hears_of_its_progress(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hvdtrain.comm.base.PAUSE", 0.02)
+    monkeypatch.setattr("hvdtrain.comm.base.MAX_PAUSE", 0.02)
 
     def work(comm: Communicator) -> tuple[object, list[list[int]]]:
         heard: list[list[int]] = []
@@ -85,7 +85,7 @@ def test_who_waits_for_long_work_hears_of_its_progress(monkeypatch: pytest.Monke
                 time.sleep(0.05)
             return 10 + comm.rank
 
-        return patiently(comm, long, lambda numbers: heard.append(list(numbers)), name="long"), heard
+        return run_with_heartbeat(comm, long, lambda numbers: heard.append(list(numbers)), name="long"), heard
 
     for rank, (result, heard) in enumerate(on_ranks(2, work)):
         assert result == (10 + rank, [10, 11])

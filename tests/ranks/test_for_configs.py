@@ -56,7 +56,7 @@ def test_alone_they_do_it_themselves() -> None:
 def test_before_the_ranks_are_connected_they_say_where_to_call_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HVDTRAIN_RANK", "1")
     monkeypatch.setenv("HVDTRAIN_SIZE", "2")
-    with pytest.raises(ConfigError, match="run_on_main: expected to be called when the 2 processes are connected") as caught:
+    with pytest.raises(ConfigError, match="run_on_main: expected a call after the 2 processes are connected") as caught:
         hvdtrain.run_on_main(lambda: 3)
     assert "startup_callback" in str(caught.value)
 

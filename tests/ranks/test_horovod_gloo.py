@@ -87,8 +87,10 @@ def test_a_job_finds_its_own_rendezvous_and_no_other() -> None:
     assert serve(one) != port  # that port is taken, as if by another program
     stranger = Job("18.0", rank=1, local_rank=1, node=0, hosts=("localhost",), tasks=(2,))
     assert not set(stranger.ports) & set(one.ports)
-    with pytest.raises(LaunchError, match=r"expected rank 0 on localhost \(127.0.0.1\) to answer .* got no answer for 0.2 s"):
-        find(stranger, "127.0.0.1", patience=0.2)
+    with pytest.raises(
+        LaunchError, match=r"expected rank 0 on localhost \(127.0.0.1\) to answer on a port from .* got no answer for 0.2 s"
+    ):
+        find(stranger, "127.0.0.1", timeout=0.2)
 
 
 def test_addresses_and_interfaces() -> None:

@@ -113,7 +113,7 @@ def test_a_signal_that_comes_twice_by_hand_ends_at_once() -> None:
     with Interrupt(None) as interrupt:
         with pytest.raises(KeyboardInterrupt):  # nobody has said yet that there is something to save
             signal.raise_signal(signal.SIGINT)
-        interrupt.may_wait()
+        interrupt.defer_sigint()
         signal.raise_signal(signal.SIGUSR1)
         assert interrupt.reason == "SIGUSR1"
         signal.raise_signal(signal.SIGINT)

@@ -46,5 +46,5 @@ def test_a_timeline_that_cannot_be_written_is_told(corpus: Path, tmp_path: Path)
     overrides = {"corpus": corpus, "model": tmp_path / "model", "horovod_timeline": tmp_path / "file" / "timeline.json"}
     finished = hvdtrain(TOY, {**overrides, "use_horovod": 1}, ranks=2)
     assert finished.status == 2
-    assert "horovod_timeline: expected a file that can be written, got" in finished.err
+    assert "horovod_timeline: expected a writable file, got" in finished.err
     assert "Traceback" not in finished.err

@@ -113,7 +113,7 @@ def test_two_processes_on_one_host_and_one_on_another(corpus: Path, tmp_path: Pa
 
 def test_a_file_of_an_earlier_run_does_no_harm(corpus: Path, tmp_path: Path) -> None:
     meet = tmp_path / "meet"
-    meet.write_text('{"hosts": ["127.0.0.1"], "port": 9, "word": "old"}')
+    meet.write_text('{"hosts": ["127.0.0.1"], "port": 9, "token": "old"}')
     keys = {"torch_distributed": {"init_method": f"file://{meet}", "world_size": 2}}
     commands = [command(corpus, tmp_path, **keys, dist_rank=rank) for rank in (0, 1)]
     assert_trained(by_hand(commands, pause=1.0)[0], 2)
@@ -125,7 +125,7 @@ def test_a_rank_given_twice_and_other_numbers_of_processes_are_found_out(corpus:
     twice = [command(corpus, tmp_path, **keys, dist_world_size=3, dist_rank=rank) for rank in (0, 1, 1)]
     for finished in by_hand(twice):
         assert finished.status == 2
-        assert "expected ranks that are all different, got rank 1 twice" in finished.err
+        assert "expected distinct ranks, got rank 1 twice" in finished.err
     other = [command(corpus, tmp_path, **keys, dist_world_size=2 + rank, dist_rank=rank) for rank in (0, 1)]
     for finished in by_hand(other):
         assert finished.status == 2
@@ -212,7 +212,7 @@ def test_timeout_sec_ends_a_wait_for_a_rank_that_hangs(corpus: Path, tmp_path: P
     # torchrun then asks the rank that hangs to end, and kills it half a minute later.
     assert time.time() - float((tmp_path / "record.fault").read_text()) < 2 * PATIENCE + 30
     assert finished.status != 0
-    assert "rank 0 of 2: stopped, because another rank did not come within timeout_sec of torch_distributed" in finished.err
+    assert "rank 0 of 2: stopped, because another rank did not respond within timeout_sec of torch_distributed" in finished.err
 
 
 def test_after_a_failure_torchrun_starts_them_anew(corpus: Path, tmp_path: Path) -> None:
@@ -244,13 +244,13 @@ def test_several_processes_without_a_key_are_told_both(corpus: Path, tmp_path: P
             {"torch_distributed": {"backend": "mpi"}},
             "torch_distributed.backend: expected 'gloo', 'nccl' or 'cpu:gloo,cuda:nccl', got 'mpi'",
         ),
-        ({"torch_distributed": {"options": {}}}, "torch_distributed.options: an entry of RETURNN's that is not needed"),
+        ({"torch_distributed": {"options": {}}}, "torch_distributed.options: RETURNN's entry is not needed here"),
         (
             {"torch_distributed": {"init_method": "file:///a"}, "dist_init_method": "file:///b"},
             "expected the value of dist_init_method",
         ),
         ({"torch_distributed": 1}, "torch_distributed: expected a dict or None, got 1"),
-        ({"ngpu": 2, "multiprocessing_distributed": "false"}, "++ngpu 2 starts a process for each"),
+        ({"ngpu": 2, "multiprocessing_distributed": "false"}, "++ngpu 2 starts one process per GPU"),
         ({"dist_rank": 2, "dist_world_size": 2}, "dist_rank: expected a number below dist_world_size, 2, got 2"),
         ({"dist_rank": 0}, "dist_world_size: expected with dist_rank = 0, got nothing"),
         ({"dist_master_addr": "h"}, "dist_master_port: expected with dist_master_addr, got nothing"),

@@ -182,7 +182,7 @@ def test_decay_as_a_function() -> None:
 def test_rates_of_single_epochs() -> None:
     assert rates_of([1.0] * 4, learning_rate=0.5, learning_rates={2: 0.1, 4: 0.3}) == [0.5, 0.1, 0.1, 0.3, 0.3]
     assert ScheduleKeys(learning_rates={2: 0.1}).problems() == [
-        "learning_rates: expected the rate of epoch 1 there or as learning_rate, got neither"
+        "learning_rates: expected the rate of epoch 1 there or in learning_rate, got neither"
     ]
 
 

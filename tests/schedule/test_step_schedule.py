@@ -63,7 +63,7 @@ def test_one_cycle() -> None:
         ({"class": "linear", "num_warmup_epochs": 10}, "num_warmup_epochs: expected less than num_epochs, 10, got 10"),
         (
             {"class": "linear", "num_warmup_steps": 9},
-            "num_steps: expected where linear ends, as its warm-up is in steps, got nothing",
+            "num_steps: expected the end of linear, as its warm-up is in steps, got nothing",
         ),
         (
             {"class": "linear", "num_steps": 9, "num_epochs": 9},
@@ -71,7 +71,7 @@ def test_one_cycle() -> None:
         ),
         (
             "inverse_square_root",
-            "num_warmup_steps: expected a warm-up, from whose end inverse_square_root falls, got none",
+            "num_warmup_steps: expected a warm-up, after which inverse_square_root decays, got none",
         ),
     ],
 )

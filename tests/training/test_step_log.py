@@ -224,7 +224,7 @@ def test_targets_and_their_verbosities() -> None:
     assert LogKeys(log="a.log", log_verbosity=3).targets == {"a.log": 3, "stdout": 3}
     assert LogKeys(log=["a.log", "|cat"], log_verbosity=[5]).targets == {"a.log": 5, "|cat": 3, "stdout": 3}
     assert LogKeys(log=["stdout", "a.log"], log_verbosity=[4, 5]).targets == {"stdout": 4, "a.log": 5}
-    assert LogKeys(log_verbosity=[1, 2]).problems() == ["log_verbosity: expected a number for each of stdout at most, got 2"]
+    assert LogKeys(log_verbosity=[1, 2]).problems() == ["log_verbosity: expected at most one number for each of stdout, got 2"]
 
 
 RUN = Run("torch", "horovod", 2)

@@ -67,6 +67,6 @@ def test_keys_of_the_learning_rate_that_are_wrong(corpus: Path, tmp_path: Path) 
     for problem in (
         "relative_error_div_by_old: unknown key in the command line (did you mean newbob_relative_error_div_by_old?)",
         "learning_rate_schedule.class: expected one of constant, linear, cosine, inverse_square_root, one_cycle, got 'cosin'",
-        "newbob_multi_num_epochs: expected a number from 1 on, got 0 in the command line",
+        "newbob_multi_num_epochs: expected a number of at least 1, got 0 in the command line",
     ):
         assert problem in finished.err

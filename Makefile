@@ -1,15 +1,15 @@
-# make train   watch a model learn on two Horovod ranks (about five minutes on two cores)
+# make train   train a model on two Horovod ranks (about five minutes on two cores)
 # make check   formatting, lint, types, and the tests that start no other program: about a minute
 # make test    all tests
 # make test-cluster   the tests on several hosts and Slurm, as root
-# make test-soak   what may go wrong now and then, tried many times
-# The environment is set up when it is missing; see tools/setup.sh.
+# make test-soak   tests of rare failures, repeated many times
+# Every target first sets up the environment if it is missing; see tools/setup.sh.
 
 PYTHON_OF_VENV = .venv/bin/python
 RANKS = 2
 MPIRUN = mpirun -np $(RANKS) --bind-to none --oversubscribe
 
-# Open MPI wants to be told that running as root, as in a container, is meant.
+# Open MPI refuses to run as root, as in a container, without these variables.
 ifeq ($(shell id -u),0)
 export OMPI_ALLOW_RUN_AS_ROOT = 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM = 1
@@ -19,7 +19,7 @@ G2P_PARTS = data/g2p/train.hdf data/g2p/dev.hdf data/g2p/test.hdf
 RETURNN_DEMO = data/returnn/demo-torch.config
 
 # Two workers, as tests leave a core idle; those under mpirun run one after the other, in one worker.
-PYTEST = $(PYTHON_OF_VENV) -m pytest -n 2 --dist loadgroup --durations 10
+PYTEST = $(PYTHON_OF_VENV) -m pytest -n 2 --dist loadscope --durations 10
 
 .PHONY: setup setup-tests data train test test-cluster test-soak check format docs benchmark benchmark-data clean
 
@@ -35,7 +35,7 @@ data/g2p/%.hdf: demos/g2p/words.py
 	@mkdir -p data/g2p
 	@$(PYTHON_OF_VENV) -m hvdtrain dump '{"class": "demos/g2p/words.py:Words", "part": "$*"}' $@ --overwrite
 
-# A config of RETURNN's own, which a test trains; it is in the sources of the version that tools/setup.sh installed, not in its wheel.
+# A demo config of RETURNN that a test trains. It is in the source distribution of the installed version, but not in its wheel.
 $(RETURNN_DEMO): | setup
 	@mkdir -p $(@D)
 	@version=$$($(PYTHON_OF_VENV) -c "import importlib.metadata; print(importlib.metadata.version('returnn'))") && \
@@ -43,7 +43,7 @@ $(RETURNN_DEMO): | setup
 	@tar --extract --gzip --file $(@D)/returnn-*.tar.gz --directory $(@D) --wildcards --strip-components 2 '*/demos/$(@F)'
 	@rm $(@D)/returnn-*.tar.gz
 
-# The full config trains 24 epochs; this one learns as much as five minutes allow.
+# The full config trains 24 epochs; two epochs take about five minutes.
 train: data
 	$(MPIRUN) $(PYTHON_OF_VENV) -m hvdtrain configs/g2p.py ++use_horovod 1 ++max_seqs 128 ++num_epochs 2 \
 		++model exp/g2p-short/model ++log exp/g2p-short/train.log
@@ -51,7 +51,7 @@ train: data
 test: setup data $(RETURNN_DEMO)
 	$(PYTEST)
 
-# On three hosts with Slurm, all of them on this machine; skipped, with a line why, where they cannot be had.
+# On three hosts with Slurm, all simulated on this machine; skipped with a reason if these cannot be set up.
 test-cluster: setup setup-tests
 	$(PYTEST) tests/cluster -m cluster -rs
 
@@ -74,7 +74,7 @@ docs: setup
 benchmark: data
 	$(PYTHON_OF_VENV) benchmarks/training_loops.py
 
-# How fast data is read: each in turn, some minutes in all where nothing else runs. Each has --help and sizes to choose.
+# Reading speed: all benchmarks in turn, some minutes in total on a quiet machine. Each has --help with options for its size.
 DATA_BENCHMARKS = opening long_sequences short_sequences two_readers caching hdf_layouts hdf_alignment join_by_tag balance \
 	computing_time
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""What it costs that the ranks agree on stopping and saving: `mpirun -np 2 --bind-to none python benchmarks/ballot.py`.
+"""The cost of the votes on stopping and saving: `mpirun -np 2 --bind-to none python benchmarks/ballot.py`.
 
-Steps that do nothing but reduce a gradient, with an exchange of wishes after every one and without, in turn. Training makes
-about ten such exchanges a second.
+Steps that only reduce a gradient, alternately with a vote after every step and without. Training holds about ten votes per
+second.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from hvdtrain.comm.base import all_reduce  # noqa: E402
 from hvdtrain.comm.horovod import open_horovod  # noqa: E402
-from hvdtrain.training import votes as ballot  # noqa: E402  # the line above finds the checkout
+from hvdtrain.training import votes as ballot  # noqa: E402  # found through the line above
 
 ROUNDS, STEPS = 40, 50
 
 
 def numbers(values: Sequence[float]) -> torch.Tensor:
-    """As a learner makes them."""
+    """Creates tensors as a learner does."""
     return torch.tensor(values, dtype=torch.float64)
 
 
@@ -46,8 +46,8 @@ def main() -> None:
     with_votes, without = (median(seconds[which][1:]) for which in (True, False))
     if comm.rank == 0:
         more = (with_votes - without) * 1e6
-        print(f"{comm.size} ranks: a step of {without * 1e6:.0f} us takes {more:.0f} us more with an exchange;")
-        print(f"ten a second are {10 * max(0.0, with_votes - without):.2%} of the time")
+        print(f"{comm.size} ranks: a step of {without * 1e6:.0f} us takes {more:.0f} us more with a vote;")
+        print(f"ten votes per second take {10 * max(0.0, with_votes - without):.2%} of the time")
     comm.close()
 
 

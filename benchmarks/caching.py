@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""What `cache_size` saves: files in each way of storing, read without a cache, with one (-1), and contiguous.
+"""The effect of `cache_size`: compressed files read without a cache and with one (-1), and a contiguous file.
 
-Rates are megabytes of frames a second of the processor, in padded batches in random order, page cache warm. The first epoch
-with a cache fills it; the second one reads from it. The data are a random walk that keeps three digits.
+Rates are megabytes of frames per second of CPU time, in padded batches in random order, with a warm page cache. The first epoch
+fills the cache and the second one reads from it. The data is a random walk rounded to three digits.
 """
 
 import argparse
@@ -22,12 +22,14 @@ EPOCHS = 2
 
 
 def main() -> None:
-    """Make the files, measure, print."""
+    """Create the files, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sequences", type=int, default=400, help="of 550 frames in the mean (400: 70 MB)")
+    parser.add_argument("--sequences", type=int, default=400, help="number of sequences, of 550 frames on average (400: 70 MB)")
     parser.add_argument("--batch", type=int, default=16, help="sequences in a batch (16)")
-    parser.add_argument("--rounds", type=int, default=3, help="in turn (3)")
-    parser.add_argument("--compression", nargs="+", default=["gzip", "zstd", "lz4"], help="(gzip zstd lz4)")
+    parser.add_argument("--rounds", type=int, default=3, help="number of rounds (3)")
+    parser.add_argument(
+        "--compression", nargs="+", default=["gzip", "zstd", "lz4"], help="compressions to compare (gzip zstd lz4)"
+    )
     options = parser.parse_args()
     print(machine())
     with tempfile.TemporaryDirectory() as folder:
@@ -42,7 +44,7 @@ def main() -> None:
                 found.setdefault((name, "0"), []).append(epochs(open_hdf([path]), options.batch))
                 if name != "contiguous":
                     found.setdefault((name, "-1"), []).append(epochs(with_cache(open_hdf([path]), Budget(None)), options.batch))
-        print("| layout | file, MB | cache_size | MB/s in epoch 1 | in epoch 2 | epoch 2 against cache_size 0 |")
+        print("| layout | file, MB | cache_size | MB/s in epoch 1 | in epoch 2 | epoch 2 relative to cache_size 0 |")
         print("|---|---|---|---|---|---|")
         for (name, size), rows in found.items():
             first, second = (statistics.median(row[epoch] for row in rows) for epoch in range(EPOCHS))
@@ -53,7 +55,7 @@ def main() -> None:
 
 
 def epochs(dataset: Dataset, batch: int) -> list[float]:
-    """MB a second of the processor, by epoch."""
+    """MB per second of CPU time, by epoch."""
     frame = dataset.sequence(0)["data"][0].nbytes
     rates = []
     for epoch in range(EPOCHS):

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""The computing time, as the line of every epoch shows it, of an acoustic-like training and of configs/g2p.py, on two ranks.
+"""The computing time, as in the log line of every epoch, of an acoustic-like training and of configs/g2p.py on two ranks.
 
-What is missing to 100 % is waiting for data, planning the epoch and gathering its scores; where it goes is told by name, in
-seconds of the slowest rank. Features have 80 dimensions and about 500 frames a sequence, with about 50 labels.
+The rest up to 100 % is spent waiting for data, planning the epoch and gathering its scores; it is printed by activity, in seconds
+of the slowest rank. Sequences have about 500 frames of 80 features and about 50 labels.
 """
 
 import argparse
@@ -26,14 +26,14 @@ BENCHMARKS = ROOT / "benchmarks"
 
 
 def main() -> int:
-    """Make the data, train, print."""
+    """Create the data, train, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2, help="(2)")
     parser.add_argument(
-        "--acoustic", type=int, default=800, help="sequences of an epoch of the acoustic training; 0: leave it out"
+        "--acoustic", type=int, default=800, help="sequences per epoch of the acoustic training; 0 skips it (800)"
     )
-    parser.add_argument("--words", type=int, default=10_000, help="words of an epoch of configs/g2p.py; 0: leave it out (10,000)")
-    parser.add_argument("--data", type=Path, default=ROOT / "data/g2p/train.hdf", help="where the words come from")
+    parser.add_argument("--words", type=int, default=10_000, help="words per epoch of configs/g2p.py; 0 skips it (10,000)")
+    parser.add_argument("--data", type=Path, default=ROOT / "data/g2p/train.hdf", help="HDF file of the words")
     parser.add_argument("--epochs", type=int, default=2, help="(2)")
     options = parser.parse_args()
     if options.words and not options.data.exists():
@@ -68,7 +68,7 @@ def write_acoustic(path: Path, sequences: int) -> None:
 
 
 def train(options: argparse.Namespace, what: str, configs: list[Path], folder: Path, keys: dict[str, str]) -> None:
-    """Train, and print a line for every epoch."""
+    """Train and print a line for every epoch."""
     model = folder / what / "model"
     keys = {"use_horovod": "1", "num_epochs": str(options.epochs), "model": str(model), **keys}
     command = ["mpirun", "-np", str(options.ranks), "--bind-to", "none", "--oversubscribe", sys.executable, "-m", "hvdtrain"]
@@ -82,10 +82,10 @@ def train(options: argparse.Namespace, what: str, configs: list[Path], folder: P
     for line in (model.parent / "scores.jsonl").read_text(encoding="utf-8").splitlines():
         epoch = json.loads(line)
         seconds = {name: max(rank.get(name, 0.0) for rank in epoch["seconds"]) for name in epoch["seconds"][0]}
-        told = ", ".join(f"{name} {value:.2f}" for name, value in seconds.items())
+        activities = ", ".join(f"{name} {value:.2f}" for name, value in seconds.items())
         print(
             f"{what}, epoch {epoch['epoch']}: {epoch['steps']} steps, {epoch['elapsed']:.1f} s, "
-            f"{epoch['computing']:.2%} computing time; {told}",
+            f"{epoch['computing']:.2%} computing time; {activities}",
             flush=True,
         )
     shutil.rmtree(model.parent)

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""How far off the estimate of a dry run is: `python benchmarks/dry_run.py`, on data/g2p (make data).
+"""Accuracy of the estimates of a dry run: `python benchmarks/dry_run.py`, on data/g2p (make data).
 
-A dry run and then an epoch of configs/g2p.py, on one rank with one thread, in turn. Seconds are the processor's (both programs
-take them for those of the clock on the wall), as other programs disturb them little; --clock wall takes the others.
+Alternately a dry run and an epoch of configs/g2p.py, on one rank with one thread. By default, both programs measure CPU time
+instead of wall time, because other programs affect it little; --clock wall measures wall time.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ sys.exit(main())
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pairs", type=int, default=3, help="default 3")
+    parser.add_argument("--pairs", type=int, default=3, help="pairs of a dry run and an epoch (3)")
     parser.add_argument(
-        "--parts", type=int, default=5, help="partition_epoch: an epoch is one of so many parts of the data; default 5"
+        "--parts", type=int, default=5, help="partition_epoch, the number of parts of the data, of which an epoch has one (5)"
     )
     parser.add_argument("--clock", choices=("processor", "wall"), default="processor")
     options = parser.parse_args()
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def run(clock: str, arguments: list[str]) -> tuple[str, float]:
-    """What the program prints, and the most memory it had, in MB."""
+    """Run hvdtrain and return its output and its peak memory in MB."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", PROGRAM, clock, str(ROOT / "configs" / "g2p.py"), *arguments]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
@@ -73,7 +73,7 @@ def run(clock: str, arguments: list[str]) -> tuple[str, float]:
         _, status, used = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
-        raise SystemExit(f"expected a training that works, got status {process.returncode}")
+        raise SystemExit(f"hvdtrain: expected exit status 0, got {process.returncode}")
     return out, used.ru_maxrss / 1024
 
 

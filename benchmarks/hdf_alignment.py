@@ -1,4 +1,4 @@
-"""What it brings that HDFWriter aligns data: short sequences from a file by it, and from one where HDF5 put them anywhere.
+"""The effect of HDFWriter's data alignment: short sequences from an aligned file, and from one without alignment.
 
 python benchmarks/hdf_alignment.py [--sequences 100000] [--rounds 7]
 """
@@ -17,7 +17,7 @@ from hvdtrain.data.hdf.dataset import HDFDataset, open_hdf
 
 
 def write(path: Path, sequences: int, alignment: int) -> None:
-    """Words of 3 to 13 letters, which come with a phone less. An odd number of tags of odd width leaves an odd offset."""
+    """Write words of 3 to 13 letters with one phone less. An odd number of tags of odd width leads to an odd offset."""
     generator = numpy.random.default_rng(0)
     with patch.object(writer, "ALIGNMENT", alignment), writer.HDFWriter(path, dims={"data": 30, "classes": 40}) as file:
         for number in range(sequences | 1):
@@ -41,7 +41,7 @@ def main() -> None:
     batches = in_batches(options.sequences, 64)
     with tempfile.TemporaryDirectory() as folder:
         files = {}
-        for name, alignment in (("aligned", writer.ALIGNMENT), ("anywhere", 1)):
+        for name, alignment in (("aligned", writer.ALIGNMENT), ("not aligned", 1)):
             write(Path(folder, name), options.sequences, alignment)
             files[name] = open_hdf([Path(folder, name)])
         rates = take_turns({name: functools.partial(read, file, batches) for name, file in files.items()}, options.rounds)

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""How fast one file reads in random order in each layout that hvdtrain writes, and in those it warns of.
+"""Reading speed of a file in random order, in each layout that hvdtrain writes and in those it warns about.
 
-Rates are by the processor's seconds, page cache warm, so other programs disturb them little. What is compressed here is a
-random walk of 80 features that keep 3 digits: how much smaller files become depends on the data.
+Rates are per second of CPU time, which other programs affect little, with a warm page cache. The data is a random walk of 80
+features rounded to 3 digits; how well files compress depends on the data.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def write(path: Path, sequences: int) -> None:
 
 
 def store(source: Path, path: Path, **options: Any) -> None:
-    """A copy whose frames are stored in another way."""
+    """Copy a file and store its frames in another layout."""
     path.write_bytes(source.read_bytes())
     with h5py.File(path, "r+") as file:
         frames = file["inputs"][:]
@@ -43,7 +43,7 @@ def store(source: Path, path: Path, **options: Any) -> None:
 
 
 def rate(path: Path, seconds: float) -> float:
-    """Megabytes a processor second, sequences copied in random order."""
+    """Megabytes per second of CPU time, for copying sequences in random order."""
     dataset = open_hdf([path])
     order = numpy.random.default_rng(0).permutation(dataset.num_sequences).tolist()
     for index in order[:50]:
@@ -57,8 +57,8 @@ def rate(path: Path, seconds: float) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sequences", type=int, default=300, help="of 500 frames in the mean (300: 48 MB)")
-    parser.add_argument("--seconds", type=float, default=0.5, help="of reading each layout (0.5)")
+    parser.add_argument("--sequences", type=int, default=300, help="number of sequences, of 500 frames on average (300: 48 MB)")
+    parser.add_argument("--seconds", type=float, default=0.5, help="CPU seconds of reading per layout (0.5)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         contiguous = Path(folder) / "contiguous"

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""How long a MetaDataset takes to join two files by tag, and how much memory.
+"""Time and memory that a MetaDataset needs to join two files by tag.
 
     benchmarks/join_by_tag.py [NUMBER OF SEQUENCES, default 10 million]
 
-The second file has the sequences of the first one in random order; tags have 40 bytes. Joining two files of the same order
-is measured, too.
+The second file has the sequences of the first one in random order; tags have 40 bytes. Joining two files with the same order is
+measured, too.
 """
 
 import resource
@@ -20,13 +20,13 @@ import numpy
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from hvdtrain.data.combine.tags import TagIndex  # noqa: E402
-from hvdtrain.data.hdf.dataset import open_hdf  # noqa: E402  # the line above finds the checkout
+from hvdtrain.data.hdf.dataset import open_hdf  # noqa: E402  # found through the line above
 
 BLOCK = 1 << 18
 
 
 def write(path: Path, order: numpy.ndarray) -> None:
-    """Sequences of one frame, with the numbers in `order` in their tags."""
+    """Write sequences of one frame with the numbers in `order` in their tags."""
     with h5py.File(path, "w") as file:
         file["inputs"] = numpy.zeros(len(order), numpy.int8)
         file.attrs["inputPattSize"] = 1
@@ -40,12 +40,12 @@ def write(path: Path, order: numpy.ndarray) -> None:
 
 
 def timed(what: str, work: Callable[[], object]) -> object:
-    """The result of some work; its seconds, and the process's peak memory so far, are printed."""
+    """Do some work, print its time and the peak memory of the process so far, and return the result."""
     began, began_computing = time.monotonic(), time.process_time()
     result = work()
     seconds, computing = time.monotonic() - began, time.process_time() - began_computing
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(f"{what:30} {seconds:7.1f} s, {computing:7.1f} s of them on the CPU, peak memory {peak:7.0f} MB")
+    print(f"{what:30} {seconds:7.1f} s, {computing:7.1f} s of CPU time, peak memory {peak:7.0f} MB")
     return result
 
 
@@ -62,8 +62,8 @@ def main() -> None:
         print(f"{size} sequences")
         index = timed("index of the control dataset", lambda: TagIndex("first", control))
         assert isinstance(index, TagIndex)
-        assert timed("a file of the same order", lambda: index.positions_in("same", same)) is None
-        found = timed("a file of random order", lambda: index.positions_in("second", other))
+        assert timed("a file with the same order", lambda: index.positions_in("same", same)) is None
+        found = timed("a file with random order", lambda: index.positions_in("second", other))
         assert numpy.array_equal(found, inverse)
 
 

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Kill trainings at random moments and look at what is left.
+"""Kill trainings at random moments and verify that nothing is lost.
 
-kills.py saves --kills 200     a process that saves and saves; after every kill, is the newest checkpoint whole?
-kills.py starts --kills 50     a training that does little but save; after every kill, does it go on?
-kills.py soak --kills 20       the demo's task on changing numbers of ranks; was every sequence trained on once an epoch?
+kills.py saves --kills 200     a process that saves all the time; after every kill, the newest checkpoint has to be complete
+kills.py starts --kills 50     a training that mostly saves; after every kill, it has to resume
+kills.py soak --kills 20       the demo on changing numbers of ranks; every epoch has to train on every sequence exactly once
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from hvdtrain.checkpoint.folder import UNFINISHED, CheckpointFolder  # noqa: E402  # the line above finds the checkout
+from hvdtrain.checkpoint.folder import UNFINISHED, CheckpointFolder  # noqa: E402  # found through the line above
 from hvdtrain.training.trace import num_runs, trained_on  # noqa: E402
 
 SAVING_CONFIG = """
@@ -34,10 +34,10 @@ import hvdtrain
 
 train = {"class": "Task12AXDataset", "num_seqs": 40}
 max_seqs, num_epochs, num_threads, learning_rate, log_verbosity = 10, 10**6, 1, 0.01, 3
-save_interval_steps = 1  # and after every epoch of 4 steps
+save_interval_steps = 1  # and after every epoch, which has 4 steps
 
 def get_model(**_):
-    return nn.ModuleList([nn.Linear(9, 2), nn.Linear(500, 500)])  # the second one only makes files larger: 1 MB, optimizer 2 MB
+    return nn.ModuleList([nn.Linear(9, 2), nn.Linear(500, 500)])  # the second layer only makes files larger: 1 MB, optimizer 2 MB
 
 def train_step(*, model, extern_data, **_):
     data, classes = extern_data["data"], extern_data["classes"]
@@ -48,9 +48,9 @@ def train_step(*, model, extern_data, **_):
 
 
 def saves(kills: int, seed: int) -> None:
-    """Kill a process in the midst of saving; what is left has to be whole: one step's model, optimizer and progress.
+    """Kill a process while it saves; the model, optimizer and progress that are left have to be from the same step.
 
-    The model's and the optimizer's numbers are those of the step, so files of different steps would be seen.
+    All numbers in the model and the optimizer equal the step, so that a mix of different steps is detected.
     """
     import torch
 
@@ -61,14 +61,14 @@ def saves(kills: int, seed: int) -> None:
     from hvdtrain.learner.torch.state import TorchState
     from hvdtrain.runtime.timer import Timer
 
-    torch.set_num_threads(1)  # others would not be there in a forked process
+    torch.set_num_threads(1)  # further threads would not exist in a forked process
     comm = SingleCommunicator()
     reducer = GradReduce(comm, Timer(), average=False)
     model = torch.nn.Linear(400, 400)
     optimizer = torch.optim.Adam(model.parameters())
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()  # so that there is a state
+    optimizer.step()  # creates the optimizer's state
     state = TorchState(model, optimizer, torch.device("cpu"), None, None, frozenset())
 
     def set_all(step: int) -> None:
@@ -86,7 +86,7 @@ def saves(kills: int, seed: int) -> None:
         checkpoints = CheckpointFolder(folder / "model")
         saver = Saver(comm, state, reducer, checkpoints, "shard")
 
-        def save_for_ever(step: int) -> None:
+        def save_forever(step: int) -> None:
             while True:  # five steps an epoch
                 step += 1
                 set_all(step)
@@ -97,7 +97,7 @@ def saves(kills: int, seed: int) -> None:
         for number in range(kills):
             child = os.fork()
             if child == 0:
-                save_for_ever(step)
+                save_forever(step)
             time.sleep(generator.uniform(0.02, 0.3) if step else 2.0)
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
@@ -107,16 +107,16 @@ def saves(kills: int, seed: int) -> None:
                 raise SystemExit(f"kill {number}: expected a checkpoint, got {sorted(path.name for path in folder.iterdir())}")
             found = saver.load(newest).step
             if stored() != {float(found)} or found < step or found != (newest.step or 5 * newest.epoch):
-                raise SystemExit(f"kill {number}: expected all of one step, not before {step}, got {stored()}")
+                raise SystemExit(f"kill {number}: expected all numbers from one step, {step} or later, got {stored()}")
             moved += found > step
             step = found
-    print(f"{kills} kills, {unfinished} of them while files were being written; after each the newest checkpoint was whole,")
-    print(f"and never older than after the kill before ({moved} times newer); {step} checkpoints were written in all")
+    print(f"{kills} kills, {unfinished} of them while files were being written; after each, the newest checkpoint was complete")
+    print(f"and not older than after the previous kill ({moved} times newer); {step} checkpoints were written in total")
 
 
 def starts(kills: int, seed: int) -> None:
-    """Kill a training that saves all the time; the next one has to go on from what is left."""
-    import hvdtrain.learner.torch.build  # noqa: F401  here, so that the children find it imported, and --help answers at once
+    """Kill a training that saves all the time; the next start has to resume it."""
+    import hvdtrain.learner.torch.build  # noqa: F401  imported once for all child processes; not at the top, so that --help is fast
     from hvdtrain.run import train
     from hvdtrain.settings import read_settings
 
@@ -128,7 +128,7 @@ def starts(kills: int, seed: int) -> None:
         checkpoints = CheckpointFolder(folder / "model")
         before = None
         for number in range(kills):
-            child = os.fork()  # a process that has imported everything: a new one would take seconds
+            child = os.fork()  # everything is imported already: a new process would take seconds
             if child == 0:
                 try:
                     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -137,10 +137,10 @@ def starts(kills: int, seed: int) -> None:
                     traceback.print_exc()
                     os._exit(1)
             deadline = time.monotonic() + 120
-            while checkpoints.newest() == before:  # until it went on and saved
+            while checkpoints.newest() == before:  # until it has resumed and saved
                 ended, status = os.waitpid(child, os.WNOHANG)
                 if ended or time.monotonic() > deadline:
-                    raise SystemExit(f"kill {number}: expected training to go on, it ended with {status}: see {folder}")
+                    raise SystemExit(f"kill {number}: expected training to resume, got status {status} in {folder}")
                 time.sleep(0.001)
             time.sleep(generator.uniform(0, 0.1))
             os.kill(child, signal.SIGKILL)
@@ -148,25 +148,25 @@ def starts(kills: int, seed: int) -> None:
             left = checkpoints.newest()
             unfinished += any(path.name.endswith(UNFINISHED) for path in folder.iterdir())
             stepped_back += left is None or (before is not None and left.age < before.age)
-            lines = epochs_told(folder / "scores.jsonl")
+            lines = epochs_in(folder / "scores.jsonl")
             if left is not None and lines[: left.epoch - 1] != list(range(1, left.epoch)):
                 raise SystemExit(f"kill {number}: expected a line in scores.jsonl for every epoch, got {lines}")
             before = left
             if (number + 1) % 20 == 0:
                 print(f"{number + 1} kills, {unfinished} while files were being written", flush=True)
         last = checkpoints.newest()
-        print(f"{kills} kills, {unfinished} of them while files were being written: training went on {kills} times,")
-        print(f"{stepped_back} times from an older checkpoint than before the kill; it came to epoch {last.epoch if last else 0}")
+        print(f"{kills} kills, {unfinished} of them while files were being written: training resumed {kills} times,")
+        print(f"{stepped_back} times from an older checkpoint than before the kill; it reached epoch {last.epoch if last else 0}")
 
 
-def epochs_told(path: Path) -> list[int]:
-    """The epochs that have a whole line in scores.jsonl."""
+def epochs_in(path: Path) -> list[int]:
+    """The epochs with a complete line in scores.jsonl."""
     lines = path.read_text().splitlines() if path.exists() else []
     return [json.loads(line)["epoch"] for line in lines if line.endswith("}")]
 
 
 def soak(kills: int, seed: int, data: Path, ranks: list[int], epochs: int) -> None:
-    """Kill the demo's training on changing numbers of ranks, then let it finish; and once more undisturbed."""
+    """Kill the demo's training on changing numbers of ranks, let it finish, and compare with an undisturbed run."""
     generator = random.Random(seed)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -180,7 +180,9 @@ def soak(kills: int, seed: int, data: Path, ranks: list[int], epochs: int) -> No
                 time.sleep(0.01)
             time.sleep(generator.uniform(0, 2))
             if process.poll() is not None:
-                raise SystemExit(f"expected more than {killed} kills before the training's end (more --epochs), or it failed")
+                raise SystemExit(
+                    f"expected {kills} kills before training ends, got {killed}; it failed or has finished (raise --epochs)"
+                )
             how = generator.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGUSR1])
             _signal(process, how, generator)
             process.wait()
@@ -200,7 +202,7 @@ def soak(kills: int, seed: int, data: Path, ranks: list[int], epochs: int) -> No
         print(f"{killed} kills, {runs} starts on {' '.join(map(str, sizes))} ranks")
         print(f"{len(whole)} epochs of {len(whole[1])} sequences each")
         if odd:
-            raise SystemExit(f"expected the sequences of an undisturbed run, got (missing, surplus) by epoch: {odd}")
+            raise SystemExit(f"expected the sequences of an undisturbed run, got (missing, additional) by epoch: {odd}")
         print("every epoch was trained on exactly the sequences of an undisturbed run, each once")
 
 
@@ -234,7 +236,7 @@ def _start(folder: Path, data: Path, size: int, epochs: int) -> subprocess.Popen
 
 
 def _signal(process: subprocess.Popen[bytes], how: signal.Signals, generator: random.Random) -> None:
-    """SIGKILL to one of the ranks (mpirun then ends the others), or another signal to the launcher."""
+    """Send SIGKILL to one of the ranks (mpirun then ends the others), or another signal to the launcher."""
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     if how == signal.SIGKILL and children:
         os.kill(int(generator.choice(children)), how)
@@ -247,9 +249,9 @@ def main() -> None:
     parser.add_argument("what", choices=["saves", "starts", "soak"])
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--data", type=Path, default=ROOT / "data" / "g2p", help="soak: the folder of train.hdf")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 1, 3], help="soak: numbers of ranks, in turn")
-    parser.add_argument("--epochs", type=int, default=20, help="soak: epochs of a 60th of the data")
+    parser.add_argument("--data", type=Path, default=ROOT / "data" / "g2p", help="soak: folder of train.hdf")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 1, 3], help="soak: numbers of ranks to cycle through")
+    parser.add_argument("--epochs", type=int, default=20, help="soak: number of epochs, each 1/60 of the data")
     arguments = parser.parse_args()
     if arguments.what == "saves":
         saves(arguments.kills, arguments.seed)

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Long sequences in random order, into padded batches: hvdtrain against copying memory and against RETURNN's HDFDataset.
+"""Reading long sequences in random order into padded batches: hvdtrain compared with copying memory and RETURNN's HDFDataset.
 
-Two files hold the same frames: a contiguous one, as hvdtrain writes them, and one in small chunks, as RETURNN's SimpleHDFWriter
-makes them; the latter is repacked by `hvdtrain check --repack` for hvdtrain. Rates are megabytes of frames (without
-padding) a second of the processor, the page cache is warm. RETURNN reads
+Two files hold the same frames: a contiguous one, as hvdtrain writes it, and one in small chunks, as RETURNN's SimpleHDFWriter
+writes it, which hvdtrain reads after `hvdtrain check --repack`. Rates are megabytes of frames (without padding) per second of CPU
+time, with a warm page cache. RETURNN reads
 
-- sequence by sequence, with `load_seqs` and `get_data`, and nothing else: no batch, no padding;
-- in batches, through the parts of its pipeline for PyTorch, in this process;
-- the same with its default cache (70 % of the memory) in the first epoch, in which the cache is filled, and in the second one.
+- sequence by sequence with `load_seqs` and `get_data`, without batches and padding;
+- in batches, through its data pipeline for PyTorch, in this process;
+- in batches with its default cache (70 % of the memory), in the first epoch, which fills the cache, and in the following ones.
 """
 
 import argparse
@@ -25,12 +25,16 @@ from hvdtrain.hdf_tools.check import repack
 
 
 def main() -> None:
-    """Make the files, measure, print."""
+    """Create the files, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sequences", type=int, default=1000, help="of 550 frames in the mean; default 1000: 176 MB")
-    parser.add_argument("--frames", type=int, nargs=2, default=[300, 800], help="of the shortest and the longest (300 800)")
+    parser.add_argument(
+        "--sequences", type=int, default=1000, help="number of sequences, of 550 frames on average (1000: 176 MB)"
+    )
+    parser.add_argument(
+        "--frames", type=int, nargs=2, default=[300, 800], help="frames of the shortest and the longest sequence (300 800)"
+    )
     parser.add_argument("--batch", type=int, default=16, help="sequences in a batch (16)")
-    parser.add_argument("--rounds", type=int, default=7, help="in turn (7)")
+    parser.add_argument("--rounds", type=int, default=7, help="number of rounds (7)")
     options = parser.parse_args()
     returnn_reader.check()
     print(machine())
@@ -43,15 +47,15 @@ def main() -> None:
         print(f"\nThe contiguous file, {contiguous.stat().st_size / 1e6:.0f} MB")
         contest(contiguous, contiguous, options.batch, options.rounds)
         with h5py.File(chunked) as file:
-            print(f"\nThe file by SimpleHDFWriter, chunks {file['inputs'].chunks}; hvdtrain reads it repacked")
+            print(f"\nThe file written by SimpleHDFWriter, chunks {file['inputs'].chunks}; hvdtrain reads it after repacking")
         contest(repacked, chunked, options.batch, options.rounds)
-        print("\nRETURNN's default cache, on the contiguous file: seconds of the clock, MB a second")
+        print("\nRETURNN's default cache, on the contiguous file: MB per second of wall time")
         cached(contiguous, options.batch)
     print(machine())
 
 
 def contest(own: Path, other: Path, size: int, rounds: int) -> None:
-    """hvdtrain on one file, RETURNN on the other, and memory beside them."""
+    """Compare hvdtrain on one file, RETURNN on the other, and copying memory."""
     dataset = open_hdf([own])
     share = in_batches(dataset.num_sequences, size)
     frame = dataset.sequence(0)["data"][0].nbytes
@@ -79,7 +83,7 @@ def contest(own: Path, other: Path, size: int, rounds: int) -> None:
         return frame * sum(int(batch["data:seq_len"].sum()) for batch in found)
 
     contestants = {
-        "memory copied, from first to last": copied,
+        "copying memory in order": copied,
         "hvdtrain, batches": of_hvdtrain,
         "hvdtrain, sequences copied one by one": one_by_one,
         "RETURNN, sequences": of_returnn,
@@ -89,7 +93,7 @@ def contest(own: Path, other: Path, size: int, rounds: int) -> None:
 
 
 def cached(path: Path, size: int) -> None:
-    """RETURNN fills its cache in a thread that it does not wait for with the processor: the clock counts."""
+    """Compare with RETURNN's cache, by wall time, as RETURNN sleeps while a thread fills its cache."""
     dataset = open_hdf([path])
     own = in_batches(dataset.num_sequences, size)
     original = returnn_reader.open_dataset(path, returnn_reader.default_cache_bytes())

@@ -1,4 +1,4 @@
-"""What the data benchmarks have in common: contestants in turn, medians, the state of the machine, files to read."""
+"""Shared parts of the data benchmarks: alternating measurements, medians, the state of the machine, test files."""
 
 from __future__ import annotations
 
@@ -14,25 +14,24 @@ import numpy
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from hvdtrain.data.hdf.writer import HDFWriter  # noqa: E402  # the line above finds the checkout
+from hvdtrain.data.hdf.writer import HDFWriter  # noqa: E402  # found through the line above
 
 Contestant = Callable[[], float]
-"""Does its work once and returns how much it was: bytes, sequences."""
+"""Does its work once and returns the amount: bytes or sequences."""
 
 
 def machine() -> str:
-    """For the head of an output: figures taken on a busy machine are worth less."""
+    """The state of the machine, for the head of an output: figures from a busy machine are less reliable."""
     cores = len(os.sched_getaffinity(0))
-    return f"{cores} cores, load average {os.getloadavg()[0]:.2f} (of other work, too, where it is more than this one)"
+    return f"{cores} cores, load average {os.getloadavg()[0]:.2f} (above 1: other programs are running, too)"
 
 
 def take_turns(
     contestants: Mapping[str, Contestant], rounds: int, clock: Callable[[], float] = time.process_time
 ) -> dict[str, list[float]]:
-    """What each contestant does in a second, round by round; a round before the first one warms up.
+    """Measure the rate of each contestant in every round, after a warm-up round.
 
-    Seconds are the processor's, of all threads of this process, unless another clock is given: other programs disturb them
-    little.
+    The default clock is the CPU time of all threads of this process, which other programs affect little.
     """
     rates: dict[str, list[float]] = {name: [] for name in contestants}
     for number in range(rounds + 1):
@@ -45,8 +44,8 @@ def take_turns(
 
 
 def table(rates: Mapping[str, list[float]], unit: str, scale: float, against: str) -> None:
-    """Print medians, and the median of the ratios within a round of one contestant to each of the others."""
-    print(f"| what | {unit} | {against}: times as fast (of {len(rates[against])} rounds) |\n|---|---|---|")
+    """Print the median rates, and the median ratio of the contestant `against` to each contestant within a round."""
+    print(f"| what | {unit} | {against} relative to it ({len(rates[against])} rounds) |\n|---|---|---|")
     for name, found in rates.items():
         ratios = [own / other for own, other in zip(rates[against], found, strict=True)]
         print(
@@ -57,7 +56,7 @@ def table(rates: Mapping[str, list[float]], unit: str, scale: float, against: st
 
 
 def write_frames(path: Path, sequences: int, shortest: int, longest: int, features: int = 80) -> None:
-    """A contiguous file of float32 features: a random walk that keeps three digits, so that it can be compressed, too."""
+    """Write a contiguous file of float32 features: a random walk rounded to three digits, which makes it compressible."""
     generator = numpy.random.default_rng(0)
     with HDFWriter(path) as writer:
         for number in range(sequences):
@@ -67,7 +66,7 @@ def write_frames(path: Path, sequences: int, shortest: int, longest: int, featur
 
 
 def write_labels(path: Path, sequences: int) -> None:
-    """A contiguous file of two keys of class indices, 3 to 13 (`data`) and 2 to 10 (`classes`) in a sequence."""
+    """Write a contiguous file of class indices, 3 to 13 per sequence in the key `data` and 2 to 10 in `classes`."""
     generator = numpy.random.default_rng(0)
     with HDFWriter(path, dims={"data": 27, "classes": 39}) as writer:
         for number in range(sequences):
@@ -82,8 +81,8 @@ def write_labels(path: Path, sequences: int) -> None:
 
 
 def in_batches(sequences: int, size: int, seed: int = 1) -> list[numpy.ndarray]:
-    """All sequences in random order, in batches of one size; what is left over is left out."""
+    """All sequences in random order, in batches of the given size; an incomplete last batch is dropped."""
     if sequences < size:
-        raise SystemExit(f"expected at least {size} sequences, a batch, got {sequences} (--sequences, --batch)")
+        raise SystemExit(f"--sequences: expected at least one batch of {size} sequences, got {sequences} (--batch)")
     order = numpy.random.default_rng(seed).permutation(sequences)
     return list(order[: sequences // size * size].reshape(-1, size))

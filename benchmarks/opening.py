@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""How long it takes to open a file of many sequences, and how much memory; each in a process of its own.
+"""Time and memory to open a file with many sequences, each time in a new process.
 
-The files have `/seqLengths`, `/seqTags` (20 bytes) and frames that are never written: opening reads none. Each file is opened
-`--rounds` times; the first time, its lengths may have to come from the disk.
+The files have `/seqLengths`, `/seqTags` (20 bytes) and frames that are never written, as opening does not read them. Each file is
+opened `--rounds` times; the first time, the lengths may be read from the disk.
 """
 
 import argparse
@@ -36,12 +36,14 @@ print(json.dumps([seconds, processor, grown, resource.getrusage(resource.RUSAGE_
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sequences", type=int, nargs="+", default=[1_000_000, 40_000_000], help="(1 million, 40 million)")
+    parser.add_argument(
+        "--sequences", type=int, nargs="+", default=[1_000_000, 40_000_000], help="numbers of sequences (1 million, 40 million)"
+    )
     parser.add_argument("--keys", type=int, nargs="+", default=[1, 2], help="numbers of data keys (1 2)")
-    parser.add_argument("--rounds", type=int, default=5, help="how often each file is opened (5)")
+    parser.add_argument("--rounds", type=int, default=5, help="number of times that each file is opened (5)")
     options = parser.parse_args()
     print(machine())
-    print("| sequences | keys | seconds: first time | median | of the processor | bytes a sequence and key | peak MB |")
+    print("| sequences | keys | seconds: first time | median | CPU seconds | bytes per sequence and key | peak MB |")
     print("|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
         for sequences in options.sequences:
@@ -59,7 +61,7 @@ def main() -> None:
 
 
 def write(path: Path, sequences: int, keys: int) -> None:
-    """A file with the index of so many sequences."""
+    """Write a file with the index of `sequences` sequences."""
     lengths = numpy.random.default_rng(0).integers(1, 16, (sequences, keys), dtype=numpy.int32)
     names = ["inputs", *(f"targets/data/key{number}" for number in range(1, keys))]
     with h5py.File(path, "w") as file:
@@ -74,7 +76,7 @@ def write(path: Path, sequences: int, keys: int) -> None:
 
 
 def opened(path: Path) -> list[float]:
-    """Seconds of the clock and of the processor, bytes a sequence and key that the process grew by, its largest size in MB."""
+    """Wall time and CPU time in seconds, memory growth in bytes per sequence and key, and peak memory in MB."""
     root = Path(__file__).resolve().parent.parent
     done = subprocess.run([sys.executable, "-c", OPEN, str(path)], cwd=root, capture_output=True, text=True, check=True)
     found: list[float] = json.loads(done.stdout)

@@ -1,4 +1,4 @@
-"""RETURNN's HDFDataset, read as RETURNN reads it. `pip install hvdtrain[benchmark]`."""
+"""Reading RETURNN's HDFDataset the way RETURNN does. Needs `pip install hvdtrain[benchmark]`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import numpy
 
 
 def check() -> None:
-    """End the program where RETURNN is not installed."""
+    """Exit if RETURNN is not installed."""
     if importlib.util.find_spec("returnn") is None:
-        raise SystemExit("expected RETURNN, to compare with, got none (pip install hvdtrain[benchmark])")
+        raise SystemExit("expected the package returnn for the comparison, got none (pip install hvdtrain[benchmark])")
 
 
 def open_dataset(path: Path, cache_bytes: int = 0) -> Any:
-    """An HDFDataset, in random order. `cache_bytes` is what RETURNN makes of its key cache_size; 0 is off."""
+    """Open an HDFDataset in random order. `cache_bytes` is RETURNN's key cache_size in bytes; 0 turns the cache off."""
     from returnn.datasets.hdf import HDFDataset
 
     with quiet():
@@ -29,14 +29,14 @@ def open_dataset(path: Path, cache_bytes: int = 0) -> Any:
 
 
 def default_cache_bytes() -> int:
-    """What the training data gets where the config does not say `cache_size`, and there are no other data."""
+    """The cache size of the training data if the config does not set `cache_size` and there is no other data."""
     from returnn.util.basic import default_cache_size_in_gbytes
 
     return int(default_cache_size_in_gbytes() * (1 << 30)) + 1
 
 
 def sequences(dataset: Any, epoch: int) -> Iterator[dict[str, numpy.ndarray]]:
-    """The arrays of an epoch, sequence by sequence, without tags: the least that RETURNN does."""
+    """The arrays of an epoch, sequence by sequence, without tags: RETURNN's minimal work."""
     with quiet():
         dataset.init_seq_order(epoch)
         keys = dataset.get_data_keys()
@@ -48,9 +48,9 @@ def sequences(dataset: Any, epoch: int) -> Iterator[dict[str, numpy.ndarray]]:
 
 
 def batches(dataset: Any, epoch: int, size: int) -> Iterator[dict[str, Any]]:
-    """The padded batches of an epoch, through the parts that RETURNN's engine for PyTorch puts together, in this process.
+    """The padded batches of an epoch, through the data pipeline of RETURNN's engine for PyTorch, in this process.
 
-    With one thread: PyTorch pads with all of them, and on a busy machine they wait for each other most of the time.
+    Uses one thread: PyTorch pads with all threads, which mostly wait for each other on a busy machine.
     """
     import torch
     from returnn.torch.data.pipeline import BatchingIterDataPipe, collate_batch
@@ -65,13 +65,13 @@ def batches(dataset: Any, epoch: int, size: int) -> Iterator[dict[str, Any]]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """RETURNN tells what it does on the standard output."""
+    """Suppress what RETURNN prints to the standard output."""
     with contextlib.redirect_stdout(io.StringIO()):
         yield
 
 
 def write(path: Path, arrays: Iterator[numpy.ndarray]) -> None:
-    """A file by SimpleHDFWriter, sequence by sequence, as RETURNN's models dump features: HDF5 chooses the chunks."""
+    """Write a file with SimpleHDFWriter, sequence by sequence, as RETURNN's models dump features. HDF5 chooses the chunks."""
     from returnn.datasets.hdf import SimpleHDFWriter
 
     with quiet():

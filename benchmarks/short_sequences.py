@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Short sequences in random order, into padded batches: hvdtrain against RETURNN's HDFDataset.
+"""Reading short sequences in random order into padded batches: hvdtrain compared with RETURNN's HDFDataset.
 
-A sequence has 8 class indices in the mean (key `data`) and 6 more (key `classes`). Rates are thousands of sequences, of both
-keys together, a second of the processor; the page cache is warm. RETURNN reads sequence by sequence without batches, and in
-batches through the parts of its pipeline for PyTorch, in this process; with its cache off, and with its default cache filled.
-hvdtrain also reads the file as if it were several, which it takes for one dataset.
+A sequence has 8 class indices on average in the data key `data` and 6 in `classes`. Rates are thousands of sequences, with both
+keys, per second of CPU time; the page cache is warm. RETURNN reads sequence by sequence without batches, and in batches through
+its data pipeline for PyTorch in this process, with its cache off and with its default cache filled. hvdtrain also reads the file
+as if it were several, which form one dataset.
 """
 
 import argparse
@@ -20,12 +20,14 @@ from hvdtrain.data.hdf.dataset import open_hdf
 
 
 def main() -> None:
-    """Make the file, measure, print."""
+    """Create the file, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sequences", type=int, default=100_000, help="in the file (100,000)")
-    parser.add_argument("--of_returnn", type=int, default=10_000, help="how many of them RETURNN is given a round (10,000)")
+    parser.add_argument("--sequences", type=int, default=100_000, help="sequences in the file (100,000)")
+    parser.add_argument(
+        "--of_returnn", type=int, default=10_000, help="number of these sequences that RETURNN reads per round (10,000)"
+    )
     parser.add_argument("--batch", type=int, default=64, help="sequences in a batch (64)")
-    parser.add_argument("--rounds", type=int, default=5, help="in turn (5)")
+    parser.add_argument("--rounds", type=int, default=5, help="number of rounds (5)")
     options = parser.parse_args()
     returnn_reader.check()
     print(machine())
@@ -48,14 +50,14 @@ def main() -> None:
 
 
 def in_hvdtrain(paths: list[Path], size: int, most: int) -> Callable[[], float]:
-    """A contestant that reads no more than so many sequences of some files."""
+    """A contestant that reads at most `most` sequences of some files."""
     dataset = open_hdf(paths)
     share = in_batches(dataset.num_sequences, size)[: most // size]
     return lambda: sum(len(batch.indices) for batch in map(dataset.batch, share))
 
 
 def epochs(read: Callable[[int], Iterable[Any]], size: int = 1) -> Callable[[], float]:
-    """A contestant that goes through an epoch after the other, and counts sequences."""
+    """A contestant that reads one epoch per call and counts sequences."""
     numbers = iter(range(1, 1000))
     return lambda: size * sum(1 for _ in read(next(numbers)))
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""What a bar on the terminal costs: `python benchmarks/step_log.py`.
+"""The cost of the progress bar on a terminal: `python benchmarks/step_log.py`.
 
-Short steps (a small product of matrices) without a log, with a log that writes lines into a file, and with one that draws a bar
-on a terminal (a pty, which a thread reads), in turn. Seconds are the processor's.
+Short steps (a small matrix product) without a log, with a log that writes lines to a file, and with one that draws a bar on a
+terminal (a pty, which a thread reads), alternately. Times are CPU time.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from measuring import machine, table, take_turns
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from hvdtrain.runtime.log import LogKeys, open_log  # noqa: E402  # the line above finds the checkout
+from hvdtrain.runtime.log import LogKeys, open_log  # noqa: E402  # found through the line above
 from hvdtrain.runtime.progress_bar import Terminal  # noqa: E402
 from hvdtrain.runtime.scores import Scores  # noqa: E402
 from hvdtrain.training.step_log import StepLog, StepReport  # noqa: E402
 
 
 def drain(end: int) -> None:
-    """Read what is printed to a terminal, until it is closed."""
+    """Read the output to a terminal until it is closed."""
     with suppress(OSError):
         while os.read(end, 4096):
             pass
 
 
 class Constant:
-    """Stands for a learner's meter."""
+    """A meter with constant scores, in place of a learner's."""
 
     def take_scores(self) -> Scores:
         result = Scores()
@@ -49,8 +49,8 @@ class Constant:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=1000, help="in a turn; default 1000")
-    parser.add_argument("--rounds", type=int, default=20, help="turns; default 20")
+    parser.add_argument("--steps", type=int, default=1000, help="steps per round (1000)")
+    parser.add_argument("--rounds", type=int, default=20, help="number of rounds (20)")
     options = parser.parse_args()
     print(machine())
     end, inside = pty.openpty()
@@ -74,10 +74,10 @@ def main() -> None:
         open_log(LogKeys(log=f"{folder}/train.log", log_verbosity=[5, 0]), 0, 1)
         contestants = {
             "no log": lambda: steps(None),
-            "lines in a file, ten a second": lambda: steps(StepLog(0.1)),
+            "lines in a file, ten per second": lambda: steps(StepLog(0.1)),
             "a bar, and lines every 10 s": lambda: steps(StepLog(10.0, Terminal(stream, inside))),
         }
-        table(take_turns(contestants, options.rounds), "steps a second", 1.0, "no log")
+        table(take_turns(contestants, options.rounds), "steps/s", 1.0, "no log")
         open_log(LogKeys(), 0, 1)
         logging.shutdown()
 

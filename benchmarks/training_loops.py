@@ -1,24 +1,24 @@
-"""How fast hvdtrain trains compared with loops written by hand, in sequences per second.
+"""Training speed of hvdtrain compared with hand-written loops, in sequences per second.
 
     python benchmarks/training_loops.py                      # 1 and 2 ranks, 5 pairs
     python benchmarks/training_loops.py --pairs 1 --steps 5  # a quick look
 
-All variants train the model of configs/g2p.py on the same batches in the same order, with the same weights at the start, the
-same dropout, loss, optimizer, number of threads and mpirun flags:
+All variants train the model of configs/g2p.py on the same batches in the same order, with the same initial weights, dropout,
+loss, optimizer, number of threads and mpirun flags:
 
     hvdtrain        python -m hvdtrain, the program itself
-    horovod         loops/horovod_loop.py: DistributedOptimizer, data read inline through h5py
-    horovod, yield  the same under `mpirun --mca mpi_yield_when_idle 1`: Open MPI does not spin while it waits. (hvdtrain sets
-                    this by itself where ranks share cores.)
+    horovod         loops/horovod_loop.py: DistributedOptimizer, data read inline with h5py
+    horovod, yield  the same under `mpirun --mca mpi_yield_when_idle 1`: Open MPI does not spin while it waits (hvdtrain sets
+                    this itself if ranks share cores)
     ddp             loops/ddp_loop.py: DistributedDataParallel over gloo, data read by the same code
 
-A run is two epochs of --steps steps. The first one warms up; the second one is timed from before the first batch is read to
-after the last update. For hvdtrain that is `elapsed` in scores.jsonl, which also holds the planning of the epoch and the
-gathering of its scores, and nothing of the saving of checkpoints. A job is as fast as its slowest rank.
+A run has two epochs of --steps steps. The first one is a warm-up; the second one is timed from before the first batch is read
+until after the last update. For hvdtrain this is `elapsed` in scores.jsonl, which includes planning the epoch and gathering its
+scores, but not saving checkpoints. The slowest rank determines the speed of a job.
 
-A pair is one run of each variant, one right after the other so that all meet the same machine; the order rotates from pair to
-pair. What counts is the ratio within a pair, and the median over the pairs. That all variants compute the same is checked in
-every run: the mean loss of the timed epoch may differ by 1e-4 of itself.
+A pair is one run of each variant, in immediate succession, so that the state of the machine is about the same; the order rotates
+from pair to pair. The result is the ratio within a pair, and its median over the pairs. Every run checks that all variants
+compute the same: the relative difference of the mean losses of the timed epoch may be 1e-4.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Job:
-    """What all variants have in common.
+    """The settings that all variants share.
 
     Attributes:
         data: the HDF file with the sequences of one epoch.
-        batches: the batches as hvdtrain plans them, for the hand-written loops: (ranks, epochs, steps, sequences).
-        folder: for what a run leaves behind.
-        batch: sequences of a rank's batch.
-        reading: how the hand-written loops read.
+        batches: file with the batches that hvdtrain plans, for the hand-written loops: (ranks, epochs, steps, sequences).
+        folder: where a run writes its files.
+        batch: sequences in the batch of a rank.
+        reading: how the hand-written loops read data.
     """
 
     data: Path
@@ -75,7 +75,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Result:
-    """One run: the rate of the whole job in the timed epoch, and that epoch's mean loss."""
+    """The result of a run: the rate of the whole job and the mean loss in the timed epoch."""
 
     sequences_per_second: float
     loss: float
@@ -103,20 +103,20 @@ def main() -> int:
 
 
 def parse_options() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--pairs", type=int, default=5, help="how often each variant runs (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=20, help="steps of the timed epoch, and of the one before it (%(default)s)")
+    parser.add_argument("--pairs", type=int, default=5, help="number of runs of each variant (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=20, help="steps of the timed epoch and of the warm-up epoch (%(default)s)")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="numbers of ranks (1 2)")
-    parser.add_argument("--batch", type=int, default=256, help="sequences in a step, all ranks together (%(default)s)")
-    parser.add_argument("--threads", type=int, help="threads of a rank (the cores divided among the ranks)")
+    parser.add_argument("--batch", type=int, default=256, help="sequences per step, over all ranks (%(default)s)")
+    parser.add_argument("--threads", type=int, help="threads per rank (default: cores divided by ranks)")
     parser.add_argument(
         "--reading",
         choices=["h5py", "memory"],
         default="h5py",
-        help="how the hand-written loops read: slices of the open file, or slices of arrays read at the start (%(default)s)",
+        help="how the hand-written loops read: slices of the open file, or of arrays read at the start (%(default)s)",
     )
-    parser.add_argument("--data", type=Path, default=ROOT / "data/g2p/train.hdf", help="where sequences are taken from")
+    parser.add_argument("--data", type=Path, default=ROOT / "data/g2p/train.hdf", help="HDF file to take sequences from")
     options = parser.parse_args()
     for ranks in options.ranks:
         if options.batch % ranks:
@@ -125,7 +125,7 @@ def parse_options() -> argparse.Namespace:
 
 
 def prepare(options: argparse.Namespace, folder: Path, ranks: int, threads: int) -> Job:
-    """Write the data of an epoch into a file of its own, and the list of batches that hvdtrain will make of it."""
+    """Write the data of an epoch to a file, and the list of batches that hvdtrain will build from it."""
     data = folder / "words.hdf"
     num_sequences = options.steps * options.batch
     if not data.exists():
@@ -143,7 +143,7 @@ def prepare(options: argparse.Namespace, folder: Path, ranks: int, threads: int)
 
 
 def hvdtrain_keys(data: Path, folder: Path, batch: int) -> dict[str, str]:
-    """What hvdtrain's command line sets over the configs."""
+    """The overrides on hvdtrain's command line."""
     return {
         "use_horovod": "1",
         "num_epochs": str(EPOCHS),
@@ -154,7 +154,7 @@ def hvdtrain_keys(data: Path, folder: Path, batch: int) -> dict[str, str]:
 
 
 def run_pairs(job: Job, count: int) -> Iterator[dict[str, Result]]:
-    """Run every variant `count` times, in rotating order; print the rates of each pair."""
+    """Run every variant `count` times in rotating order and print the rates of each pair."""
     print(f"{'sequences/s':>12} " + " ".join(f"{variant:>14}" for variant in VARIANTS) + f" {'loss':>10}")
     for pair in range(count):
         turn = pair % len(VARIANTS)
@@ -165,7 +165,7 @@ def run_pairs(job: Job, count: int) -> Iterator[dict[str, Result]]:
 
 
 def run(job: Job, variant: str) -> Result:
-    """One run of one variant."""
+    """Run a variant once."""
     command = ["mpirun", "-np", str(job.ranks), "--bind-to", "none", "--oversubscribe"]
     if variant == "horovod, yield":
         command += ["--mca", "mpi_yield_when_idle", "1"]
@@ -185,7 +185,7 @@ def run(job: Job, variant: str) -> Result:
 
 
 def start(command: list[str], threads: int) -> str:
-    """Run a command to its end and return what it printed; where it fails, show that and give up."""
+    """Run a command and return its output. Exits with the output if the command fails."""
     environment = {name: value for name, value in os.environ.items() if name != "OMPI_MCA_mpi_yield_when_idle"}
     environment |= {"OMP_NUM_THREADS": str(threads), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     if os.geteuid() == 0:
@@ -197,21 +197,21 @@ def start(command: list[str], threads: int) -> str:
 
 
 def read_scores(path: Path) -> Result:
-    """The timed epoch out of hvdtrain's scores.jsonl."""
+    """Read the timed epoch from hvdtrain's scores.jsonl."""
     epoch = json.loads(path.read_text(encoding="utf-8").splitlines()[-1])
     assert epoch["epoch"] == EPOCHS, f"{path}: expected {EPOCHS} epochs, got {epoch['epoch']}"
     return Result(epoch["num_sequences"] / epoch["elapsed"], epoch["scores"]["train_loss_ctc"])
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """A free TCP port."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
 
 
 def print_table(pairs: list[dict[str, Result]]) -> None:
-    """hvdtrain against each of the others: the median of the pairs' ratios, and all of them."""
+    """Print the ratio of hvdtrain's rate to each of the others: the median over the pairs and all values."""
     print(f"\n{'hvdtrain against':>16}  median  pairs")
     for variant in VARIANTS[1:]:
         ratios = [pair["hvdtrain"].sequences_per_second / pair[variant].sequences_per_second for pair in pairs]
@@ -219,7 +219,7 @@ def print_table(pairs: list[dict[str, Result]]) -> None:
 
 
 def losses_agree(pairs: list[dict[str, Result]]) -> bool:
-    """Whether all runs came to the same loss; print how far they are apart."""
+    """Whether all runs have the same loss within the tolerance; print the largest difference."""
     losses = {variant: [pair[variant].loss for pair in pairs] for variant in VARIANTS}
     reference = losses["hvdtrain"][0]
     apart = max(abs(loss - reference) / abs(reference) for found in losses.values() for loss in found)

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Two processes read one file: the rate of each against that of one alone, and what of the file they hold in common.
+"""Two processes that read one file: the rate of each relative to a single reader, and how much of the file they share.
 
-Alternating, one process reads alone and two read at the same time, for `--seconds` each, in padded batches in random order.
-Rates are given by the clock and by the processor's seconds: where fewer than two cores are free, the former tells nothing.
-Of the mapped file, /proc/self/smaps tells what each process has touched (Rss), how much of that others map as well (Shared),
-and the process's share of it (Pss). Long sequences compete for the memory's bandwidth, short ones for nothing.
+Alternately, one process reads alone and two read at the same time, for `--seconds` each, in padded batches in random order.
+Rates are given by wall time and by CPU time; the former is meaningless if fewer than two cores are free. For the mapped file,
+/proc/self/smaps has the memory that each process has touched (Rss), the part of it that other processes map, too (Shared), and
+the proportional share of the process (Pss). Long sequences compete for memory bandwidth, short ones for nothing.
 """
 
 import argparse
@@ -23,14 +23,14 @@ from hvdtrain.data.hdf.dataset import open_hdf
 
 
 def main() -> None:
-    """Make the files, start the readers, print."""
+    """Create the files, start the readers, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--sequences", type=int, default=1000, help="long ones; of the short ones there are a hundred times as many"
+        "--sequences", type=int, default=1000, help="number of long sequences; of short ones, a hundred times as many (1000)"
     )
-    parser.add_argument("--seconds", type=float, default=2.0, help="of reading (2)")
-    parser.add_argument("--rounds", type=int, default=5, help="in turn (5)")
-    parser.add_argument("--read", nargs=2, metavar=("FILE", "BATCH"), help=argparse.SUPPRESS)  # what a started process does
+    parser.add_argument("--seconds", type=float, default=2.0, help="duration of a measurement (2)")
+    parser.add_argument("--rounds", type=int, default=5, help="number of rounds (5)")
+    parser.add_argument("--read", nargs=2, metavar=("FILE", "BATCH"), help=argparse.SUPPRESS)  # for the reader processes
     options = parser.parse_args()
     if options.read:
         read(Path(options.read[0]), int(options.read[1]), options.seconds)
@@ -45,8 +45,8 @@ def main() -> None:
 
 
 def contest(path: Path, batch: int, seconds: float, rounds: int) -> None:
-    """One and two readers in turn."""
-    ratios: dict[str, list[float]] = {"clock": [], "processor": []}
+    """Measure one and two readers alternately."""
+    ratios: dict[str, list[float]] = {"wall time": [], "CPU time": []}
     pair: list[dict[str, float]] = []
     for _ in range(rounds):
         alone = started(path, batch, seconds, 1)[0]
@@ -55,7 +55,7 @@ def contest(path: Path, batch: int, seconds: float, rounds: int) -> None:
             found.append(statistics.mean(reader[clock] for reader in pair) / alone[clock])
     for clock, found in ratios.items():
         spread = f"{statistics.median(found):.2f} ({min(found):.2f} to {max(found):.2f})"
-        print(f"each of two, against one alone, by the {clock}: {spread}")
+        print(f"each of two readers relative to one, by {clock}: {spread}")
     for number, reader in enumerate(pair):
         print(
             f"reader {number}: of the mapped file {reader['Rss']:.0f} MB touched, {reader['Shared']:.0f} MB shared, "
@@ -64,24 +64,24 @@ def contest(path: Path, batch: int, seconds: float, rounds: int) -> None:
 
 
 def started(path: Path, batch: int, seconds: float, number: int) -> list[dict[str, float]]:
-    """What so many readers report that begin at the same time."""
+    """Start `number` readers at the same time and return their reports."""
     command = [sys.executable, __file__, "--read", str(path), str(batch), "--seconds", str(seconds)]
     readers = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(number)]
     for reader in readers:
         assert reader.stdout is not None
-        reader.stdout.readline()  # it is ready
+        reader.stdout.readline()  # the reader is ready
     for reader in readers:
         assert reader.stdin is not None
         reader.stdin.write("\n")
         reader.stdin.flush()
     lines = [reader.stdout.readline() for reader in readers if reader.stdout is not None]
     for reader in readers:
-        reader.communicate("\n")  # both map the file until both have reported
+        reader.communicate("\n")  # all readers map the file until all have reported
     return [json.loads(line) for line in lines]
 
 
 def read(path: Path, batch: int, seconds: float) -> None:
-    """A reader: warm up, wait for the word, read, report, wait for the end."""
+    """The reader process: warm up, wait for the start signal, read, report, wait for the end."""
     dataset = open_hdf([path])
     share = in_batches(dataset.num_sequences, batch)
     for _ in map(dataset.batch, share):
@@ -91,13 +91,13 @@ def read(path: Path, batch: int, seconds: float) -> None:
     began, began_processor, done = time.perf_counter(), time.process_time(), 0
     while time.perf_counter() - began < seconds:
         done += sum(len(one.indices) for one in map(dataset.batch, share[done // batch % len(share) :][:20]))
-    rates = {"clock": done / (time.perf_counter() - began), "processor": done / (time.process_time() - began_processor)}
+    rates = {"wall time": done / (time.perf_counter() - began), "CPU time": done / (time.process_time() - began_processor)}
     print(json.dumps(rates | held(path)), flush=True)
     sys.stdin.readline()
 
 
 def held(path: Path) -> dict[str, float]:
-    """MB of a mapped file in this process's memory."""
+    """MB of the mapped file in the memory of this process."""
     totals = dict.fromkeys(("Rss", "Pss", "Shared", "Private"), 0.0)
     inside = False
     for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():

@@ -1,7 +1,7 @@
-"""Letters to sounds on the CMU Pronouncing Dictionary: a convolutional CTC model that trains well on a CPU.
+"""Grapheme-to-phoneme conversion on the CMU Pronouncing Dictionary: a convolutional CTC model that is small enough for a CPU.
 
-make data                                                          the HDF files, once
-python -m hvdtrain configs/g2p.py                                  one process
+make data                                                          create the HDF files, once
+python -m hvdtrain configs/g2p.py                                  train on one process
 mpirun -np 2 --bind-to none python -m hvdtrain configs/g2p.py ++use_horovod 1 ++max_seqs 128
 """
 
@@ -21,32 +21,32 @@ backend = "torch"
 model = str(root / "exp/g2p/model")
 log = str(root / "exp/g2p/train.log")
 
-# Neighbours are of similar length, so that little of a batch is padding: bins of ten batches, sorted up and down in turn.
+# Bins of ten batches, sorted by length in alternating direction, so that the sequences of a batch need little padding.
 train = {"class": "HDFDataset", "files": str(root / "data/g2p/train.hdf"), "seq_ordering": "laplace:.2560"}
 dev = {"class": "HDFDataset", "files": str(root / "data/g2p/dev.hdf")}
 eval = {"class": "HDFDataset", "files": str(root / "data/g2p/test.hdf")}
 max_seqs = 256  # per rank
 
-num_epochs = config.int("num_epochs", 24)  # noqa: F821  `config` is there while hvdtrain runs this file
+num_epochs = config.int("num_epochs", 24)  # noqa: F821  `config` is defined while hvdtrain runs this file
 optimizer = {"class": "adamw", "weight_decay": 0.01, "betas": (0.9, 0.98)}
 gradient_clip_global_norm = 5.0
 learning_rate = 0.002
 
 
 def dynamic_learning_rate(*, epoch_continuous, learning_rate, **_):
-    """Warm up over the first 5 % of the training, then go down to zero in a straight line."""
+    """Linear warm-up over the first 5 % of the training, then linear decay to zero."""
     done = epoch_continuous / num_epochs
     return learning_rate * min(0.01 + done / 0.05, (1 - done) / 0.95)
 
 
 LETTERS, PHONES = 27, 39
-BLANK = PHONES  # CTC's blank, behind the phones
-BETWEEN = PHONES  # in the key `variants`, what stands between two pronunciations
-UPSAMPLE = 2  # frames per letter: some letters are two phones (x: K S)
+BLANK = PHONES  # CTC's blank, after the phones
+BETWEEN = PHONES  # separates the pronunciations in the data key `variants`
+UPSAMPLE = 2  # frames per letter: some letters stand for two phones (x: K S)
 
 
 class GatedBlock(nn.Module):
-    """A residual layer: normalize, convolve over neighbouring frames, gate."""
+    """A residual block: layer normalization, convolution over time, gated linear unit."""
 
     def __init__(self, channels, width, dropout):
         super().__init__()
@@ -55,20 +55,20 @@ class GatedBlock(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, frames, mask):
-        """Frames (batch, time, channels), mask (batch, time, 1): the same shape again."""
-        hidden = self.norm(frames) * mask  # no padding leaks into a word
+        """Map frames (batch, time, channels), with mask (batch, time, 1), to the same shape."""
+        hidden = self.norm(frames) * mask  # keeps padding out of the convolution
         hidden = functional.glu(self.convolution(hidden.transpose(1, 2)), dim=1).transpose(1, 2)
         return frames + self.dropout(hidden)
 
 
 class LettersToPhones(nn.Module):
-    """Letters (batch, time) to log probabilities of phones and blank (batch, UPSAMPLE * time, PHONES + 1)."""
+    """Map letters (batch, time) to log probabilities of phones and blank (batch, UPSAMPLE * time, PHONES + 1)."""
 
     def __init__(self, channels=160, letter_layers=4, phone_layers=3, width=5, dropout=0.1):
         super().__init__()
         self.embedding = nn.Embedding(LETTERS, channels)
         self.letter_blocks = nn.ModuleList([GatedBlock(channels, width, dropout) for _ in range(letter_layers)])
-        self.place = nn.Parameter(0.5 * torch.randn(UPSAMPLE, channels))  # tells a letter's frames apart
+        self.place = nn.Parameter(0.5 * torch.randn(UPSAMPLE, channels))  # distinguishes the frames of a letter
         self.phone_blocks = nn.ModuleList([GatedBlock(channels, width, dropout) for _ in range(phone_layers)])
         self.norm = nn.LayerNorm(channels)
         self.output = nn.Linear(channels, PHONES + 1)
@@ -111,7 +111,7 @@ def train_step(*, model, extern_data, **_):
 
 
 def compare(log_probs, seq_lens, variants):
-    """For each word: the edit distance to the closest listed pronunciation, and that pronunciation's length."""
+    """For each word, the edit distance to the closest pronunciation in the dictionary, and the length of that one."""
     best = log_probs.argmax(-1).cpu()
     for path, frames, classes, length in zip(best, seq_lens, variants.raw_tensor.cpu(), variants.seq_lens):
         decoded = [phone for phone in torch.unique_consecutive(path[:frames]).tolist() if phone != BLANK]

@@ -1,7 +1,7 @@
 """configs/g2p.py with TensorFlow: the same data, model and training.
 
-make data                                                          the HDF files, once
-python -m hvdtrain configs/g2p_tf.py                               one process
+make data                                                          create the HDF files, once
+python -m hvdtrain configs/g2p_tf.py                               train on one process
 mpirun -np 2 --bind-to none python -m hvdtrain configs/g2p_tf.py ++use_horovod 1 ++max_seqs 128
 """
 
@@ -21,38 +21,38 @@ backend = "tensorflow"
 model = str(root / "exp/g2p_tf/model")
 log = str(root / "exp/g2p_tf/train.log")
 
-# Neighbours are of similar length, so that little of a batch is padding: bins of ten batches, sorted up and down in turn.
+# Bins of ten batches, sorted by length in alternating direction, so that the sequences of a batch need little padding.
 train = {"class": "HDFDataset", "files": str(root / "data/g2p/train.hdf"), "seq_ordering": "laplace:.2560"}
 dev = {"class": "HDFDataset", "files": str(root / "data/g2p/dev.hdf")}
 eval = {"class": "HDFDataset", "files": str(root / "data/g2p/test.hdf")}
 max_seqs = 256  # per rank
 
-num_epochs = config.int("num_epochs", 24)  # noqa: F821  `config` is there while hvdtrain runs this file
+num_epochs = config.int("num_epochs", 24)  # noqa: F821  `config` is defined while hvdtrain runs this file
 optimizer = {"class": "adamw", "weight_decay": 0.01, "betas": (0.9, 0.98), "epsilon": 1e-8}
 gradient_clip_global_norm = 5.0
 learning_rate = 0.002
 
 
 def dynamic_learning_rate(*, epoch_continuous, learning_rate, **_):
-    """Warm up over the first 5 % of the training, then go down to zero in a straight line."""
+    """Linear warm-up over the first 5 % of the training, then linear decay to zero."""
     done = epoch_continuous / num_epochs
     return learning_rate * min(0.01 + done / 0.05, (1 - done) / 0.95)
 
 
 LETTERS, PHONES = 27, 39
-BLANK = PHONES  # CTC's blank, behind the phones: the last class, as TensorFlow has it
-BETWEEN = PHONES  # in the key `variants`, what stands between two pronunciations
-UPSAMPLE = 2  # frames per letter: some letters are two phones (x: K S)
+BLANK = PHONES  # CTC's blank, after the phones: TensorFlow expects it to be the last class
+BETWEEN = PHONES  # separates the pronunciations in the data key `variants`
+UPSAMPLE = 2  # frames per letter: some letters stand for two phones (x: K S)
 
 
 def uniform(fan_in):
-    """Initial weights as PyTorch draws them."""
+    """PyTorch's default initialization of convolutions and linear layers."""
     bound = fan_in**-0.5
     return keras.initializers.RandomUniform(-bound, bound)
 
 
 class GatedBlock(keras.layers.Layer):
-    """A residual layer: normalize, convolve over neighbouring frames, gate."""
+    """A residual block: layer normalization, convolution over time, gated linear unit."""
 
     def __init__(self, channels, width, dropout):
         super().__init__()
@@ -64,21 +64,21 @@ class GatedBlock(keras.layers.Layer):
         self.dropout = keras.layers.Dropout(dropout)
 
     def call(self, frames, mask, training=False):
-        """Frames (batch, time, channels), mask (batch, time, 1): the same shape again."""
-        hidden = self.norm(frames) * mask  # no padding leaks into a word
+        """Map frames (batch, time, channels), with mask (batch, time, 1), to the same shape."""
+        hidden = self.norm(frames) * mask  # keeps padding out of the convolution
         values, gates = tf.split(self.convolution(hidden), 2, axis=-1)
         return frames + self.dropout(values * tf.sigmoid(gates), training=training)
 
 
 class LettersToPhones(keras.Model):
-    """Letters (batch, time) to log probabilities of phones and blank (batch, UPSAMPLE * time, PHONES + 1)."""
+    """Map letters (batch, time) to log probabilities of phones and blank (batch, UPSAMPLE * time, PHONES + 1)."""
 
     def __init__(self, channels=160, letter_layers=4, phone_layers=3, width=5, dropout=0.1):
         super().__init__()
         self.channels = channels
         self.embedding = keras.layers.Embedding(LETTERS, channels, embeddings_initializer=keras.initializers.RandomNormal(0, 1))
         self.letter_blocks = [GatedBlock(channels, width, dropout) for _ in range(letter_layers)]
-        self.place = self.add_weight(  # tells a letter's frames apart
+        self.place = self.add_weight(  # distinguishes the frames of a letter
             shape=(UPSAMPLE, channels), initializer=keras.initializers.RandomNormal(0, 0.5), name="place"
         )
         self.phone_blocks = [GatedBlock(channels, width, dropout) for _ in range(phone_layers)]
@@ -102,7 +102,7 @@ class LettersToPhones(keras.Model):
 
 def get_model(**_):
     model = LettersToPhones()
-    model(tf.zeros([1, 1], tf.int32), tf.ones([1, 1], tf.bool))  # Keras layers get their weights when they are first called
+    model(tf.zeros([1, 1], tf.int32), tf.ones([1, 1], tf.bool))  # Keras creates the weights of a layer in its first call
     return model
 
 
@@ -131,7 +131,7 @@ def train_step(*, model, extern_data, **_):
 
 
 def compare(best, seq_lens, variants, variant_lens):
-    """For each word: the edit distance to the closest listed pronunciation, and that pronunciation's length."""
+    """For each word, the edit distance to the closest pronunciation in the dictionary, and the length of that one."""
     closest = []
     for path, frames, classes, length in zip(best, seq_lens, variants, variant_lens):
         path = path[:frames]

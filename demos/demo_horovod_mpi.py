@@ -1,4 +1,4 @@
-"""Do the processes of a job find each other? Each says who and where it is, then all say hello over MPI and over Horovod.
+"""Check that the processes of a job can communicate: every rank sends a greeting over MPI and over Horovod.
 
     mpirun -np 2 --bind-to none python demos/demo_horovod_mpi.py
     mpirun -np 4 -H host1:2,host2:2 --bind-to none -x PATH python demos/demo_horovod_mpi.py
@@ -8,7 +8,7 @@
 
     --framework tensorflow    Horovod's binding to use; default: torch
 
-Ends with status 0 if everybody heard everybody, else with 1 or what hvdtrain ends with.
+The exit status is 0 if all ranks took part, 1 if an all-reduce gave a wrong result, and 2 for errors that hvdtrain reports.
 """
 
 import argparse
@@ -26,8 +26,8 @@ from hvdtrain.comm.launch import cores, launch
 from hvdtrain.comm.mpi import open_peers
 from hvdtrain.errors import HvdtrainError
 
-# What decides how a job is connected and how fast it is. Launchers set many more.
-THAT_MATTER = (
+# The variables that affect how the processes connect and how fast they communicate. Launchers set many more.
+RELEVANT_VARIABLES = (
     "CUDA_VISIBLE_DEVICES HOROVOD_CONTROLLER HOROVOD_CPU_OPERATIONS HOROVOD_GLOO_IFACE HOROVOD_TIMELINE LD_LIBRARY_PATH "
     "MASTER_ADDR MASTER_PORT NCCL_DEBUG NCCL_IB_DISABLE NCCL_SOCKET_IFNAME OMP_NUM_THREADS OMPI_MCA_btl "
     "OMPI_MCA_btl_tcp_if_include OMPI_MCA_mpi_yield_when_idle OMPI_MCA_pml SLURM_JOB_ID SLURM_MPI_TYPE "
@@ -41,7 +41,7 @@ def main() -> int:
     framework = parser.parse_args().framework
     started = launch()
     try:
-        say(started.rank, f"{started.launcher or 'nobody'} started {started.size} process{'es' if started.size > 1 else ''}")
+        say(started.rank, f"{started.launcher or 'no launcher'} started {started.size} process{'es' if started.size > 1 else ''}")
         versions = f"Python {platform.python_version()}, {version(framework)}, {version('horovod')}, {version('mpi4py')}"
         say(started.rank, versions + built_with(framework))
         hello_over_mpi(started.rank)
@@ -52,16 +52,16 @@ def main() -> int:
 
 
 def hello_over_mpi(rank: int) -> None:
-    """Gather everybody's greeting through mpi4py, where MPI connects the processes."""
+    """Gather a greeting from every rank with mpi4py, if MPI connects the processes."""
     if launch().launcher == "srun" and "PMIX_RANK" not in os.environ:
-        say(rank, "MPI: srun does not connect the processes without --mpi=pmix, so nothing is said over it")
+        say(rank, "MPI: skipped, as srun connects the processes only with --mpi=pmix")
         return
     if os.environ.get("HOROVOD_CONTROLLER") == "gloo":
-        say(rank, "MPI: Horovod is to go over Gloo, so nothing is said over MPI")
+        say(rank, "MPI: skipped, as HOROVOD_CONTROLLER=gloo")
         return
     peers = open_peers()
     if peers.size == 1:
-        say(rank, "MPI: nobody else is there")
+        say(rank, "MPI: this is the only process")
         return
     from mpi4py import MPI
 
@@ -71,11 +71,11 @@ def hello_over_mpi(rank: int) -> None:
 
 
 def hello_over_horovod(framework: str) -> int:
-    """Everybody's place and greeting through Horovod, and a sum that only comes out right if all took part."""
+    """Gather greetings with Horovod and check an all-reduced sum that needs all ranks. Returns the exit status."""
     comm = open_horovod(framework)
     here = f"rank {comm.rank} of {comm.size}, local rank {comm.local_rank} of {comm.local_size}"
     where = f"{socket.gethostname()} ({address()})"
-    settings = {name: os.environ[name] for name in THAT_MATTER if name in os.environ}
+    settings = {name: os.environ[name] for name in RELEVANT_VARIABLES if name in os.environ}
     lines = comm.gather((f"{here} on {where}, process {os.getpid()}, {cores()} cores", settings), name="greetings")
     for line, _ in lines:
         say(comm.rank, f"hello over Horovod from {line}")
@@ -91,7 +91,7 @@ def hello_over_horovod(framework: str) -> int:
 
 
 def address() -> str:
-    """What this host's name means to itself. 127.0.1.1, as Debian has it, misleads who tells others where to connect."""
+    """The address that this host's name resolves to on the host. Debian's 127.0.1.1 is of no use to other hosts."""
     try:
         return socket.gethostbyname(socket.gethostname())
     except OSError as error:
@@ -99,7 +99,7 @@ def address() -> str:
 
 
 def total_of_ranks(comm, framework: str, repetitions: int = 20) -> tuple[int, float]:
-    """The sum of rank + 1 over all ranks, and the seconds of an all-reduce of one number, the best of some."""
+    """The sum of rank + 1 over all ranks, and the shortest time of an all-reduce of one number in seconds."""
     module = importlib.import_module(framework)
     times = []
     for number in range(repetitions):
@@ -111,7 +111,7 @@ def total_of_ranks(comm, framework: str, repetitions: int = 20) -> tuple[int, fl
 
 
 def built_with(framework: str) -> str:
-    """What Horovod was built with."""
+    """The communication libraries that Horovod was built with."""
     binding = importlib.import_module(f"horovod.{framework}")
     parts = {"MPI": binding.mpi_built(), "Gloo": binding.gloo_built(), "NCCL": binding.nccl_built()}
     return f" (with {', '.join(name for name, there in parts.items() if there)})"
@@ -127,7 +127,7 @@ def version(package: str) -> str:
 
 
 def say(rank: int, line: str) -> None:
-    """Rank 0 speaks for all."""
+    """Print a line on rank 0."""
     if rank == 0:
         print(line, flush=True)
 

@@ -1,7 +1,7 @@
 """A config-driven trainer for sequence models that scales with Horovod.
 
-What a config imports: `rank()` and `size()` anywhere; `run_on_main()` and `all_reduce()` in functions that every rank calls;
-`get_run_ctx()` in train_step.
+A config can call `rank()` and `size()` anywhere, `run_on_main()` and `all_reduce()` in functions that every rank calls, and
+`get_run_ctx()` in train_step and forward_step.
 """
 
 from hvdtrain.comm.current import reduce_values as all_reduce
@@ -14,10 +14,10 @@ __all__ = ["__version__", "all_reduce", "get_run_ctx", "rank", "run_on_main", "s
 
 
 def rank() -> int:
-    """This process's number among those that the launcher started, from 0; known while the config runs already."""
+    """The rank of this process, from 0 to size - 1. Available while the config file runs."""
     return _launch().rank
 
 
 def size() -> int:
-    """How many processes the launcher started."""
+    """The number of processes that the launcher started."""
     return _launch().size

@@ -22,11 +22,11 @@ from hvdtrain.errors import ConfigError
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss or an error as the config marked it.
+    """A loss or an error that the config marked.
 
     Attributes:
         value: one number per element, not summed; any shape.
-        count: how many elements the sum goes over, where that is not the number of elements of `value`.
+        count: number of elements to normalize by, if it is not the number of elements of `value`.
     """
 
     value: Any
@@ -38,11 +38,11 @@ class Loss:
 
 @dataclass(frozen=True)
 class Output:
-    """What the config computed for a batch.
+    """An output that the config computed for a batch.
 
     Attributes:
         value: shape (batch, ...); a tensor, an array, or a list with one entry per sequence.
-        seq_lens: how much of the second axis belongs to each sequence, shape (batch,); None: all of it.
+        seq_lens: length of each sequence along the second axis, shape (batch,); None if nothing is padded.
     """
 
     value: Any
@@ -77,37 +77,43 @@ class RunContext:
         use_normalized_loss: bool = False,
         custom_inv_norm_factor: Any | None = None,
     ) -> None:
-        """Name a loss to be minimized, or an error to be reported.
+        """Mark a loss to be minimized, or an error to be reported.
 
         Args:
-            loss: a tensor with one number per element (frame, label or sequence), without those of the padding; not
-                reduced. Elements are summed; what is reported is the sum over all batches and ranks divided by the count.
-            name: what it is called in the log.
-            scale: factor on the way into the total loss.
+            loss: a tensor with one number per element (frame, label or sequence), without padding and not reduced. The
+                elements are summed; the reported value is the sum over all batches and ranks, divided by the count.
+            name: name in the log.
+            scale: weight in the total loss.
             as_error: report only, do not minimize.
             use_normalized_loss: minimize the mean over the elements of all ranks' batches instead of the sum.
-            custom_inv_norm_factor: the count, where it is not the number of elements (say, the number of reference
-                phones behind an edit distance per word): a number, or a tensor that is summed.
+            custom_inv_norm_factor: the count, if it is not the number of elements (for example, the number of reference
+                phones for an edit distance per word): a number, or a tensor that is summed.
+
+        Raises:
+            ConfigError: the name is already taken.
         """
         if name in self.losses:
-            raise ConfigError([f"train_step: expected every loss to have a name of its own, got {name!r} twice"])
+            raise ConfigError([f"train_step: expected a unique name for every loss, got {name!r} twice"])
         self.losses[name] = Loss(loss, scale, as_error, use_normalized_loss, custom_inv_norm_factor)
 
     def mark_as_output(self, tensor: Any, name: str, *, seq_lens: Any | None = None) -> None:
-        """Name something that `forward_step` computed, to be written or handed to `forward_callback`.
+        """Mark an output of `forward_step`, to be written to a file or passed to `forward_callback`.
 
         Args:
-            tensor: one entry per sequence on the first axis.
-            name: 'output' becomes the key 'data' of an HDF file, any other a key of its own.
-            seq_lens: how many frames (second axis) belong to each sequence, such as `extern_data["data"].seq_lens`; without
-                it a sequence gets its whole row.
+            tensor: shape (batch, ...).
+            name: 'output' becomes the data key 'data' of an HDF file; any other name becomes the data key of that name.
+            seq_lens: number of frames (second axis) of each sequence, such as `extern_data["data"].seq_lens`. Default: the
+                whole axis belongs to every sequence.
+
+        Raises:
+            ConfigError: the name is already taken.
         """
         if name in self.outputs:
-            raise ConfigError([f"forward_step: expected every output to have a name of its own, got {name!r} twice"])
+            raise ConfigError([f"forward_step: expected a unique name for every output, got {name!r} twice"])
         self.outputs[name] = Output(tensor, seq_lens)
 
     def mark_as_default_output(self, tensor: Any, *, seq_lens: Any | None = None) -> None:
-        """Mark the output called 'output'."""
+        """Mark the output with the name 'output'."""
         self.mark_as_output(tensor, "output", seq_lens=seq_lens)
 
 
@@ -115,7 +121,7 @@ _current: ContextVar[RunContext] = ContextVar("hvdtrain_run_context")
 
 
 def get_run_ctx() -> RunContext:
-    """The context of the step that is running. Raises: ConfigError, outside of one."""
+    """The context of the running step. Raises: ConfigError, outside of a step."""
     try:
         return _current.get()
     except LookupError:

@@ -1,4 +1,4 @@
-"""The errors a user can cause and mend. They are shown as a message without a traceback, and end the program with 2."""
+"""Errors that a user can cause and fix. They are shown as a message without a traceback and end the program with status 2."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 
 class HvdtrainError(Exception):
-    """Something a user can mend.
+    """Base class of the errors that a user can fix.
 
     Attributes:
-        on_every_rank: all ranks raised the same error together, so one of them is enough to show it.
+        on_every_rank: all ranks raise the same error together, so that it is enough if one of them shows it.
         status: the program's exit status.
     """
 
@@ -17,12 +17,12 @@ class HvdtrainError(Exception):
     status = 2
 
     def of_rank(self, rank: int) -> HvdtrainError:
-        """The same error, telling that only this rank saw it."""
+        """The same error with the rank in its message, for an error that only this rank has."""
         return type(self)(f"rank {rank}: {self}")
 
 
 class ConfigError(HvdtrainError):
-    """The config or the command line: every problem found, in one error."""
+    """Problems in the config or the command line: all that were found, in one error."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         self.problems = list(problems)
@@ -34,26 +34,26 @@ class ConfigError(HvdtrainError):
         return ConfigError([f"rank {rank}: {self}"])
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[list[str]]]:
-        return type(self), (self.problems,)  # pickled on its way to other ranks
+        return type(self), (self.problems,)  # pickled when it is sent to other ranks
 
 
 class DataError(HvdtrainError):
-    """A dataset's file or what is in it. The message names the file."""
+    """A dataset's file is missing or malformed. The message names the file."""
 
 
 class CheckpointError(HvdtrainError):
-    """A checkpoint that is missing, damaged or of another model. The message names the file."""
+    """A checkpoint is missing, damaged or belongs to another model. The message names the file."""
 
 
 class TrainingError(HvdtrainError):
-    """A training that cannot go on: a loss is no number."""
+    """Training cannot continue, for instance because a loss is not finite."""
 
 
 class LaunchError(HvdtrainError):
-    """How the processes were started, or what is installed to connect them."""
+    """The processes were started in a way that does not work, or something that is needed to connect them is missing."""
 
 
 class PeerFailure(HvdtrainError):
-    """Another rank failed: this one was waiting for it and has nothing to report of its own."""
+    """Another rank failed while this one was waiting for it; this rank has no error of its own to report."""
 
     status = 1

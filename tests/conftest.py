@@ -4,6 +4,7 @@ import inspect
 import signal
 import subprocess
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -60,21 +61,42 @@ def trained(request: pytest.FixtureRequest, corpus: Path, tmp_path_factory: pyte
     return Trained(corpus, tmp_path_factory.mktemp("trained"), {item.path for item in request.session.items})
 
 
-@pytest.hookimpl(tryfirst=True)  # before -m is looked at
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Which tests start programs (`-m "not launches"`), and which have to run one after the other, in the same worker.
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark tests that start programs: `-m "not launches"`."""
+    if starts_programs(item):
+        item.add_marker("launches")
 
-    Tests on several ranks take all cores, and share what was trained; those of a file share fixtures. RETURNN, which some tests
-    call, switches TensorFlow to the behaviour of its version 1 for the rest of the process: tests that need version 2 come first.
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Which tests run one after the other in the same worker: those of a file, which share fixtures, and all those on several
+    ranks, which take all cores and share what was trained. This largest group comes first in its worker, and those of TensorFlow
+    first in the group. Each worker has a cluster of its own: its tests go wherever there is time.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    @cache
+    def group_of(file: str) -> str:
+        path = config.rootpath / file
+        of_ranks = (
+            path.parent.name == "ranks"
+            or path.name.startswith("test_tensorflow")
+            or "@trains(" in path.read_text(encoding="utf-8")
+        )
+        return "ranks" if of_ranks else file
+
+    class Groups(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return nodeid if "/cluster/" in nodeid else group_of(nodeid.split("::")[0])
+
+    return Groups(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """RETURNN, which some tests call, switches TensorFlow to the behaviour of its version 1 for the rest of the process: tests
+    that need version 2 come first.
     """
     items.sort(key=lambda item: not item.path.name.startswith("test_tensorflow"))
-    for item in items:
-        if starts_programs(item):
-            item.add_marker("launches")
-        if item.path.parent.name == "cluster":  # every worker has hosts of its own
-            continue
-        of_ranks = item.path.parent.name == "ranks" or "trained" in getattr(item, "fixturenames", ())
-        item.add_marker(pytest.mark.xdist_group("ranks" if of_ranks else item.path.stem))
 
 
 STARTERS = {launch, torchrun, hvdtrain, subprocess.run, subprocess.Popen, Terminal, Trained.__call__}

@@ -21,8 +21,8 @@ def test_two_ranks_hear_each_other_over_mpi_and_over_horovod(framework: str) -> 
 def test_alone_it_says_so() -> None:
     finished = launch([DEMO])
     assert finished.status == 0, finished.err
-    assert "nobody started 1 process\n" in finished.out
-    assert "MPI: nobody else is there" in finished.out
+    assert "no launcher started 1 process\n" in finished.out
+    assert "MPI: this is the only process" in finished.out
 
 
 def test_processes_that_do_not_find_each_other_are_told() -> None:

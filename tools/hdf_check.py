@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Look at HDF files: what is in them, are they sound, how fast do they read; see --help."""
+"""Inspect HDF files: show their content, verify them and measure how fast they read; see --help."""
 
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from hvdtrain.hdf_tools.check import main  # noqa: E402  # the line above finds the checkout
+from hvdtrain.hdf_tools.check import main  # noqa: E402  # found through the line above
 
 sys.exit(main())

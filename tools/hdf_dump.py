@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Convert a dataset into an HDF file; see --help."""
+"""Convert a dataset to an HDF file; see --help."""
 
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from hvdtrain.hdf_tools.dump import main  # noqa: E402  # the line above finds the checkout
+from hvdtrain.hdf_tools.dump import main  # noqa: E402  # found through the line above
 
 sys.exit(main())

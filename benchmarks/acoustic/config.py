@@ -1,9 +1,9 @@
-"""An acoustic-like model on features that mean nothing: only how the time of a training is spent is of interest.
+"""An acoustic-like model on random features, to measure where the time of a training goes.
 
-Given to hvdtrain by benchmarks/computing_time.py, which makes the files.
+Used by benchmarks/computing_time.py, which creates the data.
 """
 
-# ruff: noqa: F821  `config` is there while hvdtrain runs this file
+# ruff: noqa: F821  `config` is defined while hvdtrain runs this file
 from pathlib import Path
 
 import torch
@@ -24,7 +24,7 @@ FEATURES, CLASSES = 80, 40
 
 
 class Acoustic(nn.Module):
-    """Two convolutions that leave every fourth frame, two bidirectional LSTM layers."""
+    """Two convolutions with a total stride of 4, then two bidirectional LSTM layers."""
 
     def __init__(self, channels=128, hidden=192):
         super().__init__()

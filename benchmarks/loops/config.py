@@ -1,7 +1,7 @@
-"""What the benchmark changes in configs/g2p.py, given to hvdtrain as a second config file behind it.
+"""The benchmark's changes to configs/g2p.py, passed to hvdtrain as a second config file after it.
 
-The hand-written loops take the model and the seeds from here as well, so that all variants start from the same weights and
-drop the same units, and their losses can be compared.
+The hand-written loops use the model and seeds from here, too, so that all variants start from the same weights and apply the
+same dropout, and their losses can be compared.
 """
 
 import torch
@@ -13,11 +13,11 @@ eval = None
 log = None
 log_verbosity = 3
 
-spell = train_step  # noqa: F821  of configs/g2p.py, whose names are there while this file runs
+train_step_of_g2p = train_step  # noqa: F821  names of configs/g2p.py are defined while this file runs
 
 
 def get_model(**_):
-    """The model of configs/g2p.py with certain weights."""
+    """The model of configs/g2p.py with weights from a fixed seed."""
     torch.manual_seed(1)
     return LettersToPhones()  # noqa: F821
 
@@ -29,4 +29,4 @@ def seed_dropout(step, rank):
 
 def train_step(**given):
     seed_dropout(hvdtrain.get_run_ctx().step, hvdtrain.rank())
-    spell(**given)
+    train_step_of_g2p(**given)

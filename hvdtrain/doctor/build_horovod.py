@@ -79,32 +79,30 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"Horovod {HOROVOD_VERSION} is installed and works with {' and '.join(frameworks)}")
         return 0
     versions = built_for(frameworks)
-    try:
-        kept = _wheel_folder(options.wheel_dir or _default_wheel_dir(), versions)
-    except OSError as error:
-        if options.wheel_dir:
-            print(f"--wheel-dir: expected a folder that can be written, got {error}", file=sys.stderr)
-            return 1
-        print(f"the wheel will not be kept: {error}")
-        kept = None
-    if kept and not options.force:
-        wheel = next(kept.glob("*.whl"), None)
-        if wheel and _install(wheel, options.log) and _problem(frameworks) is None:
-            print(f"Horovod {HOROVOD_VERSION} works with {' and '.join(frameworks)}: the wheel of an earlier build, {wheel}")
-            return 0
+    wheel_dir = options.wheel_dir or _default_wheel_dir()
+    wheel = None if options.force else next(_folder(wheel_dir, versions).glob("*.whl"), None)
+    if wheel and _install(wheel, options.log) and _problem(frameworks) is None:
+        print(f"Horovod {HOROVOD_VERSION} works with {' and '.join(frameworks)}: the wheel of an earlier build, {wheel}")
+        return 0
+    problem = _unwritable(wheel_dir)
+    if problem and options.wheel_dir:
+        print(f"--wheel-dir: expected a folder that can be written, got {problem}", file=sys.stderr)
+        return 1
+    if problem:
+        print(f"the wheel will not be kept: {problem}")
     with tempfile.TemporaryDirectory(prefix="hvdtrain-horovod-") as folder:
         wheel = _build(frameworks, options.log, Path(folder))
         if wheel is None or not _install(wheel, options.log):
             print(_what_failed(options.log), file=sys.stderr)
             print(f"\nbuilding Horovod failed; the whole log: {options.log}", file=sys.stderr)
             return 1
-        problem = _problem(frameworks)
-        if problem is not None:
-            print(f"Horovod was built but does not work:\n{problem}\nThe build's log: {options.log}", file=sys.stderr)
+        broken = _problem(frameworks)
+        if broken:
+            print(f"Horovod was built but does not work:\n{broken}\nThe build's log: {options.log}", file=sys.stderr)
             return 1
         print(f"Horovod {HOROVOD_VERSION} works with {' and '.join(frameworks)}")
-        if kept:
-            _keep(wheel, kept, versions)
+        if not problem:
+            _keep(wheel, _folder(wheel_dir, versions), versions)
     return 0
 
 
@@ -117,7 +115,7 @@ def built_for(frameworks: list[str]) -> dict[str, str]:
         "python": f"{sys.version.split()[0]} {sysconfig.get_config_var('EXT_SUFFIX')}",
         "compiler": _first_line("g++", "--version"),
         "libc": (os.confstr("CS_GNU_LIBC_VERSION") or "") if "CS_GNU_LIBC_VERSION" in os.confstr_names else "",
-        "mpi": f"{_first_line('mpicxx', '--showme:version')} {_first_line('mpirun', '--version')}",
+        "mpi": f"{shutil.which('mpicxx')} {_first_line('mpicxx', '--showme:version')} {_first_line('mpirun', '--version')}",
         "processor": " ".join(_processor_flags()),
     }
     nccl = _nccl_home()
@@ -135,14 +133,19 @@ def _default_wheel_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "hvdtrain/wheels"
 
 
-def _wheel_folder(wheel_dir: Path, versions: dict[str, str]) -> Path:
-    """The folder in wheel_dir, made if need be, for the wheel that was built for these versions."""
+def _folder(wheel_dir: Path, versions: dict[str, str]) -> Path:
+    """The folder in wheel_dir of the wheel that was built for these versions."""
     key = hashlib.sha256(json.dumps(versions, sort_keys=True).encode()).hexdigest()[:16]
-    folder = wheel_dir / f"horovod-{HOROVOD_VERSION}-{key}"
-    folder.mkdir(parents=True, exist_ok=True)
-    if not os.access(folder, os.W_OK):
-        raise PermissionError(f"{folder} cannot be written")
-    return folder
+    return wheel_dir / f"horovod-{HOROVOD_VERSION}-{key}"
+
+
+def _unwritable(wheel_dir: Path) -> str | None:
+    """Why no wheel can be kept there, or None: then the folder exists."""
+    try:
+        wheel_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return str(error)
+    return None if os.access(wheel_dir, os.W_OK) else f"{wheel_dir}, which cannot be written"
 
 
 def _keep(wheel: Path, folder: Path, versions: dict[str, str]) -> None:
@@ -150,6 +153,7 @@ def _keep(wheel: Path, folder: Path, versions: dict[str, str]) -> None:
     reason to fail, as Horovod is installed.
     """
     try:
+        folder.mkdir(exist_ok=True)
         (folder / "built-for.json").write_text(json.dumps(versions, indent=4) + "\n")
         with tempfile.TemporaryDirectory(prefix=".new-", dir=folder) as new:
             os.replace(shutil.copy(wheel, new), folder / wheel.name)

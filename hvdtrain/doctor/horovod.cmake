@@ -59,8 +59,12 @@ function(hvdtrain_compile_once)
             SOURCES "$<TARGET_OBJECTS:objects_of_${library}>;$<TARGET_OBJECTS:objects_of_both>"
             LINKER_LANGUAGE CXX)
         # Without the path to this environment's frameworks the wheel fits any environment with these versions: Horovod
-        # imports the framework before its own library, so that is found.
+        # imports the framework before its own library, so that is found. The path to MPI stays.
         set_target_properties(${library} PROPERTIES SKIP_BUILD_RPATH ON)
+        foreach(file ${MPI_LIBRARIES})
+            get_filename_component(folder ${file} DIRECTORY)
+            target_link_options(${library} PRIVATE "LINKER:-rpath,${folder}")
+        endforeach()
     endforeach()
 
     if(TARGET gloo)

@@ -1,1 +1,1 @@
-"""What training tells of itself beside its log: a report per epoch to files and trackers, and a page made of them."""
+"""Reports on training beside the log: one per epoch for files and trackers, and an HTML page made from them."""

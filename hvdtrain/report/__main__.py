@@ -1,4 +1,4 @@
-"""The command `hvdtrain report FOLDER...`: one page about one training or several; also `python -m hvdtrain.report`."""
+"""The command `hvdtrain report FOLDER...`: an HTML page about one or several trainings; also `python -m hvdtrain.report`."""
 
 from __future__ import annotations
 
@@ -11,24 +11,26 @@ from hvdtrain.report.runs import read_runs
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Make the page; return the exit status."""
+    """Write the page and return the exit status."""
     parser = argparse.ArgumentParser(
         prog="hvdtrain report",
-        description="Make an HTML page about a training: curves of losses, errors and learning rate, time spent, settings and "
-        "their origins. With several folders the page compares the trainings.",
+        description="Write an HTML page about a training: curves of losses, errors and learning rate, where the time went, and "
+        "the settings with their origins. With several folders, the page compares the trainings.",
     )
     parser.add_argument(
-        "folders", nargs="+", type=Path, metavar="FOLDER", help="the folder of scores.jsonl and the model's files"
+        "folders", nargs="+", type=Path, metavar="FOLDER", help="a folder with scores.jsonl and the model's files"
     )
-    parser.add_argument("--out", type=Path, help="the page; default: report.html in the (first) folder")
-    parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="write every figure as a PNG, too")
+    parser.add_argument("--out", type=Path, help="file to write (default: report.html in the first folder)")
+    parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="also write every figure as a PNG into this folder")
     options = parser.parse_args(arguments)
     try:
         runs = read_runs(options.folders)
         try:
             from hvdtrain.report import page, plots
         except ImportError as error:
-            raise HvdtrainError(f"expected matplotlib to draw with, got: {error} (pip install matplotlib)") from None
+            raise HvdtrainError(
+                f"hvdtrain report: expected the package matplotlib, got: {error} (pip install matplotlib)"
+            ) from None
         chapters = page.figures_of(runs)
         out = options.out or options.folders[0] / "report.html"
         out.write_text(page.page(runs, chapters), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What is known of a finished epoch, the lines it is told in, and which ranks held up the others."""
+"""The report on a finished epoch, the log lines it turns into, and the rank that the others waited for."""
 
 from __future__ import annotations
 
@@ -13,15 +13,19 @@ from hvdtrain.runtime.timer import clock_text
 
 @dataclass(frozen=True)
 class EpochReport:
-    """Everything that is known of a finished epoch.
+    """The results of a finished epoch.
 
     Attributes:
-        computing: share of the epoch's wall time that went into training steps, collectives included; rank 0's.
-        scores: by key, such as 'train_loss_ce' or 'dev_loss_wer' (errors are called losses here, as RETURNN calls them).
-        padding: by data key, the share of the frames in the epoch's batches that was padding (where every rank goes through
-            all data in an order of its own: in rank 0's batches).
-        loss_scale: what the loss is multiplied by at the end of the epoch, where it is.
-        seconds: by rank, seconds under each name (data wait, compute, communication, parameter sync, evaluation, saving, rest).
+        steps: steps of the epoch; a step is one batch on every rank.
+        global_step: steps done in the whole training.
+        elapsed: wall time of the epoch's training in seconds, without evaluation and saving.
+        computing: share of `elapsed` that rank 0 spent in training steps, collectives included.
+        scores: score by name, such as 'train_loss_ce' or 'dev_loss_wer' (errors are called losses, too, as in RETURNN).
+        padding: by data key, the share of the frames in the epoch's batches that is padding; of rank 0's batches where every
+            rank goes through all data in its own order.
+        seconds: for every rank, seconds by activity (data wait, compute, communication, parameter sync, evaluation, saving,
+            rest).
+        loss_scale: the factor of loss scaling at the end of the epoch; None without loss scaling.
     """
 
     epoch: int
@@ -37,29 +41,29 @@ class EpochReport:
     loss_scale: float | None = None
 
     def lines(self, datasets: Sequence[str]) -> list[tuple[int, str]]:
-        """What the log says of the epoch: lines with the verbosity from which each is shown.
+        """The log lines of the epoch, each with the lowest verbosity that shows it.
 
         Args:
-            datasets: those that were evaluated, by name.
+            datasets: names of the evaluated datasets.
         """
         start = f"train epoch {self.epoch}"
         padding = ", ".join(f"{name} {share:.1%}" for name, share in self.padding.items())
         lines = [(3, self.line), (4, f"{start}, padding: {padding}")]
-        lines += [(5, f"{start}, seconds: {row}") for row in table(self.seconds)]
+        lines += [(5, f"{start}, seconds: {row}") for row in seconds_by_rank(self.seconds)]
         late = held_up(self.seconds)
         lines += [(2, f"{start}: {late}")] if late else []
         return lines + [(1, line) for line in self._score_lines(datasets)]
 
     @property
     def line(self) -> str:
-        """The line RETURNN's users look at."""
+        """The summary line, in RETURNN's format."""
         return (
             f"train epoch {self.epoch}, finished after {self.steps} steps, {clock_text(self.elapsed)} elapsed "
             f"({self.computing:.1%} computing time)"
         )
 
     def _score_lines(self, datasets: Sequence[str]) -> list[str]:
-        """One line for training, one for all evaluations."""
+        """One line for training and one for all evaluations."""
 
         def of(dataset: str) -> str:
             start = f"{dataset}_loss_"
@@ -72,29 +76,42 @@ class EpochReport:
 
 
 class Reporter(Protocol):
-    """Somebody who wants to know about finished epochs."""
+    """Receives the report on every finished epoch."""
 
     def epoch(self, report: EpochReport) -> None: ...
 
 
-OWN = {"data wait": "waiting for data", "compute": "computing"}
-"""What a rank does for itself in a training step, and how it is told."""
+def seconds_by_rank(seconds: Sequence[Mapping[str, float]]) -> list[str]:
+    """One line per rank with its seconds by activity.
 
-WAITING = ("communication", "parameter sync")
+    >>> seconds_by_rank([{"compute": 8.25, "rest": 1}, {"compute": 7, "rest": 2.25}])
+    ['rank 0: compute 8.2, rest 1.0', 'rank 1: compute 7.0, rest 2.2']
+    """
+    rows = [", ".join(f"{name} {value:.1f}" for name, value in rank.items()) for rank in seconds]
+    return [f"rank {number}: {row}" for number, row in enumerate(rows)]
+
+
+OWN_WORK = {"data wait": "waiting for data", "compute": "computing"}
+"""What a rank does in a training step without the others, and its name in the log."""
+
+COLLECTIVES = ("communication", "parameter sync")
 """Where a rank waits for the others."""
 
-SHARE = 0.15
-"""A rank is named from so much more time than the others' on: below, batches of chance lengths make as much."""
+MIN_SHARE = 0.15
+"""A rank is reported when it takes this share longer than the others. Batches of random length make up smaller differences."""
 
-SECONDS = 0.2
-"""And from so many seconds on: a short epoch says nothing."""
+MIN_SECONDS = 0.2
+"""It also has to take this many seconds longer: the times of a short epoch are mostly noise."""
 
 
 def held_up(seconds: Sequence[Mapping[str, float]]) -> str | None:
-    """Which rank held the others up, by how much, and whether data or computing is the cause; None where none did.
+    """The slowest rank, how long the others waited for it, and whether data or computing is the cause.
 
     Args:
-        seconds: by rank, seconds of an epoch under each name.
+        seconds: for every rank, seconds of an epoch by activity.
+
+    Returns:
+        The line for the log; None if no rank held the others up.
 
     >>> held_up([{"compute": 8.0, "communication": 3.1}, {"compute": 11.0, "communication": 0.1}])
     'rank 1 held the others up by 3.0 s (38%): computing took 11.0 s, against 8.0 s'
@@ -102,31 +119,22 @@ def held_up(seconds: Sequence[Mapping[str, float]]) -> str | None:
     """
     if len(seconds) < 2:
         return None
-    own = [sum(rank.get(name, 0.0) for name in OWN) for rank in seconds]
+    own = [sum(rank.get(name, 0.0) for name in OWN_WORK) for rank in seconds]
     slowest = max(range(len(own)), key=own.__getitem__)
     others = [rank for number, rank in enumerate(seconds) if number != slowest]
     usual = median(time for number, time in enumerate(own) if number != slowest)
     late = own[slowest] - usual
     waited = median(_waiting(rank) for rank in others) - _waiting(seconds[slowest])
-    if late < SECONDS or late < SHARE * usual or waited < late / 2:
+    if late < MIN_SECONDS or late < MIN_SHARE * usual or waited < late / 2:
         return None
-    typical = {name: median(rank.get(name, 0.0) for rank in others) for name in OWN}
-    cause = max(OWN, key=lambda name: seconds[slowest].get(name, 0.0) - typical[name])
+    typical = {name: median(rank.get(name, 0.0) for rank in others) for name in OWN_WORK}
+    cause = max(OWN_WORK, key=lambda name: seconds[slowest].get(name, 0.0) - typical[name])
     return (
-        f"rank {slowest} held the others up by {late:.1f} s ({late / usual:.0%}): {OWN[cause]} took "
+        f"rank {slowest} held the others up by {late:.1f} s ({late / usual:.0%}): {OWN_WORK[cause]} took "
         f"{seconds[slowest].get(cause, 0.0):.1f} s, against {typical[cause]:.1f} s"
     )
 
 
-def table(seconds: Sequence[Mapping[str, float]]) -> list[str]:
-    """The ranks' seconds under each name, a rank a row.
-
-    >>> table([{"compute": 8.25, "rest": 1}, {"compute": 7, "rest": 2.25}])
-    ['rank 0: compute 8.2, rest 1.0', 'rank 1: compute 7.0, rest 2.2']
-    """
-    rows = [", ".join(f"{name} {value:.1f}" for name, value in rank.items()) for rank in seconds]
-    return [f"rank {number}: {row}" for number, row in enumerate(rows)]
-
-
 def _waiting(rank: Mapping[str, float]) -> float:
-    return sum(rank.get(name, 0.0) for name in WAITING)
+    """Seconds that a rank spent in collectives."""
+    return sum(rank.get(name, 0.0) for name in COLLECTIVES)

@@ -1,4 +1,4 @@
-"""Reports for scripts: a line of JSON per epoch."""
+"""scores.jsonl: one line of JSON per epoch, for scripts."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from hvdtrain.report.epoch import EpochReport
 
 
 def as_line(report: EpochReport) -> dict[str, Any]:
-    """A report as the file has it."""
+    """A report as it is written to the file; scores that are not finite become strings."""
     scores = {name: value if math.isfinite(value) else str(value) for name, value in report.scores.items()}
     line = {**asdict(report), "scores": scores}
     return line if report.loss_scale is not None else {name: value for name, value in line.items() if name != "loss_scale"}
 
 
 class JsonLines:
-    """One line of JSON per epoch in a file."""
+    """Writes one line of JSON per epoch to a file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -33,11 +33,14 @@ class JsonLines:
             file.write(json.dumps(as_line(report)) + "\n")
 
     def go_on(self, epoch: int, last: Mapping[str, Any] | None) -> None:
-        """Make the file that of a training that goes on after an epoch. A run that was killed may have left half a line, no
-        line of its last epoch, or a training that went on from an older checkpoint lines of epochs that are yet to come.
+        """Bring the file into line with a training that resumes after `epoch`.
+
+        A killed run can leave half a line or no line for its last epoch. When training resumes from an older checkpoint, the
+        file has lines of later epochs, which are removed.
 
         Args:
-            last: the epoch's line, as the checkpoint has it; written where the file has none.
+            epoch: the last finished epoch.
+            last: its line as the checkpoint has it, written if the file has none.
         """
         lines = {}
         if self._path.exists():

@@ -1,4 +1,4 @@
-"""One page of HTML about one training or several: nothing but this file is needed to look at it."""
+"""An HTML page about one or several trainings, in a single file without external resources."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ code { font: 12px/1.4 ui-monospace, monospace; overflow-wrap: anywhere } .late {
 
 
 def figures_of(runs: list[Run]) -> dict[str, dict[str, Figure]]:
-    """All figures: by chapter, then by name."""
+    """All figures, by chapter and then by name."""
     chapters: dict[str, dict[str, Figure]] = {
         "Scores": plots.score_figures(runs),
         "Learning rate and computing time": {
@@ -37,34 +37,34 @@ def figures_of(runs: list[Run]) -> dict[str, dict[str, Figure]]:
         },
     }
     for run in runs:
-        behind = f" of {run.name}" if len(runs) > 1 else ""
-        figures = {f"time{behind}": plots.time_figure(run)}
+        suffix = f" of {run.name}" if len(runs) > 1 else ""
+        figures = {f"time{suffix}": plots.time_figure(run)}
         if len(run.epochs[-1]["seconds"]) > 1:
-            figures[f"ranks{behind}"] = plots.rank_figure(run)
+            figures[f"ranks{suffix}"] = plots.rank_figure(run)
         if any(epoch["padding"] for epoch in run.epochs):
-            figures[f"padding{behind}"] = plots.padding_figure(run)
-        chapters[f"Time and batches{behind}"] = figures
+            figures[f"padding{suffix}"] = plots.padding_figure(run)
+        chapters[f"Time and batches{suffix}"] = figures
     return chapters
 
 
 def page(runs: list[Run], chapters: Mapping[str, Mapping[str, Figure]]) -> str:
-    """The page as HTML, its figures inside as SVG."""
+    """The page as HTML, with its figures as inline SVG."""
     title = ", ".join(run.name for run in runs)
     parts = [f"<h1>{html.escape(title)}</h1>", _overview(runs)]
     for chapter, figures in chapters.items():
         drawn = "\n".join(f"<figure>{_svg(figure, name)}</figure>" for name, figure in figures.items())
         parts.append(f"<h2>{html.escape(chapter)}</h2>\n<div class=figures>{drawn}</div>")
     for run in runs:
-        behind = f" of {html.escape(run.name)}" if len(runs) > 1 else ""
-        parts.append(f"<h2>Ranks that held others up{behind}</h2>\n{_late(run)}")
-        parts.append(f"<h2>Epochs{behind}</h2>\n{_epochs(run)}")
+        suffix = f" of {html.escape(run.name)}" if len(runs) > 1 else ""
+        parts.append(f"<h2>Ranks that held others up{suffix}</h2>\n{_late(run)}")
+        parts.append(f"<h2>Epochs{suffix}</h2>\n{_epochs(run)}")
     parts += [f"<h2>Settings</h2>\n{_settings(runs)}", f"<h2>Starts and versions</h2>\n{_starts(runs)}"]
     head = f"<meta charset=utf-8><title>{html.escape(title)}</title><style>{STYLE}</style>"
     return f"<!doctype html>\n<html lang=en><head>{head}</head>\n<body>\n" + "\n".join(parts) + "\n</body></html>\n"
 
 
 def write_pictures(folder: Path, chapters: Mapping[str, Mapping[str, Figure]]) -> list[Path]:
-    """Every figure as a PNG of its own; returns the files."""
+    """Write every figure as a PNG file and return the paths."""
     folder.mkdir(parents=True, exist_ok=True)
     files = []
     for figures in chapters.values():
@@ -96,15 +96,15 @@ def _epochs(run: Run) -> str:
 
 
 def _late(run: Run) -> str:
-    told = [(epoch["epoch"], held_up(epoch["seconds"])) for epoch in run.epochs]
-    lines = [f"<li class=late>epoch {epoch}: {html.escape(late)}</li>" for epoch, late in told if late]
+    late_ranks = [(epoch["epoch"], held_up(epoch["seconds"])) for epoch in run.epochs]
+    lines = [f"<li class=late>epoch {epoch}: {html.escape(late)}</li>" for epoch, late in late_ranks if late]
     if len(run.epochs[-1]["seconds"]) < 2:
-        return "<p class=note>One rank trained alone.</p>"
-    return f"<ul>{''.join(lines)}</ul>" if lines else "<p class=note>None: no rank was slower than the others by 15% or more.</p>"
+        return "<p class=note>Trained on a single rank.</p>"
+    return f"<ul>{''.join(lines)}</ul>" if lines else "<p class=note>None: no rank was at least 15% slower than the others.</p>"
 
 
 def _settings(runs: list[Run]) -> str:
-    """What was set; where runs are compared, only what differs or was set in one of them."""
+    """The keys that at least one run sets to something other than the default."""
     known = [run.starts[-1]["settings"] if run.starts else {} for run in runs]
     names = list(dict.fromkeys(name for settings in known for name in settings))
     rows: list[list[Any]] = []
@@ -112,7 +112,10 @@ def _settings(runs: list[Run]) -> str:
         cells = [settings.get(name, ("", "")) for settings in known]
         if any(origin not in ("", "default") for _, origin in cells):
             rows.append([name, *(f"{value}  [{origin}]" if origin else "" for value, origin in cells)])
-    return _table(["key", *(run.name for run in runs)], rows, code=True) + "<p class=note>All other keys had their defaults.</p>"
+    return (
+        _table(["key", *(run.name for run in runs)], rows, code=True)
+        + "<p class=note>All other keys have their default values.</p>"
+    )
 
 
 def _starts(runs: list[Run]) -> str:

@@ -1,4 +1,4 @@
-"""The figures of a report, by matplotlib."""
+"""The figures of a report, drawn with matplotlib."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 
-from matplotlib import pyplot  # noqa: E402  # the backend comes first: it needs no screen
+from matplotlib import pyplot  # noqa: E402  # after the backend, which needs no display, is set
 from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 from matplotlib.ticker import MaxNLocator, PercentFormatter  # noqa: E402
@@ -18,21 +18,21 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter  # noqa: E402
 from hvdtrain.report.runs import Run  # noqa: E402
 
 COLORS = ["#1f6f8b", "#d1495b", "#edae49", "#66a182", "#8d5b9f", "#7a6c5d", "#2e4057"]
-"""Of runs, and of where the time went; told apart by the color-blind, too."""
+"""Colors of runs and of activities, chosen to be distinguishable for color-blind readers."""
 
 STYLES = ["-", "--", ":", "-."]
-"""Of the datasets in a figure of scores."""
+"""Line styles of the datasets in a figure of scores."""
 
 WIDTH, HEIGHT = 6.4, 3.6
-"""Of a figure, in inches."""
+"""Size of a figure in inches."""
 
 
 def score_figures(runs: list[Run]) -> dict[str, Figure]:
-    """A figure per loss and error, its curves on the training data and on what is evaluated."""
+    """One figure per loss or error, with a curve for the training data and one for each evaluated dataset."""
     names = sorted({name for run in runs for epoch in run.epochs for name in epoch["scores"]})
     figures = {}
     for loss in dict.fromkeys(_split(name)[1] for name in names):
-        # Training first, then the others in their order.
+        # Training first, then the others in alphabetical order.
         datasets = sorted((_split(name)[0] for name in names if _split(name)[1] == loss), key=lambda one: (one != "train", one))
         figure, axes = _figure(loss)
         for number, run in enumerate(runs):
@@ -48,23 +48,23 @@ def score_figures(runs: list[Run]) -> dict[str, Figure]:
 
 
 def learning_rate_figure(runs: list[Run]) -> Figure:
-    """The epochs' learning rates."""
-    figure = _of_epochs(runs, "learning rate", lambda epoch: epoch["learning_rate"])
-    figure.axes[0].set_ylim(bottom=0)  # a rate that stays the same would have an axis of six digits
+    """The learning rate of each epoch."""
+    figure = _curve_by_epoch(runs, "learning rate", lambda epoch: epoch["learning_rate"])
+    figure.axes[0].set_ylim(bottom=0)  # otherwise a constant rate gets axis labels of six digits
     return figure
 
 
 def computing_figure(runs: list[Run]) -> Figure:
-    """The share of the time that went into training steps."""
-    figure = _of_epochs(runs, "computing time", lambda epoch: epoch["computing"])
+    """The share of each epoch's time spent in training steps."""
+    figure = _curve_by_epoch(runs, "computing time", lambda epoch: epoch["computing"])
     figure.axes[0].yaxis.set_major_formatter(PercentFormatter(1.0))
     lowest = min(epoch["computing"] for run in runs for epoch in run.epochs)
-    figure.axes[0].set_ylim(min(0.9, 0.95 * lowest), 1.0)  # 99.7 and 99.9 % are to look alike
+    figure.axes[0].set_ylim(min(0.9, 0.95 * lowest), 1.0)  # so that 99.7 % and 99.9 % look alike
     return figure
 
 
 def time_figure(run: Run) -> Figure:
-    """Where the time of each epoch went, the mean over the ranks."""
+    """The time of each epoch by activity, averaged over the ranks."""
     names = time_names(run)
     figure, axes = _figure("seconds of an epoch, mean over the ranks")
     epochs = [epoch["epoch"] for epoch in run.epochs]
@@ -78,7 +78,7 @@ def time_figure(run: Run) -> Figure:
 
 
 def rank_figure(run: Run) -> Figure:
-    """Where the ranks' time went, side by side, the mean over the epochs."""
+    """The time of each rank by activity, averaged over the epochs."""
     names = time_names(run)
     ranks = range(min(len(epoch["seconds"]) for epoch in run.epochs))
     figure, axes = _figure("seconds of an epoch by rank, mean over the epochs", height=1.6 + 0.4 * len(ranks))
@@ -95,7 +95,7 @@ def rank_figure(run: Run) -> Figure:
 
 
 def padding_figure(run: Run) -> Figure:
-    """The share of padding per data key."""
+    """The share of padding by data key."""
     figure, axes = _figure("padding")
     epochs = [epoch["epoch"] for epoch in run.epochs]
     names = list(dict.fromkeys(name for epoch in run.epochs for name in epoch["padding"]))
@@ -109,18 +109,19 @@ def padding_figure(run: Run) -> Figure:
 
 
 def time_names(run: Run) -> list[str]:
-    """The names under which seconds were counted, computing first: the base of every bar."""
+    """The activities with recorded seconds: computing first, as the base of every bar, and the rest last."""
     names = dict.fromkeys(name for epoch in run.epochs for rank in epoch["seconds"] for name in rank)
     return sorted(names, key=lambda name: (name != "compute", name == "rest", list(names).index(name)))
 
 
 def close(figures: list[Figure]) -> None:
-    """Free the figures' memory."""
+    """Close the figures to free their memory."""
     for figure in figures:
         pyplot.close(figure)
 
 
-def _of_epochs(runs: list[Run], title: str, value: Callable[[Any], float]) -> Figure:
+def _curve_by_epoch(runs: list[Run], title: str, value: Callable[[Any], float]) -> Figure:
+    """A figure with one curve per run: `value` of every epoch's report."""
     figure, axes = _figure(title)
     for number, run in enumerate(runs):
         epochs = [epoch["epoch"] for epoch in run.epochs]
@@ -159,6 +160,6 @@ def _mean(values: list[float]) -> float:
 
 
 def _split(name: str) -> tuple[str, str]:
-    """A score's dataset and loss: 'dev_loss_ce' is ('dev', 'ce')."""
+    """A score's dataset and loss: ('dev', 'ce') for 'dev_loss_ce'."""
     match = re.match(r"(.+?)_loss_(.+)", name)
     return (match[1], match[2]) if match else ("", name)

@@ -1,4 +1,4 @@
-"""What trainings were started with (starts.jsonl), and finished or running trainings, read back from their folders."""
+"""The record of a training's starts (starts.jsonl), and reading finished or running trainings back from their folders."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PACKAGES = ("torch", "tensorflow", "tensorflow-cpu", "keras", "horovod", "mpi4py
 
 
 def versions() -> dict[str, str]:
-    """The versions of Python, of hvdtrain and of the packages that matter; nothing is imported."""
+    """The versions of Python, hvdtrain and `PACKAGES`, found without importing them."""
     found = {"hvdtrain": __version__, "Python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -31,12 +31,12 @@ def versions() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Start:
-    """One start of a training.
+    """One start of a training: a line of starts.jsonl.
 
     Attributes:
-        hosts: by rank, its host and device.
-        settings: by key, its value as text and where that came from.
-        first_epoch: the epoch that training began or went on with.
+        hosts: (host, device) of every rank.
+        settings: (value as text, origin) of every key.
+        first_epoch: the epoch that training starts or resumes with.
     """
 
     hosts: Sequence[tuple[str, str]]
@@ -49,7 +49,7 @@ class Start:
 
 
 def note_start(folder: Path, start: Start) -> None:
-    """Add a line to the folder's starts.jsonl. Raises: ConfigError, if it cannot be written."""
+    """Append a line to the folder's starts.jsonl. Raises: ConfigError, if it cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / "starts.jsonl").open("a", encoding="utf-8") as file:
@@ -60,11 +60,11 @@ def note_start(folder: Path, start: Start) -> None:
 
 @dataclass(frozen=True)
 class Run:
-    """What a training's folder tells.
+    """A training as its folder records it.
 
     Attributes:
-        name: the folder's name, longer where that is not enough to tell runs apart.
-        epochs: the lines of scores.jsonl, by epoch; of an epoch that was done twice the later one.
+        name: the folder's name, with as many parent folders as it takes to distinguish the runs.
+        epochs: the lines of scores.jsonl in the order of epochs; the last line of an epoch that was trained twice.
         starts: the lines of starts.jsonl, oldest first.
     """
 
@@ -73,13 +73,13 @@ class Run:
     starts: Sequence[Mapping[str, Any]]
 
     def scores(self, name: str) -> tuple[list[int], list[float]]:
-        """The epochs that have a score, and its values."""
+        """The epochs that have a score, and its value in each."""
         found = [(one["epoch"], float(one["scores"][name])) for one in self.epochs if name in one["scores"]]
         return [epoch for epoch, _ in found], [value for _, value in found]
 
 
 def read_runs(folders: list[Path]) -> list[Run]:
-    """Read several runs. Raises: DataError: there is no scores.jsonl, or a line of it is broken."""
+    """Read several runs. Raises: DataError, if scores.jsonl is missing or a line of it is malformed."""
     return [_read(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
 
 
@@ -109,7 +109,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _names(folders: list[Path]) -> list[str]:
-    """As few of the last parts of the paths as tell them apart."""
+    """The shortest ends of the paths that differ from each other."""
     parts = [folder.resolve().parts for folder in folders]
     for length in range(1, max(len(path) for path in parts) + 1):
         names = ["/".join(path[-length:]) for path in parts]

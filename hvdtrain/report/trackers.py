@@ -1,4 +1,4 @@
-"""Reports to experiment trackers: TensorBoard's files, and a function of the config's for any other service."""
+"""Reports to experiment trackers: a function in the config for any service, and event files for TensorBoard."""
 
 from __future__ import annotations
 
@@ -21,18 +21,14 @@ from hvdtrain.report.epoch import EpochReport
 
 @dataclass(frozen=True, kw_only=True)
 class TrackerKeys(Section):
-    """Where reports of finished epochs go, beside the log and scores.jsonl."""
+    """Experiment trackers, beside the log and scores.jsonl."""
 
-    use_tensorboard: bool = key(
-        False, "write scores, learning rate and times for TensorBoard, into tensorboard/ beside the model"
-    )
-    tensorboard_histograms: bool = key(
-        False, "write the distribution of every parameter's elements for TensorBoard, too (with use_tensorboard)"
-    )
+    use_tensorboard: bool = key(False, "write scores, learning rate and times for TensorBoard into tensorboard/ beside the model")
+    tensorboard_histograms: bool = key(False, "also write a histogram of every parameter for TensorBoard (with use_tensorboard)")
     track_epoch: Callable[..., None] | str | None = key(
         None,
-        "function (*, epoch, step, metrics, **_) that rank 0 calls after every epoch, to hand {name: number} on to MLflow, "
-        "Weights & Biases or the like",
+        "function (*, epoch, step, metrics, **_) that rank 0 calls after every epoch with metrics {name: number}, to log "
+        "them to MLflow, Weights & Biases or similar services",
     )
 
     def problems(self, others: Sections = ALONE) -> list[str]:
@@ -42,9 +38,9 @@ class TrackerKeys(Section):
 
 
 def metrics(report: EpochReport) -> dict[str, float]:
-    """Everything in a report that is a number, by a name with its group: `dev/ce`, `time/compute`, `padding/data`.
+    """All numbers of a report, by names with a group: `dev/ce`, `time/compute`, `padding/data`.
 
-    Seconds are means over the ranks, shares those of all ranks' time.
+    Seconds are averaged over the ranks; shares refer to the summed time of all ranks.
     """
     numbers = {name.replace("_loss_", "/", 1): value for name, value in report.scores.items()}
     numbers |= {"learning_rate": report.learning_rate, "time/elapsed": report.elapsed, "time/computing_share": report.computing}
@@ -61,14 +57,26 @@ def metrics(report: EpochReport) -> dict[str, float]:
     return numbers | {f"padding/{name}": share for name, share in report.padding.items()}
 
 
-class TensorBoard:
-    """Writes an event file. What an earlier run wrote beyond the step where this one starts, TensorBoard hides.
+class Tracker:
+    """Calls the config's `track_epoch` with the metrics of every epoch."""
 
-    The records are written with TensorBoard's own messages, but without its `SummaryWriter`, which imports TensorFlow
-    where that is installed.
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def epoch(self, report: EpochReport) -> None:
+        numbers: Mapping[str, float] = metrics(report)
+        self._function(epoch=report.epoch, step=report.global_step, metrics=numbers)
+
+
+class TensorBoard:
+    """Writes an event file for TensorBoard, which hides what an earlier run wrote beyond the step where this one starts.
+
+    The records use TensorBoard's own messages, but not its `SummaryWriter`, which imports TensorFlow if that is installed.
 
     Args:
-        parameters: asked after every epoch for arrays by name, of which histograms are written; None: no histograms.
+        folder: where the event file is written.
+        step: steps done before this run.
+        parameters: called after every epoch; returns (name, array) pairs to write histograms of. None: no histograms.
 
     Raises:
         ConfigError: TensorBoard is not installed.
@@ -108,22 +116,12 @@ class TensorBoard:
         self._begin = []
 
 
-class Tracker:
-    """Hands every epoch's numbers on to a function of the config's."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-
-    def epoch(self, report: EpochReport) -> None:
-        numbers: Mapping[str, float] = metrics(report)
-        self._function(epoch=report.epoch, step=report.global_step, metrics=numbers)
-
-
 BINS = 64
+"""Bins of a histogram."""
 
 
 def histogram(values: Array) -> dict[str, Any] | None:
-    """The fields of TensorBoard's HistogramProto, of all elements that are finite numbers; None where there are none.
+    """The fields of TensorBoard's HistogramProto for the finite elements of an array; None if there are none.
 
     >>> found = histogram(numpy.array([[0.0, 1.0], [4.0, numpy.nan]]))
     >>> found["num"], found["min"], found["max"], found["sum"], found["sum_squares"]

@@ -1,5 +1,5 @@
-"""What a RETURNN config for plain PyTorch finds where it imports `returnn`: a few names of RETURNN's, made of hvdtrain's own.
+"""The part of RETURNN's API that configs for plain PyTorch import from `returnn`, implemented on top of hvdtrain.
 
-`imports.py` decides who sees them, `stand_ins.py` lists them, `adapter.py` puts them around the config's functions;
-the other files are the names themselves.
+`imports.py` makes the modules visible to a config, `stand_ins.py` lists their names, and `adapter.py` wraps the config's
+functions; the other files implement the names.
 """

@@ -1,4 +1,4 @@
-"""The functions of a config that imports RETURNN's names: hvdtrain's learner calls them, and they get what RETURNN gives them."""
+"""Wraps the functions of a config that imports `returnn`, so that they receive what RETURNN would pass to them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hvdtrain.config.source import Source
 from hvdtrain.context import get_run_ctx
 from hvdtrain.errors import ConfigError
 from hvdtrain.returnn_layer.imports import Layer
-from hvdtrain.returnn_layer.missing import NotInLayer, place, told
+from hvdtrain.returnn_layer.missing import NotInLayer, explanation, location
 from hvdtrain.returnn_layer.stand_ins import ROOT
 
 if TYPE_CHECKING:
@@ -25,10 +25,10 @@ STEPS: dict[str, Stage] = {"train_step": "train_step", "forward_step": "forward_
 
 
 def adapted(source: Source, layer: Layer) -> Source:
-    """The config with its functions as hvdtrain's learner calls them; the config itself where it imports nothing of RETURNN."""
+    """The config with wrapped functions; the config itself if it does not import `returnn`."""
     if not layer.in_use:
         return source
-    layer.is_read(source.values)
+    layer.set_config(source.values)
     if source.values.get("backend", "torch") != "torch":
         problem = f"backend: expected 'torch' in a config that imports returnn, got {source.values['backend']!r}"
         return replace(source, problems=(*source.problems, problem))
@@ -42,7 +42,7 @@ def adapted(source: Source, layer: Layer) -> Source:
         if callable(values.get(name)):
             values[name] = _step(values[name], stage, layer, templates, outputs)
     if callable(values.get("get_model")):
-        values["get_model"] = _in_place(values["get_model"], "get_model", layer)
+        values["get_model"] = _with_modules(values["get_model"], "get_model", layer)
     if values.get("forward_callback") is not None and not isinstance(values["forward_callback"], str):
         values["forward_callback"] = _callback_maker(values["forward_callback"], layer, outputs)
     return replace(source, values=values, problems=(*source.problems, *problems, *more))
@@ -55,60 +55,63 @@ def _step(
     templates: Mapping[str, Tensor] | None,
     outputs: Mapping[str, Tensor],
 ) -> Callable[..., None]:
-    """A train_step or forward_step."""
+    """A train_step or forward_step that calls the config's function with a TensorDict, inside RETURNN's run context."""
     from hvdtrain.returnn_layer.run_ctx import RunCtx, running
-    from hvdtrain.returnn_layer.templates import TensorDict, from_batch, reset, with_batch
+    from hvdtrain.returnn_layer.templates import TensorDict, fill_templates, reset, templates_of_batch
 
     def step(*, model: Any, extern_data: Mapping[str, Any], **others: Any) -> None:
         context = get_run_ctx()
         inference = stage == "forward_step"
         reset(outputs.values())
         expected = TensorDict(outputs) if outputs and inference else None
-        given = with_batch(
-            from_batch(extern_data) if templates is None else templates, extern_data, context.seq_tags, inference=inference
+        given = fill_templates(
+            templates_of_batch(extern_data) if templates is None else templates,
+            extern_data,
+            context.seq_tags,
+            inference=inference,
         )
         with running(RunCtx(stage, context, expected)) as returnn_context:
-            in_place(model=model, extern_data=given, **others)
+            with_modules(model=model, extern_data=given, **others)
             if inference:
                 returnn_context.check_outputs_complete()
 
-    in_place = _in_place(function, stage, layer)
+    with_modules = _with_modules(function, stage, layer)
     return _named(step, function)
 
 
-def _in_place(function: Callable[..., Any], name: str, layer: Layer) -> Callable[..., Any]:
-    """The function, with our modules in place while it runs."""
+def _with_modules(function: Callable[..., Any], name: str, layer: Layer) -> Callable[..., Any]:
+    """The function, with the layer's modules active while it runs. Raises: ConfigError, if it uses a name that is missing."""
 
     def call(*arguments: Any, **options: Any) -> Any:
         try:
-            with layer.in_place():
+            with layer.active():
                 return function(*arguments, **options)
         except (NotInLayer, ImportError) as error:
             if isinstance(error, ImportError) and (error.name or "").partition(".")[0] != ROOT:
                 raise
-            raise ConfigError([f"{name}, in {place(error)}: {told(error)}"]) from error
+            raise ConfigError([f"{name}, in {location(error)}: {explanation(error)}"]) from error
 
     return _named(call, function)
 
 
 def _named(wrapper: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
-    """The wrapper under the name of the function, or class, or of a partial object, which has none."""
+    """The wrapper with the name and docstring of the function or class; a partial object has none."""
     return functools.update_wrapper(wrapper, function, updated=())
 
 
 def _callback_maker(value: Any, layer: Layer, outputs: Mapping[str, Tensor]) -> Callable[[], Any]:
-    """A function that makes the callback, on the rank that calls it."""
+    """A function that creates the callback; it runs on the rank that uses the callback."""
 
     def make() -> Callback:
-        is_made = hasattr(value, "process_seq") and not isinstance(value, type)
-        made = value if is_made else _in_place(value, "forward_callback", layer)()
-        return Callback(made, layer, outputs)
+        is_instance = hasattr(value, "process_seq") and not isinstance(value, type)
+        callback = value if is_instance else _with_modules(value, "forward_callback", layer)()
+        return Callback(callback, layer, outputs)
 
     return _named(make, value if isinstance(value, type) or hasattr(value, "__name__") else type(value))
 
 
 class Callback:
-    """A config's forward_callback: it gets a TensorDict of numpy arrays."""
+    """Calls a config's forward_callback with TensorDicts of numpy arrays."""
 
     def __init__(self, inner: Any, layer: Layer, outputs: Mapping[str, Tensor]) -> None:
         self._inner = inner
@@ -125,10 +128,10 @@ class Callback:
         self._call("finish")
 
     def _call(self, method: str, **options: Any) -> None:
-        _in_place(getattr(self._inner, method), f"forward_callback.{method}", self._layer)(**options)
+        _with_modules(getattr(self._inner, method), f"forward_callback.{method}", self._layer)(**options)
 
     def _tensors(self, outputs: Mapping[str, Any]) -> TensorDict:
-        """A sequence's outputs: their axes have the sequence's own sizes."""
+        """The outputs of a sequence as Tensors, whose dims have the sizes of this sequence."""
         from hvdtrain.returnn_layer.templates import TensorDict
         from hvdtrain.returnn_layer.tensors import Dim, Tensor
 
@@ -145,7 +148,7 @@ class Callback:
 
 
 def _sized(dim: Dim, size: int) -> Dim:
-    """An axis with the size of one sequence."""
+    """A dim like `dim` with the size of one sequence."""
     from hvdtrain.returnn_layer.tensors import Dim, Tensor
 
     return Dim(Tensor(dim.name, [], "int32", raw_tensor=numpy.array(size, dtype=numpy.int32)), name=dim.name, kind=dim.kind)

@@ -1,4 +1,4 @@
-"""`returnn.util.basic`, `returnn.forward_iface` and `returnn.log`: small helpers that configs import."""
+"""`returnn.forward_iface`, `returnn.log` and `returnn.util.basic`: small helpers that configs import."""
 
 from __future__ import annotations
 
@@ -12,71 +12,21 @@ from hvdtrain.runtime.log import say
 __all__ = ["cf", "get_fwd_compat_kwargs", "get_hostname", "get_login_username", "hms", "human_bytes_size", "human_size"]
 
 
-def get_login_username() -> str:
-    """Who runs the program; the number of the user where the system has no name for it, as in some containers."""
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        return str(os.getuid())
-
-
-def get_hostname() -> str:
-    return socket.gethostname()
-
-
-def get_fwd_compat_kwargs() -> dict[str, None]:
-    """What RETURNN passes to a config's functions so that they take further arguments: nothing here."""
-    return {}
-
-
-def cf(filename: str) -> str:
-    """The file itself; hvdtrain's key `cache_dir` copies data files to a local disk."""
-    return filename
-
-
-def hms(seconds: float) -> str:
-    """Hours, minutes and seconds.
-
-    >>> hms(3725.4)
-    '1:02:05'
-    """
-    minutes, rest = divmod(int(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
-
-
-def human_size(number: float, factor: int = 1000, frac: float = 0.8, prec: int = 1) -> str:
-    """A number with K, M, G or T.
-
-    >>> human_size(12), human_size(123_456)
-    ('12', '123.5K')
-    """
-    units = ["", "K", "M", "G", "T"]
-    while len(units) > 1 and abs(number) >= factor * frac:
-        number /= factor
-        units.pop(0)
-    return f"{number}{units[0]}" if units[0] == "" else f"{number:.{prec}f}{units[0]}"
-
-
-def human_bytes_size(number: float, factor: int = 1024, frac: float = 0.8, prec: int = 1) -> str:
-    """Bytes with KB, MB, GB or TB."""
-    return human_size(number, factor, frac, prec) + "B"
-
-
 class ForwardCallbackIface:
-    """What is done with the outputs of the task forward, sequence by sequence."""
+    """Base class for a config's forward_callback, which receives the outputs of the task forward."""
 
     def init(self, *, model: Any) -> None:
-        """Called first."""
+        """Called once before the first sequence."""
 
     def process_seq(self, *, seq_tag: str, outputs: Any) -> None:
-        """Called for every sequence; `outputs` is a TensorDict whose raw tensors are numpy arrays without padding."""
+        """Called for every sequence. `outputs` is a TensorDict whose raw tensors are numpy arrays without padding."""
 
     def finish(self) -> None:
-        """Called last."""
+        """Called once after the last sequence."""
 
 
 class Stream:
-    """What is printed to it becomes lines of the log, shown from a `log_verbosity` on."""
+    """A text stream whose lines go to the log, with a `log_verbosity` from which they are shown."""
 
     def __init__(self, level: int) -> None:
         self._level = level
@@ -89,11 +39,11 @@ class Stream:
         return len(text)
 
     def flush(self) -> None:
-        """Whole lines are written at once; what is no whole line waits for its end."""
+        """Does nothing: whole lines are logged at once, and an unfinished line waits for its end."""
 
 
 class Log:
-    """Streams for the levels 1 to 5."""
+    """Streams for the verbosity levels 1 to 5."""
 
     def __init__(self) -> None:
         self.v1, self.v2, self.v3, self.v4, self.v5 = self.v = [Stream(level) for level in range(1, 6)]
@@ -107,3 +57,53 @@ class Log:
 
 
 log = Log()
+
+
+def get_login_username() -> str:
+    """The name of the user; the user id if the system has no name for it, as in some containers."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())
+
+
+def get_hostname() -> str:
+    return socket.gethostname()
+
+
+def get_fwd_compat_kwargs() -> dict[str, None]:
+    """Arguments that RETURNN adds to calls of config functions, so that these accept new ones; hvdtrain adds none."""
+    return {}
+
+
+def cf(filename: str) -> str:
+    """Returns the file name unchanged: hvdtrain's key `cache_dir` copies data files to a local disk."""
+    return filename
+
+
+def hms(seconds: float) -> str:
+    """Format seconds as hours, minutes and seconds.
+
+    >>> hms(3725.4)
+    '1:02:05'
+    """
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+
+
+def human_size(number: float, factor: int = 1000, frac: float = 0.8, prec: int = 1) -> str:
+    """Format a number with the unit K, M, G or T.
+
+    >>> human_size(12), human_size(123_456)
+    ('12', '123.5K')
+    """
+    units = ["", "K", "M", "G", "T"]
+    while len(units) > 1 and abs(number) >= factor * frac:
+        number /= factor
+        units.pop(0)
+    return f"{number}{units[0]}" if units[0] == "" else f"{number:.{prec}f}{units[0]}"
+
+
+def human_bytes_size(number: float, factor: int = 1024, frac: float = 0.8, prec: int = 1) -> str:
+    """Format a number of bytes with the unit KB, MB, GB or TB."""
+    return human_size(number, factor, frac, prec) + "B"

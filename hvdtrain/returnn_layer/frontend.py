@@ -1,4 +1,4 @@
-"""`returnn.frontend`: the run context, and the few functions by which configs of plain PyTorch count their losses."""
+"""`returnn.frontend`: the run context, and the few functions that configs for plain PyTorch compute losses with."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def get_default_float_dtype() -> str:
 def convert_to_tensor(
     value: Any, *, dims: Sequence[Dim] = (), name: str = "tensor", dtype: str | None = None, **_: Any
 ) -> Tensor:
-    """A raw tensor, an array or a number as a Tensor with these axes."""
+    """Convert a raw tensor, an array or a number to a Tensor with the given dims."""
     if isinstance(value, Tensor):
         return value
     raw = torch.as_tensor(value)
@@ -37,33 +37,33 @@ def convert_to_tensor(
 
 
 def cast(tensor: Tensor, dtype: str) -> Tensor:
-    """The same numbers in another type."""
+    """Convert a Tensor to another dtype."""
     return Tensor(tensor.name, tensor.dims, raw_tensor=tensor.raw_tensor.to(getattr(torch, dtype)), sparse_dim=tensor.sparse_dim)
 
 
 def copy_to_device(tensor: Tensor, device: Any = None) -> Tensor:
-    """The same numbers on a device."""
+    """Copy a Tensor to a device."""
     return tensor if device is None else tensor.to(device)
 
 
 def reduce_sum(source: Tensor, *, axis: Dim | Sequence[Dim]) -> Tensor:
-    """The sum over some axes, without padding."""
+    """The sum over one or several dims, without padding."""
     return _reduced(source, axis, "sum", 0)
 
 
 def reduce_mean(source: Tensor, *, axis: Dim | Sequence[Dim]) -> Tensor:
-    """The mean over some axes, without padding."""
+    """The mean over one or several dims, without padding."""
     ones = Tensor(source.name, source.dims, raw_tensor=torch.ones_like(source.raw_tensor))
     return reduce_sum(source, axis=axis) / reduce_sum(ones, axis=axis)
 
 
 def reduce_max(source: Tensor, *, axis: Dim | Sequence[Dim]) -> Tensor:
-    """The largest over some axes, without padding."""
+    """The maximum over one or several dims, without padding."""
     return _reduced(source, axis, "amax", _limits(source.raw_tensor.dtype).min)
 
 
 def reduce_min(source: Tensor, *, axis: Dim | Sequence[Dim]) -> Tensor:
-    """The smallest over some axes, without padding."""
+    """The minimum over one or several dims, without padding."""
     return _reduced(source, axis, "amin", _limits(source.raw_tensor.dtype).max)
 
 
@@ -71,7 +71,7 @@ def _reduced(source: Tensor, axis: Dim | Sequence[Dim], operation: str, neutral:
     over = [axis] if isinstance(axis, Dim) else list(axis)
     foreign = [dim for dim in over if dim not in source.dims]
     if foreign:
-        raise ValueError(f"{source}: expected axes out of {list(source.dims)} to reduce, got {foreign}")
+        raise ValueError(f"{source}: expected dims to reduce among {list(source.dims)}, got {foreign}")
     mask = mask_of(source)
     raw = source.raw_tensor if mask is None else source.raw_tensor.masked_fill(~mask, neutral)
     left = [dim for dim in source.dims if dim not in over]

@@ -1,4 +1,4 @@
-"""`returnn.datasets.hdf`: the writer that forward callbacks write HDF files with."""
+"""`returnn.datasets.hdf`: the HDF writer for forward callbacks."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from hvdtrain.errors import ConfigError
 
 
 class SimpleHDFWriter:
-    """Takes batches and writes them into an HDF file in RETURNN's layout, which is there when `close` has been called.
+    """Writes batches to an HDF file in RETURNN's layout. The file exists once `close` has been called.
 
     Args:
-        dim: how many features or classes there are; None: not known.
-        labels: the classes' names.
-        ndim: axes without the batch: 1 for class indices, 2 for vectors; without it 2 where there is a dim.
-        extra_labels: by the name of an extra stream, its classes' names.
+        dim: number of features or classes; None if unknown.
+        labels: names of the classes.
+        ndim: number of axes without the batch: 1 for class indices, 2 for vectors; default: 2 if `dim` is given, else 1.
+        extra_type: by name of an extra stream, its (dim, ndim, dtype).
+        extra_labels: by name of an extra stream, the names of its classes.
     """
 
     def __init__(
@@ -50,12 +51,13 @@ class SimpleHDFWriter:
         seq_tag: Sequence[str | bytes],
         extra: Mapping[str, Array] | None = None,
     ) -> None:
-        """Add some sequences.
+        """Write a batch of sequences.
 
         Args:
             inputs: shape (batch, time, dim), or (batch, time) for class indices.
-            seq_len: each sequence's number of frames; or such numbers by axis behind the batch, of which there may be one.
-            extra: further streams of the same lengths.
+            seq_len: number of frames of each sequence, shape (batch,); or a dict with these numbers for axis 0, the time axis.
+            seq_tag: tag of each sequence.
+            extra: further streams with the same lengths.
         """
         by_axis = seq_len if isinstance(seq_len, Mapping) else {0: seq_len}
         if inputs.ndim != self._ndim + 1 or list(by_axis) not in ([0], []):
@@ -68,7 +70,7 @@ class SimpleHDFWriter:
             self._writer.add(tag.decode("utf-8") if isinstance(tag, bytes) else str(tag), arrays)
 
     def close(self) -> None:
-        """Write the file."""
+        """Finish and close the file."""
         if self._is_open:
             self._is_open = False
             self._writer.__exit__(None, None, None)

@@ -1,9 +1,9 @@
-"""Who sees which `returnn`: the config that is read, and what it imports, ours; everybody else the installed one.
+"""Makes the layer's `returnn` modules visible to a config and its imports, and the installed RETURNN to everything else.
 
-A config runs with an import function of its own, so that it finds our modules however late one of its functions imports them.
-What it imports in turn, a recipe of the user's own say, looks into `sys.modules`: there our modules stand while the config
-imports something, and while hvdtrain runs one of the config's steps. At all other times `returnn` is the installed RETURNN, or
-nothing: what hvdtrain itself needs it for goes on working.
+A config runs with its own import function, so that it finds the layer's modules even if one of its functions imports them late.
+Modules that the config imports, such as a user's recipe, look in `sys.modules`. The layer's modules are there while the config
+imports something and while hvdtrain runs one of the config's functions. At all other times, `returnn` is the installed RETURNN
+(or missing), which hvdtrain itself can use.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from types import ModuleType
 from typing import Any
 
 from hvdtrain.config.source import ConfigAccess
-from hvdtrain.returnn_layer.missing import no_such_module, no_such_name, told
+from hvdtrain.returnn_layer.missing import explanation, no_such_module, no_such_name
 from hvdtrain.returnn_layer.stand_ins import NAMES, ROOT, stand_in
 
 
 class Layer(Loader):
-    """RETURNN as one config sees it. A finder and a loader of Python's import system."""
+    """RETURNN as one config sees it: a finder and loader of Python's import system."""
 
     def __init__(self) -> None:
         self._modules: dict[str, ModuleType] = {}
@@ -36,25 +36,25 @@ class Layer(Loader):
 
     @property
     def in_use(self) -> bool:
-        """Whether the config, or something that it imported, asked for a module of RETURNN."""
+        """Whether the config, or a module that it imported, has imported `returnn`."""
         return bool(self._modules)
 
     def builtins(self, names: Mapping[str, Any]) -> dict[str, Any]:
-        """The builtins that a config file with these `names` runs with."""
+        """The builtins for a config file with the namespace `names`."""
         self._config = ConfigAccess(names)
         return {**vars(builtins), "__import__": self._import}
 
-    def is_read(self, values: Mapping[str, Any]) -> None:
-        """Be told what is in effect: from now on `get_global_config()` says that, instead of what stands in the file."""
+    def set_config(self, values: Mapping[str, Any]) -> None:
+        """Set the values that `get_global_config()` returns from now on, instead of those in the file."""
         self._config = ConfigAccess(values)
 
     @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Have our modules in `sys.modules` inside the `with` block, in any number of threads at once."""
+    def active(self) -> Iterator[None]:
+        """Have the layer's modules in `sys.modules` inside the `with` block. Several threads can be inside at the same time."""
         with self._lock:
             self._inside += 1
             if self._inside == 1:
-                self._set_aside = _taken_out(_installed())
+                self._set_aside = _remove_modules(_installed())
                 sys.modules.update(self._modules)
                 sys.meta_path.insert(0, self)
         try:
@@ -64,13 +64,13 @@ class Layer(Loader):
                 self._inside -= 1
                 if self._inside == 0:
                     sys.meta_path.remove(self)
-                    self._modules.update(_taken_out(NAMES))
+                    self._modules.update(_remove_modules(NAMES))
                     sys.modules.update(self._set_aside)
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Python asks this where a module is. Raises: ModuleNotFoundError, for a module of RETURNN that we do not have."""
+        """Find a module of `returnn` for Python's import system. Raises: ModuleNotFoundError, if the layer does not have it."""
         if name.partition(".")[0] != ROOT:
             return None
         if name not in NAMES:
@@ -81,12 +81,12 @@ class Layer(Loader):
         return stand_in(spec.name, lambda: self._config)
 
     def exec_module(self, module: ModuleType) -> None:
-        """There is nothing to run: the module is whole."""
+        """Does nothing: `create_module` returns the complete module."""
 
     @classmethod
     def unless_installed(cls) -> Callable[[Mapping[str, Any]], dict[str, Any]] | None:
-        """The builtins for configs that are only asked for their datasets, which the installed RETURNN may have to read: these
-        see RETURNN where it is installed, and ours where it is not.
+        """The builtins for a config of which only the datasets are used, which may need the installed RETURNN: such a config sees
+        RETURNN if it is installed, and the layer otherwise.
         """
         return None if _is_installed() else cls().builtins
 
@@ -98,24 +98,24 @@ class Layer(Loader):
         fromlist: Sequence[str] = (),
         level: int = 0,
     ) -> ModuleType:
-        """What the `import` statements of the config call."""
+        """Called by the config's `import` statements."""
         if level == 0 and name in sys.modules and name.partition(".")[0] != ROOT:
             return builtins.__import__(name, globals, locals, fromlist, level)
-        with self.in_place():
+        with self.active():
             try:
                 module = builtins.__import__(name, globals, locals, fromlist, level)
             except ImportError as error:
                 if error.name not in NAMES:
                     raise
-                raise ImportError(told(error), name=error.name) from error
-        lacking = [wanted for wanted in fromlist or () if name in NAMES and wanted != "*" and not hasattr(module, wanted)]
-        if lacking:
-            raise no_such_name(f"{name}.{lacking[0]}", name)
+                raise ImportError(explanation(error), name=error.name) from error
+        missing = [wanted for wanted in fromlist or () if name in NAMES and wanted != "*" and not hasattr(module, wanted)]
+        if missing:
+            raise no_such_name(f"{name}.{missing[0]}", name)
         return module
 
 
-def _taken_out(names: Iterable[str]) -> dict[str, ModuleType]:
-    """The modules of these names that were in `sys.modules`, and are no longer."""
+def _remove_modules(names: Iterable[str]) -> dict[str, ModuleType]:
+    """Remove the modules with these names from `sys.modules` and return them."""
     return {name: sys.modules.pop(name) for name in names if name in sys.modules}
 
 
@@ -127,5 +127,5 @@ def _is_installed() -> bool:
 
 
 def _installed() -> list[str]:
-    """The names of RETURNN's own modules, where somebody imported them."""
+    """The names of the installed RETURNN's modules that are imported."""
     return [name for name in list(sys.modules) if name.partition(".")[0] == ROOT] if ROOT in sys.modules else []

@@ -1,4 +1,4 @@
-"""`returnn.frontend.get_run_ctx()`: RETURNN's run context, which hands on to hvdtrain's."""
+"""`returnn.frontend.get_run_ctx()`: RETURNN's run context, on top of hvdtrain's."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ Stage = Literal["init", "train_step", "forward_step"]
 
 
 class RunCtx:
-    """One call of `train_step` or `forward_step`; or the time before, in which there is nothing to mark.
+    """The context of one call of `train_step` or `forward_step`; or of the time before, when nothing can be marked.
 
     Args:
-        context: where losses and outputs go.
+        context: hvdtrain's context, which receives the losses and outputs.
 
     Attributes:
-        stage: "init" (while the config is read, in get_model), "train_step" (in an evaluation, too) or "forward_step".
-        train_flag: whether the model is being trained.
+        stage: "init" (while the config is read, in get_model), "train_step" (also in an evaluation) or "forward_step".
+        train_flag: whether the model is in training mode.
         step: steps done in the whole training before this call.
         epoch: counted from 1.
-        expected_outputs: in a forward_step, what the config's `model_outputs` says; None where it says nothing.
+        expected_outputs: templates from the config's `model_outputs`, in a forward_step; None without that key.
     """
 
     def __init__(self, stage: Stage, context: RunContext, expected_outputs: TensorDict | None = None) -> None:
@@ -53,16 +53,17 @@ class RunCtx:
         use_flatten_frames: bool = True,
         custom_inv_norm_factor: Any | None = None,
     ) -> None:
-        """Name a loss to be minimized, or an error to be reported: elements are summed, and counted for the report.
+        """Mark a loss to be minimized, or an error to be reported. See `hvdtrain.context.RunContext.mark_as_loss`.
 
         Args:
-            loss: a raw tensor, all of whose elements count, or a Tensor, whose padding does not.
-            dims: the axes of a raw tensor, where it has padding.
-            use_flatten_frames: without meaning: padding is always left out.
-            custom_inv_norm_factor: the count, where it is another: a Tensor, a raw tensor or a number; it is summed.
+            loss: one number per element: a Tensor, whose padding is left out, or a raw tensor, all of whose elements count.
+            name: name in the log.
+            dims: the dims of a raw tensor that has padding.
+            use_flatten_frames: ignored; padding is always left out.
+            custom_inv_norm_factor: the count, if it is not the number of elements: a Tensor, raw tensor or number; it is summed.
 
         Raises:
-            ConfigError: called outside of a train_step, or the name is taken.
+            ConfigError: called outside of a train_step, or the name is already taken.
         """
         self._expect("train_step", "mark_as_loss")
         values = without_padding(loss if isinstance(loss, Tensor) or dims is None else Tensor(name, dims, raw_tensor=loss))
@@ -76,15 +77,16 @@ class RunCtx:
         )
 
     def mark_as_output(self, tensor: Any, name: str, *, dims: Sequence[Dim] | None = None) -> None:
-        """Name something that `forward_step` computed.
+        """Mark an output of `forward_step`.
 
         Args:
-            tensor: a raw tensor, the batch on its first axis, or a Tensor.
-            dims: its axes. What the sizes of one say is padding is cut off. Without them those of `model_outputs` hold, or all
-                of a sequence's part is taken.
+            tensor: a Tensor, or a raw tensor of shape (batch, ...).
+            name: a key of `model_outputs`, if the config has that.
+            dims: the dims of the tensor, whose sizes determine the padding that is removed. Default: those of `model_outputs`;
+                without either, nothing is removed from a raw tensor.
 
         Raises:
-            ConfigError: called outside of a forward_step, or the output is not as `model_outputs` says.
+            ConfigError: called outside of a forward_step, or the output does not match `model_outputs`.
         """
         self._expect("forward_step", "mark_as_output")
         expected = None
@@ -107,7 +109,7 @@ class RunCtx:
             self.outputs.data[name] = marked
 
     def mark_as_default_output(self, tensor: Any, *, shape: Sequence[Dim] | None = None) -> None:
-        """Mark the output called 'output'."""
+        """Mark the output with the name 'output'."""
         self.mark_as_output(tensor, "output", dims=shape)
 
     def check_outputs_complete(self) -> None:
@@ -117,12 +119,12 @@ class RunCtx:
             raise ConfigError([f"forward_step: expected all of model_outputs to be marked, got no {', '.join(missing)}"])
 
     def is_train_flag_enabled(self, *, func: Any = None) -> bool:
-        """Whether the model is being trained."""
+        """Whether the model is in training mode."""
         return self.train_flag
 
     @contextmanager
     def train_flag_ctx(self, train_flag: bool, *, func: Any = None) -> Iterator[None]:
-        """Change `train_flag` inside the `with` block, for the config's own code: PyTorch's modules have flags of their own."""
+        """Set `train_flag` inside the `with` block, for the config's own code. PyTorch's modules keep their own flags."""
         before, self.train_flag = self.train_flag, train_flag
         try:
             yield
@@ -165,7 +167,7 @@ def running(context: RunCtx) -> Iterator[RunCtx]:
 
 
 def without_padding(tensor: Any) -> Any:
-    """The elements of a Tensor that are no padding, in one row where there is any; anything else as it is."""
+    """The elements of a Tensor without padding, in one axis if there is any. Other values are returned unchanged."""
     if not isinstance(tensor, Tensor):
         return tensor
     mask = mask_of(tensor)
@@ -173,7 +175,7 @@ def without_padding(tensor: Any) -> Any:
 
 
 def mask_of(tensor: Tensor) -> torch.Tensor | None:
-    """True where an element is no padding, of the raw tensor's shape; None where there is no padding."""
+    """A mask of the raw tensor's shape, False at padding; None if there is no padding."""
     raw = tensor.raw_tensor
     mask: torch.Tensor | None = None
     for axis, dim in enumerate(tensor.dims):
@@ -187,10 +189,10 @@ def mask_of(tensor: Tensor) -> torch.Tensor | None:
 
 
 def by_sequence(name: str, tensor: Tensor) -> list[Any]:
-    """The part of every sequence, without padding.
+    """Split a Tensor into one raw tensor per sequence, without padding.
 
     Raises:
-        ConfigError: the sizes of an axis are not known.
+        ConfigError: the sizes of a dim are unknown.
     """
     axis = next((number for number, dim in enumerate(tensor.dims) if dim.is_batch_dim()), 0)
     dims = [dim for number, dim in enumerate(tensor.dims) if number != axis]
@@ -204,13 +206,14 @@ def by_sequence(name: str, tensor: Tensor) -> list[Any]:
 
 
 def _part(dim: Dim, number: int) -> slice:
-    """How much of an axis belongs to a sequence; of several hypotheses to the longest."""
+    """The slice of an axis that belongs to a sequence; to the longest one if it has several hypotheses."""
     if not dim.is_dynamic_seq_length():
         return slice(None)
     return slice(0, int(dim.dyn_size[number].max()))
 
 
 def _check_expected(name: str, expected: Tensor, got: Tensor) -> None:
+    """Compare an output with its template in `model_outputs`. Raises: ConfigError."""
     fits = len(expected.dims) == len(got.dims) == got.raw_tensor.ndim and all(
         wanted.dimension in (None, size) for wanted, size in zip(expected.dims, got.raw_tensor.shape, strict=True)
     )

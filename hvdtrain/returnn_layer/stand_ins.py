@@ -1,4 +1,4 @@
-"""The modules of RETURNN that a config may import, and what is in each."""
+"""The modules of RETURNN that a config can import, with the names in each."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ NAMES: dict[str, dict[str, tuple[str, ...]]] = {
     "returnn.datasets.util": {},
     "returnn.datasets.util.vocabulary": {"vocabulary": ("Vocabulary",)},
 }
-"""By RETURNN's module: in which of our files which names are; (): all of its `__all__`."""
+"""By module of RETURNN: its names, by the file in this folder that defines them; () stands for the file's `__all__`."""
 
 
 class StandIn(ModuleType):
-    """A module of RETURNN's name with names of ours."""
+    """A module with the name of one of RETURNN's and hvdtrain's implementations."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -46,19 +46,19 @@ class StandIn(ModuleType):
 
 
 def stand_in(name: str, config: Callable[[], ConfigAccess]) -> StandIn:
-    """The module.
+    """Create the module.
 
     Args:
-        name: one of `NAMES`.
-        config: what `returnn.config.get_global_config()` returns.
+        name: a key of `NAMES`.
+        config: returns the result of `returnn.config.get_global_config()`.
     """
-    module = StandIn(name, f"{name}, as far as hvdtrain has it")
+    module = StandIn(name, f"The part of {name} that hvdtrain provides.")
     for file, wanted in NAMES[name].items():
         ours = importlib.import_module(f"hvdtrain.returnn_layer.{file}")
-        for own in wanted or ours.__all__:
-            setattr(module, own, getattr(ours, own))
+        for attribute in wanted or ours.__all__:
+            setattr(module, attribute, getattr(ours, attribute))
     if name == "returnn.config":
         names: Mapping[str, Any] = {"Config": ConfigAccess, "get_global_config": lambda **_: config()}
         vars(module).update(names)
-    module.__path__ = []  # it may have modules inside
+    module.__path__ = []  # marks it as a package, which can have submodules
     return module

@@ -1,4 +1,4 @@
-"""`returnn.tensor`: tensors with named axes, as far as a config needs them to get at the raw tensors inside."""
+"""`returnn.tensor`: tensors with named dims, with as much as a config needs to access the raw tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hvdtrain.returnn_layer.missing import not_in_layer
 
 
 class _Kind:
-    """What an axis is for. RETURNN compares by identity, so do we."""
+    """The kind of a dim. Compared by identity, as in RETURNN."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -21,7 +21,7 @@ class _Kind:
 
 
 class DimTypes:
-    """The kinds of axes."""
+    """The kinds of dims."""
 
     Unspecified = None
     Batch = _Kind("Batch")
@@ -31,16 +31,16 @@ class DimTypes:
 
 
 class Dim:
-    """An axis. Two axes are the same when they are the same object.
+    """A named axis. Two dims are equal only if they are the same object.
 
     Args:
-        dimension: its size; None where that differs from sequence to sequence; or the sizes themselves, as a Tensor.
+        dimension: the size; None if it differs between sequences; or a Tensor with these sizes.
         kind: a member of `Dim.Types`.
 
     Attributes:
-        dimension, size: the size, None where it is not fixed.
-        dyn_size_ext: the sizes where they are not fixed: a Tensor of int32, shape (batch,), on the CPU.
-        vocab: the labels behind the classes that the axis counts, where the config gave any.
+        dimension, size: the size; None if it is not fixed.
+        dyn_size_ext: the sizes if they are not fixed: an int32 Tensor of shape (batch,) on the CPU.
+        vocab: the labels of the classes that the dim counts, if the config sets them.
     """
 
     Types = DimTypes
@@ -75,7 +75,7 @@ class Dim:
 
     @property
     def dyn_size(self) -> Any:
-        """The raw sizes, shape (batch,); None where they are fixed, or not known yet."""
+        """The raw sizes, shape (batch,); None if they are fixed or not known yet."""
         return None if self.dyn_size_ext is None else self.dyn_size_ext.raw_tensor
 
     @dyn_size.setter
@@ -100,7 +100,7 @@ class Dim:
         return self.dimension is None
 
     def is_dynamic_seq_length(self) -> bool:
-        """Whether the size differs from sequence to sequence."""
+        """Whether the size differs between sequences."""
         return self.dyn_size_ext is not None and bool(self.dyn_size_ext.dims)
 
     def need_masking(self) -> bool:
@@ -110,7 +110,7 @@ class Dim:
         return self.dimension is not None or self.dyn_size is not None
 
     def get_size_tensor(self, *, device: Any = None) -> Tensor:
-        """The sizes as a Tensor; of a fixed size a Tensor without axes."""
+        """The sizes as a Tensor; a fixed size as a scalar Tensor."""
         if self.dimension is not None:
             return Tensor(self.name, [], "int32", raw_tensor=torch.tensor(self.dimension, dtype=torch.int32, device=device))
         return self._sizes() if device is None else self._sizes().to(device)
@@ -120,11 +120,11 @@ class Dim:
         return self._sizes().to(device)
 
     def get_dim_value(self) -> int:
-        """The size; the largest one where they differ."""
+        """The size; the largest one if the sizes differ."""
         return self.dimension if self.dimension is not None else int(self._known().max())
 
     def get_dim_value_tensor(self) -> Tensor:
-        """`get_dim_value` as a Tensor without axes."""
+        """`get_dim_value` as a scalar Tensor."""
         return Tensor(self.name, [], "int32", raw_tensor=torch.tensor(self.get_dim_value(), dtype=torch.int32))
 
     def copy(self) -> Dim:
@@ -132,7 +132,7 @@ class Dim:
         return Dim(self.dimension, name=self.name, kind=self.kind, dyn_size_ext=sizes, vocab=self.vocab)
 
     def reset_eager(self) -> None:
-        """Forget the sizes of the last batch."""
+        """Remove the sizes of the last batch."""
         if self.dyn_size_ext is not None:
             self.dyn_size_ext.raw_tensor = None
 
@@ -155,12 +155,12 @@ class Dim:
 
 
 class Tensor:
-    """A tensor with named axes.
+    """A tensor with named dims.
 
     Attributes:
-        raw_tensor: the tensor itself; a numpy array for texts and in a forward_callback; None in a template.
-        dims: its axes. `extern_data` has the batch first, then time, then features.
-        sparse_dim: of class indices, the axis that they count; None for other data.
+        raw_tensor: the torch tensor; a numpy array for text and in a forward_callback; None in a template.
+        dims: one per axis. `extern_data` has the order batch, time, features.
+        sparse_dim: for class indices, the dim of the classes; None for other data.
     """
 
     def __init__(
@@ -198,13 +198,13 @@ class Tensor:
 
     @property
     def dim(self) -> int | None:
-        """How many classes or features there are."""
+        """The number of classes or features."""
         dim = self.sparse_dim or self.feature_dim
         return None if dim is None else dim.dimension
 
     @property
     def ndim(self) -> int:
-        """The number of axes without the batch."""
+        """The number of dims without the batch."""
         return len([dim for dim in self.dims if not dim.is_batch_dim()])
 
     @property
@@ -213,7 +213,7 @@ class Tensor:
 
     @property
     def shape(self) -> tuple[int | None, ...]:
-        """The sizes without the batch; None where they differ."""
+        """The sizes without the batch; None for sizes that differ between sequences."""
         return tuple(dim.dimension for dim in self.dims if not dim.is_batch_dim())
 
     @property
@@ -226,12 +226,12 @@ class Tensor:
 
     @property
     def seq_lens(self) -> Any:
-        """hvdtrain's own name for the sizes of the time axis: int32 of shape (batch,), on the CPU."""
+        """hvdtrain's name for the sizes of the time dim: int32 of shape (batch,), on the CPU."""
         return self.get_time_dim_tag().dyn_size
 
     @property
     def mask(self) -> torch.Tensor:
-        """hvdtrain's own name: True where a frame is not padding; shape (batch, time), on the device."""
+        """hvdtrain's name for the mask: False at padding, shape (batch, time), on the device of the raw tensor."""
         frames: torch.Tensor = torch.arange(self.raw_tensor.shape[1], device=self.raw_tensor.device)
         return frames[None, :].less(self.seq_lens.to(self.raw_tensor.device)[:, None])
 
@@ -254,22 +254,22 @@ class Tensor:
         return self.feature_dim is not None
 
     def copy(self, name: str | None = None) -> Tensor:
-        """Another Tensor of the same axes and the same raw tensor."""
+        """A Tensor with the same dims and the same raw tensor."""
         return self._like(self.raw_tensor, name=name)
 
     def copy_template(self, name: str | None = None) -> Tensor:
-        """Another Tensor of the same axes without a raw tensor."""
+        """A Tensor with the same dims and without a raw tensor."""
         return self._like(None, name=name)
 
     def to(self, device: Any) -> Tensor:
-        """The same on a device."""
+        """Copy the Tensor to a device."""
         return self._like(None if self.raw_tensor is None else self.raw_tensor.to(device))
 
     def copy_compatible_to_dims(self, dims: Sequence[Dim]) -> Tensor:
-        """The axes in the order of `dims`; those that are missing are added, of size 1."""
+        """Reorder the axes like `dims`, and add missing ones with size 1. Raises: ValueError, if a dim is not in `dims`."""
         foreign = [dim for dim in self.dims if dim not in dims]
         if foreign:
-            raise ValueError(f"{self}: expected axes out of {list(dims)}, got {foreign} besides")
+            raise ValueError(f"{self}: expected dims among {list(dims)}, got {foreign}")
         order = [self.dims.index(dim) for dim in dims if dim in self.dims]
         raw = self.raw_tensor.permute(order)
         raw = raw[tuple(slice(None) if dim in self.dims else None for dim in dims)]
@@ -281,13 +281,13 @@ class Tensor:
         return self.copy_compatible_to_dims(dims).raw_tensor
 
     def copy_transpose(self, dims: Sequence[Dim]) -> Tensor:
-        """The axes in another order."""
+        """Reorder the axes. Raises: ValueError, if `dims` are other dims than this Tensor's."""
         if set(dims) != set(self.dims):
-            raise ValueError(f"{self}: expected the same axes in another order, got {list(dims)}")
+            raise ValueError(f"{self}: expected a permutation of its dims, got {list(dims)}")
         return self.copy_compatible_to_dims(dims)
 
     def reset(self) -> None:
-        """Forget the raw tensor."""
+        """Remove the raw tensor."""
         self.raw_tensor = None
 
     def _time_dims(self) -> list[Dim]:
@@ -307,7 +307,7 @@ class Tensor:
         )  # fmt: skip
 
     def _combined(self, other: Any, operation: str) -> Tensor:
-        """Element by element with a number, or with a Tensor whose axes are among ours, or the other way round."""
+        """Apply an elementwise operation with a number, or with a Tensor; the dims of one have to include those of the other."""
         if not isinstance(other, Tensor):
             return self._like(getattr(torch, operation)(self.raw_tensor, other))
         dims = self.dims if len(self.dims) >= len(other.dims) else other.dims
@@ -338,30 +338,30 @@ class Tensor:
 
 
 def no_attribute(owner: object, name: str) -> AttributeError:
-    """The error about an attribute that is not there; without words where Python itself asks for it, in copying or pickling."""
+    """The error about a missing attribute; a plain one for private names, which Python looks up in copying and pickling."""
     known = [*dir(type(owner)), *vars(owner)]
     return AttributeError(name) if name.startswith("_") else not_in_layer(f"{type(owner).__name__}.{name}", known)
 
 
 def _dtype(raw: Any) -> str:
-    """'float32' of a torch tensor as of a numpy array."""
+    """The dtype of a torch tensor or numpy array as a string, such as 'float32'."""
     dtype = getattr(raw, "dtype", None)
     kind = getattr(dtype, "kind", "")
     return "string" if kind in "OSU" and kind else str(dtype).removeprefix("torch.")
 
 
 def FeatureDim(name: str, dimension: int | None, **options: Any) -> Dim:  # noqa: N802  # RETURNN's name
-    """An axis of features."""
+    """Create a feature dim."""
     return Dim(dimension, name=name, kind=DimTypes.Feature, **options)
 
 
 def SpatialDim(name: str, dimension: int | Tensor | None = None, **options: Any) -> Dim:  # noqa: N802
-    """An axis of time, or of space."""
+    """Create a time or space dim."""
     return Dim(dimension, name=name, kind=DimTypes.Spatial, **options)
 
 
 batch_dim = Dim(None, name="batch", kind=DimTypes.Batch)
-"""The batch axis of all tensors of a step."""
+"""The batch dim of all tensors of a step."""
 
 single_step_dim = Dim(1, name="single_step", kind=DimTypes.Spatial)
-"""In RETURNN, the axis of a function that is called step by step."""
+"""In RETURNN, the dim of a function that is called for single steps."""

@@ -224,7 +224,7 @@ def test_overrides_that_reach_into_nothing(tmp_path: Path) -> None:
 
 def test_an_override_that_nobody_reads_is_a_mistake(tmp_path: Path) -> None:
     assert problems(tmp_path, hidden_size="128") == [
-        "hidden_size: unknown key in the command line (it is no key, and the config never mentions it)"
+        "hidden_size: unknown key in the command line (it is not a key, and the config does not mention it)"
     ]
     assert settings(tmp_path, "layers = config.int('hidden_size', 3)\n", hidden_size="128").run.model == "exp/model"
     assert settings(tmp_path, "hidden_size = 64\n", hidden_size="128").run.model == "exp/model"
@@ -337,7 +337,7 @@ def test_files_that_are_no_config(tmp_path: Path, capsys: pytest.CaptureFixture[
     (tmp_path / "data.py").write_bytes(b"\xff\xfe\x00")
     for path, message in (
         (tmp_path, "expected a config file, got: Is a directory"),
-        (tmp_path / "data.py", "expected a Python or JSON file, got bytes that are no UTF-8 text"),
+        (tmp_path / "data.py", "expected a Python or JSON file, got bytes that are not UTF-8"),
         (
             written(tmp_path, '{"a": 1,\n "b" 2}', "broken.json"),
             "broken.json, line 2: expected JSON, got: Expecting ':' delimiter",

@@ -58,16 +58,18 @@ def test_a_wheel_is_for_the_frameworks_the_flags_and_the_processor_it_was_built_
 
 
 def test_a_wheel_is_kept_for_its_versions_alone(tmp_path):
+    (tmp_path / "wheels").mkdir()
     wheel = tmp_path / "horovod-0.28.1-py3-none-any.whl"
     wheel.write_bytes(b"first")
-    of_torch = build_horovod._wheel_folder(tmp_path / "wheels", {"torch": "2.13"})
-    other = build_horovod._wheel_folder(tmp_path / "wheels", {"torch": "2.14"})
+    of_torch = build_horovod._folder(tmp_path / "wheels", {"torch": "2.13"})
+    other = build_horovod._folder(tmp_path / "wheels", {"torch": "2.14"})
     build_horovod._keep(wheel, of_torch, {"torch": "2.13"})
     wheel.write_bytes(b"second")
     build_horovod._keep(wheel, of_torch, {"torch": "2.13"})
     assert sorted(path.name for path in of_torch.iterdir()) == ["built-for.json", wheel.name]
     assert (of_torch / wheel.name).read_bytes() == b"second"
-    assert list(other.iterdir()) == []
+    assert other.parent == of_torch.parent
+    assert not other.exists()
 
 
 def test_the_first_error_is_shown_though_much_follows(tmp_path):

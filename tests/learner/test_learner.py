@@ -99,7 +99,7 @@ def test_a_normalized_loss_is_a_mean_and_a_scale_is_a_factor() -> None:
         (lambda **_: get_run_ctx().mark_as_loss(torch.ones(2), "constant"), "expected a loss that depends on the model"),
         (
             lambda *, model, **_: [get_run_ctx().mark_as_loss(model.weight, "same") for _ in range(2)],
-            "a name of its own, got 'same' twice",
+            "a unique name for every loss, got 'same' twice",
         ),
     ],
 )

@@ -142,7 +142,7 @@ def twice(*, model: Any, **_: Any) -> None:
     [
         (lambda **_: None, "expected a call of hvdtrain.get_run_ctx().mark_as_loss(...), got none"),
         (lambda **_: get_run_ctx().mark_as_loss(tf.ones(2), "constant"), "expected a loss that depends on the model"),
-        (twice, "a name of its own, got 'same' twice"),
+        (twice, "a unique name for every loss, got 'same' twice"),
     ],
 )
 def test_what_a_train_step_may_not_do(train_step: Callable[..., None], message: str) -> None:

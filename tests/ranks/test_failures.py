@@ -74,7 +74,7 @@ def test_a_mistake_in_train_step_is_told_even_if_rank_0_does_not_see_it(corpus: 
     assert seconds < PATIENCE
     assert finished.status != 0
     assert "rank 1 of 3: 1 problem in the config:" in finished.err
-    assert "expected every loss to have a name of its own, got 'twice' twice" in finished.err
+    assert "expected a unique name for every loss, got 'twice' twice" in finished.err
     assert "Traceback" not in finished.err
 
 

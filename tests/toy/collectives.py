@@ -34,7 +34,7 @@ def test_sums(comm) -> None:
     [average] = all_reduce(comm, [torch.arange(6.0).reshape(2, 3).t() * (comm.rank + 1)], "average", name="average")
     torch.testing.assert_close(average, torch.arange(6.0).reshape(2, 3).t() * (comm.size + 1) / 2)
     assert all_reduce(comm, [], "sum", name="nothing") == []
-    narrow = torch.tensor([1.0 if comm.rank else 256.0], dtype=torch.bfloat16)  # 256 + 1 is no bfloat16
+    narrow = torch.tensor([1.0 if comm.rank else 256.0], dtype=torch.bfloat16)  # 257 cannot be represented in bfloat16
     for _ in range(3):
         [narrow] = all_reduce(comm, [narrow], "average", name="narrow")
     assert narrow.item() == torch.tensor((256 + comm.size - 1) / comm.size).bfloat16().item()
@@ -87,14 +87,16 @@ def test_for_configs(comm) -> None:
         hvdtrain.run_on_main(fail)
     total = sum(range(1, comm.size + 1))
     assert hvdtrain.all_reduce(comm.rank + 1) == total
-    assert hvdtrain.all_reduce(1e16 if comm.rank == 0 else 1.0) == 1e16 + (comm.size - 1)  # which adding one by one does not give
+    assert hvdtrain.all_reduce(1e16 if comm.rank == 0 else 1.0) == 1e16 + (
+        comm.size - 1
+    )  # adding the values one by one gives another result
     assert hvdtrain.all_reduce(comm.rank + 1, "average") == total / comm.size
     assert (hvdtrain.all_reduce(comm.rank, "min"), hvdtrain.all_reduce(comm.rank, "max")) == (0, comm.size - 1)
     numpy.testing.assert_array_equal(hvdtrain.all_reduce(numpy.array([1, comm.rank])), [comm.size, total - comm.size])
     numpy.testing.assert_array_equal(hvdtrain.all_reduce(numpy.array([1.0, comm.rank]), "max"), [1, comm.size - 1])
     mine = torch.tensor([1.0, comm.rank + 1])
     assert hvdtrain.all_reduce(mine).tolist() == [comm.size, total]
-    assert mine.tolist() == [1.0, comm.rank + 1]  # it is left as it was
+    assert mine.tolist() == [1.0, comm.rank + 1]  # the input is unchanged
     with pytest.raises(ConfigError, match="expected 'sum' or 'average' for a tensor, got 'min'"):
         hvdtrain.all_reduce(mine, "min")
 
@@ -104,7 +106,7 @@ def fail() -> None:
 
 
 def test_sync_batch_norm(comm) -> None:
-    """Each rank has another number of rows, the last one none: the same as one process with all rows."""
+    """Every rank has a different number of rows, the last one none; the result equals that of one process with all rows."""
     torch.manual_seed(0)
     rows = torch.randn(7, 4, 5, dtype=torch.float64) * 3 + 100
     targets = torch.randn(7, 4, 5, dtype=torch.float64)
@@ -142,7 +144,7 @@ def test_sync_batch_norm(comm) -> None:
 
 
 def test_sharded_optimizer(comm) -> None:
-    """It updates as the whole one does, bit by bit, with a part of its state; and either loads what the other saved."""
+    """A sharded optimizer holds a part of the state and updates exactly like the whole one; each loads the other's state."""
 
     def model() -> torch.nn.Module:
         torch.manual_seed(2)
@@ -156,7 +158,7 @@ def test_sharded_optimizer(comm) -> None:
     whole_optimizer, inner = optimizer_of(whole), optimizer_of(sharded)
     sharded_optimizer = ShardedOptimizer(inner, comm)
     for step in range(4):
-        if step == 2:  # each goes on with the other's state
+        if step == 2:  # each continues with the other's state
             sharded_optimizer.gather()
             saved = comm.gather(sharded_optimizer.state_dict() if comm.rank == 0 else None, name="saved")[0]
             before = whole_optimizer.state_dict()
@@ -185,5 +187,5 @@ with open_communicator(settings) as connection:
         if name.startswith("test_"):
             test(connection)
 names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
-assert "pt_gloo_runloop" not in names, names  # a thread that outlives the interpreter can take the process down with SIGABRT
+assert "pt_gloo_runloop" not in names, names  # a thread that outlives the interpreter can abort the process with SIGABRT
 (folder / f"{connection.rank}.ok").write_text("")

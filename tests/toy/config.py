@@ -1,6 +1,6 @@
-"""A small config for the tests on several ranks. What differs between tests comes as ++key value."""
+"""A small config for the tests on several ranks. Tests set what differs between them with ++key value."""
 
-# ruff: noqa: F821  `config` is there while hvdtrain runs this file
+# ruff: noqa: F821  `config` is defined while hvdtrain runs this file
 import json
 import os
 import signal
@@ -64,11 +64,13 @@ losses = config.value("losses", "sum")
 fault, fault_rank, *fault_steps = config.list("fault", ["", -1, -1])
 record = config.value("record")
 tracked = config.value("tracked")
-pace, slow_rank = config.list("slow", ["", -1])  # what takes 0.1 s a batch everywhere, and the rank where it takes 30 % longer
+pace, slow_rank = config.list(
+    "slow", ["", -1]
+)  # what takes 0.1 s per batch on every rank, and the rank on which it takes 30 % longer
 
 
 class Plain(nn.Module):
-    """One convolution; besides, a parameter that never gets a gradient and one that is not trained."""
+    """One convolution, a parameter that never gets a gradient and a parameter that is not trained."""
 
     def __init__(self):
         super().__init__()
@@ -82,7 +84,7 @@ class Plain(nn.Module):
 
 
 class WithStatistics(Plain):
-    """The same with a BatchNorm (floating buffers, and an integer one) and dropout."""
+    """The same model with BatchNorm (floating-point buffers and an integer one) and dropout."""
 
     def __init__(self, dropout=0.1):
         super().__init__()
@@ -94,7 +96,7 @@ class WithStatistics(Plain):
 
 
 def get_model(**_):
-    torch.manual_seed(1 + hvdtrain.rank())  # rank 0's weights have to reach the others
+    torch.manual_seed(1 + hvdtrain.rank())  # rank 0's weights have to be broadcast
     if layers == "threads":
         return nn.DataParallel(Plain())
     return {"plain": Plain, "statistics": WithStatistics, "only_statistics": lambda: WithStatistics(dropout=0.0)}[layers]()
@@ -120,10 +122,10 @@ def train_step(*, model, extern_data, **_):
         and hvdtrain.rank() == int(fault_rank)
         and context.step in map(int, fault_steps)
     ):
-        entropies = entropies * 1e9  # still a number, but no gradient in float16
+        entropies = entropies * 1e9  # finite, but its gradient overflows in float16
     context.mark_as_loss(entropies, "ce", use_normalized_loss=losses != "sum")
     if losses == "several":
-        energy = scores.square().sum(-1)[targets > 2]  # another count, which may be zero in a batch
+        energy = scores.square().sum(-1)[targets > 2]  # has its own count, which may be zero in a batch
         context.mark_as_loss(energy, "energy", scale=0.1, use_normalized_loss=True)
         context.mark_as_loss(scores[:, 0].square(), "first", scale=0.001)
     context.mark_as_loss(scores.argmax(-1) != targets, "fer", as_error=True)
@@ -150,7 +152,7 @@ if pace == "data":
 
 
 def note(epoch, ids):
-    """Write down which sequences this rank trains on."""
+    """Record which sequences this rank trains on."""
     if record:
         with open(f"{record}.{hvdtrain.rank()}", "a") as file:
             file.writelines(f"{epoch} {number}\n" for number in ids.raw_tensor[:, 0].tolist())

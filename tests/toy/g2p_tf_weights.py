@@ -1,6 +1,6 @@
-"""A second config behind configs/g2p_tf.py: plain SGD without dropout; the initial weights are those of g2p_weights.py."""
+"""A second config after configs/g2p_tf.py: plain SGD without dropout; the initial weights are those of g2p_weights.py."""
 
-# ruff: noqa: F821  what is not defined here is in configs/g2p_tf.py
+# ruff: noqa: F821  names that are not defined here are in configs/g2p_tf.py
 import numpy
 
 from hvdtrain.learner.tensorflow.variables import variables_of

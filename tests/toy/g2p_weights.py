@@ -1,6 +1,6 @@
-"""A second config behind configs/g2p.py: plain SGD without dropout; the initial weights are written to the file `weights`."""
+"""A second config after configs/g2p.py: plain SGD without dropout; the initial weights are written to the file `weights`."""
 
-# ruff: noqa: F821  what is not defined here is in configs/g2p.py
+# ruff: noqa: F821  names that are not defined here are in configs/g2p.py
 import numpy
 
 optimizer = {"class": "sgd"}

@@ -1,8 +1,8 @@
 """Several trainings in one launch: `python several.py jobs.json`, a list of {"name", "folder", "configs", "overrides"}.
 
-Each rank leaves what it ended with in FOLDER/NAME.rank-RANK.npz, what it printed in FOLDER/NAME.out-RANK, and the frameworks it
-has imported in FOLDER/frameworks. A training that is stopped goes on at once, unless it says "once". With "timeline" Horovod
-writes one of this training. The ranks connect anew where the transport is another one than before.
+Every rank writes its final state to FOLDER/NAME.rank-RANK.npz, its output to FOLDER/NAME.out-RANK, and the names of the
+frameworks that it imported to FOLDER/frameworks. A training that is stopped resumes at once, unless it has "once". With
+"timeline", Horovod writes a timeline of this training. The ranks connect anew if the transport differs from the previous one.
 """
 
 import json
@@ -23,7 +23,7 @@ from hvdtrain.settings import read_settings
 
 assert engine.INTERVAL > 0
 assert engine.INTERVAL_APART > 0
-engine.INTERVAL = engine.INTERVAL_APART = 0.0  # a stop comes two steps after its signal, however short the steps are
+engine.INTERVAL = engine.INTERVAL_APART = 0.0  # a stop comes two steps after its signal, even if steps are short
 
 
 def arrays_of(model):

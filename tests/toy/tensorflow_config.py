@@ -1,6 +1,6 @@
-"""config.py with TensorFlow: the same keys, the same model by other means."""
+"""config.py with TensorFlow: the same keys and an equivalent model."""
 
-# ruff: noqa: F821  `config` is there while hvdtrain runs this file
+# ruff: noqa: F821  `config` is defined while hvdtrain runs this file
 import os
 import signal
 import time
@@ -30,7 +30,7 @@ record = config.value("record")
 
 
 class Plain(keras.Model):
-    """One convolution; besides, a parameter that never gets a gradient and one that is not trained."""
+    """One convolution, a parameter that never gets a gradient and a parameter that is not trained."""
 
     def __init__(self):
         super().__init__()
@@ -46,7 +46,7 @@ class Plain(keras.Model):
 
 
 class WithStatistics(Plain):
-    """The same with a BatchNorm (floating buffers), an integer buffer, one of a type that Horovod does not know, and dropout."""
+    """The same model with BatchNorm (float buffers), an integer buffer, one of a type that Horovod lacks, and dropout."""
 
     def __init__(self):
         super().__init__()
@@ -62,9 +62,9 @@ class WithStatistics(Plain):
 
 
 class Embedded(tf.Module):
-    """A tf.Module: an embedding of the frame's first feature, so large that its gradient travels as rows.
+    """A tf.Module: an embedding of the frame's first feature, so large that its gradient is reduced as rows.
 
-    The two parameters that get no gradient fill a message each: nothing but zeros, the same in both.
+    The two parameters without a gradient fill one message each, with the same zeros.
     """
 
     def __init__(self):
@@ -77,7 +77,7 @@ class Embedded(tf.Module):
 
 
 def get_model(**_):
-    keras.utils.set_random_seed(1 + hvdtrain.rank())  # rank 0's weights have to reach the others
+    keras.utils.set_random_seed(1 + hvdtrain.rank())  # rank 0's weights have to be broadcast
     model = {"plain": Plain, "statistics": WithStatistics, "embedding": Embedded}[layers]()
     model(tf.zeros([1, 1, 4]))
     return model
@@ -97,17 +97,17 @@ def train_step(*, model, extern_data, **_):
     entropies = tf.nn.sparse_softmax_cross_entropy_with_logits(targets, tf.cast(scores, tf.float32))
     if fault == "overflow" and context.train_flag and hvdtrain.rank() == int(fault_rank):
         planted = tf.reduce_any(context.step == tf.constant([int(step) for step in fault_steps], tf.int64))
-        entropies *= tf.where(planted, 1e9, 1.0)  # still a number, but no gradient in float16
+        entropies *= tf.where(planted, 1e9, 1.0)  # finite, but its gradient overflows in float16
     context.mark_as_loss(entropies, "ce", use_normalized_loss=losses != "sum")
     if losses == "several":
-        energy = tf.reduce_sum(tf.square(scores), -1)[targets > 2]  # another count, which may be zero in a batch
+        energy = tf.reduce_sum(tf.square(scores), -1)[targets > 2]  # has its own count, which may be zero in a batch
         context.mark_as_loss(energy, "energy", scale=0.1, use_normalized_loss=True)
         context.mark_as_loss(tf.square(scores[:, 0]), "first", scale=0.001)
     context.mark_as_loss(tf.argmax(scores, -1, tf.int32) != targets, "fer", as_error=True)
 
 
 def note(epoch, step, ids):
-    """Write down which sequences this rank trains on, and fail where a test wants it to."""
+    """Record which sequences this rank trains on, and fail where a test asks for it."""
     if fault != "overflow" and hvdtrain.rank() == int(fault_rank) and step in map(int, fault_steps):
         fail()
     if record:

@@ -8,10 +8,11 @@ from pathlib import Path
 from hvdtrain.checkpoint.progress import Progress
 from hvdtrain.comm import launch
 from hvdtrain.comm.base import Communicator, on_rank_zero, together
+from hvdtrain.config.reference import as_function
 from hvdtrain.data.describe import batch_lines, feed_lines
 from hvdtrain.engine import Engine, Pace, Rates
 from hvdtrain.learner.accumulation import rounds_per_update
-from hvdtrain.learner.base import Learner, as_function
+from hvdtrain.learner.base import Learner
 from hvdtrain.learner.reduce import scale_learning_rate
 from hvdtrain.report.epoch import Reporter
 from hvdtrain.report.json_lines import JsonLines

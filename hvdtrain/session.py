@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Literal
 
 from hvdtrain.checkpoint.folder import CheckpointFolder, parse_rule
-from hvdtrain.checkpoint.preload import Preload, parse_preloads, take_over
+from hvdtrain.checkpoint.preload import constant_preloads, take_over
 from hvdtrain.checkpoint.progress import Progress
 from hvdtrain.checkpoint.saver import Saver, Saves
-from hvdtrain.checkpoint.start import StartKeys, model_file, start_of_training
+from hvdtrain.checkpoint.start import load_trained, resume
 from hvdtrain.comm import launch
-from hvdtrain.comm.base import Communicator, SingleCommunicator, on_rank_zero, run_with_heartbeat, together
+from hvdtrain.comm.base import Communicator, SingleCommunicator, run_with_heartbeat, together
 from hvdtrain.comm.current import connected
+from hvdtrain.config.reference import as_function
 from hvdtrain.data.combine.cache import Budget, host_memory
 from hvdtrain.data.describe import copy_lines
 from hvdtrain.data.feed import Feed
@@ -32,14 +33,13 @@ from hvdtrain.data.plan.epoch import BatchKeys
 from hvdtrain.data.plan.selection import listed
 from hvdtrain.data.sources import DatasetSpec, OpeningContext, open_dataset
 from hvdtrain.errors import DataError, HvdtrainError, LaunchError
-from hvdtrain.learner.base import Learner, as_function
+from hvdtrain.learner.base import Learner
 from hvdtrain.learner.frameworks import FRAMEWORKS, BuildOptions
 from hvdtrain.learner.reducer import Reducer
 from hvdtrain.runtime.interrupt import Interrupt
 from hvdtrain.runtime.log import open_log, say
 from hvdtrain.runtime.timer import Timer
 from hvdtrain.runtime.watchdog import Watchdog
-from hvdtrain.schedule.file import read_learning_rate_file
 from hvdtrain.settings import Settings
 
 Purpose = Literal["train", "dry_run", "evaluate", "forward", "measure"]
@@ -114,9 +114,9 @@ def _open(settings: Settings, purpose: Purpose, comm: Communicator, stack: ExitS
     )
     progress = Progress()
     if purpose in ("train", "dry_run"):
-        progress = _resume(comm, saver, checkpoints, settings.start, settings.schedule.learning_rate_file)
+        progress = resume(comm, saver, checkpoints, settings.start, settings.schedule.learning_rate_file)
     elif purpose in ("evaluate", "forward"):
-        progress = _load_trained(comm, saver, checkpoints, settings.start)
+        progress = load_trained(comm, saver, checkpoints, settings.start)
         learner.begin_epoch(max(1, progress.epoch), progress.step)
     return Session(comm, timer, watchdog, interrupt, feeds, learner, reducer, saver, progress)
 
@@ -288,7 +288,7 @@ def _limits_by_key(keys: BatchKeys) -> dict[str, list[str]]:
 
 def build_learner(settings: Settings, reducer: Reducer, comm: Communicator) -> Learner:
     """The model and the optimizer, in the config's framework. Raises: ConfigError."""
-    constant = constants(settings.start)
+    constant = constant_preloads(settings.start.preload_from_files)
     is_sharded = settings.torch_distributed is not None and settings.torch_distributed.sharded
     options = BuildOptions(
         rank=comm.rank,
@@ -301,61 +301,3 @@ def build_learner(settings: Settings, reducer: Reducer, comm: Communicator) -> L
         constants=partial(take_over, constant) if constant else None,
     )
     return FRAMEWORKS[settings.run.backend].build(settings.learner, reducer, options)
-
-
-def constants(keys: StartKeys) -> list[Preload]:
-    """The entries of preload_from_files whose parameters are neither trained nor saved, and who may lack which."""
-    preloads = parse_preloads(keys.preload_from_files)
-    always = [one for one in preloads if one.is_constant]
-    for one in always:
-        say(3, f"preload_from_files.{one.name}: what {one.filename} has is neither trained nor saved.")
-    return always + [one for one in preloads if one.filename is None and not one.is_constant] if always else []
-
-
-def _resume(
-    comm: Communicator, saver: Saver, checkpoints: CheckpointFolder, keys: StartKeys, learning_rate_file: str | None
-) -> Progress:
-    """Collective. Load what a training starts from, and make the model the same on all ranks.
-
-    Args:
-        learning_rate_file: where the scores of the epochs are that a model was trained for elsewhere, if it has none itself.
-
-    Raises:
-        CheckpointError: what was asked for is not there, or a rank cannot read it.
-        DataError: the learning rate file is none.
-    """
-    start = on_rank_zero(comm, lambda: start_of_training(keys, checkpoints), name="start")
-    if start.remark is not None:
-        say(2, start.remark)
-    progress = Progress()
-    if start.checkpoint is not None:
-        progress = saver.load(start.checkpoint)
-        say(3, f"Loaded {start.checkpoint.model_file}: training goes on {progress.describe()}.")
-    elif start.model_file is not None:
-        progress = saver.load_model(start.model_file, start.epoch)
-        say(3, f"Loaded {start.model_file}: training goes on {progress.describe()}.")
-    if progress.epoch and not progress.history and learning_rate_file is not None:
-        path = Path(learning_rate_file)
-        records = on_rank_zero(comm, lambda: read_learning_rate_file(path) if path.exists() else [], name="learning_rate_file")
-        progress.history = [record for record in records if record.epoch <= progress.epoch]
-    fresh = start.checkpoint is None
-    saver.preload([one for one in parse_preloads(keys.preload_from_files) if one.is_due(training=True, fresh=fresh)])
-    if fresh:
-        saver.share()
-    return progress
-
-
-def _load_trained(comm: Communicator, saver: Saver, checkpoints: CheckpointFolder, keys: StartKeys) -> Progress:
-    """Collective. Load a trained model without its optimizer; one that `preload_from_files` fills needs no checkpoint.
-
-    Raises:
-        CheckpointError: there is no model, or a rank cannot read it.
-    """
-    preloads = [one for one in parse_preloads(keys.preload_from_files) if one.is_due(training=False, fresh=True)]
-    progress = Progress()
-    if not preloads or keys.load or checkpoints.finished():
-        file = on_rank_zero(comm, lambda: model_file(keys, checkpoints), name="model_file")
-        progress = saver.load_model(file, None)
-        say(3, f"Loaded {file}.")
-    saver.preload(preloads)
-    return progress

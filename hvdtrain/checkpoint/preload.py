@@ -11,8 +11,10 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.config.reference import as_function
 from hvdtrain.errors import CheckpointError, ConfigError
-from hvdtrain.learner.base import MakeMissing, PreloadFunction, PreloadNames, Shapes, as_function
+from hvdtrain.learner.base import MakeMissing, PreloadFunction, PreloadNames, Shapes
+from hvdtrain.runtime.log import say
 
 
 @dataclass(frozen=True)
@@ -169,3 +171,12 @@ def parse_preloads(value: Mapping[str, Any]) -> list[Preload]:
     if problems:
         raise ConfigError(problems)
     return preloads
+
+
+def constant_preloads(entries: dict[str, Any]) -> list[Preload]:
+    """The entries of preload_from_files whose parameters are neither trained nor saved, and those that make what they lack."""
+    preloads = parse_preloads(entries)
+    constant = [one for one in preloads if one.is_constant]
+    for one in constant:
+        say(3, f"preload_from_files.{one.name}: the parameters in {one.filename} are neither trained nor saved.")
+    return constant + [one for one in preloads if one.filename is None and not one.is_constant] if constant else []

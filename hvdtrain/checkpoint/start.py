@@ -8,8 +8,13 @@ from typing import Any, Literal
 
 from hvdtrain.checkpoint.folder import Checkpoint, CheckpointFolder
 from hvdtrain.checkpoint.preload import parse_preloads
+from hvdtrain.checkpoint.progress import Progress
+from hvdtrain.checkpoint.saver import Saver
+from hvdtrain.comm.base import Communicator, on_rank_zero
 from hvdtrain.config.keys import ALONE, Section, Sections, key, positive
 from hvdtrain.errors import CheckpointError, ConfigError
+from hvdtrain.runtime.log import say
+from hvdtrain.schedule.file import read_learning_rate_file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,3 +122,52 @@ def _file(name: str, folder: CheckpointFolder) -> Path:
         if candidate.is_file():
             return candidate
     raise CheckpointError(f"load: expected a model file, got neither {' nor '.join(map(str, candidates))}")
+
+
+def resume(
+    comm: Communicator, saver: Saver, checkpoints: CheckpointFolder, keys: StartKeys, learning_rate_file: str | None
+) -> Progress:
+    """Collective. Load what a training starts from, and make the model the same on all ranks.
+
+    Args:
+        learning_rate_file: where the scores of the epochs are that a model was trained for elsewhere, if it has none itself.
+
+    Raises:
+        CheckpointError: what was asked for is not there, or a rank cannot read it.
+        DataError: the learning rate file is none.
+    """
+    start = on_rank_zero(comm, lambda: start_of_training(keys, checkpoints), name="start")
+    if start.remark is not None:
+        say(2, start.remark)
+    progress = Progress()
+    if start.checkpoint is not None:
+        progress = saver.load(start.checkpoint)
+        say(3, f"Loaded {start.checkpoint.model_file}: training goes on {progress.describe()}.")
+    elif start.model_file is not None:
+        progress = saver.load_model(start.model_file, start.epoch)
+        say(3, f"Loaded {start.model_file}: training goes on {progress.describe()}.")
+    if progress.epoch and not progress.history and learning_rate_file is not None:
+        path = Path(learning_rate_file)
+        records = on_rank_zero(comm, lambda: read_learning_rate_file(path) if path.exists() else [], name="learning_rate_file")
+        progress.history = [record for record in records if record.epoch <= progress.epoch]
+    fresh = start.checkpoint is None
+    saver.preload([one for one in parse_preloads(keys.preload_from_files) if one.is_due(training=True, fresh=fresh)])
+    if fresh:
+        saver.share()
+    return progress
+
+
+def load_trained(comm: Communicator, saver: Saver, checkpoints: CheckpointFolder, keys: StartKeys) -> Progress:
+    """Collective. Load a trained model without its optimizer; one that `preload_from_files` fills needs no checkpoint.
+
+    Raises:
+        CheckpointError: there is no model, or a rank cannot read it.
+    """
+    preloads = [one for one in parse_preloads(keys.preload_from_files) if one.is_due(training=False, fresh=True)]
+    progress = Progress()
+    if not preloads or keys.load or checkpoints.finished():
+        file = on_rank_zero(comm, lambda: model_file(keys, checkpoints), name="model_file")
+        progress = saver.load_model(file, None)
+        say(3, f"Loaded {file}.")
+    saver.preload(preloads)
+    return progress

@@ -1,4 +1,4 @@
-"""References to Python objects in strings: `package.module:name` or `folder/file.py:name`."""
+"""Python objects that a config names in a string: `package.module:name` or `folder/file.py:name`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import importlib.util
 import sys
 from pathlib import Path
 from typing import Any
+
+from hvdtrain.errors import ConfigError
 
 
 def is_reference(value: object) -> bool:
@@ -42,3 +44,15 @@ def resolve(reference: str) -> Any:
     if not hasattr(module, name):
         raise ImportError(f"{reference}: expected a name {name!r} in {module_name}, got none")
     return getattr(module, name)
+
+
+def as_function(value: Any, name: str) -> Any:
+    """The function that a key holds, or that it names as 'module:name'. Raises: ConfigError."""
+    if not isinstance(value, str):
+        return value
+    if not is_reference(value):
+        raise ConfigError([f"{name}: expected a function or its name as 'module:name', got {value!r}"])
+    try:
+        return resolve(value)
+    except ImportError as error:
+        raise ConfigError([f"{name}: expected a function that can be imported, got {error}"]) from error

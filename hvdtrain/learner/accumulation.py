@@ -8,8 +8,8 @@ from math import prod
 from numbers import Integral
 
 from hvdtrain.config.keys import Section, key, positive
+from hvdtrain.config.reference import as_function
 from hvdtrain.errors import ConfigError
-from hvdtrain.learner.base import as_function
 
 RoundsPerUpdate = Callable[[int, float, int], int]
 """(epoch, epoch_continuous, global_train_step) -> the number of steps (rounds, in which every rank takes a batch) whose gradients

@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 from hvdtrain.comm.base import Tensor
 from hvdtrain.config.keys import ALONE, REQUIRED, Section, Sections, key, not_negative, positive, share
 from hvdtrain.data.types import Array, Batch
-from hvdtrain.errors import CheckpointError, ConfigError
+from hvdtrain.errors import CheckpointError
 from hvdtrain.runtime.scores import Scores
 
 Then = Literal["accumulate", "update"]
@@ -308,20 +308,6 @@ class LearnerKeys(Section):
         if self.torch_compile is not False and self.sync_batch_norm:
             return ["torch_compile: expected sync_batch_norm = False beside it, got both (an exchange cannot be compiled)"]
         return []
-
-
-def as_function(value: Any, name: str) -> Any:
-    """The function a key holds or names. Raises: ConfigError."""
-    from hvdtrain.config.reference import is_reference, resolve  # here, so that the keys above stay light to import
-
-    if not isinstance(value, str):
-        return value
-    if not is_reference(value):
-        raise ConfigError([f"{name}: expected a function or its name as 'module:name', got {value!r}"])
-    try:
-        return resolve(value)
-    except ImportError as error:
-        raise ConfigError([f"{name}: expected a function that can be imported, got {error}"]) from error
 
 
 def check_made(name: str, expected: tuple[int, ...], got: tuple[int, ...]) -> None:

@@ -10,10 +10,11 @@ from typing import Any
 
 from hvdtrain.comm.base import Communicator, together
 from hvdtrain.config.keys import Section, key
+from hvdtrain.config.reference import as_function
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError, DataError
-from hvdtrain.learner.base import Learner, as_function
+from hvdtrain.learner.base import Learner
 from hvdtrain.runtime.watchdog import Watchdog
 
 

@@ -6,8 +6,9 @@ from functools import partial
 
 import torch
 
+from hvdtrain.config.reference import as_function
 from hvdtrain.errors import ConfigError
-from hvdtrain.learner.base import LearnerKeys, as_function
+from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.learner.frameworks import BuildOptions
 from hvdtrain.learner.meter import LearnerMeter, PendingScores
 from hvdtrain.learner.optimizer import Clipping

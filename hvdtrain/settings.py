@@ -12,15 +12,14 @@ from hvdtrain.checkpoint.saver import SavingKeys
 from hvdtrain.checkpoint.start import StartKeys
 from hvdtrain.comm.keys import LaunchKeys, TorchDistributedKeys, merged
 from hvdtrain.config.check import build, unknown, unsupported
-from hvdtrain.config.keys import REQUIRED, Key, Rule, Section, Sections, declared, key, not_negative, one_of, parsed_by, positive
+from hvdtrain.config.keys import REQUIRED, Key, Rule, Section, Sections, declared, key, not_negative, one_of, positive
 from hvdtrain.config.source import COMMAND_LINE, Source, load
 from hvdtrain.data.files.copies import CopyKeys
-from hvdtrain.data.files.sizes import parse_sizes
 from hvdtrain.data.kinds import KINDS
 from hvdtrain.data.plan.chunks import ChunkKeys
 from hvdtrain.data.plan.epoch import BatchKeys
-from hvdtrain.data.plan.order import OrderKeys, is_order, is_random
-from hvdtrain.data.sources import DatasetSpec, parse
+from hvdtrain.data.plan.order import OrderKeys, is_random
+from hvdtrain.data.sources import DataKeys, DatasetSpec
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.accumulation import AccumulationKeys
 from hvdtrain.learner.base import LearnerKeys
@@ -78,29 +77,6 @@ class RunKeys(Section):
         None, "function (**_) that every rank calls before the datasets are opened; hvdtrain.run_on_main in it prepares data once"
     )
     watchdog_timeout: float = key(1800.0, "end the job when a rank makes no progress for so many seconds", positive)
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataKeys(Section):
-    """What is trained and evaluated on: dicts with a class, HDF files, or functions that return one of these."""
-
-    train: Any = key(REQUIRED, "the training data: a dataset dict, or HDF files")
-    batching: str | Callable[..., str] | None = key(
-        None,
-        "seq_ordering of train where its dict says none (RETURNN's older key)",
-        Rule("an order as in seq_ordering", is_order),
-    )
-    dev: Any = key(None, "evaluated after every epoch; seq_ordering is sorted unless the dict says otherwise")
-    eval: Any = key(None, "evaluated after every epoch, like dev")
-    cache_size: int | str | list[int | str] = key(
-        0,
-        "memory in which a rank keeps what it read of train, dev, eval (one size or up to three): 0 none, '2G' a budget with "
-        "K, M or G, -1 everything; memory-mapped files need none",
-        Rule("sizes such as 0, '512M', -1, or up to three of them", parsed_by(parse_sizes)),
-    )
-    eval_datasets: dict[str, Any] = key({}, "further datasets by name, evaluated after every epoch")
-    forward_data: Any = key(None, "task forward: the data; None: eval")
-    search_data: Any = key(None, "task search: the data; None: forward_data, or eval")
 
 
 DICTS: dict[str, type] = {"torch_distributed": TorchDistributedKeys}
@@ -271,27 +247,14 @@ def _datasets(sections: Sections, source: Source) -> tuple[tuple[DatasetSpec, ..
     keys, reduce = sections.get(DataKeys), sections.get(ReduceKeys)
     if keys is None:
         return (), []
-    problems = []
-    if keys.train is None:
-        problems.append("train: expected a dataset dict or HDF files, got None")
-    named = {"train": keys.train, "dev": keys.dev, "eval": keys.eval}
-    for name in keys.eval_datasets:
-        if name in named:
-            problems.append(f"eval_datasets.{name}: expected a name other than {', '.join(named)}, got {name!r}")
-    specs: dict[str, DatasetSpec] = {}
-    for name, value in {**keys.eval_datasets, **named}.items():
-        if value is not None:
-            ordering = keys.batching if name == "train" else "sorted"
-            spec, more = parse(name, value, {} if ordering is None else {"seq_ordering": ordering})
-            problems += more
-            specs |= {} if spec is None else {name: spec}
+    specs, problems = keys.datasets()
     apart = reduce is not None and reduce.horovod_dataset_distribution == "random_seed_offset"
-    if apart and "train" in specs and not is_random(specs["train"].order):
+    if apart and specs and specs[0].name == "train" and not is_random(specs[0].order):
         problems.append(
             "horovod_dataset_distribution: expected a random seq_ordering in train for 'random_seed_offset', got "
-            f"{specs['train'].order.seq_ordering!r} (every rank would train on the same batches)"
+            f"{specs[0].order.seq_ordering!r} (every rank would train on the same batches)"
         )
-    return tuple(specs[name] for name in dict.fromkeys((*named, *keys.eval_datasets)) if name in specs), problems
+    return specs, problems
 
 
 def _forward_data(sections: Sections, source: Source) -> tuple[DatasetSpec | None, list[str]]:
@@ -299,11 +262,7 @@ def _forward_data(sections: Sections, source: Source) -> tuple[DatasetSpec | Non
     keys, run = sections.get(DataKeys), sections.get(RunKeys)
     if keys is None or run is None or run.task not in ("forward", "search"):
         return None, []
-    search_data = keys.search_data if run.task == "search" else None
-    for name, value in {"search_data": search_data, "forward_data": keys.forward_data, "eval": keys.eval}.items():
-        if value is not None:
-            return parse(name, value, {"seq_ordering": "sorted_reverse"})
-    return None, [f"{run.task}_data: expected a dataset dict or HDF files for the task {run.task}, got None"]
+    return keys.forwarded(run.task)
 
 
 def _function(sections: Sections, source: Source) -> tuple[Callable[[], Any] | None, list[str]]:

@@ -6,16 +6,66 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, Literal
 
 from hvdtrain.config.check import build, closest, did_you_mean, unknown_options
-from hvdtrain.config.keys import declared
+from hvdtrain.config.keys import REQUIRED, Rule, Section, declared, key, parsed_by
 from hvdtrain.config.reference import is_reference, resolve
 from hvdtrain.data.combine.cache import Budget, with_cache
 from hvdtrain.data.dataset import Dataset, DatasetKeys, as_dataset
 from hvdtrain.data.kinds import BY_RETURNN, INSTEAD, KINDS, OWN, Kind
-from hvdtrain.data.plan.order import OrderKeys, non_default
+from hvdtrain.data.files.sizes import parse_sizes
+from hvdtrain.data.plan.order import OrderKeys, is_order, non_default
 from hvdtrain.errors import ConfigError, DataError
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataKeys(Section):
+    """What is trained and evaluated on: dicts with a class, HDF files, or functions that return one of these."""
+
+    train: Any = key(REQUIRED, "the training data: a dataset dict, or HDF files")
+    batching: str | Callable[..., str] | None = key(
+        None,
+        "seq_ordering of train where its dict says none (RETURNN's older key)",
+        Rule("an order as in seq_ordering", is_order),
+    )
+    dev: Any = key(None, "evaluated after every epoch; seq_ordering is sorted unless the dict says otherwise")
+    eval: Any = key(None, "evaluated after every epoch, like dev")
+    cache_size: int | str | list[int | str] = key(
+        0,
+        "memory in which a rank keeps what it read of train, dev, eval (one size or up to three): 0 none, '2G' a budget with "
+        "K, M or G, -1 everything; memory-mapped files need none",
+        Rule("sizes such as 0, '512M', -1, or up to three of them", parsed_by(parse_sizes)),
+    )
+    eval_datasets: dict[str, Any] = key({}, "further datasets by name, evaluated after every epoch")
+    forward_data: Any = key(None, "task forward: the data; None: eval")
+    search_data: Any = key(None, "task search: the data; None: forward_data, or eval")
+
+    def datasets(self) -> tuple[tuple[DatasetSpec, ...], list[str]]:
+        """The datasets that are given, train first, and the problems with them."""
+        problems = []
+        if self.train is None:
+            problems.append("train: expected a dataset dict or HDF files, got None")
+        named = {"train": self.train, "dev": self.dev, "eval": self.eval}
+        for name in self.eval_datasets:
+            if name in named:
+                problems.append(f"eval_datasets.{name}: expected a name other than {', '.join(named)}, got {name!r}")
+        specs: dict[str, DatasetSpec] = {}
+        for name, value in {**self.eval_datasets, **named}.items():
+            if value is not None:
+                ordering = self.batching if name == "train" else "sorted"
+                spec, more = parse(name, value, {} if ordering is None else {"seq_ordering": ordering})
+                problems += more
+                specs |= {} if spec is None else {name: spec}
+        return tuple(specs[name] for name in dict.fromkeys((*named, *self.eval_datasets)) if name in specs), problems
+
+    def forwarded(self, task: str) -> tuple[DatasetSpec | None, list[str]]:
+        """The dataset of the tasks forward and search, and the problems with it."""
+        search_data = self.search_data if task == "search" else None
+        for name, value in {"search_data": search_data, "forward_data": self.forward_data, "eval": self.eval}.items():
+            if value is not None:
+                return parse(name, value, {"seq_ordering": "sorted_reverse"})
+        return None, [f"{task}_data: expected a dataset dict or HDF files for the task {task}, got None"]
 
 
 @dataclass(frozen=True)

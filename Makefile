@@ -1,7 +1,8 @@
 # make train   watch a model learn on two Horovod ranks (about five minutes on two cores)
+# make check   formatting, lint, types, and the tests that start no other program: about a minute
 # make test    all tests
 # make test-cluster   the tests on several hosts and Slurm, as root
-# make check   formatting, lint, types, tests
+# make test-soak   what may go wrong now and then, tried many times
 # The environment is set up when it is missing; see tools/setup.sh.
 
 PYTHON_OF_VENV = .venv/bin/python
@@ -17,7 +18,10 @@ endif
 G2P_PARTS = data/g2p/train.hdf data/g2p/dev.hdf data/g2p/test.hdf
 RETURNN_DEMO = data/returnn/demo-torch.config
 
-.PHONY: setup setup-tests data train test test-cluster check format docs benchmark benchmark-data clean
+# Two workers, as tests leave a core idle; those under mpirun run one after the other, in one worker.
+PYTEST = $(PYTHON_OF_VENV) -m pytest -n 2 --dist loadgroup --durations 10
+
+.PHONY: setup setup-tests data train test test-cluster test-soak check format docs benchmark benchmark-data clean
 
 setup:
 	@bash tools/setup.sh
@@ -45,17 +49,20 @@ train: data
 		++model exp/g2p-short/model ++log exp/g2p-short/train.log
 
 test: setup data $(RETURNN_DEMO)
-	$(PYTHON_OF_VENV) -m pytest
+	$(PYTEST)
 
 # On three hosts with Slurm, all of them on this machine; skipped, with a line why, where they cannot be had.
 test-cluster: setup setup-tests
-	$(PYTHON_OF_VENV) -m pytest tests/cluster -m cluster -rs
+	$(PYTEST) tests/cluster -m cluster -rs
+
+test-soak: setup data
+	$(PYTHON_OF_VENV) -m pytest -m soak --soak --durations 10
 
 check: setup data $(RETURNN_DEMO)
 	$(PYTHON_OF_VENV) -m ruff format --check .
 	$(PYTHON_OF_VENV) -m ruff check .
 	$(PYTHON_OF_VENV) -m mypy
-	$(PYTHON_OF_VENV) -m pytest
+	$(PYTEST) -m "not cluster and not launches"
 
 format: setup
 	$(PYTHON_OF_VENV) -m ruff format .

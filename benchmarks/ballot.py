@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
@@ -23,17 +24,15 @@ from hvdtrain.training import votes as ballot  # noqa: E402  # the line above fi
 ROUNDS, STEPS = 40, 50
 
 
-class Numbers:
-    """What a ballot needs of a learner."""
-
-    def numbers(self, values: list[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float64)
+def numbers(values: Sequence[float]) -> torch.Tensor:
+    """As a learner makes them."""
+    return torch.tensor(values, dtype=torch.float64)
 
 
 def main() -> None:
     torch.set_num_threads(1)
     comm = open_horovod("torch")
-    votes = ballot.Ballot(comm, Numbers(), interval=0.0)  # type: ignore[arg-type]
+    votes = ballot.Ballot(comm, numbers, interval=0.0)
     gradient = torch.zeros(500_000)
     seconds: dict[bool, list[float]] = {True: [], False: []}
     for number in range(2 * ROUNDS + 2):

@@ -58,7 +58,7 @@ def saves(kills: int, seed: int) -> None:
     from hvdtrain.checkpoint.saver import Saver
     from hvdtrain.comm.base import SingleCommunicator
     from hvdtrain.learner.reduce import GradReduce
-    from hvdtrain.learner.torch.learner import TorchLearner
+    from hvdtrain.learner.torch.state import TorchState
     from hvdtrain.runtime.timer import Timer
 
     torch.set_num_threads(1)  # others would not be there in a forked process
@@ -69,7 +69,7 @@ def saves(kills: int, seed: int) -> None:
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()  # so that there is a state
-    learner = TorchLearner(model, lambda **_: None, optimizer, reducer, device=torch.device("cpu"), seed=(1, 0))
+    state = TorchState(model, optimizer, torch.device("cpu"), None, None, frozenset())
 
     def set_all(step: int) -> None:
         with torch.no_grad():
@@ -84,7 +84,7 @@ def saves(kills: int, seed: int) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         checkpoints = CheckpointFolder(folder / "model")
-        saver = Saver(comm, learner, reducer, checkpoints, "shard")
+        saver = Saver(comm, state, reducer, checkpoints, "shard")
 
         def save_for_ever(step: int) -> None:
             while True:  # five steps an epoch

@@ -20,7 +20,6 @@ import numpy
 import returnn_reader
 from measuring import in_batches, machine, table, take_turns, write_frames
 
-from hvdtrain.data.batches import batches
 from hvdtrain.data.hdf.dataset import open_hdf
 from hvdtrain.hdf_tools.check import repack
 
@@ -67,7 +66,7 @@ def contest(own: Path, other: Path, size: int, rounds: int) -> None:
         return target.nbytes * len(share)
 
     def of_hvdtrain() -> float:
-        return frame * sum(int(batch.data["data"].seq_lens.sum()) for batch in batches(dataset, share))
+        return frame * sum(int(batch.data["data"].seq_lens.sum()) for batch in map(dataset.batch, share))
 
     def one_by_one() -> float:
         return sum(dataset.sequence(index)["data"].copy().nbytes for batch in share for index in batch.tolist())
@@ -100,7 +99,7 @@ def cached(path: Path, size: int) -> None:
         frames = sum(int(batch["data:seq_len"].sum()) for batch in returnn_reader.batches(original, epoch, size))
         theirs = frame * frames / 1e6 / (time.perf_counter() - began)
         began = time.perf_counter()
-        frames = sum(int(batch.data["data"].seq_lens.sum()) for batch in batches(dataset, own))
+        frames = sum(int(batch.data["data"].seq_lens.sum()) for batch in map(dataset.batch, own))
         ours = frame * frames / 1e6 / (time.perf_counter() - began)
         print(f"epoch {epoch}: RETURNN {theirs:,.0f}, hvdtrain without a cache {ours:,.0f}, {ours / theirs:.2f} times as fast")
 

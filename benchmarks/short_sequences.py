@@ -16,7 +16,6 @@ from typing import Any
 import returnn_reader
 from measuring import in_batches, machine, table, take_turns, write_labels
 
-from hvdtrain.data.batches import batches
 from hvdtrain.data.hdf.dataset import open_hdf
 
 
@@ -52,7 +51,7 @@ def in_hvdtrain(paths: list[Path], size: int, most: int) -> Callable[[], float]:
     """A contestant that reads no more than so many sequences of some files."""
     dataset = open_hdf(paths)
     share = in_batches(dataset.num_sequences, size)[: most // size]
-    return lambda: sum(len(batch.indices) for batch in batches(dataset, share))
+    return lambda: sum(len(batch.indices) for batch in map(dataset.batch, share))
 
 
 def epochs(read: Callable[[int], Iterable[Any]], size: int = 1) -> Callable[[], float]:

@@ -19,7 +19,6 @@ from pathlib import Path
 
 from measuring import in_batches, machine, write_frames, write_labels
 
-from hvdtrain.data.batches import batches
 from hvdtrain.data.hdf.dataset import open_hdf
 
 
@@ -85,13 +84,13 @@ def read(path: Path, batch: int, seconds: float) -> None:
     """A reader: warm up, wait for the word, read, report, wait for the end."""
     dataset = open_hdf([path])
     share = in_batches(dataset.num_sequences, batch)
-    for _ in batches(dataset, share):
+    for _ in map(dataset.batch, share):
         pass
     print("ready", flush=True)
     sys.stdin.readline()
     began, began_processor, done = time.perf_counter(), time.process_time(), 0
     while time.perf_counter() - began < seconds:
-        done += sum(len(one.indices) for one in batches(dataset, share[done // batch % len(share) :][:20]))
+        done += sum(len(one.indices) for one in map(dataset.batch, share[done // batch % len(share) :][:20]))
     rates = {"clock": done / (time.perf_counter() - began), "processor": done / (time.process_time() - began_processor)}
     print(json.dumps(rates | held(path)), flush=True)
     sys.stdin.readline()

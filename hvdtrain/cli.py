@@ -7,6 +7,7 @@ import os
 import sys
 import traceback
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hvdtrain.comm import launch, local
 from hvdtrain.config.check import describe, did_you_mean
@@ -14,6 +15,9 @@ from hvdtrain.config.keys import declared
 from hvdtrain.config.source import parse_command_line, without_local_rank
 from hvdtrain.errors import ConfigError, HvdtrainError, LaunchError
 from hvdtrain.version import __version__
+
+if TYPE_CHECKING:
+    from hvdtrain.settings import Settings
 
 COMMANDS = {
     "dump": ("convert a dataset into an HDF file", "hvdtrain.hdf_tools.dump"),
@@ -92,8 +96,6 @@ def run_config(arguments: list[str]) -> int:
         return _fail(str(error), rank, status=2, everywhere=True)
     local.end_with_parent(launch.environment())
     try:
-        from hvdtrain.tasks.tasks import run_task  # here, so that a mistake in the config is reported before slow imports
-
         run_task(settings)
         return 0
     except HvdtrainError as error:
@@ -102,6 +104,17 @@ def run_config(arguments: list[str]) -> int:
         return _fail("interrupted; the same command goes on after the last checkpoint", rank, status=130, everywhere=True)
     except BaseException:
         return _fail(traceback.format_exc(), rank, status=1, everywhere=False)
+
+
+def run_task(settings: Settings) -> None:
+    """Do what the config's `task` says. Raises: HvdtrainError."""
+    from hvdtrain.settings import TASKS
+
+    if settings.function is not None:
+        settings.function()
+        return
+    module, name = TASKS[settings.run.task].split(":")
+    getattr(importlib.import_module(module), name)(settings)  # imported now, so that mistakes in the config are reported at once
 
 
 def help_text() -> str:

@@ -1,4 +1,13 @@
-"""What a config's `train_step` talks to while it runs: `hvdtrain.get_run_ctx().mark_as_loss(...)`."""
+"""What a config's `train_step` and `forward_step` call while they run: `hvdtrain.get_run_ctx().mark_as_loss(...)`.
+
+The words for the parts of a training, here and everywhere else:
+
+- A **step** is one batch on every rank; a rank that has none left takes part without one. `global_train_step` and every other
+  number of a step count these, over the whole training.
+- An **update** is one optimizer step. It ends every step, unless gradients are accumulated (`accum_grad_multiple_step`): then it
+  ends the last of several.
+- An **epoch** is one pass over the training data, or over a part of it (`partition_epoch`). Epochs are counted from 1.
+"""
 
 from __future__ import annotations
 
@@ -42,11 +51,11 @@ class Output:
 
 @dataclass
 class RunContext:
-    """One call of `train_step` or `forward_step`; with TensorFlow one tracing of it, in which the two numbers are tensors.
+    """One call of `train_step` or `forward_step`. With TensorFlow, one tracing of it, in which epoch and step are tensors.
 
     Attributes:
         epoch: counted from 1.
-        step: updates done so far in the whole training.
+        step: the number of training steps done in the whole training before this call.
         train_flag: False in an evaluation.
         seq_tags: asks the dataset for the tags of the batch's sequences; None where a framework's graph is traced.
     """

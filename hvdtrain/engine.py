@@ -28,9 +28,10 @@ from hvdtrain.training.votes import INTERVAL, INTERVAL_APART, Ballot, Wishes
 
 @dataclass(frozen=True)
 class Rates:
-    """The learning rate: `of_epoch(epoch, history)` before an epoch, `of_step(step, epoch_continuous, epoch_rate)` in it.
+    """The learning rate: `of_epoch(epoch, history)` before an epoch, `of_step(step, epoch_continuous, epoch_rate)` for an update.
 
-    `of_step` gives the rate that the optimizer uses, scaled by the number of ranks if `horovod_scale_lr` asks for it.
+    `of_step` gives the rate that the optimizer uses for the update that ends a step, scaled by the number of ranks if
+    `horovod_scale_lr` asks for it. `step` is the number of steps done before it.
     """
 
     of_epoch: Callable[[int, list[EpochRecord]], float]
@@ -47,7 +48,7 @@ class Pace:
         save_epochs: save after every N epochs, and after the last one.
         save_steps: save within an epoch, too, after every N steps of the whole training; None: do not.
         save_minutes: save within an epoch, too, when the last checkpoint is this many minutes old; None: do not.
-        rounds_per_update: how many steps an update adds up.
+        rounds_per_update: gives the number of steps whose gradients an update adds up.
         finite: end with an error when a training loss is not a finite number.
     """
 
@@ -91,8 +92,8 @@ class Engine:
         self._step_log = step_log
         self._trace = trace
         meets_every_step = session.reducer.updates_without_batch
-        self._ballot = Ballot(session.comm, session.learner, INTERVAL if meets_every_step else INTERVAL_APART)
-        self._tally = Tally(session.learner)  # this rank's scores that the ranks have not gathered yet
+        self._ballot = Ballot(session.comm, session.learner.numbers, INTERVAL if meets_every_step else INTERVAL_APART)
+        self._tally = Tally(session.learner.meter)  # this rank's scores that the ranks have not gathered yet
         self._not_finite: list[NotFinite] = []
         self._counted_until = 0.0  # the time up to which the epoch's seconds are counted
         self._counted_sync = 0.0  # the seconds of parameter averaging that are counted
@@ -144,7 +145,7 @@ class Engine:
             scores=scores,
             padding=plan.padding(self._train.lengths_in(epoch)),
             seconds=self._seconds(started),
-            loss_scale=self._learner.loss_scale,
+            loss_scale=self._learner.meter.loss_scale,
         )
         progress.epoch, progress.current, progress.report = epoch, None, as_line(report)
         progress.history.append(EpochRecord(epoch, epoch_rate, scores))
@@ -188,10 +189,10 @@ class Engine:
                     number = progress.step - current.first_step
                     self._step_log.step(StepReport(number, current.position / total, rate, batch, self._tally))
                 ranks_with_batch = sum(count > group[0] for count in counts)  # who has any has one in the group's first step
-                self._session.reducer.after_update(self._learner, len(share) > group[0], ranks_with_batch)
+                self._session.reducer.after_update(self._learner.state, len(share) > group[0], ranks_with_batch)
                 self._check(current)
         self._step_log.end()
-        self._session.reducer.end_of_epoch(self._learner)
+        self._session.reducer.end_of_epoch(self._learner.state)
         self._gather_scores(current)
         self._count_seconds(current)
         current.trained = True
@@ -200,7 +201,7 @@ class Engine:
         """Collective. The scores of the other datasets."""
         scores: dict[str, float] = {}
         for feed in self._evaluations:
-            with self._timer.span("evaluation"), self._learner.averaged():
+            with self._timer.span("evaluation"), self._learner.state.averaged():
                 means = evaluate(
                     self._comm,
                     self._learner,
@@ -265,7 +266,7 @@ class Engine:
         by_hand = reason == "SIGINT"
         due = self._is_save_due() and not self._asked_to_save  # once: it takes two exchanges until it is done
         self._asked_to_save = self._asked_to_save or due
-        self._not_finite += self._learner.take_not_finite()
+        self._not_finite += self._learner.meter.take_not_finite()
         broken = self._pace.finite and bool(self._not_finite)
         return Wishes(stop=int(reason is not None and not by_hand), stop_by_hand=int(by_hand), save=int(due), report=int(broken))
 
@@ -309,7 +310,7 @@ class Engine:
             TrainingError: a loss is not a finite number.
         """
         own = self._tally.take_all()
-        self._not_finite += self._learner.take_not_finite()
+        self._not_finite += self._learner.meter.take_not_finite()
         gathered = self._comm.gather((own, bool(self._not_finite)), name="train_scores")
         current.scores = Scores.merged([current.scores, *(scores for scores, _ in gathered)]).compact()
         if self._pace.finite and any(broken for _, broken in gathered):
@@ -326,7 +327,7 @@ class Engine:
         self._counted_until = now
         # Steps as the device saw them, collectives included, and the averaging of parameters between them.
         synced = self._timer.seconds.get("parameter sync", 0.0)
-        current.computing += self._learner.take_step_seconds() + synced - self._counted_sync
+        current.computing += self._learner.meter.take_step_seconds() + synced - self._counted_sync
         self._counted_sync = synced
 
     def _seconds(self, started: float) -> list[Mapping[str, float]]:

@@ -12,7 +12,7 @@ from hvdtrain.data.describe import batch_lines, feed_lines
 from hvdtrain.engine import Engine, Pace, Rates
 from hvdtrain.learner.accumulation import rounds_per_update
 from hvdtrain.learner.base import Learner, as_function
-from hvdtrain.learner.reduce import ReduceKeys, scale_learning_rate
+from hvdtrain.learner.reduce import scale_learning_rate
 from hvdtrain.report.epoch import Reporter
 from hvdtrain.report.json_lines import JsonLines
 from hvdtrain.report.runs import Start, note_start
@@ -93,7 +93,7 @@ def open_trackers(settings: Settings, session: Session) -> list[Reporter]:
     """The experiment trackers that the config asks for. Raises: ConfigError."""
     trackers: list[Reporter] = []
     if settings.trackers.use_tensorboard:
-        parameters = session.learner.arrays if settings.trackers.tensorboard_histograms else None
+        parameters = session.learner.state.named_parameters if settings.trackers.tensorboard_histograms else None
         trackers.append(TensorBoard(Path(settings.run.model).parent / "tensorboard", session.progress.step, parameters))
     track_epoch = as_function(settings.trackers.track_epoch, "track_epoch")
     if track_epoch is not None:
@@ -165,7 +165,7 @@ def announce(settings: Settings, session: Session, pace: Pace, hosts: list[Host]
         many = f"{several}" if isinstance(several, int) else "as many as accum_grad_multiple_step says"
         say(4, f"updates: each adds up the gradients of several batches of every rank: {many}")
     if comm.size > 1:
-        say(4, f"ranks: {_how(settings.reduce)}")
+        say(4, f"ranks: {session.reducer.describe()}")
         if settings.reduce.horovod_scale_lr:
             factor = scale_learning_rate(1.0, settings.reduce.horovod_scale_lr, comm.size)
             say(4, f"horovod_scale_lr: every learning rate is multiplied by {factor:.6g} for {comm.size} ranks")
@@ -181,14 +181,6 @@ def record_start(settings: Settings, session: Session, hosts: list[Host]) -> Non
     in_effect = {key.name: (key.value, key.origin) for key in effective(settings)}
     start = Start(hosts, in_effect, session.progress.epoch + 1, session.learner.num_parameters)
     on_rank_zero(session.comm, lambda: note_start(Path(settings.run.model).parent, start), name="note_start")
-
-
-def _how(keys: ReduceKeys) -> str:
-    if keys.horovod_reduce_type == "grad":
-        return f"gradients are {'averaged' if keys.horovod_avg_grad else 'summed'} for every update"
-    if keys.horovod_param_sync_time_diff is not None:
-        return f"parameters are averaged about every {keys.horovod_param_sync_time_diff:g} s and at the end of an epoch"
-    return f"parameters are averaged after every {keys.horovod_param_sync_step} updates and at the end of an epoch"
 
 
 def is_done(progress: Progress, pace: Pace) -> bool:

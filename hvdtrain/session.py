@@ -30,10 +30,11 @@ from hvdtrain.data.files.unchanged import Unchanged
 from hvdtrain.data.plan.chunks import cut, keys_of
 from hvdtrain.data.plan.epoch import BatchKeys
 from hvdtrain.data.plan.selection import listed
-from hvdtrain.data.sources import DatasetSpec, Means, open_dataset
+from hvdtrain.data.sources import DatasetSpec, OpeningContext, open_dataset
 from hvdtrain.errors import DataError, HvdtrainError, LaunchError
 from hvdtrain.learner.base import Learner, as_function
-from hvdtrain.learner.reduce import GradReduce, ParamAverage, ReduceKeys, Reducer
+from hvdtrain.learner.frameworks import FRAMEWORKS, BuildOptions
+from hvdtrain.learner.reducer import Reducer
 from hvdtrain.runtime.interrupt import Interrupt
 from hvdtrain.runtime.log import open_log, say
 from hvdtrain.runtime.timer import Timer
@@ -98,13 +99,13 @@ def _open(settings: Settings, purpose: Purpose, comm: Communicator, stack: ExitS
     if purpose in ("evaluate", "forward"):  # the model's file has the average over time
         settings = replace(settings, learner=replace(settings.learner, ema_decay=None))
     timer = Timer()
-    reducer = open_reducer(settings.reduce, comm, timer)
+    reducer = settings.reduce.reducer(comm, timer)
     learner = together(comm, lambda: build_learner(settings, reducer, comm), name="build_learner")
     watchdog.beat("loading and sharing the weights")
-    checkpoints = CheckpointFolder(Path(settings.run.model), learner.file_suffix)
+    checkpoints = CheckpointFolder(Path(settings.run.model), FRAMEWORKS[settings.run.backend].suffix)
     saver = Saver(
         comm,
-        learner,
+        learner.state,
         reducer,
         checkpoints,
         feeds[0].distribution,
@@ -182,10 +183,9 @@ def open_communicator(settings: Settings) -> Iterator[Communicator]:
 
 def prepare(settings: Settings) -> None:
     """What has to be settled before the framework computes anything. Raises: ConfigError."""
-    if settings.run.backend == "tensorflow":
-        from hvdtrain.learner.tensorflow.device import prepare_tensorflow
-
-        prepare_tensorflow(settings.learner.device, launch.launch().local_rank, threads(settings, launch.launch().local_size))
+    started = launch.launch()
+    num_threads = threads(settings, started.local_size)
+    FRAMEWORKS[settings.run.backend].prepare(settings.learner.device, started.local_rank, num_threads)
 
 
 def threads(settings: Settings, local_size: int) -> int:
@@ -245,7 +245,7 @@ def open_some(
         batch_keys = batch_keys.of_training() if training else batch_keys.of_evaluation()
         budget = Budget(budgets.get(spec.name, sizes[2]), within=host)
         files = Unchanged(copies.get(path, path) if path in part.copied else path for part in spec.all() for path in part.files)
-        dataset = open_dataset(spec, Means(budget, copies))
+        dataset = open_dataset(spec, OpeningContext(budget, copies))
         return Feed(
             spec.name,
             dataset,
@@ -286,38 +286,21 @@ def _limits_by_key(keys: BatchKeys) -> dict[str, list[str]]:
     return {name: list(value) for name, value in values.items() if isinstance(value, dict)}
 
 
-def open_reducer(keys: ReduceKeys, comm: Communicator, timer: Timer) -> Reducer:
-    """How the ranks learn together."""
-    if keys.horovod_reduce_type == "param":
-        return ParamAverage(comm, timer, keys.horovod_param_sync_step, keys.horovod_param_sync_time_diff)
-    return GradReduce(comm, timer, keys.horovod_avg_grad)
-
-
 def build_learner(settings: Settings, reducer: Reducer, comm: Communicator) -> Learner:
     """The model and the optimizer, in the config's framework. Raises: ConfigError."""
-    num_threads = threads(settings, comm.local_size)
-    seed = settings.run.random_seed
-    places = {"rank": comm.rank, "local_rank": comm.local_rank, "threads": num_threads}
     constant = constants(settings.start)
-    precision = settings.precision.precision()
-    if settings.run.backend == "tensorflow":  # a framework is imported when it is known to be needed
-        from hvdtrain.learner.tensorflow.build import build_tensorflow_learner
-
-        return build_tensorflow_learner(settings.learner, reducer, **places, seed=seed, epoch=1, step=0, precision=precision)
-    from hvdtrain.learner.torch.build import build_torch_learner
-
-    return build_torch_learner(
-        settings.learner,
-        reducer,
-        **places,
-        seed=seed,
-        epoch=1,
-        step=0,
-        constants=partial(take_over, constant) if constant else None,
-        precision=precision,
+    is_sharded = settings.torch_distributed is not None and settings.torch_distributed.sharded
+    options = BuildOptions(
+        rank=comm.rank,
+        local_rank=comm.local_rank,
+        threads=threads(settings, comm.local_size),
+        seed=settings.run.random_seed,
+        precision=settings.precision.precision(),
         batch_norm=comm.channel("sync_batch_norm") if settings.learner.sync_batch_norm and comm.size > 1 else None,
-        sharded=comm if settings.torch_distributed is not None and settings.torch_distributed.sharded and comm.size > 1 else None,
+        sharded=comm if is_sharded and comm.size > 1 else None,
+        constants=partial(take_over, constant) if constant else None,
     )
+    return FRAMEWORKS[settings.run.backend].build(settings.learner, reducer, options)
 
 
 def constants(keys: StartKeys) -> list[Preload]:

@@ -6,13 +6,13 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Any, get_type_hints
 
 from hvdtrain.checkpoint.saver import SavingKeys
 from hvdtrain.checkpoint.start import StartKeys
 from hvdtrain.comm.keys import LaunchKeys, TorchDistributedKeys, merged
-from hvdtrain.config.check import build, unknown
-from hvdtrain.config.keys import REQUIRED, Key, Rule, Section, Sections, declared, key, not_negative, parsed_by, positive
+from hvdtrain.config.check import build, unknown, unsupported
+from hvdtrain.config.keys import REQUIRED, Key, Rule, Section, Sections, declared, key, not_negative, one_of, parsed_by, positive
 from hvdtrain.config.source import COMMAND_LINE, Source, load
 from hvdtrain.data.files.copies import CopyKeys
 from hvdtrain.data.files.sizes import parse_sizes
@@ -24,8 +24,9 @@ from hvdtrain.data.sources import DatasetSpec, parse
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.accumulation import AccumulationKeys
 from hvdtrain.learner.base import LearnerKeys
+from hvdtrain.learner.frameworks import FRAMEWORKS, Feature
 from hvdtrain.learner.precision import PrecisionKeys
-from hvdtrain.learner.reduce import ReduceKeys
+from hvdtrain.learner.reduce import ReduceKeys, reduce_type
 from hvdtrain.report.trackers import TrackerKeys
 from hvdtrain.returnn_layer.adapter import adapted
 from hvdtrain.returnn_layer.imports import Layer
@@ -39,9 +40,19 @@ from hvdtrain.schedule.steps import StepSchedule, make_schedule
 from hvdtrain.training.forward import ForwardKeys
 from hvdtrain.training.trace import TraceKeys
 
+TASKS = {
+    "train": "hvdtrain.run:train",
+    "dry_run": "hvdtrain.tasks.dry_run:dry_run",
+    "eval": "hvdtrain.tasks.tasks:evaluate_all",
+    "forward": "hvdtrain.tasks.tasks:forward_all",
+    "search": "hvdtrain.tasks.tasks:forward_all",
+    "cleanup_old_models": "hvdtrain.tasks.tasks:clean_up_all",
+}
+"""By the value of the key `task`, the function of the settings that does it; imported when it is called."""
+
 
 def _is_task(value: str) -> bool:
-    return value in ("train", "dry_run", "eval", "forward", "search", "cleanup_old_models") or value.startswith("config:")
+    return value in TASKS or value.startswith("config:")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,9 +63,9 @@ class RunKeys(Section):
         "train",
         "what to do: train; dry_run, as the option --dry-run; eval (dev, eval, eval_datasets); forward or search (forward_data, "
         "search_data); cleanup_old_models; or config:NAME, which calls the config's function NAME",
-        Rule("one of train, dry_run, eval, forward, search, cleanup_old_models, config:NAME", _is_task),
+        Rule(f"one of {', '.join(TASKS)}, config:NAME", _is_task),
     )
-    backend: Literal["torch", "tensorflow"] = key("torch", "the framework of get_model and train_step")
+    backend: str = key("torch", "the framework of get_model and train_step", one_of(FRAMEWORKS))
     model: str = key(REQUIRED, "where checkpoints go: the beginning of their names, such as exp/g2p/model")
     num_epochs: int = key(5, "train up to this epoch", positive)
     random_seed: int = key(
@@ -177,7 +188,7 @@ def check(source: Source, names: list[str]) -> Settings:
     for kind in SECTIONS:
         built[kind], found[kind] = build(kind, values, "", origins)
     torch_distributed, connecting = _torch_distributed(built, origins)
-    connecting += _of_torch_only(built)
+    connecting += _of_the_framework(built)
     sections = Sections(built)
     for kind, section in built.items():
         problems += found[kind] + ([] if section is None else section.problems(sections))
@@ -196,35 +207,34 @@ def check(source: Source, names: list[str]) -> Settings:
     )
 
 
-def _of_torch_only(built: dict[type, Any]) -> list[str]:
-    """Problems with what only PyTorch's learner does. And works ngpu = 0 into the learner's device."""
+def _of_the_framework(built: dict[type, Any]) -> list[str]:
+    """Problems with what the config's framework cannot do. And works ngpu = 0 into the learner's device."""
     learner, reduce, run, started = (built[section] for section in (LearnerKeys, ReduceKeys, RunKeys, LaunchKeys))
     if None in (learner, reduce, run, started):
         return []
     if started.ngpu == 0 and learner.device is None:
         built[LearnerKeys] = replace(learner, device="cpu")
-    problems = []
+    problems = unsupported([section for section in built.values() if section is not None], run.backend)
+    features = FRAMEWORKS[run.backend].features
     preloads = built[StartKeys].preload_from_files if built[StartKeys] is not None else {}
-    for name, entry in preloads.items() if run.backend != "torch" else ():
+    for name, entry in preloads.items() if "constant parameters" not in features else ():
         if isinstance(entry, dict) and entry.get("init_for_train") == "always":
-            problems.append(
-                f"preload_from_files.{name}.init_for_train: expected backend = 'torch' for 'always', got {run.backend!r}"
-            )
-    if learner.torch_compile is not False and run.backend != "torch":
-        problems.append(f"torch_compile: expected backend = 'torch', got {run.backend!r} (Keras models have jit_compile)")
-    if not learner.sync_batch_norm:
-        return problems
-    if run.backend != "torch":
-        problems.append(f"sync_batch_norm: expected backend = 'torch', got {run.backend!r}")
-    if reduce.horovod_reduce_type != "grad":
-        kind = reduce.horovod_reduce_type
-        problems.append(f"sync_batch_norm: expected reduce_type 'grad', got {kind!r}, with which ranks step alone")
+            where = f"preload_from_files.{name}.init_for_train"
+            problems.append(f"{where}: expected {_with_feature('constant parameters')} for 'always', got {run.backend!r}")
+    by_launcher = started.ask_for_torch and reduce.torch_distributed is None and not reduce.use_horovod
+    if by_launcher and "torch.distributed" not in features:
+        wanted = _with_feature("torch.distributed")
+        problems.append(f"torch_distributed: expected {wanted}, got {run.backend!r} (use_horovod connects it)")
     return problems
+
+
+def _with_feature(feature: Feature) -> str:
+    return "backend = " + " or ".join(repr(name) for name, framework in FRAMEWORKS.items() if feature in framework.features)
 
 
 def _torch_distributed(built: dict[type, Any], origins: Mapping[str, str]) -> tuple[TorchDistributedKeys | None, list[str]]:
     """The entries of torch_distributed, None where it is not used; problems. Works them into the other sections."""
-    reduce, started, run = built[ReduceKeys], built[LaunchKeys], built[RunKeys]
+    reduce, started = built[ReduceKeys], built[LaunchKeys]
     if reduce is None or started is None:
         return None, []
     if reduce.torch_distributed is None and not started.ask_for_torch:
@@ -235,14 +245,15 @@ def _torch_distributed(built: dict[type, Any], origins: Mapping[str, str]) -> tu
             "torch.distributed (mpirun -np N ..., or leave use_horovod out)"
         ]
     keys, started, problems = merged(reduce.torch_distributed or {}, started, origins.get("torch_distributed", COMMAND_LINE))
-    if run is not None and run.backend != "torch":
-        problems.append(f"torch_distributed: expected backend = 'torch', got {run.backend!r} (use_horovod connects it)")
-    if keys is not None:
+    if keys is not None and keys.reduce_type is not None and not reduce_type.holds(keys.reduce_type):
+        problems.append(f"torch_distributed.reduce_type: expected {reduce_type.words}, got {keys.reduce_type!r}")
+    elif keys is not None:
         built[LaunchKeys] = started
         built[ReduceKeys] = reduce.under(keys)
         if keys.sharded and built[ReduceKeys].horovod_reduce_type != "grad":
             problems.append(
-                "torch_distributed.sharded: expected reduce_type 'grad', where all ranks apply the same update, got 'param'"
+                "torch_distributed.sharded: expected reduce_type 'grad', where all ranks apply the same update, got "
+                f"{built[ReduceKeys].horovod_reduce_type!r}"
             )
     return keys, problems
 

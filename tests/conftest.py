@@ -1,9 +1,18 @@
 """What several tests need: a small corpus of sequences of different lengths."""
 
+import inspect
+import signal
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
+from types import CodeType
+from typing import Any
 
 import numpy
 import pytest
+from launching import hvdtrain, in_turn, launch, torchrun
+from terminal import Terminal
+from trainings import Trained
 
 from hvdtrain.data.hdf.writer import HDFWriter
 
@@ -29,8 +38,72 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--soak", action="store_true", help="the tests marked soak try many times what may go wrong now and then")
+
+
+def pytest_configure() -> None:
+    """A shell without job control has background commands ignore SIGINT, and their children after them: `make test &`."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def _in_turn(request: pytest.FixtureRequest) -> Iterator[None]:
+    with in_turn(alone=request.node.get_closest_marker("quiet") is not None):
+        yield
+
+
+@pytest.fixture(scope="session")
+def trained(request: pytest.FixtureRequest, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """What the trainings of the collected modules left (trainings.py)."""
+    return Trained(corpus, tmp_path_factory.mktemp("trained"), {item.path for item in request.session.items})
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m is looked at
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """RETURNN, which some tests call, switches TensorFlow to the behaviour of its version 1 for the rest of the process: tests
-    that need version 2 come first.
+    """Which tests start programs (`-m "not launches"`), and which have to run one after the other, in the same worker.
+
+    Tests on several ranks take all cores, and share what was trained; those of a file share fixtures. RETURNN, which some tests
+    call, switches TensorFlow to the behaviour of its version 1 for the rest of the process: tests that need version 2 come first.
     """
     items.sort(key=lambda item: not item.path.name.startswith("test_tensorflow"))
+    for item in items:
+        if starts_programs(item):
+            item.add_marker("launches")
+        if item.path.parent.name == "cluster":  # every worker has hosts of its own
+            continue
+        of_ranks = item.path.parent.name == "ranks" or "trained" in getattr(item, "fixturenames", ())
+        item.add_marker(pytest.mark.xdist_group("ranks" if of_ranks else item.path.stem))
+
+
+STARTERS = {launch, torchrun, hvdtrain, subprocess.run, subprocess.Popen, Terminal, Trained.__call__}
+
+
+def starts_programs(item: pytest.Item) -> bool:
+    """Whether a test, a fixture that it uses, or a function of their modules that they call starts a program."""
+    if not isinstance(item, pytest.Function):
+        return False
+    definitions = item._fixtureinfo.name2fixturedefs.values()
+    waiting: list[Any] = [item.function, *(one.func for several in definitions for one in several)]
+    seen: set[Any] = set()
+    while waiting:
+        function = inspect.unwrap(waiting.pop())
+        if function in STARTERS or getattr(function, "__name__", "") == "trained":
+            return True
+        if function in seen or not inspect.isfunction(function):
+            continue
+        seen.add(function)
+        for name in names_in(function.__code__):
+            used = function.__globals__.get(name)
+            if used is subprocess and {"run", "Popen"} & names_in(function.__code__):
+                return True
+            if callable(used) and (used in STARTERS or getattr(used, "__module__", None) == function.__module__):
+                waiting.append(used)
+    return False
+
+
+def names_in(code: CodeType) -> set[str]:
+    """The global names in a function's code, and in that of functions inside of it."""
+    inner = (names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    return set(code.co_names).union(*inner)

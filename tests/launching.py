@@ -1,16 +1,21 @@
 """Starting the program as a user does: alone, or on several ranks under mpirun."""
 
+import fcntl
 import os
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 EMPTY: Mapping[str, str] = {}
 TOY = ROOT / "tests" / "toy" / "config.py"
+FAST: dict[str, object] = {"starts_fast": True}
+"""With which the toy config's processes start in half of the time."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +38,8 @@ def launch(
         command = ["mpirun", "-np", str(ranks), "--bind-to", "none", "--oversubscribe", *command]
         if os.geteuid() == 0:
             environment.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
-    return finish(command, timeout, environment)
+    with all_cores() if ranks is not None and ranks > 1 else nullcontext():
+        return finish(command, timeout, environment)
 
 
 def torchrun(
@@ -41,14 +47,15 @@ def torchrun(
 ) -> Finished:
     """Run `torchrun python ARGUMENTS` on this host, with more in the environment."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), *options]
-    return finish([*command, *map(str, arguments)], timeout, clean_environment() | dict(environment))
+    with all_cores():
+        return finish([*command, *map(str, arguments)], timeout, clean_environment() | dict(environment))
 
 
-def clean_environment() -> dict[str, str]:
+def clean_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """This process's environment without what a launcher set: the tests may run under one themselves."""
     started_by = ("OMPI_", "PMI_", "PMIX_", "HOROVOD_", "SLURM_", "TORCHELASTIC_", "HVDTRAIN_", "MASTER_")
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    return {name: value for name, value in os.environ.items() if not name.startswith(started_by) and name not in names}
+    return {name: value for name, value in environment.items() if not name.startswith(started_by) and name not in names}
 
 
 def finish(command: Sequence[str], timeout: float, environment: Mapping[str, str]) -> Finished:
@@ -60,6 +67,37 @@ def finish(command: Sequence[str], timeout: float, environment: Mapping[str, str
     return Finished(process.returncode, process.stdout, process.stderr, time.monotonic() - started)
 
 
+@contextmanager
+def all_cores() -> Iterator[None]:
+    """No other worker of these tests (pytest-xdist) has several ranks inside of such a `with` block at the same time.
+
+    Ranks wait for each other by asking again and again: two jobs at once take many times as long as one after the other.
+    """
+    with locked("ranks", fcntl.LOCK_EX):
+        yield
+
+
+@contextmanager
+def in_turn(alone: bool) -> Iterator[None]:
+    """Around every test: one that measures time runs alone, while the other workers wait."""
+    with ExitStack() as inside:
+        with locked("turn", fcntl.LOCK_EX):  # who wants to be alone is not overtaken for ever
+            inside.enter_context(locked("quiet", fcntl.LOCK_EX if alone else fcntl.LOCK_SH))
+        yield
+
+
+@contextmanager
+def locked(name: str, how: int) -> Iterator[None]:
+    """Hold a lock that the workers of this run of the tests share, if there are several."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+    if run is None:
+        yield
+        return
+    with open(Path(tempfile.gettempdir(), f"hvdtrain-tests-{run}.{name}.lock"), "w") as lock:
+        fcntl.flock(lock, how)
+        yield
+
+
 def hvdtrain(
     config: Path,
     overrides: Mapping[str, object],
@@ -68,8 +106,23 @@ def hvdtrain(
     environment: Mapping[str, str] = EMPTY,
     options: Sequence[str] = (),
 ) -> Finished:
-    """Run `python -m hvdtrain CONFIG OPTIONS ++KEY VALUE ...`."""
-    arguments = ["-m", "hvdtrain", str(config), *options]
-    for name, value in overrides.items():
+    """Run `python -m hvdtrain CONFIG OPTIONS ++KEY VALUE ...`.
+
+    One rank runs in this process (inside.py), unless it is given an environment, or keys of which the process is a part.
+    """
+    arguments = [str(config), *options]
+    for name, value in ((FAST if config == TOY else {}) | dict(overrides)).items():
         arguments += [f"++{name}", str(value)]
-    return launch(arguments, ranks, timeout, environment)
+    if ranks is None and not environment and not takes_a_process(config, overrides):
+        from inside import run_inside  # here, as it imports PyTorch
+
+        return run_inside(arguments)
+    return launch(["-m", "hvdtrain", *arguments], ranks, timeout, environment)
+
+
+def takes_a_process(config: Path, overrides: Mapping[str, object]) -> bool:
+    """Whether a training kills its process, sends it signals, connects it with others, or changes it for good."""
+    keys = {key for key, value in overrides.items() if value not in (None, False)}
+    if keys & {"fault", "use_horovod", "torch_distributed", "ngpu", "torch_compile"}:
+        return True
+    return config.exists() and 'backend = "tensorflow"' in config.read_text()

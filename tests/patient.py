@@ -1,11 +1,12 @@
 """Run under mpirun: rank 1 works for longer than the watchdog's patience while rank 0 has nothing to do.
 
-`python patient.py progress|error|silence`: rank 1 tells of its progress; or it fails in the end; or it hangs.
+`python patient.py progress error`: rank 1 tells of its progress; then again, and it fails in the end. `silence`: it hangs.
 """
 
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 from hvdtrain.comm.base import patiently
 from hvdtrain.comm.horovod import open_horovod
@@ -15,19 +16,21 @@ from hvdtrain.runtime.watchdog import Watchdog
 PATIENCE = 2.0
 
 
-def work(progress: Callable[[int], None]) -> int:
+def work(how: str, progress: Callable[[int], None]) -> int:
     for number in range(10) if comm.rank == 1 else ():
-        time.sleep(600 if sys.argv[1] == "silence" else PATIENCE / 5)
+        time.sleep(600 if how == "silence" else PATIENCE / 5)
         progress(number)
-    if comm.rank == 1 and sys.argv[1] == "error":
+    if comm.rank == 1 and how == "error":
         raise DataError("planted by the test")
     return 10 + comm.rank
 
 
 comm = open_horovod("torch")
-with Watchdog(PATIENCE, comm.rank) as watchdog:
-    try:
-        print(comm.rank, patiently(comm, work, lambda numbers: watchdog.beat("working"), name="work"), flush=True)
-    except DataError as error:
-        print(comm.rank, error, error.on_every_rank, flush=True)
+for how in sys.argv[1:]:
+    with Watchdog(PATIENCE, comm.rank) as watchdog:
+        try:
+            done = patiently(comm, partial(work, how), lambda numbers: watchdog.beat("working"), name="work")
+            print(f"{comm.rank} {how} {done}\n", end="", flush=True)  # in one piece
+        except DataError as error:
+            print(f"{comm.rank} {how} {error} {error.on_every_rank}\n", end="", flush=True)
 comm.close()

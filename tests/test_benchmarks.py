@@ -1,4 +1,7 @@
-"""The data benchmarks run, on tiny data, and print what the documents say they print."""
+"""The data benchmarks run, on tiny data, and print what the documents say they print.
+
+That of balance_ranks runs in tests/data/plan/test_balance.py.
+"""
 
 import importlib.util
 
@@ -12,7 +15,6 @@ TINY = {
     "hdf_layouts": ["--sequences", "20", "--seconds", "0.01"],
     "hdf_alignment": ["--sequences", "200", "--rounds", "1"],
     "join_by_tag": ["1000"],
-    "balance": ["--sequences", "1000"],
     "long_sequences": ["--sequences", "40", "--rounds", "1"],
     "step_log": ["--steps", "10", "--rounds", "1"],
     "short_sequences": ["--sequences", "1000", "--of_returnn", "100", "--rounds", "1"],
@@ -24,7 +26,6 @@ PRINTED = {
     "hdf_layouts": "| chunks (270, 10) |",
     "hdf_alignment": "| anywhere | ",
     "join_by_tag": "a file of random order",
-    "balance": "balance_ranks",
     "long_sequences": "epoch 3: RETURNN",
     "short_sequences": "| RETURNN, sequences, cached |",
     "step_log": "| a bar, and lines every 10 s |",

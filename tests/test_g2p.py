@@ -1,11 +1,12 @@
 """The demo: the dictionary's split, the converted files, and a few real training steps."""
 
-import json
 from pathlib import Path
 
 import numpy
 import pytest
-from launching import ROOT, hvdtrain, launch
+from launching import ROOT
+from trainings import Run, Trained, trains
+from words import words_in
 
 from hvdtrain.config.reference import resolve
 from hvdtrain.data.hdf.dataset import open_hdf
@@ -13,15 +14,23 @@ from hvdtrain.data.hdf.dataset import open_hdf
 WORDS = ROOT / "demos" / "g2p" / "words.py"
 
 
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The first words of each part, converted by the tool."""
-    folder = tmp_path_factory.mktemp("g2p")
-    for part, last in (("train", 1279), ("dev", 299), ("test", 299)):
-        source = f"{{'class': '{WORDS}:Words', 'part': '{part}'}}"
-        finished = launch([ROOT / "tools" / "hdf_dump.py", source, folder / f"{part}.hdf", "--end_seq", last])
-        assert finished.status == 0, finished.err
-    return folder
+RUNS = [Run("torch", "horovod", size) for size in (1, 2)]
+
+
+@trains(*RUNS)
+def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
+    words = words_in(folder.parent.parent)
+    keys: dict[str, object] = {
+        "configs": [ROOT / "configs" / "g2p.py"],
+        "train.files": words / "train.hdf",
+        "dev.files": words / "dev.hdf",
+        "eval.files": words / "test.hdf",
+        "log": folder / "train.log",
+        "num_epochs": 2,
+        "max_seqs": 64 // run.size,
+        "num_threads": 1,
+    }
+    return {"demo": keys}
 
 
 def test_the_split_is_stable_and_no_word_is_in_two_parts() -> None:
@@ -41,7 +50,8 @@ def test_the_split_is_stable_and_no_word_is_in_two_parts() -> None:
     assert sizes == {"train": 112_292, "dev": 6_394, "test": 6_240}
 
 
-def test_converted_sequences_are_the_words(small: Path) -> None:
+def test_converted_sequences_are_the_words(tmp_path: Path) -> None:
+    small = words_in(tmp_path)
     words = resolve(f"{WORDS}:Words")("dev")
     dataset = open_hdf([small / "dev.hdf"])
     assert dataset.num_sequences == 300
@@ -57,28 +67,12 @@ def test_converted_sequences_are_the_words(small: Path) -> None:
         assert all(numpy.array_equal(values, arrays[key]) for key, values in dataset.sequence(index).items())
 
 
-def test_the_config_learns_and_reports_exact_error_rates_on_one_and_two_ranks(small: Path, tmp_path: Path) -> None:
-    scores = {}
-    for ranks in (1, 2):
-        folder = tmp_path / str(ranks)
-        overrides: dict[str, object] = {
-            "train.files": small / "train.hdf",
-            "dev.files": small / "dev.hdf",
-            "eval.files": small / "test.hdf",
-            "model": folder / "model",
-            "log": folder / "train.log",
-            "num_epochs": 2,
-            "max_seqs": 64 // ranks,
-            "num_threads": 1,
-        }
-        finished = hvdtrain(
-            ROOT / "configs" / "g2p.py", overrides | {"use_horovod": ranks > 1}, ranks=ranks if ranks > 1 else None
-        )
-        assert finished.status == 0, finished.err
-        epochs = [json.loads(line)["scores"] for line in (folder / "scores.jsonl").read_text().splitlines()]
-        assert epochs[1]["train_loss_ctc"] < 0.5 * epochs[0]["train_loss_ctc"]
-        assert {"dev_loss_ctc", "dev_loss_per", "dev_loss_wer", "eval_loss_wer"} <= set(epochs[1])
-        # whole words are counted: the rate of 300 words is a multiple of 1/300
-        assert epochs[1]["dev_loss_wer"] * 300 == pytest.approx(round(epochs[1]["dev_loss_wer"] * 300), abs=1e-9)
-        scores[ranks] = epochs[1]
-    assert scores[2]["dev_loss_per"] < 1.0
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_the_config_learns_and_reports_exact_error_rates_on_one_and_two_ranks(trained: Trained, run: Run) -> None:
+    epochs = trained(trainings, run).scores("demo")
+    assert epochs[1]["train_loss_ctc"] < 0.5 * epochs[0]["train_loss_ctc"]
+    assert {"dev_loss_ctc", "dev_loss_per", "dev_loss_wer", "eval_loss_wer"} <= set(epochs[1])
+    # whole words are counted: the rate of 300 words is a multiple of 1/300
+    assert epochs[1]["dev_loss_wer"] * 300 == pytest.approx(round(epochs[1]["dev_loss_wer"] * 300), abs=1e-9)
+    if run.size == 2:
+        assert epochs[1]["dev_loss_per"] < 1.0

@@ -27,7 +27,7 @@ class Checkpoint:
         epoch: the finished epoch, or the one under way.
         start: the folder and how all its files' names begin.
         suffix: how they end; of the framework.
-        step: updates done in the whole training, where the epoch is under way.
+        step: steps done in the whole training, if the epoch is under way.
     """
 
     epoch: int
@@ -111,7 +111,7 @@ class CheckpointFolder:
 
         Args:
             write: writes the model's and the optimizer's file under the paths it is given.
-            step: updates done so far, where the epoch is under way.
+            step: steps done in the whole training, if the epoch is under way.
 
         Raises:
             CheckpointError: the disk is full, or the folder cannot be written to.

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.errors import CheckpointError, ConfigError
-from hvdtrain.learner.base import Chosen, Make, Shapes, Take, as_function
+from hvdtrain.learner.base import MakeMissing, PreloadFunction, PreloadNames, Shapes, as_function
 
 
 @dataclass(frozen=True)
@@ -52,22 +52,22 @@ class Preload:
         """Whether to load it: in a training or another task, that starts afresh or goes on from a checkpoint."""
         return not self.is_constant and (bool(self.init_for_train) and fresh if training else not self.init_for_train)
 
-    def chosen(self, ours: Shapes, theirs: Shapes) -> Chosen:
-        """What is taken over.
+    def choose(self, ours: Shapes, theirs: Shapes) -> PreloadNames:
+        """Which tensors of the file belong to which of ours.
 
         Raises:
             CheckpointError: the file has nothing for us, or another shape for it.
         """
-        here = self._renamed(ours, theirs)
-        found = {name: here[name] for name in ours if name in here}
+        renamed = self._renamed(ours, theirs)
+        sources = {name: renamed[name] for name in ours if name in renamed}
         problems = [
             f"{name} of shape {ours[name]}: {other} of shape {theirs[other]}"
-            for name, other in found.items()
+            for name, other in sources.items()
             if theirs[other] != ours[name]
         ]
-        if problems or not found:
+        if problems or not sources:
             raise self.wrong(problems or [f"none of its names ({', '.join(list(theirs)[:5])}, ...)"])
-        return Chosen(found, here)
+        return PreloadNames(sources, renamed)
 
     def lacking(self, ours: Iterable[str], taken: Iterable[str]) -> list[str]:
         """Which of ours ought to have been in the file."""
@@ -80,7 +80,7 @@ class Preload:
             return False
         return fnmatch.fnmatchcase(name, self.pattern) if self.pattern is not None else name.startswith(self.prefix)
 
-    def maker(self) -> Make | None:
+    def maker(self) -> MakeMissing | None:
         """What makes values for those of ours that are not in the file. Raises: ConfigError."""
         function = as_function(self.custom_missing_load_func, f"preload_from_files.{self.name}.custom_missing_load_func")
         if function is None:
@@ -110,11 +110,11 @@ class Preload:
         return name in self.ignore_params or name.startswith(tuple(self.ignore_params_prefixes))
 
 
-def take_over(preloads: Sequence[Preload], take: Take) -> list[str]:
+def take_over(preloads: Sequence[Preload], load: PreloadFunction) -> list[str]:
     """Take parameters over from all the files, in this order; return their names.
 
     Args:
-        take: a learner's `preload`.
+        load: a state's `preload`.
 
     Raises:
         CheckpointError: a file cannot be read, or lacks parameters that no other one has.
@@ -123,7 +123,7 @@ def take_over(preloads: Sequence[Preload], take: Take) -> list[str]:
     lacking: list[tuple[Preload, list[str]]] = []
     for one in preloads:
         if one.filename is not None:
-            ours, own = take(Path(one.filename), one.checkpoint_key, one.chosen, one.maker())
+            ours, own = load(Path(one.filename), one.checkpoint_key, one.choose, one.maker())
             taken.update(own)
             lacking.append((one, one.lacking(ours, own)))
     for one, names in lacking:

@@ -38,8 +38,7 @@ class EpochProgress:
 @dataclass
 class Progress:
     """Attributes:
-    step: steps done in the whole training. In a step every rank does a batch; it ends with an update, unless gradients of
-        several are added up (accum_grad_multiple_step).
+    step: steps done in the whole training (a step is a batch of every rank).
     epoch: the last finished epoch.
     history: what is known of the finished epochs, oldest first; those before an imported model are not in it.
     current: the epoch after it, if it has begun.

@@ -14,31 +14,30 @@ from hvdtrain.checkpoint.progress import Progress
 from hvdtrain.comm.base import Communicator, Tensor, on_rank_zero, together
 from hvdtrain.config.keys import ALONE, Section, Sections, key, positive
 from hvdtrain.errors import CheckpointError, ConfigError
-from hvdtrain.learner.base import Kind, Learner, Part
-from hvdtrain.learner.reduce import Reducer
+from hvdtrain.learner.base import Kind, State, StatePart
+from hvdtrain.learner.reducer import Reducer
 from hvdtrain.runtime.log import say
 
-WHAT_A_MODEL_IS: tuple[Kind, ...] = ("parameters", "frozen", "statistics", "counters")
+MODEL_KINDS: tuple[Kind, ...] = ("parameters", "frozen", "statistics", "counters")
+"""All tensors of a model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SavingKeys(Section):
     """When checkpoints are written, and which are kept."""
 
-    save_interval: int = key(1, "save after every so many epochs, and after the last one", positive)
-    save_interval_steps: int | None = key(
-        None, "save within an epoch, too, after every so many steps of the whole training", positive
-    )
+    save_interval: int = key(1, "save after every N epochs, and after the last one", positive)
+    save_interval_steps: int | None = key(None, "save within an epoch, too, after every N steps of the whole training", positive)
     save_interval_minutes: float | None = key(
-        None, "save within an epoch, too, when the last checkpoint is so many minutes old; 15 is good on a cluster", positive
+        None, "save within an epoch, too, when the last checkpoint is N minutes old; 15 is a good value on a cluster", positive
     )
 
     save_in_background: bool = key(
-        False, "go on with training while rank 0 writes a copy of model and optimizer, which takes as much memory again"
+        False, "continue training while rank 0 writes a copy of the model and the optimizer, which takes as much memory again"
     )
     cleanup_old_models: bool | dict[str, Any] = key(
         False,
-        "remove models after every epoch but for the last, the best, and some of all times; or a dict of keep_last_n (2), "
+        "after every epoch, remove all models but the last, the best, and some of earlier epochs; or a dict of keep_last_n (2), "
         "keep_best_n (4), keep (a list of epochs)",
     )
 
@@ -51,7 +50,7 @@ class SavingKeys(Section):
 
 
 class Saves(Protocol):
-    """Where a training saves itself."""
+    """What saves a training."""
 
     def save(self, progress: Progress) -> Checkpoint | None:
         """Collective. Write a checkpoint. Raises: CheckpointError."""
@@ -63,18 +62,18 @@ class Saves(Protocol):
 
 
 class Saver:
-    """Writes checkpoints from which a training goes on as if it had not been stopped.
+    """Writes checkpoints from which a training continues as if it had not been stopped.
 
-    Rank 0 writes the model and its optimizer. What differs between ranks (the optimizers where parameters are averaged now
-    and then; in the midst of an epoch BatchNorm's statistics, and parameters between two averages) each rank writes besides.
-    The model is then the average, for whoever goes on with another number of ranks; taking it changes nothing in the
-    training, so it does not matter to the result when and how often a checkpoint is written.
+    Rank 0 writes the model and its optimizer. What differs between ranks, each rank writes itself: the optimizer's state if
+    parameters are averaged, and within an epoch BatchNorm's statistics and the parameters between two averages. The model that
+    rank 0 writes is then the average, from which a training continues on another number of ranks. Computing it does not change
+    the training, so the result does not depend on when and how often checkpoints are written.
     """
 
     def __init__(
         self,
         comm: Communicator,
-        learner: Learner,
+        state: State,
         reducer: Reducer,
         checkpoints: CheckpointFolder,
         distribution: Literal["shard", "random_seed_offset"],
@@ -82,7 +81,7 @@ class Saver:
         background: ThreadPoolExecutor | None = None,
     ) -> None:
         self._comm = comm
-        self._learner = learner
+        self._state = state
         self._reducer = reducer
         self._checkpoints = checkpoints
         self._distribution = distribution
@@ -91,7 +90,7 @@ class Saver:
         self._writing: Future[None] | None = None
 
     def save(self, progress: Progress) -> Checkpoint:
-        """Collective. Where one rank fails, all fail; with a background writer, at the next save or at the end.
+        """Collective. If one rank fails, all fail; with a background writer, at the next save or at the end.
 
         Raises:
             CheckpointError: the disk is full, or the folder cannot be written to.
@@ -100,7 +99,7 @@ class Saver:
         step = None if progress.current is None else progress.step
         target = self._checkpoints.at(progress.epoch if progress.current is None else progress.current.epoch, step)
         own = self._own_parts()
-        state = {
+        stored = {
             **progress.state(),
             "size": self._comm.size,
             "distribution": self._distribution,
@@ -112,13 +111,13 @@ class Saver:
             on_rank_zero(self._comm, lambda: self._checkpoints.prepare(target), name="prepare_save")
             together(
                 self._comm,
-                lambda: self._checkpoints.save_own(file, lambda path: self._learner.save_own(path, own)),
+                lambda: self._checkpoints.save_own(file, lambda path: self._state.save_own(path, own)),
                 name="save_own",
             )
 
-        def write(copied: Any | None) -> None:
+        def write(snapshot: Any | None) -> None:
             def write_files(model_file: Path, optimizer_file: Path) -> None:
-                self._learner.save(model_file, optimizer_file, state, copied)
+                self._state.save(model_file, optimizer_file, stored, snapshot)
 
             self._checkpoints.save(target.epoch, write_files, step=target.step)
             if self._cleanup is not None and target.step is None:
@@ -128,10 +127,10 @@ class Saver:
             if self._background is None:
                 write(None)
             else:
-                self._writing = self._background.submit(write, self._learner.copied())
+                self._writing = self._background.submit(write, self._state.snapshot())
 
-        self._learner.gather_state()
-        with self._reducer.averaged(self._learner):
+        self._state.gather_state()
+        with self._reducer.averaged(self._state):
             on_rank_zero(self._comm, start, name="save")
         say(4, f"Save model under {target.model_file}")
         return target
@@ -144,13 +143,13 @@ class Saver:
         on_rank_zero(self._comm, lambda: writing.result() if writing is not None else None, name="finish_saving")
 
     def load(self, checkpoint: Checkpoint) -> Progress:
-        """Collective. Go on from a checkpoint, on all ranks.
+        """Collective. Continue from a checkpoint, on all ranks.
 
         Raises:
             CheckpointError: a rank cannot read it, or the number of ranks has to be the one it was written by.
         """
         files = checkpoint.model_file, checkpoint.optimizer_file
-        state = together(self._comm, lambda: self._learner.load(*files), name="load_checkpoint")
+        state = together(self._comm, lambda: self._state.load(*files), name="load_checkpoint")
         self.share()
         progress = Progress.from_state(state)
         if state.get("size") == self._comm.size:
@@ -166,7 +165,7 @@ class Saver:
         return progress
 
     def load_model(self, file: Path, epoch: int | None) -> Progress:
-        """Collective. Take over a model without its optimizer.
+        """Collective. Load a model without its optimizer.
 
         Args:
             epoch: the last epoch that counts as done; None: the file's own, with its steps and scores.
@@ -174,7 +173,7 @@ class Saver:
         Raises:
             CheckpointError: a rank cannot read it.
         """
-        state = together(self._comm, lambda: self._learner.load(file, None), name="load_model")
+        state = together(self._comm, lambda: self._state.load(file, None), name="load_model")
         self.share()
         progress = Progress.from_state(state)
         if epoch is None:
@@ -183,10 +182,10 @@ class Saver:
         return Progress(step=progress.step if epoch else 0, epoch=epoch, history=history)
 
     def preload(self, preloads: list[Preload]) -> None:
-        """Collective. Take parameters over from other models, on every rank. Raises: CheckpointError."""
+        """Collective. Load parameters of other models, on every rank. Raises: CheckpointError."""
 
         def load_all() -> None:
-            take_over(preloads, self._learner.preload)
+            take_over(preloads, self._state.preload)
             for one in preloads:
                 if one.filename is not None:
                     say(3, f"Loaded {one.filename} for preload_from_files.{one.name}.")
@@ -194,9 +193,9 @@ class Saver:
         together(self._comm, load_all, name="preload")
 
     def share(self) -> None:
-        """Collective. Rank 0's model, on all ranks."""
-        for kind in WHAT_A_MODEL_IS:
-            self._learner.map_tensors(kind, lambda tensors, kind=kind: self._sent(tensors, kind))  # type: ignore[misc]
+        """Collective. Broadcast rank 0's model."""
+        for kind in MODEL_KINDS:
+            self._state.map_tensors(kind, lambda tensors, kind=kind: self._sent(tensors, kind))  # type: ignore[misc]
 
     def _sent(self, tensors: list[Tensor], kind: Kind) -> list[Tensor]:
         return self._comm.broadcast(tensors, name=f"initial_{kind}")
@@ -204,11 +203,11 @@ class Saver:
     def _load_own(self, checkpoint: Checkpoint, state: dict[str, Any]) -> None:
         if state["own"]:
             file = checkpoint.own_file(self._comm.rank, self._comm.size)
-            together(self._comm, lambda: self._learner.load_own(file), name="load_own")
+            together(self._comm, lambda: self._state.load_own(file), name="load_own")
         self._reducer.restore(state["reducer"][self._comm.rank])
 
-    def _own_parts(self) -> tuple[Part, ...]:
-        """What every rank has to save of its own."""
+    def _own_parts(self) -> tuple[StatePart, ...]:
+        """What every rank has to save itself."""
         if self._comm.size == 1:
             return ()
         return tuple(part for part in self._reducer.differing() if part == "optimizer" or self._has(part))
@@ -220,7 +219,7 @@ class Saver:
             found.extend(tensors)
             return tensors
 
-        self._learner.map_tensors(kind, look)
+        self._state.map_tensors(kind, look)
         return bool(found)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from hvdtrain.comm import launch
 from hvdtrain.comm.base import Communicator, Op, SingleCommunicator, Tensor
@@ -37,7 +37,7 @@ OTHER_HINT = (
 )
 
 
-def open_horovod(framework: Literal["torch", "tensorflow"], timeline: str | None = None) -> Communicator:
+def open_horovod(framework: str, timeline: str | None = None) -> Communicator:
     """Start Horovod and connect the processes. One process alone needs no transport, which would cost it milliseconds a step.
 
     Args:

@@ -101,7 +101,7 @@ class TorchDistributedKeys:
     sharded: bool = key(
         False, "divide the optimizer's state among the ranks, for models whose training does not fit (with reduce_type 'grad')"
     )
-    reduce_type: Literal["grad", "param"] | None = key(None, "as horovod_reduce_type")
+    reduce_type: str | None = key(None, "as horovod_reduce_type")
     avg_grad: bool | None = key(None, "as horovod_avg_grad")
     param_sync_step: int | None = key(None, "as horovod_param_sync_step", positive)
     param_sync_time_diff: float | None = key(None, "as horovod_param_sync_time_diff", positive)

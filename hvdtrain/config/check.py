@@ -38,6 +38,23 @@ def build(section: type[S], values: dict[str, Any], where: str, origins: dict[st
     return (None, problems) if problems else (section(**filled), [])
 
 
+def unsupported(sections: Iterable[Any], backend: str) -> list[str]:
+    """Problems with keys that are set although they do not work with the config's framework.
+
+    Args:
+        sections: filled ones.
+        backend: the framework.
+    """
+    problems = []
+    for section in sections:
+        for key in declared(type(section)):
+            if key.needs and backend not in key.needs and getattr(section, key.name) != key.default:
+                needs = " or ".join(map(repr, key.needs))
+                hint = f" ({key.instead})" if key.instead else ""
+                problems.append(f"{key.name}: expected backend = {needs}, got {backend!r}{hint}")
+    return problems
+
+
 def unknown(source: Source, known: Iterable[str], foreign: dict[str, str]) -> list[str]:
     """Problems with names that are no keys: misspelt keys, keys of RETURNN that mean nothing here, unused overrides.
 
@@ -98,7 +115,9 @@ def describe(key: Key) -> str:
     """A key's type, rule and default in words, for the help and the reference page."""
     words = words_of(key.type)
     if key.rule is not None:
-        words = f"{words}; {key.rule.words}"
+        words = key.rule.words if key.rule.is_choice else f"{words}; {key.rule.words}"
+    if key.needs:
+        words = f"{words}; backend {' or '.join(map(repr, key.needs))} only"
     return f"{words}; required" if key.required else f"{words}; default {_shown(key.default)}"
 
 

@@ -14,7 +14,7 @@ import dataclasses
 import numbers
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 S = TypeVar("S")
@@ -25,15 +25,30 @@ REQUIRED: Any = dataclasses.MISSING
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """What a value of the right type must fulfil, in words and as a test."""
+    """What a value of the right type must fulfil, in words and as a test.
+
+    Attributes:
+        is_choice: the words name all values, and so say the type, too.
+    """
 
     words: str
     holds: Callable[[Any], bool]
+    is_choice: bool = False
 
 
 positive = Rule("a positive number", lambda value: value > 0)
 not_negative = Rule("zero or a positive number", lambda value: value >= 0)
 share = Rule("a number between 0 and 1", lambda value: 0 <= value <= 1)
+
+
+def one_of(names: Iterable[str]) -> Rule:
+    """The rule of a string that names an entry of a table.
+
+    >>> one_of({"grad": 1, "param": 2}).words
+    "'grad' or 'param'"
+    """
+    known = tuple(names)
+    return Rule(" or ".join(map(repr, known)), lambda value: value in known, is_choice=True)
 
 
 def parsed_by(parse: Callable[[Any], Any]) -> Callable[[Any], bool]:
@@ -51,7 +66,12 @@ def parsed_by(parse: Callable[[Any], Any]) -> Callable[[Any], bool]:
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """One declared key: what `--help`, `docs/keys.md` and the checks need to know."""
+    """One declared key: what `--help`, `docs/keys.md` and the checks need to know.
+
+    Attributes:
+        needs: the frameworks (values of `backend`) that it works with; empty: all of them.
+        instead: what to do with another framework.
+    """
 
     name: str
     type: Any
@@ -59,15 +79,22 @@ class Key:
     doc: str
     rule: Rule | None
     section: str
+    needs: tuple[str, ...] = ()
+    instead: str = ""
 
     @property
     def required(self) -> bool:
         return self.default is REQUIRED
 
 
-def key(default: Any, doc: str, rule: Rule | None = None) -> Any:
-    """Declare a key as a dataclass field: its default (or REQUIRED), one line of documentation, perhaps a rule."""
-    metadata = {"doc": doc, "rule": rule}
+def key(default: Any, doc: str, rule: Rule | None = None, *, needs: str | tuple[str, ...] = (), instead: str = "") -> Any:
+    """Declare a key as a dataclass field: its default (or REQUIRED), one line of documentation, perhaps a rule.
+
+    Args:
+        needs: the framework, or frameworks, without which the key has to keep its default.
+        instead: what to do with another framework, for the message.
+    """
+    metadata = {"doc": doc, "rule": rule, "needs": (needs,) if isinstance(needs, str) else needs, "instead": instead}
     if isinstance(default, (dict, list)):
         copied = default
         return dataclasses.field(default_factory=lambda: type(copied)(copied), metadata=metadata)
@@ -81,7 +108,7 @@ def declared(section: type) -> Iterator[Key]:
         default = field.default
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
-        yield Key(field.name, hints[field.name], default, field.metadata["doc"], field.metadata["rule"], section.__name__)
+        yield Key(field.name, hints[field.name], default, section=section.__name__, **field.metadata)
 
 
 class Sections:
@@ -113,7 +140,12 @@ class Mismatch(Exception):
 
 def convert(value: Any, declared_key: Key) -> Any:
     """`value` as the key's type. Raises: Mismatch."""
-    result = _converted(value, declared_key.type)
+    try:
+        result = _converted(value, declared_key.type)
+    except Mismatch as mismatch:
+        if declared_key.rule is None or not declared_key.rule.is_choice:
+            raise
+        raise Mismatch(declared_key.rule.words) from mismatch
     if declared_key.rule is not None and result is not None and not _holds(declared_key.rule, result):
         raise Mismatch(declared_key.rule.words)
     return result

@@ -1,34 +1,21 @@
-"""From sequences to padded batches, read ahead in the background."""
+"""Padding sequences to batches, and reading batches ahead in the background."""
 
 from __future__ import annotations
 
 import queue
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Generic, TypeVar
 
 import numpy
 
-from hvdtrain.data.types import Array, Batch, Dataset, Padded, Stream
+from hvdtrain.data.types import Array, Padded, Stream
 
 T = TypeVar("T")
 
 
-def batches(dataset: Dataset, share: Iterable[Array]) -> Iterator[Batch]:
-    """The batches of one rank's share of a plan, each read when it is asked for. Raises: DataError."""
-    at_once = getattr(dataset, "padded", None)
-    for indices in share:
-        seq_tags = partial(dataset.tags, indices.tolist())
-        if at_once is not None:
-            yield Batch(at_once(indices), indices, seq_tags)
-        else:
-            sequences = [dataset.sequence(index) for index in indices.tolist()]
-            yield Batch({key: pad([sequence[key] for sequence in sequences]) for key in dataset.streams}, indices, seq_tags)
-
-
 def pad(sequences: Sequence[Array]) -> Padded:
-    """Arrays of shape (time, ...) that differ in time only, as one array of shape (batch, time, ...) with zeros behind."""
+    """Arrays of shape (time, ...) that differ in time only, as one array of shape (batch, time, ...), padded with zeros."""
     seq_lens = numpy.fromiter((len(sequence) for sequence in sequences), dtype=numpy.int32, count=len(sequences))
     first = sequences[0]
     values = numpy.zeros((len(sequences), int(seq_lens.max()), *first.shape[1:]), dtype=first.dtype)
@@ -39,10 +26,30 @@ def pad(sequences: Sequence[Array]) -> Padded:
     return Padded(values, seq_lens)
 
 
-class ReadAhead(Generic[T]):
-    """Takes values from an iterator in a background thread, some ahead of who asks for them; a context manager.
+def merged(streams: Mapping[str, Stream], size: int, parts: Sequence[tuple[Array, Mapping[str, Padded]]]) -> dict[str, Padded]:
+    """One batch of several, each given with its rows in the whole. Rows of a part that lacks a data key are empty there."""
+    return {
+        name: _merged(stream, size, [(rows, part[name]) for rows, part in parts if name in part])
+        for name, stream in streams.items()
+    }
 
-    An exception of the iterator is raised where the value would have come. Leaving the context stops the thread.
+
+def _merged(stream: Stream, size: int, parts: Sequence[tuple[Array, Padded]]) -> Padded:
+    longest = max((part.values.shape[1] for _, part in parts), default=0)
+    values = numpy.zeros((size, longest, *stream.shape), dtype=stream.dtype)
+    if stream.dtype == object:
+        values[:] = ""  # strings
+    seq_lens = numpy.zeros(size, dtype=numpy.int32)
+    for rows, part in parts:
+        values[rows, : part.values.shape[1]] = part.values
+        seq_lens[rows] = part.seq_lens
+    return Padded(values, seq_lens)
+
+
+class ReadAhead(Generic[T]):
+    """A context manager that reads ahead from an iterator in a background thread, up to `depth` values.
+
+    An exception of the iterator is raised in place of the value. Leaving the context stops the thread.
     """
 
     def __init__(self, values: Iterable[T], depth: int = 8) -> None:
@@ -81,40 +88,3 @@ class ReadAhead(Generic[T]):
             if kind == "end":
                 return
             yield value  # type: ignore[misc]  # it is a T
-
-
-def padded(dataset: Dataset, indices: Array) -> dict[str, Padded]:
-    """The batch of some sequences, by the dataset's own way of making one where it has any. Raises: DataError."""
-    at_once = getattr(dataset, "padded", None)
-    if at_once is not None:
-        return at_once(indices)  # type: ignore[no-any-return]  # the contract says so
-    sequences = [dataset.sequence(index) for index in indices.tolist()]
-    return {key: pad([sequence[key] for sequence in sequences]) for key in dataset.streams}
-
-
-def sequences(dataset: Dataset, indices: Sequence[int]) -> list[dict[str, Array]]:
-    """Some sequences, by the dataset's own way of giving several where it has any. Raises: DataError."""
-    several = getattr(dataset, "sequences", None)
-    if several is not None:
-        return several(indices)  # type: ignore[no-any-return]  # the contract says so
-    return [dataset.sequence(index) for index in indices]
-
-
-def merged(streams: Mapping[str, Stream], size: int, parts: Sequence[tuple[Array, Mapping[str, Padded]]]) -> dict[str, Padded]:
-    """One batch of several: each part comes with the rows it is to have. Where a part lacks a data key, its rows are empty."""
-    return {
-        name: _merged(stream, size, [(rows, part[name]) for rows, part in parts if name in part])
-        for name, stream in streams.items()
-    }
-
-
-def _merged(stream: Stream, size: int, parts: Sequence[tuple[Array, Padded]]) -> Padded:
-    longest = max((part.values.shape[1] for _, part in parts), default=0)
-    values = numpy.zeros((size, longest, *stream.shape), dtype=stream.dtype)
-    if stream.dtype == object:
-        values[:] = ""  # strings
-    seq_lens = numpy.zeros(size, dtype=numpy.int32)
-    for rows, part in parts:
-        values[rows, : part.values.shape[1]] = part.values
-        seq_lens[rows] = part.seq_lens
-    return Padded(values, seq_lens)

@@ -1,51 +1,303 @@
-"""What every dataset can be asked for, with defaults where a dataset does not say."""
+"""The contracts of data: a dataset, a source that is converted to one, and the keys of a kind of dataset.
+
+The package's own classes derive from `Dataset`, `SequenceSource` and `DatasetKeys`, whose members all have typed defaults. A class of a
+user's that does not is adapted once, when it is opened (`as_dataset`, `as_source`); nothing else asks an object what it has.
+"""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from typing import Any, Self
 
 import numpy
 
-from hvdtrain.data.types import Array, Dataset
+from hvdtrain.config.keys import REQUIRED, key
+from hvdtrain.data.batches import pad
+from hvdtrain.data.types import Array, Batch, Padded, Stream
+from hvdtrain.errors import DataError
 
 
-def at_epoch(dataset: Dataset, epoch: int) -> Dataset:
-    """The dataset as it is in an epoch (counted from 1): itself, unless it draws other random numbers in each.
+class Dataset(ABC):
+    """A number of sequences, each a dict of arrays by data key. It knows no order, no batches and no ranks.
 
-    What is returned shares files and processes with the dataset, which alone is closed.
+    A subclass sets `streams` and `lengths` and implements `num_sequences`, `sequence` and `tags`. It overrides any of the other
+    members where it can answer better than the default does.
+
+    Attributes:
+        streams: by data key, what a sequence's array holds.
+        lengths: by data key, the number of frames of every sequence; int32 of shape (num_sequences,).
+        mapped: the data keys that are memory-mapped, so that caching them gains nothing.
+        varies: whether `at_epoch` or `drawn` depend on the epoch, so that sequences must not be cached.
     """
-    change = getattr(dataset, "at_epoch", None)
-    return dataset if change is None else change(epoch)
+
+    streams: Mapping[str, Stream]
+    lengths: Mapping[str, Array]
+    mapped: frozenset[str] = frozenset()
+    varies: bool = False
+
+    @property
+    @abstractmethod
+    def num_sequences(self) -> int:
+        """The number of sequences."""
+
+    @abstractmethod
+    def sequence(self, index: int) -> dict[str, Array]:
+        """The arrays of one sequence by data key, possibly read-only views of a file. Raises: DataError."""
+
+    @abstractmethod
+    def tags(self, indices: Sequence[int]) -> list[str]:
+        """The names of some sequences. Raises: DataError."""
+
+    def close(self) -> None:
+        """Close files and end processes. The default has none."""
+
+    def sequences(self, indices: Sequence[int]) -> list[dict[str, Array]]:
+        """Several sequences. Override it where that is faster than one by one. Raises: DataError."""
+        return [self.sequence(index) for index in indices]
+
+    def padded(self, indices: Array) -> dict[str, Padded]:
+        """Several sequences, padded to the longest. Override it where that is faster than one by one. Raises: DataError."""
+        sequences = self.sequences(indices.tolist())
+        return {name: pad([sequence[name] for sequence in sequences]) for name in self.streams}
+
+    def batch(self, indices: Array) -> Batch:
+        """A batch of the sequences with these indices, int64 of shape (batch,). Raises: DataError."""
+        return Batch(self.padded(indices), indices, partial(self.tags, indices.tolist()))
+
+    def tag_bytes(self, start: int, stop: int) -> Array:
+        """The tags of the sequences from `start` up to `stop` (exclusive) as UTF-8: numpy bytes of shape (stop - start,)."""
+        return numpy.array([tag.encode("utf-8") for tag in self.tags(range(start, stop))], dtype=bytes)
+
+    def file_bounds(self) -> Array:
+        """The index of the first sequence of every file, then `num_sequences`: int64 of shape (files + 1,)."""
+        return numpy.array([0, self.num_sequences], dtype=numpy.int64)
+
+    def at_epoch(self, epoch: int) -> Dataset:
+        """The dataset with the random numbers of an epoch (counted from 1).
+
+        What is returned shares files and processes with this dataset; only this one is closed.
+        """
+        return self
+
+    def drawn(self, full_epoch: int) -> Array | None:
+        """The indices of the sequences that a full epoch (counted from 1) consists of; None: all."""
+        return None
+
+    def how_read(self) -> str:
+        """How the data is read, for the log; '' if there is nothing to say."""
+        return ""
 
 
-def generator_for(seed: int, epoch: int, index: int) -> numpy.random.RandomState:
-    """The random numbers of a sequence in an epoch: the same whoever draws them, in whichever order.
+class SequenceSource(ABC):
+    """Sequences in an order of their own, whose lengths are only known once they are read: to be converted to an HDF file.
 
-    A RandomState, as functions that were written for RETURNN expect.
+    Attributes:
+        labels: by data key, the names of the classes. Known once an epoch has begun, like `dims`.
+        dims: by data key of sparse data, the number of classes.
     """
-    return numpy.random.RandomState([seed, epoch, index])
+
+    labels: Mapping[str, Sequence[str]] = {}
+    dims: Mapping[str, int] = {}
+
+    @property
+    def name(self) -> str:
+        """The name of the class, for messages."""
+        return type(self).__name__
+
+    @abstractmethod
+    def begin_epoch(self, epoch: int) -> int | None:
+        """Begin an epoch (counted from 1); the number of its sequences, or None if that is not known. Raises: DataError."""
+
+    @abstractmethod
+    def read(self, start: int, stop: int | None) -> Iterator[Item]:
+        """The epoch's sequences from `start` up to `stop` (exclusive; None: to the last). Raises: DataError."""
 
 
-def accepted(function: Callable[..., Any], names: tuple[str, ...]) -> tuple[str, ...]:
-    """Those of the keyword arguments that a function takes.
+Item = tuple[str, Mapping[str, Any]]
+"""A sequence of a source: its tag, and its arrays by data key."""
 
-    >>> accepted(lambda arrays, *, epoch: None, ("epoch", "rng")), accepted(lambda arrays, **_: None, ("epoch", "rng"))
-    (('epoch',), ('epoch', 'rng'))
-    """
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # written in C, some of them
+
+# Concatenation: what every dataset needs that consists of several parts, one after the other. `bounds` holds the index of the
+# first sequence of every part, then the number of sequences.
+
+
+def split(indices: Sequence[int] | Array, bounds: Sequence[int] | Array) -> Iterator[tuple[int, Array, Array]]:
+    """For each part that some of the indices lie in: its number, the positions of these indices, and their indices in the part."""
+    wanted = numpy.asarray(indices, dtype=numpy.int64)
+    owners = numpy.searchsorted(bounds, wanted, side="right") - 1
+    for part in numpy.unique(owners).tolist():
+        rows = numpy.flatnonzero(owners == part)
+        yield part, rows, wanted[rows] - bounds[part]
+
+
+def concatenated_tags(
+    indices: Sequence[int], bounds: Sequence[int] | Array, read: Callable[[int, Array], Sequence[str]]
+) -> list[str]:
+    """`Dataset.tags` of a concatenation. `read` is given a part's number and indices in the part."""
+    tags = [""] * len(indices)
+    for part, rows, inside in split(indices, bounds):
+        for row, tag in zip(rows, read(part, inside), strict=True):
+            tags[row] = tag
+    return tags
+
+
+def concatenated_tag_bytes(
+    start: int, stop: int, bounds: Sequence[int] | Array, read: Callable[[int, int, int], Array]
+) -> Array:
+    """`Dataset.tag_bytes` of a concatenation. `read` is given a part's number, and where to start and stop in the part."""
+    parts = []
+    for part in range(len(bounds) - 1):
+        begin, end = max(start, int(bounds[part])), min(stop, int(bounds[part + 1]))
+        if begin < end:
+            parts.append(read(part, begin - int(bounds[part]), end - int(bounds[part])))
+    return numpy.concatenate(parts) if parts else numpy.zeros(0, dtype="S1")
+
+
+class DatasetKeys:
+    """The base of every kind's keys: what the code that opens a dataset asks them."""
+
+    def problems(self) -> list[str]:
+        """What is wrong between the keys."""
+        return []
+
+    def data_files(self) -> tuple[str, ...]:
+        """The files that the dataset reads itself, without those of datasets inside it."""
         return ()
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
-        return names
-    by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    own = {parameter.name for parameter in parameters if parameter.kind in by_keyword}
-    return tuple(name for name in names if name in own)
+
+    def files_to_copy(self) -> tuple[str, ...]:
+        """Those of `data_files` that may be read from a copy in `cache_dir`."""
+        return self.data_files()
+
+    def reading_from(self, copies: Mapping[str, str]) -> Self:
+        """The keys with the files replaced that have a copy, by name of the file."""
+        return self
+
+    def num_readers(self) -> int:
+        """The number of processes that read the datasets inside, each with a cache of its own."""
+        return 1
 
 
-def file_bounds(dataset: Dataset) -> Array:
-    """Where each file's sequences begin, and where those of the last one end; one file where the dataset knows of none."""
-    whole = numpy.array([0, dataset.num_sequences], dtype=numpy.int64)
-    return getattr(dataset, "group_bounds", whole)
+@dataclass(frozen=True, kw_only=True)
+class FileDatasetKeys(DatasetKeys):
+    """The base of the keys of kinds that read files."""
+
+    files: str | list[str] = key(REQUIRED, "the HDF file, or a list of files that are read as one dataset")
+
+    def problems(self) -> list[str]:
+        return [] if self.files else ["files: expected at least one file, got none"]
+
+    def data_files(self) -> tuple[str, ...]:
+        return (self.files,) if isinstance(self.files, str) else tuple(self.files)
+
+    def reading_from(self, copies: Mapping[str, str]) -> Self:
+        return replace(self, files=[copies.get(path, path) for path in self.data_files()])
+
+
+def as_dataset(opened: Any) -> Dataset | None:
+    """What a config's class or function returned, as a dataset; None if it does not know the lengths of its sequences."""
+    if isinstance(opened, Dataset):
+        return opened
+    required = ("streams", "lengths", "num_sequences", "sequence", "tags")
+    return ForeignDataset(opened) if all(hasattr(opened, name) for name in required) else None
+
+
+def as_source(where: str, opened: Any) -> SequenceSource:
+    """What a config's class or function returned, as a source to convert. Raises: DataError, if it cannot be iterated over.
+
+    Args:
+        where: the config key, for messages.
+    """
+    if isinstance(opened, SequenceSource):
+        return opened
+    if not hasattr(opened, "__iter__"):
+        raise DataError(f"{where}: expected something that yields (tag, {{key: array}}), got {type(opened).__name__}")
+    return ForeignSource(where, opened)
+
+
+class ForeignDataset(Dataset):
+    """An object with the members of a `Dataset` whose class does not derive from it.
+
+    It needs `streams`, `lengths`, `num_sequences`, `sequence` and `tags`. Of the other members, which it may have, tags in bulk are
+    asked for as `all_tags(start, stop)` and the bounds of files as the attribute `group_bounds`.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self.streams = inner.streams
+        self.lengths = inner.lengths
+        self.mapped = frozenset(getattr(inner, "mapped", ()))
+        self.varies = hasattr(inner, "at_epoch") or hasattr(inner, "drawn")
+
+    @property
+    def num_sequences(self) -> int:
+        return int(self._inner.num_sequences)
+
+    def sequence(self, index: int) -> dict[str, Array]:
+        return self._inner.sequence(index)  # type: ignore[no-any-return]  # here and below: as the contract says
+
+    def tags(self, indices: Sequence[int]) -> list[str]:
+        return self._inner.tags(indices)  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        self._ask("close", super().close)()
+
+    def sequences(self, indices: Sequence[int]) -> list[dict[str, Array]]:
+        return self._ask("sequences", lambda indices: list(map(self._inner.sequence, indices)))(indices)  # type: ignore[no-any-return]
+
+    def padded(self, indices: Array) -> dict[str, Padded]:
+        return self._ask("padded", super().padded)(indices)  # type: ignore[no-any-return]
+
+    def tag_bytes(self, start: int, stop: int) -> Array:
+        return self._ask("all_tags", super().tag_bytes)(start, stop)  # type: ignore[no-any-return]
+
+    def file_bounds(self) -> Array:
+        return getattr(self._inner, "group_bounds", super().file_bounds())
+
+    def at_epoch(self, epoch: int) -> Dataset:
+        changed = self._ask("at_epoch", lambda epoch: self)(epoch)
+        return changed if isinstance(changed, Dataset) else ForeignDataset(changed)
+
+    def drawn(self, full_epoch: int) -> Array | None:
+        return self._ask("drawn", super().drawn)(full_epoch)  # type: ignore[no-any-return]
+
+    def how_read(self) -> str:
+        return str(self._ask("how_read", super().how_read)())
+
+    def _ask(self, name: str, default: Callable[..., Any]) -> Callable[..., Any]:
+        """A method of the object, or the default where it has none."""
+        return getattr(self._inner, name, default)
+
+
+class ForeignSource(SequenceSource):
+    """Anything that can be iterated over and yields (tag, {data key: array}); it may have `labels`, `dims` and `__len__`."""
+
+    def __init__(self, where: str, inner: Iterable[Any]) -> None:
+        self._where = where
+        self._inner = inner
+        self.labels = {name: list(labels) for name, labels in dict(getattr(inner, "labels", {})).items()}
+        self.dims = dict(getattr(inner, "dims", {}))
+
+    @property
+    def name(self) -> str:
+        return type(self._inner).__name__
+
+    def begin_epoch(self, epoch: int) -> int | None:
+        if epoch != 1:
+            raise DataError(f"--epoch: expected 1 for {self.name}, which knows no epochs, got {epoch}")
+        return len(self._inner) if isinstance(self._inner, Sized) else None
+
+    def read(self, start: int, stop: int | None) -> Iterator[Item]:
+        inner = self._inner
+        if isinstance(inner, Sequence):  # looked up by number
+            numbers = range(start, len(inner) if stop is None else min(stop, len(inner)))
+            items: Iterator[Any] = (inner[number] for number in numbers)
+        else:
+            items = islice(inner, start, stop)
+        for number, item in enumerate(items, start=start):
+            if not (isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) and isinstance(item[1], dict)):
+                raise DataError(f"{self._where}: expected (tag, {{key: array}}) as sequence {number}, got {str(item)[:80]}")
+            yield item

@@ -1,4 +1,4 @@
-"""What the log tells of datasets and batches before training starts."""
+"""The lines of the log that describe datasets and batches before training starts."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from hvdtrain.data.files.copies import Copies
 from hvdtrain.data.files.sizes import size_text
 from hvdtrain.data.plan.bounds import too_long
 from hvdtrain.data.plan.epoch import BatchKeys
-from hvdtrain.data.plan.selection import within
+from hvdtrain.data.plan.selection import select_by_length
 
 Line = tuple[int, str]
-"""From which `log_verbosity` on a line is shown, and the line."""
+"""The `log_verbosity` from which on a line is shown, and the line."""
 
 
 def feed_lines(feed: Feed, local_size: int = 1) -> list[Line]:
-    """What is to be told of a dataset, each line with its level: its size, its order, what is kept of it, and what is left out.
+    """Describe a dataset: its size, its order, its cache, and the sequences that are left out.
 
     Args:
-        local_size: how many ranks this host has.
+        local_size: the number of ranks on this host.
     """
-    how = getattr(feed.dataset, "how_read", lambda: "")()
+    how = feed.dataset.how_read()
     ordering = feed.order_keys.seq_ordering
     named = ordering if isinstance(ordering, str) else getattr(ordering, "__name__", "a function")
     lengths = feed.dataset.lengths
@@ -35,7 +35,7 @@ def feed_lines(feed: Feed, local_size: int = 1) -> list[Line]:
     if feed.subset is not None:
         lines.append((4, f"{feed.name}: {len(used)} of them are listed in {feed.order_keys.seq_list_filter_file}"))
     keys = feed.batch_keys
-    kept = within(feed.dataset.lengths, used, keys.min_seq_length, keys.max_seq_length)
+    kept = select_by_length(feed.dataset.lengths, used, keys.min_seq_length, keys.max_seq_length)
     if feed.chunks is not None:
         with_chunks = kept[numpy.diff(feed.chunks.first)[kept] > 0]
         lines.append((4, f"{feed.name}: {len(feed.chunks.of(with_chunks))} chunks of {len(with_chunks)} sequences"))
@@ -57,11 +57,11 @@ def feed_lines(feed: Feed, local_size: int = 1) -> list[Line]:
 
 
 def _cache_lines(feed: Feed, local_size: int) -> list[Line]:
-    """What becomes of the key cache_size."""
+    """Describe the cache."""
     if feed.budget is None or feed.budget.size == 0:
         return []
     if not feed.budget.caches:
-        return [(4, f"{feed.name}: no cache: all of it is memory-mapped, and kept by the system for all ranks of the host")]
+        return [(4, f"{feed.name}: no cache: all data is memory-mapped, and cached by the system for all ranks of the host")]
     whole = sum(cache.size() for cache in feed.budget.caches)
     size = whole if feed.budget.size is None else min(whole, feed.budget.size)
     return [
@@ -74,10 +74,10 @@ def _cache_lines(feed: Feed, local_size: int) -> list[Line]:
 
 
 def copy_lines(folder: str, everywhere: Sequence[tuple[str, Copies]]) -> list[Line]:
-    """What is to be told of the copies in a folder: once for all hosts, and for each of them what could not be copied.
+    """Describe the copies of data files, host by host, and the files that could not be copied.
 
     Args:
-        everywhere: by rank, its host and what it copied.
+        everywhere: by rank, its host and its copies.
     """
     hosts: dict[str, list[Copies]] = {}
     for host, copies in everywhere:
@@ -86,17 +86,17 @@ def copy_lines(folder: str, everywhere: Sequence[tuple[str, Copies]]) -> list[Li
     for host, ranks in hosts.items():
         made, made_size = sum(copies.made for copies in ranks), sum(copies.made_size for copies in ranks)
         seconds = max(copies.seconds for copies in ranks)
-        told = f"{len(ranks[0].places)} files ({size_text(ranks[0].size)}) are read from copies in {folder}"
-        now = f", {made} copied now ({size_text(made_size)} in {seconds:.1f} s)" if made else ", which were there"
+        copied = f"{len(ranks[0].places)} files ({size_text(ranks[0].size)}) are read from copies in {folder}"
+        now = f", {made} copied now ({size_text(made_size)} in {seconds:.1f} s)" if made else ", all made before"
         if ranks[0].places:
-            lines.append((4, f"{host}: {told}{now}"))
+            lines.append((4, f"{host}: {copied}{now}"))
         not_copied = {path: why for copies in ranks for path, why in copies.not_copied.items()}
-        lines += [(2, f"{host}: not copied, but read from where it is: {path}: {why}") for path, why in not_copied.items()]
+        lines += [(2, f"{host}: not copied, but read from its original path: {path}: {why}") for path, why in not_copied.items()]
     return lines
 
 
 def batch_lines(keys: BatchKeys, epoch: int, size: int) -> list[Line]:
-    """What is to be told of the training's batches: what closes one, per rank and in all."""
+    """Describe the limits of the training's batches, per rank and over all ranks."""
     limits = keys.limits(epoch)
     parts = []
     if limits.max_seqs is not None:
@@ -109,5 +109,5 @@ def batch_lines(keys: BatchKeys, epoch: int, size: int) -> list[Line]:
     lines = [(4, f"batch, at most: {'; '.join(parts)}")]
     group = keys.balance_ranks
     if group % size:
-        lines.append((2, f"balance_ranks: {group} is no multiple of the {size} ranks: some steps mix batches of different size"))
+        lines.append((2, f"balance_ranks: {group} is not a multiple of the {size} ranks: some steps mix batches of different size"))
     return lines

@@ -1,4 +1,4 @@
-"""A dataset's batches for one rank, epoch by epoch."""
+"""The batches of a dataset for one rank, epoch by epoch."""
 
 from __future__ import annotations
 
@@ -6,33 +6,33 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from hvdtrain.data.batches import ReadAhead, batches
+from hvdtrain.data.batches import ReadAhead
 from hvdtrain.data.combine.cache import Budget
-from hvdtrain.data.dataset import at_epoch, file_bounds
+from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.files.unchanged import Unchanged
-from hvdtrain.data.plan.chunks import Chunks
+from hvdtrain.data.plan.chunks import ChunkedDataset, Chunks
 from hvdtrain.data.plan.epoch import BatchKeys, Plan, plan
 from hvdtrain.data.plan.order import OrderKeys, full_epoch
-from hvdtrain.data.plan.selection import used
-from hvdtrain.data.types import Array, Batch, Dataset
+from hvdtrain.data.plan.selection import epoch_subset
+from hvdtrain.data.types import Array, Batch
 from hvdtrain.errors import DataError
 
 SEED_STEP = 16127
-"""How far apart the ranks' seeds are under 'random_seed_offset'; RETURNN's number."""
+"""The distance between the seeds of two neighbouring ranks under 'random_seed_offset'; RETURNN's number."""
 
 
 @dataclass(frozen=True)
 class Feed:
-    """What one rank needs to know to read its part of a dataset.
+    """What one rank needs to read its share of a dataset.
 
     Attributes:
         distribution: 'shard': batch i of an epoch goes to rank i % size. 'random_seed_offset': every rank goes through all
             sequences, in an order of its own.
-        subset: the sequences to use, ascending; None: all of them.
-        chunks: the chunks of all sequences, where they are cut: batches then consist of chunks.
-        files: the files that it is read from, which are to stay as they are.
-        budget: the memory in which the dataset keeps what it read.
-        select: what to use of a plan; None: all of it.
+        subset: the indices of the sequences to use, ascending; None: all of them.
+        chunks: the chunks of all sequences, if they are cut: batches then consist of chunks.
+        files: the files that the dataset reads, which must not change meanwhile.
+        budget: the memory in which the dataset caches sequences.
+        select: returns the part of a plan to use; None: all of it.
     """
 
     name: str
@@ -50,47 +50,52 @@ class Feed:
 
     @property
     def lengths(self) -> Mapping[str, Array]:
-        """By data key, frames of everything that the first epoch's indices may speak of: sequences, or chunks of them."""
+        """By data key, the number of frames of every sequence in the first epoch; of every chunk, if sequences are cut."""
         return self.lengths_in(1)
 
     def lengths_in(self, epoch: int) -> Mapping[str, Array]:
-        """The lengths of an epoch, which differ where a function changes them by the epoch."""
-        return at_epoch(self.dataset, epoch).lengths if self.chunks is None else self.chunks.lengths
+        """`lengths` in an epoch; they depend on it where `map_lengths` takes the epoch."""
+        return self.dataset.at_epoch(epoch).lengths if self.chunks is None else self.chunks.lengths
 
     def plan(self, epoch: int) -> Plan:
-        """The plan of an epoch (counted from 1). Raises: DataError, if a file is another than at the start."""
+        """The plan of an epoch (counted from 1). Raises: DataError, if a file changed since the start."""
         if self.files is not None:
             self.files.check()
         keys = self.order_keys
         if self.distribution == "random_seed_offset":
             keys = replace(keys, random_seed_offset=keys.random_seed_offset + self.rank * SEED_STEP)
-        lengths = at_epoch(self.dataset, epoch).lengths
+        lengths = self.dataset.at_epoch(epoch).lengths
         if self.chunks is not None and lengths is not self.dataset.lengths:
             raise DataError(
-                f"chunking: expected lengths that are those of every epoch, got a map_lengths in {self.name} that takes it"
+                f"chunking: expected the same lengths in every epoch, got a map_lengths in {self.name} that takes the epoch"
             )
         made = plan(
             lengths,
             keys,
             self.batch_keys,
             epoch,
-            subset=used(self.dataset, self.subset, full_epoch(keys, epoch)),
-            file_bounds=file_bounds(self.dataset),
+            subset=epoch_subset(self.dataset, self.subset, full_epoch(keys, epoch)),
+            file_bounds=self.dataset.file_bounds(),
             chunks=self.chunks,
         )
         return made if self.select is None else self.select(made)
 
     def num_sequences(self, plan: Plan) -> int:
-        """How many sequences a plan goes through, each cut into chunks or not."""
+        """The number of sequences in a plan, whether they are cut into chunks or not."""
         return len(plan.order) if self.chunks is None else int((self.chunks.numbers[plan.order] == 0).sum())
 
     def share(self, plan: Plan, position: int = 0) -> list[Array]:
-        """This rank's batches of a plan, as indices of sequences (or of chunks), without those up to a position: the number
-        of batches that all ranks did together; each rank for itself where every rank goes through all data.
+        """This rank's batches of a plan, as indices of sequences (or of chunks).
+
+        Args:
+            position: the number of batches of the plan to leave out at the beginning: those that all ranks together have done, or
+                this rank alone under 'random_seed_offset'.
         """
         return plan.share(self.rank, self.size, position) if self.distribution == "shard" else plan.share(0, 1, position)
 
     def read(self, share: list[Array], epoch: int) -> ReadAhead[Batch]:
-        """The batches themselves, as they are in an epoch, read in the background."""
-        dataset = at_epoch(self.dataset, epoch)
-        return ReadAhead(batches(dataset, share) if self.chunks is None else self.chunks.batches(dataset, share))
+        """The batches of a share with the arrays of an epoch, read in the background."""
+        dataset = self.dataset.at_epoch(epoch)
+        if self.chunks is not None:
+            dataset = ChunkedDataset(dataset, self.chunks)
+        return ReadAhead(map(dataset.batch, share))

@@ -1,4 +1,4 @@
-"""The classes of datasets that a config can name."""
+"""The classes of datasets that a config can name, and where they are implemented."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from hvdtrain.data.combine.many_files import FilesDatasetKeys, open_files
 from hvdtrain.data.combine.map import MapDatasetKeys, open_map
 from hvdtrain.data.combine.meta import MetaDatasetKeys, open_meta
 from hvdtrain.data.combine.union import CombinedDatasetKeys, ConcatDatasetKeys, open_combined, open_concat
+from hvdtrain.data.dataset import Dataset, DatasetKeys, FileDatasetKeys
 from hvdtrain.data.formats.synthetic import DummyDatasetKeys, Task12AXDatasetKeys, open_dummy, open_task12ax
-from hvdtrain.data.types import Dataset, External
+from hvdtrain.data.types import External
 
 OWN = {
     "FolderDataset": "hvdtrain.data.formats.folder:FolderDataset",
     "HuggingFaceDataset": "hvdtrain.data.formats.hugging_face:HuggingFaceDataset",
     "ReturnnDataset": "hvdtrain.data.formats.returnn_source:ReturnnDataset",
 }
-"""Sources to convert, whose lengths are not known beforehand; the dict's other entries are their arguments."""
+"""Sources to convert, whose lengths are not known in advance; the other entries of the dict are their arguments."""
 
 BY_RETURNN = tuple(
     "AnythingDataset BlissDataset ChunkShuffleDataset ClusteringDataset ConcatSeqsDataset ConfusionNetworkDataset "
@@ -29,31 +30,29 @@ BY_RETURNN = tuple(
     "StereoHdfDataset TaskEpisodicCopyDataset TaskNumberBaseConvertDataset TaskVariableAssignmentDataset "
     "TaskXmlModelingDataset TextDictDataset TimitDataset TranslationDataset TranslationFactorsDataset VariableDataset".split()
 )
-"""Datasets of RETURNN that there is no counterpart of: RETURNN itself reads them, for hvdtrain dump."""
+"""Datasets of RETURNN without a counterpart here: RETURNN itself reads them, for hvdtrain dump."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class HDFDatasetKeys:
+class HDFDatasetKeys(FileDatasetKeys):
     """Keys of a dataset dict with `"class": "HDFDataset"`."""
 
-    files: str | list[str] = key(REQUIRED, "the HDF file, or a list of files that are read as one dataset")
     allow_external: bool = key(
         False,
         "follow external links, external storage and virtual datasets, by which a file makes the trainer read other files; "
         "such files are not copied to cache_dir",
     )
 
+    def files_to_copy(self) -> tuple[str, ...]:
+        # A path to another file is relative to the file that contains it, so a copy would not find the other file.
+        return () if self.allow_external else self.data_files()
+
 
 @dataclass(frozen=True, kw_only=True)
-class NextGenHDFDatasetKeys:
+class NextGenHDFDatasetKeys(FileDatasetKeys):
     """Keys of a dataset dict with `"class": "NextGenHDFDataset"`: HDF files with a dataset for every sequence."""
 
-    files: str | list[str] = key(REQUIRED, "the HDF file, or a list of files that are read as one dataset")
     input_stream_name: str = key(REQUIRED, "the stream that is the data key 'data'; the others have their own names")
-
-    def problems(self) -> list[str]:
-        """What is wrong with the keys."""
-        return [] if self.files else ["files: expected at least one file, got none"]
 
 
 @dataclass(frozen=True)
@@ -61,21 +60,21 @@ class Kind:
     """A class of datasets.
 
     Attributes:
-        keys: the section of its keys. The keys `dataset` and `datasets` hold datasets, in which it is composed.
-        open: from the config key it stands under (for messages), its keys and the open datasets inside it, by name.
-        order_from: the name of the dataset inside it whose order keys hold for the whole one; None: there is none.
+        keys: the dataclass of its keys. The keys `dataset` and `datasets` hold the datasets inside it.
+        open: opens it, given its config key (for messages), its keys, and the open datasets inside it by name.
+        order_from: the name of the dataset inside it whose order keys apply to the whole; None: there is none.
     """
 
-    keys: type
+    keys: type[DatasetKeys]
     open: Callable[[str, Any, Mapping[str, Dataset]], Dataset]
     order_from: Callable[[Any], str | None] = lambda keys: None
 
 
 def _open_hdf(where: str, keys: HDFDatasetKeys, datasets: Mapping[str, Dataset]) -> Dataset:
-    from hvdtrain.data.hdf.dataset import open_hdf  # here, as `--help` has no time for h5py
+    from hvdtrain.data.hdf.dataset import open_hdf  # here, so that `--help` does not import h5py
 
     external: External = "follow" if keys.allow_external else "refuse"
-    return open_hdf([keys.files] if isinstance(keys.files, str) else keys.files, external)
+    return open_hdf(keys.data_files(), external)
 
 
 def _open_files(where: str, keys: FilesDatasetKeys, datasets: Mapping[str, Dataset]) -> Dataset:
@@ -87,7 +86,7 @@ def _open_files(where: str, keys: FilesDatasetKeys, datasets: Mapping[str, Datas
 def _open_next_gen(where: str, keys: NextGenHDFDatasetKeys, datasets: Mapping[str, Dataset]) -> Dataset:
     from hvdtrain.data.hdf.nextgen import open_next_gen
 
-    return open_next_gen(where, [keys.files] if isinstance(keys.files, str) else keys.files, keys.input_stream_name)
+    return open_next_gen(where, keys.data_files(), keys.input_stream_name)
 
 
 KINDS: dict[str, Kind] = {
@@ -101,7 +100,7 @@ KINDS: dict[str, Kind] = {
     "Task12AXDataset": Kind(Task12AXDatasetKeys, open_task12ax),
     "DummyDataset": Kind(DummyDatasetKeys, open_dummy),
 }
-"""The classes of datasets by the name that a dataset dict gives as 'class'."""
+"""The classes of datasets, by the name that a dataset dict has as 'class'."""
 
 INSTEAD = {"PostprocessingDataset": "MapDataset", "DistributeFilesDataset": "FilesDataset", "MultiProcDataset": "MapDataset"}
-"""Classes of RETURNN for which there is one of another name, with other keys."""
+"""Classes of RETURNN that have a counterpart of another name and with other keys."""

@@ -1,4 +1,4 @@
-"""From what a config says about a dataset (a dict, file names, a class of the user's) to an open dataset."""
+"""Checking and opening what a config gives as a dataset: a dict, file names, or a class of the user's."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from hvdtrain.config.check import build, closest, did_you_mean, unknown_options
 from hvdtrain.config.keys import declared
 from hvdtrain.config.reference import is_reference, resolve
 from hvdtrain.data.combine.cache import Budget, with_cache
+from hvdtrain.data.dataset import Dataset, DatasetKeys, as_dataset
 from hvdtrain.data.kinds import BY_RETURNN, INSTEAD, KINDS, OWN, Kind
-from hvdtrain.data.plan.order import OrderKeys, said
-from hvdtrain.data.types import Dataset
+from hvdtrain.data.plan.order import OrderKeys, non_default
 from hvdtrain.errors import ConfigError, DataError
 
 
@@ -23,10 +23,11 @@ class DatasetSpec:
     """A checked dataset dict: how to open it, and how its sequences are ordered.
 
     Attributes:
-        name: the config key it stands under ('train', 'dev', ..., 'train.datasets.text' inside another one).
-        open: opens the source. Raises: DataError.
-        files: the data files that it reads itself; copied: those of them that may be read from a copy.
-        parts: the datasets inside it.
+        name: the config key ('train', 'dev', ..., 'train.datasets.text' inside another dataset).
+        open: opens the dataset or source, with an OpeningContext as optional argument. Raises: DataError.
+        files: the data files that it reads itself.
+        copied: those of the files that may be read from a copy.
+        datasets: the datasets inside it.
     """
 
     name: str
@@ -34,22 +35,22 @@ class DatasetSpec:
     order: OrderKeys
     files: tuple[str, ...] = ()
     copied: tuple[str, ...] = ()
-    parts: tuple[DatasetSpec, ...] = ()
+    datasets: tuple[DatasetSpec, ...] = ()
 
     def all(self) -> Iterator[DatasetSpec]:
-        """This one and all datasets inside it."""
+        """This dataset and all datasets inside it."""
         yield self
-        for part in self.parts:
-            yield from part.all()
+        for dataset in self.datasets:
+            yield from dataset.all()
 
 
 @dataclass(frozen=True)
-class Means:
-    """What a dataset is given to read with.
+class OpeningContext:
+    """What the job provides for reading its datasets.
 
     Attributes:
-        budget: the memory that it may keep what it read in.
-        copies: by the name of a data file, that of its copy on a local disk.
+        budget: the memory for cached sequences.
+        copies: by name of a data file, that of its copy on a local disk.
     """
 
     budget: Budget = field(default_factory=lambda: Budget(0))
@@ -57,12 +58,12 @@ class Means:
 
 
 def parse(name: str, value: Any, defaults: Mapping[str, Any]) -> tuple[DatasetSpec | None, list[str]]:
-    """Check what a config says about a dataset, and about those inside it, without opening anything.
+    """Check a dataset of a config, and those inside it, without opening anything.
 
     Args:
         name: the config key, for messages.
         value: a dict with 'class', HDF file names (a list, or a string with commas), or a function that returns one of these.
-        defaults: order keys that hold where the dict does not say otherwise.
+        defaults: order keys that the dict may override.
 
     Returns:
         The dataset, or None and the problems.
@@ -95,37 +96,39 @@ def parse(name: str, value: Any, defaults: Mapping[str, Any]) -> tuple[DatasetSp
         problems += _argument_problems(name, kind, options)
     if problems or order is None:
         return None, problems
-    return DatasetSpec(name, lambda means=None: _call(name, kind, options), order), []
+    return DatasetSpec(name, lambda context=None: _call(name, kind, options), order), []
 
 
-def open_dataset(spec: DatasetSpec, means: Means | None = None) -> Dataset:
-    """Open a dataset to train or evaluate on.
+def open_dataset(spec: DatasetSpec, context: OpeningContext | None = None) -> Dataset:
+    """Open a dataset to train or evaluate on, with a cache if the context has memory for one.
 
     Raises:
-        DataError: a file is bad, or the source cannot tell the lengths of its sequences beforehand.
+        DataError: a file is bad, or the source does not know the lengths of its sequences in advance.
     """
-    means = means or Means()
-    dataset = spec.open(means)
-    if not all(hasattr(dataset, attribute) for attribute in ("streams", "lengths", "num_sequences", "sequence", "tags")):
+    context = context or OpeningContext()
+    opened = spec.open(context)
+    dataset = as_dataset(opened)
+    if dataset is None:
         raise DataError(
-            f"{spec.name}: expected a dataset that knows the lengths of its sequences, got {type(dataset).__name__} "
+            f"{spec.name}: expected a dataset that knows the lengths of its sequences, got {type(opened).__name__} "
             "(convert it once with hvdtrain dump and train on the HDF file)"
         )
     if dataset.num_sequences == 0:
         where = f"none in {', '.join(spec.files[:3])}" if spec.files else "an empty dataset"
         raise DataError(f"{spec.name}: expected at least one sequence, got {where}")
-    return dataset if spec.parts else with_cache(dataset, means.budget)
+    return dataset if spec.datasets else with_cache(dataset, context.budget)
 
 
 def _parse_kind(
     name: str, kind_name: str, options: dict[str, Any], defaults: Mapping[str, Any]
 ) -> tuple[DatasetSpec | None, list[str]]:
-    """Check the dict of one of our own classes."""
+    """Check the dict of a class in `KINDS`."""
     kind = KINDS[kind_name]
     order_values = _pop_order(options, [declared_key.name for declared_key in declared(kind.keys)])
+    keys: DatasetKeys | None
     keys, problems = build(kind.keys, options, f"{name}.", {})
     problems += unknown_options(f"{name}.", options, kind.keys, kind_name, _ORDER_NAMES)
-    if keys is not None and hasattr(keys, "problems"):
+    if keys is not None:
         problems += [f"{name}.{problem}" for problem in keys.problems()]
     inside: dict[str, DatasetSpec] = {}
     for child, (path, value) in _inside(options).items():
@@ -138,31 +141,20 @@ def _parse_kind(
         for child, spec in inside.items():
             problems += _order_problems(name, spec, order_values if child == order_from else None)
         if order_from is not None:
-            order_values = {**said(inside[order_from].order), **order_values}
+            order_values = {**non_default(inside[order_from].order), **order_values}
     order, more = build(OrderKeys, {**defaults, **order_values}, f"{name}.", {})
     problems += more
-    if problems or order is None:
+    if problems or order is None or keys is None:
         return None, problems
 
-    def open_it(means: Means | None = None) -> Dataset:
-        return _open_kind(name, kind, keys, inside, means or Means())
+    def open_it(context: OpeningContext | None = None) -> Dataset:
+        return _open_kind(name, kind, keys, inside, context or OpeningContext())
 
-    return DatasetSpec(name, open_it, order, _files(keys), _copied(keys), tuple(inside.values())), []
-
-
-def _files(keys: Any) -> tuple[str, ...]:
-    """The data files that the keys of a dataset name."""
-    files = getattr(keys, "files", ())
-    return (files,) if isinstance(files, str) else tuple(files)
-
-
-def _copied(keys: Any) -> tuple[str, ...]:
-    """Those that may be read from a copy: where they lead to others, these are found from where they are."""
-    return () if getattr(keys, "allow_external", False) else _files(keys)
+    return DatasetSpec(name, open_it, order, keys.data_files(), keys.files_to_copy(), tuple(inside.values())), []
 
 
 def _inside(options: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
-    """The datasets inside a dataset dict: by name, the way to them and what is said about them."""
+    """The datasets inside a dataset dict: by name, the path of their config key and their value."""
     result: dict[str, tuple[str, Any]] = {}
     if "dataset" in options:
         result["dataset"] = ("dataset", options["dataset"])
@@ -178,32 +170,32 @@ _ORDER_NAMES = [field.name for field in fields(OrderKeys)]
 
 
 def _pop_order(options: dict[str, Any], own: list[str]) -> dict[str, Any]:
-    """The order keys among the options, which lose them; a class's own keys of the same name stay."""
+    """Remove the order keys from the options and return them; a class's own keys of the same name stay."""
     return {option: options.pop(option) for option in _ORDER_NAMES if option in options and option not in own}
 
 
 def _order_problems(name: str, inside: DatasetSpec, outside: Mapping[str, Any] | None) -> list[str]:
-    """Problems with order keys of a dataset inside another one: there is one order, that of the whole.
+    """Problems with order keys of a dataset inside another one: only the outermost dataset is ordered.
 
     Args:
-        outside: the order keys of the whole, where this dataset may say them instead; None: where it may not.
+        outside: the order keys of the outer dataset, if it takes its order from this one; else None.
     """
     problems = []
-    for option, value in said(inside.order).items():
+    for option, value in non_default(inside.order).items():
         if outside is None:
-            problems.append(f"{inside.name}.{option}: expected as {name}.{option}, beside the class of the whole, got {value!r}")
+            problems.append(f"{inside.name}.{option}: expected in the outer dict, as {name}.{option}, got {value!r} here")
         elif option in outside and outside[option] != value:
             problems.append(f"{inside.name}.{option}: expected {outside[option]!r} as {name}.{option}, or nothing, got {value!r}")
     return problems
 
 
-def _open_kind(name: str, kind: Kind, keys: Any, inside: Mapping[str, DatasetSpec], means: Means) -> Dataset:
-    """Open the datasets inside, then the whole; if something fails, what is open is closed."""
-    copies = {path: means.copies[path] for path in _copied(keys) if path in means.copies}
-    if copies:
-        keys = replace(keys, files=[copies.get(path, path) for path in _files(keys)])
-    readers = getattr(keys, "num_workers", 0)  # each process keeps what it reads itself
-    inner = replace(means, budget=means.budget.part(max(1, readers)))
+def _open_kind(
+    name: str, kind: Kind, keys: DatasetKeys, inside: Mapping[str, DatasetSpec], context: OpeningContext
+) -> Dataset:
+    """Open the datasets inside, then the dataset itself; if something fails, those that are open are closed."""
+    copies = {path: context.copies[path] for path in keys.files_to_copy() if path in context.copies}
+    keys = keys.reading_from(copies) if copies else keys
+    inner = replace(context, budget=context.budget.part(keys.num_readers()))
     with ExitStack() as on_failure:
         datasets = {}
         for child, spec in inside.items():
@@ -221,7 +213,7 @@ def _open_kind(name: str, kind: Kind, keys: Any, inside: Mapping[str, DatasetSpe
 
 
 def _argument_problems(name: str, kind: str, options: Mapping[str, Any]) -> list[str]:
-    """Problems with the names of arguments of one of our own classes."""
+    """Problems with the names of the arguments of a class in `OWN`."""
     class_name = kind.rpartition(":")[2]
     parameters = inspect.signature(resolve(kind)).parameters
     problems = []
@@ -235,7 +227,7 @@ def _argument_problems(name: str, kind: str, options: Mapping[str, Any]) -> list
 
 
 def _call(name: str, kind: Any, options: dict[str, Any]) -> Any:
-    """Call the user's class or function with the dict's other entries."""
+    """Call the user's class or function with the other entries of the dict."""
     try:
         made = resolve(kind) if isinstance(kind, str) else kind
     except ImportError as error:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import importlib
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
+from types import ModuleType
 from typing import Any
 
 from hvdtrain.comm.base import Communicator, SingleCommunicator, Tensor, all_reduce
-from hvdtrain.data.batches import batches
 from hvdtrain.data.files.sizes import size_text
 from hvdtrain.data.types import Batch
 from hvdtrain.doctor.findings import Finding, ok, warning
 from hvdtrain.doctor.resources import MEGABYTE
 from hvdtrain.learner.base import Learner
+from hvdtrain.learner.frameworks import FRAMEWORKS
 from hvdtrain.session import open_session
 from hvdtrain.settings import Settings
 
@@ -50,7 +50,7 @@ class Speed:
 
 def measure_speed(comm: Communicator, framework: str) -> Speed:
     """Collective. All-reduce small and large tensors for some seconds."""
-    tensors = _tensors_of(framework)
+    tensors = FRAMEWORKS[framework].tensors
     small, large = (tensors.zeros(size // 4, comm.local_rank) for size in (SMALL, LARGE))
     latency = _seconds(comm, tensors, lambda: [small], "doctor.small")
     whole = _seconds(comm, tensors, lambda: [large], "doctor.large")
@@ -102,7 +102,8 @@ def measure_share(comm: Communicator, settings: Settings) -> Share:
         train = session.feeds[0]
         plan = train.plan(1)
         share = (train.share(plan) or plan.share(0, 1))[:BATCHES]
-        read = list(batches(train.dataset, share) if train.chunks is None else train.chunks.batches(train.dataset, share))
+        with train.read(share, epoch=1) as batches:
+            read = list(batches)
         seconds = _step_seconds(comm, [alone.learner] if averaging else [alone.learner, session.learner], read)
         parameters: list[Tensor] = []
 
@@ -110,8 +111,8 @@ def measure_share(comm: Communicator, settings: Settings) -> Share:
             parameters.extend(values)
             return values
 
-        alone.learner.map_tensors("parameters", note)
-        tensors = _tensors_of(settings.run.backend)
+        alone.learner.state.map_tensors("parameters", note)
+        tensors = FRAMEWORKS[settings.run.backend].tensors
         travel = _seconds(comm, tensors, lambda: [value * 1 for value in parameters], "doctor.parameters")
     every = settings.reduce.horovod_param_sync_step if averaging else 1
     return Share(seconds[0], None if averaging else seconds[1], sum(map(tensors.size, parameters)), travel, every)
@@ -136,11 +137,11 @@ def _step_seconds(comm: Communicator, learners: Sequence[Learner], read: Sequenc
     source = cycle(read)
 
     def train(learner: Learner, steps: int) -> float:
-        learner.take_step_seconds()
+        learner.meter.take_step_seconds()
         for batch in islice(source, steps):
             learner.backward(batch)
             learner.update(0.0)
-        return learner.take_step_seconds() / steps
+        return learner.meter.take_step_seconds() / steps
 
     for learner in learners:
         learner.begin_epoch(1, 0)
@@ -152,12 +153,7 @@ def _step_seconds(comm: Communicator, learners: Sequence[Learner], read: Sequenc
     return [max(times) for times in zip(*comm.gather(medians, name="doctor.step_seconds"), strict=True)]
 
 
-def _tensors_of(framework: str) -> Any:
-    """The module that makes and measures a framework's tensors."""
-    return importlib.import_module(f"hvdtrain.learner.{framework}.tensors")
-
-
-def _seconds(comm: Communicator, tensors: Any, make: Callable[[], list[Any]], name: str) -> float:
+def _seconds(comm: Communicator, tensors: ModuleType, make: Callable[[], list[Any]], name: str) -> float:
     """Collective. The median over some all-reduces of the slowest rank's seconds."""
 
     def once() -> float:

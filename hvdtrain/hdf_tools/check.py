@@ -17,13 +17,13 @@ from hvdtrain.data.hdf.compression import NAMES as COMPRESSIONS
 from hvdtrain.data.hdf.dataset import open_hdf
 from hvdtrain.data.sources import parse
 from hvdtrain.errors import ConfigError, DataError, HvdtrainError
-from hvdtrain.hdf_tools.content import complaints, look, spread, storage
+from hvdtrain.hdf_tools.content import check_values, slow_parts, spread, storage
 from hvdtrain.hdf_tools.dump import Selection, dump
 from hvdtrain.hdf_tools.speed import gain_of_copy, measure
 
 EPILOG = """\
 exit status
-  0  every file is sound, warnings or not
+  0  every file is sound, with or without warnings
   1  with --strict: every file is sound, but there are warnings
   2  a file is not sound: the trainer and hvdtrain dump would refuse it for the same reason
 
@@ -124,9 +124,9 @@ def check(path: Path, *, everything: bool = False, seconds: float = 1.0) -> Repo
                 "lengths": spread(dataset.lengths[key]),
             }
             if key in stored:
-                report.keys[key] |= {"storage": stored[key].words(), "stored_bytes": stored[key].stored}
-        report.problems, report.warnings = look(path, dataset, everything)
-        slow = complaints(path, dataset.lengths)
+                report.keys[key] |= {"storage": stored[key].describe(), "stored_bytes": stored[key].stored}
+        report.problems, report.warnings = check_values(path, dataset, everything)
+        slow = slow_parts(path, dataset.lengths)
         report.warnings += slow
         if report.sound and seconds > 0:
             report.speed = measure(dataset, seconds)
@@ -156,7 +156,7 @@ def _plain(report: Report) -> dict[str, Any]:
 
 
 def _text(report: Report) -> str:
-    """A report for people."""
+    """A report as text."""
     verdict = "sound" if report.sound else "not sound"
     if report.warnings:
         verdict += f", {len(report.warnings)} warning{'s' if len(report.warnings) > 1 else ''}"
@@ -198,4 +198,4 @@ def _kind(about: dict[str, Any]) -> str:
 
 
 def _lengths(numbers: dict[str, float]) -> str:
-    return f"{numbers['least']} to {numbers['most']} a sequence (mean {numbers['mean']:.1f}, median {numbers['median']:.0f})"
+    return f"{numbers['least']} to {numbers['most']} per sequence (mean {numbers['mean']:.1f}, median {numbers['median']:.0f})"

@@ -1,4 +1,4 @@
-"""What stands in an HDF file: how it is stored, what of that makes reading slow, and what is wrong with its values."""
+"""Inspecting an HDF file: how its data is stored, what makes reading slow, and what is wrong with its values."""
 
 from __future__ import annotations
 
@@ -11,36 +11,44 @@ from pathlib import Path
 import h5py
 import numpy
 
+from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.hdf.compression import FILTERS, filters_of
-from hvdtrain.data.types import Array, Dataset
+from hvdtrain.data.types import Array
 from hvdtrain.errors import DataError
 
 LARGE = 1 << 20
-"""Bytes: larger chunks hold much that a sequence picked at random has no use for."""
+"""Bytes of a chunk: much of a larger one is read in vain for a sequence picked at random."""
 
-PIECES = 8
+MANY_CHUNKS = 8
 """A sequence in more chunks than this takes longer to look up than to read."""
 
 BLOCK = 16 << 20
-"""Bytes looked at at once."""
+"""The number of bytes that are checked at once."""
+
+SAMPLE = 300
+"""The number of sequences that are checked, unless all are."""
+
+TAGS = 10_000
+"""The number of tags that are read at once."""
 
 READ = ("inputs", "labels", "seqLengths", "seqTags", "targets", "streams", "seq_names")
-"""What the trainer reads of a file's top level."""
+"""The members of a file's top level that the trainer reads."""
 
 
 @dataclass(frozen=True)
 class Storage:
-    """One data key's dataset.
+    """How the dataset of a data key is stored.
 
     Attributes:
-        name: its place in the file.
-        dtype: as numpy writes it, '>f4' for big-endian numbers.
+        name: of the dataset in the file.
+        dtype: as numpy writes it, such as '>f4' for big-endian numbers.
         shape: of all frames together.
-        chunks: their shape, or None where it is contiguous.
+        chunks: shape of a chunk; None: the dataset is contiguous.
         filters: names of the filters that compress or rearrange, in order.
-        stored: bytes in the file.
-        native: whether the numbers are in this machine's byte order.
-        offset: where it begins in the file, if it is contiguous.
+        stored: size in the file in bytes.
+        native: whether the numbers are in the byte order of this machine.
+        itemsize: size of a number in bytes.
+        offset: first byte in the file, if the dataset is contiguous.
     """
 
     name: str
@@ -53,42 +61,46 @@ class Storage:
     itemsize: int
     offset: int | None
 
-    def words(self) -> str:
-        """For people: contiguous, or chunks and compression."""
+    def describe(self) -> str:
+        """Contiguous, or chunks and compression."""
         if self.chunks is None:
             return "contiguous"
         return ", ".join([f"chunks {self.chunks}", *self.filters])
 
 
 def storage(path: Path) -> dict[str, Storage]:
-    """How every data key of a file that can be opened is stored."""
+    """How every data key of a valid file is stored."""
     with h5py.File(path, "r") as file:
         return {key: _storage(dataset) for key, dataset in _datasets(file)}
 
 
-def complaints(path: Path, lengths: Mapping[str, Array]) -> list[str]:
-    """What makes a file slow to read, in plain words; `lengths` are those of its sequences, by key."""
+def slow_parts(path: Path, lengths: Mapping[str, Array]) -> list[str]:
+    """What makes a file slow to read.
+
+    Args:
+        lengths: by data key, number of frames of every sequence.
+    """
     found: list[str] = []
     for key, stored in storage(path).items():
         frames = lengths[key].mean() if key in lengths and len(lengths[key]) else 0.0
-        found += _complaints(stored, float(frames))
+        found += _slow_storage(stored, float(frames))
     with h5py.File(path, "r") as file:
         tags = h5py.check_string_dtype(file["seqTags"].dtype) if "seqTags" in file else None
         if tags is not None and tags.length is None:
-            found.append("/seqTags are strings of variable length: looking them up takes longer than with a fixed width")
+            found.append("/seqTags are strings of variable length, which take longer to read than strings of a fixed width")
         if "streams" in file:
-            found.append("one HDF5 dataset for every sequence: opening the file and finding a sequence are slow")
+            found.append("one HDF5 dataset per sequence: opening the file and finding a sequence are slow")
         beside = sorted(set(file) - set(READ))
         if beside:
-            found.append(f"/{', /'.join(beside)}: not read by the trainer (a copy is made without)")
+            found.append(f"/{', /'.join(beside)}: not read by the trainer (--repack leaves it out)")
     return found
 
 
 def extremes(path: Path, key: str) -> tuple[int, int] | None:
-    """The smallest and the largest of a key's integers, read from first to last; None where there are none.
+    """The smallest and the largest integer of a key; None if it has none.
 
     Raises:
-        DataError: they cannot be read.
+        DataError: the data cannot be read.
     """
     with h5py.File(path, "r") as file:
         dataset = dict(_datasets(file)).get(key)
@@ -128,13 +140,13 @@ def _storage(dataset: h5py.Dataset) -> Storage:
     )
 
 
-def _complaints(stored: Storage, frames: float) -> Iterator[str]:
-    """Of one dataset, whose sequences have so many frames in the mean."""
+def _slow_storage(stored: Storage, frames: float) -> Iterator[str]:
+    """What makes a dataset slow to read, whose sequences have this mean number of frames."""
     name, chunks = stored.name, stored.chunks
     if not stored.native:
-        yield f"{name}: {stored.dtype} is not this machine's byte order: numbers are converted at every read"
+        yield f"{name}: {stored.dtype} is not the byte order of this machine: numbers are converted in every read"
     if stored.offset is not None and stored.dtype != "text" and stored.offset % stored.itemsize:
-        yield f"{name}: begins at byte {stored.offset}, no multiple of {stored.itemsize}: short sequences are slower to pick out"
+        yield f"{name}: begins at byte {stored.offset}, not a multiple of {stored.itemsize}: gathering short sequences is slower"
     if chunks is None or 0 in stored.shape:
         return
     chunk_bytes = math.prod(chunks) * stored.itemsize
@@ -147,36 +159,28 @@ def _complaints(stored: Storage, frames: float) -> Iterator[str]:
     if across > 1:
         features = " x ".join(map(str, stored.shape[1:]))
         yield (
-            f"{name}: chunks {chunks} cut the feature axis of {features}: a sequence of {frames:.0f} frames is put together from "
-            f"{pieces} chunks, which hold {excess:.1f} times as much"
+            f"{name}: chunks {chunks} cut the feature axis of {features}: a sequence of {frames:.0f} frames is read from "
+            f"{pieces} chunks, which hold {excess:.1f} times as much data"
         )
-    elif pieces > PIECES:
-        yield f"{name}: chunks {chunks} are small: a sequence of {frames:.0f} frames is put together from {pieces} chunks"
+    elif pieces > MANY_CHUNKS:
+        yield f"{name}: chunks {chunks} are small: a sequence of {frames:.0f} frames is read from {pieces} chunks"
     if chunk_bytes > LARGE:
         sequence_bytes = frames * math.prod(stored.shape[1:]) * stored.itemsize
         yield (
             f"{name}: chunks {chunks} hold {chunk_bytes / LARGE:.1f} MiB, a sequence {sequence_bytes / LARGE:.2f} MiB: "
-            "to get at it, whole chunks are read"
+            "whole chunks are read for each sequence"
         )
     slow = [filter_name for filter_name in stored.filters if filter_name in ("gzip", "lzf", "szip")]
     if slow:
-        yield f"{name}: {slow[0]} takes long to unpack in random access (no compression, zstd, lz4 and blosc2 take less)"
+        yield f"{name}: {slow[0]} is slow to decompress in random access (zstd, lz4, blosc2 and no compression are faster)"
     if not set(stored.filters) & set(FILTERS.values()) and stored.dtype != "text":
-        yield f"{name}: in chunks though not compressed: it cannot be memory-mapped"
+        yield f"{name}: chunked but not compressed: it cannot be memory-mapped"
 
 
-SAMPLE = 300
-"""How many sequences are looked at where not all are."""
+def check_values(path: Path, dataset: Dataset, everything: bool) -> tuple[list[str], list[str]]:
+    """Check the values of a file: problems, with which it cannot be converted, and warnings.
 
-SEQUENCES_AT_ONCE = 10_000
-"""Tags read at once."""
-
-
-def look(path: Path, dataset: Dataset, everything: bool) -> tuple[list[str], list[str]]:
-    """Problems, for which a file cannot be converted, and warnings.
-
-    All class indices are looked at; other values in a sample of sequences spread over the file, or in all where
-    `everything` is asked for.
+    All class indices are checked; other values in a sample of sequences spread over the file, or in all with `everything`.
     """
     count = dataset.num_sequences
     sample = range(count) if everything else numpy.unique(numpy.linspace(0, count - 1, SAMPLE, dtype=numpy.int64)).tolist()
@@ -197,21 +201,21 @@ def look(path: Path, dataset: Dataset, everything: bool) -> tuple[list[str], lis
     for key, found in classes.items():
         dim = dataset.streams[key].dim
         if found is not None and not 0 <= found[0] <= found[1] < dim:
-            told = f"{path}: expected classes from 0 to {dim - 1} for {key!r}, got {found[0]} to {found[1]}"
-            # Writers that do not know the dimension put 1; a copy then gets the largest class plus one.
-            (warnings if dim == 1 else problems).append(told)
+            message = f"{path}: expected classes from 0 to {dim - 1} for {key!r}, got {found[0]} to {found[1]}"
+            # Writers that do not know the dimension write 1; a copy gets the largest class plus one.
+            (warnings if dim == 1 else problems).append(message)
     for key, number in sorted(odd.items()):
         tag = dataset.tags([where[key]])[0]
-        warnings.append(f"NaN or infinity for {key!r} in {number} of {len(sample)} sequences looked at, the first is {tag!r}")
+        warnings.append(f"NaN or infinity for {key!r} in {number} of {len(sample)} checked sequences, the first is {tag!r}")
     twice = _twice(dataset)
     if twice:
         some = ", ".join(repr(tag) for tag in twice[:3])
-        warnings.append(f"{len(twice)} tags stand more than once, such as {some}: sequences cannot be told apart by tag")
+        warnings.append(f"{len(twice)} tags occur more than once, such as {some}: they do not identify a sequence")
     return problems, warnings
 
 
 def _twice(dataset: Dataset) -> list[str]:
-    """Tags of more than one sequence. Eight bytes a sequence are kept, not the tags."""
+    """Tags of more than one sequence, found with eight bytes of memory per sequence."""
     hashes = numpy.fromiter((hash(tag) for tag in _tags(dataset)), numpy.int64, dataset.num_sequences)
     values, counts = numpy.unique(hashes, return_counts=True)
     suspects = values[counts > 1]
@@ -223,12 +227,12 @@ def _twice(dataset: Dataset) -> list[str]:
 
 
 def _tags(dataset: Dataset) -> Iterator[str]:
-    for start in range(0, dataset.num_sequences, SEQUENCES_AT_ONCE):
-        yield from dataset.tags(range(start, min(start + SEQUENCES_AT_ONCE, dataset.num_sequences)))
+    for start in range(0, dataset.num_sequences, TAGS):
+        yield from dataset.tags(range(start, min(start + TAGS, dataset.num_sequences)))
 
 
 def spread(lengths: Array) -> dict[str, float]:
-    """The lengths of sequences in a few numbers.
+    """Statistics of the lengths of sequences.
 
     >>> spread(numpy.array([1, 2, 9]))
     {'least': 1, 'most': 9, 'mean': 4.0, 'median': 2.0}

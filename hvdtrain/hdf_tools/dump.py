@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +22,14 @@ import numpy
 from hvdtrain.comm.mpi import Alone, Crashed, Peers, agreed, open_peers
 from hvdtrain.config.reference import is_reference
 from hvdtrain.config.source import load, parse_command_line, split_overrides
-from hvdtrain.data.dataset import at_epoch, file_bounds
+from hvdtrain.data.dataset import Dataset, Item, as_dataset, as_source
 from hvdtrain.data.hdf.compression import NAMES as COMPRESSIONS
 from hvdtrain.data.hdf.dataset import open_hdf
 from hvdtrain.data.hdf.writer import HDFWriter
-from hvdtrain.data.plan.order import OrderKeys, full_epoch, order, said
-from hvdtrain.data.plan.selection import listed, used
+from hvdtrain.data.plan.order import OrderKeys, full_epoch, non_default, order
+from hvdtrain.data.plan.selection import epoch_subset, listed
 from hvdtrain.data.sources import DatasetSpec, parse
-from hvdtrain.data.types import Array, Dataset
+from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError, DataError, HvdtrainError, PeerFailure
 from hvdtrain.returnn_layer.imports import Layer
 from hvdtrain.runtime.progress_bar import noted, watched
@@ -143,10 +143,6 @@ def find_dataset(source: str, name: str, overrides: dict[str, str]) -> DatasetSp
     return spec
 
 
-Item = tuple[str, Mapping[str, Any]]
-"""A sequence: its tag, and its arrays by data key."""
-
-
 @dataclass(frozen=True)
 class Selection:
     """Sequences of an epoch in its order, from `start` to `end`, both inclusive; None: to the last one."""
@@ -181,35 +177,28 @@ class Source:
 
 
 def open_source(spec: DatasetSpec, epoch: int) -> Source:
-    """Open a dataset as a source: one with lengths in the order that its keys ask for, others as they come. Raises: DataError."""
+    """Open a dataset in the order of its keys, or a source to convert in its own order. Raises: DataError."""
     opened = spec.open()
-    labels = {key: list(names) for key, names in dict(getattr(opened, "labels", {})).items()}
-    dims = dict(getattr(opened, "dims", {}))
-    for key, stream in dict(getattr(opened, "streams", {})).items():
-        labels |= {key: list(stream.labels)} if stream.labels else {}
-        dims |= {key: stream.dim} if stream.sparse and stream.dim > 1 else {}  # RETURNN writes 1 where it does not know
-    if hasattr(opened, "sequence") and hasattr(opened, "lengths"):
-        opened = at_epoch(opened, epoch)
-        lengths = opened.lengths
-        subset = used(opened, listed(opened, spec.order.seq_list_filter_file), full_epoch(spec.order, epoch))
+    dataset = as_dataset(opened)
+    if dataset is not None:
+        labels = {name: stream.labels for name, stream in dataset.streams.items() if stream.labels}
+        # RETURNN writes 1 if it does not know the dimension.
+        dims = {name: stream.dim for name, stream in dataset.streams.items() if stream.sparse and stream.dim > 1}
+        dataset = dataset.at_epoch(epoch)
+        lengths = dataset.lengths
+        listed_sequences = listed(dataset, spec.order.seq_list_filter_file)
+        subset = epoch_subset(dataset, listed_sequences, full_epoch(spec.order, epoch))
         by = lengths["data"] if "data" in lengths else next(iter(lengths.values()))
-        indices = order(by, spec.order, epoch, subset, file_bounds(opened))
-        return Source(len(indices), partial(_by_index, opened, indices), labels, dims)
+        indices = order(by, spec.order, epoch, subset, dataset.file_bounds())
+        return Source(len(indices), partial(_by_index, dataset, indices), labels, dims)
+    source = as_source(spec.name, opened)
     if spec.order != OrderKeys():
         raise DataError(
-            f"{spec.name}: expected no order keys for {type(opened).__name__}, which cannot be ordered before it is read, got "
-            f"{', '.join(said(spec.order))} (convert it as it comes, then order the HDF file)"
+            f"{spec.name}: expected no order keys for {source.name}, which cannot be ordered before it is read, got "
+            f"{', '.join(non_default(spec.order))} (convert it as it comes, then order the HDF file)"
         )
-    if hasattr(opened, "of_epoch"):
-        total, read = opened.of_epoch(epoch)
-        labels, dims = dict(opened.labels), dict(opened.dims)  # some are known only now
-        return Source(total, read, labels, dims)
-    if epoch != 1:
-        raise DataError(f"--epoch: expected 1 for {type(opened).__name__}, which knows no epochs, got {epoch}")
-    if not hasattr(opened, "__iter__"):
-        raise DataError(f"{spec.name}: expected something that yields (tag, {{key: array}}), got {type(opened).__name__}")
-    total = len(opened) if hasattr(opened, "__len__") else None
-    return Source(total, partial(_iterated, spec.name, opened), labels, dims)
+    total = source.begin_epoch(epoch)
+    return Source(total, source.read, source.labels, source.dims)
 
 
 def _by_index(opened: Dataset, indices: Array, start: int, stop: int | None, block: int = 10_000) -> Iterator[Item]:
@@ -219,19 +208,6 @@ def _by_index(opened: Dataset, indices: Array, start: int, stop: int | None, blo
         some = wanted[first : first + block].tolist()
         for tag, index in zip(opened.tags(some), some, strict=True):
             yield tag, opened.sequence(index)
-
-
-def _iterated(name: str, opened: Any, start: int, stop: int | None) -> Iterator[Item]:
-    """Sequences of a user's own Python, by index where it is a sequence in Python's sense. Raises: DataError."""
-    if isinstance(opened, Sequence):
-        end = len(opened) if stop is None else min(stop, len(opened))
-        found: Iterable[Any] = (opened[number] for number in range(start, end))
-    else:
-        found = islice(opened, start, stop)
-    for number, item in enumerate(found, start=start):
-        if not (isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) and isinstance(item[1], dict)):
-            raise DataError(f"{name}: expected (tag, {{key: array}}) as sequence {number}, got {str(item)[:80]}")
-        yield item
 
 
 def dump(

@@ -1,4 +1,4 @@
-"""How fast the sequences of a dataset are read in random order, and how fast a contiguous copy would be: measured."""
+"""Measuring how fast the sequences of a dataset are read in random order, and how much faster a contiguous copy is."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ from pathlib import Path
 
 import numpy
 
+from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.hdf.dataset import open_hdf
 from hvdtrain.data.hdf.writer import HDFWriter
-from hvdtrain.data.types import Array, Dataset
+from hvdtrain.data.types import Array
 
 SAMPLE_SEQUENCES, SAMPLE_BYTES = 5000, 128 << 20
-"""How much is copied at most, to compare with: more than a processor's caches hold, which would favour the copy."""
+"""The maximal size of the copy: more than the caches of a processor hold, which would favour the copy."""
 
 ROUNDS = 4
 
 
 def measure(dataset: Dataset, seconds: float, indices: Array | None = None) -> dict[str, float]:
-    """Copy sequences picked at random for so many seconds; return sequences and megabytes a second.
+    """Read sequences in random order for some seconds; return sequences and megabytes per second.
 
     Args:
-        indices: those to pick from; None: all.
+        indices: of the sequences to pick from; None: all.
     """
     generator = numpy.random.default_rng(0)
     began = now = time.perf_counter()
@@ -31,7 +32,7 @@ def measure(dataset: Dataset, seconds: float, indices: Array | None = None) -> d
         picked = generator.integers(dataset.num_sequences if indices is None else len(indices), size=100)
         for index in (picked if indices is None else indices[picked]).tolist():
             for values in dataset.sequence(index).values():
-                copied += values.copy().nbytes  # of a mapped file a sequence is a view: nothing was read so far
+                copied += values.copy().nbytes  # a sequence of a mapped file is a view: copying reads it
             sequences += 1
             now = time.perf_counter()
             if now - began >= seconds:
@@ -42,8 +43,8 @@ def measure(dataset: Dataset, seconds: float, indices: Array | None = None) -> d
 def gain_of_copy(dataset: Dataset, seconds: float) -> tuple[float, int]:
     """How many times as fast a contiguous copy is read, and on how many sequences, spread over the dataset, that was measured.
 
-    They are copied into a temporary file, for not longer than twice the seconds. Both are read from memory, in turn, each for
-    half of the seconds; what other programs do to the rates counts least in the highest of each.
+    The sequences are copied to a temporary file, for at most twice the seconds. Dataset and copy are then read from memory in
+    turn, each for half of the seconds. The highest rates are compared, as they are disturbed least by other programs.
 
     Raises:
         DataError: the copy cannot be written.
@@ -64,7 +65,7 @@ def gain_of_copy(dataset: Dataset, seconds: float) -> tuple[float, int]:
                 if copied >= SAMPLE_BYTES or time.perf_counter() > until:
                     break
         copy = open_hdf([path])
-        for index in range(len(taken)):  # the other one was read just now
+        for index in range(len(taken)):  # so that it is in memory, as the original is by now
             copy.sequence(index)
         before, after = [], []
         for _ in range(ROUNDS):

@@ -1,4 +1,9 @@
-"""What the engine may ask of a learner, and the keys that configure one."""
+"""What the rest of the program may ask of a learner, and the keys that configure one.
+
+A learner has three parts. `Learner` itself trains: forward, backward and update. Its `state` is everything that a checkpoint or
+another rank has to know of it: weights, buffers, the optimizer's state. Its `meter` says what happened: scores, seconds, memory.
+Who saves sees the state only, and so do reducers; who reports sees the meter only.
+"""
 
 from __future__ import annotations
 
@@ -14,57 +19,198 @@ from hvdtrain.data.types import Array, Batch
 from hvdtrain.errors import CheckpointError, ConfigError
 from hvdtrain.runtime.scores import Scores
 
-FILE_SUFFIX = {"torch": "pt", "tensorflow": "npz"}
-"""By backend, that of its checkpoints."""
+Then = Literal["accumulate", "update"]
+"""What follows a batch's backward pass: the next batch of the same update, or the update."""
 
 Kind = Literal["parameters", "frozen", "statistics", "counters"]
-"""Trainable parameters; those that are not trained; floating buffers such as BatchNorm's running mean; integer buffers."""
+"""The tensors of a model: trainable parameters, parameters that are not trained, floating-point buffers such as BatchNorm's
+running mean, and integer buffers."""
+
+StatePart = Kind | Literal["optimizer"]
+"""What may differ between ranks, so that each of them has to save its own."""
 
 Shapes = Mapping[str, tuple[int, ...]]
-"""By name, the shape of a parameter or buffer."""
-
-Then = Literal["accumulate", "update"]
-"""What comes after a batch's gradients: those of more batches, or an update of the parameters."""
+"""The shapes of parameters and buffers, by name."""
 
 
-@dataclass(frozen=True)
-class Chosen:
-    """What to take over from another model's file.
+class Learner(Protocol):
+    """A model, its optimizer and its losses. Model and optimizer are the config's own objects, neither wrapped nor patched.
+
+    A step is one batch on every rank; an update is one optimizer step, after one or more steps. `backward` and `update` are
+    collective where the reducer is: all ranks call them equally often.
 
     Attributes:
-        found: by our name, the file's.
-        here: by the name that it would have here, every name of the file that is not to be ignored.
+        device_name: the GPU's name, or "CPU".
     """
 
-    found: Mapping[str, str]
-    here: Mapping[str, str]
+    model: Any
+    num_parameters: int
+    device_name: str
+
+    @property
+    def state(self) -> State:
+        """What checkpoints and other ranks need."""
+        ...
+
+    @property
+    def meter(self) -> Meter:
+        """Scores, seconds and memory."""
+        ...
+
+    def begin_epoch(self, epoch: int, step: int) -> None:
+        """Set where training stands: the epoch, counted from 1, and the number of steps done in the whole training."""
+        ...
+
+    def backward(self, batch: Batch | None, then: Then = "update") -> None:
+        """Compute a batch's gradients and add them to those of the next update. This is one step.
+
+        Args:
+            batch: this rank's; None if it has none left, which adds zeros.
+            then: 'update' if `update` is called next: gradients may then be sent while the last of them are computed.
+        """
+        ...
+
+    def update(self, learning_rate: float) -> None:
+        """Finish the reduction of the gradients and apply them with the optimizer.
+
+        Raises:
+            TrainingError: more updates in a row had gradients that are not finite than the config allows.
+        """
+        ...
+
+    def evaluate(self, batch: Batch) -> None:
+        """Compute a batch's losses and errors. Nothing but the scores changes."""
+        ...
+
+    def forward(self, batch: Batch) -> list[dict[str, Array]]:
+        """The outputs that the config's forward_step marks, by name, for each sequence of a batch.
+
+        Raises:
+            ConfigError: it marks none, or an output has not one entry for each sequence.
+        """
+        ...
+
+    def numbers(self, values: Sequence[float]) -> Tensor:
+        """A float64 tensor of shape (len(values),) that can be sent to other ranks. Its elements can be converted by `float`."""
+        ...
 
 
-Make = Callable[[str, tuple[int, ...], Mapping[str, Tensor]], Any]
-"""Makes the values of one of ours that a file lacks, from its name, its shape, and what the file has by the names it would have
-here; None: leave it as it is."""
+class ModelState(Protocol):
+    """The part of a learner's state that a reducer sees."""
+
+    def map_tensors(self, kind: Kind, change: Callable[[list[Tensor]], list[Tensor]]) -> None:
+        """Replace the values of the model's tensors of one kind by what `change` returns for them, in the model's order."""
+        ...
+
+    def average_weights(self, updates: int) -> None:
+        """Let the moving average of the weights (`ema_decay`), if there is one, follow N updates.
+
+        Called when all ranks have the same weights.
+        """
+        ...
 
 
-class Take(Protocol):
-    """Takes parameters over: a learner's `preload`, or what does so before there is a learner."""
+class State(ModelState, Protocol):
+    """Weights, buffers and the optimizer's state: into files, out of them, and to other ranks."""
 
-    def __call__(
-        self, file: Path, entry: str | None, chosen: Callable[[Shapes, Shapes], Chosen], make: Make | None
-    ) -> tuple[list[str], list[str]]: ...
+    def named_parameters(self) -> Iterator[tuple[str, Array]]:
+        """The names of all parameters, trained or not, with copies of their values as float32 arrays."""
+        ...
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Inside the `with` block, the model's weights are their moving average, if one is kept. For evaluation; what is saved
+        inside the block is the same as outside of it."""
+        ...
+
+    def gather_state(self) -> None:
+        """Collective. Bring together on rank 0 what the ranks hold in parts. Called before rank 0 calls `save` or `snapshot`."""
+        ...
+
+    def save(self, model_file: Path, optimizer_file: Path, progress: dict[str, Any], snapshot: Any | None = None) -> None:
+        """Write the model into one file and the rest of the state into another, `progress` into both.
+
+        If a moving average is kept, it is saved as the model, and the trained weights are saved in the optimizer's file.
+
+        Args:
+            snapshot: write what `snapshot` returned instead of the present state; any thread may do so.
+        """
+        ...
+
+    def snapshot(self) -> Any:
+        """A copy of all that `save` writes. Training does not change it."""
+        ...
+
+    def load(self, model_file: Path, optimizer_file: Path | None) -> dict[str, Any]:
+        """Read what `save` wrote, or another program in the same format; return what else is in the model's file.
+
+        Without an optimizer's file, only the model is read. Code in the files is never run.
+
+        Raises:
+            CheckpointError: a file cannot be read, or belongs to another model or optimizer.
+        """
+        ...
+
+    def preload(
+        self, file: Path, entry: str | None, choose: Callable[[Shapes, Shapes], PreloadNames], make: MakeMissing | None
+    ) -> tuple[list[str], list[str]]:
+        """Copy parameters and buffers from a file, or from one entry of it if it has such an entry.
+
+        Args:
+            choose: gets our shapes and the file's by name; returns which of them belong together.
+            make: makes values for those of ours that the file lacks; None: they stay as they are.
+
+        Returns: the names of all our parameters and buffers, and of those that were set.
+
+        Raises:
+            CheckpointError: the file cannot be read, or `make` returned values of another shape.
+        """
+        ...
+
+    def save_own(self, file: Path, parts: Sequence[StatePart]) -> None:
+        """Write this rank's own tensors of some kinds, and its optimizer's state if that is one of the parts."""
+        ...
+
+    def load_own(self, file: Path) -> None:
+        """Read what `save_own` wrote. Raises: CheckpointError."""
+        ...
 
 
-Part = Kind | Literal["optimizer"]
-"""What a rank may have to save of its own, as it differs between ranks."""
+class Meter(Protocol):
+    """What a learner's steps cost and what came out of them. On a GPU, asking may wait for the device; steps never do."""
+
+    @property
+    def loss_scale(self) -> float | None:
+        """The factor that losses are multiplied by before backward; None: they are not scaled."""
+        ...
+
+    def take_scores(self) -> Scores:
+        """The sums and counts of losses and errors since the last call."""
+        ...
+
+    def take_not_finite(self) -> list[NotFinite]:
+        """The losses that were not finite, of those that were read from the device since the last call.
+
+        On a GPU, losses are read when scores are taken, or when those of many batches have gathered.
+        """
+        ...
+
+    def take_step_seconds(self) -> float:
+        """The seconds of `backward` and `update` since the last call, measured on the device."""
+        ...
+
+    def peak_memory(self) -> int | None:
+        """The largest number of bytes of the device's memory in use so far; None on a CPU."""
+        ...
 
 
 @dataclass(frozen=True)
 class NotFinite:
-    """A loss of a training step that is no finite number.
+    """A training loss that is not finite.
 
     Attributes:
-        step: steps done before it in the whole training.
+        step: steps done before its step in the whole training.
         indices: the batch's sequences in the dataset.
-        parameters: names of those that held such numbers when the loss was looked at: on a CPU before the step's update.
+        parameters: the names of the parameters that were not finite when the loss was read: on a CPU, before the update.
     """
 
     step: int
@@ -74,9 +220,35 @@ class NotFinite:
     parameters: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class PreloadNames:
+    """Which tensors of another model's file to take.
+
+    Attributes:
+        sources: our names, with the file's name for each.
+        renamed: the names that the file's tensors would have in our model, with their names in the file; without those to ignore.
+    """
+
+    sources: Mapping[str, str]
+    renamed: Mapping[str, str]
+
+
+MakeMissing = Callable[[str, tuple[int, ...], Mapping[str, Tensor]], Any]
+"""Makes the values of a parameter that a file lacks, from its name, its shape, and the file's tensors by their names in our
+model. Returns None to leave the parameter as it is."""
+
+
+class PreloadFunction(Protocol):
+    """A state's `preload`, or a function that does the same before there is a learner."""
+
+    def __call__(
+        self, file: Path, entry: str | None, choose: Callable[[Shapes, Shapes], PreloadNames], make: MakeMissing | None
+    ) -> tuple[list[str], list[str]]: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class LearnerKeys(Section):
-    """The model and how it is updated."""
+    """The model and its updates."""
 
     get_model: Callable[..., Any] | str = key(
         REQUIRED, "function (*, epoch, step, device, **_) that returns the model; in JSON 'module:name'"
@@ -93,32 +265,36 @@ class LearnerKeys(Section):
     gradient_clip_global_norm: float | None = key(
         None, "scale gradients down to this global norm, after they were reduced over the ranks", positive
     )
-    gradient_clip: float | None = key(None, "cut every gradient element off at plus or minus this, after the reduction", positive)
+    gradient_clip: float | None = key(None, "clip each element of the gradients to [-V, V], after the reduction", positive)
     gradient_noise: float = key(
         0.0,
-        "add normally distributed numbers of this standard deviation, cut off at twice that, to the gradients, after they were "
-        "reduced and before they are clipped",
+        "add normal noise with this standard deviation, truncated at two deviations, to the gradients, after the reduction and "
+        "before clipping",
         not_negative,
     )
     num_allowed_consec_invalid_gradient_steps: int | None = key(
         None,
-        "leave an update out, on all ranks together, when a gradient is no finite number after the reduction, and end when more "
-        "than so many follow each other; None: none is left out",
+        "skip an update, on all ranks, if a gradient is not finite after the reduction, and end the training when more than N "
+        "updates in a row were skipped; None: no update is skipped",
         positive,
     )
     ema_decay: float | None = key(
         None,
-        "evaluate, and save as the model, an exponential moving average of the weights that keeps so much of itself at every "
-        "update, such as 0.999; at first less",
+        "evaluate, and save as the model, an exponential moving average of the weights with this decay per update, such as "
+        "0.999; the decay starts lower",
         share,
     )
     sync_batch_norm: bool = key(
-        False, "let the statistics of BatchNorm be those of all ranks' batches together (with horovod_reduce_type 'grad')"
+        False,
+        "compute BatchNorm's statistics over the batches of all ranks (with horovod_reduce_type 'grad')",
+        needs="torch",
     )
     torch_compile: bool | dict[str, Any] = key(
         False,
-        "compile the model (torch.compile, in place): True, or a dict of torch.compile's options, and of modules: classes of "
-        "modules, or their names, that are compiled one by one instead of the whole model",
+        "compile the model in place: True, or a dict of the options of torch.compile and `modules`: the classes of modules, or "
+        "their names, that are compiled one by one instead of the whole model",
+        needs="torch",
+        instead="Keras models have jit_compile",
     )
     device: str | None = key(None, "cpu, cuda or cuda:N; None: this rank's GPU where there is one, else the CPU")
 
@@ -132,140 +308,6 @@ class LearnerKeys(Section):
         if self.torch_compile is not False and self.sync_batch_norm:
             return ["torch_compile: expected sync_batch_norm = False beside it, got both (an exchange cannot be compiled)"]
         return []
-
-
-class Learner(Protocol):
-    """A model, its optimizer and its losses. Model and optimizer are the config's own objects, neither wrapped nor patched.
-
-    `backward` and `update` are collective where the reducer is: all ranks call them equally often.
-    """
-
-    model: Any
-    num_parameters: int
-    device_name: str
-    file_suffix: str
-    """Of checkpoints: 'pt' for PyTorch, 'npz' for TensorFlow."""
-
-    @property
-    def loss_scale(self) -> float | None:
-        """What losses are multiplied by before backward, where they are."""
-        ...
-
-    def begin_epoch(self, epoch: int, step: int) -> None:
-        """Be told where training stands: the epoch from 1, and the batches of a rank (steps) done so far."""
-        ...
-
-    def backward(self, batch: Batch | None, then: Then = "update") -> None:
-        """Add the batch's gradients to what will be applied by the next update. None: a rank without a batch adds zeros.
-
-        Args:
-            then: 'update': `update` is called next, so gradients may leave for the other ranks while the last are computed.
-        """
-        ...
-
-    def update(self, learning_rate: float) -> None:
-        """Finish the reduction of the gradients and let the optimizer apply them."""
-        ...
-
-    def average_weights(self, updates: int) -> None:
-        """Be told that the ranks' models are one again, after so many updates: their average over time (`ema_decay`) follows."""
-        ...
-
-    def averaged(self) -> AbstractContextManager[None]:
-        """Inside the `with` block the model has the average over time as its weights, if one is kept. For evaluating; what is
-        saved meanwhile is the same as otherwise."""
-        ...
-
-    def evaluate(self, batch: Batch) -> None:
-        """Compute a batch's losses and errors, changing nothing."""
-        ...
-
-    def forward(self, batch: Batch) -> list[dict[str, Array]]:
-        """What the config's forward_step marks as outputs, by name, for every sequence of a batch.
-
-        Raises:
-            ConfigError: it marks none, or something that has not one entry for every sequence.
-        """
-        ...
-
-    def take_scores(self) -> Scores:
-        """Sums and counts of the losses and errors of the batches since the last call."""
-        ...
-
-    def take_step_seconds(self) -> float:
-        """Seconds spent in `backward` and `update` since the last call, as the device sees it."""
-        ...
-
-    def peak_memory(self) -> int | None:
-        """Bytes that the device's memory had to give at most so far; None where the device is the CPU."""
-        ...
-
-    def arrays(self) -> Iterator[tuple[str, Array]]:
-        """The parameters, trained or not, one after the other: names, and copies of their values as floating numbers."""
-        ...
-
-    def map_tensors(self, kind: Kind, change: Callable[[list[Tensor]], list[Tensor]]) -> None:
-        """Replace the values of the model's tensors of one kind by what `change` makes of them, in the model's order."""
-        ...
-
-    def gather_state(self) -> None:
-        """Collective. To be called before `save`, which only one rank calls: bring together what the ranks hold apart."""
-        ...
-
-    def save(self, model_file: Path, optimizer_file: Path, progress: dict[str, Any], state: Any | None = None) -> None:
-        """Write the model with `progress` beside it, and what else the optimizer needs to go on. Where an average over time is
-        kept, it is the model, and the weights that are trained stand beside the optimizer.
-
-        Args:
-            state: write what `copied` returned instead of what is there now; from any thread.
-        """
-        ...
-
-    def copied(self) -> Any:
-        """A copy of everything that `save` writes, in memory that training leaves alone."""
-        ...
-
-    def load(self, model_file: Path, optimizer_file: Path | None) -> dict[str, Any]:
-        """Read what `save` wrote, or another program in the same format; return what is there beside the model.
-
-        Without a file for the optimizer only the model is read. Code in the files is never run. Raises: CheckpointError.
-        """
-        ...
-
-    def preload(
-        self, file: Path, entry: str | None, chosen: Callable[[Shapes, Shapes], Chosen], make: Make | None
-    ) -> tuple[list[str], list[str]]:
-        """Take parameters and buffers over from a file, if there is such an entry, from that entry of it.
-
-        Args:
-            chosen: is told our names and shapes and the file's.
-            make: is asked for what the file lacks.
-
-        Returns: the names of all of ours, and of those that were taken over.
-
-        Raises:
-            CheckpointError: the file cannot be read, or what was made has another shape.
-        """
-        ...
-
-    def save_own(self, file: Path, parts: Sequence[Part]) -> None:
-        """Write this rank's own tensors of some kinds, and its optimizer's state where that is among the parts."""
-        ...
-
-    def load_own(self, file: Path) -> None:
-        """Read what `save_own` wrote. Raises: CheckpointError."""
-        ...
-
-    def numbers(self, values: Sequence[float]) -> Tensor:
-        """Some numbers as a tensor that can be sent to other ranks; iterating over it gives something `float` understands."""
-        ...
-
-    def take_not_finite(self) -> list[NotFinite]:
-        """The losses that were no finite numbers among those that have been looked at since the last call.
-
-        On a GPU they are looked at when scores are taken or many have gathered: no step waits for the device.
-        """
-        ...
 
 
 def as_function(value: Any, name: str) -> Any:
@@ -283,6 +325,6 @@ def as_function(value: Any, name: str) -> Any:
 
 
 def check_made(name: str, expected: tuple[int, ...], got: tuple[int, ...]) -> None:
-    """Raises: CheckpointError, if what a config's own function made for a parameter has another shape."""
+    """Raises: CheckpointError, if the config's custom_missing_load_func made values of another shape."""
     if expected != got:
         raise CheckpointError(f"custom_missing_load_func: expected values of shape {expected} for {name}, got {got}")

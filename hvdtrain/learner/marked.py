@@ -10,26 +10,30 @@ from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError
 
 TINY = 1e-30
-"""What a sum is divided by where no element was counted: it is zero, too."""
+"""The smallest divisor of a sum: if no element was counted, the sum is zero, too."""
 
 
 @dataclass(frozen=True)
 class Normalized:
-    """The losses of a train_step that are to be means, and whether such a loss is all that is minimized."""
+    """The losses of a train_step that are divided by their number of elements (use_normalized_loss).
+
+    Attributes:
+        alone: whether such a loss is the only one that is minimized. Its gradients can be divided after the reduction.
+    """
 
     names: tuple[str, ...]
     alone: bool
 
 
 def normalized(losses: Mapping[str, Loss]) -> Normalized:
-    """Which losses are to be means."""
+    """The losses that are to be normalized."""
     wanted = minimized(losses)
     names = tuple(name for name, loss in wanted.items() if loss.use_normalized_loss)
     return Normalized(names, alone=len(wanted) == 1)
 
 
 def minimized(losses: Mapping[str, Loss]) -> dict[str, Loss]:
-    """The losses that gradients come from."""
+    """The losses that are minimized: those that are no errors and have a scale."""
     return {name: loss for name, loss in losses.items() if not loss.as_error and loss.scale != 0}
 
 
@@ -40,13 +44,13 @@ def check_marked(losses: Mapping[str, Loss]) -> None:
 
 
 def check_same(first: Normalized, own: Normalized) -> None:
-    """Raises: ConfigError, if a step has other losses than the first one had."""
+    """Raises: ConfigError, if a step has other normalized losses than the first step."""
     if own != first:
         raise ConfigError([f"train_step: expected losses with use_normalized_loss as in the first step, {first}, got {own}"])
 
 
 def nothing_to_minimize() -> ConfigError:
-    """The error where no marked loss depends on a parameter."""
+    """The error if no marked loss depends on a parameter."""
     return ConfigError(["train_step: expected a loss that depends on the model's parameters, got only errors or constants"])
 
 
@@ -57,14 +61,14 @@ def check_outputs(outputs: Mapping[str, Output]) -> None:
 
 
 def by_sequence(outputs: Mapping[str, tuple[Sequence[Array], Sequence[int] | None]], count: int) -> list[dict[str, Array]]:
-    """A batch's outputs by name for each of its sequences, without padding.
+    """The outputs of each sequence of a batch by name, without padding.
 
     Args:
-        outputs: by name, a row for every sequence, and how much of each row belongs to it; None: all of it.
-        count: how many sequences the batch has.
+        outputs: by name, one row for each sequence, and the number of the row's frames that belong to it; None: all of them.
+        count: the number of sequences in the batch.
 
     Raises:
-        ConfigError: an output has more or fewer rows.
+        ConfigError: an output has another number of rows.
     """
     sequences: list[dict[str, Array]] = [{} for _ in range(count)]
     for name, (rows, seq_lens) in outputs.items():

@@ -1,4 +1,4 @@
-"""Optimizers by name, their options, and which parameters decay."""
+"""What optimizers have in common in all frameworks: classes by name, their options, clipping, and which parameters decay."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from hvdtrain.errors import ConfigError
 
 
 def class_of(wanted: Any, known: Mapping[str, type], what: str) -> Any:
-    """The class that is wanted: itself, or its name in any case.
+    """A class, given as itself or by its name; case does not matter.
 
     Args:
         known: the classes by their names in lower case.
         what: the key, for the message.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: there is no class with that name.
 
     >>> class_of("INT", {"int": int}, "number"), class_of(float, {"int": int}, "number")
     (<class 'int'>, <class 'float'>)
@@ -31,17 +31,30 @@ def class_of(wanted: Any, known: Mapping[str, type], what: str) -> Any:
     return chosen
 
 
+@dataclass(frozen=True)
+class Clipping:
+    """How gradients are clipped after the reduction.
+
+    Attributes:
+        value: each element is clipped to [-value, value]; None: it is not.
+        global_norm: then all gradients are scaled down to this norm if theirs is larger; None: they are not.
+    """
+
+    value: float | None = None
+    global_norm: float | None = None
+
+
 SET_BY_US = ("self", "params", "lr", "learning_rate")
 FRAMEWORKS = ("torch", "keras")
-"""Their classes take no more than they name, even where they say that they take anything."""
+"""Their classes take no other options than they name, even if their signature ends in **kwargs."""
 
 
 def option_problems(made: type, options: Mapping[str, Any], where: str, others: Collection[str] = ()) -> list[str]:
-    """Problems with options that a class does not take. One that takes any is not asked: it may say so when it is made.
+    """Problems with options that a class does not take. A foreign class that takes **kwargs is not checked.
 
     Args:
         where: put before an option's name: 'optimizer.'
-        others: names that are known besides.
+        others: further names that are allowed.
     """
     known = _names(made)
     if known is None:
@@ -57,7 +70,7 @@ def option_problems(made: type, options: Mapping[str, Any], where: str, others: 
 
 
 def _names(made: type) -> list[str] | None:
-    """What a class's constructor takes by name, those it hands its arguments on to included; None: anything."""
+    """The arguments that a class's constructor and those of its bases take by name; None: any."""
     names: list[str] = []
     for kind in made.__mro__:
         if kind is object or "__init__" not in vars(kind):
@@ -78,13 +91,14 @@ INCLUDE = "weight_decay_custom_include_check"
 
 @dataclass(frozen=True)
 class DecayRule:
-    """Biases are left alone, and all parameters of some classes of modules; a function of the config's may say otherwise.
+    """Which parameters decay: all but biases and those of some classes of modules, unless the config's function decides.
 
     Attributes:
-        classes: modules of these classes, or of classes derived from them, are left alone.
+        classes: parameters of modules of these classes, or of derived ones, do not decay.
         names: the same by the names of the classes.
-        include: told `module`, `full_param_name` and `param`; returns whether it decays, or None: as without the function.
-        biases: what the names of biases end in.
+        include: function (*, module, rf_module, full_param_name, param) that returns whether a parameter decays; None: by the
+            rest.
+        biases: the endings of the names of biases.
     """
 
     classes: tuple[type, ...]
@@ -93,15 +107,16 @@ class DecayRule:
     biases: tuple[str, ...] = ("bias",)
 
     def decays(self, module: Any, full_name: str, parameter: Any) -> bool:
-        """Whether a parameter of a module decays. Raises: ConfigError, where the config's function has no answer."""
+        """Whether a module's parameter decays. Raises: ConfigError, if the config's function returns something else than a bool
+        or None."""
         # rf_module: RETURNN's functions may ask for it
         chosen = self.include and self.include(module=module, rf_module=None, full_param_name=full_name, param=parameter)
         if chosen is not None and not isinstance(chosen, bool):
             raise ConfigError([f"optimizer.{INCLUDE}: expected it to return True, False or None, got {chosen!r} for {full_name}"])
         if chosen is not None:
             return chosen
-        is_left_alone = isinstance(module, self.classes) or not self.names.isdisjoint(class_names(module))
-        return not is_left_alone and not full_name.endswith(self.biases)
+        is_exempt = isinstance(module, self.classes) or not self.names.isdisjoint(class_names(module))
+        return not is_exempt and not full_name.endswith(self.biases)
 
 
 def class_names(module: Any) -> set[str]:
@@ -110,13 +125,13 @@ def class_names(module: Any) -> set[str]:
 
 
 def take_decay_rule(options: dict[str, Any], usual: DecayRule, known: Iterable[str]) -> DecayRule:
-    """Take what an optimizer's options say of the parameters to leave alone out of them; `usual` where they say nothing.
+    """Take the options about parameters that do not decay out of an optimizer's options; `usual` if there are none.
 
     Args:
-        known: names of classes that there are. Before a name may stand where it comes from (`torch.nn.LayerNorm`).
+        known: the names of all classes. A name may have its module before it (`torch.nn.LayerNorm`).
 
     Raises:
-        ConfigError: a class has another name, or there is no function where one belongs.
+        ConfigError: there is no such class, or a value of another type.
     """
     blacklist, include = options.pop(BLACKLIST, None), options.pop(INCLUDE, None)
     problems = []

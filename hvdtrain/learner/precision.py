@@ -1,38 +1,23 @@
-"""In which type of numbers a model computes, whatever the framework."""
+"""Half precision, whatever the framework: the type that a model computes in, the loss scale, and updates that are skipped."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from hvdtrain.config.check import did_you_mean
 from hvdtrain.config.keys import ALONE, Section, Sections, key
-from hvdtrain.errors import ConfigError
-from hvdtrain.learner.loss_scale import LossScale, ScaleOptions, parse_scale_options
+from hvdtrain.errors import ConfigError, TrainingError
+from hvdtrain.runtime.log import say
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
+LARGEST = 2.0**126
+"""The largest loss scale: it has to fit into a float32."""
 
-@dataclass(frozen=True)
-class Precision:
-    """What a model computes in. Its parameters are float32 in any case.
-
-    Attributes:
-        scaling: how the loss is scaled; "auto": where the model computes in float16; None: not.
-    """
-
-    dtype: Dtype = "float32"
-    scaling: ScaleOptions | Literal["auto"] | None = "auto"
-
-    def loss_scale(self, dtype: str) -> LossScale | None:
-        """The scale for a model that computes in a type; None: the loss is left as it is."""
-        options = self.scaling
-        if options == "auto":
-            options = ScaleOptions() if dtype == "float16" else None
-        return None if options is None else LossScale(options)
-
-
-FLOAT32 = Precision()
+MAX_SKIPPED = 20
+"""Updates in a row that may be skipped with a loss scale below 1, if the config does not say how many."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +32,7 @@ class PrecisionKeys(Section):
     grad_scaler: str | dict[str, Any] | None = key(
         "auto",
         "how the loss is scaled: a dict of init_scale (65536), growth_factor (2), backoff_factor (0.5), growth_interval (2000); "
-        "'auto': so with float16, and not otherwise; None: not at all",
+        "'auto': with these defaults for float16, not at all otherwise; None: not at all",
     )
 
     def problems(self, others: Sections = ALONE) -> list[str]:
@@ -58,7 +43,7 @@ class PrecisionKeys(Section):
         return []
 
     def precision(self) -> Precision:
-        """What the keys say. Raises: ConfigError, with all problems."""
+        """The keys as one object. Raises: ConfigError, with all problems."""
         wanted, where, scaler = self.mixed_precision, "mixed_precision", self.grad_scaler
         scaler_where, problems = "grad_scaler", []
         if isinstance(wanted, dict):
@@ -68,7 +53,7 @@ class PrecisionKeys(Section):
             if "grad_scaler" in wanted:
                 scaler, scaler_where = wanted["grad_scaler"], "mixed_precision.grad_scaler"
             wanted, where = wanted.get("dtype"), "mixed_precision.dtype"
-        dtype = "float32" if wanted is None else str(wanted).removeprefix("torch.")  # torch.float16 itself will do, too
+        dtype = "float32" if wanted is None else str(wanted).removeprefix("torch.")  # torch.float16 itself is accepted, too
         if dtype not in ("bfloat16", "float16") and (wanted is not None or where != "mixed_precision"):
             problems.append(f"{where}: expected 'bfloat16' or 'float16', got {'nothing' if wanted is None else repr(wanted)}")
         scaling: ScaleOptions | Literal["auto"] | None = "auto"
@@ -84,3 +69,159 @@ class PrecisionKeys(Section):
         if problems:
             raise ConfigError(problems)
         return Precision(dtype, scaling)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The type that a model computes in. Its parameters are float32 in any case.
+
+    Attributes:
+        scaling: how the loss is scaled; "auto": with default options if the model computes in float16; None: not at all.
+    """
+
+    dtype: Dtype = "float32"
+    scaling: ScaleOptions | Literal["auto"] | None = "auto"
+
+    def loss_scale(self, dtype: str) -> LossScale | None:
+        """The loss scale for a model that computes in a type; None: the loss is not scaled."""
+        options = self.scaling
+        if options == "auto":
+            options = ScaleOptions() if dtype == "float16" else None
+        return None if options is None else LossScale(options)
+
+
+FLOAT32 = Precision()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaleOptions:
+    """How the loss scale changes. The names are those of torch.amp.GradScaler.
+
+    Attributes:
+        init_scale: the first scale.
+        growth_factor, growth_interval: the scale is multiplied by the factor after N updates in a row with finite gradients.
+        backoff_factor: the scale is multiplied by this when a gradient is not finite.
+    """
+
+    init_scale: float = 2.0**16
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+
+
+def parse_scale_options(options: Mapping[str, Any], where: str) -> ScaleOptions | None:
+    """GradScaler's options; None if they turn it off. Raises: ConfigError, with all problems."""
+    named = dict(options)
+    enabled = named.pop("enabled", True)
+    rules: dict[str, tuple[str, float, float]] = {
+        "init_scale": ("a positive number", 0.0, float("inf")),
+        "growth_factor": ("a number above 1", 1.0, float("inf")),
+        "backoff_factor": ("a number between 0 and 1", 0.0, 1.0),
+        "growth_interval": ("a positive whole number", 0.0, float("inf")),
+    }
+    problems = [f"{where}.{name}: expected one of {', '.join(rules)}, enabled" for name in named if name not in rules]
+    for name, value in named.items():
+        words, low, high = rules.get(name, ("", float("-inf"), float("inf")))
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if name in rules and (
+            not is_number or not low < value < high or (name == "growth_interval" and not float(value).is_integer())
+        ):
+            problems.append(f"{where}.{name}: expected {words}, got {value!r}")
+    if not isinstance(enabled, bool):
+        problems.append(f"{where}.enabled: expected True or False, got {enabled!r}")
+    if problems:
+        raise ConfigError(problems)
+    return ScaleOptions(**named) if enabled else None
+
+
+class LossScale:
+    """A factor on losses before backward, which gradients are divided by before they are used.
+
+    If gradients are reduced, they are checked after the reduction: all ranks skip the same updates and keep the same scale.
+    """
+
+    def __init__(self, options: ScaleOptions) -> None:
+        self.scale = float(options.init_scale)
+        self._options = options
+        self._good = 0  # updates in a row with finite gradients since the scale last changed
+
+    @property
+    def explains_overflow(self) -> bool:
+        """Whether the scale may be the reason that a gradient is not finite."""
+        return self.scale >= 1.0
+
+    def update(self, finite: bool) -> bool:
+        """Adapt the scale after an update, whose scaled gradients were finite or not. Returns whether the scale has changed."""
+        before = self.scale
+        self._good = self._good + 1 if finite else 0
+        if not finite:
+            self.scale *= self._options.backoff_factor
+        elif self._good >= self._options.growth_interval:
+            self._good = 0
+            self.scale = min(LARGEST, self.scale * self._options.growth_factor)
+        return self.scale != before
+
+    def state(self) -> dict[str, float]:
+        """What a checkpoint holds."""
+        return {"scale": self.scale, "good": self._good}
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        """Continue from what `state` returned."""
+        self.scale, self._good = float(state["scale"]), int(state["good"])
+
+
+class GradientCheck:
+    """Decides whether an update is applied or skipped, and counts those that are skipped.
+
+    Args:
+        max_skipped: how many updates in a row may be skipped; None: only those that the loss scale explains are.
+        scale: of the loss; None: it is not scaled.
+        same_on_all_ranks: gradients are the same on all ranks, as they were reduced; all ranks then decide the same.
+    """
+
+    def __init__(self, max_skipped: int | None, scale: LossScale | None, same_on_all_ranks: bool) -> None:
+        self._max_skipped = max_skipped
+        self._scale = scale
+        self._same_on_all_ranks = same_on_all_ranks
+        self._num_skipped = 0  # in a row, without those that the scale explains
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether an update may be skipped at all, so that gradients have to be checked."""
+        return self._max_skipped is not None or self._scale is not None
+
+    def is_applied(self, finite: bool, step: int, invalid: Callable[[], Sequence[str]]) -> bool:
+        """Whether to apply an update. Called once for each.
+
+        Args:
+            finite: whether all gradients are finite.
+            step: steps done in the whole training before the last step of this update.
+            invalid: gives the names of the parameters whose gradients are not finite.
+
+        Raises:
+            TrainingError: too many updates in a row were skipped.
+        """
+        explained = self._scale is not None and self._scale.explains_overflow
+        if self._scale is not None and self._scale.update(finite):
+            why = "" if finite else ": a gradient is not finite, the update is skipped"
+            say(5, f"loss scale {self._scale.scale:g} from step {step + 1} of the training on{why}")
+        if finite:
+            self._num_skipped = 0
+        elif not explained:
+            self._num_skipped += 1
+            if self._num_skipped > self._limit:
+                raise self._error(step, invalid())
+        return finite
+
+    @property
+    def _limit(self) -> int:
+        return MAX_SKIPPED if self._max_skipped is None else self._max_skipped
+
+    def _error(self, step: int, names: Sequence[str]) -> TrainingError:
+        scale = "" if self._scale is None else f" and the loss scale had come down to {self._scale.scale:g}"
+        error = TrainingError(
+            f"num_allowed_consec_invalid_gradient_steps: expected finite gradients after {self._limit} updates were "
+            f"skipped{scale}, got others in step {step} of the training, for {', '.join(names)}"
+        )
+        error.on_every_rank = self._same_on_all_ranks
+        return error

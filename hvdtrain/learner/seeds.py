@@ -1,4 +1,4 @@
-"""Random numbers that follow from seed, rank and step."""
+"""Seeds that follow from the training's seed, the rank and the step; and numpy's types for frameworks."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import numpy
 from hvdtrain.data.types import Array
 
 WIDER = {"uint16": numpy.int32, "uint32": numpy.int64}
-"""Types that frameworks hardly compute with, and what they become."""
+"""Types that frameworks hardly support, and those that replace them."""
 
 
 def widened(values: Array) -> Array:
-    """The same values in a type that frameworks compute with."""
+    """The same values in a type that frameworks support."""
     wider = WIDER.get(values.dtype.name)
     return values if wider is None else values.astype(wider)
 
@@ -22,19 +22,19 @@ def mixed_seed(*parts: int) -> int:
 
 
 def mixed_seeds(count: int, *parts: int) -> Array:
-    """So many different seeds mixed from the parts; uint32 of shape (count,)."""
+    """N different seeds mixed from the parts; uint32 of shape (count,)."""
     return numpy.random.SeedSequence(parts).generate_state(count)
 
 
 STREAM = 0x6E6F697365
-"""Keeps these numbers apart from those of dropout, which come from the same seed, rank and step."""
+"""Separates the noise from dropout, whose seeds come from the same seed, rank and step."""
 
 
 def noise_seeds(seed: int, rank: int | None, step: int) -> Array:
-    """Seeds of one update's noise; uint32 of shape (2,). They follow from the step, so a continued training has the same ones.
+    """The seeds of one update's noise; uint32 of shape (2,). A training that continues from a checkpoint gets the same ones.
 
     Args:
-        rank: None: the noise is to be the same on all ranks, as the gradients are.
-        step: steps done in the whole training.
+        rank: None: the noise is the same on all ranks, as the gradients are.
+        step: steps done in the whole training before the last step of this update.
     """
     return mixed_seeds(2, seed, 0 if rank is None else 1 + rank, step, STREAM)

@@ -18,7 +18,7 @@ __all__ = [
 
 
 def get_run_ctx_step() -> Tensor:
-    """Updates done so far in the whole training."""
+    """The number of steps done in the whole training before this one, as a scalar."""
     return get_run_ctx().get_step_tensor()
 
 

@@ -27,7 +27,7 @@ class RunCtx:
     Attributes:
         stage: "init" (while the config is read, in get_model), "train_step" (in an evaluation, too) or "forward_step".
         train_flag: whether the model is being trained.
-        step: updates done so far in the whole training.
+        step: steps done in the whole training before this call.
         epoch: counted from 1.
         expected_outputs: in a forward_step, what the config's `model_outputs` says; None where it says nothing.
     """

@@ -19,14 +19,14 @@ from hvdtrain.config.keys import key, not_negative, positive, share
 
 @dataclass(frozen=True, kw_only=True)
 class StepScheduleKeys:
-    """Beside `class` in `learning_rate_schedule`. Lengths are either all in steps or all in epochs."""
+    """Beside `class` in `learning_rate_schedule`. Lengths are all in steps (batches of every rank) or all in epochs."""
 
-    num_warmup_steps: float | None = key(None, "the factor rises to 1 within so many steps", not_negative)
-    num_steps: float | None = key(None, "the schedule ends after so many steps, the warm-up among them", positive)
-    num_warmup_epochs: float | None = key(None, "the factor rises to 1 within so many epochs, such as 0.5", not_negative)
+    num_warmup_steps: float | None = key(None, "the factor rises to 1 within N steps", not_negative)
+    num_steps: float | None = key(None, "the schedule ends after N steps, the warm-up among them", positive)
+    num_warmup_epochs: float | None = key(None, "the factor rises to 1 within N epochs, such as 0.5", not_negative)
     num_epochs: float | None = key(
         None,
-        "the schedule ends after so many epochs, the warm-up among them; None, without num_steps: the config's num_epochs",
+        "the schedule ends after N epochs, the warm-up among them; None, without num_steps: the config's num_epochs",
         positive,
     )
     initial: float | None = key(None, "the factor that the warm-up begins with; None: 0, or 0.04 for one_cycle", share)
@@ -101,10 +101,10 @@ class StepSchedule:
         """The factor on the epoch's learning rate.
 
         Args:
-            step: updates done so far.
+            step: steps done in the whole training before the last step of this update.
             epoch_continuous: epochs done so far, with the share of the current one.
         """
-        # The first update of a warm-up by steps is one step up already: with a factor of 0 it would be for nothing.
+        # A warm-up by steps counts the present step, too: with a factor of 0 the first update would change nothing.
         position, warm = (float(step), step + 1.0) if self.by_steps else (epoch_continuous, epoch_continuous)
         if position < self.warmup:
             way = min(warm / self.warmup, 1.0)

@@ -123,7 +123,7 @@ def _trainer(settings: Settings, session: Session, pace: Pace) -> Run:
         begins: list[float] = []
 
         def note(epoch: int, step: int, indices: Array) -> None:
-            session.learner.take_step_seconds()  # waits for a GPU
+            session.learner.meter.take_step_seconds()  # waits for a GPU
             begins.append(time.perf_counter() - session.timer.seconds.get("data wait", 0.0))
 
         fresh = Progress(progress.step, progress.epoch, list(progress.history))
@@ -137,7 +137,7 @@ def _trainer(settings: Settings, session: Session, pace: Pace) -> Run:
 def _evaluator(session: Session, epoch: int) -> Run:
     def run(feed: Feed) -> float:
         began = time.perf_counter()
-        with session.learner.averaged():
+        with session.learner.state.averaged():
             evaluate(session.comm, session.learner, session.watchdog, feed, epoch, step_log=StepLog())
         return time.perf_counter() - began
 
@@ -214,13 +214,13 @@ def _memory_lines(session: Session) -> list[str]:
     """Collective. What the ranks needed, and what rank 0 would save."""
     comm, learner = session.comm, session.learner
     host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # in KB on Linux
-    peaks = comm.gather((host, learner.peak_memory()), name="peak_memory")
+    peaks = comm.gather((host, learner.meter.peak_memory()), name="peak_memory")
     lines = [f"estimate: memory: {_largest([host for host, _ in peaks])}"]
     devices = [device for _, device in peaks if device is not None]
     lines += [f"estimate: memory of the GPU: {_largest(devices)}"] if devices else []
-    learner.gather_state()
+    learner.state.gather_state()
     if comm.rank == 0:
-        model, *others = map(num_bytes, learner.copied())
+        model, *others = map(num_bytes, learner.state.snapshot())
         whole = size_text(model + sum(others))
         lines.append(f"estimate: checkpoint: {whole}: model {size_text(model)}, optimizer {size_text(sum(others))}")
     return lines

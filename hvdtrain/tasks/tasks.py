@@ -1,43 +1,24 @@
-"""What `task` may ask for besides training."""
+"""The tasks that use a trained model: eval, forward, search, cleanup_old_models."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from hvdtrain.checkpoint.folder import CheckpointFolder, CleanupRule, parse_rule
 from hvdtrain.checkpoint.saver import clean_up
 from hvdtrain.comm.base import on_rank_zero
 from hvdtrain.errors import ConfigError
-from hvdtrain.learner.base import FILE_SUFFIX
-from hvdtrain.run import train
+from hvdtrain.learner.frameworks import FRAMEWORKS
 from hvdtrain.runtime.log import open_log, say
 from hvdtrain.runtime.scores import text
 from hvdtrain.runtime.timer import clock_text
 from hvdtrain.session import open_communicator, open_session
 from hvdtrain.settings import Settings
-from hvdtrain.tasks.dry_run import dry_run
 from hvdtrain.training.evaluation import evaluate
 from hvdtrain.training.forward import forward
 from hvdtrain.training.step_log import open_step_log
-
-
-def run_task(settings: Settings) -> None:
-    """Do what the config's `task` says. Raises: HvdtrainError."""
-    if settings.function is not None:
-        settings.function()
-        return
-    tasks: dict[str, Callable[[Settings], object]] = {
-        "train": train,
-        "dry_run": dry_run,
-        "eval": evaluate_all,
-        "forward": forward_all,
-        "search": forward_all,
-        "cleanup_old_models": clean_up_all,
-    }
-    tasks[settings.run.task](settings)
 
 
 def evaluate_all(settings: Settings) -> None:
@@ -74,7 +55,7 @@ def clean_up_all(settings: Settings) -> None:
         open_log(settings.log, comm.rank, comm.size)
         prefix = Path(settings.run.model)
         rule = parse_rule(settings.saving.cleanup_old_models) or CleanupRule()
-        suffix = FILE_SUFFIX[settings.run.backend]
+        suffix = FRAMEWORKS[settings.run.backend].suffix
 
         def remove() -> None:
             clean_up(CheckpointFolder(prefix, suffix), rule, _scores(prefix.parent / "scores.jsonl"))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from hvdtrain.comm.base import Communicator, together
+from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.feed import Feed
-from hvdtrain.data.types import Dataset
 from hvdtrain.errors import TrainingError
 from hvdtrain.learner.base import Learner, NotFinite
 from hvdtrain.runtime.scores import Scores
@@ -31,7 +31,7 @@ def evaluate(
     """
     plan = together(comm, lambda: feed.plan(epoch), name=f"plan_{feed.name}")
     steps = -(-plan.num_batches // comm.size)
-    tally = Tally(learner)
+    tally = Tally(learner.meter)
     step_log.begin(epoch, feed.name, steps)
     with feed.read(feed.share(plan), epoch) as batches:
         for number in range(1, steps + 1):

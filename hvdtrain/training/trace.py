@@ -1,4 +1,4 @@
-"""Which sequences each step trains on, written down to be checked: nothing is lost or repeated where a training was stopped."""
+"""A record of the sequences that each step trains on, which shows that a stopped training neither loses nor repeats any."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hvdtrain.config.keys import Section, key
 from hvdtrain.data.types import Array
 
 Note = Callable[[int, int, Array], None]
-"""Is told an epoch, a step of the whole training, and the indices of the sequences that this rank trains on in it."""
+"""Records the epoch, the number of steps done before this one in the whole training, and the indices of this rank's sequences."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,21 +23,21 @@ class TraceKeys(Section):
 
     trace_sequences: str | None = key(
         None,
-        "write down which sequences every step trains on: beginning of the names of the files, one for every rank and start "
+        "record which sequences every step trains on: the beginning of the names of the files, one for every rank and start "
         "(docs/resuming.md)",
     )
 
 
 def no_trace(epoch: int, step: int, indices: Array) -> None:
-    """Write nothing down."""
+    """Record nothing."""
 
 
 class Trace:
-    """One rank's file of one start: a line of JSON for every step. Whatever kills the process, the steps before are there.
+    """One rank's file of one start: a line of JSON for every step, written before the step.
 
     Args:
-        run: the how many-th start this is, counted from 0.
-        first_step: steps of the whole training that are done already.
+        run: the number of this start, counted from 0.
+        first_step: steps done in the whole training before this start.
     """
 
     def __init__(self, prefix: Path, run: int, rank: int, first_step: int) -> None:
@@ -51,14 +51,14 @@ class Trace:
 
 
 def num_runs(prefix: Path) -> int:
-    """How many starts have left files."""
+    """The number of starts that have left files."""
     return 1 + max((run for run, _ in _files(prefix)), default=-1)
 
 
 def trained_on(prefix: Path) -> dict[int, Counter[int]]:
-    """By epoch, how often the model was trained on each sequence, by all starts and ranks.
+    """By epoch, the number of times that the model was trained on each sequence, by all starts and ranks.
 
-    What a start did after the checkpoint that a later one went on from was lost with it, and does not count.
+    Steps that a start did after the checkpoint from which a later one continued are lost and do not count.
     """
     lines: dict[int, list[dict[str, object]]] = {}
     first_steps: dict[int, int] = {}

@@ -1,34 +1,33 @@
-"""All ranks learn at the same step what one of them wants: to stop, to save, to report a loss that is no number.
+"""All ranks learn after the same update what one of them wants: to stop, to save, or to report a loss that is not finite.
 
-Nobody waits for it: every so many steps (about a tenth of a second; a second where ranks train apart) each rank hands a few
-numbers to an all-reduce, and looks at their sum when it hands over the next ones. So what one rank wants is known to all after
-two such intervals, at the same step, and the exchange goes on beside the computing.
+No rank waits for this: after every N updates (about a tenth of a second; a second if ranks update alone), each rank starts an
+all-reduce of a few numbers, and reads its result when it starts the next one. So what one rank wants is known to all after two
+such intervals, after the same update, and the exchange runs while they compute.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 
-from hvdtrain.comm.base import Communicator
-from hvdtrain.learner.base import Learner
+from hvdtrain.comm.base import Communicator, Tensor
 
 INTERVAL = 0.1
-"""Seconds between two exchanges, if steps are shorter than that."""
+"""Seconds between two exchanges, if updates take less time than that."""
 
 INTERVAL_APART = 1.0
-"""The same where ranks do not meet in every step: more exchanges would keep a fast one from running ahead."""
+"""The same if ranks do not wait for each other in every update: more exchanges would slow down a rank that runs ahead."""
 
 
 @dataclass(frozen=True)
 class Wishes:
-    """What this rank wants, or how many ranks want it.
+    """What this rank wants (0 or 1), or the number of ranks that want it.
 
     Attributes:
-        stop: end the training with a checkpoint; after Ctrl-C: `stop_by_hand`.
+        stop: end the training with a checkpoint. After Ctrl-C, this is `stop_by_hand`.
         save: write a checkpoint.
-        report: a loss is no finite number.
+        report: report a loss that is not finite.
     """
 
     stop: int = 0
@@ -41,17 +40,22 @@ NONE = Wishes()
 
 
 class Ballot:
-    """Counts wishes. Collective: all ranks call `step` equally often, after every step of a training or an evaluation.
+    """Counts wishes. Collective: all ranks call `step` after every update of a training and every step of an evaluation.
 
     Args:
+        tensor: makes a tensor that can be sent to other ranks (`Learner.numbers`).
         interval: seconds between two exchanges.
     """
 
     def __init__(
-        self, comm: Communicator, learner: Learner, interval: float, clock: Callable[[], float] = time.perf_counter
+        self,
+        comm: Communicator,
+        tensor: Callable[[Sequence[float]], Tensor],
+        interval: float,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._comm = comm
-        self._learner = learner
+        self._tensor = tensor
         self._interval = interval
         self._clock = clock
         self._handle: object = None
@@ -60,10 +64,10 @@ class Ballot:
         self._steps = 0
 
     def step(self, wishes: Callable[[], Wishes]) -> Wishes:
-        """The ranks' wishes, where they have become known after this step.
+        """The ranks' wishes, if they have become known after this update or step.
 
         Args:
-            wishes: this rank's; asked for when they are handed over.
+            wishes: gives this rank's; called when an exchange starts.
         """
         self._steps += 1
         if self._steps < self._every:
@@ -71,14 +75,14 @@ class Ballot:
         counted = self.finish()
         seconds, self._since = self._clock() - self._since, self._clock()
         wanted = max(1, min(10 * self._steps, round(self._steps * self._interval / max(seconds, 1e-6))))
-        # How often to ask is rank 0's to decide; the ranks' clocks may differ.
+        # Rank 0 decides on the interval, as the ranks' clocks may differ.
         numbers = [*astuple(wishes()), wanted if self._comm.rank == 0 else 0]
-        self._handle = self._comm.start([self._learner.numbers(numbers)], "sum", name="wishes")
+        self._handle = self._comm.start([self._tensor(numbers)], "sum", name="wishes")
         self._steps = 0
         return counted
 
     def finish(self) -> Wishes:
-        """Collective. What was handed over last, waiting for it if need be."""
+        """Collective. The result of the last exchange; waits for it if necessary."""
         if self._handle is None:
             return NONE
         [numbers] = self._comm.finish(self._handle)

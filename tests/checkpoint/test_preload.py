@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import TOY, hvdtrain
+from launching import FAST, TOY, hvdtrain
 
+from hvdtrain.cli import run_task
 from hvdtrain.errors import CheckpointError, ConfigError
 from hvdtrain.learner.base import Learner
 from hvdtrain.run import train
 from hvdtrain.settings import Settings, read_settings
-from hvdtrain.tasks.tasks import run_task
 
 Weights = dict[str, torch.Tensor]
 
@@ -88,7 +88,7 @@ def test_other_tasks_load_what_is_always_loaded(
 
 def test_two_ranks_keep_them_constant(corpus: Path, theirs: Path, tmp_path: Path) -> None:
     (tmp_path / "more.py").write_text(f"preload_from_files = {{'part': {entry(theirs, init_for_train='always')}}}\n")
-    overrides = {"corpus": corpus, "model": tmp_path / "model", "num_epochs": 2, "max_seqs": 2, "use_horovod": 1}
+    overrides = {"corpus": corpus, "model": tmp_path / "model", "num_epochs": 2, "max_seqs": 2, "use_horovod": 1, **FAST}
     (tmp_path / "both.py").write_text(TOY.read_text() + (tmp_path / "more.py").read_text())
     ended = hvdtrain(tmp_path / "both.py", overrides, ranks=2)
     assert ended.status == 0, ended.err

@@ -1,39 +1,38 @@
 """A stopped training goes on after its last finished epoch and ends with the same weights."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from launching import TOY, hvdtrain
+from trainings import Run, Trained, trains
+
+RUNS = [Run("torch", "horovod", size) for size in (1, 2)]
 
 
-def final(folder: Path, epoch: int) -> dict[str, torch.Tensor]:
-    return torch.load(folder / f"model.{epoch:03d}.pt", weights_only=True)["model"]
+@trains(*RUNS)
+def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
+    common = {"optimizer": {"class": "adam"}, "layers": "statistics"}
+    parts = {**common, "saved_as": "parts"}
+    return {
+        "whole": {**common, "num_epochs": 3},
+        "first": {**parts, "num_epochs": 1},
+        "second": {**parts, "num_epochs": 3},
+        "again": {**parts, "num_epochs": 3},
+        "logged": {"log": folder / "logs" / "train.log"},
+    }
 
 
-def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[name], other[name]) for name in one)
-
-
-@pytest.mark.parametrize("ranks", [None, 2])
-def test_three_epochs_in_one_go_or_in_two(corpus: Path, tmp_path: Path, ranks: int | None) -> None:
-    common = {"corpus": corpus, "use_horovod": ranks is not None, "optimizer": {"class": "adam"}, "layers": "statistics"}
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    assert hvdtrain(TOY, {**common, "model": whole / "model", "num_epochs": 3}, ranks).status == 0
-    first = hvdtrain(TOY, {**common, "model": parts / "model", "num_epochs": 1}, ranks)
-    assert first.status == 0
-    second = hvdtrain(TOY, {**common, "model": parts / "model", "num_epochs": 3}, ranks)
-    assert second.status == 0
-    assert "training goes on after epoch 1, step 20." in second.out
-    assert_same(final(whole, 3), final(parts, 3))
-    again = hvdtrain(TOY, {**common, "model": parts / "model", "num_epochs": 3}, ranks)
-    assert again.status == 0
-    assert "Already trained until final epoch 3, nothing to do." in again.out
-    epochs = [json.loads(line)["epoch"] for line in (parts / "scores.jsonl").read_text().splitlines()]
-    assert epochs == [1, 2, 3]
-    assert sorted(path.name for path in parts.iterdir()) == [
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_three_epochs_in_one_go_or_in_two(trained: Trained, run: Run) -> None:
+    made = trained(trainings, run)
+    assert "training goes on after epoch 1, step 20." in made.out("second")
+    one, other = (torch.load(made.models[name].with_name("model.003.pt"), weights_only=True) for name in ("whole", "second"))
+    assert one["model"].keys() == other["model"].keys()
+    assert all(torch.equal(one["model"][name], other["model"][name]) for name in one["model"])
+    assert "Already trained until final epoch 3, nothing to do." in made.out("again")
+    assert [report["epoch"] for report in made.reports("again")] == [1, 2, 3]
+    assert sorted(path.name for path in made.models["again"].parent.iterdir()) == [
         "model.001.pt",
         "model.002.opt.pt",
         "model.002.pt",
@@ -59,14 +58,12 @@ def test_a_checkpoint_of_another_model_or_a_damaged_one_is_refused(corpus: Path,
     assert f"{path}: expected a whole checkpoint" in damaged.err
 
 
-def test_every_rank_writes_a_log_of_its_own(corpus: Path, tmp_path: Path) -> None:
-    overrides = {"corpus": corpus, "model": tmp_path / "model", "use_horovod": 1, "log": tmp_path / "logs" / "train.log"}
-    finished = hvdtrain(TOY, overrides, ranks=2)
-    assert finished.status == 0
-    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == [
+def test_every_rank_writes_a_log_of_its_own(trained: Trained) -> None:
+    made = trained(trainings, RUNS[1])
+    assert sorted(path.name for path in (made.folder / "logs").iterdir()) == [
         "train.horovod-0-2.log",
         "train.horovod-1-2.log",
     ]
-    for path in (tmp_path / "logs").iterdir():
+    for path in (made.folder / "logs").iterdir():
         assert "train epoch 1, finished after 20 steps, 0:00:0" in path.read_text()
-    assert finished.out.count("finished after 20 steps") == 1
+    assert made.out("logged").count("finished after 20 steps") == 1

@@ -221,7 +221,7 @@ def test_such_updates_are_left_out_on_request(corpus: Path, tmp_path: Path) -> N
     line = json.loads((tmp_path / "skipped" / "scores.jsonl").read_text())
     assert isinstance(line["scores"]["train_loss_ce"], float)
     assert stored(tmp_path / "skipped", "001")["first.weight"].isfinite().all()
-    with pytest.raises(TrainingError, match=r"expected finite gradients after 1 were left out"):
+    with pytest.raises(TrainingError, match=r"expected finite gradients after 1 updates were skipped"):
         run(corpus, tmp_path / "more", fault="nan,0,1,2", num_epochs=2, num_allowed_consec_invalid_gradient_steps=1)
 
 

@@ -5,9 +5,10 @@ from typing import Any
 
 import numpy
 import pytest
-import torch
-from launching import TOY, hvdtrain
+from launching import TOY
+from trainings import Run, Trained, trains
 
+from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.hdf.dataset import open_hdf
 from hvdtrain.data.hdf.writer import HDFWriter
@@ -15,7 +16,6 @@ from hvdtrain.data.plan.chunks import ChunkKeys, cut
 from hvdtrain.data.plan.epoch import BatchKeys
 from hvdtrain.data.plan.order import OrderKeys
 from hvdtrain.data.sources import open_dataset, parse
-from hvdtrain.data.types import Dataset
 from hvdtrain.errors import DataError
 from hvdtrain.hdf_tools.dump import main
 
@@ -163,7 +163,7 @@ def test_lengths_may_differ_from_epoch_to_epoch(path: Path, num_workers: int) ->
 def test_chunks_need_lengths_that_stay(path: Path) -> None:
     dataset = opened({"class": "MapDataset", "dataset": str(path), "map_seq": faster, "map_lengths": faster_lengths})
     chunks = cut(dataset.lengths, ChunkKeys(chunking="2:1"))
-    with pytest.raises(DataError, match="chunking: expected lengths that are those of every epoch, got a map_lengths in train"):
+    with pytest.raises(DataError, match="chunking: expected the same lengths in every epoch, got a map_lengths in train that takes the epoch"):
         Feed("train", dataset, OrderKeys(), BatchKeys(max_seqs=3), 0, 1, chunks=chunks).plan(1)
 
 
@@ -177,16 +177,20 @@ train = {"class": "MapDataset", "dataset": train, "map_seq": noisy, "num_workers
 """
 
 
-def test_a_training_draws_the_same_on_two_ranks_with_workers_and_a_restart_as_on_one(corpus: Path, tmp_path: Path) -> None:
-    (tmp_path / "config.py").write_text(TOY.read_text() + NOISY)
-    weights = {}
-    for name, runs in {
-        "one": [(None, {"num_epochs": 2})],
-        "two": [(2, {"num_epochs": 1, "workers": 1}), (2, {"num_epochs": 2, "workers": 1})],
-    }.items():
-        for ranks, options in runs:
-            common = {"corpus": corpus, "model": tmp_path / name / "model", "use_horovod": ranks is not None}
-            ended = hvdtrain(tmp_path / "config.py", {**common, **options}, ranks)
-            assert ended.status == 0, ended
-        weights[name] = torch.load(tmp_path / name / "model.002.pt", weights_only=True)["model"]["last.weight"]
-    assert torch.allclose(weights["one"], weights["two"], atol=1e-5)
+ONE, TWO = (Run("torch", "horovod", size) for size in (1, 2))
+
+
+@trains(ONE, TWO)
+def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
+    """Two epochs alone; on two ranks with workers, and with a restart between them."""
+    (folder / "noisy.py").write_text(NOISY)
+    common = {"configs": [TOY, folder / "noisy.py"], "num_epochs": 2}
+    if run.size == 1:
+        return {"whole": common}
+    parts = {**common, "workers": 1, "saved_as": "parts"}
+    return {"first": {**parts, "num_epochs": 1}, "second": parts}
+
+
+def test_a_training_draws_the_same_on_two_ranks_with_workers_and_a_restart_as_on_one(trained: Trained) -> None:
+    one, two = trained(trainings, ONE).weights("whole"), trained(trainings, TWO).weights("second")
+    assert numpy.allclose(one["last.weight"], two["last.weight"], atol=1e-5)

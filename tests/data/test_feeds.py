@@ -158,4 +158,4 @@ def test_what_closes_a_batch_is_told_per_rank_and_in_all() -> None:
     ]
     (level, line) = batch_lines(BatchKeys(max_seqs=5, balance_ranks=4), 1, 3)[1]
     assert level == 2
-    assert line.startswith("balance_ranks: 4 is no multiple of the 3 ranks")
+    assert line.startswith("balance_ranks: 4 is not a multiple of the 3 ranks")

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import ROOT, TOY, Finished, launch
+from launching import ROOT, TOY, Finished, all_cores, launch
 
 from hvdtrain.doctor import host as doctor_config
 from hvdtrain.doctor.environment import check_environment
@@ -19,6 +19,7 @@ from hvdtrain.doctor.network import read_interfaces
 from hvdtrain.doctor.packages import AT_LEAST
 from hvdtrain.settings import read_settings
 
+FASTER = ["++starts_fast", "1"]
 DOCTOR = ["-m", "hvdtrain", "doctor"]
 
 as_root = pytest.mark.skipif(
@@ -31,7 +32,7 @@ as_root = pytest.mark.skipif(
 def toy(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The arguments for a config of torch: TensorFlow, which takes seconds, is not looked at then."""
     model = tmp_path_factory.mktemp("doctor") / "model"
-    return [str(argument) for argument in (TOY, "++corpus", corpus, "++model", model, "++use_horovod", "1")]
+    return [str(argument) for argument in (TOY, "++corpus", corpus, "++model", model, "++use_horovod", "1", *FASTER)]
 
 
 def doctor_of(*arguments: object, **options: object) -> Finished:
@@ -167,9 +168,10 @@ def test_ranks_on_one_core(toy: list[str]) -> None:
     """As with an mpirun that binds all ranks to the first core of a host; here they inherit it from taskset."""
     command = ["taskset", "-c", "1", "mpirun", "-np", "2", "--bind-to", "none", "--oversubscribe", sys.executable, *DOCTOR]
     environment = {**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    done = subprocess.run(
-        [*command, "--no-measure", *toy], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240
-    )
+    with all_cores():
+        done = subprocess.run(
+            [*command, "--no-measure", *toy], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240
+        )
     assert done.returncode == 2, done.stdout + done.stderr
     assert re.search(rf"problem +cores: rank 0, rank 1 share 1 core \(1\) of {os.cpu_count()}", done.stdout)
 

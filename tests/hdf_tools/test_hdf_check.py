@@ -76,30 +76,30 @@ def test_files_by_returnn_are_sound(name: str) -> None:
 
 def test_layouts_that_read_slowly(tmp_path: Path) -> None:
     path = write(tmp_path / "file.hdf")
-    unmapped = "/inputs: in chunks though not compressed: it cannot be memory-mapped"
+    unmapped = "/inputs: chunked but not compressed: it cannot be memory-mapped"
     assert warnings(store(path, "inputs", chunks=(270, 10))) == [
-        "/inputs: chunks (270, 10) cut the feature axis of 40: a sequence of 300 frames is put together from 8 chunks, "
-        "which hold 1.9 times as much",
+        "/inputs: chunks (270, 10) cut the feature axis of 40: a sequence of 300 frames is read from 8 chunks, "
+        "which hold 1.9 times as much data",
         unmapped,
     ]
     assert warnings(store(path, "inputs", chunks=(4, 40))) == [
-        "/inputs: chunks (4, 40) are small: a sequence of 300 frames is put together from 75 chunks",
+        "/inputs: chunks (4, 40) are small: a sequence of 300 frames is read from 75 chunks",
         unmapped,
     ]
     assert warnings(store(path, "inputs", chunks=(300, 40), compression="gzip", shuffle=True)) == [
-        "/inputs: gzip takes long to unpack in random access (no compression, zstd, lz4 and blosc2 take less)"
+        "/inputs: gzip is slow to decompress in random access (zstd, lz4, blosc2 and no compression are faster)"
     ]
     assert check(path, seconds=0).keys["data"]["storage"] == "chunks (300, 40), shuffle, gzip"
     assert warnings(store(path, "inputs", dtype=">f4")) == [
-        "/inputs: >f4 is not this machine's byte order: numbers are converted at every read"
+        "/inputs: >f4 is not the byte order of this machine: numbers are converted in every read"
     ]
     assert warnings(store(path, "inputs", dtype="<f4")) == []
     assert warnings(store(path, "seqTags", dtype=h5py.string_dtype())) == [
-        "/seqTags are strings of variable length: looking them up takes longer than with a fixed width"
+        "/seqTags are strings of variable length, which take longer to read than strings of a fixed width"
     ]
     with h5py.File(write(tmp_path / "more.hdf"), "r+") as file:
         file["times"] = numpy.zeros((3, 2))
-    assert warnings(tmp_path / "more.hdf") == ["/times: not read by the trainer (a copy is made without)"]
+    assert warnings(tmp_path / "more.hdf") == ["/times: not read by the trainer (--repack leaves it out)"]
 
 
 def test_chunks_of_which_most_is_not_wanted(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_chunks_of_which_most_is_not_wanted(tmp_path: Path) -> None:
         for number in range(16):
             writer.add(str(number), {"data": numpy.zeros((512, 64), numpy.float32)})
     assert warnings(store(tmp_path / "file.hdf", "inputs", chunks=(8192, 64)))[0] == (
-        "/inputs: chunks (8192, 64) hold 2.0 MiB, a sequence 0.12 MiB: to get at it, whole chunks are read"
+        "/inputs: chunks (8192, 64) hold 2.0 MiB, a sequence 0.12 MiB: whole chunks are read for each sequence"
     )
 
 
@@ -127,7 +127,7 @@ def test_values_that_are_no_numbers(tmp_path: Path) -> None:
     frames = numpy.zeros((1200, 40), numpy.float32)
     frames[300, 2], frames[1000, 0] = numpy.nan, -numpy.inf
     path = store(write(tmp_path / "file.hdf"), "inputs", data=frames)
-    assert warnings(path) == ["NaN or infinity for 'data' in 2 of 4 sequences looked at, the first is 'sequence 1'"]
+    assert warnings(path) == ["NaN or infinity for 'data' in 2 of 4 checked sequences, the first is 'sequence 1'"]
 
 
 def test_a_sample_is_looked_at_unless_all_is_asked_for(tmp_path: Path) -> None:
@@ -136,13 +136,13 @@ def test_a_sample_is_looked_at_unless_all_is_asked_for(tmp_path: Path) -> None:
             writer.add(str(number), {"data": numpy.full((1, 2), numpy.nan if number == 1 else 0.0)})
     assert warnings(tmp_path / "file.hdf") == []
     assert warnings(tmp_path / "file.hdf", everything=True) == [
-        "NaN or infinity for 'data' in 1 of 1000 sequences looked at, the first is '1'"
+        "NaN or infinity for 'data' in 1 of 1000 checked sequences, the first is '1'"
     ]
 
 
 def test_tags_that_stand_twice(tmp_path: Path) -> None:
     path = store(write(tmp_path / "file.hdf"), "seqTags", data=numpy.array(["ü", "b", "ü", "b"], object))
-    assert warnings(path)[0] == "2 tags stand more than once, such as 'ü', 'b': sequences cannot be told apart by tag"
+    assert warnings(path)[0] == "2 tags occur more than once, such as 'ü', 'b': they do not identify a sequence"
 
 
 def test_an_unknown_dimension_is_told(tmp_path: Path) -> None:
@@ -259,7 +259,9 @@ def test_output_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"{path}: sound, 2 warnings"
     assert lines[1].startswith("  4 sequences, 0.2 MB, 'sequence 0' to 'sequence 3'")
-    assert lines[2] == "  data: float32, 40 features; 1200 frames, 0 to 500 a sequence (mean 300.0, median 350); chunks (270, 10)"
+    assert (
+        lines[2] == "  data: float32, 40 features; 1200 frames, 0 to 500 per sequence (mean 300.0, median 350); chunks (270, 10)"
+    )
     assert lines[3].startswith("  classes: int32, 5 classes with 5 labels; 12 frames, ")
     assert lines[5] == "  classes memory-mapped; data, text read through h5py"
     assert lines[6].startswith("  in random order: ")
@@ -292,6 +294,6 @@ def test_data_that_begins_at_an_odd_place(tmp_path: Path) -> None:
         offset = file["inputs"].id.get_offset()
     assert offset % 4, "as HDF5 puts it now; else this test needs another way to get such a file"
     found = warnings(path)
-    assert f"/inputs: begins at byte {offset}, no multiple of 4: short sequences are slower to pick out" in found
+    assert f"/inputs: begins at byte {offset}, not a multiple of 4: gathering short sequences is slower" in found
     assert main([str(path), "--seconds", "0", "--repack", str(tmp_path / "repacked.hdf")]) == 0
     assert not any("begins at byte" in warning for warning in warnings(tmp_path / "repacked.hdf"))

@@ -1,28 +1,29 @@
 """The average of the weights over time: what it is, who uses it, and that it outlives stops."""
 
-import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 import torch
-from launching import TOY, hvdtrain, launch
+from launching import hvdtrain
+from trainings import CONFIGS, Results, ResultsOf, Run, Trained, assert_same, trains
 
 from hvdtrain.comm.base import SingleCommunicator
 from hvdtrain.context import get_run_ctx
 from hvdtrain.data.types import Batch, Padded
 from hvdtrain.learner.accumulation import kept
 from hvdtrain.learner.base import LearnerKeys
+from hvdtrain.learner.frameworks import BuildOptions
 from hvdtrain.learner.reduce import GradReduce
-from hvdtrain.learner.torch.build import build_torch_learner
+from hvdtrain.learner.torch.build import build_learner
 from hvdtrain.learner.torch.learner import TorchLearner
 from hvdtrain.runtime.timer import Timer
 
-CONFIGS = {"torch": TOY, "tensorflow": TOY.with_name("tensorflow_config.py")}
 SUFFIX = {"torch": "pt", "tensorflow": "npz"}
-RUNS = [("torch", 1), ("torch", 2), ("tensorflow", 2)]
+RUNS = [Run("torch", "horovod", 1), Run("torch", "horovod", 2), Run("tensorflow", "horovod", 2)]
 
 BATCH = Batch({"data": Padded(numpy.ones((1, 1, 1), numpy.float32), numpy.array([1], numpy.int32))}, numpy.array([0]))
 
@@ -40,7 +41,7 @@ def learner(decay: float) -> TorchLearner:
 
     keys = LearnerKeys(get_model=get_model, train_step=train_step, optimizer={"class": "sgd"}, ema_decay=decay)
     reducer = GradReduce(SingleCommunicator(), Timer(), average=False)
-    return build_torch_learner(keys, reducer, rank=0, local_rank=0, threads=1, seed=1, epoch=1, step=0)
+    return build_learner(keys, reducer, BuildOptions(rank=0, local_rank=0, threads=1, seed=1))
 
 
 def test_it_follows_the_weights_and_evaluation_uses_it(tmp_path: Path) -> None:
@@ -50,30 +51,30 @@ def test_it_follows_the_weights_and_evaluation_uses_it(tmp_path: Path) -> None:
     for number in range(4):
         made.backward(BATCH)
         made.update(0.5)
-        made.average_weights(1)
+        made.state.average_weights(1)
         weight /= 2
         decay = min(0.2, (1 + number) / (10 + number))  # 0.1, 0.18, 0.2, 0.2
         expected = decay * expected + (1 - decay) * weight
     assert made.model.weight.item() == weight
-    made.take_scores()
-    with made.averaged():
+    made.meter.take_scores()
+    with made.state.averaged():
         made.evaluate(BATCH)
-        assert made.take_scores().means() == {"half_square": pytest.approx(expected**2 / 2)}
-        made.save(tmp_path / "within.pt", tmp_path / "within.opt.pt", {})
+        assert made.meter.take_scores().means() == {"half_square": pytest.approx(expected**2 / 2)}
+        made.state.save(tmp_path / "within.pt", tmp_path / "within.opt.pt", {})
     assert made.model.weight.item() == weight
-    made.save(tmp_path / "model.pt", tmp_path / "model.opt.pt", {"epoch": 1})
+    made.state.save(tmp_path / "model.pt", tmp_path / "model.opt.pt", {"epoch": 1})
     for name in ("within", "model"):  # the same, whether or not an evaluation is under way
         assert torch.load(tmp_path / f"{name}.pt")["model"]["weight"].item() == pytest.approx(expected)
         assert torch.load(tmp_path / f"{name}.opt.pt")["trained"]["weight"].item() == weight
     gone_on = learner(0.2)
-    gone_on.load(tmp_path / "model.pt", tmp_path / "model.opt.pt")
+    gone_on.state.load(tmp_path / "model.pt", tmp_path / "model.opt.pt")
     gone_on.begin_epoch(2, 4)
     assert gone_on.model.weight.item() == weight
     for each in (made, gone_on):
         each.backward(BATCH)
         each.update(0.5)
-        each.average_weights(1)
-    with made.averaged(), gone_on.averaged():
+        each.state.average_weights(1)
+    with made.state.averaged(), gone_on.state.averaged():
         assert torch.equal(made.model.weight, gone_on.model.weight)
 
 
@@ -82,12 +83,14 @@ def test_several_updates_at_once_look_back_as_far_as_one_by_one() -> None:
     assert kept(0.999, 10**6, 100) == pytest.approx(0.999**100)
 
 
-def jobs(folder: Path, corpus: Path, framework: str) -> list[dict[str, object]]:
+@trains(*RUNS)
+def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
     common = {"layers": "statistics", "evaluated": True, "num_epochs": 2, "optimizer": {"class": "adam"}, "ema_decay": 0.9}
+    common["record"] = True
     stops = {"fault": "SIGTERM,0,3,19,24"}
     param = {"horovod_reduce_type": "param", "horovod_param_sync_step": 7}
-    preload = {"filename": str(folder / f"whole/model.002.{SUFFIX[framework]}"), "init_for_train": True}
-    trainings: dict[str, dict[str, object]] = {
+    preload = {"filename": str(folder / f"whole/model.002.{SUFFIX[run.framework]}"), "init_for_train": True}
+    return {
         "plain": {**common, "ema_decay": None},
         "whole": common,
         "stopped": {**common, **stops},
@@ -96,109 +99,86 @@ def jobs(folder: Path, corpus: Path, framework: str) -> list[dict[str, object]]:
         "param.stopped": {**common, **param, **stops},
         "preloaded": {**common, "preload_from_files": {"all": preload}, "learning_rate": 0.0, "num_epochs": 1},
     }
-    made = []
-    for name, overrides in trainings.items():
-        keys = {"use_horovod": True, "corpus": corpus, "model": folder / name / "model", "record": folder / name, **overrides}
-        made.append({"name": name, "folder": str(folder), "overrides": {key: str(value) for key, value in keys.items()}})
-    return made
 
 
-@pytest.fixture(scope="module", params=RUNS, ids=str)
-def run(request: pytest.FixtureRequest, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, int, Path]:
-    framework, size = request.param
-    folder = tmp_path_factory.mktemp(f"average-{framework}-{size}")
-    (folder / "jobs.json").write_text(json.dumps(jobs(folder, corpus, framework)))
-    command = [str(TOY.parent / "several.py"), str(folder / "jobs.json"), CONFIGS[framework]]
-    finished = launch(command, ranks=size, timeout=600)
-    assert finished.status == 0, finished.err
-    (folder / "out").write_text(finished.out)
-    return framework, size, folder
+@pytest.fixture
+def results(trained: Trained) -> ResultsOf:
+    return partial(trained, trainings)
 
 
-def weights(folder: Path, name: str, rank: int = 0) -> dict[str, numpy.ndarray]:
-    """What was trained last."""
-    with numpy.load(folder / f"{name}.rank-{rank}.npz") as stored:
-        return dict(stored)
-
-
-def saved(folder: Path, name: str, framework: str, epoch: int = 2) -> dict[str, numpy.ndarray]:
+def saved(results: Results, name: str, epoch: int = 2) -> dict[str, numpy.ndarray]:
     """The model in a checkpoint, as any program would read it."""
-    file = folder / name / f"model.{epoch:03d}.{SUFFIX[framework]}"
+    framework = results.run.framework
+    file = results.models[name].with_name(f"model.{epoch:03d}.{SUFFIX[framework]}")
     if framework == "torch":
         return {key: value.numpy() for key, value in torch.load(file, weights_only=True)["model"].items()}
     with numpy.load(file) as stored:
         return {key: stored[key] for key in stored.files if key != "progress"}
 
 
-def dev_scores(folder: Path, name: str) -> list[float]:
-    lines = (folder / name / "scores.jsonl").read_text().splitlines()
-    return [json.loads(line)["scores"]["dev_loss_ce"] for line in lines]
+def dev_scores(results: Results, name: str) -> list[float]:
+    return [scores["dev_loss_ce"] for scores in results.scores(name)]
 
 
-def assert_same(one: dict[str, numpy.ndarray], other: dict[str, numpy.ndarray]) -> None:
-    assert one.keys() == other.keys()
-    assert [name for name in one if not numpy.array_equal(one[name], other[name])] == []
-
-
-def test_training_does_not_change_but_what_is_evaluated_and_saved_does(run: tuple[str, int, Path]) -> None:
-    framework, size, folder = run
-    for rank in range(size):
-        assert_same(weights(folder, "plain", rank), weights(folder, "whole", rank))
-    plain, average = saved(folder, "plain", framework), saved(folder, "whole", framework)
-    first = "first.weight" if framework == "torch" else "first.kernel"
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_training_does_not_change_but_what_is_evaluated_and_saved_does(results: ResultsOf, run: Run) -> None:
+    made = results(run)
+    for rank in range(run.size):
+        assert_same(made.weights("plain", rank), made.weights("whole", rank))
+    plain, average = saved(made, "plain"), saved(made, "whole")
+    first = "first.weight" if run.framework == "torch" else "first.kernel"
     assert 0 < numpy.abs(plain[first] - average[first]).max() < 0.2
-    frozen = "frozen" if framework == "torch" else "frozen.kernel"
+    frozen = "frozen" if run.framework == "torch" else "frozen.kernel"
     assert numpy.array_equal(plain[frozen], average[frozen])
     assert plain.keys() == average.keys()
-    assert dev_scores(folder, "plain") != dev_scores(folder, "whole")
+    assert dev_scores(made, "plain") != dev_scores(made, "whole")
 
 
-def test_stops_change_neither_weights_nor_average(run: tuple[str, int, Path]) -> None:
-    framework, size, folder = run
-    told = re.findall(r"stopped: stopped by SIGTERM in epoch \d (.*); the same", (folder / "out").read_text())
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_stops_change_neither_weights_nor_average(results: ResultsOf, run: Run) -> None:
+    made = results(run)
+    told = re.findall(r"stopped by SIGTERM in epoch \d (.*); the same", made.out("stopped") + made.out("param.stopped"))
     assert any("in the evaluation" in one for one in told)  # while the model has the average as its weights
     for whole, stopped in (("whole", "stopped"), ("whole", "background"), ("param.whole", "param.stopped")):
-        for rank in range(size):
-            assert_same(weights(folder, whole, rank), weights(folder, stopped, rank))
-        assert_same(saved(folder, whole, framework), saved(folder, stopped, framework))
-        assert dev_scores(folder, whole) == dev_scores(folder, stopped)
-    assert_same(weights(folder, "param.whole"), weights(folder, "param.whole", size - 1))
-    left = [path.name for path in (folder / "background").glob("model.*") if ".opt." not in path.name and "rank" not in path.name]
-    assert left == [f"model.002.{SUFFIX[framework]}"]
+        for rank in range(run.size):
+            assert_same(made.weights(whole, rank), made.weights(stopped, rank))
+        assert_same(saved(made, whole), saved(made, stopped))
+        assert dev_scores(made, whole) == dev_scores(made, stopped)
+    assert_same(made.weights("param.whole"), made.weights("param.whole", run.size - 1))
+    files = made.models["background"].parent.glob("model.*")
+    left = [path.name for path in files if ".opt." not in path.name and "rank" not in path.name]
+    assert left == [f"model.002.{SUFFIX[run.framework]}"]
 
 
-def test_where_ranks_sync_seldom_it_looks_back_as_far(run: tuple[str, int, Path]) -> None:
+def test_where_ranks_sync_seldom_it_looks_back_as_far(results: ResultsOf) -> None:
     """In one process an average after every 7 updates and one after each are of the same weights, and close to each other."""
-    framework, size, folder = run
-    if size > 1:
-        pytest.skip("the ranks' weights differ between syncs")
-    assert_same(weights(folder, "whole"), weights(folder, "param.whole"))
-    each, seldom = saved(folder, "whole", framework), saved(folder, "param.whole", framework)
-    trained = weights(folder, "whole")
+    made = results(Run("torch", "horovod", 1))
+    assert_same(made.weights("whole"), made.weights("param.whole"))
+    each, seldom = saved(made, "whole"), saved(made, "param.whole")
+    trained = made.weights("whole")
     for name in ("first.weight", "last.weight"):
         lag = numpy.abs(each[name] - trained[name]).mean()
         assert 0.3 * lag < numpy.abs(seldom[name] - trained[name]).mean() < 1.5 * lag
 
 
-def test_it_begins_with_preloaded_weights(run: tuple[str, int, Path]) -> None:
-    framework, _, folder = run
-    preloaded, average = saved(folder, "preloaded", framework, epoch=1), saved(folder, "whole", framework)
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_it_begins_with_preloaded_weights(results: ResultsOf, run: Run) -> None:
+    preloaded, average = saved(results(run), "preloaded", epoch=1), saved(results(run), "whole")
     for name in average:
         if "norm" not in name and "batches" not in name:  # statistics go on
             assert numpy.allclose(preloaded[name], average[name], rtol=1e-5, atol=1e-7), name
 
 
-def test_another_task_and_another_number_of_ranks_go_on_with_it(corpus: Path, run: tuple[str, int, Path]) -> None:
-    framework, size, folder = run
-    if size == 1:
-        pytest.skip("from 2 ranks to 1")
+@pytest.mark.parametrize("run", RUNS[1:], ids=str)
+def test_another_task_and_another_number_of_ranks_go_on_with_it(corpus: Path, results: ResultsOf, run: Run) -> None:
+    made = results(run)
     keys = {"corpus": corpus, "evaluated": True, "layers": "statistics", "optimizer": {"class": "adam"}, "ema_decay": 0.9}
-    evaluated = hvdtrain(CONFIGS[framework], {**keys, "model": folder / "whole" / "model", "task": "eval"})
+    evaluated = hvdtrain(CONFIGS[run.framework], {**keys, "model": made.models["whole"], "task": "eval"})
     found = re.search(r"epoch 2 evaluation: dev: ce ([0-9.]+)", evaluated.out)
     assert found is not None, evaluated.out + evaluated.err
-    assert float(found.group(1)) == pytest.approx(dev_scores(folder, "whole")[-1], rel=1e-3)
-    gone_on = hvdtrain(CONFIGS[framework], {**keys, "model": folder / "param.whole" / "model", "num_epochs": 3})
+    assert float(found.group(1)) == pytest.approx(dev_scores(made, "whole")[-1], rel=1e-3)
+    gone_on = hvdtrain(CONFIGS[run.framework], {**keys, "model": made.models["param.whole"], "num_epochs": 3})
     assert gone_on.status == 0, gone_on.err
-    assert len(dev_scores(folder, "param.whole")) == 3
-    before, after = saved(folder, "param.whole", framework, 2), saved(folder, "param.whole", framework, 3)
+    assert len(dev_scores(made, "param.whole")) == 3
+    before, after = saved(made, "param.whole", 2), saved(made, "param.whole", 3)
     assert any(not numpy.array_equal(before[name], after[name]) for name in before)

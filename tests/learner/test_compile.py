@@ -1,6 +1,5 @@
 """torch.compile: the same losses, the same names, gradients that still leave while backward runs, and no end of graphs."""
 
-import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -9,15 +8,17 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from launching import TOY, hvdtrain, launch
+from launching import TOY, hvdtrain
+from trainings import Run, Trained, assert_same, trains
 
 from hvdtrain.comm.base import SingleCommunicator
 from hvdtrain.context import get_run_ctx
 from hvdtrain.data.types import Batch, Padded
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.base import LearnerKeys
+from hvdtrain.learner.frameworks import BuildOptions
 from hvdtrain.learner.reduce import GradReduce
-from hvdtrain.learner.torch.build import build_torch_learner
+from hvdtrain.learner.torch.build import build_learner
 from hvdtrain.learner.torch.learner import TorchLearner
 from hvdtrain.runtime.timer import Timer
 from hvdtrain.settings import read_settings
@@ -73,7 +74,7 @@ def learner(events: list[str], torch_compile: Any, train_step: Callable[..., Non
         return Model(events)
 
     keys = LearnerKeys(get_model=get_model, train_step=train_step, optimizer={"class": "sgd"}, torch_compile=torch_compile)
-    return build_torch_learner(keys, NotingReduce(events), rank=0, local_rank=0, threads=1, seed=1, epoch=1, step=0)
+    return build_learner(keys, NotingReduce(events), BuildOptions(rank=0, local_rank=0, threads=1, seed=1))
 
 
 def batch(size: int, length: int) -> Batch:
@@ -108,7 +109,7 @@ def test_blocks_that_are_compiled_one_by_one_send_gradients_while_backward_runs(
             for made in (plain, blocks, whole):
                 made.backward(batch(size, length))
                 made.update(1e-3)
-                losses.append(made.take_scores().means()["square"])
+                losses.append(made.meter.take_scores().means()["square"])
             assert losses[1:] == pytest.approx([losses[0]] * 2, rel=1e-4)
             told.append(sum(line.startswith("torch.compile: ") for line in said.lines))
             said.lines.clear()
@@ -147,32 +148,27 @@ def test_mistakes_are_told_before_training() -> None:
         learner([], {"backend": "no_such"})
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_compiled_training_has_the_losses_of_a_plain_one(corpus: Path, tmp_path: Path, ranks: int) -> None:
-    jobs = []
-    for name, given in {"plain": {}, "compiled": {"torch_compile": True}}.items():
-        keys = {"corpus": corpus, "use_horovod": True, "losses": "mean", "evaluated": True, "num_epochs": 2}
-        keys |= {"model": tmp_path / name / "model", "log": tmp_path / f"{name}.log", **given}
-        jobs.append({"name": name, "folder": str(tmp_path), "overrides": {key: str(value) for key, value in keys.items()}})
-    (tmp_path / "jobs.json").write_text(json.dumps(jobs))
-    finished = launch([TOY.with_name("several.py"), tmp_path / "jobs.json"], ranks=ranks, timeout=400)
-    assert finished.status == 0, finished.err
-    scores = {}
-    for job in jobs:
-        lines = (tmp_path / str(job["name"]) / "scores.jsonl").read_text().splitlines()
-        scores[job["name"]] = [json.loads(line)["scores"] for line in lines]
-    for one, other in zip(scores["plain"], scores["compiled"], strict=True):
+RUNS = [Run("torch", "horovod", size) for size in (1, 2)]
+
+
+@trains(*RUNS)
+def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
+    keys = {"losses": "mean", "evaluated": True, "num_epochs": 2}
+    return {"plain": keys, "compiled": {**keys, "torch_compile": True, "log": folder / "compiled.log"}}
+
+
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_a_compiled_training_has_the_losses_of_a_plain_one(trained: Trained, run: Run) -> None:
+    made = trained(trainings, run)
+    for one, other in zip(made.scores("plain"), made.scores("compiled"), strict=True):
         assert one == pytest.approx(other, rel=1e-4)
-    models = [torch.load(tmp_path / str(job["name"]) / "model.002.pt", weights_only=True)["model"] for job in jobs]
+    files = [made.models[name].with_name("model.002.pt") for name in ("plain", "compiled")]
+    models = [torch.load(file, weights_only=True)["model"] for file in files]
     assert models[0].keys() == models[1].keys()
-    for rank in range(ranks):
-        log = tmp_path / ("compiled.log" if ranks == 1 else f"compiled.horovod-{rank}-{ranks}.log")
+    for rank in range(run.size):
+        log = made.needed("compiled.log" if run.size == 1 else f"compiled.horovod-{rank}-{run.size}.log")
         assert "torch.compile: " in log.read_text()
-        with (
-            numpy.load(tmp_path / "compiled.rank-0.npz") as first,
-            numpy.load(tmp_path / f"compiled.rank-{rank}.npz") as other_rank,
-        ):
-            assert all(numpy.array_equal(first[name], other_rank[name]) for name in first.files)
+        assert_same(made.weights("compiled"), made.weights("compiled", rank))
 
 
 def test_a_missing_compiler_is_told_in_a_line(corpus: Path, tmp_path: Path) -> None:

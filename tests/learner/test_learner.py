@@ -12,8 +12,9 @@ from hvdtrain.context import get_run_ctx
 from hvdtrain.data.types import Batch, Padded
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.base import LearnerKeys
+from hvdtrain.learner.frameworks import BuildOptions
 from hvdtrain.learner.reduce import GradReduce
-from hvdtrain.learner.torch.build import build_torch_learner
+from hvdtrain.learner.torch.build import build_learner
 from hvdtrain.learner.torch.learner import TorchLearner
 from hvdtrain.learner.torch.optimizer import make_optimizer
 from hvdtrain.runtime.timer import Timer
@@ -38,7 +39,7 @@ def learner(train_step: Callable[..., None] = squares, **keys: Any) -> TorchLear
 
     options = LearnerKeys(get_model=get_model, train_step=train_step, **{"optimizer": {"class": "sgd"}, **keys})
     reducer = GradReduce(SingleCommunicator(), Timer(), average=False)
-    return build_torch_learner(options, reducer, rank=0, local_rank=0, threads=1, seed=1, epoch=1, step=0)
+    return build_learner(options, reducer, BuildOptions(rank=0, local_rank=0, threads=1, seed=1))
 
 
 def test_a_step_of_sgd_on_the_sum_over_real_frames() -> None:
@@ -47,9 +48,9 @@ def test_a_step_of_sgd_on_the_sum_over_real_frames() -> None:
     made.update(0.01)
     # outputs 3, 7, 11; the gradient of the sum of their squares is 2 * (3 * (1, 2) + 7 * (3, 4) + 11 * (5, 6))
     assert made.model.weight.tolist() == [pytest.approx([1 - 0.01 * 158, 1 - 0.01 * 200], rel=1e-6)]
-    assert made.take_scores().means() == {"square": pytest.approx((9 + 49 + 121) / 3)}
-    assert made.take_scores().means() == {}
-    assert made.take_step_seconds() > 0
+    assert made.meter.take_scores().means() == {"square": pytest.approx((9 + 49 + 121) / 3)}
+    assert made.meter.take_scores().means() == {}
+    assert made.meter.take_step_seconds() > 0
     assert made.model.weight.grad is None
 
 
@@ -88,7 +89,7 @@ def test_a_normalized_loss_is_a_mean_and_a_scale_is_a_factor() -> None:
     made.backward(BATCH)
     made.update(0.01)
     assert made.model.weight.tolist() == [pytest.approx([1 - 0.01 * 158 * 2 / 3, 1 - 0.01 * 200 * 2 / 3], rel=1e-6)]
-    assert made.take_scores().means() == {"mean": pytest.approx(179 / 3), "share": pytest.approx(17.9)}
+    assert made.meter.take_scores().means() == {"mean": pytest.approx(179 / 3), "share": pytest.approx(17.9)}
 
 
 @pytest.mark.parametrize(
@@ -136,7 +137,7 @@ def test_a_device_that_is_not_there_and_a_model_that_is_none() -> None:
     keys = LearnerKeys(get_model=lambda **_: 3, train_step=squares)
     reducer = GradReduce(SingleCommunicator(), Timer(), average=False)
     with pytest.raises(ConfigError, match=r"get_model: expected it to return a torch.nn.Module, got int"):
-        build_torch_learner(keys, reducer, rank=0, local_rank=0, threads=1, seed=1, epoch=1, step=0)
+        build_learner(keys, reducer, BuildOptions(rank=0, local_rank=0, threads=1, seed=1))
 
 
 def test_dropout_differs_between_ranks_and_steps_and_comes_back_after_a_restart() -> None:
@@ -149,7 +150,7 @@ def test_dropout_differs_between_ranks_and_steps_and_comes_back_after_a_restart(
     for rank, first_step in ((0, 0), (1, 0), (0, 1)):
         options = LearnerKeys(get_model=lambda **_: torch.nn.Linear(2, 1), train_step=step)
         reducer = GradReduce(SingleCommunicator(), Timer(), average=False)
-        made = build_torch_learner(options, reducer, rank=rank, local_rank=0, threads=1, seed=1, epoch=1, step=0)
+        made = build_learner(options, reducer, BuildOptions(rank=rank, local_rank=0, threads=1, seed=1))
         made.begin_epoch(1, first_step)
         for _ in range(2 - first_step):
             made.backward(BATCH)

@@ -12,8 +12,9 @@ from hvdtrain.context import get_run_ctx
 from hvdtrain.data.types import Batch, Padded
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.base import LearnerKeys
+from hvdtrain.learner.frameworks import BuildOptions
 from hvdtrain.learner.reduce import GradReduce
-from hvdtrain.learner.torch.build import build_torch_learner
+from hvdtrain.learner.torch.build import build_learner
 from hvdtrain.learner.torch.learner import TorchLearner
 from hvdtrain.learner.torch.optimizer import make_optimizer, take_multipliers
 from hvdtrain.runtime.timer import Timer
@@ -141,7 +142,7 @@ def test_a_multiplier_holds_for_its_group_and_is_the_configs_after_loading(tmp_p
             get_model=lambda **_: Model(), train_step=step, optimizer={"class": "sgd", "param_groups_custom": groups}
         )
         reducer = GradReduce(SingleCommunicator(), Timer(), average=False)
-        return build_torch_learner(keys, reducer, rank=0, local_rank=0, threads=1, seed=1, epoch=1, step=0)
+        return build_learner(keys, reducer, BuildOptions(rank=0, local_rank=0, threads=1, seed=1))
 
     batch = Batch({"data": Padded(numpy.zeros((1, 1, 2), numpy.float32), numpy.array([1], numpy.int32))}, numpy.array([0]))
     first, second = made(0.1), made(2.0)
@@ -150,5 +151,5 @@ def test_a_multiplier_holds_for_its_group_and_is_the_configs_after_loading(tmp_p
         learner.update(0.5)
         assert learner.model.own.scale.tolist() == pytest.approx([scale, scale])
         assert learner.model.norm.bias.tolist() == pytest.approx([-0.5 * (1 + (learner is second))] * 2)
-        first.save(tmp_path / "model", tmp_path / "optimizer", {})
-        second.load(tmp_path / "model", tmp_path / "optimizer")
+        first.state.save(tmp_path / "model", tmp_path / "optimizer", {})
+        second.state.load(tmp_path / "model", tmp_path / "optimizer")

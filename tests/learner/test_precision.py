@@ -13,10 +13,19 @@ from hvdtrain.context import get_run_ctx
 from hvdtrain.data.types import Batch, Padded
 from hvdtrain.errors import ConfigError, TrainingError
 from hvdtrain.learner.base import LearnerKeys
-from hvdtrain.learner.loss_scale import LARGEST, PATIENCE, LossScale, ScaleOptions, parse_scale_options
-from hvdtrain.learner.precision import FLOAT32, Precision, PrecisionKeys
+from hvdtrain.learner.frameworks import BuildOptions
+from hvdtrain.learner.precision import (
+    FLOAT32,
+    LARGEST,
+    MAX_SKIPPED,
+    LossScale,
+    Precision,
+    PrecisionKeys,
+    ScaleOptions,
+    parse_scale_options,
+)
 from hvdtrain.learner.reduce import GradReduce
-from hvdtrain.learner.torch.build import build_torch_learner
+from hvdtrain.learner.torch.build import build_learner
 from hvdtrain.learner.torch.learner import TorchLearner
 from hvdtrain.runtime.timer import Timer
 
@@ -115,7 +124,7 @@ def linear(**_: Any) -> torch.nn.Module:
 def learner(train_step: Callable[..., None], precision: Precision, **keys: Any) -> TorchLearner:
     options = LearnerKeys(get_model=linear, train_step=train_step, **{"optimizer": {"class": "sgd"}, **keys})
     reducer = GradReduce(SingleCommunicator(), Timer(), average=False)
-    return build_torch_learner(options, reducer, rank=0, local_rank=0, threads=1, seed=1, epoch=1, step=0, precision=precision)
+    return build_learner(options, reducer, BuildOptions(rank=0, local_rank=0, threads=1, seed=1, precision=precision))
 
 
 def times(factor: list[float]) -> Callable[..., None]:
@@ -145,7 +154,7 @@ def test_torch_computes_in_half_precision_and_updates_in_single_precision() -> N
         made.update(1e-6)
         made.evaluate(BATCH)
         assert made.model.weight.dtype == torch.float32
-        assert made.take_scores().means()["long"] == pytest.approx(21 / 4, rel=0.1)
+        assert made.meter.take_scores().means()["long"] == pytest.approx(21 / 4, rel=0.1)
     assert seen == [(torch.bfloat16, torch.float32)] * 2 + [(torch.float16, torch.float32)] * 2
 
 
@@ -155,8 +164,8 @@ def test_torch_gradients_have_their_true_size_when_they_are_clipped() -> None:
     for made in (plain, scaled):
         made.backward(BATCH)
         made.update(0.5)
-    assert scaled.loss_scale == 1024.0
-    assert plain.loss_scale is None
+    assert scaled.meter.loss_scale == 1024.0
+    assert plain.meter.loss_scale is None
     assert scaled.model.weight.tolist() == [pytest.approx(plain.model.weight[0].tolist(), rel=1e-3)]
     assert (scaled.model.weight - 1).norm().item() == pytest.approx(1.0, rel=1e-3)
 
@@ -169,21 +178,24 @@ def test_torch_leaves_an_update_out_where_the_scale_was_too_large_and_goes_on_fr
         before = made.model.weight.tolist()
         made.backward(BATCH)
         made.update(1e-3)
-        scales.append(made.loss_scale)
+        scales.append(made.meter.loss_scale)
         assert (made.model.weight.tolist() == before) == (factor[0] != 1.0)
     assert scales == [1024.0, 512.0, 256.0, 256.0, 512.0]
-    made.save(tmp_path / "model", tmp_path / "optimizer", {})
-    made.save_own(tmp_path / "own", ["optimizer"])
-    for load in (lambda one: one.load(tmp_path / "model", tmp_path / "optimizer"), lambda one: one.load_own(tmp_path / "own")):
+    made.state.save(tmp_path / "model", tmp_path / "optimizer", {})
+    made.state.save_own(tmp_path / "own", ["optimizer"])
+    for load in (
+        lambda one: one.state.load(tmp_path / "model", tmp_path / "optimizer"),
+        lambda one: one.state.load_own(tmp_path / "own"),
+    ):
         again = learner(times(factor), Precision("float16"))
         load(again)
-        assert again.loss_scale == 512.0
+        assert again.meter.loss_scale == 512.0
     plain = learner(times(factor), FLOAT32)
-    plain.load(tmp_path / "model", tmp_path / "optimizer")
-    assert plain.loss_scale is None
+    plain.state.load(tmp_path / "model", tmp_path / "optimizer")
+    assert plain.meter.loss_scale is None
 
 
-@pytest.mark.parametrize(("skips", "patience"), [(None, PATIENCE), (3, 3)])
+@pytest.mark.parametrize(("skips", "patience"), [(None, MAX_SKIPPED), (3, 3)])
 def test_torch_gives_up_where_gradients_are_broken_whatever_the_scale(skips: int | None, patience: int) -> None:
     made = learner(
         times([float("nan")]),
@@ -194,6 +206,8 @@ def test_torch_gives_up_where_gradients_are_broken_whatever_the_scale(skips: int
         made.backward(BATCH)
         made.update(0.1)
     made.backward(BATCH)
-    with pytest.raises(TrainingError, match=rf"after {patience} were left out and the loss scale had come down .* for weight"):
+    with pytest.raises(
+        TrainingError, match=rf"after {patience} updates were skipped and the loss scale had come down .* for weight"
+    ):
         made.update(0.1)
     assert made.model.weight.tolist() == [[1.0, 1.0]]

@@ -13,11 +13,12 @@ from hvdtrain.comm.base import SingleCommunicator
 from hvdtrain.context import get_run_ctx
 from hvdtrain.data.types import Batch, Padded
 from hvdtrain.errors import CheckpointError, ConfigError, TrainingError
-from hvdtrain.learner.base import Chosen, LearnerKeys
+from hvdtrain.learner.base import LearnerKeys, PreloadNames
+from hvdtrain.learner.frameworks import BuildOptions
 from hvdtrain.learner.reduce import GradReduce
-from hvdtrain.learner.tensorflow.build import build_tensorflow_learner
+from hvdtrain.learner.tensorflow.build import build_learner
 from hvdtrain.learner.tensorflow.learner import TensorFlowLearner
-from hvdtrain.learner.tensorflow.variables import parts_of
+from hvdtrain.learner.tensorflow.variables import variables_of
 from hvdtrain.runtime.timer import Timer
 
 FRAMES = numpy.array([[[1.0, 2.0], [3.0, 4.0]], [[5.0, 6.0], [0.0, 0.0]]], numpy.float32)
@@ -42,7 +43,7 @@ def learner(
 ) -> TensorFlowLearner:
     options = LearnerKeys(get_model=get_model, train_step=train_step, **{"optimizer": {"class": "sgd"}, **keys})
     reducer = GradReduce(SingleCommunicator(), Timer(), average=False)
-    return build_tensorflow_learner(options, reducer, rank=rank, local_rank=0, threads=1, seed=1, epoch=1, step=0)
+    return build_learner(options, reducer, BuildOptions(rank=rank, local_rank=0, threads=1, seed=1))
 
 
 def kernel(made: TensorFlowLearner) -> Any:
@@ -55,9 +56,9 @@ def test_a_step_of_sgd_on_the_sum_over_real_frames() -> None:
     made.update(0.01)
     # outputs 3, 7, 11; the gradient of the sum of their squares is 2 * (3 * (1, 2) + 7 * (3, 4) + 11 * (5, 6))
     assert kernel(made)[:, 0].tolist() == pytest.approx([1 - 0.01 * 158, 1 - 0.01 * 200], rel=1e-6)
-    assert made.take_scores().means() == {"square": pytest.approx((9 + 49 + 121) / 3)}
-    assert made.take_scores().means() == {}
-    assert made.take_step_seconds() > 0
+    assert made.meter.take_scores().means() == {"square": pytest.approx((9 + 49 + 121) / 3)}
+    assert made.meter.take_scores().means() == {}
+    assert made.meter.take_step_seconds() > 0
 
 
 def test_batches_of_any_length_and_size_share_a_graph_and_another_number_of_axes_has_its_own() -> None:
@@ -90,7 +91,7 @@ def test_epoch_and_step_of_the_context_go_on_inside_of_the_graph() -> None:
         for _ in range(2):
             made.backward(BATCH)
             made.update(0.0)
-            seen.append(made.take_scores().means()["where"])
+            seen.append(made.meter.take_scores().means()["where"])
     assert seen == [100.0, 101.0, 202.0, 203.0]
     assert made.graphs.traces == 1
 
@@ -128,7 +129,7 @@ def test_a_normalized_loss_is_a_mean_and_a_scale_is_a_factor() -> None:
     made.backward(BATCH)
     made.update(0.01)
     assert kernel(made)[:, 0].tolist() == pytest.approx([1 - 0.01 * 158 * 2 / 3, 1 - 0.01 * 200 * 2 / 3], rel=1e-6)
-    assert made.take_scores().means() == {"mean": pytest.approx(179 / 3), "share": pytest.approx(17.9)}
+    assert made.meter.take_scores().means() == {"mean": pytest.approx(179 / 3), "share": pytest.approx(17.9)}
 
 
 def twice(*, model: Any, **_: Any) -> None:
@@ -178,12 +179,12 @@ def test_optimizers_by_name_and_their_options() -> None:
         return made
 
     made = learner(get_model=model, optimizer={"class": "AdamW", "eps": 1e-6, "weight_decay": 0.5, "betas": (0.8, 0.9)})
-    assert isinstance(made.optimizer, keras.optimizers.AdamW)
-    assert (made.optimizer.epsilon, made.optimizer.beta_1, made.optimizer.beta_2) == (1e-6, 0.8, 0.9)
-    decayed = [name for name, variable in made.parts.variables.items() if made.optimizer._use_weight_decay(variable)]
+    assert isinstance(made.graphs.optimizer, keras.optimizers.AdamW)
+    assert (made.graphs.optimizer.epsilon, made.graphs.optimizer.beta_1, made.graphs.optimizer.beta_2) == (1e-6, 0.8, 0.9)
+    decayed = [name for name, variable in made.variables.by_name.items() if made.graphs.optimizer._use_weight_decay(variable)]
     assert decayed == ["layers.0.kernel", "layers.2.kernel"]
-    assert isinstance(learner(optimizer="sgd").optimizer, keras.optimizers.SGD)
-    assert isinstance(learner(optimizer=lambda variables: keras.optimizers.Adam()).optimizer, keras.optimizers.Adam)
+    assert isinstance(learner(optimizer="sgd").graphs.optimizer, keras.optimizers.SGD)
+    assert isinstance(learner(optimizer=lambda variables: keras.optimizers.Adam()).graphs.optimizer, keras.optimizers.Adam)
     with pytest.raises(ConfigError, match=r"got 'adamm' \(did you mean adam\?\)"):
         learner(optimizer={"class": "adamm"})
     with pytest.raises(ConfigError, match="optimizer.rho: expected options of SGD: momentum, "):
@@ -223,7 +224,7 @@ def test_dropout_differs_between_ranks_and_steps_and_comes_back_after_a_restart(
         for number in range(first_step, 2):
             made.backward(BATCH)
             made.update(0.0)
-            means = made.take_scores().means()
+            means = made.meter.take_scores().means()
             if first_step:
                 assert means == drawn[rank, number]
             drawn[rank, number] = means
@@ -231,7 +232,7 @@ def test_dropout_differs_between_ranks_and_steps_and_comes_back_after_a_restart(
         assert len({means[name] for means in drawn.values()}) == 4
 
 
-def test_parts_of_a_module_that_holds_keras_layers_in_lists() -> None:
+def test_variables_of_a_module_that_holds_keras_layers_in_lists() -> None:
     class Mixed(tf.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -242,7 +243,7 @@ def test_parts_of_a_module_that_holds_keras_layers_in_lists() -> None:
                 layer.build((None, 1))
             self.blocks[1].trainable = False
 
-    parts = parts_of(Mixed())
+    parts = variables_of(Mixed())
     assert parts.kinds == {
         "scale": "parameters",
         "blocks.0.kernel": "parameters",
@@ -301,10 +302,10 @@ def test_mixed_precision_by_keras_policies(policy: str, tmp_path: Path) -> None:
             made.update(1.0)
     after = numpy.asarray(made.model.trainable_variables[0]).astype(numpy.float32)
     assert numpy.linalg.norm(after - before) == pytest.approx(1.0, rel=1e-2)
-    assert (made.loss_scale is not None) == (policy == "mixed_float16")
-    made.save(tmp_path / "model", tmp_path / "optimizer", {})
+    assert (made.meter.loss_scale is not None) == (policy == "mixed_float16")
+    made.state.save(tmp_path / "model", tmp_path / "optimizer", {})
     again = learner(get_model=model, gradient_clip_global_norm=1.0)
-    again.load(tmp_path / "model", tmp_path / "optimizer")
+    again.state.load(tmp_path / "model", tmp_path / "optimizer")
     assert numpy.array_equal(numpy.asarray(again.model.trainable_variables[0]).astype(numpy.float32), after)
 
 
@@ -313,30 +314,30 @@ def test_a_checkpoint_brings_everything_back_and_a_wrong_or_damaged_one_changes_
     made = learner(optimizer="adam")
     made.backward(BATCH)
     made.update(0.1)
-    copied = made.copied()
-    made.save(*files, {"step": 1, "history": [{"score": 0.1, "nothing": float("nan")}]})
+    copied = made.state.snapshot()
+    made.state.save(*files, {"step": 1, "history": [{"score": 0.1, "nothing": float("nan")}]})
     again = learner(optimizer="adam")
-    progress = again.load(*files)
+    progress = again.state.load(*files)
     assert (progress["step"], progress["history"][0]["score"]) == (1, 0.1)
     for one in (made, again):
         one.backward(BATCH)
         one.update(0.1)
     assert numpy.array_equal(kernel(made), kernel(again))
     late = tmp_path / "late.npz", tmp_path / "late.opt.npz"
-    made.save(*late, progress, copied)  # as it was then, whatever has been trained since
+    made.state.save(*late, progress, copied)  # as it was then, whatever has been trained since
     assert [file.stat().st_size for file in late] == [file.stat().st_size for file in files]
-    again.load(*late)
+    again.state.load(*late)
     again.backward(BATCH)
     again.update(0.1)
     assert numpy.array_equal(kernel(made), kernel(again))
     with pytest.raises(CheckpointError, match="expected the state of this config's optimizer, got another"):
-        learner(optimizer="sgd").load(*files)
+        learner(optimizer="sgd").state.load(*files)
     content = files[0].read_bytes()
     for damaged in (content[: len(content) // 2], content.replace(b"layers.0.kernel", b"layers.1.kernel"), b""):
         files[0].write_bytes(damaged)
         fresh = learner(optimizer="adam")
         with pytest.raises(CheckpointError, match=r"model\.npz: expected"):
-            fresh.load(*files)
+            fresh.state.load(*files)
         assert kernel(fresh).tolist() == [[1.0], [1.0]]
 
 
@@ -352,7 +353,7 @@ def test_strings_and_wide_integers_reach_the_graph() -> None:
     classes = Padded(numpy.array([[65535], [1]], numpy.uint16), numpy.array([1, 1], numpy.int32))
     made = learner(step)
     made.backward(Batch({**BATCH.data, "words": words, "classes": classes}, BATCH.indices))
-    assert made.take_scores().means() == {"any": 5.25, "length": 1.0, "class": 32768.0}
+    assert made.meter.take_scores().means() == {"any": 5.25, "length": 1.0, "class": 32768.0}
 
 
 def test_outputs_of_a_forward_step_by_sequence() -> None:
@@ -378,13 +379,13 @@ def test_an_update_with_a_gradient_that_is_no_number_is_left_out() -> None:
         made.backward(batch)
         made.update(0.01)
     assert kernel(made)[:, 0].tolist() == pytest.approx([1 - 0.01 * 158, 1 - 0.01 * 200], rel=1e-6)
-    assert made.take_scores().means() == {"square": pytest.approx((9 + 49 + 121) / 3)}
+    assert made.meter.take_scores().means() == {"square": pytest.approx((9 + 49 + 121) / 3)}
     made.backward(broken)
-    with pytest.raises(TrainingError, match=r"after 1 were left out, got others in step 3 .*layers\.0\.kernel"):
+    with pytest.raises(TrainingError, match=r"after 1 updates were skipped, got others in step 3 .*layers\.0\.kernel"):
         made.update(0.01)
     told = learner()
     told.backward(broken)
-    [found] = told.take_not_finite()
+    [found] = told.meter.take_not_finite()
     assert (found.step, found.loss, found.indices, found.parameters) == (0, "square", (4, 5), ())
 
 
@@ -392,17 +393,17 @@ def test_a_rank_saves_what_it_has_of_its_own_and_takes_over_from_other_files(tmp
     made = learner(optimizer="adam")
     made.backward(BATCH)
     made.update(0.1)
-    made.save_own(tmp_path / "own.npz", ["parameters", "optimizer"])
+    made.state.save_own(tmp_path / "own.npz", ["parameters", "optimizer"])
     again = learner(optimizer="adam")
-    again.load_own(tmp_path / "own.npz")
+    again.state.load_own(tmp_path / "own.npz")
     for one in (made, again):
         one.backward(BATCH)
         one.update(0.1)
     assert numpy.array_equal(kernel(made), kernel(again))
     numpy.savez(tmp_path / "theirs.npz", weight=numpy.array([[3.0], [4.0]], numpy.float32))
-    found = again.preload(
-        tmp_path / "theirs.npz", "model", lambda ours, theirs: Chosen(dict(zip(ours, theirs, strict=True)), {}), None
+    found = again.state.preload(
+        tmp_path / "theirs.npz", "model", lambda ours, theirs: PreloadNames(dict(zip(ours, theirs, strict=True)), {}), None
     )
-    assert found[0] == found[1] == list(again.parts.variables)
+    assert found[0] == found[1] == list(again.variables.by_name)
     assert kernel(again).tolist() == [[3.0], [4.0]]
     assert [float(number) for number in again.numbers([1.0, 0.5])] == [1.0, 0.5]

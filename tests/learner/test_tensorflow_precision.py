@@ -14,9 +14,10 @@ from hvdtrain.context import get_run_ctx
 from hvdtrain.data.types import Batch, Padded
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.base import LearnerKeys
+from hvdtrain.learner.frameworks import BuildOptions
 from hvdtrain.learner.precision import FLOAT32, Precision
 from hvdtrain.learner.reduce import GradReduce
-from hvdtrain.learner.tensorflow.build import build_tensorflow_learner
+from hvdtrain.learner.tensorflow.build import build_learner
 from hvdtrain.learner.tensorflow.learner import TensorFlowLearner
 from hvdtrain.runtime.timer import Timer
 
@@ -35,13 +36,12 @@ def learner(
 ) -> TensorFlowLearner:
     options = LearnerKeys(get_model=get_model, train_step=train_step or (lambda **_: None), **{"optimizer": "sgd", **keys})
     reducer = GradReduce(SingleCommunicator(), Timer(), average=False)
-    places = {"rank": 0, "local_rank": 0, "threads": 1}
-    return build_tensorflow_learner(options, reducer, **places, seed=1, epoch=1, step=0, precision=precision)
+    return build_learner(options, reducer, BuildOptions(rank=0, local_rank=0, threads=1, seed=1, precision=precision))
 
 
 def decayed(**options: Any) -> list[str]:
     made = learner(optimizer={"class": "adamw", "weight_decay": 0.5, **options})
-    return [name for name, variable in made.parts.variables.items() if made.optimizer._use_weight_decay(variable)]
+    return [name for name, variable in made.variables.by_name.items() if made.graphs.optimizer._use_weight_decay(variable)]
 
 
 def test_classes_of_layers_or_a_function_say_what_decays() -> None:
@@ -83,7 +83,7 @@ def test_layers_of_get_model_compute_in_half_precision_and_other_layers_do_not()
     assert keras.layers.Dense(1).compute_dtype == "float32"
     made.backward(BATCH)
     made.update(0.1)
-    assert made.loss_scale in (65536.0, 32768.0)
+    assert made.meter.loss_scale in (65536.0, 32768.0)
 
 
 def test_a_module_without_keras_layers_computes_as_it_likes_and_is_told_so(caplog: pytest.LogCaptureFixture) -> None:
@@ -116,17 +116,17 @@ def test_a_module_without_keras_layers_computes_as_it_likes_and_is_told_so(caplo
         logger.removeHandler(caplog.handler)
     made.backward(BATCH)
     made.update(0.0)
-    assert made.loss_scale == 65536.0  # for modules that cast themselves
+    assert made.meter.loss_scale == 65536.0  # for modules that cast themselves
     assert mixed.model(tf.constant(FRAMES)).dtype == tf.bfloat16
     mixed.backward(BATCH)
     mixed.update(0.0)
-    assert mixed.loss_scale is None
+    assert mixed.meter.loss_scale is None
 
 
 def test_an_optimizer_of_the_config_that_scales_the_loss_itself_is_left_to_it() -> None:
     made = learner(
         sums, optimizer=lambda _: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()), precision=Precision("float16")
     )
-    assert made.loss_scale is None
+    assert made.meter.loss_scale is None
     made.backward(BATCH)
     made.update(0.1)

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy
 import pytest
 from launching import TOY, launch
+from trainings import Run, Trained, trains
 
 import hvdtrain
 from hvdtrain.errors import ConfigError
@@ -33,12 +34,13 @@ def startup_callback(**_):
 """
 
 
-def train(corpus: Path, folder: Path, *more: str, text: str) -> tuple[int, str]:
-    """Train on two ranks under a second config; the status and what was printed as errors."""
-    (folder / "more.py").write_text(text)
-    keys = ["++corpus", str(corpus), "++model", str(folder / "model"), "++part", "two.hdf", "++max_seqs", "1", "++ngpu", "2"]
-    finished = launch(["-m", "hvdtrain", str(TOY), str(folder / "more.py"), *keys, *more])
-    return finished.status, finished.err
+RUN = Run("torch", "torch.distributed", 2)
+
+
+@trains(RUN)
+def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
+    (folder / "more.py").write_text(MORE.format(folder=str(folder), fails=False))
+    return {"started": {"configs": [TOY, folder / "more.py"], "part": "two.hdf", "max_seqs": 1}}
 
 
 def test_alone_they_do_it_themselves() -> None:
@@ -59,15 +61,16 @@ def test_before_the_ranks_are_connected_they_say_where_to_call_them(monkeypatch:
     assert "startup_callback" in str(caught.value)
 
 
-def test_in_startup_callback_one_prepares_what_all_use(corpus: Path, tmp_path: Path) -> None:
-    status, err = train(corpus, tmp_path, text=MORE.format(folder=str(tmp_path), fails=False))
-    assert status == 0, err
-    expected = f"{(tmp_path / 'prepared').read_text()} copied 3"
-    assert [(tmp_path / f"seen.{rank}").read_text() for rank in (0, 1)] == [expected, expected]
+def test_in_startup_callback_one_prepares_what_all_use(trained: Trained) -> None:
+    folder = trained(trainings, RUN).needed("started.out-0").parent
+    expected = f"{(folder / 'prepared').read_text()} copied 3"
+    assert [(folder / f"seen.{rank}").read_text() for rank in (0, 1)] == [expected, expected]
 
 
 def test_where_the_preparation_fails_all_end_and_why_is_told_once(corpus: Path, tmp_path: Path) -> None:
-    status, err = train(corpus, tmp_path, text=MORE.format(folder=str(tmp_path), fails=True))
-    assert status != 0
-    assert err.count("OSError: the disk is full") == 1
+    (tmp_path / "more.py").write_text(MORE.format(folder=str(tmp_path), fails=True))
+    keys = ["++corpus", str(corpus), "++model", str(tmp_path / "model"), "++part", "two.hdf", "++max_seqs", "1", "++ngpu", "2"]
+    finished = launch(["-m", "hvdtrain", str(TOY), str(tmp_path / "more.py"), *keys])
+    assert finished.status != 0
+    assert finished.err.count("OSError: the disk is full") == 1
     assert not list(tmp_path.glob("seen.*"))

@@ -1,23 +1,24 @@
 """Noise on gradients: its distribution, the same on all ranks where gradients are, and the same again after a stop."""
 
-import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 import torch
-from launching import TOY, launch
+from trainings import ResultsOf, Run, Trained, assert_same, trains
 
 from hvdtrain.comm.base import SingleCommunicator
 from hvdtrain.context import get_run_ctx
 from hvdtrain.data.types import Batch, Padded
 from hvdtrain.learner.base import LearnerKeys
+from hvdtrain.learner.frameworks import BuildOptions
 from hvdtrain.learner.reduce import GradReduce, ParamAverage
-from hvdtrain.learner.torch.build import build_torch_learner
+from hvdtrain.learner.torch.build import build_learner
 from hvdtrain.runtime.timer import Timer
 
-CONFIGS = {"torch": TOY, "tensorflow": TOY.with_name("tensorflow_config.py")}
+RUNS = [Run(framework, "horovod", 2) for framework in ("torch", "tensorflow")]
 
 BATCH = Batch({"data": Padded(numpy.ones((1, 1, 1), numpy.float32), numpy.array([1], numpy.int32))}, numpy.array([0]))
 
@@ -42,7 +43,7 @@ def added(reduce: str, rank: int, first_step: int = 0, steps: int = 1, clip: flo
     )
     comm, timer = SingleCommunicator(), Timer()
     reducer = GradReduce(comm, timer, average=False) if reduce == "grad" else ParamAverage(comm, timer, 1)
-    learner = build_torch_learner(keys, reducer, rank=rank, local_rank=0, threads=1, seed=1, epoch=1, step=0)
+    learner = build_learner(keys, reducer, BuildOptions(rank=rank, local_rank=0, threads=1, seed=1))
     learner.begin_epoch(1, first_step)
     for _ in range(steps):
         before = learner.model.weight.detach().numpy().copy()
@@ -80,50 +81,35 @@ def test_it_follows_from_the_step_and_where_ranks_train_apart_from_the_rank() ->
     assert numpy.abs(apart[0] - apart[1]).max() > 0.1
 
 
-@pytest.mark.parametrize("framework", CONFIGS)
-def test_ranks_stay_the_same_and_a_continued_training_goes_on_with_the_same_noise(
-    corpus: Path, tmp_path: Path, framework: str
-) -> None:
+@trains(*RUNS)
+def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
     noisy = {"layers": "statistics", "gradient_noise": 0.05}
-    trainings: dict[str, dict[str, object]] = {
+    made: dict[str, dict[str, object]] = {
         "clean": {"layers": "statistics"},
         "whole": noisy,
-        "stopped": {**noisy, "fault": "SIGTERM,1,9", "record": tmp_path / "ids"},
+        "stopped": {**noisy, "fault": "SIGTERM,1,9", "record": True},
         "param": {**noisy, "horovod_reduce_type": "param", "horovod_param_sync_step": 7},
     }
-    if framework == "tensorflow":
-        only_noise = {
-            "part": "two.hdf",
-            "max_seqs": 1,
-            "learning_rate": 1.0,
-            "gradient_noise": 0.5,
-            "optimizer": {"class": "sgd"},
-        }
-        trainings["idle"] = {"layers": "embedding", **only_noise}
-    jobs = []
-    for name, overrides in trainings.items():
-        keys = {"use_horovod": True, "corpus": corpus, "model": tmp_path / name / "model", **overrides}
-        jobs.append({"name": name, "folder": str(tmp_path), "overrides": {key: str(value) for key, value in keys.items()}})
-    (tmp_path / "jobs.json").write_text(json.dumps(jobs))
-    command = [str(TOY.parent / "several.py"), str(tmp_path / "jobs.json"), CONFIGS[framework]]
-    finished = launch(command, ranks=2, timeout=300)
-    assert finished.status == 0, finished.err
-    assert "stopped: stopped by SIGTERM" in finished.out
+    if run.framework == "tensorflow":
+        only_noise = {"part": "two.hdf", "max_seqs": 1, "learning_rate": 1.0, "gradient_noise": 0.5}
+        made["idle"] = {"layers": "embedding", **only_noise, "optimizer": {"class": "sgd"}}
+    return made
 
-    def weights(name: str, rank: int = 0) -> dict[str, numpy.ndarray]:
-        with numpy.load(tmp_path / f"{name}.rank-{rank}.npz") as stored:
-            return dict(stored)
 
-    for name in trainings:
-        assert_same(weights(name), weights(name, 1))
-    assert_same(weights("whole"), weights("stopped"))
-    assert not numpy.array_equal(weights("whole")["unused"], weights("clean")["unused"])
-    if framework == "tensorflow":
-        first, second = (1 - weights("idle")[f"idle.{number}"] for number in (0, 1))
+@pytest.fixture
+def results(trained: Trained) -> ResultsOf:
+    return partial(trained, trainings)
+
+
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_ranks_stay_the_same_and_a_continued_training_goes_on_with_the_same_noise(results: ResultsOf, run: Run) -> None:
+    made = results(run)
+    for name in made.names:
+        assert_same(made.weights(name), made.weights(name, 1))
+    assert "stopped by SIGTERM" in made.out("stopped")
+    assert_same(made.weights("whole"), made.weights("stopped"))
+    assert not numpy.array_equal(made.weights("whole")["unused"], made.weights("clean")["unused"])
+    if run.framework == "tensorflow":
+        first, second = (1 - made.weights("idle")[f"idle.{number}"] for number in (0, 1))
         assert_cut_off_normal(first, 0.5)
         assert abs(numpy.corrcoef(first, second)[0, 1]) < 0.01
-
-
-def assert_same(one: dict[str, numpy.ndarray], other: dict[str, numpy.ndarray]) -> None:
-    assert one.keys() == other.keys()
-    assert [name for name in one if not numpy.array_equal(one[name], other[name])] == []

@@ -1,16 +1,15 @@
 """Half precision on several ranks of a real job, with both frameworks: the same loss, the same scale, the same weights."""
 
 import json
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy
 import pytest
-from launching import TOY, hvdtrain, launch
+from launching import TOY, hvdtrain
+from trainings import Results, ResultsOf, Run, Trained, assert_same, trains
 
-CONFIGS = {"torch": TOY, "tensorflow": TOY.with_name("tensorflow_config.py")}
-RUNS = [("torch", 1), ("torch", 2), ("tensorflow", 1), ("tensorflow", 2)]
-"""Framework and number of ranks."""
+RUNS = [Run(framework, "horovod", size) for framework in ("torch", "tensorflow") for size in (1, 2)]
 
 FLOAT16 = {"mixed_precision": "float16", "grad_scaler": {"init_scale": 1024.0, "growth_interval": 8}, "losses": "mean"}
 OVERFLOW = {**FLOAT16, "fault": "overflow,{last},3,12"}  # on the last rank only, in two of 20 steps
@@ -32,101 +31,80 @@ TRAININGS: dict[str, dict[str, object]] = {
 }
 
 
-class Results:
-    """A folder for each run, with what all its trainings left."""
-
-    def __init__(self, corpus: Path, folder: Path) -> None:
-        self._corpus = corpus
-        self._folder = folder
-
-    def folder(self, run: tuple[str, int]) -> Path:
-        framework, size = run
-        folder = self._folder / f"{framework}-{size}"
-        if not folder.exists():
-            folder.mkdir()
-            jobs = []
-            for name, given in TRAININGS.items():
-                keys: dict[str, object] = {"use_horovod": True, "corpus": self._corpus, "evaluated": True, **given}
-                keys["model"] = folder / str(keys.pop("saved_as", name)) / "model"
-                keys |= {"log": folder / f"{name}.log", "record": folder / f"{name}.ids"}
-                texts = {key: str(value).replace("{last}", str(size - 1)) for key, value in keys.items()}
-                jobs.append({"name": name, "folder": str(folder), "overrides": texts})
-            (folder / "jobs.json").write_text(json.dumps(jobs))
-            finished = launch([TOY.with_name("several.py"), folder / "jobs.json", CONFIGS[framework]], ranks=size, timeout=600)
-            assert finished.status == 0, finished.err
-        return folder
-
-    def weights(self, run: tuple[str, int], name: str, rank: int = 0) -> dict[str, numpy.ndarray]:
-        with numpy.load(self.folder(run) / f"{name}.rank-{rank}.npz") as stored:
-            return dict(stored)
-
-    def last(self, run: tuple[str, int], name: str) -> dict[str, Any]:
-        return json.loads((self.folder(run) / name / "scores.jsonl").read_text().splitlines()[-1])
-
-    def log(self, run: tuple[str, int], name: str, rank: int) -> str:
-        file = f"{name}.log" if run[1] == 1 else f"{name}.horovod-{rank}-{run[1]}.log"
-        return (self.folder(run) / file).read_text()
+@trains(*RUNS)
+def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
+    made = {}
+    for name, given in TRAININGS.items():
+        made[name] = {"evaluated": True, "record": True, "log": folder / f"{name}.log", **given}
+        if "fault" in given:
+            made[name]["fault"] = str(given["fault"]).format(last=run.size - 1)
+    return made
 
 
-@pytest.fixture(scope="module")
-def results(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return Results(corpus, tmp_path_factory.mktemp("precision"))
+@pytest.fixture
+def results(trained: Trained) -> ResultsOf:
+    return partial(trained, trainings)
 
 
-def assert_same(one: dict[str, numpy.ndarray], other: dict[str, numpy.ndarray]) -> None:
-    assert one.keys() == other.keys()
-    assert [name for name in one if not numpy.array_equal(one[name], other[name])] == []
+def loss_scales(results: Results, name: str, rank: int) -> list[str]:
+    """What a rank's log says of the loss scale."""
+    size = results.run.size
+    log = results.needed(f"{name}.log" if size == 1 else f"{name}.horovod-{rank}-{size}.log").read_text()
+    return [line for line in log.splitlines() if line.startswith("loss scale")]
 
 
 @pytest.mark.parametrize("run", RUNS, ids=str)
-def test_half_precision_learns_about_what_single_precision_learns(results: Results, run: tuple[str, int]) -> None:
-    losses = {name: results.last(run, name)["scores"]["dev_loss_ce"] for name in ("float32", "bfloat16", "float16")}
+def test_half_precision_learns_about_what_single_precision_learns(results: ResultsOf, run: Run) -> None:
+    made = results(run)
+    losses = {name: made.scores(name)[-1]["dev_loss_ce"] for name in ("float32", "bfloat16", "float16")}
     assert losses["bfloat16"] == pytest.approx(losses["float32"], rel=0.02)
     assert losses["float16"] == pytest.approx(losses["float32"], rel=0.02)
     assert len(set(losses.values())) == 3  # something was computed otherwise
     for name in losses:
-        assert all(values.dtype in (numpy.float32, numpy.int32, numpy.int64) for values in results.weights(run, name).values())
-        for rank in range(1, run[1]):
-            assert_same(results.weights(run, name), results.weights(run, name, rank))
+        assert all(values.dtype in (numpy.float32, numpy.int32, numpy.int64) for values in made.weights(name).values())
+        for rank in range(1, run.size):
+            assert_same(made.weights(name), made.weights(name, rank))
 
 
 @pytest.mark.parametrize("run", RUNS, ids=str)
-def test_accumulated_gradients_are_scaled_and_unscaled_alike(results: Results, run: tuple[str, int]) -> None:
-    single, half = (results.last(run, name)["scores"] for name in ("accumulated", "accumulated_float16"))
+def test_accumulated_gradients_are_scaled_and_unscaled_alike(results: ResultsOf, run: Run) -> None:
+    single, half = (results(run).scores(name)[-1] for name in ("accumulated", "accumulated_float16"))
     assert half["dev_loss_ce"] == pytest.approx(single["dev_loss_ce"], rel=0.02)
     assert half["dev_loss_ce"] != single["dev_loss_ce"]
 
 
 @pytest.mark.parametrize("run", RUNS, ids=str)
-def test_an_overflow_on_one_rank_leaves_the_update_out_on_all(results: Results, run: tuple[str, int]) -> None:
-    told = [line for line in results.log(run, "overflow", 0).splitlines() if line.startswith("loss scale")]
-    why = ": a gradient is no finite number, the update is left out"
+def test_an_overflow_on_one_rank_leaves_the_update_out_on_all(results: ResultsOf, run: Run) -> None:
+    made = results(run)
+    told = loss_scales(made, "overflow", 0)
+    why = ": a gradient is not finite, the update is skipped"
     assert told == [
         f"loss scale 512 from step 4 of the training on{why}",
         "loss scale 1024 from step 12 of the training on",
         f"loss scale 512 from step 13 of the training on{why}",
     ]
-    assert results.last(run, "overflow")["loss_scale"] == 512.0
-    assert "loss_scale" not in results.last(run, "float32")
-    for rank in range(1, run[1]):
-        assert told == [line for line in results.log(run, "overflow", rank).splitlines() if line.startswith("loss scale")]
-        assert_same(results.weights(run, "overflow"), results.weights(run, "overflow", rank))
+    assert made.reports("overflow")[-1]["loss_scale"] == 512.0
+    assert "loss_scale" not in made.reports("float32")[-1]
+    for rank in range(1, run.size):
+        assert told == loss_scales(made, "overflow", rank)
+        assert_same(made.weights("overflow"), made.weights("overflow", rank))
 
 
-@pytest.mark.parametrize("run", [run for run in RUNS if run[1] == 2], ids=str)
-def test_ranks_that_update_alone_have_scales_of_their_own(results: Results, run: tuple[str, int]) -> None:
-    left_out = [results.log(run, "overflow_apart", rank).count("is left out") for rank in range(2)]
+@pytest.mark.parametrize("run", [run for run in RUNS if run.size == 2], ids=str)
+def test_ranks_that_update_alone_have_scales_of_their_own(results: ResultsOf, run: Run) -> None:
+    left_out = [sum("is skipped" in line for line in loss_scales(results(run), "overflow_apart", rank)) for rank in range(2)]
     assert left_out == [0, 2]
-    assert_same(results.weights(run, "overflow_apart"), results.weights(run, "overflow_apart", 1))
+    assert_same(results(run).weights("overflow_apart"), results(run).weights("overflow_apart", 1))
 
 
 @pytest.mark.parametrize("run", RUNS, ids=str)
-def test_a_training_that_goes_on_goes_on_with_its_scale(results: Results, run: tuple[str, int]) -> None:
+def test_a_training_that_goes_on_goes_on_with_its_scale(results: ResultsOf, run: Run) -> None:
+    made = results(run)
     for whole, stopped in (("whole", "stopped"), ("whole_apart", "rest_apart")):
-        for rank in range(run[1]):
-            assert_same(results.weights(run, whole, rank), results.weights(run, stopped, rank))
-    assert results.last(run, "whole")["loss_scale"] == results.last(run, "stopped")["loss_scale"] > 2048.0
-    assert results.last(run, "whole_apart")["loss_scale"] == results.last(run, "apart")["loss_scale"]
+        for rank in range(run.size):
+            assert_same(made.weights(whole, rank), made.weights(stopped, rank))
+        assert made.reports(whole)[-1]["loss_scale"] == made.reports(stopped)[-1]["loss_scale"]
+    assert made.reports("whole")[-1]["loss_scale"] > 2048.0
 
 
 def test_returnns_names_are_understood_and_mistakes_are_told_before_training(corpus: Path, tmp_path: Path) -> None:

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import ROOT, TOY, hvdtrain
+from launching import FAST, ROOT, TOY, hvdtrain
 
 from hvdtrain.comm.base import SingleCommunicator
 from hvdtrain.runtime.interrupt import Interrupt, InterruptKeys, seconds_of
 from hvdtrain.training.votes import Ballot, Wishes
 
-LONG: dict[str, object] = {"num_epochs": 4000, "learning_rate": 1e-4}
+LONG: dict[str, object] = {"num_epochs": 4000, "learning_rate": 1e-4, **FAST}
 
 
 def start(model: Path, corpus: Path, ranks: int | None = None, **overrides: object) -> subprocess.Popen[str]:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from launching import TOY, hvdtrain
 from timeline import rows_of
+from trainings import Run, Trained, trains
 
 
 def test_the_key_writes_a_timeline_with_our_names(corpus: Path, tmp_path: Path) -> None:
@@ -21,18 +22,18 @@ def test_the_key_writes_a_timeline_with_our_names(corpus: Path, tmp_path: Path) 
     assert not [name for name in rows if "noname" in name]  # what Horovod calls those without a name
 
 
-def test_the_environment_does_the_same_and_parameters_have_names_too(corpus: Path, tmp_path: Path) -> None:
-    overrides = {
-        "corpus": corpus,
-        "model": tmp_path / "model",
-        "use_horovod": 1,
-        "horovod_reduce_type": "param",
-        "horovod_param_sync_step": 7,
-    }
-    timeline = tmp_path / "timeline.json"
-    finished = hvdtrain(TOY, overrides, ranks=2, environment={"HOROVOD_TIMELINE": str(timeline)})
-    assert finished.status == 0, finished.err
-    rows = rows_of(timeline)
+RUN = Run("torch", "horovod", 2)
+
+
+@trains(RUN)
+def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
+    param = {"horovod_reduce_type": "param", "horovod_param_sync_step": 7}
+    return {"param": {**param, "timeline": folder / "timeline.json"}}
+
+
+def test_horovods_own_environment_does_the_same_and_parameters_have_names_too(trained: Trained) -> None:
+    """HOROVOD_TIMELINE, as which the launch has DYNAMIC."""
+    rows = rows_of(trained(trainings, RUN).needed("timeline.json"))
     averaged = {
         name: done.count("MPI_ALLREDUCE") for name, done in rows.items() if "grouped_allreduce.average.parameters" in name
     }

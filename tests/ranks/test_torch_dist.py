@@ -1,14 +1,16 @@
 """torch.distributed learns what Horovod learns, and its ranks find each other however they are started."""
 
-import json
+from functools import partial
 from pathlib import Path
 
-import numpy
 import pytest
 import torch
-from launching import TOY, hvdtrain, launch, torchrun
+from launching import TOY, launch, torchrun
+from trainings import Results, ResultsOf, Run, Trained, assert_same, trains
 
 RANKS = 3
+HOROVOD, TORCH_DISTRIBUTED = (Run("torch", transport, RANKS) for transport in ("horovod", "torch.distributed"))
+ALONE = HOROVOD.alone
 STATISTICS = {"layers": "statistics", "num_epochs": 2}
 EQUAL = {
     "min_seq_length": {"data": 6},
@@ -42,34 +44,24 @@ TRAININGS: dict[str, tuple[dict[str, object], dict[str, object], dict[str, objec
 }
 
 
-@pytest.fixture(scope="module")
-def results(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A folder for each transport, and one for a single process: NAME.rank-RANK.pt and NAME/scores.jsonl."""
-    folders = {}
-    for transport in ("use_horovod", "torch_distributed", "alone"):
-        folder = folders[transport] = tmp_path_factory.mktemp(transport)
-        jobs = []
-        for name, (common, horovod, entries) in TRAININGS.items():
-            overrides = {"corpus": corpus, "model": folder / name / "model", **common}
-            if transport == "torch_distributed":
-                overrides |= {"torch_distributed": entries, **({} if entries else horovod)}
-            else:
-                overrides |= {**horovod, "use_horovod": transport == "use_horovod"}
-            texts = {key: str(value) for key, value in overrides.items()}
-            jobs.append({"name": name, "folder": str(folder), "overrides": texts})
-        (folder / "jobs.json").write_text(json.dumps(jobs))
-        arguments = [str(TOY.parent / "several.py"), str(folder / "jobs.json")]
-        if transport == "torch_distributed":
-            finished = torchrun(arguments, RANKS, timeout=300)
+@trains(HOROVOD, TORCH_DISTRIBUTED, ALONE)
+def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
+    made = {}
+    for name, (common, horovod, entries) in TRAININGS.items():
+        if run == TORCH_DISTRIBUTED:
+            made[name] = {**common, "torch_distributed": entries, **({} if entries else horovod)}
         else:
-            finished = launch(arguments, RANKS if transport == "use_horovod" else None, timeout=300)
-        assert finished.status == 0, finished.err
-    return folders
+            made[name] = {**common, **horovod}
+    return made
 
 
-def weights(results: dict[str, Path], transport: str, name: str, rank: int = 0) -> dict[str, torch.Tensor]:
-    with numpy.load(results[transport] / f"{name}.rank-{rank}.npz") as stored:
-        return {key: torch.from_numpy(stored[key]) for key in stored}
+@pytest.fixture
+def results(trained: Trained) -> ResultsOf:
+    return partial(trained, trainings)
+
+
+def weights(results: Results, name: str) -> dict[str, torch.Tensor]:
+    return {key: torch.from_numpy(array) for key, array in results.weights(name).items()}
 
 
 def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
@@ -79,54 +71,72 @@ def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> 
     return max(((left - right).abs().max() / left.abs().max()).item() for left, right in pairs)
 
 
-def scores(results: dict[str, Path], transport: str, name: str) -> list[dict[str, float]]:
-    return [json.loads(line)["scores"] for line in (results[transport] / name / "scores.jsonl").read_text().splitlines()]
-
-
 @pytest.mark.parametrize("name", sorted(TRAININGS))
-def test_the_same_losses_and_weights_as_with_horovod(results: dict[str, Path], name: str) -> None:
-    for one, other in zip(scores(results, "use_horovod", name), scores(results, "torch_distributed", name), strict=True):
+def test_the_same_losses_and_weights_as_with_horovod(results: ResultsOf, name: str) -> None:
+    horovod, distributed = results(HOROVOD), results(TORCH_DISTRIBUTED)
+    for one, other in zip(horovod.scores(name), distributed.scores(name), strict=True):
         assert one == pytest.approx(other, rel=1e-6)
-    assert difference(weights(results, "use_horovod", name), weights(results, "torch_distributed", name)) < 1e-5
+    assert difference(weights(horovod, name), weights(distributed, name)) < 1e-5
 
 
 @pytest.mark.parametrize("name", sorted(TRAININGS))
-def test_all_ranks_end_with_the_same_model(results: dict[str, Path], name: str) -> None:
-    first = weights(results, "torch_distributed", name)
+def test_all_ranks_end_with_the_same_model(results: ResultsOf, name: str) -> None:
+    made = results(TORCH_DISTRIBUTED)
     for rank in range(1, RANKS):
-        other = weights(results, "torch_distributed", name, rank)
-        assert all(torch.equal(first[key], other[key]) for key in first)
+        assert_same(made.weights(name), made.weights(name, rank))
 
 
-@pytest.mark.parametrize("transport", ["use_horovod", "torch_distributed"])
-def test_with_synchronized_batch_norm_ranks_learn_what_one_learns(results: dict[str, Path], transport: str) -> None:
-    alone = weights(results, "alone", "synchronized")
-    assert difference(alone, weights(results, transport, "synchronized")) < 1e-4
-    assert difference(alone, weights(results, transport, "unsynchronized")) > 1e-2
+@pytest.mark.parametrize("run", [HOROVOD, TORCH_DISTRIBUTED], ids=str)
+def test_with_synchronized_batch_norm_ranks_learn_what_one_learns(results: ResultsOf, run: Run) -> None:
+    alone = weights(results(ALONE), "synchronized")
+    assert difference(alone, weights(results(run), "synchronized")) < 1e-4
+    assert difference(alone, weights(results(run), "unsynchronized")) > 1e-2
 
 
-@pytest.mark.parametrize("transport", ["use_horovod", "torch_distributed"])
-def test_with_a_total_batch_ranks_learn_what_one_learns(results: dict[str, Path], transport: str) -> None:
-    assert difference(weights(results, "alone", "total"), weights(results, transport, "total")) < 1e-5
-    assert scores(results, "alone", "total")[-1] == pytest.approx(scores(results, transport, "total")[-1], rel=1e-5)
+@pytest.mark.parametrize("run", [HOROVOD, TORCH_DISTRIBUTED], ids=str)
+def test_with_a_total_batch_ranks_learn_what_one_learns(results: ResultsOf, run: Run) -> None:
+    assert difference(weights(results(ALONE), "total"), weights(results(run), "total")) < 1e-5
+    assert results(ALONE).scores("total")[-1] == pytest.approx(results(run).scores("total")[-1], rel=1e-5)
 
 
-def test_a_sharded_training_goes_on_with_any_number_of_ranks(corpus: Path, tmp_path: Path) -> None:
-    """One epoch alone, one on two ranks, one on three, against three epochs alone; sharded where there are several."""
-    common = {"corpus": corpus, "optimizer": {"class": "adam"}, "losses": "mean", "learning_rate": 0.002}
-    for ranks in (1, 2, 3):
-        arguments = ["-m", "hvdtrain", str(TOY)]
-        for name, value in {**common, "model": tmp_path / "chain/model", "num_epochs": ranks}.items():
-            arguments += [f"++{name}", str(value)]
-        entries = {"sharded": True}
-        finished = launch(arguments) if ranks == 1 else torchrun([*arguments, "++torch_distributed", str(entries)], ranks)
-        assert finished.status == 0, finished.err
-    assert hvdtrain(TOY, {**common, "model": tmp_path / "alone/model", "num_epochs": 3}).status == 0
-    chain, alone = (torch.load(tmp_path / name / "model.003.pt", weights_only=True)["model"] for name in ("chain", "alone"))
-    assert difference(chain, alone) < 1e-5
-    chain, alone = (torch.load(tmp_path / name / "model.003.opt.pt", weights_only=True) for name in ("chain", "alone"))
-    assert chain["optimizer"]["state"].keys() == alone["optimizer"]["state"].keys()
-    assert chain["optimizer"]["param_groups"] == alone["optimizer"]["param_groups"]
+CHAIN = [TORCH_DISTRIBUTED, ALONE, Run("torch", "torch.distributed", 2)]
+"""In which one epoch each is trained."""
+
+
+def of_chain(run: Run, folder: Path) -> dict[str, dict[str, object]]:
+    common = {"optimizer": {"class": "adam"}, "losses": "mean", "learning_rate": 0.002}
+    number = CHAIN.index(run)
+    given = {**common, "model": folder.parent.parent / "chain-sharded" / "model", "num_epochs": 1 + number}
+    if run.size > 1:
+        given["torch_distributed"] = {"sharded": True}
+    return {"chain": given, **({"alone": {**common, "num_epochs": len(CHAIN)}} if run.size == 1 else {})}
+
+
+@trains(CHAIN[0])
+def first_of_chain(run: Run, folder: Path) -> dict[str, dict[str, object]]:
+    return of_chain(run, folder)
+
+
+@trains(CHAIN[1], after=CHAIN[0])
+def second_of_chain(run: Run, folder: Path) -> dict[str, dict[str, object]]:
+    return of_chain(run, folder)
+
+
+@trains(CHAIN[2], after=CHAIN[1])
+def third_of_chain(run: Run, folder: Path) -> dict[str, dict[str, object]]:
+    return of_chain(run, folder)
+
+
+def test_a_sharded_training_goes_on_with_any_number_of_ranks(trained: Trained) -> None:
+    """One epoch on three ranks, one alone, one on two, against three epochs alone; sharded where there are several."""
+    end, alone = trained(third_of_chain, CHAIN[2]), trained(second_of_chain, ALONE)
+    assert [report["epoch"] for report in end.reports("chain")] == [1, 2, 3]
+    models = end.models["chain"], alone.models["alone"]
+    one, other = (torch.load(model.with_name("model.003.pt"), weights_only=True)["model"] for model in models)
+    assert difference(one, other) < 1e-5
+    one, other = (torch.load(model.with_name("model.003.opt.pt"), weights_only=True) for model in models)
+    assert one["optimizer"]["state"].keys() == other["optimizer"]["state"].keys()
+    assert one["optimizer"]["param_groups"] == other["optimizer"]["param_groups"]
 
 
 @pytest.mark.parametrize("transport", ["use_horovod", "torch_distributed"])

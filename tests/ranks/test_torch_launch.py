@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from launching import EMPTY, ROOT, TOY, Finished, clean_environment, hvdtrain, launch, torchrun
+from launching import EMPTY, FAST, ROOT, TOY, Finished, clean_environment, hvdtrain, launch, torchrun
 
 from hvdtrain.errors import ConfigError
 from hvdtrain.settings import read_settings
@@ -18,7 +18,7 @@ from hvdtrain.settings import read_settings
 PATIENCE = 15.0
 """Seconds within which the whole job has to end after a rank failed."""
 
-QUICK = {"part": "two.hdf", "max_seqs": 1, "log_verbosity": 4}
+QUICK = {"part": "two.hdf", "max_seqs": 1, "log_verbosity": 4, **FAST}
 
 
 def command(corpus: Path, folder: Path, **overrides: object) -> list[str]:

@@ -1,13 +1,13 @@
 """Everything that may happen to a gradient at once: several batches, half precision with a scale, noise, clipping, an average."""
 
-import json
+from functools import partial
 from pathlib import Path
 
 import numpy
 import pytest
-from launching import TOY, launch
+from trainings import ResultsOf, Run, Trained, assert_same, trains
 
-CONFIGS = {"torch": TOY, "tensorflow": TOY.with_name("tensorflow_config.py")}
+RUNS = [Run(framework, "horovod", 2) for framework in ("torch", "tensorflow")]
 
 TOGETHER: dict[str, object] = {
     "layers": "statistics",
@@ -22,36 +22,28 @@ TOGETHER: dict[str, object] = {
 }
 
 
-@pytest.mark.parametrize("framework", CONFIGS)
-def test_ranks_agree_and_a_stop_changes_nothing(corpus: Path, tmp_path: Path, framework: str) -> None:
-    jobs = []
+@trains(*RUNS)
+def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
+    made: dict[str, dict[str, object]] = {}
     for reduce in ("grad", "param"):
-        for how in ("whole", "stopped"):
-            keys = {
-                "use_horovod": True,
-                "corpus": corpus,
-                "horovod_reduce_type": reduce,
-                "horovod_param_sync_step": 2,
-                **TOGETHER,
-            }
-            keys |= {"model": tmp_path / f"{reduce}.{how}" / "model", "record": tmp_path / f"{reduce}.{how}.ids"}
-            keys |= {"fault": "SIGTERM,0,4,16,25"} if how == "stopped" else {}
-            overrides = {key: str(value) for key, value in keys.items()}
-            jobs.append({"name": f"{reduce}.{how}", "folder": str(tmp_path), "overrides": overrides})
-    (tmp_path / "jobs.json").write_text(json.dumps(jobs))
-    finished = launch([str(TOY.parent / "several.py"), str(tmp_path / "jobs.json"), CONFIGS[framework]], ranks=2, timeout=300)
-    assert finished.status == 0, finished.err
-    assert finished.out.count("stopped by SIGTERM") >= 4
-    assert "the update is left out" in finished.out
+        made[f"{reduce}.whole"] = {"horovod_reduce_type": reduce, "horovod_param_sync_step": 2, "record": True, **TOGETHER}
+        made[f"{reduce}.stopped"] = {**made[f"{reduce}.whole"], "fault": "SIGTERM,0,4,16,25"}
+    return made
+
+
+@pytest.fixture
+def results(trained: Trained) -> ResultsOf:
+    return partial(trained, trainings)
+
+
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_ranks_agree_and_a_stop_changes_nothing(results: ResultsOf, run: Run) -> None:
+    made = results(run)
     for reduce in ("grad", "param"):
-        first = weights(tmp_path, f"{reduce}.whole", 0)
+        assert made.out(f"{reduce}.stopped").count("stopped by SIGTERM") >= 2
+        first = made.weights(f"{reduce}.whole")
         assert all(numpy.isfinite(array.astype(float)).all() for array in first.values())
         for how in ("whole", "stopped"):
             for rank in (0, 1):
-                other = weights(tmp_path, f"{reduce}.{how}", rank)
-                assert [name for name in first if not numpy.array_equal(first[name], other[name])] == [], (reduce, how, rank)
-
-
-def weights(folder: Path, name: str, rank: int) -> dict[str, numpy.ndarray]:
-    with numpy.load(folder / f"{name}.rank-{rank}.npz") as stored:
-        return dict(stored)
+                assert_same(first, made.weights(f"{reduce}.{how}", rank))
+    assert any("the update is skipped" in made.out(name) for name in made.names)

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import numpy
 import pytest
-from launching import TOY, hvdtrain
 from tensorboard.data_compat import migrate_value
 from tensorboard_events import events
+from trainings import Run, Trained, trains
 
 from hvdtrain.report.trackers import TrackerKeys, histogram
 
@@ -41,12 +41,18 @@ def test_they_belong_to_tensorboard() -> None:
     assert TrackerKeys(tensorboard_histograms=True, use_tensorboard=True).problems() == []
 
 
-@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
-def test_on_two_ranks(corpus: Path, tmp_path: Path, framework: str) -> None:
-    config = TOY if framework == "torch" else TOY.with_name("tensorflow_config.py")
-    keys = {"corpus": corpus, "model": tmp_path / "model", "use_horovod": True, "num_epochs": 2, "use_tensorboard": True}
-    ended = hvdtrain(config, {**keys, "tensorboard_histograms": True}, 2)
-    assert ended.status == 0, ended.err
+RUNS = [Run(framework, "horovod", 2) for framework in ("torch", "tensorflow")]
+
+
+@trains(*RUNS)
+def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
+    return {"histograms": {"num_epochs": 2, "use_tensorboard": True, "tensorboard_histograms": True}}
+
+
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_on_two_ranks(trained: Trained, run: Run) -> None:
+    made, framework = trained(trainings, run), run.framework
+    tmp_path = made.models["histograms"].parent
     epochs = histograms(tmp_path / "tensorboard")
     assert len(epochs) == 2
     sizes = {tag.removeprefix("parameters/"): value.histo.num for tag, value in epochs[-1].items()}  # type: ignore[attr-defined]

@@ -12,6 +12,7 @@ from launching import TOY, hvdtrain
 from matplotlib import image
 from tensorboard.compat.proto.event_pb2 import SessionLog
 from tensorboard_events import events
+from trainings import Run, Trained, trains
 
 from hvdtrain.report.__main__ import main
 from hvdtrain.report.epoch import EpochReport, held_up
@@ -85,37 +86,52 @@ def test_tensorboard_reads_what_is_written(tmp_path: Path) -> None:
     assert [values[f"time of rank {rank}/compute"] for rank in range(2)] == [10.0, 8.0]
 
 
-@pytest.fixture(scope="module")
-def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two trainings: of one process, and of two ranks under Horovod, with all reporters."""
-    folder = tmp_path_factory.mktemp("runs")
-    common = {"corpus": corpus, "num_epochs": 3, "evaluated": True, "use_tensorboard": True}
-    for ranks in (None, 2):
-        overrides = {**common, "use_horovod": ranks is not None, "model": folder / f"run{ranks or 1}" / "model"}
-        finished = hvdtrain(TOY, {**overrides, "tracked": folder / f"tracked{ranks or 1}"}, ranks, timeout=300)
-        assert finished.status == 0, finished.err
-        assert len(re.findall(r"^train epoch \d, seconds: rank \d: ", finished.out, flags=re.M)) == 3 * (ranks or 1)
-    return folder
+RUNS = [Run("torch", "horovod", size) for size in (1, 2)]
 
 
-def test_what_a_training_leaves_for_a_report(runs: Path) -> None:
-    (start,) = [json.loads(line) for line in (runs / "run2" / "starts.jsonl").read_text().splitlines()]
+@trains(*RUNS)
+def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
+    """With all reporters."""
+    keys = {"num_epochs": 3, "evaluated": True, "use_tensorboard": True, "tracked": folder / f"tracked{run.size}"}
+    return {f"run{run.size}": keys}
+
+
+@pytest.fixture
+def one(trained: Trained) -> Path:
+    """What a training of one process left."""
+    return folder_of(trained, RUNS[0])
+
+
+@pytest.fixture
+def two(trained: Trained) -> Path:
+    """What a training on two ranks under Horovod left."""
+    return folder_of(trained, RUNS[1])
+
+
+def folder_of(trained: Trained, run: Run) -> Path:
+    made, name = trained(trainings, run), f"run{run.size}"
+    assert len(re.findall(r"^train epoch \d, seconds: rank \d: ", made.out(name), flags=re.M)) == 3 * run.size
+    return made.models[name].parent
+
+
+def test_what_a_training_leaves_for_a_report(two: Path) -> None:
+    (start,) = [json.loads(line) for line in (two / "starts.jsonl").read_text().splitlines()]
     assert start["settings"]["num_epochs"] == ["3", "the command line"]
     assert start["settings"]["learning_rate"] == ["0.01", "config.py"]
     assert start["settings"]["random_seed"] == ["42", "default"]
     assert [device for _, device in start["hosts"]] == ["CPU", "CPU"]
     assert {"hvdtrain", "Python", "torch", "numpy"} <= set(start["versions"])
-    tracked = [json.loads(line) for line in (runs / "tracked2").read_text().splitlines()]
-    reports = [json.loads(line) for line in (runs / "run2" / "scores.jsonl").read_text().splitlines()]
+    tracked = [json.loads(line) for line in (two.parent / "tracked2").read_text().splitlines()]
+    reports = [json.loads(line) for line in (two / "scores.jsonl").read_text().splitlines()]
     assert [one["epoch"] for one in tracked] == [1, 2, 3]
     assert [one["metrics"]["dev/ce"] for one in tracked] == [one["scores"]["dev_loss_ce"] for one in reports]
-    boards = events(runs / "run2" / "tensorboard")
+    boards = events(two / "tensorboard")
     assert [event.step for event in boards[2:]] == [report["global_step"] for report in reports]
 
 
-def test_the_page(runs: Path, tmp_path: Path) -> None:
+def test_the_page(one: Path, two: Path, tmp_path: Path) -> None:
     page, pictures = tmp_path / "page.html", tmp_path / "pictures"
-    assert main([str(runs / "run1"), str(runs / "run2"), "--out", str(page), "--pictures", str(pictures)]) == 0
+    assert main([str(one), str(two), "--out", str(page), "--pictures", str(pictures)]) == 0
     text = page.read_text()
     assert not re.search(r"(src|href)=\"?(http|file|/)", text)  # nothing else is needed to look at it
     for expected in ("run1", "run2", "Scores", "ranks of run2", "num_epochs", "the command line", "horovod 0.28.1"):
@@ -126,8 +142,8 @@ def test_the_page(runs: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed")
-def test_the_page_in_a_browser(runs: Path, tmp_path: Path) -> None:
-    assert main([str(runs / "run2"), "--out", str(tmp_path / "page.html")]) == 0
+def test_the_page_in_a_browser(two: Path, tmp_path: Path) -> None:
+    assert main([str(two), "--out", str(tmp_path / "page.html")]) == 0
     shot = tmp_path / "page.png"
     command = ["chromium", "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
     command += ["--window-size=1400,1200", f"--screenshot={shot}", f"file://{tmp_path / 'page.html'}"]
@@ -140,7 +156,7 @@ def test_the_page_in_a_browser(runs: Path, tmp_path: Path) -> None:
         assert (0x1F, 0x6F, 0x8B) in colors
 
 
-def test_mistakes(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path)]) == 2
     assert f"{tmp_path / 'scores.jsonl'}: expected the file that a training writes beside its model" in capsys.readouterr().err
     (tmp_path / "scores.jsonl").write_text('{"epoch": 1\n')
@@ -148,10 +164,10 @@ def test_mistakes(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert f"{tmp_path / 'scores.jsonl'}, line 1: expected JSON, got:" in capsys.readouterr().err
 
 
-def test_names_that_tell_runs_apart(runs: Path, tmp_path: Path) -> None:
-    shutil.copytree(runs / "run1", tmp_path / "other" / "run1")
-    assert [run.name for run in read_runs([runs / "run1", runs / "run2"])] == ["run1", "run2"]
-    assert read_runs([tmp_path / "other" / "run1", runs / "run1"])[0].name == "other/run1"
+def test_names_that_tell_runs_apart(one: Path, two: Path, tmp_path: Path) -> None:
+    shutil.copytree(one, tmp_path / "other" / "run1")
+    assert [run.name for run in read_runs([one, two])] == ["run1", "run2"]
+    assert read_runs([tmp_path / "other" / "run1", one])[0].name == "other/run1"
 
 
 def test_every_key_in_effect(corpus: Path) -> None:

@@ -1,12 +1,12 @@
 """Tasks besides training, on one and on two ranks."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 
 import numpy
 import pytest
-from launching import TOY, Finished, hvdtrain, launch
+from inside import run_inside
+from launching import FAST, TOY, Finished, hvdtrain, launch
 
 from hvdtrain.data.hdf.dataset import open_hdf
 
@@ -42,16 +42,16 @@ def hello():
 """
 
 
-def run(config: Path, overrides: Mapping[str, object], ranks: int | None = None) -> Finished:
+def run(config: Path, overrides: dict[str, object], ranks: int | None = None) -> Finished:
     """Run the toy config with what another one adds."""
-    arguments: list[str] = ["-m", "hvdtrain", str(TOY), str(config)]
-    for name, value in overrides.items():
+    arguments: list[str] = [str(TOY), str(config)]
+    for name, value in (overrides | FAST).items():
         arguments += [f"++{name}", str(value)]
-    return launch(arguments, ranks)
+    return run_inside(arguments) if ranks is None else launch(["-m", "hvdtrain", *arguments], ranks)
 
 
 @pytest.fixture(scope="module")
-def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, object]]:
+def after_training(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, object]]:
     folder = tmp_path_factory.mktemp("tasks")
     config = folder / "config.py"
     config.write_text(CONFIG)
@@ -60,8 +60,8 @@ def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
     return config, keys
 
 
-def test_eval_gives_the_scores_of_the_training(trained: tuple[Path, dict[str, object]]) -> None:
-    config, keys = trained
+def test_eval_gives_the_scores_of_the_training(after_training: tuple[Path, dict[str, object]]) -> None:
+    config, keys = after_training
     scores = json.loads((config.parent / "scores.jsonl").read_text().splitlines()[0])["scores"]
     for ranks in (None, 2):
         finished = run(config, {**keys, "task": "eval", "load_epoch": 1, "use_horovod": ranks is not None}, ranks=ranks)
@@ -69,8 +69,8 @@ def test_eval_gives_the_scores_of_the_training(trained: tuple[Path, dict[str, ob
         assert f"epoch 1 evaluation: dev: ce {scores['dev_loss_ce']:.4g}, fer {scores['dev_loss_fer']:.4g}" in finished.out
 
 
-def test_forward_hands_outputs_on_in_the_datasets_order(trained: tuple[Path, dict[str, object]], corpus: Path) -> None:
-    config, keys = trained
+def test_forward_hands_outputs_on_in_the_datasets_order(after_training: tuple[Path, dict[str, object]], corpus: Path) -> None:
+    config, keys = after_training
     folder = config.parent
     told = {}
     for ranks in (1, 2):
@@ -100,8 +100,8 @@ def test_forward_hands_outputs_on_in_the_datasets_order(trained: tuple[Path, dic
     assert "out-1.hdf: expected a file that does not exist yet (output_file)" in again.err
 
 
-def test_forward_says_what_is_missing(trained: tuple[Path, dict[str, object]]) -> None:
-    config, keys = trained
+def test_forward_says_what_is_missing(after_training: tuple[Path, dict[str, object]]) -> None:
+    config, keys = after_training
     nobody = run(config, {**keys, "task": "forward"})
     assert nobody.status == 2
     assert "output_file, forward_callback: expected one of them" in nobody.err
@@ -113,8 +113,8 @@ def test_forward_says_what_is_missing(trained: tuple[Path, dict[str, object]]) -
     assert "search_data: expected a dataset dict or HDF files for the task search, got None" in nothing.err
 
 
-def test_a_function_of_the_config_is_a_task(trained: tuple[Path, dict[str, object]]) -> None:
-    config, keys = trained
+def test_a_function_of_the_config_is_a_task(after_training: tuple[Path, dict[str, object]]) -> None:
+    config, keys = after_training
     assert "hello from the config\n" in run(config, {**keys, "task": "config:hello"}).out
     wrong = run(config, {**keys, "task": "config:bye"})
     assert wrong.status == 2
@@ -126,8 +126,8 @@ def test_a_function_of_the_config_is_a_task(trained: tuple[Path, dict[str, objec
 
 
 @pytest.mark.parametrize(("backend", "suffix"), [("torch", "pt"), ("tensorflow", "npz")])
-def test_cleanup_is_a_task(trained: tuple[Path, dict[str, object]], tmp_path: Path, backend: str, suffix: str) -> None:
-    config, keys = trained
+def test_cleanup_is_a_task(after_training: tuple[Path, dict[str, object]], tmp_path: Path, backend: str, suffix: str) -> None:
+    config, keys = after_training
     keys = {**keys, "backend": backend}
     for epoch in range(1, 8):
         (tmp_path / f"model.{epoch:03d}.{suffix}").write_bytes(b"")

@@ -3,7 +3,7 @@
 # ruff: noqa: F821  what is not defined here is in configs/g2p_tf.py
 import numpy
 
-from hvdtrain.learner.tensorflow.variables import parts_of
+from hvdtrain.learner.tensorflow.variables import variables_of
 
 optimizer = {"class": "sgd"}
 gradient_clip_global_norm = None
@@ -20,7 +20,7 @@ def get_model(**_):
     model(tf.zeros([1, 1], tf.int32), tf.ones([1, 1], tf.bool))
     with numpy.load(weights) as stored:
         left = set(stored.files)
-        for name, variable in parts_of(model).variables.items():
+        for name, variable in variables_of(model).by_name.items():
             there = ".".join(IN_PYTORCH.get(part, part) for part in name.split("."))
             values = stored[there]
             variable.assign(values.T if name.endswith("kernel") else values)  # (out, in, width) there, (width, in, out) here

@@ -1,47 +1,86 @@
-"""Several trainings in one launch: `python several.py jobs.json [config.py]`, a list of {"name", "folder", "overrides"}.
+"""Several trainings in one launch: `python several.py jobs.json`, a list of {"name", "folder", "configs", "overrides"}.
 
-Each rank leaves what it ended with in FOLDER/NAME.rank-RANK.npz, and the frameworks it has imported in FOLDER/frameworks. A
-training that is stopped goes on at once, or with "once": true is left as it is.
+Each rank leaves what it ended with in FOLDER/NAME.rank-RANK.npz, what it printed in FOLDER/NAME.out-RANK, and the frameworks it
+has imported in FOLDER/frameworks. A training that is stopped goes on at once, unless it says "once". With "timeline" Horovod
+writes one of this training. The ranks connect anew where the transport is another one than before.
 """
 
 import json
 import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from itertools import groupby
 from pathlib import Path
 
 import numpy
 
+from hvdtrain import engine
 from hvdtrain.run import train
 from hvdtrain.runtime.interrupt import Stopped
 from hvdtrain.session import open_communicator
 from hvdtrain.settings import read_settings
-from hvdtrain.training import votes as ballot
 
-ballot.INTERVAL = ballot.INTERVAL_APART = 0.0  # a stop comes two steps after its signal, however short the steps are
+assert engine.INTERVAL > 0
+assert engine.INTERVAL_APART > 0
+engine.INTERVAL = engine.INTERVAL_APART = 0.0  # a stop comes two steps after its signal, however short the steps are
 
 
 def arrays_of(model):
     """A model's parameters and buffers as numpy arrays by name."""
     if hasattr(model, "state_dict"):
         return {name: tensor.numpy() for name, tensor in model.state_dict().items()}
-    from hvdtrain.learner.tensorflow.variables import parts_of
+    from hvdtrain.learner.tensorflow.variables import variables_of
 
-    return {name: numpy.asarray(variable) for name, variable in parts_of(model).variables.items()}
+    return {name: numpy.asarray(variable) for name, variable in variables_of(model).by_name.items()}
 
 
-jobs = json.loads(Path(sys.argv[1]).read_text())
-config = Path(sys.argv[2]) if len(sys.argv) > 2 else Path(__file__).with_name("config.py")
-first = read_settings([config], jobs[0]["overrides"])
-with open_communicator(first) as comm:
-    for job in jobs:
-        learner = None
-        while learner is None:
-            try:
-                learner = train(read_settings([config], job["overrides"]), comm)
-                numpy.savez(f"{job['folder']}/{job['name']}.rank-{comm.rank}.npz", **arrays_of(learner.model))
-            except Stopped as stopped:
-                if comm.rank == 0:
-                    print(f"{job['name']}: {stopped}, status {stopped.status}")
-                if job.get("once"):
-                    break
-    imported = sorted({"torch", "tensorflow", "keras"} & sys.modules.keys())
-    Path(jobs[0]["folder"], "frameworks").write_text(" ".join(imported))
+def transport_of(job):
+    """What of the overrides decides how the ranks connect."""
+    return [name for name in ("use_horovod", "torch_distributed") if job["overrides"].get(name, "False") != "False"]
+
+
+def run(comm, job):
+    """Train until the end, with as many stops on the way as the job has planted."""
+    while True:
+        try:
+            model = train(read_settings(job["configs"], job["overrides"]), comm).model
+        except Stopped as stopped:
+            if comm.rank == 0:
+                print(f"{stopped}, status {stopped.status}")
+            if job.get("once"):
+                return
+        else:
+            numpy.savez(f"{job['folder']}/{job['name']}.rank-{comm.rank}.npz", **arrays_of(model))
+            return
+
+
+@contextmanager
+def timeline_of(job) -> Iterator[None]:
+    if "timeline" not in job:
+        yield
+        return
+    binding = sys.modules["horovod.torch" if "torch" in sys.modules else "horovod.tensorflow"]
+    binding.start_timeline(job["timeline"])
+    try:
+        yield
+    finally:
+        binding.stop_timeline()
+
+
+jobs = [job | {"configs": [Path(config) for config in job["configs"]]} for job in json.loads(Path(sys.argv[1]).read_text())]
+for _, alike in groupby(jobs, transport_of):
+    group = list(alike)
+    with open_communicator(read_settings(group[0]["configs"], group[0]["overrides"])) as comm:
+        for job in group:
+            with Path(job["folder"], f"{job['name']}.out-{comm.rank}").open("a") as out, redirect_stdout(out), timeline_of(job):
+                try:
+                    run(comm, job)
+                except BaseException:
+                    print(
+                        f"rank {comm.rank}: {job['folder']}: {job['name']}\n{traceback.format_exc()}", file=sys.stderr, flush=True
+                    )
+                    raise
+imported = sorted({"torch", "tensorflow", "keras"} & sys.modules.keys())
+for folder in {job["folder"] for job in jobs}:
+    Path(folder, "frameworks").write_text(" ".join(imported))

@@ -64,7 +64,20 @@ def test_compact_scores_have_the_same_means(numbers: list[float]) -> None:
         assert repr(scores.compact().means()) == repr(scores.means())
 
 
-def test_the_benchmark_of_kills_finds_whole_checkpoints() -> None:
-    finished = launch([ROOT / "benchmarks" / "kills.py", "saves", "--kills", "5"])
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("kind", "kills", "told"),
+    [
+        ("saves", 200, "after each the newest checkpoint was whole"),
+        ("starts", 50, "training went on 50 times"),
+        ("soak", 20, "exactly the sequences of an undisturbed run, each once"),
+    ],
+)
+def test_kills_at_random_moments_do_no_harm(request: pytest.FixtureRequest, kind: str, kills: int, told: str) -> None:
+    if not request.config.getoption("--soak"):
+        if kind != "saves":
+            pytest.skip("takes minutes (make test-soak)")
+        kills = 5
+    finished = launch([ROOT / "benchmarks" / "kills.py", kind, "--kills", kills], timeout=3600)
     assert finished.status == 0, finished.err
-    assert "after each the newest checkpoint was whole" in finished.out
+    assert told in finished.out

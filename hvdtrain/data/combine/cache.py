@@ -1,29 +1,30 @@
-"""Keeping what was read in memory, within a budget: `cache_size`."""
+"""Caching sequences in memory within a budget: `cache_size`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy
 
 from hvdtrain.data.batches import pad
-from hvdtrain.data.combine.tags import tag_bytes
-from hvdtrain.data.types import Array, Dataset, Padded, Stream
+from hvdtrain.data.dataset import Dataset
+from hvdtrain.data.types import Array, Padded, Stream
 
 PER_ARRAY, PER_SEQUENCE = 144, 180
-"""Bytes that Python and numpy need for a kept array besides its values, and for a sequence besides its arrays."""
+"""Bytes that Python and numpy need for a cached array besides its values, and for a sequence besides its arrays."""
 
 
 class Budget:
-    """Bytes that several datasets may keep together; None: no limit.
+    """Bytes that several datasets together may cache; None: no limit.
 
     Args:
-        within: a larger budget that others draw on, too.
+        within: a larger budget that this one is a part of, shared with others.
 
     Attributes:
-        size: of the tighter of the two budgets; used: so much of it is taken.
-        caches: who draws on it.
+        size: the smaller of the two limits.
+        used: bytes that are taken.
+        caches: the datasets that draw on this budget.
     """
 
     def __init__(self, size: int | None, within: Budget | None = None) -> None:
@@ -38,12 +39,12 @@ class Budget:
         return min(sizes, default=None)
 
     def is_cut(self, wanted: int) -> bool:
-        """Whether less than was asked for, and than is wanted, is there, for the sake of others."""
-        there = None if self._within is None else self._within.size
-        return there is not None and there < min(wanted, wanted if self._own is None else self._own)
+        """Whether the larger budget leaves less than this one's own limit and than the bytes that are wanted."""
+        available = None if self._within is None else self._within.size
+        return available is not None and available < min(wanted, wanted if self._own is None else self._own)
 
     def take(self, size: int) -> bool:
-        """Take so many bytes, if they are there."""
+        """Take some bytes; False if there are not as many left."""
         if self._own is not None and self.used + size > self._own:
             return False
         if self._within is not None and not self._within.take(size):
@@ -52,7 +53,7 @@ class Budget:
         return True
 
     def part(self, count: int) -> Budget:
-        """What each of some processes that are forked later may keep."""
+        """The budget of each of `count` processes that are forked later."""
         if count == 1 or self.size is None:
             return self
         part = Budget(self.size // count)
@@ -60,27 +61,24 @@ class Budget:
         return part
 
 
-class CachedDataset:
-    """A dataset that remembers sequences it was asked for, until its budget is used up.
+class CachedDataset(Dataset):
+    """A dataset that caches the sequences it reads until its budget is used up.
 
-    It stands directly around what reads files, below whatever joins, maps or cuts sequences: those go their own ways of
-    making batches, and a function over sequences is called in every epoch anew.
+    It wraps the dataset that reads files, below those that join, map or cut sequences: they make batches in ways of their own, and
+    a function over sequences is called anew in every epoch.
 
-    Data keys that are memory-mapped are not kept: the page cache of the system holds them already, once for all ranks.
-    Nothing is thrown out again, as each sequence is needed once an epoch: whatever has a place saves the same reading.
+    Data keys that are memory-mapped are not cached: the page cache of the system holds them already, once for all ranks.
+    Nothing is evicted: as each sequence is needed once per epoch, every cached sequence saves the same amount of reading.
     So the cache serves any order and any part of the data, from epoch to epoch.
-
-    Args:
-        budget: counted with all keys in their own types.
     """
 
     def __init__(self, dataset: Dataset, budget: Budget) -> None:
         self._dataset = dataset
         self._budget = budget
         self._kept: dict[int, tuple[Array, ...]] = {}  # by data key, in the order of the streams: smaller than dicts
-        self.mapped: frozenset[str] = frozenset(getattr(dataset, "mapped", ()))
-        self.streams: Mapping[str, Stream] = dataset.streams
-        self.lengths: Mapping[str, Array] = dataset.lengths
+        self.mapped = dataset.mapped
+        self.streams = dataset.streams
+        self.lengths = dataset.lengths
         budget.caches.append(self)
 
     @property
@@ -89,18 +87,14 @@ class CachedDataset:
 
     @property
     def num_kept(self) -> int:
-        """How many sequences are in memory."""
+        """The number of sequences in memory."""
         return len(self._kept)
 
-    @property
-    def group_bounds(self) -> Array:
-        """Where each file's sequences begin, and where those of the last one end, if the dataset has several."""
-        whole = numpy.array([0, self.num_sequences], dtype=numpy.int64)
-        bounds: Array = getattr(self._dataset, "group_bounds", whole)
-        return bounds
+    def file_bounds(self) -> Array:
+        return self._dataset.file_bounds()
 
     def size(self) -> int:
-        """Bytes that keeping everything would take; texts count as pointers."""
+        """Bytes that caching everything would take; texts count as pointers."""
         total = PER_SEQUENCE * self.num_sequences
         for name in self.streams.keys() - self.mapped:
             total += int(self.lengths[name].sum(dtype=numpy.int64)) * frame_size(self.streams[name])
@@ -111,12 +105,11 @@ class CachedDataset:
         return dict(zip(self.streams, self._arrays(index), strict=True))
 
     def padded(self, indices: Array) -> dict[str, Padded]:
-        """Some sequences as a batch."""
         sequences = [self._arrays(index) for index in indices.tolist()]
         return {name: pad([arrays[place] for arrays in sequences]) for place, name in enumerate(self.streams)}
 
     def _arrays(self, index: int) -> tuple[Array, ...]:
-        """The arrays of a sequence in the order of the streams; kept from now on, if there is room."""
+        """The arrays of a sequence in the order of the streams; cached from now on, if there is room."""
         kept = self._kept.get(index)
         if kept is not None:
             return kept
@@ -133,25 +126,22 @@ class CachedDataset:
     def tags(self, indices: Sequence[int]) -> list[str]:
         return self._dataset.tags(indices)
 
-    def all_tags(self, start: int = 0, stop: int | None = None) -> Array:
-        """The tags of sequences `start` to before `stop` as UTF-8: numpy bytes of shape (number,)."""
-        return tag_bytes(self._dataset, start, self.num_sequences if stop is None else stop)
+    def tag_bytes(self, start: int, stop: int) -> Array:
+        return self._dataset.tag_bytes(start, stop)
 
     def close(self) -> None:
         self._kept = {}
         self._dataset.close()
 
     def how_read(self) -> str:
-        """For the log."""
-        how = getattr(self._dataset, "how_read", lambda: "")()
+        how = self._dataset.how_read()
         return "; ".join([how, "cached"] if how else ["cached"])
 
 
 def with_cache(dataset: Dataset, budget: Budget) -> Dataset:
-    """The dataset with a cache, where it has something to gain from one."""
-    needs_none = set(dataset.streams) <= set(getattr(dataset, "mapped", ()))
-    changes = hasattr(dataset, "at_epoch") or hasattr(dataset, "drawn")  # what it gives is good for an epoch only
-    return dataset if budget.size == 0 or needs_none or changes else CachedDataset(dataset, budget)
+    """The dataset with a cache, if it gains from one."""
+    all_mapped = dataset.streams.keys() <= dataset.mapped
+    return dataset if budget.size == 0 or all_mapped or dataset.varies else CachedDataset(dataset, budget)
 
 
 def frame_size(stream: Stream) -> int:
@@ -160,25 +150,25 @@ def frame_size(stream: Stream) -> int:
 
 
 def _size(array: Array) -> int:
-    """Bytes that keeping an array takes; a text counts with all of its letters."""
+    """Bytes that caching an array takes; a text counts with all of its characters."""
     texts = sum(len(text) for text in array.ravel().tolist()) if array.dtype == object else 0
     return array.nbytes + texts + PER_ARRAY
 
 
 def _own(array: Array) -> Array:
-    """The array, or a copy where it is a piece of something larger, which would be kept with it. Nobody may change it."""
+    """The array, read-only; a copy if it is a view, which would keep the whole array in memory."""
     kept = array.copy() if array.base is not None else array
     kept.flags.writeable = False
     return kept
 
 
 def host_memory() -> int | None:
-    """Bytes of memory that this host, or the control group that this process is in, has left; None: it does not say."""
+    """Bytes of free memory of this host, or of the control group of this process if it has less; None: not known."""
     left = [_available(Path("/proc/meminfo"))]
     try:
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             number, _, place = line.split(":", 2)
-            if number == "0":  # version 2; a limit may be that of a group around this one
+            if number == "0":  # version 2; the limit may be set on a parent group
                 group = Path("/sys/fs/cgroup") / place.strip("/")
                 left += [_left_in(folder) for folder in (group, *group.parents) if (folder / "memory.max").exists()]
     except (OSError, ValueError):
@@ -195,7 +185,7 @@ def _available(meminfo: Path) -> int | None:
 
 
 def _left_in(group: Path) -> int | None:
-    """Of a control group's limit, what is not taken by memory other than that of the page cache."""
+    """The limit of a control group minus the memory that it uses, without the page cache."""
     try:
         limit = int((group / "memory.max").read_text())
         taken = int((group / "memory.current").read_text())

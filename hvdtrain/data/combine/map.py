@@ -1,11 +1,12 @@
 """MapDataset: a function applied to every sequence of a dataset, in worker processes where it is costly.
 
-The plan of an epoch needs all lengths beforehand. So the function keeps the lengths, or another one (`map_lengths`) says what
-becomes of them in an epoch, for all sequences at once; each sequence is held to it.
+The plan of an epoch needs all lengths in advance. So the function either keeps the lengths, or another one (`map_lengths`) computes
+the new lengths of all sequences of an epoch at once, and every sequence is checked against them.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -17,12 +18,9 @@ import numpy
 from hvdtrain.config.check import build, unknown_options
 from hvdtrain.config.keys import REQUIRED, key, not_negative, positive
 from hvdtrain.config.reference import is_reference, resolve
-from hvdtrain.data.batches import pad
-from hvdtrain.data.combine.tags import tag_bytes
 from hvdtrain.data.combine.workers import Workers
-from hvdtrain.data.dataset import accepted, at_epoch, file_bounds, generator_for
-from hvdtrain.data.plan.selection import used
-from hvdtrain.data.types import Array, Dataset, Padded, Stream
+from hvdtrain.data.dataset import Dataset, DatasetKeys
+from hvdtrain.data.types import Array, Stream
 from hvdtrain.errors import DataError
 
 
@@ -51,31 +49,30 @@ class OutputKeys:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MapDatasetKeys:
+class MapDatasetKeys(DatasetKeys):
     """Keys of a dataset dict with `"class": "MapDataset"`: a function applied to every sequence of a dataset."""
 
     dataset: Any = key(REQUIRED, "the dataset whose sequences are changed: a dataset dict or HDF files; its order keys hold")
     map_seq: Callable[..., Any] | str = key(
         REQUIRED,
         "function ({data key: array}, *, epoch, index, rng, **_) that returns such a dict; or 'module:name'. The arrays may be "
-        "read-only; index is the sequence's number, rng a numpy.random.RandomState of its own for every sequence and epoch; it "
-        "is handed those of them that it takes",
+        "read-only; index is that of the sequence, rng a numpy.random.RandomState of its own for every sequence and epoch; only "
+        "the arguments that the function accepts are passed",
     )
     map_outputs: dict[str, Any] | None = key(
-        None, "by data key of what map_seq returns: a dict with dim, sparse (False), dtype; None: the same as before"
+        None, "by data key that map_seq returns: a dict with dim, sparse (default False), dtype; None: the same as before"
     )
     map_lengths: Callable[..., Any] | str | None = key(
         None,
         "function ({data key: lengths of all sequences}, *, epoch, **_) that returns the lengths after map_seq as such a dict; "
         "if it takes the epoch, it is called for each, else once; None: map_seq changes no length",
     )
-    map_seed: int = key(0, "of the random numbers that map_seq is handed: others for another seed", not_negative)
+    map_seed: int = key(0, "seed of the random numbers in rng", not_negative)
     num_workers: int = key(
-        0, "processes that work on the sequences of a batch; 0: none, the process that reads does", not_negative
+        0, "worker processes that share the sequences of a batch; 0: none, map_seq runs in the process that reads", not_negative
     )
 
     def problems(self) -> list[str]:
-        """What is wrong between the keys."""
         problems = []
         for name, function in (("map_seq", self.map_seq), ("map_lengths", self.map_lengths)):
             if isinstance(function, str) and not is_reference(function):
@@ -89,18 +86,23 @@ class MapDatasetKeys:
             problems += [f"map_outputs.{name}.{problem}" for problem in (made.problems() if made is not None else [])]
         return problems
 
+    def num_readers(self) -> int:
+        return max(1, self.num_workers)
 
-class MapDataset:
-    """What a function makes of the sequences of a dataset.
+
+class MapDataset(Dataset):
+    """The sequences of a dataset with a function applied to them.
 
     Args:
         where: the config key of the dataset, for messages.
-        streams: what the function returns.
-        lengths_of: the lengths after the function, by data key, from the dataset inside and the epoch.
+        streams: of the arrays that the function returns.
+        lengths_of: computes the lengths after the function, by data key, from the dataset inside and the epoch.
         lengths_vary: whether they depend on the epoch.
-        num_workers: how many processes `start` starts.
-        seed: of the random numbers that the function is handed, together with the epoch and the sequence's number.
+        num_workers: the number of processes that `start` starts.
+        seed: of the random numbers that the function is given, together with the epoch and the index of the sequence.
     """
+
+    varies = True
 
     def __init__(
         self,
@@ -116,11 +118,11 @@ class MapDataset:
         self._where = where
         self._dataset = dataset
         self._map_seq = map_seq
-        self._arguments = accepted(map_seq, ("epoch", "index", "rng"))
+        self._arguments = accepted_arguments(map_seq, ("epoch", "index", "rng"))
         self._seed = seed
         self._epoch = 1
         self._num_workers = num_workers
-        latest = lru_cache(maxsize=1)(self.at_epoch)  # in each worker: not anew for every sequence
+        latest = lru_cache(maxsize=1)(self.at_epoch)  # in each worker: once per epoch instead of for every sequence
         self._workers: Workers[tuple[int, int]] = Workers(num_workers, lambda asked: latest(asked[0]).sequence(asked[1]))
         self._lengths_of = lengths_of
         self._lengths_vary = lengths_vary
@@ -132,10 +134,9 @@ class MapDataset:
         self._workers.start()
 
     def at_epoch(self, epoch: int) -> MapDataset:
-        """The dataset with the random numbers and lengths of an epoch."""
         changed = copy(self)
         changed._epoch = epoch
-        changed._dataset = at_epoch(self._dataset, epoch)
+        changed._dataset = self._dataset.at_epoch(epoch)
         if self._lengths_vary or changed._dataset.lengths is not self._dataset.lengths:
             changed.lengths = self._lengths_of(changed._dataset, epoch)
         return changed
@@ -144,14 +145,11 @@ class MapDataset:
     def num_sequences(self) -> int:
         return self._dataset.num_sequences
 
-    @property
-    def group_bounds(self) -> Array:
-        """Where each file's sequences begin, and where those of the last one end."""
-        return file_bounds(self._dataset)
+    def file_bounds(self) -> Array:
+        return self._dataset.file_bounds()
 
     def drawn(self, full_epoch: int) -> Array | None:
-        """The sequences that the dataset inside takes for a full epoch; None: all."""
-        return used(self._dataset, None, full_epoch)
+        return self._dataset.drawn(full_epoch)
 
     def sequence(self, index: int) -> dict[str, Array]:
         arrays = self._dataset.sequence(index)
@@ -161,7 +159,7 @@ class MapDataset:
         if "index" in self._arguments:
             arguments["index"] = index
         if "rng" in self._arguments:
-            arguments["rng"] = generator_for(self._seed, self._epoch, index)
+            arguments["rng"] = _generator(self._seed, self._epoch, index)
         try:
             made = self._map_seq(dict(arrays), **arguments)
         except Exception as error:
@@ -172,58 +170,76 @@ class MapDataset:
         return {name: self._checked(index, name, made) for name in self.streams}
 
     def sequences(self, indices: Sequence[int]) -> list[dict[str, Array]]:
-        """Some sequences. The worker processes share them, whoever asks."""
+        """The worker processes share the sequences, if there are any."""
         if self._workers.usable:
             return self._workers.results([(self._epoch, index) for index in indices])
         return [self.sequence(index) for index in indices]
 
-    def padded(self, indices: Array) -> dict[str, Padded]:
-        """Some sequences as a batch."""
-        made = self.sequences(indices.tolist())
-        return {name: pad([sequence[name] for sequence in made]) for name in self.streams}
-
     def tags(self, indices: Sequence[int]) -> list[str]:
         return self._dataset.tags(indices)
 
-    def all_tags(self, start: int = 0, stop: int | None = None) -> Array:
-        """The tags of sequences `start` to before `stop` as UTF-8: numpy bytes of shape (number,)."""
-        stop = self.num_sequences if stop is None else stop
-        return tag_bytes(self._dataset, start, stop)
+    def tag_bytes(self, start: int, stop: int) -> Array:
+        return self._dataset.tag_bytes(start, stop)
 
     def close(self) -> None:
         self._workers.close()
         self._dataset.close()
 
     def how_read(self) -> str:
-        """For the log."""
-        how = getattr(self._dataset, "how_read", lambda: "")()
+        how = self._dataset.how_read()
         by = f"mapped in {self._num_workers} worker processes" if self._num_workers else "mapped"
         return "; ".join([how, by] if how else [by])
 
     def _checked(self, index: int, name: str, made: Mapping[str, Any]) -> Array:
-        """One array as it was announced, or an error: batches are planned by lengths, and made by shapes."""
+        """One array, checked against its stream and length, from which batches are planned. Raises: DataError."""
         what = f"{self._where}.map_seq"
         if name not in made:
             raise DataError(f"{what}: expected the data key {name!r}, got only {', '.join(map(repr, made))} for sequence {index}")
         values, stream = numpy.asarray(made[name]), self.streams[name]
         if values.ndim == 0 or values.shape[1:] != stream.shape or not numpy.can_cast(values.dtype, stream.dtype, "same_kind"):
+            got = f"{values.dtype} of shape {values.shape[1:]}" if values.ndim else f"the number {values}"
             raise DataError(
-                f"{what}: expected {stream.dtype} frames of shape {stream.shape} in {name!r}, got {values.dtype} of shape "
-                f"{values.shape[1:] if values.ndim else 'of a number'} for sequence {index} (map_outputs says what it returns)"
+                f"{what}: expected {stream.dtype} frames of shape {stream.shape} in {name!r}, got {got} for sequence {index} "
+                "(declare what it returns in map_outputs)"
             )
         if len(values) != self.lengths[name][index]:
             raise DataError(
                 f"{what}: expected {self.lengths[name][index]} frames in {name!r}, got {len(values)} for sequence {index} "
-                "(map_lengths says what becomes of the lengths)"
+                "(return the new lengths from map_lengths)"
             )
         return values.astype(stream.dtype, copy=False)
 
 
+def accepted_arguments(function: Callable[..., Any], names: tuple[str, ...]) -> tuple[str, ...]:
+    """The names among `names` that a function accepts as keyword arguments.
+
+    >>> accepted_arguments(lambda arrays, *, epoch: None, ("epoch", "rng")), accepted_arguments(lambda arrays, **_: None, ("rng",))
+    (('epoch',), ('rng',))
+    """
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # some functions that are written in C
+        return ()
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+        return names
+    by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    own = {parameter.name for parameter in parameters if parameter.kind in by_keyword}
+    return tuple(name for name in names if name in own)
+
+
+def _generator(seed: int, epoch: int, index: int) -> numpy.random.RandomState:
+    """The random numbers of a sequence in an epoch, the same on every rank and in any order of the sequences.
+
+    A RandomState, as functions that were written for RETURNN expect.
+    """
+    return numpy.random.RandomState([seed, epoch, index])
+
+
 def open_map(where: str, keys: MapDatasetKeys, datasets: Mapping[str, Dataset]) -> Dataset:
-    """Put a function behind a dataset, and start its worker processes.
+    """Open a MapDataset and start its worker processes.
 
     Raises:
-        DataError: a function cannot be imported, or what it says about lengths makes no sense.
+        DataError: a function cannot be imported, or map_lengths returns something other than lengths.
     """
     dataset = datasets["dataset"]
     streams = dict(dataset.streams)
@@ -231,7 +247,7 @@ def open_map(where: str, keys: MapDatasetKeys, datasets: Mapping[str, Dataset]) 
         streams = {name: OutputKeys(**entry).stream() for name, entry in keys.map_outputs.items()}
     map_seq = _function(f"{where}.map_seq", keys.map_seq)
     map_lengths = _function(f"{where}.map_lengths", keys.map_lengths) if keys.map_lengths is not None else None
-    takes_epoch = map_lengths is not None and bool(accepted(map_lengths, ("epoch",)))
+    takes_epoch = map_lengths is not None and bool(accepted_arguments(map_lengths, ("epoch",)))
 
     def lengths_of(inside: Dataset, epoch: int) -> Mapping[str, Array]:
         lengths: Any = {name: column.copy() for name, column in inside.lengths.items()}
@@ -260,7 +276,7 @@ def _checked_lengths(where: str, lengths: Any, num_sequences: int, streams: Mapp
         if name not in lengths:
             raise DataError(
                 f"{where}.map_lengths: expected the lengths of {name!r}, got only {', '.join(map(repr, lengths))} "
-                "(a data key that was not there before has no length unless map_lengths gives one)"
+                "(map_lengths must return the lengths of new data keys)"
             )
         column = numpy.asarray(lengths[name])
         if column.shape != (num_sequences,) or column.dtype.kind not in "iu" or column.min(initial=0) < 0:

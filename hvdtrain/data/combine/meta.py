@@ -10,16 +10,14 @@ from typing import Any
 import numpy
 
 from hvdtrain.config.keys import REQUIRED, key
-from hvdtrain.data.batches import padded, sequences
-from hvdtrain.data.combine.tags import TagIndex, tag_bytes
-from hvdtrain.data.dataset import at_epoch, file_bounds
-from hvdtrain.data.plan.selection import used
-from hvdtrain.data.types import Array, Dataset, Padded, Stream
+from hvdtrain.data.combine.tags import TagIndex
+from hvdtrain.data.dataset import Dataset, DatasetKeys
+from hvdtrain.data.types import Array, Padded
 from hvdtrain.errors import DataError
 
 
 @dataclass(frozen=True, kw_only=True)
-class MetaDatasetKeys:
+class MetaDatasetKeys(DatasetKeys):
     """Keys of a dataset dict with `"class": "MetaDataset"`: data keys of several datasets, joined by tag."""
 
     datasets: dict[str, Any] = key(REQUIRED, "the datasets by name, each a dataset dict or HDF files")
@@ -30,11 +28,10 @@ class MetaDatasetKeys:
 
     @property
     def control(self) -> str:
-        """The dataset that says which sequences there are."""
+        """The name of the dataset that determines which sequences there are."""
         return self.seq_order_control_dataset or next(iter(self.datasets))
 
     def problems(self) -> list[str]:
-        """What is wrong between the keys."""
         problems = [] if self.datasets else ["datasets: expected at least one dataset, got none"]
         if not self.data_map:
             problems.append("data_map: expected at least one data key, got none")
@@ -50,12 +47,12 @@ class MetaDatasetKeys:
         return problems
 
 
-class MetaDataset:
+class MetaDataset(Dataset):
     """Sequence i of the control dataset, with data keys from all datasets.
 
     Args:
         sources: by data key: the name of a dataset and the data key there.
-        positions: by dataset: the number of its sequence that belongs to sequence i; None: i itself.
+        positions: by name of a dataset, the index of its sequence that belongs to sequence i; None: i itself.
     """
 
     def __init__(
@@ -69,19 +66,17 @@ class MetaDataset:
         self._control = datasets[control]
         self._positions = positions
         self._keys: dict[str, dict[str, str]] = {}
-        self.streams: Mapping[str, Stream] = {key: datasets[name].streams[there] for key, (name, there) in sources.items()}
+        self.streams = {key: datasets[name].streams[there] for key, (name, there) in sources.items()}
         for data_key, (name, there) in sources.items():
             self._keys.setdefault(name, {})[data_key] = there
         self._sources = sources
-        self.lengths: Mapping[str, Array] = self._joined_lengths()
-        self.mapped = frozenset(
-            data_key for data_key, (name, there) in sources.items() if there in getattr(datasets[name], "mapped", ())
-        )
+        self.lengths = self._joined_lengths()
+        self.mapped = frozenset(data_key for data_key, (name, there) in sources.items() if there in datasets[name].mapped)
+        self.varies = any(dataset.varies for dataset in datasets.values())
 
     def at_epoch(self, epoch: int) -> MetaDataset:
-        """The dataset with the random numbers of an epoch."""
         changed = copy(self)
-        changed._datasets = {name: at_epoch(dataset, epoch) for name, dataset in self._datasets.items()}
+        changed._datasets = {name: dataset.at_epoch(epoch) for name, dataset in self._datasets.items()}
         if any(dataset.lengths is not self._datasets[name].lengths for name, dataset in changed._datasets.items()):
             changed.lengths = changed._joined_lengths()
         return changed
@@ -90,14 +85,11 @@ class MetaDataset:
     def num_sequences(self) -> int:
         return self._control.num_sequences
 
-    @property
-    def group_bounds(self) -> Array:
-        """Where the sequences of each file of the control dataset begin, and where those of the last one end."""
-        return file_bounds(self._control)
+    def file_bounds(self) -> Array:
+        return self._control.file_bounds()
 
     def drawn(self, full_epoch: int) -> Array | None:
-        """The sequences that the control dataset takes for a full epoch; None: all."""
-        return used(self._control, None, full_epoch)
+        return self._control.drawn(full_epoch)
 
     def sequence(self, index: int) -> dict[str, Array]:
         result = {}
@@ -108,31 +100,29 @@ class MetaDataset:
         return {data_key: result[data_key] for data_key in self.streams}
 
     def sequences(self, indices: Sequence[int]) -> list[dict[str, Array]]:
-        """Some sequences; each dataset is asked for its part at once."""
+        """Each dataset reads its data keys of all the sequences at once."""
         result: list[dict[str, Array]] = [{} for _ in indices]
         for name, keys in self._keys.items():
             places = self._positions[name]
             there = indices if places is None else places[numpy.asarray(indices)].tolist()
-            for made, arrays in zip(result, sequences(self._datasets[name], there), strict=True):
+            for made, arrays in zip(result, self._datasets[name].sequences(there), strict=True):
                 made.update({data_key: arrays[source] for data_key, source in keys.items()})
         return [{data_key: made[data_key] for data_key in self.streams} for made in result]
 
     def padded(self, indices: Array) -> dict[str, Padded]:
-        """Some sequences as a batch; each dataset is asked for its part at once."""
+        """Each dataset reads its data keys of the batch at once."""
         result = {}
         for name, keys in self._keys.items():
             places = self._positions[name]
-            batch = padded(self._datasets[name], indices if places is None else places[indices])
+            batch = self._datasets[name].padded(indices if places is None else places[indices])
             result.update({data_key: batch[there] for data_key, there in keys.items()})
         return {data_key: result[data_key] for data_key in self.streams}
 
     def tags(self, indices: Sequence[int]) -> list[str]:
         return self._control.tags(indices)
 
-    def all_tags(self, start: int = 0, stop: int | None = None) -> Array:
-        """The tags of sequences `start` to before `stop` as UTF-8: numpy bytes of shape (number,)."""
-        stop = self.num_sequences if stop is None else stop
-        return tag_bytes(self._control, start, stop)
+    def tag_bytes(self, start: int, stop: int) -> Array:
+        return self._control.tag_bytes(start, stop)
 
     def _joined_lengths(self) -> dict[str, Array]:
         """By data key, the lengths in the order of the control dataset."""
@@ -147,14 +137,9 @@ class MetaDataset:
             dataset.close()
 
     def how_read(self) -> str:
-        """For the log."""
         joined = [name for name, places in self._positions.items() if places is not None]
-        parts = [f"{name}: {how}" for name, dataset in self._datasets.items() if (how := _how(dataset))]
+        parts = [f"{name}: {how}" for name, dataset in self._datasets.items() if (how := dataset.how_read())]
         return "; ".join(parts + ([f"{', '.join(joined)} joined by tag"] if joined else []))
-
-
-def _how(dataset: Dataset) -> str:
-    return str(getattr(dataset, "how_read", lambda: "")())
 
 
 def open_meta(where: str, keys: MetaDatasetKeys, datasets: Mapping[str, Dataset]) -> Dataset:
@@ -164,7 +149,7 @@ def open_meta(where: str, keys: MetaDatasetKeys, datasets: Mapping[str, Dataset]
         where: the config key of the dataset, for messages.
 
     Raises:
-        DataError: a data key is not there, tags are missing, or a tag is there twice.
+        DataError: a data key or a tag is missing, or a tag is there twice.
     """
     sources = {data_key: (str(name), str(there)) for data_key, (name, there) in keys.data_map.items()}
     for data_key, (name, there) in sources.items():

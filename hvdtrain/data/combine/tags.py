@@ -1,49 +1,27 @@
-"""Joining datasets by the tags of their sequences: arithmetic on arrays, as dicts of millions of strings need gigabytes."""
+"""Joining datasets by the tags of their sequences, with sorted arrays of hashes: dicts of millions of strings need gigabytes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy
 
-from hvdtrain.data.types import Array, Dataset
+from hvdtrain.data.dataset import Dataset
+from hvdtrain.data.types import Array
 from hvdtrain.errors import DataError
 
 BLOCK = 1 << 18
-"""Tags looked at together: some tens of size_text."""
+"""Tags read at once: some tens of megabytes."""
 
 
 def tag_blocks(dataset: Dataset, block: int = BLOCK) -> Iterator[tuple[int, Array]]:
-    """All tags in order, a block at a time: the number of the first one, and UTF-8 as numpy bytes of shape (block,)."""
+    """All tags in order, in blocks: the index of the first one, and the tags in UTF-8 as numpy bytes of shape (block,)."""
     for start in range(0, dataset.num_sequences, block):
-        yield start, tag_bytes(dataset, start, min(start + block, dataset.num_sequences))
-
-
-def tag_bytes(dataset: Dataset, start: int, stop: int) -> Array:
-    """The tags of sequences `start` to before `stop` as UTF-8: numpy bytes of shape (number,); in bulk where it can."""
-    in_bulk = getattr(dataset, "all_tags", None)
-    if in_bulk is not None:
-        return in_bulk(start, stop)  # type: ignore[no-any-return]  # the same contract
-    return numpy.array([tag.encode("utf-8") for tag in dataset.tags(range(start, stop))], dtype=bytes)
-
-
-def tag_bytes_of_several(first: Array, open_part: Callable[[int], Dataset], start: int, stop: int) -> Array:
-    """`tag_bytes` of datasets one behind the other.
-
-    Args:
-        first: where each one's sequences begin, and where those of the last one end.
-        open_part: the dataset of a number.
-    """
-    parts = []
-    for number in range(len(first) - 1):
-        begin, end = max(start, int(first[number])), min(stop, int(first[number + 1]))
-        if begin < end:
-            parts.append(tag_bytes(open_part(number), begin - int(first[number]), end - int(first[number])))
-    return numpy.concatenate(parts) if parts else numpy.zeros(0, dtype="S1")
+        yield start, dataset.tag_bytes(start, min(start + block, dataset.num_sequences))
 
 
 def hashes(tags: Array) -> Array:
-    """A number for every tag, uint64; it does not depend on how far the array pads the tags.
+    """The hash of every tag, uint64; it does not depend on the width to which the array pads the tags.
 
     >>> bool((hashes(numpy.array([b"a", b"b"], dtype="S3")) == hashes(numpy.array([b"a", b"b"], dtype="S20"))).all())
     True
@@ -70,9 +48,9 @@ def _odd(number: int) -> numpy.uint64:
 
 
 class TagIndex:
-    """The tags of one dataset, sorted by hash, to find those of others in.
+    """The tags of one dataset, sorted by hash, in which to look up the tags of other datasets.
 
-    It takes the bytes of the tags and 16 bytes a sequence; let go of it when everything is joined.
+    It takes the bytes of the tags and 16 bytes per sequence; release it when everything is joined.
 
     Raises:
         DataError: two sequences have the same tag.
@@ -89,13 +67,13 @@ class TagIndex:
         self._run = self._longest_run()
 
     def positions_in(self, name: str, other: Dataset) -> Array | None:
-        """For every sequence of this dataset the number of the other's sequence with the same tag; None: the same number.
+        """For every sequence of this dataset, the index of the other's sequence with the same tag; None: the same index.
 
         Tags are compared in full, so sequences with the same hash are not mistaken for each other. Sequences that only the
-        other dataset has are left out.
+        other dataset has are ignored.
 
         Raises:
-            DataError: the other one lacks some of the tags, or has one of them twice.
+            DataError: the other dataset lacks some of the tags, or has one of them twice.
         """
         if other.num_sequences == len(self._tags) and self._same_order(other):
             return None
@@ -118,7 +96,7 @@ class TagIndex:
         return all(bool((block == self._tags[start : start + len(block)]).all()) for start, block in tag_blocks(other))
 
     def _lookup(self, block: Array) -> tuple[Array, Array]:
-        """Which of the tags are here: places in this dataset, and places in the block."""
+        """Which tags of the block this dataset has: positions in the dataset, and in the block."""
         wanted = hashes(block)
         by_hash = numpy.argsort(wanted, kind="stable")  # sorted needles walk through the index in one direction
         places = numpy.empty(len(wanted), dtype=numpy.int64)
@@ -135,7 +113,7 @@ class TagIndex:
         return numpy.concatenate(here), numpy.concatenate(there)
 
     def _longest_run(self) -> int:
-        """How many tags have the same hash at most; the same tag twice is an error."""
+        """The largest number of tags with the same hash. Raises: DataError, if there is a tag twice."""
         longest = 1
         while len(same := numpy.flatnonzero(self._hashes[longest:] == self._hashes[:-longest])):
             first, second = self._order[same], self._order[same + longest]
@@ -149,7 +127,7 @@ class TagIndex:
 
 
 def _all(dataset: Dataset) -> Array:
-    """All tags as one array: the blocks are let go of while it is filled."""
+    """All tags as one array. The blocks are released while it is filled."""
     blocks = [block for _, block in tag_blocks(dataset)][::-1]
     width = max((block.dtype.itemsize for block in blocks), default=1)
     tags = numpy.empty(dataset.num_sequences, dtype=f"S{width}")
@@ -166,7 +144,7 @@ def _small(size: int) -> type[numpy.int32] | type[numpy.int64]:
 
 
 def _repeated(numbers: Array) -> Array:
-    """Where the second and later occurrences of a number are."""
+    """A mask of the second and later occurrences of a number."""
     _, first = numpy.unique(numbers, return_index=True)
     again = numpy.ones(len(numbers), dtype=bool)
     again[first] = False

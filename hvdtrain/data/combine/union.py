@@ -1,4 +1,4 @@
-"""CombinedDataset and ConcatDataset: the sequences of several datasets, one dataset behind the other."""
+"""CombinedDataset and ConcatDataset: the sequences of several datasets, one dataset after the other."""
 
 from __future__ import annotations
 
@@ -10,21 +10,20 @@ from typing import Any
 import numpy
 
 from hvdtrain.config.keys import REQUIRED, key, positive
-from hvdtrain.data.batches import merged, padded, sequences
-from hvdtrain.data.combine.tags import tag_bytes_of_several
-from hvdtrain.data.dataset import at_epoch, file_bounds
-from hvdtrain.data.types import Array, Dataset, Padded, Stream
+from hvdtrain.data.batches import merged
+from hvdtrain.data.dataset import Dataset, DatasetKeys, concatenated_tag_bytes, concatenated_tags, split
+from hvdtrain.data.types import Array, Padded, Stream
 from hvdtrain.errors import DataError
 
 
 @dataclass(frozen=True, kw_only=True)
-class CombinedDatasetKeys:
+class CombinedDatasetKeys(DatasetKeys):
     """Keys of a dataset dict with `"class": "CombinedDataset"`: the sequences of datasets with different data keys."""
 
     datasets: dict[str, Any] = key(REQUIRED, "the datasets by name, each a dataset dict or HDF files")
     sampling_sizes: int | dict[str, int] | None = key(
         None,
-        "so many sequences of each dataset in every full epoch, in turn from where the last one ended, instead of all; by name, "
+        "the number of sequences to take of each dataset in a full epoch instead of all, continuing where the last one ended; by name, "
         "or the same number for all",
         positive,
     )
@@ -33,7 +32,6 @@ class CombinedDatasetKeys:
     )
 
     def problems(self) -> list[str]:
-        """What is wrong between the keys."""
         problems = [] if self.datasets else ["datasets: expected at least one dataset, got none"]
         if not self.data_map:
             problems.append("data_map: expected at least one data key, got none")
@@ -59,18 +57,17 @@ class CombinedDatasetKeys:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConcatDatasetKeys:
-    """Keys of a dataset dict with `"class": "ConcatDataset"`: corpora with the same data keys, one behind the other."""
+class ConcatDatasetKeys(DatasetKeys):
+    """Keys of a dataset dict with `"class": "ConcatDataset"`: corpora with the same data keys, one after the other."""
 
     datasets: list[Any] = key(REQUIRED, "the datasets, each a dataset dict or HDF files, with the data keys of the first one")
 
     def problems(self) -> list[str]:
-        """What is wrong with the key."""
         return [] if self.datasets else ["datasets: expected at least one dataset, got none"]
 
 
-class UnionDataset:
-    """The sequences of several datasets, one dataset behind the other.
+class UnionDataset(Dataset):
+    """The sequences of several datasets, one dataset after the other.
 
     Args:
         keys: for each dataset, by data key here: the data key there. Where there is none, the sequence is empty.
@@ -90,14 +87,14 @@ class UnionDataset:
         self._keys = keys
         self._first = numpy.cumsum([0] + [dataset.num_sequences for dataset in datasets])
         self._empty = {name: numpy.zeros((0, *stream.shape), dtype=stream.dtype) for name, stream in streams.items()}
-        self.streams: Mapping[str, Stream] = streams
-        self.lengths: Mapping[str, Array] = {name: numpy.concatenate(self._columns(name)) for name in streams}
+        self.streams = streams
+        self.lengths = {name: numpy.concatenate(self._columns(name)) for name in streams}
         self.mapped = frozenset(name for name in streams if self._all_mapped(name))
+        self.varies = sampling_sizes is not None or any(dataset.varies for dataset in datasets)
 
     def at_epoch(self, epoch: int) -> UnionDataset:
-        """The dataset with the random numbers of an epoch."""
         changed = copy(self)
-        changed._datasets = [at_epoch(dataset, epoch) for dataset in self._datasets]
+        changed._datasets = [dataset.at_epoch(epoch) for dataset in self._datasets]
         if any(now.lengths is not before.lengths for now, before in zip(changed._datasets, self._datasets, strict=True)):
             changed.lengths = {name: numpy.concatenate(changed._columns(name)) for name in self.streams}
         return changed
@@ -106,16 +103,12 @@ class UnionDataset:
     def num_sequences(self) -> int:
         return int(self._first[-1])
 
-    @property
-    def group_bounds(self) -> Array:
-        """Where each file's sequences begin, and where those of the last one end."""
-        begins = [file_bounds(dataset)[:-1] + first for dataset, first in zip(self._datasets, self._first[:-1], strict=True)]
+    def file_bounds(self) -> Array:
+        begins = [dataset.file_bounds()[:-1] + first for dataset, first in zip(self._datasets, self._first[:-1], strict=True)]
         return numpy.concatenate([*begins, self._first[-1:]])
 
     def drawn(self, full_epoch: int) -> Array | None:
-        """The sequences of a full epoch (counted from 1), one dataset behind the other: of each the next so many, from the
-        beginning again where it ends. None: all.
-        """
+        """With `sampling_sizes`: the next sequences of each dataset, which starts again from the beginning where it ends."""
         if self._sampling_sizes is None:
             return None
         return numpy.concatenate(
@@ -129,54 +122,38 @@ class UnionDataset:
         return self.sequences([index])[0]
 
     def sequences(self, indices: Sequence[int]) -> list[dict[str, Array]]:
-        """Some sequences; each dataset is asked for its part at once."""
+        """Each dataset reads its sequences at once."""
         result: list[dict[str, Array]] = [{} for _ in indices]
-        wanted = numpy.asarray(indices, dtype=numpy.int64)
-        which = numpy.searchsorted(self._first, wanted, side="right") - 1
-        for number in numpy.unique(which).tolist():
-            places = numpy.flatnonzero(which == number).tolist()
+        for number, rows, inside in split(indices, self._first):
             keys = self._keys[number]
-            inside = (wanted[places] - self._first[number]).tolist()
-            for place, arrays in zip(places, sequences(self._datasets[number], inside), strict=True):
-                result[place] = {
+            for row, arrays in zip(rows.tolist(), self._datasets[number].sequences(inside.tolist()), strict=True):
+                result[row] = {
                     name: arrays[keys[name]].astype(self.streams[name].dtype, copy=False) if name in keys else empty
                     for name, empty in self._empty.items()
                 }
         return result
 
     def padded(self, indices: Array) -> dict[str, Padded]:
-        """Some sequences as a batch; each dataset is asked for its part at once."""
-        which = numpy.searchsorted(self._first, indices, side="right") - 1
+        """Each dataset reads its part of the batch at once."""
         parts = []
-        for number in numpy.unique(which).tolist():
-            rows = numpy.flatnonzero(which == number)
-            batch = padded(self._datasets[number], indices[rows] - self._first[number])
+        for number, rows, inside in split(indices, self._first):
+            batch = self._datasets[number].padded(inside)
             parts.append((rows, {name: batch[there] for name, there in self._keys[number].items()}))
         return merged(self.streams, len(indices), parts)
 
     def tags(self, indices: Sequence[int]) -> list[str]:
-        tags = [""] * len(indices)
-        which = numpy.searchsorted(self._first, indices, side="right") - 1
-        for number in numpy.unique(which):
-            places = numpy.flatnonzero(which == number)
-            inside = (numpy.asarray(indices)[places] - self._first[number]).tolist()
-            for place, tag in zip(places, self._datasets[number].tags(inside), strict=True):
-                tags[place] = tag
-        return tags
+        return concatenated_tags(indices, self._first, lambda number, inside: self._datasets[number].tags(inside.tolist()))
 
-    def all_tags(self, start: int = 0, stop: int | None = None) -> Array:
-        """The tags of sequences `start` to before `stop` as UTF-8: numpy bytes of shape (number,)."""
-        stop = self.num_sequences if stop is None else stop
-        return tag_bytes_of_several(self._first, lambda number: self._datasets[number], start, stop)
+    def tag_bytes(self, start: int, stop: int) -> Array:
+        return concatenated_tag_bytes(start, stop, self._first, lambda number, *inside: self._datasets[number].tag_bytes(*inside))
 
     def close(self) -> None:
         for dataset in self._datasets:
             dataset.close()
 
     def how_read(self) -> str:
-        """For the log."""
         sizes = ", ".join(str(dataset.num_sequences) for dataset in self._datasets)
-        ways = sorted({how for dataset in self._datasets if (how := getattr(dataset, "how_read", lambda: "")())})
+        ways = sorted({how for dataset in self._datasets if (how := dataset.how_read())})
         return "; ".join([f"{sizes} sequences of {len(self._datasets)} datasets", *ways])
 
     def _columns(self, name: str) -> list[Array]:
@@ -189,13 +166,13 @@ class UnionDataset:
     def _all_mapped(self, name: str) -> bool:
         """Whether a data key is memory-mapped wherever it is read."""
         return all(
-            name not in keys or keys[name] in getattr(dataset, "mapped", ())
+            name not in keys or keys[name] in dataset.mapped
             for dataset, keys in zip(self._datasets, self._keys, strict=True)
         )
 
 
 def open_combined(where: str, keys: CombinedDatasetKeys, datasets: Mapping[str, Dataset]) -> Dataset:
-    """Put datasets with different data keys together. Raises: DataError."""
+    """Open a CombinedDataset. Raises: DataError."""
     maps: dict[str, dict[str, str]] = {name: {} for name in datasets}
     for (name, there), here in keys.data_map.items():
         if there not in datasets[name].streams:
@@ -217,18 +194,18 @@ def open_combined(where: str, keys: CombinedDatasetKeys, datasets: Mapping[str, 
 
 
 def open_concat(where: str, keys: ConcatDatasetKeys, datasets: Mapping[str, Dataset]) -> Dataset:
-    """Put datasets with the same data keys one behind the other. Raises: DataError."""
+    """Open a ConcatDataset. Raises: DataError."""
     return concatenated(where, datasets)
 
 
 def concatenated(where: str, datasets: Mapping[str, Dataset]) -> UnionDataset:
-    """Datasets with the data keys of the first one, one behind the other; further keys are ignored. Raises: DataError."""
+    """Datasets with the data keys of the first one, one after the other; further keys are ignored. Raises: DataError."""
     streams = common_streams(where, {name: dataset.streams for name, dataset in datasets.items()})
     return UnionDataset(list(datasets.values()), [{name: name for name in streams} for _ in datasets], streams)
 
 
 def common_streams(where: str, given: Mapping[str, Mapping[str, Stream]]) -> dict[str, Stream]:
-    """The streams of the first dataset, which all others must have, too. Raises: DataError."""
+    """The streams of the first dataset, which all others must have. Raises: DataError."""
     first = next(iter(given))
     for name, streams in given.items():
         for data_key in given[first]:
@@ -241,7 +218,7 @@ def common_streams(where: str, given: Mapping[str, Mapping[str, Stream]]) -> dic
 
 
 def common_stream(where: str, given: Mapping[str, Stream]) -> Stream:
-    """What is read where one sequence comes from one source and the next from another. Raises: DataError."""
+    """One stream for data that comes from several. Raises: DataError, if dimension, shape or labels differ."""
     (first, stream), *others = given.items()
     labels = stream.labels
     for name, other in others:
@@ -250,7 +227,7 @@ def common_stream(where: str, given: Mapping[str, Stream]) -> Stream:
         if labels and other.labels and other.labels != labels:
             different = next((i for i, pair in enumerate(zip(labels, other.labels, strict=False)) if pair[0] != pair[1]), -1)
             raise DataError(
-                f"{where}: expected the labels of {first}, got others in {name} (the first that differs is number {different})"
+                f"{where}: expected the labels of {first}, got others in {name} (the first difference is at index {different})"
             )
         labels = labels or other.labels
     dtype = numpy.result_type(*[one.dtype for one in given.values()]) if others else stream.dtype

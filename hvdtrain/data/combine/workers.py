@@ -1,4 +1,4 @@
-"""Worker processes that answer one question after the other, in order."""
+"""Worker processes that answer questions in order."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
     from multiprocessing.context import ForkProcess
 
 AHEAD = 4
-"""Questions that wait for a worker. They are small, so they never fill a pipe, and nobody waits for ever to write."""
+"""The number of questions that are queued per worker. They are small, so that writing them to a pipe never blocks."""
 
 
 Question = TypeVar("Question")
 
 
 class Workers(Generic[Question]):
-    """Some processes that all do the same work; start them before other threads and the GPU are in use, as they are forked.
+    """Processes that all do the same work. They are forked: start them before other threads and the GPU are in use.
 
-    They end when they are closed, and as soon as this process ends, however it does: their pipe is closed then.
+    They end when they are closed, or when this process ends in any way, which closes their pipes.
 
     Args:
-        work: the answer to a question. Both are pickled.
+        work: returns the answer to a question. Both are pickled.
     """
 
     def __init__(self, count: int, work: Callable[[Question], Any]) -> None:
@@ -39,9 +39,9 @@ class Workers(Generic[Question]):
 
     def start(self) -> None:
         """Start the processes."""
-        import multiprocessing  # here, as `--help` and those who need no workers have no time for it
+        import multiprocessing  # here, so that `--help` does not import it
 
-        context = multiprocessing.get_context("fork")  # what they need is there already: nothing has to be pickled
+        context = multiprocessing.get_context("fork")  # they inherit all they need: nothing is pickled
         for number in range(self._count):
             here, there = context.Pipe()
             inherited = [*self._pipes, here]
@@ -54,7 +54,7 @@ class Workers(Generic[Question]):
 
     @property
     def usable(self) -> bool:
-        """Whether they were started by this process; another one forked from it must not take their answers."""
+        """Whether this process started the workers: a process forked from it must not take their answers."""
         return bool(self._pipes) and self._process == os.getpid()
 
     def results(self, questions: Sequence[Question]) -> list[Any]:
@@ -62,7 +62,7 @@ class Workers(Generic[Question]):
 
         Raises:
             DataError: the work did.
-            RuntimeError: the work raised something else, which is shown with its traceback, or a process died.
+            RuntimeError: the work raised another exception, whose traceback is in the message, or a process died.
         """
         made: list[Any] = []
         asked = received = 0
@@ -81,7 +81,7 @@ class Workers(Generic[Question]):
         except WorkerDied:
             raise
         except BaseException:
-            for number in range(received, asked):  # so that the next question is not given an old answer
+            for number in range(received, asked):  # so that the next question does not get an old answer
                 self._take(number % self._count)
             raise
         return made
@@ -117,15 +117,15 @@ class Workers(Generic[Question]):
 
 
 class WorkerDied(RuntimeError):
-    """A process ended without being told to: killed for want of memory, or crashed in native code."""
+    """A worker process ended unexpectedly: it was killed, for example for lack of memory, or crashed in native code."""
 
 
 def _answer(work: Callable[[Any], Any], pipe: Connection, inherited: list[Connection]) -> None:
-    """A worker's life. It ends when nobody can ask any more."""
-    # What stops a training reaches all its processes; the first one saves and then ends the others.
+    """The main function of a worker process. It returns when the other end of the pipe is closed."""
+    # These signals reach all processes of a training; the main process saves a checkpoint and then ends the workers.
     for stopping in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(stopping, signal.SIG_IGN)
-    for other in inherited:  # while this process held the others' ends, they would not notice that nobody asks
+    for other in inherited:  # else they would stay open while this process lives, and their workers would not end
         other.close()
     while True:
         try:

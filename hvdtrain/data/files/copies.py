@@ -1,15 +1,15 @@
 """Copies of data files on a local disk, for files on a network: `cache_dir`.
 
-All processes and jobs of a host may use one folder at the same time. They do not talk to each other, they hold locks (flock)
-on files in it, which the system takes back when a process ends, however it does:
+All processes and jobs of a host may use a folder at the same time. They coordinate by locks (flock) on files in the folder, which the
+system releases when a process ends in any way:
 
-    .lock                     held for moments, by whoever looks at the folder or changes it
-    DIGEST-NAME               a whole copy; its time of access says when it was last wanted
-    partial-DIGEST-NAME       a copy that is being made, as long as the whole one will be; locked by who makes it
-    process-NAME              a process and the copies that it uses; locked as long as the process lives
+    .lock                     locked for moments by a process that lists or changes the folder
+    DIGEST-NAME               a complete copy; its access time says when it was last used
+    partial-DIGEST-NAME       a copy in progress, already of the final size; locked by the process that writes it
+    process-NAME              lists the copies that a process uses; locked as long as the process lives
 
-The digest is that of the original's path, size and time of change: of a file that was changed there is no copy yet.
-What is not locked by anybody, and no whole copy, is garbage of a process that was killed, and is removed.
+The digest is of the path, size and modification time of the original, so a file that was changed is copied again.
+A file that is neither a complete copy nor locked was left by a process that was killed, and is removed.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from hvdtrain.data.files.sizes import parse_size, size_text
 from hvdtrain.data.files.transfer import Progress, is_unlocked, look_at, open_to_lock, transfer, try_lock
 
 PAUSE = 0.05
-"""Seconds between two looks at what another process holds."""
+"""Seconds between two attempts to get a lock that another process holds."""
 
 LEAST_FREE = 10 << 30
-"""Bytes of the disk that are left free for others, or a twentieth of it where that is less."""
+"""Bytes of the disk that are left free, or a twentieth of the disk if that is less."""
 
 PARTIAL = "partial-"
 
 A_COPY = re.compile(rf"({PARTIAL})?[0-9a-f]{{16}}-.")
-"""What the names of copies begin with. Whatever else lies in the folder is not ours."""
+"""The names of copies, complete or partial. Other files in the folder are left alone."""
 
 
 class NotCopied(Exception):
-    """A file is to be read where it is: there is no room for a copy, or the folder cannot be used."""
+    """A file is not copied but read from its original path: there is no room for a copy, or the folder cannot be used."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,20 +53,20 @@ class CopyKeys(Section):
 
     cache_dir: str | None = key(
         None,
-        "a folder on a local disk of every host: data files are copied there first, once a host, and read from there; "
-        "None: they are read where they are",
+        "a folder on a local disk of every host: data files are copied there first, once per host, and read from there; "
+        "None: they are read from their original paths",
     )
     cache_dir_size: int | str = key(
         -1,
-        "what all copies in cache_dir may take together, with K, M or G; those that no running job uses make room for new ones; "
-        "-1: as much as the disk has",
+        "limit of the size of all copies in cache_dir, with K, M or G; copies that no running job uses are removed for new ones; "
+        "-1: the size of the disk",
         Rule("a size such as '500G', or -1", parsed_by(parse_size)),
     )
 
 
 @dataclass(frozen=True)
 class Copy:
-    """A whole copy: where it is, how many bytes it has, and whether this process made it."""
+    """A complete copy: its path, its size in bytes, and whether this process made it."""
 
     path: Path
     size: int
@@ -74,10 +74,10 @@ class Copy:
 
 
 class CopyFolder:
-    """A folder of copies, as one process sees it. What the process asked for is not removed before it closes or ends.
+    """A folder of copies, as used by one process. The copies that it uses are not removed until it closes the folder or ends.
 
     Args:
-        budget: bytes that all copies in the folder may take together; None: as much as the disk has.
+        budget: limit in bytes of all copies in the folder; None: the size of the disk.
     """
 
     def __init__(self, folder: Path, budget: int | None) -> None:
@@ -88,7 +88,7 @@ class CopyFolder:
         self._own_name = f"process-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
 
     def open(self) -> None:
-        """Make the folder, if it is not there, and register as one that uses it. Raises: NotCopied."""
+        """Create the folder, if there is none, and register this process in it. Raises: NotCopied."""
         with self._usable():
             self._folder.mkdir(parents=True, exist_ok=True)
             self._lock = open_to_lock(self._folder / ".lock", os.O_CREAT)
@@ -97,7 +97,7 @@ class CopyFolder:
                 fcntl.flock(self._own, fcntl.LOCK_EX)
 
     def close(self) -> None:
-        """Others may remove the copies that only this process used."""
+        """Unregister, so that other processes may remove the copies that only this process used."""
         if self._own is not None:
             with suppress(OSError):
                 (self._folder / self._own_name).unlink()
@@ -107,7 +107,7 @@ class CopyFolder:
         self._lock = self._own = None
 
     def copy(self, original: Path, progress: Progress) -> Copy:
-        """The copy of a file. It is made unless it is there; if another process is making it, it is waited for.
+        """The copy of a file. It is made if there is none; if another process is making it, wait for that.
 
         Raises:
             DataError: the file cannot be read, or changed while it was copied.
@@ -116,7 +116,7 @@ class CopyFolder:
         size, changed = look_at(original)
         name = copy_name(original, size, changed)
         with self._usable():
-            os.write(_opened(self._own), os.fsencode(f"{name}\0"))  # first of all: from now on nobody removes it
+            os.write(_opened(self._own), os.fsencode(f"{name}\0"))  # before anything else: from now on no process removes it
             while True:
                 with self._locked():
                     if (self._folder / name).exists():
@@ -141,7 +141,7 @@ class CopyFolder:
         return Copy(self._folder / name, size, made=True)
 
     def _begin(self, name: str, size: int) -> int | None:
-        """Under the folder's lock: a file to copy to, open and locked; None: another process has it. Raises: NotCopied."""
+        """Under the folder's lock: an open and locked file to copy to; None: another process has it. Raises: NotCopied."""
         path = self._folder / f"{PARTIAL}{name}"
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
@@ -150,7 +150,7 @@ class CopyFolder:
                 return None
             os.ftruncate(file, 0)  # what a killed process left
             self._make_room(size)
-            os.ftruncate(file, size)  # no bytes yet, but others see what is promised
+            os.ftruncate(file, size)  # without contents yet, but other processes see how much room it will need
         except BaseException:
             path.unlink()
             os.close(file)
@@ -158,7 +158,7 @@ class CopyFolder:
         return file
 
     def _make_room(self, size: int) -> None:
-        """Under the folder's lock: remove garbage, and copies that nobody uses, the longest unused first. Raises: NotCopied."""
+        """Under the folder's lock: remove what killed processes left, then unused copies, least recently used first. Raises: NotCopied."""
         used = self._in_use()
         spare: list[tuple[int, int, Path]] = []
         total = promised = 0
@@ -177,9 +177,9 @@ class CopyFolder:
         missing = max(size - free, 0 if self._budget is None else total + size - self._budget)
         if missing > sum(bytes_of for _, bytes_of, _ in spare):
             why = (
-                f"of {size_text(self._budget)} (cache_dir_size) {size_text(total)} are taken"
+                f"{size_text(total)} of {size_text(self._budget)} (cache_dir_size) are used"
                 if self._budget is not None and total + size - self._budget >= size - free
-                else f"the disk has {size_text(max(0, free))} to give"
+                else f"the disk has {size_text(max(0, free))} left for copies"
             )
             raise NotCopied(f"no room for {size_text(size)} in {self._folder} (cache_dir): {why}")
         for _, bytes_of, path in sorted(spare):
@@ -189,7 +189,7 @@ class CopyFolder:
             missing -= bytes_of
 
     def _in_use(self) -> set[str]:
-        """Under the folder's lock: the names of the copies that a living process uses."""
+        """Under the folder's lock: the names of the copies that running processes use."""
         used: set[str] = set()
         for path in self._folder.glob("process-*"):
             if is_unlocked(path):
@@ -199,7 +199,7 @@ class CopyFolder:
         return used
 
     def _written(self, name: str) -> int:
-        """How many bytes of a copy another process has made."""
+        """The number of bytes that another process has written of a copy."""
         try:
             return (self._folder / f"{PARTIAL}{name}").stat().st_blocks * 512
         except FileNotFoundError:
@@ -217,7 +217,7 @@ class CopyFolder:
 
     @contextmanager
     def _usable(self) -> Iterator[None]:
-        """What the system says against writing into the folder, as NotCopied."""
+        """Turn an error of writing to the folder into NotCopied."""
         try:
             yield
         except OSError as error:
@@ -226,14 +226,15 @@ class CopyFolder:
 
 @dataclass
 class Copies:
-    """What became of the files of a job on one host, as one process sees it.
+    """The copies of a job's files on one host, as one process sees them.
 
     Attributes:
-        places: by a file's name as the config has it, that of its copy.
-        made: how many of the copies this process made, and how many bytes these have.
-        size: bytes of all copies.
-        seconds: how long it took, waiting for others included.
-        not_copied: by file name (or 'all files'), why it is read from where it is.
+        places: by the path of a file in the config, the path of its copy.
+        made: the number of copies that this process made.
+        made_size: their size in bytes.
+        size: the size of all copies in bytes.
+        seconds: how long it took, including waiting for other processes.
+        not_copied: by path of a file (or 'all files'), why it is read from its original path.
     """
 
     folder: str = ""
@@ -271,7 +272,7 @@ def copy_files(folder: CopyFolder, paths: Iterable[str], progress: Progress) -> 
 
 
 def copy_name(original: Path, size: int, changed: int) -> str:
-    """The name of a file's copy. It ends like the file's own, which is what messages about the copy show.
+    """The name of a file's copy. It ends with the name of the file, which messages about the copy show.
 
     >>> copy_name(Path("/data/train.hdf"), 1000, 1)
     'c2086792c8a752da-train.hdf'
@@ -281,7 +282,7 @@ def copy_name(original: Path, size: int, changed: int) -> str:
 
 
 def _opened(file: int | None) -> int:
-    """Raises: OSError, after `close`: the program may end while a thread still copies."""
+    """An open file. Raises: OSError, after `close`: the program may end while a thread still copies."""
     if file is None:
         raise OSError(errno.EBADF, "the folder was closed")
     return file

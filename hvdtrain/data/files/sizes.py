@@ -1,4 +1,4 @@
-"""Sizes in bytes, as people write and read them."""
+"""Parsing and formatting sizes in bytes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def parse_sizes(value: int | str | Sequence[int | str]) -> list[int | None]:
-    """Budgets in bytes for train, dev and eval: 0 none, None unlimited. Raises: ValueError.
+    """Budgets in bytes for train, dev and eval (0: none, None: unlimited). Raises: ValueError.
 
     >>> parse_sizes("2G"), parse_sizes([0, "1M"]), parse_sizes("-1,1K,0")
     ([2147483648, 0, 0], [0, 1048576, 0], [None, 1024, 0])
@@ -22,7 +22,7 @@ def parse_sizes(value: int | str | Sequence[int | str]) -> list[int | None]:
 
 
 def parse_size(value: int | str) -> int | None:
-    """Bytes; None where it is negative: no limit. Raises: ValueError.
+    """A size in bytes; None (no limit) if it is negative. Raises: ValueError.
 
     >>> parse_size("1.5k"), parse_size(7), parse_size("-1")
     (1536, 7, None)
@@ -36,7 +36,7 @@ def parse_size(value: int | str) -> int | None:
 
 
 def size_text(size: int) -> str:
-    """A number of bytes for people.
+    """A number of bytes as text.
 
     >>> size_text(5 << 30), size_text(3_456_789), size_text(10_000)
     ('5.0 GB', '3.3 MB', '9.8 KB')

@@ -1,4 +1,4 @@
-"""Copying a file once, however many processes want the copy."""
+"""Copying the bytes of a file, and the file locks by which processes coordinate."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from pathlib import Path
 from hvdtrain.errors import DataError
 
 BLOCK = 8 << 20
-"""Bytes read and written at once."""
+"""The number of bytes read and written at once."""
 
 SYNC = 32
-"""Blocks after which what was written is forced to the disk: so the last of it takes no minutes without a sign of life."""
+"""The number of blocks after which data is flushed to the disk, so that the last flush does not take minutes without progress."""
 
 Progress = Callable[[int], None]
-"""Is told a number that changes as long as the copying makes progress, here or in the process that is waited for."""
+"""Called with a number of bytes that changes while copying makes progress, in this process or in the one that it waits for."""
 
 
 def look_at(original: Path) -> tuple[int, int]:
-    """Size in bytes, and time of change in nanoseconds. Raises: DataError."""
+    """Size in bytes, and modification time in nanoseconds. Raises: DataError."""
     try:
         about = original.stat()
     except OSError as error:
@@ -32,7 +32,17 @@ def look_at(original: Path) -> tuple[int, int]:
 
 
 def transfer(original: Path, copy: int, size: int, changed: int, progress: Progress) -> None:
-    """Copy all bytes, to the disk. Raises: DataError, where the original is to blame; OSError, where the copy is."""
+    """Copy all bytes and flush them to the disk.
+
+    Args:
+        copy: file descriptor of the copy.
+        size: of the original in bytes.
+        changed: modification time of the original in nanoseconds.
+
+    Raises:
+        DataError: the original cannot be read, or was changed meanwhile.
+        OSError: the copy cannot be written.
+    """
     block = memoryview(bytearray(min(BLOCK, max(1, size))))
     done = number = 0
     try:
@@ -56,13 +66,13 @@ def transfer(original: Path, copy: int, size: int, changed: int, progress: Progr
                 os.fdatasync(copy)
             progress(done)
     if done != size or look_at(original) != (size, changed):
-        raise DataError(f"{original}: expected a file that stays as it is while it is copied, got one that was changed")
+        raise DataError(f"{original}: expected a file that does not change while it is copied, got one that was changed")
     os.fsync(copy)
     os.utime(copy, ns=(time.time_ns(), changed))
 
 
 def open_to_lock(path: Path, flags: int = 0) -> int:
-    """A file that may be another user's. Some network file systems want it writable to lock it."""
+    """Open a file, possibly of another user, to lock it. Some network file systems need it to be writable for that."""
     try:
         return os.open(path, os.O_RDWR | flags, 0o666)
     except PermissionError:
@@ -70,7 +80,7 @@ def open_to_lock(path: Path, flags: int = 0) -> int:
 
 
 def try_lock(file: int) -> bool:
-    """Whether nobody else holds a file's lock: it is ours then."""
+    """Take the lock of a file, unless another process holds it; whether that succeeded."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -79,7 +89,7 @@ def try_lock(file: int) -> bool:
 
 
 def is_unlocked(path: Path) -> bool:
-    """Whether the process that held a file's lock has ended."""
+    """Whether no process holds the lock of a file."""
     file = open_to_lock(path)
     try:
         return try_lock(file)

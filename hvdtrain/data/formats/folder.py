@@ -21,21 +21,20 @@ Item = tuple[str, dict[str, Array]]
 class FolderDataset(Sequence[Item]):
     """Files named by tag, in the order of the transcript; without one, in the order of their names.
 
-    A tag is a file's path in the folder without its suffix. The key 'data' holds what is in the file: an array as it is, or
-    16-bit PCM sound as float32 from -1 to 1 of shape (samples, channels). The key 'classes' holds the transcript.
+    A tag is the path of a file in the folder without its suffix. The data key 'data' holds the content of the file: an array as it
+    is, or 16-bit PCM sound as float32 from -1 to 1 of shape (samples, channels). The data key 'classes' holds the transcript.
 
     Its lengths are not known before the files are read, so it is converted once with hvdtrain dump.
 
     Args:
-        folder: where the files are, those in folders inside included.
+        folder: the folder of the files, which may be in subfolders.
         transcript: a text file with lines `tag text`.
-        vocabulary: a text file with an entry a line, the first is class 0; `<unk>` stands for all others. Without it the
-            classes are those that occur in the transcript, in alphabetical order: the same in training and development data
-            only by chance.
-        units: what an entry is: a character of the text, or a word between spaces.
+        vocabulary: a text file with one entry per line, the first is class 0; `<unk>` stands for everything else. Without it the
+            classes are the units of the transcript in alphabetical order: not the same in training and development data.
+        units: whether an entry is a character of the text, or a word between spaces.
 
     Attributes:
-        labels: the entries of the vocabulary, by key.
+        labels: the entries of the vocabulary, by data key.
 
     Raises:
         DataError: a file is missing or not as described here.
@@ -101,11 +100,11 @@ class FolderDataset(Sequence[Item]):
         if path.suffix == ".npy":
             return _array(path)
         rate, values = _sound(path)
-        if self._rate is None:  # by the first file of all, so that it does not matter where one begins
+        if self._rate is None:  # of the first file of all, so that the result does not depend on which file is read first
             first = next((file for file in map(self._files.__getitem__, self._tags) if file.suffix == ".wav"), path)
             self._rate = rate if first == path else _sound(first)[0]
         if rate != self._rate:
-            raise DataError(f"{path}: expected {self._rate} samples a second as in the first file, got {rate}")
+            raise DataError(f"{path}: expected {self._rate} samples per second as in the first file, got {rate}")
         return values
 
 
@@ -128,7 +127,7 @@ def _transcript(path: Path, units: Units) -> dict[str, list[str]]:
     for number, line in enumerate(read_lines(path), start=1):
         tag, _, text = line.strip().partition(" ")
         if not tag or tag in texts:
-            raise DataError(f"{path}: expected `tag text` with a tag of its own, got {line[:80]!r} in line {number}")
+            raise DataError(f"{path}: expected `tag text` with a different tag on every line, got {line[:80]!r} in line {number}")
         texts[tag] = split(text, units)
     return texts
 
@@ -144,7 +143,7 @@ def _array(path: Path) -> Array:
 
 
 def _sound(path: Path) -> tuple[int, Array]:
-    """Samples a second, and the samples."""
+    """The sampling rate in Hz, and the samples."""
     try:
         with wave.open(str(path), "rb") as file:
             channels, width, rate, samples = file.getparams()[:4]
@@ -155,5 +154,5 @@ def _sound(path: Path) -> tuple[int, Array]:
         raise DataError(f"{path}: expected a .wav file of 16-bit PCM, got {8 * width} bits")
     if len(stored) != samples * channels * width:
         raise DataError(f"{path}: expected {samples} samples as its header says, got {len(stored) // (channels * width)}")
-    # As floats with an axis of channels: RETURNN takes whole numbers without one for class indices.
+    # As floats with a channel axis: RETURNN takes integers without one for class indices.
     return rate, (numpy.frombuffer(stored, "<i2").astype(numpy.float32) / 32768).reshape(samples, channels)

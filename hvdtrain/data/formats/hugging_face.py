@@ -15,7 +15,7 @@ from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError, DataError
 
 BLOCK = 64
-"""Rows read at once: looking up one takes a millisecond, most of it spent on finding the way."""
+"""The number of rows read at once: reading a single row takes about a millisecond, most of which is overhead."""
 
 Item = tuple[str, dict[str, Array]]
 
@@ -26,8 +26,8 @@ class Column:
 
     Attributes:
         name: of the column.
-        convert: from a row's value, and the row's name for messages, to its array. Raises: DataError.
-        labels: the classes' names, where the column has them.
+        convert: makes an array of the value of a row, given a description of the row for messages. Raises: DataError.
+        labels: the names of the classes, if the column has them.
         decodes: whether the values are encoded files.
     """
 
@@ -40,24 +40,24 @@ class Column:
 class HuggingFaceDataset(Sequence[Item]):
     """The rows of a folder that `save_to_disk` wrote, each a sequence.
 
-    What a column becomes follows from its type: whole numbers and lists of them, class indices (a ClassLabel brings the
-    classes' names); lists of floats, numbers of shape (frames,); lists of lists and Array2D, vectors of shape (frames,
+    The type of a column determines its arrays: integers and lists of them, class indices (a ClassLabel has the names of the
+    classes); lists of floats, numbers of shape (frames,); lists of lists and Array2D, vectors of shape (frames,
     features); strings and lists of them, texts, or classes of a vocabulary; Audio, float32 from -1 to 1 of shape (samples,
     channels). A single value is a sequence of one frame.
 
     Its lengths are not known before the rows are read, so it is converted once with hvdtrain dump.
 
     Args:
-        folder: what `save_to_disk` wrote.
-        part: which of the datasets, where they are several ("train", "test", ...).
-        columns: by data key, the column; None: all columns under their own names, without that of the tags.
+        folder: the folder that `save_to_disk` wrote.
+        part: the name of one dataset ("train", "test", ...), if the folder holds several.
+        columns: by data key, the column; None: all columns under their own names, without the column of the tags.
         tag: the column of the tags; None: row-0, row-1, ...
-        vocabulary: by data key, for columns of strings, a text file with an entry a line; the first is class 0, and `<unk>`
-            stands for all that are not there. The other strings stay texts.
-        units: what an entry is: a character of a string, or a word between spaces. Of a list of strings, each is an entry.
+        vocabulary: by data key, for columns of strings, a text file with one entry per line; the first is class 0, and `<unk>`
+            stands for everything else. Columns of strings without a vocabulary stay texts.
+        units: whether an entry is a character of a string, or a word between spaces. In a list of strings, each one is an entry.
 
     Attributes:
-        labels: the classes' names, by data key.
+        labels: the names of the classes, by data key.
 
     Raises:
         DataError: the package is not installed, or what is in the folder is not as described here.
@@ -108,7 +108,7 @@ class HuggingFaceDataset(Sequence[Item]):
     def __getitem__(self, index: int | slice) -> Item | list[Item]:
         if isinstance(index, slice):
             return [self[number] for number in range(*index.indices(len(self)))]
-        number = range(len(self))[index]  # counts negative ones from the end, and raises IndexError
+        number = range(len(self))[index]  # also handles negative numbers, and raises IndexError
         if number not in self._block:
             first = number // BLOCK * BLOCK
             self._values = self._rows[first : first + BLOCK]
@@ -144,7 +144,7 @@ def _load(folder: str, part: str | None) -> Any:
 
 
 def _undecoded(rows: Any, names: Sequence[str]) -> Any:
-    """The dataset with files as they are: its own decoder needs a framework."""
+    """The dataset with encoded files left undecoded: the decoder of the package needs a framework."""
     import datasets
 
     for name in names:
@@ -153,7 +153,7 @@ def _undecoded(rows: Any, names: Sequence[str]) -> Any:
 
 
 def _column(folder: str, feature: Any, name: str, vocabulary: Vocabulary | None, units: Units) -> Column:
-    """How a column of a type is converted. Raises: DataError, where it cannot be."""
+    """How a column of some type is converted. Raises: DataError, if the type is not supported."""
     import datasets
 
     axes, inner = 0, feature
@@ -161,13 +161,14 @@ def _column(folder: str, feature: Any, name: str, vocabulary: Vocabulary | None,
         axes, inner = 2, datasets.Value(feature.dtype)
     while isinstance(inner, (datasets.Sequence, datasets.List, datasets.LargeList)) and axes < 2:
         axes, inner = axes + 1, inner.feature
-    if vocabulary is not None and getattr(inner, "dtype", "") not in ("string", "large_string"):
+    is_text = isinstance(inner, datasets.Value) and inner.dtype in ("string", "large_string")
+    if vocabulary is not None and not is_text:
         raise DataError(f"vocabulary: expected a column of strings, got {feature} in column {name!r} of {folder}")
     if isinstance(inner, datasets.Audio) and axes == 0:
         return Column(name, _sound_of(inner.sampling_rate), decodes=True)
     if isinstance(inner, datasets.ClassLabel) and axes < 2:
         return Column(name, _numbers(max(axes, 1), "int32"), tuple(inner.names))
-    if isinstance(inner, datasets.Value) and inner.dtype in ("string", "large_string") and axes < 2:
+    if is_text and axes < 2:
         if vocabulary is None:
             return Column(name, lambda value, where: numpy.array(list(value) if axes else [str(value)], dtype=object))
         return Column(name, _classes(vocabulary, units), tuple(vocabulary.entries))
@@ -182,9 +183,10 @@ def _column(folder: str, feature: Any, name: str, vocabulary: Vocabulary | None,
 def _numbers(axes: int, dtype: str) -> Callable[[Any, str], Array]:
     def convert(value: Any, where: str) -> Array:
         try:
-            array = numpy.asarray(list(value) if getattr(value, "dtype", "") == "object" else value, dtype=dtype)
+            ragged = isinstance(value, numpy.ndarray) and value.dtype == object
+            array = numpy.asarray(list(value) if ragged else value, dtype=dtype)
         except (TypeError, ValueError) as error:
-            raise DataError(f"{where}: expected numbers in rows of one length, got: {error}") from None
+            raise DataError(f"{where}: expected numbers in rows of the same length, got: {error}") from None
         array = array.reshape(1) if array.ndim == 0 else array
         if array.ndim != axes:
             raise DataError(f"{where}: expected numbers with {axes} axes, got {array.ndim} of shape {array.shape}")
@@ -203,7 +205,7 @@ def _classes(vocabulary: Vocabulary, units: Units) -> Callable[[Any, str], Array
 
 
 def _sound_of(rate: int | None) -> Callable[[Any, str], Array]:
-    """Decode sound of a rate; where the dataset does not say one, that of the first file read."""
+    """Decode sound of a sampling rate in Hz; None: that of the first file that is read."""
     try:
         import soundfile
     except ImportError:
@@ -220,7 +222,7 @@ def _sound_of(rate: int | None) -> Callable[[Any, str], Array]:
             raise DataError(f"{where}: expected a sound file, got: {error}") from None
         rates.append(found)
         if found != rates[0]:
-            raise DataError(f"{where}: expected {rates[0]} samples a second, got {found}")
+            raise DataError(f"{where}: expected {rates[0]} samples per second, got {found}")
         del rates[1:]
         return samples  # type: ignore[no-any-return]  # soundfile has no types
 

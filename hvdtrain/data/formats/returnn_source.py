@@ -1,7 +1,7 @@
 """Datasets of RETURNN, read by RETURNN itself, as a source of sequences to convert.
 
-Its datasets hand out sequences one after the other, and many do not know beforehand how long they are, or how many. So they
-are converted once with hvdtrain dump, and trained on from the HDF file.
+RETURNN's datasets yield sequences one after the other, and many do not know their number or lengths in advance. So they are converted
+once with hvdtrain dump; training reads the HDF file.
 """
 
 from __future__ import annotations
@@ -15,22 +15,15 @@ from typing import Any
 
 import numpy
 
+from hvdtrain.data.dataset import Item, SequenceSource
 from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError, DataError
 
-Item = tuple[str, dict[str, Array]]
-
-
-class ReturnnDataset:
+class ReturnnDataset(SequenceSource):
     """A dataset that the installed RETURNN opens and reads.
 
     Args:
-        dataset: the dict as it stands in a RETURNN config. Its order keys (seq_ordering, partition_epoch, ...) are RETURNN's
-            business, and so are the files it names.
-
-    Attributes:
-        labels: the classes' names, by data key, where RETURNN knows them.
-        dims: how many classes there are, by data key, of sparse data.
+        dataset: the dict of a RETURNN config. RETURNN handles its order keys (seq_ordering, partition_epoch, ...) and its files.
 
     Raises:
         DataError: RETURNN is not installed, or cannot open the dataset.
@@ -44,38 +37,23 @@ class ReturnnDataset:
         self._name = f"{dataset['class']} of RETURNN"
         init_dataset = _returnn()
         self._dataset = self._asked("that it can open", lambda: init_dataset(dict(dataset)))
+        self._epoch = 1
         self.labels: dict[str, list[str]] = {}
         self.dims: dict[str, int] = {}
 
-    def of_epoch(self, epoch: int) -> tuple[int | None, Callable[[int, int | None], Iterator[Item]]]:
-        """How many sequences an epoch has, where that is known, and what reads those from one number up to another.
-
-        RETURNN goes through an epoch from its beginning: sequences before the first one wanted are made and passed over.
-        """
-        self._asked(f"whose epoch {epoch} can begin", lambda: self._dataset.init_seq_order(epoch))
+    def begin_epoch(self, epoch: int) -> int | None:
+        self._epoch = epoch
+        self._init_epoch()
         try:
             total: int | None = int(self._dataset.num_seqs)
-        except Exception:  # RETURNN's way of saying that it does not know; which exception is up to the class
+        except Exception:  # how RETURNN says that it does not know; the class of the exception depends on the dataset
             total = None
         self._describe()
-        return total, lambda start, stop: self._read(epoch, start, stop)
+        return total
 
-    def _describe(self) -> None:
-        """The dimensions and labels: some of RETURNN's datasets know their data keys only when an epoch has begun."""
-        labels = dict(getattr(self._dataset, "labels", None) or {})
-        for key in self._keys():
-            dim = int(self._dataset.get_data_dim(key) or 0)
-            names: Sequence[Any] = labels.get(key) or ()
-            if self._dataset.is_data_sparse(key) and dim > 1:  # RETURNN writes 1 where it does not know
-                self.dims[key] = dim
-            if len(names) == dim and list(names) != ["dummy-label"]:
-                self.labels[key] = [name.decode("utf-8") if isinstance(name, bytes) else str(name) for name in names]
-
-    def _keys(self) -> list[str]:
-        return sorted(self._asked("that tells its data keys", self._dataset.get_data_keys))
-
-    def _read(self, epoch: int, start: int, stop: int | None) -> Iterator[Item]:
-        self._asked(f"whose epoch {epoch} can begin", lambda: self._dataset.init_seq_order(epoch))  # from the beginning again
+    def read(self, start: int, stop: int | None) -> Iterator[Item]:
+        """RETURNN reads an epoch from its beginning: the sequences before `start` are made and dropped."""
+        self._init_epoch()
         keys = self._keys()
         axes = {key: not self._dataset.is_data_sparse(key) for key in keys}
         for number in count() if stop is None else range(stop):
@@ -85,6 +63,23 @@ class ReturnnDataset:
             if number >= start:
                 yield item
 
+    def _init_epoch(self) -> None:
+        self._asked(f"whose epoch {self._epoch} can begin", lambda: self._dataset.init_seq_order(self._epoch))
+
+    def _describe(self) -> None:
+        """Set the dimensions and labels, which some of RETURNN's datasets only know once an epoch has begun."""
+        labels = dict(self._dataset.labels or {})
+        for key in self._keys():
+            dim = int(self._dataset.get_data_dim(key) or 0)
+            names: Sequence[Any] = labels.get(key) or ()
+            if self._dataset.is_data_sparse(key) and dim > 1:  # RETURNN gives 1 if it does not know
+                self.dims[key] = dim
+            if len(names) == dim and list(names) != ["dummy-label"]:
+                self.labels[key] = [name.decode("utf-8") if isinstance(name, bytes) else str(name) for name in names]
+
+    def _keys(self) -> list[str]:
+        return sorted(self._asked("that tells its data keys", self._dataset.get_data_keys))
+
     def _item(self, number: int, is_dense: Mapping[str, bool]) -> Item | None:
         if not self._dataset.is_less_than_num_seqs(number):
             return None
@@ -93,7 +88,7 @@ class ReturnnDataset:
         return str(self._dataset.get_tag(number)), arrays
 
     def _asked(self, what: str, question: Callable[[], Any]) -> Any:
-        """RETURNN's answer. It tells what is wrong by any exception, most of all by assertions without a word."""
+        """Call RETURNN. It raises any kind of exception for bad data, often an assertion without a message. Raises: DataError."""
         try:
             return question()
         except Exception as error:
@@ -105,12 +100,12 @@ class ReturnnDataset:
 
 
 def _returnn() -> Callable[[dict[str, Any]], Any]:
-    """RETURNN's function that opens datasets, with what it wants to find: a config of the whole process, and a log."""
+    """RETURNN's function that opens datasets, after setting up the global config and the log that it needs. Raises: DataError."""
     try:
         from returnn.config import Config, get_global_config, set_global_config
         from returnn.datasets.basic import init_dataset
         from returnn.log import log
-        from tree import map_structure  # noqa: F401  # of the package dm-tree, which RETURNN needs but does not ask for
+        from tree import map_structure  # noqa: F401  # of the package dm-tree, which RETURNN needs but does not declare
     except ImportError as error:
         raise DataError(
             f"ReturnnDataset: expected the packages returnn and dm-tree, got: {error} (pip install hvdtrain[returnn])"
@@ -118,14 +113,14 @@ def _returnn() -> Callable[[dict[str, Any]], Any]:
     if get_global_config(raise_exception=False) is None:
         set_global_config(Config())
     if not log.initialized:
-        log.initialize(logs=[logging.StreamHandler()], verbosity=[2], propagate=True)  # stderr; else it takes stdout
+        log.initialize(logs=[logging.StreamHandler()], verbosity=[2], propagate=True)  # stderr; the default is stdout
     return init_dataset  # type: ignore[no-any-return]  # RETURNN is not typed here
 
 
 def _frames(values: Any, is_dense: bool) -> Array:
-    """The array as it is stored: frames on the first axis; whole numbers of dense data with a feature axis.
+    """The array as stored: frames on the first axis, and a feature axis for dense integers.
 
-    Without one they would be class indices to every reader, RETURNN among them.
+    Without a feature axis every reader, including RETURNN, would take integers for class indices.
     """
     array = numpy.asarray(values)
     if array.ndim == 0:  # one number or text for the sequence

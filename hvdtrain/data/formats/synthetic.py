@@ -1,4 +1,4 @@
-"""Datasets that are made up: random sequences (DummyDataset) and the 12AX task (Task12AXDataset)."""
+"""Synthetic datasets: meaningless numbers (DummyDataset) and the 12-AX memory task (Task12AXDataset)."""
 
 from __future__ import annotations
 
@@ -8,22 +8,38 @@ from dataclasses import dataclass
 import numpy
 
 from hvdtrain.config.keys import REQUIRED, key, not_negative, positive
-from hvdtrain.data.types import Array, Dataset, Stream
+from hvdtrain.data.dataset import Dataset, DatasetKeys
+from hvdtrain.data.types import Array, Stream
+
+SYMBOLS = "123ABCXYZ"
+ANSWERS = "LR"
+SHORTEST, LONGEST = 10, 99
+"""Of the 12-AX task: the classes of 'data' and of 'classes', and the limits of a sequence's length."""
+
+
+class SyntheticDataset(Dataset):
+    """A dataset whose sequences are computed when they are read."""
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.lengths["data"])
+
+    def tags(self, indices: Sequence[int]) -> list[str]:
+        return [f"seq-{index}" for index in indices]
 
 
 @dataclass(frozen=True, kw_only=True)
-class DummyDatasetKeys:
-    """Keys of a dataset dict with `"class": "DummyDataset"`: numbers without a meaning."""
+class DummyDatasetKeys(DatasetKeys):
+    """Keys of a dataset dict with `"class": "DummyDataset"`: meaningless numbers."""
 
     input_dim: int = key(REQUIRED, "dimension of the vectors in 'data'", positive)
     output_dim: int = key(REQUIRED, "number of classes in 'classes'", positive)
-    num_seqs: int = key(REQUIRED, "how many sequences there are", positive)
+    num_seqs: int = key(REQUIRED, "number of sequences", positive)
     seq_len: int | dict[str, int] = key(
         2, "frames of every sequence, or a dict with the frames of 'data' and 'classes'", positive
     )
 
     def problems(self) -> list[str]:
-        """What is wrong between the keys."""
         if not isinstance(self.seq_len, dict):
             return []
         right = self.seq_len.keys() == {"data", "classes"} and min(self.seq_len.values()) >= 0
@@ -31,19 +47,15 @@ class DummyDatasetKeys:
         return [] if right else [f"{expected}, got {self.seq_len}"]
 
 
-class DummyDataset:
-    """Keys 'data' (vectors of numbers from -0.5 to 0.4) and 'classes'; both count on from the sequence's number."""
+class DummyDataset(SyntheticDataset):
+    """Data keys 'data' (vectors of numbers from -0.5 to 0.4) and 'classes'; both count up from the index of the sequence."""
 
     def __init__(self, input_dim: int, output_dim: int, num_sequences: int, frames: Mapping[str, int]) -> None:
-        self.streams: Mapping[str, Stream] = {
+        self.streams = {
             "data": Stream(numpy.dtype(numpy.float32), (input_dim,), input_dim, sparse=False),
             "classes": Stream(numpy.dtype(numpy.int32), (), output_dim, sparse=True),
         }
-        self.lengths: Mapping[str, Array] = {name: numpy.full(num_sequences, frames[name], numpy.int32) for name in self.streams}
-
-    @property
-    def num_sequences(self) -> int:
-        return len(self.lengths["data"])
+        self.lengths = {name: numpy.full(num_sequences, frames[name], numpy.int32) for name in self.streams}
 
     def sequence(self, index: int) -> dict[str, Array]:
         frames, dim = int(self.lengths["data"][index]), self.streams["data"].dim
@@ -51,62 +63,40 @@ class DummyDataset:
         classes = numpy.arange(index, index + int(self.lengths["classes"][index])) % self.streams["classes"].dim
         return {"data": values.reshape(frames, dim).astype(numpy.float32), "classes": classes.astype(numpy.int32)}
 
-    def tags(self, indices: Sequence[int]) -> list[str]:
-        return [f"seq-{index}" for index in indices]
-
-    def close(self) -> None:
-        """There is no file to let go of."""
-
 
 def open_dummy(where: str, keys: DummyDatasetKeys, datasets: Mapping[str, Dataset]) -> Dataset:
-    """The dataset that the keys describe."""
+    """Open a DummyDataset."""
     frames = keys.seq_len if isinstance(keys.seq_len, dict) else {"data": keys.seq_len, "classes": keys.seq_len}
     return DummyDataset(keys.input_dim, keys.output_dim, keys.num_seqs, frames)
 
 
-SYMBOLS = "123ABCXYZ"
-ANSWERS = "LR"
-LONGEST = 99
-SHORTEST = 10
-
-
 @dataclass(frozen=True, kw_only=True)
-class Task12AXDatasetKeys:
+class Task12AXDatasetKeys(DatasetKeys):
     """Keys of a dataset dict with `"class": "Task12AXDataset"`: a synthetic memory task."""
 
-    num_seqs: int = key(REQUIRED, "how many sequences there are, each of 10 to 99 frames", positive)
-    fixed_random_seed: int = key(1, "other sequences for another seed; they stay the same from epoch to epoch", not_negative)
+    num_seqs: int = key(REQUIRED, "number of sequences, each of 10 to 99 frames", positive)
+    fixed_random_seed: int = key(1, "seed of the sequences, which are the same in every epoch", not_negative)
 
 
-class Task12AXDataset:
-    """Keys 'data' (the symbol as a vector of 9, one of which is 1) and 'classes' (0: L, 1: R); a function of the seed."""
+class Task12AXDataset(SyntheticDataset):
+    """Data keys 'data' (one-hot vectors of 9 symbols) and 'classes' (0: L, 1: R), a function of the seed."""
 
     def __init__(self, num_sequences: int, seed: int) -> None:
         self._seed = seed
         lengths = numpy.random.RandomState(seed).randint(SHORTEST, LONGEST + 1, size=num_sequences).astype(numpy.int32)
-        self.streams: Mapping[str, Stream] = {
+        self.streams = {
             "data": Stream(numpy.dtype(numpy.float32), (len(SYMBOLS),), len(SYMBOLS), sparse=False),
             "classes": Stream(numpy.dtype(numpy.int32), (), len(ANSWERS), sparse=True, labels=tuple(ANSWERS)),
         }
-        self.lengths: Mapping[str, Array] = {"data": lengths, "classes": lengths}
-
-    @property
-    def num_sequences(self) -> int:
-        return len(self.lengths["data"])
+        self.lengths = {"data": lengths, "classes": lengths}
 
     def sequence(self, index: int) -> dict[str, Array]:
         symbols = self._symbols(index)
         data = numpy.eye(len(SYMBOLS), dtype=numpy.float32)[[SYMBOLS.index(symbol) for symbol in symbols]]
         return {"data": data, "classes": numpy.array([ANSWERS.index(answer) for answer in answers(symbols)], dtype=numpy.int32)}
 
-    def tags(self, indices: Sequence[int]) -> list[str]:
-        return [f"seq-{index}" for index in indices]
-
-    def close(self) -> None:
-        """There is no file to let go of."""
-
     def _symbols(self, index: int) -> str:
-        """Mostly AX and BY behind digits, so that R is not too rare."""
+        """Mostly AX and BY after digits, so that R is not too rare."""
         length = int(self.lengths["data"][index])
         generator = numpy.random.RandomState([self._seed, index])
         text = ""
@@ -139,5 +129,5 @@ def answers(symbols: str) -> str:
 
 
 def open_task12ax(where: str, keys: Task12AXDatasetKeys, datasets: Mapping[str, Dataset]) -> Dataset:
-    """The dataset that the keys describe."""
+    """Open a Task12AXDataset."""
     return Task12AXDataset(keys.num_seqs, keys.fixed_random_seed)

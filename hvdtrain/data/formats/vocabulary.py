@@ -1,4 +1,4 @@
-"""Text as class indices: a vocabulary is a list of entries, and an entry's place in it is its class."""
+"""Text as class indices: a vocabulary is a list of entries, and the class of an entry is its index in the list."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hvdtrain.errors import DataError
 Units = Literal["characters", "words"]
 
 UNKNOWN = "<unk>"
-"""The entry of a vocabulary that stands for everything that is not in it."""
+"""The entry of a vocabulary that stands for everything that the vocabulary lacks."""
 
 
 class Vocabulary:
@@ -31,7 +31,7 @@ class Vocabulary:
         self._classes = {entry: number for number, entry in enumerate(entries)}
 
     def check(self, units: Sequence[str], source: str, tag: str) -> None:
-        """Whether a sequence can be written with it. Raises: DataError, naming `source` and `tag`."""
+        """Check that the vocabulary has all units of a sequence. Raises: DataError, naming `source` and `tag`."""
         for unit in units if UNKNOWN not in self._classes else ():
             if unit not in self._classes:
                 raise DataError(
@@ -40,7 +40,7 @@ class Vocabulary:
                 )
 
     def classes(self, units: Sequence[str]) -> Array:
-        """The class of every unit: int32 of shape (len(units),). They were checked before."""
+        """The class of every unit, which `check` accepted: int32 of shape (len(units),)."""
         unknown = self._classes.get(UNKNOWN, -1)
         return numpy.array([self._classes.get(unit, unknown) for unit in units], dtype=numpy.int32)
 
@@ -55,7 +55,7 @@ def split(text: str, units: Units) -> list[str]:
 
 
 def read_vocabulary(path: Path) -> Vocabulary:
-    """A text file with an entry a line; the first is class 0. Raises: DataError."""
+    """Read a text file with one entry per line; the first is class 0. Raises: DataError."""
     entries = read_lines(path)
     if len(set(entries)) < len(entries):
         twice = next(entry for entry, times in Counter(entries).items() if times > 1)

@@ -1,4 +1,4 @@
-"""Compression in HDF5 files: the filters of h5py, and those of the package hdf5plugin, imported where a file needs them."""
+"""Compression in HDF5 files: the filters of h5py, and those of the package hdf5plugin, which is imported if a file needs it."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ IN_PLUGIN = {
     32028: "sperr",
     32033: "htj2k",
 }
-"""HDF5's numbers of the compression filters in the package hdf5plugin, the newest version of it."""
+"""HDF5's numbers of the compression filters in the newest version of the package hdf5plugin."""
 
 FILTERS = {1: "gzip", 4: "szip", 32000: "lzf", **IN_PLUGIN}
-"""HDF5's numbers of compression filters. Those that only rearrange or check bytes (shuffle, Fletcher) are none."""
+"""HDF5's numbers of compression filters, without those that only rearrange or check bytes (shuffle, Fletcher)."""
 
 LEAST, MOST = 16 << 10, 256 << 10
-"""Bytes of a chunk: below, finding a chunk costs more than reading it; above, too much is read for one short sequence."""
+"""Limits of the bytes of a chunk. Finding a smaller one costs more than reading it; of a larger one, too much is read per sequence."""
 
 
 def options(compression: str) -> dict[str, Any]:
-    """What h5py's `create_dataset` takes for a compression.
+    """The arguments of h5py's `create_dataset` for a compression.
 
     Raises:
-        DataError: there is none of this name, or the package it needs is not installed.
+        DataError: its name is unknown, or the package that it needs is not installed.
     """
     if compression in ("gzip", "lzf"):
         return {"compression": compression}
@@ -57,7 +57,7 @@ def options(compression: str) -> dict[str, Any]:
 
 
 def chunk_length(total: int, num_sequences: int, frame_bytes: int) -> int:
-    """How many frames to store as a chunk: about one sequence, within limits.
+    """The number of frames of a chunk: about one sequence, within `LEAST` and `MOST`.
 
     >>> chunk_length(800_000, 1000, 160), chunk_length(8_000_000, 1_000_000, 4), chunk_length(5, 1, 1 << 20)
     (800, 4096, 1)
@@ -67,14 +67,14 @@ def chunk_length(total: int, num_sequences: int, frame_bytes: int) -> int:
 
 
 def filters_of(dataset: h5py.Dataset) -> list[tuple[int, str]]:
-    """The numbers and names of the filters a dataset went through, in order."""
+    """The numbers and names of the filters of a dataset, in order."""
     made = dataset.id.get_create_plist()
     found = [made.get_filter(place) for place in range(made.get_nfilters())]
     return [(number, FILTERS.get(number) or name.decode("utf-8", errors="replace") or "?") for number, _, _, name in found]
 
 
 def load_filters(path: object, dataset: h5py.Dataset) -> None:
-    """Make sure that a dataset can be read.
+    """Make the filters available that a dataset needs.
 
     Raises:
         DataError: it is compressed with a filter that is not installed.
@@ -90,7 +90,7 @@ def load_filters(path: object, dataset: h5py.Dataset) -> None:
 
 
 def _provider(number: int) -> str:
-    """Where a filter that is not there is to be had."""
+    """How to get a filter that is missing."""
     if number in IN_PLUGIN:
         return (
             "pip install hdf5plugin" if _plugin() is None else "pip install --upgrade hdf5plugin: this version does not have it"
@@ -98,13 +98,13 @@ def _provider(number: int) -> str:
     if number in FILTERS:
         return "the HDF5 library that h5py was built with lacks it; pip install --force-reinstall h5py gives one that has it"
     return (
-        "it is not in hdf5plugin; HDF5's list of registered filters, by number, says whose it is: set HDF5_PLUGIN_PATH to where "
-        "it is installed, or have the file written with another one"
+        "it is not in hdf5plugin; HDF5's list of registered filters tells by number who provides it: set HDF5_PLUGIN_PATH to the folder "
+        "where it is installed, or write the file with another compression"
     )
 
 
 def _plugin() -> Any:
-    """The package hdf5plugin, or None where it is not installed. Importing it makes its filters known to h5py."""
+    """The package hdf5plugin, or None if it is not installed. Importing it registers its filters with h5py."""
     try:
         return importlib.import_module("hdf5plugin")
     except ImportError:

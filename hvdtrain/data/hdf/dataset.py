@@ -4,35 +4,33 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy
 
 from hvdtrain.data.batches import pad
+from hvdtrain.data.dataset import Dataset, concatenated_tag_bytes, concatenated_tags
 from hvdtrain.data.hdf.file import HDFFile
 from hvdtrain.data.hdf.gather import Memory, Part, gather
 from hvdtrain.data.hdf.layouts import names_in
-from hvdtrain.data.types import Array, External, Padded, Stream
+from hvdtrain.data.types import Array, External, Padded
 from hvdtrain.errors import DataError
 
-MANY = 8
-"""Fewer sequences than this from each of several files are read one by one: looking for more at once takes longer then."""
+SEQUENCES_PER_FILE = 8
+"""If a batch has fewer sequences per file than this, they are read one by one, which is faster then than file by file."""
 
 
-class HDFDataset:
+class HDFDataset(Dataset):
     """The sequences of one or several HDF files, one file after the other.
 
     All files have the data keys of the first one, with the same dimensions; further keys of a later file are ignored.
-
-    Attributes:
-        mapped: the data keys that are read through memory maps in all files.
     """
 
     def __init__(self, files: list[HDFFile]) -> None:
         self._files = files
-        self.streams: Mapping[str, Stream] = files[0].streams
-        self.lengths: Mapping[str, Array] = files[0].lengths
+        self.streams = files[0].streams
+        self.lengths = files[0].lengths
         if len(files) > 1:
             self.lengths = {key: numpy.concatenate([file.lengths[key] for file in files]) for key in self.streams}
         self.mapped = frozenset(key for key in self.streams if all(key in file.mapped for file in files))
@@ -43,9 +41,7 @@ class HDFDataset:
     def num_sequences(self) -> int:
         return int(self._first[-1])
 
-    @property
-    def group_bounds(self) -> Array:
-        """Where each file's sequences begin, and where those of the last one end."""
+    def file_bounds(self) -> Array:
         return numpy.array(self._first, dtype=numpy.int64)
 
     def sequence(self, index: int) -> dict[str, Array]:
@@ -56,20 +52,19 @@ class HDFDataset:
         return self._files[which].sequence(index - self._first[which], keys)
 
     def padded(self, indices: Array) -> dict[str, Padded]:
-        """Some sequences as a batch, gathered at once where they lie in mapped files, and not in too many."""
+        """Gathers sequences from memory maps file by file, unless they are spread over too many files."""
         if len(self._files) == 1:
             return self._gathered(indices, [(self._files[0], numpy.arange(len(indices)), indices)])
         which = numpy.searchsorted(self._first, indices, side="right") - 1
         numbers = numpy.unique(which).tolist()
-        if len(numbers) * MANY > len(indices):
-            sequences = [self.sequence(index) for index in indices.tolist()]
-            return {key: pad([sequence[key] for sequence in sequences]) for key in self.streams}
+        if len(numbers) * SEQUENCES_PER_FILE > len(indices):
+            return super().padded(indices)
         rows = [numpy.flatnonzero(which == number) for number in numbers]
         places = [(self._files[n], here, indices[here] - self._first[n]) for n, here in zip(numbers, rows, strict=True)]
         return self._gathered(indices, places)
 
     def _gathered(self, indices: Array, places: list[tuple[HDFFile, Array, Array]]) -> dict[str, Padded]:
-        """A batch; for each file, the rows that come from it, and which of its sequences they are."""
+        """A batch; `places` has each file, the rows of the batch that come from it, and their indices in the file."""
         batch = {}
         for key in self.streams:
             if key in self.mapped:
@@ -81,31 +76,17 @@ class HDFDataset:
         return batch
 
     def tags(self, indices: Sequence[int]) -> list[str]:
-        tags = [""] * len(indices)
-        which = numpy.searchsorted(self._first, indices, side="right") - 1
-        for number in numpy.unique(which):
-            places = numpy.flatnonzero(which == number)
-            inside = numpy.asarray(indices)[places] - self._first[number]
-            for place, tag in zip(places, self._files[number].tags(inside), strict=True):
-                tags[place] = tag
-        return tags
+        return concatenated_tags(indices, self._first, lambda number, inside: self._files[number].tags(inside))
 
-    def all_tags(self, start: int = 0, stop: int | None = None) -> Array:
-        """The tags of sequences `start` to before `stop` as UTF-8: numpy bytes of shape (number,), read in bulk."""
-        stop = self.num_sequences if stop is None else stop
-        parts = []
-        for first, file in zip(self._first, self._files, strict=False):
-            inside = slice(max(0, start - first), min(file.num_sequences, stop - first))
-            if inside.start < inside.stop:
-                parts.append(file.all_tags(inside.start, inside.stop))
-        return numpy.concatenate(parts) if parts else numpy.zeros(0, dtype="S1")
+    def tag_bytes(self, start: int, stop: int) -> Array:
+        return concatenated_tag_bytes(start, stop, self._first, lambda number, *inside: self._files[number].tag_bytes(*inside))
 
     def close(self) -> None:
         for file in self._files:
             file.close()
 
     def how_read(self) -> str:
-        """For the log: which keys are mapped and which are read through h5py."""
+        """Which data keys are memory-mapped and which are read through h5py."""
         mapped = sorted({key for file in self._files for key in self.streams if key in file.mapped})
         through = sorted({key for file in self._files for key in self.streams if key not in file.mapped})
         parts = [f"{', '.join(mapped)} memory-mapped"] if mapped else []
@@ -116,10 +97,10 @@ def open_hdf(paths: Sequence[str | os.PathLike[str]], external: External = "refu
     """Open HDF files as one dataset.
 
     Args:
-        external: whether to read other files where these lead to them.
+        external: whether to read other files that these refer to.
 
     Raises:
-        DataError: a file is missing, no HDF5 file, damaged, not in this layout, or does not go with the first one.
+        DataError: a file is missing, not an HDF5 file, damaged, not in this layout, or does not match the first one.
     """
     files: list[HDFFile] = []
     for path in paths:

@@ -1,7 +1,7 @@
-"""One HDF file in RETURNN's layout, read through a memory map where that can be done.
+"""One HDF file in RETURNN's layout, read through a memory map if possible.
 
-Opening reads the lengths, in one read, and nothing else. A contiguous dataset is mapped: a sequence is then a view of the page
-cache, which all ranks of a host share. What is chunked or compressed goes through h5py.
+Opening a file reads only the lengths. A contiguous dataset is memory-mapped: a sequence is then a view of the page cache, which all
+ranks of a host share. Chunked and compressed datasets are read through h5py.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import numpy
 from hvdtrain.data.files.unchanged import Identity, check_same, identity
 from hvdtrain.data.hdf.compression import load_filters
 from hvdtrain.data.hdf.layouts import (
-    check_place,
+    check_links,
     lengths_in,
     name_of,
-    names_read,
+    members_read,
     open_file,
     sources_of,
     stream_of,
@@ -32,7 +32,7 @@ from hvdtrain.errors import DataError
 
 
 class HDFFile:
-    """One file: opened, checked, indexed. Sequences are counted from 0.
+    """One file: opened, checked and indexed. Sequences are counted from 0.
 
     Attributes:
         lengths: by data key, int32 of shape (num_sequences,).
@@ -54,12 +54,12 @@ class HDFFile:
             self._identity = _identity(file)
             try:
                 self._index(file)
-            except (OSError, RuntimeError, KeyError, ValueError) as error:  # what h5py raises where the structure is damaged
+            except (OSError, RuntimeError, KeyError, ValueError) as error:  # what h5py raises for a damaged file
                 raise DataError(f"{path}: expected a whole HDF5 file, got a damaged one: {error}") from None
         self.mapped = frozenset(self._arrays)
 
     def sequence(self, index: int, keys: Iterable[str]) -> dict[str, Array]:
-        """The arrays of one sequence; views of the file where it is mapped."""
+        """The arrays of one sequence; views of the file for mapped data keys."""
         result = {}
         for key in keys:
             starts = self._starts[key]
@@ -76,11 +76,11 @@ class HDFFile:
         return result
 
     def frames(self, key: str) -> Array:
-        """All frames of a mapped key, one sequence behind the other."""
+        """All frames of a mapped key, one sequence after the other."""
         return self._arrays[key]
 
     def starts(self, key: str) -> Array:
-        """Where each sequence's frames begin, and where the last one's end: int64 of shape (num_sequences + 1,)."""
+        """The first frame of every sequence, then the number of frames: int64 of shape (num_sequences + 1,)."""
         return self._starts[key]
 
     def tags(self, indices: Array) -> list[str]:
@@ -97,8 +97,8 @@ class HDFFile:
         texts = [text_of(value) for value in few]
         return [texts[place] for place in places]
 
-    def all_tags(self, start: int, stop: int) -> Array:
-        """The tags of sequences `start` to before `stop` as numpy bytes; cut at the first zero byte, as by `tags`."""
+    def tag_bytes(self, start: int, stop: int) -> Array:
+        """The tags from `start` up to `stop` (exclusive) as numpy bytes, cut at the first zero byte as by `tags`."""
         try:
             stored: Array = self._file()["seqTags"][start:stop]
         except OSError as error:
@@ -112,14 +112,14 @@ class HDFFile:
         return stored
 
     def close(self) -> None:
-        """Let go of the file; what was mapped stays valid for those who still hold a view."""
+        """Close the file. Views of memory-mapped data stay valid."""
         self._arrays = {}
         if self._handle is not None:
             self._handle.close()
             self._handle = None
 
     def _array(self, key: str) -> Any:
-        """What `key` is sliced from, opened by the process that reads: handles of h5py do not survive a fork."""
+        """The array or h5py dataset of a key, opened in the process that reads: handles of h5py do not survive a fork."""
         dataset = self._file()[self._names[key]]
         if key not in self._arrays:
             self._arrays[key] = dataset
@@ -133,7 +133,7 @@ class HDFFile:
         if self._handle is None:
             handle = open_file(self.path)
             try:
-                check_same(self.path, self._identity, _identity(handle))  # the index is that of the file opened at the start
+                check_same(self.path, self._identity, _identity(handle))  # the index is of the file that was opened first
             except DataError:
                 handle.close()
                 raise
@@ -141,7 +141,7 @@ class HDFFile:
         return self._handle
 
     def _unreadable(self, what: str, error: OSError) -> DataError:
-        """That something cannot be read: because the file is another by now, or damaged."""
+        """The error for something that cannot be read: the file was replaced or changed, or is damaged."""
         try:
             check_same(self.path, self._identity, identity(self.path.stat()))
         except OSError as gone:
@@ -151,10 +151,10 @@ class HDFFile:
         return DataError(f"{self.path}: cannot read {what}: {error}")
 
     def _index(self, file: h5py.File) -> None:
-        """Find the sequences of every data key, and check that everything fits together."""
+        """Find the sequences of every data key, and check that the parts of the file are consistent."""
         path = self.path
-        for name in names_read(file):
-            check_place(path, file, name, self._external)
+        for name in members_read(file):
+            check_links(path, file, name, self._external)
         sources = sources_of(path, file)
         self.lengths = lengths_in(path, file, sources)
         self.num_sequences = len(next(iter(self.lengths.values())))
@@ -163,7 +163,7 @@ class HDFFile:
             load_filters(path, dataset)
             self.streams[key] = stream_of(path, file, key, dataset)
             starts = numpy.zeros(self.num_sequences + 1, dtype=numpy.int64)
-            starts[1:] = self.lengths[key]  # in place: numpy would make a copy to sum up integers of another size
+            starts[1:] = self.lengths[key]  # in place: cumsum of int32 would make a copy
             numpy.cumsum(starts, out=starts)
             if starts[-1] != len(dataset):
                 raise DataError(
@@ -180,12 +180,12 @@ class HDFFile:
 
 
 def _identity(file: h5py.File) -> Identity:
-    """That of the very file that is open, whatever lies under its name by now."""
+    """The identity of the file that is open, which may have been replaced since."""
     return identity(os.fstat(file.id.get_vfd_handle()))
 
 
 def _mapped(path: Path, dataset: h5py.Dataset) -> Array | None:
-    """The dataset as an array on the mapped file, or None where its layout does not allow it."""
+    """The dataset as a memory-mapped array, or None if its layout does not allow it."""
     if (
         dataset.external
         or dataset.is_virtual
@@ -194,13 +194,13 @@ def _mapped(path: Path, dataset: h5py.Dataset) -> Array | None:
         or dataset.chunks is not None
     ):
         return None
-    if dataset.id.get_type() != h5py.h5t.py_create(dataset.dtype, logical=True):  # h5py converts what numpy has no type for
+    if dataset.id.get_type() != h5py.h5t.py_create(dataset.dtype, logical=True):  # a type that numpy lacks, which h5py converts
         return None
     if dataset.size == 0:
         return numpy.zeros(dataset.shape, dtype=dataset.dtype)
     offset = dataset.id.get_offset()
-    if offset is None:  # stored inside the header
+    if offset is None:  # stored in the header
         return None
-    # A plain array instead of numpy.memmap: slicing it is several times faster.
+    # A plain array instead of a numpy.memmap: slicing it is several times faster.
     place = path if dataset.file.filename == str(path) else dataset.file.filename  # a link may lead to another file
     return numpy.memmap(place, dtype=dataset.dtype, mode="r", offset=offset, shape=dataset.shape).view(numpy.ndarray)

@@ -1,4 +1,4 @@
-"""Sequences picked out of long arrays into a batch, at about the speed at which memory is copied."""
+"""Gathering sequences from memory-mapped arrays into a batch, at about the speed of copying memory."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ import numpy
 from hvdtrain.data.types import Array
 
 SHORT = 512
-"""Sequences of up to so many bytes are gathered frame by frame; longer ones are copied one by one, which is faster then."""
+"""Sequences of up to this many bytes are gathered frame by frame in one operation; longer ones are copied one by one."""
 
 REUSED = 1 << 16
-"""Bytes: smaller batches come from numpy, which has memory of that size at hand."""
+"""Bytes from which on memory is reused; numpy itself is fast for smaller batches."""
 
 KEPT = 4
-"""Most pieces of free memory that are kept for the next batches."""
+"""The maximal number of free pieces of memory that are kept for the next batches."""
 
 
 class Memory:
-    """Memory for batches, used again when the last array on it is gone.
+    """Memory for batches, which is reused when the last array on it is gone.
 
-    Fresh memory of the size of a batch comes from the system page by page, which takes longer than filling it.
+    The system provides new memory of the size of a batch page by page, which takes longer than filling it.
     """
 
     def __init__(self) -> None:
         self._free: list[bytearray] = []
 
     def empty(self, shape: tuple[int, ...], dtype: numpy.dtype[Any]) -> Array:
-        """An array with anything in it."""
+        """An uninitialized array."""
         size = math.prod(shape) * dtype.itemsize
         if size < REUSED:
             return numpy.empty(shape, dtype)
         try:
             piece = self._free.pop()
-        except IndexError:  # of an empty list; asking first would be no help where threads share it
+        except IndexError:  # the list is empty; checking first would be a race between threads
             piece = bytearray()
         if len(piece) < size:
-            piece = bytearray(size + size // 4)  # room for a batch that is a bit larger
-        # Every view, of whatever kind, holds on to the array that stands directly on memory that is not numpy's.
+            piece = bytearray(size + size // 4)  # room for a slightly larger batch
+        # Every view holds a reference to `root`, which is directly on memory that numpy does not own.
         root = numpy.frombuffer(piece, numpy.uint8, size)
         weakref.finalize(root, self._give_back, piece).atexit = False
         return root.view(dtype).reshape(shape)
@@ -54,7 +54,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Part:
-    """The rows of a batch that come from one array, and where in it they begin; both int64 of shape (number of rows,)."""
+    """The rows of a batch that come from one array, and their first frames in it; both int64 of shape (number of rows,)."""
 
     array: Array
     rows: Array
@@ -62,13 +62,13 @@ class Part:
 
 
 def gather(parts: Sequence[Part], lengths: Array, memory: Memory) -> Array:
-    """A batch of sequences that lie in one array or in several of the same kind.
+    """A batch of sequences from one array, or from several with the same dtype and shape of frames.
 
     Args:
         lengths: number of frames of every row.
 
     Returns:
-        shape (rows, longest, ...), zero behind each row's end.
+        shape (rows, longest, ...), zero after the end of each row.
     """
     longest = int(lengths.max())
     first = parts[0].array
@@ -84,7 +84,7 @@ def gather(parts: Sequence[Part], lengths: Array, memory: Memory) -> Array:
 
 
 def _by_frames(parts: Sequence[Part], lengths: Array, longest: int) -> Array:
-    """All frames at once: no Python for each sequence."""
+    """Gather all frames at once, without a Python loop over sequences."""
     frames = numpy.arange(longest)
     taken = [_taken(part.array, part.starts[:, None] + frames) for part in parts]
     values = taken[0]
@@ -97,7 +97,7 @@ def _by_frames(parts: Sequence[Part], lengths: Array, longest: int) -> Array:
 
 
 def _taken(array: Array, places: Array) -> Array:
-    """The frames at some places; behind the last frame, where there is nothing to take, the last one."""
+    """The frames at some positions; beyond the last frame, the last one."""
     if not len(array):
         return numpy.zeros((*places.shape, *array.shape[1:]), array.dtype)
     if array.flags.aligned:

@@ -1,4 +1,4 @@
-"""The layout of RETURNN's HDF files: which dataset holds what, what has to fit together, and where its bytes may be."""
+"""The layout of RETURNN's HDF files: the members of a file, checks that they are consistent, and links to other files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from hvdtrain.data.types import Array, External, Stream
 from hvdtrain.errors import DataError
 
 BLOCK = 1 << 20
-"""Sequences whose lengths are read at once."""
+"""The number of sequences whose lengths are read at once."""
+
+HINT = "allow_external in the dataset dict allows it"
 
 
 def open_file(path: Path) -> h5py.File:
@@ -30,8 +32,8 @@ def open_file(path: Path) -> h5py.File:
         raise DataError(f"{path}: expected an HDF5 file, got something else ({error})") from None
 
 
-def names_read(file: h5py.File) -> Iterator[str]:
-    """Everything in a file that is read, groups before what is in them."""
+def members_read(file: h5py.File) -> Iterator[str]:
+    """The names of everything that is read from a file, groups before their members."""
     yield from ("inputs", "labels", "seqLengths", "seqTags", "targets", "targets/data", "targets/size", "targets/labels")
     for folder in ("targets/data", "targets/labels"):
         parent = file.get(folder)
@@ -44,9 +46,9 @@ def sources_of(path: Path, file: h5py.File) -> dict[str, h5py.Dataset]:
     if "inputs" in file:
         sources["data"] = dataset_in(path, file, "inputs")
     if "targets" in file:
-        if not isinstance(within(path, file, "targets"), h5py.Group):
+        if not isinstance(member(path, file, "targets"), h5py.Group):
             raise DataError(f"{path}: expected /targets to be a group, got a dataset")
-        group = within(path, file, "targets/data")
+        group = member(path, file, "targets/data")
         if not isinstance(group, h5py.Group):
             raise DataError(f"{path}: expected /targets/data to be a group, got a dataset")
         for key in sorted(group):
@@ -61,12 +63,12 @@ def sources_of(path: Path, file: h5py.File) -> dict[str, h5py.Dataset]:
 
 
 def name_of(file: h5py.File, key: str) -> str:
-    """Where a data key's values are; the name that h5py gives them is that in another file, where a link leads there."""
+    """The name of a data key's dataset in this file; the one that h5py gives may be a name in another file, if it is a link."""
     return "/inputs" if key == "data" and "inputs" in file else f"/targets/data/{key}"
 
 
-def within(path: Path, file: h5py.File, name: str) -> h5py.Group | h5py.Dataset:
-    """What lies under a name; where it may lie is for `check_place` to say."""
+def member(path: Path, file: h5py.File, name: str) -> h5py.Group | h5py.Dataset:
+    """The group or dataset of a name, which `check_links` has checked. Raises: DataError, if there is none."""
     folder, _, last = name.rpartition("/")
     parent = file[folder] if folder else file
     if last not in parent:
@@ -75,8 +77,8 @@ def within(path: Path, file: h5py.File, name: str) -> h5py.Group | h5py.Dataset:
 
 
 def dataset_in(path: Path, file: h5py.File, name: str) -> h5py.Dataset:
-    """A dataset with frames, labels or the like on its first axis."""
-    dataset = within(path, file, name)
+    """A dataset of numbers or strings with frames, labels or sequences on its first axis. Raises: DataError."""
+    dataset = member(path, file, name)
     if not isinstance(dataset, h5py.Dataset):
         raise DataError(f"{path}: expected /{name} to be a dataset, got a group")
     if not dataset.shape:
@@ -87,6 +89,7 @@ def dataset_in(path: Path, file: h5py.File, name: str) -> h5py.Dataset:
 
 
 def strings_in(path: Path, file: h5py.File, name: str) -> h5py.Dataset:
+    """A dataset of strings with one axis. Raises: DataError."""
     dataset = dataset_in(path, file, name)
     if dataset.ndim != 1 or h5py.check_string_dtype(dataset.dtype) is None:
         raise DataError(f"{path}: expected strings of shape (number,) in /{name}, got {dataset.dtype} {dataset.shape}")
@@ -94,11 +97,11 @@ def strings_in(path: Path, file: h5py.File, name: str) -> h5py.Dataset:
 
 
 def lengths_in(path: Path, file: h5py.File, sources: dict[str, h5py.Dataset]) -> dict[str, Array]:
-    """/seqLengths, checked, by data key: int32 of shape (num_sequences,). Read in blocks: it may be larger than what is kept."""
+    """/seqLengths by data key: int32 of shape (num_sequences,). Read in blocks, as it may be stored as int64. Raises: DataError."""
     stored = dataset_in(path, file, "seqLengths")
     if stored.ndim not in (1, 2) or stored.dtype.kind not in "iu":
         raise DataError(f"{path}: expected integers of shape (sequences, keys) in /seqLengths, got {stored.dtype} {stored.shape}")
-    number = len(sources) if stored.ndim == 1 else stored.shape[1]  # the oldest files: one length for all keys
+    number = len(sources) if stored.ndim == 1 else stored.shape[1]  # the oldest files have one length for all keys
     # A file without /targets may have a column for targets that are not there, for historical reasons.
     allowed = {len(sources)} | ({len(sources) + 1} if "targets" not in file else set())
     if number not in allowed:
@@ -116,13 +119,13 @@ def lengths_in(path: Path, file: h5py.File, sources: dict[str, h5py.Dataset]) ->
 
 
 def stream_of(path: Path, file: h5py.File, key: str, dataset: h5py.Dataset) -> Stream:
-    """What kind of data a dataset holds: RETURNN calls integers without a feature axis sparse."""
+    """The stream of a dataset. Integers without a feature axis are sparse, as in RETURNN. Raises: DataError."""
     sparse = dataset.ndim == 1 and dataset.dtype.kind in "iu"
     if name_of(file, key) == "/inputs":
         dim = dataset.shape[-1] if dataset.ndim > 1 else _integer(path, "inputPattSize of /", file.attrs.get("inputPattSize", 1))
         labels = "labels"
     else:
-        size = within(path, file, "targets/size").attrs.get(key)
+        size = member(path, file, "targets/size").attrs.get(key)
         dim = _integer(path, f"{key} of /targets/size", size)
         labels = f"targets/labels/{key}"
     names = tuple(text_of(label) for label in strings_in(path, file, labels)[:]) if labels in file else ()
@@ -130,7 +133,7 @@ def stream_of(path: Path, file: h5py.File, key: str, dataset: h5py.Dataset) -> S
 
 
 def _integer(path: Path, what: str, value: Any) -> int:
-    """The integer, or the first of several, that an attribute holds."""
+    """The integer, or the first of several, of an attribute. Raises: DataError."""
     numbers = numpy.ravel(value)
     if numbers.dtype.kind not in "iu" or not len(numbers):
         raise DataError(f"{path}: expected an integer as attribute {what}, got {value!r}")
@@ -138,25 +141,22 @@ def _integer(path: Path, what: str, value: Any) -> int:
 
 
 def text_of(value: bytes | str) -> str:
-    """A stored string: UTF-8, padded with zero bytes in files of some writers."""
+    """A stored string: UTF-8, which some writers pad with zero bytes."""
     text = value.decode("utf-8", errors="replace") if isinstance(value, bytes) else value
     return text.split("\0", 1)[0]
 
 
 def names_in(group: Any) -> str:
-    """What is in a group, for a message."""
+    """The names of a group's members, for a message."""
     names = ", ".join(f"'{name}'" for name in group) if isinstance(group, (h5py.Group, dict)) else ""
     return names or "nothing"
 
 
-HINT = "allow_external in the dataset dict allows it"
-
-
-def check_place(path: Path, file: h5py.File, name: str, external: External) -> None:
-    """Look at the way to what lies under a name, if anything does.
+def check_links(path: Path, file: h5py.File, name: str, external: External) -> None:
+    """Check the links on the path to a member, if there is such a member.
 
     Raises:
-        DataError: it leaves the file, which was not allowed, or it was, but what it leads to is not there.
+        DataError: a link leads to another file and `external` is 'refuse', or what it leads to is missing.
     """
     parent: h5py.Group = file
     for part in name.split("/"):
@@ -171,25 +171,25 @@ def check_place(path: Path, file: h5py.File, name: str, external: External) -> N
         except (KeyError, OSError) as error:
             if outside:
                 raise DataError(
-                    f"{path}: expected {link.path} in {link.filename}, where the link /{name} leads, got: {error}"
+                    f"{path}: expected {link.path} in {link.filename}, the target of the link /{name}, got: {error}"
                 ) from None
             raise
-        soft = isinstance(link, h5py.SoftLink)  # it may lead to a link that leaves the file
+        soft = isinstance(link, h5py.SoftLink)  # it may lead to an external link
         if soft and external == "refuse" and found.file != file:
             raise DataError(f"{path}: expected /{name} to be in this file, got a link to another file ({HINT})")
         parent = found
     if isinstance(parent, h5py.Dataset) and (parent.external or parent.is_virtual):
         if external == "refuse":
             raise DataError(
-                f"{path}: expected /{name} to be stored in this file, got a dataset whose values lie in other files ({HINT})"
+                f"{path}: expected /{name} to be stored in this file, got a dataset whose values are stored in other files ({HINT})"
             )
         _check_sources(path, parent)
 
 
 def _check_sources(path: Path, dataset: h5py.Dataset) -> None:
-    """HDF5 reads zeros where other files should have values: a missing file is to be noticed, and one that is too short."""
+    """Check that the other files are there and long enough: HDF5 would silently read zeros. Raises: DataError."""
     for name, offset, size in dataset.external or ():
-        there = Path(name).stat().st_size if Path(name).is_file() else None  # relative to the working directory, as by HDF5
+        there = Path(name).stat().st_size if Path(name).is_file() else None  # relative to the working directory, as in HDF5
         if there is None or (size != h5py.h5f.UNLIMITED and there < offset + size):
             got = "no such file" if there is None else f"{there} bytes"
             raise DataError(f"{path}: expected {name} with {offset + size} bytes, where {dataset.name} is stored, got: {got}")
@@ -199,7 +199,7 @@ def _check_sources(path: Path, dataset: h5py.Dataset) -> None:
     for _, file_name, source, _ in dataset.virtual_sources():
         if file_name == ".":
             there_is = source in dataset.file
-        elif "%b" in file_name:  # as many files as there are
+        elif "%b" in file_name:  # any number of files
             continue
         else:
             place = next((place for place in (folder / file_name, Path(file_name)) if h5py.is_hdf5(place)), None)
@@ -209,4 +209,4 @@ def _check_sources(path: Path, dataset: h5py.Dataset) -> None:
                 with h5py.File(place, "r") as other:
                     there_is = source in other
         if not there_is:
-            raise DataError(f"{path}: expected {source} in {file_name}, of which {dataset.name} is put together, got none")
+            raise DataError(f"{path}: expected {source} in {file_name}, which is a part of {dataset.name}, got none")

@@ -7,7 +7,7 @@ The attribute `parser` of a stream says what its datasets hold: `feature_sequenc
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +17,13 @@ import h5py
 import numpy
 
 from hvdtrain.data.combine.union import concatenated
-from hvdtrain.data.hdf.layouts import check_place, dataset_in, open_file, strings_in, text_of, within
-from hvdtrain.data.types import Array, Dataset, Stream
+from hvdtrain.data.dataset import Dataset
+from hvdtrain.data.hdf.layouts import check_links, dataset_in, open_file, strings_in, text_of, member
+from hvdtrain.data.types import Array, Stream
 from hvdtrain.errors import DataError
 
 PARSERS = {"feature_sequence": 2, "sparse": 1, "segment_alignment": 2}
-"""What a stream may be, and how many axes its datasets have."""
+"""The kinds of streams, and the number of axes of their datasets."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,8 @@ class _Source:
     parser: str
 
 
-class NextGenFile:
-    """One file, opened, checked and indexed: each dataset is looked at once for its length.
+class NextGenFile(Dataset):
+    """One file: opened, checked and indexed. Each dataset is opened once for its length.
 
     The data key 'data' is the input stream; the other streams have their own names.
     """
@@ -45,8 +46,8 @@ class NextGenFile:
         self._process = os.getpid()
         self._sources: dict[str, _Source] = {}
         self._tags: list[str] = []
-        self.streams: Mapping[str, Stream] = {}
-        self.lengths: Mapping[str, Array] = {}
+        self.streams = {}
+        self.lengths = {}
         with self._understandable(), open_file(path) as file:
             self._index(file, input_stream_name)
 
@@ -68,11 +69,10 @@ class NextGenFile:
             self._handle = None
 
     def how_read(self) -> str:
-        """For the log."""
         return "read through h5py, a dataset for every sequence"
 
     def _file(self) -> h5py.File:
-        """The file, opened by the process that reads: handles of h5py do not survive a fork."""
+        """The file, opened in the process that reads: handles of h5py do not survive a fork."""
         if self._handle is None or self._process != os.getpid():
             self._process = os.getpid()
             self._handle = open_file(self.path)
@@ -80,7 +80,7 @@ class NextGenFile:
 
     @contextmanager
     def _understandable(self) -> Iterator[None]:
-        """What h5py raises where the structure is damaged, as our own error."""
+        """Turn what h5py raises for a damaged file into a DataError."""
         try:
             yield
         except (OSError, RuntimeError, KeyError, ValueError, TypeError, AttributeError) as error:
@@ -88,17 +88,17 @@ class NextGenFile:
 
     def _dataset(self, file: h5py.File, source: _Source, index: int) -> h5py.Dataset:
         name = f"streams/{source.name}/data/" + self._tags[index].replace("/", "\\")
-        check_place(self.path, file, name, "refuse")
+        check_links(self.path, file, name, "refuse")
         return dataset_in(self.path, file, name)
 
     def _index(self, file: h5py.File, input_stream_name: str) -> None:
-        """Find the streams, their sequences' lengths, and check that everything fits together."""
+        """Find the streams and the lengths of their sequences, and check that they are consistent."""
         for name in ("seq_names", "streams"):
             if name not in file:
                 raise DataError(f"{self.path}: expected /{name} (the layout of RETURNN's NextGenHDFDataset), got {list(file)}")
-            check_place(self.path, file, name, "refuse")
+            check_links(self.path, file, name, "refuse")
         self._tags = [text_of(tag) for tag in strings_in(self.path, file, "seq_names")[:]]
-        names = sorted(within(self.path, file, "streams"))
+        names = sorted(member(self.path, file, "streams"))
         if input_stream_name not in names:
             raise DataError(f"{self.path}: expected a stream {input_stream_name!r} (input_stream_name), got {', '.join(names)}")
         if "data" in names and input_stream_name != "data":
@@ -106,8 +106,8 @@ class NextGenFile:
         streams, lengths = {}, {}
         for name in [input_stream_name, *(name for name in names if name != input_stream_name)]:
             for inside in ("", "/data", "/feature_names"):
-                check_place(self.path, file, f"streams/{name}{inside}", "refuse")
-            parser = within(self.path, file, f"streams/{name}").attrs.get("parser")
+                check_links(self.path, file, f"streams/{name}{inside}", "refuse")
+            parser = member(self.path, file, f"streams/{name}").attrs.get("parser")
             parser = parser.decode() if isinstance(parser, bytes) else parser
             if parser not in PARSERS:
                 known = ", ".join(PARSERS)
@@ -118,7 +118,7 @@ class NextGenFile:
         self.streams, self.lengths = streams, lengths
 
     def _look_at(self, file: h5py.File, source: _Source) -> tuple[Stream, Array]:
-        """What a stream consists of, and the lengths of all its sequences."""
+        """The kind of data in a stream, and the lengths of all its sequences."""
         lengths = numpy.zeros(len(self._tags), dtype=numpy.int32)
         first: tuple[Any, ...] | None = None
         for index in range(len(self._tags)):
@@ -144,14 +144,14 @@ class NextGenFile:
 
 
 def _segment_lengths(segments: Array, where: str, name: str) -> Array:
-    """The second column of an alignment, checked."""
+    """The number of frames of every segment of an alignment. Raises: DataError."""
     if segments.shape[1] != 2 or (len(segments) and segments[:, 1].min() < 0):
         raise DataError(f"{where}expected rows of (class, number of frames) in {name}, got {segments[:3].tolist()}...")
     return segments[:, 1].astype(numpy.int64)
 
 
 def _values(source: _Source, stored: Array) -> Array:
-    """A sequence as it is stored; an alignment as class, end of segment (1 or 0), class, end, ... for every frame."""
+    """A sequence as stored; an alignment as class, end of segment (1 or 0), class, end, ... for every frame."""
     if source.parser != "segment_alignment":
         return stored
     lengths = stored[:, 1].astype(numpy.int64)
@@ -162,6 +162,6 @@ def _values(source: _Source, stored: Array) -> Array:
 
 
 def open_next_gen(where: str, paths: Sequence[str], input_stream_name: str) -> Dataset:
-    """Open files as one dataset. Raises: DataError, if one is bad or does not go with the first one."""
+    """Open files as one dataset. Raises: DataError, if one is bad or does not match the first one."""
     files = {f"{path} (file {number})": NextGenFile(Path(path), input_stream_name) for number, path in enumerate(paths)}
     return concatenated(where, files) if len(files) > 1 else next(iter(files.values()))

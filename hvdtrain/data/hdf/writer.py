@@ -2,43 +2,51 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import tempfile
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO
 
 import h5py
 import numpy
 
-from hvdtrain.data.hdf.collected import Numbers, Texts
-from hvdtrain.data.hdf.compression import options
+from hvdtrain.data.hdf.compression import chunk_length, options
 from hvdtrain.data.types import Array
 from hvdtrain.errors import DataError
 
 ALIGNMENT = 64
-"""Bytes: everything begins at a multiple of it, as HDF5 by itself puts data anywhere. Then numbers in a memory map lie where
-numpy's fastest functions want them, and where a cache line begins."""
+"""Every dataset begins at a multiple of this many bytes, so that memory-mapped numbers are aligned for numpy and for cache lines.
+HDF5 itself does not align data."""
+
+BLOCK = 64 << 20
+"""The number of bytes copied at once."""
+
+TEXTS = 10_000
+"""The number of strings copied at once."""
 
 
 class HDFWriter:
     """Takes sequences one by one and writes the file when its `with` block ends; after an exception nothing is left behind.
 
-    How much there will be need not be known: the frames of each key are collected in a file of their own beside the
-    target and copied at the end: into contiguous datasets, since only those can be mapped by a reader, or into compressed
-    ones, whose chunks are about a sequence long and as wide as a frame.
+    The number of sequences need not be known: the frames of each key are collected in a temporary file next to the target and
+    copied at the end, into contiguous datasets, as only those can be memory-mapped, or into compressed ones, whose chunks are about
+    as long as a sequence and as wide as a frame.
 
     Args:
-        path: the file to be. It must not exist, unless `overwrite` is set.
-        labels: by key, the classes' names. They give the dimension of sparse data.
+        path: of the new file. It must not exist, unless `overwrite` is set.
+        labels: by key, the names of the classes. They give the dimension of sparse data.
         dims: by key, the dimension of sparse data without labels. Without either it is the largest class index plus one.
-        compression: 'gzip', 'lzf', 'zstd', 'lz4' or 'blosc2'; the last three need the package hdf5plugin, as do those who read.
+        compression: 'gzip', 'lzf', 'zstd', 'lz4' or 'blosc2'; the last three need the package hdf5plugin, for reading, too.
 
     Attributes:
-        folder: inside the `with` block, where the frames are collected. It is removed at the end, with all that is in it.
+        folder: inside the `with` block, where the frames are collected. It is removed at the end, with all files in it.
     """
 
     def __init__(
@@ -75,14 +83,14 @@ class HDFWriter:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
-            with self._told():
+            with self._readable_errors():
                 for stream in self._streams.values():
                     stream.file.close()
                 if kind is None:
                     self._finish()
         except DataError:
             if kind is None:
-                raise  # else what ended the block tells more
+                raise  # else the exception that ended the block is more informative
         finally:
             shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -102,7 +110,7 @@ class HDFWriter:
             self._check_like_first(tag, key, values)
             self._check_classes(tag, key, values)
         name = _encoded(self.path, tag)
-        with self._told():
+        with self._readable_errors():
             for key, values in arrays.items():
                 self._streams[key].append(values)
                 self.num_frames[key] = self.num_frames.get(key, 0) + len(values)
@@ -110,14 +118,14 @@ class HDFWriter:
         self.num_sequences += 1
 
     def expect(self, tag: str, sequence: Mapping[str, Any]) -> None:
-        """Take the types and shapes of a sequence for those of the first one, without adding it.
+        """Take the types and shapes of a sequence as if it were the first one, without adding it.
 
-        So several writers make parts that go together. To be called before `add`. Raises: DataError.
+        Call it before `add`, so that several writers write parts that match. Raises: DataError.
         """
         self._begin(self._arrays(tag, sequence))
 
     def _arrays(self, tag: str, sequence: Mapping[str, Any]) -> dict[str, Array]:
-        """The values as arrays, by key in order: all are looked at before any is appended."""
+        """The values as arrays, by key in order: all are checked before any is appended."""
         arrays = {}
         for key in sorted(sequence):
             if not isinstance(key, str) or "/" in key or key in ("", "."):  # HDF5 would take it for a path
@@ -126,14 +134,14 @@ class HDFWriter:
         return arrays
 
     def _begin(self, arrays: Mapping[str, Array]) -> None:
-        with self._told():
+        with self._readable_errors():
             for number, (key, values) in enumerate(arrays.items()):
                 file = (self.folder / str(number)).open("wb")
                 self._streams[key] = Texts(file) if values.dtype == object else Numbers(file, values)
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
-        """Say what the system says when it does not take what is written, such as that the disk is full."""
+    def _readable_errors(self) -> Iterator[None]:
+        """Turn an error of writing, such as a full disk, into a DataError."""
         try:
             yield
         except (OSError, RuntimeError) as error:  # h5py raises either
@@ -142,7 +150,7 @@ class HDFWriter:
             raise DataError(self._refused) from None
 
     def _numbers_or_texts(self, tag: str, key: str, values: Array) -> Array:
-        """The array as it will be stored: numbers as they are, texts as objects."""
+        """The array as it is stored: numbers unchanged, texts as objects. Raises: DataError."""
         if values.ndim == 1 and (values.dtype.kind in "US" or (values.dtype == object and len(values))):
             texts = [value.decode("utf-8", errors="replace") if isinstance(value, bytes) else value for value in values.tolist()]
             if all(isinstance(text, str) for text in texts):
@@ -186,7 +194,7 @@ class HDFWriter:
                 )
 
     def _finish(self) -> None:
-        if self._refused:  # whoever went on nevertheless would get half a sequence
+        if self._refused:  # an error that the caller ignored: the last sequence is incomplete
             raise DataError(self._refused)
         if not self._streams:
             raise DataError(f"{self.path}: expected at least one sequence to write, got none")
@@ -209,7 +217,7 @@ class HDFWriter:
         os.replace(whole, self.path)
 
     def _describe(self, file: h5py.File, key: str, stream: Numbers | Texts) -> None:
-        """What a reader is told about a key: its dimension and the classes' names."""
+        """Write the dimension of a key and the names of its classes."""
         labels = self._labels.get(key, ())
         dim = stream.shape[-1] if stream.shape else len(labels) or self._dims.get(key, stream.largest + 1)
         if key == "data":
@@ -229,5 +237,75 @@ def _strings(path: Path, texts: Sequence[str]) -> Array:
 def _encoded(path: Path, text: str) -> bytes:
     try:
         return text.encode("utf-8")
-    except UnicodeEncodeError:  # file names that are no UTF-8
+    except UnicodeEncodeError:  # file names that are not UTF-8
         raise DataError(f"{path}: expected a name that can be written as UTF-8, got {text!r}") from None
+
+
+class Numbers:
+    """The frames of one key until they are copied: values in a temporary file, lengths in memory."""
+
+    def __init__(self, file: BinaryIO, first: Array) -> None:
+        self.file = file
+        self.shape = first.shape[1:]
+        self.dtype = first.dtype.newbyteorder("=")
+        self.lengths = array("i")
+        self.largest = 0
+
+    def append(self, values: Array) -> None:
+        self.file.write(numpy.ascontiguousarray(values, dtype=self.dtype).tobytes())
+        self.lengths.append(len(values))
+        if not self.shape and self.dtype.kind in "iu" and len(values):
+            self.largest = max(self.largest, int(values.max()))
+
+    def write(self, file: h5py.File, name: str, storage: Mapping[str, Any]) -> None:
+        """Copy the frames into a dataset."""
+        total = sum(self.lengths)
+        row = math.prod(self.shape)
+        step = max(1, BLOCK // max(1, row * self.dtype.itemsize))
+        if storage and total * row:
+            length = chunk_length(total, len(self.lengths), row * self.dtype.itemsize)
+            step = max(1, step // length) * length  # whole chunks, so that none is compressed twice
+            storage = {**storage, "chunks": (length, *self.shape)}
+        else:
+            storage = {}
+        dataset = file.create_dataset(name, (total, *self.shape), self.dtype, **storage)
+        with open(self.file.name, "rb") as collected:
+            for start in range(0, total, step):
+                rows = min(step, total - start)
+                block = numpy.fromfile(collected, self.dtype, rows * row)
+                dataset[start : start + rows] = block.reshape(rows, *self.shape)
+
+
+class Texts:
+    """The strings of one key until they are copied, in a temporary file, each terminated by a zero byte."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file = file
+        self.shape = ()
+        self.dtype = numpy.dtype(object)
+        self.lengths = array("i")
+        self.largest = 0
+
+    def append(self, values: Array) -> None:
+        self.file.write(b"".join(text.encode("utf-8") + b"\0" for text in values.tolist()))
+        self.lengths.append(len(values))
+
+    def write(self, file: h5py.File, name: str, storage: Mapping[str, Any]) -> None:
+        """Copy the strings into a dataset of strings of variable length, as RETURNN writes them.
+
+        HDF5 stores references in the dataset and the strings elsewhere, so compressing it would gain nothing.
+        """
+        total = sum(self.lengths)
+        dataset = file.create_dataset(name, (total,), h5py.string_dtype("utf-8"))
+        texts = _zero_terminated(self.file.name)
+        for start in range(0, total, TEXTS):
+            block = list(islice(texts, TEXTS))
+            dataset[start : start + len(block)] = numpy.array(block, dtype=object)
+
+
+def _zero_terminated(path: str) -> Iterator[bytes]:
+    rest = b""
+    with open(path, "rb") as collected:
+        while block := collected.read(1 << 20):
+            *whole, rest = (rest + block).split(b"\0")
+            yield from whole

@@ -1,4 +1,4 @@
-"""Where batches begin, and in which order they come. RETURNN's rules, without its loops."""
+"""The bounds of batches under the limits of the config, and the order of batches. RETURNN's rules, vectorized."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import numpy
 from hvdtrain.data.types import Array
 
 Limit = int | Mapping[str, int] | None
-"""For every data key, by data key, or none."""
+"""A limit for every data key, by data key, or none."""
 
 NO_LIMIT = 2**62
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What closes a batch. Each is checked for every data key it holds for.
+    """The limits of a batch. Each is checked for every data key that it applies to.
 
     Attributes:
-        batch_size: most padded frames (longest sequence times number of sequences).
-        max_seqs: most sequences.
-        packed_batch_size: most frames without padding.
-        max_pad_size: most frames of padding.
+        batch_size: maximal number of padded frames (longest sequence times number of sequences).
+        max_seqs: maximal number of sequences.
+        packed_batch_size: maximal number of frames without padding.
+        max_pad_size: maximal number of frames of padding.
     """
 
     batch_size: Limit = None
@@ -33,14 +33,14 @@ class Limits:
 
 
 def bounds(lengths: Mapping[str, Array], indices: Array, limits: Limits) -> Array:
-    """Where batches begin when sequences are gathered greedily, in order, each batch as large as the limits allow.
+    """Where batches begin when they are filled greedily with sequences in order, each as large as the limits allow.
 
-    A batch is closed before the sequence with which it would exceed a limit in any data key. A sequence that is too
-    long by itself makes a batch of one.
+    A batch ends before the sequence with which it would exceed a limit in any data key. A sequence that exceeds a limit by
+    itself makes a batch of one.
 
     Args:
         lengths: by data key, number of frames of every sequence.
-        indices: which of them, in which order; shape (number of sequences in the epoch,).
+        indices: of the sequences, in order; shape (number of sequences in the epoch,).
 
     Returns:
         int64 of shape (number of batches + 1,): the first is 0, the last the number of sequences.
@@ -56,7 +56,7 @@ def bounds(lengths: Mapping[str, Array], indices: Array, limits: Limits) -> Arra
 
 
 def too_long(lengths: Mapping[str, Array], limits: Limits) -> int:
-    """How many sequences exceed `batch_size` or `packed_batch_size` by themselves."""
+    """The number of sequences that exceed `batch_size` or `packed_batch_size` by themselves."""
     found = numpy.zeros(len(next(iter(lengths.values()))), dtype=bool)
     for limit in (limits.batch_size, limits.packed_batch_size):
         for key, most in _by_key(lengths, limit).items():
@@ -69,7 +69,7 @@ def _ended(starts: range | list[int], size: int) -> Array:
 
 
 def _columns(lengths: Mapping[str, Array], indices: Array, limit: Limit) -> list[tuple[Array, int]]:
-    """The lengths that a limit holds for, int64 in order, each with its limit."""
+    """The lengths in order, int64, for every data key that has the limit, each with its limit."""
     return [(lengths[key][indices].astype(numpy.int64), most) for key, most in _by_key(lengths, limit).items()]
 
 
@@ -82,7 +82,7 @@ def _by_key(lengths: Mapping[str, Array], limit: Limit) -> dict[str, int]:
 
 
 def _caps(lengths: Mapping[str, Array], indices: Array, limits: Limits) -> Array:
-    """How many sequences a batch may have if this one were its longest, in all data keys: one column instead of several.
+    """The most sequences a batch may have if this one is its longest, over all data keys: one column instead of several.
 
     "The longest times the number exceeds the limit in some key" is the same as "the number exceeds the smallest cap".
     """
@@ -95,7 +95,7 @@ def _caps(lengths: Mapping[str, Array], indices: Array, limits: Limits) -> Array
 
 
 def _ends(lengths: Mapping[str, Array], indices: Array, limit: Limit) -> list[int]:
-    """For every sequence, the end of the longest run from it on whose frames sum up to no more than the limit."""
+    """For every sequence, the end of the longest run that starts with it and whose frames add up to at most the limit."""
     if limit is None:
         return [len(indices)] * len(indices)
     ends = numpy.full(len(indices), len(indices), dtype=numpy.int64)
@@ -107,7 +107,7 @@ def _ends(lengths: Mapping[str, Array], indices: Array, limit: Limit) -> list[in
 
 
 def _starts(caps: list[int], ends: list[int]) -> list[int]:
-    """Where batches begin, if none may be longer than the smallest of its caps nor go on behind its first one's end."""
+    """Where batches begin, if none may be longer than the smallest of its caps or reach beyond the end of its first sequence."""
     starts = []
     count = lowest = end = 0  # as if a full batch had just ended
     for i, cap in enumerate(caps):
@@ -123,7 +123,7 @@ def _starts(caps: list[int], ends: list[int]) -> list[int]:
 
 
 def _starts_with_padding(lengths: Mapping[str, Array], indices: Array, limits: Limits) -> list[int]:
-    """As `_starts`, with a limit on padded minus real frames: longest and sum are kept for each of its keys."""
+    """As `_starts`, with a limit on padded minus real frames: tracks the longest sequence and the sum for each data key."""
     caps = _caps(lengths, indices, limits).tolist()
     ends = _ends(lengths, indices, limits.packed_batch_size)
     columns = _columns(lengths, indices, limits.max_pad_size)
@@ -157,15 +157,15 @@ def shuffled(num_batches: int, generator: numpy.random.RandomState) -> Array:
     return generator.permutation(num_batches).astype(numpy.int64, copy=False)
 
 
-def dealt(costs: Array, group: int, generator: numpy.random.RandomState) -> Array:
+def grouped_by_cost(costs: Array, group: int, generator: numpy.random.RandomState) -> Array:
     """The batches in groups of similar cost; the groups in random order, the costs within a group ascending.
 
-    Batches i * group to (i + 1) * group - 1 of the result are neighbours when sorted by cost. So ranks whose number
-    divides `group` take batches of similar cost in every step. Where it does not come out even, the rest, which is
-    left out of the sorted batches at a random place, comes last.
+    Batches i * group to (i + 1) * group - 1 of the result are neighbours when sorted by cost. So the ranks get batches of similar
+    cost in every step, if their number divides `group`. If `group` does not divide the number of batches, the remainder, which is
+    taken out of the sorted batches at a random position, comes last.
 
     Args:
-        costs: of every batch; shape (num_batches,), or (num_batches, n) where later columns decide between equal ones.
+        costs: of every batch; shape (num_batches,), or (num_batches, n) where later columns break ties.
 
     Returns:
         int64 indices of shape (num_batches,), every batch once.
@@ -183,7 +183,7 @@ def rearranged(order: Array, bounds: Array, batches: Array) -> tuple[Array, Arra
     """`order` and `bounds` of a plan with its batches in another order.
 
     Args:
-        batches: which batch comes when; shape (number of batches,).
+        batches: the indices of the batches in the new order; shape (number of batches,).
     """
     counts = numpy.diff(bounds)[batches]
     edges = numpy.concatenate([[0], numpy.cumsum(counts)]).astype(numpy.int64, copy=False)

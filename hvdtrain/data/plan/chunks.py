@@ -1,21 +1,21 @@
 """Chunks: long sequences cut into parts of equal size, which are then batched as if each were a sequence.
 
-The chunks of a dataset are numbered through, sequence by sequence, so that a plan can speak of chunks as it speaks of
-sequences: by an index.
+The chunks of a dataset are numbered, sequence by sequence, so that a plan refers to chunks as it does to sequences: by index.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from functools import partial
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy
 
 from hvdtrain.config.keys import ALONE, Rule, Section, Sections, key, not_negative
-from hvdtrain.data.batches import batches, pad, sequences
+from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.plan.bounds import Limit
-from hvdtrain.data.types import Array, Batch, Dataset, Padded, Stream
+from hvdtrain.data.types import Array, Batch
 from hvdtrain.errors import DataError
 
 Tail = Literal["keep", "drop_short"]
@@ -23,13 +23,13 @@ Tail = Literal["keep", "drop_short"]
 
 @dataclass(frozen=True)
 class Cut:
-    """How sequences are cut: size and step of the chunks in frames, for every data key or by data key (the others stay whole)."""
+    """Size and step of chunks in frames, for every data key or by data key (data keys that are not named stay whole)."""
 
     size: int | Mapping[str, int]
     step: int | Mapping[str, int]
 
     def of(self, name: str) -> tuple[int, int] | None:
-        """Size and step for a data key; None: it stays whole."""
+        """Size and step of a data key; None: it stays whole."""
         if isinstance(self.size, Mapping) or isinstance(self.step, Mapping):
             if not isinstance(self.size, Mapping) or not isinstance(self.step, Mapping) or name not in self.size:
                 return None
@@ -38,7 +38,7 @@ class Cut:
 
 
 def parse(value: Any) -> Cut | None:
-    """Read the key `chunking`: '50:25', '50', 50, (50, 25), {'data': 50}, ({'data': 50}, {'data': 25}); None where it is off.
+    """Parse the key `chunking`: '50:25', '50', 50, (50, 25), {'data': 50}, ({'data': 50}, {'data': 25}); None if it is off.
 
     Raises: ValueError.
 
@@ -66,7 +66,7 @@ def _is_positive(value: object) -> bool:
 
 
 def _parses(value: Any) -> bool:
-    """Whether `parse` understands a value of the key chunking."""
+    """Whether `parse` accepts a value of the key chunking."""
     try:
         parse(value)
     except (ValueError, TypeError):
@@ -76,7 +76,7 @@ def _parses(value: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkKeys(Section):
-    """How training sequences are cut into chunks. The datasets that are evaluated stay whole."""
+    """How training sequences are cut into chunks. In evaluation they stay whole."""
 
     chunking: int | str | dict[str, Any] | tuple[Any, ...] | list[Any] | None = key(
         None,
@@ -85,13 +85,13 @@ class ChunkKeys(Section):
         Rule("'SIZE:STEP', SIZE, (SIZE, STEP), or dicts by data key for both, with positive integers", _parses),
     )
     min_chunk_size: int | dict[str, int] = key(
-        0, "frames that the last chunk of a sequence should have; what is shorter goes by chunking_tail", not_negative
+        0, "minimal number of frames of the last chunk of a sequence; chunking_tail says what becomes of shorter ones", not_negative
     )
     chunking_tail: Tail = key(
         "keep",
-        "'keep': end when no more than min_chunk_size frames are left, and keep a sequence's first chunk in any case (RETURNN's "
-        "rule with TensorFlow); 'drop_short': drop chunks of less than min_chunk_size frames, and sequences without others "
-        "(its rule with PyTorch)",
+        "'keep': stop when at most min_chunk_size frames are left, but always keep the first chunk of a sequence (RETURNN's rule with "
+        "TensorFlow); 'drop_short': drop chunks of less than min_chunk_size frames, and sequences without longer ones (its rule "
+        "with PyTorch)",
     )
 
     def problems(self, others: Sections = ALONE) -> list[str]:
@@ -123,11 +123,11 @@ class Chunks:
     """All chunks of a dataset.
 
     Attributes:
-        first: the first chunk of every sequence, and behind the last one their number; int64 of shape (num_sequences + 1,).
-        sequences: whose part a chunk is; int64 of shape (num_chunks,).
-        numbers: the how many-th chunk of its sequence, from 0; int64 of shape (num_chunks,).
+        first: the index of the first chunk of every sequence, then the number of chunks; int64 of shape (num_sequences + 1,).
+        sequences: the index of every chunk's sequence; int64 of shape (num_chunks,).
+        numbers: the number of every chunk in its sequence, from 0; int64 of shape (num_chunks,).
         lengths: by data key, number of frames of every chunk; int32 of shape (num_chunks,).
-        steps: by data key, frames from one chunk's start to the next one's; data keys that stay whole are not in it.
+        steps: by data key, number of frames between the starts of two chunks; without data keys that stay whole.
     """
 
     first: Array
@@ -143,16 +143,11 @@ class Chunks:
         total = int(ends[-1]) if len(ends) else 0
         return numpy.repeat(self.first[sequences] - (ends - counts), counts) + numpy.arange(total)
 
-    def batches(self, dataset: Dataset, share: Sequence[Array]) -> Iterator[Batch]:
-        """As `batches.batches`, for a share of a plan over chunks; the batches name the sequences they are parts of."""
-        for batch in batches(_ChunkedDataset(dataset, self), share):
-            yield replace(batch, indices=self.sequences[batch.indices])
-
 
 def cut(lengths: Mapping[str, Array], keys: ChunkKeys) -> Chunks | None:
-    """The chunks of all sequences, as the config says; None where chunking is off.
+    """The chunks of all sequences; None if chunking is off.
 
-    A data key with a single frame (or none) beside longer ones stays whole and is repeated for each chunk.
+    A data key with at most one frame, while other data keys of the sequence are longer, stays whole and is repeated in each chunk.
 
     Args:
         lengths: by data key, number of frames of every sequence.
@@ -186,7 +181,7 @@ def cut(lengths: Mapping[str, Array], keys: ChunkKeys) -> Chunks | None:
 
 
 def _whole(columns: Mapping[str, Array]) -> dict[str, Array]:
-    """By data key that is cut, where a sequence's single frame stands for all of the sequence."""
+    """By data key that is cut, a mask of the sequences whose single frame belongs to the whole sequence."""
     longest = numpy.maximum.reduce(list(columns.values())) if columns else numpy.zeros(0)
     return {name: (column <= 1) & (longest > 1) for name, column in columns.items()}
 
@@ -194,7 +189,7 @@ def _whole(columns: Mapping[str, Array]) -> dict[str, Array]:
 def _counts(
     columns: Mapping[str, Array], sizes: Mapping[str, int], steps: Mapping[str, int], whole: Mapping[str, Array], keys: ChunkKeys
 ) -> Array:
-    """How many chunks every sequence has; int64 of shape (num_sequences,). Raises: DataError."""
+    """The number of chunks of every sequence; int64 of shape (num_sequences,). Raises: DataError."""
     size = len(next(iter(columns.values())))
     if not sizes:
         return numpy.ones(size, dtype=numpy.int64)
@@ -205,7 +200,7 @@ def _counts(
         here = by_key[name] = _counts_of(columns[name], steps[name], _limit_of(keys.min_chunk_size, name), keys.chunking_tail)
         other = first_with.setdefault(steps[name], name)
         wrong = ~whole[name] & (counts >= 0) & (counts != here)
-        if keys.chunking_tail == "keep":  # chunks of the same step begin at the same frames: they should end there, too
+        if keys.chunking_tail == "keep":  # chunks of the same step begin at the same frames, so they should end at the same ones
             wrong |= ~whole[name] & ~whole[other] & (columns[name] != columns[other])
         if wrong.any():
             index = int(numpy.flatnonzero(wrong)[0])
@@ -220,7 +215,7 @@ def _counts(
 
 
 def _counts_of(column: Array, step: int, least: int, tail: Tail) -> Array:
-    """How many chunks the sequences have in one data key."""
+    """The number of chunks of every sequence in one data key."""
     if tail == "keep":
         return numpy.where(column > 0, numpy.maximum(1, -(-(column - least) // step)), 0)
     least = max(least, 1)
@@ -231,15 +226,17 @@ def _limit_of(limit: Limit, name: str) -> int:
     return (limit.get(name, 0) if isinstance(limit, Mapping) else limit) or 0
 
 
-class _ChunkedDataset:
-    """A dataset whose sequences are chunks of another's. A sequence is read once for all of its chunks in one batch, and in
-    the next one if it goes on there."""
+class ChunkedDataset(Dataset):
+    """The chunks of a dataset's sequences as a dataset; its batches give the indices of the sequences, not of the chunks.
+
+    A sequence is read once for all of its chunks in a batch, and in the next batch if it continues there.
+    """
 
     def __init__(self, dataset: Dataset, chunks: Chunks) -> None:
         self._dataset = dataset
         self._chunks = chunks
         self._read: dict[int, dict[str, Array]] = {}
-        self.streams: Mapping[str, Stream] = dataset.streams
+        self.streams = dataset.streams
         self.lengths = chunks.lengths
 
     @property
@@ -250,17 +247,14 @@ class _ChunkedDataset:
         return self.sequences([index])[0]
 
     def sequences(self, indices: Sequence[int]) -> list[dict[str, Array]]:
-        """Some chunks."""
         owners = self._chunks.sequences[list(indices)].tolist()
         new = [owner for owner in dict.fromkeys(owners) if owner not in self._read]
-        made = dict(zip(new, sequences(self._dataset, new), strict=True))
+        made = dict(zip(new, self._dataset.sequences(new), strict=True))
         self._read = {owner: made[owner] if owner in made else self._read[owner] for owner in owners}
         return [self._part(index, self._read[owner]) for index, owner in zip(indices, owners, strict=True)]
 
-    def padded(self, indices: Array) -> dict[str, Padded]:
-        """Some chunks as a batch."""
-        parts = self.sequences(indices.tolist())
-        return {name: pad([part[name] for part in parts]) for name in self.streams}
+    def batch(self, indices: Array) -> Batch:
+        return Batch(self.padded(indices), self._chunks.sequences[indices], partial(self.tags, indices.tolist()))
 
     def _part(self, index: int, arrays: Mapping[str, Array]) -> dict[str, Array]:
         number = int(self._chunks.numbers[index])

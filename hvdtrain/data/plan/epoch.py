@@ -1,7 +1,7 @@
 """The plan of an epoch: which sequences form which batch, and which rank gets which batch.
 
-Every rank computes the whole plan from the lengths (arithmetic, no reading) and takes its share. So each knows beforehand
-how many steps everybody does, and where in the epoch everybody is: no messages, no hang, nothing dropped.
+Every rank computes the whole plan from the lengths, without reading data, and takes its share. So each rank knows in advance how many
+steps there are and what every rank does in each of them: no messages are exchanged, no rank waits for another, nothing is dropped.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 import numpy
 
 from hvdtrain.config.keys import ALONE, Rule, Section, Sections, key, not_negative, positive
-from hvdtrain.data.plan.bounds import Limits, bounds, dealt, rearranged, shuffled
+from hvdtrain.data.plan.bounds import Limits, bounds, grouped_by_cost, rearranged, shuffled
 from hvdtrain.data.plan.chunks import Chunks
 from hvdtrain.data.plan.order import OrderKeys, order, part_of, seed_of
-from hvdtrain.data.plan.selection import within
+from hvdtrain.data.plan.selection import select_by_length
 from hvdtrain.data.types import Array
 from hvdtrain.errors import DataError
 
@@ -33,47 +33,47 @@ class BatchKeys(Section):
 
     batch_size: Size = key(
         None,
-        "most padded frames in a rank's batch (longest sequence times number of sequences), for every data key or by key, or a "
+        "maximal number of padded frames in a rank's batch (longest sequence times number of sequences), for every data key or by key, or a "
         "function (*, epoch, **_) that returns it; None: no limit",
         positive,
     )
-    batch_size_train: Size = key(None, "batch_size in training, where it is another one", positive)
-    batch_size_dev: Size = key(None, "batch_size in evaluation, where it is another one", positive)
+    batch_size_train: Size = key(None, "batch_size in training, if it differs", positive)
+    batch_size_dev: Size = key(None, "batch_size in evaluation, if it differs", positive)
     max_seqs: int | Callable[..., Any] | None = key(
         None,
-        "most sequences in a rank's batch, or a function (*, epoch, **_) that returns it; None or -1: no limit",
+        "maximal number of sequences in a rank's batch, or a function (*, epoch, **_) that returns it; None or -1: no limit",
         positive_or_unlimited,
     )
     max_seqs_train: int | Callable[..., Any] | None = key(
-        None, "max_seqs in training, where it is another one", positive_or_unlimited
+        None, "max_seqs in training, if it differs", positive_or_unlimited
     )
     max_seqs_dev: int | Callable[..., Any] | None = key(
-        None, "max_seqs in evaluation, where it is another one", positive_or_unlimited
+        None, "max_seqs in evaluation, if it differs", positive_or_unlimited
     )
     batch_size_total: int | dict[str, int] | None = key(
         None,
-        "batch_size for the batches of all ranks together, as ESPnet2 has it: each rank's share is this divided by the ranks",
+        "batch_size for the batches of all ranks together, as in ESPnet2: the batch_size of a rank is this divided by the number of ranks",
         positive,
     )
     max_seqs_total: int | None = key(None, "max_seqs for the batches of all ranks together, in the same way", positive)
     packed_batch_size: Frames = key(
-        None, "most frames in a rank's batch without counting the padding, for every data key or by key", positive
+        None, "maximal number of frames in a rank's batch without the padding, for every data key or by key", positive
     )
     max_pad_size: Frames = key(
-        None, "most frames of padding in a rank's batch (padded minus real frames), for every data key or by key", not_negative
+        None, "maximal number of frames of padding in a rank's batch (padded minus real frames), for every data key or by key", not_negative
     )
     max_seq_length: Frames = key(
         None,
-        "drop longer sequences, in training and evaluation, before they are cut into chunks: frames in any data key, or by key; "
+        "drop sequences with more frames in any data key, or by key, in training and evaluation, before they are cut into chunks; "
         "None or 0: no limit",
         not_negative,
     )
-    min_seq_length: Frames = key(None, "drop shorter sequences, like max_seq_length", not_negative)
-    shuffle_batches: bool = key(False, "train on an epoch's batches in random order, from the same seed as the sequences' order")
+    min_seq_length: Frames = key(None, "drop sequences with fewer frames, like max_seq_length", not_negative)
+    shuffle_batches: bool = key(False, "train on the batches of an epoch in random order, from the same seed as the order of the sequences")
     balance_ranks: int = key(
         0,
-        "deal batches of similar size to the ranks of a step: an epoch's batches come in groups of so many of similar size, the "
-        "groups in random order; take the number of ranks or a multiple of it; 0: off",
+        "give the ranks batches of similar size in every step: the batches of an epoch come in groups of this many of similar size, the "
+        "groups in random order; set it to the number of ranks or a multiple of it; 0: off",
         not_negative,
     )
 
@@ -94,11 +94,11 @@ class BatchKeys(Section):
 
     @property
     def has_limit(self) -> bool:
-        """Whether something says how large a batch may be."""
+        """Whether a key limits the size of a batch."""
         return self.batch_size is not None or self.max_seqs not in (None, -1) or self.packed_batch_size is not None
 
     def of_each_of(self, ranks: int) -> BatchKeys:
-        """The keys as they hold on each of so many ranks. Raises: DataError, where not even one sequence is left for each."""
+        """The keys of each of several ranks. Raises: DataError, if there is less than one sequence for each."""
         if self.max_seqs_total is not None and self.max_seqs_total < ranks:
             raise DataError(
                 f"max_seqs_total: expected at least one sequence for each of {ranks} ranks, got {self.max_seqs_total}"
@@ -115,15 +115,15 @@ class BatchKeys(Section):
         )
 
     def of_training(self) -> BatchKeys:
-        """The keys as they hold in training."""
+        """The keys that apply in training."""
         return self._with(self.batch_size_train, self.max_seqs_train)
 
     def of_evaluation(self) -> BatchKeys:
-        """The keys as they hold in evaluation, where batches stay in order."""
+        """The keys that apply in evaluation, where batches stay in order."""
         return replace(self._with(self.batch_size_dev, self.max_seqs_dev), shuffle_batches=False, balance_ranks=0)
 
     def limits(self, epoch: int) -> Limits:
-        """What closes a batch in an epoch. Raises: DataError, where a function of the config's returns no size."""
+        """The limits of the batches of an epoch. Raises: DataError, if a function of the config returns no size."""
         batch_size = _called("batch_size", self.batch_size, epoch)
         max_seqs = _called("max_seqs", self.max_seqs, epoch)
         return Limits(batch_size, None if max_seqs == -1 else max_seqs, self.packed_batch_size, self.max_pad_size)
@@ -143,7 +143,7 @@ def _problems_by_key(name: str, value: object, rule: str, least: int) -> list[st
 
 
 def _called(name: str, value: Any, epoch: int) -> Any:
-    """A size, or what the config's function returns for an epoch. Raises: DataError."""
+    """A size, or what the function of the config returns for an epoch. Raises: DataError."""
     if not callable(value):
         return value
     size = value(epoch=epoch)
@@ -162,7 +162,7 @@ class Plan:
     """An epoch's batches: batch i is `order[bounds[i]:bounds[i + 1]]`.
 
     Attributes:
-        order: indices of sequences, shape (number of sequences in the epoch,); indices of chunks, where sequences are cut.
+        order: indices of sequences, shape (number of sequences in the epoch,); indices of chunks, if sequences are cut.
         bounds: shape (number of batches + 1,).
     """
 
@@ -178,27 +178,27 @@ class Plan:
         return self.order[self.bounds[index] : self.bounds[index + 1]]
 
     def share(self, rank: int, size: int, start: int = 0) -> list[Array]:
-        """The batches of one rank: batch i to rank i % size, counted from the `start` batches that are already done."""
+        """The batches of one rank, without the first `start` ones, which are done: of the others, batch i goes to rank i % size."""
         return [self.batch(i) for i in range(start + rank, self.num_batches, size)]
 
     def fingerprint(self) -> int:
-        """A checksum, the same on two ranks if they made the same plan."""
+        """A checksum: the same on two ranks if they have the same plan."""
         return zlib.crc32(self.bounds.tobytes(), zlib.crc32(self.order.tobytes()))
 
     def longest(self, lengths: Mapping[str, Array]) -> dict[str, Array]:
-        """By data key, frames of the longest sequence of every batch, int64 of shape (number of batches,)."""
+        """By data key, number of frames of the longest sequence of every batch, int64 of shape (number of batches,)."""
         if not self.num_batches:
             return {name: numpy.zeros(0, dtype=numpy.int64) for name in lengths}
         starts = self.bounds[:-1]
         return {name: numpy.maximum.reduceat(column[self.order], starts).astype(numpy.int64) for name, column in lengths.items()}
 
     def padded(self, lengths: Mapping[str, Array]) -> dict[str, Array]:
-        """By data key, frames of every batch with its padding, int64 of shape (number of batches,)."""
+        """By data key, number of frames of every batch with its padding, int64 of shape (number of batches,)."""
         counts = numpy.diff(self.bounds)
         return {name: longest * counts for name, longest in self.longest(lengths).items()}
 
     def padding(self, lengths: Mapping[str, Array]) -> dict[str, float]:
-        """By data key, the share of the epoch's padded frames that is padding."""
+        """By data key, the fraction of the epoch's padded frames that is padding."""
         result = {}
         for name, frames in self.padded(lengths).items():
             total = int(frames.sum())
@@ -219,38 +219,38 @@ def plan(
     """The plan of an epoch (counted from 1): a pure function of its arguments, the same on every rank.
 
     Args:
-        lengths: by data key, number of frames of every sequence. Sorting goes by 'data', or by the first key without it.
+        lengths: by data key, number of frames of every sequence. Sequences are sorted by 'data', or else by the first key.
         subset: indices of the sequences to use; None: all of them.
-        file_bounds: where each file's sequences begin, and where those of the last one end.
-        chunks: the chunks of all sequences, where they are cut; the plan is then one over chunks.
+        file_bounds: as of `Dataset.file_bounds`.
+        chunks: the chunks of all sequences, if they are cut; the plan then consists of chunks.
 
     Raises:
-        DataError: nothing is left of the epoch's sequences, or a key asks for what cannot be.
+        DataError: none of the epoch's sequences is left, or the order keys do not fit the data.
     """
     by = lengths["data"] if "data" in lengths else next(iter(lengths.values()))
     ordered = order(by, order_keys, epoch, subset, file_bounds)
-    indices = within(lengths, ordered, batch_keys.min_seq_length, batch_keys.max_seq_length)
+    indices = select_by_length(lengths, ordered, batch_keys.min_seq_length, batch_keys.max_seq_length)
     if chunks is not None:
         indices = chunks.of(indices)
         lengths = chunks.lengths
     if len(ordered) and not len(indices):
         raise DataError(
             f"epoch {epoch}: expected at least one of its {len(ordered)} sequences to be left, got none that min_seq_length, "
-            "max_seq_length and min_chunk_size let pass"
+            "max_seq_length and min_chunk_size allow"
         )
     made = Plan(indices, bounds(lengths, indices, batch_keys.limits(epoch)))
     if not batch_keys.shuffle_batches and not batch_keys.balance_ranks:
         return made
     generator = numpy.random.RandomState([seed_of(order_keys, epoch), part_of(order_keys, epoch)])
     if batch_keys.balance_ranks:
-        batches = dealt(_costs(made, lengths), batch_keys.balance_ranks, generator)
+        batches = grouped_by_cost(_costs(made, lengths), batch_keys.balance_ranks, generator)
     else:
         batches = shuffled(made.num_batches, generator)
     return Plan(*rearranged(made.order, made.bounds, batches))
 
 
 def _costs(made: Plan, lengths: Mapping[str, Array]) -> Array:
-    """What batches cost: padded frames, then the longest sequence, summed over data keys; shape (number of batches, 2)."""
+    """The cost of batches: padded frames, then the longest sequence, summed over data keys; shape (number of batches, 2)."""
     longest = made.longest(lengths)
     counts = numpy.diff(made.bounds)
     total = numpy.sum(list(longest.values()), axis=0)

@@ -32,11 +32,11 @@ METHODS = (
 WITH_BINS = ("sort_bin_shuffle", "sort_bin_shuffle_x2", "laplace")
 
 BLOCKS_TOGETHER = 16
-"""Of so many blocks the sequences are shuffled together by `random_blocks`."""
+"""The number of blocks whose sequences `random_blocks` shuffles together."""
 
 
 def is_order(method: object) -> bool:
-    """Whether `parse` understands a value of the key seq_ordering, or it is a function that will tell."""
+    """Whether a value of the key seq_ordering is a function, or a text that `parse` accepts."""
     if callable(method):
         return True
     try:
@@ -48,7 +48,7 @@ def is_order(method: object) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class OrderKeys:
-    """How the sequences of a dataset are ordered and cut into epochs. Keys inside the dicts `train`, `dev`, ..."""
+    """The order of a dataset's sequences and how they are cut into epochs. Keys inside the dicts `train`, `dev`, ..."""
 
     seq_ordering: str | Callable[..., str] = key(
         "default",
@@ -58,22 +58,22 @@ class OrderKeys:
         Rule(f"one of {', '.join(METHODS)}, with :NUMBER or :.NUMBER where it takes one", is_order),
     )
     seq_list_filter_file: str | None = key(
-        None, "use only the sequences whose tags this file lists, one a line (text, or .gz); applied before partition_epoch"
+        None, "use only the sequences whose tags this file lists, one per line (text, or .gz); applied before partition_epoch"
     )
-    partition_epoch: int = key(1, "cut the ordered sequences into so many parts; an epoch is one part", positive)
+    partition_epoch: int = key(1, "cut the ordered sequences into this many parts; an epoch is one part", positive)
     partition_by: Literal["sequences", "files"] = key(
         "sequences",
-        "what partition_epoch cuts: 'files': an epoch goes through some of the dataset's files, which come in random order if "
+        "what partition_epoch cuts: with 'files' an epoch consists of some of the dataset's files, which come in random order if "
         "seq_ordering is random; their sequences are ordered by seq_ordering",
     )
-    repeat_epoch: int = key(1, "go through the sequences so many times in one epoch", positive)
+    repeat_epoch: int = key(1, "how many times an epoch goes through its sequences", positive)
     fixed_random_seed: int | None = key(None, "the same random order in every epoch, from this seed", not_negative)
-    random_seed_offset: int = key(0, "added to the seed, which is the number of the full epoch", not_negative)
+    random_seed_offset: int = key(0, "added to the seed of the order, which is the number of the full epoch", not_negative)
 
 
 @dataclass(frozen=True)
 class Method:
-    """A parsed `seq_ordering`: its name, the number of bins or sequences per bin, and for how many epochs it is kept."""
+    """A parsed `seq_ordering`: its name, the number of bins or sequences per bin, and for how many full epochs an order is kept."""
 
     name: str
     bins: int | None = None
@@ -82,13 +82,14 @@ class Method:
 
     @property
     def is_random(self) -> bool:
-        """Whether the seed has a say."""
+        """Whether the order depends on the seed."""
         return "random" in self.name or self.name in WITH_BINS
 
 
 def parse(text: str) -> Method:
-    """Parse `laplace:.1000`, `random:3`, ... (the number behind `random:` and the last one of the others say for how many
-    full epochs an order is kept). Raises: ValueError.
+    """Parse `laplace:.1000`, `random:3`, ... Raises: ValueError.
+
+    The number after `random:`, and the last number of the others, is for how many full epochs an order is kept.
 
     >>> parse("laplace:.1000")
     Method(name='laplace', bins=None, per_bin=1000, keep=1)
@@ -114,15 +115,15 @@ def parse(text: str) -> Method:
     return Method(name, bins, per_bin, keep)
 
 
-def said(keys: OrderKeys) -> dict[str, Any]:
-    """The order keys that say something other than the default."""
+def non_default(keys: OrderKeys) -> dict[str, Any]:
+    """The order keys whose value differs from the default."""
     default = OrderKeys()
     names = [field.name for field in fields(OrderKeys)]
     return {name: getattr(keys, name) for name in names if getattr(keys, name) != getattr(default, name)}
 
 
 def is_random(keys: OrderKeys) -> bool:
-    """Whether the seed has a say in the order, as far as can be told: a function's answer is not known yet."""
+    """Whether the order depends on the seed, or may depend on it: what a function returns is not known in advance."""
     if callable(keys.seq_ordering):
         return True
     return keys.fixed_random_seed is None and parse(keys.seq_ordering).is_random
@@ -135,14 +136,13 @@ def order(lengths: Array, keys: OrderKeys, epoch: int, subset: Array | None = No
         lengths: number of frames of every sequence, by which the sorting methods sort; shape (num_sequences,).
         subset: indices of the sequences to use (see `seq_list_filter_file` and `sampling_sizes`); None: all of them. They
             are ordered and cut into parts as if there were no others.
-        file_bounds: where each file's sequences begin, and where those of the last one end, for `partition_by`.
+        file_bounds: as of `Dataset.file_bounds`, for `partition_by`.
 
     Returns:
         int64 indices of shape (number of sequences in this epoch,).
 
     Raises:
-        DataError: there are fewer sequences than parts they are to be cut into, or a function of the config's gives no
-            order that there is.
+        DataError: there are fewer sequences than parts to cut them into, or a function of the config returns an unknown order.
     """
     if subset is not None:
         lengths = lengths[subset]
@@ -164,7 +164,7 @@ def order(lengths: Array, keys: OrderKeys, epoch: int, subset: Array | None = No
 
 
 def method_of(keys: OrderKeys, epoch: int) -> Method:
-    """How the sequences of an epoch are ordered. Raises: DataError."""
+    """The method that orders the sequences of an epoch. Raises: DataError, if a function of the config returns an unknown one."""
     text = keys.seq_ordering
     if callable(text):
         text = text(epoch=epoch)
@@ -177,14 +177,14 @@ def method_of(keys: OrderKeys, epoch: int) -> Method:
 
 
 def seed_of(keys: OrderKeys, epoch: int) -> int:
-    """One seed for all parts of a full epoch, and for all full epochs that keep the order."""
+    """The seed of an epoch's order, the same for all parts of a full epoch, and for all full epochs that keep the order."""
     if keys.fixed_random_seed is not None:
         return keys.fixed_random_seed
     return (full_epoch(keys, epoch) - 1) // method_of(keys, epoch).keep + 1 + keys.random_seed_offset
 
 
 def full_epoch(keys: OrderKeys, epoch: int) -> int:
-    """How often the data was begun, with this epoch: `partition_epoch` epochs are a full one."""
+    """The number of the full epoch (counted from 1) that an epoch is a part of: `partition_epoch` epochs make a full one."""
     return (epoch - 1) // keys.partition_epoch + 1
 
 
@@ -217,7 +217,7 @@ def _ordered(lengths: Array, method: Method, seed: int) -> Array:
 
 
 def _laplace(lengths: Array, generator: numpy.random.RandomState, bins: int) -> Array:
-    """Random bins, sorted up and down in turn, so that neighbours are of similar length and no bin starts with a jump."""
+    """Random bins, sorted in ascending and descending order in turn, so that lengths do not jump between neighbouring bins."""
     parts = numpy.array_split(generator.permutation(len(lengths)), bins)
     for i, part in enumerate(parts):
         parts[i] = part[numpy.argsort(lengths[part] if i % 2 == 0 else -lengths[part], kind="stable")]
@@ -249,25 +249,25 @@ def _random_blocks(size: int, generator: numpy.random.RandomState, per_block: in
 
 
 def _partition(indices: Array, count: int, which: int) -> Array:
-    """One of `count` contiguous parts; the first ones are one longer where it does not come out even."""
+    """One of `count` contiguous parts; the first ones are longer by one if the number is not divisible."""
     if count > max(1, len(indices)):
         raise DataError(f"partition_epoch: expected at most {len(indices)}, the number of sequences, got {count}")
     return numpy.array_split(indices, count)[which]
 
 
 def part_of_files(lengths: Array, which: Array, count: int, number: int, generator: numpy.random.RandomState | None) -> Array:
-    """The sequences of one of `count` parts, each a number of whole files; file after file, in the order they were dealt in.
+    """The sequences of one of `count` parts, each of which consists of whole files; file after file, in the order of the files.
 
-    The files come in random order, or in their own without a generator, and are cut where the parts are of about the same
-    number of frames: each has one file at least. Files none of whose sequences are used do not count.
+    The files are shuffled, or come in their own order without a generator, and are cut into parts of about the same number of
+    frames and at least one file. Files without any sequence in use are ignored.
 
     Args:
-        lengths: frames of every sequence that is used.
+        lengths: number of frames of every sequence in use.
         which: the file of every sequence.
-        number: which part, counted from 0.
+        number: of the part, counted from 0.
 
     Returns:
-        int64 places in `lengths`.
+        int64 positions in `lengths`.
 
     Raises:
         DataError: there are fewer files than parts.
@@ -277,10 +277,10 @@ def part_of_files(lengths: Array, which: Array, count: int, number: int, generat
         raise DataError(
             f"partition_epoch: expected at most {len(used)}, the number of files (partition_by is 'files'), got {count}"
         )
-    dealt = used if generator is None else generator.permutation(used)
-    frames = numpy.bincount(which, weights=lengths)[dealt]
+    files = used if generator is None else generator.permutation(used)
+    frames = numpy.bincount(which, weights=lengths)[files]
     cuts = _cuts(frames, count)
-    chosen = dealt[cuts[number] : cuts[number + 1]]
+    chosen = files[cuts[number] : cuts[number + 1]]
     turn = numpy.full(int(used[-1]) + 1, -1, dtype=numpy.int64)
     turn[chosen] = numpy.arange(len(chosen))
     places = numpy.flatnonzero(turn[which] >= 0)
@@ -288,7 +288,7 @@ def part_of_files(lengths: Array, which: Array, count: int, number: int, generat
 
 
 def _cuts(sizes: Array, count: int) -> Array:
-    """Where to cut a row of things into parts of about the same size, none of them empty; shape (count + 1,).
+    """Where to cut a row of items into contiguous parts of about the same total size, none of them empty; shape (count + 1,).
 
     >>> _cuts(numpy.array([1, 1, 1, 9, 1, 1]), 3).tolist(), _cuts(numpy.array([0, 0, 5]), 3).tolist()
     ([0, 3, 4, 6], [0, 1, 2, 3])

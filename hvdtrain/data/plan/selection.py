@@ -1,4 +1,4 @@
-"""Which sequences of a dataset are used: those a list of tags names, and those that are neither too short nor too long."""
+"""Selecting the sequences of a dataset: by a list of tags, by what the dataset draws for an epoch, and by length."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from pathlib import Path
 
 import numpy
 
+from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.plan.bounds import Limit
-from hvdtrain.data.types import Array, Dataset
+from hvdtrain.data.types import Array
 from hvdtrain.errors import DataError
 
 
 def listed(dataset: Dataset, path: str | None) -> Array | None:
-    """The sequences whose tags a file lists, one a line; all (None) without a file.
+    """The sequences whose tags a file lists, one per line; None (all) without a file.
 
     Returns:
-        int64 indices, ascending. Tags that the dataset does not have are passed over, as one list may serve several.
+        int64 indices, ascending. Tags that the dataset does not have are ignored, so that several datasets can share a list.
 
     Raises:
         DataError: the file cannot be read, or lists no tag of the dataset.
@@ -26,7 +27,7 @@ def listed(dataset: Dataset, path: str | None) -> Array | None:
         return None
     wanted = read_tags(Path(path))
     found: list[int] = []
-    block = 100_000  # strings of so many sequences at a time
+    block = 100_000  # tags read at once
     for first in range(0, dataset.num_sequences, block):
         tags = dataset.tags(range(first, min(first + block, dataset.num_sequences)))
         found += [first + place for place, tag in enumerate(tags) if tag in wanted]
@@ -38,14 +39,13 @@ def listed(dataset: Dataset, path: str | None) -> Array | None:
     return numpy.array(found, dtype=numpy.int64)
 
 
-def used(dataset: Dataset, subset: Array | None, full_epoch: int) -> Array | None:
-    """The sequences that a full epoch is made of: those listed, or what the dataset draws for it; None: all.
+def epoch_subset(dataset: Dataset, subset: Array | None, full_epoch: int) -> Array | None:
+    """The sequences of a full epoch: those that are listed, or those that the dataset draws for it; None: all.
 
     Raises:
-        DataError: both.
+        DataError: the sequences are listed and drawn.
     """
-    draw = getattr(dataset, "drawn", None)
-    drawn: Array | None = draw(full_epoch) if draw is not None else None
+    drawn = dataset.drawn(full_epoch)
     if drawn is None:
         return subset
     if subset is not None:
@@ -54,22 +54,22 @@ def used(dataset: Dataset, subset: Array | None, full_epoch: int) -> Array | Non
 
 
 def read_tags(path: Path) -> frozenset[str]:
-    """The lines of a text file, which may be compressed with gzip (.gz). Raises: DataError."""
+    """The lines of a text file, possibly compressed with gzip (.gz). Raises: DataError."""
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         lines = content.decode("utf-8").splitlines()
     except (OSError, EOFError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise DataError(f"seq_list_filter_file: expected a text file with a tag on each line, got {path}: {reason}") from None
     return frozenset(line.strip() for line in lines if line.strip())
 
 
-def within(lengths: Mapping[str, Array], indices: Array, least: Limit, most: Limit) -> Array:
-    """Those of `indices` whose sequences are in no data key shorter than `least` or longer than `most` (0: no limit)."""
+def select_by_length(lengths: Mapping[str, Array], indices: Array, least: Limit, most: Limit) -> Array:
+    """Those of `indices` whose sequences are not shorter than `least` or longer than `most` (0: no limit) in any data key."""
     kept = numpy.ones(len(indices), dtype=bool)
-    for limit, too_far in ((least, numpy.less), (most, numpy.greater)):
+    for limit, violates in ((least, numpy.less), (most, numpy.greater)):
         by_key = limit if isinstance(limit, Mapping) else dict.fromkeys(lengths, limit or 0)
         for key, frames in by_key.items():
             if frames and key in lengths:
-                kept &= ~too_far(lengths[key][indices], frames)
+                kept &= ~violates(lengths[key][indices], frames)
     return indices if kept.all() else indices[kept]

@@ -3,79 +3,88 @@
 from __future__ import annotations
 
 import keras
+import numpy
 import tensorflow as tf
 
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.base import LearnerKeys, as_function
-from hvdtrain.learner.precision import FLOAT32, Precision
-from hvdtrain.learner.reduce import Reducer
+from hvdtrain.learner.frameworks import BuildOptions
+from hvdtrain.learner.meter import PendingScores
+from hvdtrain.learner.optimizer import Clipping
+from hvdtrain.learner.precision import GradientCheck, LossScale, Precision
+from hvdtrain.learner.reducer import Reducer
 from hvdtrain.learner.seeds import mixed_seed
-from hvdtrain.learner.tensorflow.device import layers_in, prepare_tensorflow, scale_of
-from hvdtrain.learner.tensorflow.graph import StepGraphs
+from hvdtrain.learner.tensorflow.device import TensorFlowMeter, device_name, layers_in, peak_memory, prepare, scale_of
+from hvdtrain.learner.tensorflow.gradients import GraphGradients
+from hvdtrain.learner.tensorflow.graph import ConfigFunctions, StepGraphs
 from hvdtrain.learner.tensorflow.learner import TensorFlowLearner
-from hvdtrain.learner.tensorflow.optimizer import make_optimizer
-from hvdtrain.learner.tensorflow.state import WeightAverage
-from hvdtrain.learner.tensorflow.variables import parts_of
+from hvdtrain.learner.tensorflow.optimizer import UpdateGraph, make_optimizer
+from hvdtrain.learner.tensorflow.state import TensorFlowState, WeightAverage
+from hvdtrain.learner.tensorflow.variables import ModelVariables, array_of, tensorflow_variable, variables_of
+from hvdtrain.runtime.timer import CpuClock
+
+MAX_SKIPPED = "num_allowed_consec_invalid_gradient_steps"
 
 
-def build_tensorflow_learner(
-    keys: LearnerKeys,
-    reducer: Reducer,
-    *,
-    rank: int,
-    local_rank: int,
-    threads: int,
-    seed: int,
-    epoch: int,
-    step: int,
-    precision: Precision = FLOAT32,
-) -> TensorFlowLearner:
-    """Build the model and the optimizer of a config. All ranks seed alike; weights still are to be broadcast from rank 0.
+def build_learner(keys: LearnerKeys, reducer: Reducer, options: BuildOptions) -> TensorFlowLearner:
+    """Build a config's model, optimizer and learner. All ranks use the same seed; rank 0's weights still have to be broadcast.
 
     Raises:
         ConfigError: get_model returns no Keras model or tf.Module, or one without variables, or the optimizer cannot be made.
     """
-    prepare_tensorflow(keys.device, local_rank, threads)
-    keras.utils.set_random_seed(mixed_seed(seed, 0, 0))  # of TensorFlow, Python and numpy
+    prepare(keys.device, options.local_rank, options.threads)
+    keras.utils.set_random_seed(mixed_seed(options.seed, 0, 0))  # of TensorFlow, Python and numpy
+    variables = _model(keys, options.precision)
+    optimizer = make_optimizer(keys.optimizer, variables)
+    scale = scale_of(options.precision, variables, optimizer)
+    max_skipped = keys.num_allowed_consec_invalid_gradient_steps
+    if max_skipped is not None and isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        raise ConfigError(
+            [f"{MAX_SKIPPED}: expected None with a LossScaleOptimizer, which skips updates by itself, got {max_skipped}"]
+        )
+    tf.random.set_seed(
+        mixed_seed(options.seed, options.rank, 0)
+    )  # for operations of tf.random, which keep their seed when traced
+    functions = ConfigFunctions(as_function(keys.train_step, "train_step"), as_function(keys.forward_step, "forward_step"))
+    gradients = GraphGradients([tensorflow_variable(variable) for variable in variables.of_kind("parameters")], reducer)
+    check = GradientCheck(max_skipped, scale, same_on_all_ranks=reducer.updates_without_batch)
+    clipping = Clipping(keys.gradient_clip, keys.gradient_clip_global_norm)
+    average = None if keys.ema_decay is None else WeightAverage(dict(variables.named("parameters")), keys.ema_decay)
+    return TensorFlowLearner(
+        variables,
+        StepGraphs(variables, functions, optimizer, gradients, reducer, scale),
+        UpdateGraph(optimizer, variables, gradients, clipping, keys.gradient_noise, check, scale),
+        TensorFlowState(variables, optimizer, average, scale),
+        _meter(variables, scale, finite_only=max_skipped is not None),
+        (options.seed, options.rank),
+    )
+
+
+def _model(keys: LearnerKeys, precision: Precision) -> ModelVariables:
+    """The variables of the config's model. Raises: ConfigError."""
     device = "cuda" if tf.config.get_visible_devices("GPU") else "cpu"
     with layers_in(precision.dtype):
-        model = as_function(keys.get_model, "get_model")(epoch=epoch, step=step, device=device)
+        model = as_function(keys.get_model, "get_model")(epoch=1, step=0, device=device)
     if not isinstance(model, (keras.layers.Layer, tf.Module)):
         raise ConfigError([f"get_model: expected it to return a Keras model or a tf.Module, got {type(model).__name__}"])
-    parts = parts_of(model)
-    if not parts.of_kind("parameters"):
+    variables = variables_of(model)
+    if not variables.of_kind("parameters"):
         raise ConfigError(
             ["get_model: expected a model that has trainable variables, got none (Keras layers get theirs when they are first "
              "called: call the model once in get_model)"]
         )  # fmt: skip
-    optimizer = make_optimizer(keys.optimizer, parts)
-    scale = scale_of(precision, model, parts, optimizer)
-    skips = keys.num_allowed_consec_invalid_gradient_steps
-    if skips is not None and isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        name = "num_allowed_consec_invalid_gradient_steps"
-        raise ConfigError([f"{name}: expected None with a LossScaleOptimizer, which leaves updates out by itself, got {skips}"])
-    tf.random.set_seed(mixed_seed(seed, rank, 0))  # for operations of tf.random, which keep the seed they are traced with
-    graphs = StepGraphs(
-        model,
-        as_function(keys.train_step, "train_step"),
-        optimizer,
-        reducer,
-        parts,
-        clip_global_norm=keys.gradient_clip_global_norm,
-        clip_value=keys.gradient_clip,
-        noise=keys.gradient_noise,
-        forward_step=as_function(keys.forward_step, "forward_step"),
-        may_leave_out=skips is not None or scale is not None,
-        scale=scale,
+    return variables
+
+
+def _meter(variables: ModelVariables, scale: LossScale | None, finite_only: bool) -> TensorFlowMeter:
+    def not_finite() -> tuple[str, ...]:
+        named = [*variables.named("parameters"), *variables.named("frozen")]
+        return tuple(name for name, variable in named if not numpy.isfinite(array_of(variable).astype(numpy.float64)).all())
+
+    scores = PendingScores(
+        lambda tensors: tf.concat(tensors, 0).numpy().tolist(),
+        not_finite,
+        on_cpu=device_name() == "CPU",
+        finite_only=finite_only,
     )
-    return TensorFlowLearner(
-        model,
-        optimizer,
-        graphs,
-        parts,
-        updates_without_batch=reducer.updates_without_batch,
-        seed=(seed, rank),
-        skips=skips,
-        scale=scale,
-        average=None if keys.ema_decay is None else WeightAverage(dict(parts.named("parameters")), keys.ema_decay),
-    )
+    return TensorFlowMeter(scores, CpuClock(), scale, peak_memory)

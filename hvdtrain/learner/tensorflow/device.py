@@ -1,4 +1,4 @@
-"""TensorFlow's devices, threads and precision."""
+"""A rank's device and threads, its meter, and computing in half precision."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.errors import ConfigError
-from hvdtrain.learner.loss_scale import LossScale
-from hvdtrain.learner.precision import Dtype, Precision
-from hvdtrain.learner.tensorflow.variables import Parts
+from hvdtrain.learner.meter import LearnerMeter
+from hvdtrain.learner.precision import Dtype, LossScale, Precision
+from hvdtrain.learner.tensorflow.variables import ModelVariables
 from hvdtrain.runtime.log import say
 
 
-def prepare_tensorflow(device: str | None, local_rank: int, threads: int) -> None:
-    """Let this process see its own device only, and compute with so many threads.
+def prepare(device: str | None, local_rank: int, threads: int) -> None:
+    """Let this process use its own device only, and set its number of threads.
 
     Raises:
-        ConfigError: there is no such device, Keras computes with another framework, or it is too late.
+        ConfigError: there is no such device, Keras uses another framework, or TensorFlow has already computed something.
     """
     if keras.backend.backend() != "tensorflow":
         other = keras.backend.backend()
@@ -39,20 +39,20 @@ def prepare_tensorflow(device: str | None, local_rank: int, threads: int) -> Non
     except RuntimeError:
         raise ConfigError(
             [
-                "config: expected TensorFlow not to compute before its threads and devices are settled, got a config that "
+                "config: expected TensorFlow not to compute before its threads and devices are set, got a config that "
                 "makes tensors while it is read (make them in get_model or train_step)"
             ]
         ) from None
 
 
 def device_name() -> str:
-    """What the model is on: the GPU's name, or CPU."""
+    """The GPU's name, or "CPU"."""
     gpus = tf.config.get_visible_devices("GPU")
     return str(tf.config.experimental.get_device_details(gpus[0]).get("device_name", "GPU")) if gpus else "CPU"
 
 
 def _visible(wanted: str | None, local_rank: int) -> list[tf.config.PhysicalDevice]:
-    """The GPUs this rank may see: its own, or none."""
+    """The GPUs that this rank may use: its own, or none."""
     gpus = tf.config.list_physical_devices("GPU")
     if wanted == "cpu" or (wanted is None and not gpus):
         return []
@@ -64,11 +64,25 @@ def _visible(wanted: str | None, local_rank: int) -> list[tf.config.PhysicalDevi
     return [gpus[int(number) if number else local_rank % len(gpus)]]
 
 
+def peak_memory() -> int | None:
+    """The largest number of bytes of a GPU's memory in use so far; None on a CPU."""
+    return None if device_name() == "CPU" else int(tf.config.experimental.get_memory_info("GPU:0")["peak"])
+
+
+class TensorFlowMeter(LearnerMeter):
+    """Reads the pending scores before it reads the clock: this waits for a GPU, whose steps return before they are done."""
+
+    def take_step_seconds(self) -> float:
+        with self.clock.span():
+            self.scores.fetch()
+        return self.clock.take()
+
+
 @contextmanager
 def layers_in(dtype: Dtype) -> Iterator[None]:
-    """Keras layers that are made inside of the `with` block compute in a type, with parameters in float32."""
+    """Keras layers that are created inside of the `with` block compute in a type, with parameters in float32."""
     before = keras.config.dtype_policy()
-    if dtype != "float32":  # a config may have set a policy itself
+    if dtype != "float32":  # otherwise the config may have set a policy itself
         keras.config.set_dtype_policy(f"mixed_{dtype}")
     try:
         yield
@@ -76,13 +90,14 @@ def layers_in(dtype: Dtype) -> Iterator[None]:
         keras.config.set_dtype_policy(before)
 
 
-def scale_of(precision: Precision, model: Any, parts: Parts, optimizer: Any) -> LossScale | None:
-    """How the loss is scaled for a model that was made under a precision; says where the precision means nothing to it."""
-    layers = [owner for owner in parts.owners.values() if isinstance(owner, keras.layers.Layer)]
+def scale_of(precision: Precision, variables: ModelVariables, optimizer: Any) -> LossScale | None:
+    """The loss scale for a model that was made in a precision; warns if the precision does not apply to the model."""
+    model = variables.model
+    layers = [owner for owner in variables.owners.values() if isinstance(owner, keras.layers.Layer)]
     if precision.dtype != "float32" and not layers:
         kind = type(model).__name__
-        say(2, f"mixed_precision: {kind} has no Keras layers, which it is for: it computes in float32 unless it casts itself")
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):  # which the config made itself
+        say(2, f"mixed_precision: {kind} has no Keras layers, to which it applies: it computes in float32 unless it casts itself")
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):  # the config made it itself
         return None
     own = getattr(getattr(model, "dtype_policy", None), "name", "")
     return precision.loss_scale("float16" if own == "mixed_float16" else precision.dtype)

@@ -1,4 +1,4 @@
-"""Gradients in a TensorFlow graph: added up over batches, and reduced over the ranks."""
+"""Gradients in a TensorFlow graph: reduced over the ranks, accumulated over batches, changed before the update."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 import tensorflow as tf
 
 from hvdtrain.learner.marked import TINY, Normalized
-from hvdtrain.learner.reduce import Reducer, buckets
+from hvdtrain.learner.reducer import Reducer, buckets
 
 DENSE_BYTES = 1 << 20
-"""An embedding of up to so many bytes sends its whole gradient, a larger one the rows that a batch has touched."""
+"""The largest embedding that sends its whole gradient; a larger one sends the rows that a batch has used."""
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """What ranks exchange in a step: known when a train_step has been traced, and the same on all ranks.
+    """What the ranks exchange for an update. Known when train_step has been traced, and the same on all ranks.
 
     Attributes:
-        losses: those that are to be means.
-        rows: the numbers of the parameters whose gradients travel as rows.
+        losses: those that are normalized.
+        rows: the numbers of the parameters whose gradients are sent as rows.
     """
 
     losses: Normalized
@@ -30,11 +30,11 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Rows:
-    """A gradient of which most rows are zero; no row comes twice.
+    """A gradient most of whose rows are zero; each row is there at most once.
 
     Attributes:
         values: shape (rows, ...).
-        indices: which rows of the parameter, int64 of shape (rows,).
+        indices: the rows' numbers in the parameter, int64 of shape (rows,).
     """
 
     values: Any
@@ -42,18 +42,24 @@ class Rows:
 
 
 Gradient = Any
-"""A tensor, or Rows."""
+"""A tensor or `Rows`."""
+
+
+Accumulated = Any
+"""Gradients of a rank's batches, as a graph can return them: a list of sets of gradients, and the counts of the normalized
+losses, float64. If there are several losses, some of them normalized, the first set is of all others together, then each
+normalized loss has its own; otherwise there is one set."""
 
 
 class GraphGradients:
-    """The gradients of the trainable variables, in the model's order. Everything here happens while a graph is traced.
+    """The gradients of the trained variables, in the model's order. All methods are called while a graph is traced.
 
     Gradients of half precision are exchanged in single precision: Horovod has no bfloat16, and float16 overflows in a sum.
 
-    TensorFlow takes Horovod's operations for functions of their inputs: it computes one whose inputs are constants (zeros)
-    when it optimizes the graph and never again, and merges two that have the same inputs. Other ranks would wait for ever. So
-    in every exchange a variable's element that is always 0 is added to one tensor, and what a rank without a batch sends
-    comes into its graph from outside.
+    TensorFlow assumes that Horovod's operations are pure functions of their inputs: one whose inputs are constants (zeros) is
+    computed once, when the graph is optimized, and two with the same inputs are merged. Other ranks would hang. So in every
+    exchange, an element of a variable that is always 0 is added to one tensor, and what a rank without a batch sends is an input
+    of its graph.
     """
 
     def __init__(self, variables: list[tf.Variable], reducer: Reducer) -> None:
@@ -62,17 +68,17 @@ class GraphGradients:
         self._always_zero = tf.Variable(tf.zeros([2 * len(variables) + 1]), trainable=False)
 
     def exchange_counts(self, counts: tf.Tensor) -> tf.Tensor:
-        """Collective, when the graph runs. What losses are divided by, over all ranks."""
+        """Collective, when the graph runs. The counts of the normalized losses over all ranks."""
         [totals] = self._reducer.finish_gradients(self._reducer.start_gradients([self._kept(counts, 0)], name="loss_counts"))
         return totals
 
     def rows(self, found: Sequence[Any]) -> tuple[int, ...]:
-        """The numbers of the gradients that are to travel as rows."""
+        """The numbers of the gradients that are sent as rows."""
         large = (number for number, found_one in enumerate(found) if isinstance(found_one, tf.IndexedSlices))
         return tuple(number for number in large if self._bytes(number) > DENSE_BYTES)
 
     def local(self, found: Sequence[Any], exchange: Exchange) -> list[Gradient]:
-        """What a GradientTape found, None where nothing depends on a variable, ready to be exchanged."""
+        """What a GradientTape found, None if nothing depends on a variable, ready to be exchanged."""
         return [self._local(number, gradient, number in exchange.rows) for number, gradient in enumerate(found)]
 
     def zeros(self, exchange: Exchange) -> list[Gradient]:
@@ -80,7 +86,7 @@ class GraphGradients:
         return [self._local(number, None, number in exchange.rows) for number in range(len(self._variables))]
 
     def reduce(self, gradients: Sequence[Gradient], exchange: Exchange) -> list[Gradient]:
-        """Collective, when the graph runs. Dense gradients leave in buckets, each as soon as backward has computed it."""
+        """Collective, when the graph runs. Dense gradients are sent in buckets, each as soon as backward has computed it."""
         reduced: list[Gradient] = list(gradients)
         dense = [number for number in range(len(gradients)) if number not in exchange.rows]
         groups = buckets([(self._bytes(number), reduced[number].dtype) for number in dense])
@@ -98,7 +104,7 @@ class GraphGradients:
         return reduced
 
     def specs(self, exchange: Exchange) -> list[Any]:
-        """The types of reduced gradients, for a function that takes them whatever their number of rows."""
+        """The types of reduced gradients, for a function that takes them with any number of rows."""
         specs: list[Any] = []
         for number, variable in enumerate(self._variables):
             dtype = _wide(variable.dtype)
@@ -121,7 +127,7 @@ class GraphGradients:
         return tf.ensure_shape(tf.cast(tf.convert_to_tensor(found), dtype), variable.shape)
 
     def _kept(self, tensor: tf.Tensor, number: int) -> tf.Tensor:
-        """The same values, as what TensorFlow can neither compute beforehand nor merge with another."""
+        """The same values, as a tensor that TensorFlow can neither compute in advance nor merge with another."""
         return tensor + tf.cast(self._always_zero[number], tensor.dtype)
 
     def _bytes(self, number: int) -> int:
@@ -129,11 +135,57 @@ class GraphGradients:
         return int(variable.shape.num_elements() * _wide(variable.dtype).size)
 
 
-def clipped(gradients: Sequence[Gradient], by_value: Any | None, global_norm: Any | None) -> list[Gradient]:
-    """Every element cut off at plus or minus `by_value`; then all scaled down to `global_norm`, where it is exceeded."""
+class AccumulatedGradients:
+    """Adds up the gradients of the batches of an update."""
+
+    def __init__(self, gradients: GraphGradients) -> None:
+        self._gradients = gradients
+        self._add: Callable[..., Accumulated] | None = None
+
+    def add(self, before: Accumulated, collected: Accumulated, exchange: Exchange) -> Accumulated:
+        """The sums of what was accumulated before and what one batch adds."""
+        if self._add is None:
+            specs = self.specs(len(before[0]), exchange)
+            self._add = tf.function(_add_up, autograph=False).get_concrete_function(specs, specs)
+        return self._add(before, collected)
+
+    def zeros(self, exchange: Exchange) -> Accumulated:
+        """The gradients of a rank that had no batch."""
+        return [packed(self._gradients.zeros(exchange))], tf.zeros([max(1, len(exchange.losses.names))], tf.float64)
+
+    def specs(self, sets: int, exchange: Exchange) -> Any:
+        """The types of accumulated gradients, for a function that takes them.
+
+        Args:
+            sets: the number of sets.
+        """
+        return [self._gradients.specs(exchange) for _ in range(sets)], tf.TensorSpec([None], tf.float64)
+
+
+def combined(sets: Sequence[list[Any]], counts: tf.Tensor) -> list[Gradient]:
+    """One set of gradients from all: those of normalized losses are divided by their counts over all ranks. Part of a graph."""
+    gradients = unpacked(sets[0])
+    for number, of_loss in enumerate(sets[1:]):
+        gradients = added(gradients, divided(unpacked(of_loss), tf.maximum(counts[number], TINY)))
+    return gradients
+
+
+def of_any_set(found: Sequence[Sequence[Any]]) -> list[Any]:
+    """A gradient of each variable from any of the sets, a dense one if there is one; None if no set has any."""
+
+    def of_one(gradients: Sequence[Any]) -> Any:
+        known = [gradient for gradient in gradients if gradient is not None]
+        dense = [gradient for gradient in known if not isinstance(gradient, tf.IndexedSlices)]
+        return next(iter([*dense, *known]), None)
+
+    return [of_one(gradients) for gradients in zip(*found, strict=True)]
+
+
+def clipped(gradients: Sequence[Gradient], value: Any | None, global_norm: Any | None) -> list[Gradient]:
+    """Every element clipped to [-value, value]; then all gradients scaled down to `global_norm` if theirs is larger."""
     changed = list(gradients)
-    if by_value is not None:
-        changed = [_map(gradient, lambda tensor: tf.clip_by_value(tensor, -by_value, by_value)) for gradient in changed]
+    if value is not None:
+        changed = [_map(gradient, lambda tensor: tf.clip_by_value(tensor, -value, value)) for gradient in changed]
     if global_norm is not None:
         tensors = [gradient.values if isinstance(gradient, Rows) else gradient for gradient in changed]
         norm = tf.linalg.global_norm(tensors)
@@ -143,11 +195,11 @@ def clipped(gradients: Sequence[Gradient], by_value: Any | None, global_norm: An
 
 
 def noisy(gradients: Sequence[Gradient], deviation: Any, seeds: tf.Tensor) -> list[Gradient]:
-    """Every element with a number added from a normal distribution cut off at two standard deviations; of an embedding whose
-    gradient travels as rows, every element of the rows that a batch has touched.
+    """Noise from a normal distribution, truncated at two standard deviations, added to every element. If an embedding's gradient
+    is sent as rows, it is added to these rows only.
 
     Args:
-        seeds: int32 of shape (2,). Stateless: no other random numbers are disturbed.
+        seeds: int32 of shape (2,). The noise is stateless: no other random numbers change.
     """
 
     def with_noise(tensor: tf.Tensor, number: int) -> tf.Tensor:
@@ -158,7 +210,7 @@ def noisy(gradients: Sequence[Gradient], deviation: Any, seeds: tf.Tensor) -> li
 
 
 def divided(gradients: Sequence[Gradient], divisor: Any) -> list[Gradient]:
-    """Every gradient over a number."""
+    """Every gradient divided by a number."""
     return [_map(gradient, lambda tensor: tensor / tf.cast(divisor, tensor.dtype)) for gradient in gradients]
 
 
@@ -168,13 +220,13 @@ def added(one: Sequence[Gradient], other: Sequence[Gradient]) -> list[Gradient]:
 
 
 def are_finite(gradients: Sequence[Gradient]) -> list[tf.Tensor]:
-    """For every gradient whether all of its elements are finite numbers."""
+    """For each gradient whether all of its elements are finite."""
     tensors = [gradient.values if isinstance(gradient, Rows) else gradient for gradient in gradients]
     return [tf.reduce_all(tf.math.is_finite(tensor)) for tensor in tensors]
 
 
 def for_optimizer(gradients: Sequence[Gradient], variables: Sequence[tf.Variable]) -> list[Any]:
-    """As Keras optimizers take them."""
+    """Gradients in the form that Keras optimizers take."""
     return [
         tf.IndexedSlices(gradient.values, gradient.indices, variable.shape) if isinstance(gradient, Rows) else gradient
         for gradient, variable in zip(gradients, variables, strict=True)
@@ -182,12 +234,12 @@ def for_optimizer(gradients: Sequence[Gradient], variables: Sequence[tf.Variable
 
 
 def packed(gradients: Sequence[Gradient]) -> list[Any]:
-    """As a graph can return them: rows as a pair."""
+    """Gradients as a graph can return them: `Rows` become pairs."""
     return [(gradient.values, gradient.indices) if isinstance(gradient, Rows) else gradient for gradient in gradients]
 
 
 def unpacked(gradients: Sequence[Any]) -> list[Gradient]:
-    """What `packed` packed."""
+    """The inverse of `packed`."""
     return [Rows(*gradient) if isinstance(gradient, tuple) else gradient for gradient in gradients]
 
 
@@ -202,7 +254,7 @@ def _sum(one: Gradient, other: Gradient) -> Gradient:
 
 
 def _without_repeats(values: Any, indices: Any) -> Rows:
-    """Rows with the same index added up: what a norm or a square of a gradient needs."""
+    """Rows with the same index added up, as norms and squares of a gradient need it."""
     unique, positions = tf.unique(indices)
     return Rows(tf.math.unsorted_segment_sum(values, positions, tf.shape(unique)[0]), unique)
 
@@ -211,54 +263,6 @@ def _wide(dtype: tf.DType) -> tf.DType:
     return tf.float32 if dtype in (tf.float16, tf.bfloat16) else dtype
 
 
-Pending = Any
-"""Gradients of a rank's batches, as a graph can return them: a list of sets, and the counts of the losses that are to be means,
-float64. Where there are several such losses, the first set is that of all other losses, then each has its own; otherwise there is
-one."""
-
-
-class PendingGradients:
-    """What is done with gradients that wait for those of more batches."""
-
-    def __init__(self, gradients: GraphGradients) -> None:
-        self._gradients = gradients
-        self._merge: Callable[..., Pending] | None = None
-
-    def merged(self, pending: Pending, collected: Pending, exchange: Exchange) -> Pending:
-        """The sums of both."""
-        if self._merge is None:
-            specs = self.specs(len(pending[0]), exchange)
-            self._merge = tf.function(_add_up, autograph=False).get_concrete_function(specs, specs)
-        return self._merge(pending, collected)
-
-    def zeros(self, exchange: Exchange) -> Pending:
-        """Those of a rank that had no batch."""
-        return [packed(self._gradients.zeros(exchange))], tf.zeros([max(1, len(exchange.losses.names))], tf.float64)
-
-    def specs(self, sets: int, exchange: Exchange) -> Any:
-        """The types of what waits, for a function that takes it."""
-        return [self._gradients.specs(exchange) for _ in range(sets)], tf.TensorSpec([None], tf.float64)
-
-
-def combined(sets: Sequence[list[Any]], counts: tf.Tensor) -> list[Gradient]:
-    """One set: those of the losses that are means are divided by their counts over all ranks. Part of a graph."""
-    gradients = unpacked(sets[0])
-    for number, of_loss in enumerate(sets[1:]):
-        gradients = added(gradients, divided(unpacked(of_loss), tf.maximum(counts[number], TINY)))
-    return gradients
-
-
-def of_any_set(found: Sequence[Sequence[Any]]) -> list[Any]:
-    """What a tape found for every variable, whatever the set: something dense before something sparse; or None."""
-
-    def of_one(gradients: Sequence[Any]) -> Any:
-        there = [gradient for gradient in gradients if gradient is not None]
-        dense = [gradient for gradient in there if not isinstance(gradient, tf.IndexedSlices)]
-        return next(iter([*dense, *there]), None)
-
-    return [of_one(gradients) for gradients in zip(*found, strict=True)]
-
-
-def _add_up(one: Pending, other: Pending) -> Pending:
+def _add_up(one: Accumulated, other: Accumulated) -> Accumulated:
     sets = [added(unpacked(first), unpacked(second)) for first, second in zip(one[0], other[0], strict=True)]
     return [packed(gradients) for gradients in sets], one[1] + other[1]

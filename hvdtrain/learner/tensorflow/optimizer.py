@@ -1,40 +1,160 @@
-"""Keras optimizers by name."""
+"""The config's optimizer, a Keras optimizer, and the graph of an update."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import keras
+import tensorflow as tf
 
+from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError
-from hvdtrain.learner.optimizer import BLACKLIST, INCLUDE, DecayRule, class_names, class_of, option_problems, take_decay_rule
-from hvdtrain.learner.tensorflow.variables import Parts
+from hvdtrain.learner.optimizer import (
+    BLACKLIST,
+    INCLUDE,
+    Clipping,
+    DecayRule,
+    class_names,
+    class_of,
+    option_problems,
+    take_decay_rule,
+)
+from hvdtrain.learner.precision import GradientCheck, LossScale
+from hvdtrain.learner.tensorflow.gradients import (
+    Exchange,
+    GraphGradients,
+    are_finite,
+    clipped,
+    divided,
+    for_optimizer,
+    noisy,
+    unpacked,
+)
+from hvdtrain.learner.tensorflow.variables import ModelVariables, tensorflow_variable
 
-NO_OPTIMIZERS = ("Optimizer", "LossScaleOptimizer", "MultiOptimizer", "OptimizerMap")
-"""What keras.optimizers has besides optimizers."""
+NOT_OPTIMIZERS = ("Optimizer", "LossScaleOptimizer", "MultiOptimizer", "OptimizerMap")
+"""Classes in keras.optimizers that are no optimizers of their own."""
 
-USUAL = DecayRule(
+DEFAULT_RULE = DecayRule(
     (keras.layers.LayerNormalization, keras.layers.GroupNormalization, keras.layers.Embedding), biases=("bias", "beta")
 )
-"""Weight decay leaves these layers' parameters alone, as it does biases; the same as with PyTorch."""
+"""The parameters of these layers do not decay, nor do biases; the same as with PyTorch."""
 
 
-def make_optimizer(spec: dict[str, Any] | str | Any, parts: Parts) -> keras.optimizers.Optimizer:
+class UpdateGraph:
+    """One optimizer step, and what is done to the reduced gradients before it: the loss scale, the check for finite gradients,
+    noise, clipping.
+
+    Args:
+        noise: the standard deviation of what is added to gradients; 0: nothing is.
+        check: decides whether an update is skipped.
+        scale: of the loss; None: it is not scaled.
+    """
+
+    def __init__(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        variables: ModelVariables,
+        gradients: GraphGradients,
+        clipping: Clipping,
+        noise: float,
+        check: GradientCheck,
+        scale: LossScale | None,
+    ) -> None:
+        self._optimizer = optimizer
+        self._names = [name for name, _ in variables.named("parameters")]
+        self._trained = variables.of_kind("parameters")
+        self._variables = [tensorflow_variable(variable) for variable in self._trained]
+        self._gradients = gradients
+        self._clipping = clipping
+        self._noise = noise
+        self._check = check
+        self._scale = scale
+        self._graph: Callable[..., tf.Tensor] | None = None
+
+    def apply(
+        self, reduced: list[Any], divisor: tf.Tensor, exchange: Exchange, learning_rate: float, noise_seeds: Array, step: int
+    ) -> None:
+        """Apply reduced gradients.
+
+        Args:
+            reduced: the gradients, packed.
+            divisor: what they are divided by if a normalized loss is the only loss.
+            noise_seeds: uint32 of shape (2,).
+            step: steps done in the whole training before the last step of this update.
+
+        Raises:
+            TrainingError: too many updates in a row were skipped.
+        """
+        if self._graph is None:
+            divides = exchange.losses.alone and bool(exchange.losses.names)
+            specs = [self._gradients.specs(exchange), tf.TensorSpec([], tf.float64)]
+            specs += [tf.TensorSpec([], tf.float32), tf.TensorSpec([], tf.float32), tf.TensorSpec([2], tf.int32)]
+            graph = tf.function(lambda *inputs: self._apply(divides, *inputs), autograph=False)
+            self._graph = graph.get_concrete_function(*specs)
+        scale = tf.constant(1.0 if self._scale is None else self._scale.scale, tf.float32)
+        rate, seeds = tf.constant(learning_rate, tf.float32), tf.constant(noise_seeds.astype("int32"))
+        finite = self._graph(reduced, divisor, scale, rate, seeds)
+        if self._check.is_needed:
+            flags = finite.numpy()
+            self._check.is_applied(bool(flags.all()), step, lambda: self._invalid_names(flags))
+
+    def _apply(
+        self,
+        divides: bool,
+        reduced: list[Any],
+        divisor: tf.Tensor,
+        scale: tf.Tensor,
+        learning_rate: tf.Tensor,
+        noise_seeds: tf.Tensor,
+    ) -> tf.Tensor:
+        """The graph: returns for each parameter whether its gradient is finite; shape (0,) if this is not checked."""
+        gradients = unpacked(reduced)
+        if divides:
+            gradients = divided(gradients, divisor)
+        if self._scale is not None:
+            gradients = divided(gradients, scale)
+        finite = are_finite(gradients)
+        own_scale = self._optimizer.scale_loss(tf.ones([]))  # of the config's optimizer, if it scales the loss itself
+        if self._noise:
+            gradients = noisy(gradients, self._noise * own_scale, noise_seeds)
+        limits = (self._clipping.value, self._clipping.global_norm)
+        gradients = clipped(gradients, *(None if limit is None else limit * own_scale for limit in limits))
+        self._optimizer.learning_rate = learning_rate
+        updates = for_optimizer(gradients, self._variables)
+        if not self._check.is_needed:
+            self._optimizer.apply(updates, self._trained)
+            return tf.zeros([0], tf.bool)
+        tf.cond(tf.reduce_all(finite), lambda: self._step(updates), lambda: False)
+        return tf.stack(finite)
+
+    def _invalid_names(self, finite: Array) -> list[str]:
+        """The names of the parameters whose gradients are not finite."""
+        return [name for name, is_finite in zip(self._names, finite, strict=True) if not is_finite]
+
+    def _step(self, updates: list[Any]) -> bool:
+        """The branch of the graph in which the optimizer changes the parameters."""
+        self._optimizer.apply(updates, self._trained)
+        return True
+
+
+def make_optimizer(spec: dict[str, Any] | str | Any, variables: ModelVariables) -> keras.optimizers.Optimizer:
     """An optimizer from `{"class": "adamw", "weight_decay": 0.01, ...}`, a name, or a function of the trainable variables.
 
     The learning rate is set at every update. As with PyTorch, `eps` is another name for `epsilon`, and `betas` for
     `beta_1` and `beta_2`.
 
     Raises:
-        ConfigError: there is no such optimizer, or it does not take such options.
+        ConfigError: there is no such optimizer, or it has no such options.
     """
-    trained = parts.of_kind("parameters")
+    trained = variables.of_kind("parameters")
     if callable(spec) and not isinstance(spec, type):
         made = spec(trained)
         if not isinstance(made, keras.optimizers.Optimizer):
             raise ConfigError([f"optimizer: expected a function that returns a Keras optimizer, got {type(made).__name__}"])
     else:
-        made = _by_name({"class": spec} if isinstance(spec, (str, type)) else dict(spec), parts)
+        made = _by_name({"class": spec} if isinstance(spec, (str, type)) else dict(spec), variables)
     try:
         made.learning_rate = 0.0
     except TypeError:
@@ -46,19 +166,19 @@ def make_optimizer(spec: dict[str, Any] | str | Any, parts: Parts) -> keras.opti
     return made
 
 
-def _by_name(options: dict[str, Any], parts: Parts) -> keras.optimizers.Optimizer:
+def _by_name(options: dict[str, Any], variables: ModelVariables) -> keras.optimizers.Optimizer:
     wanted = options.pop("class")
     known = {
         name.lower(): member
         for name, member in vars(keras.optimizers).items()
-        if isinstance(member, type) and issubclass(member, keras.optimizers.Optimizer) and name not in NO_OPTIMIZERS
+        if isinstance(member, type) and issubclass(member, keras.optimizers.Optimizer) and name not in NOT_OPTIMIZERS
     }
     chosen = class_of(wanted, known, "optimizer.class")
     if "eps" in options:
         options["epsilon"] = options.pop("eps")
     if "betas" in options:
         options["beta_1"], options["beta_2"] = options.pop("betas")
-    left_alone = _left_alone(options, parts)
+    exempt = _exempt(options, variables)
     problems = option_problems(chosen, options, "optimizer.")
     if problems:
         raise ConfigError(problems)
@@ -67,12 +187,12 @@ def _by_name(options: dict[str, Any], parts: Parts) -> keras.optimizers.Optimize
     except (TypeError, ValueError) as error:
         raise ConfigError([f"optimizer: expected options of {chosen.__name__}, got {options}: {error}"]) from None
     if options.get("weight_decay"):
-        made.exclude_from_weight_decay(var_list=left_alone)
+        made.exclude_from_weight_decay(var_list=exempt)
     return made
 
 
-def _left_alone(options: dict[str, Any], parts: Parts) -> list[Any]:
-    """The variables that weight decay leaves alone. What the options say of them is taken out. Raises: ConfigError."""
+def _exempt(options: dict[str, Any], variables: ModelVariables) -> list[Any]:
+    """The variables that do not decay. Options about them are removed from the options. Raises: ConfigError."""
     if options.pop("param_groups_custom", None) is not None:
         raise ConfigError(
             [
@@ -82,10 +202,10 @@ def _left_alone(options: dict[str, Any], parts: Parts) -> list[Any]:
         )
     if not options.get("weight_decay") and any(options.get(name) is not None for name in (BLACKLIST, INCLUDE)):
         raise ConfigError([f"optimizer.weight_decay: expected a positive number beside {BLACKLIST} or {INCLUDE}, got none"])
-    known = {*vars(keras.layers), *(name for owner in parts.owners.values() for name in class_names(owner))}
-    rule = take_decay_rule(options, USUAL, known)
+    known = {*vars(keras.layers), *(name for owner in variables.owners.values() for name in class_names(owner))}
+    rule = take_decay_rule(options, DEFAULT_RULE, known)
     return [
         variable
-        for name, variable in parts.variables.items()
-        if parts.kinds[name] == "parameters" and not rule.decays(parts.owners[name], name, variable)
+        for name, variable in variables.by_name.items()
+        if variables.kinds[name] == "parameters" and not rule.decays(variables.owners[name], name, variable)
     ]

@@ -1,11 +1,12 @@
-"""A TensorFlow model's and its optimizer's variables, on their way into files, out of them, and to other ranks."""
+"""A TensorFlow model's and its optimizer's variables: into files, out of them, and to other ranks. And the moving average of the
+weights."""
 
 from __future__ import annotations
 
 import json
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,48 +17,75 @@ import tensorflow as tf
 from hvdtrain.data.types import Array
 from hvdtrain.errors import CheckpointError
 from hvdtrain.learner.accumulation import kept
-from hvdtrain.learner.base import Chosen, Kind, Make, Part, Shapes, check_made
-from hvdtrain.learner.loss_scale import LossScale
-from hvdtrain.learner.tensorflow.variables import Parts, array_of, assign, exchangeable, tensorflow_variable
+from hvdtrain.learner.base import Kind, MakeMissing, PreloadNames, Shapes, StatePart, check_made
+from hvdtrain.learner.precision import LossScale
+from hvdtrain.learner.tensorflow.variables import ModelVariables, array_of, assign, exchangeable, tensorflow_variable
 
 TRAINED, AVERAGED = "trained/", "averaged_updates"
-"""In the optimizer's file, where an average of the weights is kept: before the names of the weights that are trained, and how
-many updates the average has followed."""
+"""In the optimizer's file if a moving average is kept: the prefix of the trained weights' names, and the number of updates that
+the average has followed."""
 
 
 class TensorFlowState:
-    """Does what the learner's contract (`learner/base.py`) says of the methods of the same names.
+    """Does what `State` in `learner/base.py` says.
 
     Args:
-        average: of the weights over time; where there is one, it is the model in a file, and the weights stand beside it.
-        scale: of the loss; it is stored beside the optimizer's state.
+        average: the moving average of the weights; in a file it is the model, and the trained weights are in the optimizer's
+            file.
+        scale: of the loss; it is stored with the optimizer's state.
     """
 
     def __init__(
-        self, optimizer: keras.optimizers.Optimizer, parts: Parts, average: WeightAverage | None, scale: LossScale | None
+        self,
+        variables: ModelVariables,
+        optimizer: keras.optimizers.Optimizer,
+        average: WeightAverage | None,
+        scale: LossScale | None,
     ) -> None:
+        self._variables = variables
         self._optimizer = optimizer
-        self._parts = parts
         self._average = average
         self._scale = scale
 
+    # The model's variables
+
     def map_tensors(self, kind: Kind, change: Callable[[list[tf.Tensor]], list[tf.Tensor]]) -> None:
-        variables = [tensorflow_variable(variable) for variable in self._parts.of_kind(kind)]
+        variables = [tensorflow_variable(variable) for variable in self._variables.of_kind(kind)]
         tensors = [exchangeable(variable) for variable in variables]
         for variable, tensor, new in zip(variables, tensors, change(list(tensors)), strict=True):
             if new is not tensor:
                 variable.assign(tf.cast(new, variable.dtype))
 
+    def named_parameters(self) -> Iterator[tuple[str, Array]]:
+        for name, variable in (*self._variables.named("parameters"), *self._variables.named("frozen")):
+            yield name, array_of(variable).astype(numpy.float32)
+
+    # The moving average
+
+    def start_average(self) -> None:
+        """Let the moving average begin with the present weights, if one is kept and has not begun yet."""
+        if self._average is not None and not self._average.started:
+            self._average.start()
+
+    def average_weights(self, updates: int) -> None:
+        if self._average is not None:
+            self._average.follow(updates)
+
+    def averaged(self) -> AbstractContextManager[None]:
+        return self._average.used() if self._average is not None and self._average.started else nullcontext()
+
+    # Checkpoints
+
     def gather_state(self) -> None:
         pass  # every rank has all of it
 
-    def save(self, model_file: Path, optimizer_file: Path, progress: dict[str, Any], state: Any | None = None) -> None:
-        model, optimizer, scale = self.copied() if state is None else state
+    def save(self, model_file: Path, optimizer_file: Path, progress: dict[str, Any], snapshot: Any | None = None) -> None:
+        model, optimizer, scale = self.snapshot() if snapshot is None else snapshot
         write_arrays(optimizer_file, optimizer, {**progress, **scale})
         write_arrays(model_file, model, progress)
 
-    def copied(self) -> tuple[dict[str, Array], dict[str, Array], dict[str, Any]]:
-        model = {name: array_of(variable) for name, variable in self._parts.variables.items()}
+    def snapshot(self) -> tuple[dict[str, Array], dict[str, Array], dict[str, Any]]:
+        model = {name: array_of(variable) for name, variable in self._variables.by_name.items()}
         optimizer = {name: array_of(variable) for name, variable in self._optimizer_variables()}
         if self._average is not None and self._average.started:
             averages, trained = self._average.both()
@@ -69,7 +97,7 @@ class TensorFlowState:
     def load(self, model_file: Path, optimizer_file: Path | None) -> dict[str, Any]:
         arrays, progress = read_arrays(model_file)
         wrong = f"{model_file}: expected the parameters of this config's model, got others"
-        assign(self._parts.variables.items(), arrays, wrong)
+        assign(self._variables.by_name.items(), arrays, wrong)
         if optimizer_file is not None:
             arrays, more = read_arrays(optimizer_file)
             trained = {name: arrays.pop(name) for name in list(arrays) if name.startswith(TRAINED)}
@@ -79,26 +107,26 @@ class TensorFlowState:
         return progress
 
     def _load_trained(self, trained: Mapping[str, Array], updates: int) -> None:
-        """Go on from the weights that were trained, where the model's file has their average."""
+        """Continue from the trained weights if the model's file has their moving average."""
         if trained and self._average is not None:
             self._average.start(updates)
-        ours = {name: variable for name, variable in self._parts.named("parameters") if name in trained}
+        ours = {name: variable for name, variable in self._variables.named("parameters") if name in trained}
         assign(ours.items(), {name: trained[name] for name in ours}, "the weights that were trained")
 
     def preload(
-        self, file: Path, entry: str | None, chosen: Callable[[Shapes, Shapes], Chosen], make: Make | None
+        self, file: Path, entry: str | None, choose: Callable[[Shapes, Shapes], PreloadNames], make: MakeMissing | None
     ) -> tuple[list[str], list[str]]:
         theirs, _ = read_arrays(file)
         inside = {name.removeprefix(f"{entry}/"): array for name, array in theirs.items() if name.startswith(f"{entry}/")}
         theirs = inside or theirs
-        ours = self._parts.variables
+        ours = self._variables.by_name
         shapes = {name: tuple(variable.shape) for name, variable in ours.items()}
-        wanted = chosen(shapes, {name: array.shape for name, array in theirs.items()})
-        values = {name: theirs[other] for name, other in wanted.found.items()}
+        names = choose(shapes, {name: array.shape for name, array in theirs.items()})
+        values = {name: theirs[source] for name, source in names.sources.items()}
         if make is not None:
-            state = {name: theirs[other] for name, other in wanted.here.items()}
+            renamed = {name: theirs[source] for name, source in names.renamed.items()}
             for name in sorted(ours.keys() - values.keys()):
-                made = make(name, shapes[name], state)
+                made = make(name, shapes[name], renamed)
                 if made is not None:
                     check_made(name, shapes[name], tuple(made.shape))
                     values[name] = numpy.asarray(made)
@@ -108,10 +136,10 @@ class TensorFlowState:
             self._average.adopt(set(values))
         return list(ours), list(values)
 
-    def save_own(self, file: Path, parts: Sequence[Part]) -> None:
+    def save_own(self, file: Path, parts: Sequence[StatePart]) -> None:
         own: dict[str, Array] = {}
         for part in parts:
-            named = self._optimizer_variables() if part == "optimizer" else self._parts.named(part)
+            named = self._optimizer_variables() if part == "optimizer" else self._variables.named(part)
             own |= {f"{part}/{name}": array_of(variable) for name, variable in named}
         write_arrays(file, own, self._scale_state() if "optimizer" in parts else {})
 
@@ -124,7 +152,7 @@ class TensorFlowState:
         if "optimizer" in by_part:
             self._load_optimizer(by_part.pop("optimizer"), more, file)
         for kind, stored in by_part.items():
-            assign(self._parts.named(kind), stored, f"{file}: expected the {kind} of this config's model, got others")
+            assign(self._variables.named(kind), stored, f"{file}: expected the {kind} of this config's model, got others")
 
     def _scale_state(self) -> dict[str, Any]:
         return {} if self._scale is None else {"loss_scale": self._scale.state()}
@@ -135,10 +163,10 @@ class TensorFlowState:
             self._scale.restore(more["loss_scale"])
 
     def _optimizer_variables(self) -> list[tuple[str, Any]]:
-        """Names such as `Adam.0002.momentum`: by position, as Keras numbers layers and variables through in a process, so
-        that the names of its own may differ the next time."""
+        """The optimizer's variables, under names such as `Adam.0002.momentum`. The number is the position: Keras' own names have
+        a number that depends on what else the process has created."""
         kind = type(self._optimizer).__name__
-        paths = [getattr(variable, "path", "").replace("/", "_") + "_" for variable in self._parts.of_kind("parameters")]
+        paths = [getattr(variable, "path", "").replace("/", "_") + "_" for variable in self._variables.of_kind("parameters")]
         named = []
         for number, variable in enumerate(self._optimizer.variables):
             path = max((path for path in paths if variable.name.startswith(path)), key=len, default="")
@@ -147,19 +175,19 @@ class TensorFlowState:
 
 
 class WeightAverage:
-    """Follows the trainable variables; others, such as BatchNorm's moving mean, are averages already and have no other.
+    """A moving average of the trained variables. Others, such as BatchNorm's moving mean, are averages already.
 
     Args:
-        named: the trainable variables by name.
+        named: the trained variables by name.
 
     Attributes:
-        updates: how many it has followed.
+        updates: the number of updates that it has followed.
     """
 
     def __init__(self, named: Mapping[str, Any], decay: float) -> None:
         self._variables = {name: tensorflow_variable(variable) for name, variable in named.items()}
         self._decay = decay
-        self._others: dict[str, tf.Variable] = {}  # the average; inside of `used`, the weights that are trained
+        self._others: dict[str, tf.Variable] = {}  # the average; inside of `used`, the trained weights
         self._is_used = False
         self._follow = tf.function(self._add_share, autograph=False)
         self.updates = 0
@@ -178,13 +206,13 @@ class WeightAverage:
         return bool(self._others)
 
     def follow(self, updates: int) -> None:
-        """Be told that the weights are what they are after so many updates more."""
+        """Follow the weights after N more updates."""
         self._follow(tf.constant(1 - kept(self._decay, self.updates, updates), tf.float32))
         self.updates += updates
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Inside the `with` block the model has the average as its weights."""
+        """Inside the `with` block, the model's weights are the average."""
         self._swap()
         self._is_used = True
         try:
@@ -194,13 +222,13 @@ class WeightAverage:
             self._is_used = False
 
     def both(self) -> tuple[dict[str, Array], dict[str, Array]]:
-        """Copies of the average and of the weights that are trained, by name."""
+        """Copies of the average and of the trained weights, by name."""
         own = {name: array_of(variable) for name, variable in self._variables.items()}
         others = {name: array_of(variable) for name, variable in self._others.items()}
         return (own, others) if self._is_used else (others, own)
 
     def adopt(self, changed: set[str]) -> None:
-        """Take over weights, given by their names, that were set from outside."""
+        """Copy the values of weights, given by their names, that were set from outside."""
         for name in changed & self._others.keys():
             self._others[name].assign(self._variables[name])
 
@@ -216,17 +244,18 @@ class WeightAverage:
 
 
 PROGRESS = "progress"
+"""The name of the array with the progress, as JSON."""
 
 
 def write_arrays(path: Path, arrays: Mapping[str, Array], progress: Mapping[str, Any]) -> None:
-    """Write arrays by name, and what JSON can hold. Raises: OSError, where the disk is full."""
+    """Write arrays by name, and the progress. Raises: OSError, if the disk is full."""
     named: dict[str, Any] = {PROGRESS: numpy.frombuffer(json.dumps(progress).encode(), numpy.uint8), **arrays}
-    with open(path, "wb") as file:  # handed over open, numpy adds no suffix of its own
+    with open(path, "wb") as file:  # numpy adds a suffix to a path, but not to an open file
         numpy.savez(file, **named)
 
 
 def read_arrays(path: Path) -> tuple[dict[str, Array], dict[str, Any]]:
-    """What `write_arrays` wrote, or any .npz file. Raises: CheckpointError."""
+    """Read what `write_arrays` wrote, or any .npz file: arrays and progress. Raises: CheckpointError."""
     try:
         with numpy.load(path, allow_pickle=False) as stored:
             arrays = {name: stored[name] for name in stored.files}  # reading checks each array's CRC

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import tensorflow
 import tensorflow as tf
 
 from hvdtrain.context import Loss
@@ -16,20 +15,20 @@ from hvdtrain.learner.seeds import widened
 
 
 def zeros(count: int, local_rank: int) -> Any:
-    """So many float32 zeros, on this rank's GPU where there is one."""
-    gpus = tensorflow.config.list_logical_devices("GPU")
-    with tensorflow.device(gpus[local_rank % len(gpus)].name if gpus else "CPU:0"):
-        return tensorflow.zeros([count])
+    """N float32 zeros, on this rank's GPU if there is one."""
+    gpus = tf.config.list_logical_devices("GPU")
+    with tf.device(gpus[local_rank % len(gpus)].name if gpus else "CPU:0"):
+        return tf.zeros([count])
 
 
 def size(tensor: Any) -> int:
     """A tensor's bytes."""
-    return int(tensor.dtype.size) * int(tensorflow.size(tensor))
+    return int(tensor.dtype.size) * int(tf.size(tensor))
 
 
 def wait_for(tensor: Any) -> None:
-    """Wait until a tensor's values are there: a GPU computes later than it is told to."""
-    tensorflow.reshape(tensor, [-1])[:1].numpy()
+    """Wait until a tensor has been computed: on a GPU, operations return before they are done."""
+    tf.reshape(tensor, [-1])[:1].numpy()
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class TensorFlowData:
     """One data key of a batch, as `train_step` gets it.
 
     Attributes:
-        raw_tensor: (batch, time, ...). Strings are a tensor of type tf.string.
+        raw_tensor: shape (batch, time, ...). Strings are a tensor of type tf.string.
         seq_lens: int32 of shape (batch,).
         mask: True where a frame is not padding; shape (batch, time).
     """
@@ -48,17 +47,17 @@ class TensorFlowData:
 
 
 def tensor_of(values: Array) -> tf.Tensor:
-    """An array in a type that TensorFlow computes with; strings as tf.string."""
+    """An array as a tensor, in a type that TensorFlow supports; strings as tf.string."""
     return tf.constant(values.tolist(), tf.string) if values.dtype == object else tf.constant(widened(values))
 
 
 def specs_of(values: tf.Tensor) -> tuple[tf.TensorSpec, tf.TensorSpec]:
-    """Of values and seq_lens: any number of sequences of any length."""
+    """The types of values and seq_lens, for any number of sequences of any length."""
     return tf.TensorSpec([None, None, *values.shape[2:]], values.dtype), tf.TensorSpec([None], tf.int32)
 
 
 def extern_data_of(data: Mapping[str, tuple[tf.Tensor, tf.Tensor]]) -> dict[str, TensorFlowData]:
-    """What `train_step` gets, by data key."""
+    """The tensors that `train_step` gets, by data key."""
     return {
         key: TensorFlowData(values, seq_lens, tf.sequence_mask(seq_lens, tf.shape(values)[1]))
         for key, (values, seq_lens) in data.items()
@@ -66,20 +65,20 @@ def extern_data_of(data: Mapping[str, tuple[tf.Tensor, tf.Tensor]]) -> dict[str,
 
 
 def numbers_of(losses: Mapping[str, Loss]) -> tf.Tensor:
-    """The sums, then the counts; float64 of shape (2 * losses,)."""
+    """The losses' sums, then their counts; float64 of shape (2 * losses,)."""
     sums = [tf.reduce_sum(tf.cast(loss.value, tf.float64)) for loss in losses.values()]
     return tf.stack(sums + [count_of(loss) for loss in losses.values()])
 
 
 def count_of(loss: Loss) -> tf.Tensor:
-    """How many elements a loss's sum goes over."""
+    """The number of elements of a loss, as a scalar."""
     if loss.count is None:
         return tf.cast(tf.size(loss.value), tf.float64)
     return tf.reduce_sum(tf.cast(loss.count, tf.float64))
 
 
 def terms_of(losses: Mapping[str, Loss]) -> dict[str, tf.Tensor]:
-    """The losses to be minimized: their sums times their scales."""
+    """The minimized losses: their sums times their scales."""
     terms = {}
     for name, loss in minimized(losses).items():
         value = tf.convert_to_tensor(loss.value)
@@ -88,14 +87,26 @@ def terms_of(losses: Mapping[str, Loss]) -> dict[str, tf.Tensor]:
 
 
 def total_of(losses: Mapping[str, Loss], divisors: Mapping[str, tf.Tensor]) -> tf.Tensor:
-    """The scalar to differentiate. Raises: ConfigError, where there is none."""
+    """The scalar to differentiate. Raises: ConfigError, if no loss is minimized.
+
+    Args:
+        divisors: of the normalized losses, by name.
+    """
     terms = terms_of(losses)
     return _added([term / tf.cast(divisors[name], term.dtype) if name in divisors else term for name, term in terms.items()])
 
 
 def totals_of(losses: Mapping[str, Loss], apart: Sequence[str]) -> list[tf.Tensor]:
-    """The scalars to differentiate where some losses are to be kept apart: of the others together, if there are any, or else a
-    constant; then of each of those. Raises: ConfigError, where there is none."""
+    """The scalars to differentiate if the gradients of some losses are kept apart.
+
+    Args:
+        apart: the names of these losses.
+
+    Returns: the sum of the other losses, or a constant if there are none; then each loss that is kept apart.
+
+    Raises:
+        ConfigError: no loss is minimized.
+    """
     terms = terms_of(losses)
     others = [term for name, term in terms.items() if name not in apart]
     return [_added(others) if others or not apart else tf.zeros([]), *(terms[name] for name in apart)]

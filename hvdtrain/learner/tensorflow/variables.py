@@ -1,4 +1,4 @@
-"""What a Keras model or tf.Module consists of: variables by name and kind, and generators of random numbers."""
+"""The variables of a Keras model or tf.Module by name and kind, and its generators of random numbers."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from hvdtrain.data.types import Array
 from hvdtrain.errors import CheckpointError
 from hvdtrain.learner.base import Kind
 
-NO_PARTS = frozenset(vars(keras.Model())) | {"_functional", "_operations", "_operations_by_depth"}
-"""Attributes by which Keras itself keeps track of a layer's parts: each part has another, better name."""
+KERAS_ATTRIBUTES = frozenset(vars(keras.Model())) | {"_functional", "_operations", "_operations_by_depth"}
+"""Attributes in which Keras itself lists what a layer contains: everything in them has another, better name."""
 
 
 @dataclass
-class Parts:
-    """What a model consists of.
+class ModelVariables:
+    """A model's variables and generators.
 
     Attributes:
-        variables: by the names of the attributes that lead to them, such as `blocks.0.norm.gamma`. keras.Variable, or
-            tf.Variable.
-        kinds: of every variable, by the same names.
-        owners: the layer or module that each belongs to, by the same names.
-        generators: keras.random.SeedGenerator and tf.random.Generator.
+        by_name: each keras.Variable or tf.Variable, by the names of the attributes that lead to it: `blocks.0.norm.gamma`.
+        kinds: the variables' kinds, by the same names.
+        owners: the layers or modules that the variables belong to, by the same names.
+        generators: each keras.random.SeedGenerator and tf.random.Generator.
     """
 
-    variables: dict[str, Any] = field(default_factory=dict)
+    model: Any
+    by_name: dict[str, Any] = field(default_factory=dict)
     kinds: dict[str, Kind] = field(default_factory=dict)
     owners: dict[str, Any] = field(default_factory=dict)
     generators: list[Any] = field(default_factory=list)
@@ -41,63 +41,58 @@ class Parts:
         return [variable for _, variable in self.named(kind)]
 
     def named(self, kind: str) -> list[tuple[str, Any]]:
-        """The same with their names."""
-        return [(name, variable) for name, variable in self.variables.items() if self.kinds[name] == kind]
+        """The variables of one kind with their names, in the model's order."""
+        return [(name, variable) for name, variable in self.by_name.items() if self.kinds[name] == kind]
 
 
-def parts_of(model: Any) -> Parts:
-    """Go through a keras.Model (or layer) or tf.Module, and through Keras layers inside of a tf.Module, which TensorFlow's own
-    list of variables leaves out."""
-    parts = Parts(generators=[global_seed_generator()])
-    seen: set[int] = {id(parts.generators[0])}
-    for path, part, owner in _walk(model, "", None, seen):
-        if _is_generator(part):
-            parts.generators.append(part)
+def variables_of(model: Any) -> ModelVariables:
+    """The variables of a keras.Model (or layer) or tf.Module, including those of Keras layers inside of a tf.Module, which are
+    missing from TensorFlow's own list."""
+    variables = ModelVariables(model, generators=[global_seed_generator()])
+    seen: set[int] = {id(variables.generators[0])}
+    for path, found, owner in _walk(model, "", None, seen):
+        if _is_generator(found):
+            variables.generators.append(found)
             continue
-        name = path if path not in parts.variables else f"{path}.{len(parts.variables)}"
-        parts.variables[name] = part
-        parts.kinds[name] = _kind(part, owner)
-        parts.owners[name] = owner
-    return parts
+        name = path if path not in variables.by_name else f"{path}.{len(variables.by_name)}"
+        variables.by_name[name] = found
+        variables.kinds[name] = _kind(found, owner)
+        variables.owners[name] = owner
+    return variables
 
 
-def tensorflow_variable(variable: Any) -> tf.Variable:
-    """A Keras variable is no tf.Variable but has one."""
-    return variable.value if isinstance(variable, keras.Variable) else variable
-
-
-def _walk(part: Any, path: str, owner: Any, seen: set[int]) -> Iterator[tuple[str, Any, Any]]:
-    """Every variable and generator once: its path, itself, and the layer or module that it belongs to."""
-    if id(part) in seen:
+def _walk(value: Any, path: str, owner: Any, seen: set[int]) -> Iterator[tuple[str, Any, Any]]:
+    """Each variable and generator once: its path, itself, and the layer or module that it belongs to."""
+    if id(value) in seen:
         return
-    if isinstance(part, (keras.Variable, tf.Variable)) or _is_generator(part):
-        seen.add(id(part))
-        yield path, part, owner
-    elif isinstance(part, (keras.layers.Layer, tf.Module)):
-        seen.add(id(part))
-        for name, value in _attributes(part):
-            yield from _walk(value, f"{path}.{name}" if path else name, part, seen)
-    elif isinstance(part, (list, tuple)):
-        for number, value in enumerate(part):
-            yield from _walk(value, f"{path}.{number}", owner, seen)
-    elif isinstance(part, dict):
-        for key, value in part.items():
-            yield from _walk(value, f"{path}.{key}", owner, seen)
+    if isinstance(value, (keras.Variable, tf.Variable)) or _is_generator(value):
+        seen.add(id(value))
+        yield path, value, owner
+    elif isinstance(value, (keras.layers.Layer, tf.Module)):
+        seen.add(id(value))
+        for name, member in _attributes(value):
+            yield from _walk(member, f"{path}.{name}" if path else name, value, seen)
+    elif isinstance(value, (list, tuple)):
+        for number, member in enumerate(value):
+            yield from _walk(member, f"{path}.{number}", owner, seen)
+    elif isinstance(value, dict):
+        for key, member in value.items():
+            yield from _walk(member, f"{path}.{key}", owner, seen)
 
 
-def _attributes(part: Any) -> Iterator[tuple[str, Any]]:
-    """What a layer or module may have parts in: its author's attributes first, then what only Keras has a list of."""
-    for name, value in list(vars(part).items()):
-        if name not in NO_PARTS and not name.startswith("_self_"):
+def _attributes(owner: Any) -> Iterator[tuple[str, Any]]:
+    """The attributes of a layer or module in which variables may be: those of its author first, then Keras' own lists."""
+    for name, value in list(vars(owner).items()):
+        if name not in KERAS_ATTRIBUTES and not name.startswith("_self_"):
             yield name.lstrip("_"), value
-    if isinstance(part, keras.layers.Layer):
-        yield "layers", part.layers if isinstance(part, keras.Model) else part._layers
-        for variable in [*part._trainable_variables, *part._non_trainable_variables]:
+    if isinstance(owner, keras.layers.Layer):
+        yield "layers", owner.layers if isinstance(owner, keras.Model) else owner._layers
+        for variable in [*owner._trainable_variables, *owner._non_trainable_variables]:
             yield variable.name, variable
 
 
-def _is_generator(part: Any) -> bool:
-    return isinstance(part, (keras.random.SeedGenerator, tf.random.Generator))
+def _is_generator(value: Any) -> bool:
+    return isinstance(value, (keras.random.SeedGenerator, tf.random.Generator))
 
 
 def _kind(variable: Any, owner: Any) -> Kind:
@@ -105,13 +100,18 @@ def _kind(variable: Any, owner: Any) -> Kind:
         return "parameters"
     if not tensorflow_variable(variable).dtype.is_floating:
         return "counters"
-    # `layer.trainable = False` leaves a layer's weights in its list of what could be trained.
-    could_be_trained = getattr(owner, "_trainable_variables", ())
-    return "frozen" if any(variable is other for other in could_be_trained) else "statistics"
+    # After `layer.trainable = False`, a layer's weights still are in its list of trainable variables.
+    trainable = getattr(owner, "_trainable_variables", ())
+    return "frozen" if any(variable is other for other in trainable) else "statistics"
+
+
+def tensorflow_variable(variable: Any) -> tf.Variable:
+    """The tf.Variable itself, or the one inside of a Keras variable."""
+    return variable.value if isinstance(variable, keras.Variable) else variable
 
 
 def set_generators(generators: list[Any], seeds: tf.Tensor) -> None:
-    """Let every generator start anew from its seed; part of a graph.
+    """Restart every generator from its seed. Part of a graph.
 
     Args:
         seeds: uint32 of shape (generators,).
@@ -125,7 +125,8 @@ def set_generators(generators: list[Any], seeds: tf.Tensor) -> None:
 
 
 def exchangeable(variable: tf.Variable) -> tf.Tensor:
-    """A variable's value; half precision as single precision, which every transport and every sum can do with."""
+    """A variable's value; half precision as single precision, which every transport supports and in which sums are exact
+    enough."""
     value = variable.value()
     return tf.cast(value, tf.float32) if value.dtype in (tf.float16, tf.bfloat16) else value
 
@@ -136,7 +137,14 @@ def array_of(variable: Any) -> Array:
 
 
 def assign(variables: Iterable[tuple[str, Any]], arrays: Mapping[str, Array], wrong: str) -> None:
-    """Give variables their stored values. Raises: CheckpointError, before the first is changed."""
+    """Set variables to stored values, by name.
+
+    Args:
+        wrong: the beginning of the message if names or shapes differ.
+
+    Raises:
+        CheckpointError: before the first variable is changed.
+    """
     wanted = {name: tensorflow_variable(variable) for name, variable in variables}
     missing, unknown = sorted(wanted.keys() - arrays.keys()), sorted(arrays.keys() - wanted.keys())
     shapes = [
@@ -148,6 +156,6 @@ def assign(variables: Iterable[tuple[str, Any]], arrays: Mapping[str, Array], wr
         raise CheckpointError(f"{wrong}: missing {missing}, unknown {unknown}, {shapes}")
     for name, variable in wanted.items():
         stored = arrays[name]
-        if stored.dtype.kind == "V":  # bfloat16, which numpy's files know as bytes only
+        if stored.dtype.kind == "V":  # bfloat16, which numpy stores as plain bytes
             stored = stored.view(variable.dtype.as_numpy_dtype)
         variable.assign(tf.constant(stored, variable.dtype))

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
 
-from hvdtrain.comm.base import Communicator
 from hvdtrain.errors import ConfigError
-from hvdtrain.learner.base import LearnerKeys, Take, as_function
-from hvdtrain.learner.precision import FLOAT32, Precision
-from hvdtrain.learner.reduce import Reducer
+from hvdtrain.learner.base import LearnerKeys, as_function
+from hvdtrain.learner.frameworks import BuildOptions
+from hvdtrain.learner.meter import LearnerMeter, PendingScores
+from hvdtrain.learner.optimizer import Clipping
+from hvdtrain.learner.precision import GradientCheck, LossScale
+from hvdtrain.learner.reducer import Reducer
 from hvdtrain.learner.torch.compile import compile_model
-from hvdtrain.learner.torch.device import autocast_of, device_of, seed_all
-from hvdtrain.learner.torch.learner import TorchLearner
+from hvdtrain.learner.torch.device import CudaClock, autocast_of, device_of, peak_memory, seed_all
+from hvdtrain.learner.torch.gradients import Gradients
+from hvdtrain.learner.torch.learner import ConfigFunctions, TorchLearner
 from hvdtrain.learner.torch.optimizer import make_optimizer
 from hvdtrain.learner.torch.sharded import ShardedOptimizer
-from hvdtrain.learner.torch.state import WeightAverage, preload
+from hvdtrain.learner.torch.state import TorchState, WeightAverage, preload
 from hvdtrain.learner.torch.sync_batch_norm import Exchange, synchronize
 from hvdtrain.learner.torch.tensors import trained_of
-from hvdtrain.learner.torch.update import GradientNoise
+from hvdtrain.learner.torch.update import GradientNoise, Optimizer, Update
+from hvdtrain.runtime.timer import CpuClock
 
 WRAPPERS = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
 WRAPPED = (
@@ -30,67 +33,74 @@ WRAPPED = (
 )
 
 
-def build_torch_learner(
-    keys: LearnerKeys,
-    reducer: Reducer,
-    *,
-    rank: int,
-    local_rank: int,
-    threads: int,
-    seed: int,
-    epoch: int,
-    step: int,
-    precision: Precision = FLOAT32,
-    batch_norm: Communicator | None = None,
-    sharded: Communicator | None = None,
-    constants: Callable[[Take], list[str]] | None = None,
-) -> TorchLearner:
-    """Build the model and the optimizer of a config. All ranks seed alike; weights still are to be broadcast from rank 0.
-
-    Args:
-        precision: what the model computes in.
-        batch_norm: the ranks over which BatchNorm's statistics are taken, on a channel of their own; None: each by itself.
-        constants: takes over, by what it is handed, parameters that are neither trained nor saved; returns their names.
-        sharded: the ranks among which the optimizer's state is divided; None: each has all of it.
+def build_learner(keys: LearnerKeys, reducer: Reducer, options: BuildOptions) -> TorchLearner:
+    """Build a config's model, optimizer and learner. All ranks use the same seed; rank 0's weights still have to be broadcast.
 
     Raises:
-        ConfigError: get_model returns no torch.nn.Module, the optimizer cannot be made, or the device cannot compute so.
+        ConfigError: get_model returns no torch.nn.Module, the optimizer cannot be made, or the device cannot compute in the type.
     """
-    torch.set_num_threads(threads)
-    device = device_of(keys.device, local_rank)
-    seed_all(device, seed, 0, 0)
-    model = as_function(keys.get_model, "get_model")(epoch=epoch, step=step, device=str(device))
+    torch.set_num_threads(options.threads)
+    device = device_of(keys.device, options.local_rank)
+    seed_all(device, options.seed, 0, 0)
+    model, constants = _model(keys, options, device)
+    exchange: Exchange | None = None
+    if options.batch_norm is not None:
+        model, exchange = synchronize(model, options.batch_norm)
+    whole = make_optimizer(keys.optimizer, model)
+    optimizer: Optimizer = whole if options.sharded is None else ShardedOptimizer(whole, options.sharded)
+    scale = options.precision.loss_scale(options.precision.dtype)
+    reduced = reducer.updates_without_batch  # gradients are then the same on all ranks, and get the same noise
+    check = GradientCheck(keys.num_allowed_consec_invalid_gradient_steps, scale, same_on_all_ranks=reduced)
+    noise: GradientNoise | None = None
+    if keys.gradient_noise:
+        noise = GradientNoise(keys.gradient_noise, (options.seed, None if reduced else options.rank), device)
+    watch = compile_model(model, keys.torch_compile)
+    average = None if keys.ema_decay is None else WeightAverage(trained_of(model), keys.ema_decay)
+    return TorchLearner(
+        ConfigFunctions(
+            model=model,
+            train_step=as_function(keys.train_step, "train_step"),
+            forward_step=as_function(keys.forward_step, "forward_step"),
+            device=device,
+            autocast=autocast_of(options.precision.dtype, device),
+            watch=watch,
+        ),
+        Gradients(trained_of(model), reducer, device),
+        Update(model, optimizer, Clipping(keys.gradient_clip, keys.gradient_clip_global_norm), check, scale, noise),
+        TorchState(model, optimizer, device, average, scale, constants),
+        _meter(keys, model, device, scale),
+        (options.seed, options.rank),
+        exchange,
+    )
+
+
+def _model(keys: LearnerKeys, options: BuildOptions, device: torch.device) -> tuple[torch.nn.Module, frozenset[str]]:
+    """The config's model on the device, and the names of its constant parameters. Raises: ConfigError, CheckpointError."""
+    model = as_function(keys.get_model, "get_model")(epoch=1, step=0, device=str(device))
     if not isinstance(model, torch.nn.Module):
         raise ConfigError([f"get_model: expected it to return a torch.nn.Module, got {type(model).__name__}"])
     if isinstance(model, WRAPPERS):
         raise ConfigError([WRAPPED.format(name=type(model).__name__)])
     model.to(device)
-    constant = frozenset(constants(partial(preload, model.state_dict(), device)) if constants is not None else [])
+    load = partial(preload, model.state_dict(), device)
+    constants = frozenset(options.constants(load) if options.constants is not None else [])
     for name, parameter in model.named_parameters():
-        if name in constant:
+        if name in constants:
             parameter.requires_grad_(False)
-    exchange: Exchange | None = None
-    if batch_norm is not None:
-        model, exchange = synchronize(model, batch_norm)
-    noise_rank = None if reducer.updates_without_batch else rank  # where gradients were reduced, all ranks add the same
-    optimizer = make_optimizer(keys.optimizer, model)
-    trained = trained_of(model)
-    return TorchLearner(
-        model,
-        as_function(keys.train_step, "train_step"),
-        optimizer if sharded is None else ShardedOptimizer(optimizer, sharded),
-        reducer,
-        device=device,
-        seed=(seed, rank),
-        clip_global_norm=keys.gradient_clip_global_norm,
-        clip_value=keys.gradient_clip,
-        noise=GradientNoise(keys.gradient_noise, (seed, noise_rank), device) if keys.gradient_noise else None,
-        skips=keys.num_allowed_consec_invalid_gradient_steps,
-        forward_step=as_function(keys.forward_step, "forward_step"),
-        batch_norm=exchange,
-        constants=constant,
-        autocast=autocast_of(precision.dtype, device),
-        scale=precision.loss_scale(precision.dtype),
-        watch=compile_model(model, keys.torch_compile),
-        average=None if keys.ema_decay is None else WeightAverage(trained, keys.ema_decay),
+    return model, constants
+
+
+def _meter(keys: LearnerKeys, model: torch.nn.Module, device: torch.device, scale: LossScale | None) -> LearnerMeter:
+    on_cpu = device.type == "cpu"
+
+    def not_finite() -> tuple[str, ...]:
+        return tuple(name for name, values in model.named_parameters() if not bool(values.isfinite().all()))
+
+    scores = PendingScores(
+        lambda tensors: torch.cat(tensors).tolist(),
+        not_finite,
+        on_cpu=on_cpu,
+        finite_only=keys.num_allowed_consec_invalid_gradient_steps is not None,
     )
+    clock = CudaClock() if device.type == "cuda" else CpuClock()
+    return LearnerMeter(scores, clock, scale, lambda: peak_memory(device))

@@ -16,28 +16,28 @@ from hvdtrain.learner.optimizer import class_names
 from hvdtrain.runtime.log import say
 
 Watch = Callable[[], AbstractContextManager[None]]
-"""Makes what goes around whatever may compile."""
+"""Makes the context around whatever may compile the model."""
 
 GRAPHS = 64
-"""Of so many kinds of input (one sequence, one frame, training, evaluation) a function is compiled anew for each; PyTorch's own
-limit of 8 is soon reached, and then the function runs as if it had not been compiled."""
+"""The number of kinds of input (one sequence, one frame, training, evaluation) that a function is compiled for. PyTorch's own
+limit of 8 is soon reached, and the function then runs uncompiled."""
 
 TWICE = (
     "torch_compile: expected accum_grad_multiple_step = 1, or one loss only with use_normalized_loss, got several losses to "
-    "accumulate: their gradients are taken one after the other, and a compiled backward runs once, as it overwrites its input"
+    "accumulate: their gradients are computed one after the other, and a compiled backward runs once, as it overwrites its input"
 )
-"""PyTorch's donated_buffer = False would let it run twice, but its cache may hold code that overwrites all the same (2.13)."""
+"""PyTorch's donated_buffer = False would let it run twice, but its cache may hold code that overwrites the input (2.13)."""
 
 
 def compile_model(model: torch.nn.Module, wanted: bool | dict[str, Any]) -> Watch:
-    """Let a model compile when it is first called.
+    """Let a model be compiled when it is first called; return what makes the context around its calls.
 
     Args:
-        wanted: whether to; or options of torch.compile, and `modules`: classes, or their names, of the modules that are
-            compiled one by one instead of the whole model.
+        wanted: the key torch_compile: whether to compile, or options of torch.compile and `modules`, the classes (or their names)
+            of the modules that are compiled one by one instead of the whole model.
 
     Raises:
-        ConfigError: torch.compile knows no such option, or the model has no such modules.
+        ConfigError: torch.compile has no such option, or the model no such modules.
     """
     if wanted is False:
         return nullcontext
@@ -61,7 +61,7 @@ def compile_model(model: torch.nn.Module, wanted: bool | dict[str, Any]) -> Watc
 
 
 def _compile(module: torch.nn.Module, options: dict[str, Any]) -> None:
-    """Where Module.compile begins, PyTorch passes over code of its own: so Sequential, say, has to be told at its forward."""
+    """Module.compile skips code of PyTorch's own, such as Sequential.forward: its modules are compiled by their forward."""
     if type(module).__module__.startswith("torch.nn."):
         module.forward = torch.compile(module.forward, **options)
     else:
@@ -69,7 +69,7 @@ def _compile(module: torch.nn.Module, options: dict[str, Any]) -> None:
 
 
 def _chosen(model: torch.nn.Module, wanted: Any) -> list[torch.nn.Module]:
-    """The model's modules of some classes; what is inside of such a module is compiled with it."""
+    """The model's modules of some classes, without those inside of another such module, with which they are compiled."""
     classes = wanted if isinstance(wanted, (list, tuple)) else [wanted]
     names = {one.__name__ if isinstance(one, type) else str(one).rpartition(".")[2] for one in classes}
     there = {name for module in model.modules() for name in class_names(module)}
@@ -86,7 +86,7 @@ def _chosen(model: torch.nn.Module, wanted: Any) -> list[torch.nn.Module]:
 
 
 class _Compilations:
-    """Tells the log how long compiling took, and the user where it is not possible."""
+    """Logs how long compiling took, and turns its errors into messages."""
 
     def __init__(self) -> None:
         self._began = 0.0
@@ -94,8 +94,8 @@ class _Compilations:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Around whatever may compile. Raises: ConfigError, where there is no compiler."""
-        from torch._dynamo import callback, exc  # takes a second or two, which only those wait who compile
+        """The context around whatever may compile. Raises: ConfigError, if there is no compiler."""
+        from torch._dynamo import callback, exc  # here, as this import takes a second or two
 
         handler = callback.callback_handler
         handler.register_start_callback(self._begin)
@@ -108,7 +108,7 @@ class _Compilations:
             raise ConfigError(
                 [
                     f"torch_compile: expected PyTorch to compile the model, got: {reason} (a C++ compiler such as g++, or Triton "
-                    "on a GPU, has to be there; torch_compile = False does without)"
+                    "on a GPU, has to be there; torch_compile = False needs none)"
                 ]
             ) from error
         except RuntimeError as error:

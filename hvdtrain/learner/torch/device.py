@@ -1,4 +1,4 @@
-"""The device, its threads, seeds, clock and precision."""
+"""A rank's device: which one, its seeds, its clock, its memory, and computing in half precision."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hvdtrain.learner.seeds import mixed_seed
 
 
 def device_of(wanted: str | None, local_rank: int) -> torch.device:
-    """This rank's device, made the one that PyTorch uses. Raises: ConfigError."""
+    """Choose this rank's device and make it PyTorch's current one. Raises: ConfigError, if it does not exist."""
     count = torch.cuda.device_count()
     if wanted is None:
         wanted = "cuda" if count else "cpu"
@@ -33,10 +33,20 @@ def device_of(wanted: str | None, local_rank: int) -> torch.device:
     return device
 
 
+def device_name(device: torch.device) -> str:
+    """The GPU's name, or "CPU"."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """The largest number of bytes that PyTorch has reserved on a GPU so far; None on a CPU."""
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None
+
+
 def seed_all(device: torch.device, *parts: int) -> None:
     """Seed torch, Python and numpy with a number mixed from the parts."""
     mixed = mixed_seed(*parts)
-    # The generators in use only: torch.manual_seed sees to all kinds of devices, which takes a hundred times as long.
+    # Only the generators in use: torch.manual_seed seeds those of all kinds of devices, which takes a hundred times as long.
     torch.default_generator.manual_seed(mixed)
     if device.type == "cuda":
         torch.cuda.manual_seed(mixed)
@@ -44,12 +54,12 @@ def seed_all(device: torch.device, *parts: int) -> None:
     numpy.random.seed(mixed)
 
 
-MANY = 1000
-"""Spans that wait for their events before some of them are read."""
+MAX_SPANS = 1000
+"""Spans whose events are kept before the older ones are read."""
 
 
 class CudaClock:
-    """Seconds from the first to the last kernel of each span, by events on the device: no step waits for it."""
+    """Seconds from the first to the last kernel of each span, measured by events on the device, so that no step waits for it."""
 
     def __init__(self) -> None:
         self._pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
@@ -62,8 +72,8 @@ class CudaClock:
         yield
         end.record()
         self._pairs.append((begin, end))
-        if len(self._pairs) > MANY and self._pairs[MANY // 2][1].query():  # type: ignore[no-untyped-call]
-            self._add(MANY // 2)
+        if len(self._pairs) > MAX_SPANS and self._pairs[MAX_SPANS // 2][1].query():  # type: ignore[no-untyped-call]
+            self._add(MAX_SPANS // 2)
 
     def take(self) -> float:
         torch.cuda.synchronize()
@@ -77,15 +87,15 @@ class CudaClock:
 
 
 Autocast = Callable[[], AbstractContextManager[Any]]
-"""Makes what goes around the config's functions."""
+"""Makes the context in which the config's functions run."""
 
 
 def autocast_of(dtype: Dtype, device: torch.device) -> Autocast:
-    """A context that lets operations which can do with it compute in a type. Raises: ConfigError, where the device cannot."""
+    """Makes contexts in which operations that support it compute in a type. Raises: ConfigError, if the device cannot."""
     if dtype == "float32":
-        return nullcontext  # a config may have an autocast of its own
+        return nullcontext  # the config may use torch.autocast itself
     wanted = getattr(torch, dtype)
-    can = torch.amp.autocast_mode.is_autocast_available(device.type)
-    if not can or (device.type == "cuda" and dtype == "bfloat16" and not torch.cuda.is_bf16_supported()):
+    is_available = torch.amp.autocast_mode.is_autocast_available(device.type)
+    if not is_available or (device.type == "cuda" and dtype == "bfloat16" and not torch.cuda.is_bf16_supported()):
         raise ConfigError([f"mixed_precision: expected a type that {device} computes in, got {dtype!r}"])
     return lambda: torch.autocast(device.type, dtype=wanted)

@@ -1,4 +1,8 @@
-"""Gradients on their way to the other ranks: added up over batches, and sent while backward runs."""
+"""From losses to the gradients that the optimizer applies: accumulated over batches, normalized, and reduced over the ranks.
+
+`Gradients` is what the learner uses. `GradientStream` sends gradients to the other ranks while backward runs; `LossGradients`
+keeps those of several normalized losses apart while they are accumulated.
+"""
 
 from __future__ import annotations
 
@@ -8,55 +12,142 @@ from typing import Any
 import torch
 
 from hvdtrain.context import Loss
-from hvdtrain.learner.marked import nothing_to_minimize
-from hvdtrain.learner.reduce import Reducer, buckets
-from hvdtrain.learner.torch.tensors import terms_of
+from hvdtrain.learner.base import Then
+from hvdtrain.learner.marked import TINY, Normalized, check_same, normalized, nothing_to_minimize
+from hvdtrain.learner.reducer import Reducer, buckets
+from hvdtrain.learner.torch.tensors import count_of, terms_of, total_of
+
+
+class Gradients:
+    """Computes the gradients of the steps of an update and reduces them over the ranks.
+
+    A normalized loss is its sum divided by its number of elements, both over all batches and ranks of an update. If it is the
+    only loss, gradients of its sum are divided when both they and the number of elements have been reduced, so that no rank waits
+    for the others between forward and backward. Otherwise the numbers of elements are reduced before the update's last backward.
+
+    Args:
+        parameters: the trained ones, in the model's order.
+    """
+
+    def __init__(self, parameters: list[torch.nn.Parameter], reducer: Reducer, device: torch.device) -> None:
+        self.updates_without_batch = reducer.updates_without_batch
+        self._parameters = parameters
+        self._reducer = reducer
+        self._device = device
+        self._stream = GradientStream(parameters, reducer)
+        self._of_losses = LossGradients(parameters)
+        self._normalized: Normalized | None = None  # known after the first step
+        self._counts: Any = 0.0  # of the normalized losses, over this rank's batches since the last update
+        self._count_handle: Any = None  # the reduction of the count that gradients are divided by after theirs
+
+    def add(self, losses: dict[str, Loss] | None, scale: float, then: Then) -> None:
+        """Add the gradients of one batch. Collective in the first step of a training and in the last of an update.
+
+        Args:
+            losses: what train_step marked; None: this rank has no batch.
+            scale: the factor on all losses.
+
+        Raises:
+            ConfigError: no loss depends on a parameter, or other losses are normalized than in the first step.
+        """
+        normal = self._agree(losses)
+        if losses is not None and normal.names:
+            self._counts = self._counts + torch.stack([count_of(losses[name]) for name in normal.names]).to(self._device)
+        if then == "update":
+            self._send(losses or {}, normal, scale)
+        elif losses is not None:
+            self._accumulate(losses, normal, scale)
+
+    def finish(self) -> None:
+        """Collective. Wait for the reduction; the gradients are then in the parameters."""
+        self._stream.finish()
+        if self._count_handle is not None:
+            [counts] = self._reducer.finish_gradients(self._count_handle)
+            gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+            torch._foreach_div_(gradients, counts.clamp(min=TINY)[0])
+
+    def _agree(self, losses: dict[str, Loss] | None) -> Normalized:
+        """Collective in the first step: a rank without a batch does not know which losses are normalized."""
+        own = None if losses is None else normalized(losses)
+        if self._normalized is None:
+            self._normalized = self._reducer.agree(own)
+        if own is not None:
+            check_same(self._normalized, own)
+        return self._normalized
+
+    def _accumulate(self, losses: dict[str, Loss], normal: Normalized, scale: float) -> None:
+        """The gradients of a batch that is not the update's last."""
+        if normal.names and not normal.alone:
+            self._of_losses.add(losses, normal.names, scale)
+        elif (total := total_of(losses, {}, scale)) is not None:
+            total.backward()  # type: ignore[no-untyped-call]
+
+    def _send(self, losses: dict[str, Loss], normal: Normalized, scale: float) -> None:
+        """Collective. The gradients of the update's last batch, each of which is sent as soon as it is complete."""
+        divisors = self._start_counts(normal)
+        self._of_losses.combine(divisors)
+        self._stream.begin()
+        if (total := total_of(losses, divisors, scale)) is not None:
+            total.backward()  # type: ignore[no-untyped-call]
+
+    def _start_counts(self, normal: Normalized) -> dict[str, torch.Tensor]:
+        """Collective. Reduce the numbers of elements; return them by loss, unless gradients are divided after their reduction."""
+        if not normal.names:
+            return {}
+        counts = torch.zeros(len(normal.names), dtype=torch.float64, device=self._device) + self._counts
+        self._counts = 0.0
+        handle = self._reducer.start_gradients([counts], name="loss_counts")
+        if normal.alone:
+            self._count_handle = handle
+            return {}
+        [totals] = self._reducer.finish_gradients(handle)
+        return dict(zip(normal.names, totals.clamp(min=TINY), strict=True))
 
 
 class GradientStream:
-    """Hands gradients over in buckets, each as soon as backward has all of its gradients.
+    """Sends gradients to the reducer in buckets, each as soon as backward has computed all of its gradients.
 
-    Buckets go in the order in which backward usually meets the parameters (last layer first), and bucket n only after
+    Buckets are sent in the order in which backward usually meets the parameters (last layer first), and bucket n only after
     bucket n - 1, so that all ranks send the same in the same order. A parameter without a gradient contributes zeros.
 
     Args:
-        parameters: the trainable ones, in the model's order. A hook is registered on each; nothing else is changed.
+        parameters: the trained ones, in the model's order. A hook is registered on each; nothing else is changed.
     """
 
     def __init__(self, parameters: list[torch.nn.Parameter], reducer: Reducer) -> None:
         self._reducer = reducer
         self._buckets = _buckets(parameters)
         self._bucket_of = {id(parameter): i for i, bucket in enumerate(self._buckets) for parameter in bucket}
-        self._missing: list[int] = []
+        self._num_missing: list[int] = []  # by bucket, gradients that backward has not computed yet
         self._handles: list[Any] = []
-        self._open = False
+        self._is_open = False
         for parameter in parameters:
-            parameter.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
-        """Be ready for the gradients of a backward that is about to start."""
-        self._missing = [len(bucket) for bucket in self._buckets]
+        """Send the gradients of the backward that follows."""
+        self._num_missing = [len(bucket) for bucket in self._buckets]
         self._handles = []
-        self._open = True
+        self._is_open = True
 
     def finish(self) -> None:
-        """Collective. Send what has not been sent, wait for all, and leave the reduced gradients in the parameters."""
-        self._open = False
+        """Collective. Send what has not been sent, wait for all of it, and put the reduced gradients into the parameters."""
+        self._is_open = False
         while len(self._handles) < len(self._buckets):
-            self._send()
+            self._send_next()
         for bucket, handle in zip(self._buckets, self._handles, strict=True):
             for parameter, reduced in zip(bucket, self._reducer.finish_gradients(handle), strict=True):
                 if reduced is not parameter.grad:
                     parameter.grad = reduced
 
-    def _arrived(self, parameter: torch.Tensor) -> None:
+    def _on_gradient(self, parameter: torch.Tensor) -> None:
         """Hook: backward has just added this parameter's gradient."""
-        if self._open:
-            self._missing[self._bucket_of[id(parameter)]] -= 1
-            while len(self._handles) < len(self._buckets) and self._missing[len(self._handles)] == 0:
-                self._send()
+        if self._is_open:
+            self._num_missing[self._bucket_of[id(parameter)]] -= 1
+            while len(self._handles) < len(self._buckets) and self._num_missing[len(self._handles)] == 0:
+                self._send_next()
 
-    def _send(self) -> None:
+    def _send_next(self) -> None:
         number = len(self._handles)
         gradients = []
         for parameter in self._buckets[number]:
@@ -75,27 +166,29 @@ def _buckets(parameters: list[torch.nn.Parameter]) -> list[list[torch.nn.Paramet
 
 
 class LossGradients:
-    """Gradients of several losses of which some are to be means, one set for each of these until the last batch.
+    """Accumulated gradients of several losses, some of them normalized: one set for each of these until the update's last batch.
 
-    A mean is the loss's sum over all batches and ranks divided by its count over all of them, which is known when the last
-    batch has been counted. Where there is one loss, gradients of its sum can be divided afterwards; of several, each has another
-    count. Costs a backward pass and the parameters' memory for each such loss, and one of both for all others.
+    What a normalized loss is divided by is known when the last batch has been counted, and differs between losses. This costs one
+    backward pass and the parameters' memory for each normalized loss, and one of both for all other losses.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         self._parameters = list(parameters)
-        self._sums: dict[str | None, list[torch.Tensor | None]] = {}  # None: of the losses that are no means, together
+        self._sums: dict[str | None, list[torch.Tensor | None]] = {}  # None: of the losses that are not normalized, together
 
-    def add(self, losses: Mapping[str, Loss], means: Sequence[str], scale: float) -> None:
-        """A batch's gradients. Raises: ConfigError, where no loss depends on a parameter.
+    def add(self, losses: Mapping[str, Loss], names: Sequence[str], scale: float) -> None:
+        """Add a batch's gradients.
 
         Args:
-            means: the names of the losses that are to be means.
-            scale: what all of them are multiplied by.
+            names: of the normalized losses.
+            scale: the factor on all losses.
+
+        Raises:
+            ConfigError: no loss depends on a parameter.
         """
         groups: dict[str | None, torch.Tensor] = {}
         for name, term in terms_of(losses, scale).items():
-            key = name if name in means else None
+            key = name if name in names else None
             groups[key] = groups[key] + term if key in groups else term
         groups = {key: total for key, total in groups.items() if total.requires_grad}
         if not groups:
@@ -106,12 +199,12 @@ class LossGradients:
             self._sums[key] = [_sum(one, other) for one, other in zip(before, found, strict=True)]
 
     def combine(self, divisors: Mapping[str, torch.Tensor]) -> None:
-        """Divide each loss's gradients by its count, and add them to the parameters' own."""
+        """Divide each normalized loss's gradients by its divisor, and add all gradients to those of the parameters."""
         for key, gradients in self._sums.items():
             for parameter, gradient in zip(self._parameters, gradients, strict=True):
                 if gradient is not None:
-                    part = gradient if key is None else gradient / divisors[key].to(gradient.dtype)
-                    parameter.grad = _sum(parameter.grad, part)
+                    term = gradient if key is None else gradient / divisors[key].to(gradient.dtype)
+                    parameter.grad = _sum(parameter.grad, term)
         self._sums = {}
 
 

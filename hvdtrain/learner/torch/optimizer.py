@@ -1,4 +1,4 @@
-"""The optimizer of a config, and its groups of parameters."""
+"""The config's optimizer, and its parameter groups."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def make_optimizer(spec: dict[str, Any] | str | Any, model: torch.nn.Module) -> 
     The learning rate is set at every update; `epsilon` is another name for `eps`.
 
     Raises:
-        ConfigError: there is no such optimizer, or it does not take such options.
+        ConfigError: there is no such optimizer, or it has no such options.
     """
     if callable(spec) and not isinstance(spec, type):
         return spec(trained_of(model))  # type: ignore[no-any-return]
@@ -42,19 +42,19 @@ def make_optimizer(spec: dict[str, Any] | str | Any, model: torch.nn.Module) -> 
         raise ConfigError([f"optimizer: expected options of {made.__name__}, got {options}: {error}"]) from None
 
 
-USUAL = DecayRule((torch.nn.LayerNorm, torch.nn.GroupNorm, torch.nn.Embedding))
-"""Weight decay leaves these modules' parameters alone, as it does biases. (RETURNN's default, and GroupNorm.)"""
+DEFAULT_RULE = DecayRule((torch.nn.LayerNorm, torch.nn.GroupNorm, torch.nn.Embedding))
+"""The parameters of these modules do not decay, nor do biases. (RETURNN's default, and GroupNorm.)"""
 
 CUSTOM = "param_groups_custom"
 MULTIPLIER = "learning_rate_multiplier"
 
 
 def make_groups(model: torch.nn.Module, made: type, options: dict[str, Any]) -> list[dict[str, Any]]:
-    """What the optimizer is made with. What the options say of groups is taken out of them.
+    """The parameter groups that an optimizer is created with. Options about groups are removed from the options.
 
     Args:
         made: the optimizer's class.
-        options: those of the config.
+        options: the config's.
 
     Raises:
         ConfigError: with all problems.
@@ -70,7 +70,7 @@ def make_groups(model: torch.nn.Module, made: type, options: dict[str, Any]) -> 
         return _checked(groups, model, made)
     asked = any(options.get(name) is not None for name in (BLACKLIST, INCLUDE))
     known = {*vars(torch.nn), *(name for module in model.modules() for name in class_names(module))}
-    rule = take_decay_rule(options, USUAL, known)
+    rule = take_decay_rule(options, DEFAULT_RULE, known)
     trained = trained_of(model)
     if not options.get("weight_decay"):
         if asked:
@@ -79,7 +79,7 @@ def make_groups(model: torch.nn.Module, made: type, options: dict[str, Any]) -> 
     decayed: dict[int, bool] = {}
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(path, recurse=False):
-            if parameter.requires_grad and id(parameter) not in decayed:  # a shared one goes by its first name
+            if parameter.requires_grad and id(parameter) not in decayed:  # a shared parameter goes by its first name
                 decayed[id(parameter)] = rule.decays(module, name, parameter)
     groups = [
         {"params": [parameter for parameter in trained if decayed[id(parameter)]]},
@@ -89,13 +89,13 @@ def make_groups(model: torch.nn.Module, made: type, options: dict[str, Any]) -> 
 
 
 def take_multipliers(groups: list[dict[str, Any]]) -> list[float]:
-    """By group, what the learning rate is multiplied by. Taken out of the groups: an optimizer that loads a state takes over
-    the groups of the checkpoint, and the config's multipliers are to hold."""
+    """The factor on the learning rate of each group. They are removed from the groups, as an optimizer that loads a state takes
+    the groups of the checkpoint, while the config's multipliers hold."""
     return [group.pop(MULTIPLIER, 1.0) for group in groups]
 
 
 def _checked(groups: Any, model: torch.nn.Module, made: type) -> list[dict[str, Any]]:
-    """What a config's function made. Raises: ConfigError, unless it is groups that have every trained parameter once."""
+    """Check the groups that a config's function made. Raises: ConfigError, unless they have each trained parameter once."""
     made_groups = list(groups) if isinstance(groups, (list, tuple)) else []
     if not made_groups or not all(isinstance(group, dict) and "params" in group for group in made_groups):
         raise ConfigError(
@@ -104,7 +104,9 @@ def _checked(groups: Any, model: torch.nn.Module, made: type) -> list[dict[str, 
     problems = []
     for number, group in enumerate(made_groups):
         several = [group["params"]] if isinstance(group["params"], torch.Tensor) else group["params"]
-        group["params"] = [one[1] if isinstance(one, tuple) else one for one in several]  # some come with their names
+        group["params"] = [
+            one[1] if isinstance(one, tuple) else one for one in several
+        ]  # (name, parameter), as named_parameters() gives them
         where = f"optimizer.{CUSTOM}[{number}]."
         others = {name: value for name, value in group.items() if name != "params"}
         problems += option_problems(made, others, where, [MULTIPLIER])

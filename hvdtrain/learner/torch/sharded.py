@@ -1,7 +1,7 @@
-"""An optimizer whose state is divided among the ranks: each keeps that of a part of the parameters, and updates those.
+"""An optimizer whose state is divided among the ranks: each rank keeps the state of its share of the parameters and updates
+these.
 
-The state is half of what a training with Adam holds (8 of 16 bytes a parameter); of it a rank keeps its share only. Stage one
-of ZeRO (Rajbhandari et al., 2020).
+Adam's state is half of what a training holds (8 of 16 bytes per parameter). This is stage one of ZeRO (Rajbhandari et al., 2020).
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from hvdtrain.comm.base import Communicator
 
 
 class ShardedOptimizer:
-    """The config's optimizer with this rank's parameters only. What it saves and loads is the state of all of them, in the
-    form that the whole optimizer has: a checkpoint does not tell whether the optimizer was sharded, nor on how many ranks.
+    """The config's optimizer with this rank's share of the parameters.
+
+    It saves and loads the state of all parameters in the form of the whole optimizer: a checkpoint does not depend on whether the
+    optimizer was sharded, nor on the number of ranks.
 
     Args:
-        optimizer: over all parameters, before its first step. Those of other ranks are taken out of its groups.
+        optimizer: over all parameters, before its first step. The parameters of other ranks are removed from its groups.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, comm: Communicator) -> None:
@@ -35,7 +37,7 @@ class ShardedOptimizer:
             group["params"] = [parameter for parameter in group["params"] if id(parameter) in own]
         for parameter in parameters:
             if id(parameter) not in own:
-                optimizer.state.pop(parameter, None)  # some classes make it at once
+                optimizer.state.pop(parameter, None)  # some classes create it at once
         self._gathered: dict[str, Any] | None = None
 
     @property
@@ -44,50 +46,51 @@ class ShardedOptimizer:
         return self._optimizer.param_groups
 
     def step(self) -> None:
-        """Collective. Update this rank's parameters and hand them to the others."""
+        """Collective. Update this rank's parameters and send them to the others."""
         self._optimizer.step()
         with torch.no_grad():
             for kind in dict.fromkeys(parameter.dtype for group in self._groups for parameter in group):
-                self._exchange([[one for one in part if one.dtype == kind] for part in self._of_rank])
+                self._exchange([[one for one in share if one.dtype == kind] for share in self._of_rank])
 
-    def _exchange(self, parts: list[list[torch.Tensor]]) -> None:
-        """Collective. Every rank's part of the parameters, to all ranks."""
-        flat = [parameter.reshape(-1) for parameter in parts[self._comm.rank]]
-        some = next(parameter for part in parts for parameter in part)
-        mine = torch.cat(flat) if flat else some.new_empty(0)
+    def _exchange(self, shares: list[list[torch.Tensor]]) -> None:
+        """Collective. Send every rank's share of the parameters to all ranks."""
+        flat = [parameter.reshape(-1) for parameter in shares[self._comm.rank]]
+        any_parameter = next(parameter for share in shares for parameter in share)
+        mine = torch.cat(flat) if flat else any_parameter.new_empty(0)
         [all_values] = self._comm.gather_rows([mine], name="sharded_parameters")
-        everybody = [parameter for part in parts for parameter in part]
-        for parameter, values in zip(everybody, all_values.split([one.numel() for one in everybody]), strict=True):
+        parameters = [parameter for share in shares for parameter in share]
+        for parameter, values in zip(parameters, all_values.split([one.numel() for one in parameters]), strict=True):
             parameter.copy_(values.view(parameter.shape))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of all parameters, those of other ranks, too."""
+        """Drop the gradients of all parameters, including those of other ranks."""
         for group in self._groups:
             for parameter in group:
                 parameter.grad = None
 
     def gather(self) -> None:
-        """Collective. Bring the state together on rank 0, in its memory, one rank's share after the other."""
+        """Collective. Collect the whole state in rank 0's main memory, one rank's share after the other."""
         whole: dict[int, Any] = {}
         numbers = self._numbers()
         for rank in range(self._comm.size):
             mine = None
             if rank == self._comm.rank:
                 mine = {numbers[id(one)]: _on_cpu(state) for one, state in self._optimizer.state.items()}
-            [part] = [sent for sent in self._comm.gather(mine, name="sharded_state") if sent is not None]
+            [share] = [sent for sent in self._comm.gather(mine, name="sharded_state") if sent is not None]
             if self._comm.rank == 0:
-                whole |= part
+                whole |= share
         self._gathered = {"state": dict(sorted(whole.items())), "param_groups": self._all_groups()}
 
     def state_dict(self) -> dict[str, Any]:
-        """What `gather` brought together; for rank 0 to save, once."""
+        """The state that `gather` collected. Called by rank 0, once after each `gather`."""
         gathered, self._gathered = self._gathered, None
         if gathered is None:
-            raise RuntimeError("ShardedOptimizer.state_dict: expected gather() on all ranks before")
+            raise RuntimeError("ShardedOptimizer.state_dict: expected a call of gather() on all ranks before, got none")
         return gathered
 
     def load_state_dict(self, whole: dict[str, Any]) -> None:
-        """Take this rank's share of a whole optimizer's state. Raises: KeyError, ValueError, where it is another optimizer's."""
+        """Take this rank's share of a whole optimizer's state. Raises: KeyError, ValueError, if the state is of another
+        optimizer."""
         lengths = [len(group["params"]) for group in whole["param_groups"]]
         if lengths != [len(group) for group in self._groups]:
             raise ValueError(f"expected groups of {[len(group) for group in self._groups]} parameters, got {lengths}")
@@ -102,9 +105,9 @@ class ShardedOptimizer:
         self._optimizer.load_state_dict({"state": state, "param_groups": groups})
 
     def _numbers(self) -> dict[int, int]:
-        """By a parameter's id, its number in a whole optimizer's state."""
-        everybody = [parameter for group in self._groups for parameter in group]
-        return {id(parameter): number for number, parameter in enumerate(everybody)}
+        """The number of each parameter in a whole optimizer's state, by the parameter's id."""
+        parameters = [parameter for group in self._groups for parameter in group]
+        return {id(parameter): number for number, parameter in enumerate(parameters)}
 
     def _all_groups(self) -> list[dict[str, Any]]:
         places = iter(range(sum(len(group) for group in self._groups)))
@@ -115,7 +118,7 @@ class ShardedOptimizer:
 
 
 def _owners(sizes: list[int], ranks: int) -> list[int]:
-    """Who keeps which parameter: the largest first, each to the rank that has least so far.
+    """The rank that keeps each parameter: the largest come first, each goes to the rank that has least so far.
 
     >>> _owners([5, 100, 40, 70], 2)
     [0, 0, 1, 1]

@@ -1,34 +1,37 @@
-"""A PyTorch model's and its optimizer's tensors, on their way into files, out of them, and to other ranks."""
+"""A PyTorch model's and its optimizer's tensors: into files, out of them, and to other ranks. And the moving average of the
+weights."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from hvdtrain.data.types import Array
 from hvdtrain.errors import CheckpointError
 from hvdtrain.learner.accumulation import kept
-from hvdtrain.learner.base import Chosen, Kind, Make, Part, Shapes, check_made
-from hvdtrain.learner.loss_scale import LossScale
+from hvdtrain.learner.base import Kind, MakeMissing, PreloadNames, Shapes, StatePart, check_made
+from hvdtrain.learner.precision import LossScale
 from hvdtrain.learner.torch.sharded import ShardedOptimizer
 from hvdtrain.learner.torch.tensors import trained_of
 from hvdtrain.learner.torch.update import Optimizer
 
 TRAINED, AVERAGED = "trained", "averaged_updates"
-"""Entries of the optimizer's file where an average of the weights is kept: the weights that are trained, by name, and how many
-updates the average has followed."""
+"""Entries of the optimizer's file if a moving average is kept: the trained weights by name, and the number of updates that the
+average has followed."""
 
 
 class TorchState:
-    """Does what the learner's contract (`learner/base.py`) says of the methods of the same names.
+    """Does what `State` in `learner/base.py` says.
 
     Args:
-        average: of the weights over time; where there is one, it is the model in a file, and the weights stand beside it.
-        scale: of the loss; it is stored beside the optimizer's state.
-        constants: names of parameters that are neither saved nor loaded, as they always come from another model's file.
+        average: the moving average of the weights; in a file it is the model, and the trained weights are in the optimizer's
+            file.
+        scale: of the loss; it is stored with the optimizer's state.
+        constants: the names of parameters that are neither saved nor loaded, as they always come from another model's file.
     """
 
     def __init__(
@@ -42,11 +45,13 @@ class TorchState:
     ) -> None:
         self._model = model
         self._optimizer = optimizer
-        self._average = average
         self._device = device
-        self._constants = constants
+        self._average = average
         self._scale = scale
+        self._constants = constants
         self._trained = trained_of(model)
+
+    # The model's tensors
 
     def map_tensors(self, kind: Kind, change: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> None:
         tensors = [tensor.detach() for tensor in self._tensors(kind)]
@@ -55,20 +60,48 @@ class TorchState:
                 if new is not tensor:
                     tensor.copy_(new)
 
+    def named_parameters(self) -> Iterator[tuple[str, Array]]:
+        for name, parameter in self._model.named_parameters():
+            yield name, parameter.detach().to("cpu", torch.float32, copy=True).numpy()
+
+    def _tensors(self, kind: Kind) -> list[torch.Tensor]:
+        if kind == "parameters":
+            return list(self._trained)
+        if kind == "frozen":
+            return [parameter for parameter in self._model.parameters() if not parameter.requires_grad]
+        floating = kind == "statistics"
+        return [buffer for buffer in self._model.buffers() if buffer.is_floating_point() == floating]
+
+    # The moving average
+
+    def start_average(self) -> None:
+        """Let the moving average begin with the present weights, if one is kept and has not begun yet."""
+        if self._average is not None and not self._average.started:
+            self._average.start()
+
+    def average_weights(self, updates: int) -> None:
+        if self._average is not None:
+            self._average.follow(updates)
+
+    def averaged(self) -> AbstractContextManager[None]:
+        return self._average.used() if self._average is not None and self._average.started else nullcontext()
+
+    # Checkpoints
+
     def gather_state(self) -> None:
         if isinstance(self._optimizer, ShardedOptimizer):
             self._optimizer.gather()
 
-    def save(self, model_file: Path, optimizer_file: Path, progress: dict[str, Any], state: Any | None = None) -> None:
-        model, optimizer = self._contents() if state is None else state
+    def save(self, model_file: Path, optimizer_file: Path, progress: dict[str, Any], snapshot: Any | None = None) -> None:
+        model, optimizer = self._contents() if snapshot is None else snapshot
         torch.save({**optimizer, **progress}, optimizer_file)
         torch.save({"model": model, **progress}, model_file)
 
-    def copied(self) -> tuple[Any, Any]:
+    def snapshot(self) -> tuple[Any, Any]:
         return _copied(self._contents())  # type: ignore[no-any-return]
 
     def _contents(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What belongs into the model's file and into the optimizer's, besides progress."""
+        """The contents of the model's file and of the optimizer's, without progress."""
         model: dict[str, Any] = self._saved()
         names = [name for name, _ in self._model.named_parameters() if name not in self._constants]
         optimizer: dict[str, Any] = {**self._optimizer_state(), "param_names": names}
@@ -88,13 +121,13 @@ class TorchState:
         except (KeyError, RuntimeError) as error:
             raise CheckpointError(f"{model_file}: expected the parameters of this config's model, got others: {error}") from None
         if optimizer_file is not None:
-            beside = _load(optimizer_file, self._device)
-            self._load_optimizer(beside, optimizer_file)
-            self._load_trained(beside.get(TRAINED), beside.get(AVERAGED, 0))
+            more = _load(optimizer_file, self._device)
+            self._load_optimizer(more, optimizer_file)
+            self._load_trained(more.get(TRAINED), more.get(AVERAGED, 0))
         return stored
 
     def _load_trained(self, trained: dict[str, torch.Tensor] | None, updates: int) -> None:
-        """Go on from the weights that were trained, where the model's file has their average."""
+        """Continue from the trained weights if the model's file has their moving average."""
         if trained is None:
             return
         if self._average is not None:
@@ -105,15 +138,15 @@ class TorchState:
                     parameter.copy_(trained[name])
 
     def preload(
-        self, file: Path, entry: str | None, chosen: Callable[[Shapes, Shapes], Chosen], make: Make | None
+        self, file: Path, entry: str | None, choose: Callable[[Shapes, Shapes], PreloadNames], make: MakeMissing | None
     ) -> tuple[list[str], list[str]]:
-        ours, taken = preload(self._saved(), self._device, file, entry, chosen, make)
+        ours, taken = preload(self._saved(), self._device, file, entry, choose, make)
         if self._average is not None:
             named = self._model.named_parameters(remove_duplicate=False)
             self._average.adopt({id(parameter) for name, parameter in named if name in taken})
         return ours, taken
 
-    def save_own(self, file: Path, parts: Sequence[Part]) -> None:
+    def save_own(self, file: Path, parts: Sequence[StatePart]) -> None:
         own: dict[str, Any] = {}
         for part in parts:
             if part != "optimizer":
@@ -133,7 +166,6 @@ class TorchState:
         return {name: tensor for name, tensor in self._model.state_dict().items() if name not in self._constants}
 
     def _optimizer_state(self) -> dict[str, Any]:
-        """What has to be there besides the model to go on."""
         state = {"optimizer": self._optimizer.state_dict()}
         return state if self._scale is None else {**state, "loss_scale": self._scale.state()}
 
@@ -149,80 +181,18 @@ class TorchState:
     def _trained_names(self) -> list[str]:
         return [name for name, parameter in self._model.named_parameters() if parameter.requires_grad]
 
-    def _tensors(self, kind: Kind) -> list[torch.Tensor]:
-        if kind == "parameters":
-            return list(self._trained)
-        if kind == "frozen":
-            return [parameter for parameter in self._model.parameters() if not parameter.requires_grad]
-        floating = kind == "statistics"
-        return [buffer for buffer in self._model.buffers() if buffer.is_floating_point() == floating]
-
-
-def preload(
-    ours: dict[str, torch.Tensor],
-    device: torch.device,
-    file: Path,
-    entry: str | None,
-    chosen: Callable[[Shapes, Shapes], Chosen],
-    make: Make | None,
-) -> tuple[list[str], list[str]]:
-    """As a learner's `preload`, into tensors by name that share their memory with a model's."""
-    contents = _load(file, device)
-    if entry is not None and isinstance(contents.get(entry), dict):
-        contents = contents[entry]
-    theirs = {name: tensor for name, tensor in contents.items() if isinstance(tensor, torch.Tensor)}
-    wanted = chosen(_shapes(ours), _shapes(theirs))
-    values = {name: theirs[other] for name, other in wanted.found.items()}
-    if make is not None:
-        state = {name: theirs[other] for name, other in wanted.here.items()}
-        for name in sorted(ours.keys() - values.keys()):
-            made = make(name, tuple(ours[name].shape), state)
-            if made is not None:
-                check_made(name, tuple(ours[name].shape), tuple(made.shape))
-                values[name] = made
-    with torch.no_grad():
-        for name, value in values.items():
-            ours[name].copy_(value)
-    return list(ours), list(values)
-
-
-def _copied(state: Any) -> Any:
-    """A state dict with copies of its tensors, on the CPU."""
-    if isinstance(state, torch.Tensor):
-        return state.detach().to("cpu", copy=True)
-    if isinstance(state, dict):
-        return {key: _copied(value) for key, value in state.items()}
-    return type(state)(map(_copied, state)) if isinstance(state, (list, tuple)) else state
-
-
-def _shapes(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-
-
-def _load(path: Path, device: torch.device) -> dict[str, Any]:
-    """A checkpoint's contents; no code in it is run (`weights_only`)."""
-    try:
-        contents = torch.load(path, map_location=device, weights_only=True)
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: expected a checkpoint's file, got: no such file") from None
-    except Exception as error:
-        raise CheckpointError(f"{path}: expected a whole checkpoint, got one that cannot be read: {error}") from None
-    if not isinstance(contents, dict):
-        raise CheckpointError(f"{path}: expected a checkpoint of hvdtrain, got a {type(contents).__name__}")
-    return contents
-
 
 class WeightAverage:
-    """Follows the trainable parameters; buffers, such as BatchNorm's running mean, are averages already and have no other.
+    """A moving average of the trained parameters. Buffers such as BatchNorm's running mean are averages already.
 
     Attributes:
-        updates: how many it has followed.
+        updates: the number of updates that it has followed.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], decay: float) -> None:
         self._parameters = list(parameters)
         self._decay = decay
-        self._others: list[torch.Tensor] = []  # the average; inside of `used`, the weights that are trained
+        self._others: list[torch.Tensor] = []  # the average; inside of `used`, the trained weights
         self._is_used = False
         self.updates = 0
 
@@ -236,14 +206,14 @@ class WeightAverage:
         return bool(self._others)
 
     def follow(self, updates: int) -> None:
-        """Be told that the weights are what they are after so many updates more."""
+        """Follow the weights after N more updates."""
         share = 1 - kept(self._decay, self.updates, updates)
         torch._foreach_lerp_(self._others, [parameter.detach() for parameter in self._parameters], share)
         self.updates += updates
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Inside the `with` block the model has the average as its weights. Nothing is copied."""
+        """Inside the `with` block, the model's weights are the average. Nothing is copied."""
         self._swap()
         self._is_used = True
         try:
@@ -253,12 +223,12 @@ class WeightAverage:
             self._is_used = False
 
     def both(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """The average, and the weights that are trained."""
+        """The average and the trained weights."""
         own = [parameter.detach() for parameter in self._parameters]
         return (own, self._others) if self._is_used else (self._others, own)
 
     def adopt(self, changed: set[int]) -> None:
-        """Take over parameters, given by their ids, that were set from outside."""
+        """Copy the values of parameters, given by their ids, that were set from outside."""
         for parameter, other in zip(self._parameters, self._others, strict=bool(self._others)):
             if id(parameter) in changed:
                 other.copy_(parameter.detach())
@@ -266,3 +236,57 @@ class WeightAverage:
     def _swap(self) -> None:
         for number, parameter in enumerate(self._parameters):
             parameter.data, self._others[number] = self._others[number], parameter.data
+
+
+def preload(
+    ours: dict[str, torch.Tensor],
+    device: torch.device,
+    file: Path,
+    entry: str | None,
+    choose: Callable[[Shapes, Shapes], PreloadNames],
+    make: MakeMissing | None,
+) -> tuple[list[str], list[str]]:
+    """Like `State.preload`, into tensors by name that share their memory with a model's."""
+    contents = _load(file, device)
+    if entry is not None and isinstance(contents.get(entry), dict):
+        contents = contents[entry]
+    theirs = {name: tensor for name, tensor in contents.items() if isinstance(tensor, torch.Tensor)}
+    names = choose(_shapes(ours), _shapes(theirs))
+    values = {name: theirs[source] for name, source in names.sources.items()}
+    if make is not None:
+        renamed = {name: theirs[source] for name, source in names.renamed.items()}
+        for name in sorted(ours.keys() - values.keys()):
+            made = make(name, tuple(ours[name].shape), renamed)
+            if made is not None:
+                check_made(name, tuple(ours[name].shape), tuple(made.shape))
+                values[name] = made
+    with torch.no_grad():
+        for name, value in values.items():
+            ours[name].copy_(value)
+    return list(ours), list(values)
+
+
+def _shapes(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def _copied(state: Any) -> Any:
+    """A state dict with copies of its tensors, on the CPU."""
+    if isinstance(state, torch.Tensor):
+        return state.detach().to("cpu", copy=True)
+    if isinstance(state, dict):
+        return {key: _copied(value) for key, value in state.items()}
+    return type(state)(map(_copied, state)) if isinstance(state, (list, tuple)) else state
+
+
+def _load(path: Path, device: torch.device) -> dict[str, Any]:
+    """A file's contents; no code in it is run (`weights_only`). Raises: CheckpointError."""
+    try:
+        contents = torch.load(path, map_location=device, weights_only=True)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: expected a checkpoint's file, got: no such file") from None
+    except Exception as error:
+        raise CheckpointError(f"{path}: expected a whole checkpoint, got one that cannot be read: {error}") from None
+    if not isinstance(contents, dict):
+        raise CheckpointError(f"{path}: expected a checkpoint of hvdtrain, got a {type(contents).__name__}")
+    return contents

@@ -1,6 +1,6 @@
 """BatchNorm over the batches of all ranks, on CPUs and GPUs, over Horovod as over torch.distributed.
 
-torch's own SyncBatchNorm needs a GPU and torch.distributed, and waits for ever where a rank has no batch.
+torch's own SyncBatchNorm needs a GPU and torch.distributed, and hangs if a rank has no batch.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from hvdtrain.comm.base import Communicator, all_reduce
 
 DONE, RANKS, MODULE, SUMS = 0, 1, 2, 3
-"""What stands where in an exchanged vector: whether this was the last; of how many ranks; of which module; then sums."""
+"""Places in an exchanged vector: whether this was the last exchange, the number of ranks with a batch, the sum of their module
+numbers, and from there on the sums."""
 
 
 class Exchange:
     """Sums over the ranks for the BatchNorms of a model.
 
-    In a round in which some ranks have no batch, these do not know which sums the others exchange, and when the last was. So
-    every exchange is a vector of one length that says so itself, and `done` closes the forward and the backward of a step.
+    A rank without a batch does not know which sums the others exchange, nor which exchange is the last. So all exchanges are
+    vectors of the same length that contain this, and `done` ends the forward and the backward of a step.
 
     Args:
-        comm: a channel of its own: on a rank without a batch, sums and gradients come in another order.
+        comm: a channel of its own, as sums and gradients come in another order on a rank without a batch.
     """
 
     def __init__(self, comm: Communicator, modules: list[SyncBatchNorm]) -> None:
@@ -39,13 +40,13 @@ class Exchange:
         return self._reduced(vector)[SUMS : SUMS + len(values)]
 
     def done(self, device: torch.device) -> None:
-        """Collective. Tell the ranks without a batch that this was the last sum of a forward or a backward."""
+        """Collective. Tell the ranks without a batch that a forward or a backward has no more sums."""
         vector = torch.zeros(self._length, dtype=torch.float64, device=device)
         vector[DONE] = 1
         self._reduced(vector)
 
     def stand_by(self, device: torch.device, forward: bool) -> None:
-        """Collective. Without a batch: add zeros to whatever the others sum up, and keep the statistics that they keep."""
+        """Collective, on a rank without a batch. Add zeros to the others' sums, and update the running statistics as they do."""
         while True:
             vector = self._reduced(torch.zeros(self._length, dtype=torch.float64, device=device))
             if vector[DONE] > 0 or vector[RANKS] == 0:
@@ -59,7 +60,8 @@ class Exchange:
 
 
 class SyncBatchNorm(_BatchNorm):
-    """A BatchNorm1d, 2d or 3d whose statistics in training are those of all ranks' batches; with its parameters and buffers.
+    """A BatchNorm1d, 2d or 3d whose statistics in training are over the batches of all ranks. It shares the parameters and
+    buffers of the module that it replaces.
 
     Takes tensors of shape (batch, features, ...).
     """
@@ -87,7 +89,7 @@ class SyncBatchNorm(_BatchNorm):
         return normalized * self.weight.view(shape) + self.bias.view(shape)  # type: ignore[no-any-return]
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
-        """Any number of dimensions from two on; the module that this one stands for would have checked."""
+        """Accept any number of dimensions from two on; the replaced module knew its own."""
 
     def statistics(self, sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Mean, variance (over the count) and count, from the features' sums, their sums of squares, and the count."""
@@ -97,7 +99,7 @@ class SyncBatchNorm(_BatchNorm):
         return mean, (sums[features : 2 * features] / count - mean * mean).clamp(min=0), count
 
     def keep(self, mean: torch.Tensor, variance: torch.Tensor, count: torch.Tensor) -> None:
-        """Let the running statistics follow; as BatchNorm does, with the variance over the count minus one."""
+        """Update the running statistics as BatchNorm does, with the variance over the count minus one."""
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
             return
         with torch.no_grad():
@@ -109,7 +111,7 @@ class SyncBatchNorm(_BatchNorm):
 
 
 class _Normalize(torch.autograd.Function):
-    """(input - mean) / deviation over all ranks; its gradient takes the other ranks' losses into account."""
+    """(input - mean) / deviation over all ranks; its gradient includes the losses of the other ranks."""
 
     @staticmethod
     def forward(context: Any, input: torch.Tensor, module: SyncBatchNorm) -> tuple[torch.Tensor, ...]:
@@ -142,7 +144,7 @@ class _Normalize(torch.autograd.Function):
 def synchronize(model: torch.nn.Module, comm: Communicator) -> tuple[torch.nn.Module, Exchange | None]:
     """The model with its BatchNorms replaced by synchronized ones that share their parameters and buffers.
 
-    Returns: the model itself (another only where it is nothing but a BatchNorm), and the exchange; None where there is none.
+    Returns: the model itself (another object only if it is a BatchNorm itself), and the exchange; None if it has no BatchNorm.
     """
     replaced: list[SyncBatchNorm] = []
     model = _replace(model, replaced, {})
@@ -155,7 +157,7 @@ def synchronize(model: torch.nn.Module, comm: Communicator) -> tuple[torch.nn.Mo
 
 
 def _replace(module: torch.nn.Module, replaced: list[SyncBatchNorm], known: dict[int, torch.nn.Module]) -> torch.nn.Module:
-    if id(module) in known:  # used in several places
+    if id(module) in known:  # a module that is used in several places
         return known[id(module)]
     new = module
     if isinstance(module, (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)):

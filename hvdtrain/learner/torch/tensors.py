@@ -1,4 +1,4 @@
-"""Between numpy and PyTorch: batches as tensors, losses as sums and counts."""
+"""Between numpy and PyTorch: batches as tensors, losses as sums and counts, outputs as arrays."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import numpy
 import torch
 
 from hvdtrain.context import Loss
-from hvdtrain.data.types import Batch
+from hvdtrain.data.types import Array, Batch
 from hvdtrain.learner.marked import minimized, nothing_to_minimize
 from hvdtrain.learner.seeds import widened
 
 
 def trained_of(model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """The parameters that are trained, in the model's order."""
+    """The trained parameters, in the model's order."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def zeros(count: int, local_rank: int) -> torch.Tensor:
-    """So many float32 zeros, on this rank's GPU where there is one."""
+    """N float32 zeros, on this rank's GPU if there is one."""
     gpus = torch.cuda.device_count()
     return torch.zeros(count, device=f"cuda:{local_rank % gpus}" if gpus else "cpu")
 
@@ -33,7 +33,7 @@ def size(tensor: torch.Tensor) -> int:
 
 
 def wait_for(tensor: torch.Tensor) -> None:
-    """Wait until a tensor's values are there: a GPU computes later than it is told to."""
+    """Wait until a tensor has been computed: on a GPU, operations return before they are done."""
     tensor.reshape(-1)[:1].tolist()
 
 
@@ -42,7 +42,7 @@ class TorchData:
     """One data key of a batch, as `train_step` gets it.
 
     Attributes:
-        raw_tensor: on the device; (batch, time, ...). Strings stay a numpy array.
+        raw_tensor: shape (batch, time, ...), on the device. Strings remain a numpy array.
         seq_lens: int32 of shape (batch,), on the CPU.
     """
 
@@ -57,7 +57,7 @@ class TorchData:
 
 
 def extern_data_of(batch: Batch, device: torch.device) -> dict[str, TorchData]:
-    """What `train_step` gets, by data key."""
+    """The tensors that `train_step` gets, by data key."""
     return {key: _to_device(padded.values, padded.seq_lens, device) for key, padded in batch.data.items()}
 
 
@@ -71,25 +71,32 @@ def _to_device(values: numpy.ndarray[Any, Any], seq_lens: numpy.ndarray[Any, Any
 
 
 def numbers_of(losses: Mapping[str, Loss], device: torch.device) -> torch.Tensor:
-    """The sums, then the counts; float64 of shape (2 * losses,)."""
+    """The losses' sums, then their counts; float64 of shape (2 * losses,)."""
     sums = [loss.value.detach().sum(dtype=torch.float64) for loss in losses.values()]
     return torch.stack(sums + [count_of(loss).to(device) for loss in losses.values()])
 
 
 def count_of(loss: Loss) -> torch.Tensor:
-    """How many elements a loss's sum goes over."""
+    """The number of elements of a loss, as a scalar."""
     if loss.count is None:
         return torch.tensor(float(loss.value.numel()), dtype=torch.float64)
     return torch.as_tensor(loss.count).detach().sum(dtype=torch.float64)
 
 
 def terms_of(losses: Mapping[str, Loss], scale: float) -> dict[str, torch.Tensor]:
-    """The losses to be minimized: their sums times their scales, and times the scale of all losses."""
+    """The minimized losses: their sums, times their scales, times the scale of all losses."""
     return {name: _sum(loss.value) * (loss.scale * scale) for name, loss in minimized(losses).items()}
 
 
 def total_of(losses: Mapping[str, Loss], divisors: Mapping[str, torch.Tensor], scale: float) -> torch.Tensor | None:
-    """The scalar to differentiate; None for a rank without a batch. Raises: ConfigError, where there is none."""
+    """The scalar to differentiate; None if there are no losses, as on a rank without a batch.
+
+    Args:
+        divisors: of the normalized losses, by name.
+
+    Raises:
+        ConfigError: no loss depends on a parameter.
+    """
     total: torch.Tensor | None = None
     for name, term in terms_of(losses, scale).items():
         if name in divisors:
@@ -98,6 +105,13 @@ def total_of(losses: Mapping[str, Loss], divisors: Mapping[str, torch.Tensor], s
     if losses and (total is None or not total.requires_grad):
         raise nothing_to_minimize()
     return total
+
+
+def array_of(value: Any) -> Array:
+    """One sequence's output as an array; bfloat16, which numpy does not have, becomes float32."""
+    if isinstance(value, torch.Tensor):
+        return numpy.asarray((value.float() if value.dtype == torch.bfloat16 else value).cpu())
+    return numpy.asarray(value, dtype=object) if isinstance(value, (str, list)) else numpy.asarray(value)
 
 
 def _sum(values: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""From reduced gradients to new parameters: noise, clipping, the optimizer's step."""
+"""From reduced gradients to new parameters: the loss scale, the check for finite gradients, noise, clipping, the optimizer's
+step."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ from math import sqrt
 
 import torch
 
-from hvdtrain.learner.loss_scale import BrokenUpdates, LossScale
+from hvdtrain.learner.optimizer import Clipping
+from hvdtrain.learner.precision import GradientCheck, LossScale
 from hvdtrain.learner.seeds import noise_seeds
 from hvdtrain.learner.torch.optimizer import take_multipliers
 from hvdtrain.learner.torch.sharded import ShardedOptimizer
@@ -17,48 +19,45 @@ Optimizer = torch.optim.Optimizer | ShardedOptimizer
 
 
 class Update:
-    """The optimizer's step, and what comes before it: undoing the loss's scale, leaving broken gradients out, noise, clipping,
-    the learning rate.
+    """One optimizer step, and what is done to the gradients before it.
 
     Args:
-        noise: what is added to gradients; None: nothing.
-        scale: what the loss was multiplied by; None: nothing.
-        broken: whether to leave an update out.
+        clipping: limits of the gradients.
+        check: decides whether an update is skipped.
+        scale: of the loss; None: it is not scaled.
+        noise: is added to gradients; None: nothing is.
     """
 
     def __init__(
         self,
         model: torch.nn.Module,
         optimizer: Optimizer,
-        *,
-        clip_global_norm: float | None,
-        clip_value: float | None,
-        noise: GradientNoise | None,
-        scale: LossScale | None,
-        broken: BrokenUpdates,
+        clipping: Clipping,
+        check: GradientCheck,
+        scale: LossScale | None = None,
+        noise: GradientNoise | None = None,
     ) -> None:
         self._model = model
         self._optimizer = optimizer
         self._trained = trained_of(model)
         self._multipliers = take_multipliers(optimizer.param_groups)
-        self._clip_global_norm = clip_global_norm
-        self._clip_value = clip_value
-        self._noise = noise
+        self._clipping = clipping
+        self._check = check
         self._scale = scale
-        self._broken = broken
+        self._noise = noise
 
     def apply(self, learning_rate: float, step: int) -> None:
-        """Apply the reduced gradients, and drop them.
+        """Apply the reduced gradients and drop them.
 
         Args:
-            step: steps done before this one in the whole training.
+            step: steps done in the whole training before the last step of this update.
 
         Raises:
-            TrainingError: too many updates in a row were left out.
+            TrainingError: too many updates in a row were skipped.
         """
         if self._scale is not None:
             torch._foreach_div_(self._gradients(), self._scale.scale)
-        if not self._broken.may_be_left_out or self._broken.is_applied(self._is_finite(), step, self._broken_names):
+        if not self._check.is_needed or self._check.is_applied(self._are_finite(), step, self._invalid_names):
             if self._noise is not None:
                 self._noise.add(self._trained, step)
             self._clip()
@@ -68,38 +67,38 @@ class Update:
         self._optimizer.zero_grad(set_to_none=True)
 
     def _clip(self) -> None:
-        if self._clip_value is not None:
-            torch.nn.utils.clip_grad_value_(self._trained, self._clip_value)
-        if self._clip_global_norm is not None:
-            torch.nn.utils.clip_grad_norm_(self._trained, self._clip_global_norm)
+        if self._clipping.value is not None:
+            torch.nn.utils.clip_grad_value_(self._trained, self._clipping.value)
+        if self._clipping.global_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self._trained, self._clipping.global_norm)
 
     def _gradients(self) -> list[torch.Tensor]:
         return [parameter.grad for parameter in self._trained if parameter.grad is not None]
 
-    def _is_finite(self) -> bool:
-        """Whether all gradients are finite numbers. Where they were reduced, all ranks come to the same answer."""
+    def _are_finite(self) -> bool:
+        """Whether all gradients are finite. If they were reduced, this is the same on all ranks."""
         norms = torch._foreach_norm(self._gradients(), float("inf"))
         return bool(torch.stack(norms).isfinite().all())
 
-    def _broken_names(self) -> list[str]:
-        """The parameters whose gradients are not."""
+    def _invalid_names(self) -> list[str]:
+        """The names of the parameters whose gradients are not finite."""
         named = [(name, parameter.grad) for name, parameter in self._model.named_parameters()]
         return [name for name, gradient in named if gradient is not None and not bool(gradient.isfinite().all())]
 
 
-WITHIN = 2.0
-"""Noise beyond so many standard deviations is not drawn."""
+MAX_DEVIATIONS = 2.0
+"""The normal distribution of the noise is truncated at this number of standard deviations."""
 
 
 class GradientNoise:
-    """Adds to every element of a gradient a number from a normal distribution cut off at two standard deviations.
+    """Adds noise from a truncated normal distribution to every element of the gradients.
 
-    (After Neelakantan et al., 2015; cut off and with a constant deviation as in RETURNN.) It has a generator of its own, so
+    (After Neelakantan et al., 2015; truncated and with a constant deviation as in RETURNN.) It has its own generator, so that
     dropout draws the same numbers with noise as without.
 
     Args:
-        deviation: the standard deviation before cutting off; what is left has 0.88 of it.
-        seed: of the training, and the rank; None: the same noise on all ranks.
+        deviation: the standard deviation before truncation; afterwards it is 0.88 of this.
+        seed: the training's, and the rank; with None as the rank, all ranks add the same noise.
     """
 
     def __init__(self, deviation: float, seed: tuple[int, int | None], device: torch.device) -> None:
@@ -108,13 +107,13 @@ class GradientNoise:
         self._generator = torch.Generator(device)
 
     def add(self, parameters: Iterable[torch.nn.Parameter], step: int) -> None:
-        """To the gradients of the parameters that have one, in their order."""
+        """Add noise to the gradients of those parameters that have one, in their order."""
         high, low = noise_seeds(*self._seed, step).tolist()
         self._generator.manual_seed((high << 32 | low) & (1 << 63) - 1)
-        edge = torch.special.erf(torch.tensor(WITHIN / sqrt(2))).item()
+        edge = torch.special.erf(torch.tensor(MAX_DEVIATIONS / sqrt(2))).item()
         for parameter in parameters:
             if parameter.grad is not None:
-                # By the inverse of the distribution function: exact, and one draw an element on every device.
+                # By the inverse of the distribution function: exact, and one draw per element on every device.
                 uniform = torch.empty_like(parameter.grad, dtype=torch.float32).uniform_(-edge, edge, generator=self._generator)
                 noise = uniform.erfinv_().mul_(self._deviation * sqrt(2))
                 parameter.grad.add_(noise.to(parameter.grad.dtype))

@@ -182,8 +182,8 @@ def test_many_files_keep_their_bounds_and_close_under_a_cache(compressed: HDFDat
     (feed,) = feeds(tmp_path, more)
     dataset = feed.dataset
     assert isinstance(dataset, CachedDataset)
-    assert dataset.group_bounds.tolist() == [0, 20, 40, 60]
-    assert dataset.all_tags(19, 21).tolist() == [b"seq-19", b"seq-0"]
+    assert dataset.file_bounds().tolist() == [0, 20, 40, 60]
+    assert dataset.tag_bytes(19, 21).tolist() == [b"seq-19", b"seq-0"]
     assert numbers(feed, 1) == numbers(feed, 2) == 3 * list(range(20))
     dataset._dataset.close()
     assert dataset.sequence(45)["classes"].tolist() == [2] * 5  # not a view of the file, though that one is mapped there
@@ -236,5 +236,5 @@ def test_a_mapped_file_needs_no_cache_and_says_so(tmp_path: Path) -> None:
     assert isinstance(feed.dataset, HDFDataset)
     assert [line for _, line in feed_lines(feed)] == [
         "train: 1 sequences, default; data memory-mapped; 16 bytes",
-        "train: no cache: all of it is memory-mapped, and kept by the system for all ranks of the host",
+        "train: no cache: all data is memory-mapped, and cached by the system for all ranks of the host",
     ]

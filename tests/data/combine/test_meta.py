@@ -10,13 +10,14 @@ import pytest
 from hvdtrain.data.combine import tags as tags_module
 from hvdtrain.data.combine.meta import MetaDataset, MetaDatasetKeys, open_meta
 from hvdtrain.data.combine.tags import TagIndex, hashes
+from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.data.sources import open_dataset, parse
 from hvdtrain.data.types import Stream
 from hvdtrain.errors import DataError
 
 
-class Tagged:
+class Tagged(Dataset):
     """A dataset in memory: each sequence is its own number."""
 
     def __init__(self, tags: Sequence[str]) -> None:
@@ -177,9 +178,9 @@ def test_tags_of_any_writer_are_the_same_in_bulk(tmp_path: Path) -> None:
             del file["seqTags"]
             file["seqTags"] = tags
         dataset = open_hdf([path, path])
-        assert [tag.decode() for tag in dataset.all_tags()] == dataset.tags(range(6))
-        assert [tag.decode() for tag in dataset.all_tags(2, 5)] == dataset.tags([2, 3, 4])
-        assert dataset.all_tags(4, 4).shape == (0,)
+        assert [tag.decode() for tag in dataset.tag_bytes(0, 6)] == dataset.tags(range(6))
+        assert [tag.decode() for tag in dataset.tag_bytes(2, 5)] == dataset.tags([2, 3, 4])
+        assert dataset.tag_bytes(4, 4).shape == (0,)
 
 
 def test_datasets_that_are_not_needed_are_closed_and_not_joined() -> None:
@@ -220,7 +221,7 @@ def test_order_keys_inside_that_nobody_would_follow() -> None:
     second = {"class": "HDFDataset", "files": "b.hdf", "seq_ordering": "laplace", "partition_epoch": 1}
     value = {"class": "MetaDataset", "datasets": {"a": first, "b": second}, "data_map": {"data": ("a", "data")}}
     assert problems(value) == [
-        "train.datasets.b.seq_ordering: expected as train.seq_ordering, beside the class of the whole, got 'laplace'"
+        "train.datasets.b.seq_ordering: expected in the outer dict, as train.seq_ordering, got 'laplace' here"
     ]
     del second["seq_ordering"]
     assert problems(value) == []

@@ -8,11 +8,10 @@ from typing import Any
 import numpy
 import pytest
 
-from hvdtrain.data.batches import batches, sequences
+from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.hdf.writer import HDFWriter
-from hvdtrain.data.plan.chunks import ChunkKeys, cut
+from hvdtrain.data.plan.chunks import ChunkedDataset, ChunkKeys, cut
 from hvdtrain.data.sources import open_dataset, parse
-from hvdtrain.data.types import Dataset
 
 
 def with_pid(arrays: dict[str, Any]) -> dict[str, Any]:
@@ -52,19 +51,20 @@ def dataset(request: pytest.FixtureRequest, mapped: dict[str, Any]) -> Iterator[
 
 
 def test_sequences_come_in_the_order_asked_for_from_the_workers(dataset: Dataset) -> None:
-    made = sequences(dataset, [7, 3, 7, 11])
+    made = dataset.sequences([7, 3, 7, 11])
     assert [arrays["data"][0, 0] for arrays in made] == [7, 3, 7, 11]
     pids = {arrays["data"][0, 2] for arrays in made}
     assert len(pids) == 2
     assert os.getpid() not in pids
-    assert sequences(dataset, []) == []
+    assert dataset.sequences([]) == []
 
 
 def test_chunks_come_from_the_workers(dataset: Dataset) -> None:
     chunks = cut(dataset.lengths, ChunkKeys(chunking="2:2"))
     assert chunks is not None
     order = chunks.of(numpy.array([4, 9, 1, 0]))
-    made = list(chunks.batches(dataset, [order[:4], order[4:5], order[5:]]))
+    chunked = ChunkedDataset(dataset, chunks)
+    made = [chunked.batch(indices) for indices in (order[:4], order[4:5], order[5:])]
     assert [batch.indices.tolist() for batch in made] == [[4, 4, 4, 9], [9], [9, 1, 1, 1, 0, 0, 0]]
     rows = [
         [tuple(frame[:2]) for frame in row[:length]]
@@ -79,6 +79,6 @@ def test_chunks_come_from_the_workers(dataset: Dataset) -> None:
 
 
 def test_whole_sequences_come_from_the_workers(dataset: Dataset) -> None:
-    (batch,) = batches(dataset, [numpy.arange(12)])
+    batch = dataset.batch(numpy.arange(12))
     assert batch.data["data"].values[:, 0, 0].tolist() == list(range(12))
     assert len(set(batch.data["data"].values[:, 0, 2].tolist()) - {os.getpid()}) == 2

@@ -16,7 +16,7 @@ import pytest
 from launching import TOY, hvdtrain
 
 from hvdtrain.data.files.copies import CopyFolder, NotCopied, copy_files
-from hvdtrain.data.sources import Means, open_dataset, parse
+from hvdtrain.data.sources import OpeningContext, open_dataset, parse
 from hvdtrain.errors import DataError
 
 SIZE = 1 << 20
@@ -175,7 +175,7 @@ def test_the_longest_unused_copies_make_room_but_none_that_is_in_use(originals: 
             assert [path.exists() for path in paths] == [True, False, True]  # the second: the longest unused
             assert folder.copy(originals[2], nothing).path == paths[2]
             with pytest.raises(
-                NotCopied, match=r"no room for 1.0 MB in .*cache \(cache_dir\): of 3.0 MB \(cache_dir_size\) 3.0 MB"
+                NotCopied, match=r"no room for 1.0 MB in .*cache \(cache_dir\): 3.0 MB of 3.0 MB \(cache_dir_size\)"
             ):
                 folder.copy(originals[1], nothing)
     with opened(near, budget) as folder:  # nobody uses any of them now
@@ -241,7 +241,7 @@ def test_an_original_that_changes_while_it_is_copied(originals: list[Path], near
         else:
             os.truncate(path, 21 * SIZE if how == "longer" else 9 * SIZE)
 
-    with opened(near) as folder, pytest.raises(DataError, match="stays as it is while it is copied, got one that was changed"):
+    with opened(near) as folder, pytest.raises(DataError, match="does not change while it is copied, got one that was changed"):
         folder.copy(path, change)
     assert list(near.glob("*.hdf")) == []
 
@@ -253,7 +253,7 @@ def test_a_bad_file_is_told_with_the_name_the_config_has(tmp_path: Path, near: P
     assert spec is not None
     found = copy_files(CopyFolder(near, None), [path for part in spec.all() for path in part.copied], nothing)
     with pytest.raises(DataError, match=rf"{near}/.*-bad.hdf: expected an HDF5 file, got .* \(a copy of {bad}\)$"):
-        open_dataset(spec, Means(copies=found.places))
+        open_dataset(spec, OpeningContext(copies=found.places))
 
 
 def test_a_folder_that_was_closed_while_a_thread_copies(originals: list[Path], near: Path) -> None:
@@ -293,6 +293,6 @@ def test_ranks_train_on_copies_that_one_of_them_made(corpus: Path, tmp_path: Pat
     )
     assert second.status == 0, second.err
     # There is room for one file, once the copies of the first training have gone: its losses are the same in any case.
-    assert second.out.count("not copied, but read from where it is: ") == 1
+    assert second.out.count("not copied, but read from its original path: ") == 1
     lines = [[line.split(", elapsed")[0] for line in text.split("\n") if "score" in line] for text in (first.out, second.out)]
     assert lines[0] == lines[1] != []

@@ -9,7 +9,7 @@ from pathlib import Path
 import h5py
 import numpy
 import pytest
-from launching import TOY, Finished, hvdtrain
+from launching import FAST, TOY, Finished, hvdtrain
 
 from hvdtrain.data.files.unchanged import Unchanged
 from hvdtrain.data.hdf.dataset import open_hdf
@@ -41,10 +41,10 @@ def cut(path: Path) -> None:
 
 
 CHANGES: dict[str, tuple[Callable[[Path], None], str]] = {
-    "replaced": (replace, "got another one in its place"),
-    "overwritten": (overwrite, "got one that was written to at 2"),
-    "cut": (cut, "got 10000 bytes instead of 1"),
-    "touched": (lambda path: os.utime(path), "got one that was written to at 2"),
+    "replaced": (replace, "got another file in its place"),
+    "overwritten": (overwrite, "got one that was modified at 2"),
+    "cut": (cut, "got one of 10000 bytes instead of 1"),
+    "touched": (lambda path: os.utime(path), "got one that was modified at 2"),
 }
 
 
@@ -57,7 +57,7 @@ def test_a_change_is_noticed(tmp_path: Path, how: str) -> None:
     files.check()
     change, message = CHANGES[how]
     change(path)
-    with pytest.raises(DataError, match=rf"file.hdf: expected the file that was opened at the start, {message}.* new name"):
+    with pytest.raises(DataError, match=rf"file.hdf: expected the file that was opened at the start, {message}.* new file"):
         files.check()
 
 
@@ -76,7 +76,7 @@ def test_a_mapped_file_that_was_replaced_reads_as_before(tmp_path: Path) -> None
     replace(path)
     sequences = [dataset.sequence(index)["data"] for index in range(100)]
     assert numpy.array_equal(numpy.concatenate(sequences), FRAMES)
-    with pytest.raises(DataError, match="another one in its place"):  # they would be those of the new file
+    with pytest.raises(DataError, match="another file in its place"):  # they would be those of the new file
         dataset.tags([3])
 
 
@@ -95,7 +95,7 @@ def test_a_file_that_is_opened_again_is_the_same_one(tmp_path: Path) -> None:
     read, unread = open_hdf([path]), open_hdf([path])
     read.sequence(0)
     write(tmp_path / "new.hdf", FRAMES + 1, compressed=True).rename(path)
-    with pytest.raises(DataError, match="another one in its place"):
+    with pytest.raises(DataError, match="another file in its place"):
         unread.sequence(0)
     here, there = multiprocessing.get_context("fork").Pipe()
 
@@ -107,7 +107,7 @@ def test_a_file_that_is_opened_again_is_the_same_one(tmp_path: Path) -> None:
 
     process = multiprocessing.get_context("fork").Process(target=work)
     process.start()
-    assert "another one in its place" in here.recv()
+    assert "another file in its place" in here.recv()
     process.join()
 
 
@@ -116,7 +116,7 @@ def test_a_read_that_fails_tells_that_the_file_was_cut(tmp_path: Path) -> None:
     dataset = open_hdf([path])
     dataset.sequence(0)
     os.truncate(path, path.stat().st_size // 2)
-    with pytest.raises(DataError, match=r"file.hdf: expected the file that was opened at the start, got \d+ bytes instead of"):
+    with pytest.raises(DataError, match=r"file.hdf: expected the file that was opened at the start, got one of \d+ bytes instead of"):
         dataset.sequence(99)
 
 
@@ -139,7 +139,7 @@ def train_on_a_file_that_changes_in_epoch_2(corpus: Path, folder: Path, change: 
     shutil.copy(corpus / "train.hdf", folder / "train.hdf")
     shutil.copy(corpus / "train.hdf", folder / "new.hdf")
     (folder / "config.py").write_text(CONFIG)
-    overrides = {"use_horovod": 1, "corpus": folder, "model": folder / "model", "num_epochs": 5, "change": change}
+    overrides = {"use_horovod": 1, "corpus": folder, "model": folder / "model", "num_epochs": 5, "change": change, **FAST}
     return hvdtrain(folder / "config.py", overrides, ranks=2)
 
 
@@ -148,7 +148,7 @@ def test_training_ends_before_the_epoch_in_which_it_would_read_another_file(corp
     assert finished.status == 2, finished.err
     assert "train epoch 2, finished after" in finished.out  # it could be read as it was
     assert "start epoch 3" not in finished.out
-    message = f"{tmp_path}/train.hdf: expected the file that was opened at the start, got another one in its place"
+    message = f"{tmp_path}/train.hdf: expected the file that was opened at the start, got another file in its place"
     assert message in finished.err
 
 

@@ -97,7 +97,7 @@ def test_what_is_not_as_it_should_be(arrays: Path, capsys: pytest.CaptureFixture
     )
     for lines, shown in (("one x\n\n", "'' in line 2"), ("one x\none y\n", "'one y' in line 2")):
         (arrays / "bad").write_text(lines)
-        assert refused(folder=folder, transcript=str(arrays / "bad")).endswith(f"with a tag of its own, got {shown}")
+        assert refused(folder=folder, transcript=str(arrays / "bad")).endswith(f"with a different tag on every line, got {shown}")
     (arrays / "latin").write_bytes(b"one \xfc")
     assert "expected text in UTF-8" in refused(folder=folder, transcript=str(arrays / "latin"))
     (arrays / "entries").write_text("e\ni\nn\ne\n")
@@ -122,7 +122,7 @@ def test_files_that_are_not_what_they_are_called(arrays: Path) -> None:
     assert "expected one file for 'one', got one." in refused(folder=str(folder))
     (folder / "one.npy").unlink()
     write_wav(folder / "zz.wav", [1], rate=16000)
-    assert refused(folder=str(folder)).endswith("zz.wav: expected 8000 samples a second as in the first file, got 16000")
+    assert refused(folder=str(folder)).endswith("zz.wav: expected 8000 samples per second as in the first file, got 16000")
     with pytest.raises(DataError, match="zz.wav: expected 8000 samples"):
         FolderDataset(str(folder))[3]  # whichever is read first
     write_wav(folder / "zz.wav", [1], width=3)

@@ -152,12 +152,12 @@ def test_strings_become_classes_of_a_vocabulary(folder: Path, tmp_path: Path) ->
         ({"folder": "{folder}/odd", "columns": {"data": "missing"}}, "column 'missing', row 1: expected a value, got none"),
         (
             {"folder": "{folder}/odd", "columns": {"data": "ragged"}},
-            "column 'ragged', row 0: expected numbers in rows of one length",
+            "column 'ragged', row 0: expected numbers in rows of the same length",
         ),
         ({"folder": "{folder}/odd", "columns": {"data": "noise"}}, "column 'noise', row 0: expected a sound file, got: "),
         (
             {"folder": "{folder}/odd", "columns": {"data": "rates"}},
-            "column 'rates', row 1: expected 8000 samples a second, got 16000",
+            "column 'rates', row 1: expected 8000 samples per second, got 16000",
         ),
     ],
 )

@@ -62,7 +62,7 @@ def test_a_link_may_lead_to_another_name(tmp_path: Path) -> None:
 def test_a_link_to_what_is_not_there(tmp_path: Path, other: str, name: str) -> None:
     write(tmp_path / "other.hdf")
     path = write(tmp_path / "file.hdf", put("inputs", h5py.ExternalLink(other, name)))
-    assert refused(path).startswith(f"expected {name} in {other}, where the link /inputs leads, got: ")
+    assert refused(path).startswith(f"expected {name} in {other}, the target of the link /inputs, got: ")
 
 
 def test_virtual_datasets_are_read_where_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +82,7 @@ def test_a_virtual_dataset_of_what_is_not_there(tmp_path: Path, other: str, sour
     path = write(tmp_path / "file.hdf", virtual("inputs", other, source))
     with h5py.File(path) as file:
         assert file["inputs"][:].tolist() == [[0, 0]] * 5  # that is what HDF5 makes of it
-    assert refused(path) == f"expected {source} in {other}, of which /inputs is put together, got none"
+    assert refused(path) == f"expected {source} in {other}, which is a part of /inputs, got none"
 
 
 def test_external_storage_is_read_where_allowed(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ import h5py
 import numpy
 import pytest
 
+from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.sources import open_dataset, parse
-from hvdtrain.data.types import Dataset
 from hvdtrain.errors import DataError
 
 NAMES = ["corpus/é/1", "corpus/2"]

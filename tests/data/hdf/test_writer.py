@@ -9,7 +9,7 @@ import numpy
 import pytest
 from hdf_files import BY_RETURNN
 
-from hvdtrain.data.hdf import collected
+from hvdtrain.data.hdf import writer as writer_module
 from hvdtrain.data.hdf.dataset import open_hdf
 from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.errors import DataError
@@ -178,7 +178,7 @@ def test_sequences_of_no_frames(tmp_path: Path) -> None:
 
 
 def test_values_are_copied_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collected, "BLOCK", 3 * 8)  # three frames at once; 100 is no multiple of it
+    monkeypatch.setattr(writer_module, "BLOCK", 3 * 8)  # three frames at once; 100 is no multiple of it
     frames = numpy.random.default_rng(0).normal(size=(100, 2)).astype(numpy.float32)
     with HDFWriter(tmp_path / "file.hdf") as writer:
         for start in range(0, 100, 7):
@@ -309,7 +309,7 @@ def test_texts_are_kept(tmp_path: Path) -> None:
 
 
 def test_texts_are_copied_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collected, "TEXTS", 3)
+    monkeypatch.setattr(writer_module, "TEXTS", 3)
     with HDFWriter(tmp_path / "file.hdf") as writer:
         writer.add("only", {"text": numpy.array([str(number) for number in range(10)])})
     assert open_hdf([tmp_path / "file.hdf"]).sequence(0)["text"].tolist() == [str(number) for number in range(10)]
@@ -386,7 +386,7 @@ def test_compressed_files_hold_the_same_in_chunks_along_time(tmp_path: Path, com
 
 
 def test_frames_wider_than_a_chunk_and_blocks_of_whole_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collected, "BLOCK", 50_000)
+    monkeypatch.setattr(writer_module, "BLOCK", 50_000)
     wide = numpy.arange(3 * 100_000, dtype=numpy.float32).reshape(3, 100_000)
     many = numpy.arange(30_000, dtype=numpy.int32)
     write_all(tmp_path / "file.hdf", {"data": wide, "many": many}, compression="lzf")

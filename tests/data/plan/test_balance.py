@@ -4,7 +4,7 @@ import numpy
 import pytest
 from launching import ROOT, launch
 
-from hvdtrain.data.plan.bounds import dealt, rearranged, shuffled
+from hvdtrain.data.plan.bounds import grouped_by_cost, rearranged, shuffled
 from hvdtrain.data.plan.epoch import BatchKeys, Plan, plan
 from hvdtrain.data.plan.order import OrderKeys
 
@@ -44,7 +44,7 @@ def test_rearranging_moves_whole_batches() -> None:
 
 def test_groups_are_neighbours_in_size_and_the_rest_comes_last() -> None:
     costs = numpy.random.default_rng(1).permutation(101)
-    result = dealt(costs, 4, numpy.random.RandomState(3))
+    result = grouped_by_cost(costs, 4, numpy.random.RandomState(3))
     assert sorted(result.tolist()) == list(range(101))
     groups = costs[result[:100]].reshape(25, 4)
     assert (numpy.diff(groups, axis=1) <= 2).all()  # 2 where the rest was taken out
@@ -56,12 +56,12 @@ def test_groups_are_neighbours_in_size_and_the_rest_comes_last() -> None:
 def test_every_batch_is_dealt_once(group: int) -> None:
     for size in (0, 1, 2, 50):
         costs = numpy.random.default_rng(size).integers(0, 9, (size, 2))
-        assert sorted(dealt(costs, group, numpy.random.RandomState(0)).tolist()) == list(range(size))
+        assert sorted(grouped_by_cost(costs, group, numpy.random.RandomState(0)).tolist()) == list(range(size))
 
 
 def test_of_batches_of_the_same_size_those_of_similar_longest_sequence_go_together() -> None:
     costs = numpy.array([[9, 1], [9, 8], [9, 2], [9, 7]])
-    assert sorted(map(sorted, dealt(costs, 2, numpy.random.RandomState(0)).reshape(2, 2).tolist())) == [[0, 2], [1, 3]]
+    assert sorted(map(sorted, grouped_by_cost(costs, 2, numpy.random.RandomState(0)).reshape(2, 2).tolist())) == [[0, 2], [1, 3]]
 
 
 def test_shuffling_and_balancing_change_the_order_of_batches_only() -> None:
@@ -121,4 +121,5 @@ def test_the_benchmark_prints_a_table() -> None:
     assert finished.status == 0, finished.err
     saved = [float(line.split()[-1].rstrip("%")) for line in finished.out.splitlines() if line.endswith("%")]
     assert len(saved) == 16
+    assert "balance_ranks" in finished.out
     assert max(saved) > 10

@@ -7,6 +7,7 @@ import numpy
 import pytest
 
 from hvdtrain.config.check import build
+from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.plan.chunks import ChunkKeys, Chunks, Cut, cut, keys_of, parse
 from hvdtrain.data.plan.epoch import BatchKeys, plan
@@ -17,14 +18,17 @@ from hvdtrain.errors import DataError
 LENGTHS = numpy.array([5, 3, 9, 1, 7, 2, 8, 4, 6, 10, 5, 3], dtype=numpy.int32)
 
 
-class Numbers:
+class Numbers(Dataset):
     """Frame t of sequence i is 100 * i + t, in every data key."""
 
     def __init__(self, lengths: dict[str, numpy.ndarray]) -> None:
         self.lengths = lengths
         self.streams = {name: Stream(numpy.dtype("int32"), (), 10000, True) for name in lengths}
-        self.num_sequences = len(next(iter(lengths.values())))
         self.reads: list[int] = []
+
+    @property
+    def num_sequences(self) -> int:
+        return len(next(iter(self.lengths.values())))
 
     def sequence(self, index: int) -> dict[str, numpy.ndarray]:
         self.reads.append(index)
@@ -32,8 +36,6 @@ class Numbers:
 
     def tags(self, indices: Sequence[int]) -> list[str]:
         return [f"seq-{index}" for index in indices]
-
-    def close(self) -> None: ...
 
 
 def spans(made: Chunks, name: str) -> list[list[tuple[int, int]]]:

@@ -8,14 +8,13 @@ import pytest
 from returnn.datasets.meta import CombinedDataset
 
 from hvdtrain.data.combine.many_files import FilesDataset
-from hvdtrain.data.dataset import file_bounds
+from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.hdf.dataset import open_hdf
 from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.data.plan.epoch import BatchKeys
 from hvdtrain.data.plan.order import OrderKeys, order, part_of_files
 from hvdtrain.data.sources import open_dataset, parse
-from hvdtrain.data.types import Dataset
 from hvdtrain.errors import DataError
 from hvdtrain.hdf_tools.dump import main
 
@@ -56,8 +55,8 @@ def test_an_epoch_opens_its_own_files_only_and_a_full_one_goes_through_all(paths
         for epoch in range(3 * full_epoch + 1, 3 * full_epoch + 4):
             indices = planned(dataset, keys, epoch)
             assert indices == planned(dataset, keys, epoch)
-            used = set((numpy.searchsorted(dataset.group_bounds, indices, side="right") - 1).tolist())
-            assert sorted(indices) == sorted(index for file in used for index in range(*dataset.group_bounds[file : file + 2]))
+            used = set((numpy.searchsorted(dataset.file_bounds(), indices, side="right") - 1).tolist())
+            assert sorted(indices) == sorted(index for file in used for index in range(*dataset.file_bounds()[file : file + 2]))
             dataset.close()
             feed = Feed("train", dataset, keys, BatchKeys(max_seqs=2), 0, 1)
             with feed.read(feed.share(feed.plan(epoch)), epoch) as batches:
@@ -116,10 +115,10 @@ def test_every_dataset_of_files_tells_where_they_begin(paths: list[str]) -> None
         {"class": "MetaDataset", "datasets": {"a": plain}, "data_map": {"data": ("a", "data")}},
     ):
         dataset, _ = opened(value)
-        assert file_bounds(dataset).tolist() == bounds, value
+        assert dataset.file_bounds().tolist() == bounds, value
         dataset.close()
     synthetic, _ = opened({"class": "Task12AXDataset", "num_seqs": 5})
-    assert file_bounds(synthetic).tolist() == [0, 5]
+    assert synthetic.file_bounds().tolist() == [0, 5]
 
 
 COMBINED = {

@@ -9,7 +9,7 @@ import pytest
 from hvdtrain.data.hdf.dataset import open_hdf
 from hvdtrain.data.plan.epoch import BatchKeys, Plan, plan
 from hvdtrain.data.plan.order import OrderKeys, order
-from hvdtrain.data.plan.selection import listed, read_tags, within
+from hvdtrain.data.plan.selection import listed, read_tags, select_by_length
 from hvdtrain.errors import DataError
 
 LENGTHS = numpy.array([5, 3, 9, 1, 7, 2, 8, 4, 6, 10, 5, 3], dtype=numpy.int32)
@@ -27,12 +27,12 @@ def test_a_limit_on_lengths_gives_the_batches_of_returnn() -> None:
 def test_lengths_are_limited_in_every_key_or_by_key() -> None:
     lengths = {"data": numpy.array([1, 5, 9]), "classes": numpy.array([5, 5, 1])}
     everything = numpy.arange(3)
-    assert within(lengths, everything, None, None).tolist() == [0, 1, 2]
-    assert within(lengths, everything, 2, 5).tolist() == [1]
-    assert within(lengths, everything, {"classes": 2}, None).tolist() == [0, 1]
-    assert within(lengths, everything, None, {"data": 5, "classes": 4}).tolist() == []
-    assert within(lengths, everything, 0, {"data": 0}).tolist() == [0, 1, 2]
-    assert within(lengths, numpy.array([2, 1, 1, 0]), None, {"data": 5}).tolist() == [1, 1, 0]
+    assert select_by_length(lengths, everything, None, None).tolist() == [0, 1, 2]
+    assert select_by_length(lengths, everything, 2, 5).tolist() == [1]
+    assert select_by_length(lengths, everything, {"classes": 2}, None).tolist() == [0, 1]
+    assert select_by_length(lengths, everything, None, {"data": 5, "classes": 4}).tolist() == []
+    assert select_by_length(lengths, everything, 0, {"data": 0}).tolist() == [0, 1, 2]
+    assert select_by_length(lengths, numpy.array([2, 1, 1, 0]), None, {"data": 5}).tolist() == [1, 1, 0]
 
 
 def test_sequences_are_dropped_after_the_epoch_was_cut_into_parts() -> None:

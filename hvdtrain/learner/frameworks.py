@@ -1,0 +1,89 @@
+"""The frameworks that a config can choose with `backend`. A new one is a folder beside this file and a line in the table.
+
+The folder has `build.py` with `build_learner(keys, reducer, options)`, and `tensors.py` with `zeros`, `size` and `wait_for`. If
+devices and threads have to be chosen before anything is computed, `device.py` has `prepare(device, local_rank, threads)`. A
+folder is imported when it is used, as importing a framework takes seconds.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Literal
+
+from hvdtrain.comm.base import Communicator
+from hvdtrain.learner.base import Learner, LearnerKeys, PreloadFunction
+from hvdtrain.learner.precision import FLOAT32, Precision
+from hvdtrain.learner.reducer import Reducer
+
+Feature = Literal["torch.distributed", "constant parameters"]
+"""What only some frameworks can do and no single key asks for: torch.distributed is also used with `ngpu`; constant parameters
+are entries of `preload_from_files` with init_for_train = 'always'. A key of one framework declares `needs` instead."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildOptions:
+    """What a learner is built from besides the config's `LearnerKeys`.
+
+    Attributes:
+        local_rank: this rank's number on its host, which says which GPU is its own.
+        threads: the number of threads to compute with.
+        seed: the training's; random numbers follow from it, the rank and the step.
+        precision: the type that the model computes in.
+        batch_norm: the ranks that BatchNorm's statistics are taken over, on a channel of their own; None: each rank by itself.
+        sharded: the ranks that the optimizer's state is divided among; None: each rank has all of it.
+        constants: takes parameters that are neither trained nor saved from files, with the function it gets; returns their names.
+    """
+
+    rank: int
+    local_rank: int
+    threads: int
+    seed: int
+    precision: Precision = FLOAT32
+    batch_norm: Communicator | None = None
+    sharded: Communicator | None = None
+    constants: Callable[[PreloadFunction], list[str]] | None = None
+
+
+@dataclass(frozen=True)
+class Framework:
+    """One framework.
+
+    Attributes:
+        package: the folder with its code.
+        suffix: of checkpoint files, without a dot.
+        features: what it can do that others may not.
+        prepares: whether it has a `prepare`.
+    """
+
+    package: str
+    suffix: str
+    features: frozenset[Feature] = frozenset()
+    prepares: bool = False
+
+    def prepare(self, device: str | None, local_rank: int, threads: int) -> None:
+        """Choose device and number of threads, before the framework computes anything. Raises: ConfigError."""
+        if self.prepares:
+            self._module("device").prepare(device, local_rank, threads)
+
+    def build(self, keys: LearnerKeys, reducer: Reducer, options: BuildOptions) -> Learner:
+        """Build the config's model and optimizer. Raises: ConfigError."""
+        build_learner: Callable[[LearnerKeys, Reducer, BuildOptions], Learner] = self._module("build").build_learner
+        return build_learner(keys, reducer, options)
+
+    @property
+    def tensors(self) -> ModuleType:
+        """The module whose `zeros(count, local_rank)`, `size(tensor)` and `wait_for(tensor)` make and measure tensors."""
+        return self._module("tensors")
+
+    def _module(self, name: str) -> ModuleType:
+        return importlib.import_module(f"{self.package}.{name}")
+
+
+FRAMEWORKS: dict[str, Framework] = {
+    "torch": Framework("hvdtrain.learner.torch", "pt", frozenset({"torch.distributed", "constant parameters"})),
+    "tensorflow": Framework("hvdtrain.learner.tensorflow", "npz", prepares=True),
+}
+"""By the value of the key `backend`."""

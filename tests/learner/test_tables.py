@@ -1,0 +1,119 @@
+"""The tables of frameworks and reducers: what a new entry has to have, and that nothing else has to know it."""
+
+import ast
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.comm.base import SingleCommunicator
+from hvdtrain.config.check import describe
+from hvdtrain.config.keys import declared
+from hvdtrain.errors import ConfigError
+from hvdtrain.learner.frameworks import FRAMEWORKS
+from hvdtrain.learner.reduce import REDUCERS, ReduceKeys
+from hvdtrain.runtime.timer import Timer
+from hvdtrain.settings import all_keys, read_settings
+
+PACKAGE = Path(__file__).resolve().parents[2] / "hvdtrain"
+CONFIG = (
+    "train = 'train.hdf'\nmodel = 'exp/model'\nget_model = train_step = lambda **_: None\nbatch_size = 1\nlearning_rate = 0.1\n"
+)
+
+
+def problems(tmp_path: Path, text: str, **overrides: str) -> list[str]:
+    """What is wrong with a config."""
+    path = tmp_path / "config.py"
+    path.write_text(CONFIG + text)
+    with pytest.raises(ConfigError) as caught:
+        read_settings([path], overrides)
+    return caught.value.problems
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_a_framework_is_a_folder_with_these_files_and_functions(name: str) -> None:
+    framework = FRAMEWORKS[name]
+    folder = PACKAGE.parent / framework.package.replace(".", "/")
+    functions = {
+        path.stem: {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
+        for path in folder.glob("*.py")
+    }
+    assert "build_learner" in functions["build"]
+    assert functions["tensors"] >= {"zeros", "size", "wait_for"}
+    assert ("prepare" in functions["device"]) == framework.prepares
+    assert len({other.suffix for other in FRAMEWORKS.values()}) == len(FRAMEWORKS)
+
+
+def test_no_module_asks_for_a_framework_by_its_name() -> None:
+    found = []
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Compare) and any(
+                isinstance(side, ast.Attribute) and side.attr == "backend" for side in [node.left, *node.comparators]
+            ):
+                values = [side.value for side in [node.left, *node.comparators] if isinstance(side, ast.Constant)]
+                found += [f"{path.name}:{node.lineno}" for value in values if value in FRAMEWORKS]
+    assert found == []
+
+
+def test_a_key_of_one_framework_is_refused_with_another_and_says_so_in_the_help(tmp_path: Path) -> None:
+    values = {"torch_compile": "True", "sync_batch_norm": "True", "torch_distributed": "{}"}
+    hints = {"torch_compile": " (Keras models have jit_compile)", "torch_distributed": " (use_horovod connects it)"}
+    needing = {key.name: key for key in all_keys() if key.needs}
+    assert needing.keys() == values.keys()
+    for name, value in values.items():
+        expected = f"{name}: expected backend = 'torch', got 'tensorflow'{hints.get(name, '')}"
+        assert problems(tmp_path, f"{name} = {value}\n", backend="tensorflow") == [expected]
+    assert describe(needing["torch_compile"]) == "True or False or a dict; backend 'torch' only; default False"
+
+
+def test_what_no_single_key_asks_for_is_refused_too(tmp_path: Path) -> None:
+    assert problems(tmp_path, "ngpu = 2\n", backend="tensorflow") == [
+        "torch_distributed: expected backend = 'torch', got 'tensorflow' (use_horovod connects it)"
+    ]
+    preload = "preload_from_files = {'a': {'filename': 'a.npz', 'init_for_train': 'always'}}\n"
+    assert problems(tmp_path, preload, backend="tensorflow") == [
+        "preload_from_files.a.init_for_train: expected backend = 'torch' for 'always', got 'tensorflow'"
+    ]
+
+
+def test_a_choice_from_a_table_names_its_entries(tmp_path: Path) -> None:
+    assert problems(tmp_path, "backend = 'jax'\n") == ["backend: expected 'torch' or 'tensorflow', got 'jax' in config.py"]
+    assert problems(tmp_path, "horovod_reduce_type = 3\n") == [
+        "horovod_reduce_type: expected 'grad' or 'param', got 3 in config.py"
+    ]
+    assert problems(tmp_path, "torch_distributed = {'reduce_type': 'grads'}\n") == [
+        "torch_distributed.reduce_type: expected 'grad' or 'param', got 'grads'"
+    ]
+
+
+@pytest.mark.parametrize("name", REDUCERS)
+def test_a_reducer_has_its_keys_and_describes_itself(name: str) -> None:
+    reducer = REDUCERS[name]
+    own = {field.name for field in fields(reducer.keys)}
+    assert own
+    assert own <= {key.name for key in declared(ReduceKeys)}
+    made = ReduceKeys(horovod_reduce_type=name).reducer(SingleCommunicator(), Timer())
+    assert type(made) is reducer
+    assert made.describe()
+
+
+def test_what_reducers_say_of_themselves() -> None:
+    def said(**keys: object) -> str:
+        return ReduceKeys(**keys).reducer(SingleCommunicator(), Timer()).describe()  # type: ignore[arg-type]
+
+    assert said() == "gradients are summed for every update"
+    assert said(horovod_avg_grad=True) == "gradients are averaged for every update"
+    param = {"horovod_reduce_type": "param", "horovod_param_sync_step": 100}
+    assert said(**param) == "parameters are averaged after every 100 updates and at the end of an epoch"
+    assert (
+        said(**param, horovod_param_sync_time_diff=0.5) == "parameters are averaged about every 0.5 s and at the end of an epoch"
+    )
+
+
+def test_no_constructor_of_a_learner_takes_more_than_seven_arguments() -> None:
+    for path in (PACKAGE / "learner").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef) and node.name == "__init__":
+                count = len(node.args.args) + len(node.args.kwonlyargs) - 1
+                assert count <= 7, f"{path.name}:{node.lineno} takes {count}"

@@ -1,0 +1,233 @@
+"""Trainings that tests look at when they are done: one launch for each framework and number of ranks runs those of all modules.
+
+A process that imports PyTorch or TensorFlow costs seconds, a toy training a fraction of one. So a test module says at its
+top what it wants trained, and a test looks at what came out:
+
+    @trains(Run("torch", "horovod", 2))
+    def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
+        return {"plain": {}, "clipped": {"gradient_clip": 1.0}}
+
+    def test_clipping_changes_the_weights(trained: Trained) -> None:
+        results = trained(trainings, Run("torch", "horovod", 2))
+        assert not same(results.weights("plain"), results.weights("clipped"))
+
+The first test that asks starts the launch, with the trainings of all modules whose tests were collected: `pytest -k` trains no
+more than it needs. What the launch itself does (an exit status, a crash, what is printed before the ranks are connected) is
+not for this; see launching.py.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+from launching import TOY, launch
+
+CONFIGS = {"torch": TOY, "tensorflow": TOY.with_name("tensorflow_config.py")}
+
+TRANSPORTS: dict[str, dict[str, object]] = {
+    "single": {},
+    "horovod": {"use_horovod": True},
+    "torch.distributed": {"torch_distributed": {"backend": "gloo"}},
+}
+"""The keys that choose a transport."""
+
+SPECIAL = ("configs", "saved_as", "once", "timeline")
+
+TIMEOUT = 1800.0
+"""Seconds for all trainings of a launch."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """In which framework, over which transport and on how many ranks."""
+
+    framework: str
+    transport: str
+    size: int
+
+    def __str__(self) -> str:
+        return f"{self.framework}-{self.transport}-{self.size}"
+
+    @property
+    def alone(self) -> "Run":
+        """The same on one rank."""
+        return Run(self.framework, "single", 1)
+
+
+Trainings = Callable[[Run, Path], dict[str, dict[str, object]]]
+"""The overrides of the toy config for each training by name, given the folder in which their models stand.
+
+Besides keys: `configs`, others than the toy one; `saved_as`, another training whose model this one goes on with; `once`, not
+to go on after a stop; `timeline`, a file for Horovod's timeline of this training alone.
+"""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a module wants."""
+
+    name: str
+    module: Path
+    function: Trainings
+    runs: tuple[Run, ...]
+    after: Run | None
+    apart: bool
+
+
+REQUESTS: list[Request] = []
+
+
+def trains(*runs: Run, after: Run | None = None, apart: bool = False) -> Callable[[Trainings], Trainings]:
+    """Have the trainings that the decorated function returns run in each of these ways.
+
+    Args:
+        after: where the trainings go on with what the same module's trainings left in another run: that one comes first.
+        apart: have a launch of their own.
+    """
+
+    def register(function: Trainings) -> Trainings:
+        module = Path(function.__globals__["__file__"])
+        REQUESTS.append(Request(f"{module.stem.removeprefix('test_')}.{function.__name__}", module, function, runs, after, apart))
+        return function
+
+    return register
+
+
+@dataclass(frozen=True)
+class Results:
+    """What the trainings of one module left, in one run.
+
+    Attributes:
+        folder: NAME/model..., NAME/scores.jsonl, NAME.rank-RANK.npz, NAME.out-RANK.
+        models: the key `model` of each training.
+        error: what the launch had to say, if it failed.
+    """
+
+    folder: Path
+    run: Run
+    models: dict[str, Path]
+    error: str | None
+
+    @property
+    def names(self) -> list[str]:
+        """The trainings."""
+        return list(self.models)
+
+    def weights(self, name: str, rank: int = 0) -> dict[str, numpy.ndarray]:
+        """A rank's parameters and buffers at the end."""
+        with numpy.load(self.needed(f"{name}.rank-{rank}.npz")) as stored:
+            return dict(stored)
+
+    def reports(self, name: str) -> list[dict[str, Any]]:
+        """The lines of scores.jsonl."""
+        self.needed(f"{name}.out-0")
+        return [json.loads(line) for line in self.models[name].with_name("scores.jsonl").read_text().splitlines()]
+
+    def scores(self, name: str) -> list[dict[str, float]]:
+        """The scores of every epoch."""
+        return [report["scores"] for report in self.reports(name)]
+
+    def trained_on(self, name: str) -> Counter[tuple[int, int]]:
+        """How often each sequence was trained on in each epoch, over all ranks, if the training has `record`."""
+        lines = [line for rank in range(self.run.size) for line in self.needed(f"{name}.ids.{rank}").read_text().splitlines()]
+        return Counter((int(line.split()[0]), int(line.split()[1])) for line in lines)
+
+    def out(self, name: str, rank: int = 0) -> str:
+        """What a rank printed."""
+        return self.needed(f"{name}.out-{rank}").read_text()
+
+    def needed(self, file: str) -> Path:
+        """A file that a training left, unless the launch failed before."""
+        path = self.folder / file
+        assert path.exists(), f"{self.run}: {file} is missing; the launch says: {self.error}"
+        return path
+
+
+def model_of(folder: Path, name: str, given: dict[str, object]) -> Path:
+    """The key `model` of a training."""
+    return Path(str(given.get("model", folder / str(given.get("saved_as", name)) / "model")))
+
+
+def launch_of(request: Request, run: Run) -> str:
+    """The name of the launch to which trainings belong."""
+    return f"{run.framework}-{run.size}" + (f"-{request.name}" if request.apart else "")
+
+
+ResultsOf = Callable[[Run], Results]
+
+
+class Trained:
+    """Launches what is asked for, once. Use it as the fixture `trained`."""
+
+    def __init__(self, corpus: Path, folder: Path, modules: set[Path]) -> None:
+        self._corpus = corpus
+        self._folder = folder
+        self._requests = [request for request in REQUESTS if request.module in modules]
+        self._errors: dict[str, str | None] = {}
+
+    def __call__(self, function: Trainings, run: Run) -> Results:
+        """The results of a module's trainings in one run."""
+        request = next(request for request in self._requests if request.function is function)
+        self._launch(run, request)
+        folder = self._of(request, run)
+        models = {name: model_of(folder, name, given) for name, given in function(run, folder).items()}
+        return Results(folder, run, models, self._errors[launch_of(request, run)])
+
+    def _of(self, request: Request, run: Run) -> Path:
+        return self._folder / str(run) / request.name
+
+    def _launch(self, run: Run, wanted: Request) -> None:
+        """Launch everything that belongs into the same launch as what a request wants in a run."""
+        name = launch_of(wanted, run)
+        if name in self._errors:
+            return
+        jobs = []
+        for transport in TRANSPORTS:  # connecting the ranks costs time: each transport once
+            same = Run(run.framework, transport, run.size)
+            for request in self._requests:
+                if same in request.runs and launch_of(request, same) == name:
+                    if request.after is not None:
+                        before = next(one for one in self._requests if one.module == request.module and request.after in one.runs)
+                        self._launch(request.after, before)
+                    jobs += self._jobs(request, same)
+        folder = self._folder / name
+        folder.mkdir()
+        (folder / "jobs.json").write_text(json.dumps(jobs))
+        command = [TOY.with_name("several.py"), folder / "jobs.json"]
+        finished = launch(command, run.size, TIMEOUT, {"HOROVOD_TIMELINE": "DYNAMIC"})
+        (folder / "out").write_text(finished.out)
+        self._errors[name] = f"status {finished.status}: {finished.err[-8000:]}" if finished.status else None
+
+    def _jobs(self, request: Request, run: Run) -> list[dict[str, object]]:
+        folder = self._of(request, run)
+        folder.mkdir(parents=True)
+        jobs = []
+        for name, given in request.function(run, folder).items():
+            configs: Any = given.get("configs", [CONFIGS[run.framework]])
+            own = {"corpus": self._corpus} if CONFIGS[run.framework] in configs else {}
+            overrides = {**own, **TRANSPORTS[run.transport], **{key: given[key] for key in given if key not in SPECIAL}}
+            overrides["model"] = model_of(folder, name, given)
+            if "record" in overrides:
+                overrides["record"] = folder / f"{name}.ids"
+            texts = {key: str(value) for key, value in overrides.items()}
+            job = {"name": name, "folder": str(folder), "configs": list(map(str, configs)), "overrides": texts}
+            jobs.append(job | {key: str(given[key]) for key in ("once", "timeline") if key in given})
+        return jobs
+
+
+def assert_same(one: dict[str, numpy.ndarray], other: dict[str, numpy.ndarray]) -> None:
+    """The same arrays, bit for bit."""
+    assert one.keys() == other.keys()
+    assert [name for name in one if not numpy.array_equal(one[name], other[name])] == []
+
+
+def assert_alike(one: dict[str, numpy.ndarray], other: dict[str, numpy.ndarray], tolerance: float = 1e-5) -> None:
+    """Equal up to a tolerance relative to each array's largest element."""
+    assert one.keys() == other.keys()
+    for name, array in one.items():
+        difference = numpy.abs(array.astype(float) - other[name].astype(float)).max()
+        assert difference <= tolerance * numpy.abs(array.astype(float)).max(), name

@@ -91,9 +91,9 @@ else
     fi
 fi
 
-# The network fetches what comes later while the processor installs and compiles what comes earlier. Fetching is all that runs
-# beside it: a second pip that installed could replace a package that the frameworks or Horovod's build import just then.
-# What could not be fetched is not missed: pip install fetches it itself, and says what is wrong.
+# A process in the background downloads what is installed later while other packages are installed and Horovod is built. It
+# does not install: it could replace a package that Horovod's build imports at that moment. If a download fails, pip install
+# tries again and reports the error.
 others=(cffi cloudpickle packaging psutil pyyaml)
 extras=".[mpi,hdf,huggingface,returnn,demo,report,dev]"
 fetched=$VENV/fetched
@@ -102,7 +102,7 @@ fetch() {
     touch $fetched/tensorflow-is-here
     pip download -q --dest $fetched/others --no-build-isolation "${others[@]}" "$extras"
 }
-# Wait for the fetching process to be done with what is installed now, as two downloads of the same take longer than one.
+# Wait for the download of what is installed next, so that it is not downloaded twice.
 until_fetched() {
     while [ ! -e "$fetched/$1" ] && kill -0 $fetching 2>/dev/null; do sleep 0.2; done
 }

@@ -5,8 +5,8 @@ pip must not isolate the build (Horovod compiles against the torch and tensorflo
 C++17 (the sources ask for C++14, which torch's headers refuse), and Horovod's XLA kernels must stay out (the TensorFlow
 wheel does not carry all headers they include). A wrapper around the C++ compiler sees to the last two.
 
-Two more make it build in a quarter of the time: no debug information, and horovod.cmake, which lets CMake compile once what
-both frameworks' libraries share. The wheel is kept for the next environment with the same versions.
+Two more reduce the processor time to less than a third: no debug information, and horovod.cmake, which makes CMake compile
+the files that both frameworks' libraries share only once. The wheel is kept for the next environment with the same versions.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ case "$1" in
 esac
 """
 
-# What of the user's environment decides how Horovod is built, beside every HOROVOD_ variable.
+# The environment variables that change the build, besides HOROVOD_*.
 BUILD_VARIABLES = ("CFLAGS", "CPPFLAGS", "CXXFLAGS", "LDFLAGS", "CMAKE_PREFIX_PATH", "MPI_HOME", "CCL_ROOT")
 
-# Horovod compiles for these if the processor of the building machine has them.
+# Instructions that Horovod's build uses if the processor supports them.
 PROCESSOR_FLAGS = ("avx", "f16c", "fma")
 
 
@@ -107,7 +107,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def built_for(frameworks: list[str]) -> dict[str, str]:
-    """All that a wheel of Horovod depends on, by name: a wheel is only used where all of it is the same."""
+    """Everything that a wheel of Horovod depends on, by name; a kept wheel is installed only if all values are equal."""
     recipe = Path(__file__).read_bytes() + HOROVOD_CMAKE.read_bytes()
     found = {
         "horovod": HOROVOD_VERSION,
@@ -149,8 +149,8 @@ def _unwritable(wheel_dir: Path) -> str | None:
 
 
 def _keep(wheel: Path, folder: Path, versions: dict[str, str]) -> None:
-    """Put the wheel, with what it was built for, into the folder, in one step: another build may read there. A full disk is no
-    reason to fail, as Horovod is installed.
+    """Copy the wheel into the folder, with the versions it was built for. The wheel is renamed into place, since another build
+    may read it at the same time. An error such as a full disk is only reported, since Horovod is already installed.
     """
     try:
         folder.mkdir(exist_ok=True)
@@ -255,7 +255,7 @@ def _install(wheel: Path, log: Path) -> bool:
 
 
 def _what_failed(log: Path) -> str:
-    """The first errors in the log, as parallel compilers and pip write much behind them, and the log's end."""
+    """The first errors in the log, which are far from its end after a parallel build, and its last lines."""
     lines = log.read_text(errors="replace").splitlines()
     end = len(lines) - 20
     errors = [line for line in lines[: max(end, 0)] if re.search(r"\berror:|CMake Error", line)][:5]

@@ -1,17 +1,18 @@
-# Compile once what Horovod's build compiles once per framework. CMake reads this file right behind Horovod's project().
+# Compiles once what Horovod's build compiles once per framework. CMake includes this file right after Horovod's project().
 #
-# Horovod puts 30 common files into the library of each framework and compiles them, and Gloo, for each library again. With
-# today's frameworks both compilations are the same: C++17, one ABI, TensorFlow's Eigen. Here the common files become one set of
-# objects that both libraries link, in a few large files ("unity"), as most of the time goes into the same headers. The
-# frameworks' own files become objects as well: a library's files wait for what the library depends on, objects wait for nothing.
+# Horovod adds its 30 common files to the library of each framework, and builds Gloo for each library. With current
+# frameworks both compilations are the same: C++17, one ABI, TensorFlow's Eigen. Here the common files become one object
+# library that both link, compiled in a few large files (a unity build), since most of the time goes into the headers that
+# all of them include. The frameworks' own files become object libraries, too: make compiles the files of a library only
+# after the libraries it depends on, and PyTorch's binding, the largest file, has to start first.
 #
-# Where that does not hold (CUDA or ROCm, which add files of their own; two ABIs; an old CMake) the build is Horovod's own.
+# Horovod's build is not changed with CUDA or ROCm (which add files), with two ABIs, or with an old CMake.
 if(CMAKE_VERSION VERSION_LESS 3.20)
     return()
 endif()
 cmake_language(DEFER CALL hvdtrain_compile_once)
 
-# The files become an object library, compiled as LIBRARY, which stands in the folder DIRECTORY, compiles them.
+# Adds the object library NAME of these files, compiled with the flags of the target LIBRARY in the folder DIRECTORY.
 function(hvdtrain_objects name library directory files)
     add_library(${name} OBJECT ${files})
     get_directory_property(flags DIRECTORY ${directory} DEFINITION CMAKE_CXX_FLAGS)
@@ -40,7 +41,8 @@ function(hvdtrain_compile_once)
         return()
     endif()
 
-    # Compiled as the last one compiles it: TensorFlow's flags say how Eigen, which its own file includes as well, aligns.
+    # The common files are compiled with TensorFlow's flags if it is there: its binding includes Eigen, too, and the flags
+    # set Eigen's alignment.
     list(GET libraries -1 last)
     set(folder_of_pytorch horovod/torch)
     set(folder_of_tensorflow horovod/tensorflow)
@@ -58,8 +60,8 @@ function(hvdtrain_compile_once)
         set_target_properties(${library} PROPERTIES
             SOURCES "$<TARGET_OBJECTS:objects_of_${library}>;$<TARGET_OBJECTS:objects_of_both>"
             LINKER_LANGUAGE CXX)
-        # Without the path to this environment's frameworks the wheel fits any environment with these versions: Horovod
-        # imports the framework before its own library, so that is found. The path to MPI stays.
+        # Without the path of this environment's frameworks, the wheel works in every environment with these versions: Horovod
+        # imports the framework before its own library, so the framework's libraries are already loaded. MPI's path stays.
         set_target_properties(${library} PROPERTIES SKIP_BUILD_RPATH ON)
         foreach(file ${MPI_LIBRARIES})
             get_filename_component(folder ${file} DIRECTORY)
@@ -69,7 +71,7 @@ function(hvdtrain_compile_once)
 
     if(TARGET gloo)
         set_target_properties(gloo PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 20)
-        # Its helpers have the names of another file's.
+        # It defines names that other files of Gloo define, too.
         set_source_files_properties(${PROJECT_SOURCE_DIR}/third_party/gloo/gloo/allreduce.cc
             TARGET_DIRECTORY gloo PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
     endif()

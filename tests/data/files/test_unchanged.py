@@ -122,6 +122,7 @@ def test_a_read_that_fails_tells_that_the_file_was_cut(tmp_path: Path) -> None:
 
 CONFIG = f"""
 import os
+# Reads the keys corpus and starts_fast.
 exec(open({str(TOY)!r}).read())
 toy_step, changed = train_step, []
 def train_step(*, model, extern_data, **_):

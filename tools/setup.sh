@@ -71,7 +71,9 @@ fi
 
 # --- Python packages -------------------------------------------------------------------------------------------------
 rm -f "$STAMP"
-[ -x $VENV/bin/python ] || run venv "creating $VENV" "$PYTHON" -m venv $VENV
+new=
+[ -x $VENV/bin/python ] || new=yes
+[ -z "$new" ] || run venv "creating $VENV" "$PYTHON" -m venv $VENV
 mkdir -p $LOGS
 pip() { $VENV/bin/python -m pip --disable-pip-version-check "$@"; }
 run pip "updating pip, setuptools, wheel" pip install -q --upgrade pip "setuptools<81" wheel
@@ -80,6 +82,7 @@ if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then
     echo "setup: an NVIDIA GPU is here: frameworks with CUDA"
     tensorflow="tensorflow[and-cuda]==$TENSORFLOW_VERSION"
     torch_index=()
+    new= # no download in advance: these packages are gigabytes, which would be on the disk twice
 else
     tensorflow=tensorflow-cpu==$TENSORFLOW_VERSION
     # PyPI's torch for Linux carries gigabytes of CUDA. PyTorch's own index has a CPU build; where it can't be reached,
@@ -109,10 +112,10 @@ until_fetched() {
 rm -rf $fetched
 mkdir -p $fetched/tensorflow $fetched/others
 set -m # a process group of its own, so that pip ends with it
-fetch >$LOGS/fetch.log 2>&1 &
+if [ -n "$new" ]; then fetch; fi >$LOGS/fetch.log 2>&1 & # an older environment has most of it
 set +m
 fetching=$!
-trap 'kill -- -$fetching 2>/dev/null; rm -rf $fetched' EXIT
+trap 'kill -- -$fetching 2>/dev/null || true; rm -rf $fetched' EXIT
 run torch "installing torch $TORCH_VERSION" pip install "torch==$TORCH_VERSION" ${torch_index[@]+"${torch_index[@]}"}
 until_fetched tensorflow-is-here
 run tensorflow "installing ${tensorflow}" pip install --find-links $fetched/tensorflow "$tensorflow" "${others[@]}"
@@ -122,6 +125,7 @@ $VENV/bin/python -m hvdtrain build-horovod --log $LOGS/horovod.log ${WHEEL_DIR:+
 
 # --- the other packages ----------------------------------------------------------------------------------------------
 wait $fetching || true
+trap 'rm -rf $fetched' EXIT
 run packages "installing hvdtrain's other packages" pip install --find-links $fetched/others --no-build-isolation -e "$extras"
 
 echo "$wanted" >$STAMP

@@ -24,19 +24,32 @@ TRAININGS: dict[str, dict[str, object]] = {
         "optimizer": {"class": "adam"},
         "evaluated": True,
     },
+    "background": {"save_in_background": True, "optimizer": {"class": "adam"}, "layers": "statistics"},
+}
+OF_NO_FRAMEWORK: dict[str, dict[str, object]] = {
     "seed_offset": {"horovod_dataset_distribution": "random_seed_offset"},
     "chunks": {"chunking": {"data": 5, "classes": 5, "id": 1}, "max_seqs": 16, "shuffle_batches": True},
-    "background": {"save_in_background": True, "optimizer": {"class": "adam"}, "layers": "statistics"},
     "by_the_clock": {"save_interval_minutes": 0.0005},
     "newbob": {"learning_rate_control": "newbob", "evaluated": True, "newbob_relative_error_threshold": -0.5},
 }
+"""What is no framework's own: one by one with PyTorch, all at once with TensorFlow, whose graphs are traced anew every time."""
+
+
+def trainings_of(run: Run) -> dict[str, dict[str, object]]:
+    if run.framework == "torch":
+        return TRAININGS | OF_NO_FRAMEWORK
+    at_once = {key: value for given in OF_NO_FRAMEWORK.values() for key, value in given.items()}
+    return TRAININGS | {"at_once": at_once}
+
+
+CASES = [(name, run) for run in RUNS for name in trainings_of(run)]
 
 
 @trains(*RUNS)
 def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
     """Every training twice: in one go, and stopped three times, by signals to one rank."""
     made = {}
-    for name, overrides in TRAININGS.items():
+    for name, overrides in trainings_of(run).items():
         made[f"{name}.whole"] = {"num_epochs": 2, "record": True, **overrides}
         stops = {"fault": STOPS.format(rank=run.size - 1), "save_interval_steps": 8}
         made[f"{name}.stopped"] = made[f"{name}.whole"] | stops
@@ -48,15 +61,13 @@ def results(trained: Trained) -> ResultsOf:
     return partial(trained, trainings)
 
 
-@pytest.mark.parametrize("of", RUNS, ids=str)
-@pytest.mark.parametrize("name", sorted(TRAININGS))
+@pytest.mark.parametrize(("name", "of"), CASES, ids=str)
 def test_weights_are_bit_equal(results: ResultsOf, name: str, of: Run) -> None:
     for rank in range(of.size):
         assert_same(results(of).weights(f"{name}.whole", rank), results(of).weights(f"{name}.stopped", rank))
 
 
-@pytest.mark.parametrize("of", RUNS, ids=str)
-@pytest.mark.parametrize("name", sorted(TRAININGS))
+@pytest.mark.parametrize(("name", "of"), CASES, ids=str)
 def test_scores_sequences_and_files_are_the_same(results: ResultsOf, name: str, of: Run) -> None:
     made = results(of)
     for rank in range(of.size):  # in the same order, too
@@ -70,7 +81,7 @@ def test_scores_sequences_and_files_are_the_same(results: ResultsOf, name: str, 
 
 @pytest.mark.parametrize("of", RUNS, ids=str)
 def test_every_stop_is_told_and_happens_within_the_epoch(results: ResultsOf, of: Run) -> None:
-    for name in TRAININGS:
+    for name in trainings_of(of):
         out = results(of).out(f"{name}.stopped")
         told = [line for line in out.splitlines() if line.startswith("stopped by SIGTERM in epoch")]
         assert len(told) >= 2, told

@@ -140,10 +140,10 @@ def _section_lines(section: type) -> list[str]:
 
 
 def _fail(message: str, rank: int, status: int, everywhere: bool) -> int:
-    """Show why a rank fails and end it at once.
+    """Print why a rank fails, and return the exit status or exit at once.
 
-    Where all ranks fail alike, rank 0 speaks for them and all end in good order. A rank that fails alone ends without
-    taking leave: its launcher then ends the others, who might be waiting for it.
+    If all ranks fail alike, rank 0 prints the message and all exit regularly. A rank that fails alone exits at once, without
+    closing its connections: its launcher then ends the others, which may be waiting for it in a collective.
     """
     size = launch.launch().size
     if everywhere:

@@ -86,7 +86,7 @@ def open_session(settings: Settings, purpose: Purpose, comm: Communicator | None
 
 
 def _open(settings: Settings, purpose: Purpose, comm: Communicator, stack: ExitStack) -> Session:
-    """Collective. Everything behind the connection; `stack` gets what has to be undone at the end."""
+    """Collective. Open everything but the connection. `stack` gets what has to be closed at the end."""
     interrupt = Interrupt(settings.interrupt.seconds if purpose == "train" else None)
     if purpose == "train":
         stack.enter_context(interrupt)
@@ -140,8 +140,10 @@ def _open_data(settings: Settings, purpose: Purpose, comm: Communicator, watchdo
 
 @contextmanager
 def open_communicator(settings: Settings) -> Iterator[Communicator]:
-    """Connect with the other ranks. They are only taken leave of when all get to the end together: where one fails alone,
-    its end is what ends the others.
+    """Connect with the other ranks, as the config says.
+
+    The connection is closed only if all ranks end together. A rank that fails alone exits without closing it, which ends the
+    others.
 
     Raises:
         LaunchError: several processes were started, but the config does not say how they belong together.
@@ -182,20 +184,20 @@ def open_communicator(settings: Settings) -> Iterator[Communicator]:
 
 
 def prepare(settings: Settings) -> None:
-    """What has to be settled before the framework computes anything. Raises: ConfigError."""
+    """Choose device and threads before the framework computes anything. Raises: ConfigError."""
     started = launch.launch()
     num_threads = threads(settings, started.local_size)
     FRAMEWORKS[settings.run.backend].prepare(settings.learner.device, started.local_rank, num_threads)
 
 
 def threads(settings: Settings, local_size: int) -> int:
-    """How many threads a rank computes with, where a host has so many ranks."""
+    """The number of threads a rank computes with, if `local_size` ranks share its host."""
     ours = launch.threads_per_rank(launch.environment(), local_size, launch.cores(), launch.is_bound())
     return settings.run.num_threads or ours
 
 
 MEMORY_SHARE = 0.8
-"""How much of the memory that a host has left its ranks may fill with what they read, together."""
+"""The share of a host's free memory that the caches of its ranks may fill together."""
 
 NO_COPIES: Mapping[str, str] = {}
 
@@ -212,7 +214,7 @@ def copy_data(settings: Settings, comm: Communicator, watchdog: Watchdog, at_the
 
     last_line = time.monotonic()
 
-    def alive(copied: list[int]) -> None:
+    def report(copied: list[int]) -> None:
         nonlocal last_line
         watchdog.beat("copying the data files")
         if time.monotonic() - last_line >= settings.log.log_interval and folder is not None:
@@ -222,7 +224,7 @@ def copy_data(settings: Settings, comm: Communicator, watchdog: Watchdog, at_the
     if folder is not None:
         say(4, f"copying the data files to {keys.cache_dir}, where there is no copy yet ...")
         at_the_end.callback(folder.close)
-    (_, copies), everywhere = run_with_heartbeat(comm, work, alive, name="copy_data")
+    (_, copies), everywhere = run_with_heartbeat(comm, work, report, name="copy_data")
     if folder is not None:
         for level, line in copy_lines(keys.cache_dir or "", everywhere):
             say(level, line)
@@ -232,7 +234,7 @@ def copy_data(settings: Settings, comm: Communicator, watchdog: Watchdog, at_the
 def open_some(
     settings: Settings, comm: Communicator, specs: Iterable[DatasetSpec], copies: Mapping[str, str] = NO_COPIES
 ) -> list[Feed]:
-    """Open datasets; those of their files that have copies are read from these. Raises: DataError."""
+    """Open datasets. A file that has a copy is read from the copy. Raises: DataError."""
     sizes = parse_sizes(settings.data.cache_size)
     memory = host_memory() if any(size != 0 for size in sizes) else None
     host = Budget(None if memory is None else int(MEMORY_SHARE * memory) // comm.local_size)
@@ -281,7 +283,7 @@ def open_feeds(settings: Settings, comm: Communicator, copies: Mapping[str, str]
 
 
 def _limits_by_key(keys: BatchKeys) -> dict[str, list[str]]:
-    """The data keys that the batch keys name, by batch key."""
+    """By batch key, the data keys that it names."""
     values = {field.name: getattr(keys, field.name) for field in fields(keys)}
     return {name: list(value) for name, value in values.items() if isinstance(value, dict)}
 

@@ -76,7 +76,7 @@ class RunKeys(Section):
     startup_callback: Callable[..., None] | str | None = key(
         None, "function (**_) that every rank calls before the datasets are opened; hvdtrain.run_on_main in it prepares data once"
     )
-    watchdog_timeout: float = key(1800.0, "end the job when a rank makes no progress for so many seconds", positive)
+    watchdog_timeout: float = key(1800.0, "end the job when a rank makes no progress for this many seconds", positive)
 
 
 DICTS: dict[str, type] = {"torch_distributed": TorchDistributedKeys}
@@ -116,7 +116,7 @@ class Settings:
     forward: DatasetSpec | None
     function: Callable[[], Any] | None
     origins: Mapping[str, str]
-    """By key, where its value comes from; a key that nobody set is not there."""
+    """By key, where its value comes from. Keys with their default value are not listed."""
 
     @property
     def train(self) -> DatasetSpec:
@@ -286,7 +286,7 @@ DERIVED: dict[str, Callable[[Sections, Source], tuple[Any, list[str]]]] = {
 
 
 DEFAULT = "default"
-"""The origin of a key that nobody set."""
+"""The origin of a key that was not set."""
 
 
 @dataclass(frozen=True)

@@ -31,21 +31,22 @@ from hvdtrain.training.evaluation import evaluate
 from hvdtrain.training.step_log import StepLog
 
 SECONDS = 10.0
-"""How long those steps, or batches of an evaluation, take together that are measured ..."""
+"""How long the measured steps of a training or an evaluation take together, roughly."""
 
 FEWEST, MOST = 4, 50
-"""... of which there are so many."""
+"""The limits on the number of measured steps."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """What was measured of an epoch's training or of an evaluation.
+    """The estimate for the training of an epoch, or for an evaluation.
 
     Attributes:
-        tried: sizes of the largest batches, in words, which were run first and not measured.
-        steps: how many there are in the epoch.
-        measured: how many of them were measured.
-        computing, reading: estimated seconds of all steps, and for reading their batches, which goes on beside it.
+        tried: descriptions of the largest batches, which were run first and not measured.
+        steps: the number of steps in the epoch.
+        measured: the number of steps that were measured.
+        computing: estimated seconds of all steps.
+        reading: estimated seconds for reading all batches, which happens in the background.
         padding: by data key, as a share of the padded frames.
     """
 
@@ -59,12 +60,12 @@ class Part:
 
     @property
     def seconds(self) -> float:
-        """What takes longer holds the other up."""
+        """Computing and reading overlap, so the slower one counts."""
         return max(self.computing, self.reading)
 
 
 def dry_run(settings: Settings) -> None:
-    """Do what a training would do first, on all its ranks, and estimate what an epoch takes. Raises: HvdtrainError."""
+    """Start a training on all ranks, run some steps, and estimate the time and memory of an epoch. Raises: HvdtrainError."""
     settings = writing_nothing(settings)
     with open_session(settings, "dry_run") as session:
         pace = open_pace(settings)
@@ -73,7 +74,7 @@ def dry_run(settings: Settings) -> None:
         if is_done(session.progress, pace):
             return
         epoch = session.progress.epoch + 1
-        with silence():  # the few steps are no epoch whose scores or slow ranks are to be logged
+        with silence():  # the scores and slow ranks of these few steps mean nothing
             parts = [_measured(session, session.feeds[0], epoch, _trainer(settings, session, pace), closing=1)]
             parts += [_measured(session, feed, epoch, _evaluator(session, epoch)) for feed in session.feeds[1:]]
         for line in [*_time_lines(parts, session.comm.size, pace.num_epochs - epoch + 1), *_memory_lines(session)]:
@@ -81,7 +82,7 @@ def dry_run(settings: Settings) -> None:
 
 
 def writing_nothing(settings: Settings) -> Settings:
-    """The same settings but for what has files written before or in an epoch. Data is read from where it is."""
+    """The settings without the keys that make a training write files before or within an epoch, or copy its data."""
     return replace(
         settings,
         log=replace(settings.log, log=None, log_verbosity=settings.log.targets[SCREEN]),
@@ -102,7 +103,7 @@ class Unsaved:
 
 
 def _check_targets(settings: Settings, session: Session) -> None:
-    """Whether a training could write what it will have to. Raises: ConfigError."""
+    """Check that a training could write its files. Raises: ConfigError."""
     open_trackers(settings, session)
     folder = Path(settings.run.model).absolute().parent
     there = next(parent for parent in (folder, *folder.parents) if parent.exists())
@@ -111,11 +112,11 @@ def _check_targets(settings: Settings, session: Session) -> None:
 
 
 Run = Callable[[Feed], float]
-"""Goes through what a feed selects; returns the seconds that it took."""
+"""Runs over the batches that a feed selects; returns the seconds it took."""
 
 
 def _trainer(settings: Settings, session: Session, pace: Pace) -> Run:
-    """Trains as the engine does. What is measured is all that belongs to a step but waiting for data, without the last step."""
+    """Trains with the engine. Measures everything in a step but waiting for data, without the last step."""
     progress = session.progress
     one_epoch = replace(pace, num_epochs=progress.epoch + 1, save_steps=None, save_minutes=None)
 
@@ -179,7 +180,7 @@ def _measured(session: Session, feed: Feed, epoch: int, run: Run, closing: int =
     scale = float(rounds.costs.sum() / rounds.costs[chosen].sum())
     return Part(
         name=feed.name,
-        tried=[rounds.told(number) for number in largest],
+        tried=[rounds.describe(number) for number in largest],
         steps=len(rounds),
         measured=len(chosen),
         computing=scale * computing,
@@ -283,7 +284,7 @@ class Rounds:
         there = numpy.array([batch for batch in batches if batch < self.plan.num_batches], dtype=numpy.int64)
         return Plan(*rearranged(self.plan.order, self.plan.bounds, there))
 
-    def told(self, number: int) -> str:
+    def describe(self, number: int) -> str:
         """The largest batch of a round, in words."""
         frames = self.plan.padded(self.lengths)
         batches = numpy.arange(number * self.size, min((number + 1) * self.size, self.plan.num_batches))

@@ -61,12 +61,12 @@ def not_finite(comm: Communicator, dataset: Dataset, found: Sequence[NotFinite],
         first_step: steps of the whole training that were done when the epoch began.
     """
 
-    def told() -> list[str]:
+    def lines() -> list[str]:
         return [_line(one, dataset, epoch, first_step) for one in found[:FEW]]
 
-    by_rank = comm.gather(together(comm, told, name="not_finite_tags"), name="not_finite")
-    lines = [f"rank {rank}: {line}" for rank, lines in enumerate(by_rank) for line in lines]
-    error = TrainingError("\n  ".join([HEAD, *lines]))
+    by_rank = comm.gather(together(comm, lines, name="not_finite_tags"), name="not_finite")
+    all_lines = [f"rank {rank}: {line}" for rank, own in enumerate(by_rank) for line in own]
+    error = TrainingError("\n  ".join([HEAD, *all_lines]))
     error.on_every_rank = True
     return error
 

@@ -65,7 +65,7 @@ def forward(
     Outputs are collected in files beside `spool_prefix`, which are removed, and handed on by rank 0 when all are there.
 
     Raises:
-        ConfigError: there is nobody to take the outputs, or forward_step marks none.
+        ConfigError: neither output_file nor forward_callback is set, or forward_step marks no output.
         DataError: the HDF file exists or cannot be written.
     """
     callback = together(comm, lambda: _callback(keys) if comm.rank == 0 else _check(keys), name="forward_callback")

@@ -68,8 +68,8 @@ def test_compact_scores_have_the_same_means(numbers: list[float]) -> None:
 @pytest.mark.parametrize(
     ("kind", "kills", "told"),
     [
-        ("saves", 200, "after each the newest checkpoint was whole"),
-        ("starts", 50, "training went on 50 times"),
+        ("saves", 200, "after each, the newest checkpoint was complete"),
+        ("starts", 50, "training resumed 50 times"),
         ("soak", 20, "exactly the sequences of an undisturbed run, each once"),
     ],
 )

@@ -36,10 +36,10 @@ class Momentum:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     if parameter in self.state:
-                        self.state[parameter].mul_(0.9).add_(parameter.grad)
+                        self.state[parameter]["momentum_buffer"].mul_(0.9).add_(parameter.grad)
                     else:
-                        self.state[parameter] = parameter.grad.clone()
-                    parameter.add_(self.state[parameter], alpha=-group["lr"])
+                        self.state[parameter] = {"momentum_buffer": parameter.grad.clone()}
+                    parameter.add_(self.state[parameter]["momentum_buffer"], alpha=-group["lr"])
 
     def zero_grad(self, set_to_none=True):
         for group in self.param_groups:
@@ -47,13 +47,19 @@ class Momentum:
                 parameter.grad = None
 
     def state_dict(self):
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        return {"momenta": [self.state.get(parameter) for parameter in parameters]}
+        """In the form of torch.optim's optimizers."""
+        groups, count = [], 0
+        for group in self.param_groups:
+            groups.append({**group, "params": list(range(count, count + len(group["params"])))})
+            count += len(group["params"])
+        numbered = enumerate(self._parameters())
+        return {"state": {number: self.state[one] for number, one in numbered if one in self.state}, "param_groups": groups}
 
     def load_state_dict(self, stored):
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        momenta = zip(parameters, stored["momenta"], strict=True)
-        self.state = {parameter: momentum for parameter, momentum in momenta if momentum is not None}
+        self.state = {one: stored["state"][number] for number, one in enumerate(self._parameters()) if number in stored["state"]}
+
+    def _parameters(self):
+        return [parameter for group in self.param_groups for parameter in group["params"]]
 
 
 # For tests of how processes are started and ended, of which there are many.

@@ -28,7 +28,7 @@ def test_the_largest_rounds_come_first() -> None:
     assert len(rounds) == 3
     assert rounds.costs.tolist() == [12, 9, 24]
     assert rounds.largest() == [0, 1], "the round that not all ranks have a batch in stays away"
-    assert rounds.told(0) == "4 sequences, padded frames: 12 of data"
+    assert rounds.describe(0) == "4 sequences, padded frames: 12 of data"
     assert [rounds.only([1, 0]).batch(i).tolist() for i in range(4)] == [[9], [1], [1, 2], [3, 3, 3, 3]]
     assert Rounds(plan, lengths, 1).largest() == [1, 2]
     assert Rounds(plan, lengths, 8).largest() == [0], "the only round"

@@ -145,9 +145,7 @@ def concatenated_tags(
     return tags
 
 
-def concatenated_tag_bytes(
-    start: int, stop: int, bounds: Sequence[int] | Array, read: Callable[[int, int, int], Array]
-) -> Array:
+def concatenated_tag_bytes(start: int, stop: int, bounds: Sequence[int] | Array, read: Callable[[int, int, int], Array]) -> Array:
     """`Dataset.tag_bytes` of a concatenation. `read` is given a part's number, and where to start and stop in the part."""
     parts = []
     for part in range(len(bounds) - 1):

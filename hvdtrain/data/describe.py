@@ -109,5 +109,7 @@ def batch_lines(keys: BatchKeys, epoch: int, size: int) -> list[Line]:
     lines = [(4, f"batch, at most: {'; '.join(parts)}")]
     group = keys.balance_ranks
     if group % size:
-        lines.append((2, f"balance_ranks: {group} is not a multiple of the {size} ranks: some steps mix batches of different size"))
+        lines.append(
+            (2, f"balance_ranks: {group} is not a multiple of the {size} ranks: some steps mix batches of different size")
+        )
     return lines

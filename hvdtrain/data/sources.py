@@ -239,9 +239,7 @@ def _order_problems(name: str, inside: DatasetSpec, outside: Mapping[str, Any] |
     return problems
 
 
-def _open_kind(
-    name: str, kind: Kind, keys: DatasetKeys, inside: Mapping[str, DatasetSpec], context: OpeningContext
-) -> Dataset:
+def _open_kind(name: str, kind: Kind, keys: DatasetKeys, inside: Mapping[str, DatasetSpec], context: OpeningContext) -> Dataset:
     """Open the datasets inside, then the dataset itself; if something fails, those that are open are closed."""
     copies = {path: context.copies[path] for path in keys.files_to_copy() if path in context.copies}
     keys = keys.reading_from(copies) if copies else keys

@@ -163,7 +163,9 @@ def test_lengths_may_differ_from_epoch_to_epoch(path: Path, num_workers: int) ->
 def test_chunks_need_lengths_that_stay(path: Path) -> None:
     dataset = opened({"class": "MapDataset", "dataset": str(path), "map_seq": faster, "map_lengths": faster_lengths})
     chunks = cut(dataset.lengths, ChunkKeys(chunking="2:1"))
-    with pytest.raises(DataError, match="chunking: expected the same lengths in every epoch, got a map_lengths in train that takes the epoch"):
+    with pytest.raises(
+        DataError, match="chunking: expected the same lengths in every epoch, got a map_lengths in train that takes the epoch"
+    ):
         Feed("train", dataset, OrderKeys(), BatchKeys(max_seqs=3), 0, 1, chunks=chunks).plan(1)
 
 

@@ -104,7 +104,9 @@ class FilesDataset(Dataset):
         for name in self.streams:
             if name not in file.streams or not numpy.array_equal(file.lengths[name], self.lengths[name][first:end]):
                 file.close()
-                raise DataError(f"{self._paths[number]}: expected the same lengths as at the start, got different ones in {name!r}")
+                raise DataError(
+                    f"{self._paths[number]}: expected the same lengths as at the start, got different ones in {name!r}"
+                )
         self._open[number] = file
         return file
 

@@ -166,8 +166,7 @@ class UnionDataset(Dataset):
     def _all_mapped(self, name: str) -> bool:
         """Whether a data key is memory-mapped wherever it is read."""
         return all(
-            name not in keys or keys[name] in dataset.mapped
-            for dataset, keys in zip(self._datasets, self._keys, strict=True)
+            name not in keys or keys[name] in dataset.mapped for dataset, keys in zip(self._datasets, self._keys, strict=True)
         )
 
 

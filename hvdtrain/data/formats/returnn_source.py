@@ -19,6 +19,7 @@ from hvdtrain.data.dataset import Item, SequenceSource
 from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError, DataError
 
+
 class ReturnnDataset(SequenceSource):
     """A dataset that the installed RETURNN opens and reads.
 

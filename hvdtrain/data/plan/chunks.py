@@ -85,7 +85,9 @@ class ChunkKeys(Section):
         Rule("'SIZE:STEP', SIZE, (SIZE, STEP), or dicts by data key for both, with positive integers", _parses),
     )
     min_chunk_size: int | dict[str, int] = key(
-        0, "minimal number of frames of the last chunk of a sequence; chunking_tail says what becomes of shorter ones", not_negative
+        0,
+        "minimal number of frames of the last chunk of a sequence; chunking_tail says what becomes of shorter ones",
+        not_negative,
     )
     chunking_tail: Tail = key(
         "keep",

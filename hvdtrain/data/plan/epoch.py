@@ -44,12 +44,8 @@ class BatchKeys(Section):
         "maximal number of sequences in a rank's batch, or a function (*, epoch, **_) that returns it; None or -1: no limit",
         positive_or_unlimited,
     )
-    max_seqs_train: int | Callable[..., Any] | None = key(
-        None, "max_seqs in training, if it differs", positive_or_unlimited
-    )
-    max_seqs_dev: int | Callable[..., Any] | None = key(
-        None, "max_seqs in evaluation, if it differs", positive_or_unlimited
-    )
+    max_seqs_train: int | Callable[..., Any] | None = key(None, "max_seqs in training, if it differs", positive_or_unlimited)
+    max_seqs_dev: int | Callable[..., Any] | None = key(None, "max_seqs in evaluation, if it differs", positive_or_unlimited)
     batch_size_total: int | dict[str, int] | None = key(
         None,
         "batch_size for the batches of all ranks together, as in ESPnet2: the batch_size of a rank is this divided by the number of ranks",
@@ -60,7 +56,9 @@ class BatchKeys(Section):
         None, "maximal number of frames in a rank's batch without the padding, for every data key or by key", positive
     )
     max_pad_size: Frames = key(
-        None, "maximal number of frames of padding in a rank's batch (padded minus real frames), for every data key or by key", not_negative
+        None,
+        "maximal number of frames of padding in a rank's batch (padded minus real frames), for every data key or by key",
+        not_negative,
     )
     max_seq_length: Frames = key(
         None,
@@ -69,7 +67,9 @@ class BatchKeys(Section):
         not_negative,
     )
     min_seq_length: Frames = key(None, "drop sequences with fewer frames, like max_seq_length", not_negative)
-    shuffle_batches: bool = key(False, "train on the batches of an epoch in random order, from the same seed as the order of the sequences")
+    shuffle_batches: bool = key(
+        False, "train on the batches of an epoch in random order, from the same seed as the order of the sequences"
+    )
     balance_ranks: int = key(
         0,
         "give the ranks batches of similar size in every step: the batches of an epoch come in groups of this many of similar size, the "

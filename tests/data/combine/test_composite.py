@@ -303,7 +303,10 @@ def test_the_order_keys_of_the_dataset_inside_hold() -> None:
     [
         (lambda arrays: None, r"^train.map_seq: expected a dict of arrays, got NoneType for sequence 8"),
         (lambda arrays: {"data": arrays["data"]}, r"expected the data key 'classes', got only 'data' for sequence 8"),
-        (lambda arrays: {**arrays, "data": arrays["data"][:0]}, r"expected 1 frames in 'data', got 0 for sequence 8 \(return .* map_len"),
+        (
+            lambda arrays: {**arrays, "data": arrays["data"][:0]},
+            r"expected 1 frames in 'data', got 0 for sequence 8 \(return .* map_len",
+        ),
         (
             lambda arrays: {**arrays, "data": arrays["data"][:, :2]},
             r"frames of shape \(3,\) in 'data', got float32 of shape \(2,\)",

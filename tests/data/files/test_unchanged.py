@@ -116,7 +116,9 @@ def test_a_read_that_fails_tells_that_the_file_was_cut(tmp_path: Path) -> None:
     dataset = open_hdf([path])
     dataset.sequence(0)
     os.truncate(path, path.stat().st_size // 2)
-    with pytest.raises(DataError, match=r"file.hdf: expected the file that was opened at the start, got one of \d+ bytes instead of"):
+    with pytest.raises(
+        DataError, match=r"file.hdf: expected the file that was opened at the start, got one of \d+ bytes instead of"
+    ):
         dataset.sequence(99)
 
 

@@ -99,9 +99,7 @@ def test_a_class_that_only_returnn_knows_needs_no_wrapping(tmp_path: Path) -> No
     read.close()
     spec, problems = parse("train", inside, {})
     assert spec is not None, problems
-    with pytest.raises(
-        DataError, match="train: expected a dataset that knows the lengths .*convert it once with hvdtrain dump"
-    ):
+    with pytest.raises(DataError, match="train: expected a dataset that knows the lengths .*convert it once with hvdtrain dump"):
         open_dataset(spec)
 
 

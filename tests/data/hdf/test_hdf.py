@@ -520,7 +520,8 @@ def test_virtual_datasets_are_not_followed(tmp_path: Path, name: str) -> None:
     write(tmp_path / "other.hdf")
     path = write(tmp_path / "file.hdf", virtual)
     assert (
-        data_error(path) == f"expected /{name} to be stored in this file, got a dataset whose values are stored in other files {ALLOWED}"
+        data_error(path)
+        == f"expected /{name} to be stored in this file, got a dataset whose values are stored in other files {ALLOWED}"
     )
 
 
@@ -532,7 +533,8 @@ def test_external_storage_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "secret").write_bytes(bytes(40))
     path = write(tmp_path / "file.hdf", external)
     assert (
-        data_error(path) == f"expected /inputs to be stored in this file, got a dataset whose values are stored in other files {ALLOWED}"
+        data_error(path)
+        == f"expected /inputs to be stored in this file, got a dataset whose values are stored in other files {ALLOWED}"
     )
 
 

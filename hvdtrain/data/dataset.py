@@ -1,7 +1,8 @@
 """The contracts of data: a dataset, a source that is converted to one, and the keys of a kind of dataset.
 
-The package's own classes derive from `Dataset`, `SequenceSource` and `DatasetKeys`, whose members all have typed defaults. A class of a
-user's that does not is adapted once, when it is opened (`as_dataset`, `as_source`); nothing else asks an object what it has.
+The package's own classes derive from `Dataset`, `SequenceSource` and `DatasetKeys`, whose members all have typed defaults. A
+class of a user's that does not is adapted once, when it is opened (`as_dataset`, `as_source`); nothing else asks an object what
+it has.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Dataset(ABC):
     def tags(self, indices: Sequence[int]) -> list[str]:
         """The names of some sequences. Raises: DataError."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Close files and end processes. The default has none."""
 
     def sequences(self, indices: Sequence[int]) -> list[dict[str, Array]]:
@@ -126,7 +127,8 @@ Item = tuple[str, Mapping[str, Any]]
 
 
 def split(indices: Sequence[int] | Array, bounds: Sequence[int] | Array) -> Iterator[tuple[int, Array, Array]]:
-    """For each part that some of the indices lie in: its number, the positions of these indices, and their indices in the part."""
+    """For each part that some of the indices lie in: its number, the positions of these indices, and their indices in
+    the part."""
     wanted = numpy.asarray(indices, dtype=numpy.int64)
     owners = numpy.searchsorted(bounds, wanted, side="right") - 1
     for part in numpy.unique(owners).tolist():
@@ -219,8 +221,8 @@ def as_source(where: str, opened: Any) -> SequenceSource:
 class ForeignDataset(Dataset):
     """An object with the members of a `Dataset` whose class does not derive from it.
 
-    It needs `streams`, `lengths`, `num_sequences`, `sequence` and `tags`. Of the other members, which it may have, tags in bulk are
-    asked for as `all_tags(start, stop)` and the bounds of files as the attribute `group_bounds`.
+    It needs `streams`, `lengths`, `num_sequences`, `sequence` and `tags`. Of the other members, which it may have, tags in bulk
+    are asked for as `all_tags(start, stop)` and the bounds of files as the attribute `group_bounds`.
     """
 
     def __init__(self, inner: Any) -> None:

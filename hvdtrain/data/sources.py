@@ -6,15 +6,15 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Any
 
 from hvdtrain.config.check import build, closest, did_you_mean, unknown_options
 from hvdtrain.config.keys import REQUIRED, Rule, Section, declared, key, parsed_by
 from hvdtrain.config.reference import is_reference, resolve
 from hvdtrain.data.combine.cache import Budget, with_cache
 from hvdtrain.data.dataset import Dataset, DatasetKeys, as_dataset
-from hvdtrain.data.kinds import BY_RETURNN, INSTEAD, KINDS, OWN, Kind
 from hvdtrain.data.files.sizes import parse_sizes
+from hvdtrain.data.kinds import BY_RETURNN, INSTEAD, KINDS, OWN, Kind
 from hvdtrain.data.plan.order import OrderKeys, is_order, non_default
 from hvdtrain.errors import ConfigError, DataError
 

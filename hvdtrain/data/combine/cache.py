@@ -64,8 +64,8 @@ class Budget:
 class CachedDataset(Dataset):
     """A dataset that caches the sequences it reads until its budget is used up.
 
-    It wraps the dataset that reads files, below those that join, map or cut sequences: they make batches in ways of their own, and
-    a function over sequences is called anew in every epoch.
+    It wraps the dataset that reads files, below those that join, map or cut sequences: they make batches in ways of their own,
+    and a function over sequences is called anew in every epoch.
 
     Data keys that are memory-mapped are not cached: the page cache of the system holds them already, once for all ranks.
     Nothing is evicted: as each sequence is needed once per epoch, every cached sequence saves the same amount of reading.

@@ -1,7 +1,7 @@
 """MapDataset: a function applied to every sequence of a dataset, in worker processes where it is costly.
 
-The plan of an epoch needs all lengths in advance. So the function either keeps the lengths, or another one (`map_lengths`) computes
-the new lengths of all sequences of an epoch at once, and every sequence is checked against them.
+The plan of an epoch needs all lengths in advance. So the function either keeps the lengths, or another one (`map_lengths`)
+computes the new lengths of all sequences of an epoch at once, and every sequence is checked against them.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ def accepted_arguments(function: Callable[..., Any], names: tuple[str, ...]) -> 
 
     >>> accepted_arguments(lambda arrays, *, epoch: None, ("epoch", "rng")), accepted_arguments(lambda arrays, **_: None, ("rng",))
     (('epoch',), ('rng',))
-    """
+    """  # noqa: E501
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # some functions that are written in C

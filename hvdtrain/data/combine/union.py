@@ -23,7 +23,8 @@ class CombinedDatasetKeys(DatasetKeys):
     datasets: dict[str, Any] = key(REQUIRED, "the datasets by name, each a dataset dict or HDF files")
     sampling_sizes: int | dict[str, int] | None = key(
         None,
-        "the number of sequences to take of each dataset in a full epoch instead of all, continuing where the last one ended; by name, "
+        "the number of sequences to take of each dataset in a full epoch instead of all, continuing where the last one "
+        "ended; by name, "
         "or the same number for all",
         positive,
     )

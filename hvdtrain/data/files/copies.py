@@ -1,7 +1,7 @@
 """Copies of data files on a local disk, for files on a network: `cache_dir`.
 
-All processes and jobs of a host may use a folder at the same time. They coordinate by locks (flock) on files in the folder, which the
-system releases when a process ends in any way:
+All processes and jobs of a host may use a folder at the same time. They coordinate by locks (flock) on files in the folder,
+which the system releases when a process ends in any way:
 
     .lock                     locked for moments by a process that lists or changes the folder
     DIGEST-NAME               a complete copy; its access time says when it was last used
@@ -158,7 +158,8 @@ class CopyFolder:
         return file
 
     def _make_room(self, size: int) -> None:
-        """Under the folder's lock: remove what killed processes left, then unused copies, least recently used first. Raises: NotCopied."""
+        """Under the folder's lock: remove what killed processes left, then unused copies, least recently used first.
+        Raises: NotCopied."""
         used = self._in_use()
         spare: list[tuple[int, int, Path]] = []
         total = promised = 0

@@ -37,8 +37,8 @@ def check_same(path: Path, before: Identity, now: Identity) -> None:
 class Unchanged:
     """Remembers the identity of files, to detect later that one has changed.
 
-    A memory-mapped file that was replaced (by renaming) can still be read; one that is written to gives the new data, and one that is
-    truncated ends the process when the missing part is read (SIGBUS).
+    A memory-mapped file that was replaced (by renaming) can still be read; one that is written to gives the new data, and one
+    that is truncated ends the process when the missing part is read (SIGBUS).
     """
 
     def __init__(self, paths: Iterable[str]) -> None:

@@ -21,8 +21,8 @@ Item = tuple[str, dict[str, Array]]
 class FolderDataset(Sequence[Item]):
     """Files named by tag, in the order of the transcript; without one, in the order of their names.
 
-    A tag is the path of a file in the folder without its suffix. The data key 'data' holds the content of the file: an array as it
-    is, or 16-bit PCM sound as float32 from -1 to 1 of shape (samples, channels). The data key 'classes' holds the transcript.
+    A tag is the path of a file in the folder without its suffix. The data key 'data' holds the content of the file: an array as
+    it is, or 16-bit PCM sound as float32 from -1 to 1 of shape (samples, channels). The data key 'classes' holds the transcript.
 
     Its lengths are not known before the files are read, so it is converted once with hvdtrain dump.
 

@@ -1,7 +1,7 @@
 """Datasets of RETURNN, read by RETURNN itself, as a source of sequences to convert.
 
-RETURNN's datasets yield sequences one after the other, and many do not know their number or lengths in advance. So they are converted
-once with hvdtrain dump; training reads the HDF file.
+RETURNN's datasets yield sequences one after the other, and many do not know their number or lengths in advance. So they are
+converted once with hvdtrain dump; training reads the HDF file.
 """
 
 from __future__ import annotations

@@ -33,7 +33,8 @@ FILTERS = {1: "gzip", 4: "szip", 32000: "lzf", **IN_PLUGIN}
 """HDF5's numbers of compression filters, without those that only rearrange or check bytes (shuffle, Fletcher)."""
 
 LEAST, MOST = 16 << 10, 256 << 10
-"""Limits of the bytes of a chunk. Finding a smaller one costs more than reading it; of a larger one, too much is read per sequence."""
+"""Limits of the bytes of a chunk. Finding a smaller one costs more than reading it; of a larger one, too much is read
+per sequence."""
 
 
 def options(compression: str) -> dict[str, Any]:
@@ -98,7 +99,8 @@ def _provider(number: int) -> str:
     if number in FILTERS:
         return "the HDF5 library that h5py was built with lacks it; pip install --force-reinstall h5py gives one that has it"
     return (
-        "it is not in hdf5plugin; HDF5's list of registered filters tells by number who provides it: set HDF5_PLUGIN_PATH to the folder "
+        "it is not in hdf5plugin; HDF5's list of registered filters tells by number who provides it: set "
+        "HDF5_PLUGIN_PATH to the folder "
         "where it is installed, or write the file with another compression"
     )
 

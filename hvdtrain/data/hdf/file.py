@@ -1,7 +1,7 @@
 """One HDF file in RETURNN's layout, read through a memory map if possible.
 
-Opening a file reads only the lengths. A contiguous dataset is memory-mapped: a sequence is then a view of the page cache, which all
-ranks of a host share. Chunked and compressed datasets are read through h5py.
+Opening a file reads only the lengths. A contiguous dataset is memory-mapped: a sequence is then a view of the page cache, which
+all ranks of a host share. Chunked and compressed datasets are read through h5py.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from hvdtrain.data.hdf.compression import load_filters
 from hvdtrain.data.hdf.layouts import (
     check_links,
     lengths_in,
-    name_of,
     members_read,
+    name_of,
     open_file,
     sources_of,
     stream_of,

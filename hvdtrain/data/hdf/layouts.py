@@ -97,7 +97,8 @@ def strings_in(path: Path, file: h5py.File, name: str) -> h5py.Dataset:
 
 
 def lengths_in(path: Path, file: h5py.File, sources: dict[str, h5py.Dataset]) -> dict[str, Array]:
-    """/seqLengths by data key: int32 of shape (num_sequences,). Read in blocks, as it may be stored as int64. Raises: DataError."""
+    """/seqLengths by data key: int32 of shape (num_sequences,). Read in blocks, as it may be stored as int64. Raises:
+    DataError."""
     stored = dataset_in(path, file, "seqLengths")
     if stored.ndim not in (1, 2) or stored.dtype.kind not in "iu":
         raise DataError(f"{path}: expected integers of shape (sequences, keys) in /seqLengths, got {stored.dtype} {stored.shape}")
@@ -181,7 +182,8 @@ def check_links(path: Path, file: h5py.File, name: str, external: External) -> N
     if isinstance(parent, h5py.Dataset) and (parent.external or parent.is_virtual):
         if external == "refuse":
             raise DataError(
-                f"{path}: expected /{name} to be stored in this file, got a dataset whose values are stored in other files ({HINT})"
+                f"{path}: expected /{name} to be stored in this file, got a dataset whose values are stored in other "
+                f"files ({HINT})"
             )
         _check_sources(path, parent)
 

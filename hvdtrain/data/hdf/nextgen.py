@@ -18,7 +18,7 @@ import numpy
 
 from hvdtrain.data.combine.union import concatenated
 from hvdtrain.data.dataset import Dataset
-from hvdtrain.data.hdf.layouts import check_links, dataset_in, open_file, strings_in, text_of, member
+from hvdtrain.data.hdf.layouts import check_links, dataset_in, member, open_file, strings_in, text_of
 from hvdtrain.data.types import Array, Stream
 from hvdtrain.errors import DataError
 

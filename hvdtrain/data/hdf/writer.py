@@ -36,8 +36,8 @@ class HDFWriter:
     """Takes sequences one by one and writes the file when its `with` block ends; after an exception nothing is left behind.
 
     The number of sequences need not be known: the frames of each key are collected in a temporary file next to the target and
-    copied at the end, into contiguous datasets, as only those can be memory-mapped, or into compressed ones, whose chunks are about
-    as long as a sequence and as wide as a frame.
+    copied at the end, into contiguous datasets, as only those can be memory-mapped, or into compressed ones, whose chunks are
+    about as long as a sequence and as wide as a frame.
 
     Args:
         path: of the new file. It must not exist, unless `overwrite` is set.

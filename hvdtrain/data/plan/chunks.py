@@ -6,8 +6,8 @@ The chunks of a dataset are numbered, sequence by sequence, so that a plan refer
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import numpy
@@ -91,7 +91,8 @@ class ChunkKeys(Section):
     )
     chunking_tail: Tail = key(
         "keep",
-        "'keep': stop when at most min_chunk_size frames are left, but always keep the first chunk of a sequence (RETURNN's rule with "
+        "'keep': stop when at most min_chunk_size frames are left, but always keep the first chunk of a sequence "
+        "(RETURNN's rule with "
         "TensorFlow); 'drop_short': drop chunks of less than min_chunk_size frames, and sequences without longer ones (its rule "
         "with PyTorch)",
     )
@@ -149,7 +150,8 @@ class Chunks:
 def cut(lengths: Mapping[str, Array], keys: ChunkKeys) -> Chunks | None:
     """The chunks of all sequences; None if chunking is off.
 
-    A data key with at most one frame, while other data keys of the sequence are longer, stays whole and is repeated in each chunk.
+    A data key with at most one frame, while other data keys of the sequence are longer, stays whole and is repeated in each
+    chunk.
 
     Args:
         lengths: by data key, number of frames of every sequence.

@@ -1,7 +1,8 @@
 """The plan of an epoch: which sequences form which batch, and which rank gets which batch.
 
-Every rank computes the whole plan from the lengths, without reading data, and takes its share. So each rank knows in advance how many
-steps there are and what every rank does in each of them: no messages are exchanged, no rank waits for another, nothing is dropped.
+Every rank computes the whole plan from the lengths, without reading data, and takes its share. So each rank knows in advance
+how many steps there are and what every rank does in each of them: no messages are exchanged, no rank waits for another, nothing
+is dropped.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class BatchKeys(Section):
 
     batch_size: Size = key(
         None,
-        "maximal number of padded frames in a rank's batch (longest sequence times number of sequences), for every data key or by key, or a "
+        "maximal number of padded frames in a rank's batch (longest sequence times number of sequences), for every "
+        "data key or by key, or a "
         "function (*, epoch, **_) that returns it; None: no limit",
         positive,
     )
@@ -48,7 +50,8 @@ class BatchKeys(Section):
     max_seqs_dev: int | Callable[..., Any] | None = key(None, "max_seqs in evaluation, if it differs", positive_or_unlimited)
     batch_size_total: int | dict[str, int] | None = key(
         None,
-        "batch_size for the batches of all ranks together, as in ESPnet2: the batch_size of a rank is this divided by the number of ranks",
+        "batch_size for the batches of all ranks together, as in ESPnet2: the batch_size of a rank is this divided by "
+        "the number of ranks",
         positive,
     )
     max_seqs_total: int | None = key(None, "max_seqs for the batches of all ranks together, in the same way", positive)
@@ -62,7 +65,8 @@ class BatchKeys(Section):
     )
     max_seq_length: Frames = key(
         None,
-        "drop sequences with more frames in any data key, or by key, in training and evaluation, before they are cut into chunks; "
+        "drop sequences with more frames in any data key, or by key, in training and evaluation, before they are cut "
+        "into chunks; "
         "None or 0: no limit",
         not_negative,
     )
@@ -72,7 +76,8 @@ class BatchKeys(Section):
     )
     balance_ranks: int = key(
         0,
-        "give the ranks batches of similar size in every step: the batches of an epoch come in groups of this many of similar size, the "
+        "give the ranks batches of similar size in every step: the batches of an epoch come in groups of this many of "
+        "similar size, the "
         "groups in random order; set it to the number of ranks or a multiple of it; 0: off",
         not_negative,
     )
@@ -178,7 +183,8 @@ class Plan:
         return self.order[self.bounds[index] : self.bounds[index + 1]]
 
     def share(self, rank: int, size: int, start: int = 0) -> list[Array]:
-        """The batches of one rank, without the first `start` ones, which are done: of the others, batch i goes to rank i % size."""
+        """The batches of one rank, without the first `start` ones, which are done: of the others, batch i goes to rank
+        i % size."""
         return [self.batch(i) for i in range(start + rank, self.num_batches, size)]
 
     def fingerprint(self) -> int:

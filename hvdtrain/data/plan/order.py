@@ -73,7 +73,8 @@ class OrderKeys:
 
 @dataclass(frozen=True)
 class Method:
-    """A parsed `seq_ordering`: its name, the number of bins or sequences per bin, and for how many full epochs an order is kept."""
+    """A parsed `seq_ordering`: its name, the number of bins or sequences per bin, and for how many full epochs an order
+    is kept."""
 
     name: str
     bins: int | None = None

@@ -14,10 +14,10 @@ import numpy
 import pytest
 from launching import ROOT
 
-from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.combine.many_files import FilesDataset
 from hvdtrain.data.combine.map import MapDataset
 from hvdtrain.data.combine.tags import tag_blocks
+from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.formats.synthetic import SYMBOLS, answers
 from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.data.kinds import INSTEAD, KINDS

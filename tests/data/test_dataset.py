@@ -1,0 +1,45 @@
+"""The contract of a dataset: defaults of the base class, and classes of a user's that do not derive from it."""
+
+import numpy
+from launching import ROOT
+
+from hvdtrain.data.dataset import Dataset, ForeignDataset, as_dataset
+from hvdtrain.data.types import Stream
+
+
+class Plain:
+    """What a user's class needs, and nothing else."""
+
+    def __init__(self) -> None:
+        self.streams = {"data": Stream(numpy.dtype("int32"), (), 5, True)}
+        self.lengths = {"data": numpy.array([2, 1, 3], dtype=numpy.int32)}
+        self.num_sequences = 3
+
+    def sequence(self, index: int) -> dict[str, numpy.ndarray]:
+        return {"data": numpy.full(index + 1, index, dtype=numpy.int32)}
+
+    def tags(self, indices: list[int]) -> list[str]:
+        return [f"seq-{index}" for index in indices]
+
+
+def test_a_foreign_dataset_gets_the_defaults() -> None:
+    dataset = as_dataset(Plain())
+    assert isinstance(dataset, ForeignDataset)
+    assert isinstance(dataset, Dataset)
+    assert [one["data"].tolist() for one in dataset.sequences([2, 0])] == [[2, 2, 2], [0]]
+    batch = dataset.batch(numpy.array([0, 2]))
+    assert batch.data["data"].seq_lens.tolist() == [1, 3]
+    assert batch.data["data"].values.tolist() == [[0, 0, 0], [2, 2, 2]]
+    assert dataset.at_epoch(3).tags([1]) == ["seq-1"]
+    assert dataset.drawn(1) is None
+    assert dataset.how_read() == ""
+    dataset.close()
+
+
+def test_what_is_no_dataset_is_none() -> None:
+    assert as_dataset(iter([])) is None
+
+
+def test_nothing_else_asks_an_object_what_it_has() -> None:
+    places = [path for path in (ROOT / "hvdtrain" / "data").rglob("*.py") if "hasattr(" in path.read_text(encoding="utf-8")]
+    assert [path.name for path in places] == ["dataset.py"]

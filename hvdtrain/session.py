@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from hvdtrain.checkpoint.folder import CheckpointFolder, parse_rule
+from hvdtrain.checkpoint.lock import only_training_of
 from hvdtrain.checkpoint.preload import constant_preloads, take_over
 from hvdtrain.checkpoint.progress import Progress
 from hvdtrain.checkpoint.saver import Saver, Saves
@@ -92,6 +93,9 @@ def _open(settings: Settings, purpose: Purpose, comm: Communicator, stack: ExitS
         stack.enter_context(interrupt)
     if purpose != "measure":
         together(comm, lambda: open_log(settings.log, comm.rank, comm.size), name="open_log")
+    if purpose == "train":
+        lock = only_training_of(Path(settings.run.model))
+        together(comm, lambda: stack.enter_context(lock) if comm.rank == 0 else None, name="lock")
     patience = inf if purpose == "measure" else settings.run.watchdog_timeout  # measurements have deadlines of their own
     watchdog = stack.enter_context(Watchdog(patience, comm.rank))
     feeds = _open_data(settings, purpose, comm, watchdog, stack)
@@ -248,6 +252,8 @@ def open_some(
         budget = Budget(budgets.get(spec.name, sizes[2]), within=host)
         files = Unchanged(copies.get(path, path) if path in part.copied else path for part in spec.all() for path in part.files)
         dataset = open_dataset(spec, OpeningContext(budget, copies))
+        if not any(lengths.any() for lengths in dataset.lengths.values()):
+            raise DataError(f"{spec.name}: expected frames, got {dataset.num_sequences} sequences, all of length 0")
         return Feed(
             spec.name,
             dataset,

@@ -142,18 +142,23 @@ class Saver:
         writing, self._writing = self._writing, None
         on_rank_zero(self._comm, lambda: writing.result() if writing is not None else None, name="finish_saving")
 
-    def load(self, checkpoint: Checkpoint) -> Progress:
+    def load(self, checkpoint: Checkpoint, fresh_optimizer: bool = False) -> Progress:
         """Collective. Continue from a checkpoint, on all ranks.
+
+        Args:
+            fresh_optimizer: leave out the optimizer's state, and all that the ranks saved of their own: every rank continues from
+                the model's file, as on another number of ranks.
 
         Raises:
             CheckpointError: a rank cannot read it, or the number of ranks has to be the one it was written by.
         """
-        files = checkpoint.model_file, checkpoint.optimizer_file
+        files = checkpoint.model_file, None if fresh_optimizer else checkpoint.optimizer_file
         state = together(self._comm, lambda: self._state.load(*files), name="load_checkpoint")
         self.share()
         progress = Progress.from_state(state)
         if state.get("size") == self._comm.size:
-            self._load_own(checkpoint, state)
+            if not fresh_optimizer:
+                self._load_own(checkpoint, state)
         elif progress.current is not None and not progress.current.trained and state["distribution"] == "random_seed_offset":
             error = CheckpointError(
                 f"{checkpoint.model_file}: expected the {state['size']} ranks that wrote it in the midst of epoch "

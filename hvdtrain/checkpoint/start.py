@@ -35,6 +35,11 @@ class StartKeys(Section):
     import_model_train_epoch1: str | None = key(
         None, "a model file with the initial parameters, for a training without a checkpoint, which starts at epoch 1"
     )
+    fresh_optimizer: bool = key(
+        False,
+        "continue from a checkpoint with new optimizer state, for instance after the optimizer was changed; with ema_decay, from "
+        "the averaged weights. Give it on the command line, once: in the config, it holds for every start",
+    )
     preload_from_files: dict[str, Any] = key(
         {},
         "parameters to load from other models: for each name a dict of filename, prefix, init_for_train, ignore_missing, "
@@ -141,8 +146,9 @@ def resume(
         say(2, start.remark)
     progress = Progress()
     if start.checkpoint is not None:
-        progress = saver.load(start.checkpoint)
-        say(3, f"Loaded {start.checkpoint.model_file}: training goes on {progress.describe()}.")
+        progress = saver.load(start.checkpoint, keys.fresh_optimizer)
+        what = ", with a new optimizer" if keys.fresh_optimizer else ""
+        say(3, f"Loaded {start.checkpoint.model_file}: training goes on {progress.describe()}{what}.")
     elif start.model_file is not None:
         progress = saver.load_model(start.model_file, start.epoch)
         say(3, f"Loaded {start.model_file}: training goes on {progress.describe()}.")

@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from types import FrameType
 
 from hvdtrain.comm.keys import LaunchKeys
@@ -24,6 +25,9 @@ FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR
 
 PARENT = "HVDTRAIN_PARENT"
 """The environment variable with the process id of the launcher."""
+
+REPORTED = (0, 1, 2, 75, 130)
+"""The exit statuses of processes that say themselves how they end."""
 
 POLL_INTERVAL = 0.05
 """Seconds between two looks at the processes."""
@@ -128,8 +132,34 @@ def end_with_parent(environ: Mapping[str, str]) -> None:
     threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
+def how_it_ended(status: int, out_of_memory: bool) -> str | None:
+    """How a process ended that had no chance to say it; None: it has said it itself.
+
+    Args:
+        status: as of `subprocess`: negative after a signal.
+        out_of_memory: whether the kernel has killed a process of this host for lack of memory meanwhile.
+
+    >>> how_it_ended(-9, True), how_it_ended(3, False), how_it_ended(1, False)
+    ('ended by signal 9 (SIGKILL): the kernel ran out of memory', 'ended with exit status 3', None)
+    """
+    if status < 0:
+        why = ": the kernel ran out of memory" if out_of_memory and -status == signal.SIGKILL else ""
+        return f"ended by signal {-status} ({signal.Signals(-status).name}){why}"
+    return None if status in REPORTED else f"ended with exit status {status}"
+
+
+def out_of_memory() -> int:
+    """How many processes the kernel has killed for lack of memory since this host was started; 0 where it does not say."""
+    try:
+        counts = Path("/proc/vmstat").read_text(encoding="ascii").split()
+        return int(counts[counts.index("oom_kill") + 1])
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
 def _wait(children: list[subprocess.Popen[bytes]], wanted: list[Launch], signals: list[int]) -> int:
     """Wait until all processes have ended; if one fails, end the others. Return the highest exit status."""
+    kills_before = out_of_memory()
     while all(child.poll() in (None, 0) for child in children):
         if all(child.returncode == 0 for child in children):
             return 0
@@ -137,8 +167,8 @@ def _wait(children: list[subprocess.Popen[bytes]], wanted: list[Launch], signals
     _wait_at_most(children, REPORT_TIMEOUT)
     failed = {one.rank: child.returncode for one, child in zip(wanted, children, strict=True) if child.poll() not in (None, 0)}
     for rank, status in failed.items():
-        if status < 0 and -status not in signals:
-            sys.stderr.write(f"rank {rank} of {wanted[0].size}: ended by signal {-status} ({signal.Signals(-status).name})\n")
+        if -status not in signals and (how := how_it_ended(status, out_of_memory() > kills_before)) is not None:
+            sys.stderr.write(f"rank {rank} of {wanted[0].size}: {how}\n")
     _signal(children, signal.SIGTERM)
     _wait_at_most(children, TERMINATE_TIMEOUT)
     _signal(children, signal.SIGKILL)

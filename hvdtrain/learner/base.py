@@ -29,6 +29,9 @@ running mean, and integer buffers."""
 StatePart = Kind | Literal["optimizer"]
 """What may differ between ranks, so that each of them has to save its own."""
 
+NEW_OPTIMIZER = "(go on with the optimizer that the training began with, or with a new one: ++fresh_optimizer 1)"
+"""What to do about the state of another optimizer."""
+
 Shapes = Mapping[str, tuple[int, ...]]
 """The shapes of parameters and buffers, by name."""
 

@@ -2,10 +2,13 @@
 
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from launching import TOY, hvdtrain
 from trainings import Run, Trained, trains
+
+from hvdtrain.data.hdf.writer import HDFWriter
 
 RUNS = [Run("torch", "horovod", size) for size in (1, 2)]
 
@@ -56,6 +59,41 @@ def test_a_checkpoint_of_another_model_or_a_damaged_one_is_refused(corpus: Path,
     damaged = hvdtrain(TOY, {**overrides, "num_epochs": 2})
     assert damaged.status == 2
     assert f"{path}: expected a whole checkpoint" in damaged.err
+
+
+def test_another_optimizer_is_refused_and_a_new_one_begins_if_it_is_asked_for(corpus: Path, tmp_path: Path) -> None:
+    """Adam to SGD, whose groups have no betas; Adam to AdamW, which has the same groups; and files of before, without a name."""
+    keys = {"corpus": corpus, "model": tmp_path / "model", "part": "two.hdf", "starts_fast": False}
+    assert hvdtrain(TOY, {**keys, "optimizer": {"class": "adam"}}).status == 0
+    path = tmp_path / "model.001.opt.pt"
+    for other in ("SGD", "AdamW"):
+        ended = hvdtrain(TOY, {**keys, "num_epochs": 2, "optimizer": {"class": other.lower()}})
+        assert ended.status == 2
+        assert f"{path}: expected the state of the optimizer {other}, got that of Adam (go on with the optimizer" in ended.err
+        assert "++fresh_optimizer 1" in ended.err
+        assert "Traceback" not in ended.err
+    contents = torch.load(path, weights_only=True)
+    assert contents.pop("optimizer_class") == "Adam"
+    torch.save(contents, path)
+    ended = hvdtrain(TOY, {**keys, "num_epochs": 2, "optimizer": {"class": "sgd", "momentum": 0.9}})
+    assert ended.status == 2
+    assert "expected the state of the optimizer SGD, got that of another, which has no momentum, dampening" in ended.err
+    fresh = {**keys, "num_epochs": 2, "optimizer": {"class": "sgd", "momentum": 0.9}, "fresh_optimizer": True}
+    ended = hvdtrain(TOY, fresh)
+    assert ended.status == 0, ended.err
+    assert "training goes on after epoch 1, step 1, with a new optimizer." in ended.out
+    [group] = torch.load(tmp_path / "model.002.opt.pt", weights_only=True)["optimizer"]["param_groups"]
+    assert group["momentum"] == 0.9
+
+
+def test_sequences_without_a_frame_are_refused(tmp_path: Path) -> None:
+    with HDFWriter(tmp_path / "train.hdf", dims={"classes": 5, "id": 3}) as writer:
+        for number in range(3):
+            nothing = {"data": numpy.zeros((0, 4), numpy.float32), "classes": numpy.zeros(0, numpy.int32)}
+            writer.add(f"seq-{number}", {**nothing, "id": numpy.zeros(0, numpy.int32)})
+    ended = hvdtrain(TOY, {"corpus": tmp_path, "model": tmp_path / "model"})
+    assert ended.status == 2
+    assert "train: expected frames, got 3 sequences, all of length 0" in ended.err
 
 
 def test_every_rank_writes_a_log_of_its_own(trained: Trained) -> None:

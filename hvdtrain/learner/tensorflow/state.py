@@ -17,7 +17,7 @@ import tensorflow as tf
 from hvdtrain.data.types import Array
 from hvdtrain.errors import CheckpointError
 from hvdtrain.learner.accumulation import kept
-from hvdtrain.learner.base import Kind, MakeMissing, PreloadNames, Shapes, StatePart, check_made
+from hvdtrain.learner.base import NEW_OPTIMIZER, Kind, MakeMissing, PreloadNames, Shapes, StatePart, check_made
 from hvdtrain.learner.precision import LossScale
 from hvdtrain.learner.tensorflow.variables import ModelVariables, array_of, assign, exchangeable, tensorflow_variable
 
@@ -158,7 +158,10 @@ class TensorFlowState:
         return {} if self._scale is None else {"loss_scale": self._scale.state()}
 
     def _load_optimizer(self, arrays: Mapping[str, Array], more: Mapping[str, Any], file: Path) -> None:
-        assign(self._optimizer_variables(), arrays, f"{file}: expected the state of this config's optimizer, got another")
+        try:
+            assign(self._optimizer_variables(), arrays, f"{file}: expected the state of this config's optimizer, got another")
+        except CheckpointError as error:
+            raise CheckpointError(f"{error} {NEW_OPTIMIZER}") from None
         if self._scale is not None and "loss_scale" in more:
             self._scale.restore(more["loss_scale"])
 

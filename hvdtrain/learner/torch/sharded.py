@@ -41,6 +41,16 @@ class ShardedOptimizer:
         self._gathered: dict[str, Any] | None = None
 
     @property
+    def name(self) -> str:
+        """The name of the optimizer's class."""
+        return type(self._optimizer).__name__
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The optimizer's hyperparameters."""
+        return self._optimizer.defaults
+
+    @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The optimizer's groups, with this rank's parameters."""
         return self._optimizer.param_groups

@@ -13,7 +13,7 @@ import torch
 from hvdtrain.data.types import Array
 from hvdtrain.errors import CheckpointError
 from hvdtrain.learner.accumulation import kept
-from hvdtrain.learner.base import Kind, MakeMissing, PreloadNames, Shapes, StatePart, check_made
+from hvdtrain.learner.base import NEW_OPTIMIZER, Kind, MakeMissing, PreloadNames, Shapes, StatePart, check_made
 from hvdtrain.learner.precision import LossScale
 from hvdtrain.learner.torch.sharded import ShardedOptimizer
 from hvdtrain.learner.torch.tensors import trained_of
@@ -22,6 +22,9 @@ from hvdtrain.learner.torch.update import Optimizer
 TRAINED, AVERAGED = "trained", "averaged_updates"
 """Entries of the optimizer's file if a moving average is kept: the trained weights by name, and the number of updates that the
 average has followed."""
+
+OPTIMIZER_CLASS = "optimizer_class"
+"""An entry beside the optimizer's state: the name of its class. RETURNN's files have none, nor have those of hvdtrain 0.1."""
 
 
 class TorchState:
@@ -157,7 +160,7 @@ class TorchState:
 
     def load_own(self, file: Path) -> None:
         own = _load(file, self._device)
-        self._load_optimizer({name: own.pop(name) for name in ("optimizer", "loss_scale") if name in own}, file)
+        self._load_optimizer({name: own.pop(name) for name in ("optimizer", OPTIMIZER_CLASS, "loss_scale") if name in own}, file)
         for kind, stored in own.items():
             self.map_tensors(kind, lambda _, stored=stored: stored)  # type: ignore[arg-type, misc]
 
@@ -166,17 +169,33 @@ class TorchState:
         return {name: tensor for name, tensor in self._model.state_dict().items() if name not in self._constants}
 
     def _optimizer_state(self) -> dict[str, Any]:
-        state = {"optimizer": self._optimizer.state_dict()}
+        state = {"optimizer": self._optimizer.state_dict(), OPTIMIZER_CLASS: self._optimizer_name()}
         return state if self._scale is None else {**state, "loss_scale": self._scale.state()}
 
     def _load_optimizer(self, state: dict[str, Any], file: Path) -> None:
+        own = self._optimizer_name()
+        stored = state.get(OPTIMIZER_CLASS, own)
+        if stored != own:
+            raise CheckpointError(f"{file}: expected the state of the optimizer {own}, got that of {stored} {NEW_OPTIMIZER}")
         try:
             if "optimizer" in state:
                 self._optimizer.load_state_dict(state["optimizer"])
             if self._scale is not None and "loss_scale" in state:
                 self._scale.restore(state["loss_scale"])
         except (KeyError, ValueError) as error:
-            raise CheckpointError(f"{file}: expected the state of this config's optimizer, got another: {error}") from None
+            raise CheckpointError(
+                f"{file}: expected the state of {own} for this model, got another: {error} {NEW_OPTIMIZER}"
+            ) from None
+        # load_state_dict takes the groups of the file as they are, those of another class included.
+        missing = [name for name in self._optimizer.defaults if any(name not in group for group in self._optimizer.param_groups)]
+        if missing:
+            raise CheckpointError(
+                f"{file}: expected the state of the optimizer {own}, got that of another, which has no {', '.join(missing)} "
+                f"{NEW_OPTIMIZER}"
+            )
+
+    def _optimizer_name(self) -> str:
+        return self._optimizer.name if isinstance(self._optimizer, ShardedOptimizer) else type(self._optimizer).__name__
 
     def _trained_names(self) -> list[str]:
         return [name for name, parameter in self._model.named_parameters() if parameter.requires_grad]

@@ -1,0 +1,93 @@
+"""Two jobs never train the same model at the same time."""
+
+import errno
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+from launching import ROOT, TOY, hvdtrain
+
+from hvdtrain.checkpoint.lock import only_training_of
+from hvdtrain.errors import CheckpointError, ConfigError
+
+HOLD = "import sys, time; from pathlib import Path; from hvdtrain.checkpoint.lock import only_training_of; "
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> "subprocess.Popen[str]":
+    """Another process that holds the lock of exp/model."""
+    program = (
+        HOLD + f"lock = only_training_of(Path({str(tmp_path)!r}, 'exp', 'model')); lock.__enter__(); print(1); time.sleep(60)"
+    )
+    process = subprocess.Popen([sys.executable, "-u", "-c", program], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "1\n"
+    return process
+
+
+def test_a_second_job_is_refused_and_told_who_the_first_is(corpus: Path, tmp_path: Path, other: "subprocess.Popen[str]") -> None:
+    model = tmp_path / "exp" / "model"
+    found = json.loads((tmp_path / "exp" / "model.lock").read_text())
+    began = time.monotonic()
+    finished = hvdtrain(TOY, {"corpus": corpus, "model": model, "part": "two.hdf"})
+    assert time.monotonic() - began < 15
+    assert finished.status == 2
+    who = f"process {other.pid} on {found['host']}, started {found['started']}"
+    assert f"model: expected no other job that trains {model}, got {who} (wait for its end" in finished.err
+    assert sorted(path.name for path in model.parent.iterdir()) == ["model.lock"]
+    with only_training_of(tmp_path / "exp" / "another"):  # in the same folder
+        pass
+    other.send_signal(signal.SIGKILL)
+    other.wait()
+    finished = hvdtrain(TOY, {"corpus": corpus, "model": model, "part": "two.hdf"})
+    assert finished.status == 0, finished.err
+    assert not (tmp_path / "exp" / "model.lock").exists()
+
+
+def test_it_waits_for_one_that_is_just_ending_and_children_do_not_hold_it(tmp_path: Path) -> None:
+    lock = f"only_training_of(Path({str(tmp_path)!r}, 'model'))"
+    program = (
+        HOLD + f"import os; lock = {lock}; lock.__enter__(); print(1); os.fork() or time.sleep(60); time.sleep(1); os._exit(0)"
+    )
+    process = subprocess.Popen([sys.executable, "-u", "-c", program], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "1\n"
+    began = time.monotonic()
+    with only_training_of(tmp_path / "model", patience=30):
+        assert time.monotonic() - began < 20
+    process.kill()
+    for _ in range(3):
+        with only_training_of(tmp_path / "model"):
+            assert json.loads((tmp_path / "model.lock").read_text())["pid"] == os.getpid()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_locks_of_the_file_system_signs_of_life_decide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", none)
+
+    def lock() -> AbstractContextManager[None]:
+        return only_training_of(tmp_path / "model", beat=0.2)
+
+    with lock(), pytest.raises(CheckpointError, match=f"got process {os.getpid()} on"), lock():
+        pass
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "model.lock").write_text('{"host": "gone", "pid": 1, "started": "before"}')  # of a host that lost its power
+    with lock():
+        assert "gone" not in (tmp_path / "model.lock").read_text()
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    lock = only_training_of(tmp_path / "file" / "exp" / "model")
+    with pytest.raises(ConfigError, match=r"model: expected a folder that can be written to, got .*file/exp"), lock:
+        pass

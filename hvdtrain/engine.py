@@ -216,7 +216,7 @@ class Engine:
 
     def _next(self, batches: Iterator[Batch], current: EpochProgress) -> Batch | None:
         """This rank's next batch; None: it has none left."""
-        self._session.watchdog.beat(f"epoch {current.epoch}, step {self._progress.step - current.first_step}")
+        self._session.watchdog.beat(f"epoch {current.epoch}, step {self._progress.step - current.first_step}", "steps")
         with self._timer.span("data wait"):
             batch = next(batches, None)
         if batch is not None:
@@ -288,7 +288,7 @@ class Engine:
         if current is not None and not current.trained:
             self._gather_scores(current)
             self._count_seconds(current)
-        self._session.watchdog.beat(f"step {self._progress.step}, saving")
+        self._session.watchdog.beat(f"step {self._progress.step}, saving", "saving")
         with self._timer.span("saving"):
             self._session.saver.save(self._progress)
         self._saved_at = time.monotonic()

@@ -76,7 +76,12 @@ class RunKeys(Section):
     startup_callback: Callable[..., None] | str | None = key(
         None, "function (**_) that every rank calls before the datasets are opened; hvdtrain.run_on_main in it prepares data once"
     )
-    watchdog_timeout: float = key(1800.0, "end the job when a rank makes no progress for this many seconds", positive)
+    watchdog_timeout: float | None = key(
+        None,
+        "end the job when a rank makes no progress for this many seconds; None: for 20 times the longest step, evaluation step "
+        "or saving so far, at least 60 s, and 1800 s where none is known yet (during the start-up, at least 1800 s in any case)",
+        positive,
+    )
 
 
 DICTS: dict[str, type] = {"torch_distributed": TorchDistributedKeys}

@@ -29,7 +29,7 @@ comm = open_horovod("torch")
 for how in sys.argv[1:]:
     with Watchdog(PATIENCE, comm.rank) as watchdog:
         try:
-            done = run_with_heartbeat(comm, partial(work, how), lambda numbers: watchdog.beat("working"), name="work")
+            done = run_with_heartbeat(comm, partial(work, how), lambda numbers: watchdog.beat("working", "steps"), name="work")
             print(f"{comm.rank} {how} {done}\n", end="", flush=True)  # in one piece
         except DataError as error:
             print(f"{comm.rank} {how} {error} {error.on_every_rank}\n", end="", flush=True)

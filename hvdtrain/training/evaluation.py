@@ -35,7 +35,7 @@ def evaluate(
     step_log.begin(epoch, feed.name, steps)
     with feed.read(feed.share(plan), epoch) as batches:
         for number in range(1, steps + 1):
-            watchdog.beat(f"epoch {epoch}, evaluation of {feed.name}, batch {number - 1}")
+            watchdog.beat(f"epoch {epoch}, evaluation of {feed.name}, batch {number - 1}", "evaluation")
             batch = next(batches, None)
             if batch is not None:
                 learner.evaluate(batch)

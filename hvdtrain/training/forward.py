@@ -77,7 +77,7 @@ def forward(
     try:
         with feed.read(share, epoch) as batches:
             for number, batch in enumerate(batches):
-                watchdog.beat(f"forwarding {feed.name}, batch {number}")
+                watchdog.beat(f"forwarding {feed.name}, batch {number}", "steps")
                 for index, outputs in zip(batch.indices.tolist(), learner.forward(batch), strict=True):
                     spool.add(index, outputs)
         spool.close()

@@ -25,7 +25,7 @@ from hvdtrain.data.hdf.layouts import (
     sources_of,
     stream_of,
     strings_in,
-    text_of,
+    texts_of,
 )
 from hvdtrain.data.types import Array, External, Stream
 from hvdtrain.errors import DataError
@@ -54,7 +54,7 @@ class HDFFile:
             self._identity = _identity(file)
             try:
                 self._index(file)
-            except (OSError, RuntimeError, KeyError, ValueError) as error:  # what h5py raises for a damaged file
+            except (OSError, RuntimeError, KeyError, ValueError, TypeError, MemoryError) as error:  # h5py's for a damaged file
                 raise DataError(f"{path}: expected a whole HDF5 file, got a damaged one: {error}") from None
         self.mapped = frozenset(self._arrays)
 
@@ -71,7 +71,7 @@ class HDFFile:
             except OSError as error:
                 raise self._unreadable(f"sequence {index} of {self._names[key]}", error) from None
             if values.dtype == object:
-                values = numpy.array([text_of(value) for value in values], dtype=object)
+                values = numpy.array(texts_of(self.path, self._names[key], values), dtype=object)
             result[key] = values
         return result
 
@@ -94,7 +94,7 @@ class HDFFile:
                 few = stored[wanted[0] : wanted[-1] + 1][wanted - wanted[0]]
         except OSError as error:
             raise self._unreadable("/seqTags", error) from None
-        texts = [text_of(value) for value in few]
+        texts = texts_of(self.path, "/seqTags", few)
         return [texts[place] for place in places]
 
     def tag_bytes(self, start: int, stop: int) -> Array:

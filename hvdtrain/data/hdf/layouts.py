@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ def open_file(path: Path) -> h5py.File:
     """An HDF5 file, open for reading. Raises: DataError."""
     if not path.exists():
         raise DataError(f"{path}: expected an HDF file, got: no such file")
-    if path.is_dir():
-        raise DataError(f"{path}: expected an HDF file, got a directory")
+    if not path.is_file():  # opening a named pipe would wait for ever
+        raise DataError(f"{path}: expected an HDF file, got a {'directory' if path.is_dir() else 'pipe or device'}")
     try:
         return h5py.File(path, "r")
     except OSError as error:
@@ -83,9 +84,35 @@ def dataset_in(path: Path, file: h5py.File, name: str) -> h5py.Dataset:
         raise DataError(f"{path}: expected /{name} to be a dataset, got a group")
     if not dataset.shape:
         raise DataError(f"{path}: expected /{name} to have a first axis to count on, got a scalar")
-    if dataset.dtype.kind not in "biufc" and h5py.check_string_dtype(dataset.dtype) is None:
+    try:
+        kind = dataset.dtype.kind
+    except TypeError as error:  # one of HDF5's types that numpy lacks
+        raise DataError(f"{path}: expected numbers or strings in /{name}, got {error}") from None
+    if kind not in "biufc" and h5py.check_string_dtype(dataset.dtype) is None:
         raise DataError(f"{path}: expected numbers or strings in /{name}, got dtype {dataset.dtype}")
+    if 0 in dataset.shape[1:]:
+        raise DataError(f"{path}: expected values in every row of /{name}, got the shape {dataset.shape}")
+    _check_stored(path, name, dataset)
     return dataset
+
+
+def _check_stored(path: Path, name: str, dataset: h5py.Dataset) -> None:
+    """Check that the file has the values that a dataset claims to have, before any memory is taken for them. HDF5 would read
+    zeros for what was never written. Raises: DataError."""
+    if dataset.external or dataset.is_virtual or not dataset.size:
+        return
+    expected = dataset.size * dataset.id.get_type().get_size()
+    stored = dataset.id.get_storage_size()
+    if dataset.id.get_create_plist().get_nfilters() == 0:
+        complete = stored >= expected and (dataset.id.get_offset() or 0) + expected <= path.stat().st_size
+    else:  # compressed: nobody knows the size, but every chunk takes some
+        chunks = prod(-(-extent // chunk) for extent, chunk in zip(dataset.shape, dataset.chunks, strict=True))
+        complete = stored >= chunks and dataset.id.get_num_chunks() == chunks
+    if not complete:
+        raise DataError(
+            f"{path}: expected the values of /{name}, {dataset.dtype} of shape {dataset.shape}, {expected} bytes, "
+            f"got only {stored} bytes in the file (it was cut off or never written completely)"
+        )
 
 
 def strings_in(path: Path, file: h5py.File, name: str) -> h5py.Dataset:
@@ -129,7 +156,7 @@ def stream_of(path: Path, file: h5py.File, key: str, dataset: h5py.Dataset) -> S
         size = member(path, file, "targets/size").attrs.get(key)
         dim = _integer(path, f"{key} of /targets/size", size)
         labels = f"targets/labels/{key}"
-    names = tuple(text_of(label) for label in strings_in(path, file, labels)[:]) if labels in file else ()
+    names = tuple(texts_of(path, f"/{labels}", strings_in(path, file, labels)[:])) if labels in file else ()
     return Stream(dataset.dtype, tuple(dataset.shape[1:]), int(dim), sparse, names if names != ("dummy-label",) else ())
 
 
@@ -138,13 +165,26 @@ def _integer(path: Path, what: str, value: Any) -> int:
     numbers = numpy.ravel(value)
     if numbers.dtype.kind not in "iu" or not len(numbers):
         raise DataError(f"{path}: expected an integer as attribute {what}, got {value!r}")
+    if not 0 <= int(numbers[0]) < 2**31:
+        raise DataError(f"{path}: expected a number of dimensions or classes below 2**31 as attribute {what}, got {numbers[0]}")
     return int(numbers[0])
 
 
 def text_of(value: bytes | str) -> str:
-    """A stored string: UTF-8, which some writers pad with zero bytes."""
-    text = value.decode("utf-8", errors="replace") if isinstance(value, bytes) else value
+    """A stored string: UTF-8, which some writers pad with zero bytes. Raises: UnicodeError."""
+    text = value.decode("utf-8") if isinstance(value, bytes) else value.encode("utf-8", "surrogateescape").decode("utf-8")
     return text.split("\0", 1)[0]
+
+
+def texts_of(path: Path, name: str, values: Iterable[bytes | str]) -> list[str]:
+    """Stored strings of the member `name`. Raises: DataError, if one is not UTF-8."""
+    texts = []
+    for value in values:
+        try:
+            texts.append(text_of(value))
+        except UnicodeError:
+            raise DataError(f"{path}: expected text in UTF-8 in {name}, got {value!r}") from None
+    return texts
 
 
 def names_in(group: Any) -> str:

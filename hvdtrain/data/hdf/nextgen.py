@@ -18,7 +18,7 @@ import numpy
 
 from hvdtrain.data.combine.union import concatenated
 from hvdtrain.data.dataset import Dataset
-from hvdtrain.data.hdf.layouts import check_links, dataset_in, member, open_file, strings_in, text_of
+from hvdtrain.data.hdf.layouts import check_links, dataset_in, member, open_file, strings_in, texts_of
 from hvdtrain.data.types import Array, Stream
 from hvdtrain.errors import DataError
 
@@ -97,7 +97,7 @@ class NextGenFile(Dataset):
             if name not in file:
                 raise DataError(f"{self.path}: expected /{name} (the layout of RETURNN's NextGenHDFDataset), got {list(file)}")
             check_links(self.path, file, name, "refuse")
-        self._tags = [text_of(tag) for tag in strings_in(self.path, file, "seq_names")[:]]
+        self._tags = texts_of(self.path, "/seq_names", strings_in(self.path, file, "seq_names")[:])
         names = sorted(member(self.path, file, "streams"))
         if input_stream_name not in names:
             raise DataError(f"{self.path}: expected a stream {input_stream_name!r} (input_stream_name), got {', '.join(names)}")
@@ -137,7 +137,8 @@ class NextGenFile(Dataset):
         dtype, width = first or (numpy.dtype(numpy.float32), (0,))
         if source.parser == "feature_sequence":
             return Stream(dtype, width, width[0], sparse=False), lengths
-        labels = tuple(text_of(name) for name in strings_in(self.path, file, f"streams/{source.name}/feature_names")[:])
+        place = f"streams/{source.name}/feature_names"
+        labels = tuple(texts_of(self.path, f"/{place}", strings_in(self.path, file, place)[:]))
         if dtype.kind not in "iu":
             raise DataError(f"{self.path}: expected integers in /streams/{source.name} ({source.parser}), got {dtype}")
         return Stream(dtype, (), len(labels), sparse=True, labels=labels), lengths

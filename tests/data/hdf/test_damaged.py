@@ -1,0 +1,193 @@
+"""Damaged HDF files: cut off, with flipped bits, with claims that are not true. Each is refused in a message, at once.
+
+Every file is read in a process of its own, which has five seconds of a core and little memory: a crash of the HDF5 library, an endless
+loop and a claim that is believed would be seen. `HVDTRAIN_FUZZ_SEED=N` repeats a run, whose seed a failure names.
+"""
+
+import os
+import random
+import resource
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import h5py
+import numpy
+import pytest
+from hdf_files import CLASSES, EXPECTED, FRAMES, contents, put, write
+
+from hvdtrain.data.hdf.dataset import open_hdf
+from hvdtrain.errors import DataError
+
+SEED = int(os.environ.get("HVDTRAIN_FUZZ_SEED", random.SystemRandom().randrange(10**9)))
+NUMBER = 100
+"""Files of each kind."""
+
+SECONDS = 5
+MEMORY = 8 << 30
+"""Bytes of address space, beside what PyTorch and its friends have taken."""
+
+LAYOUTS: list[dict[str, object]] = [
+    {},
+    {"chunks": True},
+    {"chunks": True, "compression": "gzip"},
+    {"chunks": True, "fletcher32": True},
+]
+
+
+def outcome(path: Path) -> str:
+    """'as written', 'other data', a message, or how the process that read the file ended."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(12 * SECONDS)  # where it waits
+        limit = MEMORY + int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        try:
+            dataset = open_hdf([path])
+            told = "as written" if contents(dataset) == EXPECTED else "other data"
+        except DataError as error:
+            told = str(error)
+        except BaseException as error:  # would be a traceback
+            told = f"raises {error!r}"
+        os.write(writer, told.encode()[:4000])
+        os._exit(0)
+    os.close(writer)
+    with open(reader, "rb") as pipe:
+        told = pipe.read().decode()
+    _, status = os.waitpid(child, 0)
+    return told if os.WIFEXITED(status) else f"ended by {signal.Signals(os.WTERMSIG(status)).name}"
+
+
+def is_message(path: Path, told: str) -> bool:
+    """One line that begins with the file's name, as all of the project's."""
+    return told.startswith(f"{path}: ") and "\n" not in told
+
+
+def write_laid_out(path: Path, generator: random.Random) -> Path:
+    """A good file in some layout and some version of the format."""
+    layout = generator.choice(LAYOUTS)
+
+    def change(file: h5py.File) -> None:
+        for name in ("inputs", "targets/data/classes", "seqLengths"):
+            values = file[name][:]
+            del file[name]
+            file.create_dataset(name, data=values, **layout)
+
+    return write(path, change, libver=generator.choice(["earliest", "latest"]))
+
+
+def test_files_that_are_cut_off(tmp_path: Path) -> None:
+    generator = random.Random(SEED)
+    path = tmp_path / "cut.hdf"
+    for number in range(NUMBER):
+        size = write_laid_out(path, generator).stat().st_size
+        os.truncate(path, kept := generator.randrange(size))
+        told = outcome(path)
+        assert told == "as written" or is_message(path, told), (SEED, number, kept, told)
+
+
+def test_flipped_bits(tmp_path: Path) -> None:
+    """Values may differ: nothing in a file says what they were. But nothing else happens."""
+    generator = random.Random(SEED + 1)
+    path = tmp_path / "flipped.hdf"
+    refused = 0
+    for number in range(NUMBER):
+        contents = bytearray(write_laid_out(path, generator).read_bytes())
+        places = [generator.randrange(8 * len(contents)) for _ in range(generator.choice([1, 8, 64]))]
+        for place in places:
+            contents[place // 8] ^= 1 << place % 8
+        path.write_bytes(contents)
+        told = outcome(path)
+        assert told in ("as written", "other data") or is_message(path, told), (SEED, number, places, told)
+        refused += is_message(path, told)
+    assert refused > NUMBER // 10
+
+
+HUGE = 2**40
+
+Lie = Callable[[h5py.File, random.Random], None]
+
+
+def claims(name: str, shape: tuple[int, ...], **layout: object) -> Lie:
+    """A dataset that says it has this shape, of which nothing is stored."""
+
+    def lie(file: h5py.File, _: random.Random) -> None:
+        kind = file[name].dtype
+        del file[name]
+        file.create_dataset(name, shape, kind, **layout)
+
+    return lie
+
+
+def of_time(file: h5py.File, _: random.Random) -> None:
+    del file["inputs"]
+    kind, space = h5py.h5t.UNIX_D32LE, h5py.h5s.create_simple((5,))
+    h5py.h5d.create(file.id, b"inputs", kind, space)
+
+
+def attribute(place: str, name: str, value: object) -> Lie:
+    return lambda file, _: file[place].attrs.__setitem__(name, value)
+
+
+def changed(name: str, value: object) -> Lie:
+    return lambda file, _: put(name, value)(file)
+
+
+def other_lengths(file: h5py.File, generator: random.Random) -> None:
+    """One of them is another number."""
+    stored = file["seqLengths"]
+    row, column = generator.randrange(2), generator.randrange(2)
+    others = [number for number in (-1, 0, 7, 2**31 - 1) if number != stored[row, column]]
+    stored[row, column] = generator.choice(others)
+
+
+LIES: dict[str, Lie] = {
+    "rows of lengths": claims("seqLengths", (HUGE, 2), chunks=(1024, 2)),
+    "rows of lengths, contiguous": claims("seqLengths", (HUGE, 2)),
+    "columns": claims("inputs", (5, HUGE), chunks=(1, 4096)),
+    "columns, contiguous": claims("inputs", (5, HUGE)),
+    "rows that were never written": claims("inputs", (2_000_000_000, 2), chunks=(65536, 2)),
+    "rows that were never compressed": claims("inputs", (2_000_000_000, 2), chunks=(65536, 2), compression="gzip"),
+    "no column": changed("inputs", numpy.zeros((5, 0), numpy.float32)),
+    "a time": of_time,
+    "classes": attribute("targets/size", "classes", [HUGE, 1]),
+    "fewer classes than none": attribute("targets/size", "classes", [-4, 1]),
+    "classes in words": attribute("targets/size", "classes", "four"),
+    "dimension": attribute("/", "inputPattSize", "two"),
+    "tags": changed("seqTags", numpy.array([b"one", b"two", b"three"])),
+    "tags in Latin-1": changed("seqTags", numpy.array(["Stra\xdfe".encode("latin-1"), b"two"])),
+    "labels in Latin-1": changed("targets/labels/classes", numpy.array(["Stra\xdfe".encode("latin-1")] * 4)),
+    "tags that are numbers": changed("seqTags", numpy.array([1, 2])),
+    "lengths": other_lengths,
+    "lengths that are fractions": changed("seqLengths", numpy.array([[3.0, 1.0], [2.0, 3.0]])),
+    "lengths of one axis too many": changed("seqLengths", numpy.zeros((2, 2, 2), numpy.int32)),
+    "frames": changed("inputs", FRAMES[:4]),
+    "target frames": changed("targets/data/classes", CLASSES[:3]),
+    "a scalar": changed("inputs", 3.0),
+    "no target": changed("targets/data/classes", None),
+    "a link to nowhere": changed("inputs", h5py.SoftLink("/nowhere")),
+    "a link to itself": changed("inputs", h5py.SoftLink("/inputs")),
+    "another file": changed("inputs", h5py.ExternalLink("/etc/passwd", "/")),
+}
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_claims_that_are_not_true(tmp_path: Path, name: str) -> None:
+    generator = random.Random(SEED + 2)
+    path = tmp_path / "lies.hdf"
+    if name == "dimension":  # it counts where the inputs have no column of their own
+        write(path, lambda file: (put("inputs", numpy.arange(5))(file), LIES[name](file, generator))[1])
+    else:
+        write(path, lambda file: LIES[name](file, generator))
+    told = outcome(path)
+    assert is_message(path, told), (SEED, name, told)
+    assert "expected" in told
+
+
+def test_pipes_and_devices(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.hdf")
+    assert outcome(tmp_path / "pipe.hdf") == f"{tmp_path}/pipe.hdf: expected an HDF file, got a pipe or device"

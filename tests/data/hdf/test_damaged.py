@@ -1,7 +1,7 @@
 """Damaged HDF files: cut off, with flipped bits, with claims that are not true. Each is refused in a message, at once.
 
-Every file is read in a process of its own, which has five seconds of a core and little memory: a crash of the HDF5 library, an endless
-loop and a claim that is believed would be seen. `HVDTRAIN_FUZZ_SEED=N` repeats a run, whose seed a failure names.
+Every file is read in a process of its own, which has five seconds of a core and little memory: a crash of the HDF5 library, an
+endless loop and a claim that is believed would be seen. `HVDTRAIN_FUZZ_SEED=N` repeats a run, whose seed a failure names.
 """
 
 import os

@@ -29,6 +29,9 @@ running mean, and integer buffers."""
 StatePart = Kind | Literal["optimizer"]
 """What may differ between ranks, so that each of them has to save its own."""
 
+Observer = Callable[[Iterator[tuple[str, Array]]], None]
+"""Gets arrays by name."""
+
 Shapes = Mapping[str, tuple[int, ...]]
 """The shapes of parameters and buffers, by name."""
 
@@ -41,11 +44,14 @@ class Learner(Protocol):
 
     Attributes:
         device_name: the GPU's name, or "CPU".
+        observer: called in every update with the gradients that it applies, by the parameters' names: reduced over the ranks,
+            before noise and clipping, float32. None: nobody looks at them.
     """
 
     model: Any
     num_parameters: int
     device_name: str
+    observer: Observer | None
 
     @property
     def state(self) -> State:
@@ -88,6 +94,10 @@ class Learner(Protocol):
         Raises:
             ConfigError: it marks none, or an output has not one entry for each sequence.
         """
+        ...
+
+    def modules(self) -> Iterator[tuple[str, Any]]:
+        """The model's modules or layers, itself included, by the names of the attributes that lead to them."""
         ...
 
     def numbers(self, values: Sequence[float]) -> Tensor:

@@ -53,6 +53,9 @@ commands (python -m hvdtrain COMMAND --help; write ./NAME for a config with such
 """
 
 
+INTERRUPTED = "interrupted; the same command goes on after the last checkpoint"
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the program; return its exit status: 0, 1 for a crash, 2 for what the user can mend, 75 where training was stopped and
     is to be continued, 130 after Ctrl-C (docs/resuming.md).
@@ -99,8 +102,12 @@ def run_config(arguments: list[str]) -> int:
     return exit_status(lambda: run_task(settings))
 
 
-def exit_status(work: Callable[[], None]) -> int:
-    """Do a rank's work; if it fails, print why. Return the exit status, or exit at once."""
+def exit_status(work: Callable[[], None], interrupted: str = INTERRUPTED) -> int:
+    """Do a rank's work; if it fails, print why. Return the exit status, or exit at once.
+
+    Args:
+        interrupted: what to print after Ctrl-C.
+    """
     rank = launch.launch().rank
     local.end_with_parent(launch.environment())
     try:
@@ -109,7 +116,7 @@ def exit_status(work: Callable[[], None]) -> int:
     except HvdtrainError as error:
         return _fail(str(error), rank, status=error.status, everywhere=error.on_every_rank)
     except KeyboardInterrupt:
-        return _fail("interrupted; the same command goes on after the last checkpoint", rank, status=130, everywhere=True)
+        return _fail(interrupted, rank, status=130, everywhere=True)
     except BaseException:
         return _fail(traceback.format_exc(), rank, status=1, everywhere=False)
 

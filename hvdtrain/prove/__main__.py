@@ -69,7 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(given)
     wanted = [*options.configs, *overrides]
     if options.task is not None:
-        return exit_status(lambda: _on_a_rank(wanted, options.task))
+        return exit_status(lambda: _on_a_rank(wanted, options.task), "interrupted")
     try:
         job = job_of(options, wanted)
     except HvdtrainError as error:

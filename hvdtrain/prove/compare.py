@@ -167,8 +167,8 @@ def _rounding_errors(record: Record) -> set[str]:
     if not record.gradients:
         return set()
     norms, typical = _norms(record.gradients, record.elements)
-    small: Array = (norms < ROUNDING * typical).all(axis=0) & (norms > 0).any(axis=0)
-    return {name for name, is_small in zip(record.gradients, small, strict=True) if is_small}
+    small = numpy.all(norms < ROUNDING * typical, axis=0) & numpy.any(norms > 0, axis=0)
+    return {name for name, is_small in zip(record.gradients, small.tolist(), strict=True) if is_small}
 
 
 def _agreement(table: Array, names: Sequence[str], tolerance: float, first_number: int) -> Agreement:

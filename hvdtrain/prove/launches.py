@@ -80,4 +80,9 @@ def start(run: Run, arguments: Sequence[str], keys: Mapping[str, str]) -> int:
         wanted = [Launch("hvdtrain", rank, run.size, rank, run.size) for rank in range(run.size)]
         return local.run(wanted, program, launch.environment())
     command = ["mpirun", "-np", str(run.size), "--bind-to", "none", "--oversubscribe", sys.executable, "-m", "hvdtrain", *program]
-    return subprocess.run(command, env=launch.environment(), stdin=subprocess.DEVNULL, check=False).returncode
+    process = subprocess.Popen(command, env=dict(launch.environment()), stdin=subprocess.DEVNULL)
+    try:
+        return process.wait()
+    except KeyboardInterrupt:  # mpirun has got it, too, and ends the ranks
+        process.wait()
+        raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import fsum
+from pathlib import Path
 from typing import Any
 
 from hvdtrain.comm.base import SingleCommunicator
@@ -80,19 +81,23 @@ class OtherRank(SingleCommunicator):
     rank = 1
 
 
-def probe(settings: Settings, indices: Array, dropout: bool) -> Probe:
-    """Compute the losses of a batch three times with the initial model. Nothing is communicated. Raises: HvdtrainError.
+def probe(settings: Settings, indices: Array, dropout: bool, folder: Path) -> Probe:
+    """Compute the losses of a batch three times with the same model. Nothing is communicated. Raises: HvdtrainError.
 
     Args:
         indices: the batch's sequences, or chunks.
         dropout: whether it is left as it is.
+        folder: for the model's weights.
     """
+    files = folder / "probe.model", folder / "probe.optimizer"
     with open_session(settings, "measure", SingleCommunicator()) as session:
         with session.feeds[0].read([indices], epoch=1) as batches:
             batch = next(iter(batches))
+        session.learner.state.save(*files, progress={})
         first = _losses(session.learner, batch, dropout)
         again = _losses(session.learner, batch, dropout)
     with open_session(settings, "measure", OtherRank()) as session:
+        session.learner.state.load(files[0], None)
         other = _losses(session.learner, batch, dropout)
     return Probe(_difference(first, again), _difference(first, other))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hvdtrain.prove.causes import Case, causes
+from hvdtrain.prove.causes import Case, causes, checked
 from hvdtrain.prove.compare import Agreement, digits, means
 from hvdtrain.prove.record import Record
 
@@ -43,7 +43,9 @@ def difference_lines(case: Case) -> list[str]:
         lines.append(f"  losses     first in step {step}, {name}: {shown}")
     lines += _parameter_lines("gradients", found.gradients)
     lines += _parameter_lines("weights", found.weights)
-    return [*lines, *(f"  cause      {cause}" for cause in causes(case)), ""]
+    lines += [f"  cause      {cause}" for cause in causes(case)]
+    of_exchange = checked(case)
+    return [*lines, *([f"  checked    {of_exchange}"] if of_exchange is not None else []), ""]
 
 
 def _parameter_lines(what: str, agreement: Agreement) -> list[str]:

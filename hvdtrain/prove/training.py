@@ -113,7 +113,7 @@ def run_task(settings: Settings, task: Task) -> None:
         other = Record.load(task.path(name))
         train(settings, task, f"{task.name}-{name}", accumulated=other)
     batches = GlobalBatches.load(Path(task.batches))
-    probed = probe(settings, batches.plan.batch(0), task.dropout)
+    probed = probe(settings, batches.plan.batch(0), task.dropout, Path(task.folder))
     task.path(task.name).with_suffix(".json").write_text(json.dumps(asdict(probed)))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from hvdtrain.prove.compare import Comparison, compare, factor
-from hvdtrain.prove.parts import RANDOM, STATISTICS, Probe
+from hvdtrain.prove.parts import MORE_PADDING, RANDOM, STATISTICS, Probe
 from hvdtrain.prove.record import Part, Record
 from hvdtrain.settings import Settings
 
@@ -131,11 +131,27 @@ def _gradient_factor(case: Case) -> Iterator[str]:
 
 
 def _statistics(case: Case) -> Iterator[str]:
-    parts = [part for part in case.one.parts if part.kind == STATISTICS]
+    parts = [part for part in case.one.parts + case.other.parts if part.kind == STATISTICS]
+    if any(part.type == "SyncBatchNorm" for part in parts):
+        return  # of the run with more ranks; on one rank it is a BatchNorm
+    parts = list(dict.fromkeys(parts))
     if parts and case.one.size != case.other.size:
         hint = "++sync_batch_norm 1 takes them over the batches of all ranks"
         hint = hint if case.settings.run.backend == "torch" else "GroupNormalization or LayerNormalization has none"
         yield f"{named(parts)}: its statistics are those of each rank's own batch ({hint})"
+
+
+def _padding(case: Case) -> Iterator[str]:
+    """Padding is up to the longest sequence of a batch."""
+    tried = case.probe
+    if tried is None or tried.padded <= case.tolerance or tried.repeated > case.tolerance:
+        return
+    drawn_unseen = tried.other_rank > case.tolerance and not any(part.kind == RANDOM for part in case.one.parts)
+    if not drawn_unseen:  # more frames would get other random numbers
+        yield (
+            f"padding: {MORE_PADDING} more padded frames behind the same sequences change the losses by {tried.padded:.2g}: the "
+            "model (a convolution, a BatchNorm) or train_step does not leave them out (extern_data[...].mask)"
+        )
 
 
 def _random(case: Case) -> Iterator[str]:
@@ -173,6 +189,7 @@ FINDERS: Sequence[Callable[[Case], Iterator[str]]] = (
     _counts,
     _gradient_factor,
     _statistics,
+    _padding,
     _random,
 )
 """Each looks for one cause."""

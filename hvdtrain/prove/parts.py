@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import fsum
 from pathlib import Path
 from typing import Any
+
+import numpy
 
 from hvdtrain.comm.base import SingleCommunicator
 from hvdtrain.data.types import Array, Batch
@@ -20,14 +22,15 @@ STATISTICS, RANDOM = "statistics over a batch", "random numbers"
 OVER_BATCHES = ("_BatchNorm", "BatchNormalization")
 """Classes whose subclasses compute statistics over a batch in training, of PyTorch and Keras."""
 
-EXCHANGING = ("SyncBatchNorm",)
-"""Those of them that compute them over the batches of all ranks."""
-
 RATES = ("p", "dropout", "recurrent_dropout", "rate", "stddev")
 """Attributes that say how much is random, of PyTorch's and Keras' classes and of most that authors write themselves."""
 
 RANDOM_CLASSES = ("_DropoutNd", "Dropout", "GaussianNoise", "GaussianDropout", "AlphaDropout")
 """Classes whose subclasses draw random numbers in training."""
+
+
+MORE_PADDING = 3
+"""Frames that are added to a batch to see whether the losses depend on padding."""
 
 
 def parts_of(learner: Learner) -> list[Part]:
@@ -37,7 +40,7 @@ def parts_of(learner: Learner) -> list[Part]:
         classes = {one.__name__ for one in type(module).__mro__}
         if not getattr(module, "training", True) or getattr(module, "trainable", True) is False:
             continue  # a part of the model that is kept as it is
-        if classes & set(OVER_BATCHES) and not classes & set(EXCHANGING):
+        if classes & set(OVER_BATCHES):
             found.append(Part(STATISTICS, name, type(module).__name__))
         elif any(_rates(module, classes)):
             found.append(Part(RANDOM, name, type(module).__name__))
@@ -69,10 +72,12 @@ class Probe:
         repeated: the largest relative difference of a loss when the same step is repeated: the model, or train_step, has a state
             of its own that the seeds of a step do not reach.
         other_rank: the same with the random numbers of another rank.
+        padded: the same with more padding behind the same sequences, without dropout.
     """
 
     repeated: float
     other_rank: float
+    padded: float
 
 
 class OtherRank(SingleCommunicator):
@@ -82,7 +87,7 @@ class OtherRank(SingleCommunicator):
 
 
 def probe(settings: Settings, indices: Array, dropout: bool, folder: Path) -> Probe:
-    """Compute the losses of a batch three times with the same model. Nothing is communicated. Raises: HvdtrainError.
+    """Compute the losses of a batch several times with the same weights. Nothing is communicated. Raises: HvdtrainError.
 
     Args:
         indices: the batch's sequences, or chunks.
@@ -99,7 +104,24 @@ def probe(settings: Settings, indices: Array, dropout: bool, folder: Path) -> Pr
     with open_session(settings, "measure", OtherRank()) as session:
         session.learner.state.load(files[0], None)
         other = _losses(session.learner, batch, dropout)
-    return Probe(_difference(first, again), _difference(first, other))
+    with open_session(settings, "measure", SingleCommunicator()) as session:
+        session.learner.state.load(files[0], None)
+        as_it_is = _losses(session.learner, batch, dropout=False)
+        try:
+            padded = _losses(session.learner, _with_padding(batch), dropout=False)
+        except Exception:  # a model for sequences of a fixed length
+            padded = as_it_is
+    return Probe(_difference(first, again), _difference(first, other), _difference(as_it_is, padded))
+
+
+def _with_padding(batch: Batch) -> Batch:
+    """The same sequences with `MORE_PADDING` more frames of zeros behind all of them."""
+    data = dict(batch.data)
+    for key, padded in batch.data.items():
+        if padded.values.dtype != object:
+            widths = [(0, MORE_PADDING if axis == 1 else 0) for axis in range(padded.values.ndim)]
+            data[key] = replace(padded, values=numpy.pad(padded.values, widths))
+    return replace(batch, data=data)
 
 
 def _losses(learner: Learner, batch: Batch, dropout: bool) -> dict[str, float]:

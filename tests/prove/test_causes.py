@@ -30,7 +30,7 @@ def different() -> Record:
 
 def test_nothing_is_made_up() -> None:
     assert causes(case(different())) == [NOT_FOUND]
-    assert causes(case(different(), probe=Probe(0.0, 0.0))) == [NOT_FOUND]
+    assert causes(case(different(), probe=Probe(0.0, 0.0, 0.0))) == [NOT_FOUND]
 
 
 def test_initial_weights() -> None:
@@ -89,10 +89,24 @@ def test_modules_are_named() -> None:
 
 
 def test_random_numbers_that_no_module_tells_of() -> None:
-    [found] = causes(case(different(), probe=Probe(repeated=0.0, other_rank=0.02)))
+    [found] = causes(case(different(), probe=Probe(repeated=0.0, other_rank=0.02, padded=0.1)))
     assert found.startswith("random numbers in train_step or the model, of no module known to draw them")
-    [found] = causes(case(different(), probe=Probe(repeated=0.03, other_rank=0.02)))
+    [found] = causes(case(different(), probe=Probe(repeated=0.03, other_rank=0.02, padded=0.1)))
     assert found.startswith("a state of its own in the model or train_step: the same step computed twice")
+
+
+def test_padding_that_changes_the_losses() -> None:
+    [found] = causes(case(different(), probe=Probe(repeated=0.0, other_rank=0.0, padded=0.1)))
+    assert found.startswith("padding: 3 more padded frames behind the same sequences change the losses by 0.1")
+    known = causes(case(replace(different(), parts=[DROPOUT]), probe=Probe(repeated=0.0, other_rank=0.1, padded=0.1)))
+    assert [cause.split(":")[0] for cause in known] == ["padding", "Dropout at drop"]
+
+
+def test_synchronized_statistics_are_no_cause() -> None:
+    one, other = different(), record(1)
+    one.parts.append(replace(BATCH_NORM, type="SyncBatchNorm"))
+    other.parts.append(BATCH_NORM)
+    assert causes(case(one, other)) == [NOT_FOUND]
 
 
 def test_whether_it_is_the_exchange() -> None:

@@ -19,7 +19,7 @@ from hvdtrain.prove.compare import compare
 from hvdtrain.prove.launches import TRANSPORTS, Run, keys_for, start, unavailable
 from hvdtrain.prove.parts import Probe
 from hvdtrain.prove.record import Record
-from hvdtrain.prove.report import difference_lines, table_lines
+from hvdtrain.prove.report import cause_lines, difference_lines, table_lines
 from hvdtrain.prove.training import Task, run_task
 from hvdtrain.settings import Settings, read_settings
 
@@ -170,6 +170,8 @@ def prove(job: Job, folder: Path) -> int:
     print("\n".join(table_lines(records[first], str(first), cases, job.dropout)))
     for case in differing.values():
         print("\n".join(difference_lines(case)))
+    if differing:
+        print("\n".join(cause_lines(list(differing.values()))))
     print("".join(f"{line}\n" for line in apart), end="")
     agree = not differing and not apart
     print(f"prove: {'all runs agree' if agree else 'the runs differ'}")
@@ -178,14 +180,15 @@ def prove(job: Job, folder: Path) -> int:
 
 def _diagnose(job: Job, folder: Path, differing: dict[Run, Case]) -> int:
     """One rank looks for causes, and adds to the cases what it finds; the exit status."""
-    chosen = {run.size: run.name for run in reversed(list(differing))}  # what one rank computes is the same for all transports
+    several = {run: run if run.size > 1 else job.runs[0] for run in differing}
+    chosen = {run.size: run.name for run in several.values()}  # what one rank computes is the same for all transports
     task = replace(_task(job, folder, DIAGNOSIS), diagnose=list(chosen.values()))
     status = _launched(job, Run(None, 1), task, "they differ; looking for the causes on 1 rank")
     if status:
         return status
     probe = Probe(**json.loads((folder / f"{DIAGNOSIS}.json").read_text()))
     for run, case in differing.items():
-        accumulated = Record.load(folder / f"{DIAGNOSIS}-{chosen[run.size]}.npz")
+        accumulated = Record.load(folder / f"{DIAGNOSIS}-{chosen[several[run].size]}.npz")
         differing[run] = replace(case, accumulated=accumulated, probe=probe)
     return 0
 

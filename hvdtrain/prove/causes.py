@@ -27,10 +27,10 @@ class Case:
     """Two runs that differ.
 
     Attributes:
-        one, other: the run, and the one that it is compared with.
-        accumulated: one rank that did what the ranks of `one` did, batch after batch; None: not tried.
-        probe: what that rank found out about random numbers.
         name: what `one` is called.
+        one, other: the run, and the one that it is compared with.
+        accumulated: one rank that did what the ranks of `several` did, batch after batch; None: not tried.
+        probe: what one rank found out by computing a batch again.
     """
 
     name: str
@@ -43,11 +43,16 @@ class Case:
     probe: Probe | None = None
 
     @property
+    def several(self) -> Record:
+        """The run on several ranks; of two such runs, that which is compared."""
+        return self.one if self.one.size > 1 else self.other
+
+    @property
     def exchange_agrees(self) -> bool | None:
         """Whether the ranks computed what one rank computes from the same batches; None: not known."""
         if self.accumulated is None:
             return None
-        return compare(self.one, self.accumulated, self.tolerance).agree
+        return compare(self.several, self.accumulated, self.tolerance).agree
 
 
 def causes(case: Case) -> list[str]:
@@ -84,14 +89,14 @@ def _counts(case: Case) -> Iterator[str]:
             continue
         if one * case.other.size == other * case.one.size and one % case.one.size == 0 and other <= case.other.size:
             yield (
-                f"a mean of means: train_step marks {name} as one number per batch, {one:g} of {case.name} and {other:g} of "
-                f"{_ranks(case.other)}, so that a frame of a small batch weighs more than one of a large batch (mark one number "
-                "per element, with reduction='none'; use_normalized_loss=True takes the mean over the batches of all ranks)"
+                f"a mean of means: train_step marks {name} as one number per batch, so that an element of a small batch "
+                "weighs more than one of a large batch (mark one number per element, with reduction='none'; "
+                "use_normalized_loss=True takes the mean over the batches of all ranks)"
             )
         else:
             yield (
-                f"elements: {name} has {one:g} elements in step 1 of {case.name}, {other:g} in that of {_ranks(case.other)}: are "
-                "padded frames among them? (select the others with extern_data[...].mask)"
+                f"elements: {name} has {one:g} elements in step 1 of {_ranks(case.one)}, {other:g} in that of "
+                f"{_ranks(case.other)}: are padded frames among them? (select the others with extern_data[...].mask)"
             )
 
 
@@ -175,7 +180,7 @@ def checked(case: Case) -> str | None:
     """Whether it is the exchange between the ranks that differs."""
     if case.exchange_agrees is None:
         return None
-    what = f"one rank that takes the batches of {case.name} one after another, with their learning rates, computes"
+    what = f"one rank that takes the batches of {_ranks(case.several)} one after another, with their learning rates, computes"
     if case.exchange_agrees:
         return f"{what} the same: the exchange between the ranks is right"
     return f"{what} something else, too"

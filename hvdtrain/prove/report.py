@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from textwrap import wrap
 
 from hvdtrain.prove.causes import Case, causes, checked
 from hvdtrain.prove.compare import Agreement, digits, means
 from hvdtrain.prove.record import Record
+
+WIDTH = 120
+"""Columns of a long line."""
 
 
 def table_lines(first: Record, name: str, cases: Sequence[Case], dropout: bool) -> list[str]:
@@ -33,7 +37,7 @@ def table_lines(first: Record, name: str, cases: Sequence[Case], dropout: bool) 
 
 
 def difference_lines(case: Case) -> list[str]:
-    """Where and why a run differs."""
+    """Where a run differs."""
     found = case.comparison
     lines = [f"{case.name}: beyond the tolerance of {case.tolerance:g}"]
     if found.losses.first is not None:
@@ -43,9 +47,23 @@ def difference_lines(case: Case) -> list[str]:
         lines.append(f"  losses     first in step {step}, {name}: {shown}")
     lines += _parameter_lines("gradients", found.gradients)
     lines += _parameter_lines("weights", found.weights)
-    lines += [f"  cause      {cause}" for cause in causes(case)]
-    of_exchange = checked(case)
-    return [*lines, *([f"  checked    {of_exchange}"] if of_exchange is not None else []), ""]
+    return [*lines, ""]
+
+
+def cause_lines(cases: Sequence[Case]) -> list[str]:
+    """Why runs differ. A cause that not all of them have names those that have it."""
+    names: dict[tuple[str, str], list[str]] = {}
+    for case in cases:
+        for cause in causes(case):
+            names.setdefault(("cause", cause), []).append(case.name)
+        of_exchange = checked(case)
+        if of_exchange is not None:
+            names.setdefault(("checked", of_exchange), []).append(case.name)
+    lines = []
+    for (kind, what), having in sorted(names.items(), key=lambda item: item[0][0] == "checked"):
+        text = what if len(having) == len(cases) or kind == "checked" else f"{', '.join(having)}: {what}"
+        lines += wrap(f"{kind}: {text}", WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return [*lines, ""]
 
 
 def _parameter_lines(what: str, agreement: Agreement) -> list[str]:

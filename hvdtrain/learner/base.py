@@ -44,8 +44,8 @@ class Learner(Protocol):
 
     Attributes:
         device_name: the GPU's name, or "CPU".
-        observer: called in every update with the gradients that it applies, by the parameters' names: reduced over the ranks,
-            before noise and clipping, float32. None: nobody looks at them.
+        observer: called in every update with the gradients that this rank applies (of a sharded optimizer, those of its share),
+            by the parameters' names: reduced over the ranks, before noise and clipping, float32. None: nobody looks at them.
     """
 
     model: Any

@@ -118,6 +118,15 @@ def _reduction(case: Case) -> Iterator[str]:
         )
 
 
+def _compression(case: Case) -> Iterator[str]:
+    kind = getattr(case.settings.reduce, "horovod_compression", None)
+    if kind is not None:
+        yield (
+            f"horovod_compression = {kind!r}: what is sent is rounded, and one rank sends nothing (++horovod_compression none "
+            "or a larger --tolerance proves the rest)"
+        )
+
+
 def _gradient_factor(case: Case) -> Iterator[str]:
     if case.comparison.gradients.first is None or case.comparison.gradients.first.number > 1:
         return
@@ -191,6 +200,7 @@ FINDERS: Sequence[Callable[[Case], Iterator[str]]] = (
     _data,
     _rates,
     _reduction,
+    _compression,
     _counts,
     _gradient_factor,
     _statistics,

@@ -146,7 +146,7 @@ def train(settings: Settings, task: Task, name: str, accumulated: Record | None 
         dealt = batches.dealt(comm.size if accumulated is None else accumulated.size)
         feed = replace(session.feeds[0], distribution="shard", select=lambda _: dealt)
         recorder = Recorder(session)
-        session.learner.observer = recorder.gradients_of if comm.rank == 0 else None
+        session.learner.observer = recorder.gradients_of
         pace = replace(open_pace(settings), num_epochs=session.progress.epoch + 1, save_steps=None, save_minutes=None)
         pace = replace(pace, ends_early=lambda _: None)
         rates = open_rates(settings, comm.size)
@@ -241,9 +241,18 @@ class Recorder(StepLog):
             parts=parts_of(learner),
             apart=apart,
             weights={name: numpy.stack(values) for name, values in self._weights.items()},
-            gradients={name: numpy.stack(values) for name, values in self._gradients.items()},
+            gradients=self._all_gradients(),
             elements=self._elements,
         )
+
+    def _all_gradients(self) -> dict[str, Array]:
+        """Collective. The sketches of all gradients in the model's order: each rank adds those that no rank before it has."""
+        comm = self._session.comm
+        names = comm.gather(list(self._gradients), name="prove.names")
+        before = {name for those in names[: comm.rank] for name in those}
+        mine = {name: numpy.stack(values) for name, values in self._gradients.items() if name not in before}
+        found = {name: values for share in comm.gather(mine, name="prove.gradients") for name, values in share.items()}
+        return {name: found[name] for name in self._elements if name in found}
 
     def _add(self, arrays: Iterable[tuple[str, Array]], into: dict[str, list[Array]]) -> None:
         for name, values in arrays:

@@ -70,6 +70,11 @@ def test_averaging_parameters_is_another_training() -> None:
     assert found.startswith("horovod_reduce_type = 'param': by design")
 
 
+def test_a_compressed_exchange() -> None:
+    [found] = causes(case(different(), horovod_compression="fp16"))
+    assert found.startswith("horovod_compression = 'fp16': what is sent is rounded")
+
+
 @pytest.mark.parametrize(("average", "why"), [(True, "horovod_avg_grad = True divides"), (False, "size of a batch")])
 def test_a_factor(average: bool, why: str) -> None:
     one = record(3)

@@ -36,8 +36,10 @@ def prove(corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Pr
 
 
 def test_a_training_that_agrees_over_both_transports(prove: Prove, tmp_path: Path) -> None:
-    """With an optimizer that looks back, gradient accumulation and the config's own number of processes."""
-    ended = prove("--ranks 1,2 --steps 6 --tolerance 1e-5", accum_grad_multiple_step=2, ngpu=2)
+    """With an optimizer that looks back (with torch.distributed, each rank has a share of what it keeps), gradient accumulation
+    and the config's own number of processes."""
+    keys = {"accum_grad_multiple_step": 2, "ngpu": 2, "torch_distributed": {"sharded": True}}
+    ended = prove("--ranks 1,2 --steps 6 --tolerance 1e-5", **keys)
     assert ended.status == 0, ended.out + ended.err
     assert "run 1 of 3: 2 ranks over Horovod ..." in ended.out
     assert "run 2 of 3: 2 ranks over torch.distributed ..." in ended.out

@@ -127,7 +127,7 @@ class TorchLearner:
             with self.meter.clock.span():
                 self._gradients.finish()
                 if self.observer is not None:
-                    self.observer(self._reduced())
+                    self.observer(self._update.gradients())
                 self._update.apply(learning_rate, self._step - 1)
         self._is_update_due = False
 
@@ -143,13 +143,6 @@ class TorchLearner:
 
     def numbers(self, values: Sequence[float]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float64)
-
-    def _reduced(self) -> Iterator[tuple[str, Array]]:
-        """The gradients that the next update applies."""
-        for name, parameter in self.model.named_parameters():
-            if parameter.requires_grad:
-                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                yield name, (gradient.float() / (self.meter.loss_scale or 1.0)).cpu().numpy()
 
     def _record(self, losses: dict[str, Loss], batch: Batch, train: bool) -> None:
         """Add a batch's losses to the scores."""

@@ -6,6 +6,7 @@ import importlib
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ COMMANDS = {
     "dump": ("convert a dataset into an HDF file", "hvdtrain.hdf_tools.dump"),
     "check": ("tell whether HDF files are sound and how fast they read; repack slow ones", "hvdtrain.hdf_tools.check"),
     "doctor": ("check packages, MPI, network, hosts, config and data before training", "hvdtrain.doctor.__main__"),
+    "prove": ("show whether training on N ranks computes what one rank computes", "hvdtrain.prove.__main__"),
     "submit": ("write or submit a job script for Slurm, SGE or plain mpirun", "hvdtrain.submit.__main__"),
     "report": ("make an HTML page about one training or several", "hvdtrain.report.__main__"),
     "build-horovod": ("build and install Horovod for the installed frameworks", "hvdtrain.doctor.build_horovod"),
@@ -49,6 +51,9 @@ options:
 commands (python -m hvdtrain COMMAND --help; write ./NAME for a config with such a name):
 {chr(10).join(f"  {name:15}  {help}" for name, (help, _) in COMMANDS.items())}
 """
+
+
+INTERRUPTED = "interrupted; the same command goes on after the last checkpoint"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -94,14 +99,24 @@ def run_config(arguments: list[str]) -> int:
         return _fail(str(error), rank, status=2, everywhere=error.on_every_rank)
     except ConfigError as error:  # the ranks are not connected yet, but all of them find the same problems
         return _fail(str(error), rank, status=2, everywhere=True)
+    return exit_status(lambda: run_task(settings))
+
+
+def exit_status(work: Callable[[], None], interrupted: str = INTERRUPTED) -> int:
+    """Do a rank's work; if it fails, print why. Return the exit status, or exit at once.
+
+    Args:
+        interrupted: what to print after Ctrl-C.
+    """
+    rank = launch.launch().rank
     local.end_with_parent(launch.environment())
     try:
-        run_task(settings)
+        work()
         return 0
     except HvdtrainError as error:
         return _fail(str(error), rank, status=error.status, everywhere=error.on_every_rank)
     except KeyboardInterrupt:
-        return _fail("interrupted; the same command goes on after the last checkpoint", rank, status=130, everywhere=True)
+        return _fail(interrupted, rank, status=130, everywhere=True)
     except BaseException:
         return _fail(traceback.format_exc(), rank, status=1, everywhere=False)
 

@@ -38,7 +38,7 @@ from hvdtrain.learner.base import Learner
 from hvdtrain.learner.frameworks import FRAMEWORKS, BuildOptions
 from hvdtrain.learner.reducer import Reducer
 from hvdtrain.runtime.interrupt import Interrupt
-from hvdtrain.runtime.log import open_log, say
+from hvdtrain.runtime.log import SCREEN, open_log, say
 from hvdtrain.runtime.timer import Timer
 from hvdtrain.runtime.watchdog import Watchdog
 from hvdtrain.settings import Settings
@@ -140,6 +140,17 @@ def _open_data(settings: Settings, purpose: Purpose, comm: Communicator, watchdo
         copies = copy_data(settings, comm, watchdog, stack)
     watchdog.beat("opening the datasets")
     return together(comm, lambda: open_feeds(settings, comm, copies.places), name="open_feeds")
+
+
+def writing_nothing(settings: Settings) -> Settings:
+    """The settings without the keys that make a training write files before or within an epoch, or copy its data."""
+    return replace(
+        settings,
+        log=replace(settings.log, log=None, log_verbosity=settings.log.targets[SCREEN]),
+        copies=replace(settings.copies, cache_dir=None),
+        reduce=replace(settings.reduce, horovod_timeline=None),
+        saving=replace(settings.saving, save_interval_steps=None, save_interval_minutes=None),
+    )
 
 
 @contextmanager

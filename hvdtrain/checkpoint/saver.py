@@ -61,6 +61,16 @@ class Saves(Protocol):
         ...
 
 
+class Unsaved:
+    """Saves nothing: for a dry run."""
+
+    def save(self, progress: Progress) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+
 class Saver:
     """Writes checkpoints from which a training continues as if it had not been stopped.
 

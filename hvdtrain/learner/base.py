@@ -32,6 +32,9 @@ StatePart = Kind | Literal["optimizer"]
 NEW_OPTIMIZER = "(go on with the optimizer that the training began with, or with a new one: ++fresh_optimizer 1)"
 """What to do about the state of another optimizer."""
 
+Observer = Callable[[Iterator[tuple[str, Array]]], None]
+"""Gets arrays by name."""
+
 Shapes = Mapping[str, tuple[int, ...]]
 """The shapes of parameters and buffers, by name."""
 
@@ -44,11 +47,14 @@ class Learner(Protocol):
 
     Attributes:
         device_name: the GPU's name, or "CPU".
+        observer: called in every update with the gradients that this rank applies (of a sharded optimizer, those of its share),
+            by the parameters' names: reduced over the ranks, before noise and clipping, float32. None: nobody looks at them.
     """
 
     model: Any
     num_parameters: int
     device_name: str
+    observer: Observer | None
 
     @property
     def state(self) -> State:
@@ -91,6 +97,10 @@ class Learner(Protocol):
         Raises:
             ConfigError: it marks none, or an output has not one entry for each sequence.
         """
+        ...
+
+    def modules(self) -> Iterator[tuple[str, Any]]:
+        """The model's modules or layers, itself included, by the names of the attributes that lead to them."""
         ...
 
     def numbers(self, values: Sequence[float]) -> Tensor:

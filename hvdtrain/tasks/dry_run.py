@@ -14,6 +14,7 @@ from typing import Any
 import numpy
 
 from hvdtrain.checkpoint.progress import Progress
+from hvdtrain.checkpoint.saver import Unsaved
 from hvdtrain.comm.base import together
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.files.sizes import size_text
@@ -23,9 +24,9 @@ from hvdtrain.data.types import Array
 from hvdtrain.engine import Engine, Pace
 from hvdtrain.errors import ConfigError
 from hvdtrain.run import announce, gather_hosts, is_done, open_pace, open_rates, open_trackers
-from hvdtrain.runtime.log import SCREEN, say, silence
+from hvdtrain.runtime.log import say, silence
 from hvdtrain.runtime.timer import clock_text
-from hvdtrain.session import Session, open_session
+from hvdtrain.session import Session, open_session, writing_nothing
 from hvdtrain.settings import Settings
 from hvdtrain.training.evaluation import evaluate
 from hvdtrain.training.step_log import StepLog
@@ -79,27 +80,6 @@ def dry_run(settings: Settings) -> None:
             parts += [_measured(session, feed, epoch, _evaluator(session, epoch)) for feed in session.feeds[1:]]
         for line in [*_time_lines(parts, session.comm.size, pace.num_epochs - epoch + 1), *_memory_lines(session)]:
             say(1, line)
-
-
-def writing_nothing(settings: Settings) -> Settings:
-    """The settings without the keys that make a training write files before or within an epoch, or copy its data."""
-    return replace(
-        settings,
-        log=replace(settings.log, log=None, log_verbosity=settings.log.targets[SCREEN]),
-        copies=replace(settings.copies, cache_dir=None),
-        reduce=replace(settings.reduce, horovod_timeline=None),
-        saving=replace(settings.saving, save_interval_steps=None, save_interval_minutes=None),
-    )
-
-
-class Unsaved:
-    """Saves nothing."""
-
-    def save(self, progress: Progress) -> None:
-        pass
-
-    def finish(self) -> None:
-        pass
 
 
 def _check_targets(settings: Settings, session: Session) -> None:

@@ -54,6 +54,17 @@ def test_a_step_of_sgd_on_the_sum_over_real_frames() -> None:
     assert made.model.weight.grad is None
 
 
+def test_an_observer_gets_the_gradients_that_an_update_applies() -> None:
+    seen: list[dict[str, Any]] = []
+    made = learner(gradient_clip=0.25)
+    made.observer = lambda gradients: seen.append({name: values.tolist() for name, values in gradients})
+    made.backward(BATCH, "accumulate")
+    made.backward(BATCH)
+    made.update(0.01)
+    assert seen == [{"weight": [pytest.approx([2 * 158, 2 * 200])]}], "before they are clipped"
+    assert [(name, type(module)) for name, module in made.modules()] == [("", torch.nn.Linear)]
+
+
 def test_clipping_by_norm_and_by_value() -> None:
     by_norm = learner(gradient_clip_global_norm=1.0)
     by_norm.backward(BATCH)

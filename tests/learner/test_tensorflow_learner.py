@@ -125,9 +125,12 @@ def test_a_normalized_loss_is_a_mean_and_a_scale_is_a_factor() -> None:
         get_run_ctx().mark_as_loss(values, "mean", use_normalized_loss=True, scale=2.0)
         get_run_ctx().mark_as_loss(values, "share", as_error=True, custom_inv_norm_factor=tf.constant([4.0, 6.0]))
 
+    seen: dict[str, Any] = {}
     made = learner(step)
+    made.observer = seen.update
     made.backward(BATCH)
     made.update(0.01)
+    assert [values[:, 0].tolist() for values in seen.values()] == [pytest.approx([158 * 2 / 3, 200 * 2 / 3])]
     assert kernel(made)[:, 0].tolist() == pytest.approx([1 - 0.01 * 158 * 2 / 3, 1 - 0.01 * 200 * 2 / 3], rel=1e-6)
     assert made.meter.take_scores().means() == {"mean": pytest.approx(179 / 3), "share": pytest.approx(17.9)}
 
@@ -217,6 +220,7 @@ def test_dropout_differs_between_ranks_and_steps_and_comes_back_after_a_restart(
         for name, values in drawn.items():
             get_run_ctx().mark_as_loss(values, name, as_error=True)
 
+    assert [name for name, _ in learner(step, get_model=lambda **_: Drawing()).modules()] == ["", "dropout"]
     drawn: dict[tuple[int, int], dict[str, float]] = {}
     for rank, first_step in ((0, 0), (1, 0), (0, 1)):
         made = learner(step, get_model=lambda **_: Drawing(), rank=rank)
@@ -270,7 +274,9 @@ def test_a_large_embedding_gets_the_rows_that_were_touched_once_each() -> None:
         get_run_ctx().mark_as_loss(tf.gather(model.table, indices) * [1.0, 2.0], "large")
         get_run_ctx().mark_as_loss(tf.gather(model.small, [1, 1]), "small")
 
+    seen: dict[str, Any] = {}
     made = learner(step, get_model=lambda **_: Table(), gradient_clip_global_norm=1e9)
+    made.observer = seen.update
     for _ in range(2):
         made.backward(BATCH)
         made.update(1.0)
@@ -279,6 +285,9 @@ def test_a_large_embedding_gets_the_rows_that_were_touched_once_each() -> None:
     assert table[7].tolist() == [-2.0, -4.0]
     assert numpy.abs(table).sum() == 18.0
     assert made.model.small.numpy().tolist() == [[0.0, 0.0], [-4.0, -4.0], [0.0, 0.0]]
+    assert seen["small"].tolist() == [[0.0, 0.0], [2.0, 2.0], [0.0, 0.0]]
+    assert seen["table"].shape == (300_000, 2), "an observer gets the whole gradient"
+    assert (seen["table"][5].tolist(), seen["table"].sum()) == ([2.0, 4.0], 9.0)
     clipped = learner(step, get_model=lambda **_: Table(), gradient_clip_global_norm=1.0)
     clipped.backward(BATCH)
     clipped.update(1.0)

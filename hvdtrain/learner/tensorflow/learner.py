@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy
 import tensorflow as tf
 
 from hvdtrain.data.types import Array, Batch
-from hvdtrain.learner.base import Then
+from hvdtrain.learner.base import Observer, Then
 from hvdtrain.learner.marked import by_sequence
 from hvdtrain.learner.meter import LearnerMeter
 from hvdtrain.learner.seeds import mixed_seeds, noise_seeds
@@ -18,7 +18,7 @@ from hvdtrain.learner.tensorflow.gradients import Accumulated
 from hvdtrain.learner.tensorflow.graph import StepGraphs
 from hvdtrain.learner.tensorflow.optimizer import UpdateGraph
 from hvdtrain.learner.tensorflow.state import TensorFlowState
-from hvdtrain.learner.tensorflow.variables import ModelVariables
+from hvdtrain.learner.tensorflow.variables import ModelVariables, layers_of
 
 
 class TensorFlowLearner:
@@ -48,6 +48,7 @@ class TensorFlowLearner:
         self.graphs = graphs
         self.state = state
         self.meter = meter
+        self.observer: Observer | None = None
         self._update = update
         self._seed = seed
         self._epoch = 0
@@ -73,6 +74,8 @@ class TensorFlowLearner:
             with self.meter.clock.span():
                 rank = None if self.graphs.updates_without_batch else self._seed[1]  # reduced gradients get the same on all ranks
                 gradients, divisor, waited = self._reduced
+                if self.observer is not None:
+                    self.observer(self._applied(gradients, divisor))
                 seeds = noise_seeds(self._seed[0], rank, self._step - 1)
                 self._update.apply(gradients, divisor, self.graphs.exchange, learning_rate, seeds, self._step - 1)
                 self.graphs.waited(waited)
@@ -89,8 +92,24 @@ class TensorFlowLearner:
         }
         return by_sequence(rows, len(batch.indices))
 
+    def modules(self) -> Iterator[tuple[str, Any]]:
+        return layers_of(self.model)
+
     def numbers(self, values: Sequence[float]) -> tf.Tensor:
         return tf.constant(values, tf.float64)
+
+    def _applied(self, gradients: list[Any], divisor: tf.Tensor) -> Iterator[tuple[str, Array]]:
+        """Reduced gradients as they are applied. Those that are sent as rows become whole."""
+        losses = self.graphs.exchange.losses
+        scale = (self.meter.loss_scale or 1.0) * (float(divisor) if losses.alone and losses.names else 1.0)
+        for (name, variable), gradient in zip(self.variables.named("parameters"), gradients, strict=True):
+            whole = numpy.zeros(variable.shape, numpy.float32)
+            if isinstance(gradient, tuple):
+                values, indices = gradient
+                numpy.add.at(whole, indices.numpy(), values.numpy())
+            else:
+                whole += gradient.numpy()
+            yield name, whole / scale
 
     def _add(self, batch: Batch | None, then: Then) -> None:
         """Collective, if an update follows and this batch is the only one since the last."""

@@ -80,6 +80,26 @@ def _walk(value: Any, path: str, owner: Any, seen: set[int]) -> Iterator[tuple[s
             yield from _walk(member, f"{path}.{key}", owner, seen)
 
 
+def layers_of(model: Any) -> Iterator[tuple[str, Any]]:
+    """Each Keras layer and tf.Module of a model once, with the names of the attributes that lead to it; the model first."""
+    seen: set[int] = set()
+
+    def walk(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+        members: list[tuple[Any, Any]] = []
+        if isinstance(value, (keras.layers.Layer, tf.Module)) and id(value) not in seen:
+            seen.add(id(value))
+            yield path, value
+            members = list(_attributes(value))
+        elif isinstance(value, (list, tuple)):
+            members = list(enumerate(value))
+        elif isinstance(value, dict):
+            members = list(value.items())
+        for name, member in members:
+            yield from walk(member, f"{path}.{name}" if path else str(name))
+
+    return walk(model, "")
+
+
 def _attributes(owner: Any) -> Iterator[tuple[str, Any]]:
     """The attributes of a layer or module in which variables may be: those of its author first, then Keras' own lists."""
     for name, value in list(vars(owner).items()):

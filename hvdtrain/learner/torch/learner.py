@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from hvdtrain.context import Loss, RunContext, running
 from hvdtrain.data.types import Array, Batch
 from hvdtrain.errors import ConfigError
-from hvdtrain.learner.base import Then
+from hvdtrain.learner.base import Observer, Then
 from hvdtrain.learner.marked import by_sequence, check_marked, check_outputs, minimized
 from hvdtrain.learner.meter import LearnerMeter
 from hvdtrain.learner.torch.compile import Watch
@@ -92,6 +92,7 @@ class TorchLearner:
         self.device_name = device_name(functions.device)
         self.state = state
         self.meter = meter
+        self.observer: Observer | None = None
         self._functions = functions
         self._gradients = gradients
         self._update = update
@@ -125,6 +126,8 @@ class TorchLearner:
         if self._is_update_due:
             with self.meter.clock.span():
                 self._gradients.finish()
+                if self.observer is not None:
+                    self.observer(self._update.gradients())
                 self._update.apply(learning_rate, self._step - 1)
         self._is_update_due = False
 
@@ -134,6 +137,9 @@ class TorchLearner:
 
     def forward(self, batch: Batch) -> list[dict[str, Array]]:
         return self._functions.outputs(batch, self._epoch, self._step)
+
+    def modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        yield from self.model.named_modules()
 
     def numbers(self, values: Sequence[float]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float64)

@@ -3,11 +3,12 @@ step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from math import sqrt
 
 import torch
 
+from hvdtrain.data.types import Array
 from hvdtrain.learner.optimizer import Clipping
 from hvdtrain.learner.precision import GradientCheck, LossScale
 from hvdtrain.learner.seeds import noise_seeds
@@ -45,6 +46,16 @@ class Update:
         self._check = check
         self._scale = scale
         self._noise = noise
+
+    def gradients(self) -> Iterator[tuple[str, Array]]:
+        """The reduced gradients that `apply` is about to apply on this rank, by the parameters' names, before noise and clipping:
+        all of them, or those of a sharded optimizer's share; float32."""
+        own = {id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]}
+        scale = 1.0 if self._scale is None else self._scale.scale
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad and id(parameter) in own:
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                yield name, (gradient.float() / scale).cpu().numpy()
 
     def apply(self, learning_rate: float, step: int) -> None:
         """Apply the reduced gradients and drop them.

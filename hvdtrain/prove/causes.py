@@ -1,0 +1,225 @@
+"""Why two runs differ: what their records show, what the model holds, and what one rank finds out by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from hvdtrain.prove.compare import Comparison, compare, factor
+from hvdtrain.prove.parts import MORE_PADDING, RANDOM, STATISTICS, Probe
+from hvdtrain.prove.record import Part, Record
+from hvdtrain.settings import Settings
+
+MOST_NAMES = 3
+"""Parts of a model that are named."""
+
+
+NOT_FOUND = "not found: does the config depend on hvdtrain.rank() or hvdtrain.size()? Do rounding errors grow (--steps 1)?"
+
+OF_BATCHES = (
+    "not found, but the result depends on which sequences form a batch: is there a mean over a batch in train_step or the "
+    "model, or padding that is not masked?"
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Two runs that differ.
+
+    Attributes:
+        name: what `one` is called.
+        one, other: the run, and the one that it is compared with.
+        accumulated: one rank that did what the ranks of `several` did, batch after batch; None: not tried.
+        probe: what one rank found out by computing a batch again.
+    """
+
+    name: str
+    one: Record
+    other: Record
+    comparison: Comparison
+    tolerance: float
+    settings: Settings
+    accumulated: Record | None = None
+    probe: Probe | None = None
+
+    @property
+    def several(self) -> Record:
+        """The run on several ranks; of two such runs, that which is compared."""
+        return self.one if self.one.size > 1 else self.other
+
+    @property
+    def exchange_agrees(self) -> bool | None:
+        """Whether the ranks computed what one rank computes from the same batches; None: not known."""
+        if self.accumulated is None:
+            return None
+        return compare(self.several, self.accumulated, self.tolerance).agree
+
+
+def causes(case: Case) -> list[str]:
+    """What is found, the surest first."""
+    found = [cause for find in FINDERS for cause in find(case)]
+    return found or [OF_BATCHES if case.exchange_agrees else NOT_FOUND]
+
+
+def _initial_weights(case: Case) -> Iterator[str]:
+    if case.comparison.first_weights is not None:
+        yield (
+            f"initial weights: {case.comparison.first_weights.name} has other values before the first update: get_model does not "
+            "draw them from the generators of torch, numpy or random, which hvdtrain seeds, or it depends on the number of ranks"
+        )
+
+
+def _data(case: Case) -> Iterator[str]:
+    for step, (one, other) in enumerate(zip(case.one.data, case.other.data, strict=False), 1):
+        if one != other:
+            yield (
+                f"data: the sequences of step {step} have other contents, though they are the same sequences: something draws "
+                "random numbers or counts calls while they are read (map_seq, a dataset of your own)"
+            )
+            return
+
+
+def _counts(case: Case) -> Iterator[str]:
+    """The elements of a loss are the same on any number of ranks, unless the loss depends on how sequences form batches."""
+    if not case.one.losses or not case.other.losses:
+        return
+    for name, (_, other) in case.other.losses[0].items():
+        _, one = case.one.losses[0].get(name, (0.0, other))
+        if one == other:
+            continue
+        if one * case.other.size == other * case.one.size and one % case.one.size == 0 and other <= case.other.size:
+            yield (
+                f"a mean of means: train_step marks {name} as one number per batch, so that an element of a small batch "
+                "weighs more than one of a large batch (mark one number per element, with reduction='none'; "
+                "use_normalized_loss=True takes the mean over the batches of all ranks)"
+            )
+        else:
+            yield (
+                f"elements: {name} has {one:g} elements in step 1 of {_ranks(case.one)}, {other:g} in that of "
+                f"{_ranks(case.other)}: are padded frames among them? (select the others with extern_data[...].mask)"
+            )
+
+
+def _rates(case: Case) -> Iterator[str]:
+    for update, (one, other) in enumerate(zip(case.one.rates, case.other.rates, strict=False), 1):
+        if abs(one - other) > 1e-6 * abs(other):
+            rule = case.settings.reduce.horovod_scale_lr
+            why = f"horovod_scale_lr = {rule!r}" if rule else "does the config compute it from hvdtrain.size()?"
+            yield f"learning rate: {one:g} instead of {other:g} in update {update} ({why})"
+            return
+
+
+def _reduction(case: Case) -> Iterator[str]:
+    kind = case.settings.reduce.horovod_reduce_type
+    if kind != "grad":
+        yield (
+            f"horovod_reduce_type = {kind!r}: by design, every rank updates a model of its own between two syncs, which one rank "
+            "does not (++horovod_reduce_type grad proves the rest)"
+        )
+
+
+def _compression(case: Case) -> Iterator[str]:
+    kind = getattr(case.settings.reduce, "horovod_compression", None)
+    if kind is not None:
+        yield (
+            f"horovod_compression = {kind!r}: what is sent is rounded, and one rank sends nothing (++horovod_compression none "
+            "or a larger --tolerance proves the rest)"
+        )
+
+
+def _gradient_factor(case: Case) -> Iterator[str]:
+    if case.comparison.gradients.first is None or case.comparison.gradients.first.number > 1:
+        return
+    found = factor(case.one.gradients, case.other.gradients, case.tolerance)
+    if found is None:
+        return
+    ratio = case.other.size / case.one.size
+    averaged = case.settings.reduce.horovod_avg_grad and abs(found - ratio) < case.tolerance
+    why = (
+        "horovod_avg_grad = True divides gradients by the number of ranks, though the losses are sums: mark them with "
+        "use_normalized_loss=True, or leave the key out"
+        if averaged
+        else "is a loss divided by the size of a batch, or multiplied by the number of ranks?"
+    )
+    yield f"a factor: all gradients of update 1 are {found:.6g} times those of {_ranks(case.other)} ({why})"
+
+
+def _statistics(case: Case) -> Iterator[str]:
+    parts = [part for part in case.one.parts + case.other.parts if part.kind == STATISTICS]
+    if any(part.type == "SyncBatchNorm" for part in parts):
+        return  # of the run with more ranks; on one rank it is a BatchNorm
+    parts = list(dict.fromkeys(parts))
+    if parts and case.one.size != case.other.size:
+        hint = "++sync_batch_norm 1 takes them over the batches of all ranks"
+        hint = hint if case.settings.run.backend == "torch" else "GroupNormalization or LayerNormalization has none"
+        yield f"{named(parts)}: its statistics are those of each rank's own batch ({hint})"
+
+
+def _padding(case: Case) -> Iterator[str]:
+    """Padding is up to the longest sequence of a batch."""
+    tried = case.probe
+    if tried is None or tried.padded <= case.tolerance or tried.repeated > case.tolerance:
+        return
+    drawn_unseen = tried.other_rank > case.tolerance and not any(part.kind == RANDOM for part in case.one.parts)
+    if not drawn_unseen:  # more frames would get other random numbers
+        yield (
+            f"padding: {MORE_PADDING} more padded frames behind the same sequences change the losses by {tried.padded:.2g}: the "
+            "model (a convolution, a BatchNorm) or train_step does not leave them out (extern_data[...].mask)"
+        )
+
+
+def _random(case: Case) -> Iterator[str]:
+    parts = [part for part in case.one.parts if part.kind == RANDOM]
+    tried = case.probe
+    if parts:
+        yield f"{named(parts)}: every rank draws other random numbers (--without-dropout proves the rest)"
+    elif tried is not None and tried.other_rank > case.tolerance >= tried.repeated:
+        yield (
+            f"random numbers in train_step or the model, of no module known to draw them: with those of another rank the losses "
+            f"of the same batch differ by {tried.other_rank:.2g} (every rank draws others)"
+        )
+    if tried is not None and tried.repeated > case.tolerance:
+        yield (
+            f"a state of its own in the model or train_step: the same step computed twice gives losses that differ by "
+            f"{tried.repeated:.2g} (a random generator that hvdtrain does not seed, or a counter)"
+        )
+
+
+def checked(case: Case) -> str | None:
+    """Whether it is the exchange between the ranks that differs."""
+    if case.exchange_agrees is None:
+        return None
+    what = f"one rank that takes the batches of {_ranks(case.several)} one after another, with their learning rates, computes"
+    if case.exchange_agrees:
+        return f"{what} the same: the exchange between the ranks is right"
+    return f"{what} something else, too"
+
+
+FINDERS: Sequence[Callable[[Case], Iterator[str]]] = (
+    _initial_weights,
+    _data,
+    _rates,
+    _reduction,
+    _compression,
+    _counts,
+    _gradient_factor,
+    _statistics,
+    _padding,
+    _random,
+)
+"""Each looks for one cause."""
+
+
+def named(parts: Sequence[Part]) -> str:
+    """Some parts of a model.
+
+    >>> named([Part("", "norm", "BatchNorm1d")]), named([Part("", "a", "Dropout"), Part("", "", "Net")])
+    ('BatchNorm1d at norm', 'Dropout at a, Net')
+    """
+    words = [f"{part.type} at {part.name}" if part.name else part.type for part in parts[:MOST_NAMES]]
+    more = f" and {len(parts) - MOST_NAMES} more" if len(parts) > MOST_NAMES else ""
+    return ", ".join(words) + more
+
+
+def _ranks(record: Record) -> str:
+    return f"{record.size} rank{'s' if record.size > 1 else ''}"

@@ -1,0 +1,196 @@
+"""How far two runs agree: losses, gradients and weights, with the first step and the first parameter that differ."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import floor, inf, isfinite, isnan, log10, sqrt
+
+import numpy
+
+from hvdtrain.data.types import Array
+from hvdtrain.prove.record import Losses, Record
+
+LEAST_GRADIENT = 0.1
+"""The gradient of a parameter is compared relative to its own norm, but at least to this share of the model's typical gradient:
+what cancels out (the bias before a normalization, the bias of attention's keys) leaves nothing but rounding errors."""
+
+LEAST_WEIGHT = 1e-3
+"""The same for weights: a bias begins at zero."""
+
+ROUNDING = 1e-4
+"""A gradient below this share of the model's typical one, in every update, is rounding errors. Adam makes full steps of them:
+such weights differ from run to run, and no loss depends on it."""
+
+MOST_DIGITS = 7
+"""The digits of float32."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A place where two runs differ.
+
+    Attributes:
+        number: the step or the update, counted from 1; 0: before the first update.
+        name: of the loss or the parameter.
+        distance: relative.
+    """
+
+    number: int
+    name: str
+    distance: float
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How far one kind of quantity agrees.
+
+    Attributes:
+        largest: the largest difference; None: there was nothing to compare.
+        first: the first step or update beyond the tolerance, and in it the first loss or parameter; None: there is none.
+    """
+
+    largest: Difference | None
+    first: Difference | None
+
+    @property
+    def words(self) -> str:
+        """To which digit, in words."""
+        return digits(0.0 if self.largest is None else self.largest.distance)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two runs.
+
+    Attributes:
+        set_aside: parameters whose weights were not compared, as their gradients are rounding errors.
+        first_weights: the first parameter that differs before the first update.
+    """
+
+    losses: Agreement
+    gradients: Agreement
+    weights: Agreement
+    set_aside: tuple[str, ...]
+    first_weights: Difference | None
+
+    @property
+    def agree(self) -> bool:
+        return all(one.first is None for one in (self.losses, self.gradients, self.weights))
+
+
+def compare(one: Record, other: Record, tolerance: float) -> Comparison:
+    """Compare a run with another one, which is the measure of what is large."""
+    gradients, names = _distances(one.gradients, other.gradients, other.elements, LEAST_GRADIENT)
+    of_gradients = _agreement(gradients, names, tolerance, first_number=1)
+    weights, all_names = _distances(one.weights, other.weights, other.elements, LEAST_WEIGHT)
+    beyond = {name for name, column in zip(all_names, weights.T, strict=True) if len(column) and column.max() > tolerance}
+    aside = [name for name in all_names if name in beyond & _rounding_errors(other)] if of_gradients.first is None else []
+    kept = [number for number, name in enumerate(all_names) if name not in aside]
+    of_weights = _agreement(weights[:, kept], [all_names[number] for number in kept], tolerance, first_number=0)
+    first = of_weights.first if of_weights.first is not None and of_weights.first.number == 0 else None
+    return Comparison(_of_losses(one.losses, other.losses, tolerance), of_gradients, of_weights, tuple(aside), first)
+
+
+def digits(distance: float) -> str:
+    """A relative distance as the number of digits that agree.
+
+    >>> digits(0.0), digits(3e-5), digits(0.02), digits(0.7), digits(1e-9)
+    ('identical', '4 digits', '1 digit', 'no digit', '7 digits')
+    """
+    if distance == 0:
+        return "identical"
+    count = min(MOST_DIGITS, max(0, floor(-log10(distance)))) if isfinite(distance) else 0
+    return f"{count or 'no'} digit{'' if count < 2 else 's'}"
+
+
+def means(losses: Losses) -> dict[str, float]:
+    """Each loss divided by its number of elements."""
+    return {name: total / count for name, (total, count) in losses.items() if count}
+
+
+def _of_losses(one: Sequence[Losses], other: Sequence[Losses], tolerance: float) -> Agreement:
+    """Each loss relative to its largest mean. Whole numbers count errors, which rounding may change by one: they are left out."""
+    names = sorted(
+        name for name in {name for losses in (*one, *other) for name in losses} if not _counts_errors(name, one, other)
+    )
+    ours, theirs = ([means(losses) for losses in run] for run in (one, other))
+    steps = min(len(ours), len(theirs))
+    table = numpy.zeros((steps, len(names)))
+    for column, name in enumerate(names):
+        scale = max((abs(theirs[step].get(name, 0.0)) for step in range(steps)), default=0.0)
+        for step in range(steps):
+            if name in ours[step] or name in theirs[step]:
+                table[step, column] = _relative(abs(ours[step].get(name, inf) - theirs[step].get(name, inf)), scale)
+    return _agreement(table, names, tolerance, first_number=1)
+
+
+def _counts_errors(name: str, *runs: Sequence[Losses]) -> bool:
+    totals = [losses[name][0] for run in runs for losses in run if name in losses]
+    return all(isfinite(total) and total == round(total) for total in totals)
+
+
+def _relative(difference: float, scale: float) -> float:
+    if isnan(difference):
+        return inf
+    return 0.0 if difference == 0 else difference / scale if scale else inf
+
+
+def _distances(
+    one: Mapping[str, Array], other: Mapping[str, Array], elements: Mapping[str, int], least: float
+) -> tuple[Array, list[str]]:
+    """The relative distances, shape (updates, parameters), and the parameters' names, in the model's order."""
+    names = list(other)
+    if not names or set(one) != set(other):
+        missing = sorted(set(one) ^ set(other))
+        return numpy.full((1, len(missing)), inf), missing
+    updates = min(len(one[names[0]]), len(other[names[0]]))
+    apart = numpy.stack([numpy.linalg.norm(one[name][:updates] - other[name][:updates], axis=-1) for name in names], axis=-1)
+    norms, typical = _norms(other, elements)
+    scale = numpy.maximum(norms[:updates], least * typical[:updates])
+    with numpy.errstate(divide="ignore", invalid="ignore"):
+        distances = numpy.where(apart == 0, 0.0, apart / scale)
+    return numpy.where(numpy.isnan(distances), inf, distances), names
+
+
+def _norms(sketches: Mapping[str, Array], elements: Mapping[str, int]) -> tuple[Array, Array]:
+    """The norms of all parameters, and those that they would have if all elements of the model had the same size; shape
+    (updates, parameters)."""
+    norms = numpy.stack([numpy.linalg.norm(values, axis=-1) for values in sketches.values()], axis=-1)
+    sizes = numpy.array([elements[name] for name in sketches], dtype=numpy.float64)
+    typical = numpy.sqrt(numpy.square(norms).sum(axis=1, keepdims=True) / sizes.sum()) * numpy.sqrt(sizes)
+    return norms, typical
+
+
+def _rounding_errors(record: Record) -> set[str]:
+    """The parameters whose gradients are rounding errors. One without any gradient is none of them."""
+    if not record.gradients:
+        return set()
+    norms, typical = _norms(record.gradients, record.elements)
+    small = numpy.all(norms < ROUNDING * typical, axis=0) & numpy.any(norms > 0, axis=0)
+    return {name for name, is_small in zip(record.gradients, small.tolist(), strict=True) if is_small}
+
+
+def _agreement(table: Array, names: Sequence[str], tolerance: float, first_number: int) -> Agreement:
+    if not table.size:
+        return Agreement(None, None)
+
+    def at(row: int, column: int) -> Difference:
+        return Difference(first_number + row, names[column], float(table[row, column]))
+
+    row, column = divmod(int(table.argmax()), table.shape[1])
+    beyond = numpy.argwhere(table > tolerance)
+    return Agreement(at(row, column), at(*beyond[0]) if len(beyond) else None)
+
+
+def factor(one: Mapping[str, Array], other: Mapping[str, Array], tolerance: float) -> float | None:
+    """The factor by which all gradients of the first update differ; None: they differ in more than a factor."""
+    if set(one) != set(other) or not other:
+        return None
+    ours, theirs = (numpy.concatenate([run[name][0] for name in other]) for run in (one, other))
+    square = float(theirs @ theirs)
+    if not square or not isfinite(square):
+        return None
+    found = float(ours @ theirs) / square
+    rest = float(numpy.linalg.norm(ours - found * theirs))
+    return found if found and rest <= tolerance * abs(found) * sqrt(square) else None

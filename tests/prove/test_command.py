@@ -1,0 +1,82 @@
+"""The command line of `hvdtrain prove`, and how it starts a config's ranks. Nothing is started."""
+
+from pathlib import Path
+
+import pytest
+from launching import TOY
+
+from hvdtrain.comm import launch
+from hvdtrain.prove.__main__ import _parser, job_of, main
+from hvdtrain.prove.launches import Run, keys_for, unavailable
+from hvdtrain.settings import read_settings
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ("--ranks 1,x", "--ranks: expected different positive numbers such as 1,2,3, got '1,x'"),
+        ("--ranks 2,2", "--ranks: expected different positive numbers"),
+        ("--ranks 1", "--ranks: expected at least two numbers of ranks, or two transports, got 1"),
+        ("--transport torch,mpi", "--transport: expected horovod, torch or horovod,torch, got 'mpi'"),
+        ("--steps 0", "--steps: expected a positive number, got 0"),
+        ("--tolerance -1", "--tolerance: expected a positive number, got -1"),
+        ("++max_seq 3", "max_seq: "),
+    ],
+)
+def test_mistakes_are_told_before_anything_starts(
+    options: str, problem: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    given = [*options.split(), "++model", str(tmp_path / "model")]
+    assert main([str(TOY), *given]) == 2
+    out, err = capfd.readouterr()
+    assert problem in err
+    assert out == ""
+
+
+def test_under_a_launcher(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(launch, "launch", lambda: launch.Launch("mpirun", 0, 2, 0, 2))
+    assert main([str(TOY), "++model", "m"]) == 2
+    assert "prove: expected to start the ranks itself, got a process that mpirun started" in capfd.readouterr().err
+
+
+def runs(*options: str) -> list[str]:
+    return [str(run) for run in job_of(_parser().parse_args([str(TOY), *options]), [str(TOY), "++model", "m"]).runs]
+
+
+def test_the_runs() -> None:
+    assert runs("--transport", "torch") == ["1 rank", "2 ranks over torch.distributed", "3 ranks over torch.distributed"]
+    both = runs("--ranks", "2,4", "--transport", "horovod,torch")
+    assert both == [f"{size} ranks over {name}" for size in (2, 4) for name in ("Horovod", "torch.distributed")]
+    assert runs("--ranks", "1,2") == ["1 rank", "2 ranks over Horovod", "2 ranks over torch.distributed"]
+
+
+def test_the_tolerance_goes_by_the_precision() -> None:
+    def tolerance(*options: str, **keys: str) -> float:
+        overrides = [word for name, value in {"model": "m", **keys}.items() for word in (f"++{name}", value)]
+        return job_of(_parser().parse_args([str(TOY), *options]), [str(TOY), *overrides]).tolerance
+
+    assert (tolerance(), tolerance("--tolerance", "0.5")) == (1e-3, 0.5)
+    assert tolerance(mixed_precision="bfloat16") == 2e-2
+
+
+def test_transports_go_with_the_framework() -> None:
+    assert unavailable("torch", "torch") is None
+    assert unavailable("torch", "tensorflow") == "backend = 'tensorflow', which it does not connect"
+    assert unavailable("horovod", "torch") is None, "the tests need it"
+    assert unavailable("horovod", "mxnet") == "no Horovod that was built for mxnet (python -m hvdtrain build-horovod)"
+
+
+def test_a_run_decides_on_its_processes_itself() -> None:
+    overrides = {"model": "m", "ngpu": "4", "torch_distributed": "{'sharded': True, 'world_size': 4}"}
+    settings = read_settings([TOY], overrides)
+    assert keys_for(Run("torch", 2), settings) == {
+        "use_horovod": "False",
+        "torch_distributed": "{'timeout_sec': 1800.0, 'sharded': True}",
+        "ngpu": "None",
+        "dist_world_size": "None",
+    }
+    alone = keys_for(Run(None, 1), settings)
+    assert (alone["use_horovod"], alone["torch_distributed"]) == ("False", "None")
+    for run in (Run("horovod", 2), Run("torch", 2), Run(None, 1)):
+        read_settings([TOY], overrides | keys_for(run, settings))  # what the ranks do
+    assert keys_for(Run("horovod", 2), read_settings([TOY], {"model": "m", "ngpu": "0"}))["device"] == "cpu"

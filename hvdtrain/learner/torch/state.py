@@ -24,6 +24,9 @@ TRAINED, AVERAGED = "trained", "averaged_updates"
 average has followed."""
 
 
+ON_HOST = torch.device("cpu")
+
+
 class TorchState:
     """Does what `State` in `learner/base.py` says.
 
@@ -114,14 +117,14 @@ class TorchState:
         return model, optimizer
 
     def load(self, model_file: Path, optimizer_file: Path | None) -> dict[str, Any]:
-        stored = _load(model_file, self._device)
+        stored = _load(model_file)
         try:
             own = self._model.state_dict()
             self._model.load_state_dict(stored.pop("model") | {name: own[name] for name in self._constants})
         except (KeyError, RuntimeError) as error:
             raise CheckpointError(f"{model_file}: expected the parameters of this config's model, got others: {error}") from None
         if optimizer_file is not None:
-            more = _load(optimizer_file, self._device)
+            more = _load(optimizer_file)
             self._load_optimizer(more, optimizer_file)
             self._load_trained(more.get(TRAINED), more.get(AVERAGED, 0))
         return stored
@@ -156,7 +159,7 @@ class TorchState:
         torch.save(own, file)
 
     def load_own(self, file: Path) -> None:
-        own = _load(file, self._device)
+        own = _load(file)
         self._load_optimizer({name: own.pop(name) for name in ("optimizer", "loss_scale") if name in own}, file)
         for kind, stored in own.items():
             self.map_tensors(kind, lambda _, stored=stored: stored)  # type: ignore[arg-type, misc]
@@ -279,8 +282,12 @@ def _copied(state: Any) -> Any:
     return type(state)(map(_copied, state)) if isinstance(state, (list, tuple)) else state
 
 
-def _load(path: Path, device: torch.device) -> dict[str, Any]:
-    """A file's contents; no code in it is run (`weights_only`). Raises: CheckpointError."""
+def _load(path: Path, device: torch.device = ON_HOST) -> dict[str, Any]:
+    """A file's contents; no code in it is run (`weights_only`). Raises: CheckpointError.
+
+    An optimizer's state is loaded on the CPU: load_state_dict copies to the device what belongs there, but leaves `step` where it
+    is, and an optimizer that keeps it on the CPU would otherwise wait for the device in every update, once for each parameter.
+    """
     try:
         contents = torch.load(path, map_location=device, weights_only=True)
     except FileNotFoundError:

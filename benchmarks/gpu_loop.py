@@ -2,9 +2,9 @@
 """hvdtrain on one GPU against a hand-written loop that trains the same model on the same batches.
 
 The model is acoustic-like (benchmarks/acoustic/gpu_config.py). The hand-written loop does not wait for the GPU either: it has a
-DataLoader with a worker process and pinned memory, copies with non_blocking, and leaves losses on the device until the epoch's end.
-Its worker starts before the clock does. Both train two epochs per round, of which the second is measured, and must reach the same
-loss.
+DataLoader with a worker process and pinned memory, copies with non_blocking, and leaves losses on the device until the end of the
+epoch. Its worker starts before the clock does. Both train two epochs per round, of which the second is measured, and must reach
+the same loss.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from gpu_training import FUSED, KEYS, SUM, same, trained
 from hvdtrain.context import RunContext
 from hvdtrain.errors import TrainingError
 from hvdtrain.learner.precision import GradientCheck, LossScale, ScaleOptions
+from hvdtrain.learner.torch.optimizer import make_optimizer
 from hvdtrain.learner.torch.skipping import DeviceSkips, skips_by_itself
 
 
@@ -84,6 +85,18 @@ def test_the_names_of_broken_gradients_are_known_though_they_are_gone(
     assert "2 updates were skipped, got others in step 9 of the training, for first.weight, first.bias, " in str(on_cpu.value)
     assert str(on_gpu.value) == str(on_cpu.value)
     assert not (tmp_path / "gpu" / "model.001.pt").exists()  # step 9 is the epoch's last: `settle` raises the error
+
+
+def test_which_optimizers_are_fused_by_themselves() -> None:
+    def skips(spec: object, fused: bool = True) -> bool:
+        return skips_by_itself(make_optimizer(spec, torch.nn.Linear(2, 1), fused=fused))
+
+    assert [skips({"class": name}) for name in ("adam", "adamw", "sgd", "radam")] == [True, True, True, False]
+    assert skips({"class": "adamw", "weight_decay": 0.1})  # two groups
+    assert not skips({"class": "adam", "foreach": True})
+    assert not skips({"class": "adam"}, fused=False)
+    assert skips({"class": "adam", "fused": True}, fused=False)
+    assert not skips(lambda parameters: torch.optim.Adam(parameters))
 
 
 def test_a_loss_scale_on_the_device_is_the_hosts() -> None:

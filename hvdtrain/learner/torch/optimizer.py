@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
 from typing import Any
 
@@ -42,13 +41,16 @@ def make_optimizer(spec: dict[str, Any] | str | Any, model: torch.nn.Module, fus
     if problems:
         raise ConfigError(problems)
     is_real = all(parameter.is_floating_point() for parameter in trained_of(model))
-    if fused and is_real and "fused" in inspect.signature(made).parameters and not IMPLEMENTATIONS & options.keys():
+    if fused and is_real and issubclass(made, FUSED) and not IMPLEMENTATIONS & options.keys():
         options["fused"] = True
     try:
         return made(groups, lr=0.0, **options)  # type: ignore[no-any-return]
     except (TypeError, ValueError) as error:
         raise ConfigError([f"optimizer: expected options of {made.__name__}, got {options}: {error}"]) from None
 
+
+FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+"""Classes that have a fused implementation on GPUs in all versions of PyTorch that we support."""
 
 IMPLEMENTATIONS = {"fused", "foreach", "capturable", "differentiable"}
 """Options of torch.optim's classes that choose or exclude an implementation."""

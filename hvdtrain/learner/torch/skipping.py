@@ -87,11 +87,11 @@ class DeviceSkips:
             before = scale.state()
             self._state = self._scalar(before["scale"]), self._scalar(before["good"])
         factor, good = self._state
-        good = torch.where(finite, good + 1, 0)
+        good = (good + 1) * finite
         grows = good >= scale.options.growth_interval
         larger = torch.where(grows, (factor * scale.options.growth_factor).clamp(max=LARGEST), factor)
         factor = torch.where(finite, larger, factor * scale.options.backoff_factor)
-        self._state = factor, torch.where(grows, 0, good)
+        self._state = factor, good * ~grows
         self.loss_factor = factor.float()
 
     def _scalar(self, value: float) -> torch.Tensor:

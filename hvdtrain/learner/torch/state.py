@@ -24,9 +24,6 @@ TRAINED, AVERAGED = "trained", "averaged_updates"
 average has followed."""
 
 
-ON_HOST = torch.device("cpu")
-
-
 class TorchState:
     """Does what `State` in `learner/base.py` says.
 
@@ -175,11 +172,19 @@ class TorchState:
     def _load_optimizer(self, state: dict[str, Any], file: Path) -> None:
         try:
             if "optimizer" in state:
-                self._optimizer.load_state_dict(state["optimizer"])
+                self._optimizer.load_state_dict(self._placed(state["optimizer"]))
             if self._scale is not None and "loss_scale" in state:
                 self._scale.restore(state["loss_scale"])
         except (KeyError, ValueError) as error:
             raise CheckpointError(f"{file}: expected the state of this config's optimizer, got another: {error}") from None
+
+    def _placed(self, stored: Any) -> Any:
+        """An optimizer's state, which was loaded on the CPU, as the optimizer takes it. PyTorch's copy to the device what belongs
+        there, and leave `step` where it is: on the device, they would read it from there in every update, for each parameter."""
+        is_of_torch = isinstance(self._optimizer, (torch.optim.Optimizer, ShardedOptimizer))
+        if is_of_torch or self._device.type == "cpu":
+            return stored
+        return _mapped(stored, lambda tensor: tensor.to(self._device))
 
     def _trained_names(self) -> list[str]:
         return [name for name, parameter in self._model.named_parameters() if parameter.requires_grad]
@@ -275,19 +280,19 @@ def _shapes(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
 
 def _copied(state: Any) -> Any:
     """A state dict with copies of its tensors, on the CPU."""
+    return _mapped(state, lambda tensor: tensor.detach().to("cpu", copy=True))
+
+
+def _mapped(state: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(state, torch.Tensor):
-        return state.detach().to("cpu", copy=True)
+        return change(state)
     if isinstance(state, dict):
-        return {key: _copied(value) for key, value in state.items()}
-    return type(state)(map(_copied, state)) if isinstance(state, (list, tuple)) else state
+        return {key: _mapped(value, change) for key, value in state.items()}
+    return type(state)(_mapped(value, change) for value in state) if isinstance(state, (list, tuple)) else state
 
 
-def _load(path: Path, device: torch.device = ON_HOST) -> dict[str, Any]:
-    """A file's contents; no code in it is run (`weights_only`). Raises: CheckpointError.
-
-    An optimizer's state is loaded on the CPU: load_state_dict copies to the device what belongs there, but leaves `step` where it
-    is, and an optimizer that keeps it on the CPU would otherwise wait for the device in every update, once for each parameter.
-    """
+def _load(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
+    """A file's contents; no code in it is run (`weights_only`). Raises: CheckpointError."""
     try:
         contents = torch.load(path, map_location=device, weights_only=True)
     except FileNotFoundError:

@@ -9,11 +9,20 @@ import stand_in_gpu
 import torch
 from gpu_training import FUSED, KEYS, SUM, same, trained
 
-from hvdtrain.context import RunContext
+from hvdtrain.comm.base import SingleCommunicator
+from hvdtrain.context import RunContext, get_run_ctx
+from hvdtrain.data.batches import pad
+from hvdtrain.data.types import Batch
 from hvdtrain.errors import TrainingError
+from hvdtrain.learner.base import LearnerKeys
+from hvdtrain.learner.frameworks import BuildOptions
 from hvdtrain.learner.precision import GradientCheck, LossScale, ScaleOptions
+from hvdtrain.learner.reduce import GradReduce
+from hvdtrain.learner.torch.build import build_learner
 from hvdtrain.learner.torch.optimizer import make_optimizer
 from hvdtrain.learner.torch.skipping import DeviceSkips, skips_by_itself
+from hvdtrain.learner.torch.tensors import TorchData
+from hvdtrain.runtime.timer import Timer
 
 
 class Counts:
@@ -85,6 +94,28 @@ def test_the_names_of_broken_gradients_are_known_though_they_are_gone(
     assert "2 updates were skipped, got others in step 9 of the training, for first.weight, first.bias, " in str(on_cpu.value)
     assert str(on_gpu.value) == str(on_cpu.value)
     assert not (tmp_path / "gpu" / "model.001.pt").exists()  # step 9 is the epoch's last: `settle` raises the error
+
+
+def test_batch_norm_over_the_ranks_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def get_model(**_: object) -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1))
+
+    def train_step(*, model: torch.nn.Module, extern_data: dict[str, TorchData], **_: object) -> None:
+        data = extern_data["data"]
+        get_run_ctx().mark_as_loss(model(data.raw_tensor[:, 0]).square(), "square")
+
+    batch = Batch({"data": pad(list(numpy.ones((4, 2, 3), numpy.float32)))}, numpy.arange(4))
+    with stand_in_gpu.gpu(monkeypatch) as gpu:
+        keys = LearnerKeys(get_model=get_model, train_step=train_step, sync_batch_norm=True)
+        options = BuildOptions(rank=0, local_rank=0, threads=1, seed=1, batch_norm=SingleCommunicator())
+        learner = build_learner(keys, GradReduce(SingleCommunicator(), Timer(), average=False), options)
+        gpu.waits.clear()
+        assert learner.staging is not None
+        for _ in range(3):
+            learner.backward(learner.staging.send(batch))
+            learner.update(0.1)
+        assert gpu.waits == []
+        assert gpu.kernels > 100
 
 
 def test_which_optimizers_are_fused_by_themselves() -> None:

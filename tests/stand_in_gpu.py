@@ -207,6 +207,13 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
     for name, stand_in in stand_ins.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
     monkeypatch.setattr(OnGpu, "record_stream", lambda self, stream: None, raising=False)
+    load = torch.load
+
+    def load_on(path: Any, map_location: Any, **options: Any) -> Any:
+        stored = load(path, map_location="cpu", **options)
+        return tree_map(lambda one: one.to(map_location) if isinstance(one, torch.Tensor) else one, stored)
+
+    monkeypatch.setattr(torch, "load", load_on)
     monkeypatch.setattr(torch.__future__, "_overwrite_module_params_on_conversion", True)  # Module.to makes new parameters
     with StandIn() as active:
         monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: active.pin(tensor))

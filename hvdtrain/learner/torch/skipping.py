@@ -1,4 +1,4 @@
-"""Updates that are skipped because a gradient is not finite: decided by the host, or on the device without waiting for it."""
+"""Updates that are skipped because a gradient is not finite, decided on the device, without waiting for it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,6 @@ import torch
 
 from hvdtrain.learner.precision import LARGEST, GradientCheck, LossScale
 from hvdtrain.learner.torch.device import OnTheWay
-
-
-def finite_by_gradient(gradients: list[torch.Tensor]) -> torch.Tensor:
-    """Whether each gradient is finite, as it is if its largest element is; bool of shape (gradients,)."""
-    return torch.stack(torch._foreach_norm(gradients, float("inf"))).isfinite()
 
 
 def skips_by_itself(optimizer: object) -> bool:

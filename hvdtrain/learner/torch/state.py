@@ -114,14 +114,14 @@ class TorchState:
         return model, optimizer
 
     def load(self, model_file: Path, optimizer_file: Path | None) -> dict[str, Any]:
-        stored = _load(model_file)
+        stored = _load(model_file, self._device)
         try:
             own = self._model.state_dict()
             self._model.load_state_dict(stored.pop("model") | {name: own[name] for name in self._constants})
         except (KeyError, RuntimeError) as error:
             raise CheckpointError(f"{model_file}: expected the parameters of this config's model, got others: {error}") from None
         if optimizer_file is not None:
-            more = _load(optimizer_file)
+            more = _load(optimizer_file, self._device)
             self._load_optimizer(more, optimizer_file)
             self._load_trained(more.get(TRAINED), more.get(AVERAGED, 0))
         return stored
@@ -156,7 +156,7 @@ class TorchState:
         torch.save(own, file)
 
     def load_own(self, file: Path) -> None:
-        own = _load(file)
+        own = _load(file, self._device)
         self._load_optimizer({name: own.pop(name) for name in ("optimizer", "loss_scale") if name in own}, file)
         for kind, stored in own.items():
             self.map_tensors(kind, lambda _, stored=stored: stored)  # type: ignore[arg-type, misc]
@@ -172,19 +172,11 @@ class TorchState:
     def _load_optimizer(self, state: dict[str, Any], file: Path) -> None:
         try:
             if "optimizer" in state:
-                self._optimizer.load_state_dict(self._placed(state["optimizer"]))
+                self._optimizer.load_state_dict(_steps_on_cpu(state["optimizer"], self._optimizer))
             if self._scale is not None and "loss_scale" in state:
                 self._scale.restore(state["loss_scale"])
         except (KeyError, ValueError) as error:
             raise CheckpointError(f"{file}: expected the state of this config's optimizer, got another: {error}") from None
-
-    def _placed(self, stored: Any) -> Any:
-        """An optimizer's state, which was loaded on the CPU, as the optimizer takes it. PyTorch's copy to the device what belongs
-        there, and leave `step` where it is: on the device, they would read it from there in every update, for each parameter."""
-        is_of_torch = isinstance(self._optimizer, (torch.optim.Optimizer, ShardedOptimizer))
-        if is_of_torch or self._device.type == "cpu":
-            return stored
-        return _mapped(stored, lambda tensor: tensor.to(self._device))
 
     def _trained_names(self) -> list[str]:
         return [name for name, parameter in self._model.named_parameters() if parameter.requires_grad]
@@ -280,18 +272,27 @@ def _shapes(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
 
 def _copied(state: Any) -> Any:
     """A state dict with copies of its tensors, on the CPU."""
-    return _mapped(state, lambda tensor: tensor.detach().to("cpu", copy=True))
-
-
-def _mapped(state: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(state, torch.Tensor):
-        return change(state)
+        return state.detach().to("cpu", copy=True)
     if isinstance(state, dict):
-        return {key: _mapped(value, change) for key, value in state.items()}
-    return type(state)(_mapped(value, change) for value in state) if isinstance(state, (list, tuple)) else state
+        return {key: _copied(value) for key, value in state.items()}
+    return type(state)(map(_copied, state)) if isinstance(state, (list, tuple)) else state
 
 
-def _load(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
+def _steps_on_cpu(stored: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+    """The state of an optimizer of PyTorch with `step` on the CPU, where they keep it; where it belongs to the device, as with
+    fused=True, load_state_dict copies it there. On the device, they would read it from there in every update, for each
+    parameter."""
+    if not isinstance(optimizer, (torch.optim.Optimizer, ShardedOptimizer)):
+        return stored
+    state = {number: dict(of_one) for number, of_one in stored["state"].items()}
+    for of_one in state.values():
+        if isinstance(of_one.get("step"), torch.Tensor):
+            of_one["step"] = of_one["step"].cpu()
+    return {**stored, "state": state}
+
+
+def _load(path: Path, device: torch.device) -> dict[str, Any]:
     """A file's contents; no code in it is run (`weights_only`). Raises: CheckpointError."""
     try:
         contents = torch.load(path, map_location=device, weights_only=True)

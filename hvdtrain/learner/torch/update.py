@@ -13,7 +13,7 @@ from hvdtrain.learner.precision import GradientCheck, LossScale
 from hvdtrain.learner.seeds import noise_seeds
 from hvdtrain.learner.torch.optimizer import take_multipliers
 from hvdtrain.learner.torch.sharded import ShardedOptimizer
-from hvdtrain.learner.torch.skipping import DeviceSkips, finite_by_gradient, skips_by_itself
+from hvdtrain.learner.torch.skipping import DeviceSkips, skips_by_itself
 from hvdtrain.learner.torch.tensors import trained_of
 
 Optimizer = torch.optim.Optimizer | ShardedOptimizer
@@ -87,7 +87,7 @@ class Update:
     def _is_applied(self, step: int) -> bool:
         """Whether to apply the update. If the optimizer skips it by itself, yes. The first one that is applied is decided here:
         an optimizer creates its state then, and may leave it uninitialized if it skips."""
-        finite = finite_by_gradient(self._gradients())
+        finite = torch.stack(self._norms(float("inf"))).isfinite()  # of each gradient: its largest element is
         if self._on_device is not None and self._has_applied and skips_by_itself(self._optimizer):
             named = zip(self._names, self._trained, strict=True)
             names = [name for name, parameter in named if parameter.grad is not None]
@@ -104,6 +104,10 @@ class Update:
 
     def _gradients(self) -> list[torch.Tensor]:
         return [parameter.grad for parameter in self._trained if parameter.grad is not None]
+
+    def _norms(self, order: float) -> list[torch.Tensor]:
+        """The norm of each gradient."""
+        return list(torch._foreach_norm(self._gradients(), order))
 
     def _invalid_names(self) -> list[str]:
         """The names of the parameters whose gradients are not finite."""

@@ -2,6 +2,7 @@
 # make check   formatting, lint, types, and the tests that start no other program: about a minute
 # make test    all tests
 # make test-cluster   the tests on several hosts and Slurm, as root
+# make test-gpu   the tests that need a CUDA device; skipped with a line where there is none
 # make test-soak   tests of rare failures, repeated many times
 # Every target first sets up the environment if it is missing; see tools/setup.sh.
 
@@ -21,7 +22,7 @@ RETURNN_DEMO = data/returnn/demo-torch.config
 # Three workers, as tests leave a core idle; those on several ranks run one after the other, in one worker.
 PYTEST = $(PYTHON_OF_VENV) -m pytest -n 3 --dist loadscope --durations 10
 
-.PHONY: setup setup-tests data train test test-cluster test-soak check format docs benchmark benchmark-data clean
+.PHONY: setup setup-tests data train test test-cluster test-gpu test-soak check format docs benchmark benchmark-data clean
 
 setup:
 	@bash tools/setup.sh
@@ -54,6 +55,9 @@ test: setup data $(RETURNN_DEMO)
 # On three hosts with Slurm, all simulated on this machine; skipped with a reason if these cannot be set up.
 test-cluster: setup setup-tests
 	$(PYTEST) tests/cluster -m cluster -rs
+
+test-gpu: setup
+	$(PYTHON_OF_VENV) -m pytest -m gpu -rs tests/learner/test_gpu.py
 
 test-soak: setup data
 	$(PYTHON_OF_VENV) -m pytest -m soak --soak --durations 10

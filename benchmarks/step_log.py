@@ -38,7 +38,7 @@ def drain(end: int) -> None:
 class Constant:
     """A meter with constant scores, in place of a learner's."""
 
-    def take_scores(self) -> Scores:
+    def take_arrived(self) -> Scores:
         result = Scores()
         result.add("ce", 1.0, 1.0)
         return result

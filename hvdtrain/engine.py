@@ -175,7 +175,7 @@ class Engine:
 
         self._step_log.begin(current.epoch, None, rounds, current.elapsed + time.perf_counter() - self._counted_until)
         self._learner.begin_epoch(current.epoch, progress.step)
-        with self._train.read(share, current.epoch) as batches:
+        with self._train.read(share, current.epoch, self._learner.staging) as batches:
             for group in groups(rounds, next_group_size):  # the steps of one update
                 for done in group:
                     batch = self._next(batches, current)
@@ -307,8 +307,9 @@ class Engine:
         """Collective. Add the ranks' scores since the last time to the epoch's.
 
         Raises:
-            TrainingError: a loss is not a finite number.
+            TrainingError: a loss is not a finite number, or too many updates in a row were skipped.
         """
+        self._learner.settle()
         own = self._tally.take_all()
         self._not_finite += self._learner.meter.take_not_finite()
         gathered = self._comm.gather((own, bool(self._not_finite)), name="train_scores")

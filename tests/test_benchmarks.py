@@ -1,4 +1,4 @@
-"""The data benchmarks run, on tiny data, and print what the documents say they print.
+"""The data benchmarks, and that of a GPU, run on tiny data, and print what the documents say they print.
 
 That of balance_ranks runs in tests/data/plan/test_balance.py.
 """
@@ -18,6 +18,7 @@ TINY = {
     "long_sequences": ["--sequences", "40", "--rounds", "1"],
     "step_log": ["--steps", "10", "--rounds", "1"],
     "short_sequences": ["--sequences", "1000", "--of_returnn", "100", "--rounds", "1"],
+    "gpu_loop": "--device cpu --sequences 20 --rounds 0 --layers 1 --width 32".split(),
 }
 PRINTED = {
     "opening": "| 1,000 | 2 |",
@@ -29,6 +30,7 @@ PRINTED = {
     "long_sequences": "epoch 3: RETURNN",
     "short_sequences": "| RETURNN, sequences, cached |",
     "step_log": "| a bar, and lines every 10 s |",
+    "gpu_loop": "hvdtrain relative to hand-written: ",
 }
 NEEDS = {"long_sequences": "returnn", "short_sequences": "returnn", "hdf_layouts": "hdf5plugin"}
 

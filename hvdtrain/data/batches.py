@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Generic, TypeVar
 
 import numpy
@@ -50,10 +51,15 @@ class ReadAhead(Generic[T]):
     """A context manager that reads ahead from an iterator in a background thread, up to `depth` values.
 
     An exception of the iterator is raised in place of the value. Leaving the context stops the thread.
+
+    Args:
+        begin: called with every value by the thread that takes them, one value ahead: for the next one before the present one is
+            returned, if it has been read by then. It returns the value to use instead. None: values are returned as they are.
     """
 
-    def __init__(self, values: Iterable[T], depth: int = 8) -> None:
+    def __init__(self, values: Iterable[T], depth: int = 8, begin: Callable[[T], T] | None = None) -> None:
         self._values = values
+        self._begin = begin
         self._ready: queue.Queue[tuple[str, T | BaseException | None]] = queue.Queue(maxsize=depth)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._fill, name="read-ahead", daemon=True)
@@ -81,10 +87,21 @@ class ReadAhead(Generic[T]):
             self._ready.put(("error", error))
 
     def _take(self) -> Iterator[T]:
+        ahead: tuple[str, T | BaseException | None] | None = None  # the next value, begun
         while True:
-            kind, value = self._ready.get()
+            kind, value = self._begun(self._ready.get()) if ahead is None else ahead
             if kind == "error":
                 raise value  # type: ignore[misc]  # it is a BaseException
             if kind == "end":
                 return
+            ahead = None
+            if self._begin is not None:
+                with suppress(queue.Empty):
+                    ahead = self._begun(self._ready.get_nowait())
             yield value  # type: ignore[misc]  # it is a T
+
+    def _begun(self, entry: tuple[str, T | BaseException | None]) -> tuple[str, T | BaseException | None]:
+        kind, value = entry
+        if kind == "value" and self._begin is not None:
+            return kind, self._begin(value)  # type: ignore[arg-type]  # it is a T
+        return entry

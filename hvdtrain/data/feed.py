@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Protocol
 
 from hvdtrain.data.batches import ReadAhead
 from hvdtrain.data.combine.cache import Budget
@@ -19,6 +19,18 @@ from hvdtrain.errors import DataError
 
 SEED_STEP = 16127
 """The distance between the seeds of two neighbouring ranks under 'random_seed_offset'; RETURNN's number."""
+
+
+class Staging(Protocol):
+    """What a learner does to batches on their way from the reading thread to a step."""
+
+    def pin(self, batch: Batch) -> Batch:
+        """The batch in memory that a device can copy from by itself. Called by the reading thread."""
+        ...
+
+    def send(self, batch: Batch) -> Batch:
+        """Start to copy a batch to the device. Called by the thread that trains, one batch ahead."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -93,9 +105,16 @@ class Feed:
         """
         return plan.share(self.rank, self.size, position) if self.distribution == "shard" else plan.share(0, 1, position)
 
-    def read(self, share: list[Array], epoch: int) -> ReadAhead[Batch]:
-        """The batches of a share with the arrays of an epoch, read in the background."""
+    def read(self, share: list[Array], epoch: int, staging: Staging | None = None) -> ReadAhead[Batch]:
+        """The batches of a share with the arrays of an epoch, read in the background.
+
+        Args:
+            staging: the learner's; None: batches are not copied to a device ahead.
+        """
         dataset = self.dataset.at_epoch(epoch)
         if self.chunks is not None:
             dataset = ChunkedDataset(dataset, self.chunks)
-        return ReadAhead(map(dataset.batch, share))
+        batches = map(dataset.batch, share)
+        if staging is None:
+            return ReadAhead(batches)
+        return ReadAhead(map(staging.pin, batches), begin=staging.send)

@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol
 
 from hvdtrain.comm.base import Tensor
 from hvdtrain.config.keys import ALONE, REQUIRED, Section, Sections, key, not_negative, positive, share
+from hvdtrain.data.feed import Staging
 from hvdtrain.data.types import Array, Batch
 from hvdtrain.errors import CheckpointError
 from hvdtrain.runtime.scores import Scores
@@ -49,12 +50,14 @@ class Learner(Protocol):
         device_name: the GPU's name, or "CPU".
         observer: called in every update with the gradients that this rank applies (of a sharded optimizer, those of its share),
             by the parameters' names: reduced over the ranks, before noise and clipping, float32. None: nobody looks at them.
+        staging: copies batches to the device ahead of their steps; None: steps use batches as they were read.
     """
 
     model: Any
     num_parameters: int
     device_name: str
     observer: Observer | None
+    staging: Staging | None
 
     @property
     def state(self) -> State:
@@ -83,7 +86,16 @@ class Learner(Protocol):
         """Finish the reduction of the gradients and apply them with the optimizer.
 
         Raises:
-            TrainingError: more updates in a row had gradients that are not finite than the config allows.
+            TrainingError: more updates in a row had gradients that are not finite than the config allows. Where a GPU decides
+                which updates are skipped, this is raised one update late, or by `settle`.
+        """
+        ...
+
+    def settle(self) -> None:
+        """Wait until it is known which updates were skipped. Called by all ranks at the end of an epoch and before saving.
+
+        Raises:
+            TrainingError: as in `update`.
         """
         ...
 
@@ -189,7 +201,8 @@ class State(ModelState, Protocol):
 
 
 class Meter(Protocol):
-    """What a learner's steps cost and what came out of them. On a GPU, asking may wait for the device; steps never do."""
+    """What a learner's steps cost and what came out of them. On a GPU, asking waits for the device, except for what has arrived
+    from there; steps never wait."""
 
     @property
     def loss_scale(self) -> float | None:
@@ -197,13 +210,17 @@ class Meter(Protocol):
         ...
 
     def take_scores(self) -> Scores:
-        """The sums and counts of losses and errors since the last call."""
+        """The sums and counts of losses and errors of all batches since the last call of this or of `take_arrived`."""
+        ...
+
+    def take_arrived(self) -> Scores:
+        """The same of those batches whose numbers can be read without waiting for the device. Where it cannot be asked, all."""
         ...
 
     def take_not_finite(self) -> list[NotFinite]:
         """The losses that were not finite, of those that were read from the device since the last call.
 
-        On a GPU, losses are read when scores are taken, or when those of many batches have gathered.
+        On a GPU, losses are read a few steps late: when they have arrived, or when scores are taken.
         """
         ...
 
@@ -223,7 +240,8 @@ class NotFinite:
     Attributes:
         step: steps done before its step in the whole training.
         indices: the batch's sequences in the dataset.
-        parameters: the names of the parameters that were not finite when the loss was read: on a CPU, before the update.
+        parameters: the names of the parameters that were not finite when the loss was read: on a CPU, before the update; on a
+            GPU, a few updates later.
     """
 
     step: int

@@ -1,6 +1,7 @@
 """What a learner's steps cost and what came out of them: a learner's `meter`, whatever the framework.
 
-Sums and counts of losses stay on the device until somebody asks for them, so that no step waits for a GPU.
+Sums and counts of losses are read from the device when they have arrived, or when somebody asks for all of them: no step waits
+for a GPU.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from math import isfinite
-from typing import Protocol
+from typing import Any, Protocol
 
 from hvdtrain.comm.base import Tensor
 from hvdtrain.data.types import Array
@@ -18,7 +19,7 @@ from hvdtrain.learner.precision import LossScale
 from hvdtrain.runtime.scores import Scores
 
 MAX_PENDING = 1000
-"""Batches whose scores may stay on a GPU; those of more are fetched at once, in one transfer."""
+"""Batches whose scores may be pending; those of more are fetched at once, which waits for the device."""
 
 MAX_NOT_FINITE = 3
 """Losses that are not finite are remembered up to this number, as those that follow are not finite either."""
@@ -57,6 +58,9 @@ class LearnerMeter:
     def take_scores(self) -> Scores:
         return self.scores.take()
 
+    def take_arrived(self) -> Scores:
+        return self.scores.take_arrived()
+
     def take_not_finite(self) -> list[NotFinite]:
         return self.scores.take_not_finite()
 
@@ -68,20 +72,35 @@ class LearnerMeter:
 
 
 @dataclass(frozen=True)
+class Transfer:
+    """How numbers come from the device.
+
+    Attributes:
+        read: makes one list of numbers of what `start` returned for several tensors; waits for them.
+        start: starts to copy a tensor; called once for each.
+        has_arrived: whether `read` would not wait for what `start` returned. None: nobody knows.
+    """
+
+    read: Callable[[list[Any]], list[float]]
+    start: Callable[[Tensor], Any] = lambda numbers: numbers
+    has_arrived: Callable[[Any], bool] | None = None
+
+
+@dataclass(frozen=True)
 class _Pending:
-    """A batch's sums and counts on the device, and the names of the losses, with whether each is minimized."""
+    """A batch's sums and counts on their way from the device, and the names of the losses, with whether each is minimized."""
 
     names: Mapping[str, bool]
-    numbers: Tensor
+    numbers: Any
     step: int
     indices: Array
 
 
 class PendingScores:
-    """Sums and counts of batches, left on the device until they are asked for.
+    """Sums and counts of batches, which may be on the device for a while.
 
     Args:
-        fetch: makes one list of numbers from tensors of shape (2 * losses,), each with the sums, then the counts.
+        transfer: brings tensors of shape (2 * losses,), each with the sums, then the counts.
         not_finite: gives the names of the parameters that are not finite.
         on_cpu: every batch's numbers are fetched at once, as waiting gains nothing.
         finite_only: leave out sums that are not finite, as the updates of such batches are skipped.
@@ -89,13 +108,13 @@ class PendingScores:
 
     def __init__(
         self,
-        fetch: Callable[[list[Tensor]], list[float]],
+        transfer: Transfer,
         not_finite: Callable[[], tuple[str, ...]],
         *,
         on_cpu: bool,
         finite_only: bool,
     ) -> None:
-        self._fetch = fetch
+        self._transfer = transfer
         self._find_not_finite = not_finite
         self._max_pending = 1 if on_cpu else MAX_PENDING
         self._finite_only = finite_only
@@ -111,15 +130,21 @@ class PendingScores:
             step: steps done before this one in the whole training.
             indices: the batch's sequences in the dataset.
         """
-        self._pending.append(_Pending(names, numbers, step, indices))
+        self._pending.append(_Pending(names, self._transfer.start(numbers), step, indices))
         if len(self._pending) >= self._max_pending:
             self.fetch()
+        elif self._transfer.has_arrived is not None:
+            self._read(self._num_arrived(self._transfer.has_arrived))
 
     def take(self) -> Scores:
-        """The scores of all batches since the last call."""
+        """The scores of all batches since the last call of this or of `take_arrived`; waits for the device."""
         self.fetch()
-        taken, self._scores = self._scores, Scores()
-        return taken
+        return self._taken()
+
+    def take_arrived(self) -> Scores:
+        """The same of those batches whose numbers have arrived; of all, if nobody knows which have."""
+        self._read(len(self._pending) if self._transfer.has_arrived is None else self._num_arrived(self._transfer.has_arrived))
+        return self._taken()
 
     def take_not_finite(self) -> list[NotFinite]:
         """The minimized losses that were not finite, of those fetched since the last call."""
@@ -128,10 +153,23 @@ class PendingScores:
 
     def fetch(self) -> None:
         """Read all pending numbers from the device; this waits for it."""
-        if not self._pending:
+        self._read(len(self._pending))
+
+    def _taken(self) -> Scores:
+        taken, self._scores = self._scores, Scores()
+        return taken
+
+    def _num_arrived(self, has_arrived: Callable[[Any], bool]) -> int:
+        """How many of the first pending batches can be read without waiting: numbers arrive in order."""
+        return next((place for place, batch in enumerate(self._pending) if not has_arrived(batch.numbers)), len(self._pending))
+
+    def _read(self, num_batches: int) -> None:
+        """Read the numbers of the first pending batches."""
+        if not num_batches:
             return
-        values = iter(self._fetch([batch.numbers for batch in self._pending]))
-        for batch in self._pending:
+        batches, self._pending = self._pending[:num_batches], self._pending[num_batches:]
+        values = iter(self._transfer.read([batch.numbers for batch in batches]))
+        for batch in batches:
             totals = [next(values) for _ in batch.names]
             for (name, is_minimized), total in zip(batch.names.items(), totals, strict=True):
                 count = next(values)
@@ -141,4 +179,3 @@ class PendingScores:
                 if is_minimized and not isfinite(total) and len(self._not_finite) < MAX_NOT_FINITE:
                     found = NotFinite(batch.step, name, total, tuple(batch.indices.tolist()), self._find_not_finite())
                     self._not_finite.append(found)
-        self._pending = []

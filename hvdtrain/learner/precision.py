@@ -142,7 +142,7 @@ class LossScale:
 
     def __init__(self, options: ScaleOptions) -> None:
         self.scale = float(options.init_scale)
-        self._options = options
+        self.options = options
         self._good = 0  # updates in a row with finite gradients since the scale last changed
 
     @property
@@ -155,10 +155,10 @@ class LossScale:
         before = self.scale
         self._good = self._good + 1 if finite else 0
         if not finite:
-            self.scale *= self._options.backoff_factor
-        elif self._good >= self._options.growth_interval:
+            self.scale *= self.options.backoff_factor
+        elif self._good >= self.options.growth_interval:
             self._good = 0
-            self.scale = min(LARGEST, self.scale * self._options.growth_factor)
+            self.scale = min(LARGEST, self.scale * self.options.growth_factor)
         return self.scale != before
 
     def state(self) -> dict[str, float]:

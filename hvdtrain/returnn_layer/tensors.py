@@ -233,7 +233,7 @@ class Tensor:
     def mask(self) -> torch.Tensor:
         """hvdtrain's name for the mask: False at padding, shape (batch, time), on the device of the raw tensor."""
         frames: torch.Tensor = torch.arange(self.raw_tensor.shape[1], device=self.raw_tensor.device)
-        return frames[None, :].less(self.seq_lens.to(self.raw_tensor.device)[:, None])
+        return frames[None, :].less(self.seq_lens.to(self.raw_tensor.device, non_blocking=True)[:, None])
 
     def get_batch_dim_tag(self) -> Dim:
         return self._one([dim for dim in self.dims if dim.is_batch_dim()], "a batch axis")
@@ -262,8 +262,9 @@ class Tensor:
         return self._like(None, name=name)
 
     def to(self, device: Any) -> Tensor:
-        """Copy the Tensor to a device."""
-        return self._like(None if self.raw_tensor is None else self.raw_tensor.to(device))
+        """Copy the Tensor to a device. A copy to a GPU is not waited for; the sizes of a batch are in pinned memory."""
+        to_gpu = torch.device(device).type != "cpu"
+        return self._like(None if self.raw_tensor is None else self.raw_tensor.to(device, non_blocking=to_gpu))
 
     def copy_compatible_to_dims(self, dims: Sequence[Dim]) -> Tensor:
         """Reorder the axes like `dims`, and add missing ones with size 1. Raises: ValueError, if a dim is not in `dims`."""

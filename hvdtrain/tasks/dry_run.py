@@ -152,7 +152,7 @@ def _measured(session: Session, feed: Feed, epoch: int, run: Run, closing: int =
     session.watchdog.beat(f"reading {feed.name}")
     began = time.perf_counter()
     sample = of(chosen)
-    with sample.read(sample.share(sample.plan(epoch)), epoch) as batches:
+    with sample.read(sample.share(sample.plan(epoch)), epoch, session.learner.staging) as batches:
         count = sum(1 for _ in batches)
     reading = (time.perf_counter() - began) * len(chosen) / max(count, 1)
     computing = slowest(run(sample))

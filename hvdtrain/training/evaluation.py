@@ -33,7 +33,7 @@ def evaluate(
     steps = -(-plan.num_batches // comm.size)
     tally = Tally(learner.meter)
     step_log.begin(epoch, feed.name, steps)
-    with feed.read(feed.share(plan), epoch) as batches:
+    with feed.read(feed.share(plan), epoch, learner.staging) as batches:
         for number in range(1, steps + 1):
             watchdog.beat(f"epoch {epoch}, evaluation of {feed.name}, batch {number - 1}", "evaluation")
             batch = next(batches, None)

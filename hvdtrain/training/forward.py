@@ -75,7 +75,7 @@ def forward(
     share = feed.share(plan)
     spool = together(comm, lambda: _open_spool(spool_prefix, comm.rank), name="open_spool")
     try:
-        with feed.read(share, epoch) as batches:
+        with feed.read(share, epoch, learner.staging) as batches:
             for number, batch in enumerate(batches):
                 watchdog.beat(f"forwarding {feed.name}, batch {number}", "steps")
                 for index, outputs in zip(batch.indices.tolist(), learner.forward(batch), strict=True):

@@ -21,15 +21,23 @@ BAR = "{l_bar}{bar:10}{r_bar}"
 """tqdm's own format with a bar of a fixed width: the losses behind it would change the width with every line."""
 
 
-class Meter(Protocol):
-    """What a learner measures."""
+class Measured(Protocol):
+    """What a line about a step says of what was measured."""
 
-    def take_scores(self) -> Scores:
-        """The scores of the batches since the last call."""
+    def take_arrived(self) -> Scores:
+        """The scores of the batches since the last call, as far as they are there; does not wait for a GPU."""
         ...
 
     def peak_memory(self) -> int | None:
         """Bytes of the device's memory used at most so far; None on a CPU."""
+        ...
+
+
+class Meter(Measured, Protocol):
+    """What a learner measures."""
+
+    def take_scores(self) -> Scores:
+        """The scores of all batches since the last call of this or of `take_arrived`; waits for a GPU."""
         ...
 
 
@@ -41,14 +49,14 @@ class Tally:
         self._taken: list[Scores] = []
         self.peak_memory = meter.peak_memory
 
-    def take_scores(self) -> Scores:
-        """The scores of the batches since the last call."""
-        self._taken.append(self._meter.take_scores())
+    def take_arrived(self) -> Scores:
+        """The scores of the batches since the last call, as far as they are there; does not wait for a GPU."""
+        self._taken.append(self._meter.take_arrived())
         return self._taken[-1]
 
     def take_all(self) -> Scores:
-        """The scores of all batches since the last call of this method."""
-        self.take_scores()
+        """The scores of all batches since the last call of this method; waits for a GPU."""
+        self._taken.append(self._meter.take_scores())
         taken, self._taken = self._taken, []
         return Scores.merged(taken)
 
@@ -62,14 +70,14 @@ class StepReport:
         complete: the share of the epoch or evaluation that is done, from 0 to 1.
         learning_rate: of the last update; None: there was none.
         batch: this rank's; None: it had none left.
-        meter: has the scores and the memory. Taking scores waits for a GPU.
+        meter: has the scores and the memory. On a GPU, the scores are those that have arrived, a few steps late.
     """
 
     number: int
     complete: float
     learning_rate: float | None
     batch: Batch | None
-    meter: Meter
+    meter: Measured
 
 
 def batch_size(report: StepReport) -> list[str]:
@@ -96,8 +104,8 @@ class StepLog:
     """Receives every step, and reports some of them.
 
     Args:
-        interval: seconds between two lines of the log. Only for such a line are the losses read, which waits for the GPU; the
-            bar shows those of the last line.
+        interval: seconds between two lines of the log, each with the mean losses of the steps since the last line; the bar shows
+            those of the last line. On a GPU, the losses of the last few steps come with the next line.
         terminal: where the bar is drawn; None: no bar.
         fields: what lines say about a step besides its losses and times.
     """
@@ -134,7 +142,7 @@ class StepLog:
         per_step = (now - self._began) / self._done
         if tell:
             self._told = now
-            self._losses = text(report.meter.take_scores().means())
+            self._losses = text(report.meter.take_arrived().means())
             elapsed = clock_text(self._elapsed + now - self._began)
             more = [words for field in self._fields for words in field(report)]
             parts = [f"{self._what}, step {report.number}", self._losses, *more, f"{per_step:.3f} sec/step", f"elapsed {elapsed}"]

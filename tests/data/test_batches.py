@@ -30,6 +30,22 @@ def test_values_come_in_order_and_the_thread_ends() -> None:
     assert not reading()
 
 
+def test_the_next_value_is_begun_before_the_present_one_is_used() -> None:
+    begun: list[int] = []
+
+    def begin(value: int) -> int:
+        begun.append(value)
+        return 10 * value
+
+    with ReadAhead(range(5), begin=begin) as values:
+        while reading():  # all values are there
+            pass
+        assert next(values) == 0
+        assert begun == [0, 1]
+        assert list(values) == [10, 20, 30, 40]
+    assert begun == [0, 1, 2, 3, 4]
+
+
 def test_an_error_is_raised_where_the_value_would_have_come() -> None:
     def failing() -> Iterator[int]:
         yield 1

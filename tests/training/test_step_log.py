@@ -133,7 +133,7 @@ from hvdtrain.training.step_log import StepReport, open_step_log
 from hvdtrain.runtime.scores import Scores
 
 class Meter:
-    take_scores = Scores
+    take_arrived = Scores
     peak_memory = None
 
 keys = LogKeys(log_verbosity=4, log_interval=0.0)
@@ -175,7 +175,7 @@ class Meter:
 
     looked = 0
 
-    def take_scores(self) -> Scores:
+    def take_arrived(self) -> Scores:
         self.looked += 1
         return Scores()
 

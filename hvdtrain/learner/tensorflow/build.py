@@ -10,7 +10,7 @@ from hvdtrain.config.reference import as_function
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.learner.frameworks import BuildOptions
-from hvdtrain.learner.meter import PendingScores
+from hvdtrain.learner.meter import PendingScores, Transfer
 from hvdtrain.learner.optimizer import Clipping
 from hvdtrain.learner.precision import GradientCheck, LossScale, Precision
 from hvdtrain.learner.reducer import Reducer
@@ -83,7 +83,7 @@ def _meter(variables: ModelVariables, scale: LossScale | None, finite_only: bool
         return tuple(name for name, variable in named if not numpy.isfinite(array_of(variable).astype(numpy.float64)).all())
 
     scores = PendingScores(
-        lambda tensors: tf.concat(tensors, 0).numpy().tolist(),
+        Transfer(lambda tensors: tf.concat(tensors, 0).numpy().tolist()),
         not_finite,
         on_cpu=device_name() == "CPU",
         finite_only=finite_only,

@@ -49,6 +49,7 @@ class TensorFlowLearner:
         self.state = state
         self.meter = meter
         self.observer: Observer | None = None
+        self.staging = None  # TensorFlow copies what it is fed
         self._update = update
         self._seed = seed
         self._epoch = 0
@@ -80,6 +81,9 @@ class TensorFlowLearner:
                 self._update.apply(gradients, divisor, self.graphs.exchange, learning_rate, seeds, self._step - 1)
                 self.graphs.waited(waited)
         self._reduced = None
+
+    def settle(self) -> None:
+        pass  # `update` knows already whether it was skipped
 
     def evaluate(self, batch: Batch) -> None:
         self.meter.scores.add(*self.graphs.evaluate(batch, self._epoch, self._step), self._step, batch.indices)

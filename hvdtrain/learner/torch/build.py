@@ -10,16 +10,18 @@ from hvdtrain.config.reference import as_function
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.learner.frameworks import BuildOptions
-from hvdtrain.learner.meter import LearnerMeter, PendingScores
+from hvdtrain.learner.meter import LearnerMeter, PendingScores, Transfer
 from hvdtrain.learner.optimizer import Clipping
 from hvdtrain.learner.precision import GradientCheck, LossScale
 from hvdtrain.learner.reducer import Reducer
 from hvdtrain.learner.torch.compile import compile_model
-from hvdtrain.learner.torch.device import CudaClock, autocast_of, device_of, peak_memory, seed_all
+from hvdtrain.learner.torch.device import CudaClock, OnTheWay, autocast_of, device_of, peak_memory, seed_all
 from hvdtrain.learner.torch.gradients import Gradients
 from hvdtrain.learner.torch.learner import ConfigFunctions, TorchLearner
 from hvdtrain.learner.torch.optimizer import make_optimizer
 from hvdtrain.learner.torch.sharded import ShardedOptimizer
+from hvdtrain.learner.torch.skipping import DeviceSkips
+from hvdtrain.learner.torch.staging import CudaStaging
 from hvdtrain.learner.torch.state import TorchState, WeightAverage, preload
 from hvdtrain.learner.torch.sync_batch_norm import Exchange, synchronize
 from hvdtrain.learner.torch.tensors import trained_of
@@ -47,11 +49,13 @@ def build_learner(keys: LearnerKeys, reducer: Reducer, options: BuildOptions) ->
     exchange: Exchange | None = None
     if options.batch_norm is not None:
         model, exchange = synchronize(model, options.batch_norm)
-    whole = make_optimizer(keys.optimizer, model)
-    optimizer: Optimizer = whole if options.sharded is None else ShardedOptimizer(whole, options.sharded)
     scale = options.precision.loss_scale(options.precision.dtype)
     reduced = reducer.updates_without_batch  # gradients are then the same on all ranks, and get the same noise
     check = GradientCheck(keys.num_allowed_consec_invalid_gradient_steps, scale, same_on_all_ranks=reduced)
+    on_gpu = device.type == "cuda"
+    on_device = DeviceSkips(check, scale, device) if on_gpu and options.sharded is None else None
+    whole = make_optimizer(keys.optimizer, model, fused=check.is_needed and on_device is not None)
+    optimizer: Optimizer = whole if options.sharded is None else ShardedOptimizer(whole, options.sharded)
     noise: GradientNoise | None = None
     if keys.gradient_noise:
         noise = GradientNoise(keys.gradient_noise, (options.seed, None if reduced else options.rank), device)
@@ -65,9 +69,10 @@ def build_learner(keys: LearnerKeys, reducer: Reducer, options: BuildOptions) ->
             device=device,
             autocast=autocast_of(options.precision.dtype, device),
             watch=watch,
+            staging=CudaStaging(device) if on_gpu else None,
         ),
         Gradients(trained_of(model), reducer, device),
-        Update(model, optimizer, Clipping(keys.gradient_clip, keys.gradient_clip_global_norm), check, scale, noise),
+        Update(model, optimizer, Clipping(keys.gradient_clip, keys.gradient_clip_global_norm), check, scale, noise, on_device),
         TorchState(model, optimizer, device, average, scale, constants),
         _meter(keys, model, device, scale),
         (options.seed, options.rank),
@@ -97,8 +102,12 @@ def _meter(keys: LearnerKeys, model: torch.nn.Module, device: torch.device, scal
     def not_finite() -> tuple[str, ...]:
         return tuple(name for name, values in model.named_parameters() if not bool(values.isfinite().all()))
 
+    def read(tensors: list[torch.Tensor]) -> list[float]:
+        return torch.cat(tensors).tolist()
+
+    late = Transfer(lambda several: read([one.values() for one in several]), OnTheWay, OnTheWay.has_arrived)
     scores = PendingScores(
-        lambda tensors: torch.cat(tensors).tolist(),
+        Transfer(read) if on_cpu else late,
         not_finite,
         on_cpu=on_cpu,
         finite_only=keys.num_allowed_consec_invalid_gradient_steps is not None,

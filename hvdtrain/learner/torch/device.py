@@ -58,6 +58,26 @@ MAX_SPANS = 1000
 """Spans whose events are kept before the older ones are read."""
 
 
+class OnTheWay:
+    """A tensor's values on their way into host memory: the copy runs behind the kernels that compute them, and nobody waits."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._values = values.detach().to("cpu", non_blocking=True)  # into pinned memory; a tensor on the CPU is not copied
+        self._copied: torch.cuda.Event | None = None
+        if values.device.type == "cuda":
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record()
+
+    def has_arrived(self) -> bool:
+        return self._copied is None or self._copied.query()  # type: ignore[no-untyped-call]
+
+    def values(self) -> torch.Tensor:
+        """The values on the CPU; waits until they are there."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._values
+
+
 class CudaClock:
     """Seconds from the first to the last kernel of each span, measured by events on the device, so that no step waits for it."""
 
@@ -76,7 +96,9 @@ class CudaClock:
             self._add(MAX_SPANS // 2)
 
     def take(self) -> float:
-        torch.cuda.synchronize()
+        """Wait for the last span's kernels; return the seconds of all spans since the last call."""
+        if self._pairs:
+            self._pairs[-1][1].synchronize()
         self._add(len(self._pairs))
         taken, self._seconds = self._seconds, 0.0
         return taken

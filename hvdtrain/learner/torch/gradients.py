@@ -15,7 +15,7 @@ from hvdtrain.context import Loss
 from hvdtrain.learner.base import Then
 from hvdtrain.learner.marked import TINY, Normalized, check_same, normalized, nothing_to_minimize
 from hvdtrain.learner.reducer import Reducer, buckets
-from hvdtrain.learner.torch.tensors import count_of, terms_of, total_of
+from hvdtrain.learner.torch.tensors import Factor, count_of, terms_of, total_of
 
 
 class Gradients:
@@ -40,7 +40,7 @@ class Gradients:
         self._counts: Any = 0.0  # of the normalized losses, over this rank's batches since the last update
         self._count_handle: Any = None  # the reduction of the count that gradients are divided by after theirs
 
-    def add(self, losses: dict[str, Loss] | None, scale: float, then: Then) -> None:
+    def add(self, losses: dict[str, Loss] | None, scale: Factor, then: Then) -> None:
         """Add the gradients of one batch. Collective in the first step of a training and in the last of an update.
 
         Args:
@@ -52,7 +52,7 @@ class Gradients:
         """
         normal = self._agree(losses)
         if losses is not None and normal.names:
-            self._counts = self._counts + torch.stack([count_of(losses[name]) for name in normal.names]).to(self._device)
+            self._counts = self._counts + torch.stack([count_of(losses[name], self._device) for name in normal.names])
         if then == "update":
             self._send(losses or {}, normal, scale)
         elif losses is not None:
@@ -64,7 +64,10 @@ class Gradients:
         if self._count_handle is not None:
             [counts] = self._reducer.finish_gradients(self._count_handle)
             gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-            torch._foreach_div_(gradients, counts.clamp(min=TINY)[0])
+            divisor = counts.clamp(min=TINY)[0]
+            if all(gradient.dtype == torch.float32 for gradient in gradients):
+                divisor = divisor.float()  # the same quotients; a GPU then needs a few kernels, not one for each gradient
+            torch._foreach_div_(gradients, divisor)
 
     def _agree(self, losses: dict[str, Loss] | None) -> Normalized:
         """Collective in the first step: a rank without a batch does not know which losses are normalized."""
@@ -75,14 +78,14 @@ class Gradients:
             check_same(self._normalized, own)
         return self._normalized
 
-    def _accumulate(self, losses: dict[str, Loss], normal: Normalized, scale: float) -> None:
+    def _accumulate(self, losses: dict[str, Loss], normal: Normalized, scale: Factor) -> None:
         """The gradients of a batch that is not the update's last."""
         if normal.names and not normal.alone:
             self._of_losses.add(losses, normal.names, scale)
         elif (total := total_of(losses, {}, scale)) is not None:
             total.backward()  # type: ignore[no-untyped-call]
 
-    def _send(self, losses: dict[str, Loss], normal: Normalized, scale: float) -> None:
+    def _send(self, losses: dict[str, Loss], normal: Normalized, scale: Factor) -> None:
         """Collective. The gradients of the update's last batch, each of which is sent as soon as it is complete."""
         divisors = self._start_counts(normal)
         self._of_losses.combine(divisors)
@@ -176,7 +179,7 @@ class LossGradients:
         self._parameters = list(parameters)
         self._sums: dict[str | None, list[torch.Tensor | None]] = {}  # None: of the losses that are not normalized, together
 
-    def add(self, losses: Mapping[str, Loss], names: Sequence[str], scale: float) -> None:
+    def add(self, losses: Mapping[str, Loss], names: Sequence[str], scale: Factor) -> None:
         """Add a batch's gradients.
 
         Args:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from hvdtrain.context import Loss, RunContext, running
+from hvdtrain.data.feed import Staging
 from hvdtrain.data.types import Array, Batch
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.base import Observer, Then
@@ -16,9 +17,10 @@ from hvdtrain.learner.meter import LearnerMeter
 from hvdtrain.learner.torch.compile import Watch
 from hvdtrain.learner.torch.device import Autocast, device_name, seed_all
 from hvdtrain.learner.torch.gradients import Gradients
+from hvdtrain.learner.torch.staging import await_copy, extern_data_of
 from hvdtrain.learner.torch.state import TorchState
 from hvdtrain.learner.torch.sync_batch_norm import Exchange
-from hvdtrain.learner.torch.tensors import array_of, extern_data_of, numbers_of
+from hvdtrain.learner.torch.tensors import array_of, numbers_of
 from hvdtrain.learner.torch.update import Update
 
 
@@ -30,6 +32,7 @@ class ConfigFunctions:
         forward_step: None if the config has none.
         autocast: makes the context in which the functions compute in half precision.
         watch: makes the context around whatever may compile the model.
+        staging: copies batches to the device ahead; None: the device is the CPU.
     """
 
     model: torch.nn.Module
@@ -38,6 +41,7 @@ class ConfigFunctions:
     device: torch.device
     autocast: Autocast
     watch: Watch
+    staging: Staging | None = None
 
     def losses(self, batch: Batch, epoch: int, step: int, train: bool) -> dict[str, Loss]:
         """Run train_step; return what it marks by name. Raises: ConfigError."""
@@ -90,6 +94,7 @@ class TorchLearner:
         self.model = functions.model
         self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.device_name = device_name(functions.device)
+        self.staging = functions.staging
         self.state = state
         self.meter = meter
         self.observer: Observer | None = None
@@ -111,6 +116,7 @@ class TorchLearner:
     def backward(self, batch: Batch | None, then: Then = "update") -> None:
         self._is_update_due = self._is_update_due or batch is not None or self._gradients.updates_without_batch
         if self._is_update_due:
+            await_copy(batch)  # before the clock starts: this is no computing
             with self.meter.clock.span(), self._functions.watch():
                 seed_all(self._device, *self._seed, self._step)
                 losses = None
@@ -118,7 +124,7 @@ class TorchLearner:
                     losses = self._functions.losses(batch, self._epoch, self._step, train=True)
                     self._record(losses, batch, train=True)
                 self._finish_batch_norms(batch, forward=True)
-                self._gradients.add(losses, self.meter.loss_scale or 1.0, then)
+                self._gradients.add(losses, self._update.loss_factor, then)
                 self._finish_batch_norms(batch, forward=False)
         self._step += 1
 
@@ -131,11 +137,16 @@ class TorchLearner:
                 self._update.apply(learning_rate, self._step - 1)
         self._is_update_due = False
 
+    def settle(self) -> None:
+        self._update.settle()
+
     def evaluate(self, batch: Batch) -> None:
+        await_copy(batch)
         with torch.no_grad(), self._functions.watch():
             self._record(self._functions.losses(batch, self._epoch, self._step, train=False), batch, train=False)
 
     def forward(self, batch: Batch) -> list[dict[str, Array]]:
+        await_copy(batch)
         return self._functions.outputs(batch, self._epoch, self._step)
 
     def modules(self) -> Iterator[tuple[str, torch.nn.Module]]:

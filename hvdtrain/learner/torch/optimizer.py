@@ -12,10 +12,14 @@ from hvdtrain.learner.optimizer import BLACKLIST, INCLUDE, DecayRule, class_name
 from hvdtrain.learner.torch.tensors import trained_of
 
 
-def make_optimizer(spec: dict[str, Any] | str | Any, model: torch.nn.Module) -> torch.optim.Optimizer:
+def make_optimizer(spec: dict[str, Any] | str | Any, model: torch.nn.Module, fused: bool = False) -> torch.optim.Optimizer:
     """An optimizer from `{"class": "adamw", "weight_decay": 0.01, ...}`, a name, or a function of the parameters.
 
     The learning rate is set at every update; `epsilon` is another name for `eps`.
+
+    Args:
+        fused: prefer the implementation with one kernel, which can skip an update by itself, if the class has it and the options
+            choose no other.
 
     Raises:
         ConfigError: there is no such optimizer, or it has no such options.
@@ -36,11 +40,20 @@ def make_optimizer(spec: dict[str, Any] | str | Any, model: torch.nn.Module) -> 
     problems = option_problems(made, options, "optimizer.")
     if problems:
         raise ConfigError(problems)
+    is_real = all(parameter.is_floating_point() for parameter in trained_of(model))
+    if fused and is_real and issubclass(made, FUSED) and not IMPLEMENTATIONS & options.keys():
+        options["fused"] = True
     try:
         return made(groups, lr=0.0, **options)  # type: ignore[no-any-return]
     except (TypeError, ValueError) as error:
         raise ConfigError([f"optimizer: expected options of {made.__name__}, got {options}: {error}"]) from None
 
+
+FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+"""Classes that have a fused implementation on GPUs in all versions of PyTorch that we support."""
+
+IMPLEMENTATIONS = {"fused", "foreach", "capturable", "differentiable"}
+"""Options of torch.optim's classes that choose or exclude an implementation."""
 
 DEFAULT_RULE = DecayRule((torch.nn.LayerNorm, torch.nn.GroupNorm, torch.nn.Embedding))
 """The parameters of these modules do not decay, nor do biases. (RETURNN's default, and GroupNorm.)"""

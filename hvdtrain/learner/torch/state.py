@@ -179,7 +179,7 @@ class TorchState:
             raise CheckpointError(f"{file}: expected the state of the optimizer {own}, got that of {stored} {NEW_OPTIMIZER}")
         try:
             if "optimizer" in state:
-                self._optimizer.load_state_dict(state["optimizer"])
+                self._optimizer.load_state_dict(_steps_on_cpu(state["optimizer"], self._optimizer))
             if self._scale is not None and "loss_scale" in state:
                 self._scale.restore(state["loss_scale"])
         except (KeyError, ValueError) as error:
@@ -296,6 +296,19 @@ def _copied(state: Any) -> Any:
     if isinstance(state, dict):
         return {key: _copied(value) for key, value in state.items()}
     return type(state)(map(_copied, state)) if isinstance(state, (list, tuple)) else state
+
+
+def _steps_on_cpu(stored: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+    """The state of an optimizer of PyTorch with `step` on the CPU, where they keep it; where it belongs to the device, as with
+    fused=True, load_state_dict copies it there. On the device, they would read it from there in every update, for each
+    parameter."""
+    if not isinstance(optimizer, (torch.optim.Optimizer, ShardedOptimizer)):
+        return stored
+    state = {number: dict(of_one) for number, of_one in stored["state"].items()}
+    for of_one in state.values():
+        if isinstance(of_one.get("step"), torch.Tensor):
+            of_one["step"] = of_one["step"].cpu()
+    return {**stored, "state": state}
 
 
 def _load(path: Path, device: torch.device) -> dict[str, Any]:

@@ -117,7 +117,7 @@ class _Normalize(torch.autograd.Function):
     def forward(context: Any, input: torch.Tensor, module: SyncBatchNorm) -> tuple[torch.Tensor, ...]:
         dims = [0, *range(2, input.dim())]
         squares = torch.linalg.vector_norm(input.detach(), dim=dims, dtype=torch.float64).square()
-        own = input.new_tensor([input.numel() / input.shape[1]], dtype=torch.float64)
+        own = input.new_full((1,), input.numel() / input.shape[1], dtype=torch.float64)
         sums = module.exchange.sums(  # type: ignore[union-attr]
             module.number, torch.cat([input.sum(dims, dtype=torch.float64), squares, own])
         )

@@ -11,9 +11,12 @@ import numpy
 import torch
 
 from hvdtrain.context import Loss
-from hvdtrain.data.types import Array, Batch
+from hvdtrain.data.types import Array, Batch, Padded
 from hvdtrain.learner.marked import minimized, nothing_to_minimize
 from hvdtrain.learner.seeds import widened
+
+Factor = float | torch.Tensor
+"""A number, or a scalar on the device."""
 
 
 def trained_of(model: torch.nn.Module) -> list[torch.nn.Parameter]:
@@ -44,51 +47,57 @@ class TorchData:
     Attributes:
         raw_tensor: shape (batch, time, ...), on the device. Strings remain a numpy array.
         seq_lens: int32 of shape (batch,), on the CPU.
+        device_seq_lens: the same on the device, where it was copied together with the frames.
     """
 
     raw_tensor: Any
     seq_lens: torch.Tensor
+    device_seq_lens: torch.Tensor
 
     @cached_property
     def mask(self) -> torch.Tensor:
         """True where a frame is not padding; shape (batch, time), on the device."""
         frames = torch.arange(self.raw_tensor.shape[1], device=self.raw_tensor.device)
-        return frames[None, :] < self.seq_lens.to(self.raw_tensor.device, non_blocking=True)[:, None]
+        return frames[None, :] < self.device_seq_lens[:, None]
 
 
-def extern_data_of(batch: Batch, device: torch.device) -> dict[str, TorchData]:
-    """The tensors that `train_step` gets, by data key."""
-    return {key: _to_device(padded.values, padded.seq_lens, device) for key, padded in batch.data.items()}
+def tensors_of(batch: Batch) -> dict[str, TorchData]:
+    """The batch's arrays as tensors on the CPU, without a copy, by data key. Strings remain numpy arrays."""
+    return {key: _data_of(padded) for key, padded in batch.data.items()}
 
 
-def _to_device(values: numpy.ndarray[Any, Any], seq_lens: numpy.ndarray[Any, Any], device: torch.device) -> TorchData:
-    if values.dtype == object:
-        return TorchData(values, torch.from_numpy(seq_lens))
-    tensor = torch.from_numpy(widened(values))
-    if device.type == "cuda":
-        tensor = tensor.pin_memory().to(device, non_blocking=True)
-    return TorchData(tensor, torch.from_numpy(seq_lens))
+def _data_of(padded: Padded) -> TorchData:
+    seq_lens = torch.from_numpy(padded.seq_lens)
+    values = padded.values
+    return TorchData(values if values.dtype == object else torch.from_numpy(widened(values)), seq_lens, seq_lens)
 
 
 def numbers_of(losses: Mapping[str, Loss], device: torch.device) -> torch.Tensor:
     """The losses' sums, then their counts; float64 of shape (2 * losses,)."""
-    sums = [loss.value.detach().sum(dtype=torch.float64) for loss in losses.values()]
-    return torch.stack(sums + [count_of(loss).to(device) for loss in losses.values()])
+    sums = [_on(device, loss.value.detach().sum(dtype=torch.float64)) for loss in losses.values()]
+    return torch.stack(sums + [count_of(loss, device) for loss in losses.values()])
 
 
-def count_of(loss: Loss) -> torch.Tensor:
-    """The number of elements of a loss, as a scalar."""
+def count_of(loss: Loss, device: torch.device) -> torch.Tensor:
+    """The number of elements of a loss, as a float64 scalar that is made on the device."""
     if loss.count is None:
-        return torch.tensor(float(loss.value.numel()), dtype=torch.float64)
-    return torch.as_tensor(loss.count).detach().sum(dtype=torch.float64)
+        return torch.full((), float(loss.value.numel()), dtype=torch.float64, device=device)
+    return _on(device, torch.as_tensor(loss.count).detach().sum(dtype=torch.float64))
 
 
-def terms_of(losses: Mapping[str, Loss], scale: float) -> dict[str, torch.Tensor]:
+def _on(device: torch.device, scalar: torch.Tensor) -> torch.Tensor:
+    """A float64 scalar on a device. One that is on the CPU is made there anew: copying it would wait for the device."""
+    if scalar.device.type != "cpu" or device.type == "cpu":
+        return scalar
+    return torch.full((), scalar.item(), dtype=torch.float64, device=device)
+
+
+def terms_of(losses: Mapping[str, Loss], scale: Factor) -> dict[str, torch.Tensor]:
     """The minimized losses: their sums, times their scales, times the scale of all losses."""
     return {name: _sum(loss.value) * (loss.scale * scale) for name, loss in minimized(losses).items()}
 
 
-def total_of(losses: Mapping[str, Loss], divisors: Mapping[str, torch.Tensor], scale: float) -> torch.Tensor | None:
+def total_of(losses: Mapping[str, Loss], divisors: Mapping[str, torch.Tensor], scale: Factor) -> torch.Tensor | None:
     """The scalar to differentiate; None if there are no losses, as on a rank without a batch.
 
     Args:

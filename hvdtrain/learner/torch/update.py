@@ -14,6 +14,7 @@ from hvdtrain.learner.precision import GradientCheck, LossScale
 from hvdtrain.learner.seeds import noise_seeds
 from hvdtrain.learner.torch.optimizer import take_multipliers
 from hvdtrain.learner.torch.sharded import ShardedOptimizer
+from hvdtrain.learner.torch.skipping import DeviceSkips, skips_by_itself
 from hvdtrain.learner.torch.tensors import trained_of
 
 Optimizer = torch.optim.Optimizer | ShardedOptimizer
@@ -27,6 +28,7 @@ class Update:
         check: decides whether an update is skipped.
         scale: of the loss; None: it is not scaled.
         noise: is added to gradients; None: nothing is.
+        on_device: decides on the device whether an update is skipped, where the optimizer can; None: the host always does.
     """
 
     def __init__(
@@ -37,15 +39,30 @@ class Update:
         check: GradientCheck,
         scale: LossScale | None = None,
         noise: GradientNoise | None = None,
+        on_device: DeviceSkips | None = None,
     ) -> None:
-        self._model = model
         self._optimizer = optimizer
         self._trained = trained_of(model)
+        self._names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         self._multipliers = take_multipliers(optimizer.param_groups)
         self._clipping = clipping
         self._check = check
         self._scale = scale
         self._noise = noise
+        self._on_device = on_device
+        self._has_applied = False  # whether an update was applied, so that the optimizer has all of its state
+
+    @property
+    def loss_factor(self) -> float | torch.Tensor:
+        """The factor on all losses before backward."""
+        if self._on_device is not None and self._on_device.loss_factor is not None:
+            return self._on_device.loss_factor
+        return 1.0 if self._scale is None else self._scale.scale
+
+    def settle(self) -> None:
+        """Read what the device decided about the last update. Raises: TrainingError, as `apply` does."""
+        if self._on_device is not None:
+            self._on_device.settle()
 
     def gradients(self) -> Iterator[tuple[str, Array]]:
         """The reduced gradients that `apply` is about to apply on this rank, by the parameters' names, before noise and clipping:
@@ -64,18 +81,31 @@ class Update:
             step: steps done in the whole training before the last step of this update.
 
         Raises:
-            TrainingError: too many updates in a row were skipped.
+            TrainingError: too many updates in a row were skipped; where the device decides, before this one.
         """
         if self._scale is not None:
-            torch._foreach_div_(self._gradients(), self._scale.scale)
-        if not self._check.is_needed or self._check.is_applied(self._are_finite(), step, self._invalid_names):
+            torch._foreach_div_(self._gradients(), self.loss_factor)
+        if not self._check.is_needed or self._is_applied(step):
             if self._noise is not None:
                 self._noise.add(self._trained, step)
             self._clip()
             for group, multiplier in zip(self._optimizer.param_groups, self._multipliers, strict=True):
                 group["lr"] = learning_rate * multiplier
             self._optimizer.step()
+            self._has_applied = True
         self._optimizer.zero_grad(set_to_none=True)
+
+    def _is_applied(self, step: int) -> bool:
+        """Whether to apply the update. If the optimizer skips it by itself, yes. The first one that is applied is decided here:
+        an optimizer creates its state then, and may leave it uninitialized if it skips."""
+        finite = torch.stack(self._norms(float("inf"))).isfinite()  # of each gradient: its largest element is
+        if self._on_device is not None and self._has_applied and skips_by_itself(self._optimizer):
+            named = zip(self._names, self._trained, strict=True)
+            names = [name for name, parameter in named if parameter.grad is not None]
+            self._on_device.decide(self._optimizer, finite, names, step)  # type: ignore[arg-type]  # no ShardedOptimizer
+            return True
+        # If gradients were reduced, this is the same on all ranks.
+        return self._check.is_applied(bool(finite.all()), step, self._invalid_names)
 
     def _clip(self) -> None:
         if self._clipping.value is not None:
@@ -86,14 +116,13 @@ class Update:
     def _gradients(self) -> list[torch.Tensor]:
         return [parameter.grad for parameter in self._trained if parameter.grad is not None]
 
-    def _are_finite(self) -> bool:
-        """Whether all gradients are finite. If they were reduced, this is the same on all ranks."""
-        norms = torch._foreach_norm(self._gradients(), float("inf"))
-        return bool(torch.stack(norms).isfinite().all())
+    def _norms(self, order: float) -> list[torch.Tensor]:
+        """The norm of each gradient."""
+        return list(torch._foreach_norm(self._gradients(), order))
 
     def _invalid_names(self) -> list[str]:
         """The names of the parameters whose gradients are not finite."""
-        named = [(name, parameter.grad) for name, parameter in self._model.named_parameters()]
+        named = [(name, parameter.grad) for name, parameter in zip(self._names, self._trained, strict=True)]
         return [name for name, gradient in named if gradient is not None and not bool(gradient.isfinite().all())]
 
 

@@ -28,6 +28,7 @@ from hvdtrain.runtime.timer import clock_text
 from hvdtrain.session import Session, open_session
 from hvdtrain.settings import Settings
 from hvdtrain.training.evaluation import evaluate
+from hvdtrain.training.plans import plan_together
 from hvdtrain.training.step_log import StepLog
 
 SECONDS = 10.0
@@ -153,14 +154,13 @@ def _measured(session: Session, feed: Feed, epoch: int, run: Run, closing: int =
     """
     comm = session.comm
     size = comm.size if feed.distribution == "shard" else 1
-    plan = together(comm, lambda: feed.plan(epoch), name=f"plan_{feed.name}")
+    plan = plan_together(comm, feed, epoch)
     rounds = Rounds(plan, feed.lengths_in(epoch), size)
     if not len(rounds):
         return Part(feed.name, [], 0, 0, 0.0, 0.0, {})
 
     def of(chosen: Sequence[int]) -> Feed:
-        only = rounds.only([*chosen, *chosen[:closing]])
-        return replace(feed, select=lambda _: only)
+        return replace(feed, only=rounds.only([*chosen, *chosen[:closing]]))
 
     def slowest(seconds: float) -> float:
         return max(comm.gather(seconds, name="slowest"))

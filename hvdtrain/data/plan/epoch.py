@@ -167,8 +167,9 @@ class Plan:
     """An epoch's batches: batch i is `order[bounds[i]:bounds[i + 1]]`.
 
     Attributes:
-        order: indices of sequences, shape (number of sequences in the epoch,); indices of chunks, if sequences are cut.
-        bounds: shape (number of batches + 1,).
+        order: indices of sequences, int64 (int32 in a plan that ranks share), shape (number of sequences in the epoch,); indices
+            of chunks, if sequences are cut.
+        bounds: int64, shape (number of batches + 1,).
     """
 
     order: Array
@@ -179,8 +180,8 @@ class Plan:
         return len(self.bounds) - 1
 
     def batch(self, index: int) -> Array:
-        """The indices of one batch's sequences, in an array of their own."""
-        return self.order[self.bounds[index] : self.bounds[index + 1]].copy()
+        """The indices of one batch's sequences, int64, in an array of their own."""
+        return self.order[self.bounds[index] : self.bounds[index + 1]].astype(numpy.int64)
 
     def share(self, rank: int, size: int, start: int = 0) -> Share:
         """The batches of one rank, without the first `start` ones, which are done: of the others, batch i goes to rank
@@ -189,7 +190,10 @@ class Plan:
 
     def fingerprint(self) -> int:
         """A checksum: the same on two ranks if they have the same plan."""
-        return crc32(self.bounds, crc32(self.order))
+        found = 0
+        for some in (self.order[i : i + BLOCK] for i in range(0, len(self.order), BLOCK)):
+            found = crc32(some.astype(numpy.int64, copy=False), found)
+        return crc32(self.bounds, found)
 
     def longest(self, lengths: Mapping[str, Array]) -> dict[str, Array]:
         """By data key, number of frames of the longest sequence of every batch, int64 of shape (number of batches,)."""

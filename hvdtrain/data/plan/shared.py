@@ -16,10 +16,12 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import numpy
 
+from hvdtrain.data.plan.bounds import BLOCK
 from hvdtrain.data.plan.chunks import Chunks
 from hvdtrain.data.plan.epoch import BatchKeys, Plan, crc32, plan
 from hvdtrain.data.plan.order import OrderKeys, method_of, part_of, seed_of
@@ -29,7 +31,7 @@ WORTHWHILE = 1_000_000
 """The number of sequences from which a plan is shared. A smaller one takes a fraction of a second and some megabytes."""
 
 TOKEN_BYTES = 64
-"""The file begins with a token of this length; behind it are the order and the bounds of the batches, as int64."""
+"""The file begins with a token of this length. Behind it are the bounds of the batches, and the order."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +88,9 @@ class Offer:
         process: the id of the process that made it.
         descriptor: of the file in that process.
         token: with which the file begins; tells that it is this file.
+        num_bounds: one more than there are batches.
         num_sequences: in the epoch.
-        num_batches: in the epoch.
+        dtype: of the order: int32, unless there are more sequences than that can count.
         inputs: the checksum of what it was made from.
     """
 
@@ -95,9 +98,14 @@ class Offer:
     process: int
     descriptor: int
     token: bytes
+    num_bounds: int
     num_sequences: int
-    num_batches: int
+    dtype: str
     inputs: int
+
+    @property
+    def num_bytes(self) -> int:
+        return TOKEN_BYTES + 8 * self.num_bounds + numpy.dtype(self.dtype).itemsize * self.num_sequences
 
 
 @contextmanager
@@ -109,10 +117,11 @@ def offered(made: Plan, inputs: int) -> Iterator[Offer | None]:
     except OSError:
         yield None
         return
+    dtype = "int32" if made.order.max(initial=0) < 2**31 else "int64"
+    blocks = (made.order[i : i + BLOCK].astype(dtype) for i in range(0, len(made.order), BLOCK))
     try:
-        parts = numpy.frombuffer(token, dtype=numpy.uint8), made.order, made.bounds
-        complete = all(_write(descriptor, part) for part in parts)
-        offer = Offer(this_host(), os.getpid(), descriptor, token, len(made.order), made.num_batches, inputs)
+        complete = all(_write(descriptor, part) for part in chain([numpy.frombuffer(token, numpy.uint8), made.bounds], blocks))
+        offer = Offer(this_host(), os.getpid(), descriptor, token, len(made.bounds), len(made.order), dtype, inputs)
         yield offer if complete else None
     finally:
         os.close(descriptor)
@@ -120,7 +129,7 @@ def offered(made: Plan, inputs: int) -> Iterator[Offer | None]:
 
 def _write(descriptor: int, values: Array) -> bool:
     """Append an array to a file; whether there was room. Storing it into a map would end the process where there is none."""
-    rest = numpy.ascontiguousarray(values).view(numpy.uint8)
+    rest = values.view(numpy.uint8)
     try:
         while len(rest):
             rest = rest[os.write(descriptor, rest.data) :]
@@ -138,17 +147,16 @@ def mapped(offer: Offer) -> Plan | None:
         descriptor = os.open(f"/proc/{offer.process}/fd/{offer.descriptor}", os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
     except OSError:
         return None
-    numbers = offer.num_sequences + offer.num_batches + 1
     with open(descriptor, "rb") as file:
         about = os.fstat(descriptor)
-        if not stat.S_ISREG(about.st_mode) or about.st_size != TOKEN_BYTES + 8 * numbers or file.read(TOKEN_BYTES) != offer.token:
+        if not stat.S_ISREG(about.st_mode) or about.st_size != offer.num_bytes or file.read(TOKEN_BYTES) != offer.token:
             return None
         try:
-            memory = mmap.mmap(descriptor, about.st_size, access=mmap.ACCESS_READ)
+            memory = mmap.mmap(descriptor, offer.num_bytes, access=mmap.ACCESS_READ)
         except OSError:
             return None
-    values = numpy.frombuffer(memory, dtype=numpy.int64, offset=TOKEN_BYTES)
-    return Plan(values[: offer.num_sequences], values[offer.num_sequences :])
+    bounds = numpy.frombuffer(memory, numpy.int64, offer.num_bounds, TOKEN_BYTES)
+    return Plan(numpy.frombuffer(memory, offer.dtype, offer.num_sequences, TOKEN_BYTES + bounds.nbytes), bounds)
 
 
 def this_host() -> str:

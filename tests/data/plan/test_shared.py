@@ -98,7 +98,7 @@ def test_one_rank_of_a_host_plans_and_the_others_map_it(planned: list[PlanInputs
         assert not made.order.flags.owndata
         assert not made.order.flags.writeable
         assert made.batch(3).flags.writeable
-        assert (made.order.dtype, made.bounds.dtype) == (numpy.int64, numpy.int64)
+        assert (made.order.dtype, made.bounds.dtype, made.batch(3).dtype) == (numpy.int32, numpy.int64, numpy.int64)
         numpy.testing.assert_array_equal(made.order, ALONE.order)
         numpy.testing.assert_array_equal(made.bounds, ALONE.bounds)
         assert made.fingerprint() == ALONE.fingerprint()
@@ -214,7 +214,7 @@ def test_only_the_file_that_was_offered_is_mapped(tmp_path: Path) -> None:
         for other in (
             replace(offer, host="another"),
             replace(offer, token=b"x" * len(offer.token)),
-            replace(offer, num_batches=offer.num_batches + 1),
+            replace(offer, num_bounds=offer.num_bounds + 1),
             replace(offer, descriptor=99_999),
         ):
             assert mapped(other) is None
@@ -223,6 +223,16 @@ def test_only_the_file_that_was_offered_is_mapped(tmp_path: Path) -> None:
         assert mapped(replace(offer, descriptor=fifo)) is None
         os.close(fifo)
     assert mapped(offer) is None
+
+
+def test_indices_that_need_64_bits_keep_them() -> None:
+    many = Plan(numpy.array([3, 2**31, 5]), numpy.array([0, 2, 3]))
+    with offered(many, 0) as offer:
+        assert offer is not None
+        made = mapped(offer)
+    assert made is not None
+    assert [batch.tolist() for batch in made.share(0, 1)] == [[3, 2**31], [5]]
+    assert made.fingerprint() == many.fingerprint()
 
 
 def test_the_checksum_covers_all_that_a_plan_depends_on() -> None:

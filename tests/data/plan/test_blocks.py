@@ -40,7 +40,7 @@ def test_plans_do_not_depend_on_the_size_of_blocks(
 
 @pytest.mark.parametrize("method", ["laplace:.50", "sorted", "sorted_reverse", "sort_bin_shuffle:7", "sort_bin_shuffle_x2:7"])
 def test_sorting_does_not_depend_on_the_type_of_lengths(method: str) -> None:
-    """Of 16 bits where they fit, of 64 elsewhere: with many sequences of the same length, whose order is that of their indices."""
+    """Of 16 bits where they fit, of 64 elsewhere; many sequences have the same length and come in the order of their indices."""
     keys = OrderKeys(seq_ordering=method)
     column = LENGTHS["data"] // 4
     found = order.order(column, keys, 1).tolist()

@@ -245,8 +245,8 @@ def _measured_lines(measured: Measured) -> list[str]:
         alone = gradients_travel(measured, exchange, measured.size)
         text.append(
             f"all-reduce: {1e6 * exchange.latency:.0f} us for a few bytes, {1e3 * exchange.bucket_seconds:.3g} ms for "
-            f"{size_text(exchange.bucket_bytes)}; {size_text(measured.parameters)} of gradients travel in {1e3 * alone:.3g} ms, "
-            f"by {exchange.waited:.0%} of which a step is longer; all parameters at once take "
+            f"{size_text(exchange.bucket_bytes)}; {size_text(measured.parameters)} of gradients travel in {1e3 * alone:.3g} ms "
+            f"and make a step {1e3 * exchange.waited * alone:.3g} ms longer; all parameters at once take "
             f"{1e3 * exchange.parameters_seconds:.3g} ms"
         )
     return text

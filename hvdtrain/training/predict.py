@@ -219,7 +219,7 @@ def _predict(measured: Measured, work: Work, placement: Placement, method: Metho
     largest = largest_share(batches, ranks, window)
     jitter = slower * expected_maximum(measured.jitter, ranks) / math.sqrt(min(window, rounds))
     slow_rank = slower * measured.slow_rank if ranks > 1 else 0.0
-    network = waiting(measured, ranks, method, computing) / min(window, rounds)
+    network = waiting(measured, ranks, method, computing + idle) / min(window, rounds)
     reading = measured.reading_per_frame * float(work.costs.mean())
     known = ranks == 1 or measured.exchange is not None
     made = Prediction(
@@ -269,8 +269,10 @@ def largest_share(seconds: Array, ranks: int, window: int) -> float:
 
 
 def expected_maximum(samples: Sequence[float], count: int) -> float:
-    """The expected largest of `count` draws: from the samples themselves, or from the normal distribution where that is more, as
-    the largest of many draws is larger than any sample (Blom, 1958).
+    """By how much the expected largest of `count` draws is larger than the mean.
+
+    Drawn from the samples, as long as there are twice as many; the largest of more draws is larger than any sample, so it is
+    at least that of a normal distribution then (Blom, 1958).
 
     >>> round(expected_maximum([-1.0, 1.0], 1), 3), round(expected_maximum([-1.0, 1.0], 2), 3)
     (0.0, 0.589)
@@ -281,7 +283,7 @@ def expected_maximum(samples: Sequence[float], count: int) -> float:
     edges = (numpy.arange(len(ordered) + 1) / len(ordered)) ** count
     drawn = float((ordered * numpy.diff(edges)).sum()) - fmean(samples)
     normal = pstdev(samples) * NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
-    return max(drawn, normal, 0.0)
+    return max(0.0, drawn if 2 * count <= len(ordered) else max(drawn, normal))
 
 
 def waiting(measured: Measured, ranks: int, method: Method, computing: float) -> float:

@@ -40,7 +40,9 @@ def main() -> None:
             predicted.setdefault(place, []).append(rate)
         for ranks in options.ranks:
             for method in options.methods if ranks > 1 else ["grad"]:
-                trained.setdefault((ranks, method), []).append(epoch(options.config, ranks, METHODS[method], options.keys))
+                rate = epoch(options.config, ranks, METHODS[method], options.keys)
+                trained.setdefault((ranks, method), []).append(rate)
+                print(f"{ranks} ranks, {method}: {predicted[ranks, method][-1]:.0f}, {rate:.0f}", file=sys.stderr, flush=True)
     print("| ranks | method | predicted sequences/s | trained | predicted / trained, median (range) |")
     print("|---|---|---|---|---|")
     for place, rates in trained.items():

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from hvdtrain.checkpoint.progress import EpochProgress
-from hvdtrain.comm.base import together
 from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.data.types import Batch
 from hvdtrain.errors import CheckpointError, DataError, HvdtrainError
@@ -21,6 +20,7 @@ from hvdtrain.runtime.scores import Scores
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.session import Session
 from hvdtrain.training.evaluation import evaluate, not_finite
+from hvdtrain.training.plans import plan_together
 from hvdtrain.training.step_log import StepLog, StepReport, Tally
 from hvdtrain.training.trace import Note, no_trace
 from hvdtrain.training.votes import INTERVAL, INTERVAL_APART, Ballot, Wishes
@@ -125,7 +125,7 @@ class Engine:
         self._counted_sync = 0.0
         current = progress.current = progress.current or EpochProgress(epoch, progress.step)
         epoch_rate = self._rates.of_epoch(epoch, progress.history)
-        plan = together(self._comm, lambda: self._train.plan(epoch), name="plan_train")
+        plan = plan_together(self._comm, self._train, epoch)
         effective = self._rates.of_step(progress.step, epoch - 1.0, epoch_rate)
         say(4, f"start epoch {epoch} global train step {progress.step} with effective learning rate {effective:.6g} ...")
 

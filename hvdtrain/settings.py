@@ -12,7 +12,7 @@ from hvdtrain.checkpoint.saver import SavingKeys
 from hvdtrain.checkpoint.start import StartKeys
 from hvdtrain.comm.keys import LaunchKeys, TorchDistributedKeys, merged
 from hvdtrain.config.check import build, unknown, unsupported
-from hvdtrain.config.keys import REQUIRED, Key, Rule, Section, Sections, declared, key, not_negative, one_of, positive
+from hvdtrain.config.keys import REQUIRED, Key, Rule, Section, Sections, declared, key, not_negative, one_of, parsed_by, positive
 from hvdtrain.config.source import COMMAND_LINE, Source, load
 from hvdtrain.data.files.copies import CopyKeys
 from hvdtrain.data.kinds import KINDS
@@ -37,6 +37,7 @@ from hvdtrain.schedule.newbob import NewbobKeys
 from hvdtrain.schedule.rates import ScheduleKeys
 from hvdtrain.schedule.steps import StepSchedule, make_schedule
 from hvdtrain.training.forward import ForwardKeys
+from hvdtrain.training.predict import parse_placements
 from hvdtrain.training.trace import TraceKeys
 
 TASKS = {
@@ -81,6 +82,12 @@ class RunKeys(Section):
         "end the job when a rank makes no progress for this many seconds; None: for 20 times the longest step, evaluation step "
         "or saving so far, at least 60 s, and 1800 s where none is known yet (during the start-up, at least 1800 s in any case)",
         positive,
+    )
+    predict_ranks: int | str | tuple[Any, ...] | list[Any] | None = key(
+        None,
+        "numbers of ranks for which --dry-run predicts the speed, such as '2,8,64:4' (64 ranks, 4 on each host; else as many as "
+        "there are on each now)",
+        Rule("numbers of ranks such as 8, '2,8,64', or RANKS:RANKS_PER_HOST", parsed_by(parse_placements)),
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol, TypeVar
 from hvdtrain.errors import HvdtrainError
 
 T = TypeVar("T")
+M = TypeVar("M")
 
 Tensor = Any
 """A tensor of the job's framework. Only the learner and the transport know which framework that is."""
@@ -113,20 +114,27 @@ def together(comm: Communicator, work: Callable[[], T], *, name: str) -> T:
     All ranks raise the error of the lowest rank that failed, with `on_every_rank` set. Any other exception is a bug, not a
     user's mistake: it is not caught, and ends the job like any crash.
     """
+    return together_with_message(comm, lambda: (work(), None), name=name)[0]
+
+
+def together_with_message(comm: Communicator, work: Callable[[], tuple[T, M]], *, name: str) -> tuple[T, list[M]]:
+    """Collective. As `together`; `work` also returns a picklable message, and every rank gets the messages of all, by rank."""
     error: HvdtrainError | None = None
     result: Any = None
+    message: Any = None
     try:
-        result = work()
+        result, message = work()
     except HvdtrainError as failure:
         error = failure
-    failures = [(rank, failure) for rank, failure in enumerate(comm.gather(error, name=name)) if failure is not None]
+    answers = comm.gather((error, message), name=name)
+    failures = [(rank, failure) for rank, (failure, _) in enumerate(answers) if failure is not None]
     if failures:
         rank, first = failures[0]
         if len(failures) < comm.size:
             first = first.of_rank(rank)
         first.on_every_rank = True
         raise first
-    return result  # type: ignore[no-any-return]
+    return result, [message for _, message in answers]
 
 
 def on_rank_zero(comm: Communicator, work: Callable[[], T], *, name: str) -> T:

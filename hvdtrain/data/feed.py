@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
@@ -10,10 +10,12 @@ from hvdtrain.data.batches import ReadAhead
 from hvdtrain.data.combine.cache import Budget
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.files.unchanged import Unchanged
+from hvdtrain.data.plan.bounds import BLOCK
 from hvdtrain.data.plan.chunks import ChunkedDataset, Chunks
-from hvdtrain.data.plan.epoch import BatchKeys, Plan, plan
+from hvdtrain.data.plan.epoch import BatchKeys, Plan
 from hvdtrain.data.plan.order import OrderKeys, full_epoch
 from hvdtrain.data.plan.selection import epoch_subset
+from hvdtrain.data.plan.shared import PlanInputs
 from hvdtrain.data.types import Array, Batch
 from hvdtrain.errors import DataError
 
@@ -44,7 +46,7 @@ class Feed:
         chunks: the chunks of all sequences, if they are cut: batches then consist of chunks.
         files: the files that the dataset reads, which must not change meanwhile.
         budget: the memory in which the dataset caches sequences.
-        select: returns the part of a plan to use; None: all of it.
+        only: what to do instead of an epoch's plan; None: all of it.
     """
 
     name: str
@@ -58,7 +60,7 @@ class Feed:
     chunks: Chunks | None = None
     files: Unchanged | None = None
     budget: Budget | None = None
-    select: Callable[[Plan], Plan] | None = None
+    only: Plan | None = None
 
     @property
     def lengths(self) -> Mapping[str, Array]:
@@ -71,6 +73,10 @@ class Feed:
 
     def plan(self, epoch: int) -> Plan:
         """The plan of an epoch (counted from 1). Raises: DataError, if a file changed since the start."""
+        return self.inputs(epoch).plan() if self.only is None else self.only
+
+    def inputs(self, epoch: int) -> PlanInputs:
+        """What the plan of an epoch is made from. Raises: DataError, if a file changed since the start."""
         if self.files is not None:
             self.files.check()
         keys = self.order_keys
@@ -81,7 +87,7 @@ class Feed:
             raise DataError(
                 f"chunking: expected the same lengths in every epoch, got a map_lengths in {self.name} that takes the epoch"
             )
-        made = plan(
+        return PlanInputs(
             lengths,
             keys,
             self.batch_keys,
@@ -90,13 +96,15 @@ class Feed:
             file_bounds=self.dataset.file_bounds(),
             chunks=self.chunks,
         )
-        return made if self.select is None else self.select(made)
 
     def num_sequences(self, plan: Plan) -> int:
         """The number of sequences in a plan, whether they are cut into chunks or not."""
-        return len(plan.order) if self.chunks is None else int((self.chunks.numbers[plan.order] == 0).sum())
+        if self.chunks is None:
+            return len(plan.order)
+        parts = (plan.order[i : i + BLOCK] for i in range(0, len(plan.order), BLOCK))
+        return sum(int((self.chunks.numbers[part] == 0).sum()) for part in parts)
 
-    def share(self, plan: Plan, position: int = 0) -> list[Array]:
+    def share(self, plan: Plan, position: int = 0) -> Sequence[Array]:
         """This rank's batches of a plan, as indices of sequences (or of chunks).
 
         Args:
@@ -105,7 +113,7 @@ class Feed:
         """
         return plan.share(self.rank, self.size, position) if self.distribution == "shard" else plan.share(0, 1, position)
 
-    def read(self, share: list[Array], epoch: int, staging: Staging | None = None) -> ReadAhead[Batch]:
+    def read(self, share: Sequence[Array], epoch: int, staging: Staging | None = None) -> ReadAhead[Batch]:
         """The batches of a share with the arrays of an epoch, read in the background.
 
         Args:

@@ -10,6 +10,7 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
 
 from hvdtrain.comm import launch
+from hvdtrain.comm.base import Communicator
 from hvdtrain.config.source import parse_command_line, split_overrides
 from hvdtrain.doctor.exchange import check_share, check_speed, measure_share, measure_speed
 from hvdtrain.doctor.findings import (
@@ -20,6 +21,7 @@ from hvdtrain.doctor.findings import (
     differences,
     lines,
     merged,
+    ok,
     problem,
     summary,
 )
@@ -27,8 +29,10 @@ from hvdtrain.doctor.host import Job, examine, job_of, read_config
 from hvdtrain.doctor.packages import installed
 from hvdtrain.doctor.ranks import Deadline, connect, gather_reports, measured, own_rank
 from hvdtrain.doctor.remote import ask_hosts
+from hvdtrain.doctor.scaling import predicted
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.settings import Settings
+from hvdtrain.training.predict import parse_placements
 
 USAGE = """\
 python -m hvdtrain doctor [options] [CONFIG ... [++KEY VALUE ...]]
@@ -38,7 +42,8 @@ DESCRIPTION = """\
 Check what training on several ranks and hosts needs. Each check prints a line: ok, warning or problem, with the fix. With a
 config, its keys, its data and the disk for its checkpoints are checked, too. Under a launcher (mpirun, srun, horovodrun,
 torchrun) the hosts of all ranks are checked and compared, and the all-reduce between the ranks is measured; with a config
-also the time of some training steps, on a model that is thrown away."""
+also the time of some training steps, on a model that is thrown away. --predict tells from these what speed other numbers of
+ranks would reach."""
 
 EPILOG = """\
 exit status, for job scripts
@@ -53,6 +58,11 @@ def main(arguments: list[str] | None = None) -> int:
     given, overrides_given = split_overrides(sys.argv[1:] if arguments is None else arguments)
     options = _parser().parse_args(given)
     wanted = [*options.configs, *overrides_given]
+    if options.predict is not None:
+        if not options.configs:
+            print("--predict: expected a config, got none", file=sys.stderr)
+            return 2
+        wanted += ["++predict_ranks", options.predict]
     try:
         configs, overrides = parse_command_line(wanted) if wanted else ([], {})
     except HvdtrainError as error:
@@ -82,15 +92,21 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--strict", action="store_true", help="exit with 1 if there are warnings")
     parser.add_argument("--json", action="store_true", help="print a JSON list with an object for each host, for scripts")
     parser.add_argument("--no-measure", action="store_true", help="under a launcher: do not measure the all-reduce and steps")
+    parser.add_argument(
+        "--predict", metavar="RANKS", help="predict the speed on other numbers of ranks, such as 2,8,64 (needs a config)"
+    )
     parser.add_argument("--patience", type=float, default=120, help="seconds that the ranks have to connect to each other (120)")
     return parser
 
 
 def _alone(options: argparse.Namespace, job: Job, hosts: Sequence[str], asked: Sequence[str]) -> int:
     """Check this host and the other hosts that were named."""
-    report, _ = examine(job)
+    report, settings = examine(job)
     reports = [report]
     together: list[Finding] = []
+    if settings is not None and settings.run.predict_ranks is not None:
+        with connect(settings, settings.run.backend) as comm:
+            together += check_scaling(comm, settings)
     if hosts:
         report.clock = 0.0
         others, together = ask_hosts(hosts, ["-m", "hvdtrain", "doctor", "--json", *asked])
@@ -126,7 +142,16 @@ def _launched(options: argparse.Namespace, job: Job) -> int:
             together += measured(comm, "all-reduce", lambda: [check_speed(measure_speed(comm, framework))])
             if settings is not None:
                 together += measured(comm, "training step", lambda: check_share(measure_share(comm, settings)))
+                together += check_scaling(comm, settings)
         return _finish(options, reports, together, quiet=comm.rank > 0)
+
+
+def check_scaling(comm: Communicator, settings: Settings) -> list[Finding]:
+    """Collective. A finding for each line of the prediction, if `--predict` or the config asks for one."""
+    if settings.run.predict_ranks is None:
+        return []
+    placements = parse_placements(settings.run.predict_ranks)
+    return measured(comm, "prediction", lambda: [ok("prediction", line) for line in predicted(comm, settings, placements)])
 
 
 def _settings(job: Job) -> Settings | None:

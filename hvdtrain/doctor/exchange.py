@@ -52,8 +52,8 @@ def measure_speed(comm: Communicator, framework: str) -> Speed:
     """Collective. All-reduce small and large tensors for some seconds."""
     tensors = FRAMEWORKS[framework].tensors
     small, large = (tensors.zeros(size // 4, comm.local_rank) for size in (SMALL, LARGE))
-    latency = _seconds(comm, tensors, lambda: [small], "doctor.small")
-    whole = _seconds(comm, tensors, lambda: [large], "doctor.large")
+    latency = all_reduce_seconds(comm, tensors, lambda: [small], "doctor.small")
+    whole = all_reduce_seconds(comm, tensors, lambda: [large], "doctor.large")
     return Speed(latency, LARGE * 2 * (comm.size - 1) / comm.size / whole)
 
 
@@ -105,17 +105,23 @@ def measure_share(comm: Communicator, settings: Settings) -> Share:
         with train.read(share, epoch=1) as batches:
             read = list(batches)
         seconds = _step_seconds(comm, [alone.learner] if averaging else [alone.learner, session.learner], read)
-        parameters: list[Tensor] = []
-
-        def note(values: list[Tensor]) -> list[Tensor]:
-            parameters.extend(values)
-            return values
-
-        alone.learner.state.map_tensors("parameters", note)
+        parameters = parameters_of(alone.learner)
         tensors = FRAMEWORKS[settings.run.backend].tensors
-        travel = _seconds(comm, tensors, lambda: [value * 1 for value in parameters], "doctor.parameters")
+        travel = all_reduce_seconds(comm, tensors, lambda: [value * 1 for value in parameters], "doctor.parameters")
     every = settings.reduce.horovod_param_sync_step if averaging else 1
     return Share(seconds[0], None if averaging else seconds[1], sum(map(tensors.size, parameters)), travel, every)
+
+
+def parameters_of(learner: Learner) -> list[Tensor]:
+    """The trained parameters, themselves."""
+    parameters: list[Tensor] = []
+
+    def note(values: list[Tensor]) -> list[Tensor]:
+        parameters.extend(values)
+        return values
+
+    learner.state.map_tensors("parameters", note)
+    return parameters
 
 
 def check_share(share: Share) -> list[Finding]:
@@ -153,7 +159,7 @@ def _step_seconds(comm: Communicator, learners: Sequence[Learner], read: Sequenc
     return [max(times) for times in zip(*comm.gather(medians, name="doctor.step_seconds"), strict=True)]
 
 
-def _seconds(comm: Communicator, tensors: ModuleType, make: Callable[[], list[Any]], name: str) -> float:
+def all_reduce_seconds(comm: Communicator, tensors: ModuleType, make: Callable[[], list[Any]], name: str) -> float:
     """Collective. The median over some all-reduces of the slowest rank's seconds."""
 
     def once() -> float:

@@ -133,7 +133,7 @@ def check_data(settings: Settings, ranks: int) -> list[Finding]:
                     ok("data", line) if level > 2 else warning("data", line, "look at batch_size, min_seq_length, max_seq_length")
                 )
                 findings.append(finding)
-        batches = len(feeds[0].plan(1).share(0, 1))
+        batches = feeds[0].plan(1).num_batches
         if batches < ranks:
             text = f"an epoch has {batches} batches for {ranks} ranks: some ranks have nothing to do"
             findings.append(warning("data", text, "smaller max_seqs or batch_size, or fewer ranks"))

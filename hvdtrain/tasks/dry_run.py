@@ -15,20 +15,23 @@ import numpy
 
 from hvdtrain.checkpoint.progress import Progress
 from hvdtrain.checkpoint.saver import Unsaved
-from hvdtrain.comm.base import together
+from hvdtrain.comm.base import Communicator, together
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.files.sizes import size_text
 from hvdtrain.data.plan.bounds import rearranged
 from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.data.types import Array
+from hvdtrain.doctor.scaling import predicted
 from hvdtrain.engine import Engine, Pace
 from hvdtrain.errors import ConfigError
 from hvdtrain.run import announce, gather_hosts, is_done, open_pace, open_rates, open_trackers
 from hvdtrain.runtime.log import say, silence
 from hvdtrain.runtime.timer import clock_text
-from hvdtrain.session import Session, open_session, writing_nothing
+from hvdtrain.session import Session, open_communicator, open_session, writing_nothing
 from hvdtrain.settings import Settings
 from hvdtrain.training.evaluation import evaluate
+from hvdtrain.training.plans import plan_together
+from hvdtrain.training.predict import parse_placements
 from hvdtrain.training.step_log import StepLog
 
 SECONDS = 10.0
@@ -66,20 +69,32 @@ class Part:
 
 
 def dry_run(settings: Settings) -> None:
-    """Start a training on all ranks, run some steps, and estimate the time and memory of an epoch. Raises: HvdtrainError."""
+    """Start a training on all ranks, run some steps, and estimate the time and memory of an epoch. Raises: HvdtrainError.
+
+    If `predict_ranks` is set, also predict the speed on other numbers of ranks.
+    """
     settings = writing_nothing(settings)
-    with open_session(settings, "dry_run") as session:
+    with open_communicator(settings) as comm:
+        if _estimate(settings, comm) and settings.run.predict_ranks is not None:
+            for line in predicted(comm, settings, parse_placements(settings.run.predict_ranks)):
+                say(1, f"predict: {line}")
+
+
+def _estimate(settings: Settings, comm: Communicator) -> bool:
+    """Collective. Log the estimates; whether there is anything left to train."""
+    with open_session(settings, "dry_run", comm) as session:
         pace = open_pace(settings)
         announce(settings, session, pace, gather_hosts(session))
-        together(session.comm, lambda: _check_targets(settings, session), name="check_targets")
+        together(comm, lambda: _check_targets(settings, session), name="check_targets")
         if is_done(session.progress, pace):
-            return
+            return False
         epoch = session.progress.epoch + 1
         with silence():  # the scores and slow ranks of these few steps mean nothing
             parts = [_measured(session, session.feeds[0], epoch, _trainer(settings, session, pace), closing=1)]
             parts += [_measured(session, feed, epoch, _evaluator(session, epoch)) for feed in session.feeds[1:]]
-        for line in [*_time_lines(parts, session.comm.size, pace.num_epochs - epoch + 1), *_memory_lines(session)]:
+        for line in [*_time_lines(parts, comm.size, pace.num_epochs - epoch + 1), *_memory_lines(session)]:
             say(1, line)
+    return True
 
 
 def _check_targets(settings: Settings, session: Session) -> None:
@@ -133,14 +148,13 @@ def _measured(session: Session, feed: Feed, epoch: int, run: Run, closing: int =
     """
     comm = session.comm
     size = comm.size if feed.distribution == "shard" else 1
-    plan = together(comm, lambda: feed.plan(epoch), name=f"plan_{feed.name}")
+    plan = plan_together(comm, feed, epoch)
     rounds = Rounds(plan, feed.lengths_in(epoch), size)
     if not len(rounds):
         return Part(feed.name, [], 0, 0, 0.0, 0.0, {})
 
     def of(chosen: Sequence[int]) -> Feed:
-        only = rounds.only([*chosen, *chosen[:closing]])
-        return replace(feed, select=lambda _: only)
+        return replace(feed, only=rounds.only([*chosen, *chosen[:closing]]))
 
     def slowest(seconds: float) -> float:
         return max(comm.gather(seconds, name="slowest"))

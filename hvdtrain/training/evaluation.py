@@ -11,6 +11,7 @@ from hvdtrain.errors import TrainingError
 from hvdtrain.learner.base import Learner, NotFinite
 from hvdtrain.runtime.scores import Scores
 from hvdtrain.runtime.watchdog import Watchdog
+from hvdtrain.training.plans import plan_together
 from hvdtrain.training.step_log import StepLog, StepReport, Tally
 
 
@@ -29,7 +30,7 @@ def evaluate(
     Args:
         after_step: called by all ranks after each step, in which every rank evaluates a batch if it has one left.
     """
-    plan = together(comm, lambda: feed.plan(epoch), name=f"plan_{feed.name}")
+    plan = plan_together(comm, feed, epoch)
     steps = -(-plan.num_batches // comm.size)
     tally = Tally(learner.meter)
     step_log.begin(epoch, feed.name, steps)

@@ -16,6 +16,7 @@ from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.learner.base import Learner
 from hvdtrain.runtime.watchdog import Watchdog
+from hvdtrain.training.plans import plan_together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +72,7 @@ def forward(
     callback = together(comm, lambda: _callback(keys) if comm.rank == 0 else _check(keys), name="forward_callback")
     if callback is not None:
         callback.init(model=learner.model)
-    plan = together(comm, lambda: feed.plan(epoch), name=f"plan_{feed.name}")
+    plan = plan_together(comm, feed, epoch)
     share = feed.share(plan)
     spool = together(comm, lambda: _open_spool(spool_prefix, comm.rank), name="open_spool")
     try:

@@ -28,23 +28,19 @@ class Measured(Protocol):
         """The scores of the batches since the last call, as far as they are there; does not wait for a GPU."""
         ...
 
-    def peak_memory(self) -> int | None:
-        """Bytes of the device's memory used at most so far; None on a CPU."""
-        ...
-
-
-class Meter(Measured, Protocol):
-    """What a learner measures."""
-
     def take_scores(self) -> Scores:
         """The scores of all batches since the last call of this or of `take_arrived`; waits for a GPU."""
+        ...
+
+    def peak_memory(self) -> int | None:
+        """Bytes of the device's memory used at most so far; None on a CPU."""
         ...
 
 
 class Tally:
     """A learner's scores, which may be looked at in between without being lost for the sum at the end."""
 
-    def __init__(self, meter: Meter) -> None:
+    def __init__(self, meter: Measured) -> None:
         self._meter = meter
         self._taken: list[Scores] = []
         self.peak_memory = meter.peak_memory
@@ -52,6 +48,11 @@ class Tally:
     def take_arrived(self) -> Scores:
         """The scores of the batches since the last call, as far as they are there; does not wait for a GPU."""
         self._taken.append(self._meter.take_arrived())
+        return self._taken[-1]
+
+    def take_scores(self) -> Scores:
+        """The scores of all batches since the last call; waits for a GPU."""
+        self._taken.append(self._meter.take_scores())
         return self._taken[-1]
 
     def take_all(self) -> Scores:

@@ -150,7 +150,7 @@ def test_an_mpirun_of_another_mpi(toy: list[str], tmp_path: Path) -> None:
 
 
 def test_two_ranks_measure_what_is_between_them(toy: list[str]) -> None:
-    finished = doctor_of(*toy, ranks=2)
+    finished = doctor_of("--predict", "2,8:4", *toy, ranks=2)
     assert finished.status == 0, finished.out + finished.err
     [speed] = lines_about(finished, "all-reduce")
     latency, bandwidth = map(int, re.search(r"(\d+) us for 4 bytes, (\d+) MB/s through each rank for 64.0 MB", speed).groups())
@@ -160,6 +160,14 @@ def test_two_ranks_measure_what_is_between_them(toy: list[str]) -> None:
     alone, together, share = re.search(r": ([\d.]+) ms without exchange, ([\d.]+) ms with it, which is (\d+)%", step).groups()
     assert int(share) == pytest.approx(max(0.0, 100 * (1 - float(alone) / float(together))), abs=25)  # of rounded numbers
     assert lines_about(finished, "ranks") == ["ok       ranks: OMPI_COMM_WORLD_SIZE = 2"]
+    predicted = lines_about(finished, "prediction")
+    assert re.search(r"measured on 2 ranks on 1 host of \d+ cores?: a step computes [\d.e-]+ ms", predicted[0])
+    assert re.search(r"[\d.e-]+ ms for 2.0 MB; \d+ bytes of gradients travel in [\d.e-]+ ms and make a step ", predicted[1])
+    assert [line.split()[2] for line in predicted[3:11]] == ["2", *["2"] * 3, *["8:4*"] * 4]
+    assert any(
+        re.search(r"8:4 ranks: .* is best: [\d.e+-]+ times the speed of one rank, limited by ", line) for line in predicted
+    )
+    assert any("between hosts, the network will be slower" in line for line in predicted)
     assert not list(Path(toy[4]).parent.iterdir())  # nothing was trained
 
 
@@ -190,6 +198,11 @@ def test_ranks_that_do_not_find_each_other_end_with_a_report(toy: list[str], tmp
     assert finished.status == 2, finished.out + finished.err
     assert re.search(r"problem +ranks: expected 2 ranks to find each other within 4 s, got no answer", finished.out)
     assert " packages: " in finished.out
+
+
+def test_a_prediction_needs_a_config() -> None:
+    finished = doctor_of("--predict", "2")
+    assert (finished.status, finished.err) == (2, "--predict: expected a config, got none\n")
 
 
 def test_the_help_tells_the_exit_statuses_and_a_mistake_in_the_command_is_told() -> None:

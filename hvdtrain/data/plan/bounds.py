@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy
@@ -13,6 +13,9 @@ Limit = int | Mapping[str, int] | None
 """A limit for every data key, by data key, or none."""
 
 NO_LIMIT = 2**62
+
+BLOCK = 2**18
+"""How many sequences are converted to Python's numbers at once: a list takes up to ten times the memory of an array."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +50,12 @@ def bounds(lengths: Mapping[str, Array], indices: Array, limits: Limits) -> Arra
     """
     size = len(indices)
     if limits.max_pad_size is not None:
-        return _ended(_starts_with_padding(lengths, indices, limits), size)
-    if limits.batch_size is None and limits.packed_batch_size is None:
-        most = limits.max_seqs or max(1, size)
-        return _ended(range(0, size, most), size)
-    caps = _caps(lengths, indices, limits).tolist()
-    return _ended(_starts(caps, _ends(lengths, indices, limits.packed_batch_size)), size)
+        starts = _starts_with_padding(lengths, indices, limits)
+    elif limits.batch_size is None and limits.packed_batch_size is None:
+        starts = [numpy.arange(0, size, limits.max_seqs or max(1, size))]
+    else:
+        starts = _starts(lengths, indices, limits)
+    return numpy.concatenate([*starts, [size]]).astype(numpy.int64, copy=False)
 
 
 def too_long(lengths: Mapping[str, Array], limits: Limits) -> int:
@@ -64,8 +67,10 @@ def too_long(lengths: Mapping[str, Array], limits: Limits) -> int:
     return int(found.sum())
 
 
-def _ended(starts: range | list[int], size: int) -> Array:
-    return numpy.array([*starts, size], dtype=numpy.int64)
+def _blocks(indices: Array) -> Iterator[tuple[int, Array]]:
+    """The place of the first of every BLOCK sequences, and their indices."""
+    for first in range(0, len(indices), BLOCK):
+        yield first, indices[first : first + BLOCK]
 
 
 def _columns(lengths: Mapping[str, Array], indices: Array, limit: Limit) -> list[tuple[Array, int]]:
@@ -94,62 +99,68 @@ def _caps(lengths: Mapping[str, Array], indices: Array, limits: Limits) -> Array
     return caps
 
 
-def _ends(lengths: Mapping[str, Array], indices: Array, limit: Limit) -> list[int]:
+def _ends(lengths: Mapping[str, Array], indices: Array, limit: Limit) -> Array:
     """For every sequence, the end of the longest run that starts with it and whose frames add up to at most the limit."""
+    size = len(indices)
     if limit is None:
-        return [len(indices)] * len(indices)
-    ends = numpy.full(len(indices), len(indices), dtype=numpy.int64)
-    for column, most in _columns(lengths, indices, limit):
-        sums = numpy.concatenate([[0], numpy.cumsum(column)])
-        numpy.minimum(ends, numpy.searchsorted(sums, sums[:-1] + most, side="right") - 1, out=ends)
-    result: list[int] = ends.tolist()
-    return result
+        return numpy.broadcast_to(size, size)
+    ends = numpy.full(size, size, dtype=numpy.int64)
+    for key, most in _by_key(lengths, limit).items():
+        sums = numpy.zeros(size + 1, dtype=numpy.int64)
+        sums[1:] = lengths[key][indices]
+        numpy.cumsum(sums, out=sums)
+        for first in range(0, size, BLOCK):
+            block = slice(first, min(first + BLOCK, size))
+            ends[block] = numpy.minimum(ends[block], numpy.searchsorted(sums, sums[block] + most, side="right") - 1)
+    return ends
 
 
-def _starts(caps: list[int], ends: list[int]) -> list[int]:
+def _starts(lengths: Mapping[str, Array], indices: Array, limits: Limits) -> list[Array]:
     """Where batches begin, if none may be longer than the smallest of its caps or reach beyond the end of its first sequence."""
-    starts = []
-    count = lowest = end = 0  # as if a full batch had just ended
-    for i, cap in enumerate(caps):
-        if cap < lowest:
-            lowest = cap
-        if count >= lowest or i >= end:
-            starts.append(i)
-            count = 0
-            lowest = cap
-            end = ends[i]
-        count += 1
-    return starts
-
-
-def _starts_with_padding(lengths: Mapping[str, Array], indices: Array, limits: Limits) -> list[int]:
-    """As `_starts`, with a limit on padded minus real frames: tracks the longest sequence and the sum for each data key."""
-    caps = _caps(lengths, indices, limits).tolist()
     ends = _ends(lengths, indices, limits.packed_batch_size)
-    columns = _columns(lengths, indices, limits.max_pad_size)
-    padding_limits = [limit for _, limit in columns]
-    starts = []
-    count = lowest = end = 0
-    longest = [0] * len(columns)
-    total = [0] * len(columns)
-    rows = zip(*(column.tolist() for column, _ in columns), strict=True) if columns else ([()] * len(caps))
-    for i, (cap, row) in enumerate(zip(caps, rows, strict=True)):
-        if cap < lowest:
-            lowest = cap
-        close = count >= lowest or i >= end
-        if not close:
-            for column, length in enumerate(row):
-                most = longest[column] = max(longest[column], length)
-                total[column] += length
-                close |= most * (count + 1) - total[column] > padding_limits[column]
-        if close:
-            starts.append(i)
-            count = 0
-            lowest = cap
-            end = ends[i]
-            longest, total = list(row), list(row)
-        count += 1
-    return starts
+    found = []
+    start = close = 0  # of the batch: where it begins, and before which sequence it ends at the latest
+    for first, block in _blocks(indices):
+        starts = []
+        for i, cap in enumerate(_caps(lengths, block, limits).tolist(), first):
+            if start + cap < close:
+                close = start + cap
+            if i >= close:
+                starts.append(i)
+                start = i
+                close = min(i + cap, int(ends[i]))
+        found.append(numpy.array(starts, dtype=numpy.int64))
+    return found
+
+
+def _starts_with_padding(lengths: Mapping[str, Array], indices: Array, limits: Limits) -> list[Array]:
+    """As `_starts`, with a limit on padded minus real frames: tracks the longest sequence and the sum for each data key."""
+    ends = _ends(lengths, indices, limits.packed_batch_size)
+    padding_limits = list(_by_key(lengths, limits.max_pad_size).values())
+    found = []
+    start = close = 0
+    longest = [0] * len(padding_limits)
+    total = [0] * len(padding_limits)
+    for first, block in _blocks(indices):
+        caps = _caps(lengths, block, limits).tolist()
+        columns = [column.tolist() for column, _ in _columns(lengths, block, limits.max_pad_size)]
+        starts = []
+        for i, (cap, *row) in enumerate(zip(caps, *columns, strict=True), first):
+            if start + cap < close:
+                close = start + cap
+            full = i >= close
+            if not full:
+                for column, length in enumerate(row):
+                    most = longest[column] = max(longest[column], length)
+                    total[column] += length
+                    full |= most * (i + 1 - start) - total[column] > padding_limits[column]
+            if full:
+                starts.append(i)
+                start = i
+                close = min(i + cap, int(ends[i]))
+                longest, total = row, row.copy()
+        found.append(numpy.array(starts, dtype=numpy.int64))
+    return found
 
 
 def shuffled(num_batches: int, generator: numpy.random.RandomState) -> Array:
@@ -187,5 +198,16 @@ def rearranged(order: Array, bounds: Array, batches: Array) -> tuple[Array, Arra
     """
     counts = numpy.diff(bounds)[batches]
     edges = numpy.concatenate([[0], numpy.cumsum(counts)]).astype(numpy.int64, copy=False)
-    places = numpy.repeat(bounds[:-1][batches] - edges[:-1], counts) + numpy.arange(edges[-1])
-    return order[places], edges
+    new = numpy.empty(edges[-1], dtype=order.dtype)
+    for some in blocks_of(edges):
+        here = slice(edges[some.start], edges[some.stop])
+        moved = numpy.repeat(bounds[:-1][batches[some]] - edges[some], counts[some])  # how far every sequence comes from behind
+        new[here] = order[moved + numpy.arange(here.start, here.stop)]
+    return new, edges
+
+
+def blocks_of(bounds: Array) -> Iterator[slice]:
+    """Slices of a plan's batches, in order, of about BLOCK sequences each, so that what is computed of them stays small."""
+    cuts = numpy.searchsorted(bounds, numpy.arange(BLOCK, bounds[-1], BLOCK))
+    edges = numpy.unique([0, *cuts, len(bounds) - 1]).tolist()
+    return map(slice, edges[:-1], edges[1:])

@@ -8,14 +8,14 @@ is dropped.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, overload
 
 import numpy
 
 from hvdtrain.config.keys import ALONE, Rule, Section, Sections, key, not_negative, positive
-from hvdtrain.data.plan.bounds import Limits, bounds, grouped_by_cost, rearranged, shuffled
+from hvdtrain.data.plan.bounds import BLOCK, Limits, blocks_of, bounds, grouped_by_cost, rearranged, shuffled
 from hvdtrain.data.plan.chunks import Chunks
 from hvdtrain.data.plan.order import OrderKeys, order, part_of, seed_of
 from hvdtrain.data.plan.selection import select_by_length
@@ -167,8 +167,9 @@ class Plan:
     """An epoch's batches: batch i is `order[bounds[i]:bounds[i + 1]]`.
 
     Attributes:
-        order: indices of sequences, shape (number of sequences in the epoch,); indices of chunks, if sequences are cut.
-        bounds: shape (number of batches + 1,).
+        order: indices of sequences, int64 (int32 in a plan that ranks share), shape (number of sequences in the epoch,); indices
+            of chunks, if sequences are cut.
+        bounds: int64, shape (number of batches + 1,).
     """
 
     order: Array
@@ -179,24 +180,30 @@ class Plan:
         return len(self.bounds) - 1
 
     def batch(self, index: int) -> Array:
-        """The indices of one batch's sequences."""
-        return self.order[self.bounds[index] : self.bounds[index + 1]]
+        """The indices of one batch's sequences, int64, in an array of their own."""
+        return self.order[self.bounds[index] : self.bounds[index + 1]].astype(numpy.int64)
 
-    def share(self, rank: int, size: int, start: int = 0) -> list[Array]:
+    def share(self, rank: int, size: int, start: int = 0) -> Share:
         """The batches of one rank, without the first `start` ones, which are done: of the others, batch i goes to rank
         i % size."""
-        return [self.batch(i) for i in range(start + rank, self.num_batches, size)]
+        return Share(self, range(start + rank, self.num_batches, size))
 
     def fingerprint(self) -> int:
         """A checksum: the same on two ranks if they have the same plan."""
-        return zlib.crc32(self.bounds.tobytes(), zlib.crc32(self.order.tobytes()))
+        found = 0
+        for some in (self.order[i : i + BLOCK] for i in range(0, len(self.order), BLOCK)):
+            found = crc32(some.astype(numpy.int64, copy=False), found)
+        return crc32(self.bounds, found)
 
     def longest(self, lengths: Mapping[str, Array]) -> dict[str, Array]:
         """By data key, number of frames of the longest sequence of every batch, int64 of shape (number of batches,)."""
-        if not self.num_batches:
-            return {name: numpy.zeros(0, dtype=numpy.int64) for name in lengths}
-        starts = self.bounds[:-1]
-        return {name: numpy.maximum.reduceat(column[self.order], starts).astype(numpy.int64) for name, column in lengths.items()}
+        longest = {name: numpy.zeros(self.num_batches, dtype=numpy.int64) for name in lengths}
+        for some in blocks_of(self.bounds):
+            edges = self.bounds[some.start : some.stop + 1]
+            indices = self.order[edges[0] : edges[-1]]
+            for name, column in lengths.items():
+                longest[name][some] = numpy.maximum.reduceat(column[indices], edges[:-1] - edges[0])
+        return longest
 
     def padded(self, lengths: Mapping[str, Array]) -> dict[str, Array]:
         """By data key, number of frames of every batch with its padding, int64 of shape (number of batches,)."""
@@ -208,8 +215,39 @@ class Plan:
         result = {}
         for name, frames in self.padded(lengths).items():
             total = int(frames.sum())
-            result[name] = 1 - int(lengths[name][self.order].sum(dtype=numpy.int64)) / total if total else 0.0
+            result[name] = 1 - self._frames(lengths[name]) / total if total else 0.0
         return result
+
+    def _frames(self, lengths: Array) -> int:
+        """The number of frames of all sequences of the epoch."""
+        return sum(int(lengths[self.order[i : i + BLOCK]].sum(dtype=numpy.int64)) for i in range(0, len(self.order), BLOCK))
+
+
+class Share(Sequence[Array]):
+    """Some batches of a plan, such as those of a rank. Each is made when it is asked for: a list of them would take more memory
+    than the plan."""
+
+    def __init__(self, plan: Plan, numbers: range) -> None:
+        self._plan = plan
+        self._numbers = numbers
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    @overload
+    def __getitem__(self, index: int) -> Array: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Share: ...
+
+    def __getitem__(self, index: int | slice) -> Array | Share:
+        found = self._numbers[index]
+        return Share(self._plan, found) if isinstance(found, range) else self._plan.batch(found)
+
+
+def crc32(values: Array, before: int = 0) -> int:
+    """The checksum of an array's bytes after those that `before` is the checksum of."""
+    return zlib.crc32(numpy.ascontiguousarray(values).data, before)
 
 
 def plan(

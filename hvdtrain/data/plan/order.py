@@ -198,7 +198,7 @@ def _ordered(lengths: Array, method: Method, seed: int) -> Array:
     size = len(lengths)
     if size == 0:
         return numpy.zeros(0, dtype=numpy.int64)
-    lengths = lengths.astype(numpy.int64, copy=False)  # so that they can be negated
+    lengths = _for_sorting(lengths)
     generator = numpy.random.RandomState(seed)
     bins = method.bins or (max(size // method.per_bin, 2) if method.per_bin else 2)
     simple: dict[str, Callable[[], Array]] = {
@@ -206,7 +206,7 @@ def _ordered(lengths: Array, method: Method, seed: int) -> Array:
         "reverse": lambda: numpy.arange(size)[::-1].copy(),
         "default_every_n": lambda: numpy.arange(size // bins * bins).reshape(bins, size // bins).T.reshape(-1),
         "sorted": lambda: numpy.argsort(lengths, kind="stable"),
-        "sorted_reverse": lambda: numpy.argsort(-lengths, kind="stable"),
+        "sorted_reverse": lambda: numpy.argsort(~lengths, kind="stable"),
         "random": lambda: generator.permutation(size),
         "random_sample": lambda: generator.randint(0, size, size=size),
         "laplace": lambda: _laplace(lengths, generator, bins),
@@ -217,12 +217,23 @@ def _ordered(lengths: Array, method: Method, seed: int) -> Array:
     return simple[method.name]().astype(numpy.int64, copy=False)
 
 
+def _for_sorting(lengths: Array) -> Array:
+    """Lengths in integers that are sorted fast. `~lengths` sorts them the other way round.
+
+    numpy sorts 16 bits by counting: in a fraction of the time that it takes to compare.
+    """
+    if lengths.min() >= 0 and lengths.max() < 2**16:
+        return lengths.astype(numpy.uint16)
+    return lengths.astype(numpy.int64, copy=False)
+
+
 def _laplace(lengths: Array, generator: numpy.random.RandomState, bins: int) -> Array:
     """Random bins, sorted in ascending and descending order in turn, so that lengths do not jump between neighbouring bins."""
-    parts = numpy.array_split(generator.permutation(len(lengths)), bins)
-    for i, part in enumerate(parts):
-        parts[i] = part[numpy.argsort(lengths[part] if i % 2 == 0 else -lengths[part], kind="stable")]
-    return numpy.concatenate(parts)
+    indices = generator.permutation(len(lengths))
+    for i, part in enumerate(numpy.array_split(indices, bins)):  # views, which are sorted in place
+        here = lengths[part]
+        part[:] = part[numpy.argsort(here if i % 2 == 0 else ~here, kind="stable")]
+    return indices
 
 
 def _sort_bin_shuffle(lengths: Array, generator: numpy.random.RandomState, bins: int, shuffle_within: bool) -> Array:

@@ -68,9 +68,9 @@ class Update:
         """The reduced gradients that `apply` is about to apply on this rank, by the parameters' names, before noise and clipping:
         all of them, or those of a sharded optimizer's share; float32."""
         own = {id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]}
-        scale = 1.0 if self._scale is None else self._scale.scale
-        for name, parameter in self._model.named_parameters():
-            if parameter.requires_grad and id(parameter) in own:
+        scale = float(self.loss_factor)
+        for name, parameter in zip(self._names, self._trained, strict=True):
+            if id(parameter) in own:
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 yield name, (gradient.float() / scale).cpu().numpy()
 

@@ -1,0 +1,177 @@
+"""A plan that one rank of a host makes and the others map into their memory.
+
+The plan of millions of sequences takes seconds of a core and gigabytes on a host where each of 8 ranks makes its own. Its maker
+keeps it in memory that belongs to a file without a name, and tells the others the descriptor, by which they open the file through
+/proc. The system frees the memory when the last process that maps it has ended, in whatever way; nothing can be left behind. It
+does not depend on the size of /dev/shm either. A rank that cannot open the file makes the plan itself.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import stat
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+
+import numpy
+
+from hvdtrain.data.plan.bounds import BLOCK
+from hvdtrain.data.plan.chunks import Chunks
+from hvdtrain.data.plan.epoch import BatchKeys, Plan, crc32, plan
+from hvdtrain.data.plan.order import OrderKeys, method_of, part_of, seed_of
+from hvdtrain.data.types import Array
+
+WORTHWHILE = 1_000_000
+"""The number of sequences from which a plan is shared. A smaller one takes a fraction of a second and some megabytes."""
+
+TOKEN_BYTES = 64
+"""The file begins with a token of this length. Behind it are the bounds of the batches, and the order."""
+
+
+@dataclass(frozen=True)
+class PlanInputs:
+    """The arguments of `plan`."""
+
+    lengths: Mapping[str, Array]
+    order_keys: OrderKeys
+    batch_keys: BatchKeys
+    epoch: int
+    subset: Array | None
+    file_bounds: Array | None
+    chunks: Chunks | None
+
+    @property
+    def size(self) -> int:
+        """The number of sequences, or of chunks."""
+        return len(next(iter(self.lengths.values())) if self.chunks is None else self.chunks.sequences)
+
+    def plan(self) -> Plan:
+        """Raises: DataError."""
+        return plan(
+            self.lengths,
+            self.order_keys,
+            self.batch_keys,
+            self.epoch,
+            subset=self.subset,
+            file_bounds=self.file_bounds,
+            chunks=self.chunks,
+        )
+
+    def checksum(self) -> int:
+        """The same on two ranks if they would make the same plan; takes a fraction of the time. Raises: DataError."""
+        order, batches, epoch = self.order_keys, self.batch_keys, self.epoch
+        keys = (
+            *(method_of(order, epoch), seed_of(order, epoch), part_of(order, epoch)),
+            *(order.partition_epoch, order.partition_by, order.repeat_epoch),
+            *(batches.limits(epoch), batches.min_seq_length, batches.max_seq_length),
+            *(batches.shuffle_batches, batches.balance_ranks, list(self.lengths)),
+        )
+        found = crc32(numpy.frombuffer(repr(keys).encode(), dtype=numpy.uint8))
+        chunks = [] if self.chunks is None else [self.chunks.first, *self.chunks.lengths.values()]
+        for array in (*self.lengths.values(), self.subset, self.file_bounds, *chunks):
+            found = crc32(numpy.zeros(0) if array is None else array, found)
+        return found
+
+
+@dataclass(frozen=True)
+class Offer:
+    """Where the other ranks of a host find a plan.
+
+    Attributes:
+        host: as `this_host` returns it.
+        process: the id of the process that made it.
+        descriptor: of the file in that process.
+        token: with which the file begins; tells that it is this file.
+        num_bounds: one more than there are batches.
+        num_sequences: in the epoch.
+        dtype: of the order: int32, unless there are more sequences than that can count.
+        inputs: the checksum of what it was made from.
+    """
+
+    host: str
+    process: int
+    descriptor: int
+    token: bytes
+    num_bounds: int
+    num_sequences: int
+    dtype: str
+    inputs: int
+
+    @property
+    def num_bytes(self) -> int:
+        return TOKEN_BYTES + 8 * self.num_bounds + numpy.dtype(self.dtype).itemsize * self.num_sequences
+
+
+@contextmanager
+def offered(made: Plan, inputs: int) -> Iterator[Offer | None]:
+    """Copy a plan to where other processes of this host can map it while the `with` block lasts; None: there is no such place."""
+    token = secrets.token_bytes(TOKEN_BYTES)
+    try:
+        descriptor = _nameless_file()
+    except OSError:
+        yield None
+        return
+    dtype = "int32" if made.order.max(initial=0) < 2**31 else "int64"
+    blocks = (made.order[i : i + BLOCK].astype(dtype) for i in range(0, len(made.order), BLOCK))
+    try:
+        complete = all(_write(descriptor, part) for part in chain([numpy.frombuffer(token, numpy.uint8), made.bounds], blocks))
+        offer = Offer(this_host(), os.getpid(), descriptor, token, len(made.bounds), len(made.order), dtype, inputs)
+        yield offer if complete else None
+    finally:
+        os.close(descriptor)
+
+
+def _write(descriptor: int, values: Array) -> bool:
+    """Append an array to a file; whether there was room. Storing it into a map would end the process where there is none."""
+    rest = values.view(numpy.uint8)
+    try:
+        while len(rest):
+            rest = rest[os.write(descriptor, rest.data) :]
+    except OSError:
+        os.ftruncate(descriptor, 0)
+        return False
+    return True
+
+
+def mapped(offer: Offer) -> Plan | None:
+    """The plan of an offer, of which this process maps the memory; None: it cannot. Its arrays are read-only."""
+    if offer.host != this_host():
+        return None
+    try:  # if the number is that of another file after all, opening it must neither block nor take over a terminal
+        descriptor = os.open(f"/proc/{offer.process}/fd/{offer.descriptor}", os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
+    except OSError:
+        return None
+    with open(descriptor, "rb") as file:
+        about = os.fstat(descriptor)
+        if not stat.S_ISREG(about.st_mode) or about.st_size != offer.num_bytes or file.read(TOKEN_BYTES) != offer.token:
+            return None
+        try:
+            memory = mmap.mmap(descriptor, offer.num_bytes, access=mmap.ACCESS_READ)
+        except OSError:
+            return None
+    bounds = numpy.frombuffer(memory, numpy.int64, offer.num_bounds, TOKEN_BYTES)
+    return Plan(numpy.frombuffer(memory, offer.dtype, offer.num_sequences, TOKEN_BYTES + bounds.nbytes), bounds)
+
+
+def this_host() -> str:
+    """A text that two processes share if they see each other under /proc: the same kernel, since it was booted, and the same
+    namespace of process ids."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return f"a process of {os.uname().nodename} without /proc: {os.getpid()}"
+
+
+def _nameless_file() -> int:
+    """The descriptor of a file that no folder lists. Raises: OSError."""
+    try:
+        return os.memfd_create("hvdtrain-plan")
+    except (AttributeError, OSError):  # an old C library, or a container that does not permit it
+        with tempfile.TemporaryFile() as file:
+            return os.dup(file.fileno())

@@ -1,0 +1,273 @@
+"""What training would take on other numbers of ranks: measurements for `training/predict.py`, and its predictions in words."""
+
+from __future__ import annotations
+
+import socket
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy
+
+from hvdtrain.comm import launch
+from hvdtrain.comm.base import Communicator, SingleCommunicator, on_rank_zero
+from hvdtrain.data.feed import Feed
+from hvdtrain.data.files.sizes import size_text
+from hvdtrain.data.plan.epoch import Plan
+from hvdtrain.data.types import Array, Batch
+from hvdtrain.doctor.exchange import SMALL, all_reduce_seconds, parameters_of
+from hvdtrain.learner.accumulation import rounds_per_update
+from hvdtrain.learner.base import Learner
+from hvdtrain.learner.frameworks import FRAMEWORKS
+from hvdtrain.learner.reducer import BUCKET_BYTES
+from hvdtrain.session import open_session
+from hvdtrain.settings import Settings
+from hvdtrain.training.plans import plan_together
+from hvdtrain.training.predict import (
+    Exchange,
+    Measured,
+    Placement,
+    Prediction,
+    Work,
+    best,
+    gradients_travel,
+    is_extrapolated,
+    predict,
+    slowdown,
+)
+
+SECONDS = 10.0
+"""How long the measured steps take together, roughly."""
+
+TURNS = 3
+"""How often every batch is trained on; the first time is a warm-up."""
+
+FEWEST, MOST = 4, 32
+"""The limits on the number of batches."""
+
+SLOW = 0.05
+"""The share of a step by which a rank has to be slower than the others to be called slow."""
+
+
+def predicted(comm: Communicator, settings: Settings, placements: Sequence[Placement]) -> list[str]:
+    """Collective. Train some steps with and without the other ranks, on models that are thrown away, and predict from that what
+    training would take on other numbers of ranks. Returns lines, which are the same on all ranks. Raises: HvdtrainError.
+    """
+    apart = SingleCommunicator(comm.local_rank, comm.local_size)
+    with_gradients = replace(settings, reduce=replace(settings.reduce, horovod_reduce_type="grad"))
+    with open_session(with_gradients, "measure", comm) as session, open_session(settings, "measure", apart) as alone:
+        feed = session.feeds[0]
+        plan = plan_together(comm, feed, 1)
+        costs = _costs(feed, plan)
+        learners = [alone.learner] if comm.size == 1 else [alone.learner, session.learner]
+        largest, _ = _read(feed, plan, [int(costs.argmax())])
+        step = max(_warm_up(learner, largest[0]) for learner in learners)
+        count = int(SECONDS / (TURNS * len(learners) * max(step, 1e-4)))
+        count = comm.gather(min(MOST, max(FEWEST, count), plan.num_batches), name="doctor.count")[0]
+        chosen = _spread(costs, count)
+        read, reading = _read(feed, plan, chosen)
+        reading = statistics.fmean(comm.gather(reading, name="doctor.reading")) / max(1, int(costs[chosen].sum()))
+        seconds = _step_seconds(comm, learners, read)
+        measured = _computing(comm, settings, alone.learner, costs[chosen], seconds[0], reading)
+        if comm.size > 1:
+            exchange = _exchange(comm, settings, alone.learner)
+            waited = _waited(seconds[0], seconds[1], gradients_travel(measured, exchange, comm.size))
+            measured = replace(measured, exchange=replace(exchange, waited=waited))
+
+        def told() -> list[str]:
+            work = {ranks: _work(settings, feed, plan, ranks) for ranks in {1, *(one.ranks for one in placements)}}
+            return lines(measured, predict(measured, work, placements))
+
+        return on_rank_zero(comm, told, name="doctor.predicted")
+
+
+def _computing(
+    comm: Communicator, settings: Settings, learner: Learner, costs: Array, seconds: Array, reading_per_frame: float
+) -> Measured:
+    """Collective. Everything but the exchange."""
+    fixed, per_frame, jitter, slow_rank = fit(costs, seconds)
+    fixed_threads = launch.environment().get("OMP_NUM_THREADS", "")
+    return Measured(
+        size=comm.size,
+        per_host=comm.local_size,
+        hosts=len(set(comm.gather(socket.gethostname(), name="doctor.hosts"))),
+        cores=launch.cores() * (comm.local_size if launch.is_bound() else 1),
+        threads=settings.run.num_threads or (int(fixed_threads) if fixed_threads.isdigit() else None),
+        on_cpu=learner.meter.peak_memory() is None,
+        fixed=fixed,
+        per_frame=per_frame,
+        jitter=jitter,
+        slow_rank=slow_rank,
+        reading_per_frame=reading_per_frame,
+        parameters=sum(map(FRAMEWORKS[settings.run.backend].tensors.size, parameters_of(learner))),
+        steps_per_update=rounds_per_update(settings.accumulation)(1, 0.0, 0),
+        exchange=None,
+    )
+
+
+def _exchange(comm: Communicator, settings: Settings, learner: Learner) -> Exchange:
+    """Collective. The all-reduces, with nothing else going on."""
+    tensors = FRAMEWORKS[settings.run.backend].tensors
+    parameters = parameters_of(learner)
+    few, bucket = (tensors.zeros(size // 4, comm.local_rank) for size in (SMALL, BUCKET_BYTES))
+    return Exchange(
+        latency=all_reduce_seconds(comm, tensors, lambda: [few], "doctor.small"),
+        bucket_bytes=BUCKET_BYTES,
+        bucket_seconds=all_reduce_seconds(comm, tensors, lambda: [bucket], "doctor.bucket"),
+        parameters_seconds=all_reduce_seconds(comm, tensors, lambda: [value * 1 for value in parameters], "doctor.parameters"),
+        waited=1.0,
+    )
+
+
+def _costs(feed: Feed, plan: Plan) -> Array:
+    """The padded frames of every batch, summed over data keys; shape (batches,)."""
+    return numpy.asarray(numpy.sum(list(plan.padded(feed.lengths_in(1)).values()), axis=0))
+
+
+def _work(settings: Settings, feed: Feed, plan: Plan, ranks: int) -> Work:
+    """The first epoch on a number of ranks. Raises: DataError, if there are more of them than sequences in a batch of all."""
+    keys = settings.batch
+    if keys.batch_size_total is not None or keys.max_seqs_total is not None:
+        plan = replace(feed, batch_keys=keys.of_each_of(ranks).of_training()).plan(1)
+    return Work(_costs(feed, plan), feed.num_sequences(plan))
+
+
+def _spread(costs: Array, count: int) -> list[int]:
+    """Batches at equal distances from the smallest to the largest."""
+    by_cost = numpy.argsort(costs, kind="stable")
+    return [int(by_cost[int((number + 0.5) * len(by_cost) / count)]) for number in range(count)]
+
+
+def _read(feed: Feed, plan: Plan, numbers: Sequence[int]) -> tuple[list[Batch], float]:
+    """Some batches of a plan, and the seconds it took to read them."""
+    began = time.perf_counter()
+    with feed.read([plan.batch(number) for number in numbers], epoch=1) as batches:
+        return list(batches), time.perf_counter() - began
+
+
+def _warm_up(learner: Learner, batch: Batch) -> float:
+    """Allocate memory and choose kernels, by two steps; the seconds of the second."""
+    learner.begin_epoch(1, 0)
+    _step(learner, batch)
+    return _step(learner, batch)
+
+
+def _step(learner: Learner, batch: Batch) -> float:
+    """The seconds of a step that changes nothing. Waits for a GPU."""
+    learner.meter.take_step_seconds()
+    learner.backward(batch)
+    learner.update(0.0)
+    return learner.meter.take_step_seconds()
+
+
+def _step_seconds(comm: Communicator, learners: Sequence[Learner], read: Sequence[Batch]) -> list[Array]:
+    """Collective. For each learner, the seconds of steps; shape (ranks, turns, batches). They take turns: other programs disturb
+    all of them. All ranks compute at the same time, as they do in a training."""
+    found: list[list[list[float]]] = [[] for _ in learners]
+    for turn in range(TURNS):
+        order = numpy.random.RandomState(turn).permutation(len(read)).tolist()
+        for learner, turns in zip(learners, found, strict=True):
+            comm.gather(None, name="doctor.begin")
+            seconds = [0.0] * len(read)
+            for number in order:
+                seconds[number] = _step(learner, read[number])
+            turns.append(seconds)
+    return [numpy.array(comm.gather(turns[1:], name="doctor.step_seconds")) for turns in found]
+
+
+def fit(costs: Array, seconds: Array) -> tuple[float, float, tuple[float, ...], float]:
+    """What a step takes: seconds, and seconds for each padded frame; the variation besides; and the seconds by which every step
+    of the slowest rank is longer, if that is no accident.
+
+    Args:
+        costs: padded frames of batches; shape (batches,).
+        seconds: of steps; shape (ranks, turns, batches).
+    """
+    frames, flat = numpy.broadcast_to(costs, seconds.shape).ravel().astype(float), seconds.ravel()
+    spread = float(frames.var())
+    per_frame = max(0.0, float(((frames - frames.mean()) * (flat - flat.mean())).mean()) / spread) if spread else 0.0
+    fixed = float(flat.mean()) - per_frame * float(frames.mean())
+    if fixed < 0:
+        fixed, per_frame = 0.0, float(flat.mean() / frames.mean())
+    rest = seconds - (fixed + per_frame * costs)
+    means = rest.mean(axis=(1, 2))
+    jitter = rest - means[:, None, None]
+    excess = float(means.max() - numpy.median(means)) if len(means) > 2 else float(means.max() - means.min())
+    accident = 3 * float(jitter.std()) * (2 / jitter[0].size) ** 0.5
+    slow_rank = excess if excess > max(accident, SLOW * float(flat.mean())) else 0.0
+    if slow_rank:  # what the others take
+        fixed = max(0.0, fixed + float(numpy.delete(means, means.argmax()).mean()))
+    return fixed, per_frame, tuple(jitter.ravel().tolist()), slow_rank
+
+
+def _waited(alone: Array, together: Array, travel: float) -> float:
+    """How much longer steps take with the exchange of gradients, as a share of the time that it takes with nothing else going on.
+
+    Args:
+        alone, together: seconds of the same steps without and with exchange; shape (ranks, turns, batches).
+        travel: seconds of the exchange.
+    """
+    return max(0.0, float(numpy.median(together.mean(axis=0) - alone.max(axis=0))) / max(travel, 1e-9))
+
+
+def lines(measured: Measured, predictions: Sequence[Prediction]) -> list[str]:
+    """The measurement, a table and what follows from it, in words."""
+    names = f"{'sequences/s':>11} {'speed-up':>8} {'step':>9} {'stragglers':>10} {'network':>8}"
+    table = [f"{'ranks':>8}  {'method':<14} {names}  limited by"]
+    for one in predictions:
+        mark = "*" if is_extrapolated(measured, one.placement) else " "
+        network = "unknown" if one.network is None else f"{one.network / one.seconds:.0%}"
+        table.append(
+            f"{one.placement!s:>7}{mark}  {one.method!s:<14} {one.rate:>11.4g} {one.speed_up:>8.3g} {1e3 * one.seconds:>6.4g} ms "
+            f"{one.stragglers:>10.0%} {network:>8}  {one.limit}"
+        )
+    found = [*_measured_lines(measured), *table]
+    for placement in dict.fromkeys(one.placement for one in predictions):
+        of_it = [one for one in predictions if one.placement == placement]
+        chosen = best(of_it)
+        if placement.ranks > 1:
+            speed = f"{chosen.speed_up:.3g} times the speed of one rank"
+            found.append(f"{placement} ranks: {chosen.method} is best: {speed}, limited by {chosen.limit}")
+    return found + _notes(measured, predictions)
+
+
+def _measured_lines(measured: Measured) -> list[str]:
+    hosts = f"{measured.hosts} host{'s' if measured.hosts > 1 else ''} of {measured.cores} cores"
+    slow = f", every one {1e3 * measured.slow_rank:.3g} ms longer on the slowest rank" if measured.slow_rank else ""
+    text = [
+        f"measured on {measured.size} rank{'s' if measured.size > 1 else ''} on {hosts}: a step computes "
+        f"{1e3 * measured.fixed:.3g} ms and {1e6 * measured.per_frame:.3g} us for each padded frame, "
+        f"with {1e3 * statistics.pstdev(measured.jitter or [0.0]):.3g} ms of variation{slow}; "
+        f"reading takes {1e6 * measured.reading_per_frame:.2g} us for each"
+    ]
+    if (exchange := measured.exchange) is not None:
+        alone = gradients_travel(measured, exchange, measured.size)
+        text.append(
+            f"all-reduce: {1e6 * exchange.latency:.0f} us for a few bytes, {1e3 * exchange.bucket_seconds:.3g} ms for "
+            f"{size_text(exchange.bucket_bytes)}; {size_text(measured.parameters)} of gradients travel in {1e3 * alone:.3g} ms "
+            f"and make a step {1e3 * exchange.waited * alone:.3g} ms longer; all parameters at once take "
+            f"{1e3 * exchange.parameters_seconds:.3g} ms"
+        )
+    return text
+
+
+def _notes(measured: Measured, predictions: Sequence[Prediction]) -> list[str]:
+    """What the predictions take for granted."""
+    notes = []
+    placements = [one.placement for one in predictions]
+    if any(is_extrapolated(measured, placement) for placement in placements):
+        notes.append(f"* extrapolated from {measured.size} ranks, by the formulas in docs/performance.md")
+    several = any(one.ranks > (one.per_host or measured.per_host) for one in placements)
+    if measured.exchange is None:
+        if any(one.ranks > 1 for one in placements):
+            notes.append(
+                "the network was not measured, as there is one rank: no speed-up will be larger than these (mpirun -np 2)"
+            )
+    elif several and measured.hosts == 1:
+        notes.append("all measured ranks are on one host: between hosts, the network will be slower than this")
+    if measured.on_cpu and any(slowdown(measured, one.per_host or measured.per_host) > 1 for one in placements):
+        notes.append(
+            f"where ranks have less than {measured.cores} / {measured.per_host} cores each, computing takes that much longer"
+        )
+    return notes

@@ -1,0 +1,277 @@
+"""One rank of a host plans, the others map its plan: the same plan, without a file left behind, and never without a plan."""
+
+import os
+import pickle
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy
+import pytest
+from thread_ranks import on_ranks
+
+from hvdtrain.comm.base import Communicator
+from hvdtrain.data.combine.cache import Budget
+from hvdtrain.data.dataset import Dataset
+from hvdtrain.data.feed import Feed
+from hvdtrain.data.plan import shared
+from hvdtrain.data.plan.chunks import ChunkKeys, cut
+from hvdtrain.data.plan.epoch import BatchKeys, Plan
+from hvdtrain.data.plan.order import OrderKeys
+from hvdtrain.data.plan.shared import Offer, PlanInputs, mapped, offered
+from hvdtrain.errors import DataError
+from hvdtrain.training import plans
+from hvdtrain.training.plans import plan_together
+
+LENGTHS = {"data": numpy.random.default_rng(0).integers(1, 90, 5000).astype(numpy.int32)}
+ORDER, BATCHES = OrderKeys(seq_ordering="laplace:.100"), BatchKeys(batch_size=500)
+
+
+class Lengths(Dataset):
+    """A dataset that is never read."""
+
+    def __init__(self, lengths: dict[str, numpy.ndarray]) -> None:
+        self.lengths = lengths
+        self.streams = {}
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.lengths["data"])
+
+    def sequence(self, index: int) -> dict[str, numpy.ndarray]:
+        raise NotImplementedError
+
+    def tags(self, indices: Sequence[int]) -> list[str]:
+        raise NotImplementedError
+
+
+def feed(rank: int, size: int, lengths: dict[str, numpy.ndarray] = LENGTHS, **more: object) -> Feed:
+    return Feed("train", Lengths(lengths), ORDER, BATCHES, rank, size, budget=Budget(0), **more)  # type: ignore[arg-type]
+
+
+def inputs(**changed: object) -> PlanInputs:
+    return replace(PlanInputs(LENGTHS, ORDER, BATCHES, 1, None, None, None), **changed)  # type: ignore[arg-type]
+
+
+ALONE = inputs().plan()
+
+
+@pytest.fixture(autouse=True)
+def _few_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "WORTHWHILE", 1000)
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[PlanInputs]:
+    """What plans were made from, in turn."""
+    made: list[PlanInputs] = []
+    original = PlanInputs.plan
+
+    def plan(self: PlanInputs) -> Plan:
+        made.append(self)
+        return original(self)
+
+    monkeypatch.setattr(PlanInputs, "plan", plan)
+    return made
+
+
+def on_hosts(hosts: list[int], work: Callable[[Communicator], Plan]) -> list[Plan]:
+    """`work` on as many ranks of each host."""
+    places = [(local, count) for count in hosts for local in range(count)]
+
+    def run(comm: Communicator) -> Plan:
+        comm.local_rank, comm.local_size = places[comm.rank]
+        return work(comm)
+
+    return on_ranks(len(places), run)
+
+
+def test_one_rank_of_a_host_plans_and_the_others_map_it(planned: list[PlanInputs]) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    found = on_ranks(4, lambda comm: plan_together(comm, feed(comm.rank, comm.size), 1))
+    assert len(planned) == 1
+    for made in found:
+        assert not made.order.flags.owndata
+        assert not made.order.flags.writeable
+        assert made.batch(3).flags.writeable
+        assert (made.order.dtype, made.bounds.dtype, made.batch(3).dtype) == (numpy.int32, numpy.int64, numpy.int64)
+        numpy.testing.assert_array_equal(made.order, ALONE.order)
+        numpy.testing.assert_array_equal(made.bounds, ALONE.bounds)
+        assert made.fingerprint() == ALONE.fingerprint()
+    assert len(os.listdir("/proc/self/fd")) <= before + len(found)  # a map keeps a descriptor of its own until it is dropped
+    del made
+    found.clear()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_each_host_has_a_rank_that_plans(planned: list[PlanInputs]) -> None:
+    found = on_hosts([2, 3, 1], lambda comm: plan_together(comm, feed(comm.rank, comm.size), 1))
+    assert len(planned) == 3
+    assert {made.fingerprint() for made in found} == {ALONE.fingerprint()}
+
+
+@pytest.mark.parametrize(
+    ("size", "more"),
+    [(1, {}), (3, {"distribution": "random_seed_offset"}), (3, {"lengths": {"data": LENGTHS["data"][:999]}})],
+    ids=["one rank", "every rank in its own order", "few sequences"],
+)
+def test_every_rank_plans_where_there_is_nothing_to_share(size: int, more: dict[str, object], planned: list[PlanInputs]) -> None:
+    found = on_ranks(size, lambda comm: plan_together(comm, feed(comm.rank, comm.size, **more), 1))  # type: ignore[arg-type]
+    assert len(planned) == size
+    assert len({made.fingerprint() for made in found}) == (3 if "distribution" in more else 1)
+
+
+def test_a_rank_with_other_lengths_gets_no_other_ranks_plan(planned: list[PlanInputs]) -> None:
+    other = {"data": LENGTHS["data"].copy()}
+    other["data"][4321] += 1
+    found = on_ranks(3, lambda comm: plan_together(comm, feed(comm.rank, comm.size, other if comm.rank == 1 else LENGTHS), 1))
+    assert len(planned) == 2
+    assert found[0].fingerprint() == found[2].fingerprint() == ALONE.fingerprint() != found[1].fingerprint()
+
+
+def test_a_rank_with_few_sequences_does_not_keep_the_others_waiting() -> None:
+    few = {"data": LENGTHS["data"][:999]}
+    for different in range(3):
+        found = on_ranks(
+            3, lambda comm, it=different: plan_together(comm, feed(comm.rank, 3, few if comm.rank == it else LENGTHS), 1)
+        )
+        assert len({made.fingerprint() for made in found}) == 2
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_ranks_fail_together_where_one_cannot_plan(failing: int) -> None:
+    def work(comm: Communicator) -> str:
+        one = feed(comm.rank, comm.size)
+        if comm.rank == failing:
+            one = replace(one, batch_keys=replace(BATCHES, max_seqs=lambda **_: 0))
+        with pytest.raises(DataError) as caught:
+            plan_together(comm, one, 1)
+        return str(caught.value)
+
+    expected = f"rank {failing}: max_seqs: expected the function to return a positive integer, -1 or None, got 0 for epoch 1"
+    assert on_ranks(3, work) == [expected] * 3
+
+
+def test_without_memory_to_share_every_rank_plans(planned: list[PlanInputs]) -> None:
+    """A limit on the size of files, which the system applies to shared memory, too."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    try:
+        found = on_ranks(3, lambda comm: plan_together(comm, feed(comm.rank, comm.size), 1))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert len(planned) == 3
+    assert {made.fingerprint() for made in found} == {ALONE.fingerprint()}
+
+
+def test_a_temporary_file_serves_as_well(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refused(name: str) -> int:
+        raise PermissionError(name)
+
+    monkeypatch.setattr(os, "memfd_create", refused)
+    monkeypatch.setattr(shared.tempfile, "tempdir", str(tmp_path))
+    with offered(ALONE, 0) as offer:
+        made = mapped(offer)
+        assert not list(tmp_path.iterdir())
+    assert made.fingerprint() == ALONE.fingerprint()
+    monkeypatch.setattr(shared.tempfile, "tempdir", str(tmp_path / "not_there"))
+    with offered(ALONE, 0) as offer:
+        assert offer is None
+
+
+MAKER = """
+import pickle, sys, time
+import numpy
+from hvdtrain.data.plan.epoch import Plan
+from hvdtrain.data.plan.shared import offered
+with offered(Plan(numpy.arange(100_000), numpy.array([0, 70_000, 100_000])), 7) as offer:
+    pickle.dump(offer, sys.stdout.buffer)
+    sys.stdout.flush()
+    time.sleep(60)
+"""
+
+
+def test_the_plan_of_another_process_outlives_it() -> None:
+    """Also when it is killed. Afterwards there is nothing to be opened any more."""
+    with subprocess.Popen([sys.executable, "-c", MAKER], stdout=subprocess.PIPE) as maker:
+        assert maker.stdout is not None
+        offer: Offer = pickle.load(maker.stdout)
+        assert (offer.process, offer.inputs) == (maker.pid, 7)
+        made = mapped(offer)
+        maker.send_signal(signal.SIGKILL)
+    assert made is not None
+    assert made.fingerprint() == Plan(numpy.arange(100_000), numpy.array([0, 70_000, 100_000])).fingerprint()
+    assert mapped(offer) is None
+
+
+def test_only_the_file_that_was_offered_is_mapped(tmp_path: Path) -> None:
+    with offered(ALONE, 0) as offer:
+        assert offer is not None
+        for other in (
+            replace(offer, host="another"),
+            replace(offer, token=b"x" * len(offer.token)),
+            replace(offer, num_bounds=offer.num_bounds + 1),
+            replace(offer, descriptor=99_999),
+        ):
+            assert mapped(other) is None
+        os.mkfifo(tmp_path / "fifo")
+        fifo = os.open(tmp_path / "fifo", os.O_RDWR)
+        assert mapped(replace(offer, descriptor=fifo)) is None
+        os.close(fifo)
+    assert mapped(offer) is None
+
+
+def test_indices_that_need_64_bits_keep_them() -> None:
+    many = Plan(numpy.array([3, 2**31, 5]), numpy.array([0, 2, 3]))
+    with offered(many, 0) as offer:
+        assert offer is not None
+        made = mapped(offer)
+    assert made is not None
+    assert [batch.tolist() for batch in made.share(0, 1)] == [[3, 2**31], [5]]
+    assert made.fingerprint() == many.fingerprint()
+
+
+def test_the_checksum_covers_all_that_a_plan_depends_on() -> None:
+    chunked = cut(LENGTHS, ChunkKeys(chunking="10:5"))
+    others = [
+        inputs(epoch=2),
+        inputs(lengths={"data": LENGTHS["data"][::-1]}),
+        inputs(lengths={"classes": LENGTHS["data"]}),
+        inputs(subset=numpy.arange(4000)),
+        inputs(file_bounds=numpy.array([0, 5000])),
+        inputs(chunks=chunked),
+        inputs(chunks=cut(LENGTHS, ChunkKeys(chunking="10:4"))),
+        *(
+            inputs(order_keys=replace(ORDER, **changed))
+            for changed in (
+                {"seq_ordering": "laplace:.99"},
+                {"partition_epoch": 2},
+                {"repeat_epoch": 2},
+                {"partition_by": "files"},
+                {"random_seed_offset": 5},
+            )
+        ),
+        *(
+            inputs(batch_keys=replace(BATCHES, **changed))
+            for changed in (
+                {"batch_size": {"data": 500}},
+                {"max_seqs": 7},
+                {"max_pad_size": 7},
+                {"packed_batch_size": 70},
+                {"max_seq_length": 70},
+                {"min_seq_length": 7},
+                {"shuffle_batches": True},
+                {"balance_ranks": 2},
+            )
+        ),
+    ]
+    assert len({inputs().checksum(), *(other.checksum() for other in others)}) == 1 + len(others)
+    alike = inputs(
+        order_keys=replace(ORDER, seq_ordering=lambda **_: "laplace:.100"), batch_keys=BatchKeys(batch_size=lambda **_: 500)
+    )
+    assert alike.checksum() == inputs().checksum()
+    assert inputs(chunks=chunked).size == len(chunked.sequences) > inputs().size == 5000

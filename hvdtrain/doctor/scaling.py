@@ -268,6 +268,6 @@ def _notes(measured: Measured, predictions: Sequence[Prediction]) -> list[str]:
         notes.append("all measured ranks are on one host: between hosts, the network will be slower than this")
     if measured.on_cpu and any(slowdown(measured, one.per_host or measured.per_host) > 1 for one in placements):
         notes.append(
-            f"where ranks have less than {measured.cores} / {measured.per_host} cores each, computing takes that much longer"
+            f"ranks that have a smaller share of a host's {measured.cores} cores than these compute that much more slowly"
         )
     return notes

@@ -144,7 +144,7 @@ def train(settings: Settings, task: Task, name: str, accumulated: Record | None 
             without_dropout(session.learner)
         batches = _global_batches(session, task)
         dealt = batches.dealt(comm.size if accumulated is None else accumulated.size)
-        feed = replace(session.feeds[0], distribution="shard", select=lambda _: dealt)
+        feed = replace(session.feeds[0], distribution="shard", only=dealt)
         recorder = Recorder(session)
         session.learner.observer = recorder.gradients_of
         pace = replace(open_pace(settings), num_epochs=session.progress.epoch + 1, save_steps=None, save_minutes=None)

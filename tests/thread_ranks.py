@@ -54,7 +54,8 @@ class ThreadCommunicator:
         return [sum(alike) / (self.size if op == "average" else 1) for alike in zip(*everybodys, strict=True)]
 
     def broadcast(self, tensors: Sequence[Tensor], *, name: str) -> list[Tensor]:
-        return [tensor + 0 for tensor in self._meeting.exchange(self.rank, name, list(tensors))[0]]
+        copies = [tensor + 0 for tensor in tensors]  # rank 0 may change its own before the others have read them
+        return [tensor + 0 for tensor in self._meeting.exchange(self.rank, name, copies)[0]]
 
     def gather_rows(self, tensors: Sequence[Tensor], *, name: str) -> list[Tensor]:
         import torch

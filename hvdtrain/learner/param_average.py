@@ -299,7 +299,7 @@ class ParamAverage:
             )
         momentum = 0.0 if self._outer is None else self._outer.momentum
         syncs = -(-start.updates // between)
-        if momentum and syncs * (1 - momentum) < 1:
+        if momentum and syncs * (1 - momentum) < 1 - 1e-9:
             return (
                 f"horovod_param_outer.momentum: expected at least {1 / (1 - momentum):.0f} syncs in an epoch for {momentum:g}, "
                 f"got {syncs} in epoch {start.epoch} (a smaller horovod_param_sync_step, or a smaller momentum)"

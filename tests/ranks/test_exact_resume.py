@@ -27,7 +27,7 @@ TRAININGS: dict[str, dict[str, object]] = {
     },
     "local": {
         "horovod_reduce_type": "param",
-        "horovod_param_start": 4,
+        "horovod_param_start": 6,
         "horovod_param_sync_step": 6,
         "horovod_param_sync_delay": 4,
         "horovod_param_sync_parts": 2,

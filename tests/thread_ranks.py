@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from hvdtrain.comm.base import Communicator, Op, Tensor
+from hvdtrain.comm.base import Communicator, Op, Tensor, num_bytes
 from hvdtrain.errors import PeerFailure
 
 T = TypeVar("T")
@@ -42,9 +42,11 @@ class ThreadCommunicator:
         self._meeting = meeting
         self.rank = self.local_rank = rank
         self.size = self.local_size = size
+        self.sent = 0
 
     def start(self, tensors: Sequence[Tensor], op: Op, *, name: str) -> Any:
-        return list(tensors), op, name  # others are waited for in `finish` only
+        self.sent += num_bytes(tensors)
+        return [tensor + 0 for tensor in tensors], op, name  # others are waited for in `finish` only
 
     def finish(self, handle: Any) -> list[Tensor]:
         tensors, op, name = handle
@@ -52,7 +54,8 @@ class ThreadCommunicator:
         return [sum(alike) / (self.size if op == "average" else 1) for alike in zip(*everybodys, strict=True)]
 
     def broadcast(self, tensors: Sequence[Tensor], *, name: str) -> list[Tensor]:
-        return [tensor + 0 for tensor in self._meeting.exchange(self.rank, name, list(tensors))[0]]
+        copies = [tensor + 0 for tensor in tensors]  # rank 0 may change its own before the others have read them
+        return [tensor + 0 for tensor in self._meeting.exchange(self.rank, name, copies)[0]]
 
     def gather_rows(self, tensors: Sequence[Tensor], *, name: str) -> list[Tensor]:
         import torch

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from hvdtrain.comm import launch
-from hvdtrain.comm.base import Communicator, Op, SingleCommunicator, Tensor
+from hvdtrain.comm.base import Communicator, Op, SingleCommunicator, Tensor, num_bytes
 from hvdtrain.comm.horovod_gloo import gloo_environment
 from hvdtrain.errors import LaunchError, PeerFailure
 
@@ -80,6 +80,7 @@ class HorovodCommunicator:
     def __init__(self, binding: ModuleType) -> None:
         self._hvd: Any = binding
         self._asynchronous = hasattr(binding, "grouped_allreduce_async_")
+        self.sent = 0
         self.rank: int = binding.rank()
         self.size: int = binding.size()
         self.local_rank: int = binding.local_rank()
@@ -91,9 +92,11 @@ class HorovodCommunicator:
         horovod_op = {"sum": self._hvd.Sum, "average": self._hvd.Average}[op]
         with peer_failures():
             if not self._asynchronous:
+                self.sent += num_bytes(tensors)
                 return self._hvd.grouped_allreduce(list(tensors), op=horovod_op, name=name)
             # Horovod does not support bfloat16, so it is reduced as float32, nor tensors that are not contiguous.
             supported = [(tensor.float() if "bfloat16" in str(tensor.dtype) else tensor).contiguous() for tensor in tensors]
+            self.sent += num_bytes(supported)
             handle = self._hvd.grouped_allreduce_async_(supported, op=horovod_op, name=name)
             return handle, [tensor.dtype for tensor in tensors]
 

@@ -79,6 +79,7 @@ class TorchCommunicator:
         self._group = group
         self._channels: list[TorchCommunicator] = []
         self._started = started
+        self.sent = 0
         self.rank: int = torch.distributed.get_rank()
         self.size: int = torch.distributed.get_world_size()
         hosts = self.gather((socket.gethostname(), started.local_size), name="hosts")
@@ -97,6 +98,7 @@ class TorchCommunicator:
         pending = []
         for indices in groups.values():
             flat = _flat([tensors[index] for index in indices])
+            self.sent += flat.nbytes
             with _peer_failures(), torch.autograd.profiler.record_function(f"all_reduce {name}"):
                 pending.append((indices, flat, torch.distributed.all_reduce(flat, group=self._group, async_op=True)))
         return list(tensors), op, pending

@@ -25,6 +25,19 @@ TRAININGS: dict[str, dict[str, object]] = {
         "optimizer": {"class": "adam"},
         "evaluated": True,
     },
+    "local": {
+        "horovod_reduce_type": "param",
+        "horovod_param_start": 6,
+        "horovod_param_sync_step": 6,
+        "horovod_param_sync_delay": 4,
+        "horovod_param_sync_parts": 2,
+        "horovod_param_outer": {"class": "nesterov", "momentum": 0.5},
+        "layers": "statistics",
+        "losses": "mean",
+        "optimizer": {"class": "adam"},
+        "gradient_noise": 0.01,
+        "evaluated": True,
+    },
     "background": {"save_in_background": True, "optimizer": {"class": "adam"}, "layers": "statistics"},
 }
 OF_NO_FRAMEWORK: dict[str, dict[str, object]] = {
@@ -42,10 +55,13 @@ def trainings_of(run: Run) -> dict[str, dict[str, object]]:
     all_keys = {key: value for given in OF_NO_FRAMEWORK.values() for key, value in given.items()}
     return {
         "grad": TRAININGS["plain"] | {"layers": "statistics", "gradient_clip_global_norm": 1.0},
-        "param_every_7": TRAININGS["param_every_7"],
+        "local": TRAININGS["local"],
         "background": TRAININGS["background"] | all_keys,
     }
 
+
+SAME = ("scores", "steps", "global_step", "learning_rate", "padding", "syncs", "sent")
+"""What a line of scores.jsonl says that does not depend on the time."""
 
 CASES = [(name, run) for run in RUNS for name in trainings_of(run)]
 
@@ -79,7 +95,7 @@ def test_scores_sequences_and_files_are_the_same(results: ResultsOf, name: str, 
         assert made.needed(f"{name}.whole.ids.{rank}").read_text() == made.needed(f"{name}.stopped.ids.{rank}").read_text()
     assert [line["epoch"] for line in made.reports(f"{name}.stopped")] == [1, 2]
     for whole, stopped in zip(made.reports(f"{name}.whole"), made.reports(f"{name}.stopped"), strict=True):
-        assert all(whole[key] == stopped[key] for key in ("scores", "steps", "global_step", "learning_rate", "padding"))
+        assert all(whole[key] == stopped[key] for key in SAME)
     names = [sorted(path.name for path in (made.folder / f"{name}.{how}").iterdir()) for how in ("whole", "stopped")]
     assert names[0] == names[1]
 
@@ -101,7 +117,13 @@ def of_chain(run: Run, folder: Path) -> dict[str, dict[str, object]]:
     number = [link for link, _ in CHAIN].index(run)
     given = {
         "grad": {"layers": "statistics"},
-        "param": {"horovod_reduce_type": "param", "horovod_param_sync_step": 5, "optimizer": {"class": "adam"}},
+        "param": {
+            "horovod_reduce_type": "param",
+            "horovod_param_sync_step": 5,
+            "horovod_param_sync_delay": 2,
+            "horovod_param_outer": {"class": "bmuf", "momentum": 0.3},
+            "optimizer": {"class": "adam"},
+        },
     }
     made: dict[str, dict[str, object]] = {}
     for name, overrides in given.items():

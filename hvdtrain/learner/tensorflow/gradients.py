@@ -103,6 +103,11 @@ class GraphGradients:
             reduced[number] = _without_repeats(values, indices)
         return reduced
 
+    def num_bytes(self, gradients: Sequence[Gradient]) -> tf.Tensor:
+        """The size of a rank's gradients as it sends them, rows with their indices; float64."""
+        tensors = [part for one in gradients for part in ((one.values, one.indices) if isinstance(one, Rows) else (one,))]
+        return tf.add_n([tf.cast(tf.size(tensor), tf.float64) * tensor.dtype.size for tensor in tensors])
+
     def specs(self, exchange: Exchange) -> list[Any]:
         """The types of reduced gradients, for a function that takes them with any number of rows."""
         specs: list[Any] = []

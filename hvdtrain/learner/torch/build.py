@@ -50,15 +50,19 @@ def build_learner(keys: LearnerKeys, reducer: Reducer, options: BuildOptions) ->
     if options.batch_norm is not None:
         model, exchange = synchronize(model, options.batch_norm)
     scale = options.precision.loss_scale(options.precision.dtype)
-    reduced = reducer.updates_without_batch  # gradients are then the same on all ranks, and get the same noise
-    check = GradientCheck(keys.num_allowed_consec_invalid_gradient_steps, scale, same_on_all_ranks=reduced)
+
+    def are_reduced() -> bool:
+        return reducer.updates_without_batch  # gradients are then the same on all ranks, and get the same noise
+
+    check = GradientCheck(keys.num_allowed_consec_invalid_gradient_steps, scale, same_on_all_ranks=are_reduced)
     on_gpu = device.type == "cuda"
     on_device = DeviceSkips(check, scale, device) if on_gpu and options.sharded is None else None
     whole = make_optimizer(keys.optimizer, model, fused=check.is_needed and on_device is not None)
     optimizer: Optimizer = whole if options.sharded is None else ShardedOptimizer(whole, options.sharded)
     noise: GradientNoise | None = None
     if keys.gradient_noise:
-        noise = GradientNoise(keys.gradient_noise, (options.seed, None if reduced else options.rank), device)
+        seed = options.seed
+        noise = GradientNoise(keys.gradient_noise, lambda: (seed, None if are_reduced() else options.rank), device)
     watch = compile_model(model, keys.torch_compile)
     average = None if keys.ema_decay is None else WeightAverage(trained_of(model), keys.ema_decay)
     return TorchLearner(

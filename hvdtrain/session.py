@@ -300,6 +300,7 @@ def build_learner(settings: Settings, reducer: Reducer, comm: Communicator) -> L
         precision=settings.precision.precision(),
         batch_norm=comm.channel("sync_batch_norm") if settings.learner.sync_batch_norm and comm.size > 1 else None,
         sharded=comm if is_sharded and comm.size > 1 else None,
+        bucket_bytes=comm.bucket_bytes,
         constants=partial(take_over, constant) if constant else None,
     )
     return FRAMEWORKS[settings.run.backend].build(settings.learner, reducer, options)

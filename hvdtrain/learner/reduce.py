@@ -7,6 +7,7 @@ class as `reducer.py` describes, and a line in `REDUCERS`; if it has keys of its
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
@@ -47,8 +48,8 @@ class GradReduce:
     def describe(self) -> str:
         return f"gradients are {'averaged' if self._op == 'average' else 'summed'} for every update"
 
-    def start_gradients(self, gradients: list[Tensor], *, name: str) -> Any:
-        return self._comm.start(gradients, self._op, name=name)
+    def start_gradients(self, gradients: list[Tensor], *, name: str, owners: Sequence[int] | None = None) -> Any:
+        return self._comm.start(gradients, self._op, name=name, owners=owners)
 
     def finish_gradients(self, handle: Any) -> list[Tensor]:
         with self._timer.span("communication"):
@@ -130,7 +131,7 @@ class ParamAverage:
         often = f"after every {self._every} updates" if self._seconds is None else f"about every {self._seconds:g} s"
         return f"parameters are averaged {often} and at the end of an epoch"
 
-    def start_gradients(self, gradients: list[Tensor], *, name: str) -> Any:
+    def start_gradients(self, gradients: list[Tensor], *, name: str, owners: Sequence[int] | None = None) -> Any:
         return gradients
 
     def finish_gradients(self, handle: list[Tensor]) -> list[Tensor]:

@@ -24,10 +24,13 @@ class Reducer(Protocol):
         """What the ranks exchange and how often, for the log."""
         ...
 
-    def start_gradients(self, gradients: list[Tensor], *, name: str) -> Any:
+    def start_gradients(self, gradients: list[Tensor], *, name: str, owners: Sequence[int] | None = None) -> Any:
         """Start to reduce gradients, which may be overwritten. Returns a handle.
 
         Counts of loss elements go the same way: if gradients are averaged, so are the counts, and the two factors cancel.
+
+        Args:
+            owners: for each gradient the only rank that needs it reduced. None: all ranks need all.
         """
         ...
 
@@ -156,28 +159,28 @@ def averaged(comm: Communicator, state: ModelState, counts: UpdateCounts, parts:
         state.map_tensors(kind, lambda _, kind=kind: own[kind])  # type: ignore[misc]
 
 
-BUCKET_BYTES = 2 << 20
-"""Gradients are sent in buckets of about this size: large enough for the network, small enough to start early."""
+def buckets(kinds: Sequence[tuple[int, object]], num_bytes: int) -> list[list[int]]:
+    """The parameters' numbers in groups, each of which is sent in one message; last parameter first.
 
-
-def buckets(kinds: Sequence[tuple[int, object]]) -> list[list[int]]:
-    """The parameters' numbers in groups of one type and about BUCKET_BYTES, last parameter first.
+    A group is of one type and ends with the parameter that brings it to `num_bytes`: a small one (a bias) beside a large one (its
+    layer's weight) costs no message of its own.
 
     Args:
         kinds: the bytes and the type of each parameter, in the model's order.
+        num_bytes: large enough for the bandwidth of the transport, small enough to start early.
 
-    >>> buckets([(1 << 20, "float32"), (2 << 20, "float32"), (8, "float32"), (8, "float64")])
-    [[3], [2], [1], [0]]
-    >>> buckets([(8, "float32"), (8, "float32")])
+    >>> buckets([(900, "float32"), (8, "float32"), (1200, "float32"), (8, "float32"), (8, "float64")], 1000)
+    [[4], [3, 2], [1, 0]]
+    >>> buckets([(8, "float32"), (8, "float32")], 1000)
     [[1, 0]]
     """
     groups: list[list[int]] = []
-    size = 0
+    missing = 0
     for number in reversed(range(len(kinds))):
-        num_bytes, kind = kinds[number]
-        if not groups or size + num_bytes > BUCKET_BYTES or kind != kinds[groups[-1][0]][1]:
+        size, kind = kinds[number]
+        if missing <= 0 or kind != kinds[groups[-1][0]][1]:
             groups.append([])
-            size = 0
+            missing = num_bytes
         groups[-1].append(number)
-        size += num_bytes
+        missing -= size
     return groups

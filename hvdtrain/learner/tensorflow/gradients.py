@@ -60,10 +60,14 @@ class GraphGradients:
     computed once, when the graph is optimized, and two with the same inputs are merged. Other ranks would hang. So in every
     exchange, an element of a variable that is always 0 is added to one tensor, and what a rank without a batch sends is an input
     of its graph.
+
+    Args:
+        bucket_bytes: the size of a message.
     """
 
-    def __init__(self, variables: list[tf.Variable], reducer: Reducer) -> None:
+    def __init__(self, variables: list[tf.Variable], reducer: Reducer, bucket_bytes: int) -> None:
         self._variables = variables
+        self._bucket_bytes = bucket_bytes
         self._reducer = reducer
         self._always_zero = tf.Variable(tf.zeros([2 * len(variables) + 1]), trainable=False)
 
@@ -89,7 +93,7 @@ class GraphGradients:
         """Collective, when the graph runs. Dense gradients are sent in buckets, each as soon as backward has computed it."""
         reduced: list[Gradient] = list(gradients)
         dense = [number for number in range(len(gradients)) if number not in exchange.rows]
-        groups = buckets([(self._bytes(number), reduced[number].dtype) for number in dense])
+        groups = buckets([(self._bytes(number), reduced[number].dtype) for number in dense], self._bucket_bytes)
         for name, group in enumerate(groups):
             numbers = [dense[position] for position in group]
             reduced[numbers[0]] = self._kept(reduced[numbers[0]], 1 + numbers[0])

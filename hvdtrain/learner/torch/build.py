@@ -48,7 +48,10 @@ def build_learner(keys: LearnerKeys, reducer: Reducer, options: BuildOptions) ->
     if options.batch_norm is not None:
         model, exchange = synchronize(model, options.batch_norm)
     whole = make_optimizer(keys.optimizer, model)
+    trained = trained_of(model)
     optimizer: Optimizer = whole if options.sharded is None else ShardedOptimizer(whole, options.sharded)
+    owners = optimizer.owners(trained) if isinstance(optimizer, ShardedOptimizer) else None
+    gradients = Gradients(trained, reducer, device, options.bucket_bytes(device.type == "cuda"), owners)
     scale = options.precision.loss_scale(options.precision.dtype)
     reduced = reducer.updates_without_batch  # gradients are then the same on all ranks, and get the same noise
     check = GradientCheck(keys.num_allowed_consec_invalid_gradient_steps, scale, same_on_all_ranks=reduced)
@@ -56,7 +59,7 @@ def build_learner(keys: LearnerKeys, reducer: Reducer, options: BuildOptions) ->
     if keys.gradient_noise:
         noise = GradientNoise(keys.gradient_noise, (options.seed, None if reduced else options.rank), device)
     watch = compile_model(model, keys.torch_compile)
-    average = None if keys.ema_decay is None else WeightAverage(trained_of(model), keys.ema_decay)
+    average = None if keys.ema_decay is None else WeightAverage(trained, keys.ema_decay)
     return TorchLearner(
         ConfigFunctions(
             model=model,
@@ -66,7 +69,7 @@ def build_learner(keys: LearnerKeys, reducer: Reducer, options: BuildOptions) ->
             autocast=autocast_of(options.precision.dtype, device),
             watch=watch,
         ),
-        Gradients(trained_of(model), reducer, device),
+        gradients,
         Update(model, optimizer, Clipping(keys.gradient_clip, keys.gradient_clip_global_norm), check, scale, noise),
         TorchState(model, optimizer, device, average, scale, constants),
         _meter(keys, model, device, scale),

@@ -105,6 +105,7 @@ class TorchDistributedKeys:
     avg_grad: bool | None = key(None, "as horovod_avg_grad")
     param_sync_step: int | None = key(None, "as horovod_param_sync_step", positive)
     param_sync_time_diff: float | None = key(None, "as horovod_param_sync_time_diff", positive)
+    compression: str | None = key(None, "as horovod_compression")
     scale_lr: bool | Literal["divide", "multiply", "sqrt"] | None = key(None, "as horovod_scale_lr")
     dataset_distribution: Literal["shard", "random_seed_offset"] | None = key(None, "as horovod_dataset_distribution")
 

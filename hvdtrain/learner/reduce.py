@@ -16,47 +16,54 @@ from hvdtrain.comm.base import Communicator, Op, Tensor
 from hvdtrain.comm.keys import TorchDistributedKeys
 from hvdtrain.config.keys import ALONE, Section, Sections, key, one_of, positive
 from hvdtrain.learner.base import LearnerKeys, ModelState, StatePart
+from hvdtrain.learner.precision import PrecisionKeys
 from hvdtrain.learner.reducer import Reducer, ReducerClass, UpdateCounts, average, average_buffers, averaged
+from hvdtrain.learner.wire import COMPRESSIONS, Wire, WireKeys, gradient_wire
 from hvdtrain.runtime.timer import Timer
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class GradReduceKeys(Section):
+class GradReduceKeys(WireKeys):
     """Reducing gradients."""
 
     horovod_avg_grad: bool = key(False, "grad: average gradients over the ranks instead of summing them")
 
 
 class GradReduce:
-    """For every update, gradients are summed (or averaged) over the ranks, and every rank applies the same update."""
+    """For every update, gradients are summed (or averaged) over the ranks, and every rank applies the same update.
+
+    Args:
+        wire: in what form gradients travel; None: as they are.
+    """
 
     keys = GradReduceKeys
     updates_without_batch = True
 
-    def __init__(self, comm: Communicator, timer: Timer, average: bool) -> None:
+    def __init__(self, comm: Communicator, timer: Timer, average: bool, wire: Wire | None = None) -> None:
         self._comm = comm
+        self._wire = Wire(comm) if wire is None else wire
         self._timer = timer
         self._op: Op = "average" if average else "sum"
         self._counts = UpdateCounts(comm.size)
 
     @classmethod
     def from_keys(cls, keys: GradReduceKeys, comm: Communicator, timer: Timer) -> GradReduce:
-        return cls(comm, timer, keys.horovod_avg_grad)
+        return cls(comm, timer, keys.horovod_avg_grad, gradient_wire(comm, keys))
 
     def describe(self) -> str:
-        return f"gradients are {'averaged' if self._op == 'average' else 'summed'} for every update"
+        return f"gradients are {'averaged' if self._op == 'average' else 'summed'} for every update{self._wire.describe()}"
 
     def start_gradients(self, gradients: list[Tensor], *, name: str, owners: Sequence[int] | None = None) -> Any:
-        return self._comm.start(gradients, self._op, name=name, owners=owners)
+        return self._wire.start(gradients, self._op, name=name, owners=owners)
 
     def finish_gradients(self, handle: Any) -> list[Tensor]:
         with self._timer.span("communication"):
-            return self._comm.finish(handle)
+            return self._wire.finish(handle)
 
     def reduce_rows(self, values: Tensor, indices: Tensor, *, name: str) -> tuple[Tensor, Tensor]:
-        all_values, all_indices = self._comm.gather_rows([values, indices], name=name)
+        all_values, all_indices = self._wire.gather_rows([values, indices], name=name)
         return (all_values / self._comm.size if self._op == "average" else all_values), all_indices
 
     def waited(self, seconds: float) -> None:
@@ -232,7 +239,33 @@ class ReduceKeys(ParamAverageKeys, GradReduceKeys, RankKeys):
         if learner is not None and learner.sync_batch_norm and self.horovod_reduce_type != "grad":
             kind = self.horovod_reduce_type
             found.append(f"sync_batch_norm: expected reduce_type 'grad', got {kind!r}, with which every rank updates alone")
+        return found + self._compression_problems(others)
+
+    def _compression_problems(self, others: Sections) -> list[str]:
+        chosen, where = COMPRESSIONS.get(self.horovod_compression or ""), "horovod_compression"
+        if chosen is None:
+            return []
+        found = []
+        if self.use_horovod and not chosen.over_horovod:
+            can = " or ".join(repr(name) for name, one in COMPRESSIONS.items() if one.over_horovod)
+            hint = "Horovod has no such type; torch_distributed has"
+            found.append(f"{where}: expected {can} with use_horovod, got {self.horovod_compression!r} ({hint})")
+        precision, learner = others.get(PrecisionKeys), others.get(LearnerKeys)
+        is_checked = learner is None or learner.num_allowed_consec_invalid_gradient_steps is not None
+        if not self.has_narrow_range or precision is None or precision.problems() or is_checked:
+            return found
+        if precision.precision().scaling is None:
+            found.append(
+                f"grad_scaler: expected 'auto' or a dict with {where} = {self.horovod_compression!r}, got None (a gradient too "
+                "large for a message would make the model infinite; num_allowed_consec_invalid_gradient_steps would skip it)"
+            )
         return found
+
+    @property
+    def has_narrow_range(self) -> bool:
+        """Whether gradients are sent in a type with a smaller range than theirs."""
+        chosen = COMPRESSIONS.get(self.horovod_compression or "")
+        return chosen is not None and chosen.needs_scale and self.horovod_reduce_type == "grad"
 
     def under(self, keys: TorchDistributedKeys) -> ReduceKeys:
         """The keys as they hold with torch.distributed: an entry of its dict overrides the key of the same name."""
@@ -243,6 +276,7 @@ class ReduceKeys(ParamAverageKeys, GradReduceKeys, RankKeys):
             "horovod_param_sync_time_diff": keys.param_sync_time_diff,
             "horovod_scale_lr": keys.scale_lr,
             "horovod_dataset_distribution": keys.dataset_distribution,
+            "horovod_compression": keys.compression,
         }
         return replace(self, **{name: value for name, value in entries.items() if value is not None})
 

@@ -1,0 +1,104 @@
+"""In what form gradients, and changes of parameters, travel between the ranks: by the value of the key `horovod_compression`.
+
+The table has the types of 16 bits. A new one is a line there, if the transports can send it; anything else that makes messages
+smaller is a file with a class like `Wire`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hvdtrain.comm.base import Communicator, Narrow, Op, Tensor
+from hvdtrain.config.keys import Section, key, one_of
+
+
+@dataclass(frozen=True)
+class Compression:
+    """A type of 16 bits for messages.
+
+    Attributes:
+        over_horovod: whether Horovod can send it.
+        gain: changes of parameters are multiplied by this before they are sent, and divided by it afterwards; it is a power of
+            two. None: they are sent as they are.
+        needs_scale: gradients may be too large or too small for the type, so that a scale of the loss has to find their range.
+    """
+
+    narrow: Narrow
+    over_horovod: bool
+    gain: float | None = None
+    needs_scale: bool = False
+
+
+COMPRESSIONS = {
+    # Averages of up to 64 fit into float16 with this gain. On 2 ranks, changes of 1e-6 still have all of its 11 bits.
+    "fp16": Compression("float16", over_horovod=True, gain=2.0**10, needs_scale=True),
+    "bf16": Compression("bfloat16", over_horovod=False),
+}
+"""By the value of the key `horovod_compression`."""
+
+compression = one_of(COMPRESSIONS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WireKeys(Section):
+    """What is sent in how many bits."""
+
+    horovod_compression: str | None = key(
+        None,
+        "send gradients, or with 'param' the changes of the parameters since the last sync, in 16 bits: 'fp16', or, with "
+        "torch.distributed, 'bf16'; counts and integers stay exact",
+        compression,
+    )
+
+
+class Wire:
+    """Sends tensors to the other ranks to be added up, those of float32 in a narrow type if it has one.
+
+    Counts are not changed, as they are float64 or integers.
+
+    Args:
+        narrow: the type; None: every tensor travels in its own.
+        gain: a power of two that tensors are multiplied by on their way.
+    """
+
+    def __init__(self, comm: Communicator, narrow: Narrow | None = None, gain: float = 1.0) -> None:
+        self._comm = comm
+        self._gain = gain
+        self.narrow: Narrow | None = None if comm.size == 1 else narrow
+
+    def start(self, tensors: Sequence[Tensor], op: Op, *, name: str, owners: Sequence[int] | None = None) -> Any:
+        """Collective. As `Communicator.start`."""
+        if self._gain != 1.0:
+            tensors = [tensor * self._gain for tensor in tensors]
+        return self._comm.start(tensors, op, name=name, owners=owners, narrow=self.narrow)
+
+    def finish(self, handle: Any) -> list[Tensor]:
+        """As `Communicator.finish`."""
+        reduced = self._comm.finish(handle)
+        return reduced if self._gain == 1.0 else [tensor / self._gain for tensor in reduced]
+
+    def gather_rows(self, tensors: Sequence[Tensor], *, name: str) -> list[Tensor]:
+        """Collective. As `Communicator.gather_rows`."""
+        return self._comm.gather_rows(tensors, name=name, narrow=self.narrow)
+
+    def describe(self) -> str:
+        """What to add to a reducer's line in the log."""
+        return "" if self.narrow is None else f", sent in {self.narrow}"
+
+
+def gradient_wire(comm: Communicator, keys: WireKeys) -> Wire:
+    """The wire for gradients. They have no gain: the scale of the loss keeps them, and their sum, within the range of float16."""
+    chosen = COMPRESSIONS.get(keys.horovod_compression or "")
+    return Wire(comm) if chosen is None else Wire(comm, chosen.narrow)
+
+
+def change_wire(comm: Communicator, keys: WireKeys) -> Wire:
+    """The wire for changes of parameters, which are averaged. It has a type of 16 bits or not; with one, parameters themselves
+    would lose what they learn: a step is often smaller than their rounding."""
+    chosen = COMPRESSIONS.get(keys.horovod_compression or "")
+    if chosen is None or comm.size == 1:
+        return Wire(comm)
+    ranks = 1 << (comm.size - 1).bit_length()  # the sum over the ranks, from which the average is made, has to fit, too
+    return Wire(comm, chosen.narrow, 1.0 if chosen.gain is None else chosen.gain / ranks)

@@ -30,11 +30,15 @@ TRAININGS: dict[str, dict[str, object]] = {
     "rest_apart": {**OVERFLOW, **APART, "num_epochs": 2, "saved_as": "apart"},
 }
 
+SENT = {"losses": "mean", "num_epochs": 3, "horovod_compression": "fp16", "grad_scaler": {"init_scale": 64.0}}
+OF_SEVERAL: dict[str, dict[str, object]] = {"sent": {**SENT, "fault": "overflow,{last},3,12"}}
+"""Of several ranks: gradients in float32 travel in float16."""
+
 
 @trains(*RUNS)
 def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
     made = {}
-    for name, given in TRAININGS.items():
+    for name, given in (TRAININGS | (OF_SEVERAL if run.size > 1 else {})).items():
         made[name] = {"evaluated": True, "record": True, "log": folder / f"{name}.log", **given}
         if "fault" in given:
             made[name]["fault"] = str(given["fault"]).format(last=run.size - 1)
@@ -88,6 +92,20 @@ def test_an_overflow_on_one_rank_leaves_the_update_out_on_all(results: ResultsOf
     for rank in range(1, run.size):
         assert told == loss_scales(made, "overflow", rank)
         assert_same(made.weights("overflow"), made.weights("overflow", rank))
+
+
+@pytest.mark.parametrize("run", [run for run in RUNS if run.size == 2], ids=str)
+def test_gradients_that_travel_in_float16_teach_the_same_and_an_overflow_skips_the_update(results: ResultsOf, run: Run) -> None:
+    made = results(run)
+    skipped = [f"loss scale {scale} from step {step} of the training on" for scale, step in ((32, 4), (16, 13))]
+    why = ": a gradient is not finite, the update is skipped"
+    for rank in range(2):
+        assert loss_scales(made, "sent", rank) == [line + why for line in skipped]
+    assert_same(made.weights("sent"), made.weights("sent", 1))
+    assert "gradients are summed for every update, sent in float16" in made.out("sent")
+    losses = [made.scores(name)[-1]["dev_loss_ce"] for name in ("float32", "sent")]
+    assert losses[1] == pytest.approx(losses[0], rel=0.05)
+    assert losses[1] != losses[0]
 
 
 @pytest.mark.parametrize("run", [run for run in RUNS if run.size == 2], ids=str)

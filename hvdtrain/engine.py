@@ -13,6 +13,7 @@ from hvdtrain.data.types import Batch
 from hvdtrain.errors import CheckpointError, DataError, HvdtrainError
 from hvdtrain.learner.accumulation import RoundsPerUpdate, groups
 from hvdtrain.learner.base import NotFinite
+from hvdtrain.learner.reducer import EpochStart, FinishedUpdate
 from hvdtrain.report.epoch import EpochReport, Reporter
 from hvdtrain.report.json_lines import as_line
 from hvdtrain.runtime.interrupt import BY_CTRL_C, TO_BE_CONTINUED, Stopped
@@ -91,8 +92,8 @@ class Engine:
         self._reporters = reporters
         self._step_log = step_log
         self._trace = trace
-        meets_every_step = session.reducer.updates_without_batch
-        self._ballot = Ballot(session.comm, session.learner.numbers, INTERVAL if meets_every_step else INTERVAL_APART)
+        interval = INTERVAL if session.reducer.meets_every_update else INTERVAL_APART
+        self._ballot = Ballot(session.comm, session.learner.numbers, interval)
         self._tally = Tally(session.learner.meter)  # this rank's scores that the ranks have not gathered yet
         self._not_finite: list[NotFinite] = []
         self._counted_until = 0.0  # the time up to which the epoch's seconds are counted
@@ -146,6 +147,8 @@ class Engine:
             padding=plan.padding(self._train.lengths_in(epoch)),
             seconds=self._seconds(started),
             loss_scale=self._learner.meter.loss_scale,
+            syncs=current.syncs,
+            sent=current.sent,
         )
         progress.epoch, progress.current, progress.report = epoch, None, as_line(report)
         progress.history.append(EpochRecord(epoch, epoch_rate, scores))
@@ -175,6 +178,7 @@ class Engine:
 
         self._step_log.begin(current.epoch, None, rounds, current.elapsed + time.perf_counter() - self._counted_until)
         self._learner.begin_epoch(current.epoch, progress.step)
+        self._session.reducer.begin_epoch(self._learner.state, self._epoch_start(current, rounds, next_group_size(), epoch_rate))
         with self._train.read(share, current.epoch) as batches:
             for group in groups(rounds, next_group_size):  # the steps of one update
                 for done in group:
@@ -189,13 +193,20 @@ class Engine:
                     number = progress.step - current.first_step
                     self._step_log.step(StepReport(number, current.position / total, rate, batch, self._tally))
                 ranks_with_batch = sum(count > group[0] for count in counts)  # who has any has one in the group's first step
-                self._session.reducer.after_update(self._learner.state, len(share) > group[0], ranks_with_batch)
+                update = FinishedUpdate(len(share) > group[0], ranks_with_batch, progress.step, rate or 0.0)
+                self._session.reducer.after_update(self._learner.state, update)
                 self._check(current)
         self._step_log.end()
         self._session.reducer.end_of_epoch(self._learner.state)
         self._gather_scores(current)
-        self._count_seconds(current)
+        self._count(current)
         current.trained = True
+
+    def _epoch_start(self, current: EpochProgress, rounds: int, group_size: int, epoch_rate: float) -> EpochStart:
+        """What the reducer may know of an epoch of which `rounds` steps are left."""
+        done = self._progress.step - current.first_step
+        rate = self._rates.of_step(self._progress.step, current.epoch - 1.0, epoch_rate)
+        return EpochStart(current.epoch, self._progress.step, -(-(done + rounds) // group_size), rate, goes_on=done > 0)
 
     def _evaluate(self, current: EpochProgress) -> dict[str, float]:
         """Collective. The scores of the other datasets."""
@@ -287,7 +298,7 @@ class Engine:
         current = self._progress.current
         if current is not None and not current.trained:
             self._gather_scores(current)
-            self._count_seconds(current)
+            self._count(current)
         self._session.watchdog.beat(f"step {self._progress.step}, saving")
         with self._timer.span("saving"):
             self._session.saver.save(self._progress)
@@ -320,8 +331,11 @@ class Engine:
         """Collective."""
         return not_finite(self._comm, self._train.dataset, self._not_finite, current.epoch, current.first_step)
 
-    def _count_seconds(self, current: EpochProgress) -> None:
-        """Add the seconds since the last time to the epoch's."""
+    def _count(self, current: EpochProgress) -> None:
+        """Add the seconds, syncs and bytes since the last time to the epoch's."""
+        syncs, sent = self._session.reducer.take_traffic()
+        current.syncs += syncs
+        current.sent += sent
         now = time.perf_counter()
         current.elapsed += now - self._counted_until
         self._counted_until = now

@@ -24,8 +24,10 @@ from hvdtrain.errors import ConfigError
 from hvdtrain.learner.accumulation import AccumulationKeys
 from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.learner.frameworks import FRAMEWORKS, Feature
+from hvdtrain.learner.outer import OuterKeys
 from hvdtrain.learner.precision import PrecisionKeys
 from hvdtrain.learner.reduce import ReduceKeys, reduce_type
+from hvdtrain.learner.sync_interval import SyncRuleKeys
 from hvdtrain.learner.wire import compression
 from hvdtrain.report.trackers import TrackerKeys
 from hvdtrain.returnn_layer.adapter import adapted
@@ -80,7 +82,11 @@ class RunKeys(Section):
     watchdog_timeout: float = key(1800.0, "end the job when a rank makes no progress for this many seconds", positive)
 
 
-DICTS: dict[str, type] = {"torch_distributed": TorchDistributedKeys}
+DICTS: dict[str, type] = {
+    "torch_distributed": TorchDistributedKeys,
+    "horovod_param_outer": OuterKeys,
+    "horovod_param_sync_rule": SyncRuleKeys,
+}
 """Keys that are dicts with declared entries."""
 
 DATASET_SECTIONS: tuple[type, ...] = (*(kind.keys for kind in KINDS.values()), OrderKeys)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from hvdtrain.comm.base import SMALL_BUCKET, Communicator, Narrow, Op, Tensor
+from hvdtrain.comm.base import SMALL_BUCKET, Communicator, Narrow, Op, Tensor, num_bytes
 from hvdtrain.errors import PeerFailure
 
 T = TypeVar("T")
@@ -39,14 +39,15 @@ class ThreadCommunicator:
     """One of several ranks, each of which is a thread. Tensors are numpy arrays, or PyTorch's.
 
     Attributes:
-        sent: the name and the bytes of every all-reduce.
+        messages: the name and the bytes of every all-reduce.
     """
 
     def __init__(self, meeting: Meeting, rank: int, size: int) -> None:
         self._meeting = meeting
         self.rank = self.local_rank = rank
         self.size = self.local_size = size
-        self.sent: list[tuple[str, int]] = []
+        self.sent = 0
+        self.messages: list[tuple[str, int]] = []
 
     def start(
         self,
@@ -58,8 +59,15 @@ class ThreadCommunicator:
         narrow: Narrow | None = None,
     ) -> Any:
         sent = [narrowed(tensor, narrow) for tensor in tensors]
-        self.sent.append((name, sum(tensor.nbytes for tensor in sent)))
-        return sent, [tensor.dtype for tensor in tensors], op, name, owners  # others are waited for in `finish` only
+        self.sent += num_bytes(sent)
+        self.messages.append((name, num_bytes(sent)))
+        return (
+            [tensor + 0 for tensor in sent],
+            [tensor.dtype for tensor in tensors],
+            op,
+            name,
+            owners,
+        )  # others are waited for in `finish` only
 
     def finish(self, handle: Any) -> list[Tensor]:
         tensors, types, op, name, owners = handle
@@ -76,7 +84,8 @@ class ThreadCommunicator:
         return SMALL_BUCKET
 
     def broadcast(self, tensors: Sequence[Tensor], *, name: str) -> list[Tensor]:
-        return [tensor + 0 for tensor in self._meeting.exchange(self.rank, name, list(tensors))[0]]
+        copies = [tensor + 0 for tensor in tensors]  # rank 0 may change its own before the others have read them
+        return [tensor + 0 for tensor in self._meeting.exchange(self.rank, name, copies)[0]]
 
     def gather_rows(
         self, tensors: Sequence[Tensor], *, name: str, lengths: Sequence[int] | None = None, narrow: Narrow | None = None

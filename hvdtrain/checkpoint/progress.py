@@ -22,6 +22,8 @@ class EpochProgress:
         elapsed: seconds that the epoch has taken, up to the last stop or checkpoint.
         computing: the seconds of these spent in training steps.
         scores: the scores of the batches done, as far as the ranks have gathered them.
+        syncs: syncs of the ranks' parameters.
+        sent: bytes that rank 0 has sent in these and as gradients.
         fingerprints: checksums of the epoch's plan, by rank.
     """
 
@@ -31,6 +33,8 @@ class EpochProgress:
     trained: bool = False
     elapsed: float = 0.0
     computing: float = 0.0
+    syncs: int = 0
+    sent: int = 0
     scores: Scores = field(default_factory=Scores)
     fingerprints: list[int] = field(default_factory=list)
 

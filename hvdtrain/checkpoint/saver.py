@@ -65,9 +65,9 @@ class Saver:
     """Writes checkpoints from which a training continues as if it had not been stopped.
 
     Rank 0 writes the model and its optimizer. What differs between ranks, each rank writes itself: the optimizer's state if
-    parameters are averaged, and within an epoch BatchNorm's statistics and the parameters between two averages. The model that
-    rank 0 writes is then the average, from which a training continues on another number of ranks. Computing it does not change
-    the training, so the result does not depend on when and how often checkpoints are written.
+    parameters are averaged, and within an epoch BatchNorm's statistics and the parameters between two averages, with what a sync
+    has under way then. The model that rank 0 writes is the average, from which a training continues on another number of ranks.
+    Computing it does not change the training, so the result does not depend on when and how often checkpoints are written.
     """
 
     def __init__(
@@ -98,6 +98,7 @@ class Saver:
         self.finish()
         step = None if progress.current is None else progress.step
         target = self._checkpoints.at(progress.epoch if progress.current is None else progress.current.epoch, step)
+        self._reducer.settle(self._state)
         own = self._own_parts()
         stored = {
             **progress.state(),
@@ -162,6 +163,8 @@ class Saver:
             )
             error.on_every_rank = True
             raise error
+        elif state.get("reducer"):
+            self._reducer.restore(state["reducer"][0], same_ranks=False)
         return progress
 
     def load_model(self, file: Path, epoch: int | None) -> Progress:

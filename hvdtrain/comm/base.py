@@ -34,6 +34,10 @@ class Communicator(Protocol):
     shapes. Order and shapes may depend on the model and on the plan of the epoch, but never on the contents of a batch.
     `name` identifies the operation in Horovod's stall report and timeline.
 
+    Attributes:
+        sent: bytes of the tensors that this rank has handed to `start`, except while a graph was traced. (With the usual ring of
+            N ranks, each of them sends 2 (N - 1) / N of these over the network.)
+
     Raises:
         PeerFailure: on the ranks that wait for a rank that failed.
     """
@@ -42,6 +46,7 @@ class Communicator(Protocol):
     size: int
     local_rank: int
     local_size: int
+    sent: int
 
     def start(
         self,
@@ -108,6 +113,7 @@ class SingleCommunicator:
 
     rank = 0
     size = 1
+    sent = 0
 
     def __init__(self, local_rank: int = 0, local_size: int = 1) -> None:
         self.local_rank = local_rank
@@ -146,6 +152,17 @@ class SingleCommunicator:
 
     def close(self) -> None:
         pass
+
+
+def num_bytes(tensors: Sequence[Tensor]) -> int:
+    """The size of tensors of PyTorch or TensorFlow. Those of a graph that is being traced have no values yet and count as 0."""
+    sizes = []
+    for tensor in tensors:
+        if hasattr(tensor, "nbytes"):
+            sizes.append(tensor.nbytes)
+        elif hasattr(tensor, "numpy"):
+            sizes.append(tensor.shape.num_elements() * tensor.dtype.size)
+    return sum(sizes)
 
 
 def all_reduce(comm: Communicator, tensors: Sequence[Tensor], op: Op, *, name: str) -> list[Tensor]:

@@ -10,7 +10,16 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from hvdtrain.comm import launch
-from hvdtrain.comm.base import LARGE_BUCKET, SMALL_BUCKET, Communicator, Narrow, Op, SingleCommunicator, Tensor
+from hvdtrain.comm.base import (
+    LARGE_BUCKET,
+    SMALL_BUCKET,
+    Communicator,
+    Narrow,
+    Op,
+    SingleCommunicator,
+    Tensor,
+    num_bytes,
+)
 from hvdtrain.comm.horovod_gloo import gloo_environment
 from hvdtrain.errors import LaunchError, PeerFailure
 
@@ -80,6 +89,7 @@ class HorovodCommunicator:
     def __init__(self, binding: ModuleType) -> None:
         self._hvd: Any = binding
         self._asynchronous = hasattr(binding, "grouped_allreduce_async_")
+        self.sent = 0
         self.rank: int = binding.rank()
         self.size: int = binding.size()
         self.local_rank: int = binding.local_rank()
@@ -99,6 +109,7 @@ class HorovodCommunicator:
         divisor = self.size if narrow is not None and op == "average" else None  # Horovod would divide in 16 bits
         horovod_op = self._hvd.Average if op == "average" and divisor is None else self._hvd.Sum
         sent = [self._sendable(tensor, narrow) for tensor in tensors]
+        self.sent += num_bytes(sent)
         with peer_failures():
             if not self._asynchronous:
                 reduced = self._hvd.grouped_allreduce(sent, op=horovod_op, name=name)

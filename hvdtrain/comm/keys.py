@@ -106,6 +106,11 @@ class TorchDistributedKeys:
     param_sync_step: int | None = key(None, "as horovod_param_sync_step", positive)
     param_sync_time_diff: float | None = key(None, "as horovod_param_sync_time_diff", positive)
     compression: str | None = key(None, "as horovod_compression")
+    param_sync_rule: dict[str, Any] | str | None = key(None, "as horovod_param_sync_rule")
+    param_sync_delay: int | None = key(None, "as horovod_param_sync_delay", not_negative)
+    param_sync_parts: int | None = key(None, "as horovod_param_sync_parts", positive)
+    param_outer: dict[str, Any] | str | None = key(None, "as horovod_param_outer")
+    param_start: int | None = key(None, "as horovod_param_start", not_negative)
     scale_lr: bool | Literal["divide", "multiply", "sqrt"] | None = key(None, "as horovod_scale_lr")
     dataset_distribution: Literal["shard", "random_seed_offset"] | None = key(None, "as horovod_dataset_distribution")
 

@@ -82,6 +82,7 @@ class TorchCommunicator:
         self._channels: list[TorchCommunicator] = []
         self._started = started
         self._has_nccl = "nccl" in torch.distributed.get_backend_config(group)
+        self.sent = 0
         self.rank: int = torch.distributed.get_rank()
         self.size: int = torch.distributed.get_world_size()
         hosts = self.gather((socket.gethostname(), started.local_size), name="hosts")
@@ -116,6 +117,7 @@ class TorchCommunicator:
                     shares[owners[index]] += tensors[index].numel()
                 own = [index for index in indices if owners[index] == self.rank]
             flat = self._flat([tensors[index] for index in indices], narrow)
+            self.sent += flat.nbytes
             with _peer_failures(), torch.autograd.profiler.record_function(f"all_reduce {name}"):
                 pending.append((own, *self._exchange(flat, shares)))
         return list(tensors), op, pending

@@ -96,7 +96,16 @@ class Learner(Protocol):
 
 
 class ModelState(Protocol):
-    """The part of a learner's state that a reducer sees."""
+    """The part of a learner's state that a reducer sees.
+
+    Attributes:
+        shared: tensors by name that the reducer keeps, the same on all ranks; the optimizer's file has them.
+        own: tensors by name that the reducer keeps, others on every rank; the rank's own file has them, if it has one, and the
+            optimizer's file those of rank 0.
+    """
+
+    shared: dict[str, list[Tensor]]
+    own: dict[str, list[Tensor]]
 
     def map_tensors(self, kind: Kind, change: Callable[[list[Tensor]], list[Tensor]]) -> None:
         """Replace the values of the model's tensors of one kind by what `change` returns for them, in the model's order."""

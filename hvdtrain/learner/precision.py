@@ -186,10 +186,10 @@ class GradientCheck:
     Args:
         max_skipped: how many updates in a row may be skipped; None: only those that the loss scale explains are.
         scale: of the loss; None: it is not scaled.
-        same_on_all_ranks: gradients are the same on all ranks, as they were reduced; all ranks then decide the same.
+        same_on_all_ranks: gives whether gradients are the same on all ranks, as they were reduced; all then decide the same.
     """
 
-    def __init__(self, max_skipped: int | None, scale: LossScale | None, same_on_all_ranks: bool) -> None:
+    def __init__(self, max_skipped: int | None, scale: LossScale | None, same_on_all_ranks: Callable[[], bool]) -> None:
         self._max_skipped = max_skipped
         self._scale = scale
         self._same_on_all_ranks = same_on_all_ranks
@@ -233,5 +233,5 @@ class GradientCheck:
             f"num_allowed_consec_invalid_gradient_steps: expected finite gradients after {self._limit} updates were "
             f"skipped{scale}, got others in step {step} of the training, for {', '.join(names)}"
         )
-        error.on_every_rank = self._same_on_all_ranks
+        error.on_every_rank = self._same_on_all_ranks()
         return error

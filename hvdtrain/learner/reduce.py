@@ -1,24 +1,37 @@
 """How the ranks train together: the reducers, by the value of the key `horovod_reduce_type`.
 
-Two stand here: gradients are reduced for every update, or parameters are averaged after N updates. A new one is a file with a
-class as `reducer.py` describes, and a line in `REDUCERS`; if it has keys of its own, `ReduceKeys` inherits them.
+Gradients are reduced for every update, which stands here, or parameters are averaged after N updates (`param_average.py`). A new
+one is a file with a class as `reducer.py` describes, and a line in `REDUCERS`; if it has keys of its own, `ReduceKeys` inherits
+them.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, TypeVar
 
 from hvdtrain.comm.base import Communicator, Op, Tensor
 from hvdtrain.comm.keys import TorchDistributedKeys
-from hvdtrain.config.keys import ALONE, Section, Sections, key, one_of, positive
+from hvdtrain.config.keys import ALONE, Section, Sections, key, one_of
 from hvdtrain.learner.base import LearnerKeys, ModelState, StatePart
+from hvdtrain.learner.param_average import ParamAverage, ParamAverageKeys
+from hvdtrain.learner.post_local import PostLocal
 from hvdtrain.learner.precision import PrecisionKeys
-from hvdtrain.learner.reducer import Reducer, ReducerClass, UpdateCounts, average, average_buffers, averaged
-from hvdtrain.learner.wire import COMPRESSIONS, Wire, WireKeys, gradient_wire
+from hvdtrain.learner.reducer import (
+    EpochStart,
+    FinishedUpdate,
+    Numbers,
+    Reducer,
+    ReducerClass,
+    Traffic,
+    UpdateCounts,
+    average,
+    average_buffers,
+    averaged,
+)
+from hvdtrain.learner.wire import COMPRESSIONS, Sent, Wire, WireKeys, gradient_wire
 from hvdtrain.runtime.timer import Timer
 
 T = TypeVar("T")
@@ -40,6 +53,7 @@ class GradReduce:
 
     keys = GradReduceKeys
     updates_without_batch = True
+    meets_every_update = True
 
     def __init__(self, comm: Communicator, timer: Timer, average: bool, wire: Wire | None = None) -> None:
         self._comm = comm
@@ -47,6 +61,7 @@ class GradReduce:
         self._timer = timer
         self._op: Op = "average" if average else "sum"
         self._counts = UpdateCounts(comm.size)
+        self._traffic = Traffic(self._wire)
 
     @classmethod
     def from_keys(cls, keys: GradReduceKeys, comm: Communicator, timer: Timer) -> GradReduce:
@@ -56,24 +71,29 @@ class GradReduce:
         return f"gradients are {'averaged' if self._op == 'average' else 'summed'} for every update{self._wire.describe()}"
 
     def start_gradients(self, gradients: list[Tensor], *, name: str, owners: Sequence[int] | None = None) -> Any:
-        return self._wire.start(gradients, self._op, name=name, owners=owners)
+        return self._traffic.start(gradients, self._op, name=name, owners=owners)
 
     def finish_gradients(self, handle: Any) -> list[Tensor]:
         with self._timer.span("communication"):
-            return self._wire.finish(handle)
+            return self._traffic.finish(handle)
 
     def reduce_rows(self, values: Tensor, indices: Tensor, *, name: str) -> tuple[Tensor, Tensor]:
         all_values, all_indices = self._wire.gather_rows([values, indices], name=name)
         return (all_values / self._comm.size if self._op == "average" else all_values), all_indices
 
-    def waited(self, seconds: float) -> None:
+    def waited(self, seconds: float, sent: Sent) -> None:
         self._timer.book("communication", seconds)
+        self._traffic.sent += self._wire.num_bytes(sent) if self._comm.size > 1 else 0
 
     def agree(self, value: T | None) -> T:
         return next(known for known in self._comm.gather(value, name="agree") if known is not None)
 
-    def after_update(self, state: ModelState, has_batch: bool, ranks_with_batch: int) -> None:
-        self._counts.add(has_batch, ranks_with_batch)
+    def begin_epoch(self, state: ModelState, start: EpochStart) -> None:
+        state.shared.clear()  # what another reducer may have left in a checkpoint
+        state.own.clear()
+
+    def after_update(self, state: ModelState, update: FinishedUpdate) -> None:
+        self._counts.add(update.has_batch, update.ranks_with_batch)
         state.average_weights(1)
 
     def end_of_epoch(self, state: ModelState) -> None:
@@ -85,116 +105,37 @@ class GradReduce:
         return ("statistics", "counters") if self._counts.updates else ()
 
     def averaged(self, state: ModelState) -> AbstractContextManager[None]:
-        return averaged(self._comm, state, self._counts, self.differing())
+        if not self._counts.updates:
+            return nullcontext()
+        return averaged(state, {"statistics": lambda own: average(self._comm, own, self._counts, "saved.statistics")})
 
-    def state(self) -> dict[str, int]:
+    def settle(self, state: ModelState) -> None:
+        pass  # nothing is under way between updates
+
+    def state(self) -> Numbers:
         return self._counts.state()
 
-    def restore(self, state: dict[str, int]) -> None:
-        self._counts.restore(state)
+    def restore(self, state: Numbers, same_ranks: bool = True) -> None:
+        if same_ranks:
+            self._counts.restore(state)
 
-
-@dataclass(frozen=True, kw_only=True)
-class ParamAverageKeys(Section):
-    """Averaging parameters."""
-
-    horovod_param_sync_step: int = key(
-        1, "param: average the parameters after every N updates of an epoch, and at its end; 100 is a good value", positive
-    )
-    horovod_param_sync_time_diff: float | None = key(
-        None, "param: average the parameters about every N seconds instead of every horovod_param_sync_step updates", positive
-    )
-
-
-class ParamAverage:
-    """Every rank updates alone; after N updates, and at the end of an epoch, parameters and floating-point buffers are averaged.
-
-    A rank's weight in the average is the number of updates that it had batches for since the last one. With plain SGD and an
-    average after every update, this is the averaging of gradients. (Local SGD: Stich, 2019; RETURNN's horovod_reduce_type
-    "param".)
-
-    Args:
-        every: the number of updates between two averages.
-        seconds: the time between two averages instead. At each average, rank 0 converts it to a number of updates by its own
-            speed and sends that to the others: no step needs a message, and no clocks are compared.
-    """
-
-    keys = ParamAverageKeys
-    updates_without_batch = False
-
-    def __init__(self, comm: Communicator, timer: Timer, every: int, seconds: float | None = None) -> None:
-        self._comm = comm
-        self._timer = timer
-        self._every = 1 if seconds is not None else every
-        self._seconds = seconds
-        self._counts = UpdateCounts(comm.size)
-        self._last_sync = time.perf_counter()
-
-    @classmethod
-    def from_keys(cls, keys: ParamAverageKeys, comm: Communicator, timer: Timer) -> ParamAverage:
-        return cls(comm, timer, keys.horovod_param_sync_step, keys.horovod_param_sync_time_diff)
-
-    def describe(self) -> str:
-        often = f"after every {self._every} updates" if self._seconds is None else f"about every {self._seconds:g} s"
-        return f"parameters are averaged {often} and at the end of an epoch"
-
-    def start_gradients(self, gradients: list[Tensor], *, name: str, owners: Sequence[int] | None = None) -> Any:
-        return gradients
-
-    def finish_gradients(self, handle: list[Tensor]) -> list[Tensor]:
-        return handle
-
-    def reduce_rows(self, values: Tensor, indices: Tensor, *, name: str) -> tuple[Tensor, Tensor]:
-        return values, indices
-
-    def waited(self, seconds: float) -> None:
-        pass  # no step waits for other ranks
-
-    def agree(self, value: T | None) -> T:
-        return value  # type: ignore[return-value]  # only a rank with a batch asks, and it knows
-
-    def after_update(self, state: ModelState, has_batch: bool, ranks_with_batch: int) -> None:
-        self._counts.add(has_batch, ranks_with_batch)
-        if self._counts.updates >= self._every:
-            self._synchronize(state)
-
-    def end_of_epoch(self, state: ModelState) -> None:
-        if self._counts.updates:
-            self._synchronize(state)
-
-    def differing(self) -> tuple[StatePart, ...]:
-        always: tuple[StatePart, ...] = ("optimizer",)  # its state is never averaged
-        return ("parameters", "statistics", "counters", *always) if self._counts.updates else always
-
-    def averaged(self, state: ModelState) -> AbstractContextManager[None]:
-        return averaged(self._comm, state, self._counts, self.differing())
-
-    def state(self) -> dict[str, int]:
-        return {**self._counts.state(), "every": self._every}
-
-    def restore(self, state: dict[str, int]) -> None:
-        self._counts.restore(state)
-        if self._seconds is not None:
-            self._every = state["every"]
-
-    def _synchronize(self, state: ModelState) -> None:
-        with self._timer.span("parameter sync"):
-            updates = self._counts.updates
-            state.map_tensors("parameters", lambda tensors: average(self._comm, tensors, self._counts, "parameters"))
-            average_buffers(self._comm, state, self._counts)
-            self._counts.reset()
-            state.average_weights(updates)
-            if self._seconds is not None:
-                now = time.perf_counter()
-                wanted = max(1, round(self._seconds * updates / max(now - self._last_sync, 1e-9)))
-                self._every = self._comm.gather(wanted, name="param_sync_step")[0]
-                self._last_sync = now
+    def take_traffic(self) -> tuple[int, int]:
+        return self._traffic.take()
 
 
 REDUCERS: dict[str, ReducerClass] = {"grad": GradReduce, "param": ParamAverage}
 """By the value of the key `horovod_reduce_type`."""
 
 reduce_type = one_of(REDUCERS)
+
+ONLY_PARAM = (
+    "horovod_param_outer",
+    "horovod_param_sync_rule",
+    "horovod_param_sync_delay",
+    "horovod_param_sync_parts",
+    "horovod_param_start",
+)
+"""Keys that mean nothing where gradients are reduced. (RETURNN's own two are ignored there, as in RETURNN.)"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,9 +173,14 @@ class ReduceKeys(ParamAverageKeys, GradReduceKeys, RankKeys):
     """Training on several ranks."""
 
     def problems(self, others: Sections = ALONE) -> list[str]:
-        found = []
+        found = super().problems(others)
         if self.use_horovod and self.torch_distributed is not None:
             found.append("use_horovod, torch_distributed: expected one of them, got both (++use_horovod 0 turns the former off)")
+        if self.horovod_reduce_type == "grad":
+            changed = [
+                one for one in fields(ParamAverageKeys) if one.name in ONLY_PARAM and getattr(self, one.name) != one.default
+            ]
+            found += [f"{one.name}: expected horovod_reduce_type = 'param', which has syncs, got 'grad'" for one in changed]
         learner = others.get(LearnerKeys)
         if learner is not None and learner.sync_batch_norm and self.horovod_reduce_type != "grad":
             kind = self.horovod_reduce_type
@@ -263,9 +209,10 @@ class ReduceKeys(ParamAverageKeys, GradReduceKeys, RankKeys):
 
     @property
     def has_narrow_range(self) -> bool:
-        """Whether gradients are sent in a type with a smaller range than theirs."""
+        """Whether gradients are sent, maybe in some steps only, in a type with a smaller range than theirs."""
         chosen = COMPRESSIONS.get(self.horovod_compression or "")
-        return chosen is not None and chosen.needs_scale and self.horovod_reduce_type == "grad"
+        sends_gradients = self.horovod_reduce_type == "grad" or self.horovod_param_start > 0
+        return chosen is not None and chosen.needs_scale and sends_gradients
 
     def under(self, keys: TorchDistributedKeys) -> ReduceKeys:
         """The keys as they hold with torch.distributed: an entry of its dict overrides the key of the same name."""
@@ -274,6 +221,11 @@ class ReduceKeys(ParamAverageKeys, GradReduceKeys, RankKeys):
             "horovod_avg_grad": keys.avg_grad,
             "horovod_param_sync_step": keys.param_sync_step,
             "horovod_param_sync_time_diff": keys.param_sync_time_diff,
+            "horovod_param_sync_rule": keys.param_sync_rule,
+            "horovod_param_sync_delay": keys.param_sync_delay,
+            "horovod_param_sync_parts": keys.param_sync_parts,
+            "horovod_param_outer": keys.param_outer,
+            "horovod_param_start": keys.param_start,
             "horovod_scale_lr": keys.scale_lr,
             "horovod_dataset_distribution": keys.dataset_distribution,
             "horovod_compression": keys.compression,
@@ -282,7 +234,11 @@ class ReduceKeys(ParamAverageKeys, GradReduceKeys, RankKeys):
 
     def reducer(self, comm: Communicator, timer: Timer) -> Reducer:
         """The reducer that the keys choose."""
-        return REDUCERS[self.horovod_reduce_type].from_keys(self, comm, timer)
+        chosen = REDUCERS[self.horovod_reduce_type].from_keys(self, comm, timer)
+        if not isinstance(chosen, ParamAverage) or not self.horovod_param_start:
+            return chosen
+        together = GradReduce.from_keys(replace(self, horovod_avg_grad=True), comm, timer)
+        return PostLocal(together, chosen, self.horovod_param_start)
 
 
 def scale_learning_rate(learning_rate: float, rule: bool | str, size: int) -> float:

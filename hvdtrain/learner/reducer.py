@@ -6,15 +6,55 @@ optimizer; after every update it may change the model's tensors. It sees gradien
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from hvdtrain.comm.base import Communicator, Tensor, all_reduce
+from hvdtrain.comm.base import Communicator, Op, Tensor, all_reduce
 from hvdtrain.learner.base import Kind, ModelState, StatePart
+from hvdtrain.learner.wire import Sent, Wire
 from hvdtrain.runtime.timer import Timer
 
 T = TypeVar("T")
+
+Numbers = dict[str, Any]
+"""Numbers by name, also in lists and dicts, as a checkpoint can hold them."""
+
+
+@dataclass(frozen=True)
+class EpochStart:
+    """An epoch that begins or goes on.
+
+    Attributes:
+        step: steps done in the whole training.
+        updates: the number of updates of the whole epoch, if all of them take as many steps as the next one.
+        learning_rate: that of the next update.
+        goes_on: part of the epoch was done before a stop.
+    """
+
+    epoch: int
+    step: int
+    updates: int
+    learning_rate: float
+    goes_on: bool
+
+
+@dataclass(frozen=True)
+class FinishedUpdate:
+    """An update that all ranks have done.
+
+    Attributes:
+        has_batch: whether this rank had a batch for it.
+        ranks_with_batch: how many ranks had one; known from the plan.
+        step: steps done in the whole training.
+        learning_rate: that the optimizer used.
+    """
+
+    has_batch: bool
+    ranks_with_batch: int
+    step: int = 0
+    learning_rate: float = 0.0
 
 
 class Reducer(Protocol):
@@ -42,8 +82,13 @@ class Reducer(Protocol):
         """The rows of a sparse gradient of all ranks, and the numbers of these rows; a rank may have none."""
         ...
 
-    def waited(self, seconds: float) -> None:
-        """Record the seconds that a step waited for other ranks inside of a graph, where the reducer cannot measure them."""
+    def waited(self, seconds: float, sent: Sent) -> None:
+        """Record what happened inside of a graph, where the reducer cannot measure it.
+
+        Args:
+            seconds: for which a step waited for other ranks.
+            sent: the bytes of what this rank sent.
+        """
         ...
 
     def agree(self, value: T | None) -> T:
@@ -52,16 +97,20 @@ class Reducer(Protocol):
 
     @property
     def updates_without_batch(self) -> bool:
-        """Whether a rank without a batch for an update applies the update as well."""
+        """Whether gradients are reduced for the next update, so that a rank without a batch applies it as well."""
         ...
 
-    def after_update(self, state: ModelState, has_batch: bool, ranks_with_batch: int) -> None:
-        """Called after every update, by all ranks.
+    @property
+    def meets_every_update(self) -> bool:
+        """Whether ranks wait for each other in every update of the whole training."""
+        ...
 
-        Args:
-            has_batch: whether this rank had a batch for it.
-            ranks_with_batch: how many ranks had one; known from the plan.
-        """
+    def begin_epoch(self, state: ModelState, start: EpochStart) -> None:
+        """Called before the first update of an epoch, or of what is left of it, by all ranks."""
+        ...
+
+    def after_update(self, state: ModelState, update: FinishedUpdate) -> None:
+        """Called after every update, by all ranks."""
         ...
 
     def end_of_epoch(self, state: ModelState) -> None:
@@ -76,12 +125,24 @@ class Reducer(Protocol):
         """Collective. Inside the `with` block, the model is the average over the ranks; afterwards it is what it was before."""
         ...
 
-    def state(self) -> dict[str, int]:
-        """What this rank has to save to continue as if it had not been stopped."""
+    def settle(self, state: ModelState) -> None:
+        """Wait for what is under way, so that it can be saved. Training goes on as if it were still under way."""
         ...
 
-    def restore(self, state: dict[str, int]) -> None:
-        """Continue from what `state` returned."""
+    def state(self) -> Numbers:
+        """What this rank has to save, beside tensors, to continue as if it had not been stopped."""
+        ...
+
+    def restore(self, state: Numbers, same_ranks: bool = True) -> None:
+        """Continue from what `state` returned.
+
+        Args:
+            same_ranks: whether that was this rank's; otherwise it is rank 0's of another number of ranks.
+        """
+        ...
+
+    def take_traffic(self) -> tuple[int, int]:
+        """The number of syncs of parameters, and of bytes sent in these and as gradients, since the last call."""
         ...
 
 
@@ -130,10 +191,47 @@ class UpdateCounts:
         return self._own * self._size / self._all if self._all else 1.0
 
 
+class Traffic:
+    """Counts what is sent. `start` and `finish` are those of a wire.
+
+    Attributes:
+        syncs: of parameters.
+        sent: bytes.
+    """
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+        self._taken = (0, 0)
+        self.syncs = 0
+        self.sent = 0
+
+    def start(
+        self, tensors: Sequence[Tensor], op: Op, *, name: str, owners: Sequence[int] | None = None, exact: bool = False
+    ) -> Any:
+        before = self._wire.sent
+        handle = self._wire.start(tensors, op, name=name, owners=owners, exact=exact)
+        self.sent += self._wire.sent - before
+        return handle
+
+    def finish(self, handle: Any) -> list[Tensor]:
+        return self._wire.finish(handle)
+
+    def take(self) -> tuple[int, int]:
+        """The numbers of syncs and of bytes since the last call."""
+        now = self.syncs, self.sent
+        taken = now[0] - self._taken[0], now[1] - self._taken[1]
+        self._taken = now
+        return taken
+
+
+def weighted(tensors: Sequence[Tensor], weight: float) -> list[Tensor]:
+    """What a rank sends for a weighted average: the tensors times its weight; for the weight 1 the tensors themselves."""
+    return list(tensors) if weight == 1.0 else [tensor * weight for tensor in tensors]
+
+
 def average(comm: Communicator, tensors: Sequence[Tensor], counts: UpdateCounts, name: str) -> list[Tensor]:
-    """Collective. The weighted average of each tensor over the ranks."""
-    weight = counts.weight()
-    return all_reduce(comm, [tensor * weight for tensor in tensors], "average", name=f"average.{name}")
+    """Collective. The weighted average of each tensor over the ranks. May overwrite the tensors, which saves a copy of them."""
+    return all_reduce(comm, weighted(tensors, counts.weight()), "average", name=f"average.{name}")
 
 
 def average_buffers(comm: Communicator, state: ModelState, counts: UpdateCounts) -> None:
@@ -142,21 +240,29 @@ def average_buffers(comm: Communicator, state: ModelState, counts: UpdateCounts)
     state.map_tensors("counters", lambda tensors: comm.broadcast(tensors, name="counters"))
 
 
+Average = Callable[[list[Tensor]], list[Tensor]]
+"""Collective. Makes the average over the ranks of tensors, which it may overwrite."""
+
+
 @contextmanager
-def averaged(comm: Communicator, state: ModelState, counts: UpdateCounts, parts: Sequence[StatePart]) -> Iterator[None]:
-    """Collective. Average what differs, and restore every rank's own afterwards. Counters are left: rank 0's are saved."""
-    kinds: list[Kind] = [kind for kind in ("parameters", "statistics") if kind in parts]
+def averaged(state: ModelState, averages: Mapping[Kind, Average]) -> Iterator[None]:
+    """Collective. Average some kinds of tensors, and restore every rank's own afterwards."""
     own: dict[Kind, list[Tensor]] = {}
 
     def replace(kind: Kind, tensors: list[Tensor]) -> list[Tensor]:
-        own[kind] = [tensor * 1 for tensor in tensors]  # copies
-        return average(comm, tensors, counts, f"saved.{kind}")
+        own[kind] = copies(tensors)
+        return averages[kind](tensors)
 
-    for kind in kinds:
+    for kind in averages:
         state.map_tensors(kind, lambda tensors, kind=kind: replace(kind, tensors))  # type: ignore[misc]
     yield
-    for kind in kinds:
+    for kind in averages:
         state.map_tensors(kind, lambda _, kind=kind: own[kind])  # type: ignore[misc]
+
+
+def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors with the same values, in any framework."""
+    return [tensor * 1 for tensor in tensors]
 
 
 def buckets(kinds: Sequence[tuple[int, object]], num_bytes: int) -> list[list[int]]:

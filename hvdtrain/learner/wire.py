@@ -53,6 +53,14 @@ class WireKeys(Section):
     )
 
 
+@dataclass(frozen=True)
+class Sent:
+    """The bytes of tensors in their own types."""
+
+    float32: int
+    others: int
+
+
 class Wire:
     """Sends tensors to the other ranks to be added up, those of float32 in a narrow type if it has one.
 
@@ -68,20 +76,37 @@ class Wire:
         self._gain = gain
         self.narrow: Narrow | None = None if comm.size == 1 else narrow
 
-    def start(self, tensors: Sequence[Tensor], op: Op, *, name: str, owners: Sequence[int] | None = None) -> Any:
-        """Collective. As `Communicator.start`."""
-        if self._gain != 1.0:
-            tensors = [tensor * self._gain for tensor in tensors]
-        return self._comm.start(tensors, op, name=name, owners=owners, narrow=self.narrow)
+    @property
+    def sent(self) -> int:
+        """The bytes that were sent over the communicator."""
+        return self._comm.sent
+
+    def start(
+        self, tensors: Sequence[Tensor], op: Op, *, name: str, owners: Sequence[int] | None = None, exact: bool = False
+    ) -> Any:
+        """Collective. As `Communicator.start`.
+
+        Args:
+            exact: send the tensors as they are.
+        """
+        gain, narrow = (1.0, None) if exact else (self._gain, self.narrow)
+        if gain != 1.0:
+            tensors = [tensor * gain for tensor in tensors]
+        return gain, self._comm.start(tensors, op, name=name, owners=owners, narrow=narrow)
 
     def finish(self, handle: Any) -> list[Tensor]:
         """As `Communicator.finish`."""
-        reduced = self._comm.finish(handle)
-        return reduced if self._gain == 1.0 else [tensor / self._gain for tensor in reduced]
+        gain, started = handle
+        reduced = self._comm.finish(started)
+        return reduced if gain == 1.0 else [tensor / gain for tensor in reduced]
 
     def gather_rows(self, tensors: Sequence[Tensor], *, name: str) -> list[Tensor]:
         """Collective. As `Communicator.gather_rows`."""
         return self._comm.gather_rows(tensors, name=name, narrow=self.narrow)
+
+    def num_bytes(self, sent: Sent) -> int:
+        """The bytes of tensors on the wire, if they are sent in a graph, where the communicator cannot count them."""
+        return sent.float32 // (1 if self.narrow is None else 2) + sent.others
 
     def describe(self) -> str:
         """What to add to a reducer's line in the log."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Protocol
 
+from hvdtrain.data.files.sizes import size_text
 from hvdtrain.runtime.scores import text
 from hvdtrain.runtime.timer import clock_text
 
@@ -26,6 +27,8 @@ class EpochReport:
         seconds: for every rank, seconds by activity (data wait, compute, communication, parameter sync, evaluation, saving,
             rest).
         loss_scale: the factor of loss scaling at the end of the epoch; None without loss scaling.
+        syncs: the number of syncs of the ranks' parameters (`horovod_reduce_type = "param"`).
+        sent: bytes that rank 0 has handed to the network in these and as gradients.
     """
 
     epoch: int
@@ -39,6 +42,8 @@ class EpochReport:
     padding: Mapping[str, float] = field(default_factory=dict)
     seconds: list[Mapping[str, float]] = field(default_factory=list)
     loss_scale: float | None = None
+    syncs: int = 0
+    sent: int = 0
 
     def lines(self, datasets: Sequence[str]) -> list[tuple[int, str]]:
         """The log lines of the epoch, each with the lowest verbosity that shows it.
@@ -49,6 +54,9 @@ class EpochReport:
         start = f"train epoch {self.epoch}"
         padding = ", ".join(f"{name} {share:.1%}" for name, share in self.padding.items())
         lines = [(3, self.line), (4, f"{start}, padding: {padding}")]
+        if self.sent:
+            syncs = f"{self.syncs} syncs of parameters, " if self.syncs else ""
+            lines.append((4, f"{start}, exchange: {syncs}{size_text(self.sent)} sent by each rank"))
         lines += [(5, f"{start}, seconds: {row}") for row in seconds_by_rank(self.seconds)]
         late = held_up(self.seconds)
         lines += [(2, f"{start}: {late}")] if late else []

@@ -99,7 +99,7 @@ def sent_in_a_step(**keys: Any) -> list[tuple[str, int]]:
         made.backward(batch(comm.rank, comm.size))
         made.update(0.01)
         assert isinstance(comm, ThreadCommunicator)
-        return comm.sent
+        return comm.messages
 
     first, second = on_ranks(2, work)
     assert first == second

@@ -24,6 +24,18 @@ TRAININGS: dict[str, dict[str, object]] = {
         "optimizer": {"class": "adam"},
         "evaluated": True,
     },
+    "local": {
+        "horovod_reduce_type": "param",
+        "horovod_param_start": 4,
+        "horovod_param_sync_step": 6,
+        "horovod_param_sync_delay": 4,
+        "horovod_param_sync_parts": 2,
+        "horovod_param_outer": {"class": "nesterov", "momentum": 0.5},
+        "layers": "statistics",
+        "losses": "mean",
+        "optimizer": {"class": "adam"},
+        "gradient_noise": 0.01,
+    },
     "background": {"save_in_background": True, "optimizer": {"class": "adam"}, "layers": "statistics"},
 }
 OF_NO_FRAMEWORK: dict[str, dict[str, object]] = {
@@ -96,7 +108,13 @@ def of_chain(run: Run, folder: Path) -> dict[str, dict[str, object]]:
     number = [link for link, _ in CHAIN].index(run)
     given = {
         "grad": {"layers": "statistics"},
-        "param": {"horovod_reduce_type": "param", "horovod_param_sync_step": 5, "optimizer": {"class": "adam"}},
+        "param": {
+            "horovod_reduce_type": "param",
+            "horovod_param_sync_step": 5,
+            "horovod_param_sync_delay": 2,
+            "horovod_param_outer": {"class": "bmuf", "momentum": 0.3},
+            "optimizer": {"class": "adam"},
+        },
     }
     made: dict[str, dict[str, object]] = {}
     for name, overrides in given.items():

@@ -107,6 +107,17 @@ class GraphGradients:
             reduced[number] = _without_repeats(values, indices)
         return reduced
 
+    def num_bytes(self, gradients: Sequence[Gradient]) -> tf.Tensor:
+        """The bytes of a rank's gradients, rows with their indices: those in float32, and those of other types; float64."""
+        tensors = [part for one in gradients for part in ((one.values, one.indices) if isinstance(one, Rows) else (one,))]
+
+        def of(is_float32: bool) -> tf.Tensor:
+            alike = [tensor for tensor in tensors if (tensor.dtype == tf.float32) == is_float32]
+            sizes = [tf.cast(tf.size(tensor), tf.float64) * tensor.dtype.size for tensor in alike]
+            return tf.add_n([tf.zeros([], tf.float64), *sizes])
+
+        return tf.stack([of(True), of(False)])
+
     def specs(self, exchange: Exchange) -> list[Any]:
         """The types of reduced gradients, for a function that takes them with any number of rows."""
         specs: list[Any] = []

@@ -27,6 +27,7 @@ from hvdtrain.learner.tensorflow.gradients import (
 )
 from hvdtrain.learner.tensorflow.tensors import count_of, extern_data_of, numbers_of, specs_of, tensor_of, total_of, totals_of
 from hvdtrain.learner.tensorflow.variables import ModelVariables, set_generators, tensorflow_variable, variables_of
+from hvdtrain.learner.wire import Sent
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Traced:
 
 Reduced = tuple[list[Any], tf.Tensor, tf.Tensor]
 """The result of `train` and `send`: reduced gradients (packed), the count that they are divided by if a normalized loss is the
-only loss, and the seconds spent waiting for other ranks."""
+only loss, and the seconds spent waiting for other ranks and the bytes sent, in float32 and in other types, of shape (3,)."""
 
 
 class StepGraphs:
@@ -66,7 +67,6 @@ class StepGraphs:
 
     Attributes:
         traces: the number of times that train_step was traced.
-        updates_without_batch: as of the reducer.
     """
 
     def __init__(
@@ -80,7 +80,6 @@ class StepGraphs:
     ) -> None:
         self.traces = 0
         self.optimizer = optimizer
-        self.updates_without_batch = reducer.updates_without_batch
         self._model_variables = variables
         self._variables = [tensorflow_variable(variable) for variable in variables.of_kind("parameters")]
         self._functions = functions
@@ -90,9 +89,14 @@ class StepGraphs:
         self._scale = scale
         self._exchange: Exchange | None = None
         self._steps: dict[Any, Traced] = {}
-        self._sends: dict[int, Callable[..., Reduced]] = {}
+        self._sends: dict[tuple[int, bool], Callable[..., Reduced]] = {}
 
     # What the learner calls
+
+    @property
+    def updates_without_batch(self) -> bool:
+        """As of the reducer. If it changes, graphs are traced anew: the exchange of gradients is part of them."""
+        return self._reducer.updates_without_batch
 
     @property
     def exchange(self) -> Exchange:
@@ -139,10 +143,11 @@ class StepGraphs:
             self.agree()
             accumulated = self._accumulated.zeros(self.exchange)
         sets = len(accumulated[0])
-        if sets not in self._sends:
+        kind = sets, self.updates_without_batch
+        if kind not in self._sends:
             graph = tf.function(self._send, autograph=False)
-            self._sends[sets] = graph.get_concrete_function(*self._accumulated.specs(sets, self.exchange))
-        return self._sends[sets](*accumulated)
+            self._sends[kind] = graph.get_concrete_function(*self._accumulated.specs(sets, self.exchange))
+        return self._sends[kind](*accumulated)
 
     def evaluate(self, batch: Batch, epoch: int, step: int) -> tuple[dict[str, bool], tf.Tensor]:
         """The losses' names, their sums and counts."""
@@ -156,8 +161,9 @@ class StepGraphs:
         return outputs
 
     def waited(self, seconds: tf.Tensor) -> None:
-        """Tell the reducer the seconds of a `Reduced`. This waits for the device."""
-        self._reducer.waited(float(seconds))
+        """Tell the reducer the seconds and bytes of a `Reduced`. This waits for the device."""
+        waited, float32, others = seconds.numpy().tolist()
+        self._reducer.waited(waited, Sent(int(float32), int(others)))
 
     # Tracing
 
@@ -168,13 +174,14 @@ class StepGraphs:
         data = {key: (tensor_of(padded.values), tf.constant(padded.seq_lens)) for key, padded in batch.data.items()}
         arguments = [data, tf.constant(epoch, tf.int64), tf.constant(step, tf.int64), *more]
         kinds = tuple((key, values.dtype, tuple(values.shape[2:])) for key, (values, _) in data.items())
-        traced = self._steps.get((function.__name__, kinds))
+        reduced = function == self._train and self.updates_without_batch
+        traced = self._steps.get((function.__name__, reduced, kinds))
         if traced is None:
             names: dict[str, bool] = {}
             specs = [{key: specs_of(values) for key, (values, _) in data.items()}]
             specs += [tf.TensorSpec(argument.shape, argument.dtype) for argument in arguments[1:]]
             graph = tf.function(lambda *inputs: function(names, *inputs), autograph=False).get_concrete_function(*specs)
-            traced = self._steps[function.__name__, kinds] = Traced(graph, names)
+            traced = self._steps[function.__name__, reduced, kinds] = Traced(graph, names)
         return traced, arguments
 
     def _scale_now(self) -> tf.Tensor:
@@ -269,7 +276,7 @@ class StepGraphs:
             return packed(self._gradients.reduce(unpacked(own[0]), exchange)), totals
 
         (reduced, divisor), seconds = _timed(reduce, (packed(gradients), counts))
-        return reduced, tf.maximum(divisor, TINY)[0], waited + seconds
+        return reduced, tf.maximum(divisor, TINY)[0], tf.concat([[waited + seconds], self._gradients.num_bytes(gradients)], 0)
 
     def _agree(self, own: Exchange) -> None:
         """Collective in the first step, outside of the graph that is traced."""

@@ -25,6 +25,9 @@ TRAINED, AVERAGED = "trained/", "averaged_updates"
 """In the optimizer's file if a moving average is kept: the prefix of the trained weights' names, and the number of updates that
 the average has followed."""
 
+SHARED, OWN = "reducer_shared/", "reducer_own/"
+"""The prefixes of the tensors that the reducer keeps: those that all ranks have, in the optimizer's file, and this rank's."""
+
 
 class TensorFlowState:
     """Does what `State` in `learner/base.py` says.
@@ -46,6 +49,8 @@ class TensorFlowState:
         self._optimizer = optimizer
         self._average = average
         self._scale = scale
+        self.shared: dict[str, list[tf.Tensor]] = {}
+        self.own: dict[str, list[tf.Tensor]] = {}
 
     # The model's variables
 
@@ -92,7 +97,7 @@ class TensorFlowState:
             model |= averages
             optimizer |= {f"{TRAINED}{name}": array for name, array in trained.items()}
             optimizer[AVERAGED] = numpy.array(self._average.updates)
-        return model, optimizer, self._scale_state()
+        return model, optimizer | listed_arrays(SHARED, self.shared) | listed_arrays(OWN, self.own), self._scale_state()
 
     def load(self, model_file: Path, optimizer_file: Path | None) -> dict[str, Any]:
         arrays, progress = read_arrays(model_file)
@@ -102,6 +107,7 @@ class TensorFlowState:
             arrays, more = read_arrays(optimizer_file)
             trained = {name: arrays.pop(name) for name in list(arrays) if name.startswith(TRAINED)}
             updates = int(arrays.pop(AVERAGED, 0))
+            self.shared, self.own = take_lists(arrays, SHARED), take_lists(arrays, OWN)
             self._load_optimizer(arrays, more, optimizer_file)
             self._load_trained({name.removeprefix(TRAINED): array for name, array in trained.items()}, updates)
         return progress
@@ -141,10 +147,11 @@ class TensorFlowState:
         for part in parts:
             named = self._optimizer_variables() if part == "optimizer" else self._variables.named(part)
             own |= {f"{part}/{name}": array_of(variable) for name, variable in named}
-        write_arrays(file, own, self._scale_state() if "optimizer" in parts else {})
+        write_arrays(file, own | listed_arrays(OWN, self.own), self._scale_state() if "optimizer" in parts else {})
 
     def load_own(self, file: Path) -> None:
         arrays, more = read_arrays(file)
+        self.own = take_lists(arrays, OWN)
         by_part: dict[str, dict[str, Array]] = {}
         for name, array in arrays.items():
             part, _, rest = name.partition("/")
@@ -241,6 +248,19 @@ class WeightAverage:
             before = tf.identity(variable)
             variable.assign(self._others[name])
             self._others[name].assign(before)
+
+
+def listed_arrays(prefix: str, lists: Mapping[str, Sequence[tf.Tensor]]) -> dict[str, Array]:
+    """Lists of tensors as arrays, under names such as PREFIXvelocity/0003."""
+    return {f"{prefix}{name}/{n:04d}": tensor.numpy() for name, tensors in lists.items() for n, tensor in enumerate(tensors)}
+
+
+def take_lists(arrays: dict[str, Array], prefix: str) -> dict[str, list[tf.Tensor]]:
+    """The inverse of `listed_arrays`: takes the arrays with this prefix out of a file's."""
+    lists: dict[str, list[tf.Tensor]] = {}
+    for name in sorted(name for name in arrays if name.startswith(prefix)):
+        lists.setdefault(name.removeprefix(prefix).rpartition("/")[0], []).append(tf.constant(arrays.pop(name)))
+    return lists
 
 
 PROGRESS = "progress"

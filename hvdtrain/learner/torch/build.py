@@ -53,11 +53,15 @@ def build_learner(keys: LearnerKeys, reducer: Reducer, options: BuildOptions) ->
     owners = optimizer.owners(trained) if isinstance(optimizer, ShardedOptimizer) else None
     gradients = Gradients(trained, reducer, device, options.bucket_bytes(device.type == "cuda"), owners)
     scale = options.precision.loss_scale(options.precision.dtype)
-    reduced = reducer.updates_without_batch  # gradients are then the same on all ranks, and get the same noise
-    check = GradientCheck(keys.num_allowed_consec_invalid_gradient_steps, scale, same_on_all_ranks=reduced)
+
+    def are_reduced() -> bool:
+        return reducer.updates_without_batch  # gradients are then the same on all ranks, and get the same noise
+
+    check = GradientCheck(keys.num_allowed_consec_invalid_gradient_steps, scale, same_on_all_ranks=are_reduced)
     noise: GradientNoise | None = None
     if keys.gradient_noise:
-        noise = GradientNoise(keys.gradient_noise, (options.seed, None if reduced else options.rank), device)
+        seed = options.seed
+        noise = GradientNoise(keys.gradient_noise, lambda: (seed, None if are_reduced() else options.rank), device)
     watch = compile_model(model, keys.torch_compile)
     average = None if keys.ema_decay is None else WeightAverage(trained, keys.ema_decay)
     return TorchLearner(

@@ -39,7 +39,6 @@ class Gradients:
         bucket_bytes: int,
         owners: Sequence[int] | None = None,
     ) -> None:
-        self.updates_without_batch = reducer.updates_without_batch
         self._parameters = parameters
         self._reducer = reducer
         self._device = device
@@ -48,6 +47,11 @@ class Gradients:
         self._normalized: Normalized | None = None  # known after the first step
         self._counts: Any = 0.0  # of the normalized losses, over this rank's batches since the last update
         self._count_handle: Any = None  # the reduction of the count that gradients are divided by after theirs
+
+    @property
+    def updates_without_batch(self) -> bool:
+        """As of the reducer."""
+        return self._reducer.updates_without_batch
 
     def add(self, losses: dict[str, Loss] | None, scale: float, then: Then) -> None:
         """Add the gradients of one batch. Collective in the first step of a training and in the last of an update.

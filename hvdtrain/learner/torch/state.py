@@ -23,6 +23,9 @@ TRAINED, AVERAGED = "trained", "averaged_updates"
 """Entries of the optimizer's file if a moving average is kept: the trained weights by name, and the number of updates that the
 average has followed."""
 
+SHARED, OWN = "reducer_shared", "reducer_own"
+"""Entries with the tensors that the reducer keeps: those that all ranks have, in the optimizer's file, and this rank's."""
+
 
 class TorchState:
     """Does what `State` in `learner/base.py` says.
@@ -50,6 +53,8 @@ class TorchState:
         self._scale = scale
         self._constants = constants
         self._trained = trained_of(model)
+        self.shared: dict[str, list[torch.Tensor]] = {}
+        self.own: dict[str, list[torch.Tensor]] = {}
 
     # The model's tensors
 
@@ -105,6 +110,7 @@ class TorchState:
         model: dict[str, Any] = self._saved()
         names = [name for name, _ in self._model.named_parameters() if name not in self._constants]
         optimizer: dict[str, Any] = {**self._optimizer_state(), "param_names": names}
+        optimizer |= {name: kept for name, kept in ((SHARED, self.shared), (OWN, self.own)) if kept}
         if self._average is not None and self._average.started:
             averages, trained = self._average.both()
             average_of = {id(parameter): average for parameter, average in zip(self._trained, averages, strict=True)}
@@ -124,6 +130,7 @@ class TorchState:
             more = _load(optimizer_file, self._device)
             self._load_optimizer(more, optimizer_file)
             self._load_trained(more.get(TRAINED), more.get(AVERAGED, 0))
+            self.shared, self.own = more.get(SHARED, {}), more.get(OWN, {})
         return stored
 
     def _load_trained(self, trained: dict[str, torch.Tensor] | None, updates: int) -> None:
@@ -153,10 +160,11 @@ class TorchState:
                 own[part] = [tensor.detach() for tensor in self._tensors(part)]
         if "optimizer" in parts:
             own |= self._optimizer_state()
-        torch.save(own, file)
+        torch.save(own | ({OWN: self.own} if self.own else {}), file)
 
     def load_own(self, file: Path) -> None:
         own = _load(file, self._device)
+        self.own = own.pop(OWN, {})
         self._load_optimizer({name: own.pop(name) for name in ("optimizer", "loss_scale") if name in own}, file)
         for kind, stored in own.items():
             self.map_tensors(kind, lambda _, stored=stored: stored)  # type: ignore[arg-type, misc]

@@ -3,7 +3,7 @@ step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from math import sqrt
 
 import torch
@@ -110,17 +110,17 @@ class GradientNoise:
 
     Args:
         deviation: the standard deviation before truncation; afterwards it is 0.88 of this.
-        seed: the training's, and the rank; with None as the rank, all ranks add the same noise.
+        seed: gives the training's seed and the rank; with None as the rank, all ranks add the same noise.
     """
 
-    def __init__(self, deviation: float, seed: tuple[int, int | None], device: torch.device) -> None:
+    def __init__(self, deviation: float, seed: Callable[[], tuple[int, int | None]], device: torch.device) -> None:
         self._deviation = deviation
         self._seed = seed
         self._generator = torch.Generator(device)
 
     def add(self, parameters: Iterable[torch.nn.Parameter], step: int) -> None:
         """Add noise to the gradients of those parameters that have one, in their order."""
-        high, low = noise_seeds(*self._seed, step).tolist()
+        high, low = noise_seeds(*self._seed(), step).tolist()
         self._generator.manual_seed((high << 32 | low) & (1 << 63) - 1)
         edge = torch.special.erf(torch.tensor(MAX_DEVIATIONS / sqrt(2))).item()
         for parameter in parameters:

@@ -1,0 +1,311 @@
+"""Local updates: every rank trains alone, and the ranks' parameters are averaged now and then.
+
+When that happens stands here and in `sync_interval.py`, what a sync does in `param_sync.py`, what the new model is in `outer.py`.
+docs/communication.md describes all of it for users.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from hvdtrain.comm.base import Communicator, Tensor
+from hvdtrain.config.keys import ALONE, Sections, key, not_negative, positive
+from hvdtrain.learner.base import Kind, LearnerKeys, ModelState, StatePart
+from hvdtrain.learner.outer import OuterOptimizer, make_outer
+from hvdtrain.learner.param_sync import ANCHOR, ParamSync, Part
+from hvdtrain.learner.reducer import (
+    Average,
+    EpochStart,
+    FinishedUpdate,
+    Numbers,
+    Traffic,
+    UpdateCounts,
+    average,
+    average_buffers,
+    averaged,
+)
+from hvdtrain.learner.sync_interval import NEVER, EveryUpdates, SyncInterval, make_interval
+from hvdtrain.learner.wire import Sent, Wire, WireKeys, change_wire
+from hvdtrain.runtime.log import say
+from hvdtrain.runtime.timer import Timer
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParamAverageKeys(WireKeys):
+    """Averaging parameters."""
+
+    horovod_param_sync_step: int = key(
+        1, "param: average the parameters after every N updates of an epoch, and at its end; 100 is a good value", positive
+    )
+    horovod_param_sync_time_diff: float | None = key(
+        None, "param: average the parameters about every N seconds instead of every horovod_param_sync_step updates", positive
+    )
+    horovod_param_sync_rule: dict[str, Any] | str | None = key(
+        None,
+        "param: how the number of updates between two syncs changes: {'class': 'quadratic', 'alpha': A} lets it grow as the "
+        "learning rate falls; None: it does not",
+    )
+    horovod_param_sync_delay: int = key(
+        0,
+        "param: send the parameters while the next N updates run, and apply their average after these; 0: training waits for it",
+        not_negative,
+    )
+    horovod_param_sync_parts: int = key(
+        1, "param: sync N parts of the model in turn, each after every horovod_param_sync_step updates", positive
+    )
+    horovod_param_outer: dict[str, Any] | str | None = key(
+        None,
+        "param: the optimizer to which a sync's change of the average is a gradient: {'class': 'bmuf', 'nesterov', 'sgd' or "
+        "'adam', 'learning_rate': ..., 'momentum': ...}; None: the average is the new model",
+    )
+    horovod_param_start: int = key(
+        0,
+        "param: average gradients in every update of the first N steps of the training; ranks update alone after these",
+        not_negative,
+    )
+
+    def problems(self, others: Sections = ALONE) -> list[str]:
+        seconds, delay, parts = self.horovod_param_sync_time_diff, self.horovod_param_sync_delay, self.horovod_param_sync_parts
+        found = make_interval(self.horovod_param_sync_rule, self.horovod_param_sync_step, seconds)[1]
+        found += make_outer(self.horovod_param_outer, size=1)[1]
+        if seconds is None and parts > self.horovod_param_sync_step:
+            found.append(
+                f"horovod_param_sync_parts: expected at most horovod_param_sync_step, {self.horovod_param_sync_step}, got {parts}"
+            )
+        if delay and seconds is not None:
+            found.append(
+                "horovod_param_sync_delay: expected without horovod_param_sync_time_diff, for which ranks wait, got both"
+            )
+        elif delay > self.horovod_param_sync_step:
+            found.append(
+                f"horovod_param_sync_delay: expected at most horovod_param_sync_step, {self.horovod_param_sync_step}, got {delay}"
+            )
+        learner = others.get(LearnerKeys)
+        if learner is not None and learner.ema_decay is not None and (delay or parts > 1):
+            found.append(
+                "ema_decay: expected horovod_param_sync_delay = 0 and horovod_param_sync_parts = 1, with which ranks have "
+                f"the same weights after a sync, got {delay} and {parts}"
+            )
+        return found
+
+
+class ParamAverage:
+    """Every rank updates alone; after N updates, and at the end of an epoch, parameters and floating-point buffers are averaged.
+
+    A rank's weight in the average is the number of updates that it had batches for since the last one. With plain SGD and an
+    average after every update, this is the averaging of gradients. (Local SGD: Stich, 2019; RETURNN's horovod_reduce_type
+    "param".)
+
+    If training does not wait, a sync adds to each rank's parameters what it would have changed in those that were sent; what
+    the rank has learned since then is kept (Shen et al., 2019). It does so a fixed number of updates later, whenever the average
+    arrived. Parts of the model are sent in turn, equally far apart (both as in streaming DiLoCo: Douillard et al., 2025). Buffers
+    are then averaged at the end of the epoch only: BatchNorm does not need them before.
+
+    Args:
+        interval: the number of updates between two syncs.
+        outer: what makes the new model of the average; None: it is the average.
+        delay: the number of updates until an average is applied; 0: training waits for it.
+        parts: the number of parts of the model.
+        wire: in what form parameters travel; in 16 bits, it is their changes since the last sync. None: as they are.
+    """
+
+    keys = ParamAverageKeys
+    updates_without_batch = False
+    meets_every_update = False
+
+    def __init__(
+        self,
+        comm: Communicator,
+        timer: Timer,
+        interval: SyncInterval | int,
+        outer: OuterOptimizer | None = None,
+        delay: int = 0,
+        parts: int = 1,
+        wire: Wire | None = None,
+    ) -> None:
+        self._comm = comm
+        self._timer = timer
+        self._interval = EveryUpdates(interval) if isinstance(interval, int) else interval
+        self._outer = outer
+        self._delay = delay
+        self._wire = Wire(comm) if wire is None else wire
+        self._traffic = Traffic(self._wire)
+        self._sync = ParamSync(comm, self._traffic, outer, parts, deltas=self._wire.narrow is not None)
+        self._counts = UpdateCounts(comm.size)  # since the ranks' buffers were the same
+        self._since = 0  # updates since the last part of the model was sent
+        self._next = 0  # the part that is sent next
+        self._warned = False
+
+    @classmethod
+    def from_keys(cls, keys: ParamAverageKeys, comm: Communicator, timer: Timer) -> ParamAverage:
+        interval, _ = make_interval(keys.horovod_param_sync_rule, keys.horovod_param_sync_step, keys.horovod_param_sync_time_diff)
+        outer, _ = make_outer(keys.horovod_param_outer, comm.size)
+        delay, parts = keys.horovod_param_sync_delay, keys.horovod_param_sync_parts
+        return cls(comm, timer, interval, outer, delay, parts, change_wire(comm, keys))
+
+    def describe(self) -> str:
+        text = f"parameters are averaged {self._interval.describe()} and at the end of an epoch{self._wire.describe()}"
+        if len(self._sync.parts) > 1:
+            text += f", in {len(self._sync.parts)} parts in turn"
+        if self._delay:
+            text += f", applied {self._delay} updates after they were sent"
+        return text if self._outer is None else f"{text}; outer optimizer: {self._outer.describe()}"
+
+    # Gradients stay where they are
+
+    def start_gradients(self, gradients: list[Tensor], *, name: str, owners: Sequence[int] | None = None) -> Any:
+        return gradients
+
+    def finish_gradients(self, handle: list[Tensor]) -> list[Tensor]:
+        return handle
+
+    def reduce_rows(self, values: Tensor, indices: Tensor, *, name: str) -> tuple[Tensor, Tensor]:
+        return values, indices
+
+    def waited(self, seconds: float, sent: Sent) -> None:
+        pass  # no step waits for other ranks
+
+    def agree(self, value: T | None) -> T:
+        return value  # type: ignore[return-value]  # only a rank with a batch asks, and it knows
+
+    # Syncs
+
+    def begin_epoch(self, state: ModelState, start: EpochStart) -> None:
+        self._sync.drop_unknown(state)
+        if not start.goes_on or (ANCHOR not in state.shared and not self._counts.updates):
+            self.take_anchor(state)
+        if not self._warned and (warning := self._warning(start)) is not None:
+            self._warned = True
+            say(2, warning)
+
+    def take_anchor(self, state: ModelState) -> None:
+        """Start from the present model, which is the same on all ranks."""
+        if self._sync.needs_anchor:
+            state.map_tensors("parameters", lambda tensors: self._sync.anchored(state, tensors))
+
+    def after_update(self, state: ModelState, update: FinishedUpdate) -> None:
+        self._since += 1
+        for counts in (self._counts, *(part.counts for part in self._sync.parts)):
+            counts.add(update.has_batch, update.ranks_with_batch)
+        under_way = [part for part in self._sync.parts if part.is_under_way]
+        for part in under_way:
+            part.age += 1
+        late = [part for part in under_way if part.age >= self._delay]
+        if late:
+            with self._timer.span("parameter sync"):
+                state.map_tensors("parameters", lambda tensors: self._sync.applied(state, tensors, late))
+        due = self._due(update.learning_rate)
+        if due:
+            with self._timer.span("parameter sync"):
+                change = self._sync.sent if self._delay else self._sync.averaged
+                state.map_tensors("parameters", lambda tensors: change(state, tensors, due))
+                if self._is_whole:
+                    self._finish_sync(state)
+                elif self._next == len(self._sync.parts):
+                    self._end_cycle()
+
+    def end_of_epoch(self, state: ModelState) -> None:
+        if not self._counts.updates:
+            return
+        with self._timer.span("parameter sync"):
+            under_way = [part for part in self._sync.parts if part.is_under_way]
+            if under_way:
+                state.map_tensors("parameters", lambda tensors: self._sync.applied(state, tensors, under_way))
+            left = [part for part in self._sync.parts if part.counts.updates]
+            state.map_tensors("parameters", lambda tensors: self._sync.averaged(state, tensors, left))
+            self._finish_sync(state)
+
+    def differing(self) -> tuple[StatePart, ...]:
+        always: tuple[StatePart, ...] = ("optimizer",)  # its state is never averaged
+        return ("parameters", "statistics", "counters", *always) if self._counts.updates else always
+
+    def averaged(self, state: ModelState) -> AbstractContextManager[None]:
+        """See `Reducer`. Between two syncs this is the plain average: the outer optimizer makes a step at a sync only."""
+        if not self._counts.updates:
+            return nullcontext()
+        kinds: dict[Kind, Average] = {
+            "parameters": self._sync.average_to_save,
+            "statistics": lambda tensors: average(self._comm, tensors, self._counts, "saved.statistics"),
+        }
+        return averaged(state, kinds)
+
+    def settle(self, state: ModelState) -> None:
+        for part in self._sync.parts:
+            self._sync.settle(state, part)
+
+    def state(self) -> Numbers:
+        parts = [part.state() for part in self._sync.parts]
+        return {**self._counts.state(), **self._interval.state(), "since": self._since, "next": self._next, "parts": parts}
+
+    def restore(self, state: Numbers, same_ranks: bool = True) -> None:
+        stored = state.get("parts", [])
+        if not same_ranks:  # every rank begins with the average, and what was under way is in it
+            for part in self._sync.parts:
+                part.steps = max((one["steps"] for one in stored), default=0)
+            return
+        self._counts.restore(state)
+        self._interval.restore(state)
+        if len(stored) == len(self._sync.parts):
+            for part, one in zip(self._sync.parts, stored, strict=True):
+                part.restore(one)
+            self._since, self._next = state["since"], state["next"]
+        else:  # a checkpoint without parts, or with another number of them
+            for part in self._sync.parts:
+                part.counts.restore(state)
+            self._since = self._counts.updates
+
+    def take_traffic(self) -> tuple[int, int]:
+        return self._traffic.take()
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether a sync makes the whole model the same on all ranks."""
+        return self._delay == 0 and len(self._sync.parts) == 1
+
+    def _due(self, learning_rate: float) -> list[Part]:
+        """The parts to send now: part p after (p + 1) / parts of the updates between two syncs, if nothing of it is under way."""
+        between, parts = self._interval.updates(learning_rate), self._sync.parts
+        due = []
+        while self._next < len(parts) and self._since * len(parts) >= between * (self._next + 1):
+            if parts[self._next].is_under_way:
+                break
+            due.append(parts[self._next])
+            self._next += 1
+        return due
+
+    def _finish_sync(self, state: ModelState) -> None:
+        """Collective. What follows when all parameters are the same on all ranks."""
+        updates = self._counts.updates
+        average_buffers(self._comm, state, self._counts)
+        self._counts.reset()
+        state.average_weights(updates)
+        if self._sync.needs_anchor and ANCHOR not in state.shared:
+            self.take_anchor(state)
+        self._end_cycle()
+
+    def _end_cycle(self) -> None:
+        updates, self._since, self._next = self._since, 0, 0
+        self._interval.synced(self._comm, updates)
+
+    def _warning(self, start: EpochStart) -> str | None:
+        """What is wrong with an epoch of so many updates."""
+        between = self._interval.updates(start.learning_rate)
+        if between > start.updates and self._comm.size > 1:
+            wanted = f"{between}" if between < NEVER else "more"
+            return (
+                f"horovod_param_sync_step: expected at most {start.updates}, the number of updates in epoch {start.epoch}, got "
+                f"{wanted}: the ranks' parameters are averaged at its end only"
+            )
+        momentum = 0.0 if self._outer is None else self._outer.momentum
+        syncs = -(-start.updates // between)
+        if momentum and syncs * (1 - momentum) < 1 - 1e-9:
+            return (
+                f"horovod_param_outer.momentum: expected at least {1 / (1 - momentum):.0f} syncs in an epoch for {momentum:g}, "
+                f"got {syncs} in epoch {start.epoch} (a smaller horovod_param_sync_step, or a smaller momentum)"
+            )
+        return None

@@ -1,0 +1,155 @@
+"""When to sync where ranks train alone: the number of updates from one sync of the parameters to the next."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from math import floor
+from typing import Any, Protocol
+
+from hvdtrain.comm.base import Communicator
+from hvdtrain.config.check import build, unknown_options
+from hvdtrain.config.keys import REQUIRED, key, positive
+
+NEVER = 1 << 60
+"""More updates than any training has: the end of the epoch comes first."""
+
+
+class SyncInterval(Protocol):
+    """The number of updates from one sync to the next, the same on all ranks."""
+
+    def updates(self, learning_rate: float) -> int:
+        """How many updates there are between two syncs.
+
+        Args:
+            learning_rate: that of the last update.
+        """
+        ...
+
+    def synced(self, comm: Communicator, updates: int) -> None:
+        """Collective. All parameters were synced, N updates after the last time."""
+        ...
+
+    def describe(self) -> str:
+        """How often that is, for the log."""
+        ...
+
+    def state(self) -> dict[str, int]:
+        """What does not follow from the config and the step."""
+        ...
+
+    def restore(self, state: dict[str, int]) -> None:
+        """Continue from what `state` returned."""
+        ...
+
+
+class EveryUpdates:
+    """Always the same number."""
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+
+    def updates(self, learning_rate: float) -> int:
+        return self._every
+
+    def synced(self, comm: Communicator, updates: int) -> None:
+        pass
+
+    def describe(self) -> str:
+        return f"after every {self._every} updates"
+
+    def state(self) -> dict[str, int]:
+        return {"every": self._every}
+
+    def restore(self, state: dict[str, int]) -> None:
+        pass  # the config's number holds
+
+
+class Quadratic(EveryUpdates):
+    """The number grows as the learning rate falls: max(every, floor((alpha / learning rate)^2)) (Gu et al., 2024).
+
+    It is a function of the last update's rate alone: nothing has to be saved for it, and no message is needed. With a rate of 0,
+    nothing is synced before the end of the epoch.
+
+    >>> [Quadratic(4, 0.1).updates(rate) for rate in (0.1, 0.05, 0.03, 0.01)]
+    [4, 4, 11, 100]
+    """
+
+    def __init__(self, every: int, alpha: float) -> None:
+        super().__init__(every)
+        self._alpha = alpha
+
+    def updates(self, learning_rate: float) -> int:
+        if learning_rate <= 0 or self._alpha / learning_rate > 1e9:
+            return NEVER
+        exact = (self._alpha / learning_rate) ** 2
+        return max(self._every, floor(exact * (1 + 1e-9)))  # 0.1 / 0.01 is not quite 10
+
+    def describe(self) -> str:
+        return f"after every {self._every} updates, or more as the learning rate falls, ({self._alpha:g} / rate)^2,"
+
+
+class EverySeconds:
+    """About the same time. At each sync, rank 0 converts it to a number of updates by its own speed and sends that to the others:
+    no step needs a message, and no clocks are compared."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._every = 1
+        self._last_sync = time.perf_counter()
+
+    def updates(self, learning_rate: float) -> int:
+        return self._every
+
+    def synced(self, comm: Communicator, updates: int) -> None:
+        now = time.perf_counter()
+        wanted = max(1, round(self._seconds * updates / max(now - self._last_sync, 1e-9)))
+        self._every = comm.gather(wanted, name="param_sync_step")[0]
+        self._last_sync = now
+
+    def describe(self) -> str:
+        return f"about every {self._seconds:g} s"
+
+    def state(self) -> dict[str, int]:
+        return {"every": self._every}
+
+    def restore(self, state: dict[str, int]) -> None:
+        self._every = state.get("every", 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncRuleKeys:
+    """Beside `class` in `horovod_param_sync_rule`: "constant" or "quadratic" """
+
+    alpha: float = key(
+        REQUIRED, "quadratic: the learning rate at which N is 1; N = max(horovod_param_sync_step, (alpha / rate)^2)", positive
+    )
+
+
+RULES = ("constant", "quadratic")
+
+
+def make_interval(rule: dict[str, Any] | str | None, every: int, seconds: float | None) -> tuple[SyncInterval, list[str]]:
+    """Make the interval of the keys horovod_param_sync_*. Returns it and the problems with horovod_param_sync_rule.
+
+    Args:
+        rule: None: constant.
+        every: the smallest number of updates.
+        seconds: the time between two syncs instead; None: it does not matter.
+    """
+    options = {"class": rule} if isinstance(rule, str) else dict(rule or {"class": "constant"})
+    name = options.pop("class", None)
+    where = "horovod_param_sync_rule."
+    problems = [] if name in RULES else [f"{where}class: expected one of {', '.join(RULES)}, got {name!r}"]
+    alpha = 0.0
+    if name == "quadratic":
+        keys, more = build(SyncRuleKeys, options, where, {})
+        problems += more + unknown_options(where, options, SyncRuleKeys, "a rule for syncs")
+        alpha = 0.0 if keys is None else keys.alpha
+        if seconds is not None:
+            problems.append("horovod_param_sync_rule: expected without horovod_param_sync_time_diff, got both")
+    elif name == "constant" and options:
+        problems.append(f"{where}{next(iter(options))}: expected only with the class quadratic, got it with constant")
+    if seconds is not None:
+        return EverySeconds(seconds), problems
+    return (Quadratic(every, alpha) if name == "quadratic" else EveryUpdates(every)), problems

@@ -1,0 +1,425 @@
+"""Local updates on ranks that are threads, with PyTorch models: what each kind of sync does, and that stops change nothing."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from thread_ranks import on_ranks
+
+from hvdtrain.checkpoint.folder import CheckpointFolder
+from hvdtrain.checkpoint.progress import EpochProgress, Progress
+from hvdtrain.checkpoint.saver import Saver
+from hvdtrain.comm.base import Communicator
+from hvdtrain.context import get_run_ctx
+from hvdtrain.data.types import Batch, Padded
+from hvdtrain.errors import ConfigError
+from hvdtrain.learner.base import LearnerKeys
+from hvdtrain.learner.frameworks import BuildOptions
+from hvdtrain.learner.reduce import ReduceKeys
+from hvdtrain.learner.reducer import EpochStart, FinishedUpdate, Reducer
+from hvdtrain.learner.torch.build import build_learner
+from hvdtrain.learner.torch.state import TorchState
+from hvdtrain.runtime.timer import Timer
+from hvdtrain.settings import read_settings
+
+SIZE = 3
+UPDATES = 23
+"""Of an epoch: no multiple of the numbers of updates between syncs below."""
+
+CONFIG = (
+    "train = 'train.hdf'\nmodel = 'exp/model'\nget_model = train_step = lambda **_: None\nbatch_size = 1\nlearning_rate = 0.1\n"
+)
+
+BMUF = {"class": "bmuf", "momentum": 0.5}
+
+
+class Job:
+    """A rank whose updates are random numbers: a model's tensors, and a reducer that averages them."""
+
+    def __init__(self, comm: Communicator, **keys: Any) -> None:
+        self.comm = comm
+        self.model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 40))
+        with torch.no_grad():
+            for number, parameter in enumerate(self.model.parameters()):
+                parameter.copy_(torch.linspace(-1, 1, parameter.numel()).reshape(parameter.shape) * (number + 1))
+        self.state = TorchState(
+            self.model, torch.optim.SGD(self.model.parameters(), 0.1), torch.device("cpu"), None, None, frozenset()
+        )
+        self.reducer: Reducer = ReduceKeys(horovod_reduce_type="param", **keys).reducer(comm, Timer())  # type: ignore[assignment]
+        self.done = 0
+
+    def begin(self, updates: int = UPDATES) -> None:
+        self.reducer.begin_epoch(self.state, EpochStart(1, self.done, updates, 0.1, goes_on=self.done > 0))
+
+    def update(self, rate: float = 0.1) -> None:
+        """One update; now and then a rank has no batch for it."""
+        without = {self.done % 7} if self.done % 3 == 0 else set()
+        generator = torch.Generator().manual_seed(1000 * self.comm.rank + self.done)
+        has_batch = self.comm.rank not in without
+        with torch.no_grad():
+            for tensor in (*self.model.parameters(), self.model[1].running_mean):
+                change = torch.randn(tensor.shape, generator=generator)
+                if has_batch:
+                    tensor.add_(change * 0.1)
+        self.model[1].num_batches_tracked += has_batch
+        self.done += 1
+        with_batch = sum(rank not in without for rank in range(self.comm.size))
+        self.reducer.after_update(self.state, FinishedUpdate(has_batch, with_batch, self.done, rate))
+
+    def run(self, until: int = UPDATES, *, from_begin: bool = True) -> None:
+        if from_begin:
+            self.begin()
+        while self.done < until:
+            self.update()
+
+    def weights(self) -> dict[str, numpy.ndarray]:
+        return {name: tensor.numpy().copy() for name, tensor in self.model.state_dict().items()}
+
+    def saver(self, folder: Path) -> Saver:
+        return Saver(self.comm, self.state, self.reducer, CheckpointFolder(folder / "model"), "shard")
+
+    def save(self, folder: Path) -> None:
+        self.saver(folder).save(Progress(step=self.done, current=EpochProgress(1, 0, position=self.done)))
+
+    def load(self, folder: Path) -> None:
+        checkpoint = CheckpointFolder(folder / "model").newest()
+        assert checkpoint is not None
+        self.done = self.saver(folder).load(checkpoint).step
+
+
+def trained(size: int = SIZE, **keys: Any) -> list[dict[str, numpy.ndarray]]:
+    """Every rank's tensors after an epoch."""
+
+    def work(comm: Communicator) -> dict[str, numpy.ndarray]:
+        job = Job(comm, **keys)
+        job.run()
+        job.reducer.end_of_epoch(job.state)
+        return job.weights()
+
+    return on_ranks(size, work)
+
+
+def same(one: dict[str, numpy.ndarray], other: dict[str, numpy.ndarray]) -> bool:
+    return all(one[name].tobytes() == other[name].tobytes() for name in one)
+
+
+@pytest.mark.parametrize("name", ["bmuf", "nesterov", "sgd"])
+@pytest.mark.parametrize("every", [1, 5, 16])
+def test_an_outer_optimizer_that_does_nothing_is_plain_averaging_bit_for_bit(name: str, every: int) -> None:
+    plain = trained(horovod_param_sync_step=every)
+    outer = {"class": name, "learning_rate": 1.0, "momentum": 0.0}
+    without = trained(horovod_param_sync_step=every, horovod_param_outer=outer)
+    assert all(same(one, other) for one, other in zip(plain, without, strict=True))
+    assert not same(plain[0], trained(horovod_param_sync_step=every, horovod_param_outer=BMUF)[0])
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {"horovod_param_sync_step": 5},
+    "bmuf": {"horovod_param_sync_step": 5, "horovod_param_outer": BMUF},
+    "adam": {"horovod_param_sync_step": 5, "horovod_param_outer": {"class": "adam", "learning_rate": 0.05}},
+    "parts": {"horovod_param_sync_step": 6, "horovod_param_sync_parts": 3, "horovod_param_outer": BMUF},
+    "delayed": {"horovod_param_sync_step": 5, "horovod_param_sync_delay": 3},
+    "delayed parts": {
+        "horovod_param_sync_step": 6,
+        "horovod_param_sync_parts": 3,
+        "horovod_param_sync_delay": 4,
+        "horovod_param_outer": {"class": "nesterov", "momentum": 0.3},
+    },
+    "delayed as long as possible": {"horovod_param_sync_step": 4, "horovod_param_sync_delay": 4, "horovod_param_outer": BMUF},
+    "quadratic": {"horovod_param_sync_step": 2, "horovod_param_sync_rule": {"class": "quadratic", "alpha": 0.3}},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_at_the_end_of_an_epoch_all_ranks_have_the_same_model(kind: str) -> None:
+    first, *others = trained(**KINDS[kind])
+    assert all(same(first, other) for other in others)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("stop", [4, 8, 10, 17])
+def test_a_stop_changes_nothing(tmp_path: Path, kind: str, stop: int) -> None:
+    """Also while something is under way. Saving itself changes nothing, either."""
+
+    def work(comm: Communicator) -> tuple[list[dict[str, numpy.ndarray]], set[str], set[str]]:
+        whole, saved = Job(comm, **KINDS[kind]), Job(comm, **KINDS[kind])
+        whole.run(stop)
+        saved.run(stop)
+        saved.save(tmp_path)
+        gone_on = Job(comm, **KINDS[kind])
+        gone_on.load(tmp_path)
+        weights = []
+        for number, job in enumerate((whole, saved, gone_on)):
+            job.run(from_begin=number == 2)
+            weights.append(job.weights())
+            job.reducer.end_of_epoch(job.state)
+            weights.append(job.weights())
+        return weights, set(gone_on.state.shared), set(gone_on.state.own)
+
+    for weights, shared, own in on_ranks(SIZE, work):
+        for number in (0, 1):
+            assert same(weights[number], weights[2 + number])
+            assert same(weights[number], weights[4 + number])
+        names = {"bmuf": {"velocity"}, "nesterov": {"velocity"}, "adam": {"first_moment", "second_moment"}}
+        outer = KINDS[kind].get("horovod_param_outer")
+        assert shared == (set() if outer is None else {"anchor", *names[outer["class"]]})
+        assert own == set()
+
+
+@pytest.mark.parametrize("kind", ["bmuf", "adam", "delayed parts"])
+@pytest.mark.parametrize("other_size", [1, 2])
+def test_another_number_of_ranks_goes_on_with_anchor_and_velocity(tmp_path: Path, kind: str, other_size: int) -> None:
+    """It begins with the plain average of the ranks' weights; what they have learned since the last sync is still in the next."""
+
+    def first(comm: Communicator) -> tuple[list[torch.Tensor], dict[str, list[torch.Tensor]]]:
+        job = Job(comm, **KINDS[kind])
+        job.run(8)
+        shared = {name: [tensor.clone() for tensor in tensors] for name, tensors in job.state.shared.items()}
+        job.save(tmp_path)
+        with job.reducer.averaged(job.state):
+            average = [parameter.detach().clone() for parameter in job.model.parameters()]
+        return average, {name: tensors for name, tensors in shared.items() if "." not in name}
+
+    made = on_ranks(SIZE, first)
+    for average, shared in made:
+        assert all(torch.equal(one, other) for one, other in zip(made[0][0], average, strict=True))
+        assert all(torch.equal(one, other) for name in shared for one, other in zip(made[0][1][name], shared[name], strict=True))
+
+    def second(comm: Communicator) -> None:
+        job = Job(comm, **KINDS[kind])
+        job.load(tmp_path)
+        job.begin()
+        assert job.state.own == {}
+        average, shared = made[0]
+        assert all(torch.equal(one, other) for one, other in zip(average, job.model.parameters(), strict=True))
+        assert job.state.shared.keys() == shared.keys()
+        assert all(
+            torch.equal(one, other) for name in shared for one, other in zip(shared[name], job.state.shared[name], strict=True)
+        )
+        job.run(from_begin=False)
+        job.reducer.end_of_epoch(job.state)
+        assert all(torch.isfinite(parameter).all() for parameter in job.model.parameters())
+
+    on_ranks(other_size, second)
+
+
+def test_a_delayed_sync_is_applied_as_many_updates_later_and_keeps_what_was_learned_since() -> None:
+    every, delay = 6, 4
+
+    def work(comm: Communicator) -> list[numpy.ndarray]:
+        job = Job(comm, horovod_param_sync_step=every, horovod_param_sync_delay=delay)
+        apart = Job(comm, horovod_param_sync_step=1000)
+        weights = []
+        job.begin()
+        apart.begin()
+        for _ in range(every + delay):
+            job.update()
+            apart.update()
+            weights += [job.weights()["2.weight"], apart.weights()["2.weight"]]
+        return weights
+
+    ranks = on_ranks(2, work)
+    for number in range(every + delay - 1):  # nothing happens before
+        assert all(numpy.array_equal(rank[2 * number], rank[2 * number + 1]) for rank in ranks)
+    sent = [rank[2 * every - 1].astype(float) for rank in ranks]
+    own = [sum((0 if update % 3 == 0 and update % 7 == rank else 1) for update in range(every)) for rank in range(2)]
+    average = (own[0] * sent[0] + own[1] * sent[1]) / sum(own)
+    for rank, before in zip(ranks, sent, strict=True):
+        numpy.testing.assert_allclose(rank[-2], rank[-1] + average - before, rtol=1e-5, atol=1e-6)
+
+
+def test_parts_are_sent_in_turn_and_each_rank_counts_its_bytes() -> None:
+    def work(comm: Communicator) -> list[tuple[int, int]]:
+        job = Job(comm, horovod_param_sync_step=6, horovod_param_sync_parts=3)
+        job.begin()
+        taken = []
+        for _ in range(12):
+            job.update()
+            taken.append(job.reducer.take_traffic())
+        return taken
+
+    for taken in on_ranks(2, work):
+        assert [syncs for syncs, _ in taken] == [0, 1] * 6
+        sizes = [size for _, size in taken[1::2]]
+        assert sizes[:3] == sizes[3:]
+        assert sum(sizes[:3]) == 4 * (4 * 3 + 3 + 2 * 3 + 3 * 40 + 40)
+        assert max(sizes) == 4 * 120  # the largest tensor alone
+
+
+@pytest.mark.parametrize("kind", ["plain", "bmuf"])
+def test_a_sync_with_equal_weights_hands_the_parameters_themselves_to_the_transport(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No copy is made of them."""
+
+    def work(comm: Communicator) -> tuple[set[int], set[int]]:
+        job = Job(comm, **KINDS[kind])
+        handed: set[int] = set()
+        start = comm.start
+
+        def noting(tensors: Any, *args: Any, **more: Any) -> Any:
+            handed.update(tensor.data_ptr() for tensor in tensors if tensor.is_floating_point())
+            return start(tensors, *args, **more)
+
+        monkeypatch.setattr(comm, "start", noting)
+        job.begin()
+        for done in (1, 2, 4, 5, 7):
+            job.done = done  # every rank has a batch
+            job.update()
+        own = {tensor.data_ptr() for tensor in (*job.model.parameters(), *job.model.buffers()) if tensor.is_floating_point()}
+        return handed, own
+
+    for handed, own in on_ranks(2, work):
+        assert handed == own
+
+
+def test_deltas_come_to_the_same_up_to_rounding() -> None:
+    def work(comm: Communicator) -> list[dict[str, numpy.ndarray]]:
+        jobs = [Job(comm, **KINDS[kind]) for kind in ("bmuf", "delayed parts", "plain") for _ in range(2)]
+        for number, job in enumerate(jobs):
+            job.reducer._sync._deltas = number % 2 == 1  # type: ignore[attr-defined]
+            job.run()
+            job.reducer.end_of_epoch(job.state)
+        return [job.weights() for job in jobs]
+
+    made = on_ranks(SIZE, work)
+    for rank in made:
+        for whole, delta, first in zip(rank[::2], rank[1::2], made[0][1::2], strict=True):
+            assert same(delta, first)
+            for name in whole:
+                numpy.testing.assert_allclose(whole[name], delta[name], rtol=1e-4, atol=1e-5)
+
+
+def learned(comm: Communicator, keys: ReduceKeys, updates: int) -> list[Any]:
+    """Weights and Adam's state after every update of a real learner."""
+
+    def train_step(*, model: torch.nn.Module, extern_data: Any, **_: Any) -> None:
+        get_run_ctx().mark_as_loss(model(extern_data["data"].raw_tensor).square(), "square", use_normalized_loss=True)
+
+    def get_model(**_: Any) -> torch.nn.Module:
+        layer = torch.nn.Linear(2, 3)
+        with torch.no_grad():
+            layer.weight.copy_(torch.arange(6.0).reshape(3, 2))
+            layer.bias.zero_()
+        return layer
+
+    reducer = keys.reducer(comm, Timer())
+    learner_keys = LearnerKeys(get_model=get_model, train_step=train_step, optimizer={"class": "adam"}, gradient_noise=0.1)
+    learner = build_learner(learner_keys, reducer, BuildOptions(rank=comm.rank, local_rank=0, threads=1, seed=1))
+    learner.begin_epoch(1, 0)
+    reducer.begin_epoch(learner.state, EpochStart(1, 0, updates, 0.1, goes_on=False))
+    seen = []
+    for number in range(updates):
+        values = numpy.random.default_rng(10 * number + comm.rank).normal(size=(2, 4, 2)).astype("float32")
+        has_batch = comm.rank == 0 or number % 4 != 3
+        batch = Batch({"data": Padded(values, numpy.array([4, 4], numpy.int32))}, numpy.array([0, 1]))
+        learner.backward(batch if has_batch else None)
+        learner.update(0.1)
+        reducer.after_update(learner.state, FinishedUpdate(has_batch, 1 if number % 4 == 3 else comm.size, number + 1, 0.1))
+        moments = [state["exp_avg"].clone() for state in learner.state._optimizer.state.values()]
+        seen.append([*(one.detach().clone() for one in learner.model.parameters()), *moments])
+    return seen
+
+
+def test_a_start_with_gradients_is_that_of_averaged_gradients_and_then_ranks_part() -> None:
+    def work(comm: Communicator) -> list[list[Any]]:
+        param = ReduceKeys(horovod_reduce_type="param", horovod_param_sync_step=3, horovod_param_start=5)
+        return [learned(comm, keys, 9) for keys in (ReduceKeys(horovod_avg_grad=True), param)]
+
+    (grad, param), (_, other) = on_ranks(2, work)
+
+    def alike(one: list[torch.Tensor], another: list[torch.Tensor]) -> bool:
+        return all(torch.equal(x, y) for x, y in zip(one, another, strict=True))
+
+    assert [alike(one, another) for one, another in zip(grad, param, strict=True)] == [True] * 5 + [False] * 4
+    assert [alike(one, another) for one, another in zip(param, other, strict=True)] == [True] * 5 + [
+        False
+    ] * 4  # Adam's state, too
+    assert alike(param[7][:2], other[7][:2])  # synced after 3 updates alone
+
+
+def warnings(monkeypatch: pytest.MonkeyPatch, updates: int, **keys: Any) -> list[str]:
+    """What is said at the beginning of two epochs."""
+    said: list[str] = []
+    monkeypatch.setattr("hvdtrain.learner.param_average.say", lambda level, line: said.append(f"{level} {line}"))
+
+    def work(comm: Communicator) -> None:
+        job = Job(comm, **keys)
+        for _ in range(2):
+            job.begin(updates)
+
+    on_ranks(2, work)
+    assert said[::2] == said[1::2]  # by both ranks; only rank 0 has a log
+    return said[::2]
+
+
+def test_an_epoch_without_syncs_or_with_few_of_them_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: Callable[..., list[str]] = lambda updates, **keys: warnings(monkeypatch, updates, **keys)  # noqa: E731
+    nesterov = {"class": "nesterov", "momentum": 0.9}
+    assert told(100, horovod_param_sync_step=100) == []
+    assert told(99, horovod_param_sync_step=100) == [
+        "2 horovod_param_sync_step: expected at most 99, the number of updates in epoch 1, got 100: the ranks' parameters are "
+        "averaged at its end only"
+    ]
+    assert told(90, horovod_param_sync_step=10, horovod_param_outer=nesterov) == [
+        "2 horovod_param_outer.momentum: expected at least 10 syncs in an epoch for 0.9, got 9 in epoch 1 (a smaller "
+        "horovod_param_sync_step, or a smaller momentum)"
+    ]
+    assert told(91, horovod_param_sync_step=10, horovod_param_outer=nesterov) == []
+    assert told(3, horovod_param_sync_step=10, horovod_param_sync_time_diff=5.0) == []
+
+
+def test_mistakes_in_the_keys(tmp_path: Path) -> None:
+    def of(text: str) -> list[str]:
+        path = tmp_path / "config.py"
+        path.write_text(CONFIG + text)
+        with pytest.raises(ConfigError) as caught:
+            read_settings([path], {})
+        return caught.value.problems
+
+    assert of("horovod_param_outer = {'class': 'bmuf'}\nhorovod_param_start = 3\n") == [
+        "horovod_param_outer: expected horovod_reduce_type = 'param', which has syncs, got 'grad'",
+        "horovod_param_start: expected horovod_reduce_type = 'param', which has syncs, got 'grad'",
+    ]
+    param = "horovod_reduce_type = 'param'\n"
+    assert of(f"{param}horovod_param_outer = 'bmf'\n") == [
+        "horovod_param_outer.class: expected one of bmuf, nesterov, sgd, adam, got 'bmf'"
+    ]
+    assert of("torch_distributed = {'reduce_type': 'param', 'param_outer': {'class': 'sgd', 'momentum': 2}}\n") == [
+        "horovod_param_outer.momentum: expected a number from 0 to below 1, got 2 in the config"
+    ]
+    assert of(
+        f"{param}horovod_param_sync_step = 4\nhorovod_param_sync_delay = 5\nhorovod_param_sync_parts = 6\nema_decay = 0.9\n"
+    ) == [
+        "horovod_param_sync_parts: expected at most horovod_param_sync_step, 4, got 6",
+        "horovod_param_sync_delay: expected at most horovod_param_sync_step, 4, got 5",
+        "ema_decay: expected horovod_param_sync_delay = 0 and horovod_param_sync_parts = 1, with which ranks have the same "
+        "weights after a sync, got 5 and 6",
+    ]
+    assert of(f"{param}horovod_param_sync_delay = 1\nhorovod_param_sync_time_diff = 2\n") == [
+        "horovod_param_sync_delay: expected without horovod_param_sync_time_diff, for which ranks wait, got both"
+    ]
+
+
+def test_what_they_say_of_themselves() -> None:
+    def said(**keys: Any) -> str:
+        def work(comm: Communicator) -> str:
+            return ReduceKeys(horovod_reduce_type="param", **keys).reducer(comm, Timer()).describe()
+
+        return on_ranks(2, work)[0]
+
+    assert said(horovod_param_sync_step=16, horovod_param_outer="bmuf") == (
+        "parameters are averaged after every 16 updates and at the end of an epoch; outer optimizer: learning rate 1, Nesterov "
+        "momentum 0.5"
+    )
+    assert said(**KINDS["quadratic"], horovod_param_start=7) == (
+        "gradients are averaged for every update of the first 7 steps; then parameters are averaged after every 2 updates, or "
+        "more as the learning rate falls, (0.3 / rate)^2, and at the end of an epoch"
+    )
+    assert said(horovod_param_sync_step=8, horovod_param_sync_delay=4, horovod_param_sync_parts=2) == (
+        "parameters are averaged after every 8 updates and at the end of an epoch, in 2 parts in turn, applied 4 updates after "
+        "they were sent"
+    )

@@ -17,6 +17,7 @@ from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.learner.frameworks import BuildOptions
 from hvdtrain.learner.precision import Precision, ScaleOptions
 from hvdtrain.learner.reduce import ReduceKeys
+from hvdtrain.learner.reducer import EpochStart, FinishedUpdate
 from hvdtrain.learner.torch.build import build_learner
 from hvdtrain.learner.torch.learner import TorchLearner
 from hvdtrain.runtime.timer import Timer
@@ -131,6 +132,63 @@ def test_ranks_learn_in_16_bits_what_one_rank_learns(compression: str, average: 
         assert not close(alone, ranks[0], 1e-6)  # it was in 16 bits
 
 
+def synced(comm: Communicator, weight: float, change: float, **keys: Any) -> tuple[torch.Tensor, list[tuple[str, int]]]:
+    """A parameter after a sync, and what was sent: every rank has changed it by `change` times its rank plus one."""
+    reducer = ReduceKeys(horovod_reduce_type="param", horovod_param_sync_step=2, **keys).reducer(comm, Timer())
+    made = learner(comm, get_model=lambda **_: torch.nn.Sequential(torch.nn.Linear(1, 1, bias=False), torch.nn.BatchNorm1d(3)))
+    parameter = made.model[0].weight
+    with torch.no_grad():
+        parameter.fill_(weight)
+        reducer.begin_epoch(made.state, EpochStart(1, 0, 100, 0.1, goes_on=False))
+        for update in range(4):
+            parameter += change * (comm.rank + 1)
+            reducer.after_update(made.state, FinishedUpdate(True, comm.size, update + 1, 0.1))
+    assert isinstance(comm, ThreadCommunicator)
+    return parameter.detach().clone(), comm.messages
+
+
+@pytest.mark.parametrize("compression", ["fp16", "bf16"])
+def test_changes_of_parameters_travel_in_16_bits_and_statistics_as_they_are(compression: str) -> None:
+    """A parameter of 1000 has a rounding of 1 in float16, and of 4 in bfloat16: it could not learn a change of 0.01."""
+    exact, messages = on_ranks(2, lambda comm: synced(comm, 1000.0, 0.01))[0]
+    assert messages == [("average.parameters", 28), ("average.statistics", 24)] * 2  # 7 parameters, 6 statistics
+    (one, narrow), (other, _) = on_ranks(2, lambda comm: synced(comm, 1000.0, 0.01, horovod_compression=compression))
+    assert narrow == [("average.parameters", 14), ("average.statistics", 24)] * 2
+    assert torch.equal(one, other)
+    assert exact.item() == pytest.approx(1000.06, abs=2e-4)
+    assert one.item() == pytest.approx(exact.item(), abs=5e-4)
+
+
+@pytest.mark.parametrize(("change", "size"), [(15.0, 2), (1e-6, 2), (15.0, 5), (1e-6, 5)])
+def test_large_and_small_changes_fit_into_float16_on_any_number_of_ranks(change: float, size: int) -> None:
+    (exact, _), *_ = on_ranks(size, lambda comm: synced(comm, 0.0, change))
+    (narrow, _), *_ = on_ranks(size, lambda comm: synced(comm, 0.0, change, horovod_compression="fp16"))
+    assert narrow.item() == pytest.approx(exact.item(), rel=2e-3)
+
+
+def test_a_change_of_the_key_within_an_epoch_sends_the_parameters_as_they_are_once() -> None:
+    def work(comm: Communicator) -> list[tuple[str, int]]:
+        made = learner(comm)
+        before, after = (
+            ReduceKeys(horovod_reduce_type="param", horovod_param_sync_step=3, horovod_compression=compression)
+            for compression in (None, "fp16")
+        )
+        reducer = before.reducer(comm, Timer())
+        reducer.begin_epoch(made.state, EpochStart(1, 0, 100, 0.1, goes_on=False))
+        reducer.after_update(made.state, FinishedUpdate(True, comm.size, 1, 0.1))
+        goes_on = after.reducer(comm, Timer())
+        goes_on.restore(reducer.state())
+        goes_on.begin_epoch(made.state, EpochStart(1, 1, 100, 0.1, goes_on=True))
+        for update in range(2, 8):
+            goes_on.after_update(made.state, FinishedUpdate(True, comm.size, update, 0.1))
+        assert isinstance(comm, ThreadCommunicator)
+        return [message for message in comm.messages if message[0] == "average.parameters"]
+
+    parameters = 4 * 5 + 5 + 5 * 2 + 2
+    for messages in on_ranks(2, work):
+        assert messages == [("average.parameters", 4 * parameters), ("average.parameters", 2 * parameters)]
+
+
 def test_an_overflow_in_a_message_skips_the_update_and_halves_the_scale_on_all_ranks() -> None:
     def work(comm: Communicator) -> tuple[list[bool], list[float | None]]:
         factor = [1e9 if comm.rank == 1 else 1.0]
@@ -215,4 +273,6 @@ def test_the_log_says_in_what_gradients_are_sent() -> None:
         return ReduceKeys(horovod_compression="fp16").reducer(comm, Timer()).describe()
 
     assert on_ranks(2, said)[0] == "gradients are summed for every update, sent in float16"
+    param = ReduceKeys(horovod_compression="bf16", horovod_reduce_type="param")
+    assert on_ranks(2, lambda comm: param.reducer(comm, Timer()).describe())[0].endswith("an epoch, sent in bfloat16")
     assert said(SingleCommunicator()) == "gradients are summed for every update"

@@ -32,13 +32,15 @@ TRAININGS: dict[str, dict[str, object]] = {
 
 SENT = {"losses": "mean", "num_epochs": 3, "horovod_compression": "fp16", "grad_scaler": {"init_scale": 64.0}}
 OF_SEVERAL: dict[str, dict[str, object]] = {"sent": {**SENT, "fault": "overflow,{last},3,12"}}
-"""Of several ranks: gradients in float32 travel in float16."""
+APART_IN_16_BITS = {"sent_apart": {**APART, "losses": "mean", "num_epochs": 3, "horovod_compression": "fp16"}}
+"""Of several ranks: gradients in float32, or the changes of parameters, travel in float16."""
 
 
 @trains(*RUNS)
 def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
     made = {}
-    for name, given in (TRAININGS | (OF_SEVERAL if run.size > 1 else {})).items():
+    of_several = OF_SEVERAL | (APART_IN_16_BITS if run.framework == "torch" else {}) if run.size > 1 else {}
+    for name, given in (TRAININGS | of_several).items():
         made[name] = {"evaluated": True, "record": True, "log": folder / f"{name}.log", **given}
         if "fault" in given:
             made[name]["fault"] = str(given["fault"]).format(last=run.size - 1)
@@ -106,6 +108,13 @@ def test_gradients_that_travel_in_float16_teach_the_same_and_an_overflow_skips_t
     losses = [made.scores(name)[-1]["dev_loss_ce"] for name in ("float32", "sent")]
     assert losses[1] == pytest.approx(losses[0], rel=0.05)
     assert losses[1] != losses[0]
+
+
+def test_changes_of_parameters_that_travel_in_float16_teach_about_the_same(results: ResultsOf) -> None:
+    made = results(Run("torch", "horovod", 2))
+    assert_same(made.weights("sent_apart"), made.weights("sent_apart", 1))
+    assert made.scores("sent_apart")[-1]["dev_loss_ce"] == pytest.approx(made.scores("float32")[-1]["dev_loss_ce"], rel=0.1)
+    assert "loss_scale" not in made.reports("sent_apart")[-1]
 
 
 @pytest.mark.parametrize("run", [run for run in RUNS if run.size == 2], ids=str)

@@ -204,6 +204,8 @@ def _of_the_framework(built: dict[type, Any]) -> list[str]:
         if isinstance(entry, dict) and entry.get("init_for_train") == "always":
             where = f"preload_from_files.{name}.init_for_train"
             problems.append(f"{where}: expected {_with_feature('constant parameters')} for 'always', got {run.backend!r}")
+    if reduce.horovod_compression == "powersgd" and "powersgd" not in features:
+        problems.append(f"horovod_compression: expected {_with_feature('powersgd')} for 'powersgd', got {run.backend!r}")
     by_launcher = started.ask_for_torch and reduce.torch_distributed is None and not reduce.use_horovod
     if by_launcher and "torch.distributed" not in features:
         wanted = _with_feature("torch.distributed")

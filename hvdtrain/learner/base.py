@@ -26,8 +26,8 @@ Kind = Literal["parameters", "frozen", "statistics", "counters"]
 """The tensors of a model: trainable parameters, parameters that are not trained, floating-point buffers such as BatchNorm's
 running mean, and integer buffers."""
 
-StatePart = Kind | Literal["optimizer"]
-"""What may differ between ranks, so that each of them has to save its own."""
+StatePart = Kind | Literal["optimizer", "kept"]
+"""What may differ between ranks, so that each of them has to save its own; "kept" is what a reducer keeps (`ModelState.own`)."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 """The shapes of parameters and buffers, by name."""

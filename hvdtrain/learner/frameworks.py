@@ -18,9 +18,10 @@ from hvdtrain.learner.base import Learner, LearnerKeys, PreloadFunction
 from hvdtrain.learner.precision import FLOAT32, Precision
 from hvdtrain.learner.reducer import Reducer
 
-Feature = Literal["torch.distributed", "constant parameters"]
+Feature = Literal["torch.distributed", "constant parameters", "powersgd"]
 """What only some frameworks can do and no single key asks for: torch.distributed is also used with `ngpu`; constant parameters
-are entries of `preload_from_files` with init_for_train = 'always'. A key of one framework declares `needs` instead."""
+are entries of `preload_from_files` with init_for_train = 'always'; powersgd is a value of `horovod_compression`. A key of one
+framework declares `needs` instead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +86,7 @@ class Framework:
 
 
 FRAMEWORKS: dict[str, Framework] = {
-    "torch": Framework("hvdtrain.learner.torch", "pt", frozenset({"torch.distributed", "constant parameters"})),
+    "torch": Framework("hvdtrain.learner.torch", "pt", frozenset({"torch.distributed", "constant parameters", "powersgd"})),
     "tensorflow": Framework("hvdtrain.learner.tensorflow", "npz", prepares=True),
 }
 """By the value of the key `backend`."""

@@ -89,8 +89,7 @@ class GradReduce:
         return next(known for known in self._comm.gather(value, name="agree") if known is not None)
 
     def begin_epoch(self, state: ModelState, start: EpochStart) -> None:
-        state.shared.clear()  # what another reducer may have left in a checkpoint
-        state.own.clear()
+        self._wire.begin(state)
 
     def after_update(self, state: ModelState, update: FinishedUpdate) -> None:
         self._counts.add(update.has_batch, update.ranks_with_batch)
@@ -102,7 +101,8 @@ class GradReduce:
         self._counts.reset()
 
     def differing(self) -> tuple[StatePart, ...]:
-        return ("statistics", "counters") if self._counts.updates else ()
+        kept: tuple[StatePart, ...] = ("kept",) if self._wire.keeps else ()
+        return ("statistics", "counters", *kept) if self._counts.updates else kept
 
     def averaged(self, state: ModelState) -> AbstractContextManager[None]:
         if not self._counts.updates:
@@ -118,6 +118,8 @@ class GradReduce:
     def restore(self, state: Numbers, same_ranks: bool = True) -> None:
         if same_ranks:
             self._counts.restore(state)
+        else:
+            self._wire.forget()
 
     def take_traffic(self) -> tuple[int, int]:
         return self._traffic.take()
@@ -197,6 +199,16 @@ class ReduceKeys(ParamAverageKeys, GradReduceKeys, RankKeys):
             hint = "Horovod has no such type; torch_distributed has"
             found.append(f"{where}: expected {can} with use_horovod, got {self.horovod_compression!r} ({hint})")
         precision, learner = others.get(PrecisionKeys), others.get(LearnerKeys)
+        if chosen.narrow is None and self.horovod_reduce_type != "grad":
+            narrow = " or ".join(repr(name) for name, one in COMPRESSIONS.items() if one.narrow is not None)
+            kind = self.horovod_reduce_type
+            found.append(f"{where}: expected {narrow} with reduce_type {kind!r}, got {self.horovod_compression!r}")
+        if chosen.narrow is None and precision is not None and not precision.problems():
+            if precision.precision().loss_scale(precision.precision().dtype) is not None:
+                found.append(
+                    f"{where}: expected 'fp16' or 'bf16' with a scaled loss (float16, grad_scaler), got "
+                    f"{self.horovod_compression!r}, which adds gradients to those of the next update"
+                )
         is_checked = learner is None or learner.num_allowed_consec_invalid_gradient_steps is not None
         if not self.has_narrow_range or precision is None or precision.problems() or is_checked:
             return found
@@ -229,6 +241,7 @@ class ReduceKeys(ParamAverageKeys, GradReduceKeys, RankKeys):
             "horovod_scale_lr": keys.scale_lr,
             "horovod_dataset_distribution": keys.dataset_distribution,
             "horovod_compression": keys.compression,
+            "horovod_compression_rank": keys.compression_rank,
         }
         return replace(self, **{name: value for name, value in entries.items() if value is not None})
 

@@ -1,32 +1,37 @@
 """In what form gradients, and changes of parameters, travel between the ranks: by the value of the key `horovod_compression`.
 
-The table has the types of 16 bits. A new one is a line there, if the transports can send it; anything else that makes messages
-smaller is a file with a class like `Wire`.
+A new type of 16 bits is a line in the table, if the transports can send it. Whatever else makes messages smaller is a file with a
+class derived from `Wire`, and a line.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hvdtrain.comm.base import Communicator, Narrow, Op, Tensor
-from hvdtrain.config.keys import Section, key, one_of
+from hvdtrain.config.keys import Section, key, one_of, positive
+from hvdtrain.learner.base import ModelState
 
 
 @dataclass(frozen=True)
 class Compression:
-    """A type of 16 bits for messages.
+    """One way to make messages smaller.
 
     Attributes:
+        narrow: a type of 16 bits for them; None: `wire` makes them.
+        wire: the module and the class of a wire for gradients, made from a communicator and a rank; imported when it is used.
         over_horovod: whether Horovod can send it.
         gain: changes of parameters are multiplied by this before they are sent, and divided by it afterwards; it is a power of
             two. None: they are sent as they are.
         needs_scale: gradients may be too large or too small for the type, so that a scale of the loss has to find their range.
     """
 
-    narrow: Narrow
+    narrow: Narrow | None
     over_horovod: bool
+    wire: tuple[str, str] | None = None
     gain: float | None = None
     needs_scale: bool = False
 
@@ -35,6 +40,7 @@ COMPRESSIONS = {
     # Averages of up to 64 fit into float16 with this gain. On 2 ranks, changes of 1e-6 still have all of its 11 bits.
     "fp16": Compression("float16", over_horovod=True, gain=2.0**10, needs_scale=True),
     "bf16": Compression("bfloat16", over_horovod=False),
+    "powersgd": Compression(None, over_horovod=True, wire=("hvdtrain.learner.torch.power_sgd", "PowerSGD")),
 }
 """By the value of the key `horovod_compression`."""
 
@@ -48,9 +54,11 @@ class WireKeys(Section):
     horovod_compression: str | None = key(
         None,
         "send gradients, or with 'param' the changes of the parameters since the last sync, in 16 bits: 'fp16', or, with "
-        "torch.distributed, 'bf16'; counts and integers stay exact",
+        "torch.distributed, 'bf16'; counts and integers stay exact. 'powersgd', with PyTorch: send gradients as products of thin "
+        "matrices",
         compression,
     )
+    horovod_compression_rank: int = key(4, "powersgd: the number of columns of these matrices", positive)
 
 
 @dataclass(frozen=True)
@@ -69,7 +77,12 @@ class Wire:
     Args:
         narrow: the type; None: every tensor travels in its own.
         gain: a power of two that tensors are multiplied by on their way.
+
+    Attributes:
+        keeps: whether it keeps tensors from update to update, which differ between ranks.
     """
+
+    keeps = False
 
     def __init__(self, comm: Communicator, narrow: Narrow | None = None, gain: float = 1.0) -> None:
         self._comm = comm
@@ -104,6 +117,14 @@ class Wire:
         """Collective. As `Communicator.gather_rows`."""
         return self._comm.gather_rows(tensors, name=name, narrow=self.narrow)
 
+    def begin(self, state: ModelState) -> None:
+        """Called before the first update of an epoch: find what is kept in the state, and drop what another wire has kept."""
+        state.shared.clear()
+        state.own.clear()
+
+    def forget(self) -> None:
+        """What is kept was that of another number of ranks."""
+
     def num_bytes(self, sent: Sent) -> int:
         """The bytes of tensors on the wire, if they are sent in a graph, where the communicator cannot count them."""
         return sent.float32 // (1 if self.narrow is None else 2) + sent.others
@@ -116,7 +137,13 @@ class Wire:
 def gradient_wire(comm: Communicator, keys: WireKeys) -> Wire:
     """The wire for gradients. They have no gain: the scale of the loss keeps them, and their sum, within the range of float16."""
     chosen = COMPRESSIONS.get(keys.horovod_compression or "")
-    return Wire(comm) if chosen is None else Wire(comm, chosen.narrow)
+    if chosen is None:
+        return Wire(comm)
+    if chosen.wire is None:
+        return Wire(comm, chosen.narrow)
+    module, name = chosen.wire
+    wire: Wire = getattr(importlib.import_module(module), name)(comm, keys.horovod_compression_rank)
+    return wire
 
 
 def change_wire(comm: Communicator, keys: WireKeys) -> Wire:

@@ -254,13 +254,15 @@ def problems(tmp_path: Path, text: str) -> list[str]:
 
 def test_what_a_config_gets_wrong_is_told_before_training(tmp_path: Path) -> None:
     where = "horovod_compression: expected"
-    assert problems(tmp_path, "horovod_compression = 'int8'\n") == [f"{where} 'fp16' or 'bf16', got 'int8' in config.py"]
+    assert problems(tmp_path, "horovod_compression = 'int8'\n") == [
+        f"{where} 'fp16' or 'bf16' or 'powersgd', got 'int8' in config.py"
+    ]
     assert problems(tmp_path, "torch_distributed = {'compression': 'fp8', 'reduce_type': 'grads'}\n") == [
         "torch_distributed.reduce_type: expected 'grad' or 'param', got 'grads'",
-        "torch_distributed.compression: expected 'fp16' or 'bf16', got 'fp8'",
+        "torch_distributed.compression: expected 'fp16' or 'bf16' or 'powersgd', got 'fp8'",
     ]
     assert problems(tmp_path, "use_horovod = True\nhorovod_compression = 'bf16'\n") == [
-        f"{where} 'fp16' with use_horovod, got 'bf16' (Horovod has no such type; torch_distributed has)"
+        f"{where} 'fp16' or 'powersgd' with use_horovod, got 'bf16' (Horovod has no such type; torch_distributed has)"
     ]
     assert problems(tmp_path, "torch_distributed = {'compression': 'fp16'}\ngrad_scaler = None\n") == [
         "grad_scaler: expected 'auto' or a dict with horovod_compression = 'fp16', got None (a gradient too large for a message "

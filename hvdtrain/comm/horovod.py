@@ -165,8 +165,11 @@ class HorovodCommunicator:
         return (tensor.float() if "bfloat16" in str(tensor.dtype) else tensor).contiguous()
 
     def _received(self, reduced: Sequence[Tensor], tensors: Sequence[Tensor], divisor: int | None) -> list[Tensor]:
-        """Reduced tensors in the types of the given ones."""
-        restored = [self._of_type(new, old.dtype) for new, old in zip(reduced, tensors, strict=True)]
+        """Reduced tensors in the types of the given ones; with PyTorch, in their memory."""
+        restored = []
+        for new, old in zip(reduced, tensors, strict=True):
+            in_place = self._asynchronous and new.dtype != old.dtype
+            restored.append(old.copy_(new) if in_place else self._of_type(new, old.dtype))
         return restored if divisor is None else [tensor / divisor for tensor in restored]
 
     def _of_type(self, tensor: Tensor, dtype: Any) -> Tensor:

@@ -46,6 +46,8 @@ def metrics(report: EpochReport) -> dict[str, float]:
     numbers |= {"learning_rate": report.learning_rate, "time/elapsed": report.elapsed, "time/computing_share": report.computing}
     if report.loss_scale is not None:
         numbers["loss_scale"] = report.loss_scale
+    if report.sent:
+        numbers |= {"exchange/bytes": report.sent, "exchange/syncs": report.syncs}
     names = dict.fromkeys(name for rank in report.seconds for name in rank)
     whole = sum(sum(rank.values()) for rank in report.seconds)
     for name in names:

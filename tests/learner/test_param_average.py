@@ -240,6 +240,32 @@ def test_a_delayed_sync_is_applied_as_many_updates_later_and_keeps_what_was_lear
         numpy.testing.assert_allclose(rank[-2], rank[-1] + average - before, rtol=1e-5, atol=1e-6)
 
 
+def test_nothing_is_waited_for_before_it_is_applied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three parts, sent after 2, 4 and 6 updates, each applied 3 updates later."""
+
+    def work(comm: Communicator) -> list[tuple[str, int]]:
+        job = Job(comm, horovod_param_sync_step=6, horovod_param_sync_parts=3, horovod_param_sync_delay=3)
+        events: list[tuple[str, int]] = []
+
+        def noted(name: str) -> Callable[..., Any]:
+            method = getattr(comm, name)
+
+            def call(*args: Any, **more: Any) -> Any:
+                events.append((name, job.done))
+                return method(*args, **more)
+
+            return call
+
+        for name in ("start", "finish"):
+            monkeypatch.setattr(comm, name, noted(name))
+        job.run(9)
+        return events
+
+    starts, finishes = [("start", done) for done in (2, 4, 6, 8)], [("finish", done) for done in (5, 7, 9)]
+    for events in on_ranks(2, work):
+        assert events == sorted(starts + finishes, key=lambda event: event[1])
+
+
 def test_parts_are_sent_in_turn_and_each_rank_counts_its_bytes() -> None:
     def work(comm: Communicator) -> list[tuple[int, int]]:
         job = Job(comm, horovod_param_sync_step=6, horovod_param_sync_parts=3)

@@ -127,6 +127,22 @@ def test_averaging_parameters_is_not_the_same_as_training_alone(results: Results
 
 
 @pytest.mark.parametrize("run", SEVERAL, ids=str)
+def test_syncs_and_bytes_are_counted(results: ResultsOf, run: Run) -> None:
+    """20 updates an epoch: a sync after 7, after 14 and at the end, or gradients 20 times. In TensorFlow's graphs, too."""
+    weights = results(run).weights("sum")
+    size = sum(array.nbytes for name, array in weights.items() if not name.startswith("frozen"))
+    for report in results(run).reports("param_every_7"):
+        assert report["syncs"] == 3
+        assert report["sent"] >= 3 * size
+        assert report["sent"] % 3 == 0
+    [report] = results(run).reports("sum")
+    assert (report["syncs"], report["sent"]) == (0, 20 * size)
+    assert f"train epoch 1, exchange: {20 * size / 1024:.1f} KB sent by each rank" in results(run).out("sum")
+    assert "train epoch 1, exchange: 3 syncs of parameters, " in results(run).out("param_every_7")
+    assert results(run.alone).reports("sum")[0]["sent"] == 0
+
+
+@pytest.mark.parametrize("run", SEVERAL, ids=str)
 def test_evaluation_gives_the_same_numbers_on_any_number_of_ranks(results: ResultsOf, run: Run) -> None:
     """To the last bit: with a learning rate of zero the models are the same."""
     one, several = results(run.alone).scores("evaluated")[-1], results(run).scores("evaluated")[-1]

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import numpy
@@ -70,6 +71,16 @@ def test_numbers_for_trackers() -> None:
         "time of the slowest rank/compute": 10.0,
         "padding/data": 0.25,
     }
+    assert metrics(replace(REPORT, sent=100, syncs=2)).items() >= {"exchange/bytes": 100, "exchange/syncs": 2}.items()
+
+
+def test_what_the_ranks_exchanged_is_a_line() -> None:
+    def told(**numbers: int) -> list[str]:
+        return [line for _, line in replace(REPORT, **numbers).lines([]) if "exchange" in line]  # type: ignore[arg-type]
+
+    assert told() == []
+    assert told(sent=3 << 20) == ["train epoch 3, exchange: 3.0 MB sent by each rank"]
+    assert told(sent=3 << 20, syncs=7) == ["train epoch 3, exchange: 7 syncs of parameters, 3.0 MB sent by each rank"]
 
 
 def test_tensorboard_reads_what_is_written(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
     python benchmarks/training_loops.py                      # 1 and 2 ranks, 5 pairs
     python benchmarks/training_loops.py --pairs 1 --steps 5  # a quick look
+    python benchmarks/training_loops.py --large              # 20 M parameters and 16 sequences a step: communication shows
 
 All variants train the model of configs/g2p.py on the same batches in the same order, with the same initial weights, dropout,
 loss, optimizer, number of threads and mpirun flags:
@@ -12,13 +13,19 @@ loss, optimizer, number of threads and mpirun flags:
                     this itself if ranks share cores)
     ddp             loops/ddp_loop.py: DistributedDataParallel over gloo, data read by the same code
 
+--large adds hvdtrain in other ways, whose ratios to the loops are printed, too:
+
+    gloo            over torch.distributed, as ddp
+    fp16            horovod_compression = "fp16"
+    H = 16          horovod_reduce_type = "param": parameters are averaged after 16 updates; with the default of 32 steps twice
+
 A run has two epochs of --steps steps. The first one is a warm-up; the second one is timed from before the first batch is read
 until after the last update. For hvdtrain this is `elapsed` in scores.jsonl, which includes planning the epoch and gathering its
 scores, but not saving checkpoints. The slowest rank determines the speed of a job.
 
 A pair is one run of each variant, in immediate succession, so that the state of the machine is about the same; the order rotates
 from pair to pair. The result is the ratio within a pair, and its median over the pairs. Every run checks that all variants
-compute the same: the relative difference of the mean losses of the timed epoch may be 1e-4.
+compute the same: the relative difference of the mean losses of the timed epoch may be 1e-4 (but for fp16 and H = 16).
 """
 
 from __future__ import annotations
@@ -47,7 +54,19 @@ from hvdtrain.settings import read_settings
 ROOT = Path(__file__).resolve().parent.parent
 LOOPS = ROOT / "benchmarks/loops"
 CONFIGS = [ROOT / "configs/g2p.py", LOOPS / "config.py"]
-VARIANTS = ("hvdtrain", "horovod", "horovod, yield", "ddp")
+LOOP_VARIANTS = ("horovod", "horovod, yield", "ddp")
+HVDTRAIN: dict[str, dict[str, str]] = {
+    "hvdtrain": {"use_horovod": "1"},
+    "gloo": {"torch_distributed": "{'backend': 'gloo'}"},
+    "fp16": {"use_horovod": "1", "horovod_compression": "fp16"},
+    "H = 16": {"use_horovod": "1", "horovod_reduce_type": "param", "horovod_param_sync_step": "16"},
+}
+"""The overrides of each way to run hvdtrain."""
+
+OTHERWISE = ("fp16", "H = 16")
+"""Those that do not compute the same."""
+
+CHANNELS, LARGE = 160, 536  # 1.8 million parameters, and 20 million
 EPOCHS = 2
 TOLERANCE = 1e-4
 
@@ -62,6 +81,8 @@ class Job:
         folder: where a run writes its files.
         batch: sequences in the batch of a rank.
         reading: how the hand-written loops read data.
+        channels: the width of the model.
+        variants: what is compared.
     """
 
     data: Path
@@ -71,6 +92,8 @@ class Job:
     batch: int
     threads: int
     reading: str
+    channels: int
+    variants: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -97,8 +120,8 @@ def main() -> int:
                 f"hand-written loops read from {where}"
             )
             pairs = list(run_pairs(job, options.pairs))
-            print_table(pairs)
-            agree &= losses_agree(pairs)
+            print_table(job, pairs)
+            agree &= losses_agree(job, pairs)
     return 0 if agree else 1
 
 
@@ -106,9 +129,13 @@ def parse_options() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--pairs", type=int, default=5, help="number of runs of each variant (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=20, help="steps of the timed epoch and of the warm-up epoch (%(default)s)")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="numbers of ranks (1 2)")
-    parser.add_argument("--batch", type=int, default=256, help="sequences per step, over all ranks (%(default)s)")
+    parser.add_argument("--large", action="store_true", help="a large model on small batches, and hvdtrain in more ways")
+    parser.add_argument(
+        "--channels", type=int, help=f"width of the model ({CHANNELS}, which is 1.8 M parameters; large: {LARGE}, 20 M)"
+    )
+    parser.add_argument("--steps", type=int, help="steps of the timed epoch and of the warm-up epoch (20; large: 32)")
+    parser.add_argument("--ranks", type=int, nargs="+", help="numbers of ranks (1 2; large: 2)")
+    parser.add_argument("--batch", type=int, help="sequences per step, over all ranks (256; large: 16)")
     parser.add_argument("--threads", type=int, help="threads per rank (default: cores divided by ranks)")
     parser.add_argument(
         "--reading",
@@ -118,6 +145,10 @@ def parse_options() -> argparse.Namespace:
     )
     parser.add_argument("--data", type=Path, default=ROOT / "data/g2p/train.hdf", help="HDF file to take sequences from")
     options = parser.parse_args()
+    defaults = {"channels": LARGE, "steps": 32, "ranks": [2], "batch": 16} if options.large else {}
+    for name, value in ({"channels": CHANNELS, "steps": 20, "ranks": [1, 2], "batch": 256} | defaults).items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
     for ranks in options.ranks:
         if options.batch % ranks:
             parser.error(f"--batch: expected a multiple of {ranks}, the number of ranks, got {options.batch}")
@@ -133,19 +164,20 @@ def prepare(options: argparse.Namespace, folder: Path, ranks: int, threads: int)
         assert source is not None, problems
         dump(source, data, Selection(end=num_sequences - 1), Alone())
     batch = options.batch // ranks
-    settings = read_settings(CONFIGS, hvdtrain_keys(data, folder, batch))
+    settings = read_settings(CONFIGS, hvdtrain_keys(data, folder, batch, options.channels))
     dataset = open_dataset(settings.train)
     assert dataset.num_sequences == num_sequences, f"{options.data} has only {dataset.num_sequences} sequences"
     feeds = [Feed("train", dataset, settings.train.order, settings.batch, rank, ranks) for rank in range(ranks)]
     batches = folder / f"batches-{ranks}.npy"
     numpy.save(batches, [[feed.share(feed.plan(epoch)) for epoch in range(1, EPOCHS + 1)] for feed in feeds])
-    return Job(data, batches, folder, ranks, batch, threads, options.reading)
+    variants = (*(HVDTRAIN if options.large else ["hvdtrain"]), *LOOP_VARIANTS)
+    return Job(data, batches, folder, ranks, batch, threads, options.reading, options.channels, variants)
 
 
-def hvdtrain_keys(data: Path, folder: Path, batch: int) -> dict[str, str]:
-    """The overrides on hvdtrain's command line."""
+def hvdtrain_keys(data: Path, folder: Path, batch: int, channels: int) -> dict[str, str]:
+    """The overrides on hvdtrain's command line, in whatever way it runs."""
     return {
-        "use_horovod": "1",
+        "channels": str(channels),
         "num_epochs": str(EPOCHS),
         "max_seqs": str(batch),
         "train.files": str(data),
@@ -155,11 +187,11 @@ def hvdtrain_keys(data: Path, folder: Path, batch: int) -> dict[str, str]:
 
 def run_pairs(job: Job, count: int) -> Iterator[dict[str, Result]]:
     """Run every variant `count` times in rotating order and print the rates of each pair."""
-    print(f"{'sequences/s':>12} " + " ".join(f"{variant:>14}" for variant in VARIANTS) + f" {'loss':>10}")
+    print(f"{'sequences/s':>12} " + " ".join(f"{variant:>14}" for variant in job.variants) + f" {'loss':>10}")
     for pair in range(count):
-        turn = pair % len(VARIANTS)
-        results = {variant: run(job, variant) for variant in VARIANTS[turn:] + VARIANTS[:turn]}
-        rates = " ".join(f"{results[variant].sequences_per_second:14.1f}" for variant in VARIANTS)
+        turn = pair % len(job.variants)
+        results = {variant: run(job, variant) for variant in job.variants[turn:] + job.variants[:turn]}
+        rates = " ".join(f"{results[variant].sequences_per_second:14.1f}" for variant in job.variants)
         print(f"{f'pair {pair + 1}':>12} {rates} {results['hvdtrain'].loss:10.6f}", flush=True)
         yield results
 
@@ -170,14 +202,15 @@ def run(job: Job, variant: str) -> Result:
     if variant == "horovod, yield":
         command += ["--mca", "mpi_yield_when_idle", "1"]
     command.append(sys.executable)
-    if variant == "hvdtrain":
+    if variant in HVDTRAIN:
         shutil.rmtree(job.folder / "hvdtrain", ignore_errors=True)
-        keys = hvdtrain_keys(job.data, job.folder, job.batch)
+        keys = {**HVDTRAIN[variant], **hvdtrain_keys(job.data, job.folder, job.batch, job.channels)}
         overrides = [word for name, value in keys.items() for word in (f"++{name}", value)]
         start([*command, "-m", "hvdtrain", *map(str, CONFIGS), *overrides], job.threads)
         return read_scores(job.folder / "hvdtrain/scores.jsonl")
     loop = LOOPS / ("ddp_loop.py" if variant == "ddp" else "horovod_loop.py")
-    printed = start([*command, str(loop), str(job.data), str(job.batches), "--reading", job.reading], job.threads)
+    arguments = [str(job.data), str(job.batches), "--reading", job.reading, "--channels", str(job.channels)]
+    printed = start([*command, str(loop), *arguments], job.threads)
     reports = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
     assert len(reports) == job.ranks, f"{variant}: expected a report of each of {job.ranks} ranks, got\n{printed}"
     slowest = min(report["sequences_per_second"] for report in reports)
@@ -210,19 +243,21 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def print_table(pairs: list[dict[str, Result]]) -> None:
-    """Print the ratio of hvdtrain's rate to each of the others: the median over the pairs and all values."""
-    print(f"\n{'hvdtrain against':>16}  median  pairs")
-    for variant in VARIANTS[1:]:
-        ratios = [pair["hvdtrain"].sequences_per_second / pair[variant].sequences_per_second for pair in pairs]
-        print(f"{variant:>16}  {statistics.median(ratios):6.3f}  {' '.join(f'{ratio:.3f}' for ratio in ratios)}")
+def print_table(job: Job, pairs: list[dict[str, Result]]) -> None:
+    """Print the ratio of hvdtrain's rate to each of the loops': the median over the pairs and all values."""
+    for ours in [variant for variant in job.variants if variant in HVDTRAIN]:
+        print(f"\n{f'{ours} against':>16}  median  pairs")
+        for variant in LOOP_VARIANTS:
+            ratios = [pair[ours].sequences_per_second / pair[variant].sequences_per_second for pair in pairs]
+            print(f"{variant:>16}  {statistics.median(ratios):6.3f}  {' '.join(f'{ratio:.3f}' for ratio in ratios)}")
 
 
-def losses_agree(pairs: list[dict[str, Result]]) -> bool:
-    """Whether all runs have the same loss within the tolerance; print the largest difference."""
-    losses = {variant: [pair[variant].loss for pair in pairs] for variant in VARIANTS}
+def losses_agree(job: Job, pairs: list[dict[str, Result]]) -> bool:
+    """Whether all runs that compute the same have the same loss within the tolerance; print the largest difference."""
+    losses = {variant: [pair[variant].loss for pair in pairs] for variant in job.variants}
     reference = losses["hvdtrain"][0]
-    apart = max(abs(loss - reference) / abs(reference) for found in losses.values() for loss in found)
+    same = [loss for variant, found in losses.items() if variant not in OTHERWISE for loss in found]
+    apart = max(abs(loss - reference) / abs(reference) for loss in same)
     means = ", ".join(f"{variant} {found[-1]:.6f}" for variant, found in losses.items())
     print(
         f"mean loss of the timed epoch: {means}; at most {apart:.1e} apart: {'agree' if apart <= TOLERANCE else 'DO NOT AGREE'}"

@@ -314,9 +314,10 @@ def build_learner(settings: Settings, reducer: Reducer, comm: Communicator) -> L
         local_rank=comm.local_rank,
         threads=threads(settings, comm.local_size),
         seed=settings.run.random_seed,
-        precision=settings.precision.precision(),
+        precision=replace(settings.precision.precision(), narrow_gradients=settings.reduce.has_narrow_range and comm.size > 1),
         batch_norm=comm.channel("sync_batch_norm") if settings.learner.sync_batch_norm and comm.size > 1 else None,
         sharded=comm if is_sharded and comm.size > 1 else None,
+        bucket_bytes=comm.bucket_bytes,
         constants=partial(take_over, constant) if constant else None,
     )
     return FRAMEWORKS[settings.run.backend].build(settings.learner, reducer, options)

@@ -28,6 +28,7 @@ from hvdtrain.learner.outer import OuterKeys
 from hvdtrain.learner.precision import PrecisionKeys
 from hvdtrain.learner.reduce import ReduceKeys, reduce_type
 from hvdtrain.learner.sync_interval import SyncRuleKeys
+from hvdtrain.learner.wire import compression
 from hvdtrain.report.trackers import TrackerKeys
 from hvdtrain.returnn_layer.adapter import adapted
 from hvdtrain.returnn_layer.imports import Layer
@@ -215,6 +216,8 @@ def _of_the_framework(built: dict[type, Any]) -> list[str]:
         if isinstance(entry, dict) and entry.get("init_for_train") == "always":
             where = f"preload_from_files.{name}.init_for_train"
             problems.append(f"{where}: expected {_with_feature('constant parameters')} for 'always', got {run.backend!r}")
+    if reduce.horovod_compression == "powersgd" and "powersgd" not in features:
+        problems.append(f"horovod_compression: expected {_with_feature('powersgd')} for 'powersgd', got {run.backend!r}")
     by_launcher = started.ask_for_torch and reduce.torch_distributed is None and not reduce.use_horovod
     if by_launcher and "torch.distributed" not in features:
         wanted = _with_feature("torch.distributed")
@@ -239,9 +242,12 @@ def _torch_distributed(built: dict[type, Any], origins: Mapping[str, str]) -> tu
             "torch.distributed (mpirun -np N ..., or leave use_horovod out)"
         ]
     keys, started, problems = merged(reduce.torch_distributed or {}, started, origins.get("torch_distributed", COMMAND_LINE))
-    if keys is not None and keys.reduce_type is not None and not reduce_type.holds(keys.reduce_type):
-        problems.append(f"torch_distributed.reduce_type: expected {reduce_type.words}, got {keys.reduce_type!r}")
-    elif keys is not None:
+    choices = (
+        {} if keys is None else {"reduce_type": (keys.reduce_type, reduce_type), "compression": (keys.compression, compression)}
+    )
+    wrong = {name: (value, rule) for name, (value, rule) in choices.items() if value is not None and not rule.holds(value)}
+    problems += [f"torch_distributed.{name}: expected {rule.words}, got {value!r}" for name, (value, rule) in wrong.items()]
+    if keys is not None and not wrong:
         built[LaunchKeys] = started
         built[ReduceKeys] = reduce.under(keys)
         if keys.sharded and built[ReduceKeys].horovod_reduce_type != "grad":

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from hvdtrain.comm.base import Communicator, Op, Tensor, num_bytes
+from hvdtrain.comm.base import SMALL_BUCKET, Communicator, Narrow, Op, Tensor, num_bytes
 from hvdtrain.errors import PeerFailure
 
 T = TypeVar("T")
@@ -36,28 +36,60 @@ class Meeting:
 
 
 class ThreadCommunicator:
-    """One of several ranks, each of which is a thread. Tensors are numpy arrays, or PyTorch's."""
+    """One of several ranks, each of which is a thread. Tensors are numpy arrays, or PyTorch's.
+
+    Attributes:
+        messages: the name and the bytes of every all-reduce.
+    """
 
     def __init__(self, meeting: Meeting, rank: int, size: int) -> None:
         self._meeting = meeting
         self.rank = self.local_rank = rank
         self.size = self.local_size = size
         self.sent = 0
+        self.messages: list[tuple[str, int]] = []
 
-    def start(self, tensors: Sequence[Tensor], op: Op, *, name: str) -> Any:
-        self.sent += num_bytes(tensors)
-        return [tensor + 0 for tensor in tensors], op, name  # others are waited for in `finish` only
+    def start(
+        self,
+        tensors: Sequence[Tensor],
+        op: Op,
+        *,
+        name: str,
+        owners: Sequence[int] | None = None,
+        narrow: Narrow | None = None,
+    ) -> Any:
+        sent = [narrowed(tensor, narrow) for tensor in tensors]
+        self.sent += num_bytes(sent)
+        self.messages.append((name, num_bytes(sent)))
+        return (
+            [tensor + 0 for tensor in sent],
+            [tensor.dtype for tensor in tensors],
+            op,
+            name,
+            owners,
+        )  # others are waited for in `finish` only
 
     def finish(self, handle: Any) -> list[Tensor]:
-        tensors, op, name = handle
+        tensors, types, op, name, owners = handle
         everybodys = self._meeting.exchange(self.rank, name, tensors)
-        return [sum(alike) / (self.size if op == "average" else 1) for alike in zip(*everybodys, strict=True)]
+        sums = [of_type(sum(alike), dtype) for alike, dtype in zip(zip(*everybodys, strict=True), types, strict=True)]
+        reduced = [total / (self.size if op == "average" else 1) for total in sums]
+        if owners is not None:  # what others get is undefined
+            reduced = [
+                total if owner == self.rank else total * float("nan") for total, owner in zip(reduced, owners, strict=True)
+            ]
+        return reduced
+
+    def bucket_bytes(self, on_gpu: bool) -> int:
+        return SMALL_BUCKET
 
     def broadcast(self, tensors: Sequence[Tensor], *, name: str) -> list[Tensor]:
         copies = [tensor + 0 for tensor in tensors]  # rank 0 may change its own before the others have read them
         return [tensor + 0 for tensor in self._meeting.exchange(self.rank, name, copies)[0]]
 
-    def gather_rows(self, tensors: Sequence[Tensor], *, name: str) -> list[Tensor]:
+    def gather_rows(
+        self, tensors: Sequence[Tensor], *, name: str, lengths: Sequence[int] | None = None, narrow: Narrow | None = None
+    ) -> list[Tensor]:
         import torch
 
         everybodys = self._meeting.exchange(self.rank, name, [torch.as_tensor(tensor) for tensor in tensors])
@@ -71,6 +103,18 @@ class ThreadCommunicator:
 
     def close(self) -> None:
         pass
+
+
+def narrowed(tensor: Tensor, narrow: Narrow | None) -> Tensor:
+    """A float32 tensor of PyTorch in 16 bits."""
+    import torch
+
+    is_narrowed = narrow is not None and getattr(tensor, "dtype", None) == torch.float32
+    return tensor.to(getattr(torch, narrow)) if is_narrowed else tensor
+
+
+def of_type(tensor: Tensor, dtype: Any) -> Tensor:
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
 def on_ranks(size: int, work: Callable[[Communicator], T]) -> list[T]:

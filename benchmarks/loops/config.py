@@ -16,10 +16,13 @@ log_verbosity = 3
 train_step_of_g2p = train_step  # noqa: F821  names of configs/g2p.py are defined while this file runs
 
 
+channels = config.int("channels", 160)  # noqa: F821  `config` is defined while hvdtrain runs this file
+
+
 def get_model(**_):
-    """The model of configs/g2p.py with weights from a fixed seed."""
+    """The model of configs/g2p.py, of any width, with weights from a fixed seed."""
     torch.manual_seed(1)
-    return LettersToPhones()  # noqa: F821
+    return LettersToPhones(channels)  # noqa: F821
 
 
 def seed_dropout(step, rank):

@@ -19,7 +19,7 @@ def main() -> None:
     rank = distributed.get_rank()
     words = shared.Words(options.data, options.reading)
     epochs = shared.read_batches(options.batches, rank)
-    config = shared.read_config(len(epochs))
+    config = shared.read_config(len(epochs), options.channels)
 
     model = DistributedDataParallel(config["get_model"](), gradient_as_bucket_view=True)  # broadcasts the weights of rank 0
     optimizer = shared.build_optimizer(config, model)

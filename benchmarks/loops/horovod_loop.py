@@ -14,7 +14,7 @@ def main() -> None:
     hvd.init()
     words = shared.Words(options.data, options.reading)
     epochs = shared.read_batches(options.batches, hvd.rank())
-    config = shared.read_config(len(epochs))
+    config = shared.read_config(len(epochs), options.channels)
 
     model = config["get_model"]()
     optimizer = hvd.DistributedOptimizer(shared.build_optimizer(config, model), named_parameters=model.named_parameters())

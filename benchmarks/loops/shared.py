@@ -28,11 +28,13 @@ class Options:
         data: the HDF file.
         batches: a .npy file of shape (ranks, epochs, steps, batch) with the indices of the sequences in every batch.
         reading: "h5py" reads a slice of the file for every sequence, "memory" reads the whole file at the start.
+        channels: the width of the model.
     """
 
     data: Path
     batches: Path
     reading: str
+    channels: int
 
 
 def read_options() -> Options:
@@ -41,6 +43,7 @@ def read_options() -> Options:
     parser.add_argument("data", type=Path)
     parser.add_argument("batches", type=Path)
     parser.add_argument("--reading", choices=["h5py", "memory"], required=True)
+    parser.add_argument("--channels", type=int, required=True)
     return Options(**vars(parser.parse_args()))
 
 
@@ -88,9 +91,9 @@ def read_batches(path: Path, rank: int) -> list[list[list[int]]]:
     return numpy.load(path)[rank].tolist()
 
 
-def read_config(num_epochs: int) -> dict[str, Any]:
+def read_config(num_epochs: int, channels: int) -> dict[str, Any]:
     """The names that the config files define: get_model, learning_rate, ..."""
-    return load(CONFIGS, {"num_epochs": str(num_epochs)}, {}).values
+    return load(CONFIGS, {"num_epochs": str(num_epochs), "channels": str(channels)}, {}).values
 
 
 def build_optimizer(config: dict[str, Any], model: torch.nn.Module) -> torch.optim.Optimizer:

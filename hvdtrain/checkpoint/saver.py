@@ -228,7 +228,7 @@ class Saver:
         """What every rank has to save itself."""
         if self._comm.size == 1:
             return ()
-        return tuple(part for part in self._reducer.differing() if part == "optimizer" or self._has(part))
+        return tuple(part for part in self._reducer.differing() if part == "optimizer" or part == "kept" or self._has(part))
 
     def _has(self, kind: Kind) -> bool:
         found: list[Tensor] = []

@@ -20,6 +20,13 @@ Tensor = Any
 
 Op = Literal["sum", "average"]
 
+Narrow = Literal["float16", "bfloat16"]
+"""A type of 16 bits in which float32 tensors can travel."""
+
+SMALL_BUCKET, LARGE_BUCKET = 2 << 20, 25 << 20
+"""Bytes of a bucket of gradients: over a network between CPUs, whose latency is small against the time of 2 MB, and over NCCL,
+which needs larger messages for its bandwidth (and as many as PyTorch's DDP sends at once)."""
+
 
 class Communicator(Protocol):
     """The ranks of a job. A job of one process has size 1, and its collectives are the identity.
@@ -42,20 +49,46 @@ class Communicator(Protocol):
     local_size: int
     sent: int
 
-    def start(self, tensors: Sequence[Tensor], op: Op, *, name: str) -> Any:
-        """Collective. Start an asynchronous all-reduce and return a handle for `finish`; may overwrite the tensors."""
+    def start(
+        self,
+        tensors: Sequence[Tensor],
+        op: Op,
+        *,
+        name: str,
+        owners: Sequence[int] | None = None,
+        narrow: Narrow | None = None,
+    ) -> Any:
+        """Collective. Start an asynchronous all-reduce and return a handle for `finish`; may overwrite the tensors.
+
+        Args:
+            owners: for each tensor the rank that needs the result. A transport with a reduce-scatter then sends half the bytes,
+                and what other ranks get for this tensor is undefined. None: all ranks need all results.
+            narrow: the type in which float32 tensors travel and are added up. Tensors of other types, such as counts (float64),
+                travel as they are.
+        """
         ...
 
     def finish(self, handle: Any) -> list[Tensor]:
-        """Wait for the all-reduce that `start` returned this handle for; return the reduced tensors."""
+        """Wait for the all-reduce that `start` returned this handle for; return the reduced tensors, in their own types."""
+        ...
+
+    def bucket_bytes(self, on_gpu: bool) -> int:
+        """The number of bytes after which it is worth while to send gradients that are on a GPU, or in main memory."""
         ...
 
     def broadcast(self, tensors: Sequence[Tensor], *, name: str) -> list[Tensor]:
         """Collective. Return rank 0's tensors on every rank."""
         ...
 
-    def gather_rows(self, tensors: Sequence[Tensor], *, name: str) -> list[Tensor]:
-        """Collective. Concatenate every rank's tensors along the first axis, in rank order; its length may differ by rank."""
+    def gather_rows(
+        self, tensors: Sequence[Tensor], *, name: str, lengths: Sequence[int] | None = None, narrow: Narrow | None = None
+    ) -> list[Tensor]:
+        """Collective. Concatenate every rank's tensors along the first axis, in rank order; its length may differ by rank.
+
+        Args:
+            lengths: that length for every rank, if it is known and the same for all tensors; no rank then has to ask for it.
+            narrow: as of `start`.
+        """
         ...
 
     def gather(self, value: T, *, name: str) -> list[T]:
@@ -87,16 +120,29 @@ class SingleCommunicator:
         self.local_rank = local_rank
         self.local_size = local_size
 
-    def start(self, tensors: Sequence[Tensor], op: Op, *, name: str) -> list[Tensor]:
+    def start(
+        self,
+        tensors: Sequence[Tensor],
+        op: Op,
+        *,
+        name: str,
+        owners: Sequence[int] | None = None,
+        narrow: Narrow | None = None,
+    ) -> list[Tensor]:
         return list(tensors)
 
     def finish(self, handle: list[Tensor]) -> list[Tensor]:
         return handle
 
+    def bucket_bytes(self, on_gpu: bool) -> int:
+        return LARGE_BUCKET if on_gpu else SMALL_BUCKET
+
     def broadcast(self, tensors: Sequence[Tensor], *, name: str) -> list[Tensor]:
         return list(tensors)
 
-    def gather_rows(self, tensors: Sequence[Tensor], *, name: str) -> list[Tensor]:
+    def gather_rows(
+        self, tensors: Sequence[Tensor], *, name: str, lengths: Sequence[int] | None = None, narrow: Narrow | None = None
+    ) -> list[Tensor]:
         return list(tensors)
 
     def gather(self, value: T, *, name: str) -> list[T]:

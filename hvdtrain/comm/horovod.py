@@ -10,7 +10,16 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from hvdtrain.comm import launch
-from hvdtrain.comm.base import Communicator, Op, SingleCommunicator, Tensor, num_bytes
+from hvdtrain.comm.base import (
+    LARGE_BUCKET,
+    SMALL_BUCKET,
+    Communicator,
+    Narrow,
+    Op,
+    SingleCommunicator,
+    Tensor,
+    num_bytes,
+)
 from hvdtrain.comm.horovod_gloo import gloo_environment
 from hvdtrain.errors import LaunchError, PeerFailure
 
@@ -86,26 +95,37 @@ class HorovodCommunicator:
         self.local_rank: int = binding.local_rank()
         self.local_size: int = binding.local_size()
 
-    def start(self, tensors: Sequence[Tensor], op: Op, *, name: str) -> Any:
+    def start(
+        self,
+        tensors: Sequence[Tensor],
+        op: Op,
+        *,
+        name: str,
+        owners: Sequence[int] | None = None,  # all ranks get all results: Horovod's reduce-scatter cuts every tensor evenly
+        narrow: Narrow | None = None,
+    ) -> Any:
         if not tensors:
             return []
-        horovod_op = {"sum": self._hvd.Sum, "average": self._hvd.Average}[op]
+        divisor = self.size if narrow is not None and op == "average" else None  # Horovod would divide in 16 bits
+        horovod_op = self._hvd.Average if op == "average" and divisor is None else self._hvd.Sum
+        sent = [self._sendable(tensor, narrow) for tensor in tensors]
+        self.sent += num_bytes(sent)
         with peer_failures():
             if not self._asynchronous:
-                self.sent += num_bytes(tensors)
-                return self._hvd.grouped_allreduce(list(tensors), op=horovod_op, name=name)
-            # Horovod does not support bfloat16, so it is reduced as float32, nor tensors that are not contiguous.
-            supported = [(tensor.float() if "bfloat16" in str(tensor.dtype) else tensor).contiguous() for tensor in tensors]
-            self.sent += num_bytes(supported)
-            handle = self._hvd.grouped_allreduce_async_(supported, op=horovod_op, name=name)
-            return handle, [tensor.dtype for tensor in tensors]
+                reduced = self._hvd.grouped_allreduce(sent, op=horovod_op, name=name)
+                return self._received(reduced, tensors, divisor)
+            return self._hvd.grouped_allreduce_async_(sent, op=horovod_op, name=name), list(tensors), divisor
 
     def finish(self, handle: Any) -> list[Tensor]:
         if isinstance(handle, list):
             return handle
+        number, tensors, divisor = handle
         with peer_failures():
-            reduced = self._hvd.synchronize(handle[0])
-        return [tensor.to(dtype) for tensor, dtype in zip(reduced, handle[1], strict=True)]
+            reduced = self._hvd.synchronize(number)
+        return self._received(reduced, tensors, divisor)
+
+    def bucket_bytes(self, on_gpu: bool) -> int:
+        return LARGE_BUCKET if on_gpu and self._hvd.nccl_built() else SMALL_BUCKET
 
     def broadcast(self, tensors: Sequence[Tensor], *, name: str) -> list[Tensor]:
         with peer_failures():
@@ -117,9 +137,13 @@ class HorovodCommunicator:
             received = [self._hvd.synchronize(handle) for handle in handles]
         return [new.view(old.dtype).reshape(old.shape) for new, old in zip(received, tensors, strict=True)]
 
-    def gather_rows(self, tensors: Sequence[Tensor], *, name: str) -> list[Tensor]:
+    def gather_rows(
+        self, tensors: Sequence[Tensor], *, name: str, lengths: Sequence[int] | None = None, narrow: Narrow | None = None
+    ) -> list[Tensor]:
+        sent = [self._sendable(tensor, narrow) for tensor in tensors]
         with peer_failures():
-            return [self._hvd.allgather(tensor, name=f"{name}.{i}") for i, tensor in enumerate(tensors)]
+            gathered = [self._hvd.allgather(tensor, name=f"{name}.{i}") for i, tensor in enumerate(sent)]
+        return [self._of_type(new, old.dtype) for new, old in zip(gathered, tensors, strict=True)]
 
     def gather(self, value: T, *, name: str) -> list[T]:
         with peer_failures():
@@ -130,6 +154,26 @@ class HorovodCommunicator:
 
     def close(self) -> None:
         self._hvd.shutdown()
+
+    def _sendable(self, tensor: Tensor, narrow: Narrow | None) -> Tensor:
+        """A tensor as Horovod can send it: it supports neither bfloat16, which is sent as float32, nor, with PyTorch, tensors
+        that are not contiguous."""
+        if narrow == "float16" and "float32" in str(tensor.dtype):
+            tensor = self._hvd.Compression.fp16.compress(tensor)[0]
+        if not self._asynchronous:
+            return tensor
+        return (tensor.float() if "bfloat16" in str(tensor.dtype) else tensor).contiguous()
+
+    def _received(self, reduced: Sequence[Tensor], tensors: Sequence[Tensor], divisor: int | None) -> list[Tensor]:
+        """Reduced tensors in the types of the given ones; with PyTorch, in their memory."""
+        restored = []
+        for new, old in zip(reduced, tensors, strict=True):
+            in_place = self._asynchronous and new.dtype != old.dtype
+            restored.append(old.copy_(new) if in_place else self._of_type(new, old.dtype))
+        return restored if divisor is None else [tensor / divisor for tensor in restored]
+
+    def _of_type(self, tensor: Tensor, dtype: Any) -> Tensor:
+        return tensor if tensor.dtype == dtype else self._hvd.Compression.fp16.decompress(tensor, dtype)
 
     def _broadcast(self, tensor: Tensor, *, name: str) -> Tensor:
         """Broadcast a TensorFlow tensor; dtypes that Horovod does not support are pickled as numpy arrays."""

@@ -105,6 +105,8 @@ class TorchDistributedKeys:
     avg_grad: bool | None = key(None, "as horovod_avg_grad")
     param_sync_step: int | None = key(None, "as horovod_param_sync_step", positive)
     param_sync_time_diff: float | None = key(None, "as horovod_param_sync_time_diff", positive)
+    compression: str | None = key(None, "as horovod_compression")
+    compression_rank: int | None = key(None, "as horovod_compression_rank", positive)
     param_sync_rule: dict[str, Any] | str | None = key(None, "as horovod_param_sync_rule")
     param_sync_delay: int | None = key(None, "as horovod_param_sync_delay", not_negative)
     param_sync_parts: int | None = key(None, "as horovod_param_sync_parts", positive)

@@ -14,12 +14,14 @@ import torch.distributed.nn.functional  # if imported later, its default argumen
 from torch._C._distributed_c10d import PrefixStore
 
 from hvdtrain.comm import launch
-from hvdtrain.comm.base import Communicator, Op, SingleCommunicator, Tensor
+from hvdtrain.comm.base import LARGE_BUCKET, SMALL_BUCKET, Communicator, Narrow, Op, SingleCommunicator, Tensor
 from hvdtrain.comm.rendezvous import place
 from hvdtrain.comm.torch_meeting import meet
 from hvdtrain.errors import LaunchError, PeerFailure
 
 T = TypeVar("T")
+
+HALVES = (torch.float16, torch.bfloat16)
 
 MAX_START_TIMEOUT = 300.0
 """Maximum seconds for which the processes wait for each other at the start; timeout_sec, if it is less."""
@@ -79,6 +81,7 @@ class TorchCommunicator:
         self._group = group
         self._channels: list[TorchCommunicator] = []
         self._started = started
+        self._has_nccl = "nccl" in torch.distributed.get_backend_config(group)
         self.sent = 0
         self.rank: int = torch.distributed.get_rank()
         self.size: int = torch.distributed.get_world_size()
@@ -90,30 +93,77 @@ class TorchCommunicator:
         else:
             self.local_rank, self.local_size = started.local_rank, started.local_size
 
-    def start(self, tensors: Sequence[Tensor], op: Op, *, name: str) -> Any:
-        """Start one all-reduce per dtype and device, since many small ones are slower than a large one."""
+    def start(
+        self,
+        tensors: Sequence[Tensor],
+        op: Op,
+        *,
+        name: str,
+        owners: Sequence[int] | None = None,
+        narrow: Narrow | None = None,
+    ) -> Any:
+        """Start one operation per dtype and device, since many small ones are slower than a large one."""
         groups: dict[tuple[Any, Any], list[int]] = {}
         for index, tensor in enumerate(tensors):
             groups.setdefault((tensor.dtype, tensor.device), []).append(index)
         pending = []
         for indices in groups.values():
-            flat = _flat([tensors[index] for index in indices])
+            shares: list[int] | None = None
+            own = indices
+            if owners is not None:
+                indices = sorted(indices, key=owners.__getitem__)
+                shares = [0] * self.size
+                for index in indices:
+                    shares[owners[index]] += tensors[index].numel()
+                own = [index for index in indices if owners[index] == self.rank]
+            flat = self._flat([tensors[index] for index in indices], narrow)
             self.sent += flat.nbytes
             with _peer_failures(), torch.autograd.profiler.record_function(f"all_reduce {name}"):
-                pending.append((indices, flat, torch.distributed.all_reduce(flat, group=self._group, async_op=True)))
+                pending.append((own, *self._exchange(flat, shares)))
         return list(tensors), op, pending
 
     def finish(self, handle: Any) -> list[Tensor]:
         tensors, op, pending = handle
-        for indices, flat, work in pending:
+        for indices, received, _, work in pending:
             with _peer_failures():
                 work.wait()
+            wide = received.float() if received.dtype in HALVES else received
+            if wide.dim() == 2:
+                wide = wide.sum(0, dtype=wide.dtype)
             if op == "average":
-                flat /= self.size
-            pieces = flat.split([tensors[index].numel() for index in indices])
+                wide /= self.size
+            pieces = wide.split([tensors[index].numel() for index in indices])
             for index, piece in zip(indices, pieces, strict=True):
                 tensors[index] = piece.view(tensors[index].shape).to(tensors[index].dtype)
         return tensors  # type: ignore[no-any-return]
+
+    def bucket_bytes(self, on_gpu: bool) -> int:
+        return LARGE_BUCKET if on_gpu and self._has_nccl else SMALL_BUCKET
+
+    def _exchange(self, flat: Tensor, shares: list[int] | None) -> tuple[Tensor, Tensor, Any]:
+        """Start to add up a tensor over the ranks; return where the result comes, what has to live until then, and the work.
+
+        Args:
+            shares: the number of elements that each rank gets. None: all get all. Each rank then sends its parts to their owners,
+                who add them up: torch's reduce_scatter wants equal parts, and over Gloo it is an all-reduce inside.
+        """
+        if shares is None:
+            return flat, flat, torch.distributed.all_reduce(flat, group=self._group, async_op=True)
+        received = flat.new_empty(self.size, shares[self.rank])
+        out_sizes = [shares[self.rank]] * self.size
+        work = torch.distributed.all_to_all_single(received.view(-1), flat, out_sizes, shares, group=self._group, async_op=True)
+        return received, flat, work
+
+    def _flat(self, tensors: list[Tensor], narrow: Narrow | None) -> Tensor:
+        """Concatenate the flattened tensors, in the type that they travel in; a single tensor is not copied.
+
+        bfloat16 travels as it is over NCCL only; otherwise as float32, so that sums are the same as with Horovod, which does not
+        support bfloat16.
+        """
+        flat = tensors[0].reshape(-1) if len(tensors) == 1 else torch.cat([tensor.reshape(-1) for tensor in tensors])
+        if flat.dtype == torch.float32 and narrow is not None:
+            return flat.to(getattr(torch, narrow))
+        return flat.float() if flat.dtype == torch.bfloat16 and not (flat.is_cuda and self._has_nccl) else flat
 
     def broadcast(self, tensors: Sequence[Tensor], *, name: str) -> list[Tensor]:
         # Broadcast bytes, so that every dtype works.
@@ -123,21 +173,26 @@ class TorchCommunicator:
                 work.wait()
         return [new.view(old.dtype).reshape(old.shape) for new, old in zip(flat, tensors, strict=True)]
 
-    def gather_rows(self, tensors: Sequence[Tensor], *, name: str) -> list[Tensor]:
-        gathered = []
-        for tensor in tensors:
+    def gather_rows(
+        self, tensors: Sequence[Tensor], *, name: str, lengths: Sequence[int] | None = None, narrow: Narrow | None = None
+    ) -> list[Tensor]:
+        return [self._gathered_rows(tensor, lengths, narrow) for tensor in tensors]
+
+    def _gathered_rows(self, tensor: Tensor, lengths: Sequence[int] | None, narrow: Narrow | None) -> Tensor:
+        if lengths is None:
             count = torch.tensor([len(tensor)], device=tensor.device)
             counts = [torch.empty_like(count) for _ in range(self.size)]
             with _peer_failures():
                 torch.distributed.all_gather(counts, count, group=self._group)
             lengths = [int(length) for length in counts]
-            padded = tensor.new_zeros(max(lengths), *tensor.shape[1:])  # all_gather needs the same shape on every rank
-            padded[: len(tensor)] = tensor
-            parts = [torch.empty_like(padded) for _ in lengths]
-            with _peer_failures():
-                torch.distributed.all_gather(parts, padded, group=self._group)
-            gathered.append(torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)]))
-        return gathered
+        sent = tensor.to(getattr(torch, narrow)) if tensor.dtype == torch.float32 and narrow is not None else tensor
+        if any(length != lengths[0] for length in lengths):
+            sent = sent.new_zeros(max(lengths), *tensor.shape[1:])  # all_gather needs the same shape on every rank
+            sent[: len(tensor)] = tensor
+        parts = [torch.empty_like(sent) for _ in lengths]
+        with _peer_failures():
+            torch.distributed.all_gather(parts, sent, group=self._group)
+        return torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)]).to(tensor.dtype)
 
     def gather(self, value: T, *, name: str) -> list[T]:
         gathered: list[Any] = [None] * self.size
@@ -157,14 +212,6 @@ class TorchCommunicator:
         for comm in (self, *self._channels):
             comm._group = None
         torch.distributed.destroy_process_group()
-
-
-def _flat(tensors: list[Tensor]) -> Tensor:
-    """Concatenate the flattened tensors; a single tensor is not copied. bfloat16 becomes float32, so that sums are the same as
-    with Horovod, which does not support bfloat16.
-    """
-    flat = tensors[0].reshape(-1) if len(tensors) == 1 else torch.cat([tensor.reshape(-1) for tensor in tensors])
-    return flat.float() if flat.dtype == torch.bfloat16 else flat
 
 
 def _backend(wanted: str | None) -> str:

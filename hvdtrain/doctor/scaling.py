@@ -20,7 +20,6 @@ from hvdtrain.doctor.exchange import SMALL, all_reduce_seconds, parameters_of
 from hvdtrain.learner.accumulation import rounds_per_update
 from hvdtrain.learner.base import Learner
 from hvdtrain.learner.frameworks import FRAMEWORKS
-from hvdtrain.learner.reducer import BUCKET_BYTES
 from hvdtrain.session import open_session
 from hvdtrain.settings import Settings
 from hvdtrain.training.plans import plan_together
@@ -110,10 +109,11 @@ def _exchange(comm: Communicator, settings: Settings, learner: Learner) -> Excha
     """Collective. The all-reduces, with nothing else going on."""
     tensors = FRAMEWORKS[settings.run.backend].tensors
     parameters = parameters_of(learner)
-    few, bucket = (tensors.zeros(size // 4, comm.local_rank) for size in (SMALL, BUCKET_BYTES))
+    bucket_bytes = comm.bucket_bytes(learner.meter.peak_memory() is not None)
+    few, bucket = (tensors.zeros(size // 4, comm.local_rank) for size in (SMALL, bucket_bytes))
     return Exchange(
         latency=all_reduce_seconds(comm, tensors, lambda: [few], "doctor.small"),
-        bucket_bytes=BUCKET_BYTES,
+        bucket_bytes=bucket_bytes,
         bucket_seconds=all_reduce_seconds(comm, tensors, lambda: [bucket], "doctor.bucket"),
         parameters_seconds=all_reduce_seconds(comm, tensors, lambda: [value * 1 for value in parameters], "doctor.parameters"),
         waited=1.0,

@@ -27,8 +27,8 @@ Kind = Literal["parameters", "frozen", "statistics", "counters"]
 """The tensors of a model: trainable parameters, parameters that are not trained, floating-point buffers such as BatchNorm's
 running mean, and integer buffers."""
 
-StatePart = Kind | Literal["optimizer"]
-"""What may differ between ranks, so that each of them has to save its own."""
+StatePart = Kind | Literal["optimizer", "kept"]
+"""What may differ between ranks, so that each of them has to save its own; "kept" is what a reducer keeps (`ModelState.own`)."""
 
 NEW_OPTIMIZER = "(go on with the optimizer that the training began with, or with a new one: ++fresh_optimizer 1)"
 """What to do about the state of another optimizer."""

@@ -13,14 +13,15 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Literal
 
-from hvdtrain.comm.base import Communicator
+from hvdtrain.comm.base import SMALL_BUCKET, Communicator
 from hvdtrain.learner.base import Learner, LearnerKeys, PreloadFunction
 from hvdtrain.learner.precision import FLOAT32, Precision
 from hvdtrain.learner.reducer import Reducer
 
-Feature = Literal["torch.distributed", "constant parameters"]
+Feature = Literal["torch.distributed", "constant parameters", "powersgd"]
 """What only some frameworks can do and no single key asks for: torch.distributed is also used with `ngpu`; constant parameters
-are entries of `preload_from_files` with init_for_train = 'always'. A key of one framework declares `needs` instead."""
+are entries of `preload_from_files` with init_for_train = 'always'; powersgd is a value of `horovod_compression`. A key of one
+framework declares `needs` instead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +35,7 @@ class BuildOptions:
         precision: the type that the model computes in.
         batch_norm: the ranks that BatchNorm's statistics are taken over, on a channel of their own; None: each rank by itself.
         sharded: the ranks that the optimizer's state is divided among; None: each rank has all of it.
+        bucket_bytes: how large a message with gradients should be, by whether they are on a GPU.
         constants: takes parameters that are neither trained nor saved from files, with the function it gets; returns their names.
     """
 
@@ -44,6 +46,7 @@ class BuildOptions:
     precision: Precision = FLOAT32
     batch_norm: Communicator | None = None
     sharded: Communicator | None = None
+    bucket_bytes: Callable[[bool], int] = lambda on_gpu: SMALL_BUCKET
     constants: Callable[[PreloadFunction], list[str]] | None = None
 
 
@@ -83,7 +86,7 @@ class Framework:
 
 
 FRAMEWORKS: dict[str, Framework] = {
-    "torch": Framework("hvdtrain.learner.torch", "pt", frozenset({"torch.distributed", "constant parameters"})),
+    "torch": Framework("hvdtrain.learner.torch", "pt", frozenset({"torch.distributed", "constant parameters", "powersgd"})),
     "tensorflow": Framework("hvdtrain.learner.tensorflow", "npz", prepares=True),
 }
 """By the value of the key `backend`."""

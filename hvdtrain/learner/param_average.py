@@ -6,12 +6,13 @@ docs/communication.md describes all of it for users.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from hvdtrain.comm.base import Communicator, Tensor
-from hvdtrain.config.keys import ALONE, Section, Sections, key, not_negative, positive
+from hvdtrain.config.keys import ALONE, Sections, key, not_negative, positive
 from hvdtrain.learner.base import Kind, LearnerKeys, ModelState, StatePart
 from hvdtrain.learner.outer import OuterOptimizer, make_outer
 from hvdtrain.learner.param_sync import ANCHOR, ParamSync, Part
@@ -27,6 +28,7 @@ from hvdtrain.learner.reducer import (
     averaged,
 )
 from hvdtrain.learner.sync_interval import NEVER, EveryUpdates, SyncInterval, make_interval
+from hvdtrain.learner.wire import Sent, Wire, WireKeys, change_wire
 from hvdtrain.runtime.log import say
 from hvdtrain.runtime.timer import Timer
 
@@ -34,7 +36,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParamAverageKeys(Section):
+class ParamAverageKeys(WireKeys):
     """Averaging parameters."""
 
     horovod_param_sync_step: int = key(
@@ -109,7 +111,7 @@ class ParamAverage:
         outer: what makes the new model of the average; None: it is the average.
         delay: the number of updates until an average is applied; 0: training waits for it.
         parts: the number of parts of the model.
-        deltas: send the changes since the last sync instead of the parameters, which loses less if they are sent in 16 bits.
+        wire: in what form parameters travel; in 16 bits, it is their changes since the last sync. None: as they are.
     """
 
     keys = ParamAverageKeys
@@ -124,15 +126,16 @@ class ParamAverage:
         outer: OuterOptimizer | None = None,
         delay: int = 0,
         parts: int = 1,
-        deltas: bool = False,
+        wire: Wire | None = None,
     ) -> None:
         self._comm = comm
         self._timer = timer
         self._interval = EveryUpdates(interval) if isinstance(interval, int) else interval
         self._outer = outer
         self._delay = delay
-        self._traffic = Traffic(comm)
-        self._sync = ParamSync(comm, self._traffic, outer, parts, deltas)
+        self._wire = Wire(comm) if wire is None else wire
+        self._traffic = Traffic(self._wire)
+        self._sync = ParamSync(comm, self._traffic, outer, parts, deltas=self._wire.narrow is not None)
         self._counts = UpdateCounts(comm.size)  # since the ranks' buffers were the same
         self._since = 0  # updates since the last part of the model was sent
         self._next = 0  # the part that is sent next
@@ -142,10 +145,11 @@ class ParamAverage:
     def from_keys(cls, keys: ParamAverageKeys, comm: Communicator, timer: Timer) -> ParamAverage:
         interval, _ = make_interval(keys.horovod_param_sync_rule, keys.horovod_param_sync_step, keys.horovod_param_sync_time_diff)
         outer, _ = make_outer(keys.horovod_param_outer, comm.size)
-        return cls(comm, timer, interval, outer, keys.horovod_param_sync_delay, keys.horovod_param_sync_parts)
+        delay, parts = keys.horovod_param_sync_delay, keys.horovod_param_sync_parts
+        return cls(comm, timer, interval, outer, delay, parts, change_wire(comm, keys))
 
     def describe(self) -> str:
-        text = f"parameters are averaged {self._interval.describe()} and at the end of an epoch"
+        text = f"parameters are averaged {self._interval.describe()} and at the end of an epoch{self._wire.describe()}"
         if len(self._sync.parts) > 1:
             text += f", in {len(self._sync.parts)} parts in turn"
         if self._delay:
@@ -154,7 +158,7 @@ class ParamAverage:
 
     # Gradients stay where they are
 
-    def start_gradients(self, gradients: list[Tensor], *, name: str) -> Any:
+    def start_gradients(self, gradients: list[Tensor], *, name: str, owners: Sequence[int] | None = None) -> Any:
         return gradients
 
     def finish_gradients(self, handle: list[Tensor]) -> list[Tensor]:
@@ -163,7 +167,7 @@ class ParamAverage:
     def reduce_rows(self, values: Tensor, indices: Tensor, *, name: str) -> tuple[Tensor, Tensor]:
         return values, indices
 
-    def waited(self, seconds: float, sent: int) -> None:
+    def waited(self, seconds: float, sent: Sent) -> None:
         pass  # no step waits for other ranks
 
     def agree(self, value: T | None) -> T:

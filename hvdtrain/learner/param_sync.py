@@ -93,9 +93,9 @@ class ParamSync:
         changed = list(tensors)
         for part in parts:
             own = [tensors[index] for index in self._indices(part, tensors)]
-            handle = self._traffic.start(self._message(state, part, own), "average", name=self._name(part))
+            handle = self._start(state, part, self._message(state, part, own))
             part.counts.reset()
-            new = self._targets(state, part, self._comm.finish(handle))
+            new = self._targets(state, part, self._traffic.finish(handle))
             for index, target in zip(part.indices, new, strict=True):
                 changed[index] = target
         return changed
@@ -108,7 +108,7 @@ class ParamSync:
             message = self._message(state, part, own)
             if message and message[0] is own[0]:
                 message = copies(message)  # it may be overwritten
-            part.handle = self._traffic.start(message, "average", name=self._name(part))
+            part.handle = self._start(state, part, message)
             part.age = 0
             part.counts.reset()
         return tensors
@@ -129,7 +129,7 @@ class ParamSync:
     def settle(self, state: ModelState, part: Part) -> None:
         """Wait for a part that is under way; its average is then among the tensors that all ranks share."""
         if part.handle is not None:
-            state.shared[part.arrived] = self._comm.finish(part.handle)
+            state.shared[part.arrived] = self._traffic.finish(part.handle)
             part.handle = None
 
     def average_to_save(self, tensors: list[Tensor]) -> list[Tensor]:
@@ -158,6 +158,10 @@ class ParamSync:
             anchor = state.shared[ANCHOR]
             own = [anchor[index] - tensor for index, tensor in zip(part.indices, own, strict=True)]
         return weighted(own, part.counts.weight())
+
+    def _start(self, state: ModelState, part: Part, message: list[Tensor]) -> Any:
+        """Collective. Start to average what `_message` made. Parameters themselves are never sent in 16 bits."""
+        return self._traffic.start(message, "average", name=self._name(part), exact=ANCHOR not in state.shared)
 
     def _targets(self, state: ModelState, part: Part, arrived: list[Tensor]) -> list[Tensor]:
         """The new parameters of a part, the same on all ranks."""

@@ -6,6 +6,7 @@ all ranks when they part.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
@@ -13,6 +14,7 @@ from hvdtrain.comm.base import Tensor
 from hvdtrain.learner.base import ModelState, StatePart
 from hvdtrain.learner.param_average import ParamAverage
 from hvdtrain.learner.reducer import EpochStart, FinishedUpdate, Numbers, Reducer
+from hvdtrain.learner.wire import Sent
 
 T = TypeVar("T")
 
@@ -41,8 +43,8 @@ class PostLocal:
     def updates_without_batch(self) -> bool:
         return self._now.updates_without_batch
 
-    def start_gradients(self, gradients: list[Tensor], *, name: str) -> Any:
-        return self._now.start_gradients(gradients, name=name)
+    def start_gradients(self, gradients: list[Tensor], *, name: str, owners: Sequence[int] | None = None) -> Any:
+        return self._now.start_gradients(gradients, name=name, owners=owners)
 
     def finish_gradients(self, handle: Any) -> list[Tensor]:
         return self._now.finish_gradients(handle)
@@ -50,7 +52,7 @@ class PostLocal:
     def reduce_rows(self, values: Tensor, indices: Tensor, *, name: str) -> tuple[Tensor, Tensor]:
         return self._now.reduce_rows(values, indices, name=name)
 
-    def waited(self, seconds: float, sent: int) -> None:
+    def waited(self, seconds: float, sent: Sent) -> None:
         self._now.waited(seconds, sent)
 
     def agree(self, value: T | None) -> T:

@@ -16,6 +16,10 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 LARGEST = 2.0**126
 """The largest loss scale: it has to fit into a float32."""
 
+FIRST_SCALE_OF_MESSAGES = 2.0**10
+"""The first loss scale if gradients travel in float16, but are computed in float32. They are often sums over a batch, and nearer
+to the upper end of the range, 65504, than those of a mean: from 65536, more updates would be skipped until the scale is right."""
+
 MAX_SKIPPED = 20
 """Updates in a row that may be skipped with a loss scale below 1, if the config does not say how many."""
 
@@ -32,7 +36,8 @@ class PrecisionKeys(Section):
     grad_scaler: str | dict[str, Any] | None = key(
         "auto",
         "how the loss is scaled: a dict of init_scale (65536), growth_factor (2), backoff_factor (0.5), growth_interval (2000); "
-        "'auto': with these defaults for float16, not at all otherwise; None: not at all",
+        "'auto': with these defaults for float16, from 1024 on if only gradients travel in it (horovod_compression), not at all "
+        "otherwise; None: not at all",
     )
 
     def problems(self, others: Sections = ALONE) -> list[str]:
@@ -76,17 +81,22 @@ class Precision:
     """The type that a model computes in. Its parameters are float32 in any case.
 
     Attributes:
-        scaling: how the loss is scaled; "auto": with default options if the model computes in float16; None: not at all.
+        scaling: how the loss is scaled; "auto": with default options if the model computes in float16 or its gradients travel in
+            it; None: not at all.
+        narrow_gradients: gradients travel in float16.
     """
 
     dtype: Dtype = "float32"
     scaling: ScaleOptions | Literal["auto"] | None = "auto"
+    narrow_gradients: bool = False
 
     def loss_scale(self, dtype: str) -> LossScale | None:
         """The loss scale for a model that computes in a type; None: the loss is not scaled."""
         options = self.scaling
         if options == "auto":
             options = ScaleOptions() if dtype == "float16" else None
+            if options is None and self.narrow_gradients:
+                options = ScaleOptions(init_scale=FIRST_SCALE_OF_MESSAGES)
         return None if options is None else LossScale(options)
 
 

@@ -7,6 +7,7 @@ them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, TypeVar
@@ -17,6 +18,7 @@ from hvdtrain.config.keys import ALONE, Section, Sections, key, one_of
 from hvdtrain.learner.base import LearnerKeys, ModelState, StatePart
 from hvdtrain.learner.param_average import ParamAverage, ParamAverageKeys
 from hvdtrain.learner.post_local import PostLocal
+from hvdtrain.learner.precision import PrecisionKeys
 from hvdtrain.learner.reducer import (
     EpochStart,
     FinishedUpdate,
@@ -29,60 +31,65 @@ from hvdtrain.learner.reducer import (
     average_buffers,
     averaged,
 )
+from hvdtrain.learner.wire import COMPRESSIONS, Sent, Wire, WireKeys, gradient_wire
 from hvdtrain.runtime.timer import Timer
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class GradReduceKeys(Section):
+class GradReduceKeys(WireKeys):
     """Reducing gradients."""
 
     horovod_avg_grad: bool = key(False, "grad: average gradients over the ranks instead of summing them")
 
 
 class GradReduce:
-    """For every update, gradients are summed (or averaged) over the ranks, and every rank applies the same update."""
+    """For every update, gradients are summed (or averaged) over the ranks, and every rank applies the same update.
+
+    Args:
+        wire: in what form gradients travel; None: as they are.
+    """
 
     keys = GradReduceKeys
     updates_without_batch = True
     meets_every_update = True
 
-    def __init__(self, comm: Communicator, timer: Timer, average: bool) -> None:
+    def __init__(self, comm: Communicator, timer: Timer, average: bool, wire: Wire | None = None) -> None:
         self._comm = comm
+        self._wire = Wire(comm) if wire is None else wire
         self._timer = timer
         self._op: Op = "average" if average else "sum"
         self._counts = UpdateCounts(comm.size)
-        self._traffic = Traffic(comm)
+        self._traffic = Traffic(self._wire)
 
     @classmethod
     def from_keys(cls, keys: GradReduceKeys, comm: Communicator, timer: Timer) -> GradReduce:
-        return cls(comm, timer, keys.horovod_avg_grad)
+        return cls(comm, timer, keys.horovod_avg_grad, gradient_wire(comm, keys))
 
     def describe(self) -> str:
-        return f"gradients are {'averaged' if self._op == 'average' else 'summed'} for every update"
+        return f"gradients are {'averaged' if self._op == 'average' else 'summed'} for every update{self._wire.describe()}"
 
-    def start_gradients(self, gradients: list[Tensor], *, name: str) -> Any:
-        return self._traffic.start(gradients, self._op, name=name)
+    def start_gradients(self, gradients: list[Tensor], *, name: str, owners: Sequence[int] | None = None) -> Any:
+        return self._traffic.start(gradients, self._op, name=name, owners=owners)
 
     def finish_gradients(self, handle: Any) -> list[Tensor]:
         with self._timer.span("communication"):
-            return self._comm.finish(handle)
+            return self._traffic.finish(handle)
 
     def reduce_rows(self, values: Tensor, indices: Tensor, *, name: str) -> tuple[Tensor, Tensor]:
-        all_values, all_indices = self._comm.gather_rows([values, indices], name=name)
+        all_values, all_indices = self._wire.gather_rows([values, indices], name=name)
         return (all_values / self._comm.size if self._op == "average" else all_values), all_indices
 
-    def waited(self, seconds: float, sent: int) -> None:
+    def waited(self, seconds: float, sent: Sent) -> None:
         self._timer.book("communication", seconds)
-        self._traffic.sent += sent if self._comm.size > 1 else 0
+        self._traffic.sent += self._wire.num_bytes(sent) if self._comm.size > 1 else 0
 
     def agree(self, value: T | None) -> T:
         return next(known for known in self._comm.gather(value, name="agree") if known is not None)
 
     def begin_epoch(self, state: ModelState, start: EpochStart) -> None:
-        state.shared.clear()  # what another reducer may have left in a checkpoint
-        state.own.clear()
+        self._wire.begin(state)
 
     def after_update(self, state: ModelState, update: FinishedUpdate) -> None:
         self._counts.add(update.has_batch, update.ranks_with_batch)
@@ -94,7 +101,8 @@ class GradReduce:
         self._counts.reset()
 
     def differing(self) -> tuple[StatePart, ...]:
-        return ("statistics", "counters") if self._counts.updates else ()
+        kept: tuple[StatePart, ...] = ("kept",) if self._wire.keeps else ()
+        return ("statistics", "counters", *kept) if self._counts.updates else kept
 
     def averaged(self, state: ModelState) -> AbstractContextManager[None]:
         if not self._counts.updates:
@@ -110,6 +118,8 @@ class GradReduce:
     def restore(self, state: Numbers, same_ranks: bool = True) -> None:
         if same_ranks:
             self._counts.restore(state)
+        else:
+            self._wire.forget()
 
     def take_traffic(self) -> tuple[int, int]:
         return self._traffic.take()
@@ -177,7 +187,44 @@ class ReduceKeys(ParamAverageKeys, GradReduceKeys, RankKeys):
         if learner is not None and learner.sync_batch_norm and self.horovod_reduce_type != "grad":
             kind = self.horovod_reduce_type
             found.append(f"sync_batch_norm: expected reduce_type 'grad', got {kind!r}, with which every rank updates alone")
+        return found + self._compression_problems(others)
+
+    def _compression_problems(self, others: Sections) -> list[str]:
+        chosen, where = COMPRESSIONS.get(self.horovod_compression or ""), "horovod_compression"
+        if chosen is None:
+            return []
+        found = []
+        if self.use_horovod and not chosen.over_horovod:
+            can = " or ".join(repr(name) for name, one in COMPRESSIONS.items() if one.over_horovod)
+            hint = "Horovod has no such type; torch_distributed has"
+            found.append(f"{where}: expected {can} with use_horovod, got {self.horovod_compression!r} ({hint})")
+        precision, learner = others.get(PrecisionKeys), others.get(LearnerKeys)
+        if chosen.narrow is None and self.horovod_reduce_type != "grad":
+            narrow = " or ".join(repr(name) for name, one in COMPRESSIONS.items() if one.narrow is not None)
+            kind = self.horovod_reduce_type
+            found.append(f"{where}: expected {narrow} with reduce_type {kind!r}, got {self.horovod_compression!r}")
+        if chosen.narrow is None and precision is not None and not precision.problems():
+            if precision.precision().loss_scale(precision.precision().dtype) is not None:
+                found.append(
+                    f"{where}: expected 'fp16' or 'bf16' with a scaled loss (float16, grad_scaler), got "
+                    f"{self.horovod_compression!r}, which adds gradients to those of the next update"
+                )
+        is_checked = learner is None or learner.num_allowed_consec_invalid_gradient_steps is not None
+        if not self.has_narrow_range or precision is None or precision.problems() or is_checked:
+            return found
+        if precision.precision().scaling is None:
+            found.append(
+                f"grad_scaler: expected 'auto' or a dict with {where} = {self.horovod_compression!r}, got None (a gradient too "
+                "large for a message would make the model infinite; num_allowed_consec_invalid_gradient_steps would skip it)"
+            )
         return found
+
+    @property
+    def has_narrow_range(self) -> bool:
+        """Whether gradients are sent, maybe in some steps only, in a type with a smaller range than theirs."""
+        chosen = COMPRESSIONS.get(self.horovod_compression or "")
+        sends_gradients = self.horovod_reduce_type == "grad" or self.horovod_param_start > 0
+        return chosen is not None and chosen.needs_scale and sends_gradients
 
     def under(self, keys: TorchDistributedKeys) -> ReduceKeys:
         """The keys as they hold with torch.distributed: an entry of its dict overrides the key of the same name."""
@@ -193,6 +240,8 @@ class ReduceKeys(ParamAverageKeys, GradReduceKeys, RankKeys):
             "horovod_param_start": keys.param_start,
             "horovod_scale_lr": keys.scale_lr,
             "horovod_dataset_distribution": keys.dataset_distribution,
+            "horovod_compression": keys.compression,
+            "horovod_compression_rank": keys.compression_rank,
         }
         return replace(self, **{name: value for name, value in entries.items() if value is not None})
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 from hvdtrain.comm.base import Communicator, Op, Tensor, all_reduce
 from hvdtrain.learner.base import Kind, ModelState, StatePart
+from hvdtrain.learner.wire import Sent, Wire
 from hvdtrain.runtime.timer import Timer
 
 T = TypeVar("T")
@@ -63,10 +64,13 @@ class Reducer(Protocol):
         """What the ranks exchange and how often, for the log."""
         ...
 
-    def start_gradients(self, gradients: list[Tensor], *, name: str) -> Any:
+    def start_gradients(self, gradients: list[Tensor], *, name: str, owners: Sequence[int] | None = None) -> Any:
         """Start to reduce gradients, which may be overwritten. Returns a handle.
 
         Counts of loss elements go the same way: if gradients are averaged, so are the counts, and the two factors cancel.
+
+        Args:
+            owners: for each gradient the only rank that needs it reduced. None: all ranks need all.
         """
         ...
 
@@ -78,12 +82,12 @@ class Reducer(Protocol):
         """The rows of a sparse gradient of all ranks, and the numbers of these rows; a rank may have none."""
         ...
 
-    def waited(self, seconds: float, sent: int) -> None:
+    def waited(self, seconds: float, sent: Sent) -> None:
         """Record what happened inside of a graph, where the reducer cannot measure it.
 
         Args:
             seconds: for which a step waited for other ranks.
-            sent: the number of bytes that this rank sent.
+            sent: the bytes of what this rank sent.
         """
         ...
 
@@ -188,19 +192,29 @@ class UpdateCounts:
 
 
 class Traffic:
-    """Counts what is sent. `start` is that of the communicator."""
+    """Counts what is sent. `start` and `finish` are those of a wire.
 
-    def __init__(self, comm: Communicator) -> None:
-        self._comm = comm
+    Attributes:
+        syncs: of parameters.
+        sent: bytes.
+    """
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
         self._taken = (0, 0)
         self.syncs = 0
         self.sent = 0
 
-    def start(self, tensors: Sequence[Tensor], op: Op, *, name: str) -> Any:
-        before = self._comm.sent
-        handle = self._comm.start(tensors, op, name=name)
-        self.sent += self._comm.sent - before
+    def start(
+        self, tensors: Sequence[Tensor], op: Op, *, name: str, owners: Sequence[int] | None = None, exact: bool = False
+    ) -> Any:
+        before = self._wire.sent
+        handle = self._wire.start(tensors, op, name=name, owners=owners, exact=exact)
+        self.sent += self._wire.sent - before
         return handle
+
+    def finish(self, handle: Any) -> list[Tensor]:
+        return self._wire.finish(handle)
 
     def take(self) -> tuple[int, int]:
         """The numbers of syncs and of bytes since the last call."""
@@ -251,28 +265,28 @@ def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [tensor * 1 for tensor in tensors]
 
 
-BUCKET_BYTES = 2 << 20
-"""Gradients are sent in buckets of about this size: large enough for the network, small enough to start early."""
+def buckets(kinds: Sequence[tuple[int, object]], num_bytes: int) -> list[list[int]]:
+    """The parameters' numbers in groups, each of which is sent in one message; last parameter first.
 
-
-def buckets(kinds: Sequence[tuple[int, object]]) -> list[list[int]]:
-    """The parameters' numbers in groups of one type and about BUCKET_BYTES, last parameter first.
+    A group is of one type and ends with the parameter that brings it to `num_bytes`: a small one (a bias) beside a large one (its
+    layer's weight) costs no message of its own.
 
     Args:
         kinds: the bytes and the type of each parameter, in the model's order.
+        num_bytes: large enough for the bandwidth of the transport, small enough to start early.
 
-    >>> buckets([(1 << 20, "float32"), (2 << 20, "float32"), (8, "float32"), (8, "float64")])
-    [[3], [2], [1], [0]]
-    >>> buckets([(8, "float32"), (8, "float32")])
+    >>> buckets([(900, "float32"), (8, "float32"), (1200, "float32"), (8, "float32"), (8, "float64")], 1000)
+    [[4], [3, 2], [1, 0]]
+    >>> buckets([(8, "float32"), (8, "float32")], 1000)
     [[1, 0]]
     """
     groups: list[list[int]] = []
-    size = 0
+    missing = 0
     for number in reversed(range(len(kinds))):
-        num_bytes, kind = kinds[number]
-        if not groups or size + num_bytes > BUCKET_BYTES or kind != kinds[groups[-1][0]][1]:
+        size, kind = kinds[number]
+        if missing <= 0 or kind != kinds[groups[-1][0]][1]:
             groups.append([])
-            size = 0
+            missing = num_bytes
         groups[-1].append(number)
-        size += num_bytes
+        missing -= size
     return groups

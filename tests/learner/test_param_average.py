@@ -129,6 +129,14 @@ KINDS: dict[str, dict[str, Any]] = {
         "horovod_param_outer": {"class": "nesterov", "momentum": 0.3},
     },
     "delayed as long as possible": {"horovod_param_sync_step": 4, "horovod_param_sync_delay": 4, "horovod_param_outer": BMUF},
+    "fp16": {"horovod_param_sync_step": 5, "horovod_compression": "fp16"},
+    "bf16 delayed parts": {
+        "horovod_param_sync_step": 6,
+        "horovod_param_sync_parts": 3,
+        "horovod_param_sync_delay": 4,
+        "horovod_param_outer": BMUF,
+        "horovod_compression": "bf16",
+    },
     "quadratic": {"horovod_param_sync_step": 2, "horovod_param_sync_rule": {"class": "quadratic", "alpha": 0.3}},
 }
 
@@ -165,7 +173,8 @@ def test_a_stop_changes_nothing(tmp_path: Path, kind: str, stop: int) -> None:
             assert same(weights[number], weights[4 + number])
         names = {"bmuf": {"velocity"}, "nesterov": {"velocity"}, "adam": {"first_moment", "second_moment"}}
         outer = KINDS[kind].get("horovod_param_outer")
-        assert shared == (set() if outer is None else {"anchor", *names[outer["class"]]})
+        anchor = {"anchor"} if outer is not None or "horovod_compression" in KINDS[kind] else set()
+        assert shared == (anchor if outer is None else {"anchor", *names[outer["class"]]})
         assert own == set()
 
 

@@ -30,11 +30,17 @@ TRAININGS: dict[str, dict[str, object]] = {
     "rest_apart": {**OVERFLOW, **APART, "num_epochs": 2, "saved_as": "apart"},
 }
 
+SENT = {"losses": "mean", "num_epochs": 3, "horovod_compression": "fp16", "grad_scaler": {"init_scale": 64.0}}
+OF_SEVERAL: dict[str, dict[str, object]] = {"sent": {**SENT, "fault": "overflow,{last},3,12"}}
+APART_IN_16_BITS = {"sent_apart": {**APART, "losses": "mean", "num_epochs": 3, "horovod_compression": "fp16"}}
+"""Of several ranks: gradients in float32, or the changes of parameters, travel in float16."""
+
 
 @trains(*RUNS)
 def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
     made = {}
-    for name, given in TRAININGS.items():
+    of_several = OF_SEVERAL | (APART_IN_16_BITS if run.framework == "torch" else {}) if run.size > 1 else {}
+    for name, given in (TRAININGS | of_several).items():
         if (name, run.framework) == ("stopped", "tensorflow"):
             continue  # it traces its graphs anew after every stop; test_update_together.py stops it in half precision
         made[name] = {"evaluated": True, "record": True, "log": folder / f"{name}.log", **given}
@@ -90,6 +96,27 @@ def test_an_overflow_on_one_rank_leaves_the_update_out_on_all(results: ResultsOf
     for rank in range(1, run.size):
         assert told == loss_scales(made, "overflow", rank)
         assert_same(made.weights("overflow"), made.weights("overflow", rank))
+
+
+@pytest.mark.parametrize("run", [run for run in RUNS if run.size == 2], ids=str)
+def test_gradients_that_travel_in_float16_teach_the_same_and_an_overflow_skips_the_update(results: ResultsOf, run: Run) -> None:
+    made = results(run)
+    skipped = [f"loss scale {scale} from step {step} of the training on" for scale, step in ((32, 4), (16, 13))]
+    why = ": a gradient is not finite, the update is skipped"
+    for rank in range(2):
+        assert loss_scales(made, "sent", rank) == [line + why for line in skipped]
+    assert_same(made.weights("sent"), made.weights("sent", 1))
+    assert "gradients are summed for every update, sent in float16" in made.out("sent")
+    losses = [made.scores(name)[-1]["dev_loss_ce"] for name in ("float32", "sent")]
+    assert losses[1] == pytest.approx(losses[0], rel=0.05)
+    assert losses[1] != losses[0]
+
+
+def test_changes_of_parameters_that_travel_in_float16_teach_about_the_same(results: ResultsOf) -> None:
+    made = results(Run("torch", "horovod", 2))
+    assert_same(made.weights("sent_apart"), made.weights("sent_apart", 1))
+    assert made.scores("sent_apart")[-1]["dev_loss_ce"] == pytest.approx(made.scores("float32")[-1]["dev_loss_ce"], rel=0.1)
+    assert "loss_scale" not in made.reports("sent_apart")[-1]
 
 
 @pytest.mark.parametrize("run", [run for run in RUNS if run.size == 2], ids=str)

@@ -55,6 +55,21 @@ def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
     return made
 
 
+NARROW = {"losses": "mean", "num_epochs": 2, "optimizer": {"class": "adam"}, "gradient_clip_global_norm": 5.0}
+NARROWED = {
+    "wide": {**NARROW, "torch_distributed": {}},
+    "bf16": {**NARROW, "torch_distributed": {"compression": "bf16"}},
+    "bf16_sharded": {**NARROW, "torch_distributed": {"compression": "bf16", "sharded": True}},
+    "powersgd": {**NARROW, "torch_distributed": {"compression": "powersgd", "compression_rank": 1}},
+}
+"""With smaller messages."""
+
+
+@trains(TORCH_DISTRIBUTED)
+def narrowed(run: Run, folder: Path) -> dict[str, dict[str, object]]:
+    return {name: {**given, "layers": "statistics"} for name, given in NARROWED.items()}
+
+
 @pytest.fixture
 def results(trained: Trained) -> ResultsOf:
     return partial(trained, trainings)
@@ -84,6 +99,16 @@ def test_all_ranks_end_with_the_same_model(results: ResultsOf, name: str) -> Non
     made = results(TORCH_DISTRIBUTED)
     for rank in range(1, RANKS):
         assert_same(made.weights(name), made.weights(name, rank))
+
+
+def test_gradients_in_smaller_messages_teach_about_the_same(trained: Trained) -> None:
+    made = trained(narrowed, TORCH_DISTRIBUTED)
+    losses = {name: made.scores(name)[-1]["train_loss_ce"] for name in NARROWED}
+    for name, tolerance in {"bf16": 0.02, "bf16_sharded": 0.02, "powersgd": 0.1}.items():
+        assert losses[name] == pytest.approx(losses["wide"], rel=tolerance)
+        assert losses[name] != losses["wide"]
+        for rank in range(1, RANKS):
+            assert_same(made.weights(name), made.weights(name, rank))
 
 
 @pytest.mark.parametrize("run", [HOROVOD, TORCH_DISTRIBUTED], ids=str)

@@ -40,6 +40,42 @@ def test_sums(comm) -> None:
     assert narrow.item() == torch.tensor((256 + comm.size - 1) / comm.size).bfloat16().item()
 
 
+def test_sums_for_their_owners(comm) -> None:
+    """Each owner gets its sums; where the types and sizes differ, and where a rank owns nothing of a type."""
+    kinds = [torch.float32, torch.float64, torch.float32, torch.int64, torch.float32, torch.bfloat16]
+    owners = [1, 0, 1, comm.size - 1, 0, 1]
+    tensors = [torch.arange(2.0 + number).to(kind) + comm.rank for number, kind in enumerate(kinds)]
+    expected = all_reduce(comm, [tensor.clone() for tensor in tensors], "sum", name="all")
+    for op, divisor in (("sum", 1), ("average", comm.size)):
+        given = [tensor.clone() for tensor in tensors if op == "sum" or tensor.is_floating_point()]
+        wanted = [tensor for tensor in expected if op == "sum" or tensor.is_floating_point()]
+        theirs = [owner for owner, tensor in zip(owners, tensors, strict=True) if op == "sum" or tensor.is_floating_point()]
+        reduced = comm.finish(comm.start(given, op, name=f"owners.{op}", owners=theirs))
+        for new, whole, owner in zip(reduced, wanted, theirs, strict=True):
+            assert (new.dtype, new.shape) == (whole.dtype, whole.shape)
+            if owner == comm.rank:
+                torch.testing.assert_close(new, whole / divisor if op == "average" else whole)
+
+
+def test_narrow_sums(comm) -> None:
+    """float32 travels in 16 bits, whatever else in its own type; types and shapes come back."""
+    large, small = 2.0**24 + 1, 1 + 2.0**-20  # an integer that float32 does not have, and a number that 16 bits do not
+    for narrow in ("float16", "bfloat16") if transport != "use_horovod" else ("float16",):
+        for op, divisor in (("sum", 1), ("average", comm.size)):
+            tensors = [torch.full((3, 2), small).t(), torch.tensor([large], dtype=torch.float64), torch.full((5,), 1.0)]
+            for owners in (None, [0, 0, 0]):
+                given = [tensor.clone() for tensor in tensors]
+                name = f"narrow.{narrow}.{op}.{owners}"
+                reduced = comm.finish(comm.start(given, op, name=name, owners=owners, narrow=narrow))
+                assert [one.dtype for one in reduced] == [torch.float32, torch.float64, torch.float32]
+                if owners is None or comm.rank == 0:
+                    assert torch.equal(reduced[0], torch.full((2, 3), comm.size / divisor)), reduced[0]
+                    assert reduced[1].item() == large * comm.size / divisor
+                    assert torch.equal(reduced[2], torch.full((5,), comm.size / divisor))
+    [overflow] = comm.finish(comm.start([torch.full((2,), 60000.0)], "average", name="overflow", narrow="float16"))
+    assert overflow.isinf().all()
+
+
 def test_start_does_not_wait(comm) -> None:
     comm.gather(None, name="together")
     if comm.rank == 1:
@@ -76,6 +112,13 @@ def test_gather_rows(comm) -> None:
     first, second = comm.gather_rows(rows, name="rows")
     assert first[:, 1].tolist() == [rank for rank in range(comm.size) for _ in range(rank)]
     assert second.tolist() == list(range(comm.size))
+    lengths = [2 * rank + 1 for rank in range(comm.size)]
+    values = torch.full((lengths[comm.rank],), 1 + 2.0**-20 + comm.rank)
+    [known] = comm.gather_rows([values], name="known", lengths=lengths)
+    assert torch.equal(known, torch.cat([torch.full((n,), 1 + 2.0**-20 + rank) for rank, n in enumerate(lengths)]))
+    [narrow] = comm.gather_rows([values], name="narrow_rows", lengths=lengths, narrow="float16")
+    assert narrow.dtype == torch.float32
+    assert torch.equal(narrow, known.round())
 
 
 def test_for_configs(comm) -> None:
@@ -170,6 +213,13 @@ def test_sharded_optimizer(comm) -> None:
             assert all(parameter.grad is None for parameter in module.parameters())
             for parameter in module.parameters():
                 parameter.grad = torch.randn_like(parameter)
+            if module is sharded:
+                parameters = list(module.parameters())
+                norms = [parameter.grad.norm() for parameter in parameters]
+                own = [owner == comm.rank for owner in optimizer.owners(parameters)]
+                for parameter, is_own in zip(parameters, own, strict=True):
+                    parameter.grad *= 1.0 if is_own else float("nan")  # what the others have is undefined
+                assert optimizer.norms(parameters, 2.0) == norms
             optimizer.step()
         for one, other in zip(whole.parameters(), sharded.parameters(), strict=True):
             assert torch.equal(one, other)

@@ -47,7 +47,8 @@ def build_learner(keys: LearnerKeys, reducer: Reducer, options: BuildOptions) ->
         mixed_seed(options.seed, options.rank, 0)
     )  # for operations of tf.random, which keep their seed when traced
     functions = ConfigFunctions(as_function(keys.train_step, "train_step"), as_function(keys.forward_step, "forward_step"))
-    gradients = GraphGradients([tensorflow_variable(variable) for variable in variables.of_kind("parameters")], reducer)
+    trained = [tensorflow_variable(variable) for variable in variables.of_kind("parameters")]
+    gradients = GraphGradients(trained, reducer, options.bucket_bytes(device_name() != "CPU"))
     check = GradientCheck(max_skipped, scale, same_on_all_ranks=lambda: reducer.updates_without_batch)
     clipping = Clipping(keys.gradient_clip, keys.gradient_clip_global_norm)
     average = None if keys.ema_decay is None else WeightAverage(dict(variables.named("parameters")), keys.ema_decay)

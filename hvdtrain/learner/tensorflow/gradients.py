@@ -60,10 +60,14 @@ class GraphGradients:
     computed once, when the graph is optimized, and two with the same inputs are merged. Other ranks would hang. So in every
     exchange, an element of a variable that is always 0 is added to one tensor, and what a rank without a batch sends is an input
     of its graph.
+
+    Args:
+        bucket_bytes: the size of a message.
     """
 
-    def __init__(self, variables: list[tf.Variable], reducer: Reducer) -> None:
+    def __init__(self, variables: list[tf.Variable], reducer: Reducer, bucket_bytes: int) -> None:
         self._variables = variables
+        self._bucket_bytes = bucket_bytes
         self._reducer = reducer
         self._always_zero = tf.Variable(tf.zeros([2 * len(variables) + 1]), trainable=False)
 
@@ -89,7 +93,7 @@ class GraphGradients:
         """Collective, when the graph runs. Dense gradients are sent in buckets, each as soon as backward has computed it."""
         reduced: list[Gradient] = list(gradients)
         dense = [number for number in range(len(gradients)) if number not in exchange.rows]
-        groups = buckets([(self._bytes(number), reduced[number].dtype) for number in dense])
+        groups = buckets([(self._bytes(number), reduced[number].dtype) for number in dense], self._bucket_bytes)
         for name, group in enumerate(groups):
             numbers = [dense[position] for position in group]
             reduced[numbers[0]] = self._kept(reduced[numbers[0]], 1 + numbers[0])
@@ -104,9 +108,15 @@ class GraphGradients:
         return reduced
 
     def num_bytes(self, gradients: Sequence[Gradient]) -> tf.Tensor:
-        """The size of a rank's gradients as it sends them, rows with their indices; float64."""
+        """The bytes of a rank's gradients, rows with their indices: those in float32, and those of other types; float64."""
         tensors = [part for one in gradients for part in ((one.values, one.indices) if isinstance(one, Rows) else (one,))]
-        return tf.add_n([tf.cast(tf.size(tensor), tf.float64) * tensor.dtype.size for tensor in tensors])
+
+        def of(is_float32: bool) -> tf.Tensor:
+            alike = [tensor for tensor in tensors if (tensor.dtype == tf.float32) == is_float32]
+            sizes = [tf.cast(tf.size(tensor), tf.float64) * tensor.dtype.size for tensor in alike]
+            return tf.add_n([tf.zeros([], tf.float64), *sizes])
+
+        return tf.stack([of(True), of(False)])
 
     def specs(self, exchange: Exchange) -> list[Any]:
         """The types of reduced gradients, for a function that takes them with any number of rows."""

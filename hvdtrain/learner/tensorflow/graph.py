@@ -27,6 +27,7 @@ from hvdtrain.learner.tensorflow.gradients import (
 )
 from hvdtrain.learner.tensorflow.tensors import count_of, extern_data_of, numbers_of, specs_of, tensor_of, total_of, totals_of
 from hvdtrain.learner.tensorflow.variables import ModelVariables, set_generators, tensorflow_variable, variables_of
+from hvdtrain.learner.wire import Sent
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Traced:
 
 Reduced = tuple[list[Any], tf.Tensor, tf.Tensor]
 """The result of `train` and `send`: reduced gradients (packed), the count that they are divided by if a normalized loss is the
-only loss, and the seconds spent waiting for other ranks and the bytes sent, of shape (2,)."""
+only loss, and the seconds spent waiting for other ranks and the bytes sent, in float32 and in other types, of shape (3,)."""
 
 
 class StepGraphs:
@@ -161,8 +162,8 @@ class StepGraphs:
 
     def waited(self, seconds: tf.Tensor) -> None:
         """Tell the reducer the seconds and bytes of a `Reduced`. This waits for the device."""
-        waited, sent = seconds.numpy().tolist()
-        self._reducer.waited(waited, int(sent))
+        waited, float32, others = seconds.numpy().tolist()
+        self._reducer.waited(waited, Sent(int(float32), int(others)))
 
     # Tracing
 
@@ -275,7 +276,7 @@ class StepGraphs:
             return packed(self._gradients.reduce(unpacked(own[0]), exchange)), totals
 
         (reduced, divisor), seconds = _timed(reduce, (packed(gradients), counts))
-        return reduced, tf.maximum(divisor, TINY)[0], tf.stack([waited + seconds, self._gradients.num_bytes(gradients)])
+        return reduced, tf.maximum(divisor, TINY)[0], tf.concat([[waited + seconds], self._gradients.num_bytes(gradients)], 0)
 
     def _agree(self, own: Exchange) -> None:
         """Collective in the first step, outside of the graph that is traced."""

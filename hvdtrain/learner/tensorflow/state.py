@@ -144,7 +144,7 @@ class TensorFlowState:
 
     def save_own(self, file: Path, parts: Sequence[StatePart]) -> None:
         own: dict[str, Array] = {}
-        for part in parts:
+        for part in [part for part in parts if part != "kept"]:
             named = self._optimizer_variables() if part == "optimizer" else self._variables.named(part)
             own |= {f"{part}/{name}": array_of(variable) for name, variable in named}
         write_arrays(file, own | listed_arrays(OWN, self.own), self._scale_state() if "optimizer" in parts else {})

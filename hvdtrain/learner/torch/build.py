@@ -58,13 +58,16 @@ def build_learner(keys: LearnerKeys, reducer: Reducer, options: BuildOptions) ->
     on_gpu = device.type == "cuda"
     on_device = DeviceSkips(check, scale, device) if on_gpu and options.sharded is None else None
     whole = make_optimizer(keys.optimizer, model, fused=check.is_needed and on_device is not None)
+    trained = trained_of(model)
     optimizer: Optimizer = whole if options.sharded is None else ShardedOptimizer(whole, options.sharded)
+    owners = optimizer.owners(trained) if isinstance(optimizer, ShardedOptimizer) else None
+    gradients = Gradients(trained, reducer, device, options.bucket_bytes(on_gpu), owners)
     noise: GradientNoise | None = None
     if keys.gradient_noise:
         seed = options.seed
         noise = GradientNoise(keys.gradient_noise, lambda: (seed, None if are_reduced() else options.rank), device)
     watch = compile_model(model, keys.torch_compile)
-    average = None if keys.ema_decay is None else WeightAverage(trained_of(model), keys.ema_decay)
+    average = None if keys.ema_decay is None else WeightAverage(trained, keys.ema_decay)
     return TorchLearner(
         ConfigFunctions(
             model=model,
@@ -75,7 +78,7 @@ def build_learner(keys: LearnerKeys, reducer: Reducer, options: BuildOptions) ->
             watch=watch,
             staging=CudaStaging(device) if on_gpu else None,
         ),
-        Gradients(trained_of(model), reducer, device),
+        gradients,
         Update(model, optimizer, Clipping(keys.gradient_clip, keys.gradient_clip_global_norm), check, scale, noise, on_device),
         TorchState(model, optimizer, device, average, scale, constants),
         _meter(keys, model, device, scale),

@@ -27,13 +27,22 @@ class Gradients:
 
     Args:
         parameters: the trained ones, in the model's order.
+        bucket_bytes: the size of a message with gradients.
+        owners: for each parameter the only rank that needs its reduced gradient; None: all ranks need all.
     """
 
-    def __init__(self, parameters: list[torch.nn.Parameter], reducer: Reducer, device: torch.device) -> None:
+    def __init__(
+        self,
+        parameters: list[torch.nn.Parameter],
+        reducer: Reducer,
+        device: torch.device,
+        bucket_bytes: int,
+        owners: Sequence[int] | None = None,
+    ) -> None:
         self._parameters = parameters
         self._reducer = reducer
         self._device = device
-        self._stream = GradientStream(parameters, reducer)
+        self._stream = GradientStream(parameters, reducer, bucket_bytes, owners)
         self._of_losses = LossGradients(parameters)
         self._normalized: Normalized | None = None  # known after the first step
         self._counts: Any = 0.0  # of the normalized losses, over this rank's batches since the last update
@@ -119,11 +128,17 @@ class GradientStream:
 
     Args:
         parameters: the trained ones, in the model's order. A hook is registered on each; nothing else is changed.
+        bucket_bytes, owners: as of `Gradients`.
     """
 
-    def __init__(self, parameters: list[torch.nn.Parameter], reducer: Reducer) -> None:
+    def __init__(
+        self, parameters: list[torch.nn.Parameter], reducer: Reducer, bucket_bytes: int, owners: Sequence[int] | None
+    ) -> None:
         self._reducer = reducer
-        self._buckets = _buckets(parameters)
+        kinds = [(parameter.numel() * parameter.element_size(), parameter.dtype) for parameter in parameters]
+        groups = buckets(kinds, bucket_bytes)
+        self._buckets = [[parameters[number] for number in group] for group in groups]
+        self._owners = [None if owners is None else [owners[number] for number in group] for group in groups]
         self._bucket_of = {id(parameter): i for i, bucket in enumerate(self._buckets) for parameter in bucket}
         self._num_missing: list[int] = []  # by bucket, gradients that backward has not computed yet
         self._handles: list[Any] = []
@@ -164,12 +179,8 @@ class GradientStream:
             elif gradient.is_sparse:
                 gradient = gradient.to_dense()
             gradients.append(gradient.contiguous())
-        self._handles.append(self._reducer.start_gradients(gradients, name=f"gradients.{number}"))
-
-
-def _buckets(parameters: list[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
-    kinds = [(parameter.numel() * parameter.element_size(), parameter.dtype) for parameter in parameters]
-    return [[parameters[number] for number in group] for group in buckets(kinds)]
+        owners = self._owners[number]
+        self._handles.append(self._reducer.start_gradients(gradients, name=f"gradients.{number}", owners=owners))
 
 
 class LossGradients:

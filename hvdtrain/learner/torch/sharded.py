@@ -6,15 +6,19 @@ Adam's state is half of what a training holds (8 of 16 bytes per parameter). Thi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from hvdtrain.comm.base import Communicator
+from hvdtrain.comm.base import Communicator, all_reduce
 
 
 class ShardedOptimizer:
     """The config's optimizer with this rank's share of the parameters.
+
+    A gradient is reduced to the rank that keeps its parameter only; what the other ranks have of it is undefined. Norms over all
+    gradients come from `norms`.
 
     It saves and loads the state of all parameters in the form of the whole optimizer: a checkpoint does not depend on whether the
     optimizer was sharded, nor on the number of ranks.
@@ -29,6 +33,7 @@ class ShardedOptimizer:
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
         parameters = [parameter for group in self._groups for parameter in group]
         owners = _owners([parameter.numel() for parameter in parameters], comm.size)
+        self._owner_of = {id(parameter): owner for parameter, owner in zip(parameters, owners, strict=True)}
         self._of_rank: list[list[torch.Tensor]] = [[] for _ in range(comm.size)]
         for parameter, owner in zip(parameters, owners, strict=True):
             self._of_rank[owner].append(parameter)
@@ -38,6 +43,7 @@ class ShardedOptimizer:
         for parameter in parameters:
             if id(parameter) not in own:
                 optimizer.state.pop(parameter, None)  # some classes create it at once
+        self._is_own: torch.Tensor | None = None
         self._gathered: dict[str, Any] | None = None
 
     @property
@@ -55,6 +61,25 @@ class ShardedOptimizer:
         """The optimizer's groups, with this rank's parameters."""
         return self._optimizer.param_groups
 
+    def owners(self, parameters: Sequence[torch.Tensor]) -> list[int]:
+        """For each parameter the rank that keeps its state, which alone needs its reduced gradient. Rank 0 for one that the
+        optimizer does not have."""
+        return [self._owner_of.get(id(parameter), 0) for parameter in parameters]
+
+    def norms(self, parameters: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:
+        """Collective. The norm of each parameter's gradient, as its owner has it: the same as if all ranks had all gradients.
+
+        Args:
+            parameters: always the same; all of them have gradients.
+        """
+        own = torch._foreach_norm([one.grad for one in parameters if one.grad is not None], order)
+        norms = torch.stack([norm.double() for norm in own])
+        if self._is_own is None:  # made once: a step sends nothing to the device that it waits for
+            owners = self.owners(parameters)
+            self._is_own = torch.tensor([owner == self._comm.rank for owner in owners], device=norms.device)
+        [all_norms] = all_reduce(self._comm, [norms.where(self._is_own, 0.0)], "sum", name="gradient_norms")
+        return [norm.to(one.dtype) for norm, one in zip(all_norms.unbind(), own, strict=True)]
+
     def step(self) -> None:
         """Collective. Update this rank's parameters and send them to the others."""
         self._optimizer.step()
@@ -67,7 +92,8 @@ class ShardedOptimizer:
         flat = [parameter.reshape(-1) for parameter in shares[self._comm.rank]]
         any_parameter = next(parameter for share in shares for parameter in share)
         mine = torch.cat(flat) if flat else any_parameter.new_empty(0)
-        [all_values] = self._comm.gather_rows([mine], name="sharded_parameters")
+        lengths = [sum(parameter.numel() for parameter in share) for share in shares]
+        [all_values] = self._comm.gather_rows([mine], name="sharded_parameters", lengths=lengths)
         parameters = [parameter for share in shares for parameter in share]
         for parameter, values in zip(parameters, all_values.split([one.numel() for one in parameters]), strict=True):
             parameter.copy_(values.view(parameter.shape))

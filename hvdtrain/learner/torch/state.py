@@ -159,7 +159,7 @@ class TorchState:
     def save_own(self, file: Path, parts: Sequence[StatePart]) -> None:
         own: dict[str, Any] = {}
         for part in parts:
-            if part != "optimizer":
+            if part != "optimizer" and part != "kept":
                 own[part] = [tensor.detach() for tensor in self._tensors(part)]
         if "optimizer" in parts:
             own |= self._optimizer_state()

@@ -110,20 +110,29 @@ class Update:
     def _clip(self) -> None:
         if self._clipping.value is not None:
             torch.nn.utils.clip_grad_value_(self._trained, self._clipping.value)
-        if self._clipping.global_norm is not None:
+        if self._clipping.global_norm is None:
+            return
+        if isinstance(self._optimizer, ShardedOptimizer):
+            total = torch.linalg.vector_norm(torch.stack(self._norms(2.0)))
+            torch.nn.utils.clip_grads_with_norm_(self._trained, self._clipping.global_norm, total)
+        else:
             torch.nn.utils.clip_grad_norm_(self._trained, self._clipping.global_norm)
 
     def _gradients(self) -> list[torch.Tensor]:
         return [parameter.grad for parameter in self._trained if parameter.grad is not None]
 
-    def _norms(self, order: float) -> list[torch.Tensor]:
-        """The norm of each gradient."""
-        return list(torch._foreach_norm(self._gradients(), order))
-
     def _invalid_names(self) -> list[str]:
-        """The names of the parameters whose gradients are not finite."""
-        named = [(name, parameter.grad) for name, parameter in zip(self._names, self._trained, strict=True)]
-        return [name for name, gradient in named if gradient is not None and not bool(gradient.isfinite().all())]
+        """Collective, if the optimizer is sharded. The names of the parameters whose gradients are not finite."""
+        named = zip(self._names, self._trained, strict=True)
+        names = [name for name, parameter in named if parameter.grad is not None]
+        norms = self._norms(float("inf"))
+        return [name for name, norm in zip(names, norms, strict=True) if not bool(norm.isfinite())]
+
+    def _norms(self, order: float) -> list[torch.Tensor]:
+        """Collective, if the optimizer is sharded. The norm of each gradient."""
+        if isinstance(self._optimizer, ShardedOptimizer):
+            return self._optimizer.norms(self._trained, order)
+        return list(torch._foreach_norm(self._gradients(), order))
 
 
 MAX_DEVIATIONS = 2.0

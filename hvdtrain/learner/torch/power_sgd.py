@@ -1,0 +1,128 @@
+"""Gradients as products of thin matrices, with what this leaves out fed back later (PowerSGD: Vogels et al., 2019)."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hvdtrain.comm.base import Communicator, Op
+from hvdtrain.learner.base import ModelState
+from hvdtrain.learner.wire import Wire
+
+ERRORS, FACTORS = "power_sgd.error.", "power_sgd.factor."
+"""How names of kept tensors begin, before a message's: what this rank has not sent yet, and right factors of the last update."""
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A message that is under way.
+
+    Attributes:
+        matrices: what this rank has to send, by the number of the tensor; shape (rows, columns).
+        others: the numbers of the tensors that are sent as they are.
+        started: the handle of the left factors and the other tensors.
+    """
+
+    name: str
+    op: Op
+    tensors: list[torch.Tensor]
+    matrices: dict[int, torch.Tensor]
+    others: list[int]
+    started: Any
+
+
+class PowerSGD(Wire):
+    """Sends a gradient of shape (rows, ...) as factors of shape (rows, rank) and (columns, rank), if these have half of its size.
+
+    Sum and average over the ranks are linear in both factors, so all ranks get the same product, computed from the same numbers.
+    What is left out of a rank's own gradient is added to its next one.
+
+    Args:
+        rank: of the product.
+    """
+
+    keeps = True
+
+    def __init__(self, comm: Communicator, rank: int) -> None:
+        super().__init__(comm)
+        self._rank = rank
+        self._forgets = False
+        self._errors: dict[str, list[torch.Tensor]] = {}
+        self._factors: dict[str, list[torch.Tensor]] = {}
+
+    def describe(self) -> str:
+        return f", sent in factors of rank {self._rank}" if self._comm.size > 1 else ""
+
+    def begin(self, state: ModelState) -> None:
+        for kept, start in ((state.own, ERRORS), (state.shared, FACTORS)):
+            for name in [name for name in kept if self._forgets or not name.startswith(start)]:
+                del kept[name]
+        self._forgets = False
+        self._errors, self._factors = state.own, state.shared
+
+    def forget(self) -> None:
+        self._forgets = True
+
+    def start(
+        self, tensors: Sequence[torch.Tensor], op: Op, *, name: str, owners: Sequence[int] | None = None, exact: bool = False
+    ) -> Any:
+        numbers = [] if exact or self._comm.size == 1 else [number for number, one in enumerate(tensors) if self._pays(one)]
+        if not numbers:
+            return super().start(tensors, op, name=name, owners=owners, exact=exact)
+        flat = [tensors[number].reshape(len(tensors[number]), -1) for number in numbers]
+        errors, factors = self._memory(name, flat)
+        matrices = [one + error for one, error in zip(flat, errors, strict=True)]
+        others = [number for number in range(len(tensors)) if number not in numbers]
+        left = [matrix @ factor for matrix, factor in zip(matrices, factors, strict=True)]
+        started = self._comm.start([*left, *(tensors[number] for number in others)], op, name=name)
+        return Pending(name, op, list(tensors), dict(zip(numbers, matrices, strict=True)), others, started)
+
+    def finish(self, handle: Any) -> list[torch.Tensor]:
+        if not isinstance(handle, Pending):
+            return super().finish(handle)
+        arrived = self._comm.finish(handle.started)
+        reduced = list(handle.tensors)
+        for number, tensor in zip(handle.others, arrived[len(handle.matrices) :], strict=True):
+            reduced[number] = tensor
+        left = [torch.linalg.qr(one).Q for one in arrived[: len(handle.matrices)]]
+        matrices = list(handle.matrices.values())
+        right = [matrix.T @ one for matrix, one in zip(matrices, left, strict=True)]
+        # An update that is not finite is not applied; nothing of it may come back later.
+        pairs = zip(matrices, left, right, strict=True)
+        self._errors[ERRORS + handle.name] = [(matrix - one @ other.T).nan_to_num(0.0, 0.0, 0.0) for matrix, one, other in pairs]
+        totals = self._comm.finish(self._comm.start(right, handle.op, name=f"{handle.name}.right"))
+        firsts = [_first(f"{handle.name}.{place}", total) for place, total in enumerate(totals)]
+        self._factors[FACTORS + handle.name] = [
+            torch.where(total.isfinite().all(), total, first) for total, first in zip(totals, firsts, strict=True)
+        ]
+        for number, one, total in zip(handle.matrices, left, totals, strict=True):
+            reduced[number] = (one @ total.T).reshape(handle.tensors[number].shape)
+        return reduced
+
+    def _pays(self, tensor: torch.Tensor) -> bool:
+        """Whether factors are at most half as large. What has to be exact is not float32."""
+        if tensor.dtype != torch.float32 or tensor.dim() < 2:
+            return False
+        rows = len(tensor)
+        return 2 * self._rank * (rows + tensor.numel() // max(1, rows)) <= tensor.numel()
+
+    def _memory(self, name: str, matrices: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """What was left out, and the right factors of the last update; in the first one, zeros and random numbers."""
+        errors, factors = self._errors.get(ERRORS + name, []), self._factors.get(FACTORS + name, [])
+        if [one.shape for one in errors] != [one.shape for one in matrices]:
+            errors = [torch.zeros_like(one) for one in matrices]
+        shapes = [(one.shape[1], self._rank) for one in matrices]
+        if [tuple(one.shape) for one in factors] != shapes:
+            empty = [one.new_empty(shape) for one, shape in zip(matrices, shapes, strict=True)]
+            factors = [_first(f"{name}.{place}", one) for place, one in enumerate(empty)]
+        return errors, factors
+
+
+def _first(name: str, like: torch.Tensor) -> torch.Tensor:
+    """A first right factor, the same on all ranks."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    return torch.randn(like.shape, generator=generator).to(like.device)

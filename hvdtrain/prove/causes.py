@@ -119,7 +119,7 @@ def _reduction(case: Case) -> Iterator[str]:
 
 
 def _compression(case: Case) -> Iterator[str]:
-    kind = getattr(case.settings.reduce, "horovod_compression", None)
+    kind = case.settings.reduce.horovod_compression
     if kind is not None:
         yield (
             f"horovod_compression = {kind!r}: what is sent is rounded, and one rank sends nothing (++horovod_compression none "

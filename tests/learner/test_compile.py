@@ -58,9 +58,9 @@ class NotingReduce(GradReduce):
         super().__init__(SingleCommunicator(), Timer(), average=False)
         self.events = events
 
-    def start_gradients(self, gradients: list[Any], *, name: str) -> Any:
+    def start_gradients(self, gradients: list[Any], *, name: str, owners: Any = None) -> Any:
         self.events.append(name)
-        return super().start_gradients(gradients, name=name)
+        return super().start_gradients(gradients, name=name, owners=owners)
 
 
 def squares(*, model: torch.nn.Module, extern_data: dict[str, Any], **_: Any) -> None:

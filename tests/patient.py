@@ -13,7 +13,7 @@ from hvdtrain.comm.horovod import open_horovod
 from hvdtrain.errors import DataError
 from hvdtrain.runtime.watchdog import Watchdog
 
-PATIENCE = 2.0
+PATIENCE = 1.0
 
 
 def work(how: str, progress: Callable[[int], None]) -> int:

@@ -89,11 +89,13 @@ def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
     common["record"] = True
     stops = {"fault": "SIGTERM,0,3,19,24"}
     param = {"horovod_reduce_type": "param", "horovod_param_sync_step": 7}
+    if run.framework == "tensorflow":  # which traces its graphs anew after every stop
+        stops["fault"] = "SIGTERM,0,3,19"
     preload = {"filename": str(folder / f"whole/model.002.{SUFFIX[run.framework]}"), "init_for_train": True}
     return {
         "plain": {**common, "ema_decay": None},
         "whole": common,
-        "stopped": {**common, **stops},
+        **({"stopped": {**common, **stops}} if run.framework == "torch" else {}),
         "background": {**common, **stops, "save_in_background": True, "cleanup_old_models": {"keep_last_n": 1, "keep_best_n": 0}},
         "param.whole": {**common, **param},
         "param.stopped": {**common, **param, **stops},
@@ -137,9 +139,10 @@ def test_training_does_not_change_but_what_is_evaluated_and_saved_does(results: 
 @pytest.mark.parametrize("run", RUNS, ids=str)
 def test_stops_change_neither_weights_nor_average(results: ResultsOf, run: Run) -> None:
     made = results(run)
-    told = re.findall(r"stopped by SIGTERM in epoch \d (.*); the same", made.out("stopped") + made.out("param.stopped"))
+    told = re.findall(r"stopped by SIGTERM in epoch \d (.*); the same", made.out("background") + made.out("param.stopped"))
     assert any("in the evaluation" in one for one in told)  # while the model has the average as its weights
-    for whole, stopped in (("whole", "stopped"), ("whole", "background"), ("param.whole", "param.stopped")):
+    pairs = [("whole", "background"), ("param.whole", "param.stopped"), ("whole", "stopped")]
+    for whole, stopped in pairs if run.framework == "torch" else pairs[:2]:
         for rank in range(run.size):
             assert_same(made.weights(whole, rank), made.weights(stopped, rank))
         assert_same(saved(made, whole), saved(made, stopped))

@@ -15,10 +15,8 @@ from hvdtrain.learner.accumulation import AccumulationKeys, groups, rounds_per_u
 
 RUNS = [Run(framework, "horovod", size) for framework in ("torch", "tensorflow") for size in (1, 2)]
 
-OF_STOPS = {"torch": ("resumed", "resumed_param", "saved"), "tensorflow": ("resumed_param", "saved")}
-"""What is stopped; with TensorFlow, whose graphs are traced anew every time, "saved" alone: it has everything of "resumed"."""
-
-STOPPED = [(name, run) for run in RUNS for name in OF_STOPS[run.framework]]
+STOPPED = [(name, run) for run in RUNS[:2] for name in ("resumed", "resumed_param", "saved")] + [("resumed_param", RUNS[3])]
+"""What is stopped. TensorFlow traces its graphs anew every time: test_update_together.py stops it while it reduces gradients."""
 
 
 @trains(*RUNS)
@@ -46,7 +44,7 @@ def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
     # 20 steps an epoch: updates after steps 3, 6, ..., 18, 20 of each
     param = {"horovod_reduce_type": "param", "horovod_param_sync_step": 2, "optimizer": {"class": "adam"}}
     for name, more in {"resumed": {}, "resumed_param": param, "saved": {"save_interval_steps": 5}}.items():
-        if name not in OF_STOPS[run.framework]:
+        if (name, run) not in STOPPED:
             continue
         made[f"{name}.whole"] = {**resumed, **more, "record": True}
         made[f"{name}.stopped"] = {**resumed, **more, "record": True, "fault": f"SIGTERM,{size - 1},4,16,25"}
@@ -77,7 +75,7 @@ def test_several_batches_are_one_larger_batch_on_any_number_of_ranks(results: Re
 
 @pytest.mark.parametrize("of", RUNS, ids=str)
 def test_all_ranks_end_with_the_same_model(results: ResultsOf, of: Run) -> None:
-    assert len(results(of).names) >= 12
+    assert len(results(of).names) >= (12 if of.framework == "torch" else 10)
     for name in results(of).names:
         assert_same(results(of).weights(name), results(of).weights(name, of.size - 1))
 

@@ -58,7 +58,10 @@ OF_ONE_FRAMEWORK: dict[str, dict[str, dict[str, object]]] = {
 }
 """Embeddings whose gradients travel as rows: with TensorFlow."""
 
-OF_WHOLE_RUNS = ("by_frames", "balanced", "ordered_alike", "whole", "first_part", "second_part")
+OF_WHOLE_RUNS = (
+    *("by_frames", "balanced", "ordered_alike", "whole", "first_part", "second_part"),
+    *("param_by_time", "grad_statistics"),
+)
 WHOLE = [run for run in (*ALONE, *SEVERAL) if (run.framework, run.size) != ("tensorflow", 3)]
 """The runs of these, too: who trains on what, and going on, is no framework's own; PyTorch has them on 3 ranks."""
 

@@ -11,8 +11,9 @@ from trainings import ResultsOf, Run, Trained, assert_same, trains
 
 RUNS = [Run("torch", "horovod", 1), Run("torch", "horovod", 2), Run("tensorflow", "horovod", 2)]
 
-STOPS = "SIGTERM,{rank},3,18,24"  # of 20 steps an epoch, in the last of which only one rank has a batch
-"""A stop comes two steps after its signal: after step 5, after the first batch of an evaluation or all of an epoch, ..."""
+STOPS = {"torch": "SIGTERM,{rank},3,18,24", "tensorflow": "SIGTERM,{rank},18,24"}
+"""A stop comes two steps after its signal: after step 5, after the first batch of an evaluation or all of an epoch, ...; an
+epoch has 20 steps, in the last of which only one rank has a batch. TensorFlow, which traces its graphs anew, stops less often."""
 
 TRAININGS: dict[str, dict[str, object]] = {
     "plain": {"optimizer": {"class": "adam"}, "evaluated": True, "losses": "several"},
@@ -44,14 +45,18 @@ OF_NO_FRAMEWORK: dict[str, dict[str, object]] = {
     "by_the_clock": {"save_interval_minutes": 0.0005},
     "newbob": {"learning_rate_control": "newbob", "evaluated": True, "newbob_relative_error_threshold": -0.5},
 }
-"""What is no framework's own: one by one with PyTorch, all at once with TensorFlow, whose graphs are traced anew every time."""
+"""What is no framework's own: one by one with PyTorch."""
 
 
 def trainings_of(run: Run) -> dict[str, dict[str, object]]:
     if run.framework == "torch":
         return TRAININGS | OF_NO_FRAMEWORK
-    at_once = {key: value for given in OF_NO_FRAMEWORK.values() for key, value in given.items()}
-    return TRAININGS | {"at_once": at_once}
+    all_keys = {key: value for given in OF_NO_FRAMEWORK.values() for key, value in given.items()}
+    return {
+        "grad": TRAININGS["plain"] | {"layers": "statistics", "gradient_clip_global_norm": 1.0},
+        "param_every_7": TRAININGS["param_every_7"],
+        "background": TRAININGS["background"] | all_keys,
+    }
 
 
 SAME = ("scores", "steps", "global_step", "learning_rate", "padding", "syncs", "sent")
@@ -62,11 +67,11 @@ CASES = [(name, run) for run in RUNS for name in trainings_of(run)]
 
 @trains(*RUNS)
 def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
-    """Every training twice: in one go, and stopped three times, by signals to one rank."""
+    """Every training twice: in one go, and stopped several times, by signals to one rank."""
     made = {}
     for name, overrides in trainings_of(run).items():
         made[f"{name}.whole"] = {"num_epochs": 2, "record": True, **overrides}
-        stops = {"fault": STOPS.format(rank=run.size - 1), "save_interval_steps": 8}
+        stops = {"fault": STOPS[run.framework].format(rank=run.size - 1), "save_interval_steps": 8}
         made[f"{name}.stopped"] = made[f"{name}.whole"] | stops
     return made
 

@@ -9,7 +9,7 @@ import pytest
 from launching import TOY, hvdtrain
 from trainings import Results, ResultsOf, Run, Trained, assert_same, trains
 
-RUNS = [Run(framework, "horovod", size) for framework in ("torch", "tensorflow") for size in (1, 2)]
+RUNS = [Run("torch", "horovod", 1), Run("torch", "horovod", 2), Run("tensorflow", "horovod", 2)]
 
 FLOAT16 = {"mixed_precision": "float16", "grad_scaler": {"init_scale": 1024.0, "growth_interval": 8}, "losses": "mean"}
 OVERFLOW = {**FLOAT16, "fault": "overflow,{last},3,12"}  # on the last rank only, in two of 20 steps
@@ -41,6 +41,8 @@ def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
     made = {}
     of_several = OF_SEVERAL | (APART_IN_16_BITS if run.framework == "torch" else {}) if run.size > 1 else {}
     for name, given in (TRAININGS | of_several).items():
+        if (name, run.framework) == ("stopped", "tensorflow"):
+            continue  # it traces its graphs anew after every stop; test_update_together.py stops it in half precision
         made[name] = {"evaluated": True, "record": True, "log": folder / f"{name}.log", **given}
         if "fault" in given:
             made[name]["fault"] = str(given["fault"]).format(last=run.size - 1)
@@ -127,7 +129,8 @@ def test_ranks_that_update_alone_have_scales_of_their_own(results: ResultsOf, ru
 @pytest.mark.parametrize("run", RUNS, ids=str)
 def test_a_training_that_goes_on_goes_on_with_its_scale(results: ResultsOf, run: Run) -> None:
     made = results(run)
-    for whole, stopped in (("whole", "stopped"), ("whole_apart", "rest_apart")):
+    pairs = [("whole_apart", "rest_apart"), ("whole", "stopped")]
+    for whole, stopped in pairs if run.framework == "torch" else pairs[:1]:
         for rank in range(run.size):
             assert_same(made.weights(whole, rank), made.weights(stopped, rank))
         assert made.reports(whole)[-1]["loss_scale"] == made.reports(stopped)[-1]["loss_scale"]

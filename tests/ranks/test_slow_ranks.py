@@ -8,20 +8,19 @@ import pytest
 from trainings import ResultsOf, Run, Trained, trains
 
 RUN = Run("torch", "horovod", 2)
-MODES = ("grad", "param")
 
 # What takes 0.1 s a batch on every rank, and the rank on which it takes 30 % longer.
 PACES = {"computing": ("compute", 1), "reading": ("data", 0), "alike": ("compute", -1), "alike_reading": ("data", -1)}
+CASES = [("grad", name) for name in PACES] + [("param", "computing"), ("param", "alike")]
 CAUSES = {"computing": "computing", "reading": "waiting for data"}
 
 
 @trains(RUN, apart=True)
 def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
-    made: dict[str, dict[str, object]] = {}
-    for mode in MODES:
-        for name, slow in PACES.items():
-            made[f"{mode}-{name}"] = {"slow": list(slow), "horovod_reduce_type": mode, "horovod_param_sync_step": 3}
-    return made
+    return {
+        f"{mode}-{name}": {"slow": list(PACES[name]), "horovod_reduce_type": mode, "horovod_param_sync_step": 3}
+        for mode, name in CASES
+    }
 
 
 @pytest.fixture
@@ -30,8 +29,7 @@ def results(trained: Trained) -> ResultsOf:
 
 
 @pytest.mark.quiet
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", PACES)
+@pytest.mark.parametrize(("mode", "name"), CASES)
 def test_slow_ranks_are_named(results: ResultsOf, mode: str, name: str) -> None:
     told = results(RUN).out(f"{mode}-{name}")
     named = re.findall(r"^train epoch 1: rank (\d) held the others up by .* s \(\d+%\): (.+) took ", told, flags=re.M)

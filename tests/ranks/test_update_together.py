@@ -27,7 +27,8 @@ def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
     made: dict[str, dict[str, object]] = {}
     for reduce in ("grad", "param"):
         made[f"{reduce}.whole"] = {"horovod_reduce_type": reduce, "horovod_param_sync_step": 2, "record": True, **TOGETHER}
-        made[f"{reduce}.stopped"] = {**made[f"{reduce}.whole"], "fault": "SIGTERM,0,4,16,25"}
+        steps = "4,16,25" if run.framework == "torch" else "16"  # TensorFlow traces its graphs anew after a stop
+        made[f"{reduce}.stopped"] = {**made[f"{reduce}.whole"], "fault": f"SIGTERM,0,{steps}"}
     return made
 
 
@@ -40,7 +41,7 @@ def results(trained: Trained) -> ResultsOf:
 def test_ranks_agree_and_a_stop_changes_nothing(results: ResultsOf, run: Run) -> None:
     made = results(run)
     for reduce in ("grad", "param"):
-        assert made.out(f"{reduce}.stopped").count("stopped by SIGTERM") >= 2
+        assert made.out(f"{reduce}.stopped").count("stopped by SIGTERM") >= (2 if run.framework == "torch" else 1)
         first = made.weights(f"{reduce}.whole")
         assert all(numpy.isfinite(array.astype(float)).all() for array in first.values())
         for how in ("whole", "stopped"):

@@ -179,6 +179,10 @@ class ParamAverage:
         self._sync.drop_unknown(state)
         if not start.goes_on or (ANCHOR not in state.shared and not self._counts.updates):
             self.take_anchor(state)
+        self.warn(start)
+
+    def warn(self, start: EpochStart) -> None:
+        """Log, once in a training, that an epoch has no syncs but the one at its end, or too few of them for the momentum."""
         if not self._warned and (warning := self._warning(start)) is not None:
             self._warned = True
             say(2, warning)

@@ -61,6 +61,7 @@ class PostLocal:
     def begin_epoch(self, state: ModelState, start: EpochStart) -> None:
         self._now = self._first if start.step < self._steps else self._then
         self._now.begin_epoch(state, start)
+        self._then.warn(start)
 
     def after_update(self, state: ModelState, update: FinishedUpdate) -> None:
         self._now.after_update(state, update)

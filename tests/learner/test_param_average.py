@@ -403,6 +403,7 @@ def test_an_epoch_without_syncs_or_with_few_of_them_is_told_once(monkeypatch: py
         "2 horovod_param_outer.momentum: expected at least 10 syncs in an epoch for 0.9, got 9 in epoch 1 (a smaller "
         "horovod_param_sync_step, or a smaller momentum)"
     ]
+    assert len(told(90, horovod_param_sync_step=10, horovod_param_outer=nesterov, horovod_param_start=5)) == 1
     assert told(91, horovod_param_sync_step=10, horovod_param_outer=nesterov) == []
     assert told(3, horovod_param_sync_step=10, horovod_param_sync_time_diff=5.0) == []
 

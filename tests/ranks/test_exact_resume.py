@@ -27,7 +27,7 @@ TRAININGS: dict[str, dict[str, object]] = {
     },
     "local": {
         "horovod_reduce_type": "param",
-        "horovod_param_start": 4,
+        "horovod_param_start": 6,
         "horovod_param_sync_step": 6,
         "horovod_param_sync_delay": 4,
         "horovod_param_sync_parts": 2,
@@ -36,6 +36,7 @@ TRAININGS: dict[str, dict[str, object]] = {
         "losses": "mean",
         "optimizer": {"class": "adam"},
         "gradient_noise": 0.01,
+        "evaluated": True,
     },
     "background": {"save_in_background": True, "optimizer": {"class": "adam"}, "layers": "statistics"},
 }
@@ -54,7 +55,7 @@ def trainings_of(run: Run) -> dict[str, dict[str, object]]:
     all_keys = {key: value for given in OF_NO_FRAMEWORK.values() for key, value in given.items()}
     return {
         "grad": TRAININGS["plain"] | {"layers": "statistics", "gradient_clip_global_norm": 1.0},
-        "param_every_7": TRAININGS["param_every_7"],
+        "local": TRAININGS["local"],
         "background": TRAININGS["background"] | all_keys,
     }
 

@@ -76,6 +76,12 @@ def test_narrow_sums(comm) -> None:
     assert overflow.isinf().all()
 
 
+def test_the_size_of_messages_follows_the_transport(comm) -> None:
+    assert comm.bucket_bytes(on_gpu=False) == 2 << 20
+    if not torch.cuda.is_available():  # so this is Gloo, or Horovod without NCCL
+        assert comm.bucket_bytes(on_gpu=True) == 2 << 20
+
+
 def test_start_does_not_wait(comm) -> None:
     comm.gather(None, name="together")
     if comm.rank == 1:

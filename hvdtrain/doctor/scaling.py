@@ -56,7 +56,7 @@ def predicted(comm: Communicator, settings: Settings, placements: Sequence[Place
     apart = SingleCommunicator(comm.local_rank, comm.local_size)
     with_gradients = replace(settings, reduce=replace(settings.reduce, horovod_reduce_type="grad"))
     with open_session(with_gradients, "measure", comm) as session, open_session(settings, "measure", apart) as alone:
-        feed = session.feeds[0]
+        feed = replace(session.feeds[0], distribution="shard")  # the same batches on all ranks, so that they can be compared
         plan = plan_together(comm, feed, 1)
         costs = _costs(feed, plan)
         learners = [alone.learner] if comm.size == 1 else [alone.learner, session.learner]

@@ -150,9 +150,10 @@ def _statistics(case: Case) -> Iterator[str]:
         return  # of the run with more ranks; on one rank it is a BatchNorm
     parts = list(dict.fromkeys(parts))
     if parts and case.one.size != case.other.size:
-        hint = "++sync_batch_norm 1 takes them over the batches of all ranks"
-        hint = hint if case.settings.run.backend == "torch" else "GroupNormalization or LayerNormalization has none"
-        yield f"{named(parts)}: its statistics are those of each rank's own batch ({hint})"
+        yield (
+            f"{named(parts)}: its statistics are those of each rank's own batch (with PyTorch, ++sync_batch_norm 1 takes them over "
+            "the batches of all ranks; layer and group normalization have none)"
+        )
 
 
 def _padding(case: Case) -> Iterator[str]:

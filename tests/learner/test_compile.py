@@ -40,7 +40,7 @@ class Model(torch.nn.Module):
 
     def __init__(self, events: list[str]) -> None:
         super().__init__()
-        self.blocks = torch.nn.ModuleList(Block() for _ in range(4))
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(5))
         self.events = events
 
     def forward(self, frames: torch.Tensor) -> torch.Tensor:

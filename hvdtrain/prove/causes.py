@@ -151,8 +151,8 @@ def _statistics(case: Case) -> Iterator[str]:
     parts = list(dict.fromkeys(parts))
     if parts and case.one.size != case.other.size:
         yield (
-            f"{named(parts)}: its statistics are those of each rank's own batch (with PyTorch, ++sync_batch_norm 1 takes them over "
-            "the batches of all ranks; layer and group normalization have none)"
+            f"{named(parts)}: its statistics are those of each rank's own batch (with PyTorch, ++sync_batch_norm 1 takes them "
+            "over the batches of all ranks; layer and group normalization have none)"
         )
 
 

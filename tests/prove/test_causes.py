@@ -12,7 +12,7 @@ from hvdtrain.prove.compare import compare
 from hvdtrain.prove.parts import RANDOM, STATISTICS, Probe, parts_of, without_dropout
 from hvdtrain.prove.record import Part, Record
 
-PLAIN = {"horovod_scale_lr": False, "horovod_reduce_type": "grad", "horovod_avg_grad": False}
+PLAIN = {"horovod_scale_lr": False, "horovod_reduce_type": "grad", "horovod_avg_grad": False, "horovod_compression": None}
 BATCH_NORM, DROPOUT = Part(STATISTICS, "encoder.norm", "BatchNorm1d"), Part(RANDOM, "drop", "Dropout")
 
 

@@ -251,8 +251,8 @@ class WeightAverage:
 
 
 def listed_arrays(prefix: str, lists: Mapping[str, Sequence[tf.Tensor]]) -> dict[str, Array]:
-    """Lists of tensors as arrays, under names such as PREFIXvelocity/0003."""
-    return {f"{prefix}{name}/{n:04d}": tensor.numpy() for name, tensors in lists.items() for n, tensor in enumerate(tensors)}
+    """Lists of tensors as arrays, under names such as PREFIXvelocity/000003."""
+    return {f"{prefix}{name}/{n:06d}": tensor.numpy() for name, tensors in lists.items() for n, tensor in enumerate(tensors)}
 
 
 def take_lists(arrays: dict[str, Array], prefix: str) -> dict[str, list[tf.Tensor]]:

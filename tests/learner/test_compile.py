@@ -1,7 +1,7 @@
 """torch.compile: the same losses, the same names, gradients that still leave while backward runs, and no end of graphs."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ class Model(torch.nn.Module):
 
     def __init__(self, events: list[str]) -> None:
         super().__init__()
-        self.blocks = torch.nn.ModuleList(Block() for _ in range(5))
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(4))
         self.events = events
 
     def forward(self, frames: torch.Tensor) -> torch.Tensor:
@@ -58,7 +58,7 @@ class NotingReduce(GradReduce):
         super().__init__(SingleCommunicator(), Timer(), average=False)
         self.events = events
 
-    def start_gradients(self, gradients: list[Any], *, name: str, owners: Any = None) -> Any:
+    def start_gradients(self, gradients: list[Any], *, name: str, owners: Sequence[int] | None = None) -> Any:
         self.events.append(name)
         return super().start_gradients(gradients, name=name, owners=owners)
 
@@ -120,7 +120,7 @@ def test_blocks_that_are_compiled_one_by_one_send_gradients_while_backward_runs(
     assert told[7:] == [0] * 5  # after batches of one sequence and of one frame nothing is compiled any more
     for made in (plain, blocks):
         first_step = made.model.events[: made.model.events.index("backward at the first block")]
-        assert first_step == ["gradients.0", "gradients.1"]
+        assert first_step == ["gradients.0"]  # with the later blocks, which are 2 MB; the first one comes with "gradients.1"
     for one, other in zip(plain.model.parameters(), blocks.model.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 

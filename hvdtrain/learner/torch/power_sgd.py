@@ -23,6 +23,7 @@ class Pending:
 
     Attributes:
         matrices: what this rank has to send, by the number of the tensor; shape (rows, columns).
+        factors: the right factors that they were multiplied by; shape (columns, rank).
         others: the numbers of the tensors that are sent as they are.
         started: the handle of the left factors and the other tensors.
     """
@@ -31,6 +32,7 @@ class Pending:
     op: Op
     tensors: list[torch.Tensor]
     matrices: dict[int, torch.Tensor]
+    factors: list[torch.Tensor]
     others: list[int]
     started: Any
 
@@ -79,7 +81,7 @@ class PowerSGD(Wire):
         others = [number for number in range(len(tensors)) if number not in numbers]
         left = [matrix @ factor for matrix, factor in zip(matrices, factors, strict=True)]
         started = self._comm.start([*left, *(tensors[number] for number in others)], op, name=name)
-        return Pending(name, op, list(tensors), dict(zip(numbers, matrices, strict=True)), others, started)
+        return Pending(name, op, list(tensors), dict(zip(numbers, matrices, strict=True)), factors, others, started)
 
     def finish(self, handle: Any) -> list[torch.Tensor]:
         if not isinstance(handle, Pending):
@@ -95,9 +97,8 @@ class PowerSGD(Wire):
         pairs = zip(matrices, left, right, strict=True)
         self._errors[ERRORS + handle.name] = [(matrix - one @ other.T).nan_to_num(0.0, 0.0, 0.0) for matrix, one, other in pairs]
         totals = self._comm.finish(self._comm.start(right, handle.op, name=f"{handle.name}.right"))
-        firsts = [_first(f"{handle.name}.{place}", total) for place, total in enumerate(totals)]
         self._factors[FACTORS + handle.name] = [
-            torch.where(total.isfinite().all(), total, first) for total, first in zip(totals, firsts, strict=True)
+            torch.where(total.isfinite().all(), total, before) for total, before in zip(totals, handle.factors, strict=True)
         ]
         for number, one, total in zip(handle.matrices, left, totals, strict=True):
             reduced[number] = (one @ total.T).reshape(handle.tensors[number].shape)

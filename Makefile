@@ -19,7 +19,7 @@ endif
 G2P_PARTS = data/g2p/train.hdf data/g2p/dev.hdf data/g2p/test.hdf
 RETURNN_DEMO = data/returnn/demo-torch.config
 
-# Three workers, as tests leave a core idle; those on several ranks run one after the other, in one worker.
+# Three workers: tests that wait for processes leave a core idle.
 PYTEST = $(PYTHON_OF_VENV) -m pytest -n 3 --dist loadscope --durations 10
 
 .PHONY: setup setup-tests data train test test-cluster test-gpu test-soak check format docs benchmark benchmark-data clean

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy
@@ -70,9 +71,18 @@ def write(path: Path, sequences: int, keys: int) -> None:
         file.create_group("targets/size").attrs.update({f"key{number}": [27, 1] for number in range(1, keys)})
         file.attrs["inputPattSize"] = 27
         file["seqLengths"] = lengths
-        file.create_dataset("seqTags", (sequences,), "S20")
+        reserve(file, "seqTags", sequences, "S20")
         for name, total in zip(names, lengths.sum(axis=0, dtype=numpy.int64), strict=True):
-            file.create_dataset(name, (total,), numpy.int8)
+            reserve(file, name, total, numpy.int8)
+
+
+def reserve(file: h5py.File, name: str, size: int, kind: Any) -> None:
+    """Make room for a dataset in the file, without writing anything."""
+    layout = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    layout.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+    layout.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    stored = h5py.h5t.py_create(numpy.dtype(kind), logical=True)
+    h5py.h5d.create(file.id, name.encode(), stored, h5py.h5s.create_simple((int(size),)), layout)
 
 
 def opened(path: Path) -> list[float]:

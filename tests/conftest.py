@@ -70,32 +70,32 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Which tests run one after the other in the same worker: those of a file, which share fixtures, and all those on several
-    ranks, which take all cores and share what was trained. This largest group comes first in its worker, and those of TensorFlow
-    first in the group. Each worker has a cluster of its own: its tests go wherever there is time.
+    """Which tests run one after the other in the same worker: those of a file, which share fixtures, and all those that share
+    what was trained. This largest group comes first in its worker, and those of TensorFlow first in the group. Others on several
+    ranks go wherever there is time, and so do those on a cluster, of which each worker has its own.
     """
     from xdist.scheduler import LoadScopeScheduling
 
     @cache
-    def group_of(file: str) -> str:
+    def shares_trainings(file: str) -> bool:
         path = config.rootpath / file
-        of_ranks = (
-            path.parent.name == "ranks"
-            or path.name.startswith("test_tensorflow")
-            or "@trains(" in path.read_text(encoding="utf-8")
-        )
-        return "ranks" if of_ranks else file
+        return path.name.startswith("test_tensorflow") or "@trains(" in path.read_text(encoding="utf-8")
+
+    @cache
+    def starts_ranks(file: str) -> bool:
+        text = (config.rootpath / file).read_text(encoding="utf-8")
+        return re.search(r"ranks=|, 2\)|torchrun\(|mpirun", text) is not None
 
     def waits(group: str) -> int:
-        """Last come files that start ranks themselves: they would wait for those of the large group."""
-        if group == "ranks" or "::" in group:
-            return 0
-        text = (config.rootpath / group).read_text(encoding="utf-8")
-        return 2 if re.search(r"ranks=|, 2\)|torchrun\(|all_cores\(", text) else 1
+        """First comes the large group; then what waits for processes, which leaves time for others; then the rest."""
+        return 0 if group == "trainings" else 1 if starts_ranks(group.split("::")[0]) else 2
 
     class Groups(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return nodeid if "/cluster/" in nodeid else group_of(nodeid.split("::")[0])
+            file = nodeid.split("::")[0]
+            if shares_trainings(file):
+                return "trainings"
+            return nodeid if "/cluster/" in file or "/ranks/" in file else file
 
         def _assign_work_unit(self, node: Any) -> None:
             self.workqueue.move_to_end(min(self.workqueue, key=waits), last=False)

@@ -7,7 +7,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,8 +38,7 @@ def launch(
         command = ["mpirun", "-np", str(ranks), "--bind-to", "none", "--oversubscribe", *command]
         if os.geteuid() == 0:
             environment.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
-    with all_cores() if ranks is not None and ranks > 1 else nullcontext():
-        return finish(command, timeout, environment)
+    return finish(command, timeout, environment)
 
 
 def torchrun(
@@ -47,8 +46,7 @@ def torchrun(
 ) -> Finished:
     """Run `torchrun python ARGUMENTS` on this host, with more in the environment."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), *options]
-    with all_cores():
-        return finish([*command, *map(str, arguments)], timeout, clean_environment() | dict(environment))
+    return finish([*command, *map(str, arguments)], timeout, clean_environment() | dict(environment))
 
 
 def clean_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -65,16 +63,6 @@ def finish(command: Sequence[str], timeout: float, environment: Mapping[str, str
         command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL
     )
     return Finished(process.returncode, process.stdout, process.stderr, time.monotonic() - started)
-
-
-@contextmanager
-def all_cores() -> Iterator[None]:
-    """No other worker of these tests (pytest-xdist) has several ranks inside of such a `with` block at the same time.
-
-    Ranks wait for each other by asking again and again: two jobs at once take many times as long as one after the other.
-    """
-    with locked("ranks", fcntl.LOCK_EX):
-        yield
 
 
 @contextmanager

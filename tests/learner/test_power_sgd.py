@@ -69,7 +69,8 @@ def on_jobs(size: int, work: Callable[[Job], Any], **keys: Any) -> list[Any]:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_sum_of_low_rank_arrives_whole_and_in_few_bytes(size: int) -> None:
-    left, right = torch.randn(ROWS, 2), torch.randn(2, COLUMNS)
+    generator = torch.Generator().manual_seed(size)
+    left, right = torch.randn(ROWS, 2, generator=generator), torch.randn(2, COLUMNS, generator=generator)
 
     def work(job: Job) -> tuple[torch.Tensor, list[tuple[str, int]]]:
         assert isinstance(job.comm, ThreadCommunicator)

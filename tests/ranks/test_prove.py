@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from inside import nothing_changes
-from launching import TOY, Finished, all_cores
+from launching import TOY, Finished
 
 import hvdtrain.cli
 
@@ -26,7 +26,7 @@ def prove(corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Pr
         if TOY in configs:
             keys = {"corpus": corpus, "model": tmp_path / "exp" / "model", "starts_fast": True, **keys}
         overrides = [word for name, value in keys.items() for word in (f"++{name}", str(value))]
-        with all_cores(), nothing_changes():
+        with nothing_changes():
             os.environ.update(AS_ROOT)
             status = hvdtrain.cli.main(["prove", *map(str, configs), *options.split(), *overrides])
         out, err = capfd.readouterr()

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import TOY, launch, torchrun
 from trainings import Results, ResultsOf, Run, Trained, assert_same, trains
 
 RANKS = 3
@@ -162,11 +161,3 @@ def test_a_sharded_training_goes_on_with_any_number_of_ranks(trained: Trained) -
     one, other = (torch.load(model.with_name("model.003.opt.pt"), weights_only=True) for model in models)
     assert one["optimizer"]["state"].keys() == other["optimizer"]["state"].keys()
     assert one["optimizer"]["param_groups"] == other["optimizer"]["param_groups"]
-
-
-@pytest.mark.parametrize("transport", ["use_horovod", "torch_distributed"])
-def test_collectives(tmp_path: Path, transport: str) -> None:
-    arguments = [str(TOY.parent / "collectives.py"), transport, str(tmp_path)]
-    finished = launch(arguments, RANKS) if transport == "use_horovod" else torchrun(arguments, RANKS)
-    assert finished.status == 0, finished.err
-    assert sorted(path.name for path in tmp_path.glob("*.ok")) == ["0.ok", "1.ok", "2.ok"]

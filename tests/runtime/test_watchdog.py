@@ -1,5 +1,6 @@
 """The watchdog ends a process that hangs, and lets one go on that comes back."""
 
+import re
 import signal
 import subprocess
 import sys
@@ -34,7 +35,7 @@ with watchdog.Watchdog(None, 3) as dog:
     assert ended.returncode == 1
     assert ended.stdout == "hangs\n"
     # 20 times 0.1 s; it looks every second, and waits three for the reports of others
-    assert "rank 3: no progress for 3 s (watchdog_timeout) in step 3; its threads:" in ended.stderr
+    assert re.search(r"rank 3: no progress for \d s \(watchdog_timeout\) in step 3; its threads:", ended.stderr)
     assert 'File "<string>"' in ended.stderr
 
 
@@ -46,7 +47,7 @@ with watchdog.Watchdog(1.0, 0) as dog:
     time.sleep(30)
 """)
     assert ended.returncode == 1
-    assert "rank 0: no progress for 1 s (watchdog_timeout) in step 0" in ended.stderr
+    assert re.search(r"rank 0: no progress for \d s \(watchdog_timeout\) in step 0", ended.stderr)
 
 
 def test_who_comes_back_while_the_warning_runs_goes_on() -> None:
@@ -58,7 +59,7 @@ with watchdog.Watchdog(1.0, 1) as dog:
 print("done")
 """)
     assert (ended.returncode, ended.stdout) == (0, "done\n")
-    assert "rank 1: no progress for 1 s" in ended.stderr
+    assert re.search(r"rank 1: no progress for \d s", ended.stderr)
     assert "rank 1: makes progress again, in step" in ended.stderr
 
 

@@ -11,7 +11,7 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
-from launching import ROOT, TOY, Finished, all_cores, launch
+from launching import ROOT, TOY, Finished, launch
 
 from hvdtrain.errors import ConfigError
 from hvdtrain.submit.__main__ import main
@@ -153,8 +153,7 @@ def test_the_plain_script_trains(corpus: Path, tmp_path: Path) -> None:
         *["++corpus", corpus, "++model", tmp_path / "model", "++starts_fast", "1", *HOROVOD],
     )
     assert written.out == f"wrote {tmp_path}/job.sh\n"
-    with all_cores():
-        done = subprocess.run(["bash", tmp_path / "job.sh"], env=OF_A_USER, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(["bash", tmp_path / "job.sh"], env=OF_A_USER, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "0 problems" in done.stdout
     assert "hvdtrain 0.1.0, torch: 2 ranks, 2 on" in done.stdout
@@ -167,12 +166,11 @@ def test_the_plain_script_stops_with_a_checkpoint(corpus: Path, tmp_path: Path) 
         *[TOY, "--scheduler", "mpi", "--tasks-per-node", "2", "--out", tmp_path / "job.sh"],
         *["++corpus", corpus, "++model", tmp_path / "model", "++num_epochs", "4000", "++starts_fast", "1", *HOROVOD],
     )
-    with all_cores():
-        script = subprocess.Popen(["bash", tmp_path / "job.sh"], env=OF_A_USER, stderr=subprocess.PIPE, text=True)
-        deadline = time.monotonic() + 100
-        while not (tmp_path / "scores.jsonl").exists() and time.monotonic() < deadline:
-            time.sleep(0.1)
-        script.terminate()
-        _, err = script.communicate(timeout=60)
+    script = subprocess.Popen(["bash", tmp_path / "job.sh"], env=OF_A_USER, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 100
+    while not (tmp_path / "scores.jsonl").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    script.terminate()
+    _, err = script.communicate(timeout=60)
     assert script.returncode == 75, err
     assert "stopped by SIGUSR1 in epoch" in err

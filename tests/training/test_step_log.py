@@ -7,9 +7,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from launching import FAST, TOY, all_cores, hvdtrain
+from launching import FAST, TOY, hvdtrain
 from terminal import Terminal, screen
-from trainings import Run, Trained, trains
 
 from hvdtrain.runtime.log import LogKeys
 from hvdtrain.runtime.progress_bar import Terminal as DrawnOn
@@ -52,11 +51,10 @@ def test_a_bar_and_what_is_told_above_it(corpus: Path, tmp_path: Path) -> None:
 def test_under_mpirun(corpus: Path, tmp_path: Path) -> None:
     """Open MPI gives every rank a terminal of its own, whatever its own output goes to."""
     arguments = training(corpus, tmp_path, use_horovod=True)
-    with all_cores():
-        terminal = Terminal(tmp_path, arguments, launcher=MPIRUN, environment=AS_ROOT, columns=60)
-        terminal.read_until(r"\repoch 1: ")
-        terminal.resize(50)
-        assert terminal.read_to_end() == 0, terminal.text
+    terminal = Terminal(tmp_path, arguments, launcher=MPIRUN, environment=AS_ROOT, columns=60)
+    terminal.read_until(r"\repoch 1: ")
+    terminal.resize(50)
+    assert terminal.read_to_end() == 0, terminal.text
     bars = [bar.rstrip() for bar in re.findall(r"\r(epoch 1: [^\r\n]*)", terminal.text)]
     assert len(bars) >= 5, terminal.text
     assert all(len(bar) <= 59 for bar in bars)
@@ -225,28 +223,3 @@ def test_targets_and_their_verbosities() -> None:
     assert LogKeys(log=["a.log", "|cat"], log_verbosity=[5]).targets == {"a.log": 5, "|cat": 3, "stdout": 3}
     assert LogKeys(log=["stdout", "a.log"], log_verbosity=[4, 5]).targets == {"stdout": 4, "a.log": 5}
     assert LogKeys(log_verbosity=[1, 2]).problems() == ["log_verbosity: expected at most one number for each of stdout, got 2"]
-
-
-RUN = Run("torch", "horovod", 2)
-
-
-@trains(RUN)
-def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
-    log = [str(folder / "logs" / "train.log"), f"|cat > {folder}/piped; echo done >> {folder}/piped", "|true"]
-    return {"logged": {"log": log, "log_verbosity": [5, 4, 2]}, "another": {}}
-
-
-def test_files_of_every_rank_and_a_command(trained: Trained) -> None:
-    made = trained(trainings, RUN)
-    made.needed("another.out-0")  # whose beginning ends the former one's commands
-    tmp_path = made.folder
-    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["train.horovod-0-2.log", "train.horovod-1-2.log"]
-    of_rank_0, of_rank_1 = [(tmp_path / "logs" / f"train.horovod-{rank}-2.log").read_text() for rank in range(2)]
-    assert len(re.findall(r"^train epoch 1, step \d+, ", of_rank_0, flags=re.M)) == 20
-    assert "train epoch 1, finished after 20 steps" in of_rank_1
-    piped = (tmp_path / "piped").read_text().splitlines()
-    assert "model: 155 parameters" in piped
-    assert not any(" step " in line and "sec/step" in line for line in piped)
-    assert piped[-2:] == ["Finished training in epoch 1.", "done"]
-    assert "model: 155 parameters" not in made.out("logged"), "stdout is not in the list, and has 3"
-    assert "train epoch 1, finished after 20 steps" in made.out("logged")

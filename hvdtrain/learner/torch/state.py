@@ -195,7 +195,8 @@ class TorchState:
                 f"{file}: expected the state of {own} for this model, got another: {error} {NEW_OPTIMIZER}"
             ) from None
         # load_state_dict takes the groups of the file as they are, those of another class included.
-        missing = [name for name in self._optimizer.defaults if any(name not in group for group in self._optimizer.param_groups)]
+        defaults = getattr(self._optimizer, "defaults", {})  # which a class of the user's own may lack
+        missing = [name for name in defaults if any(name not in group for group in self._optimizer.param_groups)]
         if missing:
             raise CheckpointError(
                 f"{file}: expected the state of the optimizer {own}, got that of another, which has no {', '.join(missing)} "

@@ -111,8 +111,6 @@ def hvdtrain(
 def takes_a_process(config: Path, overrides: Mapping[str, object]) -> bool:
     """Whether a training kills its process, sends it signals, connects it with others, or changes it for good."""
     keys = {key for key, value in overrides.items() if value not in (None, False)}
-    if overrides.get("backend") == "tensorflow":
-        return True
     if keys & {"fault", "use_horovod", "torch_distributed", "ngpu", "torch_compile"}:
         return True
     return config.exists() and 'backend = "tensorflow"' in config.read_text()

@@ -79,7 +79,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     @cache
     def shares_trainings(file: str) -> bool:
         path = config.rootpath / file
-        return uses_tensorflow(path) or "@trains(" in path.read_text(encoding="utf-8")
+        return path.name.startswith("test_tensorflow") or "@trains(" in path.read_text(encoding="utf-8")
 
     @cache
     def starts_ranks(file: str) -> bool:
@@ -108,13 +108,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """RETURNN, which some tests call, switches TensorFlow to the behaviour of its version 1 for the rest of the process: tests
     that need version 2 come first.
     """
-    items.sort(key=lambda item: not uses_tensorflow(item.path))
-
-
-@cache
-def uses_tensorflow(path: Path) -> bool:
-    """Whether the tests of a file compute with TensorFlow in their own process."""
-    return path.name.startswith("test_tensorflow") or 'import_module("tensorflow")' in path.read_text(encoding="utf-8")
+    items.sort(key=lambda item: not item.path.name.startswith("test_tensorflow"))
 
 
 STARTERS = {launch, torchrun, hvdtrain, subprocess.run, subprocess.Popen, Terminal, Trained.__call__}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import fsum
 from pathlib import Path
@@ -151,7 +151,7 @@ def train(settings: Settings, task: Task, name: str, accumulated: Record | None 
         pace = replace(pace, ends_early=lambda _: None)
         rates = open_rates(settings, comm.size)
         if accumulated is not None:
-            pace, rates = _accumulating(pace, accumulated.size), _given(accumulated.rates)
+            pace, rates = _accumulating(pace, accumulated.size), given(accumulated.rates, lambda: recorder.updates)
         fresh = Progress(session.progress.step, session.progress.epoch, list(session.progress.history))
         opened = replace(session, feeds=[feed], saver=Unsaved(), progress=fresh)
         Engine(opened, rates, pace, [], recorder, recorder.note).run()
@@ -178,14 +178,21 @@ def _accumulating(pace: Pace, size: int) -> Pace:
     return replace(pace, rounds_per_update=lambda epoch, complete, step: size * own(epoch, complete, step // size))
 
 
-def _given(rates: Sequence[float]) -> Rates:
-    """The learning rates of the updates, as they come; the engine asks for the first one also before the first step."""
-    left = iter([*rates[:1], *rates])
-    return Rates(lambda epoch, history: rates[0], lambda step, complete, epoch_rate: next(left, rates[-1]))
+def given(rates: Sequence[float], updates: Callable[[], int]) -> Rates:
+    """These learning rates, one for each update, however often the engine asks.
+
+    Args:
+        updates: returns the number of updates done so far.
+    """
+    return Rates(lambda epoch, history: rates[0], lambda step, complete, epoch_rate: rates[min(updates(), len(rates) - 1)])
 
 
 class Recorder(StepLog):
-    """Writes down what an engine does, as its log of steps, its trace, and the learner's observer."""
+    """Writes down what an engine does, as its log of steps, its trace, and the learner's observer.
+
+    Attributes:
+        updates: the number of updates done so far.
+    """
 
     def __init__(self, session: Session) -> None:
         super().__init__()
@@ -197,18 +204,18 @@ class Recorder(StepLog):
         self._weights: dict[str, list[Array]] = {}
         self._gradients: dict[str, list[Array]] = {}
         self._elements: dict[str, int] = {}
-        self._updates = 0
+        self.updates = 0
         self._weighed = -1  # the number of updates after which the weights were last written down
 
     def note(self, epoch: int, step: int, indices: Array) -> None:
         """The engine is about to take a step: the weights are those after the updates before it."""
-        if self._session.comm.rank == 0 and self._weighed < self._updates:
-            self._weighed = self._updates
+        if self._session.comm.rank == 0 and self._weighed < self.updates:
+            self._weighed = self.updates
             self._add(self._session.learner.state.named_parameters(), self._weights)
 
     def gradients_of(self, gradients: Iterable[tuple[str, Array]]) -> None:
         """The learner is about to apply reduced gradients."""
-        self._updates += 1
+        self.updates += 1
         self._add(gradients, self._gradients)
 
     def step(self, report: StepReport) -> None:
@@ -216,7 +223,7 @@ class Recorder(StepLog):
         self._step_losses.append({name: (fsum(totals), fsum(counts)) for name, (totals, counts) in scores.items()})
         self._data.append(0 if report.batch is None else checksum(report.batch))
         self._num_sequences.append(0 if report.batch is None else len(report.batch.indices))
-        if len(self._rates) < self._updates and report.learning_rate is not None:
+        if len(self._rates) < self.updates and report.learning_rate is not None:
             self._rates.append(report.learning_rate)
 
     def record(self, steps_of: int) -> Record:

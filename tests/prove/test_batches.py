@@ -5,7 +5,7 @@ import pytest
 
 from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.errors import DataError
-from hvdtrain.prove.training import GlobalBatches, first_steps
+from hvdtrain.prove.training import GlobalBatches, first_steps, given
 
 ORDER = numpy.random.default_rng(0).permutation(40).astype(numpy.int64)
 PLAN = Plan(ORDER, numpy.array([0, 3, 5, 11, 12, 20, 21, 30, 34, 40]))
@@ -44,3 +44,12 @@ def test_batches_are_read_as_they_were_written(tmp_path) -> None:
     read = GlobalBatches.load(tmp_path / "batches.npz")
     assert (read.ranks, read.steps) == (2, 3)
     assert read.plan.fingerprint() == batches.plan.fingerprint()
+
+
+def test_each_update_has_its_learning_rate_however_often_the_engine_asks() -> None:
+    updates = 0
+    rates = given([0.1, 0.2, 0.3], lambda: updates)
+    asked = []
+    for updates in range(4):
+        asked += [rates.of_step(updates, 0.0, rates.of_epoch(1, [])) for _ in range(2)]
+    assert asked == [0.1, 0.1, 0.2, 0.2, 0.3, 0.3, 0.3, 0.3]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -53,6 +54,9 @@ commands (python -m hvdtrain COMMAND --help; write ./NAME for a config with such
 """
 
 
+SECONDS_FOR_RANK_0 = 5.0
+"""How long the other ranks wait for rank 0 to print a mistake in the config. Launchers end them sooner."""
+
 INTERRUPTED = "interrupted; the same command goes on after the last checkpoint"
 
 
@@ -75,7 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
     hint = did_you_mean(given[0], COMMANDS) if given else ""
     if hint and not Path(given[0]).exists():
         problem = f"{given[0]}: expected a command or a config file, got neither{hint}"
-        return _fail(problem, launch.launch().rank, status=2, everywhere=True)
+        return _refuse(problem)
     return run_config(arguments)
 
 
@@ -96,9 +100,9 @@ def run_config(arguments: list[str]) -> int:
         if own := local.processes(settings.launch, launch.launch()):
             return local.run(own, arguments, launch.environment())
     except LaunchError as error:
-        return _fail(str(error), rank, status=2, everywhere=error.on_every_rank)
-    except ConfigError as error:  # the ranks are not connected yet, but all of them find the same problems
-        return _fail(str(error), rank, status=2, everywhere=True)
+        return _refuse(str(error)) if error.on_every_rank else _fail(str(error), rank, status=2, everywhere=False)
+    except ConfigError as error:
+        return _refuse(str(error))
     return exit_status(lambda: run_task(settings))
 
 
@@ -152,6 +156,17 @@ def _section_lines(section: type) -> list[str]:
     for key in declared(section):
         lines += [f"    {key.name}", f"        {key.doc}", f"        ({describe(key)})"]
     return lines
+
+
+def _refuse(message: str) -> int:
+    """Print what is wrong, and return the exit status. The ranks are not connected yet, but all of them find the same problems.
+
+    The other ranks leave rank 0 time to print: a launcher ends all ranks when the first one exits, and rank 0 may be late.
+    """
+    rank = launch.launch().rank
+    if rank != 0:
+        time.sleep(SECONDS_FOR_RANK_0)
+    return _fail(message, rank, status=2, everywhere=True)
 
 
 def _fail(message: str, rank: int, status: int, everywhere: bool) -> int:

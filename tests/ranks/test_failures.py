@@ -64,7 +64,9 @@ def test_a_mistake_that_all_ranks_see_is_told_once(corpus: Path, tmp_path: Path)
     assert finished.status == 2
     assert finished.err.count(f"{tmp_path}/broken.hdf: expected a whole HDF5 file") == 1
     assert "Traceback" not in finished.err
-    finished = hvdtrain(TOY, {**common, "learning_rat": 1}, ranks=2)
+    late = tmp_path / "late.py"
+    late.write_text('import os, time\ntime.sleep(1.5 * (os.environ["OMPI_COMM_WORLD_RANK"] == "0"))\n' + TOY.read_text())
+    finished = hvdtrain(late, {**common, "learning_rat": 1}, ranks=2)  # mpirun ends rank 0 if the other one exits before it
     assert finished.status == 2
     assert finished.err.count("learning_rat: unknown key in the command line (did you mean learning_rate?)") == 1
 

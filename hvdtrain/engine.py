@@ -131,7 +131,7 @@ class Engine:
         say(4, f"start epoch {epoch} global train step {progress.step} with effective learning rate {effective:.6g} ...")
 
         if not current.trained:
-            self._train_epoch(plan, current, epoch_rate)
+            self._train_epoch(plan, current, epoch_rate, effective)
         scores = {f"train_loss_{name}": mean for name, mean in current.scores.means().items()}
         scores |= self._evaluate(current)
 
@@ -160,8 +160,12 @@ class Engine:
         for reporter in self._reporters:
             reporter.epoch(report)
 
-    def _train_epoch(self, plan: Plan, current: EpochProgress, epoch_rate: float) -> None:
-        """Collective. The steps of an epoch that are not done yet. Afterwards `current` has the scores of all ranks."""
+    def _train_epoch(self, plan: Plan, current: EpochProgress, epoch_rate: float, first_rate: float) -> None:
+        """Collective. The steps of an epoch that are not done yet. Afterwards `current` has the scores of all ranks.
+
+        Args:
+            first_rate: the effective learning rate with which the epoch begins, or goes on.
+        """
         progress = self._progress
         share = self._train.share(plan, current.position)
         counts = self._agree_on_rounds(plan, len(share), current)
@@ -178,7 +182,7 @@ class Engine:
 
         self._step_log.begin(current.epoch, None, rounds, current.elapsed + time.perf_counter() - self._counted_until)
         self._learner.begin_epoch(current.epoch, progress.step)
-        self._session.reducer.begin_epoch(self._learner.state, self._epoch_start(current, rounds, next_group_size(), epoch_rate))
+        self._session.reducer.begin_epoch(self._learner.state, self._epoch_start(current, rounds, next_group_size(), first_rate))
         with self._train.read(share, current.epoch, self._learner.staging) as batches:
             for group in groups(rounds, next_group_size):  # the steps of one update
                 for done in group:
@@ -202,10 +206,9 @@ class Engine:
         self._count(current)
         current.trained = True
 
-    def _epoch_start(self, current: EpochProgress, rounds: int, group_size: int, epoch_rate: float) -> EpochStart:
+    def _epoch_start(self, current: EpochProgress, rounds: int, group_size: int, rate: float) -> EpochStart:
         """What the reducer may know of an epoch of which `rounds` steps are left."""
         done = self._progress.step - current.first_step
-        rate = self._rates.of_step(self._progress.step, current.epoch - 1.0, epoch_rate)
         return EpochStart(current.epoch, self._progress.step, -(-(done + rounds) // group_size), rate, goes_on=done > 0)
 
     def _evaluate(self, current: EpochProgress) -> dict[str, float]:

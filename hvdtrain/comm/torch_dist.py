@@ -161,9 +161,9 @@ class TorchCommunicator:
         support bfloat16.
         """
         flat = tensors[0].reshape(-1) if len(tensors) == 1 else torch.cat([tensor.reshape(-1) for tensor in tensors])
-        if flat.dtype == torch.float32 and narrow is not None:
-            return flat.to(getattr(torch, narrow))
-        return flat.float() if flat.dtype == torch.bfloat16 and not (flat.is_cuda and self._has_nccl) else flat
+        if flat.dtype == torch.bfloat16 and not (flat.is_cuda and self._has_nccl):
+            return flat.float()
+        return _narrowed(flat, narrow)
 
     def broadcast(self, tensors: Sequence[Tensor], *, name: str) -> list[Tensor]:
         # Broadcast bytes, so that every dtype works.
@@ -185,7 +185,7 @@ class TorchCommunicator:
             with _peer_failures():
                 torch.distributed.all_gather(counts, count, group=self._group)
             lengths = [int(length) for length in counts]
-        sent = tensor.to(getattr(torch, narrow)) if tensor.dtype == torch.float32 and narrow is not None else tensor
+        sent = _narrowed(tensor, narrow)
         if any(length != lengths[0] for length in lengths):
             sent = sent.new_zeros(max(lengths), *tensor.shape[1:])  # all_gather needs the same shape on every rank
             sent[: len(tensor)] = tensor
@@ -212,6 +212,11 @@ class TorchCommunicator:
         for comm in (self, *self._channels):
             comm._group = None
         torch.distributed.destroy_process_group()
+
+
+def _narrowed(tensor: Tensor, narrow: Narrow | None) -> Tensor:
+    """A float32 tensor in the type that it travels in; others are not changed."""
+    return tensor.to(getattr(torch, narrow)) if tensor.dtype == torch.float32 and narrow is not None else tensor
 
 
 def _backend(wanted: str | None) -> str:

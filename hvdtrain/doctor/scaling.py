@@ -64,7 +64,7 @@ def predicted(comm: Communicator, settings: Settings, placements: Sequence[Place
         step = max(_warm_up(learner, largest[0]) for learner in learners)
         count = int(SECONDS / (TURNS * len(learners) * max(step, 1e-4)))
         count = comm.gather(min(MOST, max(FEWEST, count), plan.num_batches), name="doctor.count")[0]
-        chosen = _spread(costs, count)
+        chosen = spread(costs, count)
         read, reading = _read(feed, plan, chosen)
         reading = statistics.fmean(comm.gather(reading, name="doctor.reading")) / max(1, int(costs[chosen].sum()))
         seconds = _step_seconds(comm, learners, read)
@@ -133,8 +133,13 @@ def _work(settings: Settings, feed: Feed, plan: Plan, ranks: int) -> Work:
     return Work(_costs(feed, plan), feed.num_sequences(plan))
 
 
-def _spread(costs: Array, count: int) -> list[int]:
-    """Batches at equal distances from the smallest to the largest."""
+def spread(costs: Array, count: int) -> list[int]:
+    """The numbers of N batches at equal distances from the smallest to the largest; of all, if there are not so many.
+
+    >>> spread(numpy.array([5, 1, 3, 2]), 2), spread(numpy.array([2, 1]), 9)
+    ([3, 0], [1, 0])
+    """
+    count = min(count, len(costs))
     by_cost = numpy.argsort(costs, kind="stable")
     return [int(by_cost[int((number + 0.5) * len(by_cost) / count)]) for number in range(count)]
 

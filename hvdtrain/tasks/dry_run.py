@@ -21,7 +21,7 @@ from hvdtrain.data.files.sizes import size_text
 from hvdtrain.data.plan.bounds import rearranged
 from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.data.types import Array
-from hvdtrain.doctor.scaling import predicted
+from hvdtrain.doctor.scaling import predicted, spread
 from hvdtrain.engine import Engine, Pace
 from hvdtrain.errors import ConfigError
 from hvdtrain.run import announce, gather_hosts, is_done, open_pace, open_rates, open_trackers
@@ -268,9 +268,7 @@ class Rounds:
 
     def spread(self, count: int) -> list[int]:
         """Rounds at equal distances from the smallest to the largest, at random places of the epoch."""
-        by_cost = numpy.argsort(self.costs[: self._num_full], kind="stable")
-        count = min(count, len(by_cost))
-        return [int(by_cost[int((number + 0.5) * len(by_cost) / count)]) for number in range(count)]
+        return spread(self.costs[: self._num_full], count)
 
     def only(self, rounds: Sequence[int]) -> Plan:
         """The plan of an epoch of some full rounds, in this order."""

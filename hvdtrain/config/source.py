@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import builtins
 import json
 import re
@@ -54,6 +55,21 @@ def split_overrides(arguments: list[str]) -> tuple[list[str], list[str]]:
     """
     first = next((number for number, argument in enumerate(arguments) if argument.startswith("++")), len(arguments))
     return arguments[:first], arguments[first:]
+
+
+def command_parser(name: str, description: str, epilog: str, usage: str | None = None) -> argparse.ArgumentParser:
+    """A parser for the options of the command `hvdtrain NAME`. The texts are printed with their own line breaks.
+
+    Args:
+        usage: None: made from the options.
+    """
+    return argparse.ArgumentParser(
+        prog=f"hvdtrain {name}",
+        usage=usage,
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
 
 
 LOCAL_RANK = re.compile(r"--local[-_]rank=\d+")

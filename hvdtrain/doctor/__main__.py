@@ -11,7 +11,7 @@ from dataclasses import asdict
 
 from hvdtrain.comm import launch
 from hvdtrain.comm.base import Communicator
-from hvdtrain.config.source import parse_command_line, split_overrides
+from hvdtrain.config.source import command_parser, parse_command_line, split_overrides
 from hvdtrain.doctor.exchange import check_share, check_speed, measure_share, measure_speed
 from hvdtrain.doctor.findings import (
     Finding,
@@ -80,13 +80,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="hvdtrain doctor",
-        usage=USAGE,
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("doctor", DESCRIPTION, EPILOG, USAGE)
     parser.add_argument("configs", metavar="CONFIG", nargs="*", help="the config of the training")
     parser.add_argument("--hosts", default="", help="other hosts, such as h1,h2: check them over ssh, and compare")
     parser.add_argument("--strict", action="store_true", help="exit with 1 if there are warnings")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from typing import Any
 import numpy
 
 from hvdtrain.comm.mpi import Alone
+from hvdtrain.config.source import command_parser
 from hvdtrain.data.hdf.compression import NAMES as COMPRESSIONS
 from hvdtrain.data.hdf.dataset import open_hdf
 from hvdtrain.data.sources import parse
@@ -56,12 +56,7 @@ class Report:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; return its exit status."""
-    parser = argparse.ArgumentParser(
-        prog="hvdtrain check",
-        description="Tell what is in HDF files, whether they are sound, and how fast they read.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("check", "Tell what is in HDF files, whether they are sound, and how fast they read.", EPILOG)
     parser.add_argument("files", metavar="FILE", nargs="+", type=Path)
     parser.add_argument("--all", action="store_true", help="check the values of all sequences, not of a sample")
     parser.add_argument("--seconds", type=float, default=1.0, help="how long to measure the speed (default 1); 0: do not measure")

@@ -21,7 +21,7 @@ import numpy
 
 from hvdtrain.comm.mpi import Alone, Crashed, Peers, agreed, open_peers
 from hvdtrain.config.reference import is_reference
-from hvdtrain.config.source import load, parse_command_line, split_overrides
+from hvdtrain.config.source import command_parser, load, parse_command_line, split_overrides
 from hvdtrain.data.dataset import Dataset, Item, as_dataset, as_source
 from hvdtrain.data.hdf.compression import NAMES as COMPRESSIONS
 from hvdtrain.data.hdf.dataset import open_hdf
@@ -93,9 +93,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="hvdtrain dump", description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("dump", DESCRIPTION, EPILOG)
     add = parser.add_argument
     add("source", metavar="SOURCE", help="a config, a dataset dict, HDF files, or 'module:name' of your own")
     add("out", metavar="OUT.hdf", type=Path, help="the file to write")

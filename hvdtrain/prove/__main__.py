@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hvdtrain.cli import exit_status
 from hvdtrain.comm import launch
-from hvdtrain.config.source import parse_command_line, split_overrides
+from hvdtrain.config.source import command_parser, parse_command_line, split_overrides
 from hvdtrain.errors import ConfigError, HvdtrainError
 from hvdtrain.prove.causes import Case
 from hvdtrain.prove.compare import compare
@@ -84,13 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="hvdtrain prove",
-        usage=USAGE,
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("prove", DESCRIPTION, EPILOG, USAGE)
     add = parser.add_argument
     add("configs", metavar="CONFIG", nargs="+", help="the config of the training")
     add("--ranks", default="1,2,3", help="numbers of ranks (default 1,2,3); the first is the measure of the others")

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from hvdtrain.config.source import parse_command_line, split_overrides
+from hvdtrain.config.source import command_parser, parse_command_line, split_overrides
 from hvdtrain.errors import ConfigError, HvdtrainError
 from hvdtrain.settings import Settings, read_settings
 from hvdtrain.submit.job import Job, choose_launcher, seconds_of
@@ -142,13 +142,7 @@ def submit(script: str, command: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="hvdtrain submit",
-        usage=USAGE,
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("submit", DESCRIPTION, EPILOG, USAGE)
     add = parser.add_argument
     add("configs", metavar="CONFIG", nargs="+", help="the config of the training")
     add("--scheduler", choices=sorted(WRITERS), required=True, help="the scheduler; mpi: none, only mpirun and ssh")

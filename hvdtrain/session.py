@@ -29,6 +29,7 @@ from hvdtrain.data.feed import Feed
 from hvdtrain.data.files.copies import Copies, CopyFolder, copy_files
 from hvdtrain.data.files.sizes import parse_size, parse_sizes, size_text
 from hvdtrain.data.files.unchanged import Unchanged
+from hvdtrain.data.formats.items import unwatched
 from hvdtrain.data.plan.chunks import cut, keys_of
 from hvdtrain.data.plan.epoch import BatchKeys
 from hvdtrain.data.plan.selection import listed
@@ -39,6 +40,7 @@ from hvdtrain.learner.frameworks import FRAMEWORKS, BuildOptions
 from hvdtrain.learner.reducer import Reducer
 from hvdtrain.runtime.interrupt import Interrupt
 from hvdtrain.runtime.log import SCREEN, open_log, say
+from hvdtrain.runtime.progress_bar import watched
 from hvdtrain.runtime.timer import Timer
 from hvdtrain.runtime.watchdog import Watchdog
 from hvdtrain.settings import Settings
@@ -254,6 +256,7 @@ def open_some(
     memory = host_memory() if any(size != 0 for size in sizes) else None
     host = Budget(None if memory is None else int(MEMORY_SHARE * memory) // comm.local_size)
     budgets = {"train": sizes[0], "dev": sizes[1]}
+    processes = launch.cores() if launch.is_bound() else max(1, launch.cores() // comm.local_size)
 
     def feed(spec: DatasetSpec) -> Feed:
         training = spec is settings.train
@@ -262,7 +265,7 @@ def open_some(
         batch_keys = batch_keys.of_training() if training else batch_keys.of_evaluation()
         budget = Budget(budgets.get(spec.name, sizes[2]), within=host)
         files = Unchanged(copies.get(path, path) if path in part.copied else path for part in spec.all() for path in part.files)
-        dataset = open_dataset(spec, OpeningContext(budget, copies))
+        dataset = open_dataset(spec, OpeningContext(budget, copies, processes, watched if comm.rank == 0 else unwatched))
         if not any(lengths.any() for lengths in dataset.lengths.values()):
             raise DataError(f"{spec.name}: expected frames, got {dataset.num_sequences} sequences, all of length 0")
         return Feed(

@@ -205,6 +205,13 @@ def as_dataset(opened: Any) -> Dataset | None:
     return ForeignDataset(opened) if all(hasattr(opened, name) for name in required) else None
 
 
+def is_map_style(value: Any) -> bool:
+    """Whether a value is a map-style dataset: it has a length and gives item i. A dict and a text are not."""
+    if isinstance(value, (str, bytes, Mapping, type)):
+        return False
+    return hasattr(type(value), "__len__") and hasattr(type(value), "__getitem__")
+
+
 def as_source(where: str, opened: Any) -> SequenceSource:
     """What a config's class or function returned, as a source to convert. Raises: DataError, if it cannot be iterated over.
 

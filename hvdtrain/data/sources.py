@@ -6,14 +6,16 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
+from os import PathLike
 from typing import Any
 
 from hvdtrain.config.check import build, closest, did_you_mean, unknown_options
 from hvdtrain.config.keys import REQUIRED, Rule, Section, declared, key, parsed_by
 from hvdtrain.config.reference import is_reference, resolve
 from hvdtrain.data.combine.cache import Budget, with_cache
-from hvdtrain.data.dataset import Dataset, DatasetKeys, as_dataset
+from hvdtrain.data.dataset import Dataset, DatasetKeys, as_dataset, is_map_style
 from hvdtrain.data.files.sizes import parse_sizes
+from hvdtrain.data.formats.items import ItemsDataset, Watch, unwatched
 from hvdtrain.data.kinds import BY_RETURNN, INSTEAD, KINDS, OWN, Kind
 from hvdtrain.data.plan.order import OrderKeys, is_order, non_default
 from hvdtrain.errors import ConfigError, DataError
@@ -101,10 +103,14 @@ class OpeningContext:
     Attributes:
         budget: the memory for cached sequences.
         copies: by name of a data file, that of its copy on a local disk.
+        processes: how many processes may be started to read all of a dataset while it is opened.
+        watch: draws a progress bar while that is done.
     """
 
     budget: Budget = field(default_factory=lambda: Budget(0))
     copies: Mapping[str, str] = field(default_factory=dict)
+    processes: int = 1
+    watch: Watch = unwatched
 
 
 def parse(name: str, value: Any, defaults: Mapping[str, Any]) -> tuple[DatasetSpec | None, list[str]]:
@@ -112,15 +118,19 @@ def parse(name: str, value: Any, defaults: Mapping[str, Any]) -> tuple[DatasetSp
 
     Args:
         name: the config key, for messages.
-        value: a dict with 'class', HDF file names (a list, or a string with commas), or a function that returns one of these.
+        value: a dict with 'class', HDF file names (a list, or a string with commas), a dataset that the config has made, or a
+            function that returns one of these.
         defaults: order keys that the dict may override.
 
     Returns:
         The dataset, or None and the problems.
     """
-    if callable(value) and not isinstance(value, type):
+    if callable(value) and not isinstance(value, type) and not is_made(value):
         value = value()
-    if isinstance(value, str) and not is_reference(value):
+    if is_made(value):
+        made = value
+        value = {"class": lambda: made}
+    elif isinstance(value, str) and not is_reference(value):
         value = [part.strip() for part in value.split(",")]
     if isinstance(value, (list, tuple)):
         value = {"class": "HDFDataset", "files": list(value)}
@@ -149,6 +159,13 @@ def parse(name: str, value: Any, defaults: Mapping[str, Any]) -> tuple[DatasetSp
     return DatasetSpec(name, lambda context=None: _call(name, kind, options), order), []
 
 
+def is_made(value: Any) -> bool:
+    """Whether a value of a config is a dataset itself, and not a description of one such as a dict or a list of files."""
+    if isinstance(value, (list, tuple)) and all(isinstance(each, (str, PathLike)) for each in value):
+        return False
+    return is_map_style(value) or isinstance(value, Dataset)
+
+
 def open_dataset(spec: DatasetSpec, context: OpeningContext | None = None) -> Dataset:
     """Open a dataset to train or evaluate on, with a cache if the context has memory for one.
 
@@ -158,10 +175,13 @@ def open_dataset(spec: DatasetSpec, context: OpeningContext | None = None) -> Da
     context = context or OpeningContext()
     opened = spec.open(context)
     dataset = as_dataset(opened)
+    if dataset is None and is_map_style(opened):
+        dataset = ItemsDataset(spec.name, opened, context.processes, context.watch)
     if dataset is None:
         raise DataError(
-            f"{spec.name}: expected a dataset that knows the lengths of its sequences, got {type(opened).__name__} "
-            "(convert it once with hvdtrain dump and train on the HDF file)"
+            f"{spec.name}: expected a dataset that knows the lengths of its sequences, or has __len__ and __getitem__, got "
+            f"{type(opened).__name__} (convert it once with hvdtrain dump and train on the HDF file; in place of a DataLoader, "
+            "give its dataset)"
         )
     if dataset.num_sequences == 0:
         where = f"none in {', '.join(spec.files[:3])}" if spec.files else "an empty dataset"

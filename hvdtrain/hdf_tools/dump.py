@@ -22,7 +22,8 @@ import numpy
 from hvdtrain.comm.mpi import Alone, Crashed, Peers, agreed, open_peers
 from hvdtrain.config.reference import is_reference
 from hvdtrain.config.source import command_parser, load, parse_command_line, split_overrides
-from hvdtrain.data.dataset import Dataset, Item, as_dataset, as_source
+from hvdtrain.data.dataset import Dataset, Item, as_dataset, as_source, is_map_style
+from hvdtrain.data.formats.items import ItemsDataset
 from hvdtrain.data.hdf.compression import NAMES as COMPRESSIONS
 from hvdtrain.data.hdf.dataset import open_hdf
 from hvdtrain.data.hdf.writer import HDFWriter
@@ -178,6 +179,8 @@ def open_source(spec: DatasetSpec, epoch: int) -> Source:
     """Open a dataset in the order of its keys, or a source to convert in its own order. Raises: DataError."""
     opened = spec.open()
     dataset = as_dataset(opened)
+    if dataset is None and is_map_style(opened) and not isinstance(opened, Sequence):
+        dataset = ItemsDataset(spec.name, opened)
     if dataset is not None:
         labels = {name: stream.labels for name, stream in dataset.streams.items() if stream.labels}
         # RETURNN writes 1 if it does not know the dimension.

@@ -1,0 +1,238 @@
+"""Map-style datasets: lists, torch datasets, and whatever else has a length and gives item i."""
+
+import re
+import textwrap
+from collections import namedtuple
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from launching import ROOT
+
+from hvdtrain.config.source import load
+from hvdtrain.data.dataset import Dataset
+from hvdtrain.data.formats import items as counting
+from hvdtrain.data.formats.items import ItemsDataset
+from hvdtrain.data.sources import OpeningContext, open_dataset, parse
+from hvdtrain.errors import DataError
+
+
+def opened(value: Any, processes: int = 1) -> Dataset:
+    spec, problems = parse("train", value, {"seq_ordering": "random"})
+    assert spec is not None, problems
+    return open_dataset(spec, OpeningContext(processes=processes))
+
+
+FRAMES = numpy.arange(6, dtype=numpy.float32).reshape(3, 2)
+Pair = namedtuple("Pair", ["data", "classes"])
+
+
+@dataclass
+class Utterance:
+    data: Any
+    classes: Any
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        {"data": FRAMES, "classes": 2},
+        {"data": torch.tensor(FRAMES), "classes": torch.tensor(2)},
+        (FRAMES, numpy.array([2])),
+        (FRAMES.tolist(), 2),
+        Pair(FRAMES, [2]),
+        Utterance(FRAMES, numpy.int64(2)),
+        ("seq-0", {"data": FRAMES, "classes": 2}),
+        {"seq_tag": "seq-0", "data": FRAMES, "classes": 2},
+    ],
+    ids=lambda item: type(item).__name__,
+)
+def test_an_item_may_have_many_forms(item: Any) -> None:
+    dataset = opened([item])
+    assert dataset.num_sequences == 1
+    assert dataset.streams["data"].shape == (2,)
+    assert dataset.streams["data"].dtype == numpy.float32
+    assert not dataset.streams["data"].sparse
+    assert dataset.streams["classes"].sparse
+    assert dataset.streams["classes"].dim == 3
+    assert dataset.streams["classes"].dtype == numpy.int64
+    batch = dataset.batch(numpy.array([0]))
+    assert batch.data["data"].values.tolist() == [FRAMES.tolist()]
+    assert batch.data["classes"].values.tolist() == [[2]]
+    assert dataset.tags([0]) == ["seq-0"]
+
+
+def test_an_array_is_the_data_and_the_rest_of_the_types_are_kept() -> None:
+    arrays = [numpy.zeros((length, 4, 3), numpy.float16) for length in (2, 5, 0)]
+    dataset = opened(arrays)
+    assert dataset.lengths["data"].tolist() == [2, 5, 0]
+    assert dataset.streams["data"].shape == (4, 3)
+    assert dataset.streams["data"].dtype == numpy.float16
+    assert dataset.batch(numpy.array([2, 0])).data["data"].values.shape == (2, 2, 4, 3)
+
+
+class Words(torch.utils.data.Dataset):
+    """Class indices of random lengths; counts how often items are read."""
+
+    def __init__(self, size: int = 1000) -> None:
+        generator = numpy.random.default_rng(0)
+        self.words = [generator.integers(0, 30, length) for length in generator.integers(0, 9, size)]
+        self.read = 0
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        self.read += 1
+        return {"data": torch.tensor(self.words[index]), "rest": index % 3, "seq_tag": f"word {index}"}
+
+
+class Measured(Words):
+    """With lengths and the number of classes."""
+
+    dims = {"data": 40}
+    labels = {"rest": ["a", "b", "c", "d"]}
+
+    def lengths(self) -> list[int]:
+        return [len(word) for word in self.words]
+
+
+def test_lengths_are_counted_by_one_process_or_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = Words()
+    expected = [len(word) for word in words.words]
+    alone = opened({"class": Words})
+    monkeypatch.setattr(counting, "SECONDS_ALONE", -1.0)
+    monkeypatch.setattr(counting, "BLOCK", 7)
+    together = opened(words, processes=2)
+    assert words.read < 20, "the others read the rest"
+    for dataset in (alone, together):
+        assert dataset.lengths["data"].tolist() == expected
+        assert dataset.lengths["rest"].tolist() == [1] * 1000
+        assert dataset.streams["data"].dim == 30
+        assert dataset.tags([3]) == ["word 3"]
+
+
+def test_lengths_that_are_given_are_not_counted() -> None:
+    measured = Measured()
+    dataset = opened(measured)
+    assert measured.read == 1
+    assert dataset.lengths["data"].tolist() == measured.lengths()
+    assert dataset.lengths["rest"].tolist() == [1] * 1000
+    assert dataset.streams["data"].dim == 40
+    assert dataset.streams["rest"].labels == ("a", "b", "c", "d")
+    assert dataset.streams["rest"].dim == 4
+
+
+class Changing:
+    """The lengths of items are others when they are read again."""
+
+    def __init__(self, **attributes: Any) -> None:
+        self.read = 0
+        self.__dict__ |= attributes
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> Any:
+        self.read += 1
+        return numpy.zeros(self.read, numpy.float32)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ([], "train: expected at least one sequence, got an empty dataset"),
+        (
+            [(FRAMES, 1, 2)],
+            "train, item 0: expected a dict, a NamedTuple, a dataclass or a tuple (data, classes), got a tuple of 3",
+        ),
+        ([{}], "train, item 0: expected arrays by data key, got none"),
+        (
+            [{"data": FRAMES, "text": "some words"}],
+            "train, item 0, 'text': expected numbers, got str 'some words' (of a text, give class indices; the name of a "
+            "sequence belongs into the entry 'seq_tag')",
+        ),
+        ([{"data": FRAMES}, {"dato": FRAMES}], "train, item 1: expected the data keys data, got the data keys dato"),
+        ([[[1, 2], [3]]], "train, item 0, 'data': expected an array, got list"),
+        (
+            [FRAMES, FRAMES[:, :1]],
+            "train, item 1, 'data': expected float32 frames of shape (2,) as in item 0, got float32 of shape (1,)",
+        ),
+        ([[1, 2], [1.5]], "train, item 1, 'data': expected int64 frames of shape () as in item 0, got float32 of shape ()"),
+        (
+            [numpy.array([1], numpy.int8), numpy.array([300])],
+            "train, item 1, 'data': expected numbers that int8 holds, as in item 0, got int64 from 300 to 300",
+        ),
+        (
+            [torch.zeros(2, requires_grad=True)],
+            "train, item 0, 'data': expected an array, got Tensor: Can't call numpy() on Tensor",
+        ),
+        (Changing(lengths=[1, 2]), "train: expected 3 lengths of 'data', none below 0, got an array of shape (2,)"),
+        (Changing(lengths=[1.5, 2, 3]), "train: expected whole numbers in lengths of 'data', got:"),
+    ],
+)
+def test_what_is_wrong_is_told(value: Any, message: str) -> None:
+    if value == []:
+        value = Words(0)
+    with pytest.raises(DataError) as caught:
+        opened(value)
+    assert message in str(caught.value)
+
+
+def test_lengths_that_change_are_told() -> None:
+    dataset = ItemsDataset("dev", Changing())
+    with pytest.raises(
+        DataError, match=re.escape("dev: expected 3 frames of 'data' in item 1, as when lengths were counted or given, got 5")
+    ):
+        dataset.sequence(1)
+
+
+def test_a_loader_and_a_generator_are_refused_with_advice() -> None:
+    loader = torch.utils.data.DataLoader(Words())
+    for value in ({"class": lambda: loader}, {"class": lambda: iter([FRAMES])}):
+        with pytest.raises(DataError, match="in place of a DataLoader, give its dataset"):
+            opened(value)
+
+
+def test_an_error_of_the_dataset_names_the_item() -> None:
+    class Broken(Words):
+        def __getitem__(self, index: int) -> Any:
+            return super().__getitem__(index) if index < 5 else self.words[1000]
+
+    with pytest.raises(IndexError) as caught:
+        opened(Broken())
+    assert caught.value.__notes__ == ["(in item 5 of train)"]
+
+
+EXAMPLES = re.findall(
+    r"((?:^    .*\n|^\n)+)",
+    (ROOT / "docs" / "datasets.md").read_text().partition("## Items of your own")[2].partition("\n## ")[0],
+    flags=re.MULTILINE,
+)
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_the_examples_of_the_document(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    example = [text for text in EXAMPLES if "train" in text][number]
+    for index in range(3):
+        numpy.save(tmp_path / f"{index}.npy", numpy.zeros((index + 1, 40), numpy.float32))
+    if "datasets" in example:
+        datasets = pytest.importorskip("datasets")
+        rows = {"letters": [[1, 2, 3], [4]], "sounds": [[5], [6, 7]], "word": ["abc", "d"]}
+        datasets.Dataset.from_dict(rows).save_to_disk(tmp_path / "saved")
+    config = tmp_path / "config.py"
+    config.write_text(textwrap.dedent(example))
+    source = load([config], {}, {})
+    dataset = opened(source.values["train"])
+    assert set(dataset.batch(numpy.array([0, 1])).data) == {"data", "classes"}
+    assert dataset.num_sequences >= 2
+
+
+def test_lists_of_files_are_files_as_before() -> None:
+    spec, _ = parse("train", ["a.hdf", "b.hdf"], {})
+    assert spec is not None
+    assert spec.files == ("a.hdf", "b.hdf")

@@ -22,29 +22,40 @@ MODULE_NAME = "__hvdtrain_config__"
 
 
 def parse_command_line(arguments: list[str]) -> tuple[list[Path], dict[str, str]]:
-    """Parse config files followed by `++key value` pairs. Raises: ConfigError.
+    """Parse config files followed by `++key value` pairs, or `++key=value`. Raises: ConfigError.
 
-    >>> parse_command_line(["config.py", "++max_seqs", "128", "++train.seq_ordering", "random"])
+    >>> parse_command_line(["config.py", "++max_seqs", "128", "++train.seq_ordering=random"])
     ([PosixPath('config.py')], {'max_seqs': '128', 'train.seq_ordering': 'random'})
     """
     files = []
     rest = without_local_rank(arguments)
-    while rest and not rest[0].startswith(("+", "-")):
+    while rest and not rest[0].startswith(("+", "-")) and not _is_assignment(rest[0]):
         files.append(Path(rest.pop(0)))
     problems = [] if files else ["command line: expected a config file first, got none (python -m hvdtrain --help)"]
     overrides = {}
     while rest:
-        name = rest.pop(0)
+        word = rest.pop(0)
+        name, assigned, value = word.partition("=")
         if not name.startswith("++") or len(name) == 2:
-            problems.append(f"command line: expected ++KEY VALUE, got {name!r} (python -m hvdtrain --help)")
-        elif not rest or (rest[0].startswith("++") and not rest[0].startswith("+++")):
-            problems.append(f"command line: expected a value after {name}, got {'the next key' if rest else 'nothing'}")
-        else:
+            value = value if assigned or not rest or rest[0].startswith(("+", "-")) else rest.pop(0)
+            meant = name.lstrip("-+")
+            hint = f"did you mean ++{meant} {value or 'VALUE'}?" if meant else "python -m hvdtrain --help"
+            problems.append(f"command line: expected ++KEY VALUE, got {word!r} ({hint})")
+            continue
+        if not assigned:
+            if not rest or (rest[0].startswith("++") and not rest[0].startswith("+++")):
+                problems.append(f"command line: expected a value after {name}, got {'the next key' if rest else 'nothing'}")
+                continue
             value = rest.pop(0)
-            overrides[name[2:]] = value.removeprefix("+") if value.startswith("+-") else value
+        overrides[name[2:]] = value.removeprefix("+") if value.startswith("+-") else value
     if problems:
         raise ConfigError(problems)
     return files, overrides
+
+
+def _is_assignment(word: str) -> bool:
+    """Whether a word is meant as KEY=VALUE, and not as a file."""
+    return "=" in word and not Path(word).exists()
 
 
 def split_overrides(arguments: list[str]) -> tuple[list[str], list[str]]:

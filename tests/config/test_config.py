@@ -237,10 +237,15 @@ def test_other_names_of_returnn_for_a_key(tmp_path: Path) -> None:
 
 
 def test_the_command_line_is_files_and_then_pairs() -> None:
-    assert parse_command_line(["a.py", "b.json", "++x", "1", "++y", "+-2", "++z.w", "-3"]) == (
+    assert parse_command_line(["a.py", "b.json", "++x", "1", "++y", "+-2", "++z.w", "-3", "++f=a=b", "++e=", "++n=-1"]) == (
         [Path("a.py"), Path("b.json")],
-        {"x": "1", "y": "-2", "z.w": "-3"},
+        {"x": "1", "y": "-2", "z.w": "-3", "f": "a=b", "e": "", "n": "-1"},
     )
+
+
+def test_a_config_may_have_an_equals_sign_in_its_name(tmp_path: Path) -> None:
+    (tmp_path / "rate=1.py").touch()
+    assert parse_command_line([str(tmp_path / "rate=1.py"), "++x", "1"]) == ([tmp_path / "rate=1.py"], {"x": "1"})
 
 
 @pytest.mark.parametrize(
@@ -249,13 +254,17 @@ def test_the_command_line_is_files_and_then_pairs() -> None:
         ([], ["command line: expected a config file first, got none (python -m hvdtrain --help)"]),
         (["a.py", "++x"], ["command line: expected a value after ++x, got nothing"]),
         (["a.py", "++x", "++y", "1"], ["command line: expected a value after ++x, got the next key"]),
+        (["a.py", "-x", "1"], ["command line: expected ++KEY VALUE, got '-x' (did you mean ++x 1?)"]),
         (
-            ["a.py", "-x", "1"],
-            [f"command line: expected ++KEY VALUE, got {word!r} (python -m hvdtrain --help)" for word in ("-x", "1")],
+            ["a.py", "--max_seqs", "++y", "1"],
+            ["command line: expected ++KEY VALUE, got '--max_seqs' (did you mean ++max_seqs VALUE?)"],
         ),
+        (["a.py", "--x=1"], ["command line: expected ++KEY VALUE, got '--x=1' (did you mean ++x 1?)"]),
+        (["a.py", "x=1", "++y=2"], ["command line: expected ++KEY VALUE, got 'x=1' (did you mean ++x 1?)"]),
+        (["a.py", "+x=1"], ["command line: expected ++KEY VALUE, got '+x=1' (did you mean ++x 1?)"]),
         (
             ["a.py", "++", "b.py"],
-            [f"command line: expected ++KEY VALUE, got {word!r} (python -m hvdtrain --help)" for word in ("++", "b.py")],
+            ["command line: expected ++KEY VALUE, got '++' (python -m hvdtrain --help)"],
         ),
     ],
 )

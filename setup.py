@@ -16,7 +16,7 @@ setup(
     long_description_content_type="text/markdown",
     license="MIT",
     packages=find_packages(include=["hvdtrain", "hvdtrain.*"]),
-    package_data={"hvdtrain": ["py.typed", "doctor/horovod.cmake"]},
+    package_data={"hvdtrain": ["py.typed", "doctor/horovod.cmake", "init/*.txt"]},
     python_requires=">=3.11",
     # The core. Everything heavier is asked for by name and imported only when it is needed.
     install_requires=["numpy>=1.26", "h5py>=3.10", "tqdm>=4.66"],

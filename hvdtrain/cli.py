@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from hvdtrain.settings import Settings
 
 COMMANDS = {
+    "init": ("write a commented config to start from", "hvdtrain.init.__main__"),
     "dump": ("convert a dataset into an HDF file", "hvdtrain.hdf_tools.dump"),
     "check": ("tell whether HDF files are sound and how fast they read; repack slow ones", "hvdtrain.hdf_tools.check"),
     "doctor": ("check packages, MPI, network, hosts, config and data before training", "hvdtrain.doctor.__main__"),
@@ -41,7 +42,8 @@ usage: python -m hvdtrain CONFIG [CONFIG ...] [++KEY VALUE ...]
 
 Train as the config says, from the last checkpoint on, or do another task (++task eval, forward, search, cleanup_old_models).
 CONFIG is a Python file (every name it defines is a key or the author's own) or a JSON file; of several, later ones win.
-++KEY VALUE wins over all; ++train.seq_ordering random reaches into a dict. Values are Python literals, true, false, or text.
+++KEY VALUE, or ++KEY=VALUE, wins over all; ++train.seq_ordering random reaches into a dict. Values are Python literals, true,
+false, or text.
 
 options:
   -h, --help       this text and all keys

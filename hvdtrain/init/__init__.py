@@ -1,0 +1,1 @@
+"""`hvdtrain init`: a commented config to start from."""

@@ -1,0 +1,53 @@
+"""The command line of `hvdtrain init`: write a commented config to start from."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from hvdtrain.config.source import command_parser
+from hvdtrain.errors import DataError, HvdtrainError
+
+TEMPLATES = {
+    "torch": "PyTorch, with data that the config makes up (default)",
+    "tensorflow": "the same with TensorFlow and Keras",
+    "hdf": "PyTorch, with data from HDF files",
+    "returnn": "PyTorch, as RETURNN's users write it",
+}
+DESCRIPTION = "Write a commented config to start from. It trains as it is, but for --hdf, which needs your files."
+EPILOG = "then: python -m hvdtrain CONFIG"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; return its exit status."""
+    parser = command_parser("init", DESCRIPTION, EPILOG)
+    parser.add_argument("config", metavar="CONFIG", type=Path, help="the file to write, such as my_config.py")
+    kinds = parser.add_mutually_exclusive_group()
+    for name, help in TEMPLATES.items():
+        kinds.add_argument(f"--{name}", dest="template", action="store_const", const=name, help=help)
+    options = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
+    template = options.template or "torch"
+    try:
+        write(options.config, template)
+    except HvdtrainError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(f"{options.config}: a config for {template}; change it to your data and model")
+    print(f"python -m hvdtrain {options.config}{'' if template != 'hdf' else '   # once its files are there'}")
+    return 0
+
+
+def write(config: Path, template: str) -> None:
+    """Write the config. Raises: DataError: it exists, or cannot be written."""
+    text = Path(__file__).with_name(f"{template}.txt").read_text(encoding="utf-8")
+    try:
+        with config.open("x", encoding="utf-8") as file:
+            file.write(text.replace("CONFIG", config.name))
+    except FileExistsError:
+        raise DataError(f"{config}: expected the name of a new file, got one that exists") from None
+    except OSError as error:
+        raise DataError(f"{config}: expected a file that can be written, got: {error.strerror}") from None
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

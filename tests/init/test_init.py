@@ -1,0 +1,46 @@
+"""`hvdtrain init`: every config that it writes trains as it is."""
+
+import json
+from pathlib import Path
+
+import numpy
+import pytest
+from launching import hvdtrain
+
+from hvdtrain.data.hdf.writer import HDFWriter
+from hvdtrain.init.__main__ import TEMPLATES, main
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_config_trains_as_it_is(template: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "mine.py"
+    assert main([str(config), f"--{template}"]) == 0
+    assert f"python -m hvdtrain {config}" in capsys.readouterr().out
+    assert "python -m hvdtrain mine.py " in config.read_text()
+    assert "CONFIG" not in config.read_text()
+    overrides: dict[str, object] = {"model": tmp_path / "model", "num_epochs": 2}
+    if template == "hdf":
+        overrides |= {"train.files": tmp_path / "train.hdf", "dev.files": tmp_path / "train.hdf", "batch_size": 100}
+        generator = numpy.random.default_rng(0)
+        with HDFWriter(tmp_path / "train.hdf", dims={"classes": 100}) as writer:
+            for number in range(20):
+                classes = generator.integers(0, 5, 10)
+                frames = numpy.eye(40, dtype=numpy.float32)[classes]
+                writer.add(f"seq-{number}", {"data": frames, "classes": classes.astype(numpy.int32)})
+    finished = hvdtrain(config, overrides)
+    assert finished.status == 0, finished.err
+    first, last = (json.loads(line)["scores"] for line in (tmp_path / "scores.jsonl").read_text().splitlines())
+    assert last["dev_loss_ce"] < first["dev_loss_ce"]
+
+
+def test_no_file_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.py").write_text("mine")
+    assert main([str(tmp_path / "mine.py")]) == 2
+    assert main([str(tmp_path / "nowhere" / "mine.py")]) == 2
+    printed = capsys.readouterr()
+    assert printed.err == (
+        f"{tmp_path}/mine.py: expected the name of a new file, got one that exists\n"
+        f"{tmp_path}/nowhere/mine.py: expected a file that can be written, got: No such file or directory\n"
+    )
+    assert printed.out == ""
+    assert (tmp_path / "mine.py").read_text() == "mine"

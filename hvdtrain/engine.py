@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from hvdtrain.checkpoint.progress import EpochProgress
+from hvdtrain.data.describe import naming
 from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.data.types import Batch
 from hvdtrain.errors import CheckpointError, DataError, HvdtrainError
@@ -187,7 +188,7 @@ class Engine:
             for group in groups(rounds, next_group_size):  # the steps of one update
                 for done in group:
                     batch = self._next(batches, current)
-                    with self._timer.span("compute"):
+                    with self._timer.span("compute"), naming(batch):
                         self._learner.backward(batch, "update" if done == group[-1] else "accumulate")
                         if done == group[-1]:
                             rate = self._rates.of_step(progress.step, epoch_continuous(), epoch_rate)

@@ -1,8 +1,10 @@
-"""The lines of the log that describe datasets and batches before training starts."""
+"""Describing data: lines of the log about datasets and batches before training starts, and the batch in which an error occurs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy
 
@@ -13,6 +15,8 @@ from hvdtrain.data.files.sizes import size_text
 from hvdtrain.data.plan.bounds import too_long
 from hvdtrain.data.plan.epoch import BatchKeys
 from hvdtrain.data.plan.selection import select_by_length
+from hvdtrain.data.types import Batch
+from hvdtrain.errors import HvdtrainError
 
 Line = tuple[int, str]
 """The `log_verbosity` from which on a line is shown, and the line."""
@@ -113,3 +117,38 @@ def batch_lines(keys: BatchKeys, epoch: int, size: int) -> list[Line]:
             (2, f"balance_ranks: {group} is not a multiple of the {size} ranks: some steps mix batches of different size")
         )
     return lines
+
+
+FEW_TAGS = 5
+"""How many sequences of a batch are named."""
+
+WANTS_LONG = re.compile(r"\bLong\b|not implemented for '(Int|Short|Char|Byte)'")
+"""What PyTorch says of class indices that are not int64."""
+
+
+@contextmanager
+def naming(batch: Batch | None) -> Iterator[None]:
+    """Around what the config's functions compute: an exception's traceback ends with a description of the batch."""
+    try:
+        yield
+    except HvdtrainError:
+        raise
+    except Exception as error:
+        if batch is not None:
+            error.add_note(batch_text(batch))
+            if WANTS_LONG.search(str(error)) and any(each.values.dtype.kind in "iu" for each in batch.data.values()):
+                error.add_note(
+                    "class indices have the type of the dataset: PyTorch's losses require int64, as in raw_tensor.long()"
+                )
+        raise
+
+
+def batch_text(batch: Batch) -> str:
+    """Type, shape and lengths of every data key, and some of the tags."""
+    parts = [
+        f"{key} {each.values.dtype} {each.values.shape}, seq_lens {each.seq_lens.min()} to {each.seq_lens.max()}"
+        for key, each in batch.data.items()
+    ]
+    tags = [] if batch.seq_tags is None else batch.seq_tags()
+    more = [f"{len(tags) - FEW_TAGS} more"] if len(tags) > FEW_TAGS else []
+    return f"in this batch: {'; '.join(parts)}; sequences: {', '.join([*tags[:FEW_TAGS], *more])}"

@@ -303,4 +303,6 @@ def _call(name: str, kind: Any, options: dict[str, Any]) -> Any:
     try:
         return made(**options)
     except TypeError as error:
-        raise ConfigError([f"{name}: {error} (the dict's entries are passed to {kind} as arguments)"]) from error
+        hints = [did_you_mean(option, _ORDER_NAMES) for option in options if f"argument '{option}'" in str(error)]
+        passed_on = f" (the dict's entries are passed to {kind} as arguments)"
+        raise ConfigError([f"{name}: {error}{''.join(hints) or passed_on}"]) from error

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from hvdtrain.comm.base import Communicator, together
 from hvdtrain.data.dataset import Dataset
+from hvdtrain.data.describe import naming
 from hvdtrain.data.feed import Feed
 from hvdtrain.errors import TrainingError
 from hvdtrain.learner.base import Learner, NotFinite
@@ -39,7 +40,8 @@ def evaluate(
             watchdog.beat(f"epoch {epoch}, evaluation of {feed.name}, batch {number - 1}", "evaluation")
             batch = next(batches, None)
             if batch is not None:
-                learner.evaluate(batch)
+                with naming(batch):
+                    learner.evaluate(batch)
             step_log.step(StepReport(number, number / steps, None, batch, tally))
             after_step()
     step_log.end()

@@ -11,6 +11,7 @@ from typing import Any
 from hvdtrain.comm.base import Communicator, together
 from hvdtrain.config.keys import Section, key
 from hvdtrain.config.reference import as_function
+from hvdtrain.data.describe import naming
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError, DataError
@@ -79,7 +80,9 @@ def forward(
         with feed.read(share, epoch, learner.staging) as batches:
             for number, batch in enumerate(batches):
                 watchdog.beat(f"forwarding {feed.name}, batch {number}", "steps")
-                for index, outputs in zip(batch.indices.tolist(), learner.forward(batch), strict=True):
+                with naming(batch):
+                    by_sequence = learner.forward(batch)
+                for index, outputs in zip(batch.indices.tolist(), by_sequence, strict=True):
                     spool.add(index, outputs)
         spool.close()
         spools = comm.gather((spool.path, spool.places), name="spools")

@@ -1,0 +1,44 @@
+"""The batch in which the config's functions raise."""
+
+import traceback
+
+import numpy
+import pytest
+import torch
+
+from hvdtrain.data.describe import naming
+from hvdtrain.data.types import Batch, Padded
+from hvdtrain.errors import ConfigError
+
+DATA = {
+    "data": Padded(numpy.zeros((7, 9, 2), numpy.float32), numpy.array([9, 3, 4, 5, 6, 7, 8], numpy.int32)),
+    "classes": Padded(numpy.zeros((7, 2), numpy.int8), numpy.array([1, 2, 1, 1, 1, 1, 1], numpy.int32)),
+}
+BATCH = Batch(DATA, numpy.arange(7), lambda: [f"seq-{number}" for number in range(7)])
+TEXT = (
+    "in this batch: data float32 (7, 9, 2), seq_lens 3 to 9; classes int8 (7, 2), seq_lens 1 to 2; "
+    "sequences: seq-0, seq-1, seq-2, seq-3, seq-4, 2 more"
+)
+
+
+def test_the_traceback_ends_with_the_batch() -> None:
+    with pytest.raises(ValueError, match="broken") as caught, naming(BATCH):
+        raise ValueError("broken")
+    assert "".join(traceback.format_exception(caught.value)).endswith(f"ValueError: broken\n{TEXT}\n")
+
+
+def test_class_indices_of_another_type_are_told() -> None:
+    scores, targets = torch.zeros(7, 3), torch.tensor(DATA["classes"].values[:, 0])
+    with pytest.raises(RuntimeError) as caught, naming(BATCH):
+        torch.nn.functional.cross_entropy(scores, targets)
+    hint = "class indices have the type of the dataset: PyTorch's losses require int64, as in raw_tensor.long()"
+    assert caught.value.__notes__ == [TEXT, hint]
+
+
+def test_a_message_for_users_stays_as_it_is() -> None:
+    with pytest.raises(ConfigError) as caught, naming(BATCH):
+        raise ConfigError(["train_step: expected another name"])
+    assert not hasattr(caught.value, "__notes__")
+    with pytest.raises(ValueError, match="no batch") as other, naming(None):
+        raise ValueError("no batch")
+    assert not hasattr(other.value, "__notes__")

@@ -17,7 +17,7 @@ from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.formats import items as counting
 from hvdtrain.data.formats.items import ItemsDataset
 from hvdtrain.data.sources import OpeningContext, open_dataset, parse
-from hvdtrain.errors import DataError
+from hvdtrain.errors import ConfigError, DataError
 
 
 def opened(value: Any, processes: int = 1) -> Dataset:
@@ -236,3 +236,10 @@ def test_lists_of_files_are_files_as_before() -> None:
     spec, _ = parse("train", ["a.hdf", "b.hdf"], {})
     assert spec is not None
     assert spec.files == ("a.hdf", "b.hdf")
+
+
+def test_a_misspelt_order_key_beside_a_class_of_ones_own_has_its_hint() -> None:
+    spec, problems = parse("train", {"class": Words, "seq_orderin": "random"}, {})
+    assert spec is not None, problems
+    with pytest.raises(ConfigError, match=r"unexpected keyword argument 'seq_orderin' \(did you mean seq_ordering\?\)"):
+        open_dataset(spec)

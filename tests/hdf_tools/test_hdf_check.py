@@ -140,6 +140,18 @@ def test_a_sample_is_looked_at_unless_all_is_asked_for(tmp_path: Path) -> None:
     ]
 
 
+def test_chunks_that_were_never_written(tmp_path: Path) -> None:
+    """Opening a file looks at some of many chunks only."""
+    with HDFWriter(tmp_path / "file.hdf") as writer:
+        for number in range(3000):
+            writer.add(str(number), {"data": numpy.ones((1, 1), numpy.float32)})
+    with h5py.File(tmp_path / "file.hdf", "r+") as file:
+        del file["inputs"]
+        stored = file.create_dataset("inputs", (3000, 1), "f4", chunks=(1, 1), compression="lzf")
+        stored[:1001] = stored[1003:] = 1
+    assert "/inputs: 2 of its chunks were never written: they are read as zeros" in warnings(tmp_path / "file.hdf")
+
+
 def test_tags_that_stand_twice(tmp_path: Path) -> None:
     path = store(write(tmp_path / "file.hdf"), "seqTags", data=numpy.array(["ü", "b", "ü", "b"], object))
     assert warnings(path)[0] == "2 tags occur more than once, such as 'ü', 'b': they do not identify a sequence"

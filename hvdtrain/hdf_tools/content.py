@@ -13,6 +13,7 @@ import numpy
 
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.hdf.compression import FILTERS, filters_of
+from hvdtrain.data.hdf.writer import UNKNOWN_DIM
 from hvdtrain.data.types import Array
 from hvdtrain.errors import DataError
 
@@ -208,8 +209,7 @@ def check_values(path: Path, dataset: Dataset, everything: bool) -> tuple[list[s
         dim = dataset.streams[key].dim
         if found is not None and not 0 <= found[0] <= found[1] < dim:
             message = f"{path}: expected classes from 0 to {dim - 1} for {key!r}, got {found[0]} to {found[1]}"
-            # Writers that do not know the dimension write 1; a copy gets the largest class plus one.
-            (warnings if dim == 1 else problems).append(message)
+            (warnings if dim == UNKNOWN_DIM else problems).append(message)
     for stored in storage(path).values():
         if stored.unwritten:
             warnings.append(f"{stored.name}: {stored.unwritten} of its chunks were never written: they are read as zeros")

@@ -1,5 +1,7 @@
 #!/usr/bin/env python3
-"""Time and memory to open a file with many sequences, each time in a new process.
+"""Time and memory to open a file with many sequences, each time in a new process; and the time to identify the data.
+
+What identifies the data of a training is stored in its checkpoints. It is computed once per start, on rank 0.
 
 The files have `/seqLengths`, `/seqTags` (20 bytes) and frames that are never written, as opening does not read them. Each file is
 opened `--rounds` times; the first time, the lengths may be read from the disk.
@@ -21,6 +23,7 @@ from measuring import machine
 OPEN = """
 import json, resource, sys, time
 from hvdtrain.data.hdf.dataset import open_hdf
+from hvdtrain.data.identity import Part, identify
 
 def resident():
     with open("/proc/self/statm") as file:
@@ -30,7 +33,10 @@ before, began, began_processor = resident(), time.perf_counter(), time.process_t
 dataset = open_hdf([sys.argv[1]])
 seconds, processor = time.perf_counter() - began, time.process_time() - began_processor
 grown = (resident() - before) / dataset.num_sequences / len(dataset.streams)
-print(json.dumps([seconds, processor, grown, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024]))
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+began = time.perf_counter()
+identify([Part("train", dataset, (sys.argv[1],))])
+print(json.dumps([seconds, processor, grown, peak, time.perf_counter() - began]))
 """
 
 
@@ -44,18 +50,22 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="number of times that each file is opened (5)")
     options = parser.parse_args()
     print(machine())
-    print("| sequences | keys | seconds: first time | median | CPU seconds | bytes per sequence and key | peak MB |")
-    print("|---|---|---|---|---|---|---|")
+    print(
+        "| sequences | keys | seconds: first time | median | CPU seconds | bytes per sequence and key | peak MB | "
+        "seconds to identify: first time | median |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
         for sequences in options.sequences:
             for keys in options.keys:
                 path = Path(folder) / "many.hdf"
                 write(path, sequences, keys)
                 found = [opened(path) for _ in range(options.rounds)]
-                seconds, processor = [row[0] for row in found], [row[1] for row in found]
+                seconds, processor, identified = [row[0] for row in found], [row[1] for row in found], [row[4] for row in found]
                 print(
                     f"| {sequences:,} | {keys} | {seconds[0]:.3f} | {statistics.median(seconds):.3f} | "
-                    f"{statistics.median(processor):.3f} | {found[-1][2]:.1f} | {max(row[3] for row in found):.0f} |",
+                    f"{statistics.median(processor):.3f} | {found[-1][2]:.1f} | {max(row[3] for row in found):.0f} | "
+                    f"{identified[0]:.3f} | {statistics.median(identified):.3f} |",
                     flush=True,
                 )
                 path.unlink()
@@ -86,7 +96,8 @@ def reserve(file: h5py.File, name: str, size: int, kind: Any) -> None:
 
 
 def opened(path: Path) -> list[float]:
-    """Wall time and CPU time in seconds, memory growth in bytes per sequence and key, and peak memory in MB."""
+    """Wall time and CPU time in seconds, memory growth in bytes per sequence and key, peak memory in MB, and the seconds in which
+    the data was identified."""
     root = Path(__file__).resolve().parent.parent
     done = subprocess.run([sys.executable, "-c", OPEN, str(path)], cwd=root, capture_output=True, text=True, check=True)
     found: list[float] = json.loads(done.stdout)

@@ -18,7 +18,7 @@ from hvdtrain.checkpoint.lock import only_training_of
 from hvdtrain.checkpoint.preload import constant_preloads, take_over
 from hvdtrain.checkpoint.progress import Progress
 from hvdtrain.checkpoint.saver import Saver, Saves
-from hvdtrain.checkpoint.start import load_trained, resume
+from hvdtrain.checkpoint.start import check_data, load_trained, resume
 from hvdtrain.comm import launch
 from hvdtrain.comm.base import Communicator, SingleCommunicator, run_with_heartbeat, together
 from hvdtrain.comm.current import connected
@@ -121,6 +121,8 @@ def _open(settings: Settings, purpose: Purpose, comm: Communicator, stack: ExitS
     progress = Progress()
     if purpose in ("train", "dry_run"):
         progress = resume(comm, saver, checkpoints, settings.start, settings.schedule.learning_rate_file)
+        watchdog.beat("comparing the data with that of the checkpoint")
+        check_data(comm, progress, {feed.name: feed.parts for feed in feeds}, settings.start.accept_changed_data)
     elif purpose in ("evaluate", "forward"):
         progress = load_trained(comm, saver, checkpoints, settings.start)
         learner.begin_epoch(max(1, progress.epoch), progress.step)
@@ -265,7 +267,8 @@ def open_some(
         batch_keys = batch_keys.of_training() if training else batch_keys.of_evaluation()
         budget = Budget(budgets.get(spec.name, sizes[2]), within=host)
         files = Unchanged(copies.get(path, path) if path in part.copied else path for part in spec.all() for path in part.files)
-        dataset = open_dataset(spec, OpeningContext(budget, copies, processes, watched if comm.rank == 0 else unwatched))
+        context = OpeningContext(budget, copies, processes, watched if comm.rank == 0 else unwatched)
+        dataset = open_dataset(spec, context)
         if not any(lengths.any() for lengths in dataset.lengths.values()):
             raise DataError(f"{spec.name}: expected frames, got {dataset.num_sequences} sequences, all of length 0")
         return Feed(
@@ -280,6 +283,7 @@ def open_some(
             chunks=cut(dataset.lengths, settings.chunks) if training else None,
             files=files,
             budget=budget,
+            parts=context.parts,
         )
 
     return [feed(spec) for spec in specs]

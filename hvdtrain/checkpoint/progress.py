@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from hvdtrain.data.identity import Identity
 from hvdtrain.runtime.scores import Scores
 from hvdtrain.schedule.history import EpochRecord
 
@@ -47,6 +48,7 @@ class Progress:
     history: what is known of the finished epochs, oldest first; those before an imported model are not in it.
     current: the epoch after it, if it has begun.
     report: the last finished epoch's line in scores.jsonl.
+    data: by name of a dataset, what identifies its data.
     """
 
     step: int = 0
@@ -54,6 +56,7 @@ class Progress:
     history: list[EpochRecord] = field(default_factory=list)
     current: EpochProgress | None = None
     report: dict[str, Any] | None = None
+    data: dict[str, list[Identity]] = field(default_factory=dict)
 
     def state(self) -> dict[str, Any]:
         """As plain numbers, texts, lists and dicts. `epoch` is that of the checkpoint's name: finished or current."""
@@ -64,6 +67,7 @@ class Progress:
             "history": [asdict(record) for record in self.history],
             "within": current,
             "report": self.report,
+            "data": self.data,
         }
 
     @staticmethod
@@ -78,6 +82,7 @@ class Progress:
             history=[EpochRecord(**record) for record in state.get("history") or []],
             current=current,
             report=state.get("report"),
+            data=state.get("data") or {},
         )
 
     def describe(self) -> str:

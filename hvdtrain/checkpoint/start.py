@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +13,7 @@ from hvdtrain.checkpoint.progress import Progress
 from hvdtrain.checkpoint.saver import Saver
 from hvdtrain.comm.base import Communicator, on_rank_zero
 from hvdtrain.config.keys import ALONE, Section, Sections, key, positive
+from hvdtrain.data.identity import Identity, Part, changes, identify, rewritten
 from hvdtrain.errors import CheckpointError, ConfigError
 from hvdtrain.runtime.log import say
 from hvdtrain.schedule.file import read_learning_rate_file
@@ -39,6 +41,10 @@ class StartKeys(Section):
         False,
         "continue from a checkpoint with new optimizer state, for instance after the optimizer was changed; with ema_decay, from "
         "the averaged weights. Give it on the command line, once: in the config, it holds for every start",
+    )
+    accept_changed_data: bool = key(
+        False,
+        "continue within an epoch although train is not the data that the epoch began with. Give it on the command line, once",
     )
     preload_from_files: dict[str, Any] = key(
         {},
@@ -161,6 +167,48 @@ def resume(
     if fresh:
         saver.share()
     return progress
+
+
+def check_data(comm: Communicator, progress: Progress, datasets: Mapping[str, Sequence[Part]], accept: bool) -> None:
+    """Collective. Compare the data with that of the checkpoint which the progress is of, and note what is there now.
+
+    Between epochs, other data is noted in the log; a checkpoint of before has nothing to compare with.
+
+    Args:
+        datasets: by name, the parts of each.
+        accept: continue with other data within an epoch, too.
+
+    Raises:
+        CheckpointError: training would go on within an epoch, and train is not what the epoch began with.
+        DataError: the data cannot be read.
+    """
+
+    def compare() -> tuple[dict[str, list[Identity]], bool]:
+        epoch = progress.current if progress.current is not None and not progress.current.trained else None
+        has_changed = False
+        for name, parts in datasets.items():
+            before = progress.data.get(name)
+            if before is None:
+                continue
+            found = list(changes(before, parts))
+            is_begun = epoch is not None and name == "train"
+            if found and is_begun and not accept:
+                raise CheckpointError(
+                    f"{name}: expected the data that epoch {progress.epoch + 1} began with, got {'; '.join(found)} "
+                    "(go on with that data, or with this: ++accept_changed_data 1; or remove the checkpoint within the epoch to "
+                    "repeat the epoch from its beginning)"
+                )
+            has_changed = has_changed or bool(found and is_begun)
+            if found:
+                say(2 if is_begun else 3, f"{name}: other data than in the checkpoint: {'; '.join(found)}")
+            elif files := rewritten(before, parts):
+                more = f" and {len(files) - 1} more" if len(files) > 1 else ""
+                say(4, f"{name}: {files[0]}{more}: written since the checkpoint; lengths, tags and some values are the same")
+        return {name: identify(parts) for name, parts in datasets.items() if parts}, has_changed
+
+    progress.data, has_changed = on_rank_zero(comm, compare, name="data")
+    if has_changed and progress.current is not None:
+        progress.current.fingerprints = []  # the batches may be others, too
 
 
 def load_trained(comm: Communicator, saver: Saver, checkpoints: CheckpointFolder, keys: StartKeys) -> Progress:

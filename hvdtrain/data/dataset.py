@@ -56,6 +56,9 @@ class Dataset(ABC):
     def close(self) -> None:  # noqa: B027
         """Close files and end processes. The default has none."""
 
+    def release(self) -> None:  # noqa: B027
+        """Close what is opened again when it is needed. The default has nothing."""
+
     def sequences(self, indices: Sequence[int]) -> list[dict[str, Array]]:
         """Several sequences. Override it where that is faster than one by one. Raises: DataError."""
         return [self.sequence(index) for index in indices]

@@ -10,6 +10,7 @@ from hvdtrain.data.batches import ReadAhead
 from hvdtrain.data.combine.cache import Budget
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.files.unchanged import Unchanged
+from hvdtrain.data.identity import Part
 from hvdtrain.data.plan.bounds import BLOCK
 from hvdtrain.data.plan.chunks import ChunkedDataset, Chunks
 from hvdtrain.data.plan.epoch import BatchKeys, Plan
@@ -47,6 +48,7 @@ class Feed:
         files: the files that the dataset reads, which must not change meanwhile.
         budget: the memory in which the dataset caches sequences.
         only: what to do instead of an epoch's plan; None: all of it.
+        parts: the datasets that the dataset consists of, which identify its data.
     """
 
     name: str
@@ -61,6 +63,7 @@ class Feed:
     files: Unchanged | None = None
     budget: Budget | None = None
     only: Plan | None = None
+    parts: Sequence[Part] = ()
 
     @property
     def lengths(self) -> Mapping[str, Array]:

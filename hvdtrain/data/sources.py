@@ -16,6 +16,7 @@ from hvdtrain.data.combine.cache import Budget, with_cache
 from hvdtrain.data.dataset import Dataset, DatasetKeys, as_dataset, is_map_style
 from hvdtrain.data.files.sizes import parse_sizes
 from hvdtrain.data.formats.items import ItemsDataset, Watch, unwatched
+from hvdtrain.data.identity import Part
 from hvdtrain.data.kinds import BY_RETURNN, INSTEAD, KINDS, OWN, Kind
 from hvdtrain.data.plan.order import OrderKeys, is_order, non_default
 from hvdtrain.errors import ConfigError, DataError
@@ -105,12 +106,14 @@ class OpeningContext:
         copies: by name of a data file, that of its copy on a local disk.
         processes: how many processes may be started to read all of a dataset while it is opened.
         watch: draws a progress bar while that is done.
+        parts: gets every dataset that was opened and has no other inside it.
     """
 
     budget: Budget = field(default_factory=lambda: Budget(0))
     copies: Mapping[str, str] = field(default_factory=dict)
     processes: int = 1
     watch: Watch = unwatched
+    parts: list[Part] = field(default_factory=list)
 
 
 def parse(name: str, value: Any, defaults: Mapping[str, Any]) -> tuple[DatasetSpec | None, list[str]]:
@@ -186,7 +189,10 @@ def open_dataset(spec: DatasetSpec, context: OpeningContext | None = None) -> Da
     if dataset.num_sequences == 0:
         where = f"none in {', '.join(spec.files[:3])}" if spec.files else "an empty dataset"
         raise DataError(f"{spec.name}: expected at least one sequence, got {where}")
-    return dataset if spec.datasets else with_cache(dataset, context.budget)
+    if spec.datasets:
+        return dataset
+    context.parts.append(Part(spec.name, dataset, spec.files))
+    return with_cache(dataset, context.budget)
 
 
 def _parse_kind(

@@ -13,6 +13,7 @@ import numpy
 
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.hdf.compression import FILTERS, filters_of
+from hvdtrain.data.hdf.writer import UNKNOWN_DIM
 from hvdtrain.data.types import Array
 from hvdtrain.errors import DataError
 
@@ -49,6 +50,7 @@ class Storage:
         native: whether the numbers are in the byte order of this machine.
         itemsize: size of a number in bytes.
         offset: first byte in the file, if the dataset is contiguous.
+        unwritten: the number of its chunks that are not in the file.
     """
 
     name: str
@@ -60,6 +62,7 @@ class Storage:
     native: bool
     itemsize: int
     offset: int | None
+    unwritten: int
 
     def describe(self) -> str:
         """Contiguous, or chunks and compression."""
@@ -127,6 +130,9 @@ def _datasets(file: h5py.File) -> Iterator[tuple[str, h5py.Dataset]]:
 
 
 def _storage(dataset: h5py.Dataset) -> Storage:
+    number = 0
+    if dataset.chunks is not None and not (dataset.external or dataset.is_virtual):
+        number = math.prod(math.ceil(size / chunk) for size, chunk in zip(dataset.shape, dataset.chunks, strict=True))
     return Storage(
         name=dataset.name,
         dtype="text" if dataset.dtype.kind in "OS" else dataset.dtype.str.lstrip("<|="),
@@ -137,6 +143,7 @@ def _storage(dataset: h5py.Dataset) -> Storage:
         native=bool(dataset.dtype.isnative),
         itemsize=dataset.dtype.itemsize,
         offset=dataset.id.get_offset() if dataset.chunks is None else None,
+        unwritten=number - dataset.id.get_num_chunks() if number else 0,
     )
 
 
@@ -202,8 +209,10 @@ def check_values(path: Path, dataset: Dataset, everything: bool) -> tuple[list[s
         dim = dataset.streams[key].dim
         if found is not None and not 0 <= found[0] <= found[1] < dim:
             message = f"{path}: expected classes from 0 to {dim - 1} for {key!r}, got {found[0]} to {found[1]}"
-            # Writers that do not know the dimension write 1; a copy gets the largest class plus one.
-            (warnings if dim == 1 else problems).append(message)
+            (warnings if dim == UNKNOWN_DIM else problems).append(message)
+    for stored in storage(path).values():
+        if stored.unwritten:
+            warnings.append(f"{stored.name}: {stored.unwritten} of its chunks were never written: they are read as zeros")
     for key, number in sorted(odd.items()):
         tag = dataset.tags([where[key]])[0]
         warnings.append(f"NaN or infinity for {key!r} in {number} of {len(sample)} checked sequences, the first is {tag!r}")

@@ -26,7 +26,7 @@ from hvdtrain.data.dataset import Dataset, Item, as_dataset, as_source, is_map_s
 from hvdtrain.data.formats.items import ItemsDataset
 from hvdtrain.data.hdf.compression import NAMES as COMPRESSIONS
 from hvdtrain.data.hdf.dataset import open_hdf
-from hvdtrain.data.hdf.writer import HDFWriter
+from hvdtrain.data.hdf.writer import UNKNOWN_DIM, HDFWriter
 from hvdtrain.data.plan.order import OrderKeys, full_epoch, non_default, order
 from hvdtrain.data.plan.selection import epoch_subset, listed
 from hvdtrain.data.sources import DatasetSpec, parse
@@ -183,8 +183,8 @@ def open_source(spec: DatasetSpec, epoch: int) -> Source:
         dataset = ItemsDataset(spec.name, opened)
     if dataset is not None:
         labels = {name: stream.labels for name, stream in dataset.streams.items() if stream.labels}
-        # RETURNN writes 1 if it does not know the dimension.
-        dims = {name: stream.dim for name, stream in dataset.streams.items() if stream.sparse and stream.dim > 1}
+        # As it is, also where RETURNN's SimpleHDFWriter was not told it: parts of a corpus must not get different ones.
+        dims = {name: max(UNKNOWN_DIM, stream.dim) for name, stream in dataset.streams.items() if stream.sparse}
         dataset = dataset.at_epoch(epoch)
         lengths = dataset.lengths
         listed_sequences = listed(dataset, spec.order.seq_list_filter_file)

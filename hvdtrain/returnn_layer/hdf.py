@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from hvdtrain.data.hdf.writer import HDFWriter
+from hvdtrain.data.hdf.writer import UNKNOWN_DIM, HDFWriter
 from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError
 
@@ -38,8 +38,8 @@ class SimpleHDFWriter:
             raise ConfigError(["SimpleHDFWriter: expected a file that does not exist yet, got extend_existing_file = True"])
         self._ndim = ndim if ndim is not None else 1 if dim is None else 2
         all_labels = {**({"data": labels} if labels else {}), **(extra_labels or {})}
-        extra_dims = {name: dim for name, (dim, axes, _) in (extra_type or {}).items() if axes == 1 and dim}
-        sparse = {"data": dim} if self._ndim == 1 and dim else {}
+        extra_dims = {name: dim or UNKNOWN_DIM for name, (dim, axes, _) in (extra_type or {}).items() if axes == 1}
+        sparse = {"data": dim or UNKNOWN_DIM} if self._ndim == 1 else {}
         self._writer = HDFWriter(Path(filename), labels=all_labels, dims={**sparse, **extra_dims})
         self._writer.__enter__()
         self._is_open = True

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy
+
 from hvdtrain.comm.base import Communicator, together
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.describe import naming
@@ -54,7 +56,8 @@ HEAD = (
 )
 
 FEW = 3
-"""How many of a rank's losses are named: after the first, all others tend to be broken, too."""
+"""How many of a rank's losses are named, and of the sequences that broke each: after the first, all others tend to be broken,
+too."""
 
 
 def not_finite(comm: Communicator, dataset: Dataset, found: Sequence[NotFinite], epoch: int, first_step: int) -> TrainingError:
@@ -76,8 +79,26 @@ def not_finite(comm: Communicator, dataset: Dataset, found: Sequence[NotFinite],
 
 def _line(one: NotFinite, dataset: Dataset, epoch: int, first_step: int) -> str:
     sequences = ", ".join(dataset.tags(one.indices))
-    broken = ", ".join(one.parameters) or "none, so the loss itself is the cause"
+    inputs = _broken_inputs(dataset.at_epoch(epoch), one.indices)
+    broken = ", ".join(one.parameters) or f"none, so {'its input' if inputs else 'the loss itself'} is the cause"
     return (
         f"{one.loss} = {one.value} in step {one.step - first_step} of epoch {epoch}, sequences {sequences}; "
-        f"parameters that are not finite: {broken}"
+        f"{inputs or 'its input is finite'}; parameters that are not finite: {broken}"
     )
+
+
+def _broken_inputs(dataset: Dataset, indices: Sequence[int]) -> str:
+    """Which sequences have NaN or infinity in which data key; '' if none has."""
+    found = []
+    for index in indices:
+        try:
+            arrays = dataset.sequence(index)
+        except Exception as error:  # a file that is gone, or Python of the user's: what is known is told nevertheless
+            return f"its input cannot be read again ({error})"
+        for key, values in arrays.items():
+            if values.dtype.kind in "fc" and not (finite := numpy.isfinite(values)).all():
+                frames = len(values) - int(finite.reshape(len(values), -1).all(axis=1).sum())
+                [tag] = dataset.tags([index])
+                found.append(f"{key!r} has NaN or infinity in {frames} of {len(values)} frames of {tag}")
+    more = f" and in {len(found) - FEW} more sequences" if len(found) > FEW else ""
+    return ", ".join(found[:FEW]) + more

@@ -1,8 +1,11 @@
 """Which model a training starts from, which it keeps, and when it ends; on one rank."""
 
 import json
+import shutil
 from pathlib import Path
 
+import h5py
+import numpy
 import pytest
 import torch
 from launching import TOY
@@ -210,10 +213,25 @@ def test_a_loss_that_is_no_number_ends_training_with_a_report(corpus: Path, tmp_
     with pytest.raises(TrainingError) as caught:
         run(corpus, tmp_path, fault="nan,0,1")
     assert "rank 0: ce = nan in step 1 of epoch 1, sequences seq-" in str(caught.value)
-    assert "parameters that are not finite: none, so the loss itself is the cause" in str(caught.value)
+    told = "; its input is finite; parameters that are not finite: none, so the loss itself is the cause"
+    assert str(caught.value).endswith(told)
     assert not list(tmp_path.glob("*.pt"))
     run(corpus, tmp_path, fault="nan,0,1", stop_on_nonfinite_train_score=False)
     assert stored(tmp_path, "001")["first.weight"].isnan().all()
+
+
+def test_the_input_of_a_loss_that_is_no_number(corpus: Path, tmp_path: Path) -> None:
+    shutil.copyfile(corpus / "train.hdf", tmp_path / "train.hdf")
+    with h5py.File(tmp_path / "train.hdf", "r+") as file:
+        lengths = file["seqLengths"][:, 0]
+        start = int(lengths[:17].sum())
+        file["inputs"][start, 2] = numpy.nan
+        file["inputs"][start + 1 : start + lengths[17], 1] = -numpy.inf
+    for keys in ({}, {"chunking": {"data": 3, "classes": 3, "id": 1}}):
+        with pytest.raises(TrainingError) as caught:
+            run(tmp_path, tmp_path, part="train.hdf", max_seqs=3, **keys)
+        frames = f"'data' has NaN or infinity in {lengths[17]} of {lengths[17]} frames of seq-17"
+        assert f"; {frames}; parameters that are not finite: none, so its input is the cause" in str(caught.value)
 
 
 def test_such_updates_are_left_out_on_request(corpus: Path, tmp_path: Path) -> None:

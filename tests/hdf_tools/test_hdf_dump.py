@@ -141,7 +141,19 @@ def test_hdf_files(folder: Path, tmp_path: Path) -> None:
 def test_files_by_returnn(tmp_path: Path, name: str) -> None:
     source = BY_RETURNN / f"{name}.hdf"
     assert dumped_here(tmp_path, tmp_path / "out.hdf", str(source)) == contents(source)
-    assert all(array in open_hdf([tmp_path / "out.hdf"]).how_read() for array in ("data", "memory-mapped"))
+    made, theirs = open_hdf([tmp_path / "out.hdf"]), open_hdf([source])
+    assert all(array in made.how_read() for array in ("data", "memory-mapped"))
+    assert {key: stream.dim for key, stream in made.streams.items()} == {key: one.dim for key, one in theirs.streams.items()}
+
+
+def test_a_dimension_that_is_not_known_stays_so(tmp_path: Path) -> None:
+    """Of parts of a corpus with other largest classes; classes beyond a dimension that is known are refused."""
+    for name, largest in (("train", 7), ("dev", 4)):
+        with HDFWriter(tmp_path / f"{name}.hdf", dims={"data": 1}) as writer:
+            writer.add("a", {"data": numpy.array([0, largest], numpy.int32)})
+        made = dumped_here(tmp_path, tmp_path / f"{name}.out.hdf", str(tmp_path / f"{name}.hdf"))
+        assert made == [("a", {"data": [0, largest]})]
+        assert open_hdf([tmp_path / f"{name}.out.hdf"]).streams["data"].dim == 1
 
 
 def test_function_of_the_users_own(folder: Path, tmp_path: Path) -> None:

@@ -85,6 +85,10 @@ class HDFDataset(Dataset):
         for file in self._files:
             file.close()
 
+    def release(self) -> None:
+        for file in self._files:
+            file.release()
+
     def how_read(self) -> str:
         """Which data keys are memory-mapped and which are read through h5py."""
         mapped = sorted({key for file in self._files for key in self.streams if key in file.mapped})

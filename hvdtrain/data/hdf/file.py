@@ -113,7 +113,12 @@ class HDFFile:
 
     def close(self) -> None:
         """Close the file. Views of memory-mapped data stay valid."""
+        self.release()
         self._arrays = {}
+
+    def release(self) -> None:
+        """Close h5py's file, which is opened again when it is needed; another process may then write to it."""
+        self._arrays = {key: array for key, array in self._arrays.items() if key in self.mapped}
         if self._handle is not None:
             self._handle.close()
             self._handle = None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -80,39 +82,82 @@ def member(path: Path, file: h5py.File, name: str) -> h5py.Group | h5py.Dataset:
 def dataset_in(path: Path, file: h5py.File, name: str) -> h5py.Dataset:
     """A dataset of numbers or strings with frames, labels or sequences on its first axis. Raises: DataError."""
     dataset = member(path, file, name)
+    return checked(path, name, dataset, file_size(dataset))
+
+
+def checked(path: Path, name: str, dataset: h5py.Group | h5py.Dataset, size: int) -> h5py.Dataset:
+    """The same of an object that is open.
+
+    Args:
+        size: bytes of the file that it is in.
+
+    Raises:
+        DataError: it cannot be what is read, or the file does not have the values that it claims to have.
+    """
     if not isinstance(dataset, h5py.Dataset):
         raise DataError(f"{path}: expected /{name} to be a dataset, got a group")
     if not dataset.shape:
         raise DataError(f"{path}: expected /{name} to have a first axis to count on, got a scalar")
     try:
-        kind = dataset.dtype.kind
+        dtype = dataset.dtype
     except TypeError as error:  # one of HDF5's types that numpy lacks
         raise DataError(f"{path}: expected numbers or strings in /{name}, got {error}") from None
-    if kind not in "biufc" and h5py.check_string_dtype(dataset.dtype) is None:
-        raise DataError(f"{path}: expected numbers or strings in /{name}, got dtype {dataset.dtype}")
+    if dtype.kind not in "biufc" and h5py.check_string_dtype(dtype) is None:
+        raise DataError(f"{path}: expected numbers or strings in /{name}, got dtype {dtype}")
     if 0 in dataset.shape[1:]:
         raise DataError(f"{path}: expected values in every row of /{name}, got the shape {dataset.shape}")
-    _check_stored(path, name, dataset)
+    if dataset.shape[0] and not (dataset.external or dataset.is_virtual) and not _is_stored(dataset, size):
+        raise DataError(
+            f"{path}: expected the values of /{name}, {dtype} of shape {dataset.shape}, {_claimed(dataset)} bytes, "
+            f"got only {dataset.id.get_storage_size()} bytes in {size} of the file (it was cut off or never written completely)"
+        )
     return dataset
 
 
-def _check_stored(path: Path, name: str, dataset: h5py.Dataset) -> None:
-    """Check that the file has the values that a dataset claims to have, before any memory is taken for them. HDF5 would read
-    zeros for what was never written. Raises: DataError."""
-    if dataset.external or dataset.is_virtual or not dataset.size:
-        return
-    expected = dataset.size * dataset.id.get_type().get_size()
-    stored = dataset.id.get_storage_size()
-    if dataset.id.get_create_plist().get_nfilters() == 0:
-        complete = stored >= expected and (dataset.id.get_offset() or 0) + expected <= path.stat().st_size
-    else:  # compressed: nobody knows the size, but every chunk takes some
-        chunks = prod(-(-extent // chunk) for extent, chunk in zip(dataset.shape, dataset.chunks, strict=True))
-        complete = stored >= chunks and dataset.id.get_num_chunks() == chunks
-    if not complete:
-        raise DataError(
-            f"{path}: expected the values of /{name}, {dataset.dtype} of shape {dataset.shape}, {expected} bytes, "
-            f"got only {stored} bytes in the file (it was cut off or never written completely)"
-        )
+def file_size(member: h5py.Group | h5py.Dataset) -> int:
+    """The size in bytes of the file that a member is in, which may be another one than it was looked up in."""
+    return os.fstat(h5py.h5i.get_file_id(member.id).get_vfd_handle()).st_size
+
+
+MANY_CHUNKS = 2000
+"""Of a dataset with more chunks than this, only some are looked up: to count them takes 0.2 microseconds for each."""
+
+SOME_CHUNKS = 16
+
+LEAST_CHUNK = 9
+"""The bytes that a chunk takes at least in a file if it is compressed: its address, and one byte itself."""
+
+
+def _is_stored(dataset: h5py.Dataset, size: int) -> bool:
+    """Whether the file has the values that a dataset claims to have, as far as can be told at once, before any memory is taken
+    for them. HDF5 would read zeros for what was never written."""
+    chunks = dataset.chunks
+    if chunks is None:
+        stored = dataset.id.get_storage_size()
+        is_enough = not dataset.dtype.hasobject and stored >= prod(dataset.shape) * dataset.dtype.itemsize
+        if not is_enough and stored < _claimed(dataset):  # the file's own type, which takes longer to find, may be smaller
+            return False
+        offset = dataset.id.get_offset()
+        return bool((offset or 0) + stored <= size)  # without an offset, they are in the header
+    claimed = [-(-extent // chunk) for extent, chunk in zip(dataset.shape, chunks, strict=True)]
+    number = prod(claimed)
+    plain = dataset.id.get_create_plist().get_nfilters() == 0
+    if (_claimed(dataset) if plain else number * LEAST_CHUNK) > size:
+        return False
+    if number <= MANY_CHUNKS:
+        return bool(dataset.id.get_num_chunks() == number)
+    for place in {number * some // (SOME_CHUNKS - 1) - (some == SOME_CHUNKS - 1) for some in range(SOME_CHUNKS)}:
+        where = numpy.unravel_index(place, claimed)
+        try:
+            dataset.id.read_direct_chunk(tuple(int(index) * chunk for index, chunk in zip(where, chunks, strict=True)))
+        except (OSError, RuntimeError, ValueError):  # there is none
+            return False
+    return True
+
+
+def _claimed(dataset: h5py.Dataset) -> int:
+    """The bytes of a dataset's values, without compression."""
+    return int(prod(dataset.shape) * dataset.id.get_type().get_size())
 
 
 def strings_in(path: Path, file: h5py.File, name: str) -> h5py.Dataset:
@@ -188,9 +233,10 @@ def texts_of(path: Path, name: str, values: Iterable[bytes | str]) -> list[str]:
 
 
 def names_in(group: Any) -> str:
-    """The names of a group's members, for a message."""
-    names = ", ".join(f"'{name}'" for name in group) if isinstance(group, (h5py.Group, dict)) else ""
-    return names or "nothing"
+    """The names of a group's members, for a message; of many, the first ones."""
+    names = [f"'{name}'" for name in islice(group, 9)] if isinstance(group, (h5py.Group, dict)) else []
+    more = ["..."] if len(names) == 9 else []
+    return ", ".join(names[:8] + more) or "nothing"
 
 
 def check_links(path: Path, file: h5py.File, name: str, external: External) -> None:
@@ -199,33 +245,42 @@ def check_links(path: Path, file: h5py.File, name: str, external: External) -> N
     Raises:
         DataError: a link leads to another file and `external` is 'refuse', or what it leads to is missing.
     """
-    parent: h5py.Group = file
+    parent: h5py.Group | h5py.Dataset = file
     for part in name.split("/"):
         if not isinstance(parent, h5py.Group) or part not in parent:
             return
-        link = parent.get(part, getlink=True)
-        outside = isinstance(link, h5py.ExternalLink)
-        if outside and external == "refuse":
-            raise DataError(f"{path}: expected /{name} to be in this file, got a link to another file ({HINT})")
-        try:
-            found = parent[part]
-        except (KeyError, OSError) as error:
-            if outside:
-                raise DataError(
-                    f"{path}: expected {link.path} in {link.filename}, the target of the link /{name}, got: {error}"
-                ) from None
-            raise
-        soft = isinstance(link, h5py.SoftLink)  # it may lead to an external link
-        if soft and external == "refuse" and found.file != file:
-            raise DataError(f"{path}: expected /{name} to be in this file, got a link to another file ({HINT})")
-        parent = found
-    if isinstance(parent, h5py.Dataset) and (parent.external or parent.is_virtual):
+        parent = linked(path, parent, part, name, external)
+
+
+def linked(path: Path, parent: h5py.Group, part: str, name: str, external: External) -> h5py.Group | h5py.Dataset:
+    """The member `part` of a group, whose links are checked. Raises: as `check_links`; KeyError, if there is no such member.
+
+    Args:
+        name: of the whole path, for messages.
+    """
+    link = parent.get(part, getlink=True)
+    outside = isinstance(link, h5py.ExternalLink)
+    if outside and external == "refuse":
+        raise DataError(f"{path}: expected /{name} to be in this file, got a link to another file ({HINT})")
+    try:
+        found = parent[part]
+    except (KeyError, OSError) as error:
+        if outside:
+            raise DataError(
+                f"{path}: expected {link.path} in {link.filename}, the target of the link /{name}, got: {error}"
+            ) from None
+        raise
+    soft = isinstance(link, h5py.SoftLink)  # it may lead to an external link
+    if soft and external == "refuse" and found.file != parent.file:
+        raise DataError(f"{path}: expected /{name} to be in this file, got a link to another file ({HINT})")
+    if isinstance(found, h5py.Dataset) and (found.external or found.is_virtual):
         if external == "refuse":
             raise DataError(
                 f"{path}: expected /{name} to be stored in this file, got a dataset whose values are stored in other "
                 f"files ({HINT})"
             )
-        _check_sources(path, parent)
+        _check_sources(path, found)
+    return found
 
 
 def _check_sources(path: Path, dataset: h5py.Dataset) -> None:

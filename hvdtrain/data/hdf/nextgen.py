@@ -18,7 +18,7 @@ import numpy
 
 from hvdtrain.data.combine.union import concatenated
 from hvdtrain.data.dataset import Dataset
-from hvdtrain.data.hdf.layouts import check_links, dataset_in, member, open_file, strings_in, texts_of
+from hvdtrain.data.hdf.layouts import check_links, checked, file_size, linked, member, names_in, open_file, strings_in, texts_of
 from hvdtrain.data.types import Array, Stream
 from hvdtrain.errors import DataError
 
@@ -44,12 +44,15 @@ class NextGenFile(Dataset):
         self.path = path
         self._handle: h5py.File | None = None
         self._process = os.getpid()
+        self._parents: dict[str, h5py.Group] = {}  # by data key, the group with the datasets, in the file that is open
+        self._size = 0  # of the file in bytes
         self._sources: dict[str, _Source] = {}
         self._tags: list[str] = []
         self.streams = {}
         self.lengths = {}
         with self._understandable(), open_file(path) as file:
             self._index(file, input_stream_name)
+            self._parents = {}
 
     @property
     def num_sequences(self) -> int:
@@ -58,13 +61,14 @@ class NextGenFile(Dataset):
     def sequence(self, index: int) -> dict[str, Array]:
         file = self._file()
         with self._understandable():
-            return {key: _values(source, self._dataset(file, source, index)[:]) for key, source in self._sources.items()}
+            return {key: _values(source, self._dataset(file, key, index)[:]) for key, source in self._sources.items()}
 
     def tags(self, indices: Sequence[int]) -> list[str]:
         return [self._tags[index] for index in indices]
 
     def close(self) -> None:
         if self._handle is not None:
+            self._parents = {}
             self._handle.close()
             self._handle = None
 
@@ -75,6 +79,7 @@ class NextGenFile(Dataset):
         """The file, opened in the process that reads: handles of h5py do not survive a fork."""
         if self._handle is None or self._process != os.getpid():
             self._process = os.getpid()
+            self._parents = {}
             self._handle = open_file(self.path)
         return self._handle
 
@@ -86,10 +91,18 @@ class NextGenFile(Dataset):
         except (OSError, RuntimeError, KeyError, ValueError, TypeError, AttributeError) as error:
             raise DataError(f"{self.path}: expected a whole HDF5 file, got a damaged one: {error}") from None
 
-    def _dataset(self, file: h5py.File, source: _Source, index: int) -> h5py.Dataset:
-        name = f"streams/{source.name}/data/" + self._tags[index].replace("/", "\\")
-        check_links(self.path, file, name, "refuse")
-        return dataset_in(self.path, file, name)
+    def _dataset(self, file: h5py.File, key: str, index: int) -> h5py.Dataset:
+        name = f"streams/{self._sources[key].name}/data"
+        if key not in self._parents:  # checked once for all of its datasets
+            check_links(self.path, file, name, "refuse")
+            self._parents[key] = member(self.path, file, name)
+            self._size = file_size(self._parents[key])
+        parent, last = self._parents[key], self._tags[index].replace("/", "\\")
+        try:
+            found = linked(self.path, parent, last, f"{name}/{last}", "refuse")
+        except KeyError:
+            raise DataError(f"{self.path}: expected /{name}/{last}, got only {names_in(parent)} in /{name}") from None
+        return checked(self.path, f"{name}/{last}", found, self._size)
 
     def _index(self, file: h5py.File, input_stream_name: str) -> None:
         """Find the streams and the lengths of their sequences, and check that they are consistent."""
@@ -114,18 +127,20 @@ class NextGenFile(Dataset):
                 raise DataError(f"{self.path}: expected attribute parser of /streams/{name} to be one of {known}, got {parser!r}")
             key = "data" if name == input_stream_name else name
             self._sources[key] = _Source(name, parser)
-            streams[key], lengths[key] = self._look_at(file, self._sources[key])
+            streams[key], lengths[key] = self._look_at(file, key)
         self.streams, self.lengths = streams, lengths
 
-    def _look_at(self, file: h5py.File, source: _Source) -> tuple[Stream, Array]:
+    def _look_at(self, file: h5py.File, key: str) -> tuple[Stream, Array]:
         """The kind of data in a stream, and the lengths of all its sequences."""
+        source = self._sources[key]
         lengths = numpy.zeros(len(self._tags), dtype=numpy.int32)
         first: tuple[Any, ...] | None = None
         for index in range(len(self._tags)):
-            dataset = self._dataset(file, source, index)
-            kind = (dataset.dtype, dataset.shape[1:])
+            dataset = self._dataset(file, key, index)
+            shape = dataset.shape
+            kind = (dataset.dtype, shape[1:])
             first = first or kind
-            if dataset.ndim != PARSERS[source.parser] or kind != first:
+            if len(shape) != PARSERS[source.parser] or kind != first:
                 raise DataError(
                     f"{self.path}: expected {PARSERS[source.parser]} axes ({source.parser}), dtype and width as in the first "
                     f"sequence in {dataset.name}, got {dataset.dtype} {dataset.shape}"

@@ -31,6 +31,9 @@ BLOCK = 64 << 20
 TEXTS = 10_000
 """The number of strings copied at once."""
 
+UNKNOWN_DIM = 1
+"""What RETURNN's SimpleHDFWriter writes as the number of classes if it was not told."""
+
 
 class HDFWriter:
     """Takes sequences one by one and writes the file when its `with` block ends; after an exception nothing is left behind.
@@ -42,7 +45,8 @@ class HDFWriter:
     Args:
         path: of the new file. It must not exist, unless `overwrite` is set.
         labels: by key, the names of the classes. They give the dimension of sparse data.
-        dims: by key, the dimension of sparse data without labels. Without either it is the largest class index plus one.
+        dims: by key, the dimension of sparse data without labels; `UNKNOWN_DIM`: any class. Without either it is the largest
+            class index plus one.
         compression: 'gzip', 'lzf', 'zstd', 'lz4' or 'blosc2'; the last three need the package hdf5plugin, for reading, too.
 
     Attributes:
@@ -186,6 +190,8 @@ class HDFWriter:
 
     def _check_classes(self, tag: str, key: str, values: Array) -> None:
         dim = len(self._labels[key]) if key in self._labels else self._dims.get(key)
+        if key not in self._labels and dim == UNKNOWN_DIM:
+            return
         if dim is not None and values.ndim == 1 and values.dtype.kind in "iu" and len(values):
             if not 0 <= values.min() <= values.max() < dim:
                 raise DataError(

@@ -123,6 +123,18 @@ def claims(name: str, shape: tuple[int, ...], **layout: object) -> Lie:
     return lie
 
 
+def filled_until(rows: int, of: int, **layout: object) -> Lie:
+    """A dataset with a chunk for every row, of which its writer has come to write only the first ones."""
+
+    def lie(file: h5py.File, _: random.Random) -> None:
+        del file["inputs"]
+        file.create_dataset("inputs", (of, 1), "u1", chunks=(1, 1), **layout)[:rows] = 1
+        del file["seqLengths"]
+        file["seqLengths"] = numpy.array([[of - 2, 1], [2, 3]])
+
+    return lie
+
+
 def of_time(file: h5py.File, _: random.Random) -> None:
     del file["inputs"]
     kind, space = h5py.h5t.UNIX_D32LE, h5py.h5s.create_simple((5,))
@@ -150,8 +162,14 @@ LIES: dict[str, Lie] = {
     "rows of lengths, contiguous": claims("seqLengths", (HUGE, 2)),
     "columns": claims("inputs", (5, HUGE), chunks=(1, 4096)),
     "columns, contiguous": claims("inputs", (5, HUGE)),
+    "rows and columns": claims("inputs", (HUGE, HUGE), chunks=(1024, 1024), compression="gzip"),
     "rows that were never written": claims("inputs", (2_000_000_000, 2), chunks=(65536, 2)),
     "rows that were never compressed": claims("inputs", (2_000_000_000, 2), chunks=(65536, 2), compression="gzip"),
+    "a last chunk": filled_until(29, 30),
+    "a last chunk, compressed": filled_until(29, 30, compression="gzip"),
+    "the last of many chunks": filled_until(2999, 3000),
+    "the last of many chunks, compressed": filled_until(2999, 3000, compression="gzip"),
+    "half of many chunks": filled_until(1500, 3000),
     "no column": changed("inputs", numpy.zeros((5, 0), numpy.float32)),
     "a time": of_time,
     "classes": attribute("targets/size", "classes", [HUGE, 1]),

@@ -58,6 +58,14 @@ def test_a_link_may_lead_to_another_name(tmp_path: Path) -> None:
     assert contents(open_hdf([path], "follow")) == EXPECTED
 
 
+def test_the_other_file_may_be_the_larger_one(tmp_path: Path) -> None:
+    frames = numpy.arange(100_000, dtype=numpy.float32).reshape(5, -1)
+    write(tmp_path / "other.hdf", put("inputs", frames))
+    path = write(tmp_path / "file.hdf", put("inputs", h5py.ExternalLink("other.hdf", "/inputs")))
+    assert path.stat().st_size < frames.nbytes
+    assert numpy.array_equal(open_hdf([path], "follow").sequence(1)["data"], frames[3:])
+
+
 @pytest.mark.parametrize(("other", "name"), [("none.hdf", "/inputs"), ("other.hdf", "/none")])
 def test_a_link_to_what_is_not_there(tmp_path: Path, other: str, name: str) -> None:
     write(tmp_path / "other.hdf")

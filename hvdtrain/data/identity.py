@@ -1,0 +1,207 @@
+"""What identifies the data of a training, so that it is noticed if the training continues with other data.
+
+A checkpoint has, for each dataset that has no other inside it, checksums of all lengths, of some tags and of some values. These
+count: the same sequences in another folder, in another number of files or compressed are the same data. The sizes and times of
+the files only explain a difference.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import zlib
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy
+
+from hvdtrain.data.dataset import Dataset
+from hvdtrain.data.types import Array
+
+Identity = dict[str, Any]
+"""Of a dataset, in plain values:
+
+    name        the key of its dict in the config
+    bounds      the index of the first sequence of every file, then the number of sequences
+    files       of each its path, its size in bytes, and the time of its last modification in nanoseconds
+    lengths     by data key, a checksum for every file
+    tags        of some blocks: the index of the first sequence, that after the last one, and a checksum
+    values      of some sequences: the index and a checksum
+"""
+
+TAGS, BLOCKS = 512, 16
+"""Tags are read in blocks of this many, and this many blocks of all datasets together."""
+
+SEQUENCES = 64
+"""The values of this many sequences are read, of all datasets together."""
+
+ENDS = 32 << 10
+"""The bytes at the beginning and at the end of a sequence that are compared."""
+
+LENGTHS = 1 << 22
+"""The lengths that are converted at once."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A dataset that has no other inside it, and the files that it reads.
+
+    Attributes:
+        name: the key of its dict in the config.
+    """
+
+    name: str
+    dataset: Dataset
+    files: tuple[str, ...] = ()
+
+    @property
+    def bounds(self) -> list[int]:
+        """As of `Dataset.file_bounds`."""
+        return [int(bound) for bound in self.dataset.file_bounds()]
+
+    def file_of(self, index: int) -> str | None:
+        """The file that has a sequence; None: it is not known."""
+        bounds = self.bounds
+        return self.files[bisect_right(bounds, index) - 1] if len(bounds) == len(self.files) + 1 else None
+
+
+def identify(parts: Sequence[Part]) -> list[Identity]:
+    """What identifies a dataset that consists of these. Raises: DataError, if they cannot be read."""
+    found = [_identity(part, BLOCKS // len(parts), SEQUENCES // len(parts)) for part in parts]
+    for part in parts:
+        part.dataset.release()
+    return found
+
+
+def _identity(part: Part, blocks: int, sequences: int) -> Identity:
+    dataset, number = part.dataset, part.dataset.num_sequences
+    starts = [TAGS * block for block in _spread(-(-number // TAGS), blocks)]
+    ends = [min(start + TAGS, number) for start in starts]
+    return {
+        "name": part.name,
+        "bounds": part.bounds,
+        "files": [[path, *_look_at(path)] for path in part.files],
+        "lengths": {key: [_of_lengths(column[a:b]) for a, b in pairwise(part.bounds)] for key, column in dataset.lengths.items()},
+        "tags": [[a, b, _of_tags(dataset, a, b)] for a, b in zip(starts, ends, strict=True)],
+        "values": [[index, _of_values(dataset, index, dataset.lengths)] for index in _sampled(part, sequences)],
+    }
+
+
+def _sampled(part: Part, wanted: int) -> list[int]:
+    """Sequences whose values are compared. None of a dataset without files: a user's own may have others every time."""
+    if not part.files:
+        return []
+    found = set(_spread(part.dataset.num_sequences, wanted))
+    if len(part.bounds) <= wanted:
+        found |= {(start + end) // 2 for start, end in pairwise(part.bounds) if start < end}
+    return sorted(found)
+
+
+def changes(before: Sequence[Identity], parts: Sequence[Part]) -> Iterator[str]:
+    """What changed, the first thing in each part: 'other values in sequence 'a' of train.hdf'.
+
+    Raises:
+        DataError: a part cannot be read.
+    """
+    if len(before) != len(parts):
+        yield f"{len(parts)} datasets instead of {len(before)}"
+        return
+    by_name = {identity["name"]: identity for identity in before}
+    for identity, part in zip(before, parts, strict=True):
+        change = next(_differences(by_name.get(part.name, identity), part), None)
+        if change is not None:
+            yield change
+
+
+def rewritten(before: Sequence[Identity], parts: Sequence[Part]) -> list[str]:
+    """The files under whose path there is one of another size or time."""
+    old = {path: about for identity in before for path, *about in identity["files"]}
+    return [path for part in parts for path in part.files if path in old and old[path] != _look_at(path)]
+
+
+def _differences(before: Identity, part: Part) -> Iterator[str]:
+    """What is different in one part."""
+    dataset, bounds = part.dataset, part.bounds
+    if bounds[-1] != before["bounds"][-1]:
+        now = numpy.diff(bounds).tolist()
+        old = numpy.diff(before["bounds"]).tolist()
+        place = next((place for place, (a, b) in enumerate(zip(old, now, strict=False)) if a != b), 0)
+        if len(now) == len(old):
+            yield f"{now[place]} sequences instead of {old[place]} in {_place(before, part, bounds[place])}"
+        yield f"{bounds[-1]} sequences instead of {before['bounds'][-1]} in {part.name}"
+        return
+    for key, checksums in before["lengths"].items():
+        if key not in dataset.lengths:
+            yield f"no data key {key!r} in {_place(before, part, 0)}"
+            return
+        for (start, end), checksum in zip(pairwise(before["bounds"]), checksums, strict=True):
+            if _of_lengths(dataset.lengths[key][start:end]) != checksum:
+                yield f"other lengths of {key!r} in {_place(before, part, start)}"
+    for start, end, checksum in before["tags"]:
+        if _of_tags(dataset, start, end) != checksum:
+            yield f"other tags in {_place(before, part, start)}"
+    for index, checksum in before["values"]:
+        if part.files and _of_values(dataset, index, before["lengths"]) != checksum:
+            yield f"other values in sequence {dataset.tags([index])[0]!r} of {_place(before, part, index)}"
+
+
+def _place(before: Identity, part: Part, index: int) -> str:
+    """The file that has a sequence, and what else is known to have changed about it."""
+    path = part.file_of(index)
+    if path is None:
+        return ", ".join(part.files[:3]) or part.name
+    now, about = _look_at(path), [path]
+    old = next(([size, modified] for known, size, modified in before["files"] if known == path), now)
+    if now[0] != old[0]:
+        about.append(f"{now[0]} bytes instead of {old[0]}")
+    if now[1] != old[1]:
+        about.append(f"modified {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(now[1] / 1e9))}")
+    return ", ".join(about)
+
+
+def _spread(number: int, wanted: int) -> list[int]:
+    """At least two of the numbers below `number`, with the first and the last; all, if that is as many as wanted.
+
+    >>> _spread(5, 8), _spread(101, 3), _spread(10, 0), _spread(1, 2)
+    ([0, 1, 2, 3, 4], [0, 50, 100], [0, 9], [0])
+    """
+    count = min(number, max(2, wanted))
+    return sorted({place * (number - 1) // max(1, count - 1) for place in range(count)})
+
+
+def _look_at(path: str) -> list[int]:
+    """Size, and time of modification in nanoseconds; zeros for what is no file any more."""
+    try:
+        about = os.stat(path)
+    except OSError:
+        return [0, 0]
+    return [about.st_size, about.st_mtime_ns]
+
+
+def _of_lengths(column: Array) -> int:
+    checksum = 0
+    for start in range(0, len(column), LENGTHS):
+        checksum = zlib.crc32(numpy.ascontiguousarray(column[start : start + LENGTHS], dtype="<i4").data, checksum)
+    return checksum
+
+
+def _of_tags(dataset: Dataset, start: int, end: int) -> int:
+    return zlib.crc32(b"\0".join(dataset.tag_bytes(start, end).tolist()))
+
+
+def _of_values(dataset: Dataset, index: int, keys: Iterable[str]) -> int:
+    """The checksum of both ends of a sequence, in the byte order of this machine or another."""
+    checksum = 0
+    arrays = dataset.sequence(index)
+    for key in sorted(keys):
+        values = arrays[key]
+        if values.dtype == object:
+            checksum = zlib.crc32("\0".join(map(str, values)).encode(errors="surrogateescape"), checksum)
+            continue
+        rows = max(1, ENDS // max(1, values[:1].nbytes))
+        for some in (values[:rows], values[-rows:]):
+            checksum = zlib.crc32(numpy.ascontiguousarray(some, dtype=values.dtype.newbyteorder("<")).data, checksum)
+    return checksum

@@ -1,0 +1,187 @@
+"""What identifies the data: other values, lengths and tags are named; how sequences are stored does not count."""
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import h5py
+import numpy
+import pytest
+from hdf_files import Change, laid_out, put
+
+from hvdtrain.data.hdf.writer import HDFWriter
+from hvdtrain.data.identity import Part, changes, identify, rewritten
+from hvdtrain.data.sources import OpeningContext, open_dataset, parse
+
+NUMBER = 3000
+
+
+def write(path: Path, tags: range = range(NUMBER)) -> Path:
+    """Sequences of 1 to 3 frames, the same for a number in any file."""
+    with HDFWriter(path, dims={"classes": 5}) as writer:
+        for number in tags:
+            frames = numpy.full((1 + number % 3, 2), number, numpy.float32)
+            writer.add(f"sequence {number}", {"data": frames, "classes": numpy.array([number % 5], numpy.int32)})
+    return path
+
+
+def parts(*paths: Path | str, **more: object) -> list[Part]:
+    """What a dataset consists of."""
+    context = OpeningContext()
+    spec, problems = parse("train", {"class": "HDFDataset", "files": [str(path) for path in paths], **more}, {})
+    assert spec is not None, problems
+    open_dataset(spec, context)
+    return context.parts
+
+
+def found(before: list[Part], now: list[Part]) -> list[str]:
+    return list(changes(identify(before), now))
+
+
+def changed(path: Path, change: Change) -> Path:
+    with h5py.File(path, "r+") as file:
+        change(file)
+    return path
+
+
+@pytest.fixture
+def one(tmp_path: Path) -> list[Part]:
+    return parts(write(tmp_path / "one.hdf"))
+
+
+def test_the_same_sequences_stored_otherwise(one: list[Part], tmp_path: Path) -> None:
+    assert found(one, one) == []
+    shutil.copyfile(tmp_path / "one.hdf", tmp_path / "copy.hdf")
+    assert found(one, parts(tmp_path / "copy.hdf")) == []
+    two = [write(tmp_path / "first.hdf", range(1000)), write(tmp_path / "rest.hdf", range(1000, NUMBER))]
+    assert found(one, parts(*two)) == []
+    assert found(parts(*two), one) == []
+    assert found(parts(*two), parts(*two, **{"class": "FilesDataset", "max_open_files": 1})) == []
+    changed(tmp_path / "copy.hdf", laid_out("inputs", chunks=(100, 2), compression="gzip"))
+    changed(tmp_path / "copy.hdf", laid_out("seqLengths", dtype=">i8"))
+    changed(tmp_path / "copy.hdf", laid_out("seqTags", dtype=h5py.string_dtype()))
+    assert found(one, parts(tmp_path / "copy.hdf")) == []
+    changed(tmp_path / "copy.hdf", laid_out("targets/data/classes", dtype=">i4"))
+    assert found(one, parts(tmp_path / "copy.hdf")) == []
+
+
+def test_a_file_that_is_written_again_is_the_same_data(one: list[Part], tmp_path: Path) -> None:
+    before = identify(one)
+    assert rewritten(before, one) == []
+    os.utime(tmp_path / "one.hdf", ns=(0, 0))
+    again = parts(tmp_path / "one.hdf")
+    assert (list(changes(before, again)), rewritten(before, again)) == ([], [str(tmp_path / "one.hdf")])
+
+
+def values_of(numbers: Callable[[numpy.ndarray], numpy.ndarray]) -> Change:
+    return lambda file: file["inputs"].write_direct(numbers(file["inputs"][:]))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (values_of(lambda frames: frames + 1), "other values in sequence 'sequence 0' of {path}"),
+        (
+            values_of(lambda frames: numpy.where(numpy.arange(len(frames))[:, None] < 3000, frames, -1)),
+            "other values in sequence",
+        ),
+        (lambda file: file["targets/data/classes"].write_direct(numpy.full(NUMBER, 4, numpy.int32)), "other values in sequence"),
+        (
+            lambda file: file["seqLengths"].write_direct(numpy.roll(file["seqLengths"][:], 1, axis=0)),
+            "other lengths of 'data' in {path}",
+        ),
+        (lambda file: file["seqTags"].write_direct(file["seqTags"][:][::-1].copy()), "other tags in {path}"),
+        (put("seqTags", numpy.array([b"%d" % number for number in range(NUMBER)])), "other tags in {path}, "),
+        (put("seqTags", numpy.array([b"sequence %d" % (number % 2999) for number in range(NUMBER)])), "other tags in {path}"),
+    ],
+)
+def test_other_data(one: list[Part], tmp_path: Path, change: Change, message: str) -> None:
+    before = identify(one)
+    path = changed(tmp_path / "one.hdf", change)
+    os.utime(path, ns=(0, 0))
+    [told] = changes(before, parts(path))
+    assert told.startswith(message.format(path=path))
+    assert ", modified 19" in told
+
+
+def test_the_file_is_named(tmp_path: Path) -> None:
+    paths = [write(tmp_path / f"{number}.hdf", range(number, number + 9)) for number in range(30)]
+    before = identify(parts(*paths))
+    changed(paths[17], values_of(lambda frames: frames + 1))
+    [told] = changes(before, parts(*paths))
+    assert told.startswith(f"other values in sequence 'sequence 17' of {paths[17]}, modified ")
+    size = paths[5].stat().st_size
+    paths[5].unlink()
+    write(paths[5], range(300))
+    [told] = changes(before, parts(*paths))
+    assert told.startswith(
+        f"300 sequences instead of 9 in {paths[5]}, {paths[5].stat().st_size} bytes instead of {size}, modified "
+    )
+    paths.pop(0)
+    assert list(changes(before, parts(*paths))) == ["552 sequences instead of 270 in train"]
+
+
+def test_other_datasets_and_other_keys(one: list[Part], tmp_path: Path) -> None:
+    assert found([*one, *one], one) == ["1 datasets instead of 2"]
+    before = identify(one)
+    path = changed(tmp_path / "one.hdf", put("targets/data/classes", None))
+    changed(path, lambda file: file.__delitem__("targets"))
+    changed(path, lambda file: put("seqLengths", file["seqLengths"][:, :1])(file))
+    [told] = changes(before, parts(path))
+    assert told.startswith(f"no data key 'classes' in {path}")
+
+
+class Own:
+    """A dataset of a user's, with other values every time."""
+
+    streams = {}  # noqa: RUF012
+
+    def __init__(self, length: int = 5, tag: str = "a") -> None:
+        self.lengths = {"data": numpy.full(2, length, numpy.int32)}
+        self.num_sequences = 2
+        self.tag = tag
+
+    def sequence(self, index: int) -> dict[str, numpy.ndarray]:
+        return {"data": numpy.random.default_rng().normal(size=self.lengths["data"][index])}
+
+    def tags(self, indices: list[int]) -> list[str]:
+        return [f"{self.tag}{index}" for index in indices]
+
+
+def test_python_of_ones_own_is_known_by_lengths_and_tags() -> None:
+    def opened(**arguments: object) -> list[Part]:
+        context = OpeningContext()
+        spec, _ = parse("train", {"class": Own, **arguments}, {})
+        assert spec is not None
+        open_dataset(spec, context)
+        return context.parts
+
+    assert found(opened(), opened()) == []
+    assert found(opened(), opened(length=6)) == ["other lengths of 'data' in train"]
+    assert found(opened(), opened(tag="b")) == ["other tags in train"]
+
+
+def test_datasets_inside_others_are_compared_by_name(tmp_path: Path) -> None:
+    """Neither a function over sequences nor the order of the dict counts."""
+    paths = {name: str(write(tmp_path / f"{name}.hdf", range(start, 20))) for start, name in enumerate("ab")}
+
+    def opened(names: str) -> list[Part]:
+        value = {
+            "class": "MetaDataset",
+            "datasets": {name: {"class": "HDFDataset", "files": paths[name]} for name in names},
+            "data_map": {"data": ("a", "data"), "classes": ("b", "classes")},
+            "seq_order_control_dataset": "b",
+        }
+        context = OpeningContext()
+        spec, problems = parse("train", {"class": "MapDataset", "dataset": value, "map_seq": lambda arrays: arrays}, {})
+        assert spec is not None, problems
+        open_dataset(spec, context)
+        return context.parts
+
+    before = opened("ab")
+    assert [part.name for part in before] == ["train.dataset.datasets.a", "train.dataset.datasets.b"]
+    assert found(before, opened("ba")) == []
+    paths["b"] = str(write(tmp_path / "c.hdf", range(2, 20)))
+    [told] = found(before, opened("ba"))
+    assert told == f"18 sequences instead of 19 in {paths['b']}"

@@ -30,6 +30,9 @@ from hvdtrain.returnn_layer.templates import BatchEntry, legacy_templates
 Stage = Literal["train_step", "forward_step"]
 STAGES: tuple[Stage, ...] = ("train_step", "forward_step")
 
+FOR_TORCH_ONLY = ("torch_compile", "sync_batch_norm")
+"""Keys that concern the modules of PyTorch, of which an rf.Module calls none."""
+
 SEED = 42
 """RETURNN's default of `random_seed`, as hvdtrain's."""
 
@@ -88,8 +91,10 @@ def _model_maker(function: Callable[..., Any], values: Mapping[str, Any]) -> Cal
         model = function(epoch=epoch, step=step, **others)
         if not isinstance(model, rf.Module):
             return model
-        if values.get("torch_compile"):
-            raise ConfigError(["torch_compile: expected a get_model that returns a torch.nn.Module, got an rf.Module"])
+        wanted = [name for name in FOR_TORCH_ONLY if values.get(name)]
+        if wanted:
+            rule = "expected a get_model that returns a torch.nn.Module, got an rf.Module"
+            raise ConfigError([f"{name}: {rule}" for name in wanted])
         return rf_module_to_pt_module(model)
 
     return _like(get_model, function)

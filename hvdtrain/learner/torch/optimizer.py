@@ -8,7 +8,16 @@ from typing import Any
 import torch
 
 from hvdtrain.errors import ConfigError
-from hvdtrain.learner.optimizer import BLACKLIST, INCLUDE, DecayRule, class_names, class_of, option_problems, take_decay_rule
+from hvdtrain.learner.optimizer import (
+    BLACKLIST,
+    INCLUDE,
+    DecayRule,
+    class_names,
+    class_of,
+    option_problems,
+    take_decay_rule,
+    wrapped_rf_module,
+)  # fmt: skip
 from hvdtrain.learner.torch.tensors import trained_of
 
 
@@ -79,10 +88,11 @@ def make_groups(model: torch.nn.Module, made: type, options: dict[str, Any]) -> 
             raise ConfigError([f"optimizer.{both[0]}: expected it without {CUSTOM}, which makes all groups, got both"])
         if not callable(custom):
             raise ConfigError([f"optimizer.{CUSTOM}: expected a function (*, model, optimizer_class, **_), got {custom!r}"])
-        groups = custom(model=model, rf_model=None, optimizer_class=made, optimizer_opts=dict(options))
+        groups = custom(model=model, rf_model=wrapped_rf_module(model), optimizer_class=made, optimizer_opts=dict(options))
         return _checked(groups, model, made)
     asked = any(options.get(name) is not None for name in (BLACKLIST, INCLUDE))
-    known = {*vars(torch.nn), *(name for module in model.modules() for name in class_names(module))}
+    modules = [one for module in model.modules() for one in (module, wrapped_rf_module(module)) if one is not None]
+    known = {*vars(torch.nn), *(name for module in modules for name in class_names(module))}
     rule = take_decay_rule(options, DEFAULT_RULE, known)
     trained = trained_of(model)
     if not options.get("weight_decay"):

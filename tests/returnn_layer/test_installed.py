@@ -10,7 +10,7 @@ from returnn.config import get_global_config
 from returnn.tensor import Tensor
 
 from hvdtrain.errors import ConfigError
-from hvdtrain.learner.torch.optimizer import make_optimizer
+from hvdtrain.learner.torch.optimizer import in_own_order, make_optimizer
 from hvdtrain.returnn_layer.installed import Installed
 from hvdtrain.run import train
 from hvdtrain.settings import Settings, read_settings
@@ -54,7 +54,7 @@ def read(folder: Path, text: str = "") -> Settings:
         ("behavior_version = 1", "behavior_version: expected one that RETURNN has for PyTorch, got 1"),
         ("backend = 'tensorflow'", "backend: expected 'torch' in a config that imports returnn, got 'tensorflow'"),
         ("torch_compile = True", "torch_compile: expected a get_model that returns a torch.nn.Module, got an rf.Module"),
-        ("rf.Lineer", "my.config, line 23: AttributeError: .*Lineer"),
+        ("rf.Lineer", "my.config, line 21: AttributeError: .*Lineer"),
     ],
 )
 def test_what_is_wrong_is_told(tmp_path: Path, text: str, message: str) -> None:
@@ -147,3 +147,20 @@ def test_options_of_optimizers_see_returnns_modules(tmp_path: Path) -> None:
 
     make_optimizer({"class": "sgd", "param_groups_custom": groups}, model)
     assert seen == ["Model"]
+
+
+def test_a_state_in_another_order_is_put_into_ours() -> None:
+    """RETURNN sorts names within groups, and has parameters that are not trained, and empty groups."""
+    stored = {
+        "state": {0: "of a", 1: "of b", 2: "of c", 3: "of d"},
+        "param_groups": [{"params": [0, 1, 2], "eps": 1}, {"params": [], "eps": 2}, {"params": [3], "eps": 3}],
+    }
+    names = ["a", "b", "c", "d"]
+    assert in_own_order(stored, names, [["c", "a"], ["d"]]) == {
+        "state": {1: "of a", 0: "of c", 2: "of d"},
+        "param_groups": [{"params": [0, 1], "eps": 1}, {"params": [2], "eps": 3}],
+    }
+    with pytest.raises(ValueError, match="expected the same groups of parameters, got others with d"):
+        in_own_order(stored, names, [["c", "a", "d"]])
+    with pytest.raises(ValueError, match="got others with e"):
+        in_own_order(stored, names, [["c", "a", "b", "e"], ["d"]])

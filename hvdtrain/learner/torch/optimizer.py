@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -153,3 +154,30 @@ def _checked(groups: Any, model: torch.nn.Module, made: type) -> list[dict[str, 
 def _kind(value: Any) -> str:
     inside = f" of {type(value[0]).__name__}" if isinstance(value, (list, tuple)) and value else ""
     return f"a {type(value).__name__}{inside}"
+
+
+def names_by_group(model: torch.nn.Module, groups: Sequence[Sequence[torch.Tensor]]) -> list[list[str]]:
+    """The names of the parameters of each group, in the order in which an optimizer's state numbers them."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [[names.get(id(parameter), "") for parameter in group] for group in groups]
+
+
+def in_own_order(stored: dict[str, Any], stored_names: Sequence[str], own: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """An optimizer's state, such as RETURNN's, whose parameters are numbered in another order, in that of this model's groups.
+
+    Args:
+        stored_names: the names of the parameters by their numbers. Those that the model does not train are left out.
+        own: the names of the parameters in each group of this model's optimizer.
+
+    Raises:
+        ValueError: the groups have other parameters.
+    """
+    numbers = {name: number for number, name in enumerate(name for group in own for name in group)}
+    named = [{stored_names[place] for place in group["params"]} & numbers.keys() for group in stored["param_groups"]]
+    kept = [(group, names) for group, names in zip(stored["param_groups"], named, strict=True) if names]
+    if [names for _, names in kept] != [set(group) for group in own]:
+        moved = sorted({name for (_, names), group in zip(kept, own, strict=False) for name in names ^ set(group)})
+        raise ValueError(f"expected the same groups of parameters, got others with {', '.join(moved) or 'other parameters'}")
+    groups = [{**group, "params": [numbers[name] for name in names]} for (group, _), names in zip(kept, own, strict=True)]
+    state = {numbers[stored_names[place]]: one for place, one in stored["state"].items() if stored_names[place] in numbers}
+    return {**stored, "state": state, "param_groups": groups}

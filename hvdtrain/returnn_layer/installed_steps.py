@@ -235,6 +235,9 @@ class SeqTags(Tensor):  # type: ignore[misc]
     def raw_tensor(self, tags: Array | None) -> None:
         self._tags = tags
 
+    def copy(self, name: str | None = None) -> Tensor:
+        return Tensor(name or self.name, self.dims, self.dtype, raw_tensor=self.raw_tensor)
+
 
 class Callback:
     """Calls a config's forward_callback with TensorDicts of numpy arrays, as RETURNN does."""

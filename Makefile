@@ -17,7 +17,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM = 1
 endif
 
 G2P_PARTS = data/g2p/train.hdf data/g2p/dev.hdf data/g2p/test.hdf
-RETURNN_DEMO = data/returnn/demo-torch.config
+RETURNN_DEMOS = data/returnn/demo-torch.config data/returnn/demo-rf.config
 
 # Three workers: tests that wait for processes leave a core idle.
 PYTEST = $(PYTHON_OF_VENV) -m pytest -n 3 --dist loadscope --durations 10
@@ -36,20 +36,22 @@ data/g2p/%.hdf: demos/g2p/words.py
 	@mkdir -p data/g2p
 	@$(PYTHON_OF_VENV) -m hvdtrain dump '{"class": "demos/g2p/words.py:Words", "part": "$*"}' $@ --overwrite
 
-# A demo config of RETURNN that a test trains. It is in the source distribution of the installed version, but not in its wheel.
-$(RETURNN_DEMO): | setup
-	@mkdir -p $(@D)
+# Demo configs of RETURNN that tests train. They are in the source distribution of the installed version, but not in its wheel.
+# A pattern (% stands for the dot) makes all of them in one go.
+data/returnn/demo-torch%config data/returnn/demo-rf%config: | setup
+	@mkdir -p data/returnn
 	@version=$$($(PYTHON_OF_VENV) -c "import importlib.metadata; print(importlib.metadata.version('returnn'))") && \
-		$(PYTHON_OF_VENV) -m pip download --quiet --no-deps --no-binary :all: --no-build-isolation --dest $(@D) returnn==$$version
-	@tar --extract --gzip --file $(@D)/returnn-*.tar.gz --directory $(@D) --wildcards --strip-components 2 '*/demos/$(@F)'
-	@rm $(@D)/returnn-*.tar.gz
+		$(PYTHON_OF_VENV) -m pip download --quiet --no-deps --no-binary :all: --no-build-isolation --dest data/returnn returnn==$$version
+	@tar --extract --gzip --file data/returnn/returnn-*.tar.gz --directory data/returnn --wildcards --strip-components 2 \
+		'*/demos/demo-torch.config' '*/demos/demo-rf.config'
+	@rm data/returnn/returnn-*.tar.gz
 
 # The full config trains 24 epochs; two epochs take about five minutes.
 train: data
 	$(MPIRUN) $(PYTHON_OF_VENV) -m hvdtrain configs/g2p.py ++use_horovod 1 ++max_seqs 128 ++num_epochs 2 \
 		++model exp/g2p-short/model ++log exp/g2p-short/train.log
 
-test: setup data $(RETURNN_DEMO)
+test: setup data $(RETURNN_DEMOS)
 	$(PYTEST)
 
 # On three hosts with Slurm, all simulated on this machine; skipped with a reason if these cannot be set up.
@@ -62,7 +64,7 @@ test-gpu: setup
 test-soak: setup data
 	$(PYTHON_OF_VENV) -m pytest -m soak --soak --durations 10
 
-check: setup data $(RETURNN_DEMO)
+check: setup data $(RETURNN_DEMOS)
 	$(PYTHON_OF_VENV) -m ruff format --check .
 	$(PYTHON_OF_VENV) -m ruff check .
 	$(PYTHON_OF_VENV) -m mypy

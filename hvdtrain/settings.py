@@ -30,8 +30,7 @@ from hvdtrain.learner.reduce import ReduceKeys, reduce_type
 from hvdtrain.learner.sync_interval import SyncRuleKeys
 from hvdtrain.learner.wire import compression
 from hvdtrain.report.trackers import TrackerKeys
-from hvdtrain.returnn_layer.adapter import adapted
-from hvdtrain.returnn_layer.imports import Layer
+from hvdtrain.returnn_layer.adapter import adapted, layer_for_config
 from hvdtrain.returnn_layer.names import ALIASES, UNSUPPORTED
 from hvdtrain.runtime.interrupt import InterruptKeys
 from hvdtrain.runtime.log import LogKeys
@@ -163,7 +162,7 @@ def read_settings(paths: list[Path], overrides: Mapping[str, str]) -> Settings:
     """Read config files under overrides from the command line. Raises: ConfigError, with all problems."""
     keys = {declared_key.name: declared_key for declared_key in all_keys()}
     names = {ALIASES.get(name, name): text for name, text in overrides.items()}
-    layer = Layer()
+    layer = layer_for_config()
     source = load(paths, names, {name: declared_key.type for name, declared_key in keys.items()}, layer.builtins)
     return check(adapted(source, layer), list(keys))
 

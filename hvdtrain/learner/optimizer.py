@@ -109,14 +109,20 @@ class DecayRule:
     def decays(self, module: Any, full_name: str, parameter: Any) -> bool:
         """Whether a module's parameter decays. Raises: ConfigError, if the config's function returns something else than a bool
         or None."""
-        # rf_module: RETURNN's functions may ask for it
-        chosen = self.include and self.include(module=module, rf_module=None, full_param_name=full_name, param=parameter)
+        rf_module = wrapped_rf_module(module)
+        chosen = self.include and self.include(module=module, rf_module=rf_module, full_param_name=full_name, param=parameter)
         if chosen is not None and not isinstance(chosen, bool):
             raise ConfigError([f"optimizer.{INCLUDE}: expected it to return True, False or None, got {chosen!r} for {full_name}"])
         if chosen is not None:
             return chosen
-        is_exempt = isinstance(module, self.classes) or not self.names.isdisjoint(class_names(module))
+        both = (module, rf_module)
+        is_exempt = any(isinstance(one, self.classes) or not self.names.isdisjoint(class_names(one)) for one in both)
         return not is_exempt and not full_name.endswith(self.biases)
+
+
+def wrapped_rf_module(module: Any) -> Any | None:
+    """The module of RETURNN's frontend inside of a module that RETURNN made of one; None: it is another module."""
+    return getattr(module, "rf_module", None)
 
 
 def class_names(module: Any) -> set[str]:

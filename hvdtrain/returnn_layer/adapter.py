@@ -13,6 +13,7 @@ from hvdtrain.config.source import Source
 from hvdtrain.context import get_run_ctx
 from hvdtrain.errors import ConfigError
 from hvdtrain.returnn_layer.imports import Layer
+from hvdtrain.returnn_layer.installed import Installed, is_installed
 from hvdtrain.returnn_layer.missing import NotInLayer, explanation, location
 from hvdtrain.returnn_layer.stand_ins import ROOT
 
@@ -24,14 +25,23 @@ if TYPE_CHECKING:
 STEPS: dict[str, Stage] = {"train_step": "train_step", "forward_step": "forward_step"}
 
 
-def adapted(source: Source, layer: Layer) -> Source:
+def layer_for_config() -> Layer | Installed:
+    """What a config finds as `returnn`: the installed RETURNN, or else hvdtrain's stand-ins for some of its names."""
+    return Installed() if is_installed() else Layer()
+
+
+def adapted(source: Source, layer: Layer | Installed) -> Source:
     """The config with wrapped functions; the config itself if it does not import `returnn`."""
     if not layer.in_use:
         return source
-    layer.set_config(source.values)
     if source.values.get("backend", "torch") != "torch":
         problem = f"backend: expected 'torch' in a config that imports returnn, got {source.values['backend']!r}"
         return replace(source, problems=(*source.problems, problem))
+    if isinstance(layer, Installed):
+        from hvdtrain.returnn_layer import installed_steps  # here, as it imports RETURNN
+
+        return installed_steps.adapted(source, layer)
+    layer.set_config(source.values)
     from hvdtrain.returnn_layer.templates import legacy_templates, templates_of  # here, as they import torch
 
     given = source.values.get("extern_data", legacy_templates(source.values))

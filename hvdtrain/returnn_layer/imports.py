@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import builtins
 import importlib.machinery
-import importlib.util
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from hvdtrain.config.source import ConfigAccess
+from hvdtrain.returnn_layer.installed import is_installed
 from hvdtrain.returnn_layer.missing import explanation, no_such_module, no_such_name
 from hvdtrain.returnn_layer.stand_ins import NAMES, ROOT, stand_in
 
@@ -88,7 +88,7 @@ class Layer(Loader):
         """The builtins for a config of which only the datasets are used, which may need the installed RETURNN: such a config sees
         RETURNN if it is installed, and the layer otherwise.
         """
-        return None if _is_installed() else cls().builtins
+        return None if is_installed() else cls().builtins
 
     def _import(
         self,
@@ -117,13 +117,6 @@ class Layer(Loader):
 def _remove_modules(names: Iterable[str]) -> dict[str, ModuleType]:
     """Remove the modules with these names from `sys.modules` and return them."""
     return {name: sys.modules.pop(name) for name in names if name in sys.modules}
-
-
-def _is_installed() -> bool:
-    try:
-        return importlib.util.find_spec(ROOT) is not None
-    except ImportError:
-        return False
 
 
 def _installed() -> list[str]:

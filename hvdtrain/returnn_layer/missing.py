@@ -10,9 +10,9 @@ OUR_FILES = (str(Path(__file__).parent), "<")
 """How file names in tracebacks begin for this folder and for code built into Python."""
 
 SUPPORTED = (
-    "hvdtrain runs RETURNN's configs for plain PyTorch, whose get_model returns a torch.nn.Module and which use the run context "
-    "(get_run_ctx: mark_as_loss, mark_as_output), TensorDict, Tensor and Dim, but not RETURNN's own layers and functions; "
-    "docs/returnn.md lists the supported names"
+    "without RETURNN, hvdtrain runs its configs for plain PyTorch, whose get_model returns a torch.nn.Module and which use the "
+    "run context (get_run_ctx: mark_as_loss, mark_as_output), TensorDict, Tensor and Dim. For RETURNN's layers and functions: "
+    "pip install hvdtrain[returnn]; docs/returnn.md lists the supported names"
 )
 
 

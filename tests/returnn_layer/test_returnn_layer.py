@@ -1,4 +1,5 @@
-"""Configs written for RETURNN, as they are: RETURNN's losses and weights, on one rank and on two, with and without it."""
+"""Configs written for RETURNN on hvdtrain's stand-ins for it, as where it is not installed. test_as_returnn.py compares them
+with RETURNN."""
 
 import json
 import re
@@ -8,14 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from launching import ROOT, clean_environment, hvdtrain, launch, torchrun
+from launching import ROOT, hvdtrain, launch, torchrun
 
 from hvdtrain.data.hdf.dataset import open_hdf
 from hvdtrain.errors import ConfigError
-from hvdtrain.hdf_tools.dump import main as hdf_dump
 from hvdtrain.run import train
-from hvdtrain.schedule.file import read_learning_rate_file
 from hvdtrain.settings import print_config, read_settings
 
 TOY = ROOT / "tests" / "toy" / "returnn.config"
@@ -24,101 +22,9 @@ THEIRS = ROOT / "data" / "returnn" / "demo-torch.config"
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Data, and weights to begin with."""
-    made = tmp_path_factory.mktemp("returnn")
-    for name, count in {"train": 60, "dev": 20}.items():
-        source = str({"class": "Task12AXDataset", "num_seqs": count, "fixed_random_seed": count})
-        assert hdf_dump([source, str(made / f"{name}.hdf")]) == 0
-    torch.manual_seed(3)
-    model = torch.nn.ModuleDict({"first": torch.nn.Conv1d(9, 8, 5, padding=2), "last": torch.nn.Linear(8, 2)})
-    torch.save({"model": model.state_dict(), "epoch": 0, "step": 0}, made / "init.pt")
-    torch.save({"model": model.state_dict(), "epoch": 1, "step": 1}, made / "trained.001.pt")
-    return made
-
-
-@pytest.fixture
-def without_returnn(tmp_path: Path) -> dict[str, str]:
-    """An environment in which RETURNN cannot be imported."""
-    (tmp_path / "blocked").mkdir()
-    (tmp_path / "blocked" / "sitecustomize.py").write_text(
-        "import sys\n"
-        "class Blocked:\n"
-        "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name.partition('.')[0] == 'returnn':\n"
-        "            raise ModuleNotFoundError(f'{name} is blocked by the test', name=name)\n"
-        "sys.meta_path.insert(0, Blocked())\n"
-    )
-    return {"PYTHONPATH": f"{tmp_path / 'blocked'}:{ROOT}", **ONE_THREAD}
-
-
-def by_returnn(config: Path, **overrides: object) -> str:
-    """Run RETURNN. Without a cache: the threads that fill it lose a sequence now and then where cores are busy."""
-    overrides["cache_size"] = 0
-    options = [text for name, value in overrides.items() for text in (f"++{name}", str(value))]
-    environment = clean_environment() | ONE_THREAD | {"CUDA_VISIBLE_DEVICES": "", "NO_COLOR": "1"}
-    command = [sys.executable, "-m", "returnn", str(config), *options]
-    ended = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=200, env=environment, cwd=config.parent)
-    assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
-    return ended.stdout
-
-
-def weights(model: Path, epoch: int) -> dict[str, torch.Tensor]:
-    return torch.load(f"{model}.{epoch:03}.pt", weights_only=True)["model"]
-
-
 def scores(model: Path) -> list[dict[str, float]]:
     lines = (model.parent / "scores.jsonl").read_text().splitlines()
     return [json.loads(line)["scores"] for line in lines]
-
-
-@pytest.mark.parametrize("sums", [True, False])
-def test_weights_and_scores_are_those_of_returnn(folder: Path, tmp_path: Path, sums: bool) -> None:
-    """Two epochs with losses in every form, from the same weights. On one thread they were equal to the last bit."""
-    ours, theirs = tmp_path / "ours" / "model", tmp_path / "theirs" / "model"
-    options = {"folder": folder, "model": ours, "num_threads": 1, "sums": sums, "log_interval": 0}
-    ended = hvdtrain(TOY, options, environment=ONE_THREAD)
-    assert ended.status == 0, ended.err
-    assert re.search(
-        r"train epoch 1, step 1, .*, num_seqs [1-7], max_size:time:data (\d+), max_size:time:classes \1, ", ended.out
-    )
-    by_returnn(TOY, folder=folder, model=theirs, sums=sums)
-    initial = torch.load(folder / "init.pt", weights_only=True)["model"]
-    for epoch in (1, 2):
-        one, other = weights(ours, epoch), weights(theirs, epoch)
-        for name, values in one.items():
-            torch.testing.assert_close(values, other[name], rtol=1e-6, atol=1e-7)
-            assert not torch.allclose(values, initial[name], atol=1e-3)
-    of_returnn = read_learning_rate_file(Path(f"{theirs}.learning_rates"))
-    for own, record in zip(scores(ours), of_returnn, strict=True):
-        theirs_by_name = {name: float(value) for name, value in record.scores.items() if not name.startswith(":")}
-        assert own == pytest.approx(theirs_by_name, rel=2e-6)
-        assert {f"{part}_loss_{name}" for part in ("train", "dev") for name in NAMES} == set(own)
-        assert 0 < own["dev_loss_bad"] < 1
-
-
-NAMES = ("flat", "padded", "tensor", "total", "sequences", "mean", "fer", "bad")
-
-
-def test_forward_gives_a_callback_what_returnn_gives_it(folder: Path, tmp_path: Path, without_returnn: dict[str, str]) -> None:
-    """On two ranks without RETURNN as in RETURNN; and into an HDF file."""
-    options = {"folder": folder, "load": folder / "trained.001", "task": "forward", "kept": tmp_path / "ours"}
-    out = tmp_path / "out.hdf"
-    more = {"model": tmp_path / "model", "use_horovod": 1, "output_file": out, "num_threads": 1}
-    ended = hvdtrain(TOY, {**options, **more}, ranks=2, environment=without_returnn)
-    assert ended.status == 0, ended.err
-    by_returnn(TOY, **{**options, "kept": tmp_path / "theirs", "model": tmp_path / "model"})
-    ours, theirs = (eval((tmp_path / name).read_text()) for name in ("ours", "theirs"))
-    assert len(ours) == 20
-    assert ours.keys() == theirs.keys()
-    read = open_hdf([out])
-    for number, tag in enumerate(read.tags(range(20))):
-        torch.testing.assert_close(torch.tensor(ours[tag][0]), torch.tensor(theirs[tag][0]))
-        assert ours[tag][1] == theirs[tag][1]
-        assert read.sequence(number)["data"].tolist() == ours[tag][0]
-        assert read.sequence(number)["longest"].tolist() == [ours[tag][1]]
-    read.close()
 
 
 def test_two_ranks_reach_what_one_reaches(folder: Path, tmp_path: Path, without_returnn: dict[str, str]) -> None:
@@ -157,6 +63,7 @@ def test_hdf_dump_reads_the_dataset_of_such_a_config(tmp_path: Path, without_ret
     assert "out.hdf: 5 sequences" in launch(arguments, environment=without_returnn).out
 
 
+@pytest.mark.usefixtures("stand_ins")
 def test_a_callback_writes_hdf_and_looks_labels_up(tmp_path: Path) -> None:
     """As recipes do, with RETURNN's names; the files are those that RETURNN's own writer makes."""
     (tmp_path / "words.txt").write_text("a\nb\nUNK\n")
@@ -252,6 +159,7 @@ def train_step(*, model, extern_data, **_):
     return path
 
 
+@pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -278,6 +186,7 @@ def test_what_is_not_there_is_told_when_the_config_is_read(tmp_path: Path, text:
     sys.modules.pop("their_recipe", None)
 
 
+@pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize(
     ("body", "message"),
     [
@@ -305,6 +214,7 @@ def test_what_is_not_there_is_told_in_a_step(tmp_path: Path, body: str, message:
         train(read_settings([written(tmp_path, text)], {}))
 
 
+@pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize(
     ("extern_data", "message"),
     [
@@ -318,8 +228,11 @@ def test_data_that_is_not_as_extern_data_says(tmp_path: Path, extern_data: dict[
         train(read_settings([written(tmp_path, f"extern_data = {extern_data}")], {}))
 
 
-def test_the_global_config_is_what_is_in_effect(tmp_path: Path) -> None:
+@pytest.mark.parametrize("frontend", ["returnn", "stand-ins"])
+def test_the_global_config_is_what_is_in_effect(tmp_path: Path, request: pytest.FixtureRequest, frontend: str) -> None:
     """While the file is read, what stands there so far; later what the command line says."""
+    if frontend == "stand-ins":
+        request.getfixturevalue("stand_ins")
     body = """
 from returnn.config import get_global_config
 factor = 2
@@ -333,6 +246,7 @@ def get_model(**_):
     assert "<function train_step in my.config>" in print_config(read_settings([written(tmp_path, body)], {}))
 
 
+@pytest.mark.usefixtures("stand_ins")
 def test_the_older_keys_for_dimensions(tmp_path: Path) -> None:
     body = """
 del extern_data

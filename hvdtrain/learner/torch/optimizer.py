@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from hvdtrain.errors import ConfigError
-from hvdtrain.learner.optimizer import BLACKLIST, INCLUDE, DecayRule, class_names, class_of, option_problems, take_decay_rule
+from hvdtrain.learner.optimizer import (
+    BLACKLIST,
+    INCLUDE,
+    DecayRule,
+    class_names,
+    class_of,
+    option_problems,
+    take_decay_rule,
+    wrapped_rf_module,
+)  # fmt: skip
 from hvdtrain.learner.torch.tensors import trained_of
 
 
@@ -79,10 +89,11 @@ def make_groups(model: torch.nn.Module, made: type, options: dict[str, Any]) -> 
             raise ConfigError([f"optimizer.{both[0]}: expected it without {CUSTOM}, which makes all groups, got both"])
         if not callable(custom):
             raise ConfigError([f"optimizer.{CUSTOM}: expected a function (*, model, optimizer_class, **_), got {custom!r}"])
-        groups = custom(model=model, rf_model=None, optimizer_class=made, optimizer_opts=dict(options))
+        groups = custom(model=model, rf_model=wrapped_rf_module(model), optimizer_class=made, optimizer_opts=dict(options))
         return _checked(groups, model, made)
     asked = any(options.get(name) is not None for name in (BLACKLIST, INCLUDE))
-    known = {*vars(torch.nn), *(name for module in model.modules() for name in class_names(module))}
+    modules = [one for module in model.modules() for one in (module, wrapped_rf_module(module)) if one is not None]
+    known = {*vars(torch.nn), *(name for module in modules for name in class_names(module))}
     rule = take_decay_rule(options, DEFAULT_RULE, known)
     trained = trained_of(model)
     if not options.get("weight_decay"):
@@ -143,3 +154,30 @@ def _checked(groups: Any, model: torch.nn.Module, made: type) -> list[dict[str, 
 def _kind(value: Any) -> str:
     inside = f" of {type(value[0]).__name__}" if isinstance(value, (list, tuple)) and value else ""
     return f"a {type(value).__name__}{inside}"
+
+
+def names_by_group(model: torch.nn.Module, groups: Sequence[Sequence[torch.Tensor]]) -> list[list[str]]:
+    """The names of the parameters of each group, in the order in which an optimizer's state numbers them."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [[names.get(id(parameter), "") for parameter in group] for group in groups]
+
+
+def in_own_order(stored: dict[str, Any], stored_names: Sequence[str], own: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """An optimizer's state, such as RETURNN's, whose parameters are numbered in another order, in that of this model's groups.
+
+    Args:
+        stored_names: the names of the parameters by their numbers. Those that the model does not train are left out.
+        own: the names of the parameters in each group of this model's optimizer.
+
+    Raises:
+        ValueError: the groups have other parameters.
+    """
+    numbers = {name: number for number, name in enumerate(name for group in own for name in group)}
+    named = [{stored_names[place] for place in group["params"]} & numbers.keys() for group in stored["param_groups"]]
+    kept = [(group, names) for group, names in zip(stored["param_groups"], named, strict=True) if names]
+    if [names for _, names in kept] != [set(group) for group in own]:
+        moved = sorted({name for (_, names), group in zip(kept, own, strict=False) for name in names ^ set(group)})
+        raise ValueError(f"expected the same groups of parameters, got others with {', '.join(moved) or 'other parameters'}")
+    groups = [{**group, "params": [numbers[name] for name in names]} for (group, _), names in zip(kept, own, strict=True)]
+    state = {numbers[stored_names[place]]: one for place, one in stored["state"].items() if stored_names[place] in numbers}
+    return {**stored, "state": state, "param_groups": groups}

@@ -57,6 +57,11 @@ class ShardedOptimizer:
         return self._optimizer.defaults
 
     @property
+    def whole_groups(self) -> list[list[torch.Tensor]]:
+        """The parameters of each group, of all ranks."""
+        return self._groups
+
+    @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The optimizer's groups, with this rank's parameters."""
         return self._optimizer.param_groups

@@ -15,6 +15,7 @@ from hvdtrain.errors import CheckpointError
 from hvdtrain.learner.accumulation import kept
 from hvdtrain.learner.base import NEW_OPTIMIZER, Kind, MakeMissing, PreloadNames, Shapes, StatePart, check_made
 from hvdtrain.learner.precision import LossScale
+from hvdtrain.learner.torch.optimizer import in_own_order, names_by_group
 from hvdtrain.learner.torch.sharded import ShardedOptimizer
 from hvdtrain.learner.torch.tensors import trained_of
 from hvdtrain.learner.torch.update import Optimizer
@@ -25,6 +26,9 @@ average has followed."""
 
 OPTIMIZER_CLASS = "optimizer_class"
 """An entry beside the optimizer's state: the name of its class. RETURNN's files have none, nor have those of hvdtrain 0.1."""
+
+RETURNN = "returnn_version"
+"""An entry of RETURNN's files. Its optimizers have the parameters in another order, which `param_names` tells."""
 
 SHARED, OWN = "reducer_shared", "reducer_own"
 """Entries with the tensors that the reducer keeps: those that all ranks have, in the optimizer's file, and this rank's."""
@@ -111,7 +115,7 @@ class TorchState:
     def _contents(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The contents of the model's file and of the optimizer's, without progress."""
         model: dict[str, Any] = self._saved()
-        names = [name for name, _ in self._model.named_parameters() if name not in self._constants]
+        names = [name for group in self._names_by_group() for name in group]  # RETURNN finds the parameters of the state by these
         optimizer: dict[str, Any] = {**self._optimizer_state(), "param_names": names}
         optimizer |= {name: kept for name, kept in ((SHARED, self.shared), (OWN, self.own)) if kept}
         if self._average is not None and self._average.started:
@@ -186,6 +190,8 @@ class TorchState:
         if stored != own:
             raise CheckpointError(f"{file}: expected the state of the optimizer {own}, got that of {stored} {NEW_OPTIMIZER}")
         try:
+            if RETURNN in state and state.get("param_names") is not None:
+                state["optimizer"] = in_own_order(state["optimizer"], state["param_names"], self._names_by_group())
             if "optimizer" in state:
                 self._optimizer.load_state_dict(_steps_on_cpu(state["optimizer"], self._optimizer))
             if self._scale is not None and "loss_scale" in state:
@@ -205,6 +211,11 @@ class TorchState:
 
     def _optimizer_name(self) -> str:
         return self._optimizer.name if isinstance(self._optimizer, ShardedOptimizer) else type(self._optimizer).__name__
+
+    def _names_by_group(self) -> list[list[str]]:
+        optimizer = self._optimizer
+        whole = optimizer.whole_groups if isinstance(optimizer, ShardedOptimizer) else None
+        return names_by_group(self._model, whole or [group["params"] for group in optimizer.param_groups])
 
     def _trained_names(self) -> list[str]:
         return [name for name, parameter in self._model.named_parameters() if parameter.requires_grad]

@@ -1,0 +1,48 @@
+"""Data for configs written for RETURNN; with the installed RETURNN, and without it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from launching import ROOT
+from rf_words import write_words
+
+from hvdtrain.hdf_tools.dump import main as hdf_dump
+
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Data, and weights to begin with."""
+    made = tmp_path_factory.mktemp("returnn")
+    for name, count in {"train": 60, "dev": 20}.items():
+        source = str({"class": "Task12AXDataset", "num_seqs": count, "fixed_random_seed": count})
+        assert hdf_dump([source, str(made / f"{name}.hdf")]) == 0
+    write_words(made)
+    torch.manual_seed(3)
+    model = torch.nn.ModuleDict({"first": torch.nn.Conv1d(9, 8, 5, padding=2), "last": torch.nn.Linear(8, 2)})
+    torch.save({"model": model.state_dict(), "epoch": 0, "step": 0}, made / "init.pt")
+    torch.save({"model": model.state_dict(), "epoch": 1, "step": 1}, made / "trained.001.pt")
+    return made
+
+
+@pytest.fixture
+def without_returnn(tmp_path: Path) -> dict[str, str]:
+    """An environment in which RETURNN cannot be imported."""
+    (tmp_path / "blocked").mkdir()
+    (tmp_path / "blocked" / "sitecustomize.py").write_text(
+        "import sys\n"
+        "class Blocked:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.partition('.')[0] == 'returnn':\n"
+        "            raise ModuleNotFoundError(f'{name} is blocked by the test', name=name)\n"
+        "sys.meta_path.insert(0, Blocked())\n"
+    )
+    return {"PYTHONPATH": f"{tmp_path / 'blocked'}:{ROOT}", **ONE_THREAD}
+
+
+@pytest.fixture
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Configs that are read in this process find hvdtrain's stand-ins, as where RETURNN is not installed."""
+    monkeypatch.setattr("hvdtrain.returnn_layer.adapter.is_installed", lambda: False)

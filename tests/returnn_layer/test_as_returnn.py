@@ -1,0 +1,184 @@
+"""The same configs with RETURNN and with hvdtrain, on RETURNN's own frontend and on hvdtrain's stand-ins for it: the same
+scores, weights and outputs. One start of Python runs RETURNN for all tests."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from inside import run_inside
+from launching import ROOT, clean_environment, hvdtrain
+
+from hvdtrain.data.hdf.dataset import open_hdf
+from hvdtrain.schedule.file import read_learning_rate_file
+
+TOY = ROOT / "tests" / "toy" / "returnn.config"
+WORDS = ROOT / "tests" / "toy" / "rf.config"
+DEMO = ROOT / "data" / "returnn" / "demo-rf.config"
+NAMES = ("flat", "padded", "tensor", "total", "sequences", "mean", "fer", "bad")
+
+
+@dataclass(frozen=True)
+class Trainings:
+    """What RETURNN left. Attributes: folder: NAME/model... of the training NAME."""
+
+    folder: Path
+    out: str
+
+    def model(self, name: str) -> Path:
+        return self.folder / name / "model"
+
+    def scores(self, name: str) -> list[dict[str, float]]:
+        records = read_learning_rate_file(self.folder / name / "model.learning_rates")
+        return [{key: float(value) for key, value in one.scores.items() if not key.startswith(":")} for one in records]
+
+
+def ours(config: Path, **overrides: object) -> str:
+    """Run hvdtrain in this process; what it printed."""
+    ended = run_inside([config, *arguments({"num_threads": 1, "log_interval": 0, **overrides})])
+    assert ended.status == 0, ended.out + ended.err
+    return ended.out
+
+
+def arguments(overrides: Mapping[str, object]) -> list[str]:
+    return [text for name, value in overrides.items() for text in (f"++{name}", str(value))]
+
+
+def demo_data(folder: Path) -> dict[str, object]:
+    """Keys with which both programs train the demo on the same sequences: RETURNN draws other ones in every epoch."""
+    return {name: {"class": "HDFDataset", "files": [f"{folder}/{name}.hdf"]} for name in ("train", "dev")}
+
+
+@pytest.fixture(scope="module")
+def by_returnn(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Trainings:
+    """RETURNN's trainings. Without a cache: the threads that fill it lose a sequence now and then where cores are busy."""
+    made = tmp_path_factory.mktemp("by_returnn")
+    ours(WORDS, folder=folder, model=made / "begun" / "model", num_epochs=1)  # RETURNN goes on with it
+    jobs: dict[str, tuple[Path, dict[str, object]]] = {
+        "sums": (TOY, {"sums": True}),
+        "means": (TOY, {"sums": False}),
+        "forwarded": (TOY, {"load": folder / "trained.001", "task": "forward", "kept": made / "forwarded.kept"}),
+        "words": (WORDS, {}),
+        "begun": (WORDS, {}),
+        "best": (WORDS, {"load": made / "begun" / "model.001", "task": "forward", "kept": made / "best.kept"}),
+    }
+    if DEMO.exists():
+        shutil.copy(DEMO, made / "demo-rf.config")  # it writes beside itself
+        jobs["demo"] = (made / "demo-rf.config", {**demo_data(folder), "num_epochs": 2})
+    lines = []
+    for name, (config, overrides) in jobs.items():
+        (made / name).mkdir(exist_ok=True)
+        model = {"model": made / name / "model", "learning_rate_file": made / name / "model.learning_rates"}
+        lines.append([str(config), *arguments({"folder": folder, **model, "cache_size": 0, **overrides})])
+    (made / "jobs.json").write_text(json.dumps(lines))
+    environment = clean_environment() | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "NO_COLOR": "1"}
+    command = [sys.executable, str(Path(__file__).with_name("returnn_jobs.py")), str(made / "jobs.json")]
+    ended = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=1200, env=environment)
+    assert ended.returncode == 0, ended.stdout[-5000:] + ended.stderr[-5000:]
+    return Trainings(made, ended.stdout)
+
+
+def assert_same_training(model: Path, by_returnn: Trainings, name: str, epochs: tuple[int, ...] = (1, 2)) -> None:
+    """The same weights and buffers under the same names, and the same scores: RETURNN's are sums in single precision."""
+    for epoch in epochs:
+        one, other = (torch.load(f"{path}.{epoch:03}.pt", weights_only=True)["model"] for path in (model, by_returnn.model(name)))
+        assert list(one) == list(other)
+        for key, values in one.items():
+            torch.testing.assert_close(values, other[key], rtol=2e-5, atol=2e-6)
+    lines = [json.loads(line)["scores"] for line in (model.parent / "scores.jsonl").read_text().splitlines()]
+    assert len(lines) == len(by_returnn.scores(name))
+    for own, theirs in zip(lines, by_returnn.scores(name), strict=True):
+        assert own == pytest.approx(theirs, rel=2e-6)
+
+
+@pytest.mark.parametrize("sums", [True, False])
+@pytest.mark.parametrize("frontend", ["returnn", "stand-ins"])
+def test_losses_in_every_form(
+    folder: Path, by_returnn: Trainings, tmp_path: Path, request: pytest.FixtureRequest, sums: bool, frontend: str
+) -> None:
+    """Two epochs from the same weights. On one thread they were equal to the last bit."""
+    if frontend == "stand-ins":
+        request.getfixturevalue("stand_ins")
+    model, name = tmp_path / "model", "sums" if sums else "means"
+    out = ours(TOY, folder=folder, model=model, sums=sums)
+    assert re.search(r"train epoch 1, step 1, .*, num_seqs [1-7], max_size:time:data (\d+), max_size:time:classes \1, ", out)
+    assert_same_training(model, by_returnn, name)
+    initial = torch.load(folder / "init.pt", weights_only=True)["model"]
+    last = torch.load(f"{model}.002.pt", weights_only=True)["model"]
+    assert not [key for key, values in last.items() if torch.allclose(values, initial[key], atol=1e-3)]
+    [_, final] = by_returnn.scores(name)
+    assert final.keys() == {f"{part}_loss_{loss}" for part in ("train", "dev") for loss in NAMES}
+    assert 0 < final["dev_loss_bad"] < 1
+
+
+def test_forward_gives_a_callback_what_returnn_gives_it(
+    folder: Path, by_returnn: Trainings, tmp_path: Path, without_returnn: dict[str, str]
+) -> None:
+    """On two ranks without RETURNN, and on one rank with it; and into an HDF file."""
+    options = {"folder": folder, "load": folder / "trained.001", "task": "forward", "model": tmp_path / "model"}
+    out = tmp_path / "out.hdf"
+    more = {"kept": tmp_path / "two", "use_horovod": 1, "output_file": out, "num_threads": 1}
+    ended = hvdtrain(TOY, {**options, **more}, ranks=2, environment=without_returnn)
+    assert ended.status == 0, ended.err
+    ours(TOY, **options, kept=tmp_path / "one")
+    two, one, theirs = (
+        eval(path.read_text()) for path in (tmp_path / "two", tmp_path / "one", by_returnn.folder / "forwarded.kept")
+    )
+    assert len(two) == 20
+    assert two.keys() == theirs.keys()
+    assert one == theirs
+    read = open_hdf([out])
+    for number, tag in enumerate(read.tags(range(20))):
+        torch.testing.assert_close(torch.tensor(two[tag][0]), torch.tensor(theirs[tag][0]))
+        assert two[tag][1] == theirs[tag][1]
+        assert read.sequence(number)["data"].tolist() == two[tag][0]
+        assert read.sequence(number)["longest"].tolist() == [two[tag][1]]
+    read.close()
+
+
+def test_a_model_of_returnns_frontend(folder: Path, by_returnn: Trainings, tmp_path: Path) -> None:
+    """A conformer with BatchNorm and CTC, and an LSTM: RETURNN's initial weights, then its scores and weights."""
+    model = tmp_path / "model"
+    out = ours(WORDS, folder=folder, model=model)
+    assert "ctc" in out
+    assert_same_training(model, by_returnn, "words")
+    first, last = by_returnn.scores("words")
+    assert last["dev_loss_ctc"] < first["dev_loss_ctc"]
+    names = torch.load(f"{model}.002.pt", weights_only=True)["model"].keys()
+    assert {"encoder.layers.0.conv_block.norm.running_mean", "lstm.ff_weight", "embedding.weight"} <= names
+
+
+def test_either_program_goes_on_with_the_others_training(folder: Path, by_returnn: Trainings, tmp_path: Path) -> None:
+    """The second epoch after the other's first one is that of a whole training, so the optimizer's state was read, too."""
+    for name in ("model.001.pt", "model.001.opt.pt"):
+        shutil.copy(by_returnn.folder / "words" / name, tmp_path / name)
+    shutil.copy(by_returnn.folder / "words" / "model.learning_rates", tmp_path)
+    ours(WORDS, folder=folder, model=tmp_path / "model")
+    whole = torch.load(by_returnn.folder / "words" / "model.002.pt", weights_only=True)["model"]
+    for model in (tmp_path / "model.002.pt", by_returnn.folder / "begun" / "model.002.pt"):
+        for name, values in torch.load(model, weights_only=True)["model"].items():
+            torch.testing.assert_close(values, whole[name], rtol=2e-5, atol=2e-6)
+
+
+def test_outputs_with_hypotheses(folder: Path, by_returnn: Trainings, tmp_path: Path) -> None:
+    """RETURNN loads hvdtrain's model. Each hypothesis of a sequence has a length of its own."""
+    options = {"load": by_returnn.folder / "begun" / "model.001", "task": "forward"}
+    ours(WORDS, folder=folder, model=tmp_path / "model", kept=tmp_path / "kept", **options)
+    own, theirs = (eval(path.read_text()) for path in (tmp_path / "kept", by_returnn.folder / "best.kept"))
+    assert len(own) == 20
+    assert own == theirs
+
+
+@pytest.mark.skipif(not DEMO.exists(), reason="make test fetches it")
+def test_the_demo_of_returnn_itself(folder: Path, by_returnn: Trainings, tmp_path: Path) -> None:
+    """As it stands, with its sequences from files."""
+    shutil.copy(DEMO, tmp_path)
+    model = {"model": tmp_path / "model", "learning_rate_file": tmp_path / "rates"}
+    ours(tmp_path / DEMO.name, **demo_data(folder), **model, num_epochs=2)
+    assert_same_training(tmp_path / "model", by_returnn, "demo")

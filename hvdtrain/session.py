@@ -93,6 +93,8 @@ def _open(settings: Settings, purpose: Purpose, comm: Communicator, stack: ExitS
         stack.enter_context(interrupt)
     if purpose != "measure":
         together(comm, lambda: open_log(settings.log, comm.rank, comm.size), name="open_log")
+        if settings.without_effect:
+            say(3, f"RETURNN reads from a config, and hvdtrain does not: {', '.join(settings.without_effect)}")
     if purpose == "train":
         lock = only_training_of(Path(settings.run.model))
         together(comm, lambda: stack.enter_context(lock) if comm.rank == 0 else None, name="lock")

@@ -253,7 +253,9 @@ def open_some(
 ) -> list[Feed]:
     """Open datasets. A file that has a copy is read from the copy. Raises: DataError."""
     sizes = parse_sizes(settings.data.cache_size)
-    memory = host_memory() if any(size != 0 for size in sizes) else None
+    specs = list(specs)
+    own_sizes = [spec.cache_byte_size or 0 for spec in specs]
+    memory = host_memory() if any(size != 0 for size in (*sizes, *own_sizes)) else None
     host = Budget(None if memory is None else int(MEMORY_SHARE * memory) // comm.local_size)
     budgets = {"train": sizes[0], "dev": sizes[1]}
 
@@ -262,7 +264,8 @@ def open_some(
         distribution = settings.reduce.horovod_dataset_distribution if training else "shard"
         batch_keys = settings.batch.of_each_of(comm.size)
         batch_keys = batch_keys.of_training() if training else batch_keys.of_evaluation()
-        budget = Budget(budgets.get(spec.name, sizes[2]), within=host)
+        size = budgets.get(spec.name, sizes[2]) if spec.cache_byte_size is None else spec.cache_byte_size
+        budget = Budget(size, within=host)
         files = Unchanged(copies.get(path, path) if path in part.copied else path for part in spec.all() for path in part.files)
         dataset = open_dataset(spec, OpeningContext(budget, copies))
         if not any(lengths.any() for lengths in dataset.lengths.values()):

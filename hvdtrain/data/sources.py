@@ -180,6 +180,8 @@ def _parse_kind(
     order_values = _pop_order(options, own)
     cache_byte_size = options.pop("cache_byte_size", None)
     of_returnn = take_returnn_entries(f"{name}.", options, own)
+    if isinstance(options.get("files"), (list, tuple)):
+        options["files"] = [getattr(file, "filename", file) for file in options["files"]]  # of RETURNN's CachedFile
     keys: DatasetKeys | None
     keys, problems = build(kind.keys, options, f"{name}.", {})
     problems += of_returnn + _cache_problems(name, cache_byte_size)

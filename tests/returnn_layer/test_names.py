@@ -1,5 +1,6 @@
 """Names that recipes import from RETURNN, beside those of the installed RETURNN."""
 
+import json
 import random
 from collections import Counter
 from pathlib import Path
@@ -11,6 +12,8 @@ from returnn.datasets.util import vocabulary as theirs
 from hvdtrain.errors import DataError
 from hvdtrain.returnn_layer import vocabulary as ours
 from hvdtrain.returnn_layer.imports import Layer
+from hvdtrain.returnn_layer.older import with_older_arguments
+from hvdtrain.run import train
 from hvdtrain.settings import read_settings
 
 IMPORTS = """
@@ -42,6 +45,57 @@ def nothing(): pass
     )
     assert read_settings([tmp_path / "my.config"], {}).train.files == ("a.hdf",)
     assert not Layer().in_use
+
+
+STEPS = """
+from returnn.torch.context import RunCtx, get_run_ctx
+import torch
+train = {{"class": "Task12AXDataset", "num_seqs": 10}}
+extern_data = {{"data": {{"dim": 9}}, "classes": {{"dim": 2, "sparse": True}}}}
+model, learning_rate, max_seqs, num_epochs, num_threads = {model!r}, 0.1, 3, 1, 1
+def get_model(**_):
+    torch.manual_seed(1)
+    return torch.nn.Linear(9, 2)
+def losses(model, frames, sizes, classes):
+    mask = torch.arange(frames.shape[1]) < sizes[:, None]
+    return torch.nn.functional.cross_entropy(model(frames)[mask], classes[mask].long(), reduction="none")
+"""
+
+OLDER = """
+def train_step(*, model: torch.nn.Module, data: dict, run_ctx: RunCtx, **kwargs):
+    assert kwargs.keys() <= {"extern_data"} and run_ctx.device == "cpu" and run_ctx.epoch == 1
+    assert run_ctx.stage == get_run_ctx().stage == "train_step"
+    assert data["data:seq_len"] is data["data:size1"] and data["classes:size0"] == len(data["seq_tag"]) == len(data["data"])
+    given = losses(model, data["data"], data["data:size1"], data["classes"])
+    run_ctx.mark_as_loss(name="ce", loss=given.sum(), inv_norm_factor=torch.sum(data["classes:size1"]))
+"""
+
+TODAYS = """
+def train_step(*, model, extern_data, **_):
+    raw = extern_data.as_raw_tensor_dict()
+    given = losses(model, raw["data"], raw["data:size1"], raw["classes"])
+    get_run_ctx().mark_as_loss(given, "ce")
+"""
+
+
+def test_steps_of_the_older_form_train_as_those_of_today(tmp_path: Path) -> None:
+    reports = []
+    for name, step in {"older": OLDER, "todays": TODAYS}.items():
+        config = tmp_path / f"{name}.config"
+        config.write_text(STEPS.format(model=str(tmp_path / name / "model")) + step)
+        train(read_settings([config], {}))
+        reports.append(json.loads((tmp_path / name / "scores.jsonl").read_text())["scores"])
+    assert reports[0] == pytest.approx(reports[1], rel=1e-5)
+    assert 0.1 < reports[0]["train_loss_ce"] < 1.0
+
+
+def test_steps_name_the_older_arguments_that_they_take() -> None:
+    def only_data(*, model: object, data: object) -> None: ...
+    def todays(*, model: object, extern_data: object, data: object = None) -> None: ...
+
+    assert with_older_arguments(only_data) is not only_data
+    assert with_older_arguments(todays) is todays
+    assert with_older_arguments(print) is print
 
 
 def learned(words: list[str], count: int, end_is_apart: bool) -> list[tuple[str, str]]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from hvdtrain.checkpoint.progress import EpochProgress
 from hvdtrain.data.describe import naming
 from hvdtrain.data.plan.epoch import Plan
+from hvdtrain.data.plan.order import ORDER_VERSION, changed_since
 from hvdtrain.data.types import Batch
 from hvdtrain.errors import CheckpointError, DataError, HvdtrainError
 from hvdtrain.learner.accumulation import RoundsPerUpdate, groups
@@ -26,6 +27,8 @@ from hvdtrain.training.plans import plan_together
 from hvdtrain.training.step_log import StepLog, StepReport, Tally
 from hvdtrain.training.trace import Note, no_trace
 from hvdtrain.training.votes import INTERVAL, INTERVAL_APART, Ballot, Wishes
+
+UNCHANGED_KEYS = "go on with the same data and the same keys for batches"
 
 
 @dataclass(frozen=True)
@@ -252,15 +255,16 @@ class Engine:
                 )
             made = made[:1]
         if current.fingerprints and current.fingerprints != made:
+            changed = changed_since(current.order_version, self._train.order_keys, current.epoch)
+            why = f"{changed}: go on with the version of hvdtrain that wrote the checkpoint" if changed else UNCHANGED_KEYS
             error = CheckpointError(
                 f"epoch {current.epoch}: expected the batches it began with, got others after {current.position} of them "
-                "(go on with the same data and the same keys for batches, or remove the checkpoint within the epoch "
-                "to repeat the epoch from its beginning)"
+                f"({why}, or remove the checkpoint within the epoch to repeat the epoch from its beginning)"
             )
         if error is not None:
             error.on_every_rank = True
             raise error
-        current.fingerprints = made
+        current.fingerprints, current.order_version = made, ORDER_VERSION
         return [count for count, _ in answers]
 
     def _check(self, current: EpochProgress) -> None:

@@ -95,6 +95,8 @@ def _open(settings: Settings, purpose: Purpose, comm: Communicator, stack: ExitS
         stack.enter_context(interrupt)
     if purpose != "measure":
         together(comm, lambda: open_log(settings.log, comm.rank, comm.size), name="open_log")
+        if settings.without_effect:
+            say(3, f"RETURNN reads from a config, and hvdtrain does not: {', '.join(settings.without_effect)}")
     if purpose == "train":
         lock = only_training_of(Path(settings.run.model))
         together(comm, lambda: stack.enter_context(lock) if comm.rank == 0 else None, name="lock")
@@ -255,7 +257,9 @@ def open_some(
 ) -> list[Feed]:
     """Open datasets. A file that has a copy is read from the copy. Raises: DataError."""
     sizes = parse_sizes(settings.data.cache_size)
-    memory = host_memory() if any(size != 0 for size in sizes) else None
+    specs = list(specs)
+    own_sizes = [spec.cache_byte_size or 0 for spec in specs]
+    memory = host_memory() if any(size != 0 for size in (*sizes, *own_sizes)) else None
     host = Budget(None if memory is None else int(MEMORY_SHARE * memory) // comm.local_size)
     budgets = {"train": sizes[0], "dev": sizes[1]}
     processes = launch.cores() if launch.is_bound() else max(1, launch.cores() // comm.local_size)
@@ -265,7 +269,8 @@ def open_some(
         distribution = settings.reduce.horovod_dataset_distribution if training else "shard"
         batch_keys = settings.batch.of_each_of(comm.size)
         batch_keys = batch_keys.of_training() if training else batch_keys.of_evaluation()
-        budget = Budget(budgets.get(spec.name, sizes[2]), within=host)
+        size = budgets.get(spec.name, sizes[2]) if spec.cache_byte_size is None else spec.cache_byte_size
+        budget = Budget(size, within=host)
         files = Unchanged(copies.get(path, path) if path in part.copied else path for part in spec.all() for path in part.files)
         context = OpeningContext(budget, copies, processes, watched if comm.rank == 0 else unwatched)
         dataset = open_dataset(spec, context)

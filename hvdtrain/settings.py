@@ -31,7 +31,7 @@ from hvdtrain.learner.sync_interval import SyncRuleKeys
 from hvdtrain.learner.wire import compression
 from hvdtrain.report.trackers import TrackerKeys
 from hvdtrain.returnn_layer.adapter import adapted, layer_for_config
-from hvdtrain.returnn_layer.names import ALIASES, UNSUPPORTED
+from hvdtrain.returnn_layer.names import ALIASES, READ_BY_RETURNN, UNSUPPORTED, is_no_op, without_effect
 from hvdtrain.runtime.interrupt import InterruptKeys
 from hvdtrain.runtime.log import LogKeys
 from hvdtrain.schedule.early_stopping import EarlyStoppingKeys
@@ -133,6 +133,8 @@ class Settings:
     """Train first, then those that are evaluated after every epoch."""
     forward: DatasetSpec | None
     function: Callable[[], Any] | None
+    without_effect: tuple[str, ...]
+    """Names that RETURNN would read from the config, with what to set instead where there is something."""
     origins: Mapping[str, str]
     """By key, where its value comes from. Keys with their default value are not listed."""
 
@@ -173,7 +175,7 @@ def check(source: Source, names: list[str]) -> Settings:
     by_origin = sorted(source.values, key=lambda name: source.origins[name] == COMMAND_LINE)
     values = {ALIASES.get(name, name): source.values[name] for name in by_origin}
     origins = {ALIASES.get(name, name): source.origins[name] for name in by_origin}
-    problems = [*source.problems, *unknown(source, [*names, *ALIASES], UNSUPPORTED)]
+    problems = [*source.problems, *unknown(source, [*names, *ALIASES], UNSUPPORTED, is_no_op, READ_BY_RETURNN)]
     for other, name in ALIASES.items():
         if other in source.values and name in source.values and origins[name] != COMMAND_LINE:
             problems.append(f"{other}: expected either {other} or {name}, which mean the same, got both")
@@ -299,11 +301,16 @@ def _function(sections: Sections, source: Source) -> tuple[Callable[[], Any] | N
     return function, []
 
 
+def _without_effect(sections: Sections, source: Source) -> tuple[tuple[str, ...], list[str]]:
+    return tuple(without_effect(source.values)), []
+
+
 DERIVED: dict[str, Callable[[Sections, Source], tuple[Any, list[str]]]] = {
     "step_schedule": _step_schedule,
     "datasets": _datasets,
     "forward": _forward_data,
     "function": _function,
+    "without_effect": _without_effect,
 }
 """By attribute of Settings, what makes it of the sections; each returns the value and the problems."""
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from hvdtrain.data.identity import Identity
+from hvdtrain.data.plan.order import ORDER_VERSION
 from hvdtrain.runtime.scores import Scores
 from hvdtrain.schedule.history import EpochRecord
 
@@ -26,6 +27,7 @@ class EpochProgress:
         syncs: syncs of the ranks' parameters.
         sent: bytes that rank 0 has sent in these and as gradients.
         fingerprints: checksums of the epoch's plan, by rank.
+        order_version: the `ORDER_VERSION` (`data/plan/order.py`) that the plan was made with.
     """
 
     epoch: int
@@ -38,6 +40,7 @@ class EpochProgress:
     sent: int = 0
     scores: Scores = field(default_factory=Scores)
     fingerprints: list[int] = field(default_factory=list)
+    order_version: int = ORDER_VERSION
 
 
 @dataclass
@@ -75,7 +78,8 @@ class Progress:
         """What `state` returned; of another program's checkpoint (RETURNN's has an epoch and a step) what there is."""
         current = None
         if state.get("within") is not None:
-            current = EpochProgress(**{**state["within"], "scores": Scores.from_state(state["within"]["scores"])})
+            stored = {"order_version": 1, **state["within"]}  # version 1 was not stored
+            current = EpochProgress(**{**stored, "scores": Scores.from_state(stored["scores"])})
         return Progress(
             step=int(state.get("step") or 0),
             epoch=int(state.get("epoch") or 0) - (current is not None),

@@ -120,8 +120,18 @@ NOT_NEEDED = {
     "class": "gradients are reduced without a wrapper around the model",
     "options": "gradients are reduced without a wrapper around the model",
     "sync_on_cpu": "backend 'gloo' averages on the CPU",
+    "sync": "set reduce_type, param_sync_step and what belongs to them",
+    "sync_optimizer_state": "every rank keeps the state of its own optimizer",
+    "sync_at_epoch_end": "the ranks always have the same parameters at the end of an epoch",
+    "sync_complete_frac": "every rank knows how many steps an epoch has",
 }
 """Entries of RETURNN's torch_distributed that have no meaning here."""
+
+OF_THE_WRAPPER = (
+    "find_unused_parameters", "static_graph", "bucket_cap_mb", "gradient_as_bucket_view", "broadcast_buffers", "check_reduction",
+)  # fmt: skip
+"""Arguments of torch's DistributedDataParallel in the entry `options` that do not change gradients: there is no wrapper to take
+them."""
 
 
 def merged(
@@ -138,6 +148,9 @@ def merged(
         The checked entries (None if they have problems) and the dist_* keys, each completed from the other, and the problems.
     """
     where = "torch_distributed."
+    options = entries.get("options")
+    if isinstance(options, dict) and all(name in OF_THE_WRAPPER for name in options):
+        entries = {name: value for name, value in entries.items() if name != "options"}
     keys, problems = build(TorchDistributedKeys, entries, where, dict.fromkeys(entries, origin))
     problems += unknown_options(where, entries, TorchDistributedKeys, "torch_distributed", NOT_NEEDED)
     for name in entries:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from difflib import SequenceMatcher
 from types import ModuleType
 from typing import Any, TypeVar
@@ -66,7 +66,13 @@ def unsupported(sections: Iterable[Any], backend: str) -> list[str]:
     return problems
 
 
-def unknown(source: Source, known: Iterable[str], foreign: dict[str, str]) -> list[str]:
+def unknown(
+    source: Source,
+    known: Iterable[str],
+    foreign: Mapping[str, str],
+    is_no_op: Callable[[str, Any], bool],
+    others: Container[str] = (),
+) -> list[str]:
     """Problems with names that are not keys: misspelt keys, unsupported keys of RETURNN, unused overrides.
 
     Every other name belongs to the config's author and is not checked.
@@ -74,16 +80,19 @@ def unknown(source: Source, known: Iterable[str], foreign: dict[str, str]) -> li
     Args:
         known: the declared keys.
         foreign: unsupported keys of RETURNN that would change the training, with what to do instead.
+        is_no_op: whether a value of such a key asks for nothing.
+        others: further names that are no mistakes.
     """
     problems = []
     keys = list(known)
     for name, value in source.values.items():
-        if name in keys or name.startswith("_") or isinstance(value, (ModuleType, type)):
+        if name in keys or name in others or name.startswith("_") or isinstance(value, (ModuleType, type)):
             continue
         origin = source.origins[name]
         match = closest(name, keys)
-        if name in foreign and not _is_disabled(name, value):
-            problems.append(f"{name}: a key of RETURNN that is not supported, in {origin} ({foreign[name]})")
+        if name in foreign:
+            if not is_no_op(name, value):
+                problems.append(f"{name}: a key of RETURNN that is not supported, in {origin} ({foreign[name]})")
         elif match:
             problems.append(f"{name}: unknown key in {origin} (did you mean {match}?)")
         elif name in source.unused and origin == COMMAND_LINE:
@@ -136,12 +145,6 @@ def did_you_mean(name: str, keys: Iterable[str]) -> str:
     """
     match = closest(name, keys)
     return f" (did you mean {match}?)" if match else ""
-
-
-def _is_disabled(name: str, value: Any) -> bool:
-    """Whether the value of a RETURNN key turns its feature off."""
-    disabled = (0, "0", "", 1) if name == "accum_grad_multiple_step" else (0, "0", "")
-    return value is None or value is False or (not isinstance(value, bool) and value in disabled)
 
 
 def _short_repr(value: Any) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,3 +104,46 @@ KINDS: dict[str, Kind] = {
 
 INSTEAD = {"PostprocessingDataset": "MapDataset", "DistributeFilesDataset": "FilesDataset", "MultiProcDataset": "MapDataset"}
 """Classes of RETURNN that have a counterpart of another name and with other keys."""
+
+IN_THE_MODEL = "stack the frames in the model, or in map_seq of a MapDataset"
+
+RETURNN_ENTRIES: dict[str, tuple[tuple[Any, ...] | None, str]] = {
+    "name": (None, ""),
+    "estimated_num_seqs": (None, ""),
+    "use_cache_manager": (None, ""),
+    "unique_seq_tags": ((None, False), "leave repeated sequences out when the file is written"),
+    "window": ((None, 1), IN_THE_MODEL),
+    "context_window": ((None, 1), IN_THE_MODEL),
+    "chunking": ((None, 0, "0"), "set the key chunking outside of the dict, which holds for the training data"),
+    "min_chunk_size": ((None, 0), "set the key min_chunk_size outside of the dict, which holds for the training data"),
+    "chunking_variance": ((None, 0), "chunks are of equal size"),
+    "shuffle_frames_of_nseqs": ((None, 0), "shuffle the frames in map_seq of a MapDataset"),
+    "seq_order_seq_lens_file": (
+        (None,),
+        "sequences are sorted by their own numbers of frames, or those of map_lengths of a MapDataset",
+    ),
+    "_num_shards": ((1,), "the ranks share the batches of every dataset"),
+    "_shard_index": ((0,), "the ranks share the batches of every dataset"),
+}
+"""Entries that the dict of every dataset of RETURNN may have: the values that ask for nothing here (None: all of them), and what
+to do instead of setting another one."""
+
+
+def take_returnn_entries(where: str, options: dict[str, Any], own: Container[str]) -> list[str]:
+    """Remove RETURNN's entries from the options of a dataset dict. Returns the problems with those that have a meaning.
+
+    Args:
+        where: prefix of option names in messages, such as 'train.'.
+        own: the entries that the class of the dataset has itself.
+    """
+    problems = []
+    for name in [name for name in options if name in RETURNN_ENTRIES and name not in own]:
+        value = options.pop(name)
+        nothing, instead = RETURNN_ENTRIES[name]
+        members = list(value.values()) if isinstance(value, dict) else [value]
+        if nothing is not None and any(member not in nothing for member in members):
+            words = " or ".join(map(repr, nothing))
+            problems.append(
+                f"{where}{name}: expected {words}, as hvdtrain does not have this key of RETURNN, got {value!r} ({instead})"
+            )
+    return problems

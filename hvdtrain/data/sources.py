@@ -17,7 +17,7 @@ from hvdtrain.data.dataset import Dataset, DatasetKeys, as_dataset, is_map_style
 from hvdtrain.data.files.sizes import parse_sizes
 from hvdtrain.data.formats.items import ItemsDataset, Watch, unwatched
 from hvdtrain.data.identity import Part
-from hvdtrain.data.kinds import BY_RETURNN, INSTEAD, KINDS, OWN, Kind
+from hvdtrain.data.kinds import BY_RETURNN, INSTEAD, KINDS, OWN, Kind, take_returnn_entries
 from hvdtrain.data.plan.order import OrderKeys, is_order, non_default
 from hvdtrain.errors import ConfigError, DataError
 
@@ -81,6 +81,7 @@ class DatasetSpec:
         files: the data files that it reads itself.
         copied: those of the files that may be read from a copy.
         datasets: the datasets inside it.
+        cache_byte_size: the bytes that a rank may cache of it, if its dict says so (RETURNN's key), instead of `cache_size`.
     """
 
     name: str
@@ -89,6 +90,7 @@ class DatasetSpec:
     files: tuple[str, ...] = ()
     copied: tuple[str, ...] = ()
     datasets: tuple[DatasetSpec, ...] = ()
+    cache_byte_size: int | None = None
 
     def all(self) -> Iterator[DatasetSpec]:
         """This dataset and all datasets inside it."""
@@ -200,9 +202,15 @@ def _parse_kind(
 ) -> tuple[DatasetSpec | None, list[str]]:
     """Check the dict of a class in `KINDS`."""
     kind = KINDS[kind_name]
-    order_values = _pop_order(options, [declared_key.name for declared_key in declared(kind.keys)])
+    own = [declared_key.name for declared_key in declared(kind.keys)]
+    order_values = _pop_order(options, own)
+    cache_byte_size = options.pop("cache_byte_size", None)
+    of_returnn = take_returnn_entries(f"{name}.", options, own)
+    if isinstance(options.get("files"), (list, tuple)):
+        options["files"] = [getattr(file, "filename", file) for file in options["files"]]  # of RETURNN's CachedFile
     keys: DatasetKeys | None
     keys, problems = build(kind.keys, options, f"{name}.", {})
+    problems += of_returnn + _cache_problems(name, cache_byte_size)
     problems += unknown_options(f"{name}.", options, kind.keys, kind_name, _ORDER_NAMES)
     if keys is not None:
         problems += [f"{name}.{problem}" for problem in keys.problems()]
@@ -226,7 +234,20 @@ def _parse_kind(
     def open_it(context: OpeningContext | None = None) -> Dataset:
         return _open_kind(name, kind, keys, inside, context or OpeningContext())
 
-    return DatasetSpec(name, open_it, order, keys.data_files(), keys.files_to_copy(), tuple(inside.values())), []
+    files = keys.data_files(), keys.files_to_copy()
+    return DatasetSpec(name, open_it, order, *files, tuple(inside.values()), cache_byte_size), []
+
+
+def _cache_problems(name: str, size: Any) -> list[str]:
+    """Problems with RETURNN's entry `cache_byte_size`."""
+    if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 0):
+        return [f"{name}.cache_byte_size: expected a number of bytes, got {size!r}"]
+    if size and "." in name:
+        return [
+            f"{name}.cache_byte_size: expected 0 inside another dataset, got {size} (set cache_size, or cache_byte_size in the "
+            f"dict {name.split('.')[0]}, which datasets inside another one share)"
+        ]
+    return []
 
 
 def _inside(options: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
@@ -242,12 +263,18 @@ def _inside(options: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
     return result
 
 
+NONE_IN_RETURNN = ("partition_epoch", "repeat_epoch", "random_seed_offset")
+
 _ORDER_NAMES = [field.name for field in fields(OrderKeys)]
 
 
 def _pop_order(options: dict[str, Any], own: list[str]) -> dict[str, Any]:
-    """Remove the order keys from the options and return them; a class's own keys of the same name stay."""
-    return {option: options.pop(option) for option in _ORDER_NAMES if option in options and option not in own}
+    """Remove the order keys from the options and return them; a class's own keys of the same name stay.
+
+    None is RETURNN's default of some keys whose default is a number here.
+    """
+    found = {option: options.pop(option) for option in _ORDER_NAMES if option in options and option not in own}
+    return {option: value for option, value in found.items() if value is not None or option not in NONE_IN_RETURNN}
 
 
 def _order_problems(name: str, inside: DatasetSpec, outside: Mapping[str, Any] | None) -> list[str]:

@@ -15,6 +15,7 @@ from hvdtrain.errors import ConfigError
 from hvdtrain.returnn_layer.imports import Layer
 from hvdtrain.returnn_layer.installed import Installed, is_installed
 from hvdtrain.returnn_layer.missing import NotInLayer, explanation, location
+from hvdtrain.returnn_layer.older import with_older_arguments
 from hvdtrain.returnn_layer.stand_ins import ROOT
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ def adapted(source: Source, layer: Layer | Installed) -> Source:
     """The config with wrapped functions; the config itself if it does not import `returnn`."""
     if not layer.in_use:
         return source
+    source = with_todays_steps(source)
     if source.values.get("backend", "torch") != "torch":
         problem = f"backend: expected 'torch' in a config that imports returnn, got {source.values['backend']!r}"
         return replace(source, problems=(*source.problems, problem))
@@ -56,6 +58,12 @@ def adapted(source: Source, layer: Layer | Installed) -> Source:
     if values.get("forward_callback") is not None and not isinstance(values["forward_callback"], str):
         values["forward_callback"] = _callback_maker(values["forward_callback"], layer, outputs)
     return replace(source, values=values, problems=(*source.problems, *problems, *more))
+
+
+def with_todays_steps(source: Source) -> Source:
+    """The config with steps that take today's arguments."""
+    steps = {name: source.values[name] for name in STEPS if callable(source.values.get(name))}
+    return replace(source, values={**source.values, **{name: with_older_arguments(step) for name, step in steps.items()}})
 
 
 def _step(

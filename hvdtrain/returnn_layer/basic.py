@@ -1,4 +1,4 @@
-"""`returnn.forward_iface`, `returnn.log` and `returnn.util.basic`: small helpers that configs import."""
+"""`returnn.forward_iface`, `returnn.log`, `returnn.util.basic`, `returnn.util.file_cache`: small helpers that configs import."""
 
 from __future__ import annotations
 
@@ -9,7 +9,16 @@ from typing import Any
 
 from hvdtrain.runtime.log import say
 
-__all__ = ["cf", "get_fwd_compat_kwargs", "get_hostname", "get_login_username", "hms", "human_bytes_size", "human_size"]
+__all__ = [
+    "NotSpecified",
+    "cf",
+    "get_fwd_compat_kwargs",
+    "get_hostname",
+    "get_login_username",
+    "hms",
+    "human_bytes_size",
+    "human_size",
+]
 
 
 class ForwardCallbackIface:
@@ -79,6 +88,20 @@ def get_fwd_compat_kwargs() -> dict[str, None]:
 def cf(filename: str) -> str:
     """Returns the file name unchanged: hvdtrain's key `cache_dir` copies data files to a local disk."""
     return filename
+
+
+class CachedFile(str):
+    """The name of a data file in a dataset dict. RETURNN copies such files to a local disk, hvdtrain all files if `cache_dir` is
+    set.
+    """
+
+    @property
+    def filename(self) -> str:
+        return str(self)
+
+
+class NotSpecified:
+    """The default of an argument for which None has a meaning."""
 
 
 def hms(seconds: float) -> str:

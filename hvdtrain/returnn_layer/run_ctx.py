@@ -147,6 +147,9 @@ class RunCtx:
         raise not_in_layer(f"get_run_ctx().{name}", [*dir(type(self)), *vars(self)])
 
 
+TrainCtx = RunCtx
+"""The name in `returnn.torch.engine` that RETURNN's first PyTorch engine had for it; recipes annotate arguments with it."""
+
 _current: ContextVar[RunCtx] = ContextVar("hvdtrain_returnn_run_ctx")
 _init = RunCtx("init", RunContext(epoch=1, step=0, train_flag=False))
 

@@ -12,6 +12,8 @@ from hvdtrain.returnn_layer.missing import not_in_layer
 
 ROOT = "returnn"
 
+_VOCABULARIES = ("Vocabulary", "BytePairEncoding", "CharacterTargets", "Utf8ByteTargets")
+
 _TENSOR = ("Tensor", "Dim", "FeatureDim", "SpatialDim", "batch_dim", "single_step_dim")
 
 NAMES: dict[str, dict[str, tuple[str, ...]]] = {
@@ -22,17 +24,27 @@ NAMES: dict[str, dict[str, tuple[str, ...]]] = {
     "returnn.tensor.tensor": {"tensors": ("Tensor",)},
     "returnn.tensor.tensor_dict": {"templates": ("TensorDict",)},
     "returnn.tensor.dim": {"tensors": ("Dim", "FeatureDim", "SpatialDim", "batch_dim", "single_step_dim")},
+    "returnn.torch": {},
+    "returnn.torch.context": {"run_ctx": ("RunCtx", "get_run_ctx")},
+    "returnn.torch.engine": {"run_ctx": ("TrainCtx",), "basic": ("ForwardCallbackIface",)},
     "returnn.util": {},
     "returnn.util.basic": {"basic": ()},
+    "returnn.util.file_cache": {"basic": ("CachedFile",)},
     "returnn.forward_iface": {"basic": ("ForwardCallbackIface",)},
     "returnn.log": {"basic": ("log",)},
     "returnn.config": {},
     "returnn.datasets": {},
     "returnn.datasets.hdf": {"hdf": ("SimpleHDFWriter",)},
+    "returnn.datasets.generating": {"vocabulary": _VOCABULARIES},
     "returnn.datasets.util": {},
-    "returnn.datasets.util.vocabulary": {"vocabulary": ("Vocabulary",)},
+    "returnn.datasets.util.hdf": {"hdf": ("SimpleHDFWriter",)},
+    "returnn.datasets.util.vocabulary": {"vocabulary": _VOCABULARIES},
 }
-"""By module of RETURNN: its names, by the file in this folder that defines them; () stands for the file's `__all__`."""
+"""By module of RETURNN: its names, by the file in this folder that defines them; () stands for the file's `__all__`.
+
+Today's RETURNN does not have `returnn.torch.context` and `TrainCtx` any more, and never had `returnn.datasets.util.hdf`, but
+recipes import them.
+"""
 
 
 class StandIn(ModuleType):

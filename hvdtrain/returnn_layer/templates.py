@@ -9,6 +9,7 @@ import numpy
 import torch
 
 from hvdtrain.errors import ConfigError
+from hvdtrain.returnn_layer.older import raw_tensors
 from hvdtrain.returnn_layer.tensors import Dim, DimTypes, Tensor, batch_dim, no_attribute
 
 
@@ -53,6 +54,10 @@ class TensorDict:
 
     def items(self) -> ItemsView[str, Tensor]:
         return self.data.items()
+
+    def as_raw_tensor_dict(self) -> dict[str, Any]:
+        """The raw tensors by name, with 'x:sizeN' for the sizes of axis N of 'x' and without tags that were not read yet."""
+        return raw_tensors(self.data)
 
     def __getattr__(self, name: str) -> Any:
         raise no_attribute(self, name)

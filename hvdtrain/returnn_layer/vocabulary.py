@@ -1,10 +1,10 @@
-"""`returnn.datasets.util.vocabulary`: the labels of classes, read from RETURNN's vocabulary files."""
+"""`returnn.datasets.util.vocabulary`: the labels of classes, read from RETURNN's vocabulary files; byte-pair encoding."""
 
 from __future__ import annotations
 
 import ast
 import gzip
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +53,14 @@ class Vocabulary:
 
     @classmethod
     def create_vocab(cls, **options: Any) -> Vocabulary:
-        """Create a vocabulary from its options. Raises: ConfigError, for RETURNN's other vocabulary classes."""
-        wanted = options.pop("class", "BytePairEncoding" if "bpe_file" in options else "Vocabulary")
-        if wanted != "Vocabulary":
-            raise ConfigError([f"Vocabulary.create_vocab: expected the class Vocabulary, got {wanted!r} (docs/returnn.md)"])
-        return cls(**options)
+        """Create a vocabulary from its options. Raises: ConfigError, for a class that hvdtrain does not have."""
+        wanted = options.pop("class", "BytePairEncoding" if "bpe_file" in options else cls.__name__)
+        classes = {kind.__name__: kind for kind in (Vocabulary, BytePairEncoding, CharacterTargets, Utf8ByteTargets)}
+        if wanted not in classes:
+            raise ConfigError(
+                [f"Vocabulary.create_vocab: expected the class {' or '.join(classes)}, got {wanted!r} (docs/returnn.md)"]
+            )
+        return classes[wanted](**options)
 
     def label_to_id(self, label: str) -> int:
         """The class of a label. Raises: DataError, if there is no such label."""
@@ -74,13 +77,134 @@ class Vocabulary:
 
     def get_seq(self, sentence: str) -> list[int]:
         """The classes of labels separated by spaces."""
+        return self.get_seq_indices(self._segments(sentence)) + self.seq_postfix
+
+    def get_seq_indices(self, seq: Iterable[str]) -> list[int]:
+        """The classes of labels. Raises: DataError, if there is no such label and none for unknown ones."""
         unknown = self.unknown_label_id
-        known = [self.label_to_id(label) if unknown is None else self._classes.get(label, unknown) for label in sentence.split()]
-        return known + self.seq_postfix
+        return [self.label_to_id(label) if unknown is None else self._classes.get(label, unknown) for label in seq]
+
+    def _segments(self, sentence: str) -> Iterable[str]:
+        """The labels of a sentence."""
+        return sentence.split()
 
     def get_seq_labels(self, seq: Sequence[int]) -> str:
         """The labels of classes, separated by spaces."""
         return " ".join(self.labels[number] for number in seq)
+
+
+class CharacterTargets(Vocabulary):
+    """A vocabulary whose labels are characters."""
+
+    def __init__(self, vocab_file: str | Path | None = None, *, unknown_label: str | None = "@", **options: Any) -> None:
+        super().__init__(vocab_file, unknown_label=unknown_label, **options)
+
+    def _segments(self, sentence: str) -> Iterable[str]:
+        return sentence
+
+    def get_seq_labels(self, seq: Sequence[int]) -> str:
+        return "".join(self.labels[number] for number in seq)
+
+
+class Utf8ByteTargets(Vocabulary):
+    """The 256 bytes of text in UTF-8 as classes."""
+
+    def __init__(self, *, seq_postfix: Sequence[int] | None = None, **options: Any) -> None:
+        super().__init__(labels=[chr(byte) for byte in range(256)], unknown_label=None, seq_postfix=seq_postfix, **options)
+
+    def _segments(self, sentence: str) -> Iterable[str]:
+        return map(chr, sentence.encode("utf-8"))
+
+    def get_seq_labels(self, seq: Sequence[int]) -> str:
+        return bytes(int(number) for number in seq).decode("utf-8")
+
+
+END_OF_WORD = "</w>"
+CONTINUES = "@@"
+
+
+class BytePairEncoding(Vocabulary):
+    """Parts of words, after Sennrich, Haddow and Birch, 2016, in the files of their program subword-nmt.
+
+    Args:
+        bpe_file: the merges, one pair per line, the first learned first; a first line `#version: 0.2` says how the end of a word
+            is marked.
+
+    Raises:
+        DataError: a file is malformed.
+    """
+
+    def __init__(
+        self, vocab_file: str | Path, bpe_file: str | Path, seq_postfix: Sequence[int] | None = None, **options: Any
+    ) -> None:
+        super().__init__(vocab_file, seq_postfix=seq_postfix, **options)
+        try:
+            lines = Path(bpe_file).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"{bpe_file}: expected a pair to merge per line, got: {error}") from None
+        version = lines.pop(0).split()[-1] if lines and lines[0].startswith("#version:") else "0.1"
+        pairs = [tuple(line.split()) for line in lines]
+        if version not in ("0.1", "0.2") or any(len(pair) != 2 for pair in pairs):
+            raise DataError(f"{bpe_file}: expected a pair to merge per line, of version 0.1 or 0.2, got other lines")
+        self._end_is_apart = version == "0.1"
+        self._ranks = {pair: rank for rank, pair in reversed(list(enumerate(pairs)))}
+        self._halves = {first + second: (first, second) for first, second in reversed(pairs)}
+        self._known: dict[str, list[str]] = {}
+
+    def _segments(self, sentence: str) -> Iterable[str]:
+        inside = ""  # of a category: `$name {words}` stays as it is
+        for word in sentence.split():
+            if word[0] == "$" and len(word) > 1:
+                inside = "$"
+            elif inside and word[0] == "{":
+                inside = "{"
+            elif inside != "{" or word[0] == "}":
+                inside = ""
+            if inside:
+                yield word
+            else:
+                if word not in self._known:
+                    self._known[word] = self._parts(word)
+                yield from self._known[word]
+
+    def _parts(self, word: str) -> list[str]:
+        """The parts of a word as labels: all but the last one end with @@."""
+        parts = [*word, END_OF_WORD] if self._end_is_apart else [*word[:-1], word[-1] + END_OF_WORD]
+        while len(parts) > 1:
+            pair = min(zip(parts, parts[1:], strict=False), key=lambda pair: self._ranks.get(pair, len(self._ranks)))
+            if pair not in self._ranks:
+                break
+            parts = _merged(parts, pair)
+        if parts[-1] == END_OF_WORD:
+            parts.pop()
+        else:
+            parts[-1] = parts[-1].removesuffix(END_OF_WORD)
+        labels = [label for part in parts[:-1] for label in self._split(part, is_last=False)]
+        return labels + self._split(parts[-1], is_last=True)
+
+    def _split(self, part: str, is_last: bool) -> list[str]:
+        """The part as a label, or if there is none, as those of the parts that it was merged from, as far as these are known."""
+        label = part if is_last else part + CONTINUES
+        halves = self._halves.get(part + END_OF_WORD if is_last else part)
+        if label in self._classes or halves is None:
+            return [label]
+        first, second = halves
+        return self._split(first, False) + self._split(second.removesuffix(END_OF_WORD) if is_last else second, is_last)
+
+
+def _merged(parts: list[str], pair: tuple[str, str]) -> list[str]:
+    """The parts with every occurrence of a pair made one.
+
+    >>> _merged(["a", "b", "a", "b", "a"], ("a", "b"))
+    ['ab', 'ab', 'a']
+    """
+    merged: list[str] = []
+    for part in parts:
+        if merged and (merged[-1], part) == pair:
+            merged[-1] += part
+        else:
+            merged.append(part)
+    return merged
 
 
 def _read(path: Path) -> list[str]:

@@ -442,7 +442,7 @@ def test_keys_of_returnn_that_would_change_the_training_are_mistakes(tmp_path: P
         ("train = {'class': 'HDFDataset'}", "train.files: expected a string or a list of strings (the HDF file, or a list of"),
         ("train = {'class': 'Sprint'}", "train.class: expected one of HDFDataset, NextGenHDFDataset, "),
         ("train['fils'] = 1", "train.fils: unknown key of HDFDataset (did you mean files?)"),
-        ("train['window'] = 3", "train.window: unknown key of HDFDataset"),
+        ("train['windy'] = 3", "train.windy: unknown key of HDFDataset"),
         ("train['files'] = ['a', 3]", "train.files: expected a string or a list of strings, got ['a', 3] in the config"),
         (
             "dev = {'class': 'HDFDataset', 'files': 'x', 'partition_epoch': 0}",

@@ -31,6 +31,12 @@ METHODS = (
 
 WITH_BINS = ("sort_bin_shuffle", "sort_bin_shuffle_x2", "laplace")
 
+CHANGES = {2: ("laplace", "laplace cuts its bins as RETURNN does now; before, the first bins were longer by one sequence")}
+"""By version of the orders, the method that changed with it, and how."""
+
+ORDER_VERSION = max(CHANGES)
+"""Checkpoints within an epoch hold it, so that a training can say why an epoch has other batches now than it began with."""
+
 BLOCKS_TOGETHER = 16
 """The number of blocks whose sequences `random_blocks` shuffles together."""
 
@@ -148,8 +154,6 @@ def order(lengths: Array, keys: OrderKeys, epoch: int, subset: Array | None = No
     if subset is not None:
         lengths = lengths[subset]
     method = method_of(keys, epoch)
-    if method.name == "default_every_n" and (method.bins or 1) > max(1, len(lengths)):
-        raise DataError(f"default_every_n: expected at most {len(lengths)}, the number of sequences, got {method.bins}")
     seed, number = seed_of(keys, epoch), part_of(keys, epoch)
     if keys.partition_by == "files" and keys.partition_epoch > 1:
         bounds = numpy.array([0, len(lengths)]) if file_bounds is None else file_bounds
@@ -177,6 +181,16 @@ def method_of(keys: OrderKeys, epoch: int) -> Method:
     return parse(text)
 
 
+def changed_since(version: int, keys: OrderKeys, epoch: int) -> str:
+    """How the order of an epoch has changed since a version of the orders; '' if it has not. Raises: DataError.
+
+    >>> changed_since(1, OrderKeys(seq_ordering="random"), 3)
+    ''
+    """
+    method = method_of(keys, epoch).name
+    return "; ".join(how for number, (changed, how) in CHANGES.items() if number > version and changed == method)
+
+
 def seed_of(keys: OrderKeys, epoch: int) -> int:
     """The seed of an epoch's order, the same for all parts of a full epoch, and for all full epochs that keep the order."""
     if keys.fixed_random_seed is not None:
@@ -198,6 +212,11 @@ def _ordered(lengths: Array, method: Method, seed: int) -> Array:
     size = len(lengths)
     if size == 0:
         return numpy.zeros(0, dtype=numpy.int64)
+    if method.name == "default_every_n" and (method.bins or 1) > size:
+        raise DataError(
+            f"seq_ordering: expected default_every_n:N with N up to {size}, the number of sequences, got "
+            f"default_every_n:{method.bins}, which leaves none of them"
+        )
     lengths = _for_sorting(lengths)
     generator = numpy.random.RandomState(seed)
     bins = method.bins or (max(size // method.per_bin, 2) if method.per_bin else 2)
@@ -227,10 +246,21 @@ def _for_sorting(lengths: Array) -> Array:
     return lengths.astype(numpy.int64, copy=False)
 
 
+def _bin_cuts(size: int, bins: int) -> list[int]:
+    """Where RETURNN cuts a row of sequences into bins. numpy.array_split makes the first ones longer instead.
+
+    >>> _bin_cuts(11, 4)
+    [0, 2, 5, 8, 11]
+    """
+    return [i * size // bins for i in range(bins + 1)]
+
+
 def _laplace(lengths: Array, generator: numpy.random.RandomState, bins: int) -> Array:
     """Random bins, sorted in ascending and descending order in turn, so that lengths do not jump between neighbouring bins."""
     indices = generator.permutation(len(lengths))
-    for i, part in enumerate(numpy.array_split(indices, bins)):  # views, which are sorted in place
+    cuts = _bin_cuts(len(lengths), bins)
+    for i in range(bins):
+        part = indices[cuts[i] : cuts[i + 1]]  # a view, which is sorted in place
         here = lengths[part]
         part[:] = part[numpy.argsort(here if i % 2 == 0 else ~here, kind="stable")]
     return indices
@@ -240,7 +270,7 @@ def _sort_bin_shuffle(lengths: Array, generator: numpy.random.RandomState, bins:
     """Sorted sequences, ties in random order, cut into bins that come in random order."""
     shuffled = generator.permutation(len(lengths))
     by_length = shuffled[numpy.argsort(lengths[shuffled], kind="stable")]
-    cuts = [i * len(lengths) // bins for i in range(bins + 1)]
+    cuts = _bin_cuts(len(lengths), bins)
     parts = []
     for i in generator.permutation(bins):
         part = by_length[cuts[i] : cuts[i + 1]].copy()

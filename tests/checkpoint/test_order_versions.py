@@ -1,0 +1,74 @@
+"""Checkpoints within an epoch whose sequences were in another order when they were written."""
+
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+
+from hvdtrain.data.plan import order
+from hvdtrain.errors import CheckpointError
+from hvdtrain.run import train
+from hvdtrain.settings import read_settings
+
+CONFIG = """
+import torch
+train = {"class": "Task12AXDataset", "num_seqs": 11, "seq_ordering": "laplace:4"}
+model = MODEL
+learning_rate, num_epochs, max_seqs, num_threads, save_interval_steps = 0.01, 2, 1, 1, 7
+def get_model(**_):
+    return torch.nn.Linear(9, 2)
+def train_step(*, model, extern_data, **_):
+    import hvdtrain
+    context = hvdtrain.get_run_ctx()
+    if context.step == config.int("fails", 0):
+        raise EOFError
+    context.mark_as_loss(model(extern_data["data"].raw_tensor).square().sum(-1), "some")
+"""
+
+
+def laplace_of_version_1(lengths: numpy.ndarray, generator: numpy.random.RandomState, bins: int) -> numpy.ndarray:
+    """With the first bins longer by one."""
+    indices = generator.permutation(len(lengths))
+    for number, part in enumerate(numpy.array_split(indices, bins)):
+        here = lengths[part]
+        part[:] = part[numpy.argsort(here if number % 2 == 0 else ~here, kind="stable")]
+    return indices
+
+
+def written_by_version_1(folder: Path, monkeypatch: pytest.MonkeyPatch, fails: int, ordering: str = "laplace:4") -> Path:
+    """A config whose training has a checkpoint of the older version, from before its step `fails`."""
+    path = folder / "config.py"
+    path.write_text(CONFIG.replace("MODEL", repr(str(folder / "model"))))
+    with monkeypatch.context() as patch:
+        patch.setattr(order, "_laplace", laplace_of_version_1)
+        with pytest.raises(EOFError):
+            train(read_settings([path], {"fails": str(fails), "train.seq_ordering": ordering}))
+    for file in folder.glob("model*.pt"):
+        contents = torch.load(file, weights_only=True)
+        if contents["within"] is not None:
+            assert contents["within"].pop("order_version") == order.ORDER_VERSION
+            torch.save(contents, file)
+    return path
+
+
+def test_another_laplace_within_an_epoch_is_refused_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = written_by_version_1(tmp_path, monkeypatch, fails=9)
+    with pytest.raises(CheckpointError) as refused:
+        train(read_settings([path], {"fails": "-1"}))
+    assert str(refused.value) == (
+        "epoch 1: expected the batches it began with, got others after 7 of them (laplace cuts its bins as RETURNN does now; "
+        "before, the first bins were longer by one sequence: go on with the version of hvdtrain that wrote the checkpoint, or "
+        "remove the checkpoint within the epoch to repeat the epoch from its beginning)"
+    )
+    with pytest.raises(CheckpointError, match="got others after 7 of them .go on with the same data and the same keys"):
+        train(read_settings([path], {"fails": "-1", "train.seq_ordering": "random"}))
+
+
+@pytest.mark.parametrize(("ordering", "fails"), [("laplace:4", 11), ("random", 9)])
+def test_the_end_of_an_epoch_and_other_orders_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ordering: str, fails: int
+) -> None:
+    path = written_by_version_1(tmp_path, monkeypatch, fails, ordering)
+    train(read_settings([path], {"fails": "-1", "train.seq_ordering": ordering}))
+    assert (tmp_path / "model.002.pt").exists()

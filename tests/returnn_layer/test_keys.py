@@ -1,0 +1,158 @@
+"""Keys of RETURNN: honoured, accepted because they ask for nothing, refused with advice, or told about."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launching import ROOT
+
+from hvdtrain.comm.base import SingleCommunicator
+from hvdtrain.data.hdf.writer import HDFWriter
+from hvdtrain.data.kinds import RETURNN_ENTRIES
+from hvdtrain.data.sources import parse
+from hvdtrain.errors import ConfigError
+from hvdtrain.returnn_layer.names import ALIASES, ELSEWHERE, NO_OPS, READ_BY_RETURNN, UNSUPPORTED
+from hvdtrain.run import train
+from hvdtrain.session import open_some
+from hvdtrain.settings import Settings, all_keys, read_settings
+
+CONFIG = """
+import torch
+train = {"class": "Task12AXDataset", "num_seqs": 4}
+model, learning_rate, num_epochs, max_seqs, num_threads = MODEL, 0.1, 1, 4, 1
+def get_model(**_):
+    return torch.nn.Linear(9, 2)
+def train_step(*, model, extern_data, **_):
+    import hvdtrain
+    hvdtrain.get_run_ctx().mark_as_loss(model(extern_data["data"].raw_tensor).square().sum(-1), "some")
+"""
+
+
+def settings(folder: Path, more: str = "", **overrides: str) -> Settings:
+    (folder / "config.py").write_text(CONFIG.replace("MODEL", repr(str(folder / "model"))) + more)
+    return read_settings([folder / "config.py"], overrides)
+
+
+def hdf(**entries: Any) -> dict[str, Any]:
+    return {"class": "HDFDataset", "files": ["a.hdf"], **entries}
+
+
+ACCEPTED: list[dict[str, Any]] = [
+    {"name": "train", "estimated_num_seqs": 100, "use_cache_manager": True, "unique_seq_tags": False},
+    {"window": 1, "context_window": {"data": 1}, "chunking": None, "min_chunk_size": {"data": 0}, "chunking_variance": 0.0},
+    {"context_window": None, "chunking": "0", "shuffle_frames_of_nseqs": 0, "seq_order_seq_lens_file": None},
+    {"partition_epoch": None, "repeat_epoch": None, "random_seed_offset": None, "_num_shards": 1, "_shard_index": 0},
+    {"cache_byte_size": 0},
+]
+
+
+@pytest.mark.parametrize("entries", ACCEPTED)
+def test_entries_of_datasets_that_ask_for_nothing(entries: dict[str, Any]) -> None:
+    inside = {"class": "MapDataset", "dataset": hdf(**entries), "map_seq": lambda arrays: arrays, **entries}
+    for value in (hdf(**entries), {"class": "Task12AXDataset", "num_seqs": 3, **entries}, inside):
+        spec, problems = parse("train", value, {})
+        assert problems == []
+        assert spec is not None
+        assert (spec.order.partition_epoch, spec.order.repeat_epoch, spec.order.random_seed_offset) == (1, 1, 0)
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "unique_seq_tags": (True, "None or False, .*got True .leave repeated sequences out"),
+    "window": (3, "None or 1, .*got 3 .stack the frames in the model"),
+    "context_window": ({"data": 5}, "None or 1, .*got {'data': 5} .stack the frames"),
+    "chunking": ("50:25", "None or 0 or '0', .*got '50:25' .set the key chunking outside of the dict"),
+    "min_chunk_size": (3, "None or 0, .*set the key min_chunk_size outside"),
+    "chunking_variance": (0.1, "None or 0, "),
+    "shuffle_frames_of_nseqs": (2, "None or 0, .*map_seq"),
+    "seq_order_seq_lens_file": ("lens", "None, .*got 'lens' .sequences are sorted by their own"),
+    "_num_shards": (2, "1, .*the ranks share"),
+    "_shard_index": (1, "0, .*the ranks share"),
+}
+
+
+@pytest.mark.parametrize("name", [name for name, (nothing, _) in RETURNN_ENTRIES.items() if nothing is not None])
+def test_entries_of_datasets_with_a_meaning_say_what_to_do_instead(name: str) -> None:
+    value, message = REFUSED[name]
+    for where, dataset in {
+        "train": hdf(**{name: value}),
+        "dev.dataset": {"class": "MapDataset", "dataset": hdf(**{name: value})},
+    }.items():
+        if "." in where:
+            dataset["map_seq"] = lambda arrays: arrays
+        _, problems = parse(where.split(".")[0], dataset, {})
+        assert len(problems) == 1
+        assert problems[0].startswith(f"{where}.{name}: expected ")
+        with pytest.raises(ConfigError, match=message):
+            raise ConfigError(problems)
+
+
+def test_the_cache_of_a_dataset(tmp_path: Path) -> None:
+    """RETURNN's number of bytes in the dict, beside cache_size for the others."""
+    for name in ("train", "dev"):
+        with HDFWriter(tmp_path / f"{name}.hdf", dims={"data": 3}) as writer:
+            writer.add("seq", {"data": [1, 2]})
+    more = f"""
+train = {{"class": "HDFDataset", "files": [{str(tmp_path / "train.hdf")!r}], "cache_byte_size": 5000}}
+dev = {str(tmp_path / "dev.hdf")!r}
+cache_size = ["2K", "1K"]
+"""
+    made = settings(tmp_path, more)
+    feeds = open_some(made, SingleCommunicator(), made.datasets)
+    assert [feed.budget.size for feed in feeds if feed.budget is not None] == [5000, 1024]
+    for feed in feeds:
+        feed.dataset.close()
+    _, problems = parse("train", hdf(cache_byte_size="2G"), {})
+    assert problems == ["train.cache_byte_size: expected a number of bytes, got '2G'"]
+    _, problems = parse("train", {"class": "ConcatDataset", "datasets": [hdf(cache_byte_size=9)]}, {})
+    assert problems[0].startswith("train.datasets.0.cache_byte_size: expected 0 inside another dataset, got 9 (set cache_size")
+
+
+NAMED = """
+tf_log_memory_usage = torch_dataloader_opts = True
+log_grad_norm = False
+tensorboard_opts = {"log_every_n_train_steps": 10}
+train["use_cache_manager"] = True
+window, context_window, default_float_dtype, chunking_variance = 1, 1, "float32", 0
+torch_distributed = {"options": {"find_unused_parameters": True}}
+size_of_my_own = 3
+"""
+
+
+def test_names_that_returnn_reads_are_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = (
+        "RETURNN reads from a config, and hvdtrain does not: tf_log_memory_usage, torch_dataloader_opts (every rank reads ahead; "
+        "num_workers of a MapDataset), tensorboard_opts (use_tensorboard writes after every epoch), "
+        "train.use_cache_manager (set cache_dir)\n"
+    )
+    for verbosity in ("3", "2"):
+        made = settings(tmp_path, NAMED.replace("torch_distributed", "of_all_ranks"), log_verbosity=verbosity, start_epoch="1")
+        train(made)
+        assert capsys.readouterr().out.count(told) == (verbosity == "3")
+    assert settings(tmp_path, NAMED).torch_distributed is not None
+    assert settings(tmp_path).without_effect == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("window", 3), ("default_float_dtype", "float16"), ("dataset_random_seed_offset", 1)]
+)
+def test_values_that_ask_for_something_are_refused(tmp_path: Path, name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"{name}: a key of RETURNN that is not supported, in config.py .{UNSUPPORTED[name]}"):
+        settings(tmp_path, f"{name} = {value!r}\n")
+
+
+def test_the_tables_of_names_do_not_overlap() -> None:
+    ours = {key.name for key in all_keys()}
+    assert not READ_BY_RETURNN & (ours | set(ALIASES) | set(UNSUPPORTED))
+    assert set(NO_OPS) <= set(UNSUPPORTED)
+    assert set(ELSEWHERE) - {"use_cache_manager"} <= READ_BY_RETURNN
+
+
+def test_the_names_are_those_of_the_installed_returnn() -> None:
+    """All but a few, as another version may be installed."""
+    spec = importlib.util.spec_from_file_location("returnn_keys", ROOT / "tools" / "returnn_keys.py")
+    assert spec is not None
+    assert spec.loader is not None
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    assert len(READ_BY_RETURNN ^ set(tool.names())) < 15

@@ -133,6 +133,8 @@ def test_every_class_keeps_the_contract_and_every_sequence_is_used_once_over_thr
 
 def test_the_document_names_every_class_and_its_examples_are_right() -> None:
     text = (ROOT / "docs" / "datasets.md").read_text(encoding="utf-8")
+    before, _, rest = text.partition("## Items of your own")  # whose examples tests/data/formats/test_items.py runs
+    text = before + rest[rest.index("\n## ") :]
     for name in KINDS:
         assert f"\n## {name}\n" in text
     assert set(INSTEAD.values()) <= set(KINDS)

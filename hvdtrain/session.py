@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +25,7 @@ from hvdtrain.comm.base import Communicator, SingleCommunicator, run_with_heartb
 from hvdtrain.comm.current import connected
 from hvdtrain.config.reference import as_function
 from hvdtrain.data.combine.cache import Budget, host_memory
+from hvdtrain.data.dataset import Scanning
 from hvdtrain.data.describe import copy_lines
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.files.copies import Copies, CopyFolder, copy_files
@@ -39,6 +41,7 @@ from hvdtrain.learner.frameworks import FRAMEWORKS, BuildOptions
 from hvdtrain.learner.reducer import Reducer
 from hvdtrain.runtime.interrupt import Interrupt
 from hvdtrain.runtime.log import SCREEN, open_log, say
+from hvdtrain.runtime.progress_bar import open_terminal
 from hvdtrain.runtime.timer import Timer
 from hvdtrain.runtime.watchdog import Watchdog
 from hvdtrain.settings import Settings
@@ -131,7 +134,7 @@ def _open_data(settings: Settings, purpose: Purpose, comm: Communicator, watchdo
         specs = settings.evaluations if purpose == "evaluate" else (settings.forward,)
         watchdog.beat("opening the datasets")
         there = [spec for spec in specs if spec is not None]
-        return together(comm, lambda: open_some(settings, comm, there), name="open_feeds")
+        return together(comm, lambda: open_some(settings, comm, there, watchdog=watchdog), name="open_feeds")
     copies = Copies()
     if purpose != "measure":
         if (callback := as_function(settings.run.startup_callback, "startup_callback")) is not None:
@@ -139,7 +142,7 @@ def _open_data(settings: Settings, purpose: Purpose, comm: Communicator, watchdo
             callback()
         copies = copy_data(settings, comm, watchdog, stack)
     watchdog.beat("opening the datasets")
-    return together(comm, lambda: open_feeds(settings, comm, copies.places), name="open_feeds")
+    return together(comm, lambda: open_feeds(settings, comm, copies.places, watchdog), name="open_feeds")
 
 
 def writing_nothing(settings: Settings) -> Settings:
@@ -247,9 +250,14 @@ def copy_data(settings: Settings, comm: Communicator, watchdog: Watchdog, at_the
 
 
 def open_some(
-    settings: Settings, comm: Communicator, specs: Iterable[DatasetSpec], copies: Mapping[str, str] = NO_COPIES
+    settings: Settings,
+    comm: Communicator,
+    specs: Iterable[DatasetSpec],
+    copies: Mapping[str, str] = NO_COPIES,
+    watchdog: Watchdog | None = None,
 ) -> list[Feed]:
     """Open datasets. A file that has a copy is read from the copy. Raises: DataError."""
+    scanning = _scanning(settings, comm, watchdog)
     sizes = parse_sizes(settings.data.cache_size)
     memory = host_memory() if any(size != 0 for size in sizes) else None
     host = Budget(None if memory is None else int(MEMORY_SHARE * memory) // comm.local_size)
@@ -262,10 +270,10 @@ def open_some(
         batch_keys = batch_keys.of_training() if training else batch_keys.of_evaluation()
         budget = Budget(budgets.get(spec.name, sizes[2]), within=host)
         files = Unchanged(copies.get(path, path) if path in part.copied else path for part in spec.all() for path in part.files)
-        dataset = open_dataset(spec, OpeningContext(budget, copies))
+        dataset = open_dataset(spec, OpeningContext(budget, copies, scanning))
         if not any(lengths.any() for lengths in dataset.lengths.values()):
             raise DataError(f"{spec.name}: expected frames, got {dataset.num_sequences} sequences, all of length 0")
-        return Feed(
+        opened = Feed(
             spec.name,
             dataset,
             spec.order,
@@ -278,13 +286,62 @@ def open_some(
             files=files,
             budget=budget,
         )
+        _check_own_order(opened)
+        return opened
 
     return [feed(spec) for spec in specs]
 
 
-def open_feeds(settings: Settings, comm: Communicator, copies: Mapping[str, str] = NO_COPIES) -> list[Feed]:
+def _scanning(settings: Settings, comm: Communicator, watchdog: Watchdog | None) -> Scanning:
+    """What datasets need whose lengths are found by reading them: rank 0 shows a bar, and the watchdog sees progress."""
+
+    def beat() -> None:
+        if watchdog is not None:
+            watchdog.beat("finding the lengths of sequences")
+
+    @contextmanager
+    def progress(what: str, total: int | None) -> Iterator[Callable[[int], None]]:
+        with open_terminal(sys.stderr, sys.stdout) if comm.rank == 0 else nullcontext() as terminal:
+            say(3, f"{what}: all of it is read once ...")
+            bar = None if terminal is None else terminal.bar(total=total, unit="seq", desc="finding lengths")
+
+            def advance(number: int) -> None:
+                beat()
+                if bar is not None:
+                    bar.update(number)
+
+            try:
+                yield advance
+            finally:
+                if bar is not None:
+                    bar.close()
+
+    folder = settings.data.lengths_dir
+    return Scanning(None if folder is None else Path(folder).expanduser(), comm.size, progress, beat)
+
+
+def _check_own_order(feed: Feed) -> None:
+    """Refuse what reads in any order, or needs lengths that stay, where a dataset has its own order. Raises: DataError."""
+    given = {
+        "chunking": feed.chunks is not None,
+        "shuffle_batches": feed.batch_keys.shuffle_batches,
+        "balance_ranks": bool(feed.batch_keys.balance_ranks),
+        "random_seed_offset": feed.distribution == "random_seed_offset",
+    }
+    for key, is_given in given.items():
+        if is_given and feed.dataset.own_order:
+            feed.dataset.close()
+            raise DataError(
+                f"{feed.name}: expected no {key} with a dataset that RETURNN reads in its own order, got it "
+                "(convert it once with hvdtrain dump and train on the HDF file)"
+            )
+
+
+def open_feeds(
+    settings: Settings, comm: Communicator, copies: Mapping[str, str] = NO_COPIES, watchdog: Watchdog | None = None
+) -> list[Feed]:
     """Open the datasets of a training, train first. Raises: DataError."""
-    feeds = open_some(settings, comm, (settings.train, *settings.evaluations), copies)
+    feeds = open_some(settings, comm, (settings.train, *settings.evaluations), copies, watchdog)
     for other in feeds[1:]:
         missing = [key for key in feeds[0].dataset.streams if key not in other.dataset.streams]
         if missing:

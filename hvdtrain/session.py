@@ -32,6 +32,7 @@ from hvdtrain.data.files.copies import Copies, CopyFolder, copy_files
 from hvdtrain.data.files.sizes import parse_size, parse_sizes, size_text
 from hvdtrain.data.files.unchanged import Unchanged
 from hvdtrain.data.plan.chunks import cut, keys_of
+from hvdtrain.data.plan.chunks import parse as parse_chunking
 from hvdtrain.data.plan.epoch import BatchKeys
 from hvdtrain.data.plan.selection import listed
 from hvdtrain.data.sources import DatasetSpec, OpeningContext, open_dataset
@@ -282,11 +283,12 @@ def open_some(
             comm.size,
             distribution,
             subset=listed(dataset, spec.order.seq_list_filter_file),
-            chunks=cut(dataset.lengths, settings.chunks) if training else None,
+            chunks=cut(dataset.lengths, settings.chunks) if training and not dataset.own_order else None,
             files=files,
             budget=budget,
         )
-        _check_own_order(opened)
+        if dataset.own_order:
+            _check_own_order(opened, chunked=training and parse_chunking(settings.chunks.chunking) is not None)
         return opened
 
     return [feed(spec) for spec in specs]
@@ -317,24 +319,23 @@ def _scanning(settings: Settings, comm: Communicator, watchdog: Watchdog | None)
                     bar.close()
 
     folder = settings.data.lengths_dir
-    return Scanning(None if folder is None else Path(folder).expanduser(), comm.size, progress, beat)
+    return Scanning(None if folder is None else Path(folder).expanduser(), comm.rank, comm.size, progress, beat)
 
 
-def _check_own_order(feed: Feed) -> None:
-    """Refuse what reads in any order, or needs lengths that stay, where a dataset has its own order. Raises: DataError."""
+def _check_own_order(feed: Feed, chunked: bool) -> None:
+    """Refuse what reads in any order, or needs lengths that stay, for a dataset in an order of its own. Raises: DataError."""
     given = {
-        "chunking": feed.chunks is not None,
+        "chunking": chunked,
         "shuffle_batches": feed.batch_keys.shuffle_batches,
         "balance_ranks": bool(feed.batch_keys.balance_ranks),
         "random_seed_offset": feed.distribution == "random_seed_offset",
     }
-    for key, is_given in given.items():
-        if is_given and feed.dataset.own_order:
-            feed.dataset.close()
-            raise DataError(
-                f"{feed.name}: expected no {key} with a dataset that RETURNN reads in its own order, got it "
-                "(convert it once with hvdtrain dump and train on the HDF file)"
-            )
+    for key in [key for key, is_given in given.items() if is_given]:
+        feed.dataset.close()
+        raise DataError(
+            f"{feed.name}: expected no {key} with a dataset that RETURNN reads in its own order, got it "
+            "(convert it once with hvdtrain dump and train on the HDF file)"
+        )
 
 
 def open_feeds(

@@ -111,13 +111,14 @@ class Scanning:
 
     Attributes:
         folder: where the lengths are kept; None: nowhere.
-        size: the number of ranks.
+        rank, size: of this process, and the number of ranks.
         progress: given what is read and how many sequences that are, if it is known: a context manager that returns a function to
             call with every number of sequences that were read.
         waiting: called now and then while another process reads.
     """
 
     folder: Path | None = None
+    rank: int = 0
     size: int = 1
     progress: Callable[[str, int | None], AbstractContextManager[Callable[[int], None]]] = _unseen
     waiting: Callable[[], None] = lambda: None

@@ -14,7 +14,7 @@ from hvdtrain.config.reference import is_reference, resolve
 from hvdtrain.data.combine.cache import Budget, with_cache
 from hvdtrain.data.dataset import Dataset, DatasetKeys, Scanning, SequenceSource, as_dataset
 from hvdtrain.data.files.sizes import parse_sizes
-from hvdtrain.data.formats.returnn_source import inner_of_multi_proc
+from hvdtrain.data.formats.returnn_reading import inner_of_multi_proc
 from hvdtrain.data.kinds import BY_RETURNN, KINDS, ONE_BY_ONE, OWN, Kind
 from hvdtrain.data.plan.order import OrderKeys, is_order, non_default
 from hvdtrain.errors import ConfigError, DataError

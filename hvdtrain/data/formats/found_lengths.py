@@ -119,13 +119,15 @@ class LengthsFile:
         return None
 
     @contextmanager
-    def turn(self, waiting: Callable[[], None]) -> Iterator[None]:
+    def turn(self, waiting: Callable[[], None], delay: float = 0.0) -> Iterator[None]:
         """Hold the lock of the files inside the `with` block: of several processes, one reads the data and the others wait.
 
         Args:
             waiting: called now and then meanwhile.
+            delay: seconds for which to leave the lock to others.
         """
-        path = self.path("lock")
+        time.sleep(delay)
+        path = None if self._folder is None else self._folder / f"{self._name}.lock"
         lock = -1
         if path is not None:
             with suppress(OSError):  # the folder cannot be written to: everyone reads the data

@@ -7,12 +7,10 @@ runs in a process of its own, which neither shares Python's lock with the traini
 
 from __future__ import annotations
 
-import multiprocessing
 import threading
-import time
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy
@@ -20,154 +18,20 @@ import numpy
 from hvdtrain.data.combine.workers import Workers
 from hvdtrain.data.dataset import Dataset, Item, Scanning
 from hvdtrain.data.formats.found_lengths import About, Found, LengthsFile, identity_of
-from hvdtrain.data.formats.returnn_source import OpenedDataset, in_one_process
-from hvdtrain.data.types import Array, Stream
+from hvdtrain.data.formats.returnn_reading import Part, Question, Reading
+from hvdtrain.data.types import Array
 from hvdtrain.errors import DataError
-
-SCAN_SECONDS = 0.5
-"""For how long the reading process reads between two signs of progress."""
 
 AGAIN = 4
 """The number of sequences that are read a second time, to see whether they are the same."""
 
+ALWAYS_FROM_THE_BEGINNING = "PostprocessingDataset"
+"""It gives any later sequence, but reads those before it."""
+
 EVERYTHING = 1 << 62
 
-Question = tuple[Any, ...]
-"""The name of a method of `Reading`, and its arguments."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """Consecutive sequences of an epoch, without their data.
-
-    Attributes:
-        lengths: by data key.
-        checksums: of tag and data.
-        total: the number of sequences of the epoch, if RETURNN knows it.
-        ended: whether the epoch has no more.
-    """
-
-    tags: list[str]
-    lengths: dict[str, list[int]]
-    checksums: list[int]
-    total: int | None
-    ended: bool
-
-
-class Reading:
-    """The reading process: what it answers. It opens the dataset at the first question."""
-
-    def __init__(self, options: Mapping[str, Any]) -> None:
-        self._options = options
-        self._opened: OpenedDataset | None = None
-        self._epoch = self._next = 0
-
-    def __call__(self, question: Question) -> Any:
-        return getattr(self, question[0])(*question[1:])
-
-    def about(self, epoch: int) -> tuple[str, int, dict[str, Stream]]:
-        """The dataset's name, into how many parts it cuts a full epoch, and its streams."""
-        self._begin(epoch)
-        item = self._item(0)
-        if item is None:
-            raise DataError(f"{self._dataset.name}: expected at least one sequence in epoch {epoch}, got none")
-        return self._dataset.name, self._dataset.num_parts(), self._dataset.streams(item[1])
-
-    def scan(self, epoch: int, start: int, count: int) -> Part:
-        """Read on from `start`: up to `count` sequences, and not much longer than `SCAN_SECONDS`."""
-        part = Part([], {}, [], None, False)
-        until = time.monotonic() + SCAN_SECONDS
-        while len(part.tags) < count and (not part.tags or time.monotonic() < until):
-            item = self._read(epoch, start + len(part.tags), skip=False)
-            if item is None:
-                return replace(part, ended=True)
-            tag, arrays = item
-            part.tags.append(tag)
-            part.checksums.append(_checksum(item))
-            for key, values in arrays.items():
-                part.lengths.setdefault(key, []).append(len(values))
-        return replace(part, total=self._dataset.num_sequences())
-
-    def order(self, epoch: int) -> Array | None:
-        """As `OpenedDataset.order`."""
-        self._begin(epoch)
-        return self._dataset.order()
-
-    def all_tags(self) -> Array | None:
-        """As `OpenedDataset.all_tags`."""
-        return self._dataset.all_tags()
-
-    def matches(self, epoch: int, checksums: Mapping[int, int], skip: bool) -> bool:
-        """Whether sequences of an epoch that begins again have these checksums.
-
-        Args:
-            skip: to read them without those before them.
-        """
-        self._begin(epoch)
-        try:
-            return all(
-                item is not None and _checksum(item) == expected
-                for number, expected in sorted(checksums.items())
-                for item in [self._read(epoch, number, skip)]
-            )
-        except DataError:
-            self._opened = None  # in what state skipping left it, nobody knows
-            return False
-        finally:
-            self._epoch = 0
-
-    def read(self, epoch: int, numbers: Sequence[int], skip: bool) -> list[Item]:
-        """Sequences of an epoch. Those before the first one, and in between, are read, too, unless `skip`."""
-        found: dict[int, Item] = {}
-        for number in sorted(set(numbers)):
-            item = self._read(epoch, number, skip)
-            if item is None:
-                raise DataError(f"{self._dataset.name}: expected sequence {number} of epoch {epoch}, got no more")
-            found[number] = item
-        return [found[number] for number in numbers]
-
-    @property
-    def _dataset(self) -> OpenedDataset:
-        if self._opened is None:
-            # Some of RETURNN's datasets start processes, which Python denies to those of multiprocessing that are daemons.
-            multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
-            self._opened = OpenedDataset(in_one_process(self._options))
-            self._epoch = 0
-        return self._opened
-
-    def _begin(self, epoch: int) -> None:
-        self._dataset.begin(epoch)
-        self._epoch, self._next = epoch, 0
-
-    def _read(self, epoch: int, number: int, skip: bool) -> Item | None:
-        if self._opened is None or epoch != self._epoch or number < self._next:
-            self._begin(epoch)
-        if skip:
-            self._next = number
-        while self._next < number:
-            if self._item(self._next) is None:
-                return None
-        return self._item(number)
-
-    def _item(self, number: int) -> Item | None:
-        item = self._dataset.item(number)
-        self._next = number + 1
-        if item is None:
-            return None
-        return item[0], {key: _plain(values) for key, values in item[1].items()}
-
-
-def _plain(values: Array) -> Array:
-    """Texts as Python's objects, like those of an HDF file."""
-    return values.astype(object) if values.dtype.kind in "US" else values
-
-
-def _checksum(item: Item) -> int:
-    checksum = zlib.crc32(item[0].encode("utf-8"))
-    for key, values in sorted(item[1].items()):
-        data = repr(values.tolist()).encode() if values.dtype == object else numpy.ascontiguousarray(values).tobytes()
-        checksum = zlib.crc32(data, zlib.crc32(key.encode("utf-8"), checksum))
-    return checksum
+HEAD_START = 0.5
+"""Seconds by which rank 0, which shows the progress, is ahead of the others."""
 
 
 class Reader:
@@ -183,6 +47,7 @@ class Reader:
 
     def __init__(self, where: str, options: Mapping[str, Any], scanning: Scanning, num_workers: int) -> None:
         self.where = where
+        self._options = options
         self._scanning = scanning
         self._lock = threading.Lock()
         self._workers = Workers[Question](1, Reading(options))
@@ -252,19 +117,15 @@ class Reader:
             return self._workers.results([question])[0]
 
     def _turn(self) -> Any:
-        return self.file.turn(lambda: self._scanning.waiting())
+        return self.file.turn(self._scanning.waiting, HEAD_START if self._scanning.rank else 0.0)
 
     def _look(self) -> About:
         """What was found before, or is found in the first epoch."""
+        if (about := self._kept()) is not None:
+            return about
         with self._turn():
-            for part in ("corpus", "epoch-1"):
-                if (kept := self.file.load(part)) is not None:
-                    about, found = kept
-                    if about.by_corpus:
-                        self._corpus = found
-                    else:
-                        self._epochs[1] = found
-                    return about
+            if (about := self._kept()) is not None:  # by now
+                return about
             name, num_parts, streams = self._ask("about", 1)
             about = About(name, streams, by_corpus=False, skips=False, repeats=True)
             found, checksums = self._scan(1, name)
@@ -276,6 +137,17 @@ class Reader:
             self._keep("epoch-1" if corpus is None else "corpus", about, found if corpus is None else corpus)
             return about
 
+    def _kept(self) -> About | None:
+        for part in ("corpus", "epoch-1"):
+            if (kept := self.file.load(part)) is not None:
+                about, found = kept
+                if about.by_corpus:
+                    self._corpus = found
+                else:
+                    self._epochs[1] = found
+                return about
+        return None
+
     def _examined(self, about: About, first: Found, checksums: list[int], num_parts: int) -> tuple[About, Found | None]:
         """How the dataset behaves, given what the first epoch was like; and the corpus, if it knows one."""
         count = len(checksums)
@@ -283,19 +155,21 @@ class Reader:
         places = sorted({count // 3, count // 2, count - 2})
         jumps = {place: checksums[place] for place in places if place > 0}
         # Of fewer sequences than that, nothing is gained by leaving some out.
-        skips = repeats and count > AGAIN and self._ask("matches", 1, jumps, True)
+        can_skip = not _contains(self._options, ALWAYS_FROM_THE_BEGINNING)
+        skips = can_skip and repeats and count > AGAIN and self._ask("matches", 1, jumps, True)
         about = replace(about, repeats=repeats, skips=skips)
-        order, tags = self._ask("order", 1), self._ask("all_tags")
-        if order is None or tags is None or len(order) != count or not numpy.array_equal(tags[order], first.tags):
+        told, tags = self._ask("order", 1), self._ask("all_tags")
+        if told is None or tags is None or len(told[0]) != count or not numpy.array_equal(tags[told[0]], first.tags):
             return about, None
-        lengths = {key: numpy.full(len(tags), -1, dtype=numpy.int32) for key in about.streams}
-        corpus = Found(tags, lengths)
+        corpus = Found(tags, {key: numpy.full(len(tags), -1, dtype=numpy.int32) for key in about.streams})
         for key, column in first.lengths.items():
-            corpus.lengths[key][order] = column
-        # A function over the sequences may give them other lengths in each epoch.
+            corpus.lengths[key][told[0]] = column
+        # A later epoch may be of another corpus, and a function over the sequences may give them other lengths in each epoch.
         later = 1 + num_parts
         part: Part = self._ask("scan", later, 0, 2 * AGAIN)
-        known = corpus.at(self._ask("order", later)[: len(part.tags)])
+        if (told := self._ask("order", later)) is None or told[1] != _checksum_of(corpus):
+            return about, None
+        known = corpus.at(told[0][: len(part.tags)])
         same = all(
             column[number] in (-1, part.lengths[key][number])
             for key, column in known.lengths.items()
@@ -304,14 +178,17 @@ class Reader:
         return (replace(about, by_corpus=True), corpus) if same else (about, None)
 
     def _of_corpus(self, epoch: int) -> Found:
-        order = self._ask("order", epoch)
-        found = self._known(order)
-        if found.complete:
+        told = self._ask("order", epoch)
+        if told is None or told[1] != _checksum_of(self._whole()):
+            self.about = replace(self.about, by_corpus=False)
+            return self._of_epoch(epoch)
+        order = told[0]
+        if (found := self._whole().at(order)).complete:
             return found
         with self._turn():
             if (kept := self.file.load("corpus")) is not None:
-                self._corpus = kept[1]
-            if not self._known(order).complete:
+                self._corpus = kept[1]  # with what other processes have found meanwhile
+            if not self._whole().at(order).complete:
                 read, _ = self._scan(epoch, self.about.name)
                 if len(read.tags) != len(order):
                     what = f"{self.where}: expected {len(order)} sequences in epoch {epoch} of {self.about.name}"
@@ -320,12 +197,13 @@ class Reader:
                 for key, column in read.lengths.items():
                     corpus.lengths[key][order] = column
                 self._keep("corpus", self.about, corpus)
-        return self._known(order)
+        return self._whole().at(order)
 
     def _of_epoch(self, epoch: int) -> Found:
+        if (kept := self.file.load(f"epoch-{epoch}")) is not None:
+            return kept[1]
         with self._turn():
-            kept = self.file.load(f"epoch-{epoch}")
-            if kept is not None:
+            if (kept := self.file.load(f"epoch-{epoch}")) is not None:
                 return kept[1]
             found, _ = self._scan(epoch, self.about.name)
             self._keep(f"epoch-{epoch}", self.about, found)
@@ -335,9 +213,6 @@ class Reader:
         if self._corpus is None:
             raise RuntimeError("no corpus")
         return self._corpus
-
-    def _known(self, order: Array) -> Found:
-        return self._whole().at(order)
 
     def _keep(self, part: str, about: About, found: Found) -> None:
         self._unsaved = self.file.save(part, about, found)
@@ -433,3 +308,14 @@ def open_stream(where: str, options: Mapping[str, Any], scanning: Scanning, num_
     except BaseException:
         reader.close()
         raise
+
+
+def _checksum_of(corpus: Found) -> int:
+    return zlib.crc32(corpus.tags.tobytes())
+
+
+def _contains(value: Any, name: str) -> bool:
+    """Whether a dataset dict, or one inside it, is of a class."""
+    if isinstance(value, Mapping):
+        return value.get("class") == name or any(_contains(inside, name) for inside in value.values())
+    return isinstance(value, (list, tuple)) and any(_contains(inside, name) for inside in value)

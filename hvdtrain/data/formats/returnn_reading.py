@@ -23,6 +23,9 @@ from hvdtrain.errors import DataError
 
 INSTALL = "(pip install hvdtrain[returnn])"
 
+OF_LAUNCHES = ("torch_distributed", "use_horovod")
+"""Keys by which RETURNN's datasets would give every rank an order of its own."""
+
 SCAN_SECONDS = 0.5
 """For how long the reading process reads between two signs of progress."""
 
@@ -146,6 +149,9 @@ def in_one_process(value: Any) -> Any:
         return inner_of_multi_proc(made)
     if made.get("class") == "PostprocessingDataset":
         made.pop("num_workers", None)
+    if made.get("class") == "VariableDataset" and callable(made.get("get_dataset")):
+        of_epoch = made["get_dataset"]
+        made["get_dataset"] = lambda **options: in_one_process(of_epoch(**options))
     if made.get("class") == "DistributeFilesDataset":
         made.pop("distrib_shard_files", None)
         if callable(made.get("get_sub_epoch_dataset")):
@@ -182,8 +188,11 @@ def _returnn() -> Callable[[dict[str, Any]], Any]:
         from tree import map_structure  # noqa: F401  # of the package dm-tree, which RETURNN needs but does not declare
     except ImportError as error:
         raise DataError(f"ReturnnDataset: expected the packages returnn and dm-tree, got: {error} {INSTALL}") from None
-    if get_global_config(raise_exception=False) is None:
-        set_global_config(Config())
+    config, of_config = Config(), get_global_config(raise_exception=False)
+    if of_config is not None:
+        typed = {name: value for name, value in of_config.typed_dict.items() if name not in OF_LAUNCHES}
+        config.dict, config.typed_dict = dict(of_config.dict), typed
+    set_global_config(config)
     if not log.initialized:
         log.initialize(logs=[logging.StreamHandler()], verbosity=[2], propagate=True)  # stderr; the default is stdout
     return init_dataset  # type: ignore[no-any-return]  # RETURNN is not typed here

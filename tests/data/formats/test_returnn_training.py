@@ -13,6 +13,7 @@ from typing import Any
 import numpy
 import pytest
 from launching import TOY
+from returnn.config import Config, get_global_config, set_global_config
 from returnn.datasets.basic import init_dataset
 from trainings import Run, Trained, assert_same, trains
 
@@ -179,6 +180,12 @@ def several_epochs(folder: Path) -> dict[str, Any]:
     return {"class": "MultiEpochDataset", "dataset": lm(folder), "multi_epoch": 2}
 
 
+def variable(folder: Path) -> dict[str, Any]:
+    """Another corpus in every second epoch, whose sequences have the same numbers."""
+    paths = [hdf(folder, "even", 0, 7), hdf(folder, "odd", 30, 9)]
+    return {"class": "VariableDataset", "get_dataset": lambda *, epoch, **_: of_files([paths[epoch % 2]])}
+
+
 def joined(folder: Path) -> dict[str, Any]:
     """Around a dataset that only RETURNN has, the whole is RETURNN's."""
     inside = [of_files([hdf(folder)]), of_files([hdf(folder, "b", 50, 4)])]
@@ -186,7 +193,7 @@ def joined(folder: Path) -> dict[str, Any]:
     return {"class": "ConcatDataset", "datasets": mapped}
 
 
-MAKERS = [lm, translation, ogg_zip, mapped, streamed, distributed, several_epochs, joined]
+MAKERS = [lm, translation, ogg_zip, mapped, streamed, distributed, several_epochs, variable, joined]
 
 
 @pytest.mark.parametrize("maker", MAKERS)
@@ -308,6 +315,19 @@ def test_a_multi_proc_dataset_is_what_is_inside(tmp_path: Path) -> None:
     assert list(spec.files) == inside["dataset"]["files"]
     with opened({**inside, "dataset": {**outer, "dataset": inside["dataset"]}}) as dataset:
         assert_equal(read(dataset, 2), by_returnn(inside, 2))
+
+
+def test_every_rank_has_the_same_order_whatever_launched_it(tmp_path: Path) -> None:
+    """RETURNN would shift the seed of a rank by what the config says of the launch."""
+    options = translation(tmp_path)
+    expected = by_returnn(options, 2)
+    before = get_global_config()
+    set_global_config(Config({"use_horovod": True, "torch_distributed": {}, "backend": "torch"}))
+    try:
+        with opened(options) as dataset:
+            assert_equal(read(dataset, 2), expected)
+    finally:
+        set_global_config(before)
 
 
 def test_a_map_dataset_around_a_dataset_of_returnn(tmp_path: Path) -> None:

@@ -28,6 +28,9 @@ AGAIN = 4
 ALWAYS_FROM_THE_BEGINNING = "PostprocessingDataset"
 """It gives any later sequence, but reads those before it."""
 
+VARIES = "varies"
+"""The part whose file says that lengths turned out to differ between epochs."""
+
 EVERYTHING = 1 << 62
 
 HEAD_START = 0.5
@@ -137,16 +140,26 @@ class Reader:
             self._keep("epoch-1" if corpus is None else "corpus", about, found if corpus is None else corpus)
             return about
 
+    def note_that_lengths_vary(self) -> None:
+        """Let the next run find the lengths of every epoch."""
+        self.file.save(VARIES, replace(self.about, by_corpus=False), Found(numpy.zeros(0, dtype=bytes), {}))
+
     def _kept(self) -> About | None:
         for part in ("corpus", "epoch-1"):
             if (kept := self.file.load(part)) is not None:
                 about, found = kept
+                if about.by_corpus and self._vary():
+                    continue
                 if about.by_corpus:
                     self._corpus = found
                 else:
                     self._epochs[1] = found
                 return about
         return None
+
+    def _vary(self) -> bool:
+        path = self.file.path(VARIES)
+        return path is not None and path.exists()
 
     def _examined(self, about: About, first: Found, checksums: list[int], num_parts: int) -> tuple[About, Found | None]:
         """How the dataset behaves, given what the first epoch was like; and the corpus, if it knows one."""
@@ -159,7 +172,13 @@ class Reader:
         skips = can_skip and repeats and count > AGAIN and self._ask("matches", 1, jumps, True)
         about = replace(about, repeats=repeats, skips=skips)
         told, tags = self._ask("order", 1), self._ask("all_tags")
-        if told is None or tags is None or len(told[0]) != count or not numpy.array_equal(tags[told[0]], first.tags):
+        if (
+            self._vary()
+            or told is None
+            or tags is None
+            or len(told[0]) != count
+            or not numpy.array_equal(tags[told[0]], first.tags)
+        ):
             return about, None
         corpus = Found(tags, {key: numpy.full(len(tags), -1, dtype=numpy.int32) for key in about.streams})
         for key, column in first.lengths.items():
@@ -233,7 +252,8 @@ class Reader:
                 if part.ended:
                     break
                 part = self._ask("scan", epoch, len(tags), EVERYTHING)
-        columns = {key: numpy.array(column, dtype=numpy.int32) for key, column in lengths.items()}
+        keys = lengths if tags else self.about.streams
+        columns = {key: numpy.array(lengths.get(key, ()), dtype=numpy.int32) for key in keys}
         return Found(numpy.array([tag.encode("utf-8") for tag in tags], dtype=bytes), columns), checksums
 
 
@@ -283,14 +303,14 @@ class ReturnnStream(Dataset):
         """A sequence, checked against the lengths that batches were planned with. Raises: DataError."""
         [expected] = self.tags([index])
         what = f"{self._reader.where}: expected sequence {index} of epoch {self._epoch} to be {expected!r}"
-        file = self._reader.file.path("corpus" if self._reader.about.by_corpus else f"epoch-{self._epoch}")
-        hint = f"as when its lengths were found, in {file}: remove this file if the data or a function has changed"
         result = {}
         for key, stream in self.streams.items():
             values = arrays.get(key)
             if tag != expected or values is None or len(values) != self.lengths[key][index]:
                 got = repr(tag) if tag != expected else "none" if values is None else f"{len(values)} frames"
-                raise DataError(f"{what} with {self.lengths[key][index]} frames in {key!r}, got {got} ({hint})")
+                raise DataError(
+                    f"{what} with {self.lengths[key][index]} frames in {key!r}, got {got} ({self._advice(tag == expected)})"
+                )
             if values.shape[1:] != stream.shape or not numpy.can_cast(values.dtype, stream.dtype, "same_kind"):
                 raise DataError(
                     f"{what} with {stream.dtype} frames of shape {stream.shape} in {key!r}, got {values.dtype} of shape "
@@ -298,6 +318,18 @@ class ReturnnStream(Dataset):
                 )
             result[key] = values.astype(stream.dtype, copy=False)
         return result
+
+    def _advice(self, same: bool) -> str:
+        """What to do about a sequence (the same one, or another) that is not as long as it was before."""
+        by_corpus = self._reader.about.by_corpus
+        file = self._reader.file.path("corpus" if by_corpus else f"epoch-{self._epoch}")
+        if file is None:
+            return "its lengths were found by reading it once before; where they differ between epochs, set lengths_dir"
+        found = f"its lengths were found before, in {file}: if the data or a function has changed since then, remove this file"
+        if not by_corpus or not same:
+            return found
+        self._reader.note_that_lengths_vary()
+        return f"{found}; if lengths differ between epochs, start again: from now on, each epoch is read for its own"
 
 
 def open_stream(where: str, options: Mapping[str, Any], scanning: Scanning, num_workers: int) -> Dataset:

@@ -295,9 +295,16 @@ def test_other_lengths_than_those_that_were_found_are_an_error(tmp_path: Path) -
             read(dataset, 1)
     finally:
         LONGER["by"] = 0
-    [kept] = (tmp_path / "lengths").glob("*.npz")
-    assert f"in {kept}: remove this file" in str(raised.value)
+    [kept] = (tmp_path / "lengths").glob("*.corpus.npz")
+    assert f"in {kept}: if the data or a function has changed since then, remove this file; if lengths differ" in str(
+        raised.value
+    )
     assert "train: expected sequence 0 of epoch 1" in str(raised.value)
+    scans: list[str] = []
+    with opened(options, tmp_path / "lengths", scans) as dataset:  # from now on for each epoch
+        LONGER["by"] = 0
+        assert len(read(dataset, 1)) == len(read(dataset, 2)) == 20
+        assert len(scans) == 2
 
 
 def test_a_multi_proc_dataset_is_what_is_inside(tmp_path: Path) -> None:

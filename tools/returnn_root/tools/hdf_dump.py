@@ -4,7 +4,7 @@
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent.parent))
 
 from hvdtrain.hdf_tools.dump import main  # noqa: E402  # found through the line above
 

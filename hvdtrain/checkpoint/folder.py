@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -142,14 +143,15 @@ class CheckpointFolder:
 
     def tidy(self, newest: Checkpoint, keep_optimizers: int = KEEP_OPTIMIZERS) -> None:
         """Remove what a new checkpoint supersedes: all other checkpoints within epochs, and the optimizers of all but the last
-        finished epochs. An optimizer file is as large as the model, or larger.
+        finished epochs. An optimizer file is as large as the model, or larger. Those of a run of RETURNN's stay.
         """
         names = [self._pattern.fullmatch(path.name) for path in self._files()]
         within_epochs = {self.at(int(match["epoch"]), int(match["step"])) for match in names if match and match["step"]}
         self.remove(within_epochs - {newest})  # also incomplete ones that a kill left behind: files without a model
         with_optimizer = [self.at(epoch) for epoch in self.finished() if self.at(epoch).optimizer_file.exists()]
         for checkpoint in with_optimizer[:-keep_optimizers]:
-            self._remove_all_but_model(checkpoint)
+            if not _is_returnns(checkpoint.optimizer_file):
+                self._remove_all_but_model(checkpoint)
 
     def remove(self, checkpoints: Iterable[Checkpoint]) -> None:
         """Remove checkpoints, each with its model first, so that a kill leaves no checkpoint that looks complete."""
@@ -178,6 +180,16 @@ class CheckpointFolder:
     def _files(self) -> list[Path]:
         folder = self._prefix.parent
         return list(folder.iterdir()) if folder.is_dir() else []
+
+
+def _is_returnns(optimizer_file: Path) -> bool:
+    """Whether RETURNN wrote a file of PyTorch's: it notes its version, among what a zip archive has beside the tensors."""
+    try:
+        with zipfile.ZipFile(optimizer_file) as archive:
+            names = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+            return any(b"returnn_version" in archive.read(name) for name in names)
+    except (OSError, zipfile.BadZipFile):
+        return False
 
 
 @contextmanager

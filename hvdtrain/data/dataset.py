@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any, Self
 
 import numpy
@@ -33,12 +35,14 @@ class Dataset(ABC):
         lengths: by data key, the number of frames of every sequence; int32 of shape (num_sequences,).
         mapped: the data keys that are memory-mapped, so that caching them gains nothing.
         varies: whether `at_epoch` or `drawn` depend on the epoch, so that sequences must not be cached.
+        own_order: whether the sequences of `at_epoch` are those of an epoch already, in an order in which they are to be read.
     """
 
     streams: Mapping[str, Stream]
     lengths: Mapping[str, Array]
     mapped: frozenset[str] = frozenset()
     varies: bool = False
+    own_order: bool = False
 
     @property
     @abstractmethod
@@ -95,6 +99,35 @@ class Dataset(ABC):
         """How the data is read, for the log; '' if there is nothing to say."""
         return ""
 
+    def warnings(self) -> list[str]:
+        """What a user has to know of the data before the training starts."""
+        return []
+
+
+def _unseen(what: str, total: int | None) -> AbstractContextManager[Callable[[int], None]]:
+    return nullcontext(lambda number: None)
+
+
+@dataclass(frozen=True)
+class Scanning:
+    """What the job provides for finding the lengths of sequences by reading them.
+
+    Attributes:
+        folder: where the lengths are kept; None: nowhere.
+        rank, size: of this process, and the number of ranks.
+        progress: given what is read and how many sequences that are, if it is known: a context manager that returns a function to
+            call with every number of sequences that were read.
+        waiting: called now and then while another process reads.
+        processes: how many processes this rank may start for reading.
+    """
+
+    folder: Path | None = None
+    rank: int = 0
+    size: int = 1
+    progress: Callable[[str, int | None], AbstractContextManager[Callable[[int], None]]] = _unseen
+    waiting: Callable[[], None] = lambda: None
+    processes: int = 1
+
 
 class SequenceSource(ABC):
     """Sequences in an order of their own, whose lengths are only known once they are read: to be converted to an HDF file.
@@ -119,6 +152,17 @@ class SequenceSource(ABC):
     @abstractmethod
     def read(self, start: int, stop: int | None) -> Iterator[Item]:
         """The epoch's sequences from `start` up to `stop` (exclusive; None: to the last). Raises: DataError."""
+
+    def to_train_on(self, where: str, scanning: Scanning) -> Dataset | None:
+        """The source as a dataset with known lengths, if it can be one.
+
+        Args:
+            where: the config key, for messages.
+
+        Raises:
+            DataError: it cannot be read.
+        """
+        return None
 
 
 Item = tuple[str, Mapping[str, Any]]

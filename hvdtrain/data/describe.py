@@ -31,10 +31,16 @@ def feed_lines(feed: Feed, local_size: int = 1) -> list[Line]:
     how = feed.dataset.how_read()
     ordering = feed.order_keys.seq_ordering
     named = ordering if isinstance(ordering, str) else getattr(ordering, "__name__", "a function")
+    if feed.dataset.own_order:
+        named = "in its own order"
     lengths = feed.dataset.lengths
     size = sum(int(lengths[key].sum(dtype=numpy.int64)) * frame_size(stream) for key, stream in feed.dataset.streams.items())
     parts = [f"{feed.name}: {feed.dataset.num_sequences} sequences, {named}", *([how] if how else []), size_text(size)]
-    lines = [(4, "; ".join(parts)), *_cache_lines(feed, local_size)]
+    lines = [
+        (4, "; ".join(parts)),
+        *((2, f"{feed.name}: {text}") for text in feed.dataset.warnings()),
+        *_cache_lines(feed, local_size),
+    ]
     used = numpy.arange(feed.dataset.num_sequences) if feed.subset is None else feed.subset
     if feed.subset is not None:
         lines.append((4, f"{feed.name}: {len(used)} of them are listed in {feed.order_keys.seq_list_filter_file}"))

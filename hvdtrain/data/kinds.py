@@ -20,17 +20,18 @@ OWN = {
     "HuggingFaceDataset": "hvdtrain.data.formats.hugging_face:HuggingFaceDataset",
     "ReturnnDataset": "hvdtrain.data.formats.returnn_source:ReturnnDataset",
 }
-"""Sources to convert, whose lengths are not known in advance; the other entries of the dict are their arguments."""
+"""Sources whose lengths are not known in advance; the other entries of the dict are their arguments."""
 
 BY_RETURNN = tuple(
     "AnythingDataset BlissDataset ChunkShuffleDataset ClusteringDataset ConcatSeqsDataset ConfusionNetworkDataset "
-    "CopyTaskDataset DummyDatasetMultipleDataKeys DummyDatasetMultipleSequenceLength DummyGenericDataset Enwik8Corpus "
-    "ExternSprintDataset LibriSpeechCorpus LmDataset MapDatasetWrapper MegatronDataset MultiEpochDataset NemoSpeechDataset "
-    "NltkTimitDataset NumpyDumpDataset OggZipDataset RawWavDataset SiameseHDFDataset SprintCacheDataset StaticDataset "
-    "StereoHdfDataset TaskEpisodicCopyDataset TaskNumberBaseConvertDataset TaskVariableAssignmentDataset "
-    "TaskXmlModelingDataset TextDictDataset TimitDataset TranslationDataset TranslationFactorsDataset VariableDataset".split()
+    "CopyTaskDataset DistributeFilesDataset DummyDatasetMultipleDataKeys DummyDatasetMultipleSequenceLength "
+    "DummyGenericDataset Enwik8Corpus ExternSprintDataset LibriSpeechCorpus LmDataset MapDatasetWrapper MegatronDataset "
+    "MultiEpochDataset NemoSpeechDataset NltkTimitDataset NumpyDumpDataset OggZipDataset PostprocessingDataset "
+    "RawWavDataset SiameseHDFDataset SprintCacheDataset StaticDataset StereoHdfDataset TaskEpisodicCopyDataset "
+    "TaskNumberBaseConvertDataset TaskVariableAssignmentDataset TaskXmlModelingDataset TextDictDataset TimitDataset "
+    "TranslationDataset TranslationFactorsDataset VariableDataset".split()
 )
-"""Datasets of RETURNN without a counterpart here: RETURNN itself reads them, for hvdtrain dump."""
+"""Datasets of RETURNN without a counterpart here: RETURNN itself reads them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,8 +103,8 @@ KINDS: dict[str, Kind] = {
 }
 """The classes of datasets, by the name that a dataset dict has as 'class'."""
 
-INSTEAD = {"PostprocessingDataset": "MapDataset", "DistributeFilesDataset": "FilesDataset", "MultiProcDataset": "MapDataset"}
-"""Classes of RETURNN that have a counterpart of another name and with other keys."""
+ONE_BY_ONE = ("MapDataset", "FilesDataset")
+"""Those of them that RETURNN does not have: what is inside a MapDataset may be read in an order of its own."""
 
 IN_THE_MODEL = "stack the frames in the model, or in map_seq of a MapDataset"
 

@@ -13,11 +13,12 @@ from hvdtrain.config.check import build, closest, did_you_mean, unknown_options
 from hvdtrain.config.keys import REQUIRED, Rule, Section, declared, key, parsed_by
 from hvdtrain.config.reference import is_reference, resolve
 from hvdtrain.data.combine.cache import Budget, with_cache
-from hvdtrain.data.dataset import Dataset, DatasetKeys, as_dataset, is_map_style
+from hvdtrain.data.dataset import Dataset, DatasetKeys, Scanning, SequenceSource, as_dataset, is_map_style
 from hvdtrain.data.files.sizes import parse_sizes
-from hvdtrain.data.formats.items import ItemsDataset, Watch, unwatched
+from hvdtrain.data.formats.items import ItemsDataset
+from hvdtrain.data.formats.returnn_reading import inner_of_multi_proc
 from hvdtrain.data.identity import Part
-from hvdtrain.data.kinds import BY_RETURNN, INSTEAD, KINDS, OWN, Kind, take_returnn_entries
+from hvdtrain.data.kinds import BY_RETURNN, KINDS, ONE_BY_ONE, OWN, Kind, take_returnn_entries
 from hvdtrain.data.plan.order import OrderKeys, is_order, non_default
 from hvdtrain.errors import ConfigError, DataError
 
@@ -39,6 +40,11 @@ class DataKeys(Section):
         "memory in which a rank keeps what it read of train, dev, eval (one size or up to three): 0 none, '2G' a budget with "
         "K, M or G, -1 everything; memory-mapped files need none",
         Rule("sizes such as 0, '512M', -1, or up to three of them", parsed_by(parse_sizes)),
+    )
+    lengths_dir: str | None = key(
+        "~/.cache/hvdtrain/lengths",
+        "folder for the lengths of sequences that only reading the data tells (datasets that RETURNN reads); jobs may share it; "
+        "None: they are found in every run",
     )
     eval_datasets: dict[str, Any] = key({}, "further datasets by name, evaluated after every epoch")
     forward_data: Any = key(None, "task forward: the data; None: eval")
@@ -106,15 +112,13 @@ class OpeningContext:
     Attributes:
         budget: the memory for cached sequences.
         copies: by name of a data file, that of its copy on a local disk.
-        processes: how many processes may be started to read all of a dataset while it is opened.
-        watch: draws a progress bar while that is done.
+        scanning: for datasets whose lengths are found by reading them.
         parts: gets every dataset that was opened and has no other inside it.
     """
 
     budget: Budget = field(default_factory=lambda: Budget(0))
     copies: Mapping[str, str] = field(default_factory=dict)
-    processes: int = 1
-    watch: Watch = unwatched
+    scanning: Scanning = field(default_factory=Scanning)
     parts: list[Part] = field(default_factory=list)
 
 
@@ -141,17 +145,26 @@ def parse(name: str, value: Any, defaults: Mapping[str, Any]) -> tuple[DatasetSp
         value = {"class": "HDFDataset", "files": list(value)}
     elif not isinstance(value, dict):
         value = {"class": value}
-    if isinstance(value.get("class"), str) and value["class"] in BY_RETURNN:
-        value = {"class": "ReturnnDataset", "dataset": value}
+    if value.get("class") == "MultiProcDataset" and isinstance(value.get("dataset"), dict):
+        return parse(name, _inner_of_multi_proc(value), defaults)
+    if _is_returnns(value):
+        # Of the defaults, only those of train are keys that a config gave.
+        value = {"class": "ReturnnDataset", "dataset": {**(defaults if name == "train" else {}), **value}}
     options = {option: content for option, content in value.items() if option != "class"}
     kind = value.get("class", "HDFDataset")
     kind = OWN.get(kind, kind) if isinstance(kind, str) else kind
     if isinstance(kind, str) and kind in KINDS:
         return _parse_kind(name, kind, options, defaults)
     order_values = _pop_order(options, [])
-    order, problems = build(OrderKeys, {**defaults, **order_values}, f"{name}.", {})
+    own_order = kind == OWN["ReturnnDataset"]
+    order, problems = build(OrderKeys, order_values if own_order else {**defaults, **order_values}, f"{name}.", {})
+    if own_order and order is not None:
+        problems += [
+            f"{name}.{option}: expected no order keys around RETURNN's dataset, got {value!r} (put it into the inner dict)"
+            for option, value in non_default(order).items()
+        ]
     if not (callable(kind) or is_reference(kind)):
-        similar = INSTEAD.get(kind) or closest(kind, [*KINDS, *OWN, *BY_RETURNN]) if isinstance(kind, str) else None
+        similar = closest(kind, [*KINDS, *OWN, *BY_RETURNN]) if isinstance(kind, str) else None
         hint = f" (did you mean {similar}? see docs/datasets.md)" if similar else ""
         problems.append(
             f"{name}.class: expected one of {', '.join([*KINDS, *OWN])}, a class, a function, or the name of one as "
@@ -180,8 +193,10 @@ def open_dataset(spec: DatasetSpec, context: OpeningContext | None = None) -> Da
     context = context or OpeningContext()
     opened = spec.open(context)
     dataset = as_dataset(opened)
+    if dataset is None and isinstance(opened, SequenceSource):
+        dataset = opened.to_train_on(spec.name, context.scanning)
     if dataset is None and is_map_style(opened):
-        dataset = ItemsDataset(spec.name, opened, context.processes, context.watch)
+        dataset = ItemsDataset(spec.name, opened, context.scanning)
     if dataset is None:
         raise DataError(
             f"{spec.name}: expected a dataset that knows the lengths of its sequences, or has __len__ and __getitem__, got "
@@ -195,6 +210,24 @@ def open_dataset(spec: DatasetSpec, context: OpeningContext | None = None) -> Da
         return dataset
     context.parts.append(Part(spec.name, dataset, spec.files))
     return with_cache(dataset, context.budget)
+
+
+def _is_returnns(value: Any) -> bool:
+    """Whether a dataset, or one inside it, is of a class that only RETURNN has: RETURNN then reads all of it."""
+    if not isinstance(value, dict) or value.get("class") == "ReturnnDataset":
+        return False
+    inside = [child for _, child in _inside(value).values()]
+    return value.get("class") in BY_RETURNN or (value.get("class") not in ONE_BY_ONE and any(map(_is_returnns, inside)))
+
+
+def _inner_of_multi_proc(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The dataset inside RETURNN's MultiProcDataset. Its processes are ours: those that read, or those of a MapDataset."""
+    inner = inner_of_multi_proc(options)
+    if _is_returnns(inner) and options.get("num_workers", 1) != 1:
+        return {"class": "ReturnnDataset", "dataset": inner, "num_workers": options["num_workers"]}
+    if inner.get("class") == "MapDataset":
+        inner.setdefault("num_workers", options.get("num_workers", 0))
+    return inner
 
 
 def _parse_kind(
@@ -302,6 +335,11 @@ def _open_kind(name: str, kind: Kind, keys: DatasetKeys, inside: Mapping[str, Da
         for child, spec in inside.items():
             datasets[child] = open_dataset(spec, inner)
             on_failure.callback(datasets[child].close)
+            if datasets[child].own_order and kind is not KINDS["MapDataset"]:
+                raise DataError(
+                    f"{spec.name}: expected a dataset that can be read in any order inside of {name}, got one in RETURNN's order "
+                    f'(give the outer dict to RETURNN: {{"class": "ReturnnDataset", "dataset": ...}})'
+                )
         try:
             dataset = kind.open(name, keys, datasets)
         except DataError as error:

@@ -2,23 +2,30 @@
 
     {
     1: EpochData(learningRate=0.01, error={
+    ':meta:epoch_num_train_steps': 200,
     'dev_loss_ce': 0.5030384659767151,
     }),
     }
 
-It is the source of a Python dict. RETURNN evaluates it; here it is only parsed, and no code in it is run.
+It is the source of a Python dict. RETURNN and job managers evaluate it; here it is only parsed, and no code in it is run.
+Entries ':meta:...' are no scores: they say how and where an epoch was trained, under RETURNN's names.
 """
 
 from __future__ import annotations
 
 import ast
 import math
-from collections.abc import Iterable, Mapping
+import socket
+import time
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from hvdtrain.errors import DataError
 from hvdtrain.schedule.history import META, EpochRecord
+from hvdtrain.version import __version__
+
+NO_META: Mapping[int, Mapping[str, Any]] = {}
 
 NUMBERS = {"nan": float("nan"), "inf": float("inf")}
 
@@ -36,38 +43,93 @@ class Finished(Protocol):
     def scores(self) -> Mapping[str, float]: ...
 
 
-class LearningRateFile:
+class Trained(Finished, Protocol):
+    """The report of a finished epoch, as far as `epoch_meta` needs it."""
+
+    @property
+    def steps(self) -> int: ...
+
+    @property
+    def global_step(self) -> int: ...
+
+    @property
+    def elapsed(self) -> float: ...
+
+
+def epoch_meta(report: Trained) -> dict[str, Any]:
+    """What the file notes of an epoch beside its scores: names and units are RETURNN's."""
+    return {
+        "effective_learning_rate": float(report.learning_rate),
+        "epoch_num_train_steps": report.steps,
+        "epoch_train_time_secs": round(report.elapsed),
+        "global_train_step": report.global_step - report.steps,
+        "global_train_step_end": report.global_step,
+        "hostname": socket.gethostname(),
+        "hvdtrain": __version__,
+        "time": time.strftime("%Y-%m-%d-%H-%M-%S (UTC%z)"),
+    }
+
+
+R = TypeVar("R", bound=Finished)
+
+
+class LearningRateFile(Generic[R]):
     """Writes the file after each epoch.
 
     Args:
         records: the finished epochs of the checkpoint. Later epochs in an existing file are from a run that was stopped before
-            their checkpoint was written; they are replaced.
+            their checkpoint was written; they are replaced. What an existing file notes of the finished epochs stays.
+        meta: what to note of an epoch beside its scores.
     """
 
-    def __init__(self, path: Path, records: Iterable[EpochRecord]) -> None:
+    def __init__(
+        self, path: Path, records: Iterable[EpochRecord], meta: Callable[[R], Mapping[str, Any]] = lambda report: {}
+    ) -> None:
         self._path = path
         self._records = list(records)
+        self._meta_of = meta
+        self._meta = _read_meta(path)
 
-    def epoch(self, report: Finished) -> None:
+    def epoch(self, report: R) -> None:
         """Add a finished epoch, and replace the file atomically."""
+        self._meta[report.epoch] = {META + name: value for name, value in self._meta_of(report).items()}
         earlier = [record for record in self._records if record.epoch < report.epoch]
         self._records = [*earlier, EpochRecord(report.epoch, report.learning_rate, dict(report.scores))]
         self._path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = self._path.with_name(self._path.name + ".new_tmp")
-        unfinished.write_text(as_text(self._records), encoding="utf-8")
+        unfinished.write_text(as_text(self._records, self._meta), encoding="utf-8")
         unfinished.replace(self._path)
 
 
-def as_text(records: Iterable[EpochRecord]) -> str:
-    """The contents of the file, with one score per line, in RETURNN's order."""
+def as_text(records: Iterable[EpochRecord], meta: Mapping[int, Mapping[str, Any]] = NO_META) -> str:
+    """The contents of the file, with one score per line, in RETURNN's order.
+
+    Args:
+        meta: by epoch, the entries that are no scores.
+    """
     lines = ["{"]
     for record in records:
         lines.append(f"{record.epoch}: EpochData(learningRate={float(record.learning_rate)!r}, error={{")
-        for name, value in sorted(record.scores.items()):
-            written = repr(value) if math.isfinite(value) else f"float('{value!r}')"
-            lines.append(f"{name!r}: {written},")
+        for name, value in sorted({**meta.get(record.epoch, {}), **record.scores}.items()):
+            is_special = isinstance(value, float) and not math.isfinite(value)
+            lines.append(f"{name!r}: " + (f"float('{value!r}')," if is_special else f"{value!r},"))
         lines.append("}),")
     return "\n".join([*lines, "}"]) + "\n"
+
+
+def _read_meta(path: Path) -> dict[int, dict[str, Any]]:
+    """By epoch, the metadata of an existing file; what cannot be read is left out, since only people read it."""
+    found: dict[int, dict[str, Any]] = {}
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"), mode="eval").body
+        for key, node in _items(tree):
+            entries = [keyword.value for keyword in node.keywords if keyword.arg == "error"] if isinstance(node, ast.Call) else []
+            for name, value in _items(entries[0]) if entries else []:
+                if str(ast.literal_eval(name)).startswith(META) and isinstance(value, (ast.Constant, ast.UnaryOp)):
+                    found.setdefault(int(_number(key)), {})[ast.literal_eval(name)] = ast.literal_eval(value)
+    except (OSError, SyntaxError, TypeError, ValueError):
+        pass
+    return found
 
 
 def read_learning_rate_file(path: Path) -> list[EpochRecord]:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from hvdtrain.checkpoint.folder import UNFINISHED, CheckpointFolder
 from hvdtrain.errors import CheckpointError
@@ -135,6 +136,17 @@ def test_two_optimizer_files_are_kept(tmp_path: Path) -> None:
         "net.004.opt.pt",
         "net.004.pt",
     ]
+
+
+def test_optimizer_files_of_returnn_stay(tmp_path: Path) -> None:
+    """Its runs may go on from them; they are told by the version that RETURNN notes in them."""
+    checkpoints = CheckpointFolder(tmp_path / "net")
+    checkpoints.save(1, write)
+    torch.save({"optimizer": {}, "epoch": 1, "returnn_version": "1.20260101"}, checkpoints.at(1).optimizer_file)
+    torch.save({"optimizer": {}, "epoch": 2}, checkpoints.save(2, write).optimizer_file)
+    for epoch in range(3, 6):
+        checkpoints.save(epoch, write)
+    assert [name for name in names(tmp_path) if ".opt" in name] == ["net.001.opt.pt", "net.004.opt.pt", "net.005.opt.pt"]
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:

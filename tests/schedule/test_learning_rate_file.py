@@ -4,10 +4,14 @@ import math
 from pathlib import Path
 
 import pytest
+from returnn.learning_rate_control import LearningRateControl
 
 from hvdtrain.errors import DataError
-from hvdtrain.schedule.file import LearningRateFile, read_learning_rate_file
+from hvdtrain.report.epoch import EpochReport
+from hvdtrain.schedule.file import LearningRateFile, epoch_meta, read_learning_rate_file
 from hvdtrain.schedule.history import EpochRecord
+
+EpochData = LearningRateControl.EpochData
 
 
 def test_forms_that_returnn_wrote_over_the_years(tmp_path: Path) -> None:
@@ -41,3 +45,25 @@ def test_epochs_that_a_stopped_run_lost_are_written_anew(tmp_path: Path) -> None
     again = EpochRecord(2, 7.0, {"dev_loss_ce": 2.0})
     LearningRateFile(path, read_learning_rate_file(path)).epoch(again)
     assert [record.learning_rate for record in read_learning_rate_file(path)] == [0.1, 7.0]
+
+
+def test_what_is_noted_of_an_epoch_beside_its_scores_stays(tmp_path: Path) -> None:
+    """RETURNN's EpochData takes it for metadata."""
+    path = tmp_path / "rates"
+    path.write_text("{1: EpochData(learningRate=0.5, error={':meta:hostname': 'here', ':meta:odd': [1], 'dev_score': 1.0})}")
+    report = EpochReport(2, 10, 30, 4.6, 0.9, 0.25, 100, {"train_loss_ce": 2.0, "dev_loss_ce": math.inf})
+    LearningRateFile(path, read_learning_rate_file(path), epoch_meta).epoch(report)
+    read = eval(path.read_text(), {"EpochData": EpochData})
+    assert read[1].error == {"dev_score": 1.0}
+    assert read[1].meta == {"hostname": "here"}
+    assert read[2].error == {"train_loss_ce": 2.0, "dev_loss_ce": math.inf}
+    numbers = {name: value for name, value in read[2].meta.items() if isinstance(value, (int, float))}
+    assert numbers == {
+        "effective_learning_rate": 0.25,
+        "epoch_num_train_steps": 10,
+        "epoch_train_time_secs": 5,
+        "global_train_step": 20,
+        "global_train_step_end": 30,
+    }
+    assert set(read[2].meta) - set(numbers) == {"hostname", "hvdtrain", "time"}
+    assert [record.scores for record in read_learning_rate_file(path)] == [read[1].error, read[2].error]

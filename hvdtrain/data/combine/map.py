@@ -117,6 +117,7 @@ class MapDataset(Dataset):
     ) -> None:
         self._where = where
         self._dataset = dataset
+        self.own_order = dataset.own_order
         self._map_seq = map_seq
         self._arguments = accepted_arguments(map_seq, ("epoch", "index", "rng"))
         self._seed = seed
@@ -189,6 +190,9 @@ class MapDataset(Dataset):
         how = self._dataset.how_read()
         by = f"mapped in {self._num_workers} worker processes" if self._num_workers else "mapped"
         return "; ".join([how, by] if how else [by])
+
+    def warnings(self) -> list[str]:
+        return self._dataset.warnings()
 
     def _checked(self, index: int, name: str, made: Mapping[str, Any]) -> Array:
         """One array, checked against its stream and length, from which batches are planned. Raises: DataError."""

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import closing
 from dataclasses import fields, is_dataclass
-from itertools import islice
 from typing import Any
 
 import numpy
 
 from hvdtrain.data.combine.workers import AHEAD, Workers
-from hvdtrain.data.dataset import Dataset
+from hvdtrain.data.dataset import Dataset, Scanning
 from hvdtrain.data.types import Array, Stream
 from hvdtrain.errors import DataError
 
@@ -22,17 +21,13 @@ TAG = "seq_tag"
 POSITIONS = ("data", "classes")
 """The data keys of an item that is a tuple."""
 
-Watch = Callable[[Sequence[range], int, str], AbstractContextManager[Iterable[range]]]
-"""Draws a progress bar while its items are taken: called with the items, their number, and what an item is called."""
-
-
-def unwatched(blocks: Sequence[range], total: int, unit: str) -> AbstractContextManager[Iterable[range]]:
-    """Draws nothing."""
-    return nullcontext(blocks)
-
-
 BLOCK = 256
 """How many items a process reads for one answer, when lengths are counted."""
+
+Counted = tuple[dict[str, Array], dict[str, int]]
+"""By data key, the lengths of some items, and the largest class."""
+
+ALONE = Scanning()
 
 SECONDS_ALONE = 2.0
 """How long counting may take in one process; other processes are started if it would take longer."""
@@ -54,14 +49,13 @@ class ItemsDataset(Dataset):
     Args:
         where: the config key, for messages.
         items: has `__len__` and `__getitem__`.
-        processes: how many processes may count.
-        watch: draws a progress bar while they do.
+        scanning: how many processes may count, and what shows their progress.
 
     Raises:
         DataError: an item is not as described here, or `lengths` are not.
     """
 
-    def __init__(self, where: str, items: Any, processes: int = 1, watch: Watch = unwatched) -> None:
+    def __init__(self, where: str, items: Any, scanning: Scanning = ALONE) -> None:
         self._where = where
         self._items = items
         self._size = len(items)
@@ -78,7 +72,7 @@ class ItemsDataset(Dataset):
         if given is not None:
             self.lengths = self._given_lengths(given() if callable(given) else given, first)
         else:
-            self.lengths, largest = self._count(processes, watch)
+            self.lengths, largest = self._count(scanning)
             dims = {key: int(most) + 1 for key, most in largest.items()} | dims
         labels = dict(getattr(items, "labels", {}))
         for key, stream in self.streams.items():
@@ -167,22 +161,24 @@ class ItemsDataset(Dataset):
                 )
         return lengths
 
-    def _count(self, processes: int, watch: Watch) -> tuple[dict[str, Array], dict[str, int]]:
+    def _count(self, scanning: Scanning) -> tuple[dict[str, Array], dict[str, int]]:
         """By data key, the lengths of all items, and the largest class. Raises: DataError."""
         began = time.perf_counter()
         blocks = [range(start, min(start + BLOCK, self._size)) for start in range(0, self._size, BLOCK)]
-        with watch(blocks, len(blocks), f"block of {BLOCK} items") as bar:
-            parts = []
-            remaining = iter(bar)
-            for block in remaining:
-                parts.append(self._count_block(block))
-                left = len(blocks) - len(parts)
-                if processes > 1 and left > processes and (time.perf_counter() - began) / len(parts) * left > SECONDS_ALONE:
-                    parts += in_processes(min(processes, left), self._count_block, remaining)
+        parts: list[Counted] = []
+        with scanning.progress(f"{self._where}: lengths", self._size) as advance:
+            while len(parts) < len(blocks):
+                left = blocks[len(parts) :]
+                expected = (time.perf_counter() - began) / max(1, len(parts)) * len(left)
+                if parts and len(left) > scanning.processes > 1 and expected > SECONDS_ALONE:
+                    parts += in_processes(scanning.processes, self._count_block, left, advance)
+                else:
+                    parts.append(self._count_block(left[0]))
+                    advance(len(left[0]))
         lengths = {key: numpy.concatenate([part[key] for part, _ in parts]) for key in self.streams}
         return lengths, {key: max(most[key] for _, most in parts) for key in self.streams}
 
-    def _count_block(self, block: range) -> tuple[dict[str, Array], dict[str, int]]:
+    def _count_block(self, block: range) -> Counted:
         lengths = {key: numpy.zeros(len(block), numpy.int32) for key in self.streams}
         largest = dict.fromkeys(self.streams, 0)
         for place, index in enumerate(block):
@@ -193,16 +189,19 @@ class ItemsDataset(Dataset):
         return lengths, largest
 
 
-def in_processes(count: int, work: Callable[[range], Any], questions: Iterable[range]) -> list[Any]:
-    """The answers to the questions, in their order, found by several processes."""
-    workers: Workers[range] = Workers(count, work)
+def in_processes(
+    count: int, work: Callable[[range], Counted], blocks: Sequence[range], advance: Callable[[int], None]
+) -> list[Counted]:
+    """What is counted in the blocks, by several processes."""
+    workers = Workers(count, work)
     workers.start()
+    counted: list[Counted] = []
     with closing(workers):
-        answers = []
-        remaining = iter(questions)
-        while some := list(islice(remaining, AHEAD * count)):
-            answers += workers.results(some)
-        return answers
+        while len(counted) < len(blocks):
+            some = blocks[len(counted) : len(counted) + AHEAD * count]
+            counted += workers.results(some)
+            advance(sum(map(len, some)))
+    return counted
 
 
 def named(where: str, item: Any) -> tuple[str | None, dict[str, Any]]:

@@ -20,7 +20,7 @@ from hvdtrain.data.combine.tags import tag_blocks
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.formats.synthetic import SYMBOLS, answers
 from hvdtrain.data.hdf.writer import HDFWriter
-from hvdtrain.data.kinds import INSTEAD, KINDS
+from hvdtrain.data.kinds import KINDS
 from hvdtrain.data.plan.epoch import BatchKeys, plan
 from hvdtrain.data.plan.order import OrderKeys
 from hvdtrain.data.sources import open_dataset, parse
@@ -137,7 +137,6 @@ def test_the_document_names_every_class_and_its_examples_are_right() -> None:
     text = before + rest[rest.index("\n## ") :]
     for name in KINDS:
         assert f"\n## {name}\n" in text
-    assert set(INSTEAD.values()) <= set(KINDS)
     examples = re.findall(r"\n\n((?:    .*\n|\n(?=    ))+)", text)
     assert len(examples) > len(KINDS)
     checked = 0
@@ -259,8 +258,8 @@ def test_files_that_change_or_do_not_go_together(tmp_path: Path) -> None:
         "train.max_open_files: expected a positive number, got 0 in the config"
     ]
     assert problems({"class": "FilesDataset", "files": []}) == ["train.files: expected at least one file, got none"]
-    assert problems({"class": "DistributeFilesDataset", "files": paths})[0].endswith(
-        "got 'DistributeFilesDataset' (did you mean FilesDataset? see docs/datasets.md)"
+    assert problems({"class": "FileDataset", "files": paths})[0].endswith(
+        "got 'FileDataset' (did you mean FilesDataset? see docs/datasets.md)"
     )
 
 

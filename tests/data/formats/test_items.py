@@ -13,7 +13,7 @@ import torch
 from launching import ROOT
 
 from hvdtrain.config.source import load
-from hvdtrain.data.dataset import Dataset
+from hvdtrain.data.dataset import Dataset, Scanning
 from hvdtrain.data.formats import items as counting
 from hvdtrain.data.formats.items import ItemsDataset
 from hvdtrain.data.sources import OpeningContext, open_dataset, parse
@@ -23,7 +23,7 @@ from hvdtrain.errors import ConfigError, DataError
 def opened(value: Any, processes: int = 1) -> Dataset:
     spec, problems = parse("train", value, {"seq_ordering": "random"})
     assert spec is not None, problems
-    return open_dataset(spec, OpeningContext(processes=processes))
+    return open_dataset(spec, OpeningContext(scanning=Scanning(processes=processes)))
 
 
 FRAMES = numpy.arange(6, dtype=numpy.float32).reshape(3, 2)

@@ -1,0 +1,348 @@
+"""RETURNN's datasets, opened and read by the installed RETURNN: in this process, or in a process for nothing else."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import logging
+import sys
+import time
+import traceback
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy
+
+from hvdtrain.data.dataset import Item
+from hvdtrain.data.types import Array, Stream
+from hvdtrain.errors import DataError
+
+INSTALL = "(pip install hvdtrain[returnn])"
+
+OF_LAUNCHES = ("torch_distributed", "use_horovod")
+"""Keys by which RETURNN's datasets would give every rank an order of its own."""
+
+SCAN_SECONDS = 0.5
+"""For how long the reading process reads between two signs of progress."""
+
+Question = tuple[Any, ...]
+"""The name of a method of `Reading`, and its arguments."""
+
+
+class OpenedDataset:
+    """A dataset that the installed RETURNN has opened. `begin` comes first.
+
+    Raises:
+        DataError: RETURNN is not installed, or cannot open the dataset.
+    """
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self.name = f"{options['class']} of RETURNN"
+        init_dataset = _returnn()
+        self._dataset = self._asked("that it can open", lambda: init_dataset(dict(options)))
+        self._dense: dict[str, bool] = {}
+
+    def begin(self, epoch: int) -> None:
+        """Begin an epoch (counted from 1), also one that had begun before. Raises: DataError."""
+        if self._dense:  # some datasets read ahead, and would go on where they were
+            self._asked("whose epoch can end", self._dataset.finish_epoch)
+        self._asked(f"whose epoch {epoch} can begin", lambda: self._dataset.init_seq_order(epoch))
+        self._dense = {key: not self._dataset.is_data_sparse(key) for key in self._keys()}
+
+    def num_sequences(self) -> int | None:
+        """The number of sequences of the epoch; None if RETURNN does not know it."""
+        try:
+            return int(self._dataset.num_seqs)
+        except Exception:  # how RETURNN says that it does not know; the class of the exception depends on the dataset
+            return None
+
+    def num_parts(self) -> int:
+        """The number of parts that the outermost dict cuts a full epoch into."""
+        return int(getattr(self._dataset, "partition_epoch", 1) or 1)
+
+    def labels_and_dims(self) -> tuple[dict[str, list[str]], dict[str, int]]:
+        """The labels and numbers of classes of sparse data, which some datasets only know once an epoch has begun."""
+        found: dict[str, list[str]] = {}
+        dims: dict[str, int] = {}
+        labels = dict(self._dataset.labels or {})
+        for key, dense in self._dense.items():
+            dim = int(self._dataset.get_data_dim(key) or 0)
+            names: Sequence[Any] = labels.get(key) or ()
+            if not dense and dim > 1:  # RETURNN gives 1 if it does not know
+                dims[key] = dim
+            if len(names) == dim and list(names) != ["dummy-label"]:
+                found[key] = [name.decode("utf-8") if isinstance(name, bytes) else str(name) for name in names]
+        return found, dims
+
+    def streams(self, arrays: Mapping[str, Array]) -> dict[str, Stream]:
+        """What the arrays of every sequence hold, given those of one."""
+        labels, dims = self.labels_and_dims()
+        result = {}
+        for key, array in arrays.items():
+            sparse = array.ndim == 1 and array.dtype.kind in "iu" and not self._dense[key]
+            dim = dims.get(key, 1) if sparse else int(numpy.prod(array.shape[1:], dtype=numpy.int64))
+            result[key] = Stream(array.dtype, array.shape[1:], dim, sparse, tuple(labels.get(key, ())))
+        return result
+
+    def item(self, number: int) -> Item | None:
+        """The epoch's sequence of this number, in ascending order only; None at its end. Raises: DataError."""
+        return self._asked(f"that can be read at sequence {number}", partial(self._item, number))  # type: ignore[no-any-return]
+
+    def order(self) -> Array | None:
+        """The epoch's sequences as indices in the whole corpus, if RETURNN tells them before they are read."""
+        dataset = self._dataset
+        try:
+            return numpy.asarray(dataset.get_current_seq_order(), dtype=numpy.int64)
+        except Exception:  # as in num_sequences
+            pass
+        try:
+            if dataset.have_corpus_seq_idx():
+                return numpy.array([dataset.get_corpus_seq_idx(number) for number in range(dataset.num_seqs)], dtype=numpy.int64)
+        except Exception:
+            pass
+        return None
+
+    def all_tags(self) -> Array | None:
+        """The tags of the whole corpus as UTF-8, if RETURNN tells them."""
+        try:
+            return numpy.array([str(tag).encode("utf-8") for tag in self._dataset.get_all_tags()], dtype=bytes)
+        except Exception:
+            return None
+
+    def _keys(self) -> list[str]:
+        return sorted(self._asked("that tells its data keys", self._dataset.get_data_keys))
+
+    def _item(self, number: int) -> Item | None:
+        if not self._dataset.is_less_than_num_seqs(number):
+            return None
+        self._dataset.load_seqs(number, number + 1)
+        arrays = {key: _frames(self._dataset.get_data(number, key), dense) for key, dense in self._dense.items()}
+        return str(self._dataset.get_tag(number)), arrays
+
+    def _asked(self, what: str, question: Callable[[], Any]) -> Any:
+        """Call RETURNN. It raises any kind of exception for bad data, often an assertion without a message. Raises: DataError."""
+        try:
+            return question()
+        except Exception as error:
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            said = f"{type(error).__name__}{f': {error}' if str(error) else ''}"
+            raise DataError(
+                f"{self.name}: expected a dataset {what}, got {said} in {place.filename}, line {place.lineno}"
+            ) from error
+
+
+def in_one_process(value: Any) -> Any:
+    """A dataset dict of RETURNN without the processes that it would start: it is read in a process of its own anyway.
+
+    MultiProcDataset is its inner dataset, and what RETURNN would deal to ranks stays together: the sequences are the same.
+    """
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(in_one_process, value)) if type(value) in (list, tuple) else value
+    if not isinstance(value, Mapping):
+        return value
+    made = {name: in_one_process(inside) for name, inside in value.items()}
+    if made.get("class") == "MultiProcDataset" and isinstance(made.get("dataset"), Mapping):
+        return inner_of_multi_proc(made)
+    if made.get("class") == "PostprocessingDataset":
+        made.pop("num_workers", None)
+    if made.get("class") == "VariableDataset" and callable(made.get("get_dataset")):
+        of_epoch = made["get_dataset"]
+        made["get_dataset"] = lambda **options: in_one_process(of_epoch(**options))
+    if made.get("class") == "DistributeFilesDataset":
+        made.pop("distrib_shard_files", None)
+        if callable(made.get("get_sub_epoch_dataset")):
+            of_files = made["get_sub_epoch_dataset"]
+            made["get_sub_epoch_dataset"] = lambda files: in_one_process(of_files(files))
+        if _takes("returnn.datasets.distrib_files", "DistributeFilesDataset", "use_worker_proc"):
+            made |= {"use_worker_proc": False, "preload_next_n_sub_epochs": 0}
+    return made
+
+
+def inner_of_multi_proc(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The dataset inside a MultiProcDataset, with the keys that RETURNN passes on to it."""
+    own = ("class", "dataset", "num_workers", "buffer_size", "sharding_method")
+    return {**{name: value for name, value in options.items() if name not in own}, **options["dataset"]}
+
+
+def _takes(module: str, name: str, argument: str) -> bool:
+    """Whether a class of the installed RETURNN has an argument: not all versions do."""
+    return argument in inspect.signature(getattr(importlib.import_module(module), name).__init__).parameters
+
+
+def is_installed() -> bool:
+    if "returnn" in sys.modules:
+        return sys.modules["returnn"] is not None
+    return importlib.util.find_spec("returnn") is not None
+
+
+def _returnn() -> Callable[[dict[str, Any]], Any]:
+    """RETURNN's function that opens datasets, after setting up the global config and the log that it needs. Raises: DataError."""
+    try:
+        from returnn.config import Config, get_global_config, set_global_config
+        from returnn.datasets.basic import init_dataset
+        from returnn.log import log
+        from tree import map_structure  # noqa: F401  # of the package dm-tree, which RETURNN needs but does not declare
+    except ImportError as error:
+        raise DataError(f"ReturnnDataset: expected the packages returnn and dm-tree, got: {error} {INSTALL}") from None
+    config, of_config = Config(), get_global_config(raise_exception=False)
+    if of_config is not None:
+        typed = {name: value for name, value in of_config.typed_dict.items() if name not in OF_LAUNCHES}
+        config.dict, config.typed_dict = dict(of_config.dict), typed
+    set_global_config(config)
+    if not log.initialized:
+        log.initialize(logs=[logging.StreamHandler()], verbosity=[2], propagate=True)  # stderr; the default is stdout
+    return init_dataset  # type: ignore[no-any-return]  # RETURNN is not typed here
+
+
+def _frames(values: Any, is_dense: bool) -> Array:
+    """The array as stored: frames on the first axis, and a feature axis for dense integers.
+
+    Without a feature axis every reader, including RETURNN, would take integers for class indices.
+    """
+    array = numpy.asarray(values)
+    if array.ndim == 0:  # one number or text for the sequence
+        array = array.reshape(1)
+    if is_dense and array.ndim == 1 and array.dtype.kind in "iu":
+        array = array[:, None]
+    return array
+
+
+@dataclass(frozen=True)
+class Part:
+    """Consecutive sequences of an epoch, without their data.
+
+    Attributes:
+        lengths: by data key.
+        checksums: of tag and data.
+        total: the number of sequences of the epoch, if RETURNN knows it.
+        ended: whether the epoch has no more.
+    """
+
+    tags: list[str]
+    lengths: dict[str, list[int]]
+    checksums: list[int]
+    total: int | None
+    ended: bool
+
+
+class Reading:
+    """The reading process: what it answers. It opens the dataset at the first question."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._options = options
+        self._opened: OpenedDataset | None = None
+        self._epoch = self._next = 0
+
+    def __call__(self, question: Question) -> Any:
+        return getattr(self, question[0])(*question[1:])
+
+    def about(self, epoch: int) -> tuple[str, int, dict[str, Stream]]:
+        """The dataset's name, into how many parts it cuts a full epoch, and its streams."""
+        self._begin(epoch)
+        item = self._item(0)
+        if item is None:
+            raise DataError(f"{self._dataset.name}: expected at least one sequence in epoch {epoch}, got none")
+        return self._dataset.name, self._dataset.num_parts(), self._dataset.streams(item[1])
+
+    def scan(self, epoch: int, start: int, count: int) -> Part:
+        """Read on from `start`: up to `count` sequences, and not much longer than `SCAN_SECONDS`."""
+        part = Part([], {}, [], None, False)
+        until = time.monotonic() + SCAN_SECONDS
+        while len(part.tags) < count and (not part.tags or time.monotonic() < until):
+            item = self._read(epoch, start + len(part.tags), skip=False)
+            if item is None:
+                return replace(part, ended=True)
+            tag, arrays = item
+            part.tags.append(tag)
+            part.checksums.append(_checksum(item))
+            for key, values in arrays.items():
+                part.lengths.setdefault(key, []).append(len(values))
+        return replace(part, total=self._dataset.num_sequences())
+
+    def order(self, epoch: int) -> tuple[Array, int] | None:
+        """As `OpenedDataset.order`, and a checksum of the tags of the corpus, which may be another one in every epoch."""
+        self._begin(epoch)
+        order, tags = self._dataset.order(), self._dataset.all_tags()
+        return None if order is None or tags is None else (order, zlib.crc32(tags.tobytes()))
+
+    def all_tags(self) -> Array | None:
+        """As `OpenedDataset.all_tags`."""
+        return self._dataset.all_tags()
+
+    def matches(self, epoch: int, checksums: Mapping[int, int], skip: bool) -> bool:
+        """Whether sequences of an epoch that begins again have these checksums.
+
+        Args:
+            skip: to read them without those before them.
+        """
+        self._begin(epoch)
+        try:
+            return all(
+                item is not None and _checksum(item) == expected
+                for number, expected in sorted(checksums.items())
+                for item in [self._read(epoch, number, skip)]
+            )
+        except DataError:
+            self._opened = None  # in what state skipping left it, nobody knows
+            return False
+        finally:
+            self._epoch = 0
+
+    def read(self, epoch: int, numbers: Sequence[int], skip: bool) -> list[Item]:
+        """Sequences of an epoch. Those before the first one, and in between, are read, too, unless `skip`."""
+        found: dict[int, Item] = {}
+        for number in sorted(set(numbers)):
+            item = self._read(epoch, number, skip)
+            if item is None:
+                raise DataError(f"{self._dataset.name}: expected sequence {number} of epoch {epoch}, got no more")
+            found[number] = item
+        return [found[number] for number in numbers]
+
+    @property
+    def _dataset(self) -> OpenedDataset:
+        if self._opened is None:
+            import multiprocessing  # here, so that `--help` does not import it
+
+            # Some of RETURNN's datasets start processes, which Python denies to those of multiprocessing that are daemons.
+            multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+            self._opened = OpenedDataset(in_one_process(self._options))
+            self._epoch = 0
+        return self._opened
+
+    def _begin(self, epoch: int) -> None:
+        self._dataset.begin(epoch)
+        self._epoch, self._next = epoch, 0
+
+    def _read(self, epoch: int, number: int, skip: bool) -> Item | None:
+        if self._opened is None or epoch != self._epoch or number < self._next:
+            self._begin(epoch)
+        if skip:
+            self._next = number
+        while self._next < number:
+            if self._item(self._next) is None:
+                return None
+        return self._item(number)
+
+    def _item(self, number: int) -> Item | None:
+        item = self._dataset.item(number)
+        self._next = number + 1
+        if item is None:
+            return None
+        return item[0], {key: _plain(values) for key, values in item[1].items()}
+
+
+def _plain(values: Array) -> Array:
+    """Texts as Python's objects, like those of an HDF file."""
+    return values.astype(object) if values.dtype.kind in "US" else values
+
+
+def _checksum(item: Item) -> int:
+    checksum = zlib.crc32(item[0].encode("utf-8"))
+    for key, values in sorted(item[1].items()):
+        data = repr(values.tolist()).encode() if values.dtype == object else numpy.ascontiguousarray(values).tobytes()
+        checksum = zlib.crc32(data, zlib.crc32(key.encode("utf-8"), checksum))
+    return checksum

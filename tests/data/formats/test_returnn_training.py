@@ -1,0 +1,423 @@
+"""Datasets of the real RETURNN, trained on as they are: the sequences that RETURNN yields, in its order, each on one rank."""
+
+import pickle
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+from launching import TOY
+from returnn.config import Config, get_global_config, set_global_config
+from returnn.datasets.basic import init_dataset
+from trainings import Run, Trained, assert_same, trains
+
+from hvdtrain.comm.base import SingleCommunicator
+from hvdtrain.data.dataset import Dataset, Scanning
+from hvdtrain.data.describe import feed_lines
+from hvdtrain.data.feed import Feed
+from hvdtrain.data.formats.found_lengths import identity_of
+from hvdtrain.data.formats.returnn_source import ReturnnDataset
+from hvdtrain.data.hdf.writer import HDFWriter
+from hvdtrain.data.plan.epoch import BatchKeys
+from hvdtrain.data.sources import OpeningContext, open_dataset, parse
+from hvdtrain.errors import ConfigError, DataError
+from hvdtrain.session import open_feeds
+from hvdtrain.settings import read_settings
+
+Item = tuple[str, dict[str, Any]]
+WORDS = "eins zwei drei vier".split()
+
+
+def by_returnn(options: dict[str, Any], epoch: int) -> list[Item]:
+    """An epoch's sequences, as RETURNN itself reads them in this process."""
+    ReturnnDataset({"class": "Task12AXDataset", "num_seqs": 1}).begin_epoch(1)  # sets up what RETURNN wants to find
+    dataset = init_dataset(options)
+    dataset.init_seq_order(epoch)
+    items = []
+    while dataset.is_less_than_num_seqs(len(items)):
+        number = len(items)
+        dataset.load_seqs(number, number + 1)
+        items.append((dataset.get_tag(number), {key: dataset.get_data(number, key) for key in dataset.get_data_keys()}))
+    return items
+
+
+@contextmanager
+def opened(value: dict[str, Any], folder: Path | None = None, scans: list[str] | None = None, size: int = 1) -> Iterator[Dataset]:
+    """The dataset, as a training opens it. `scans` gets what is read for its lengths."""
+
+    @contextmanager
+    def progress(what: str, total: int | None) -> Iterator[Callable[[int], None]]:
+        if scans is not None:
+            scans.append(what)
+        yield lambda number: None
+
+    spec, problems = parse("train", value, {})
+    assert spec is not None, problems
+    dataset = open_dataset(spec, OpeningContext(scanning=Scanning(folder, 0, size, progress)))
+    try:
+        yield dataset
+    finally:
+        dataset.close()
+
+
+def read(dataset: Dataset, epoch: int, rank: int = 0, size: int = 1, position: int = 0) -> list[Item]:
+    """What training on a rank sees in an epoch from some batch on, in its order."""
+    spec, _ = parse("train", {"class": "Task12AXDataset", "num_seqs": 1}, {})
+    assert spec is not None
+    feed = Feed("train", dataset, spec.order, BatchKeys(max_seqs=3), rank, size)
+    items = []
+    with feed.read(feed.share(feed.plan(epoch), position), epoch) as batches:
+        for batch in batches:
+            assert batch.seq_tags is not None
+            for row, tag in enumerate(batch.seq_tags()):
+                items.append((tag, {key: padded.values[row, : padded.seq_lens[row]] for key, padded in batch.data.items()}))
+    return items
+
+
+def assert_equal(ours: list[Item], theirs: list[Item]) -> None:
+    assert [tag for tag, _ in ours] == [tag for tag, _ in theirs]
+    for (tag, one), (_, other) in zip(ours, theirs, strict=True):
+        assert one.keys() == other.keys()
+        for key, values in other.items():
+            assert one[key].reshape(-1).tolist() == numpy.asarray(values).reshape(-1).tolist(), (tag, key)
+
+
+def lm(folder: Path) -> dict[str, Any]:
+    rng = numpy.random.RandomState(1)
+    lines = [" ".join(rng.choice(WORDS, rng.randint(1, 9))) for _ in range(23)]
+    (folder / "words.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    (folder / "vocabulary.py").write_text(repr({word: number for number, word in enumerate([*WORDS, "</s>"])}), encoding="utf-8")
+    return {
+        "class": "LmDataset",
+        "corpus_file": str(folder / "words.txt"),
+        "orth_symbols_map_file": str(folder / "vocabulary.py"),
+        "orth_replace_map_file": "",
+        "word_based": True,
+        "seq_end_symbol": "</s>",
+        "seq_ordering": "random",
+        "partition_epoch": 2,
+    }
+
+
+def translation(folder: Path) -> dict[str, Any]:
+    rng = numpy.random.RandomState(2)
+    for side in ("source", "target"):
+        lines = [" ".join(rng.choice(WORDS, rng.randint(1, 7))) for _ in range(17)]
+        (folder / f"{side}.train").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        (folder / f"{side}.vocab.pkl").write_bytes(pickle.dumps({word: number for number, word in enumerate(WORDS)}))
+    return {"class": "TranslationDataset", "path": str(folder), "file_postfix": "train", "seq_ordering": "random"}
+
+
+def ogg_zip(folder: Path) -> dict[str, Any]:
+    import soundfile
+
+    rng = numpy.random.RandomState(3)
+    entries = []
+    with zipfile.ZipFile(folder / "corpus.zip", "w") as archive:
+        for number in range(9):
+            samples = rng.randint(200, 900)
+            audio = BytesIO()
+            soundfile.write(audio, rng.uniform(-0.5, 0.5, samples), 16000, format="WAV")
+            archive.writestr(f"corpus/{number}.wav", audio.getvalue())
+            entries.append({"text": WORDS[number % 4], "duration": samples / 16000, "file": f"{number}.wav"})
+        archive.writestr("corpus.txt", repr(entries))
+    targets = {"class": "Utf8ByteTargets"}
+    audio_keys = {"features": "raw", "sample_rate": 16000, "peak_normalization": False}
+    return {"class": "OggZipDataset", "path": str(folder / "corpus.zip"), "audio": audio_keys, "targets": targets} | {
+        "seq_ordering": "laplace:.3"
+    }
+
+
+def hdf(folder: Path, name: str = "a", first: int = 0, count: int = 20) -> str:
+    with HDFWriter(folder / f"{name}.hdf", overwrite=True) as writer:
+        for number in range(first, first + count):
+            frames = numpy.full((1 + number % 5, 2), number, "float32")
+            writer.add(f"seq-{number}", {"data": frames, "classes": numpy.arange(number % 3 + 1, dtype="int32")})
+    return str(folder / f"{name}.hdf")
+
+
+def noisy(sequence: Any, *, rng: numpy.random.RandomState, **_: object) -> Any:
+    """Other numbers in every epoch, and sometimes one frame less."""
+    data = sequence.data["data"]
+    data.raw_tensor = (data.raw_tensor + rng.uniform(size=data.raw_tensor.shape))[rng.randint(2) :].astype("float32")
+    return sequence
+
+
+def mapped(folder: Path) -> dict[str, Any]:
+    inside = {"class": "HDFDataset", "files": [hdf(folder)], "seq_ordering": "random"}
+    return {"class": "PostprocessingDataset", "dataset": inside, "map_seq": noisy}
+
+
+def twice(sequences: Any, **_: object) -> Any:
+    for sequence in sequences:
+        yield sequence
+        yield sequence
+
+
+def streamed(folder: Path) -> dict[str, Any]:
+    return mapped(folder) | {"map_seq": None, "map_seq_stream": twice}
+
+
+def of_files(files: list[str]) -> dict[str, Any]:
+    return {"class": "HDFDataset", "files": files, "seq_ordering": "random"}
+
+
+def distributed(folder: Path) -> dict[str, Any]:
+    files = [hdf(folder, f"part-{number}", 10 * number, 3 + number) for number in range(6)]
+    return {"class": "DistributeFilesDataset", "files": files, "get_sub_epoch_dataset": of_files} | {
+        "partition_epoch": 3,
+        "seq_ordering": "random",
+    }
+
+
+def several_epochs(folder: Path) -> dict[str, Any]:
+    return {"class": "MultiEpochDataset", "dataset": lm(folder), "multi_epoch": 2}
+
+
+def variable(folder: Path) -> dict[str, Any]:
+    """Another corpus in every second epoch, whose sequences have the same numbers."""
+    paths = [hdf(folder, "even", 0, 7), hdf(folder, "odd", 30, 9)]
+    return {"class": "VariableDataset", "get_dataset": lambda *, epoch, **_: of_files([paths[epoch % 2]])}
+
+
+def joined(folder: Path) -> dict[str, Any]:
+    """Around a dataset that only RETURNN has, the whole is RETURNN's."""
+    inside = [of_files([hdf(folder)]), of_files([hdf(folder, "b", 50, 4)])]
+    mapped = [{"class": "PostprocessingDataset", "dataset": each, "map_seq": noisy} for each in inside]
+    return {"class": "ConcatDataset", "datasets": mapped}
+
+
+MAKERS = [lm, translation, ogg_zip, mapped, streamed, distributed, several_epochs, variable, joined]
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_epochs_are_those_of_returnn_over_any_number_of_ranks(tmp_path: Path, maker: Callable[[Path], dict[str, Any]]) -> None:
+    options = maker(tmp_path)
+    with opened(options, tmp_path / "lengths", size=2) as dataset:
+        for epoch in (1, 2, 3, 1):
+            expected = by_returnn(options, epoch)
+            assert_equal(read(dataset, epoch), expected)
+            assert dataset.at_epoch(epoch).num_sequences == len(expected)
+        shares = [read(dataset, 2, rank, 2) for rank in (0, 1)]
+        assert sorted(tag for share in shares for tag, _ in share) == sorted(tag for tag, _ in by_returnn(options, 2))
+        # A run that goes on within the epoch.
+        assert_equal(read(dataset, 2, 0, 1, position=2), by_returnn(options, 2)[6:])
+    assert list(tmp_path.glob("lengths/*.new_tmp")) == []
+
+
+def test_lengths_are_found_once_and_kept(tmp_path: Path) -> None:
+    """In every part of an epoch once, and never again while nothing changes."""
+    options, folder = lm(tmp_path), tmp_path / "lengths"
+    scans: list[str] = []
+    with opened(options, folder, scans) as dataset:
+        assert len(scans) == 1
+        for epoch in (1, 2, 3, 4):
+            dataset.at_epoch(epoch)
+        assert [scan.rpartition(" ")[2] for scan in scans] == ["1", "2"]
+        assert dataset.warnings() == []
+        first = read(dataset, 3)
+    again: list[str] = []
+    with opened(options, folder, again) as dataset:
+        assert_equal(read(dataset, 3), first)
+        assert dataset.streams["data"].labels == (*WORDS, "</s>")
+    assert again == []
+    [kept] = folder.glob("*.npz")
+    kept.write_bytes(kept.read_bytes()[:100])  # a damaged file is as good as none
+    with opened(options, folder, again) as dataset:
+        assert_equal(read(dataset, 3), first)
+    assert len(again) == 2
+    with (tmp_path / "words.txt").open("a") as file:
+        file.write("eins\n")
+    with opened(options, folder, again):
+        assert len(again) == 3, "the corpus has changed"
+
+
+def test_what_is_found_out_about_a_dataset_is_told(tmp_path: Path) -> None:
+    with opened(translation(tmp_path), size=2) as dataset:
+        assert dataset.warnings() == []
+    with opened(ogg_zip(tmp_path), size=2) as dataset:
+        assert dataset.warnings() == []
+    constant = {**mapped(tmp_path), "map_seq": lambda sequence, **_: sequence}
+    with opened(constant, size=2) as dataset:
+        [warning] = dataset.warnings()
+        assert warning.startswith("PostprocessingDataset of RETURNN can only be read from its beginning")
+    with opened(lm(tmp_path), size=2) as dataset:
+        [warning] = dataset.warnings()
+        assert warning.startswith("LmDataset of RETURNN can only be read from its beginning: each of the 2 ranks reads all of it")
+    scans: list[str] = []
+    options = mapped(tmp_path)
+    with opened(options, tmp_path / "lengths", scans) as dataset:
+        assert "by reading every epoch once before it is trained on" in dataset.warnings()[0]
+        dataset.at_epoch(7)
+        assert scans[-1].endswith("epoch 7")
+    with opened(options, tmp_path / "lengths", scans) as dataset:
+        dataset.at_epoch(7)
+        assert len(scans) == 2, "kept for each epoch"
+
+
+def unseeded(sequence: Any, **_: object) -> Any:
+    data = sequence.data["data"]
+    data.raw_tensor = data.raw_tensor + numpy.random.default_rng().uniform(size=data.raw_tensor.shape).astype("float32")
+    return sequence
+
+
+def test_a_dataset_that_does_not_repeat_itself_is_told_of(tmp_path: Path) -> None:
+    with opened({**mapped(tmp_path), "map_seq": unseeded}) as dataset:
+        feed = Feed("train", dataset, parse("x", "x.hdf", {})[0].order, BatchKeys(), 0, 1)  # type: ignore[union-attr]
+        [line] = [line for level, line in feed_lines(feed) if "when an epoch begins again" in line and level == 2]
+        assert line.startswith("train: PostprocessingDataset of RETURNN gives other sequences")
+        assert len(read(dataset, 1)) == 20
+
+
+LONGER = {"by": 0}
+
+
+def longer(sequence: Any, **_: object) -> Any:
+    data = sequence.data["data"]
+    data.raw_tensor = numpy.concatenate([data.raw_tensor] * (1 + LONGER["by"]))
+    return sequence
+
+
+def test_other_lengths_than_those_that_were_found_are_an_error(tmp_path: Path) -> None:
+    """What a function reads elsewhere does not identify the source."""
+    options = {**mapped(tmp_path), "map_seq": longer}
+    with opened(options, tmp_path / "lengths") as dataset:
+        assert len(read(dataset, 1)) == 20
+    LONGER["by"] = 1
+    try:
+        with opened(options, tmp_path / "lengths") as dataset, pytest.raises(DataError) as raised:
+            read(dataset, 1)
+    finally:
+        LONGER["by"] = 0
+    [kept] = (tmp_path / "lengths").glob("*.corpus.npz")
+    assert f"in {kept}: if the data or a function has changed since then, remove this file; if lengths differ" in str(
+        raised.value
+    )
+    assert "train: expected sequence 0 of epoch 1" in str(raised.value)
+    scans: list[str] = []
+    with opened(options, tmp_path / "lengths", scans) as dataset:  # from now on for each epoch
+        LONGER["by"] = 0
+        assert len(read(dataset, 1)) == len(read(dataset, 2)) == 20
+        assert len(scans) == 2
+
+
+def test_a_multi_proc_dataset_is_what_is_inside(tmp_path: Path) -> None:
+    """With as many processes of ours, where it can be read from anywhere."""
+    outer = {"class": "MultiProcDataset", "num_workers": 2, "buffer_size": 3}
+    options = translation(tmp_path)
+    with opened({**outer, "dataset": options}) as dataset:
+        for epoch in (1, 2):
+            assert_equal(read(dataset, epoch), by_returnn(options, epoch))
+        assert len({process.pid for process in dataset._reader._pool._processes}) == 2  # type: ignore[attr-defined]
+    inside = mapped(tmp_path)
+    spec, problems = parse("train", {**outer, "dataset": {"files": inside["dataset"]["files"]}, "seq_ordering": "random"}, {})
+    assert spec is not None, problems
+    assert spec.order.seq_ordering == "random"
+    assert list(spec.files) == inside["dataset"]["files"]
+    with opened({**inside, "dataset": {**outer, "dataset": inside["dataset"]}}) as dataset:
+        assert_equal(read(dataset, 2), by_returnn(inside, 2))
+
+
+def test_every_rank_has_the_same_order_whatever_launched_it(tmp_path: Path) -> None:
+    """RETURNN would shift the seed of a rank by what the config says of the launch."""
+    options = translation(tmp_path)
+    expected = by_returnn(options, 2)
+    before = get_global_config()
+    set_global_config(Config({"use_horovod": True, "torch_distributed": {}, "backend": "torch"}))
+    try:
+        with opened(options) as dataset:
+            assert_equal(read(dataset, 2), expected)
+    finally:
+        set_global_config(before)
+
+
+def test_a_map_dataset_around_a_dataset_of_returnn(tmp_path: Path) -> None:
+    options = translation(tmp_path)
+    with opened(
+        {"class": "MapDataset", "dataset": options, "map_seq": lambda arrays: {**arrays, "data": arrays["data"] + 1}}
+    ) as found:
+        for epoch in (1, 2):
+            ours = [(tag, {**arrays, "data": arrays["data"] - 1}) for tag, arrays in read(found, epoch)]
+            assert_equal(ours, by_returnn(options, epoch))
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"chunking": 5}, "train: expected no chunking with a dataset that RETURNN reads in its own order, got it"),
+        ({"shuffle_batches": True}, "train: expected no shuffle_batches with"),
+        ({"balance_ranks": 2}, "train: expected no balance_ranks with"),
+        ({"train": {"class": "ReturnnDataset", "seq_ordering": "random"}}, "train.seq_ordering: expected no order keys around"),
+        (
+            {"train": {"class": "MetaDataset", "data_map": {"data": ("a", "data")}}},
+            "train.datasets.a: expected a dataset that can be",
+        ),
+    ],
+)
+def test_what_needs_another_order_is_refused(tmp_path: Path, more: dict[str, Any], message: str) -> None:
+    inner = translation(tmp_path)
+    train = dict(more.get("train", inner))
+    if train["class"] == "ReturnnDataset":
+        train["dataset"] = inner
+    elif train["class"] == "MetaDataset":
+        train["datasets"] = {"a": {"class": "ReturnnDataset", "dataset": inner}}
+    keys = {"model": str(tmp_path / "model"), "learning_rate": 0.1, "max_seqs": 3, "lengths_dir": None, **more, "train": train}
+    lines = [f"{name} = {value!r}" for name, value in keys.items()]
+    (tmp_path / "config.py").write_text("\n".join([*lines, "def get_model(): ...", "def train_step(): ..."]), encoding="utf-8")
+    with pytest.raises((ConfigError, DataError)) as raised:
+        open_feeds(read_settings([tmp_path / "config.py"], {}), SingleCommunicator())
+    assert message in str(raised.value)
+
+
+def test_without_returnn_a_training_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "returnn", None)
+    with (
+        pytest.raises(
+            DataError, match=r"^train: expected the package returnn for LmDataset, got none \(pip install hvdtrain\[returnn\]\)$"
+        ),
+        opened(lm(tmp_path)),
+    ):
+        pass
+
+
+def test_what_identifies_a_source(tmp_path: Path) -> None:
+    def function(step: int) -> Callable[[], int]:
+        return lambda: step
+
+    path = tmp_path / "file"
+    path.write_text("one")
+    values: list[Any] = [{"a": 1}, {"a": 2}, {"b": 1}, "text", str(path), function(1), function(2), partial(noisy, rng=1), noisy]
+    assert len({identity_of(value) for value in values}) == len(values)
+    assert identity_of({"a": 1, "b": noisy}) == identity_of({"b": noisy, "a": 1})
+    before = identity_of([path])
+    path.write_text("more")
+    assert identity_of([path]) != before
+
+
+CONFIG = """
+train = {"class": "ReturnnDataset", "dataset": {**train, "class": "HDFDataset", "files": [train["files"]]}}
+lengths_dir = LENGTHS
+"""
+
+
+@trains(Run("torch", "single", 1), Run("torch", "horovod", 2))
+def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
+    (folder / "returnn.py").write_text(CONFIG.replace("LENGTHS", repr(str(folder / "lengths"))), encoding="utf-8")
+    common = {"num_epochs": 2, "record": True}
+    return {"native": common, "returnn": {**common, "configs": [TOY, folder / "returnn.py"]}}
+
+
+@pytest.mark.parametrize("run", [Run("torch", "single", 1), Run("torch", "horovod", 2)], ids=str)
+def test_training_is_that_on_the_same_sequences(trained: Trained, run: Run) -> None:
+    """RETURNN's reader of HDF files, in its order, against ours: the same weights, and each sequence once."""
+    results = trained(trainings, run)
+    assert_same(results.weights("native"), results.weights("returnn"))
+    assert results.trained_on("native") == results.trained_on("returnn")
+    assert set(results.trained_on("returnn").values()) == {1}
+    assert "sequences, in its own order; read by RETURNN (HDFDataset of RETURNN)" in results.out("returnn")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from hvdtrain.checkpoint.progress import Progress
@@ -10,7 +12,9 @@ from hvdtrain.comm import launch
 from hvdtrain.comm.base import Communicator, on_rank_zero, together
 from hvdtrain.config.reference import as_function
 from hvdtrain.data.describe import batch_lines, feed_lines
+from hvdtrain.data.feed import Feed
 from hvdtrain.engine import Engine, Pace, Rates
+from hvdtrain.errors import DataError, HvdtrainError
 from hvdtrain.learner.accumulation import rounds_per_update
 from hvdtrain.learner.base import Learner
 from hvdtrain.learner.reduce import scale_learning_rate
@@ -48,8 +52,26 @@ def train(settings: Settings, comm: Communicator | None = None) -> Learner:
             rates = open_rates(settings, session.comm.size)
             trace = open_trace(session, settings.trace)
             reporters = open_reporters(settings, session)
-            Engine(session, rates, pace, reporters, step_log, trace).run()
+            with noting_changed_files(session.feeds):
+                Engine(session, rates, pace, reporters, step_log, trace).run()
     return session.learner
+
+
+@contextmanager
+def noting_changed_files(feeds: list[Feed]) -> Iterator[None]:
+    """Add to a crash, such as a class beyond the model's last one, that another process has written to the data meanwhile."""
+    try:
+        yield
+    except HvdtrainError:
+        raise  # has a message of its own
+    except Exception as error:
+        for feed in feeds:
+            try:
+                if feed.files is not None:
+                    feed.files.check()
+            except DataError as changed:
+                error.add_note(f"in the meantime, the data of {feed.name} was changed: {changed}")
+        raise
 
 
 def open_pace(settings: Settings) -> Pace:

@@ -155,6 +155,23 @@ def test_training_ends_before_the_epoch_in_which_it_would_read_another_file(corp
     assert message in finished.err
 
 
+def test_a_crash_says_that_the_data_was_changed_meanwhile(corpus: Path, tmp_path: Path) -> None:
+    """Such as one for classes that the model lacks, which another process has written into the file that is mapped."""
+    shutil.copy(corpus / "train.hdf", tmp_path / "train.hdf")
+    (tmp_path / "config.py").write_text(f"""
+import os
+# Reads the keys corpus and starts_fast.
+exec(open({str(TOY)!r}).read())
+def train_step(**_):
+    os.utime(corpus / "train.hdf", (0, 0))
+    raise IndexError("Target 153 is out of bounds.")
+""")
+    finished = hvdtrain(tmp_path / "config.py", {"corpus": tmp_path, "model": tmp_path / "model", **FAST})
+    assert finished.status == 1
+    assert "IndexError: Target 153 is out of bounds.\nin the meantime, the data of train was changed: " in finished.err
+    assert f"{tmp_path}/train.hdf: expected the file that was opened at the start, got one that was modified at" in finished.err
+
+
 def test_a_mapped_file_that_is_cut_in_an_epoch_ends_the_job_and_shows_where(corpus: Path, tmp_path: Path) -> None:
     """Nothing can be done about SIGBUS; but everybody sees what was being read, and no rank hangs."""
     finished = train_on_a_file_that_changes_in_epoch_2(corpus, tmp_path, "cut")

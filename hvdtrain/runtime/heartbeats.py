@@ -8,7 +8,6 @@ rank judges by what it knows itself.
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import signal
 import socket
@@ -16,7 +15,8 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+
+from hvdtrain.runtime.processes import Process
 
 INTERVAL = 1.0
 """Seconds between two datagrams of a rank, in a job of up to MANY ranks; more in a larger one, so that rank 0 keeps up."""
@@ -37,57 +37,6 @@ STACK_SIGNAL = signal.SIGRTMIN + 7
 
 ENDED = "ended"
 """What a rank sends that ends in an orderly way."""
-
-STATES = {
-    "T": "is stopped (SIGSTOP)",
-    "t": "is stopped by a debugger",
-    "D": "waits for a disk or a network file system",
-    "Z": "has ended",
-    "X": "has ended",
-    "": "has ended",
-}
-"""What a process does that gives no sign of life, by the state in /proc."""
-
-
-@dataclass(frozen=True)
-class Process:
-    """A process of the job.
-
-    Attributes:
-        place: the same for two processes that see each other's ids.
-        began: when it was started, in the kernel's ticks; a later process with the same id has another one.
-    """
-
-    pid: int
-    place: str
-    began: str
-
-    @classmethod
-    def own(cls) -> Process:
-        with suppress(OSError):
-            place = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip() + os.readlink("/proc/self/ns/pid")
-            return cls(os.getpid(), place, _stat(os.getpid())[1])
-        return cls(os.getpid(), secrets.token_hex(), "")  # no /proc: it is seen by nobody
-
-    def state(self) -> str:
-        """The letter of its state, as of `ps`; empty: it is gone. Only where it is seen."""
-        state, began = _stat(self.pid)
-        return state if began == self.began else ""
-
-    def send(self, number: int) -> None:
-        """Send a signal, if it is still there. Only where it is seen."""
-        if self.state():
-            with suppress(OSError):
-                os.kill(self.pid, number)
-
-
-def _stat(pid: int) -> tuple[str, str]:
-    """A process's state and start; empty if it is gone."""
-    try:
-        parts = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-        return parts[0], parts[19]
-    except (OSError, IndexError):
-        return "", ""
 
 
 @dataclass(frozen=True)
@@ -303,7 +252,7 @@ class Heartbeats:
         now = time.monotonic()
         silent = {rank for rank, heard in self._heard.items() if now - heard.at > SILENT * self.interval}
         unheard = [rank for rank in range(1, len(self.contacts)) if rank not in self._heard and rank not in self._ended]
-        return silent | {rank for rank in unheard if self._sees(rank) and self.contacts[rank].process.state() in STATES}
+        return silent | {rank for rank in unheard if self._sees(rank) and self.contacts[rank].process.describe()}
 
     def forgive(self) -> None:
         """After this process was suspended, it can't tell for how long others have been silent."""
@@ -326,7 +275,8 @@ class Heartbeats:
             )
             return f"every rank waits for others: was a connection lost, or do they call different collectives? {each}"
         text = "; ".join(
-            f"rank {rank} on {self.contacts[rank].host} hangs: no progress for {signs[rank].idle:.0f} s (watchdog_timeout) in {signs[rank].activity}"
+            f"rank {rank} on {self.contacts[rank].host} hangs: no progress for {signs[rank].idle:.0f} s (watchdog_timeout) "
+            f"in {signs[rank].activity}"
             for rank in verdict.hanging[:SHOWN]
         )
         others = f"rank {waiting[0]} waits" if len(waiting) == 1 else f"{len(waiting)} ranks wait"
@@ -343,7 +293,7 @@ class Heartbeats:
         text = f"rank {rank} on {contact.host} has given no sign of life{since}{last}: its process {contact.process.pid}"
         if not self._sees(rank):
             return f"{text} is stopped, or its host or network is lost"
-        return f"{text} {STATES.get(contact.process.state(), 'runs, but holds the lock of its Python')}"
+        return f"{text} {contact.process.describe() or 'runs, but holds the lock of its Python'}"
 
     def _sees(self, rank: int) -> bool:
         """Whether a rank's process is on this host."""

@@ -8,6 +8,7 @@ rank judges by what it knows itself.
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import signal
 import socket
@@ -16,7 +17,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 
-from hvdtrain.runtime.processes import Process
+from hvdtrain.runtime.processes import Process, end_daemon_later
 
 INTERVAL = 1.0
 """Seconds between two datagrams of a rank, in a job of up to MANY ranks; more in a larger one, so that rank 0 keeps up."""
@@ -25,6 +26,9 @@ MANY = 200
 
 SILENT = 5.0
 """A rank of which nothing has been heard for this many seconds (or this many of its intervals) gives no sign of life."""
+
+SECONDS_FOR_DAEMONS = 10.0
+"""How long mpirun has to end a job that hangs."""
 
 SHOWN = 16
 """How many ranks a message names, at most."""
@@ -309,10 +313,15 @@ class Heartbeats:
                 self.contacts[rank].process.send(STACK_SIGNAL)
 
     def kill(self, silent: Collection[int]) -> None:
-        """End silent ranks of this host: a launcher asks them first, and waits in vain if they are stopped."""
+        """End silent ranks of this host: a launcher asks them first, and waits in vain if they are stopped.
+
+        Those of another host are the launcher's to end. If that host is lost, mpirun waits for it in vain.
+        """
         for rank in silent:
             if self._sees(rank) and rank != self.rank:
                 self.contacts[rank].process.send(signal.SIGKILL)
+        if any(self.contacts[rank].host != self.contacts[self.rank].host for rank in silent):
+            end_daemon_later(SECONDS_FOR_DAEMONS)
 
 
 def meet(rank: int, names: Sequence[str], gather: Callable[[Contact], list[Contact]]) -> Heartbeats:
@@ -324,7 +333,7 @@ def meet(rank: int, names: Sequence[str], gather: Callable[[Contact], list[Conta
     """
     udp = _socket()
     port = None if udp is None else udp.getsockname()[1]
-    contacts = gather(Contact(socket.gethostname(), Process.own(), tuple(names), port, secrets.token_hex(8)))
+    contacts = gather(Contact(socket.gethostname(), Process.of(os.getpid()), tuple(names), port, secrets.token_hex(8)))
     if udp is not None and contacts[0].port is None:
         udp.close()
         udp = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import subprocess
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,11 +34,12 @@ class Process:
     began: str
 
     @classmethod
-    def own(cls) -> Process:
+    def of(cls, pid: int) -> Process:
+        """A process that this one sees."""
         with suppress(OSError):
             place = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip() + os.readlink("/proc/self/ns/pid")
-            return cls(os.getpid(), place, _stat(os.getpid())[1])
-        return cls(os.getpid(), secrets.token_hex(), "")  # no /proc: it is seen by nobody
+            return cls(pid, place, _stat(pid)[1])
+        return cls(pid, secrets.token_hex(), "")  # no /proc: it is seen by nobody
 
     def state(self) -> str:
         """The letter of its state, as of `ps`; empty: it is gone. Only where it is seen."""
@@ -53,6 +55,24 @@ class Process:
         if self.state():
             with suppress(OSError):
                 os.kill(self.pid, number)
+
+
+DAEMONS = ("mpirun", "mpiexec", "orterun", "orted", "prterun", "prted")
+"""What starts the ranks of Open MPI, and waits for ever for a host that it does not know to be lost."""
+
+END_LATER = 'sleep {seconds}; [ "$(cut -d " " -f 22 /proc/{pid}/stat)" = {began} ] && kill -KILL {pid}'
+
+
+def end_daemon_later(seconds: float) -> None:
+    """If Open MPI started this process, end the daemon that did, unless it has ended by then: another process does it, as the
+    daemon may end this one first.
+    """
+    with suppress(OSError):
+        daemon = Process.of(os.getppid())
+        if Path(f"/proc/{daemon.pid}/comm").read_text(encoding="utf-8").strip() in DAEMONS:
+            command = END_LATER.format(seconds=seconds, pid=daemon.pid, began=daemon.began)
+            nothing = subprocess.DEVNULL
+            subprocess.Popen(["sh", "-c", command], stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True)
 
 
 def _stat(pid: int) -> tuple[str, str]:

@@ -56,6 +56,22 @@ def test_mpirun_notices_a_pulled_cable_with_the_flags_of_the_page(hosts: Hosts, 
     assert 5 < seconds < 30  # 12 s where nothing else runs
 
 
+def test_without_the_flags_the_watchdogs_end_mpirun_and_its_daemons(hosts: Hosts, work: Path) -> None:
+    """mpirun is on a third host, and a daemon of it on both others; what is left on the lost host ends there."""
+    mpirun = "mpirun -np 2 -H host1:1,host2:1 --bind-to none -x PATH"
+    started = hosts.start(f"{mpirun} {ENDLESS} ++watchdog_timeout 10", folder=work)
+    wait_for(work / "exp" / "model.001.pt", started)
+    hosts.pull_cable("host2")
+    try:
+        seconds, finished = time_to_end(started, limit=120)
+        wait_until(lambda: not hosts.processes("hvdtrain", "orted"), "nothing left, on the lost host either")
+    finally:
+        hosts.plug_cable("host2")
+    assert finished.status != 0
+    assert re.search(r"rank 1 on host2 has given no sign of life for \d+ s", finished.err), finished.err
+    assert seconds < 100
+
+
 def test_gloo_and_slurm_notice_a_pulled_cable(hosts: Hosts, work: Path) -> None:
     environment = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "10"}
     started = hosts.start(f"srun -K -w host1,host2 -N2 -n2 {ENDLESS}", environment=environment, folder=work)

@@ -215,8 +215,7 @@ class Heartbeats:
 
     def _addresses_of_rank_0(self) -> Iterator[tuple[str, int]]:
         first = self.contacts[0]
-        is_here = self._sees(0) and first.host == self.contacts[self.rank].host
-        for name in ("127.0.0.1",) if is_here else [name for name in first.names if not name.startswith("127.")]:
+        for name in ("127.0.0.1",) if self._sees(0) else [name for name in first.names if not name.startswith("127.")]:
             with suppress(OSError):
                 yield socket.gethostbyname(name), first.port or 0
 
@@ -301,7 +300,8 @@ class Heartbeats:
 
     def _sees(self, rank: int) -> bool:
         """Whether a rank's process is on this host."""
-        return self.contacts[rank].process.place == self.contacts[self.rank].process.place
+        one, own = self.contacts[rank], self.contacts[self.rank]
+        return (one.host, one.process.place) == (own.host, own.process.place)
 
     def ask_for_stacks(self, silent: Collection[int]) -> None:
         """Make silent ranks of this host print their stacks; of several ranks that could ask, the first one does."""
@@ -320,7 +320,7 @@ class Heartbeats:
         for rank in silent:
             if self._sees(rank) and rank != self.rank:
                 self.contacts[rank].process.send(signal.SIGKILL)
-        if any(self.contacts[rank].host != self.contacts[self.rank].host for rank in silent):
+        if not all(self._sees(rank) for rank in silent):
             end_daemon_later(SECONDS_FOR_DAEMONS)
 
 

@@ -1,7 +1,9 @@
-"""Check that the processes of a job can communicate: every rank sends a greeting over MPI and over Horovod.
+r"""Check that the processes of a job can communicate: every rank sends a greeting over MPI and over Horovod.
 
     mpirun -np 2 --bind-to none python demos/demo_horovod_mpi.py
-    mpirun -np 4 -H host1:2,host2:2 --bind-to none -x PATH python demos/demo_horovod_mpi.py
+    mpirun -np 4 -H host1:2,host2:2 --bind-to none -x PATH \
+        --mca oob_tcp_keepalive_time 5 --mca oob_tcp_keepalive_intvl 2 --mca oob_tcp_keepalive_probes 3 \
+        python demos/demo_horovod_mpi.py
     horovodrun -np 4 -H host1:2,host2:2 python demos/demo_horovod_mpi.py
     srun -N2 -n4 --mpi=pmix python demos/demo_horovod_mpi.py
     srun -N2 -n4 python demos/demo_horovod_mpi.py        # without MPI: Horovod over Gloo

@@ -15,7 +15,7 @@ from hvdtrain.comm import launch, local
 from hvdtrain.config.check import describe, did_you_mean
 from hvdtrain.config.keys import declared
 from hvdtrain.config.source import parse_command_line, without_local_rank
-from hvdtrain.errors import ConfigError, HvdtrainError, LaunchError
+from hvdtrain.errors import ConfigError, HvdtrainError, LaunchError, PeerFailure
 from hvdtrain.version import __version__
 
 if TYPE_CHECKING:
@@ -58,6 +58,10 @@ commands (python -m hvdtrain COMMAND --help; write ./NAME for a config with such
 
 SECONDS_FOR_RANK_0 = 5.0
 """How long the other ranks wait for rank 0 to print a mistake in the config. Launchers end them sooner."""
+
+SECONDS_FOR_THE_CAUSE = 1.0
+"""How long a rank that has no error of its own waits until it says that another one failed: what that rank, or the launcher, says
+of the cause comes first. Most launchers end this rank meanwhile."""
 
 INTERRUPTED = "interrupted; the same command goes on after the last checkpoint"
 
@@ -115,10 +119,13 @@ def exit_status(work: Callable[[], None], interrupted: str = INTERRUPTED) -> int
         interrupted: what to print after Ctrl-C.
     """
     rank = launch.launch().rank
-    local.end_with_parent(launch.environment())
+    local.end_with_launcher(launch.environment())
     try:
         work()
         return 0
+    except PeerFailure as error:
+        time.sleep(SECONDS_FOR_THE_CAUSE)
+        return _fail(str(error), rank, status=error.status, everywhere=error.on_every_rank)
     except HvdtrainError as error:
         return _fail(str(error), rank, status=error.status, everywhere=error.on_every_rank)
     except KeyboardInterrupt:

@@ -23,6 +23,7 @@ from hvdtrain.checkpoint.start import check_data, load_trained, resume
 from hvdtrain.comm import launch
 from hvdtrain.comm.base import Communicator, SingleCommunicator, run_with_heartbeat, together
 from hvdtrain.comm.current import connected
+from hvdtrain.comm.rendezvous import names_of_this_host
 from hvdtrain.config.reference import as_function
 from hvdtrain.data.combine.cache import Budget, host_memory
 from hvdtrain.data.dataset import Scanning
@@ -40,6 +41,7 @@ from hvdtrain.errors import DataError, HvdtrainError, LaunchError
 from hvdtrain.learner.base import Learner
 from hvdtrain.learner.frameworks import FRAMEWORKS, BuildOptions
 from hvdtrain.learner.reducer import Reducer
+from hvdtrain.runtime.heartbeats import meet
 from hvdtrain.runtime.interrupt import Interrupt
 from hvdtrain.runtime.log import SCREEN, open_log, say
 from hvdtrain.runtime.progress_bar import open_terminal
@@ -103,7 +105,12 @@ def _open(settings: Settings, purpose: Purpose, comm: Communicator, stack: ExitS
         lock = only_training_of(Path(settings.run.model))
         together(comm, lambda: stack.enter_context(lock) if comm.rank == 0 else None, name="lock")
     patience = inf if purpose == "measure" else settings.run.watchdog_timeout  # measurements have deadlines of their own
-    watchdog = stack.enter_context(Watchdog(patience, comm.rank))
+    heartbeats = None
+    if comm.size > 1 and purpose != "measure":
+        heartbeats = meet(
+            comm.rank, names_of_this_host() if comm.rank == 0 else (), lambda contact: comm.gather(contact, name="watchdog")
+        )
+    watchdog = stack.enter_context(Watchdog(patience, comm.rank, heartbeats))
     feeds = _open_data(settings, purpose, comm, watchdog, stack)
     watchdog.beat("building the model")
     if purpose in ("evaluate", "forward"):  # the model's file has the average over time

@@ -38,6 +38,9 @@ REPORT_TIMEOUT = 2.0
 TERMINATE_TIMEOUT = 5.0
 """Seconds between SIGTERM and SIGKILL."""
 
+STOP_TIMEOUT = 60.0
+"""Seconds that ranks without a launcher have to stop with a checkpoint; nobody else would end one that hangs."""
+
 
 def processes(keys: LaunchKeys, started: Launch) -> list[Launch]:
     """The processes that this one has to start; empty if this process itself trains.
@@ -118,18 +121,34 @@ def run(wanted: list[Launch], arguments: list[str], environ: Mapping[str, str]) 
                 signal.signal(number, handler)
 
 
-def end_with_parent(environ: Mapping[str, str]) -> None:
-    """In a process that `run` started, exit when the parent is gone: a killed parent cannot end its children."""
-    parent = environ.get(PARENT)
+def end_with_launcher(environ: Mapping[str, str]) -> None:
+    """Watch the process that started this one, and stop when it is gone: a killed launcher cannot end its ranks.
+
+    A training, which handles SIGTERM, stops with a checkpoint, as its other ranks do; anything else ends within seconds. The
+    daemons of mpirun, Slurm and horovodrun end their ranks themselves.
+    """
+    parent = _launcher(environ)
     if parent is None:
         return
 
     def watch() -> None:
-        while os.getppid() == int(parent):
+        while os.getppid() == parent:
             time.sleep(1.0)
+        if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            time.sleep(TERMINATE_TIMEOUT)  # it may be about to end, with the other ranks
+        else:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(STOP_TIMEOUT)
         os._exit(1)
 
-    threading.Thread(target=watch, name="parent", daemon=True).start()
+    threading.Thread(target=watch, name="launcher", daemon=True).start()
+
+
+def _launcher(environ: Mapping[str, str]) -> int | None:
+    """The process id of the launcher, if this process has to watch it."""
+    if PARENT in environ:
+        return int(environ[PARENT])
+    return os.getppid() if "TORCHELASTIC_RUN_ID" in environ else None
 
 
 def how_it_ended(status: int, out_of_memory: bool) -> str | None:
@@ -164,11 +183,14 @@ def _wait(children: list[subprocess.Popen[bytes]], wanted: list[Launch], signals
         if all(child.returncode == 0 for child in children):
             return 0
         time.sleep(POLL_INTERVAL)
-    _wait_at_most(children, REPORT_TIMEOUT)
-    failed = {one.rank: child.returncode for one, child in zip(wanted, children, strict=True) if child.poll() not in (None, 0)}
-    for rank, status in failed.items():
-        if -status not in signals and (how := how_it_ended(status, out_of_memory() > kills_before)) is not None:
-            sys.stderr.write(f"rank {rank} of {wanted[0].size}: {how}\n")
+    failed: dict[int, int] = {}
+    for seconds in (0.0, REPORT_TIMEOUT):  # the first ones at once, as the others fail because of them
+        _wait_at_most(children, seconds)
+        ended = {one.rank: child.returncode for one, child in zip(wanted, children, strict=True) if child.poll() not in (None, 0)}
+        for rank, status in sorted(ended.items() - failed.items()):
+            if -status not in signals and (how := how_it_ended(status, out_of_memory() > kills_before)) is not None:
+                sys.stderr.write(f"rank {rank} of {wanted[0].size}: {how}\n")
+        failed = ended
     _signal(children, signal.SIGTERM)
     _wait_at_most(children, TERMINATE_TIMEOUT)
     _signal(children, signal.SIGKILL)

@@ -1,7 +1,8 @@
-"""The rendezvous address of a torch.distributed job: a pure function of the environment and the config."""
+"""The rendezvous address of a torch.distributed job, a pure function of the environment and the config; this host's names."""
 
 from __future__ import annotations
 
+import socket
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -132,3 +133,20 @@ def _port_of_job(environ: Mapping[str, str], started: Launch) -> int | None:
 
 def _bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host
+
+
+def names_of_this_host() -> list[str]:
+    """The names under which other ranks may reach this host: its name, its addresses, and the loopback address."""
+    name = socket.gethostname()
+    try:
+        addresses = [str(found[4][0]) for found in socket.getaddrinfo(name, None, proto=socket.IPPROTO_TCP)]
+    except OSError:
+        addresses = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing
+        try:
+            probe.connect(("10.255.255.255", 1))
+            addresses.append(probe.getsockname()[0])
+        except OSError:
+            pass  # there is only the loopback network
+    outside = [address for address in addresses if not address.startswith(("127.", "::1"))]
+    return list(dict.fromkeys([name, *outside, "127.0.0.1"]))

@@ -22,7 +22,7 @@ from typing import Protocol
 from torch._C._distributed_c10d import Store, TCPStore
 
 from hvdtrain.comm import mpi
-from hvdtrain.comm.rendezvous import Address, Agent, Place, SharedFile
+from hvdtrain.comm.rendezvous import Address, Agent, Place, SharedFile, names_of_this_host
 from hvdtrain.errors import LaunchError
 
 POLL_INTERVAL = 0.05
@@ -134,7 +134,7 @@ def _serve_and_post(board: Board, more_names: list[str]) -> TCPStore:
     store = _serve(0)
     token = secrets.token_hex(8)
     store.set("token", token)
-    board.post(json.dumps({"hosts": [*_names_of_this_host(), *more_names], "port": store.port, "token": token}))
+    board.post(json.dumps({"hosts": [*names_of_this_host(), *more_names], "port": store.port, "token": token}))
     return store
 
 
@@ -211,20 +211,3 @@ def _quiet_port(port: int) -> Iterator[None]:
             f"expected port {port} of this host to be free for rank 0, got one in use (by another job, or was rank 0 started "
             "twice? set MASTER_PORT or init_method to use another one)"
         ) from None
-
-
-def _names_of_this_host() -> list[str]:
-    """The names under which other ranks may reach this host: its name, its addresses, and the loopback address."""
-    name = socket.gethostname()
-    try:
-        addresses = [str(found[4][0]) for found in socket.getaddrinfo(name, None, proto=socket.IPPROTO_TCP)]
-    except OSError:
-        addresses = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing
-        try:
-            probe.connect(("10.255.255.255", 1))
-            addresses.append(probe.getsockname()[0])
-        except OSError:
-            pass  # there is only the loopback network
-    outside = [address for address in addresses if not address.startswith(("127.", "::1"))]
-    return list(dict.fromkeys([name, *outside, "127.0.0.1"]))

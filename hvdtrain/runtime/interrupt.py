@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -99,6 +100,7 @@ class Interrupt:
         self._deadline = None if seconds is None else clock() + seconds
         self._former: dict[signal.Signals, Any] = {}
         self._defers_sigint = False
+        self._parent = os.getppid()
         self._signal: signal.Signals | None = None
 
     def __enter__(self) -> Interrupt:
@@ -117,7 +119,9 @@ class Interrupt:
 
     @property
     def reason(self) -> str | None:
-        """Why to stop: 'SIGTERM', 'SIGUSR1', 'SIGINT' or 'time_limit'; None: continue."""
+        """Why to stop: 'SIGTERM', 'SIGUSR1', 'SIGINT', 'time_limit' or 'the end of its launcher'; None: continue."""
+        if self._signal == signal.SIGTERM and os.getppid() != self._parent:  # sent by comm/local.py
+            return "the end of its launcher"
         if self._signal is not None:
             return self._signal.name
         if self._deadline is not None and self._clock() >= self._deadline:

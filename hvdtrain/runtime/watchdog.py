@@ -1,15 +1,18 @@
-"""The watchdog ends a process that makes no progress: neither MPI nor Horovod's Gloo detects a rank that hangs or is stopped."""
+"""The watchdog ends a job that makes no progress: neither MPI nor Horovod's Gloo detects a rank that hangs or is stopped."""
 
 from __future__ import annotations
 
 import faulthandler
+import math
 import os
 import sys
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Literal
+
+from hvdtrain.runtime.heartbeats import STACK_SIGNAL, WAITS_IN, Heartbeats, Sign, Verdict
 
 Phase = Literal["start-up", "steps", "evaluation", "saving"]
 """What a rank is busy with. Each takes its own time."""
@@ -19,6 +22,10 @@ UNKNOWN = 1800.0
 
 LEAST, TIMES = 60.0, 20.0
 """Afterwards: this many seconds, or this many times the longest interval between two signs of progress so far."""
+
+
+LAST = 1.0
+"""Seconds for which the ranks that wait for one that hangs outlive it."""
 
 
 @dataclass
@@ -57,67 +64,111 @@ class Patience:
 
 
 class Watchdog:
-    """A context manager with a thread that ends the process if the main thread does not call `beat` for too long.
+    """A context manager with a thread that ends the process if a rank does not call `beat` for too long.
 
-    It prints the stack of every thread first: the rank whose main thread is not in a collective is the one that hangs. A rank
-    that makes progress again while the others report is let go on, and so is one that was itself suspended.
+    The ranks' watchdogs find out together who hangs (`Heartbeats`): rank 0 says it, and the rank itself prints the stack of every
+    thread. A rank that makes progress again meanwhile is let go on, and so is one that was itself suspended.
 
     Args:
         timeout: seconds without a call of `beat` after which to end the process; None: by `Patience`.
         rank: this process's rank, for the message.
+        heartbeats: what the ranks tell each other; None: this rank is watched alone.
     """
 
-    def __init__(self, timeout: float | None, rank: int) -> None:
+    def __init__(self, timeout: float | None, rank: int, heartbeats: Heartbeats | None = None) -> None:
         self._patience = Patience(timeout)
         self._interval = 1.0 if timeout is None else min(1.0, timeout / 10)
         self._rank = rank
+        self._heartbeats = Heartbeats(rank) if heartbeats is None else heartbeats
         self._last_beat = time.monotonic()
+        self._beats = 0
+        self._thread = threading.get_ident()
         self._activity = "starting"
         self._phase: Phase = "start-up"
         self._done = threading.Event()
+        self._reported_at: float | None = None
+        self._has_shown_its_stack = False
 
     def beat(self, activity: str, phase: Phase = "start-up") -> None:
         """Reset the timeout, and record what the process does from now on, for the message."""
         now = time.monotonic()
         self._patience.learn(self._phase, now - self._last_beat)
         self._last_beat = now
+        self._beats += 1
         self._activity, self._phase = activity, phase
 
     def __enter__(self) -> Watchdog:
         if sys.__stderr__ is not None:  # print Python's stack if native code crashes or a mapped file was truncated (SIGBUS)
             faulthandler.enable(sys.__stderr__)
+            faulthandler.register(STACK_SIGNAL, sys.__stderr__, all_threads=True)
+        self._thread = threading.get_ident()
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._done.set()
+        self._heartbeats.tell(None)
 
     def _watch(self) -> None:
         looked = time.monotonic()
-        while not self._done.wait(self._interval):
+        told = -math.inf
+        while not self._done.is_set():
             now = time.monotonic()
             suspended = now - looked > 10 * self._interval + 5  # the whole process, by SIGSTOP or the batch system
             looked = now
             if suspended:
                 self._last_beat = now
-            elif self._is_silent() and not self._goes_on():
-                os._exit(1)
+                self._heartbeats.forgive()
+            own = self._sign()
+            if own.overdue or now - told >= self._heartbeats.interval:
+                self._heartbeats.tell(own)
+                told = now
+            if not suspended:
+                self._act(self._heartbeats.conclude(own), own)
+            self._heartbeats.listen(self._interval)
+        self._heartbeats.close()
 
-    def _is_silent(self) -> bool:
-        return time.monotonic() - self._last_beat > self._patience.allowed(self._phase)
+    def _sign(self) -> Sign:
+        idle = time.monotonic() - self._last_beat
+        overdue = idle > self._patience.allowed(self._phase)
+        return Sign(self._activity, idle, self._beats, _waits(self._thread), overdue)
 
-    def _goes_on(self) -> bool:
-        """Report that there is no progress, and give the other ranks' watchdogs the time to do so, too, before the launcher ends
-        all of them."""
-        silent = time.monotonic() - self._last_beat
-        print(
-            f"rank {self._rank}: no progress for {silent:.0f} s (watchdog_timeout) in {self._activity}; its threads:",
-            file=sys.stderr,
-            flush=True,
-        )
-        faulthandler.dump_traceback(all_threads=True)
-        time.sleep(3 * self._interval)
-        if self._is_silent():
-            return False
-        print(f"rank {self._rank}: makes progress again, in {self._activity}", file=sys.stderr, flush=True)
-        return True
+    def _act(self, verdict: Verdict | None, own: Sign) -> None:
+        """Report that there is no progress, give the other ranks' watchdogs the time to do so, too, and end the process."""
+        decides = self._heartbeats.decides
+        if verdict is None:
+            if self._reported_at is not None:
+                self._heartbeats.tell_all(None)
+                if self._has_shown_its_stack:
+                    _print(f"rank {self._rank}: makes progress again, in {self._activity}")
+            self._reported_at, self._has_shown_its_stack = None, False
+            return
+        if self._reported_at is None:
+            self._reported_at = time.monotonic()
+            if decides and (text := self._heartbeats.describe(verdict, own)) is not None:
+                _print(text)
+            self._heartbeats.ask_for_stacks(verdict.silent)
+        ends = verdict.ends or (decides and time.monotonic() - self._reported_at > 3 * self._interval)
+        if self._rank in verdict.hanging and not self._has_shown_its_stack:
+            self._has_shown_its_stack = True
+            _print(
+                f"rank {self._rank}: no progress for {own.idle:.0f} s (watchdog_timeout) in {own.activity}; its threads:",
+            )
+            faulthandler.dump_traceback(all_threads=True)
+        if decides:
+            self._heartbeats.tell_all(replace(verdict, ends=ends))
+        if ends and not self._done.is_set():
+            if self._rank not in verdict.hanging:  # what the launcher says of the first rank that ends is about one that hangs
+                self._heartbeats.kill(verdict.silent)
+                time.sleep(LAST)
+            os._exit(1)
+
+
+def _print(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _waits(thread: int) -> bool:
+    """Whether a thread is in code that waits for other ranks."""
+    frame = sys._current_frames().get(thread)
+    return frame is not None and any(part in frame.f_code.co_filename for part in WAITS_IN)

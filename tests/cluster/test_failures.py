@@ -56,6 +56,26 @@ def test_mpirun_notices_a_pulled_cable_with_the_flags_of_the_page(hosts: Hosts, 
     assert 5 < seconds < 30  # 12 s where nothing else runs
 
 
+def test_without_the_flags_the_watchdogs_end_mpirun_and_its_daemons(hosts: Hosts, work: Path) -> None:
+    """mpirun is on a host of the job. Its daemon on the lost host ends there."""
+    ssh = "--mca plm_rsh_args '-o ServerAliveInterval=0'"  # or ssh would notice it, whose end mpirun notices
+    mpirun = f"mpirun -np 2 -H host1:1,host2:1 --bind-to none -x PATH {ssh}"
+    started = hosts.start(f"{mpirun} {ENDLESS} ++watchdog_timeout 10", host="host1", folder=work)
+    wait_for(work / "exp" / "model.001.pt", started)
+    hosts.pull_cable("host2")
+    try:
+        seconds, finished = time_to_end(started, limit=120)
+        wait_until(
+            lambda: all("/ssh " in line for line in hosts.processes("hvdtrain", "orted")),
+            "nothing left but the ssh to the lost host",
+        )
+    finally:
+        hosts.plug_cable("host2")
+    assert finished.status != 0
+    assert re.search(r"rank 1 on host2 has given no sign of life for \d+ s", finished.err), finished.err
+    assert seconds < 100
+
+
 def test_gloo_and_slurm_notice_a_pulled_cable(hosts: Hosts, work: Path) -> None:
     environment = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "10"}
     started = hosts.start(f"srun -K -w host1,host2 -N2 -n2 {ENDLESS}", environment=environment, folder=work)
@@ -70,15 +90,15 @@ def test_gloo_and_slurm_notice_a_pulled_cable(hosts: Hosts, work: Path) -> None:
     wait_until_idle(hosts, patience=90)  # the node comes back, and its task is ended
 
 
-@pytest.mark.parametrize("mpi", ["pmix", "none"])
-def test_with_k_a_task_that_is_killed_ends_the_step(hosts: Hosts, work: Path, mpi: str) -> None:
-    started = hosts.start(f"srun -K --mpi={mpi} -N2 -n3 {ENDLESS}", folder=work)
+@pytest.mark.parametrize(("mpi", "fault"), [("pmix", signal.SIGKILL), ("none", signal.SIGKILL), ("pmix", signal.SIGSTOP)])
+def test_with_k_a_task_that_is_killed_or_stopped_ends_the_step(hosts: Hosts, work: Path, mpi: str, fault: signal.Signals) -> None:
+    started = hosts.start(f"srun -K --mpi={mpi} -N2 -n3 {ENDLESS} ++watchdog_timeout 10", folder=work)
     wait_for(work / "exp" / "model.001.pt", started)
     victim = hosts.run(["pgrep", "-n", "-f", "bin/python -m hvdtrain"]).out.strip()
-    assert hosts.run(["kill", f"-{signal.SIGKILL.value}", victim]).status == 0
+    assert hosts.run(["kill", f"-{fault.value}", victim]).status == 0
     seconds, finished = time_to_end(started, limit=60)
     assert finished.status != 0
-    assert seconds < 20
+    assert seconds < (20 if fault == signal.SIGKILL else 40)  # of which 10 are the watchdog's
 
 
 SLOWER = """

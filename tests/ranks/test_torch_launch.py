@@ -151,17 +151,48 @@ def test_ngpu_starts_processes_and_passes_a_signal_on(corpus: Path, tmp_path: Pa
     assert process.wait(2 * PATIENCE) == 130
 
 
-def test_processes_end_with_the_one_that_started_them(corpus: Path, tmp_path: Path) -> None:
-    arguments = command(corpus, tmp_path, ngpu=2, fault="hang,1,0", record=tmp_path / "record")
-    process = subprocess.Popen([sys.executable, *arguments], env=clean_environment(), cwd=ROOT)
-    wait_for(tmp_path / "record.fault")
+@pytest.mark.parametrize("launcher", ["ngpu", "torchrun"])
+def test_processes_whose_launcher_was_killed_stop_with_a_checkpoint(corpus: Path, tmp_path: Path, launcher: str) -> None:
+    keys = {"num_epochs": 10**6, "part": "train.hdf", "max_seqs": 4, "cleanup_old_models": True}
+    if launcher == "ngpu":
+        arguments = command(corpus, tmp_path, ngpu=2, **keys)
+    else:
+        agent = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+        arguments = [*agent, *command(corpus, tmp_path, torch_distributed={}, **keys)]
+    process = subprocess.Popen(
+        [sys.executable, *arguments],
+        env=clean_environment(),
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+    wait_for(tmp_path / "model.001.pt")
     assert len(trainings(tmp_path)) == 3
     process.kill()
-    process.wait()
-    deadline = time.monotonic() + PATIENCE
-    while trainings(tmp_path) and time.monotonic() < deadline:
-        time.sleep(0.1)
+    _, err = process.communicate(timeout=120)  # the ranks' stderr, until they have ended
     assert trainings(tmp_path) == []
+    assert err.count("stopped by the end of its launcher in epoch ") == 1, err
+    assert "rank 1 of 2" not in err  # it does not fail
+
+
+ENDS = """
+import signal, time
+from hvdtrain.comm import local
+local.TERMINATE_TIMEOUT = local.STOP_TIMEOUT = 0.2
+{handler}
+local.end_with_launcher({{local.PARENT: "1"}})  # which is another one than that of this process
+while True:
+    time.sleep(1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("handler", "printed"), [("", ""), ("signal.signal(signal.SIGTERM, lambda *_: print('asked'))", "asked\n")]
+)
+def test_who_does_not_stop_without_a_launcher_is_ended(handler: str, printed: str) -> None:
+    ended = subprocess.run([sys.executable, "-u", "-c", ENDS.format(handler=handler)], cwd=ROOT, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (1, printed, "")
 
 
 def wait_for(path: Path) -> None:
@@ -184,25 +215,28 @@ def trainings(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("launcher", ["ngpu", "torchrun"])
-@pytest.mark.parametrize("fault", ["raise", "kill", "hang"])
+@pytest.mark.parametrize("fault", ["raise", "kill", "SIGSTOP"])
 def test_a_rank_that_fails_ends_the_job(corpus: Path, tmp_path: Path, launcher: str, fault: str) -> None:
     keys = {"fault": f"{fault},1,3", "record": tmp_path / "record", "part": "train.hdf", "max_seqs": 4}
-    if fault == "hang":
+    if fault == "SIGSTOP":
         keys["watchdog_timeout"] = 15
     if launcher == "ngpu":
         finished = launch(command(corpus, tmp_path, ngpu=2, **keys))
     else:
         finished = torchrun(command(corpus, tmp_path, torch_distributed={}, **keys), 2)
     seconds = time.time() - float((tmp_path / "record.fault").read_text())
-    assert seconds < PATIENCE + (15 if fault == "hang" else 0)
+    assert seconds < PATIENCE + (15 if fault == "SIGSTOP" else 0)  # torchrun alone waits 30 s for a rank that is stopped
     assert finished.status != 0
     if fault == "raise":
         assert "rank 1 of 2: Traceback (most recent call last):" in finished.err
         assert "RuntimeError: planted by the test" in finished.err
-    elif fault == "hang":
-        assert re.search(r"rank 1: no progress for 1\d s \(watchdog_timeout\) in epoch 1, step 3", finished.err)
-    elif launcher == "ngpu":
-        assert "rank 1 of 2: ended by signal 9 (SIGKILL)" in finished.err
+    if fault == "SIGSTOP":
+        stopped = r"rank 1 on \S+ has given no sign of life for \d+ s \(last in .*\): its process \d+ is stopped \(SIGSTOP\)\n"
+        assert re.search(stopped, finished.err)
+        assert "its threads:" not in finished.err
+    if launcher == "ngpu" and fault != "raise":
+        first = finished.err.index("rank 1 of 2: ended by signal 9 (SIGKILL)")
+        assert "because another rank failed" not in finished.err[:first]
         assert finished.status == 137
 
 

@@ -8,6 +8,8 @@ import time
 
 from launching import ROOT
 
+from hvdtrain.runtime.heartbeats import STACK_SIGNAL
+
 BEGIN = """
 import sys, time
 from hvdtrain.runtime import watchdog
@@ -52,10 +54,14 @@ with watchdog.Watchdog(1.0, 0) as dog:
 
 def test_who_comes_back_while_the_warning_runs_goes_on() -> None:
     ended = run("""
-with watchdog.Watchdog(1.0, 1) as dog:
-    dog.beat("step 0", "steps")
-    time.sleep(1.2)
-    beats(dog, 10, 0.1)
+import threading
+warned = threading.Event()
+say = watchdog._print
+watchdog._print = lambda text: (say(text), warned.set())
+with watchdog.Watchdog(None, 1) as dog:
+    beats(dog, 3, 0.01)
+    warned.wait(50)
+    beats(dog, 50, 0.1)
 print("done")
 """)
     assert (ended.returncode, ended.stdout) == (0, "done\n")
@@ -80,3 +86,27 @@ print("done")
     process.send_signal(signal.SIGCONT)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err) == (0, "done\n", "")
+
+
+def test_code_that_keeps_pythons_lock_shows_its_stack_on_a_signal() -> None:
+    body = """
+import re
+def keep_the_lock():
+    re.match("(a+)+$", 60 * "a" + "b")
+with watchdog.Watchdog(None, 0):
+    print("begins", flush=True)
+    keep_the_lock()
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", BEGIN + body], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    assert process.stdout.readline() == "begins\n"
+    process.send_signal(STACK_SIGNAL)
+    line = process.stderr.readline()
+    while line and "in keep_the_lock" not in line:
+        line = process.stderr.readline()
+    process.kill()
+    process.communicate(timeout=60)
+    assert "in keep_the_lock" in line

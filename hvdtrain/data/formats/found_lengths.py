@@ -183,7 +183,7 @@ def identity_of(value: Any) -> str:
         return repr(str(value))
     if isinstance(value, functools.partial):
         return f"partial({identity_of([value.func, value.args, value.keywords])})"
-    if callable(value) and hasattr(value, "__qualname__"):
+    if callable(value) and getattr(value, "__qualname__", None):
         code = getattr(value, "__code__", None)
         made_of = "" if code is None else f" {_code(code)} {_enclosed(value)}"
         return f"{value.__module__}.{value.__qualname__}{made_of}"

@@ -1,0 +1,154 @@
+#!/usr/bin/env python3
+"""Measure how long a job takes to end after a fault, for every launcher that this machine has.
+
+A training on several ranks of this host runs until the fault happens. The job has ended when its launcher and all of its ranks
+are gone, and so that no process outlives a fault unnoticed, the table says how many ranks were left after --patience seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from measuring import ROOT, machine
+
+CONFIG = """
+import os, signal, time
+from pathlib import Path
+import torch
+from torch import nn
+import hvdtrain
+
+train = {"class": "Task12AXDataset", "num_seqs": 400}
+max_seqs, num_epochs, num_threads, learning_rate, log_verbosity = 10, 10**6, 1, 0.01, 1
+fault, begun = config.value("fault"), Path(config.value("begun"))
+
+def get_model(**_):
+    return nn.Linear(9, 2)
+
+def train_step(*, model, extern_data, **_):
+    context = hvdtrain.get_run_ctx()
+    if hvdtrain.rank() == 1 and context.epoch == 2 and not begun.exists():
+        written = begun.with_suffix(".new")
+        written.write_text(str(time.time()))
+        written.rename(begun)
+        if fault == "raise":
+            raise RuntimeError("planted")
+        if fault == "exit":
+            os._exit(3)
+        if fault == "hang":
+            time.sleep(3600)
+        if fault in ("SIGKILL", "SIGSTOP"):
+            os.kill(os.getpid(), getattr(signal, fault))
+    data, classes = extern_data["data"], extern_data["classes"]
+    scores = model(data.raw_tensor)
+    loss = nn.functional.cross_entropy(scores[data.mask], classes.raw_tensor[classes.mask].long(), reduction="none")
+    hvdtrain.get_run_ctx().mark_as_loss(loss, "ce")
+"""
+
+FAULTS = {
+    "raise": "a rank raises an exception",
+    "exit": "`os._exit(3)` of a rank",
+    "SIGKILL": "SIGKILL of a rank",
+    "SIGSTOP": "SIGSTOP of a rank, `++watchdog_timeout 10`",
+    "hang": "a rank hangs, `++watchdog_timeout 10`",
+    "launcher": "SIGKILL of the launcher",
+}
+
+
+def launchers(ranks: int) -> dict[str, tuple[list[str], list[str]]]:
+    """By name, the command before `-m hvdtrain config.py`, and the arguments after it."""
+    found = {}
+    if shutil.which("mpirun") and importlib.util.find_spec("horovod"):
+        mpirun = ["mpirun", "-np", str(ranks), "--bind-to", "none", "--oversubscribe", sys.executable]
+        found["mpirun, Horovod"] = (mpirun, ["++use_horovod", "1"])
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+    found["torchrun"] = (torchrun, ["++torch_distributed", "{}"])
+    found[f"`++ngpu {ranks}`"] = ([sys.executable], ["++ngpu", str(ranks)])
+    return found
+
+
+def seconds_to_end(command: tuple[list[str], list[str]], fault: str, patience: float, verbose: bool) -> str:
+    """Run a job with a fault; how long it took to end, and with which exit status."""
+    with tempfile.TemporaryDirectory(prefix="faults-") as name:
+        folder = Path(name)
+        (folder / "config.py").write_text(CONFIG)
+        keys = {"fault": fault, "begun": folder / "begun", "model": folder / "model", "watchdog_timeout": 10}
+        arguments = [text for key, value in keys.items() for text in (f"++{key}", str(value))]
+        before, after = command
+        environment = {**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        environment["PYTHONPATH"] = str(ROOT)
+        with (folder / "printed").open("w") as printed:
+            process = subprocess.Popen(
+                [*before, "-m", "hvdtrain", str(folder / "config.py"), *arguments, *after],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=printed,
+                stderr=printed,
+            )
+            while not (folder / "begun").exists():
+                if process.poll() is not None:
+                    raise SystemExit(f"expected a training, got: {(folder / 'printed').read_text()}")
+                time.sleep(0.01)
+            if fault == "launcher":
+                (folder / "begun").write_text(str(time.time()))
+                process.kill()
+            began = float((folder / "begun").read_text())
+            while (process.poll() is None or ranks_of(folder)) and time.time() - began < patience:
+                time.sleep(0.02)
+            seconds = time.time() - began
+            left = ranks_of(folder)
+            for rank in left:
+                os.kill(rank, signal.SIGKILL)
+            if process.poll() is None:
+                process.kill()
+            status = process.wait()
+        if verbose:
+            print((folder / "printed").read_text(), file=sys.stderr)
+        if left:
+            return f"{len(left)} processes left after {patience:.0f} s"
+        if fault == "launcher":
+            saved = any(".step-" in path.name for path in folder.glob("model.*"))
+            return f"{seconds:.1f} s, {'with' if saved else 'without'} a checkpoint of the moment"
+        return f"{seconds:.1f} s, status {status}"
+
+
+def ranks_of(folder: Path) -> list[int]:
+    """The processes whose command line names a folder, except for those that have ended."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if str(folder) in path.read_bytes().replace(b"\0", b" ").decode(errors="replace"):
+                found.append(int(path.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=3)
+    parser.add_argument("--faults", nargs="+", choices=list(FAULTS), default=list(FAULTS))
+    parser.add_argument("--launchers", nargs="+", help="beginnings of their names (default: all that are there)")
+    parser.add_argument("--patience", type=float, default=90.0, help="seconds after which processes that are left are ended (90)")
+    parser.add_argument("--verbose", action="store_true", help="also what the jobs print, to stderr")
+    options = parser.parse_args()
+    commands = launchers(options.ranks)
+    if options.launchers:
+        commands = {name: each for name, each in commands.items() if name.strip("`+").startswith(tuple(options.launchers))}
+    print(f"{options.ranks} ranks; {machine()}\n\n| fault | {' | '.join(commands)} |\n|---|{'---|' * len(commands)}")
+    for fault in options.faults:
+        cells = [seconds_to_end(command, fault, options.patience, options.verbose) for command in commands.values()]
+        print(f"| {FAULTS[fault]} | {' | '.join(cells)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hvdtrain.comm import launch, local
+from hvdtrain.comm import launch, local, restart
 from hvdtrain.config.check import describe, did_you_mean
 from hvdtrain.config.keys import declared
 from hvdtrain.config.source import parse_command_line, without_local_rank
-from hvdtrain.errors import ConfigError, HvdtrainError, LaunchError
+from hvdtrain.errors import ConfigError, HvdtrainError, LaunchError, PeerFailure
 from hvdtrain.version import __version__
 
 if TYPE_CHECKING:
@@ -87,7 +87,11 @@ def run_config(arguments: list[str]) -> int:
     """Train, or do another task, as the config says; return the exit status."""
     from hvdtrain.settings import print_config, read_settings  # here, so that build-horovod runs without numpy
 
-    rank = launch.launch().rank
+    started = launch.launch()
+    rank = started.rank
+    failure = restart.remembered(launch.environment())
+    if failure is not None:
+        return _end_again(failure)
     try:
         paths, overrides = parse_command_line([each for each in arguments if each not in ("--dry-run", "--print-config")])
         if "--dry-run" in arguments:
@@ -97,8 +101,12 @@ def run_config(arguments: list[str]) -> int:
             if rank == 0:
                 print(print_config(settings))
             return 0
-        if own := local.processes(settings.launch, launch.launch()):
-            return local.run(own, arguments, launch.environment())
+        own = local.processes(settings.launch, started)
+        restart.check_restarts(settings.launch, started, own)
+        if own:
+            return local.run(own, arguments, launch.environment(), restarts(settings))
+        if int(launch.environment().get("TORCHELASTIC_RESTART_COUNT") or 0) and (problems := settings.start.restart_problems()):
+            raise ConfigError(problems)
     except LaunchError as error:
         return _refuse(str(error)) if error.on_every_rank else _fail(str(error), rank, status=2, everywhere=False)
     except ConfigError as error:
@@ -117,12 +125,29 @@ def exit_status(work: Callable[[], None], interrupted: str = INTERRUPTED) -> int
     try:
         work()
         return 0
+    except PeerFailure as error:
+        status = restart.PEER_FAILED if launch.launch().launcher == "hvdtrain" else error.status
+        return _fail(str(error), rank, status=status, everywhere=error.on_every_rank, would_repeat=False)
     except HvdtrainError as error:
-        return _fail(str(error), rank, status=error.status, everywhere=error.on_every_rank)
+        return _fail(str(error), rank, error.status, error.on_every_rank, error.would_repeat)
     except KeyboardInterrupt:
         return _fail(interrupted, rank, status=130, everywhere=True)
     except BaseException:
         return _fail(traceback.format_exc(), rank, status=1, everywhere=False)
+
+
+def restarts(settings: Settings) -> restart.Restarts:
+    """Which of the processes that hvdtrain starts itself are started again."""
+    from hvdtrain.checkpoint.folder import CheckpointFolder
+    from hvdtrain.learner.frameworks import FRAMEWORKS
+
+    checkpoints = CheckpointFolder(Path(settings.run.model), FRAMEWORKS[settings.run.backend].suffix)
+
+    def newest() -> Path | None:
+        found = checkpoints.newest()
+        return None if found is None else found.model_file
+
+    return restart.Restarts(settings.launch.max_restarts, settings.launch.min_ngpu, newest)
 
 
 def run_task(settings: Settings) -> None:
@@ -169,13 +194,22 @@ def _refuse(message: str) -> int:
     return _fail(message, rank, status=2, everywhere=True)
 
 
-def _fail(message: str, rank: int, status: int, everywhere: bool) -> int:
+def _end_again(failure: restart.Failure) -> int:
+    """End a rank that torchrun has started again after an error. One rank of the host says why."""
+    if launch.launch().local_rank == 0:
+        print(f"not started again after an error, which would only repeat:\n{failure.text}", file=sys.stderr, flush=True)
+    return failure.status
+
+
+def _fail(message: str, rank: int, status: int, everywhere: bool, would_repeat: bool = True) -> int:
     """Print why a rank fails, and return the exit status or exit at once.
 
     If all ranks fail alike, rank 0 prints the message and all exit regularly. A rank that fails alone exits at once, without
     closing its connections: its launcher then ends the others, which may be waiting for it in a collective.
     """
     size = launch.launch().size
+    if would_repeat:
+        restart.remember(launch.environment(), restart.Failure(status, f"rank {rank} of {size}: {message}"))
     if everywhere:
         if rank == 0:
             print(message, file=sys.stderr, flush=True)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hvdtrain.comm import launch, local, restart
+from hvdtrain.comm import horovod_elastic, launch, local, restart
 from hvdtrain.config.check import describe, did_you_mean
 from hvdtrain.config.keys import declared
 from hvdtrain.config.source import parse_command_line, without_local_rank
@@ -56,6 +56,9 @@ commands (python -m hvdtrain COMMAND --help; write ./NAME for a config with such
 
 SECONDS_FOR_RANK_0 = 5.0
 """How long the other ranks wait for rank 0 to print a mistake in the config. Launchers end them sooner."""
+
+STOPPED = 75
+"""The exit status of a training that was stopped with a checkpoint (runtime/interrupt.py)."""
 
 INTERRUPTED = "interrupted; the same command goes on after the last checkpoint"
 
@@ -127,8 +130,13 @@ def exit_status(work: Callable[[], None], interrupted: str = INTERRUPTED) -> int
         return 0
     except PeerFailure as error:
         status = restart.PEER_FAILED if launch.launch().launcher == "hvdtrain" else error.status
+        if horovod_elastic.is_elastic(launch.environment()):
+            why = horovod_elastic.start_again(launch.environment(), after_stop=False)
+            return _fail(f"{error} ({why})", rank, status, everywhere=False, would_repeat=False)
         return _fail(str(error), rank, status=status, everywhere=error.on_every_rank, would_repeat=False)
     except HvdtrainError as error:
+        if horovod_elastic.is_elastic(launch.environment()) and error.status == STOPPED:
+            horovod_elastic.start_again(launch.environment(), after_stop=True)
         return _fail(str(error), rank, error.status, error.on_every_rank, error.would_repeat)
     except KeyboardInterrupt:
         return _fail(interrupted, rank, status=130, everywhere=True)
@@ -197,7 +205,7 @@ def _refuse(message: str) -> int:
 def _end_again(failure: restart.Failure) -> int:
     """End a rank that torchrun has started again after an error. One rank of the host says why."""
     if launch.launch().local_rank == 0:
-        print(f"not started again after an error, which would only repeat:\n{failure.text}", file=sys.stderr, flush=True)
+        print(f"not started again after an error that would only repeat (see above): {failure.text}", file=sys.stderr, flush=True)
     return failure.status
 
 
@@ -209,7 +217,11 @@ def _fail(message: str, rank: int, status: int, everywhere: bool, would_repeat: 
     """
     size = launch.launch().size
     if would_repeat:
-        restart.remember(launch.environment(), restart.Failure(status, f"rank {rank} of {size}: {message}"))
+        told = message.strip().splitlines()
+        cause = told[-1] if told[0].startswith("Traceback") else message
+        restart.remember(launch.environment(), restart.Failure(status, f"rank {rank} of {size}: {cause}"))
+        if horovod_elastic.is_elastic(launch.environment()):
+            horovod_elastic.note_error(launch.environment())
     if everywhere:
         if rank == 0:
             print(message, file=sys.stderr, flush=True)

@@ -92,6 +92,8 @@ def run_config(arguments: list[str]) -> int:
 
     started = launch.launch()
     rank = started.rank
+    if horovod_elastic.is_elastic(launch.environment()):
+        horovod_elastic.watch_hosts(launch.environment())
     failure = restart.remembered(launch.environment())
     if failure is not None:
         return _end_again(failure)

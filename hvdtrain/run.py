@@ -8,7 +8,7 @@ from pathlib import Path
 from hvdtrain.checkpoint.progress import Progress
 from hvdtrain.comm import launch
 from hvdtrain.comm.base import Communicator, on_rank_zero, together
-from hvdtrain.comm.horovod_elastic import is_elastic, watch_hosts
+from hvdtrain.comm.horovod_elastic import is_elastic, stop_for_other_hosts
 from hvdtrain.comm.restart import restarts_of_torchrun
 from hvdtrain.config.reference import as_function
 from hvdtrain.data.describe import batch_lines, feed_lines
@@ -46,8 +46,8 @@ def train(settings: Settings, comm: Communicator | None = None) -> Learner:
         hosts = gather_hosts(session)
         announce(settings, session, pace, hosts)
         record_start(settings, session, hosts)
-        if is_elastic(launch.environment()):
-            watch_hosts(launch.environment())
+        if is_elastic(launch.environment()) and session.comm.rank == 0:
+            stop_for_other_hosts(launch.environment())
         if not is_done(session.progress, pace):
             rates = open_rates(settings, session.comm.size)
             trace = open_trace(session, settings.trace)

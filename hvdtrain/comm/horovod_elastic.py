@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import http.client
 import os
-import resource
 import signal
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 
 NAMES = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
 """What the driver answers, in this order."""
@@ -55,26 +55,37 @@ def start_again(environ: Mapping[str, str], *, after_stop: bool) -> str:
     sys.stderr.write(f"rank {environ['HOROVOD_RANK']} goes on as rank {given['RANK']} of {given['SIZE']}\n")
     sys.stderr.flush()
     sys.stdout.flush()
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    os.closerange(3, min(limit, 1 << 16))  # the connections to former peers
-    os.execve(sys.executable, sys.orig_argv, {**environ, **{f"HOROVOD_{name}": value for name, value in given.items()}})
+    for name in os.listdir("/proc/self/fd"):  # connections to former peers; they may not be closed while Horovod's thread lives
+        if int(name) > 2:
+            with suppress(OSError):
+                os.set_inheritable(int(name), False)
+    own = {f"HOROVOD_{name}": value for name, value in given.items()}
+    return os.execve(sys.executable, sys.orig_argv, {**environ, **own})
 
 
 def watch_hosts(environ: Mapping[str, str]) -> None:
-    """Collective. From now on, stop the training with a checkpoint when the driver says that there are other hosts.
+    """From now on, stop the training with a checkpoint when the driver says that there are other hosts.
 
-    Call it once a signal stops the training. The driver tells rank 0, from which the other ranks learn to stop.
+    Call it as early as possible: what the driver says before, it does not repeat. It tells rank 0, from which the others learn to
+    stop.
     """
     from horovod.runner.elastic.worker import WorkerNotificationManager
 
     class Listener:
         def on_hosts_updated(self, timestamp: int, result: int) -> None:
             _put(environ, "hosts", str(timestamp))
-            os.kill(os.getpid(), STOP_SIGNAL)
+            if callable(signal.getsignal(STOP_SIGNAL)):
+                os.kill(os.getpid(), STOP_SIGNAL)
 
     manager = WorkerNotificationManager()
     manager.init()
     manager.register_listener(Listener())
+
+
+def stop_for_other_hosts(environ: Mapping[str, str]) -> None:
+    """On rank 0: stop the training that begins, if there are other hosts already. Signals have to stop it by now."""
+    if _get(environ, f"/{SCOPE}/hosts") is not None:
+        os.kill(os.getpid(), STOP_SIGNAL)
 
 
 def _get(environ: Mapping[str, str], path: str, timeout: float = 10.0) -> bytes | None:

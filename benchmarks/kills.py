@@ -346,14 +346,19 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=ROOT / "data" / "g2p", help="soak, elastic: folder of train.hdf")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 1, 3], help="soak: numbers of ranks to cycle through")
     parser.add_argument("--size", type=int, default=4, help="elastic: the number of ranks")
-    parser.add_argument("--epochs", type=int, default=20, help="soak, elastic: number of epochs, each 1/60 of the data")
+    parser.add_argument(
+        "--epochs",
+        type=int,
+        default=20,
+        help="soak, elastic: number of epochs, each 1/60 of the data; elastic: at least as many as kills",
+    )
     arguments = parser.parse_args()
     if arguments.what == "saves":
         saves(arguments.kills, arguments.seed)
     elif arguments.what == "starts":
         starts(arguments.kills, arguments.seed)
     elif arguments.what == "elastic":
-        elastic(arguments.kills, arguments.seed, arguments.data, arguments.size, arguments.epochs)
+        elastic(arguments.kills, arguments.seed, arguments.data, arguments.size, max(arguments.epochs, arguments.kills))
     else:
         soak(arguments.kills, arguments.seed, arguments.data, arguments.ranks, arguments.epochs)
 

@@ -44,6 +44,9 @@ def start_again(environ: Mapping[str, str], *, after_stop: bool) -> str:
     Args:
         after_stop: the training was stopped with a checkpoint. Then it goes on only if this was for a change of the hosts.
     """
+    for name in ("horovod.torch", "horovod.tensorflow"):
+        with suppress(Exception):  # so that the others need not wait until Gloo's timeout to learn that a rank is lost
+            sys.modules[name].shutdown()
     if _get(environ, f"/{SCOPE}/error") is not None:
         return "an error of another rank"
     if after_stop and _get(environ, f"/{SCOPE}/hosts") is None:

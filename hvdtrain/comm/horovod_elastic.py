@@ -10,6 +10,7 @@ from __future__ import annotations
 import http.client
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Mapping
@@ -44,9 +45,7 @@ def start_again(environ: Mapping[str, str], *, after_stop: bool) -> str:
     Args:
         after_stop: the training was stopped with a checkpoint. Then it goes on only if this was for a change of the hosts.
     """
-    for name in ("horovod.torch", "horovod.tensorflow"):
-        with suppress(Exception):  # so that the others need not wait until Gloo's timeout to learn that a rank is lost
-            sys.modules[name].shutdown()
+    _end_connections()
     if _get(environ, f"/{SCOPE}/error") is not None:
         return "an error of another rank"
     if after_stop and _get(environ, f"/{SCOPE}/hosts") is None:
@@ -58,12 +57,24 @@ def start_again(environ: Mapping[str, str], *, after_stop: bool) -> str:
     sys.stderr.write(f"rank {environ['HOROVOD_RANK']} goes on as rank {given['RANK']} of {given['SIZE']}\n")
     sys.stderr.flush()
     sys.stdout.flush()
-    for name in os.listdir("/proc/self/fd"):  # connections to former peers; they may not be closed while Horovod's thread lives
-        if int(name) > 2:
-            with suppress(OSError):
-                os.set_inheritable(int(name), False)
+    for number in _open_files():  # they may not be closed here, as Horovod's threads live until the new program begins
+        with suppress(OSError):
+            os.set_inheritable(number, False)
     own = {f"HOROVOD_{name}": value for name, value in given.items()}
     return os.execve(sys.executable, sys.orig_argv, {**environ, **own})
+
+
+def _end_connections() -> None:
+    """End the connections to other ranks, which would learn only after Gloo's timeout that a rank is lost they do not talk to."""
+    for number in _open_files():
+        with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
+            connection.getpeername()  # fails for what is no connection
+            if connection.family in (socket.AF_INET, socket.AF_INET6):
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+def _open_files() -> list[int]:
+    return [int(name) for name in os.listdir("/proc/self/fd") if int(name) > 2]
 
 
 def watch_hosts(environ: Mapping[str, str]) -> None:

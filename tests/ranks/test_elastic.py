@@ -36,6 +36,8 @@ def train_step(**arguments):
             Path(config.value("model")).with_name(f"fault-{before}").write_text(str(time.time()))
             if what == "raise":
                 raise RuntimeError("planted by the test")
+            if what == "exit":
+                os._exit(3)
             os.kill(os.getpid(), getattr(signal, what))
     _train_step(**arguments)
 """
@@ -130,6 +132,42 @@ def test_horovodrun_goes_on_with_those_who_are_left_but_not_after_an_error(corpu
     assert "rank 1 of 2: stopped, because another rank failed (an error of another rank)" in printed
     assert num_runs(tmp_path / "trace") == 2
     assert_goes_on_alone(config, keys)
+
+
+@pytest.mark.soak
+def test_ngpu_takes_a_stop_for_a_stop_and_an_exit_for_an_error(
+    request: pytest.FixtureRequest, corpus: Path, tmp_path: Path, config: Path
+) -> None:
+    if not request.config.getoption("--soak"):
+        pytest.skip("one launch for every line of a table (make test-soak)")
+    keys = {**keys_of(corpus, tmp_path), "planted": "1,5,SIGTERM,1,11,exit", "ngpu": 2, "max_restarts": 3}
+    for status, reason in ((75, "stopped by SIGTERM in epoch 1"), (3, "rank 1 of 2: ended with exit status 3")):
+        finished = launch(command(config, keys))
+        assert finished.status == status, finished.err
+        assert reason in finished.err
+        assert "restart " not in finished.err
+    keys |= {"slow": "compute,-1", "max_seqs": 1, "model": tmp_path / "other", "trace_sequences": tmp_path / "other-trace"}
+    process = subprocess.Popen(
+        [sys.executable, *command(config, keys)], env=clean_environment(), cwd=ROOT, stderr=subprocess.PIPE, text=True
+    )
+    wait_until(lambda: has_begun(tmp_path / "other-trace", 0, 2), process)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 75, err
+    assert "restart " not in err
+
+
+@pytest.mark.soak
+def test_torchrun_restarts_whatever_ended_without_a_word(
+    request: pytest.FixtureRequest, corpus: Path, tmp_path: Path, config: Path
+) -> None:
+    if not request.config.getoption("--soak"):
+        pytest.skip("one launch for every line of a table (make test-soak)")
+    keys = {**keys_of(corpus, tmp_path), "planted": "1,5,SIGTERM,1,11,exit", "torch_distributed": {}}
+    finished = torchrun(command(config, keys), 2, 300, EMPTY, "--max-restarts", "2")
+    assert finished.status == 0, finished.err
+    assert "stopped by SIGTERM in epoch 1" in finished.err
+    assert trained_on(tmp_path / "trace") == {1: EPOCH}
 
 
 @pytest.mark.soak

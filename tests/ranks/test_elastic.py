@@ -43,6 +43,9 @@ def train_step(**arguments):
 """
 """Beside the toy config: each fault comes once, in this order, on a rank or on Horovod's host of this name."""
 
+LATE_RANKS = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "120"}
+"""On a busy machine, one rank may start that much later than another."""
+
 EPOCH = Counter(range(231))
 
 
@@ -79,7 +82,7 @@ def assert_goes_on_alone(config: Path, keys: dict[str, object]) -> None:
 def test_ngpu_restarts_killed_ranks_then_with_one_fewer_but_never_an_error(corpus: Path, tmp_path: Path, config: Path) -> None:
     keys = keys_of(corpus, tmp_path)
     planted = "2,5,SIGKILL,1,6,SIGSEGV,1,11,raise"
-    finished = launch(command(config, {**keys, "planted": planted, "ngpu": 3, "max_restarts": 5, "min_ngpu": 2}))
+    finished = launch(command(config, {**keys, "planted": planted, "ngpu": 3, "max_restarts": 5, "min_ngpu": 2}), timeout=300)
     newest = tmp_path / "model.001.step-4.pt"
     assert finished.status == 1, finished.err
     told = [line for line in finished.err.splitlines() if line.startswith("restart ")]
@@ -98,7 +101,7 @@ def test_torchrun_restarts_killed_ranks_but_no_error(corpus: Path, tmp_path: Pat
     """torchrun itself restarts ranks whatever ended them, and torch's own workers then read the addresses of the dead ones."""
     keys = keys_of(corpus, tmp_path)
     arguments = command(config, {**keys, "planted": "1,5,SIGKILL,0,10,raise", "torch_distributed": {}})
-    finished = torchrun(arguments, 2, 180, EMPTY, "--max-restarts", "2")
+    finished = torchrun(arguments, 2, 300, EMPTY, "--max-restarts", "2")
     assert finished.status == 1, finished.err
     assert finished.out.count(f"Loaded {tmp_path}/model.001.step-4.pt: training goes on in epoch 1, after its step 4.") == 1
     assert finished.err.count("rank 0 of 2: Traceback (most recent call last):") == 1
@@ -123,7 +126,7 @@ def test_horovodrun_goes_on_with_those_who_are_left_but_not_after_an_error(corpu
     hosts.write_text("localhost:2\n127.0.0.1:1\n")
     planted = "127.0.0.1,5,SIGKILL,0,10,raise"
     arguments = command(config, {**keys, "planted": planted, "use_horovod": 1})
-    finished = launch(horovodrun(hosts, arguments), timeout=300)
+    finished = launch(horovodrun(hosts, arguments), timeout=300, environment=LATE_RANKS)
     assert finished.status != 0
     printed = finished.out + finished.err
     assert printed.count("goes on as rank") == 2, printed
@@ -166,7 +169,7 @@ def test_torchrun_restarts_whatever_ended_without_a_word(
     keys = {**keys_of(corpus, tmp_path), "planted": "1,5,SIGTERM,1,11,exit", "torch_distributed": {}}
     finished = torchrun(command(config, keys), 2, 300, EMPTY, "--max-restarts", "2")
     assert finished.status == 0, finished.err
-    assert "stopped by SIGTERM in epoch 1" in finished.err
+    assert finished.out.count("training goes on in epoch 1") == 2  # the line about the stop may get lost: torchrun ends rank 0
     assert trained_on(tmp_path / "trace") == {1: EPOCH}
 
 
@@ -228,7 +231,7 @@ def test_horovodrun_goes_on_with_more_ranks_when_there_is_another_host(
     arguments = horovodrun(hosts, command(config, keys))
     arguments[arguments.index("-np") + 1] = "2"
     arguments[arguments.index("-np") : arguments.index("-np")] = ["--max-np", "3"]
-    process = subprocess.Popen([sys.executable, *arguments], env=clean_environment(), cwd=ROOT)
+    process = subprocess.Popen([sys.executable, *arguments], env=clean_environment() | LATE_RANKS, cwd=ROOT)
     wait_until(lambda: has_begun(tmp_path / "trace", 0, 2), process)
     hosts.write_text("localhost:2\n127.0.0.1:1\n")
     wait_until(lambda: has_begun(tmp_path / "trace", 1, 3), process)

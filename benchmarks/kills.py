@@ -4,6 +4,7 @@
 kills.py saves --kills 200     a process that saves all the time; after every kill, the newest checkpoint has to be complete
 kills.py starts --kills 50     a training that mostly saves; after every kill, it has to resume
 kills.py soak --kills 20       the demo on changing numbers of ranks; every epoch has to train on every sequence exactly once
+kills.py elastic --kills 50    the demo on 4 ranks that restart by themselves (max_restarts); the weights have to be the same, too
 """
 
 from __future__ import annotations
@@ -19,13 +20,17 @@ import tempfile
 import time
 import traceback
 from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import IO
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from hvdtrain.checkpoint.folder import UNFINISHED, CheckpointFolder  # noqa: E402  # found through the line above
 from hvdtrain.training.trace import num_runs, trained_on  # noqa: E402
+
+NOTHING: Mapping[str, object] = {}
 
 SAVING_CONFIG = """
 import torch
@@ -192,25 +197,113 @@ def soak(kills: int, seed: int, data: Path, ranks: list[int], epochs: int) -> No
             print(f"kill {killed}: {how.name} on {size} ranks, newest {last.model_file.name if last else None}", flush=True)
         if _start(folder / "killed", data, ranks[0], epochs).wait() or _start(folder / "whole", data, ranks[0], epochs).wait():
             raise SystemExit("expected the training to finish")
-        counted = trained_on(folder / "killed" / "trace")
-        whole = trained_on(folder / "whole" / "trace")
-        runs = num_runs(folder / "killed" / "trace")
-        odd = {}
-        for epoch, wanted in whole.items():
-            if counted.get(epoch) != wanted:
-                odd[epoch] = _difference(counted.get(epoch, Counter()), wanted)
-        print(f"{killed} kills, {runs} starts on {' '.join(map(str, sizes))} ranks")
-        print(f"{len(whole)} epochs of {len(whole[1])} sequences each")
-        if odd:
-            raise SystemExit(f"expected the sequences of an undisturbed run, got (missing, additional) by epoch: {odd}")
-        print("every epoch was trained on exactly the sequences of an undisturbed run, each once")
+        print(f"{killed} kills, {num_runs(folder / 'killed' / 'trace')} starts on {' '.join(map(str, sizes))} ranks")
+        _compare(folder / "killed", folder / "whole")
 
 
 def _difference(some: Counter[int], others: Counter[int]) -> tuple[int, int]:
     return (others - some).total(), (some - others).total()
 
 
-def _start(folder: Path, data: Path, size: int, epochs: int) -> subprocess.Popen[bytes]:
+def elastic(kills: int, seed: int, data: Path, size: int, epochs: int) -> None:
+    """Kill random ranks of one job, which starts them again by itself; compare with an undisturbed run."""
+    generator = random.Random(seed)
+    with tempfile.TemporaryDirectory() as name:
+        killed, whole = Path(name, "killed"), Path(name, "whole")
+        killed.mkdir()
+        keys = {"use_horovod": False, "ngpu": size}
+        with (killed / "errors").open("w") as errors:
+            process = _start(killed, data, size, epochs, {**keys, "max_restarts": kills}, errors)
+        seconds: list[float] = []
+        in_start, first_run, at, before = 0, 0, 0.0, set[int]()
+        for number in range(kills):
+            if number and generator.random() < 0.25:
+                in_start += 1
+            else:
+                _wait_until(lambda: _has_begun(killed / "trace", first_run, size), process, killed)  # noqa: B023  # called here
+                if number:
+                    seconds.append(time.time() - at)
+            _wait_until(lambda: len(_children(process) - before) == size, process, killed)  # noqa: B023  # called here
+            time.sleep(generator.uniform(0, 3))
+            before |= _children(process)
+            os.kill(generator.choice(sorted(_children(process))), signal.SIGKILL)
+            at, first_run = time.time(), num_runs(killed / "trace")
+            print(f"kill {number + 1}: after {first_run} runs", flush=True)
+        if process.wait() or _start(whole, data, size, epochs, keys).wait():
+            raise SystemExit(f"expected the training to finish, got {(killed / 'errors').read_text()}")
+        restarts = (killed / "errors").read_text().count(f" of {kills}: rank ")
+        print(
+            f"{kills} kills of one of {size} ranks, {in_start} at any moment of the start-up or soon after; {restarts} restarts"
+        )
+        if seconds:
+            middle = sorted(seconds)[len(seconds) // 2]
+            print(f"from a kill to the next step of all ranks: median {middle:.1f} s, {min(seconds):.1f} to {max(seconds):.1f} s")
+        _compare(killed, whole)
+        _compare_weights(killed, whole, epochs)
+
+
+def _children(process: subprocess.Popen[bytes]) -> set[int]:
+    """The process ids of the ranks that a launcher has started."""
+    return set(map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()))
+
+
+def _has_begun(trace: Path, first_run: int, size: int) -> bool:
+    """Whether all ranks have begun a step of a run with this number, or of a later one."""
+    return any(
+        all(path.exists() and len(path.read_text().splitlines()) > 1 for path in paths)
+        for run in range(first_run, num_runs(trace))
+        for paths in [[trace.with_name(f"{trace.name}.run-{run}.rank-{rank}.jsonl") for rank in range(size)]]
+    )
+
+
+def _wait_until(is_so: Callable[[], bool], process: subprocess.Popen[bytes], folder: Path) -> None:
+    deadline = time.monotonic() + 300
+    while not is_so():
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise SystemExit(
+                f"expected training to go on until the last kill, got status {process.returncode} (raise --epochs, if it has "
+                f"finished): {(folder / 'errors').read_text()}"
+            )
+        time.sleep(0.02)
+
+
+def _compare(disturbed: Path, whole: Path) -> None:
+    """Raise SystemExit unless two trainings were on the same sequences in every epoch."""
+    counted, wanted = trained_on(disturbed / "trace"), trained_on(whole / "trace")
+    odd = {
+        epoch: _difference(counted.get(epoch, Counter()), wanted[epoch])
+        for epoch in wanted
+        if counted.get(epoch) != wanted[epoch]
+    }
+    print(f"{len(wanted)} epochs of {len(wanted[1])} sequences each")
+    if odd:
+        raise SystemExit(f"expected the sequences of an undisturbed run, got (missing, additional) by epoch: {odd}")
+    print("every epoch was trained on exactly the sequences of an undisturbed run, each once")
+
+
+def _compare_weights(disturbed: Path, whole: Path, epochs: int) -> None:
+    """Raise SystemExit unless two trainings ended with the same model and the same scores in every epoch."""
+    import torch
+
+    files = [CheckpointFolder(folder / "model").at(epochs).model_file for folder in (disturbed, whole)]
+    one, other = (torch.load(file, weights_only=True)["model"] for file in files)
+    different = [name for name in other if not torch.equal(one[name], other[name])]
+    lines = [(folder / "scores.jsonl").read_text().splitlines() for folder in (disturbed, whole)]
+    scores = [[json.loads(line)["scores"] for line in each] for each in lines]
+    if different or scores[0] != scores[1]:
+        raise SystemExit(f"expected the weights and scores of an undisturbed run, got others in {different}, {scores}")
+    print(f"the weights after {epochs} epochs and all scores are those of the undisturbed run, to the last bit")
+
+
+def _start(
+    folder: Path,
+    data: Path,
+    size: int,
+    epochs: int,
+    more: Mapping[str, object] = NOTHING,
+    errors: IO[str] | int = subprocess.DEVNULL,
+) -> subprocess.Popen[bytes]:
+    """Start the demo's training, under mpirun unless `more` keys say `ngpu`."""
     keys = {
         "train.files": data / "train.hdf",
         "train.partition_epoch": 60,
@@ -224,15 +317,16 @@ def _start(folder: Path, data: Path, size: int, epochs: int) -> subprocess.Popen
         "model": folder / "model",
         "log": folder / "log",
         "use_horovod": size > 1,
+        **more,
     }
     command = [sys.executable, "-m", "hvdtrain", str(ROOT / "configs" / "g2p.py")]
     for name, value in keys.items():
         command += [f"++{name}", str(value)]
-    if size > 1:
+    if size > 1 and "ngpu" not in more:
         command = ["mpirun", "-np", str(size), "--bind-to", "none", "--oversubscribe", *command]
     environment = {**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     environment["PYTHONPATH"] = str(ROOT)
-    return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=errors)
 
 
 def _signal(process: subprocess.Popen[bytes], how: signal.Signals, generator: random.Random) -> None:
@@ -246,17 +340,25 @@ def _signal(process: subprocess.Popen[bytes], how: signal.Signals, generator: ra
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["saves", "starts", "soak"])
+    parser.add_argument("what", choices=["saves", "starts", "soak", "elastic"])
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--data", type=Path, default=ROOT / "data" / "g2p", help="soak: folder of train.hdf")
+    parser.add_argument("--data", type=Path, default=ROOT / "data" / "g2p", help="soak, elastic: folder of train.hdf")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 1, 3], help="soak: numbers of ranks to cycle through")
-    parser.add_argument("--epochs", type=int, default=20, help="soak: number of epochs, each 1/60 of the data")
+    parser.add_argument("--size", type=int, default=4, help="elastic: the number of ranks")
+    parser.add_argument(
+        "--epochs",
+        type=int,
+        default=20,
+        help="soak, elastic: number of epochs, each 1/60 of the data; elastic: at least as many as kills",
+    )
     arguments = parser.parse_args()
     if arguments.what == "saves":
         saves(arguments.kills, arguments.seed)
     elif arguments.what == "starts":
         starts(arguments.kills, arguments.seed)
+    elif arguments.what == "elastic":
+        elastic(arguments.kills, arguments.seed, arguments.data, arguments.size, max(arguments.epochs, arguments.kills))
     else:
         soak(arguments.kills, arguments.seed, arguments.data, arguments.ranks, arguments.epochs)
 

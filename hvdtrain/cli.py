@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hvdtrain.comm import launch, local
+from hvdtrain.comm import horovod_elastic, launch, local, restart
 from hvdtrain.config.check import describe, did_you_mean
 from hvdtrain.config.keys import declared
 from hvdtrain.config.source import parse_command_line, without_local_rank
@@ -63,6 +63,9 @@ SECONDS_FOR_THE_CAUSE = 1.0
 """How long a rank that has no error of its own waits until it says that another one failed: what that rank, or the launcher, says
 of the cause comes first. Most launchers end this rank meanwhile."""
 
+STOPPED = 75
+"""The exit status of a training that was stopped with a checkpoint (runtime/interrupt.py)."""
+
 INTERRUPTED = "interrupted; the same command goes on after the last checkpoint"
 
 
@@ -93,7 +96,13 @@ def run_config(arguments: list[str]) -> int:
     """Train, or do another task, as the config says; return the exit status."""
     from hvdtrain.settings import print_config, read_settings  # here, so that build-horovod runs without numpy
 
-    rank = launch.launch().rank
+    started = launch.launch()
+    rank = started.rank
+    if horovod_elastic.is_elastic(launch.environment()):
+        horovod_elastic.watch_hosts(launch.environment())
+    failure = restart.remembered(launch.environment())
+    if failure is not None:
+        return _end_again(failure)
     try:
         paths, overrides = parse_command_line([each for each in arguments if each not in ("--dry-run", "--print-config")])
         if "--dry-run" in arguments:
@@ -103,8 +112,12 @@ def run_config(arguments: list[str]) -> int:
             if rank == 0:
                 print(print_config(settings))
             return 0
-        if own := local.processes(settings.launch, launch.launch()):
-            return local.run(own, arguments, launch.environment())
+        own = local.processes(settings.launch, started)
+        restart.check_restarts(settings.launch, started, own)
+        if own:
+            return local.run(own, arguments, launch.environment(), restarts(settings))
+        if int(launch.environment().get("TORCHELASTIC_RESTART_COUNT") or 0) and (problems := settings.start.restart_problems()):
+            raise ConfigError(problems)
     except LaunchError as error:
         return _refuse(str(error)) if error.on_every_rank else _fail(str(error), rank, status=2, everywhere=False)
     except ConfigError as error:
@@ -124,14 +137,37 @@ def exit_status(work: Callable[[], None], interrupted: str = INTERRUPTED) -> int
         work()
         return 0
     except PeerFailure as error:
+        status = restart.PEER_FAILED if launch.launch().launcher == "hvdtrain" else error.status
+        if horovod_elastic.is_elastic(launch.environment()):
+            why = horovod_elastic.start_again(launch.environment(), after_stop=False)
+            return _fail(f"{error} ({why})", rank, status, everywhere=False, would_repeat=False)
         time.sleep(SECONDS_FOR_THE_CAUSE)
-        return _fail(str(error), rank, status=error.status, everywhere=error.on_every_rank)
+        return _fail(str(error), rank, status=status, everywhere=error.on_every_rank, would_repeat=False)
     except HvdtrainError as error:
-        return _fail(str(error), rank, status=error.status, everywhere=error.on_every_rank)
+        if horovod_elastic.is_elastic(launch.environment()) and error.status == STOPPED:
+            horovod_elastic.start_again(launch.environment(), after_stop=True)
+            return _fail(
+                str(error), rank, error.status, error.on_every_rank, would_repeat=False
+            )  # all ranks end, or this one only
+        return _fail(str(error), rank, error.status, error.on_every_rank, error.would_repeat)
     except KeyboardInterrupt:
         return _fail(interrupted, rank, status=130, everywhere=True)
     except BaseException:
         return _fail(traceback.format_exc(), rank, status=1, everywhere=False)
+
+
+def restarts(settings: Settings) -> restart.Restarts:
+    """Which of the processes that hvdtrain starts itself are started again."""
+    from hvdtrain.checkpoint.folder import CheckpointFolder
+    from hvdtrain.learner.frameworks import FRAMEWORKS
+
+    checkpoints = CheckpointFolder(Path(settings.run.model), FRAMEWORKS[settings.run.backend].suffix)
+
+    def newest() -> Path | None:
+        found = checkpoints.newest()
+        return None if found is None else found.model_file
+
+    return restart.Restarts(settings.launch.max_restarts, settings.launch.min_ngpu, newest)
 
 
 def run_task(settings: Settings) -> None:
@@ -178,13 +214,26 @@ def _refuse(message: str) -> int:
     return _fail(message, rank, status=2, everywhere=True)
 
 
-def _fail(message: str, rank: int, status: int, everywhere: bool) -> int:
+def _end_again(failure: restart.Failure) -> int:
+    """End a rank that torchrun has started again after an error. One rank of the host says why."""
+    if launch.launch().local_rank == 0:
+        print(f"not started again after an error that would only repeat (see above): {failure.text}", file=sys.stderr, flush=True)
+    return failure.status
+
+
+def _fail(message: str, rank: int, status: int, everywhere: bool, would_repeat: bool = True) -> int:
     """Print why a rank fails, and return the exit status or exit at once.
 
     If all ranks fail alike, rank 0 prints the message and all exit regularly. A rank that fails alone exits at once, without
     closing its connections: its launcher then ends the others, which may be waiting for it in a collective.
     """
     size = launch.launch().size
+    if would_repeat:
+        told = message.strip().splitlines()
+        cause = told[-1] if told[0].startswith("Traceback") else message
+        restart.remember(launch.environment(), restart.Failure(status, f"rank {rank} of {size}: {cause}"))
+        if horovod_elastic.is_elastic(launch.environment()):
+            horovod_elastic.note_error(launch.environment())
     if everywhere:
         if rank == 0:
             print(message, file=sys.stderr, flush=True)

@@ -297,6 +297,7 @@ class Engine:
         done = f"after step {self._progress.step - current.first_step}" + (", in the evaluation" if current.trained else "")
         stopped = Stopped(f"stopped by {reason} in epoch {current.epoch} {done}; the same command goes on from there", status)
         stopped.on_every_rank = True
+        stopped.would_repeat = reason != "SIGTERM"  # with which torchrun ends ranks before it starts them with others
         self._ballot.finish()
         self._session.saver.finish()
         raise stopped

@@ -11,10 +11,12 @@ class HvdtrainError(Exception):
     Attributes:
         on_every_rank: all ranks raise the same error together, so that it is enough if one of them shows it.
         status: the program's exit status.
+        would_repeat: the same would happen if the launcher started the ranks again.
     """
 
     on_every_rank = False
     status = 2
+    would_repeat = True
 
     def of_rank(self, rank: int) -> HvdtrainError:
         """The same error with the rank in its message, for an error that only this rank has."""
@@ -57,3 +59,4 @@ class PeerFailure(HvdtrainError):
     """Another rank failed while this one was waiting for it; this rank has no error of its own to report."""
 
     status = 1
+    would_repeat = False

@@ -10,6 +10,8 @@ from pathlib import Path
 from hvdtrain.checkpoint.progress import Progress
 from hvdtrain.comm import launch
 from hvdtrain.comm.base import Communicator, on_rank_zero, together
+from hvdtrain.comm.horovod_elastic import is_elastic, stop_for_other_hosts
+from hvdtrain.comm.restart import restarts_of_torchrun
 from hvdtrain.config.reference import as_function
 from hvdtrain.data.describe import batch_lines, feed_lines
 from hvdtrain.data.feed import Feed
@@ -48,6 +50,8 @@ def train(settings: Settings, comm: Communicator | None = None) -> Learner:
         hosts = gather_hosts(session)
         announce(settings, session, pace, hosts)
         record_start(settings, session, hosts)
+        if is_elastic(launch.environment()) and session.comm.rank == 0:
+            stop_for_other_hosts(launch.environment())
         if not is_done(session.progress, pace):
             rates = open_rates(settings, session.comm.size)
             trace = open_trace(session, settings.trace)
@@ -194,6 +198,10 @@ def announce(settings: Settings, session: Session, pace: Pace, hosts: list[Host]
             say(4, f"horovod_scale_lr: every learning rate is multiplied by {factor:.6g} for {comm.size} ranks")
         if settings.reduce.horovod_dataset_distribution == "random_seed_offset":
             say(4, f"every rank goes through all data in its own order: an epoch is {comm.size} passes")
+    environ = launch.environment()
+    may_restart = settings.launch.max_restarts or restarts_of_torchrun(environ) or is_elastic(environ)
+    if may_restart and pace.save_steps is None and pace.save_minutes is None:
+        say(3, "a restart goes on from the last finished epoch that was saved; save_interval_minutes or _steps loses less")
     if is_done(progress, pace):
         early = pace.ends_early(progress.history)
         say(3, f"Already trained until final epoch {progress.epoch}, nothing to do{f': {early}' if early else ''}.")

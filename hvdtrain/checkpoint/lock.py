@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from hvdtrain.comm.launch import launch
 from hvdtrain.errors import CheckpointError, ConfigError
 
 PATIENCE = 5.0
@@ -28,11 +29,21 @@ NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 @dataclass(frozen=True)
 class Holder:
-    """Who trains a model. Attributes: started: the local time."""
+    """Who trains a model.
+
+    Attributes:
+        started: the local time.
+        launcher: the process id of a launcher that ends all its ranks before it starts them again; 0: there is none.
+    """
 
     host: str = field(default_factory=socket.gethostname)
     pid: int = field(default_factory=os.getpid)
     started: str = field(default_factory=lambda: time.strftime("%Y-%m-%d %H:%M:%S"))
+    launcher: int = 0
+
+    def was_before(self, other: Holder) -> bool:
+        """Whether this one's launcher has started the other one, so that this one has ended."""
+        return self.launcher != 0 and (self.host, self.launcher) == (other.host, other.launcher)
 
 
 @contextmanager
@@ -77,7 +88,7 @@ def _acquire(path: Path, patience: float) -> int | None:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_at(file, path):
                 os.ftruncate(file, 0)
-                os.write(file, _text().encode())
+                os.write(file, _text(_own_holder()).encode())
                 return file
         except OSError as error:
             if error.errno in NO_LOCKS:
@@ -107,14 +118,15 @@ def _beat(path: Path, beat: float) -> threading.Event:
     Raises:
         CheckpointError, OSError
     """
-    if _holder(path) is not None:
+    holder, own_holder = _holder(path), _own_holder()
+    if holder is not None and not holder.was_before(own_holder):
         before = path.stat().st_mtime_ns
         deadline = time.monotonic() + 3 * beat
         while time.monotonic() < deadline:
             time.sleep(beat / 10)
             if path.exists() and path.stat().st_mtime_ns != before:
                 raise _refused(path)
-    own = _text()
+    own = _text(own_holder)
     path.write_text(own, encoding="utf-8")
     time.sleep(beat / 10)
     if path.read_text(encoding="utf-8") != own:  # another job started at the same moment
@@ -130,8 +142,13 @@ def _beat(path: Path, beat: float) -> threading.Event:
     return stop
 
 
-def _text() -> str:
-    return json.dumps(asdict(Holder())) + "\n"
+def _own_holder() -> Holder:
+    restarts = launch().launcher in ("hvdtrain", "torchrun")
+    return Holder(launcher=os.getppid() if restarts else 0)
+
+
+def _text(holder: Holder) -> str:
+    return json.dumps(asdict(holder)) + "\n"
 
 
 def _holder(path: Path) -> Holder | None:

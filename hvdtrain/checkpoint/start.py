@@ -12,6 +12,7 @@ from hvdtrain.checkpoint.preload import parse_preloads
 from hvdtrain.checkpoint.progress import Progress
 from hvdtrain.checkpoint.saver import Saver
 from hvdtrain.comm.base import Communicator, on_rank_zero
+from hvdtrain.comm.keys import LaunchKeys
 from hvdtrain.config.keys import ALONE, Section, Sections, key, positive
 from hvdtrain.data.identity import Identity, Part, changes, identify, rewritten
 from hvdtrain.errors import CheckpointError, ConfigError
@@ -58,7 +59,22 @@ class StartKeys(Section):
             parse_preloads(self.preload_from_files)
         except ConfigError as error:
             return error.problems
-        return []
+        launch = others.get(LaunchKeys)
+        return self.restart_problems() if launch is not None and launch.max_restarts else []
+
+    def restart_problems(self) -> list[str]:
+        """Problems with keys that hold for every start, if a launcher may start the job again."""
+        held = {
+            "start_epoch": self.start_epoch if self.start_epoch != "auto" else None,
+            "load_epoch": self.load_epoch if self.load is None else None,
+            "fresh_optimizer": self.fresh_optimizer or None,
+        }
+        return [
+            f"{name}: expected its default where ranks may be restarted, got {value!r}: every restart would do that again (train "
+            "without restarts until there is a checkpoint, then leave it out)"
+            for name, value in held.items()
+            if value is not None
+        ]
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from hvdtrain.comm.base import (
     Tensor,
     num_bytes,
 )
+from hvdtrain.comm.horovod_elastic import is_elastic
 from hvdtrain.comm.horovod_gloo import gloo_environment
 from hvdtrain.errors import LaunchError, PeerFailure
 
@@ -66,7 +67,8 @@ def open_horovod(framework: str, timeline: str | None = None) -> Communicator:
         binding = importlib.import_module(f"horovod.{framework}")
     except ImportError as error:
         raise LaunchError(HOW_TO_INSTALL.format(error=error)) from None
-    binding.init()
+    with _lost_in_start():
+        binding.init()
     if binding.size() != started.size:
         raise LaunchError(
             f"use_horovod: expected the {started.size} processes that {started.launcher} started, got {binding.size()} from "
@@ -180,6 +182,17 @@ class HorovodCommunicator:
         if tensor.dtype.name in SUPPORTED_DTYPES:
             return self._hvd.broadcast(tensor, 0, name=name)
         return self._hvd.broadcast_object(tensor.numpy(), 0, name=name)
+
+
+@contextmanager
+def _lost_in_start() -> Iterator[None]:
+    """Under Horovod's elastic driver, a rank may be lost while the ranks connect: the others connect anew."""
+    try:
+        yield
+    except Exception as error:
+        if not is_elastic(launch.environment()):
+            raise
+        raise PeerFailure(f"stopped, because the ranks did not all connect: {error}") from None
 
 
 def _writable(timeline: str, rank: int) -> str:

@@ -25,6 +25,17 @@ class LaunchKeys(Section):
         "start N processes on this host and connect them with torch.distributed; 0: one process on the CPU",
         not_negative,
     )
+    max_restarts: int = key(
+        0,
+        "with ngpu: start all processes again from the newest checkpoint, up to N times, when one was killed by a signal; an "
+        "error is never repeated (docs/elastic.md)",
+        not_negative,
+    )
+    min_ngpu: int | None = key(
+        None,
+        "with max_restarts: where they are killed again before a checkpoint was written, go on with one process fewer, down to N",
+        positive,
+    )
     multiprocessing_distributed: bool | None = key(
         None, "True: each host (or each process that a launcher started) starts ngpu processes"
     )
@@ -52,6 +63,15 @@ class LaunchKeys(Section):
             found.append(f"dist_master_{missing}: expected with dist_master_{given}, got nothing")
         if self.dist_master_addr is not None and self.dist_init_method is not None:
             found.append("dist_init_method: expected either dist_init_method or dist_master_addr and dist_master_port, got both")
+        if self.max_restarts and self.ngpu is None:
+            found.append(
+                "max_restarts: expected with ngpu, the number of processes that hvdtrain starts and watches, got no ngpu (one "
+                "process: ++ngpu 1; torchrun has --max-restarts)"
+            )
+        if self.min_ngpu is not None and not self.max_restarts:
+            found.append(f"min_ngpu: expected with max_restarts, got min_ngpu = {self.min_ngpu} and no restarts")
+        if self.min_ngpu is not None and self.min_ngpu > (self.ngpu or 1):
+            found.append(f"min_ngpu: expected at most ngpu, {self.ngpu}, got {self.min_ngpu}")
         if self.multiprocessing_distributed is False and (self.ngpu or 0) > 1:
             found.append(
                 f"multiprocessing_distributed: expected True with ngpu = {self.ngpu}, got False: {THREADS} "

@@ -9,13 +9,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
 
 from hvdtrain.comm.keys import LaunchKeys
 from hvdtrain.comm.launch import Launch, variables
 from hvdtrain.comm.rendezvous import HVDTRAIN_PLACE
+from hvdtrain.comm.restart import PEER_FAILED
 from hvdtrain.errors import LaunchError
 
 LAUNCHERS = {"slurm": "srun", "mpi": "mpirun"}
@@ -26,7 +27,7 @@ FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR
 PARENT = "HVDTRAIN_PARENT"
 """The environment variable with the process id of the launcher."""
 
-REPORTED = (0, 1, 2, 75, 130)
+REPORTED = (0, 1, 2, 75, PEER_FAILED, 130)
 """The exit statuses of processes that say themselves how they end."""
 
 POLL_INTERVAL = 0.05
@@ -65,7 +66,7 @@ def processes(keys: LaunchKeys, started: Launch) -> list[Launch]:
             f"ngpu: expected 1 for processes that {started.launcher} started, got {own} (to train with these "
             f"{started.size} processes, leave ngpu out; to start {own} processes from each, ++multiprocessing_distributed true)"
         )
-    if own == 1 and (started.launcher is not None or count == 1):
+    if own == 1 and (started.launcher is not None or count == 1) and not keys.max_restarts:
         return []
     first = started.local_rank * own
     return [Launch("hvdtrain", index * own + local, count * own, first + local, started.local_size * own) for local in range(own)]
@@ -88,11 +89,20 @@ def _index_and_count(keys: LaunchKeys, started: Launch) -> tuple[int, int]:
     return started.rank, started.size
 
 
-def run(wanted: list[Launch], arguments: list[str], environ: Mapping[str, str]) -> int:
+Again = Callable[[list[Launch], Mapping[int, int]], list[Launch]]
+"""Of processes that were started, of which some failed (by rank, the exit statuses): those to start next; none: that was all."""
+
+
+def never(wanted: list[Launch], failed: Mapping[int, int]) -> list[Launch]:
+    """Start nothing again."""
+    return []
+
+
+def run(wanted: list[Launch], arguments: list[str], environ: Mapping[str, str], again: Again = never) -> int:
     """Start `python -m hvdtrain ARGUMENTS` once per launch; return the highest exit status.
 
-    Signals are forwarded to the processes. If one of them fails, the others are ended within seconds; if this process is
-    killed, they end by themselves.
+    Signals are forwarded to the processes. If one of them fails, the others are ended within seconds, and unless a signal came,
+    those start that `again` returns; if this process is killed, they end by themselves.
     """
     with tempfile.TemporaryDirectory(prefix="hvdtrain-") as folder:
         shared = dict(environ) | {PARENT: str(os.getpid())}
@@ -107,14 +117,23 @@ def run(wanted: list[Launch], arguments: list[str], environ: Mapping[str, str]) 
 
         previous = {number: signal.signal(number, forward) for number in FORWARDED_SIGNALS}
         try:
-            for started in wanted:
-                # In a session of its own, so that the terminal's Ctrl-C reaches this process only, which forwards it once.
-                children.append(
-                    subprocess.Popen(
-                        [sys.executable, "-m", "hvdtrain", *arguments], env=shared | variables(started), start_new_session=True
+            while True:
+                for started in wanted:
+                    # In a session of its own, so that the terminal's Ctrl-C reaches this process only, which forwards it once.
+                    children.append(
+                        subprocess.Popen(
+                            [sys.executable, "-m", "hvdtrain", *arguments],
+                            env=shared | variables(started),
+                            start_new_session=True,
+                        )
                     )
-                )
-            return _wait(children, wanted, signals)
+                for number in signals:  # that came before all had been started
+                    _signal(children, number)
+                failed = _wait(children, wanted, signals)
+                wanted = again(wanted, failed) if failed and not signals else []
+                if not wanted:
+                    return max(map(_exit_status, failed.values()), default=0)
+                children.clear()
         finally:
             _signal([child for child in children if child.poll() is None], signal.SIGKILL)
             for number, handler in previous.items():
@@ -176,12 +195,17 @@ def out_of_memory() -> int:
         return 0
 
 
-def _wait(children: list[subprocess.Popen[bytes]], wanted: list[Launch], signals: list[int]) -> int:
-    """Wait until all processes have ended; if one fails, end the others. Return the highest exit status."""
+def _exit_status(status: int) -> int:
+    """As shells do it, from that of `subprocess`."""
+    return 128 - status if status < 0 else 1 if status == PEER_FAILED else status
+
+
+def _wait(children: list[subprocess.Popen[bytes]], wanted: list[Launch], signals: list[int]) -> dict[int, int]:
+    """Wait until all processes have ended; if one fails, end the others. By rank, the exit statuses of those that failed."""
     kills_before = out_of_memory()
     while all(child.poll() in (None, 0) for child in children):
         if all(child.returncode == 0 for child in children):
-            return 0
+            return {}
         time.sleep(POLL_INTERVAL)
     failed: dict[int, int] = {}
     for seconds in (0.0, REPORT_TIMEOUT):  # the first ones at once, as the others fail because of them
@@ -196,7 +220,7 @@ def _wait(children: list[subprocess.Popen[bytes]], wanted: list[Launch], signals
     _signal(children, signal.SIGKILL)
     for child in children:
         child.wait()
-    return max(128 - status if status < 0 else status for status in failed.values())
+    return failed
 
 
 def _wait_at_most(children: list[subprocess.Popen[bytes]], seconds: float) -> None:

@@ -62,8 +62,8 @@ def open_torch_distributed(backend: str | None, init_method: str | None, timeout
             f"torch_distributed: expected a rendezvous address for the {started.size} processes that {started.launcher} started, "
             "got none (set MASTER_ADDR and MASTER_PORT, or init_method to 'tcp://HOST:PORT' or 'file:///PATH')"
         )
-    store = meet(meeting_place, started.rank, started.size, min(timeout, MAX_START_TIMEOUT))
     with _peer_failures():
+        store = meet(meeting_place, started.rank, started.size, min(timeout, MAX_START_TIMEOUT))
         torch.distributed.init_process_group(
             chosen,
             store=PrefixStore("group", store),

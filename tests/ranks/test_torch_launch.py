@@ -249,16 +249,6 @@ def test_timeout_sec_ends_a_wait_for_a_rank_that_hangs(corpus: Path, tmp_path: P
     assert "rank 0 of 2: stopped, because another rank did not respond within timeout_sec of torch_distributed" in finished.err
 
 
-def test_after_a_failure_torchrun_starts_them_anew(corpus: Path, tmp_path: Path) -> None:
-    """torch's own workers read the addresses of the dead ones from the agent's store, and fail again and again."""
-    keys = {"num_epochs": 2, "fault": "once,1,1", "record": tmp_path / "record"}
-    arguments = command(corpus, tmp_path, torch_distributed={}, **keys)
-    finished = torchrun(arguments, 2, 120, EMPTY, "--max-restarts", "1")
-    assert finished.status == 0, finished.err
-    assert (tmp_path / "record.fault").exists()
-    assert finished.out.count("Finished training in epoch 2.") == 1
-
-
 def test_several_processes_without_a_key_are_told_both(corpus: Path, tmp_path: Path) -> None:
     finished = torchrun(command(corpus, tmp_path), 2)
     assert "2 processes that torchrun started belong together, got neither use_horovod nor torch_distributed" in finished.err

@@ -71,6 +71,7 @@ def test_compact_scores_have_the_same_means(numbers: list[float]) -> None:
         ("saves", 200, "after each, the newest checkpoint was complete"),
         ("starts", 50, "training resumed 50 times"),
         ("soak", 20, "exactly the sequences of an undisturbed run, each once"),
+        ("elastic", 20, "all scores are those of the undisturbed run, to the last bit"),
     ],
 )
 def test_kills_at_random_moments_do_no_harm(request: pytest.FixtureRequest, kind: str, kills: int, told: str) -> None:

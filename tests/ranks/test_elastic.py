@@ -1,0 +1,401 @@
+"""Launchers that start ranks again after one was killed: docs/elastic.md. An error is never repeated."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from launching import EMPTY, FAST, ROOT, TOY, clean_environment, hvdtrain, launch, torchrun
+
+from hvdtrain.checkpoint.lock import Holder, only_training_of
+from hvdtrain.comm.keys import LaunchKeys
+from hvdtrain.comm.launch import Launch
+from hvdtrain.comm.local import processes
+from hvdtrain.comm.restart import PEER_FAILED, Failure, Restarts, check_restarts, remember, remembered
+from hvdtrain.errors import ConfigError, LaunchError
+from hvdtrain.settings import read_settings
+from hvdtrain.training.trace import num_runs, trained_on
+
+PLANTED = """
+_train_step = train_step
+planted = config.list("planted", [])  # rank, step and what happens then, one after the other
+
+
+def train_step(**arguments):
+    context = hvdtrain.get_run_ctx()
+    before = len(list(Path(config.value("model")).parent.glob("fault-*")))
+    if context.train_flag and before < len(planted) // 3:
+        rank, step, what = planted[3 * before : 3 * before + 3]
+        if str(rank) in (str(hvdtrain.rank()), os.environ.get("HOROVOD_HOSTNAME")) and int(step) == context.step:
+            Path(config.value("model")).with_name(f"fault-{before}").write_text(str(time.time()))
+            if what == "raise":
+                raise RuntimeError("planted by the test")
+            if what == "exit":
+                os._exit(3)
+            os.kill(os.getpid(), getattr(signal, what))
+    _train_step(**arguments)
+"""
+"""Beside the toy config: each fault comes once, in this order, on a rank or on Horovod's host of this name."""
+
+LATE_RANKS = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "120"}
+"""On a busy machine, one rank may start that much later than another."""
+
+EPOCH = Counter(range(231))
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "config.py"
+    path.write_text(TOY.read_text() + PLANTED)
+    return path
+
+
+def keys_of(corpus: Path, folder: Path, **more: object) -> dict[str, object]:
+    keys = {
+        "corpus": corpus,
+        "model": folder / "model",
+        "max_seqs": 4,
+        "save_interval_steps": 4,
+        "trace_sequences": folder / "trace",
+    }
+    return {**FAST, **keys, "log_verbosity": 3, **more}
+
+
+def command(config: Path, keys: dict[str, object]) -> list[str]:
+    return ["-m", "hvdtrain", str(config), *(text for key, value in keys.items() for text in (f"++{key}", str(value)))]
+
+
+def assert_goes_on_alone(config: Path, keys: dict[str, object]) -> None:
+    """What an error has ended goes on by hand, on one rank; then every sequence was trained on once."""
+    finished = hvdtrain(config, {**keys, "planted": [], "log_verbosity": 3})
+    assert finished.status == 0, finished.err
+    assert "training goes on in epoch 1" in finished.out
+    assert trained_on(Path(str(keys["trace_sequences"]))) == {1: EPOCH}
+
+
+def test_ngpu_restarts_killed_ranks_then_with_one_fewer_but_never_an_error(corpus: Path, tmp_path: Path, config: Path) -> None:
+    keys = keys_of(corpus, tmp_path)
+    planted = "2,5,SIGKILL,1,6,SIGSEGV,1,11,raise"
+    finished = launch(command(config, {**keys, "planted": planted, "ngpu": 3, "max_restarts": 5, "min_ngpu": 2}), timeout=300)
+    newest = tmp_path / "model.001.step-4.pt"
+    assert finished.status == 1, finished.err
+    told = [line for line in finished.err.splitlines() if line.startswith("restart ")]
+    why = "as no checkpoint was written since the last restart (min_ngpu)"
+    assert told == [
+        f"restart 1 of 5: rank 2 of 3 was ended by SIGKILL; 3 ranks go on from {newest}",
+        f"restart 2 of 5: rank 1 of 3 was ended by SIGSEGV; 2 ranks go on from {newest}, {why}",
+    ]
+    assert finished.err.count("rank 1 of 2: Traceback (most recent call last):") == 1
+    assert finished.err.count("RuntimeError: planted by the test") == 1
+    assert num_runs(tmp_path / "trace") == 3
+    assert_goes_on_alone(config, keys)
+
+
+def test_torchrun_restarts_killed_ranks_but_no_error(corpus: Path, tmp_path: Path, config: Path) -> None:
+    """torchrun itself restarts ranks whatever ended them, and torch's own workers then read the addresses of the dead ones."""
+    keys = keys_of(corpus, tmp_path)
+    arguments = command(config, {**keys, "planted": "1,5,SIGKILL,0,10,raise", "torch_distributed": {}})
+    finished = torchrun(arguments, 2, 300, EMPTY, "--max-restarts", "2")
+    assert finished.status == 1, finished.err
+    assert finished.out.count(f"Loaded {tmp_path}/model.001.step-4.pt: training goes on in epoch 1, after its step 4.") == 1
+    assert finished.err.count("rank 0 of 2: Traceback (most recent call last):") == 1
+    again = "not started again after an error that would only repeat (see above): rank 0 of 2: RuntimeError: planted by the test"
+    assert finished.err.count(again) == 1
+    assert num_runs(tmp_path / "trace") == 2
+    assert_goes_on_alone(config, keys)
+
+
+def horovodrun(hosts: Path, arguments: list[str]) -> list[str]:
+    """The command of a job on this host, under the names in a file, as many as there are at any time."""
+    script = hosts.with_suffix(".sh")
+    script.write_text(f"#!/bin/sh\ncat {hosts}\n")
+    script.chmod(0o755)
+    job = ["-np", "3", "--min-np", "1", "--blacklist-cooldown-range", "300", "600", "--host-discovery-script", str(script)]
+    return ["-m", "horovod.runner.launch", "--gloo", "--network-interface", "lo", *job, sys.executable, *arguments]
+
+
+def test_horovodrun_goes_on_with_those_who_are_left_but_not_after_an_error(corpus: Path, tmp_path: Path, config: Path) -> None:
+    keys = keys_of(corpus, tmp_path)
+    hosts = tmp_path / "hosts"
+    hosts.write_text("localhost:2\n127.0.0.1:1\n")
+    planted = "127.0.0.1,5,SIGKILL,0,10,raise"
+    arguments = command(config, {**keys, "planted": planted, "use_horovod": 1})
+    finished = launch(horovodrun(hosts, arguments), timeout=300, environment=LATE_RANKS)
+    assert finished.status != 0
+    printed = finished.out + finished.err
+    assert printed.count("goes on as rank") == 2, printed
+    assert printed.count(f"Loaded {tmp_path}/model.001.step-4.pt: training goes on in epoch 1, after its step 4.") == 1
+    assert printed.count("rank 0 of 2: Traceback (most recent call last):") == 1
+    assert "rank 1 of 2: stopped, because another rank failed (an error of another rank)" in printed
+    assert num_runs(tmp_path / "trace") == 2
+    assert_goes_on_alone(config, keys)
+
+
+@pytest.mark.soak
+def test_ngpu_takes_a_stop_for_a_stop_and_an_exit_for_an_error(
+    request: pytest.FixtureRequest, corpus: Path, tmp_path: Path, config: Path
+) -> None:
+    if not request.config.getoption("--soak"):
+        pytest.skip("one launch for every line of a table (make test-soak)")
+    keys = {**keys_of(corpus, tmp_path), "planted": "1,5,SIGTERM,1,11,exit", "ngpu": 2, "max_restarts": 3}
+    for status, reason in ((75, "stopped by SIGTERM in epoch 1"), (3, "rank 1 of 2: ended with exit status 3")):
+        finished = launch(command(config, keys))
+        assert finished.status == status, finished.err
+        assert reason in finished.err
+        assert "restart " not in finished.err
+    keys |= {"slow": "compute,-1", "max_seqs": 1, "model": tmp_path / "other", "trace_sequences": tmp_path / "other-trace"}
+    process = subprocess.Popen(
+        [sys.executable, *command(config, keys)], env=clean_environment(), cwd=ROOT, stderr=subprocess.PIPE, text=True
+    )
+    wait_until(lambda: has_begun(tmp_path / "other-trace", 0, 2), process)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 75, err
+    assert "restart " not in err
+
+
+@pytest.mark.soak
+def test_torchrun_restarts_whatever_ended_without_a_word(
+    request: pytest.FixtureRequest, corpus: Path, tmp_path: Path, config: Path
+) -> None:
+    if not request.config.getoption("--soak"):
+        pytest.skip("one launch for every line of a table (make test-soak)")
+    keys = {**keys_of(corpus, tmp_path), "planted": "1,5,SIGTERM,1,11,exit", "torch_distributed": {}}
+    finished = torchrun(command(config, keys), 2, 300, EMPTY, "--max-restarts", "2")
+    assert finished.status == 0, finished.err
+    assert finished.out.count("training goes on in epoch 1") == 2  # the line about the stop may get lost: torchrun ends rank 0
+    assert trained_on(tmp_path / "trace") == {1: EPOCH}
+
+
+@pytest.mark.soak
+def test_torchrun_goes_on_without_a_lost_host_and_with_it_when_it_is_back(
+    request: pytest.FixtureRequest, corpus: Path, tmp_path: Path, config: Path
+) -> None:
+    """Two agents on this host, as on two; one is killed with its rank, and started again."""
+    if not request.config.getoption("--soak"):
+        pytest.skip("takes minutes (make test-soak)")
+    keys = {**keys_of(corpus, tmp_path), "max_seqs": 1, "num_epochs": 4, "slow": "compute,-1", "torch_distributed": {}}
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "elastic"]
+    patience = ["--rdzv-conf", "last_call_timeout=5,keep_alive_interval=2,keep_alive_max_attempt=3"]
+    torchrun = [
+        "-m",
+        "torch.distributed.run",
+        "--nnodes",
+        "1:2",
+        "--nproc_per_node",
+        "1",
+        "--max-restarts",
+        "3",
+        *meeting,
+        *patience,
+    ]
+
+    def agent() -> subprocess.Popen[bytes]:
+        environment = clean_environment() | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        return subprocess.Popen([sys.executable, *torchrun, *command(config, keys)], env=environment, cwd=ROOT)
+
+    trace = tmp_path / "trace"
+    first = agent()
+    wait_until(lambda: answers(port), first)  # the first one has the store, without which no one can go on
+    second = agent()
+    wait_until(lambda: has_begun(trace, 0, 2), first)
+    wait_until(lambda: bool(list(tmp_path.glob("model.*step-*"))), first)
+    for victim in (second.pid, *children(second.pid)):
+        os.kill(victim, signal.SIGKILL)
+    second.wait()
+    seconds = [wait_until(lambda: has_begun(trace, 1, 1), first)]
+    second = agent()
+    seconds.append(wait_until(lambda: has_begun(trace, 2, 2), first))
+    print("torchrun: seconds to the next step without the lost host, and with the new one: {:.1f}, {:.1f}".format(*seconds))
+    assert (first.wait(300), second.wait(300)) == (0, 0)
+    assert trained_on(trace) == dict.fromkeys(range(1, 5), EPOCH)
+
+
+@pytest.mark.soak
+def test_horovodrun_goes_on_with_another_host_and_without_it(
+    request: pytest.FixtureRequest, corpus: Path, tmp_path: Path, config: Path
+) -> None:
+    if not request.config.getoption("--soak"):
+        pytest.skip("takes minutes (make test-soak)")
+    keys = {**keys_of(corpus, tmp_path), "max_seqs": 1, "num_epochs": 4, "slow": "compute,-1", "use_horovod": 1}
+    hosts = tmp_path / "hosts"
+    hosts.write_text("localhost:2\n")
+    arguments = horovodrun(hosts, command(config, keys))
+    arguments[arguments.index("-np") + 1] = "2"
+    arguments[arguments.index("-np") : arguments.index("-np")] = ["--max-np", "3"]
+    process = subprocess.Popen([sys.executable, *arguments], env=clean_environment() | LATE_RANKS, cwd=ROOT)
+    wait_until(lambda: has_begun(tmp_path / "trace", 0, 2), process)
+    hosts.write_text("localhost:2\n127.0.0.1:1\n")
+    seconds = [wait_until(lambda: has_begun(tmp_path / "trace", 1, 3), process)]
+    hosts.write_text("localhost:2\n")
+    seconds.append(wait_until(lambda: has_begun(tmp_path / "trace", 2, 2), process))
+    print("horovodrun: seconds to the next step with a new host, and without it: {:.1f}, {:.1f}".format(*seconds))
+    assert process.wait(300) == 0
+    assert trained_on(tmp_path / "trace") == dict.fromkeys(range(1, 5), EPOCH)
+
+
+def wait_until(is_so: Callable[[], bool], process: subprocess.Popen[bytes]) -> float:
+    """Wait while the process runs; return the seconds."""
+    began = time.monotonic()
+    deadline = began + 300
+    while not is_so():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return time.monotonic() - began
+
+
+def answers(port: int) -> bool:
+    try:
+        socket.create_connection(("localhost", port), timeout=1).close()
+    except OSError:
+        return False
+    return True
+
+
+def children(pid: int) -> list[int]:
+    return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+
+
+def has_begun(trace: Path, run: int, ranks: int) -> bool:
+    """Whether all ranks have begun a step of this start or of a later one."""
+    return any(
+        all(path.exists() and len(path.read_text().splitlines()) > 1 for path in paths)
+        for later in range(run, num_runs(trace))
+        for paths in [[trace.with_name(f"{trace.name}.run-{later}.rank-{rank}.jsonl") for rank in range(ranks)]]
+    )
+
+
+FOUR = [Launch("hvdtrain", rank, 4, rank, 4) for rank in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("failed", "restarts"),
+    [
+        ({1: -9}, True),
+        ({1: -9, 0: PEER_FAILED, 2: PEER_FAILED, 3: PEER_FAILED}, True),
+        ({1: -6, 2: -9}, True),
+        ({1: 1, 0: -6}, False),  # an error, after which a library aborts another process
+        ({1: 3}, False),
+        ({0: 75, 1: 75, 2: 75, 3: 75}, False),  # stopped with a checkpoint
+        ({0: PEER_FAILED}, False),  # rank 1 ended with status 0 before its time
+    ],
+)
+def test_only_a_death_by_a_signal_is_followed_by_a_restart(failed: dict[int, int], restarts: bool) -> None:
+    assert Restarts(3, None, lambda: None)(FOUR, failed) == (FOUR if restarts else [])
+
+
+def test_restarts_are_counted_and_ranks_get_fewer_only_without_progress(capsys: pytest.CaptureFixture[str]) -> None:
+    newest = iter(map(Path, ["a", "b", "b", "b", "b"]))
+    again = Restarts(4, 3, lambda: next(newest))
+    sizes, started = [], FOUR
+    while started:
+        sizes.append(len(started))
+        assert [one.size for one in started] == [one.local_size for one in started] == [len(started)] * len(started)
+        started = again(started, {len(started) - 1: -9})
+    assert sizes == [4, 4, 3, 3, 3]
+    told = capsys.readouterr().err.splitlines()
+    assert told[0] == "restart 1 of 4: rank 3 of 4 was ended by SIGKILL; 4 ranks go on from b"
+    assert told[-1] == "rank 2 of 3 was ended by SIGKILL: no restart, after 4 of 4 (max_restarts)"
+    assert Restarts(0, None, lambda: None)(FOUR, {1: -9}) == []
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"max_restarts": 3}, "max_restarts: expected with ngpu, the number of processes that hvdtrain starts and watches"),
+        ({"ngpu": 2, "min_ngpu": 1}, "min_ngpu: expected with max_restarts, got min_ngpu = 1 and no restarts"),
+        ({"ngpu": 2, "max_restarts": 1, "min_ngpu": 3}, "min_ngpu: expected at most ngpu, 2, got 3"),
+        (
+            {"ngpu": 2, "max_restarts": 1, "start_epoch": 1},
+            "start_epoch: expected its default where ranks may be restarted, got 1",
+        ),
+        ({"ngpu": 2, "max_restarts": 1, "load_epoch": 5}, "load_epoch: expected its default where ranks may be restarted, got 5"),
+        (
+            {"ngpu": 2, "max_restarts": 1, "fresh_optimizer": 1},
+            "fresh_optimizer: expected its default where ranks may be restarted",
+        ),
+    ],
+)
+def test_keys_that_make_no_sense_are_refused(corpus: Path, tmp_path: Path, overrides: dict[str, object], message: str) -> None:
+    texts = {"corpus": str(corpus), "model": str(tmp_path / "model"), **{name: str(value) for name, value in overrides.items()}}
+    with pytest.raises(ConfigError) as caught:
+        read_settings([TOY], texts)
+    assert message in str(caught.value)
+    assert len(caught.value.problems) == 1
+
+
+@pytest.mark.parametrize(
+    ("keys", "started", "message"),
+    [
+        (
+            LaunchKeys(ngpu=1, max_restarts=1),
+            Launch("mpirun", 0, 2),
+            "got those of mpirun (the same command goes on from the newest",
+        ),
+        (LaunchKeys(ngpu=1, max_restarts=1), Launch("srun", 0, 2), "got those of srun (sbatch --requeue starts the job again)"),
+        (LaunchKeys(ngpu=1, max_restarts=1), Launch("torchrun", 0, 2), "got those of torchrun (torchrun --max-restarts N"),
+        (
+            LaunchKeys(ngpu=2, max_restarts=1, dist_rank=0, dist_world_size=2),
+            Launch(None),
+            "expected all 4 processes on this host, got 2 of them",
+        ),
+    ],
+)
+def test_processes_of_others_are_not_restarted(keys: LaunchKeys, started: Launch, message: str) -> None:
+    with pytest.raises(LaunchError) as caught:
+        check_restarts(keys, started, processes(keys, started))
+    assert message in str(caught.value)
+
+
+def test_one_process_can_be_watched_too() -> None:
+    keys = LaunchKeys(ngpu=1, max_restarts=1)
+    own = processes(keys, Launch(None))
+    assert own == [Launch("hvdtrain", 0, 1, 0, 1)]
+    check_restarts(keys, Launch(None), own)
+    check_restarts(keys, own[0], [])
+    assert processes(LaunchKeys(ngpu=1), Launch(None)) == []
+
+
+def test_the_first_error_is_remembered_by_an_agent_of_torchrun(tmp_path: Path) -> None:
+    def environment(attempt: int, restarts: str = "3") -> dict[str, str]:
+        folder = tmp_path / "agent" / f"attempt_{attempt}" / "0"
+        folder.mkdir(parents=True, exist_ok=True)
+        return {"TORCHELASTIC_ERROR_FILE": str(folder / "error.json"), "TORCHELASTIC_MAX_RESTARTS": restarts}
+
+    assert remembered(environment(0)) is None
+    remember(environment(0), Failure(1, "rank 1 of 2: ZeroDivisionError\nin two lines"))
+    remember(environment(0), Failure(2, "later"))
+    assert remembered(environment(1)) == Failure(1, "rank 1 of 2: ZeroDivisionError\nin two lines")
+    assert remembered(environment(1, restarts="0")) is None
+    assert remembered({**environment(1), "TORCHELASTIC_ERROR_FILE": ""}) is None
+    assert remembered({}) is None
+
+
+def test_a_lock_of_an_earlier_attempt_is_taken_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the file system has no locks, and a rank that is not of the same launcher waits for signs of life."""
+    own = Holder(pid=1, launcher=os.getppid())
+    assert own.was_before(Holder(pid=2, launcher=os.getppid()))
+    assert not own.was_before(Holder(pid=2, launcher=os.getppid() + 1))
+    assert not own.was_before(Holder(host="another", pid=2, launcher=os.getppid()))
+    assert not Holder(pid=1).was_before(Holder(pid=2))  # of an older version, or without a launcher
+
+    monkeypatch.setattr("hvdtrain.checkpoint.lock._acquire", lambda path, patience: None)
+    monkeypatch.setenv("HVDTRAIN_RANK", "0")
+    monkeypatch.setenv("HVDTRAIN_SIZE", "2")
+    with only_training_of(tmp_path / "model", beat=0.1):
+        left = (tmp_path / "model.lock").read_text()
+    (tmp_path / "model.lock").write_text(left)
+    began = time.monotonic()
+    with only_training_of(tmp_path / "model", beat=600.0 / 100):
+        assert time.monotonic() - began < 3 * 6.0  # it would have watched for so long

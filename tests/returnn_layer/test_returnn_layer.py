@@ -78,7 +78,7 @@ def test_weights_and_scores_are_those_of_returnn(folder: Path, tmp_path: Path, s
     """Two epochs with losses in every form, from the same weights. On one thread they were equal to the last bit."""
     ours, theirs = tmp_path / "ours" / "model", tmp_path / "theirs" / "model"
     options = {"folder": folder, "model": ours, "num_threads": 1, "sums": sums, "log_interval": 0}
-    ended = hvdtrain(TOY, options, environment=ONE_THREAD)
+    ended = hvdtrain(TOY, options)
     assert ended.status == 0, ended.err
     assert re.search(
         r"train epoch 1, step 1, .*, num_seqs [1-7], max_size:time:data (\d+), max_size:time:classes \1, ", ended.out
@@ -123,7 +123,7 @@ def test_forward_gives_a_callback_what_returnn_gives_it(folder: Path, tmp_path: 
 
 def test_two_ranks_reach_what_one_reaches(folder: Path, tmp_path: Path, without_returnn: dict[str, str]) -> None:
     options = {"folder": folder, "batching": "default", "max_seqs": 6, "batch_size": 10_000, "num_threads": 1}
-    alone = hvdtrain(TOY, {**options, "model": tmp_path / "alone" / "model"}, environment=without_returnn)
+    alone = hvdtrain(TOY, {**options, "model": tmp_path / "alone" / "model"})
     options["max_seqs"] = 3
     by_horovod = {**options, "model": tmp_path / "horovod" / "model", "use_horovod": 1}
     horovod = hvdtrain(TOY, by_horovod, ranks=2, environment=without_returnn)
@@ -216,7 +216,7 @@ def test_the_demo(tmp_path: Path, without_returnn: dict[str, str]) -> None:
     first, last = scores(model)
     assert last["dev_loss_ce"] < first["dev_loss_ce"] < 0.65
     assert last["dev_loss_fer"] < 0.15
-    ended = hvdtrain(DEMO, {**options, "task": "forward"}, environment=without_returnn)
+    ended = hvdtrain(DEMO, {**options, "task": "forward"})
     assert ended.status == 0, ended.err
     assert len(re.findall(r"^seq-\d+ [LR]{10,99}$", ended.out, re.MULTILINE)) == 20
 

@@ -3,7 +3,7 @@
 # make test    all tests
 # make test-cluster   the tests on several hosts and Slurm, as root
 # make test-gpu   the tests that need a CUDA device; skipped with a line where there is none
-# make test-soak   tests of rare failures, repeated many times
+# make test-soak   tests of rare failures, repeated many times, and what make test proves on fewer ranks or with fewer launchers
 # Every target first sets up the environment if it is missing; see tools/setup.sh.
 
 PYTHON_OF_VENV = .venv/bin/python
@@ -18,6 +18,9 @@ endif
 
 G2P_PARTS = data/g2p/train.hdf data/g2p/dev.hdf data/g2p/test.hdf
 RETURNN_DEMOS = data/returnn/demo-torch.config data/returnn/demo-rf.config
+
+# Each of the many processes that tests start would compile the package anew where nothing may be written.
+export PYTHONDONTWRITEBYTECODE =
 
 # Three workers: tests that wait for processes leave a core idle.
 PYTEST = $(PYTHON_OF_VENV) -m pytest -n 3 --dist loadscope --durations 10
@@ -62,7 +65,7 @@ test-gpu: setup
 	$(PYTHON_OF_VENV) -m pytest -m gpu -rs tests/learner/test_gpu.py
 
 test-soak: setup data
-	$(PYTHON_OF_VENV) -m pytest -m soak --soak --durations 10
+	$(PYTHON_OF_VENV) -m pytest -m "soak or again" --soak --durations 10
 
 check: setup data $(RETURNN_DEMOS)
 	$(PYTHON_OF_VENV) -m ruff format --check .

@@ -41,7 +41,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--soak", action="store_true", help="the tests marked soak try many times what may go wrong now and then")
+    parser.addoption("--soak", action="store_true", help="the tests marked soak and again, whole")
 
 
 def pytest_configure() -> None:
@@ -59,7 +59,8 @@ def _in_turn(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def trained(request: pytest.FixtureRequest, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """What the trainings of the collected modules left (trainings.py)."""
-    return Trained(corpus, tmp_path_factory.mktemp("trained"), {item.path for item in request.session.items})
+    modules = {item.path for item in request.session.items}
+    return Trained(corpus, tmp_path_factory.mktemp("trained"), modules, request.config.getoption("--soak"))
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -104,10 +105,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Groups(config, log)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """RETURNN, which some tests call, switches TensorFlow to the behaviour of its version 1 for the rest of the process: tests
-    that need version 2 come first.
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests that prove again what others prove are for --soak. RETURNN, which some tests call, switches TensorFlow to the
+    behaviour of its version 1 for the rest of the process: tests that need version 2 come first.
     """
+    if not config.getoption("--soak"):
+        repeated = [item for item in items if item.get_closest_marker("again") is not None]
+        config.hook.pytest_deselected(items=repeated)
+        items[:] = [item for item in items if item not in repeated]
     items.sort(key=lambda item: not item.path.name.startswith("test_tensorflow"))
 
 

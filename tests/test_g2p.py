@@ -50,8 +50,8 @@ def test_the_split_is_stable_and_no_word_is_in_two_parts() -> None:
     assert sizes == {"train": 112_292, "dev": 6_394, "test": 6_240}
 
 
-def test_converted_sequences_are_the_words(tmp_path: Path) -> None:
-    small = words_in(tmp_path)
+def test_converted_sequences_are_the_words(trained: Trained) -> None:
+    small = words_in(trained(trainings, RUNS[0]).folder.parent.parent)
     words = resolve(f"{WORDS}:Words")("dev")
     dataset = open_hdf([small / "dev.hdf"])
     assert dataset.num_sequences == 300

@@ -3,6 +3,7 @@
 import ast
 from collections.abc import Iterator
 from fnmatch import fnmatch
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -22,7 +23,11 @@ PLACES = {
 }
 """Where a package may be imported."""
 
-SOURCES = {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text(encoding="utf-8")) for path in PACKAGE.rglob("*.py")}
+
+@cache
+def sources() -> dict[str, ast.Module]:
+    """Every file of the package by its path."""
+    return {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text(encoding="utf-8")) for path in PACKAGE.rglob("*.py")}
 
 
 def imports(tree: ast.AST) -> Iterator[str]:
@@ -33,7 +38,7 @@ def imports(tree: ast.AST) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "imports are absolute"
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+        elif isinstance(node, ast.Call) and "import_module" in (getattr(node.func, "id", ""), getattr(node.func, "attr", "")):
             first = node.args[0].values[0] if isinstance(node.args[0], ast.JoinedStr) else node.args[0]
             if isinstance(first, ast.Constant):
                 yield str(first.value)
@@ -44,11 +49,18 @@ def unit(place: str) -> str:
     return place.split("/")[0].removesuffix(".py")
 
 
+@cache
+def imports_of_files() -> dict[str, list[str]]:
+    """By file, what it imports."""
+    return {place: list(imports(tree)) for place, tree in sources().items()}
+
+
+@cache
 def units() -> dict[str, set[str]]:
     """By root file or folder, the others that it imports."""
-    found: dict[str, set[str]] = {unit(place): set() for place in SOURCES}
-    for place, tree in SOURCES.items():
-        parts = [name.split(".") for name in imports(tree)]
+    found: dict[str, set[str]] = {unit(place): set() for place in sources()}
+    for place, imported in imports_of_files().items():
+        parts = [name.split(".") for name in imported]
         names = {name[1] if name[1] in found else "__init__" for name in parts if name[0] == "hvdtrain" and len(name) > 1}
         found[unit(place)] |= names - {unit(place)}
     return found
@@ -78,32 +90,33 @@ def test_imports_go_down_only_and_levels_are_few() -> None:
 
 
 def test_files_do_not_import_each_other() -> None:
-    modules = {place.removesuffix(".py").removesuffix("/__init__").replace("/", "."): tree for place, tree in SOURCES.items()}
+    by_file = imports_of_files()
+    modules = {place.removesuffix(".py").removesuffix("/__init__").replace("/", "."): by_file[place] for place in by_file}
     graph: dict[str, set[str]] = {}
-    for module, tree in modules.items():
-        names = {name.removeprefix("hvdtrain.") for name in imports(tree) if name.startswith("hvdtrain.")}
+    for module, imported in modules.items():
+        names = {name.removeprefix("hvdtrain.") for name in imported if name.startswith("hvdtrain.")}
         graph[module] = {name if name in modules else name.rpartition(".")[0] for name in names}
     TopologicalSorter(graph).prepare()  # raises CycleError, with the cycle
 
 
 def test_the_root_tells_the_story_and_there_are_few_fragments() -> None:
-    assert len([place for place in SOURCES if "/" not in place]) <= ROOT_FILES
-    assert len(SOURCES) <= FILES
-    for place in SOURCES:
+    assert len([place for place in sources() if "/" not in place]) <= ROOT_FILES
+    assert len(sources()) <= FILES
+    for place in sources():
         folder = Path(place).parent.name
         assert not (folder in ("torch", "tensorflow") and Path(place).name.startswith(f"{folder}_")), place
 
 
 @pytest.mark.parametrize("package", PLACES)
 def test_a_package_is_imported_in_its_places_only(package: str) -> None:
-    for place, tree in SOURCES.items():
-        if package in {name.split(".")[0] for name in imports(tree)}:
+    for place, imported in imports_of_files().items():
+        if package in {name.split(".")[0] for name in imported}:
             assert any(fnmatch(place, allowed) for allowed in PLACES[package]), f"{place} imports {package}"
 
 
 def test_the_environment_is_read_in_one_place() -> None:
     readers = set()
-    for place, tree in SOURCES.items():
+    for place, tree in sources().items():
         for node in ast.walk(tree):
             named = node.attr if isinstance(node, ast.Attribute) else node.name if isinstance(node, ast.alias) else ""
             if named in ("environ", "environb", "getenv", "putenv", "unsetenv"):
@@ -112,6 +125,6 @@ def test_the_environment_is_read_in_one_place() -> None:
 
 
 def test_nothing_is_asserted_that_a_user_could_cause() -> None:
-    for place, tree in SOURCES.items():
+    for place, tree in sources().items():
         lines = [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Assert)]
         assert not lines, f"{place}, line {lines[:1]}: an assert"

@@ -18,12 +18,13 @@ not for this; see launching.py.
 
 import json
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy
+import pytest
 from launching import TOY, launch
 
 CONFIGS = {"torch": TOY, "tensorflow": TOY.with_name("tensorflow_config.py")}
@@ -76,25 +77,35 @@ class Request:
     runs: tuple[Run, ...]
     after: Run | None
     apart: bool
+    again: Sequence[Run]
 
 
 REQUESTS: list[Request] = []
 
 
-def trains(*runs: Run, after: Run | None = None, apart: bool = False) -> Callable[[Trainings], Trainings]:
+def trains(
+    *runs: Run, after: Run | None = None, apart: bool = False, again: Sequence[Run] = ()
+) -> Callable[[Trainings], Trainings]:
     """Have the trainings that the decorated function returns run in each of these ways.
 
     Args:
         after: where the trainings go on with what the same module's trainings left in another run: that one comes first.
         apart: have a launch of their own.
+        again: more runs, with --soak. Give the tests of them the mark with `marked`.
     """
 
     def register(function: Trainings) -> Trainings:
         module = Path(function.__globals__["__file__"])
-        REQUESTS.append(Request(f"{module.stem.removeprefix('test_')}.{function.__name__}", module, function, runs, after, apart))
+        name = f"{module.stem.removeprefix('test_')}.{function.__name__}"
+        REQUESTS.append(Request(name, module, function, runs, after, apart, again))
         return function
 
     return register
+
+
+def marked(runs: Sequence[Run]) -> list[Any]:
+    """Parameters of tests that prove again what other runs prove: with --soak."""
+    return [pytest.param(run, marks=pytest.mark.again) for run in runs]
 
 
 @dataclass(frozen=True)
@@ -163,10 +174,11 @@ ResultsOf = Callable[[Run], Results]
 class Trained:
     """Launches what is asked for, once. Use it as the fixture `trained`."""
 
-    def __init__(self, corpus: Path, folder: Path, modules: set[Path]) -> None:
+    def __init__(self, corpus: Path, folder: Path, modules: set[Path], soak: bool) -> None:
         self._corpus = corpus
         self._folder = folder
-        self._requests = [request for request in REQUESTS if request.module in modules]
+        wanted = [request for request in REQUESTS if request.module in modules]
+        self._requests = [replace(one, runs=(*one.runs, *one.again)) if soak else one for one in wanted]
         self._errors: dict[str, str | None] = {}
 
     def __call__(self, function: Trainings, run: Run) -> Results:
@@ -217,6 +229,17 @@ class Trained:
             job = {"name": name, "folder": str(folder), "configs": list(map(str, configs)), "overrides": texts}
             jobs.append(job | {key: str(given[key]) for key in ("once", "timeline") if key in given})
         return jobs
+
+
+def saved_model(model: Path, epoch: int) -> dict[str, numpy.ndarray]:
+    """The parameters and buffers in a checkpoint, as any program would read them."""
+    [file] = [path for suffix in ("pt", "npz") if (path := model.with_name(f"model.{epoch:03d}.{suffix}")).exists()]
+    if file.suffix == ".pt":
+        import torch
+
+        return {key: value.numpy() for key, value in torch.load(file, weights_only=True)["model"].items()}
+    with numpy.load(file) as stored:
+        return {key: stored[key] for key in stored.files if key != "progress"}
 
 
 def assert_same(one: dict[str, numpy.ndarray], other: dict[str, numpy.ndarray]) -> None:

@@ -9,7 +9,7 @@ import numpy
 import pytest
 import torch
 from launching import hvdtrain
-from trainings import CONFIGS, Results, ResultsOf, Run, Trained, assert_same, trains
+from trainings import CONFIGS, Results, ResultsOf, Run, Trained, assert_same, saved_model, trains
 
 from hvdtrain.comm.base import SingleCommunicator
 from hvdtrain.context import get_run_ctx
@@ -89,7 +89,7 @@ def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
     common["record"] = True
     stops = {"fault": "SIGTERM,0,3,19,24"}
     param = {"horovod_reduce_type": "param", "horovod_param_sync_step": 7}
-    if run.framework == "tensorflow":  # which traces its graphs anew after every stop
+    if run.framework == "tensorflow":  # which traces its graphs anew after every stop; test_update_together.py has the param mode
         stops["fault"] = "SIGTERM,0,3,19"
     preload = {"filename": str(folder / f"whole/model.002.{SUFFIX[run.framework]}"), "init_for_train": True}
     return {
@@ -97,8 +97,11 @@ def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
         "whole": common,
         **({"stopped": {**common, **stops}} if run.framework == "torch" else {}),
         "background": {**common, **stops, "save_in_background": True, "cleanup_old_models": {"keep_last_n": 1, "keep_best_n": 0}},
-        "param.whole": {**common, **param},
-        "param.stopped": {**common, **param, **stops},
+        **(
+            {"param.whole": {**common, **param}, "param.stopped": {**common, **param, **stops}}
+            if run.framework == "torch"
+            else {}
+        ),
         "preloaded": {**common, "preload_from_files": {"all": preload}, "learning_rate": 0.0, "num_epochs": 1},
     }
 
@@ -109,13 +112,8 @@ def results(trained: Trained) -> ResultsOf:
 
 
 def saved(results: Results, name: str, epoch: int = 2) -> dict[str, numpy.ndarray]:
-    """The model in a checkpoint, as any program would read it."""
-    framework = results.run.framework
-    file = results.models[name].with_name(f"model.{epoch:03d}.{SUFFIX[framework]}")
-    if framework == "torch":
-        return {key: value.numpy() for key, value in torch.load(file, weights_only=True)["model"].items()}
-    with numpy.load(file) as stored:
-        return {key: stored[key] for key in stored.files if key != "progress"}
+    """The model in a checkpoint."""
+    return saved_model(results.models[name], epoch)
 
 
 def dev_scores(results: Results, name: str) -> list[float]:
@@ -139,15 +137,16 @@ def test_training_does_not_change_but_what_is_evaluated_and_saved_does(results: 
 @pytest.mark.parametrize("run", RUNS, ids=str)
 def test_stops_change_neither_weights_nor_average(results: ResultsOf, run: Run) -> None:
     made = results(run)
-    told = re.findall(r"stopped by SIGTERM in epoch \d (.*); the same", made.out("background") + made.out("param.stopped"))
+    told = re.findall(r"stopped by SIGTERM in epoch \d (.*); the same", made.out("background"))
     assert any("in the evaluation" in one for one in told)  # while the model has the average as its weights
     pairs = [("whole", "background"), ("param.whole", "param.stopped"), ("whole", "stopped")]
-    for whole, stopped in pairs if run.framework == "torch" else pairs[:2]:
+    for whole, stopped in pairs if run.framework == "torch" else pairs[:1]:
         for rank in range(run.size):
             assert_same(made.weights(whole, rank), made.weights(stopped, rank))
         assert_same(saved(made, whole), saved(made, stopped))
         assert dev_scores(made, whole) == dev_scores(made, stopped)
-    assert_same(made.weights("param.whole"), made.weights("param.whole", run.size - 1))
+    for name in made.names:
+        assert_same(made.weights(name), made.weights(name, run.size - 1))
     files = made.models["background"].parent.glob("model.*")
     left = [path.name for path in files if ".opt." not in path.name and "rank" not in path.name]
     assert left == [f"model.002.{SUFFIX[run.framework]}"]
@@ -180,6 +179,8 @@ def test_another_task_and_another_number_of_ranks_go_on_with_it(corpus: Path, re
     found = re.search(r"epoch 2 evaluation: dev: ce ([0-9.]+)", evaluated.out)
     assert found is not None, evaluated.out + evaluated.err
     assert float(found.group(1)) == pytest.approx(dev_scores(made, "whole")[-1], rel=1e-3)
+    if run.framework == "tensorflow":
+        return  # a process of its own, for what is no framework's own
     gone_on = hvdtrain(CONFIGS[run.framework], {**keys, "model": made.models["param.whole"], "num_epochs": 3})
     assert gone_on.status == 0, gone_on.err
     assert len(dev_scores(made, "param.whole")) == 3

@@ -1,18 +1,19 @@
 """What holds whatever the framework and the transport: N ranks learn what one rank learns, number by number.
 
-A new transport is a line in TRANSPORTS of tests/trainings.py and its pairs in PAIRS; a new framework is a config like
-tests/toy/config.py in CONFIGS.
+A new transport is a line in TRANSPORTS of tests/trainings.py and its runs in SEVERAL; a new framework is a config like
+tests/toy/config.py in CONFIGS. SEVERAL covers every framework, transport and number of ranks; `make test-soak` has the rest.
 """
 
 import re
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
 from launching import hvdtrain
-from trainings import CONFIGS, TRANSPORTS, ResultsOf, Run, Trained, assert_alike, assert_same, trains
+from trainings import CONFIGS, TRANSPORTS, ResultsOf, Run, Trained, assert_alike, assert_same, marked, trains
 
 PAIRS = [("torch", "horovod"), ("torch", "torch.distributed"), ("tensorflow", "horovod")]
 """Which transports serve which framework, beside single, which serves all."""
@@ -22,7 +23,11 @@ PATIENCE = 10.0
 
 
 ALONE = [Run(framework, "single", 1) for framework in CONFIGS]
-SEVERAL = [Run(framework, transport, size) for framework, transport in PAIRS for size in (2, 3)]
+SEVERAL = [Run("torch", "horovod", 2), Run("torch", "torch.distributed", 3), Run("tensorflow", "horovod", 2)]
+AGAIN = [run for pair in PAIRS for size in (2, 3) if (run := Run(*pair, size)) not in SEVERAL]
+"""The other numbers of ranks: with --soak."""
+
+ALL = [*SEVERAL, *marked(AGAIN)]
 
 # One launch does all of a run's trainings; the overrides of each by name. A global batch is 12 sequences for every
 # number of ranks, so 231 sequences are 20 steps, in the last of which only one rank has a batch.
@@ -58,12 +63,11 @@ OF_ONE_FRAMEWORK: dict[str, dict[str, dict[str, object]]] = {
 }
 """Embeddings whose gradients travel as rows: with TensorFlow."""
 
-OF_WHOLE_RUNS = (
-    *("by_frames", "balanced", "ordered_alike", "whole", "first_part", "second_part"),
-    *("param_by_time", "grad_statistics"),
-)
-WHOLE = [run for run in (*ALONE, *SEVERAL) if (run.framework, run.size) != ("tensorflow", 3)]
-"""The runs of these, too: who trains on what, and going on, is no framework's own; PyTorch has them on 3 ranks."""
+OF_NO_FRAMEWORK = ("by_frames", "balanced", "ordered_alike")
+"""Who trains on what: with PyTorch."""
+
+COMPARED = ("sum", "mean", "several", "mean_average", "rows", "rows_averaged", "param_every_7", "evaluated", "divided")
+"""What TensorFlow trains alone: what is compared with several ranks."""
 
 NAMES = {
     "torch": {"first": "first.weight", "frozen": "frozen", "unused": "unused", "mean": "norm.running_mean"},
@@ -72,10 +76,16 @@ NAMES = {
 """What each framework's toy model calls the same parameters."""
 
 
-@trains(*ALONE, *SEVERAL)
+@trains(*ALONE, *SEVERAL, again=AGAIN)
 def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
     made = TRAININGS | OF_ONE_FRAMEWORK[run.framework]
-    return {name: {"watchdog_timeout": 150, **given} for name, given in made.items() if run in WHOLE or name not in OF_WHOLE_RUNS}
+    if run.framework != "torch":
+        made = {name: given for name, given in made.items() if name not in OF_NO_FRAMEWORK and (run.size > 1 or name in COMPARED)}
+    return {name: {"watchdog_timeout": 150, **given} for name, given in made.items()}
+
+
+def of_torch(runs: list[Any]) -> list[Any]:
+    return [run for run in runs if (run if isinstance(run, Run) else run.values[0]).framework == "torch"]
 
 
 @pytest.fixture
@@ -83,7 +93,7 @@ def results(trained: Trained) -> ResultsOf:
     return partial(trained, trainings)
 
 
-@pytest.mark.parametrize("run", SEVERAL, ids=str)
+@pytest.mark.parametrize("run", ALL, ids=str)
 def test_weights_after_20_steps_do_not_depend_on_the_number_of_ranks(results: ResultsOf, run: Run) -> None:
     for name in ("sum", "mean", "several", "mean_average"):
         assert_alike(results(run.alone).weights(name), results(run).weights(name), 1e-5)
@@ -91,14 +101,14 @@ def test_weights_after_20_steps_do_not_depend_on_the_number_of_ranks(results: Re
         assert results(run).reports(name)[0]["steps"] == 20
 
 
-@pytest.mark.parametrize("run", [run for run in SEVERAL if run.framework == "tensorflow"], ids=str)
+@pytest.mark.parametrize("run", [run for run in ALL if run not in of_torch(ALL)], ids=str)
 def test_sparse_gradients_do_not_depend_on_the_number_of_ranks(results: ResultsOf, run: Run) -> None:
     for name in ("rows", "rows_averaged"):
         assert_alike(results(run.alone).weights(name), results(run).weights(name), 1e-5)
     assert not numpy.array_equal(results(run).weights("rows")["table"], results(run).weights("rows_averaged")["table"])
 
 
-@pytest.mark.parametrize("run", SEVERAL, ids=str)
+@pytest.mark.parametrize("run", ALL, ids=str)
 def test_all_ranks_end_with_the_same_model(results: ResultsOf, run: Run) -> None:
     """Parameters and all buffers, bit for bit; also where an epoch's steps are no multiple of the sync interval."""
     for name in results(run).names:
@@ -116,12 +126,12 @@ def test_training_changes_the_model_and_leaves_frozen_and_unused_parameters_alon
     assert numpy.array_equal(still[names["unused"]], trained[names["unused"]])
 
 
-@pytest.mark.parametrize("run", SEVERAL, ids=str)
+@pytest.mark.parametrize("run", ALL, ids=str)
 def test_averaging_parameters_after_every_sgd_step_is_averaging_gradients(results: ResultsOf, run: Run) -> None:
     assert_alike(results(run).weights("grad_average"), results(run).weights("param_every_step"), 1e-5)
 
 
-@pytest.mark.parametrize("run", SEVERAL, ids=str)
+@pytest.mark.parametrize("run", ALL, ids=str)
 def test_averaging_parameters_is_not_the_same_as_training_alone(results: ResultsOf, run: Run) -> None:
     names = NAMES[run.framework]
     alone, together = results(run.alone).weights("param_every_7"), results(run).weights("param_every_7")
@@ -129,7 +139,7 @@ def test_averaging_parameters_is_not_the_same_as_training_alone(results: Results
     assert numpy.abs(together[names["mean"]]).max() > 0
 
 
-@pytest.mark.parametrize("run", SEVERAL, ids=str)
+@pytest.mark.parametrize("run", ALL, ids=str)
 def test_syncs_and_bytes_are_counted(results: ResultsOf, run: Run) -> None:
     """20 updates an epoch: a sync after 7, after 14 and at the end, or gradients 20 times. In TensorFlow's graphs, too."""
     weights = results(run).weights("sum")
@@ -145,7 +155,7 @@ def test_syncs_and_bytes_are_counted(results: ResultsOf, run: Run) -> None:
     assert results(run.alone).reports("sum")[0]["sent"] == 0
 
 
-@pytest.mark.parametrize("run", SEVERAL, ids=str)
+@pytest.mark.parametrize("run", ALL, ids=str)
 def test_evaluation_gives_the_same_numbers_on_any_number_of_ranks(results: ResultsOf, run: Run) -> None:
     """To the last bit: with a learning rate of zero the models are the same."""
     one, several = results(run.alone).scores("evaluated")[-1], results(run).scores("evaluated")[-1]
@@ -154,13 +164,13 @@ def test_evaluation_gives_the_same_numbers_on_any_number_of_ranks(results: Resul
     assert dev == {name: several[name] for name in dev}
 
 
-@pytest.mark.parametrize("run", WHOLE, ids=str)
+@pytest.mark.parametrize("run", of_torch([*ALONE, *ALL]), ids=str)
 def test_every_sequence_is_trained_on_once_an_epoch(results: ResultsOf, run: Run) -> None:
     for name in ("by_frames", "balanced"):
         assert results(run).trained_on(name) == {(epoch, number): 1 for epoch in (1, 2) for number in range(231)}, name
 
 
-@pytest.mark.parametrize("run", WHOLE, ids=str)
+@pytest.mark.parametrize("run", of_torch([*ALONE, *ALL]), ids=str)
 def test_with_random_seed_offset_every_rank_sees_everything_in_its_own_order(results: ResultsOf, run: Run) -> None:
     everything = {(epoch, number): run.size for epoch in (1, 2) for number in range(231)}
     assert results(run).trained_on("ordered_alike") == everything
@@ -168,7 +178,7 @@ def test_with_random_seed_offset_every_rank_sees_everything_in_its_own_order(res
     assert len(orders) == run.size
 
 
-@pytest.mark.parametrize("run", WHOLE, ids=str)
+@pytest.mark.parametrize("run", [*of_torch(ALONE), *ALL], ids=str)
 def test_three_epochs_in_one_go_or_in_two(results: ResultsOf, run: Run) -> None:
     """Bit for bit, dropout and BatchNorm included; on 3 ranks a sum may be added up in another order the next time."""
     compare = assert_same if run.size < 3 else lambda one, other: assert_alike(one, other, 1e-5)
@@ -177,7 +187,7 @@ def test_three_epochs_in_one_go_or_in_two(results: ResultsOf, run: Run) -> None:
     assert "training goes on after epoch 1, step 20." in results(run).out("second_part")
 
 
-@pytest.mark.parametrize("run", [*ALONE, *SEVERAL], ids=str)
+@pytest.mark.parametrize("run", [*ALONE, *ALL], ids=str)
 def test_only_rank_0_prints_and_the_scaled_learning_rate_is_told(results: ResultsOf, run: Run) -> None:
     for name in results(run).names:
         assert results(run).out(name).count("Finished training in epoch") == 1
@@ -186,7 +196,7 @@ def test_only_rank_0_prints_and_the_scaled_learning_rate_is_told(results: Result
     assert f"start epoch 1 global train step 0 with effective learning rate {rate} ..." in results(run).out("divided")
 
 
-@pytest.mark.parametrize("run", [*ALONE, *SEVERAL], ids=str)
+@pytest.mark.parametrize("run", [*ALONE, *ALL], ids=str)
 def test_a_job_in_one_framework_never_imports_the_other(results: ResultsOf, run: Run) -> None:
     assert (results(run).folder / "frameworks").read_text() == {"torch": "torch", "tensorflow": "keras tensorflow"}[run.framework]
 
@@ -196,8 +206,10 @@ def test_a_rank_that_raises_ends_the_job_and_its_traceback_is_shown(
     corpus: Path, tmp_path: Path, framework: str, transport: str
 ) -> None:
     overrides = {"corpus": corpus, "model": tmp_path / "model", "record": tmp_path / "record", "fault": "raise,1,5"}
-    finished = hvdtrain(CONFIGS[framework], {**overrides, **TRANSPORTS[transport]}, ranks=3)
+    size = 2 if framework == "tensorflow" else 3  # which takes seconds to start
+    finished = hvdtrain(CONFIGS[framework], {**overrides, **TRANSPORTS[transport]}, ranks=size)
     assert time.time() - float((tmp_path / "record.fault").read_text()) < PATIENCE
     assert finished.status != 0
     assert "RuntimeError: planted by the test" in finished.err
-    assert re.findall(r"rank \d of 3: Traceback", finished.err) == ["rank 1 of 3: Traceback"]  # the others have nothing to tell
+    told = re.findall(r"rank \d of \d: Traceback", finished.err)
+    assert told == [f"rank 1 of {size}: Traceback"]  # the others have nothing to tell

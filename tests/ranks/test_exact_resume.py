@@ -46,18 +46,16 @@ OF_NO_FRAMEWORK: dict[str, dict[str, object]] = {
     "by_the_clock": {"save_interval_minutes": 0.0005},
     "newbob": {"learning_rate_control": "newbob", "evaluated": True, "newbob_relative_error_threshold": -0.5},
 }
-"""What is no framework's own: one by one with PyTorch."""
+"""What is no framework's own: one by one on one rank with PyTorch, all at once on several."""
 
 
 def trainings_of(run: Run) -> dict[str, dict[str, object]]:
-    if run.framework == "torch":
+    """Those of TensorFlow, whose other gradients test_update_together.py stops, are few, since it traces its graphs anew."""
+    if run.size == 1:
         return TRAININGS | OF_NO_FRAMEWORK
     all_keys = {key: value for given in OF_NO_FRAMEWORK.values() for key, value in given.items()}
-    return {
-        "grad": TRAININGS["plain"] | {"layers": "statistics", "gradient_clip_global_norm": 1.0},
-        "local": TRAININGS["local"],
-        "background": TRAININGS["background"] | all_keys,
-    }
+    together = {"background": TRAININGS["background"] | all_keys}
+    return (TRAININGS if run.framework == "torch" else {"local": TRAININGS["local"]}) | together
 
 
 SAME = ("scores", "steps", "global_step", "learning_rate", "padding", "syncs", "sent")

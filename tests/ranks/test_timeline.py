@@ -10,8 +10,10 @@ from trainings import Run, Trained, trains
 def test_the_key_writes_a_timeline_with_our_names(corpus: Path, tmp_path: Path) -> None:
     timeline = tmp_path / "new" / "timeline.json"
     overrides = {"corpus": corpus, "model": tmp_path / "model", "use_horovod": 1, "horovod_timeline": timeline}
-    finished = hvdtrain(TOY, overrides, ranks=2)
+    finished = hvdtrain(TOY, {**overrides, "log_verbosity": 4}, ranks=2)
     assert finished.status == 0, finished.err
+    assert "%|" not in finished.out + finished.err  # no bar where mpirun's output is no terminal
+    assert "\r" not in finished.out
     rows = rows_of(timeline)
     gradient = rows["grouped_allreduce.gradients.0_1of5"]
     assert gradient.count("NEGOTIATE_ALLREDUCE") == 20  # once a step

@@ -7,12 +7,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from launching import EMPTY, FAST, ROOT, TOY, Finished, clean_environment, hvdtrain, launch, torchrun
 
-from hvdtrain.errors import ConfigError
+from hvdtrain.comm.rendezvous import SharedFile
+from hvdtrain.comm.torch_meeting import meet
+from hvdtrain.errors import ConfigError, LaunchError
 from hvdtrain.settings import read_settings
 
 PATIENCE = 15.0
@@ -57,7 +60,7 @@ def assert_trained(finished: Finished, ranks: int) -> None:
     assert finished.out.count("Finished training in epoch 1.") == 1
 
 
-@pytest.mark.parametrize("options", [[], ["--use_env"]])
+@pytest.mark.parametrize("options", [[], pytest.param(["--use_env"], marks=pytest.mark.again)])  # which is what torchrun does
 def test_torch_distributed_launch(corpus: Path, tmp_path: Path, options: list[str]) -> None:
     launcher = ["-m", "torch.distributed.launch", "--standalone", "--nproc_per_node", "2", *options]
     finished = launch([*launcher, *command(corpus, tmp_path, torch_distributed={})])
@@ -72,6 +75,7 @@ def test_torchrun_on_two_hosts_with_two_processes_and_one(corpus: Path, tmp_path
     assert "torch: 3 ranks, 3 on" in "".join(one.out for one in ended)
 
 
+@pytest.mark.again  # trainings of test_contract.py under mpirun
 def test_mpirun(corpus: Path, tmp_path: Path) -> None:
     assert_trained(launch(command(corpus, tmp_path, torch_distributed={}), ranks=2), 2)
 
@@ -101,48 +105,57 @@ def test_srun(corpus: Path, tmp_path: Path) -> None:
     assert_trained(by_hand([command(corpus, tmp_path, torch_distributed={})] * 2, tasks)[0], 2)
 
 
-def test_two_processes_on_one_host_and_one_on_another(corpus: Path, tmp_path: Path) -> None:
+def test_processes_that_are_told_their_ranks(corpus: Path, tmp_path: Path) -> None:
     """As ESPnet2's text has it: each process is told its rank."""
-    where = {"dist_world_size": 3, "dist_master_addr": "localhost", "dist_master_port": port(0), "ngpu": 1}
-    commands = [command(corpus, tmp_path, dist_rank=rank, multiprocessing_distributed="false", **where) for rank in range(3)]
+    where = {"dist_world_size": 2, "dist_master_addr": "localhost", "dist_master_port": port(0), "ngpu": 1}
+    commands = [command(corpus, tmp_path, dist_rank=rank, multiprocessing_distributed="false", **where) for rank in range(2)]
     ended = by_hand(commands)
-    assert_trained(ended[0], 3)
-    assert [one.status for one in ended] == [0, 0, 0]
-    assert [one.out for one in ended[1:]] == ["", ""]
+    assert_trained(ended[0], 2)
+    assert [one.status for one in ended] == [0, 0]
+    assert ended[1].out == ""
 
 
-def test_a_file_of_an_earlier_run_does_no_harm(corpus: Path, tmp_path: Path) -> None:
-    meet = tmp_path / "meet"
-    meet.write_text('{"hosts": ["127.0.0.1"], "port": 9, "token": "old"}')
-    keys = {"torch_distributed": {"init_method": f"file://{meet}", "world_size": 2}}
-    commands = [command(corpus, tmp_path, **keys, dist_rank=rank) for rank in (0, 1)]
-    assert_trained(by_hand(commands, pause=1.0)[0], 2)
-    assert not meet.exists()
+def meeting(path: Path, ranks: list[tuple[int, int]], timeout: float = 60.0) -> list[str]:
+    """Have ranks, given as (rank, size), meet at a file as their processes would; what each was told, or "met"."""
+
+    def met(rank: int, size: int) -> str:
+        try:
+            meet(SharedFile(path), rank, size, timeout)
+        except LaunchError as error:
+            return str(error)
+        return "met"
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        running = [pool.submit(met, *one) for one in reversed(ranks)]
+    return [one.result() for one in reversed(running)]
 
 
-def test_a_rank_given_twice_and_other_numbers_of_processes_are_found_out(corpus: Path, tmp_path: Path) -> None:
-    keys = {"dist_init_method": f"file://{tmp_path}/meet"}
-    twice = [command(corpus, tmp_path, **keys, dist_world_size=3, dist_rank=rank) for rank in (0, 1, 1)]
-    for finished in by_hand(twice):
-        assert finished.status == 2
-        assert "expected distinct ranks, got rank 1 twice" in finished.err
-    other = [command(corpus, tmp_path, **keys, dist_world_size=2 + rank, dist_rank=rank) for rank in (0, 1)]
-    for finished in by_hand(other):
-        assert finished.status == 2
-        assert re.search("expected the same number of processes on all ranks, got (2 and 3|3 and 2)", finished.err)
+def test_a_file_of_an_earlier_run_does_no_harm(tmp_path: Path) -> None:
+    path = tmp_path / "meet"
+    path.write_text('{"hosts": ["127.0.0.1"], "port": 9, "token": "old"}')
+    assert meeting(path, [(0, 2), (1, 2)]) == ["met", "met"]
+    assert not path.exists()
+
+
+def test_a_rank_given_twice_and_other_numbers_of_processes_are_found_out(tmp_path: Path) -> None:
+    for told in meeting(tmp_path / "twice", [(0, 3), (1, 3), (1, 3)]):
+        assert "expected distinct ranks, got rank 1 twice" in told
+    for told in meeting(tmp_path / "other", [(0, 2), (1, 3)]):
+        assert re.search("expected the same number of processes on all ranks, got (2 and 3|3 and 2)", told)
 
 
 def test_who_does_not_come_is_named(corpus: Path, tmp_path: Path) -> None:
     keys = {"torch_distributed": {"timeout_sec": 2}, "dist_init_method": f"file://{tmp_path}/meet", "dist_world_size": 2}
-    first, second = (by_hand([command(corpus, tmp_path, **keys, dist_rank=rank)])[0] for rank in (0, 1))
-    assert first.status == second.status == 2
+    [first] = by_hand([command(corpus, tmp_path, **keys, dist_rank=0)])
+    assert first.status == 2
     assert f"file://{tmp_path}/meet: expected 2 processes, got none with rank 1 in time" in first.err
-    assert f"rank 1 of 2: expected rank 0 at file://{tmp_path}/meet, got no answer within 2 s" in second.err
+    [second] = meeting(tmp_path / "meet", [(1, 2)], timeout=2.0)
+    assert f"rank 1 of 2: expected rank 0 at file://{tmp_path}/meet, got no answer within 2 s" in second
 
 
 def test_ngpu_starts_processes_and_passes_a_signal_on(corpus: Path, tmp_path: Path) -> None:
-    assert_trained(launch(command(corpus, tmp_path, ngpu=2)), 2)
-    arguments = command(corpus, tmp_path / "second", ngpu=2, fault="hang,1,0", record=tmp_path / "record")
+    """That such processes train is in test_mpirun_whose_processes_start_some_of_their_own."""
+    arguments = command(corpus, tmp_path, ngpu=2, fault="hang,1,0", record=tmp_path / "record")
     process = subprocess.Popen([sys.executable, *arguments], env=clean_environment(), cwd=ROOT)
     wait_for(tmp_path / "record.fault")
     process.send_signal(signal.SIGINT)
@@ -214,8 +227,15 @@ def trainings(folder: Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("launcher", ["ngpu", "torchrun"])
-@pytest.mark.parametrize("fault", ["raise", "kill", "SIGSTOP"])
+@pytest.mark.parametrize(
+    ("fault", "launcher"),
+    [
+        ("raise", "ngpu"),
+        ("kill", "ngpu"),
+        ("SIGSTOP", "torchrun"),
+        *(pytest.param(*one, marks=pytest.mark.again) for one in (("SIGSTOP", "ngpu"), ("raise", "torchrun"), ("kill", "torchrun"))),
+    ],
+)
 def test_a_rank_that_fails_ends_the_job(corpus: Path, tmp_path: Path, launcher: str, fault: str) -> None:
     keys = {"fault": f"{fault},1,3", "record": tmp_path / "record", "part": "train.hdf", "max_seqs": 4}
     if fault == "SIGSTOP":
@@ -250,7 +270,10 @@ def test_timeout_sec_ends_a_wait_for_a_rank_that_hangs(corpus: Path, tmp_path: P
 
 
 def test_several_processes_without_a_key_are_told_both(corpus: Path, tmp_path: Path) -> None:
-    finished = torchrun(command(corpus, tmp_path), 2)
+    """Each of them finds out by itself: one of them, with what torchrun tells it."""
+    started = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "one"}
+    finished = launch(command(corpus, tmp_path), environment=started)
+    assert finished.status == 2
     assert "2 processes that torchrun started belong together, got neither use_horovod nor torch_distributed" in finished.err
     assert "(add ++use_horovod 1 to the command, or ++torch_distributed {})" in finished.err
 

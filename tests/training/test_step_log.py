@@ -60,10 +60,6 @@ def test_under_mpirun(corpus: Path, tmp_path: Path) -> None:
     assert all(len(bar) <= 59 for bar in bars)
     assert all(len(bar) <= 49 for bar in bars[-2:]), "the bar follows the size of mpirun's terminal"
     assert "Finished training in epoch 1." in screen(terminal.text)
-    piped = hvdtrain(TOY, {"corpus": corpus, "model": tmp_path / "other" / "model", "use_horovod": True, "log_verbosity": 4}, 2)
-    assert piped.status == 0, piped.err
-    assert "%|" not in piped.out + piped.err
-    assert "\r" not in piped.out
 
 
 def test_lines_above_the_bar_at_the_highest_verbosity_and_no_bar_at_the_lowest(corpus: Path, tmp_path: Path) -> None:

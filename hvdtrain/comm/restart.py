@@ -129,7 +129,7 @@ def remembered(environ: Mapping[str, str]) -> Failure | None:
 
 
 def tell(environ: Mapping[str, str], failure: Failure) -> None:
-    """Print why this attempt of torchrun ends at once, unless another rank of the host has: whichever ends first ends the others."""
+    """Print why this attempt of torchrun ends at once, unless another rank of the host has: who ends first ends the others."""
     attempt = _attempt(environ)
     if attempt is None or (attempt / "hvdtrain-told").exists():
         return

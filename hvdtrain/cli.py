@@ -102,7 +102,8 @@ def run_config(arguments: list[str]) -> int:
         horovod_elastic.watch_hosts(launch.environment())
     failure = restart.remembered(launch.environment())
     if failure is not None:
-        return _end_again(failure)
+        restart.tell(launch.environment(), failure)
+        return failure.status
     try:
         paths, overrides = parse_command_line([each for each in arguments if each not in ("--dry-run", "--print-config")])
         if "--dry-run" in arguments:
@@ -212,13 +213,6 @@ def _refuse(message: str) -> int:
     if rank != 0:
         time.sleep(SECONDS_FOR_RANK_0)
     return _fail(message, rank, status=2, everywhere=True)
-
-
-def _end_again(failure: restart.Failure) -> int:
-    """End a rank that torchrun has started again after an error. One rank of the host says why."""
-    if launch.launch().local_rank == 0:
-        print(f"not started again after an error that would only repeat (see above): {failure.text}", file=sys.stderr, flush=True)
-    return failure.status
 
 
 def _fail(message: str, rank: int, status: int, everywhere: bool, would_repeat: bool = True) -> int:

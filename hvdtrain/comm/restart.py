@@ -128,14 +128,31 @@ def remembered(environ: Mapping[str, str]) -> Failure | None:
     return Failure(int(status) if status.isdigit() else 1, text)
 
 
+def tell(environ: Mapping[str, str], failure: Failure) -> None:
+    """Print why this attempt of torchrun ends at once, unless another rank of the host has: who ends first ends the others."""
+    attempt = _attempt(environ)
+    if attempt is None or (attempt / "hvdtrain-told").exists():
+        return
+    sys.stderr.write(f"not started again after an error that would only repeat (see above): {failure.text}\n")
+    sys.stderr.flush()
+    try:
+        (attempt / "hvdtrain-told").touch()
+    except OSError:
+        pass  # the others print it, too
+
+
 def _record(environ: Mapping[str, str]) -> Path | None:
     """The file for `remember`: beside the folders of torchrun's attempts, of which every torchrun makes a new one on its host."""
-    if not restarts_of_torchrun(environ):
-        return None
+    attempt = _attempt(environ)
+    return None if attempt is None else attempt.parent / "hvdtrain-error"
+
+
+def _attempt(environ: Mapping[str, str]) -> Path | None:
+    """The folder of this attempt of a torchrun that may restart its ranks."""
     parents = Path(environ.get("TORCHELASTIC_ERROR_FILE", "")).parents
-    if len(parents) < 3 or not parents[1].name.startswith("attempt_"):
+    if not restarts_of_torchrun(environ) or len(parents) < 3 or not parents[1].name.startswith("attempt_"):
         return None
-    return parents[2] / "hvdtrain-error"
+    return parents[1]
 
 
 def restarts_of_torchrun(environ: Mapping[str, str]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import traceback
@@ -51,6 +52,8 @@ class Workers(Generic[Question]):
             there.close()
             self._pipes.append(here)
             self._processes.append(process)
+        # Where an error ends the program, nobody closes them, and Python would wait for them before it closes the pipes.
+        atexit.register(self.close)
 
     @property
     def usable(self) -> bool:
@@ -90,6 +93,7 @@ class Workers(Generic[Question]):
         """End the processes."""
         if self._process != os.getpid():
             return
+        atexit.unregister(self.close)
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:

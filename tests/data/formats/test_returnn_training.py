@@ -1,6 +1,7 @@
 """Datasets of the real RETURNN, trained on as they are: the sequences that RETURNN yields, in its order, each on one rank."""
 
 import pickle
+import subprocess
 import sys
 import zipfile
 from collections.abc import Callable, Iterator
@@ -322,6 +323,17 @@ def test_a_multi_proc_dataset_is_what_is_inside(tmp_path: Path) -> None:
     assert list(spec.files) == inside["dataset"]["files"]
     with opened({**inside, "dataset": {**outer, "dataset": inside["dataset"]}}) as dataset:
         assert_equal(read(dataset, 2), by_returnn(inside, 2))
+
+
+def test_the_processes_end_with_the_program(tmp_path: Path) -> None:
+    """Also where nobody closes the dataset, as after an error."""
+    program = f"""
+from hvdtrain.data.sources import open_dataset, parse
+spec, _ = parse("train", {{"class": "ReturnnDataset", "num_workers": 2, "dataset": {of_files([hdf(tmp_path)])!r}}}, {{}})
+dataset = open_dataset(spec)
+raise SystemExit(3)
+"""
+    assert subprocess.run([sys.executable, "-c", program], timeout=300).returncode == 3
 
 
 def test_every_rank_has_the_same_order_whatever_launched_it(tmp_path: Path) -> None:

@@ -122,6 +122,7 @@ class Steps:
         self._outputs = outputs
         self._has_callback = has_callback
         self.seen: dict[str, Tensor] = {} if outputs is None else dict(outputs.data)
+        self._batch_axis: Dim = batch_dim
 
     def run(
         self,
@@ -168,10 +169,14 @@ class Steps:
         tensors: TensorDict = raw_dict_to_extern_data(
             raw, extern_data_template=wanted, device=device, with_eval_targets=is_training
         )
+        self._batch_axis = next((tensor.dims[0] for tensor in tensors.data.values()), batch_dim)
         if context.seq_tags is not None:
-            batch_axis = next(iter(tensors.data.values())).dims[0] if tensors.data else batch_dim
-            tensors.data["seq_tag"] = SeqTags(batch_axis, context.seq_tags)
+            tensors.data["seq_tag"] = SeqTags(self._batch_axis, context.seq_tags)
         return tensors
+
+    def is_batch_axis(self, dim: Dim) -> bool:
+        """Whether a dim is that of the batch: RETURNN takes the first one of `extern_data` for it, of whatever kind that is."""
+        return bool(dim == self._batch_axis or dim.is_batch_dim())
 
     def _mark_outputs(self, marked: Any, context: RunContext) -> None:
         """Mark the outputs of every sequence, without padding. Raises: ConfigError."""
@@ -179,13 +184,13 @@ class Steps:
         if missing:
             raise ConfigError([f"forward_step: expected all of model_outputs to be marked, got no {', '.join(missing)}"])
         for name, tensor in marked.outputs.data.items():
-            axis = next((number for number, dim in enumerate(tensor.dims) if dim.is_batch_dim()), None)
+            axis = next((number for number, dim in enumerate(tensor.dims) if self.is_batch_axis(dim)), None)
             if axis is None:
                 raise ConfigError([f"forward_step: expected the batch among the dims of the output {name!r}, got {tensor}"])
             first = tensor.copy_move_axis(axis, 0) if axis else tensor
             sizes = [_sizes(dim, first.dims[0]) for dim in first.dims[1:]]
             context.mark_as_output(_rows(first, sizes), name)
-            self.seen[name] = first
+            self.seen[name] = first.copy_template()
             for number, values in enumerate(sizes):
                 if self._has_callback and values is not None and values.ndim > 1:  # several hypotheses
                     context.mark_as_output(list(values), size_name(name, number))
@@ -271,15 +276,18 @@ class Callback:
                 raw_tensor=raw,
             )
         dims: list[Dim] = []
-        for axis, (dim, size) in enumerate(zip([one for one in like.dims if not one.is_batch_dim()], raw.shape, strict=True)):
+        for axis, (dim, size) in enumerate(zip(self._without_batch(like.dims), raw.shape, strict=True)):
             if dim.is_static():
                 dims.append(dim)
                 continue
-            several = outputs.get(size_name(name, axis))
+            several = outputs.get(size_name(name, axis))  # a size for each hypothesis
             sizes = numpy.array(size, dtype=numpy.int32) if several is None else several.raw_tensor
-            own = [one for one in dims if one.dimension in sizes.shape][: sizes.ndim]  # of the hypotheses
+            own = [] if several is None else self._without_batch(dim.dyn_size_ext.dims)
             dims.append(Dim(Tensor(dim.name, own, str(sizes.dtype), raw_tensor=sizes), name=dim.name, kind=dim.kind))
         return Tensor(name, dims, str(raw.dtype), sparse_dim=like.sparse_dim, raw_tensor=raw)
+
+    def _without_batch(self, dims: Sequence[Dim]) -> list[Dim]:
+        return [dim for dim in dims if not self._steps.is_batch_axis(dim)]
 
 
 def size_name(name: str, axis: int) -> str:

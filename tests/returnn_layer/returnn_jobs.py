@@ -20,7 +20,7 @@ def main() -> None:
         child = os.fork()
         if child == 0:
             torch.set_num_threads(1)
-            os.chdir(Path(arguments[0]).parent)
+            os.chdir(Path(sys.argv[1]).parent)  # where it may leave files of its own
             run_returnn(["returnn", *arguments])
             sys.stdout.flush()
             os._exit(0)

@@ -14,6 +14,7 @@ from hvdtrain.learner.torch.optimizer import in_own_order, make_optimizer
 from hvdtrain.returnn_layer.installed import Installed
 from hvdtrain.run import train
 from hvdtrain.settings import Settings, read_settings
+from hvdtrain.tasks.tasks import forward_all
 
 CONFIG = """
 import returnn.frontend as rf
@@ -164,3 +165,27 @@ def test_a_state_in_another_order_is_put_into_ours() -> None:
         in_own_order(stored, names, [["c", "a", "d"]])
     with pytest.raises(ValueError, match="got others with e"):
         in_own_order(stored, names, [["c", "a", "b", "e"], ["d"]])
+
+
+def test_a_batch_dim_of_the_configs_own(tmp_path: Path) -> None:
+    """Of another kind than RETURNN's, and not the first axis of an output."""
+    body = """
+sequences, time, features = Dim(None, name="sequences"), Dim(None, name="time"), Dim(9, name="in")
+extern_data = {"data": {"dims": [sequences, time, features], "feature_dim": features, "dtype": "float32"}}
+forward_data, kept = train, []
+def train_step(*, model, extern_data, **_):
+    rf.reduce_mean(model(extern_data["data"]), axis=model.out.out_dim).mark_as_loss("some")
+def forward_step(*, model, extern_data, **_):
+    extern_data["data"].mark_as_output("output", shape=[time, sequences, features])
+class forward_callback:
+    def init(self, *, model):
+        assert isinstance(model, Model)
+    def process_seq(self, *, seq_tag, outputs):
+        output = outputs["output"]
+        assert output.dims[1] == features and output.raw_tensor.shape == (output.dims[0].get_dim_value(), 9)
+        kept.append(len(output.raw_tensor))
+    def finish(self):
+        assert len(kept) == 6 and len(set(kept)) > 1
+"""
+    train(read(tmp_path, body))
+    forward_all(read_settings([tmp_path / "my.config"], {"task": "forward"}))

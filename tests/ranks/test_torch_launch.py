@@ -233,7 +233,9 @@ def trainings(folder: Path) -> list[str]:
         ("raise", "ngpu"),
         ("kill", "ngpu"),
         ("SIGSTOP", "torchrun"),
-        *(pytest.param(*one, marks=pytest.mark.again) for one in (("SIGSTOP", "ngpu"), ("raise", "torchrun"), ("kill", "torchrun"))),
+        pytest.param("SIGSTOP", "ngpu", marks=pytest.mark.again),
+        pytest.param("raise", "torchrun", marks=pytest.mark.again),
+        pytest.param("kill", "torchrun", marks=pytest.mark.again),
     ],
 )
 def test_a_rank_that_fails_ends_the_job(corpus: Path, tmp_path: Path, launcher: str, fault: str) -> None:

@@ -115,7 +115,10 @@ class TorchState:
     def _contents(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The contents of the model's file and of the optimizer's, without progress."""
         model: dict[str, Any] = self._saved()
-        names = [name for group in self._names_by_group() for name in group]  # RETURNN finds the parameters of the state by these
+        # The order of the optimizer's parameters, by which RETURNN finds their state; then those that are not trained.
+        trained_names = [name for group in self._names_by_group() for name in group]
+        names = list(dict.fromkeys([*trained_names, *(name for name, _ in self._model.named_parameters())]))
+        names = [name for name in names if name not in self._constants]
         optimizer: dict[str, Any] = {**self._optimizer_state(), "param_names": names}
         optimizer |= {name: kept for name, kept in ((SHARED, self.shared), (OWN, self.own)) if kept}
         if self._average is not None and self._average.started:

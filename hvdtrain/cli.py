@@ -113,6 +113,8 @@ def run_config(arguments: list[str]) -> int:
             if rank == 0:
                 print(print_config(settings))
             return 0
+        if horovod_elastic.is_elastic(launch.environment()):
+            horovod_elastic.check_backend(settings.run.backend)
         own = local.processes(settings.launch, started)
         restart.check_restarts(settings.launch, started, own)
         if own:
@@ -223,9 +225,7 @@ def _fail(message: str, rank: int, status: int, everywhere: bool, would_repeat: 
     """
     size = launch.launch().size
     if would_repeat:
-        told = message.strip().splitlines()
-        cause = told[-1] if told[0].startswith("Traceback") else message
-        restart.remember(launch.environment(), restart.Failure(status, f"rank {rank} of {size}: {cause}"))
+        restart.remember(launch.environment(), restart.Failure(status, f"rank {rank} of {size}: {_cause(message)}"))
         if horovod_elastic.is_elastic(launch.environment()):
             horovod_elastic.note_error(launch.environment())
     if everywhere:
@@ -238,3 +238,10 @@ def _fail(message: str, rank: int, status: int, everywhere: bool, would_repeat: 
     if size > 1:
         os._exit(status)
     return status
+
+
+def _cause(message: str) -> str:
+    """The error of a traceback, without the lines that were added to it; any other message as it is."""
+    told = message.strip().splitlines()
+    frames = [number for number, line in enumerate(told[:-1]) if line.startswith("  ")]
+    return told[frames[-1] + 1] if frames and told[0].startswith("Traceback") else message

@@ -2,7 +2,7 @@
 
 The driver keeps the processes of ranks that live, and expects them to connect anew. Here, such a process asks the driver for its
 new rank and then replaces itself by a new program (exec), which goes on from the newest checkpoint. So nothing of the former
-connection is left, with either framework. Reference: horovod/runner/elastic/{driver,rendezvous,registration}.py of Horovod 0.28.
+connection is left. Reference: horovod/runner/elastic/{driver,rendezvous,registration}.py of Horovod 0.28.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+
+from hvdtrain.errors import LaunchError
 
 NAMES = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
 """What the driver answers, in this order."""
@@ -32,6 +34,17 @@ STOP_SIGNAL = signal.SIGUSR1
 def is_elastic(environ: Mapping[str, str]) -> bool:
     """Whether Horovod's elastic driver started this process."""
     return environ.get("HOROVOD_ELASTIC") == "1"
+
+
+def check_backend(backend: str) -> None:
+    """Raises: LaunchError: the framework cannot go on under the driver."""
+    if backend == "tensorflow":
+        error = LaunchError(
+            "horovodrun --min-np: expected backend 'torch', got 'tensorflow', whose ranks start too late for Horovod to connect "
+            "them again in all cases (leave --min-np and --host-discovery-script out; the same command goes on after a failure)"
+        )
+        error.on_every_rank = True
+        raise error
 
 
 def note_error(environ: Mapping[str, str]) -> None:

@@ -1,6 +1,7 @@
 """The batch in which the config's functions raise."""
 
 import traceback
+from dataclasses import replace
 
 import numpy
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 from hvdtrain.data.describe import naming
 from hvdtrain.data.types import Batch, Padded
-from hvdtrain.errors import ConfigError
+from hvdtrain.errors import ConfigError, DataError
 
 DATA = {
     "data": Padded(numpy.zeros((7, 9, 2), numpy.float32), numpy.array([9, 3, 4, 5, 6, 7, 8], numpy.int32)),
@@ -42,3 +43,12 @@ def test_a_message_for_users_stays_as_it_is() -> None:
     with pytest.raises(ValueError, match="no batch") as other, naming(None):
         raise ValueError("no batch")
     assert not hasattr(other.value, "__notes__")
+
+
+def test_the_error_stays_where_the_tags_cannot_be_read() -> None:
+    def tags() -> list[str]:
+        raise DataError("the file has changed")
+
+    with pytest.raises(ValueError, match="broken") as caught, naming(replace(BATCH, seq_tags=tags)):
+        raise ValueError("broken")
+    assert caught.value.__notes__ == [TEXT.partition("; sequences")[0]]

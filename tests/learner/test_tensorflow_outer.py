@@ -1,4 +1,7 @@
-"""The outer optimizers: what they make of an anchor and an average, in both frameworks, and what their key may say."""
+"""The outer optimizers: what they make of an anchor and an average, in both frameworks, and what their key may say.
+
+The name of the file is that of tests that need TensorFlow 2 in their own process (tests/conftest.py).
+"""
 
 import importlib
 from typing import Any

@@ -168,7 +168,8 @@ def train_step(**_):
 """)
     finished = hvdtrain(tmp_path / "config.py", {"corpus": tmp_path, "model": tmp_path / "model", **FAST})
     assert finished.status == 1
-    assert "IndexError: Target 153 is out of bounds.\nin the meantime, the data of train was changed: " in finished.err
+    assert "IndexError: Target 153 is out of bounds.\nin this batch: " in finished.err
+    assert "\nin the meantime, the data of train was changed: " in finished.err
     assert f"{tmp_path}/train.hdf: expected the file that was opened at the start, got one that was modified at" in finished.err
 
 

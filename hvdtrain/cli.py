@@ -149,9 +149,8 @@ def exit_status(work: Callable[[], None], interrupted: str = INTERRUPTED) -> int
     except HvdtrainError as error:
         if horovod_elastic.is_elastic(launch.environment()) and error.status == STOPPED:
             horovod_elastic.start_again(launch.environment(), after_stop=True)
-            return _fail(
-                str(error), rank, error.status, error.on_every_rank, would_repeat=False
-            )  # all ranks end, or this one only
+            # Not for a change of hosts: all ranks end, or this one only.
+            return _fail(str(error), rank, error.status, error.on_every_rank, would_repeat=False)
         return _fail(str(error), rank, error.status, error.on_every_rank, error.would_repeat)
     except KeyboardInterrupt:
         return _fail(interrupted, rank, status=130, everywhere=True)

@@ -243,3 +243,16 @@ def test_a_misspelt_order_key_beside_a_class_of_ones_own_has_its_hint() -> None:
     assert spec is not None, problems
     with pytest.raises(ConfigError, match=r"unexpected keyword argument 'seq_orderin' \(did you mean seq_ordering\?\)"):
         open_dataset(spec)
+
+
+def test_a_hugging_face_dataset_is_trained_on_without_conversion(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = {"frames": [[[1.0, 2.0]], [[3.0, 4.0], [5.0, 6.0]]], "speaker": [1, 0]}
+    datasets.Dataset.from_dict(rows).save_to_disk(tmp_path / "saved")
+    columns = {"data": "frames", "classes": "speaker"}
+    dataset = opened({"class": "HuggingFaceDataset", "folder": str(tmp_path / "saved"), "columns": columns})
+    assert dataset.lengths["data"].tolist() == [1, 2]
+    assert dataset.streams["data"].shape == (2,)
+    assert dataset.batch(numpy.array([1])).data["data"].values.tolist() == [[[3.0, 4.0], [5.0, 6.0]]]
+    assert dataset.batch(numpy.array([0])).data["classes"].values.tolist() == [[1]]
+    assert dataset.tags([1]) == ["row-1"]

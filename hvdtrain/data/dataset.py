@@ -42,6 +42,7 @@ class Dataset(ABC):
     lengths: Mapping[str, Array]
     mapped: frozenset[str] = frozenset()
     varies: bool = False
+    reads_for_tags: bool = False
     own_order: bool = False
 
     @property

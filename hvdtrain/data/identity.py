@@ -33,7 +33,8 @@ Identity = dict[str, Any]
 """
 
 TAGS, BLOCKS = 512, 16
-"""Tags are read in blocks of this many, and this many blocks of all datasets together."""
+"""Tags are read in blocks of this many, and this many blocks of all datasets together; or as many as values, where they are read
+from the sequences."""
 
 SEQUENCES = 64
 """The values of this many sequences are read, of all datasets together."""
@@ -78,8 +79,9 @@ def identify(parts: Sequence[Part]) -> list[Identity]:
 
 def _identity(part: Part, blocks: int, sequences: int) -> Identity:
     dataset, number = part.dataset, part.dataset.num_sequences
-    starts = [TAGS * block for block in _spread(-(-number // TAGS), blocks)]
-    ends = [min(start + TAGS, number) for start in starts]
+    size, blocks = (1, sequences) if dataset.reads_for_tags else (TAGS, blocks)
+    starts = [size * block for block in _spread(-(-number // size), blocks)]
+    ends = [min(start + size, number) for start in starts]
     return {
         "name": part.name,
         "bounds": part.bounds,

@@ -59,13 +59,12 @@ class ItemsDataset(Dataset):
         self._where = where
         self._items = items
         self._size = len(items)
-        self._has_tags = False
         self.streams: dict[str, Stream] = {}
         self.lengths: dict[str, Array] = {}
         if not self._size:
             return
         tag, first = self._arrays(0)
-        self._has_tags = tag is not None
+        self.reads_for_tags = tag is not None
         self.streams = {key: stream_of(values) for key, values in first.items()}
         given = getattr(items, "lengths", None)
         dims = dict(getattr(items, "dims", {}))
@@ -95,7 +94,7 @@ class ItemsDataset(Dataset):
         return arrays
 
     def tags(self, indices: Sequence[int]) -> list[str]:
-        if not self._has_tags:
+        if not self.reads_for_tags:
             return [f"seq-{index}" for index in indices]
         return [str(self._arrays(index)[0]) for index in indices]
 

@@ -16,6 +16,7 @@ from hvdtrain.config.source import load
 from hvdtrain.data.dataset import Dataset, Scanning
 from hvdtrain.data.formats import items as counting
 from hvdtrain.data.formats.items import ItemsDataset
+from hvdtrain.data.identity import Part, changes, identify
 from hvdtrain.data.sources import OpeningContext, open_dataset, parse
 from hvdtrain.errors import ConfigError, DataError
 
@@ -81,13 +82,14 @@ class Words(torch.utils.data.Dataset):
         generator = numpy.random.default_rng(0)
         self.words = [generator.integers(0, 30, length) for length in generator.integers(0, 9, size)]
         self.read = 0
+        self.names = "word"
 
     def __len__(self) -> int:
         return len(self.words)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         self.read += 1
-        return {"data": torch.tensor(self.words[index]), "rest": index % 3, "seq_tag": f"word {index}"}
+        return {"data": torch.tensor(self.words[index]), "rest": index % 3, "seq_tag": f"{self.names} {index}"}
 
 
 class Measured(Words):
@@ -124,6 +126,17 @@ def test_lengths_that_are_given_are_not_counted() -> None:
     assert dataset.streams["data"].dim == 40
     assert dataset.streams["rest"].labels == ("a", "b", "c", "d")
     assert dataset.streams["rest"].dim == 4
+
+
+def test_few_items_are_read_for_what_identifies_the_data() -> None:
+    words = Measured(5000)
+    part = Part("train", opened(words))
+    words.read = 0
+    before = identify([part])
+    assert words.read <= 64
+    assert list(changes(before, [part])) == []
+    words.names = "another"
+    assert next(changes(before, [part])) == "other tags in train"
 
 
 class Changing:

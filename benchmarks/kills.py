@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from hvdtrain.checkpoint.folder import UNFINISHED, CheckpointFolder  # noqa: E402  # found through the line above
-from hvdtrain.training.trace import num_runs, trained_on  # noqa: E402
+from hvdtrain.training.trace import has_begun, num_runs, trained_on  # noqa: E402
 
 NOTHING: Mapping[str, object] = {}
 
@@ -220,7 +220,7 @@ def elastic(kills: int, seed: int, data: Path, size: int, epochs: int) -> None:
             if number and generator.random() < 0.25:
                 in_start += 1
             else:
-                _wait_until(lambda: _has_begun(killed / "trace", first_run, size), process, killed)  # noqa: B023  # called here
+                _wait_until(lambda: has_begun(killed / "trace", first_run, size), process, killed)  # noqa: B023  # called here
                 if number:
                     seconds.append(time.time() - at)
             _wait_until(lambda: len(_children(process) - before) == size, process, killed)  # noqa: B023  # called here
@@ -245,15 +245,6 @@ def elastic(kills: int, seed: int, data: Path, size: int, epochs: int) -> None:
 def _children(process: subprocess.Popen[bytes]) -> set[int]:
     """The process ids of the ranks that a launcher has started."""
     return set(map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()))
-
-
-def _has_begun(trace: Path, first_run: int, size: int) -> bool:
-    """Whether all ranks have begun a step of a run with this number, or of a later one."""
-    return any(
-        all(path.exists() and len(path.read_text().splitlines()) > 1 for path in paths)
-        for run in range(first_run, num_runs(trace))
-        for paths in [[trace.with_name(f"{trace.name}.run-{run}.rank-{rank}.jsonl") for rank in range(size)]]
-    )
 
 
 def _wait_until(is_so: Callable[[], bool], process: subprocess.Popen[bytes], folder: Path) -> None:

@@ -42,8 +42,7 @@ class Trace:
 
     def __init__(self, prefix: Path, run: int, rank: int, first_step: int) -> None:
         prefix.parent.mkdir(parents=True, exist_ok=True)
-        path = prefix.with_name(f"{prefix.name}.run-{run}.rank-{rank}.jsonl")
-        self._file = path.open("w", encoding="utf-8", buffering=1)
+        self._file = _path(prefix, run, rank).open("w", encoding="utf-8", buffering=1)
         self._file.write(json.dumps({"first_step": first_step}) + "\n")
 
     def __call__(self, epoch: int, step: int, indices: Array) -> None:
@@ -53,6 +52,15 @@ class Trace:
 def num_runs(prefix: Path) -> int:
     """The number of starts that have left files."""
     return 1 + max((run for run, _ in _files(prefix)), default=-1)
+
+
+def has_begun(prefix: Path, run: int, size: int) -> bool:
+    """Whether all ranks have begun a step of this start, counted from 0, or of a later one."""
+    return any(
+        all(path.exists() and len(path.read_text(encoding="utf-8").splitlines()) > 1 for path in paths)
+        for later in range(run, num_runs(prefix))
+        for paths in [[_path(prefix, later, rank) for rank in range(size)]]
+    )
 
 
 def trained_on(prefix: Path) -> dict[int, Counter[int]]:
@@ -77,6 +85,10 @@ def trained_on(prefix: Path) -> dict[int, Counter[int]]:
             if line["step"] < lost_from:  # type: ignore[operator]  # a number
                 counted.setdefault(line["epoch"], Counter()).update(line["indices"])  # type: ignore[arg-type, call-overload]
     return counted
+
+
+def _path(prefix: Path, run: int, rank: int) -> Path:
+    return prefix.with_name(f"{prefix.name}.run-{run}.rank-{rank}.jsonl")
 
 
 def _files(prefix: Path) -> list[tuple[int, Path]]:

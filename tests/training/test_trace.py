@@ -11,7 +11,7 @@ from launching import ROOT, launch
 from hvdtrain.report.epoch import EpochReport
 from hvdtrain.report.json_lines import JsonLines
 from hvdtrain.runtime.scores import Scores
-from hvdtrain.training.trace import Trace, num_runs, trained_on
+from hvdtrain.training.trace import Trace, has_begun, num_runs, trained_on
 
 
 def test_steps_that_were_lost_with_a_kill_do_not_count(tmp_path: Path) -> None:
@@ -22,8 +22,13 @@ def test_steps_that_were_lost_with_a_kill_do_not_count(tmp_path: Path) -> None:
         for rank in range(2):
             first[rank](1, step, numpy.array([10 * rank + step]))
     assert num_runs(prefix) == 1
+    assert has_begun(prefix, 0, 2)
+    assert not has_begun(prefix, 0, 3)
+    assert not has_begun(prefix, 1, 1)
     second = Trace(prefix, 1, 0, 2)  # goes on from a checkpoint after step 2, alone
+    assert not has_begun(prefix, 1, 1), "no step yet"
     second(1, 2, numpy.array([7, 8]))
+    assert has_begun(prefix, 1, 1)
     second(2, 3, numpy.array([0]))
     with (tmp_path / "deep" / "trace.run-1.rank-0.jsonl").open("a") as file:
         file.write('{"epoch": 2, "st')  # killed

@@ -20,7 +20,7 @@ from hvdtrain.comm.local import processes
 from hvdtrain.comm.restart import PEER_FAILED, Failure, Restarts, check_restarts, remember, remembered, tell
 from hvdtrain.errors import ConfigError, LaunchError
 from hvdtrain.settings import read_settings
-from hvdtrain.training.trace import num_runs, trained_on
+from hvdtrain.training.trace import has_begun, num_runs, trained_on
 
 PLANTED = """
 _train_step = train_step
@@ -137,12 +137,8 @@ def test_horovodrun_goes_on_with_those_who_are_left_but_not_after_an_error(corpu
     assert_goes_on_alone(config, keys)
 
 
-@pytest.mark.soak
-def test_ngpu_takes_a_stop_for_a_stop_and_an_exit_for_an_error(
-    request: pytest.FixtureRequest, corpus: Path, tmp_path: Path, config: Path
-) -> None:
-    if not request.config.getoption("--soak"):
-        pytest.skip("one launch for every line of a table (make test-soak)")
+@pytest.mark.again
+def test_ngpu_takes_a_stop_for_a_stop_and_an_exit_for_an_error(corpus: Path, tmp_path: Path, config: Path) -> None:
     keys = {**keys_of(corpus, tmp_path), "planted": "1,5,SIGTERM,1,11,exit", "ngpu": 2, "max_restarts": 3}
     for status, reason in ((75, "stopped by SIGTERM in epoch 1"), (3, "rank 1 of 2: ended with exit status 3")):
         finished = launch(command(config, keys))
@@ -160,12 +156,8 @@ def test_ngpu_takes_a_stop_for_a_stop_and_an_exit_for_an_error(
     assert "restart " not in err
 
 
-@pytest.mark.soak
-def test_torchrun_restarts_whatever_ended_without_a_word(
-    request: pytest.FixtureRequest, corpus: Path, tmp_path: Path, config: Path
-) -> None:
-    if not request.config.getoption("--soak"):
-        pytest.skip("one launch for every line of a table (make test-soak)")
+@pytest.mark.again
+def test_torchrun_restarts_whatever_ended_without_a_word(corpus: Path, tmp_path: Path, config: Path) -> None:
     keys = {**keys_of(corpus, tmp_path), "planted": "1,5,SIGTERM,1,11,exit", "torch_distributed": {}}
     finished = torchrun(command(config, keys), 2, 300, EMPTY, "--max-restarts", "2")
     assert finished.status == 0, finished.err
@@ -173,13 +165,9 @@ def test_torchrun_restarts_whatever_ended_without_a_word(
     assert trained_on(tmp_path / "trace") == {1: EPOCH}
 
 
-@pytest.mark.soak
-def test_torchrun_goes_on_without_a_lost_host_and_with_it_when_it_is_back(
-    request: pytest.FixtureRequest, corpus: Path, tmp_path: Path, config: Path
-) -> None:
+@pytest.mark.again
+def test_torchrun_goes_on_without_a_lost_host_and_with_it_when_it_is_back(corpus: Path, tmp_path: Path, config: Path) -> None:
     """Two agents on this host, as on two; one is killed with its rank, and started again."""
-    if not request.config.getoption("--soak"):
-        pytest.skip("takes minutes (make test-soak)")
     keys = {**keys_of(corpus, tmp_path), "max_seqs": 1, "num_epochs": 4, "slow": "compute,-1", "torch_distributed": {}}
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -220,12 +208,8 @@ def test_torchrun_goes_on_without_a_lost_host_and_with_it_when_it_is_back(
     assert trained_on(trace) == dict.fromkeys(range(1, 5), EPOCH)
 
 
-@pytest.mark.soak
-def test_horovodrun_goes_on_with_another_host_and_without_it(
-    request: pytest.FixtureRequest, corpus: Path, tmp_path: Path, config: Path
-) -> None:
-    if not request.config.getoption("--soak"):
-        pytest.skip("takes minutes (make test-soak)")
+@pytest.mark.again
+def test_horovodrun_goes_on_with_another_host_and_without_it(corpus: Path, tmp_path: Path, config: Path) -> None:
     keys = {**keys_of(corpus, tmp_path), "max_seqs": 1, "num_epochs": 4, "slow": "compute,-1", "use_horovod": 1}
     hosts = tmp_path / "hosts"
     hosts.write_text("localhost:2\n")
@@ -264,15 +248,6 @@ def answers(port: int) -> bool:
 
 def children(pid: int) -> list[int]:
     return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
-
-
-def has_begun(trace: Path, run: int, ranks: int) -> bool:
-    """Whether all ranks have begun a step of this start or of a later one."""
-    return any(
-        all(path.exists() and len(path.read_text().splitlines()) > 1 for path in paths)
-        for later in range(run, num_runs(trace))
-        for paths in [[trace.with_name(f"{trace.name}.run-{later}.rank-{rank}.jsonl") for rank in range(ranks)]]
-    )
 
 
 FOUR = [Launch("hvdtrain", rank, 4, rank, 4) for rank in range(4)]

@@ -336,23 +336,27 @@ def _scanning(settings: Settings, comm: Communicator, watchdog: Watchdog | None)
 
     folder = settings.data.lengths_dir
     kept = None if folder is None else Path(folder).expanduser()
-    processes = launch.cores() if launch.is_bound() else max(1, launch.cores() // comm.local_size)
-    return Scanning(kept, comm.rank, comm.size, progress, beat, processes)
+    alone = launch.cores()
+    processes = alone if launch.is_bound() else max(1, alone // comm.local_size)
+    return Scanning(kept, comm.rank, comm.size, progress, beat, lambda line: say(3, line), processes, alone)
 
 
 def _check_own_order(feed: Feed, chunked: bool) -> None:
     """Refuse what reads in any order, or needs lengths that stay, for a dataset in an order of its own. Raises: DataError."""
+    is_returnns = feed.dataset.window is None
     given = {
         "chunking": chunked,
         "shuffle_batches": feed.batch_keys.shuffle_batches,
         "balance_ranks": bool(feed.batch_keys.balance_ranks),
         "random_seed_offset": feed.distribution == "random_seed_offset",
+        "partition_epoch": not is_returnns and feed.order_keys.partition_epoch > 1,
+        "seq_list_filter_file": not is_returnns and feed.subset is not None,
     }
+    what = "a dataset that RETURNN reads in its own order" if is_returnns else "an iterable, which is read from beginning to end"
     for key in [key for key, is_given in given.items() if is_given]:
         feed.dataset.close()
         raise DataError(
-            f"{feed.name}: expected no {key} with a dataset that RETURNN reads in its own order, got it "
-            "(convert it once with hvdtrain dump and train on the HDF file)"
+            f"{feed.name}: expected no {key} with {what}, got it (convert it once with hvdtrain dump and train on the HDF file)"
         )
 
 

@@ -7,6 +7,7 @@ it has.
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, nullcontext
@@ -36,6 +37,8 @@ class Dataset(ABC):
         mapped: the data keys that are memory-mapped, so that caching them gains nothing.
         varies: whether `at_epoch` or `drawn` depend on the epoch, so that sequences must not be cached.
         own_order: whether the sequences of `at_epoch` are those of an epoch already, in an order in which they are to be read.
+        window: the number of neighbouring sequences that may come in another order, where they are read from beginning to end;
+            None: `own_order` tells all.
     """
 
     streams: Mapping[str, Stream]
@@ -44,6 +47,7 @@ class Dataset(ABC):
     varies: bool = False
     reads_for_tags: bool = False
     own_order: bool = False
+    window: int | None = None
 
     @property
     @abstractmethod
@@ -119,7 +123,9 @@ class Scanning:
         progress: given what is read and how many sequences that are, if it is known: a context manager that returns a function to
             call with every number of sequences that were read.
         waiting: called now and then while another process reads.
-        processes: how many processes this rank may start for reading.
+        note: called with a line for the log.
+        processes: how many processes this rank may start for reading while the others do the same.
+        processes_alone: how many it may start while the others wait for it.
     """
 
     folder: Path | None = None
@@ -127,7 +133,9 @@ class Scanning:
     size: int = 1
     progress: Callable[[str, int | None], AbstractContextManager[Callable[[int], None]]] = _unseen
     waiting: Callable[[], None] = lambda: None
+    note: Callable[[str], None] = lambda line: None
     processes: int = 1
+    processes_alone: int = 1
 
 
 class SequenceSource(ABC):
@@ -255,7 +263,8 @@ def as_dataset(opened: Any) -> Dataset | None:
 
 def is_map_style(value: Any) -> bool:
     """Whether a value is a map-style dataset: it has a length and gives item i. A dict and a text are not."""
-    if isinstance(value, (str, bytes, Mapping, type)):
+    streaming = sys.modules.get("torch.utils.data")
+    if isinstance(value, (str, bytes, Mapping, type)) or (streaming and isinstance(value, streaming.IterableDataset)):
         return False
     return hasattr(type(value), "__len__") and hasattr(type(value), "__getitem__")
 

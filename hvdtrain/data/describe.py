@@ -31,7 +31,9 @@ def feed_lines(feed: Feed, local_size: int = 1) -> list[Line]:
     how = feed.dataset.how_read()
     ordering = feed.order_keys.seq_ordering
     named = ordering if isinstance(ordering, str) else getattr(ordering, "__name__", "a function")
-    if feed.dataset.own_order:
+    if feed.dataset.window is not None:
+        named += f" in windows of {feed.dataset.window}"
+    elif feed.dataset.own_order:
         named = "in its own order"
     lengths = feed.dataset.lengths
     size = sum(int(lengths[key].sum(dtype=numpy.int64)) * frame_size(stream) for key, stream in feed.dataset.streams.items())

@@ -98,6 +98,7 @@ class Feed:
             subset=epoch_subset(self.dataset, self.subset, full_epoch(keys, epoch)),
             file_bounds=self.dataset.file_bounds(),
             chunks=self.chunks,
+            window=self.dataset.window,
         )
 
     def num_sequences(self, plan: Plan) -> int:

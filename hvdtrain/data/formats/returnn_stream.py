@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import threading
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy
@@ -37,6 +37,31 @@ HEAD_START = 0.5
 """Seconds by which rank 0, which shows the progress, is ahead of the others."""
 
 
+FAR = 1000
+"""Before this many sequences are skipped that have to be read for that, a line of the log says so."""
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """What is read from beginning to end.
+
+    Attributes:
+        reading: makes what a reading process answers with, such as `Reading`.
+        identity: identifies the source of the lengths that are kept.
+        can_skip: whether it may be possible to read a sequence without those before it.
+        constant: whether all epochs have the same sequences, so that the lengths of the first one are those of all.
+        window: the number of sequences that are put in order together; None: they stay in the order in which they come.
+        advice: for a source that does not repeat itself.
+    """
+
+    reading: Callable[[], Callable[[Question], Any]]
+    identity: str
+    can_skip: bool = True
+    constant: bool = False
+    window: int | None = None
+    advice: str = "seed the random numbers of its functions by their rng"
+
+
 class Reader:
     """Asks the reading processes, and knows the lengths.
 
@@ -45,25 +70,29 @@ class Reader:
         num_workers: the number of processes that read batches, where a sequence can be read without those before it.
 
     Raises:
-        DataError: RETURNN cannot read the dataset.
+        DataError: the source cannot be read.
     """
 
-    def __init__(self, where: str, options: Mapping[str, Any], scanning: Scanning, num_workers: int) -> None:
+    def __init__(self, where: str, source: Streamed, scanning: Scanning, num_workers: int) -> None:
         self.where = where
-        self._options = options
+        self.source = source
         self._scanning = scanning
         self._lock = threading.Lock()
-        self._workers = Workers[Question](1, Reading(options))
+        self._next = (0, 0)  # epoch and number of the sequence that the reading process has not read yet
+        self._workers = Workers[Question](1, source.reading())
         self._workers.start()
         self._pool = self._workers
+        if source.window is not None and not source.constant:  # so that neither begins again for the other
+            self._pool = Workers[Question](1, source.reading())
+            self._pool.start()
         self._epochs: dict[int, Found] = {}
         self._corpus: Found | None = None
         self._unsaved: str | None = None
         try:
-            self.file = LengthsFile(scanning.folder, identity_of(options))
+            self.file = LengthsFile(scanning.folder, source.identity)
             self.about = self._look()
             if self.about.skips and num_workers > 1:
-                self._pool = Workers[Question](num_workers, Reading(options))
+                self._pool = Workers[Question](num_workers, source.reading())
                 self._pool.start()
         except BaseException:
             self.close()
@@ -80,12 +109,16 @@ class Reader:
     def read(self, epoch: int, numbers: Sequence[int]) -> list[Item]:
         """Sequences of an epoch. Raises: DataError."""
         if not self._workers.usable:
-            raise DataError(f"{self.where}: expected num_workers = 0 around a dataset that RETURNN reads, got worker processes")
+            what = "a dataset that RETURNN reads" if self.source.window is None else "an iterable"
+            raise DataError(f"{self.where}: expected num_workers = 0 around {what}, got worker processes")
         skip = self.about.skips
-        if self._pool is self._workers:
-            return self._ask("read", epoch, list(numbers), skip)  # type: ignore[no-any-return]
+        if not skip:
+            self._skip_to(epoch, min(numbers))
+            self._next = epoch, max(numbers) + 1
+        apart = skip and self._pool is not self._workers
+        questions = [("read", epoch, [number], skip) for number in numbers] if apart else [("read", epoch, list(numbers), skip)]
         with self._lock:
-            answers = self._pool.results([("read", epoch, [number], skip) for number in numbers])
+            answers = self._pool.results(questions)
         return [item for items in answers for item in items]
 
     def close(self) -> None:
@@ -99,9 +132,9 @@ class Reader:
         if not self.about.repeats:
             said.append(
                 f"{self.about.name} gives other sequences when an epoch begins again: a run that goes on within an epoch is "
-                "not the one that would not have been stopped (seed the random numbers of its functions by their rng)"
+                f"not the one that would not have been stopped ({self.source.advice})"
             )
-        if not self.about.by_corpus:
+        if not self.about.by_corpus and not self.source.constant:
             said.append(
                 f"the lengths of {self.about.name} are found by reading every epoch once before it is trained on "
                 "(convert it with hvdtrain dump to read it once in all)"
@@ -114,6 +147,21 @@ class Reader:
         if self._unsaved is not None:
             said.append(f"the lengths are found again in every run, as they cannot be kept: {self._unsaved} (lengths_dir)")
         return said
+
+    def _skip_to(self, epoch: int, number: int) -> None:
+        """Read, piece by piece, what comes before a sequence, where a run goes on within an epoch."""
+        begins = self._next[0] != epoch or number < self._next[1] - (self.source.window or 0)
+        if number - (0 if begins else self._next[1]) < FAR:
+            return
+        self._scanning.note(f"{self.where}: the {number} sequences before the one to go on with are read and skipped ...")
+        reached = 0
+        while reached < number:
+            self._scanning.waiting()
+            with self._lock:
+                [now] = self._pool.results([("skip", epoch, number)])
+            if now == reached:  # the epoch has ended: reading says so
+                return
+            reached = now
 
     def _ask(self, *question: Any) -> Any:
         with self._lock:
@@ -132,6 +180,7 @@ class Reader:
             name, num_parts, streams = self._ask("about", 1)
             about = About(name, streams, by_corpus=False, skips=False, repeats=True)
             found, checksums = self._scan(1, name)
+            about = replace(about, streams=self._ask("streams") or streams)
             about, corpus = self._examined(about, found, checksums, num_parts)
             if corpus is None:
                 self._epochs[1] = found
@@ -164,12 +213,12 @@ class Reader:
     def _examined(self, about: About, first: Found, checksums: list[int], num_parts: int) -> tuple[About, Found | None]:
         """How the dataset behaves, given what the first epoch was like; and the corpus, if it knows one."""
         count = len(checksums)
-        repeats = self._ask("matches", 1, dict(enumerate(checksums[:AGAIN])), False)
+        with self._lock:
+            [repeats] = self._pool.results([("matches", 1, dict(enumerate(checksums[:AGAIN])), False)])
         places = sorted({count // 3, count // 2, count - 2})
         jumps = {place: checksums[place] for place in places if place > 0}
         # Of fewer sequences than that, nothing is gained by leaving some out.
-        can_skip = not _contains(self._options, ALWAYS_FROM_THE_BEGINNING)
-        skips = can_skip and repeats and count > AGAIN and self._ask("matches", 1, jumps, True)
+        skips = self.source.can_skip and repeats and count > AGAIN and self._ask("matches", 1, jumps, True)
         about = replace(about, repeats=repeats, skips=skips)
         told, tags = self._ask("order", 1), self._ask("all_tags")
         if (
@@ -257,8 +306,8 @@ class Reader:
         return Found(numpy.array([tag.encode("utf-8") for tag in tags], dtype=bytes), columns), checksums
 
 
-class ReturnnStream(Dataset):
-    """The sequences of an epoch of RETURNN's, in its order: index i is the i-th sequence that RETURNN yields."""
+class StreamedDataset(Dataset):
+    """The sequences of an epoch in the order in which they come: index i is the i-th sequence that RETURNN, say, yields."""
 
     varies = True
     own_order = True
@@ -267,6 +316,7 @@ class ReturnnStream(Dataset):
         self._reader = reader
         self._epoch = epoch
         self._found = reader.epoch(epoch)
+        self.window = reader.source.window
         self.streams = reader.about.streams
         self.lengths = self._found.lengths
 
@@ -275,7 +325,7 @@ class ReturnnStream(Dataset):
         return len(self._found.tags)
 
     def at_epoch(self, epoch: int) -> Dataset:
-        return self if epoch == self._epoch else ReturnnStream(self._reader, epoch)
+        return self if epoch == self._epoch or self._reader.source.constant else StreamedDataset(self._reader, epoch)
 
     def sequence(self, index: int) -> dict[str, Array]:
         return self.sequences([index])[0]
@@ -294,7 +344,8 @@ class ReturnnStream(Dataset):
         self._reader.close()
 
     def how_read(self) -> str:
-        return f"read by RETURNN ({self._reader.about.name})"
+        by = "by RETURNN" if self.window is None else "from beginning to end"
+        return f"read {by} ({self._reader.about.name})"
 
     def warnings(self) -> list[str]:
         return self._reader.warnings()
@@ -334,9 +385,15 @@ class ReturnnStream(Dataset):
 
 def open_stream(where: str, options: Mapping[str, Any], scanning: Scanning, num_workers: int) -> Dataset:
     """Open a dataset of RETURNN to train or evaluate on. Raises: DataError."""
-    reader = Reader(where, options, scanning, num_workers)
+    can_skip = not _contains(options, ALWAYS_FROM_THE_BEGINNING)
+    return open_streamed(where, Streamed(lambda: Reading(options), identity_of(options), can_skip), scanning, num_workers)
+
+
+def open_streamed(where: str, source: Streamed, scanning: Scanning, num_workers: int = 1) -> Dataset:
+    """Open what is read from beginning to end, to train or evaluate on. Raises: DataError."""
+    reader = Reader(where, source, scanning, num_workers)
     try:
-        return ReturnnStream(reader, 1)
+        return StreamedDataset(reader, 1)
     except BaseException:
         reader.close()
         raise

@@ -129,6 +129,7 @@ class Engine:
         started = self._counted_until = time.perf_counter()
         self._counted_sync = 0.0
         current = progress.current = progress.current or EpochProgress(epoch, progress.step)
+        before = current.elapsed
         epoch_rate = self._rates.of_epoch(epoch, progress.history)
         plan = plan_together(self._comm, self._train, epoch)
         effective = self._rates.of_step(progress.step, epoch - 1.0, epoch_rate)
@@ -153,6 +154,7 @@ class Engine:
             loss_scale=self._learner.meter.loss_scale,
             syncs=current.syncs,
             sent=current.sent,
+            seconds_before=before,
         )
         progress.epoch, progress.current, progress.report = epoch, None, as_line(report)
         progress.history.append(EpochRecord(epoch, epoch_rate, scores))

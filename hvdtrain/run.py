@@ -19,6 +19,7 @@ from hvdtrain.engine import Engine, Pace, Rates
 from hvdtrain.errors import DataError, HvdtrainError
 from hvdtrain.learner.accumulation import rounds_per_update
 from hvdtrain.learner.base import Learner
+from hvdtrain.learner.precision import cpu_lacks_bfloat16
 from hvdtrain.learner.reduce import scale_learning_rate
 from hvdtrain.report.epoch import Reporter
 from hvdtrain.report.json_lines import JsonLines
@@ -188,6 +189,8 @@ def announce(settings: Settings, session: Session, pace: Pace, hosts: list[Host]
         say(level, line)
     dtype = settings.precision.precision().dtype
     say(4, f"model: {learner.num_parameters} parameters{'' if dtype == 'float32' else f', computes in {dtype} where it can'}")
+    if dtype == "bfloat16" and learner.device_name == "CPU" and cpu_lacks_bfloat16():
+        say(2, f"mixed_precision: this CPU has no instructions for {dtype} (avx512_bf16, amx_bf16): float32 is faster on it")
     if (several := settings.accumulation.accum_grad_multiple_step) not in (None, 1):
         many = f"{several}" if isinstance(several, int) else "as many as accum_grad_multiple_step says"
         say(4, f"updates: each adds up the gradients of several batches of every rank: {many}")

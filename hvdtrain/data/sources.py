@@ -389,9 +389,10 @@ def _maker(name: str, kind: Any, options: dict[str, Any]) -> partial[Any]:
 
 def _call(name: str, kind: Any, maker: partial[Any]) -> Any:
     """Call the user's class or function. Raises: ConfigError, if it does not take these arguments."""
-    if needs_epoch(maker):
-        return IterableDataset(maker)
     try:
+        if needs_epoch(maker):
+            inspect.signature(maker.func).bind(**maker.keywords, epoch=1)
+            return IterableDataset(maker)
         return maker()
     except TypeError as error:
         hints = [did_you_mean(option, _ORDER_NAMES) for option in maker.keywords if f"argument '{option}'" in str(error)]

@@ -18,6 +18,7 @@ from hvdtrain.config.keys import ALONE, REQUIRED, Section, Sections, key, not_ne
 from hvdtrain.data.feed import Staging
 from hvdtrain.data.types import Array, Batch
 from hvdtrain.errors import CheckpointError
+from hvdtrain.learner.marked import Outputs
 from hvdtrain.runtime.scores import Scores
 
 Then = Literal["accumulate", "update"]
@@ -103,7 +104,7 @@ class Learner(Protocol):
         """Compute a batch's losses and errors. Nothing but the scores changes."""
         ...
 
-    def forward(self, batch: Batch) -> list[dict[str, Array]]:
+    def forward(self, batch: Batch) -> list[Outputs]:
         """The outputs that the config's forward_step marks, by name, for each sequence of a batch.
 
         Raises:

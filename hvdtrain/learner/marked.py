@@ -60,17 +60,32 @@ def check_outputs(outputs: Mapping[str, Output]) -> None:
         raise ConfigError(["forward_step: expected a call of hvdtrain.get_run_ctx().mark_as_output(...), got none"])
 
 
-def by_sequence(outputs: Mapping[str, tuple[Sequence[Array], Sequence[int] | None]], count: int) -> list[dict[str, Array]]:
+class Outputs(dict[str, Array]):
+    """The outputs of a sequence by name.
+
+    Attributes:
+        vectors: the names of those that are the features of the whole sequence, shape (features,), and have no axis of frames.
+    """
+
+    def __init__(self, vectors: frozenset[str]) -> None:
+        super().__init__()
+        self.vectors = vectors
+
+
+def by_sequence(
+    outputs: Mapping[str, tuple[Sequence[Array], Sequence[int] | None]], count: int, vectors: frozenset[str] = frozenset()
+) -> list[Outputs]:
     """The outputs of each sequence of a batch by name, without padding.
 
     Args:
         outputs: by name, one row for each sequence, and the number of the row's frames that belong to it; None: all of them.
         count: the number of sequences in the batch.
+        vectors: as of `Outputs`.
 
     Raises:
         ConfigError: an output has another number of rows.
     """
-    sequences: list[dict[str, Array]] = [{} for _ in range(count)]
+    sequences = [Outputs(vectors) for _ in range(count)]
     for name, (rows, seq_lens) in outputs.items():
         lengths: Sequence[int | None] = [None] * len(rows) if seq_lens is None else seq_lens
         if not len(rows) == len(lengths) == count:

@@ -29,6 +29,7 @@ class EpochReport:
         loss_scale: the factor of loss scaling at the end of the epoch; None without loss scaling.
         syncs: the number of syncs of the ranks' parameters (`horovod_reduce_type = "param"`).
         sent: bytes that rank 0 has handed to the network in these and as gradients.
+        seconds_before: seconds of training that the epoch had taken when it was resumed; `elapsed` has them, `seconds` does not.
     """
 
     epoch: int
@@ -44,6 +45,7 @@ class EpochReport:
     loss_scale: float | None = None
     syncs: int = 0
     sent: int = 0
+    seconds_before: float = 0.0
 
     def lines(self, datasets: Sequence[str]) -> list[tuple[int, str]]:
         """The log lines of the epoch, each with the lowest verbosity that shows it.
@@ -77,7 +79,7 @@ class EpochReport:
             start = f"{dataset}_loss_"
             return text({name.removeprefix(start): value for name, value in self.scores.items() if name.startswith(start)})
 
-        total = sum(self.seconds[0].values()) if self.seconds else self.elapsed
+        total = self.seconds_before + sum(self.seconds[0].values()) if self.seconds else self.elapsed
         lines = [f"epoch {self.epoch} score: {of('train')}, elapsed: {clock_text(total)}"]
         evaluations = "; ".join(f"{dataset}: {of(dataset)}" for dataset in datasets)
         return lines + ([f"epoch {self.epoch} evaluation: {evaluations}"] if evaluations else [])

@@ -18,7 +18,8 @@ def as_line(report: EpochReport) -> dict[str, Any]:
     """A report as it is written to the file; scores that are not finite become strings."""
     scores = {name: value if math.isfinite(value) else str(value) for name, value in report.scores.items()}
     line = {**asdict(report), "scores": scores}
-    return line if report.loss_scale is not None else {name: value for name, value in line.items() if name != "loss_scale"}
+    absent = {"loss_scale": None, "seconds_before": 0.0}
+    return {name: value for name, value in line.items() if name not in absent or value != absent[name]}
 
 
 class JsonLines:

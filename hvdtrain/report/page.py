@@ -78,7 +78,10 @@ def _overview(runs: list[Run]) -> str:
     rows = []
     for run in runs:
         last = run.epochs[-1]
-        seconds = sum(sum(epoch["seconds"][0].values()) if epoch["seconds"] else epoch["elapsed"] for epoch in run.epochs)
+        seconds = sum(
+            epoch.get("seconds_before", 0.0) + sum(epoch["seconds"][0].values()) if epoch["seconds"] else epoch["elapsed"]
+            for epoch in run.epochs
+        )
         scores = text({name.replace("_loss_", " "): float(value) for name, value in last["scores"].items()})
         cells = [run.name, last["epoch"], len(last["seconds"]), clock_text(seconds), f"{last['computing']:.1%}", scores]
         rows.append(cells)

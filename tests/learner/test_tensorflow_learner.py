@@ -370,11 +370,13 @@ def test_outputs_of_a_forward_step_by_sequence() -> None:
         data = extern_data["data"]
         get_run_ctx().mark_as_default_output(model(data.raw_tensor), seq_lens=data.seq_lens)
         get_run_ctx().mark_as_output(tf.reduce_sum(data.raw_tensor, [1, 2]), "sum")
+        get_run_ctx().mark_as_output(tf.reduce_sum(data.raw_tensor, 1), "sums")
 
     first, second = learner(forward_step=forward_step).forward(BATCH)
     assert first["output"].tolist() == [[3.0], [7.0]]
     assert second["output"].tolist() == [[11.0]]
     assert (first["sum"], second["sum"]) == (10.0, 11.0)
+    assert first.vectors == {"sums"}
     with pytest.raises(ConfigError, match="forward_step: expected a call of"):
         learner(forward_step=lambda **_: None).forward(BATCH)
     with pytest.raises(ConfigError, match="an entry of output for each of 2 sequences, got 3"):

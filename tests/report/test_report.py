@@ -17,6 +17,7 @@ from trainings import Run, Trained, trains
 
 from hvdtrain.report.__main__ import main
 from hvdtrain.report.epoch import EpochReport, held_up
+from hvdtrain.report.json_lines import as_line
 from hvdtrain.report.runs import read_runs
 from hvdtrain.report.trackers import TensorBoard, metrics
 
@@ -55,6 +56,14 @@ REPORT = EpochReport(
     padding={"data": 0.25},
     seconds=[{"compute": 10.0}, {"compute": 8.0}],
 )
+
+
+def test_the_time_of_an_epoch_that_was_resumed_is_all_of_it() -> None:
+    report = replace(REPORT, elapsed=72.0, seconds=[{"compute": 10.0, "evaluation": 5.0}], seconds_before=62.0)
+    assert report.line.startswith("train epoch 3, finished after 10 steps, 0:01:12 elapsed")
+    assert (1, "epoch 3 score: ce 2, elapsed: 0:01:17") in report.lines([])
+    assert as_line(report)["seconds_before"] == 62.0
+    assert "seconds_before" not in as_line(REPORT)
 
 
 def test_numbers_for_trackers() -> None:

@@ -124,9 +124,10 @@ class ItemsDataset(Dataset):
     `seq_tag` is the name of the sequence. Data keys and types are those of the first item; floats in Python lists are float32.
 
     The plan of an epoch needs all lengths. Where the object has no `lengths` (an attribute, or a method without arguments), all
-    items are read once to count them; if that takes long, by one rank for all, and what it found is kept in a file. `lengths` are a sequence of numbers by data key, or one sequence, of the lengths of `data`.
-    Data keys that it leaves out are single numbers. The object may also have `dims`, the numbers of classes by data key, and
-    `labels`, the names of the classes by data key; else the number of classes is the largest one counted plus 1, or unknown (1).
+    items are read once to count them; if that takes long, by one rank for all, and what it found is kept in a file. `lengths` are
+    a sequence of numbers by data key, or one sequence, of the lengths of `data`. Data keys that it leaves out are single numbers.
+    The object may also have `dims`, the numbers of classes by data key, and `labels`, the names of the classes by data key; else
+    the number of classes is the largest one counted plus 1, or unknown (1).
 
     Args:
         where: the config key, for messages.
@@ -229,8 +230,8 @@ class ItemsDataset(Dataset):
         self, parts: list[Counted], left: Sequence[range], scanning: Scanning, advance: Callable[[int], None]
     ) -> tuple[dict[str, Array], dict[str, int]]:
         """Count what is left unless another process does, or has done so. Of several processes, one counts, the others wait."""
-        file = LengthsFile(scanning.folder, self._identity())
-        shared = file.path("items") is not None
+        shared = scanning.folder is not None
+        file = LengthsFile(scanning.folder, self._identity() if shared else "")
         with file.turn(scanning.waiting, HEAD_START if shared and scanning.rank else 0.0):
             kept = file.load("items")
             if kept is not None:

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from hvdtrain.data.types import Array, Batch
 from hvdtrain.learner.base import Observer, Then
-from hvdtrain.learner.marked import by_sequence
+from hvdtrain.learner.marked import Outputs, by_sequence
 from hvdtrain.learner.meter import LearnerMeter
 from hvdtrain.learner.seeds import mixed_seeds, noise_seeds
 from hvdtrain.learner.tensorflow.device import device_name
@@ -88,13 +88,18 @@ class TensorFlowLearner:
     def evaluate(self, batch: Batch) -> None:
         self.meter.scores.add(*self.graphs.evaluate(batch, self._epoch, self._step), self._step, batch.indices)
 
-    def forward(self, batch: Batch) -> list[dict[str, Array]]:
+    def forward(self, batch: Batch) -> list[Outputs]:
         outputs = self.graphs.forward(batch, self._epoch, self._step)
         rows = {
             name: (list(values.numpy()), None if seq_lens is None else seq_lens.numpy().tolist())
             for name, (values, seq_lens) in outputs.items()
         }
-        return by_sequence(rows, len(batch.indices))
+        vectors = (
+            name
+            for name, (values, seq_lens) in outputs.items()
+            if seq_lens is None and values.ndim == 2 and values.dtype.is_floating
+        )
+        return by_sequence(rows, len(batch.indices), frozenset(vectors))
 
     def modules(self) -> Iterator[tuple[str, Any]]:
         return layers_of(self.model)

@@ -9,10 +9,10 @@ import torch
 
 from hvdtrain.context import Loss, RunContext, running
 from hvdtrain.data.feed import Staging
-from hvdtrain.data.types import Array, Batch
+from hvdtrain.data.types import Batch
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.base import Observer, Then
-from hvdtrain.learner.marked import by_sequence, check_marked, check_outputs, minimized
+from hvdtrain.learner.marked import Outputs, by_sequence, check_marked, check_outputs, minimized
 from hvdtrain.learner.meter import LearnerMeter
 from hvdtrain.learner.torch.compile import Watch
 from hvdtrain.learner.torch.device import Autocast, device_name, seed_all
@@ -53,7 +53,7 @@ class ConfigFunctions:
         check_marked(context.losses)
         return context.losses
 
-    def outputs(self, batch: Batch, epoch: int, step: int) -> list[dict[str, Array]]:
+    def outputs(self, batch: Batch, epoch: int, step: int) -> list[Outputs]:
         """Run forward_step; return what it marks by name for each sequence. Raises: ConfigError."""
         if self.forward_step is None:
             raise ConfigError(["forward_step: expected a function in the config, got nothing"])
@@ -62,11 +62,14 @@ class ConfigFunctions:
         with torch.no_grad(), self.watch(), self.autocast(), run_context as context:
             self.forward_step(model=self.model, extern_data=extern_data_of(batch, self.device))
         check_outputs(context.outputs)
-        outputs = {}
+        outputs, vectors = {}, set()
         for name, output in context.outputs.items():
+            value = output.value
+            if output.seq_lens is None and isinstance(value, torch.Tensor) and value.ndim == 2 and value.is_floating_point():
+                vectors.add(name)
             lengths = None if output.seq_lens is None else [int(length) for length in output.seq_lens]
-            outputs[name] = [array_of(row) for row in output.value], lengths
-        return by_sequence(outputs, len(batch.indices))
+            outputs[name] = [array_of(row) for row in value], lengths
+        return by_sequence(outputs, len(batch.indices), frozenset(vectors))
 
 
 class TorchLearner:
@@ -145,7 +148,7 @@ class TorchLearner:
         with torch.no_grad(), self._functions.watch():
             self._record(self._functions.losses(batch, self._epoch, self._step, train=False), batch, train=False)
 
-    def forward(self, batch: Batch) -> list[dict[str, Array]]:
+    def forward(self, batch: Batch) -> list[Outputs]:
         await_copy(batch)
         return self._functions.outputs(batch, self._epoch, self._step)
 

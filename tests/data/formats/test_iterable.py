@@ -283,6 +283,7 @@ SAME = iter([{"data": [1]}, {"data": [2]}])
             "train, item 1: expected the data keys data, got the data keys dato",
         ),
         ({"class": lambda: 5}, "train: expected a dataset that knows the lengths of its sequences, has __len__ and __getitem__"),
+        ({"class": of_epoch, "count": 3, "seq_orderin": "random"}, "argument 'seq_orderin' (did you mean seq_ordering?)"),
         ({"class": "IterableDataset", "iterable": 5}, "iterable: expected something that can be iterated over more than once"),
         ({"class": "IterableDataset", "iterable": items, "window": 0}, "window: expected a positive integer, got 0"),
         (
@@ -290,7 +291,7 @@ SAME = iter([{"data": [1]}, {"data": [2]}])
             "train.windo: unknown key of IterableDataset (did you mean",
         ),
     ],
-    ids=range(10),
+    ids=range(11),
 )
 def test_what_is_wrong_is_told(value: Any, message: str) -> None:
     with pytest.raises((ConfigError, DataError, AssertionError)) as caught, opened(value):

@@ -122,6 +122,7 @@ def of_chain(run: Run, folder: Path) -> dict[str, dict[str, object]]:
             "horovod_param_outer": {"class": "bmuf", "momentum": 0.3},
             "optimizer": {"class": "adam"},
         },
+        "stream": {"configs": [TOY, TOY.with_name("stream.py")], "streamed": "shuffled"},
     }
     made: dict[str, dict[str, object]] = {}
     for name, overrides in given.items():

@@ -10,6 +10,8 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from launching import TOY
+from trainings import Run, Trained, assert_same, trains
 
 from hvdtrain.comm.base import SingleCommunicator
 from hvdtrain.config.reference import resolve
@@ -338,3 +340,33 @@ def test_the_window_is_part_of_what_ranks_compare() -> None:
         before = read.feed().inputs(1).checksum()
         dataset.window = 2
         assert read.feed().inputs(1).checksum() != before
+
+
+RUNS = [Run("torch", "single", 1), Run("torch", "horovod", 2)]
+
+
+@trains(*RUNS)
+def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
+    """Of lengths from 1 to 30; on two ranks, the last step is of one of them."""
+    common = {"configs": [TOY, TOY.with_name("stream.py")], "num_epochs": 2, "record": True}
+    return {name: {**common, "streamed": name} for name in ("in_order", "native", "shuffled")}
+
+
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_training_is_that_on_the_same_sequences(trained: Trained, run: Run) -> None:
+    """An iterable against the file that it reads: the same weights, and each sequence once in every epoch."""
+    results = trained(trainings, run)
+    assert_same(results.weights("native"), results.weights("in_order"))
+    for name in results.names:
+        counted = results.trained_on(name)
+        assert counted == {(epoch, sequence): 1 for epoch in (1, 2) for sequence in range(len(counted) // 2)}
+        assert len(counted) > 400
+    assert "sequences, default in windows of 1000; read from beginning to end (in_order)" in results.out("in_order")
+
+
+def test_a_stream_is_trained_on_alike_by_one_rank_and_two(trained: Trained) -> None:
+    """Up to rounding: the gradients of two ranks are summed in another order."""
+    one, two = (trained(trainings, run) for run in RUNS)
+    for name in one.names:
+        for scores, others in zip(one.scores(name), two.scores(name), strict=True):
+            assert {key: pytest.approx(value, rel=1e-4) for key, value in scores.items()} == others

@@ -363,5 +363,8 @@ class ForeignSource(SequenceSource):
             items = islice(inner, start, stop)
         for number, item in enumerate(items, start=start):
             if not (isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) and isinstance(item[1], dict)):
-                raise DataError(f"{self._where}: expected (tag, {{key: array}}) as sequence {number}, got {str(item)[:80]}")
+                raise DataError(
+                    f"{self._where}: expected (tag, {{key: array}}) as sequence {number}, got {str(item)[:80]} (other items: give "
+                    'it as {"class": "IterableDataset", "iterable": ...})'
+                )
             yield item

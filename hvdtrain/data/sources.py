@@ -45,7 +45,8 @@ class DataKeys(Section):
     )
     lengths_dir: str | None = key(
         "~/.cache/hvdtrain/lengths",
-        "folder for the lengths of sequences that only reading the data tells (datasets that RETURNN reads); jobs may share it; "
+        "folder for the lengths of sequences that only reading the data tells (iterables, items that take long to read, datasets "
+        "that RETURNN reads); jobs may share it; "
         "None: they are found in every run",
     )
     eval_datasets: dict[str, Any] = key({}, "further datasets by name, evaluated after every epoch")

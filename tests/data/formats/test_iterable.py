@@ -2,7 +2,8 @@
 
 import itertools
 import re
-from collections.abc import Callable, Iterator
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,12 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from launching import TOY
+from launching import ROOT, TOY
 from trainings import Run, Trained, assert_same, trains
 
 from hvdtrain.comm.base import SingleCommunicator
 from hvdtrain.config.reference import resolve
+from hvdtrain.config.source import load
 from hvdtrain.data.dataset import Dataset, Scanning, is_map_style
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.plan.epoch import BatchKeys
@@ -340,6 +342,39 @@ def test_the_window_is_part_of_what_ranks_compare() -> None:
         before = read.feed().inputs(1).checksum()
         dataset.window = 2
         assert read.feed().inputs(1).checksum() != before
+
+
+EXAMPLES = re.findall(
+    r"((?:^    .*\n|^\n)+)",
+    (ROOT / "docs" / "datasets.md").read_text().partition("\n## Iterables")[2].partition("\n## ")[0],
+    flags=re.MULTILINE,
+)
+
+
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [(0, [10, 20, 30]), (1, range(1, 50)), (2, [1, 3]), (3, None)],
+    ids=["generator", "torch", "hf", "endless"],
+)
+def test_the_examples_of_the_document(
+    number: int, expected: Sequence[int] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hugging_face"))
+    example = [text for text in EXAMPLES if "train =" in text][number]
+    if "datasets" in example:
+        pytest.importorskip("datasets")
+    (tmp_path / "text.txt").write_text("".join("x" * (length - 1) + "\n" for length in (10, 20, 30)))
+    (tmp_path / "rows.jsonl").write_text('{"letters": [1, 2, 3], "sounds": [5]}\n{"letters": [4], "sounds": [6, 7]}\n')
+    config = tmp_path / "config.py"
+    config.write_text(textwrap.dedent(example))
+    source = load([config], {}, {})
+    with opened(source.values["train"]) as read:
+        batches = read.batches(1)
+        assert set(read.dataset.streams) == {"data", "classes"}
+        lengths = sorted(read.dataset.lengths["data"].tolist())
+        assert lengths == list(expected) if expected is not None else len(lengths) == 5000
+        assert sum(map(len, batches)) == len(lengths)
 
 
 RUNS = [Run("torch", "single", 1), Run("torch", "horovod", 2)]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from hvdtrain.checkpoint.progress import EpochProgress
-from hvdtrain.data.describe import naming
+from hvdtrain.data.feed import naming
 from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.data.plan.order import ORDER_VERSION, changed_since
 from hvdtrain.data.types import Batch

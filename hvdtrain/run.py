@@ -13,8 +13,7 @@ from hvdtrain.comm.base import Communicator, on_rank_zero, together
 from hvdtrain.comm.horovod_elastic import is_elastic, stop_for_other_hosts
 from hvdtrain.comm.restart import restarts_of_torchrun
 from hvdtrain.config.reference import as_function
-from hvdtrain.data.describe import batch_lines, feed_lines
-from hvdtrain.data.feed import Feed
+from hvdtrain.data.feed import Feed, batch_lines, feed_lines
 from hvdtrain.engine import Engine, Pace, Rates
 from hvdtrain.errors import DataError, HvdtrainError
 from hvdtrain.learner.accumulation import rounds_per_update

@@ -26,16 +26,13 @@ from hvdtrain.comm.current import connected
 from hvdtrain.comm.rendezvous import names_of_this_host
 from hvdtrain.config.reference import as_function
 from hvdtrain.data.combine.cache import Budget, host_memory
+from hvdtrain.data.copies import Copies, CopyFolder, copy_files
 from hvdtrain.data.dataset import Scanning
-from hvdtrain.data.describe import copy_lines
-from hvdtrain.data.feed import Feed
-from hvdtrain.data.files.copies import Copies, CopyFolder, copy_files
-from hvdtrain.data.files.sizes import parse_size, parse_sizes, size_text
-from hvdtrain.data.files.unchanged import Unchanged
-from hvdtrain.data.plan.chunks import cut, keys_of
+from hvdtrain.data.feed import Feed, copy_lines
+from hvdtrain.data.files import Unchanged, parse_size, parse_sizes, size_text
+from hvdtrain.data.plan.chunks import cut, keys_of, listed
 from hvdtrain.data.plan.chunks import parse as parse_chunking
 from hvdtrain.data.plan.epoch import BatchKeys
-from hvdtrain.data.plan.selection import listed
 from hvdtrain.data.sources import DatasetSpec, OpeningContext, open_dataset
 from hvdtrain.errors import DataError, HvdtrainError, LaunchError
 from hvdtrain.learner.base import Learner

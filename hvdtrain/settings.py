@@ -14,7 +14,7 @@ from hvdtrain.comm.keys import LaunchKeys, TorchDistributedKeys, merged
 from hvdtrain.config.check import build, unknown, unsupported
 from hvdtrain.config.keys import REQUIRED, Key, Rule, Section, Sections, declared, key, not_negative, one_of, parsed_by, positive
 from hvdtrain.config.source import COMMAND_LINE, Source, load
-from hvdtrain.data.files.copies import CopyKeys
+from hvdtrain.data.copies import CopyKeys
 from hvdtrain.data.kinds import KINDS
 from hvdtrain.data.plan.chunks import ChunkKeys
 from hvdtrain.data.plan.epoch import BatchKeys

@@ -14,7 +14,7 @@ from hvdtrain.config.keys import REQUIRED, Rule, Section, declared, key, parsed_
 from hvdtrain.config.reference import is_reference, resolve
 from hvdtrain.data.combine.cache import Budget, with_cache
 from hvdtrain.data.dataset import Dataset, DatasetKeys, Scanning, SequenceSource, as_dataset, is_map_style
-from hvdtrain.data.files.sizes import parse_sizes
+from hvdtrain.data.files import parse_sizes
 from hvdtrain.data.formats.items import ItemsDataset
 from hvdtrain.data.formats.returnn_reading import inner_of_multi_proc
 from hvdtrain.data.identity import Part

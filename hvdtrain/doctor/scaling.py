@@ -13,7 +13,7 @@ import numpy
 from hvdtrain.comm import launch
 from hvdtrain.comm.base import Communicator, SingleCommunicator, on_rank_zero
 from hvdtrain.data.feed import Feed
-from hvdtrain.data.files.sizes import size_text
+from hvdtrain.data.files import size_text
 from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.data.types import Array, Batch
 from hvdtrain.doctor.exchange import SMALL, all_reduce_seconds, parameters_of

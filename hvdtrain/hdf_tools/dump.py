@@ -27,8 +27,8 @@ from hvdtrain.data.formats.items import ItemsDataset
 from hvdtrain.data.hdf.compression import NAMES as COMPRESSIONS
 from hvdtrain.data.hdf.dataset import open_hdf
 from hvdtrain.data.hdf.writer import UNKNOWN_DIM, HDFWriter
+from hvdtrain.data.plan.chunks import epoch_subset, listed
 from hvdtrain.data.plan.order import OrderKeys, full_epoch, non_default, order
-from hvdtrain.data.plan.selection import epoch_subset, listed
 from hvdtrain.data.sources import DatasetSpec, parse
 from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError, DataError, HvdtrainError, PeerFailure

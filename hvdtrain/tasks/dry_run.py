@@ -17,7 +17,7 @@ from hvdtrain.checkpoint.progress import Progress
 from hvdtrain.checkpoint.saver import Unsaved
 from hvdtrain.comm.base import Communicator, together
 from hvdtrain.data.feed import Feed
-from hvdtrain.data.files.sizes import size_text
+from hvdtrain.data.files import size_text
 from hvdtrain.data.plan.bounds import rearranged
 from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.data.types import Array

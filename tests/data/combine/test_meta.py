@@ -8,8 +8,7 @@ import numpy
 import pytest
 
 from hvdtrain.data.combine import tags as tags_module
-from hvdtrain.data.combine.meta import MetaDataset, MetaDatasetKeys, open_meta
-from hvdtrain.data.combine.tags import TagIndex, hashes
+from hvdtrain.data.combine.meta import MetaDataset, MetaDatasetKeys, TagIndex, hashes, open_meta
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.data.sources import open_dataset, parse

@@ -16,9 +16,9 @@ from hvdtrain.config.reference import as_function
 from hvdtrain.data.feed import Feed, batch_lines, feed_lines
 from hvdtrain.engine import Engine, Pace, Rates
 from hvdtrain.errors import DataError, HvdtrainError
-from hvdtrain.learner.accumulation import rounds_per_update
 from hvdtrain.learner.base import Learner
 from hvdtrain.learner.reduce import scale_learning_rate
+from hvdtrain.learner.steps import rounds_per_update
 from hvdtrain.report.epoch import Reporter
 from hvdtrain.report.json_lines import JsonLines
 from hvdtrain.report.runs import Start, note_start

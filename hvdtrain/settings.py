@@ -21,12 +21,12 @@ from hvdtrain.data.plan.epoch import BatchKeys
 from hvdtrain.data.plan.order import OrderKeys, is_random
 from hvdtrain.data.sources import DataKeys, DatasetSpec
 from hvdtrain.errors import ConfigError
-from hvdtrain.learner.accumulation import AccumulationKeys
 from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.learner.frameworks import FRAMEWORKS, Feature
-from hvdtrain.learner.outer import OuterKeys
+from hvdtrain.learner.param_sync import OuterKeys
 from hvdtrain.learner.precision import PrecisionKeys
 from hvdtrain.learner.reduce import ReduceKeys, reduce_type
+from hvdtrain.learner.steps import AccumulationKeys
 from hvdtrain.learner.sync_interval import SyncRuleKeys
 from hvdtrain.learner.wire import compression
 from hvdtrain.report.trackers import TrackerKeys

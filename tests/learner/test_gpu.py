@@ -19,8 +19,8 @@ from hvdtrain.data.types import Batch, pad
 from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.learner.frameworks import BuildOptions
 from hvdtrain.learner.reduce import GradReduce
-from hvdtrain.learner.torch.build import build_learner
-from hvdtrain.learner.torch.staging import CudaStaging, await_copy, extern_data_of
+from hvdtrain.learner.torch.learner import build_learner
+from hvdtrain.learner.torch.tensors import CudaStaging, await_copy, extern_data_of
 from hvdtrain.runtime.timer import Timer
 
 pytestmark = [

@@ -21,9 +21,8 @@ from hvdtrain.checkpoint.progress import Progress
 from hvdtrain.checkpoint.saver import Saver, Saves
 from hvdtrain.checkpoint.start import check_data, load_trained, resume
 from hvdtrain.comm import launch
-from hvdtrain.comm.base import Communicator, SingleCommunicator, run_with_heartbeat, together
-from hvdtrain.comm.current import connected
-from hvdtrain.comm.rendezvous import names_of_this_host
+from hvdtrain.comm.base import Communicator, SingleCommunicator, connected, run_with_heartbeat, together
+from hvdtrain.comm.torch_rendezvous import names_of_this_host
 from hvdtrain.config.reference import as_function
 from hvdtrain.data.combine.cache import Budget, host_memory
 from hvdtrain.data.dataset import Scanning

@@ -12,7 +12,7 @@ from hvdtrain.comm import launch
 from hvdtrain.comm.base import Communicator, on_rank_zero, together
 from hvdtrain.comm.horovod_gloo import is_elastic, stop_for_other_hosts
 from hvdtrain.comm.local import restarts_of_torchrun
-from hvdtrain.config.reference import as_function
+from hvdtrain.config.source import as_function
 from hvdtrain.data.describe import batch_lines, feed_lines
 from hvdtrain.data.feed import Feed
 from hvdtrain.engine import Engine, Pace, Rates

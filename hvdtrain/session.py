@@ -23,7 +23,7 @@ from hvdtrain.checkpoint.start import check_data, load_trained, resume
 from hvdtrain.comm import launch
 from hvdtrain.comm.base import Communicator, SingleCommunicator, connected, run_with_heartbeat, together
 from hvdtrain.comm.torch_rendezvous import names_of_this_host
-from hvdtrain.config.reference import as_function
+from hvdtrain.config.source import as_function
 from hvdtrain.data.combine.cache import Budget, host_memory
 from hvdtrain.data.dataset import Scanning
 from hvdtrain.data.describe import copy_lines
@@ -42,8 +42,7 @@ from hvdtrain.learner.frameworks import FRAMEWORKS, BuildOptions
 from hvdtrain.learner.reducer import Reducer
 from hvdtrain.runtime.heartbeats import meet
 from hvdtrain.runtime.interrupt import Interrupt
-from hvdtrain.runtime.log import SCREEN, open_log, say
-from hvdtrain.runtime.progress_bar import open_terminal
+from hvdtrain.runtime.log import SCREEN, open_log, open_terminal, say
 from hvdtrain.runtime.timer import Timer
 from hvdtrain.runtime.watchdog import Watchdog
 from hvdtrain.settings import Settings

@@ -8,7 +8,7 @@ from math import prod
 from numbers import Integral
 
 from hvdtrain.config.keys import Section, key, positive
-from hvdtrain.config.reference import as_function
+from hvdtrain.config.source import as_function
 from hvdtrain.errors import ConfigError
 
 RoundsPerUpdate = Callable[[int, float, int], int]

@@ -10,7 +10,7 @@ from typing import Any
 
 from hvdtrain.comm.base import Communicator, together
 from hvdtrain.config.keys import Section, key
-from hvdtrain.config.reference import as_function
+from hvdtrain.config.source import as_function
 from hvdtrain.data.describe import naming
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.types import Array

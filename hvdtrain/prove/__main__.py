@@ -28,7 +28,7 @@ from hvdtrain.config.source import command_parser, parse_command_line, split_ove
 from hvdtrain.errors import ConfigError, HvdtrainError
 from hvdtrain.learner.frameworks import FRAMEWORKS
 from hvdtrain.prove.causes import Case, Probe, causes, checked
-from hvdtrain.prove.compare import Agreement, Record, compare, digits, means
+from hvdtrain.prove.compare import Agreement, Record, compare, distance_words, means
 from hvdtrain.prove.training import Task, run_task
 from hvdtrain.settings import Settings, read_settings
 
@@ -347,19 +347,10 @@ def _parameter_lines(what: str, agreement: Agreement) -> list[str]:
         return []
     where = f"update {first.number}" if first.number else "the beginning"
     when = "after" if what == "weights" and first.number else "in"
-    line = f"  {what:9}  first {when} {where}, {first.name}: {_share(first.distance)}"
+    line = f"  {what:9}  first {when} {where}, {first.name}: {distance_words(first.distance)}"
     if (largest.number, largest.name) != (first.number, first.name):
-        line += f"; most in update {largest.number}, {largest.name}: {_share(largest.distance)}"
+        line += f"; most in update {largest.number}, {largest.name}: {distance_words(largest.distance)}"
     return [line]
-
-
-def _share(distance: float) -> str:
-    """A relative distance in words.
-
-    >>> _share(0.031)
-    '0.031 of its norm (1 digit)'
-    """
-    return f"{distance:.2g} of its norm ({digits(distance)})"
 
 
 def _span(counts: Sequence[int]) -> str:

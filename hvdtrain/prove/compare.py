@@ -229,6 +229,15 @@ def digits(distance: float) -> str:
     return f"{count or 'no'} digit{'' if count < 2 else 's'}"
 
 
+def distance_words(distance: float) -> str:
+    """A relative distance in words.
+
+    >>> distance_words(0.031)
+    '0.031 of its norm (1 digit)'
+    """
+    return f"{distance:.2g} of its norm ({digits(distance)})"
+
+
 def means(losses: Losses) -> dict[str, float]:
     """Each loss divided by its number of elements."""
     return {name: total / count for name, (total, count) in losses.items() if count}

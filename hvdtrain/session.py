@@ -21,10 +21,9 @@ from hvdtrain.checkpoint.progress import Progress
 from hvdtrain.checkpoint.saver import Saver, Saves
 from hvdtrain.checkpoint.start import check_data, load_trained, resume
 from hvdtrain.comm import launch
-from hvdtrain.comm.base import Communicator, SingleCommunicator, run_with_heartbeat, together
-from hvdtrain.comm.current import connected
-from hvdtrain.comm.rendezvous import names_of_this_host
-from hvdtrain.config.reference import as_function
+from hvdtrain.comm.base import Communicator, SingleCommunicator, connected, run_with_heartbeat, together
+from hvdtrain.comm.torch_rendezvous import names_of_this_host
+from hvdtrain.config.source import as_function
 from hvdtrain.data.combine.cache import Budget, host_memory
 from hvdtrain.data.copies import Copies, CopyFolder, copy_files
 from hvdtrain.data.dataset import Scanning
@@ -40,8 +39,7 @@ from hvdtrain.learner.frameworks import FRAMEWORKS, BuildOptions
 from hvdtrain.learner.reducer import Reducer
 from hvdtrain.runtime.heartbeats import meet
 from hvdtrain.runtime.interrupt import Interrupt
-from hvdtrain.runtime.log import SCREEN, open_log, say
-from hvdtrain.runtime.progress_bar import open_terminal
+from hvdtrain.runtime.log import SCREEN, open_log, open_terminal, say
 from hvdtrain.runtime.timer import Timer
 from hvdtrain.runtime.watchdog import Watchdog
 from hvdtrain.settings import Settings

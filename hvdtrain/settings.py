@@ -44,7 +44,7 @@ from hvdtrain.training.trace import TraceKeys
 
 TASKS = {
     "train": "hvdtrain.run:train",
-    "dry_run": "hvdtrain.tasks.dry_run:dry_run",
+    "dry_run": "hvdtrain.tasks.tasks:dry_run",
     "eval": "hvdtrain.tasks.tasks:evaluate_all",
     "forward": "hvdtrain.tasks.tasks:forward_all",
     "search": "hvdtrain.tasks.tasks:forward_all",

@@ -13,7 +13,7 @@ from numbers import Integral
 import numpy
 
 from hvdtrain.config.keys import Section, key, positive
-from hvdtrain.config.reference import as_function
+from hvdtrain.config.source import as_function
 from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError
 

@@ -10,7 +10,7 @@ import keras
 import numpy
 import tensorflow as tf
 
-from hvdtrain.config.reference import as_function
+from hvdtrain.config.source import as_function
 from hvdtrain.data.types import Array, Batch
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.base import LearnerKeys, Observer, Then

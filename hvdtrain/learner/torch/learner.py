@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from hvdtrain.config.reference import as_function
+from hvdtrain.config.source import as_function
 from hvdtrain.context import Loss, RunContext, running
 from hvdtrain.data.feed import Staging
 from hvdtrain.data.types import Array, Batch

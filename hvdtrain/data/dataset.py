@@ -20,8 +20,7 @@ from typing import Any, Self
 import numpy
 
 from hvdtrain.config.keys import REQUIRED, key
-from hvdtrain.data.batches import pad
-from hvdtrain.data.types import Array, Batch, Padded, Stream
+from hvdtrain.data.types import Array, Batch, Padded, Stream, pad
 from hvdtrain.errors import DataError
 
 
@@ -363,8 +362,7 @@ class ForeignSource(SequenceSource):
             items = islice(inner, start, stop)
         for number, item in enumerate(items, start=start):
             if not (isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) and isinstance(item[1], dict)):
-                raise DataError(
-                    f"{self._where}: expected (tag, {{key: array}}) as sequence {number}, got {str(item)[:80]} (other items: give "
-                    'it as {"class": "IterableDataset", "iterable": ...})'
-                )
+                instead = '{"class": "IterableDataset", "iterable": ...}'
+                what = f"{self._where}: expected (tag, {{key: array}}) as sequence {number}"
+                raise DataError(f"{what}, got {str(item)[:80]} (other items: give it as {instead})")
             yield item

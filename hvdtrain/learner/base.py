@@ -18,7 +18,6 @@ from hvdtrain.config.keys import ALONE, REQUIRED, Section, Sections, key, not_ne
 from hvdtrain.data.feed import Staging
 from hvdtrain.data.types import Array, Batch
 from hvdtrain.errors import CheckpointError
-from hvdtrain.learner.marked import Outputs
 from hvdtrain.runtime.scores import Scores
 
 Then = Literal["accumulate", "update"]
@@ -39,6 +38,18 @@ Observer = Callable[[Iterator[tuple[str, Array]]], None]
 
 Shapes = Mapping[str, tuple[int, ...]]
 """The shapes of parameters and buffers, by name."""
+
+
+class Outputs(dict[str, Array]):
+    """The outputs of a sequence by name.
+
+    Attributes:
+        vectors: the names of those that are the features of the whole sequence, shape (features,), and have no axis of frames.
+    """
+
+    def __init__(self, vectors: frozenset[str]) -> None:
+        super().__init__()
+        self.vectors = vectors
 
 
 class Learner(Protocol):

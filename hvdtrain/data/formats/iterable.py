@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy
 
-from hvdtrain.config.reference import is_reference, resolve
+from hvdtrain.config.source import is_reference, resolve
 from hvdtrain.data.dataset import Dataset, Item, Scanning, SequenceSource
 from hvdtrain.data.formats.found_lengths import identity_of
 from hvdtrain.data.formats.items import ItemForm

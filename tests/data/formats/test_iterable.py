@@ -15,8 +15,7 @@ from launching import ROOT, TOY
 from trainings import Run, Trained, assert_same, trains
 
 from hvdtrain.comm.base import SingleCommunicator
-from hvdtrain.config.reference import resolve
-from hvdtrain.config.source import load
+from hvdtrain.config.source import load, resolve
 from hvdtrain.data.dataset import Dataset, Scanning, is_map_style
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.plan.epoch import BatchKeys

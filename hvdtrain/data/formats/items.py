@@ -15,7 +15,7 @@ import numpy
 
 from hvdtrain.data.combine.workers import AHEAD, Workers
 from hvdtrain.data.dataset import Dataset, Scanning
-from hvdtrain.data.formats.found_lengths import About, Found, LengthsFile, identity_of
+from hvdtrain.data.formats.found_lengths import HEAD_START, About, Found, LengthsFile, identity_of
 from hvdtrain.data.types import Array, Stream
 from hvdtrain.errors import DataError
 
@@ -30,9 +30,6 @@ FIRST = 8
 
 SAMPLED = 32
 """How many items are read to see whether lengths that are kept are theirs."""
-
-HEAD_START = 0.5
-"""Seconds by which rank 0, which shows the progress, is ahead of the others."""
 
 BLOCK = 256
 """How many items a process reads for one answer, when lengths are counted."""

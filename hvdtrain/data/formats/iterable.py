@@ -1,7 +1,7 @@
 """Iterables: generators, torch's IterableDataset, streams of Hugging Face, and whatever else yields items one after the other.
 
 The plan of an epoch needs all lengths, and an iterable tells them only when it is read. So it is read as the datasets of RETURNN
-are (returnn_stream.py): once for its lengths, which are kept, then for training. Within windows of neighbours, sequences come in
+are (streamed.py): once for its lengths, which are kept, then for training. Within windows of neighbours, sequences come in
 the order that the config asks for.
 """
 
@@ -22,7 +22,7 @@ from hvdtrain.data.dataset import Dataset, Item, Scanning, SequenceSource
 from hvdtrain.data.formats.found_lengths import identity_of
 from hvdtrain.data.formats.items import ItemForm
 from hvdtrain.data.formats.returnn_reading import SCAN_SECONDS, Part, Question
-from hvdtrain.data.formats.returnn_stream import AGAIN, Streamed, open_streamed
+from hvdtrain.data.formats.streamed import AGAIN, Streamed, open_streamed
 from hvdtrain.data.types import Array, Stream
 from hvdtrain.errors import ConfigError, DataError
 

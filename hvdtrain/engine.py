@@ -22,6 +22,7 @@ from hvdtrain.runtime.log import say
 from hvdtrain.runtime.scores import Scores
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.session import Session
+from hvdtrain.training.callbacks import Callbacks, Training
 from hvdtrain.training.evaluation import evaluate, not_finite
 from hvdtrain.training.plans import plan_together
 from hvdtrain.training.step_log import StepLog, StepReport, Tally
@@ -74,6 +75,7 @@ class Engine:
         reporters: called with the report of every finished epoch; on rank 0 only.
         step_log: logs the progress within an epoch.
         trace: called with the sequences of every step.
+        callbacks: those of the config, of this rank.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class Engine:
         reporters: list[Reporter],
         step_log: StepLog,
         trace: Note = no_trace,
+        callbacks: Callbacks | None = None,
     ) -> None:
         self._session = session
         self._comm = session.comm
@@ -96,6 +99,8 @@ class Engine:
         self._reporters = reporters
         self._step_log = step_log
         self._trace = trace
+        self._callbacks = Callbacks() if callbacks is None else callbacks
+        self._training = Training(session.comm, session.learner, session.progress)  # what the callbacks see
         interval = INTERVAL if session.reducer.meets_every_update else INTERVAL_APART
         self._ballot = Ballot(session.comm, session.learner.numbers, interval)
         self._tally = Tally(session.learner.meter)  # this rank's scores that the ranks have not gathered yet
@@ -105,6 +110,7 @@ class Engine:
         self._saved_at = time.monotonic()
         self._asked_to_save = False
         self._last_checked_step = session.progress.step  # after which the ranks' wishes were last looked at
+        self._finished_by: str | None = None  # why a callback has training end after this epoch
 
     def run(self) -> None:
         """Train up to the last epoch.
@@ -114,12 +120,15 @@ class Engine:
             TrainingError: a loss is not a finite number.
         """
         self._session.interrupt.defer_sigint()
+        self._tell("on_train_begin")
         end = None
         while end is None and self._progress.epoch < self._pace.num_epochs:
             self._run_epoch(self._progress.epoch + 1)
-            end = self._pace.ends_early(self._progress.history)
+            end = self._ends_early()
         self._ballot.finish()
         self._session.saver.finish()
+        self._training.stopped_by = end
+        self._tell("on_stop")
         say(3, f"Finished training in epoch {self._progress.epoch}{f': {end}' if end else ''}.")
 
     def _run_epoch(self, epoch: int) -> None:
@@ -133,11 +142,14 @@ class Engine:
         plan = plan_together(self._comm, self._train, epoch)
         effective = self._rates.of_step(progress.step, epoch - 1.0, epoch_rate)
         say(4, f"start epoch {epoch} global train step {progress.step} with effective learning rate {effective:.6g} ...")
+        self._training.learning_rate = effective
+        self._tell("on_epoch_begin")
 
         if not current.trained:
             self._train_epoch(plan, current, epoch_rate, effective)
         scores = {f"train_loss_{name}": mean for name, mean in current.scores.means().items()}
-        scores |= self._evaluate(current)
+        scores = self._evaluate(current, scores)
+        self._tell("on_epoch_end")
 
         report = EpochReport(
             epoch=epoch,
@@ -196,10 +208,12 @@ class Engine:
                         if done == group[-1]:
                             rate = self._rates.of_step(progress.step, epoch_continuous(), epoch_rate)
                             self._learner.update(rate)
+                            self._training.learning_rate = rate
                     progress.step += 1
                     current.position += sum(count > done for count in counts) if shared else 1
                     number = progress.step - current.first_step
                     self._step_log.step(StepReport(number, current.position / total, rate, batch, self._tally))
+                    self._callbacks.tell("on_step_end", self._training)
                 ranks_with_batch = sum(count > group[0] for count in counts)  # who has any has one in the group's first step
                 update = FinishedUpdate(len(share) > group[0], ranks_with_batch, progress.step, rate or 0.0)
                 self._session.reducer.after_update(self._learner.state, update)
@@ -215,11 +229,13 @@ class Engine:
         done = self._progress.step - current.first_step
         return EpochStart(current.epoch, self._progress.step, -(-(done + rounds) // group_size), rate, goes_on=done > 0)
 
-    def _evaluate(self, current: EpochProgress) -> dict[str, float]:
-        """Collective. The scores of the other datasets."""
-        scores: dict[str, float] = {}
+    def _evaluate(self, current: EpochProgress, scores: dict[str, float]) -> dict[str, float]:
+        """Collective. The scores of training, and those of the other datasets."""
+        self._training.scores = scores
         for feed in self._evaluations:
             with self._timer.span("evaluation"), self._learner.state.averaged():
+                self._training.dataset = feed.name
+                self._tell("on_evaluation_begin")
                 means = evaluate(
                     self._comm,
                     self._learner,
@@ -229,7 +245,10 @@ class Engine:
                     after_step=lambda: self._check(current),
                     step_log=self._step_log,
                 )
-            scores |= {f"{feed.name}_loss_{name}": mean for name, mean in means.items()}
+                scores = {**scores, **{f"{feed.name}_loss_{name}": mean for name, mean in means.items()}}
+                self._training.scores = scores
+                self._tell("on_evaluation_end")
+                self._training.dataset = None
         return scores
 
     def _next(self, batches: Iterator[Batch], current: EpochProgress) -> Batch | None:
@@ -281,7 +300,7 @@ class Engine:
 
     def _wishes(self) -> Wishes:
         """What this rank wants."""
-        reason = self._session.interrupt.reason
+        reason = self._stop_reason()
         by_hand = reason == "SIGINT"
         due = self._is_save_due() and not self._asked_to_save  # once: it takes two exchanges until it is done
         self._asked_to_save = self._asked_to_save or due
@@ -289,9 +308,14 @@ class Engine:
         broken = self._pace.finite and bool(self._not_finite)
         return Wishes(stop=int(reason is not None and not by_hand), stop_by_hand=int(by_hand), save=int(due), report=int(broken))
 
+    def _stop_reason(self) -> str | None:
+        """Why this rank wants to stop; None: it does not."""
+        asked = self._training.wants_stop
+        return self._session.interrupt.reason or (None if asked is None else f"a callback ({asked})")
+
     def _stop(self, current: EpochProgress, status: int) -> None:
         """Collective. End with a checkpoint."""
-        reasons = self._comm.gather(self._session.interrupt.reason, name="reasons")
+        reasons = self._comm.gather(self._stop_reason(), name="reasons")
         self._save()
         reason = next(reason for reason in reasons if reason is not None)
         done = f"after step {self._progress.step - current.first_step}" + (", in the evaluation" if current.trained else "")
@@ -300,6 +324,8 @@ class Engine:
         stopped.would_repeat = reason != "SIGTERM"  # with which torchrun ends ranks before it starts them with others
         self._ballot.finish()
         self._session.saver.finish()
+        self._training.stopped_by = reason
+        self._tell("on_stop")
         raise stopped
 
     def _save(self) -> None:
@@ -310,9 +336,12 @@ class Engine:
             self._count(current)
         self._session.watchdog.beat(f"step {self._progress.step}, saving", "saving")
         with self._timer.span("saving"):
-            self._session.saver.save(self._progress)
+            checkpoint = self._session.saver.save(self._progress)
         self._saved_at = time.monotonic()
         self._asked_to_save = False
+        if checkpoint is not None:
+            self._training.checkpoint = checkpoint.model_file
+            self._tell("on_save")
 
     def _is_save_due(self) -> bool:
         """Whether the last checkpoint is too old, by the clock of rank 0."""
@@ -320,8 +349,18 @@ class Engine:
         return minutes is not None and self._comm.rank == 0 and time.monotonic() - self._saved_at >= 60 * minutes
 
     def _is_to_be_saved(self, epoch: int) -> bool:
-        is_last = epoch >= self._pace.num_epochs or self._pace.ends_early(self._progress.history) is not None
+        is_last = epoch >= self._pace.num_epochs or self._ends_early() is not None
         return epoch % self._pace.save_epochs == 0 or is_last
+
+    def _ends_early(self) -> str | None:
+        """After an epoch, why training ends with it, before its last epoch; None: it does not."""
+        return self._finished_by or self._pace.ends_early(self._progress.history)
+
+    def _tell(self, event: str) -> None:
+        """Call the callbacks, which may take as long as they need."""
+        if self._callbacks.have(event):
+            self._session.watchdog.beat(f"{event} of a callback")
+            self._callbacks.tell(event, self._training)
 
     def _gather_scores(self, current: EpochProgress) -> None:
         """Collective. Add the ranks' scores since the last time to the epoch's.
@@ -355,7 +394,12 @@ class Engine:
         self._counted_sync = synced
 
     def _seconds(self, started: float) -> list[Mapping[str, float]]:
-        """Collective. By rank, the seconds since it began or resumed the epoch, by what they were spent on."""
+        """Collective. By rank, the seconds since it began or resumed the epoch, by what they were spent on.
+
+        Takes note whether a callback of any rank wants training to end with this epoch.
+        """
         seconds = dict(self._timer.seconds)
         rest = time.perf_counter() - started - sum(seconds.values())
-        return self._comm.gather({**seconds, "rest": rest}, name="seconds")
+        gathered = self._comm.gather(({**seconds, "rest": rest}, self._training.wants_finish), name="seconds")
+        self._finished_by = next((reason for _, reason in gathered if reason is not None), None)
+        return [own for own, _ in gathered]

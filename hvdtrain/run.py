@@ -56,8 +56,9 @@ def train(settings: Settings, comm: Communicator | None = None) -> Learner:
             rates = open_rates(settings, session.comm.size)
             trace = open_trace(session, settings.trace)
             reporters = open_reporters(settings, session)
+            callbacks = together(session.comm, lambda: settings.callbacks.open(session.comm.rank), name="callbacks")
             with noting_changed_files(session.feeds):
-                Engine(session, rates, pace, reporters, step_log, trace).run()
+                Engine(session, rates, pace, reporters, step_log, trace, callbacks).run()
     return session.learner
 
 

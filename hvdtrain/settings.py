@@ -38,6 +38,7 @@ from hvdtrain.schedule.early_stopping import EarlyStoppingKeys
 from hvdtrain.schedule.newbob import NewbobKeys
 from hvdtrain.schedule.rates import ScheduleKeys
 from hvdtrain.schedule.steps import StepSchedule, make_schedule
+from hvdtrain.training.callbacks import CallbackKeys
 from hvdtrain.training.forward import ForwardKeys
 from hvdtrain.training.predict import parse_placements
 from hvdtrain.training.trace import TraceKeys
@@ -128,6 +129,7 @@ class Settings:
     torch_distributed: TorchDistributedKeys | None
     log: LogKeys
     trackers: TrackerKeys
+    callbacks: CallbackKeys
     trace: TraceKeys
     datasets: tuple[DatasetSpec, ...]
     """Train first, then those that are evaluated after every epoch."""

@@ -47,6 +47,7 @@ class Learner(Protocol):
     collective where the reducer is: all ranks call them equally often.
 
     Attributes:
+        model, optimizer: the config's own, the framework's. With a sharded optimizer, what holds this rank's share.
         device_name: the GPU's name, or "CPU".
         observer: called in every update with the gradients that this rank applies (of a sharded optimizer, those of its share),
             by the parameters' names: reduced over the ranks, before noise and clipping, float32. None: nobody looks at them.
@@ -54,6 +55,7 @@ class Learner(Protocol):
     """
 
     model: Any
+    optimizer: Any
     num_parameters: int
     device_name: str
     observer: Observer | None

@@ -41,6 +41,7 @@ class TensorFlowLearner:
         seed: tuple[int, int],
     ) -> None:
         self.model = variables.model
+        self.optimizer = update.optimizer
         counted = [*variables.of_kind("parameters"), *variables.of_kind("frozen")]
         self.num_parameters = sum(int(numpy.prod(variable.shape)) for variable in counted)
         self.device_name = device_name()

@@ -73,6 +73,10 @@ class UpdateGraph:
         self._scale = scale
         self._graph: Callable[..., tf.Tensor] | None = None
 
+    @property
+    def optimizer(self) -> keras.optimizers.Optimizer:
+        return self._optimizer
+
     def apply(
         self, reduced: list[Any], divisor: tf.Tensor, exchange: Exchange, learning_rate: float, noise_seeds: Array, step: int
     ) -> None:

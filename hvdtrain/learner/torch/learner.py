@@ -92,6 +92,7 @@ class TorchLearner:
         batch_norm: Exchange | None = None,
     ) -> None:
         self.model = functions.model
+        self.optimizer = update.optimizer
         self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.device_name = device_name(functions.device)
         self.staging = functions.staging

@@ -53,6 +53,10 @@ class Update:
         self._has_applied = False  # whether an update was applied, so that the optimizer has all of its state
 
     @property
+    def optimizer(self) -> torch.optim.Optimizer | ShardedOptimizer:
+        return self._optimizer
+
+    @property
     def loss_factor(self) -> float | torch.Tensor:
         """The factor on all losses before backward."""
         if self._on_device is not None and self._on_device.loss_factor is not None:

@@ -15,8 +15,9 @@ from hvdtrain.errors import CheckpointError, DataError, HvdtrainError
 from hvdtrain.learner.accumulation import RoundsPerUpdate, groups
 from hvdtrain.learner.base import NotFinite
 from hvdtrain.learner.reducer import EpochStart, FinishedUpdate
-from hvdtrain.report.epoch import EpochReport, Reporter
+from hvdtrain.report.epoch import EpochReport
 from hvdtrain.report.json_lines import as_line
+from hvdtrain.report.steps import Reporters, StepNumbers, work_of
 from hvdtrain.runtime.interrupt import BY_CTRL_C, TO_BE_CONTINUED, Stopped
 from hvdtrain.runtime.log import say
 from hvdtrain.runtime.scores import Scores
@@ -25,7 +26,7 @@ from hvdtrain.session import Session
 from hvdtrain.training.callbacks import Callbacks, Training
 from hvdtrain.training.evaluation import evaluate, not_finite
 from hvdtrain.training.plans import plan_together
-from hvdtrain.training.step_log import StepLog, StepReport, Tally
+from hvdtrain.training.step_log import Listener, StepLog, StepReport, Tally
 from hvdtrain.training.trace import Note, no_trace
 from hvdtrain.training.votes import INTERVAL, INTERVAL_APART, Ballot, Wishes
 
@@ -72,7 +73,7 @@ class Engine:
 
     Args:
         session: train is the first of its datasets; the others are evaluated after every epoch. Its progress is kept up to date.
-        reporters: called with the report of every finished epoch; on rank 0 only.
+        reporters: receive the reports of finished epochs and the records of steps.
         step_log: logs the progress within an epoch.
         trace: called with the sequences of every step.
         callbacks: those of the config, of this rank.
@@ -83,7 +84,7 @@ class Engine:
         session: Session,
         rates: Rates,
         pace: Pace,
-        reporters: list[Reporter],
+        reporters: Reporters,
         step_log: StepLog,
         trace: Note = no_trace,
         callbacks: Callbacks | None = None,
@@ -96,7 +97,8 @@ class Engine:
         self._train, *self._evaluations = session.feeds
         self._rates = rates
         self._pace = pace
-        self._reporters = reporters
+        self._reporters = reporters.epochs
+        self._numbers = StepNumbers(reporters.steps, session.timer, session.learner.meter) if reporters.steps else None
         self._step_log = step_log
         self._trace = trace
         self._callbacks = Callbacks() if callbacks is None else callbacks
@@ -196,7 +198,8 @@ class Engine:
         def next_group_size() -> int:
             return self._pace.rounds_per_update(current.epoch, epoch_continuous(), progress.step)
 
-        self._step_log.begin(current.epoch, None, rounds, current.elapsed + time.perf_counter() - self._counted_until)
+        self._tally = Tally(self._learner.meter)
+        self._step_log.begin(current.epoch, None, rounds, self._elapsed(current), self._listener(plan, current))
         self._learner.begin_epoch(current.epoch, progress.step)
         self._session.reducer.begin_epoch(self._learner.state, self._epoch_start(current, rounds, next_group_size(), first_rate))
         with self._train.read(share, current.epoch, self._learner.staging) as batches:
@@ -218,11 +221,36 @@ class Engine:
                 update = FinishedUpdate(len(share) > group[0], ranks_with_batch, progress.step, rate or 0.0)
                 self._session.reducer.after_update(self._learner.state, update)
                 self._check(current)
-        self._step_log.end()
         self._session.reducer.end_of_epoch(self._learner.state)
         self._gather_scores(current)
+        self._step_log.finish()
         self._count(current)
         current.trained = True
+
+    def _listener(self, plan: Plan, current: EpochProgress) -> Listener | None:
+        """What records the steps of an epoch that the log has lines about; None: nobody receives records."""
+        numbers = self._numbers
+        if numbers is None:
+            return None
+        numbers.begin(work_of(plan, self._train.lengths_in(current.epoch), self._train.sequences_among), current.position)
+
+        def record(report: StepReport, scores: Mapping[str, float]) -> None:
+            numbers.step(
+                epoch=current.epoch,
+                step=report.number,
+                global_step=current.first_step + report.number,
+                position=current.position,
+                progress=report.complete,
+                elapsed=self._elapsed(current),
+                learning_rate=report.learning_rate,
+                scores=scores,
+            )
+
+        return record
+
+    def _elapsed(self, current: EpochProgress) -> float:
+        """Seconds that the training of the epoch has taken so far."""
+        return current.elapsed + time.perf_counter() - self._counted_until
 
     def _epoch_start(self, current: EpochProgress, rounds: int, group_size: int, rate: float) -> EpochStart:
         """What the reducer may know of an epoch of which `rounds` steps are left."""

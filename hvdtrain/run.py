@@ -21,8 +21,9 @@ from hvdtrain.learner.accumulation import rounds_per_update
 from hvdtrain.learner.base import Learner
 from hvdtrain.learner.reduce import scale_learning_rate
 from hvdtrain.report.epoch import Reporter
-from hvdtrain.report.json_lines import JsonLines
+from hvdtrain.report.json_lines import JsonLines, StepLines
 from hvdtrain.report.runs import Start, note_start
+from hvdtrain.report.steps import Reporters
 from hvdtrain.report.trackers import TensorBoard, Tracker
 from hvdtrain.runtime.log import say
 from hvdtrain.schedule.early_stopping import ends_early
@@ -102,31 +103,35 @@ def open_trace(session: Session, keys: TraceKeys) -> Note:
     return Trace(prefix, run, session.comm.rank, session.progress.step)
 
 
-def open_reporters(settings: Settings, session: Session) -> list[Reporter]:
-    """Collective. Where rank 0 reports finished epochs. Raises: ConfigError."""
-    comm, progress = session.comm, session.progress
+def open_reporters(settings: Settings, session: Session) -> Reporters:
+    """Collective. Where rank 0 reports finished epochs and steps. Raises: ConfigError."""
+    comm, progress, folder = session.comm, session.progress, Path(settings.run.model).parent
 
-    def of_rank_zero() -> list[Reporter]:
-        lines = JsonLines(Path(settings.run.model).parent / "scores.jsonl")
-        lines.go_on(progress.epoch, progress.report)
-        reporters: list[Reporter] = [lines]
+    def of_rank_zero() -> Reporters:
+        epochs, steps = JsonLines(folder / "scores.jsonl"), StepLines(folder / "steps.jsonl")
+        epochs.go_on(progress.epoch, progress.report)
+        current = progress.current
+        steps.go_on(progress.epoch + 1, 0 if current is None else progress.step - current.first_step)
+        reporters: list[Reporter] = [epochs]
         if settings.schedule.learning_rate_file is not None:
             reporters.append(LearningRateFile(Path(settings.schedule.learning_rate_file), progress.history, epoch_meta))
-        return reporters + open_trackers(settings, session)
+        trackers = open_trackers(settings, session)
+        return Reporters([*reporters, *trackers.epochs], [steps.step, *trackers.steps])
 
-    return together(comm, lambda: of_rank_zero() if comm.rank == 0 else [], name="open_reporters")
+    return together(comm, lambda: of_rank_zero() if comm.rank == 0 else Reporters(), name="open_reporters")
 
 
-def open_trackers(settings: Settings, session: Session) -> list[Reporter]:
+def open_trackers(settings: Settings, session: Session) -> Reporters:
     """The experiment trackers that the config asks for. Raises: ConfigError."""
     trackers: list[Reporter] = []
+    boards: list[TensorBoard] = []
     if settings.trackers.use_tensorboard:
         parameters = session.learner.state.named_parameters if settings.trackers.tensorboard_histograms else None
-        trackers.append(TensorBoard(Path(settings.run.model).parent / "tensorboard", session.progress.step, parameters))
+        boards.append(TensorBoard(Path(settings.run.model).parent / "tensorboard", session.progress.step, parameters))
     track_epoch = as_function(settings.trackers.track_epoch, "track_epoch")
     if track_epoch is not None:
         trackers.append(Tracker(track_epoch))
-    return trackers
+    return Reporters([*boards, *trackers], [board.step for board in boards])
 
 
 def open_rates(settings: Settings, size: int) -> Rates:

@@ -239,6 +239,16 @@ class Meter(Protocol):
         """The seconds of `backward` and `update` since the last call, measured on the device."""
         ...
 
+    def step_seconds(self) -> float:
+        """The seconds of `backward` and `update` since the learner was made, of those steps that are known to be done; does not
+        wait for the device."""
+        ...
+
+    def gradient_norm(self) -> float | None:
+        """The global norm of the gradients before clipping, in the newest update of which it is known without waiting for the
+        device; where nobody knows what has arrived, in the last one. None without `gradient_clip_global_norm`."""
+        ...
+
     def peak_memory(self) -> int | None:
         """The largest number of bytes of the device's memory in use so far; None on a CPU."""
         ...

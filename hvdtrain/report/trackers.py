@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -17,6 +17,7 @@ from hvdtrain.config.keys import ALONE, Section, Sections, key
 from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError
 from hvdtrain.report.epoch import EpochReport
+from hvdtrain.report.steps import StepRecord, step_metrics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +110,14 @@ class TensorBoard:
         for name, array in self._parameters() if self._parameters is not None else ():
             if (found := histogram(array)) is not None:
                 values.append(self._summary.Value(tag=f"parameters/{name}", histo=self._histogram(**found)))
-        event = self._event(wall_time=time.time(), step=report.global_step, summary=self._summary(value=values))
+        self._write(report.global_step, values)
+
+    def step(self, record: StepRecord) -> None:
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in step_metrics(record).items()]
+        self._write(record.global_step, values)
+
+    def _write(self, step: int, values: Sequence[Any]) -> None:
+        event = self._event(wall_time=time.time(), step=step, summary=self._summary(value=values))
         self._folder.mkdir(parents=True, exist_ok=True)
         with self._path.open("ab") as file:
             writer = self._writer(file)

@@ -24,6 +24,7 @@ from hvdtrain.data.types import Array
 from hvdtrain.doctor.scaling import predicted, spread
 from hvdtrain.engine import Engine, Pace
 from hvdtrain.errors import ConfigError
+from hvdtrain.report.steps import Reporters
 from hvdtrain.run import announce, gather_hosts, is_done, open_pace, open_rates, open_trackers
 from hvdtrain.runtime.log import say, silence
 from hvdtrain.runtime.timer import clock_text
@@ -124,7 +125,7 @@ def _trainer(settings: Settings, session: Session, pace: Pace) -> Run:
 
         fresh = Progress(progress.step, progress.epoch, list(progress.history))
         tried = replace(session, feeds=[feed], saver=Unsaved(), progress=fresh)
-        Engine(tried, open_rates(settings, session.comm.size), one_epoch, [], StepLog(), note).run()
+        Engine(tried, open_rates(settings, session.comm.size), one_epoch, Reporters(), StepLog(), note).run()
         return begins[-1] - begins[0] if begins else 0.0
 
     return run

@@ -52,12 +52,13 @@ def build_learner(keys: LearnerKeys, reducer: Reducer, options: BuildOptions) ->
     check = GradientCheck(max_skipped, scale, same_on_all_ranks=lambda: reducer.updates_without_batch)
     clipping = Clipping(keys.gradient_clip, keys.gradient_clip_global_norm)
     average = None if keys.ema_decay is None else WeightAverage(dict(variables.named("parameters")), keys.ema_decay)
+    update = UpdateGraph(optimizer, variables, gradients, clipping, keys.gradient_noise, check, scale)
     return TensorFlowLearner(
         variables,
         StepGraphs(variables, functions, optimizer, gradients, reducer, scale),
-        UpdateGraph(optimizer, variables, gradients, clipping, keys.gradient_noise, check, scale),
+        update,
         TensorFlowState(variables, optimizer, average, scale),
-        _meter(variables, scale, finite_only=max_skipped is not None),
+        _meter(variables, scale, update, finite_only=max_skipped is not None),
         (options.seed, options.rank),
     )
 
@@ -78,7 +79,7 @@ def _model(keys: LearnerKeys, precision: Precision) -> ModelVariables:
     return variables
 
 
-def _meter(variables: ModelVariables, scale: LossScale | None, finite_only: bool) -> TensorFlowMeter:
+def _meter(variables: ModelVariables, scale: LossScale | None, update: UpdateGraph, finite_only: bool) -> TensorFlowMeter:
     def not_finite() -> tuple[str, ...]:
         named = [*variables.named("parameters"), *variables.named("frozen")]
         return tuple(name for name, variable in named if not numpy.isfinite(array_of(variable).astype(numpy.float64)).all())
@@ -89,4 +90,4 @@ def _meter(variables: ModelVariables, scale: LossScale | None, finite_only: bool
         on_cpu=device_name() == "CPU",
         finite_only=finite_only,
     )
-    return TensorFlowMeter(scores, CpuClock(), scale, peak_memory)
+    return TensorFlowMeter(scores, CpuClock(), scale, peak_memory, update.gradient_norm)

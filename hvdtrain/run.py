@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from hvdtrain.checkpoint.progress import Progress
@@ -23,8 +25,10 @@ from hvdtrain.learner.reduce import scale_learning_rate
 from hvdtrain.report.epoch import Reporter
 from hvdtrain.report.json_lines import JsonLines, StepLines
 from hvdtrain.report.runs import Start, note_start
+from hvdtrain.report.services import RunDescription, Status, config_values, git_state
 from hvdtrain.report.steps import Reporters
-from hvdtrain.report.trackers import TensorBoard, Tracker
+from hvdtrain.report.trackers import PATIENCE, InBackground, RunIds, TensorBoard, Tolerant, TrackEpoch, report_page
+from hvdtrain.runtime.interrupt import Stopped
 from hvdtrain.runtime.log import say
 from hvdtrain.schedule.early_stopping import ends_early
 from hvdtrain.schedule.file import LearningRateFile, epoch_meta
@@ -50,7 +54,7 @@ def train(settings: Settings, comm: Communicator | None = None) -> Learner:
         pace = open_pace(settings)
         hosts = gather_hosts(session)
         announce(settings, session, pace, hosts)
-        record_start(settings, session, hosts)
+        start = record_start(settings, session, hosts)
         if is_elastic(launch.environment()) and session.comm.rank == 0:
             stop_for_other_hosts(launch.environment())
         if not is_done(session.progress, pace):
@@ -58,8 +62,8 @@ def train(settings: Settings, comm: Communicator | None = None) -> Learner:
             trace = open_trace(session, settings.trace)
             reporters = open_reporters(settings, session)
             callbacks = together(session.comm, lambda: settings.callbacks.open(session.comm.rank), name="callbacks")
-            with noting_changed_files(session.feeds):
-                Engine(session, rates, pace, reporters, step_log, trace, callbacks).run()
+            with noting_changed_files(session.feeds), tracking(settings, session, start) as trackers:
+                Engine(session, rates, pace, reporters.and_(trackers), step_log, trace, callbacks).run()
     return session.learner
 
 
@@ -130,8 +134,43 @@ def open_trackers(settings: Settings, session: Session) -> Reporters:
         boards.append(TensorBoard(Path(settings.run.model).parent / "tensorboard", session.progress.step, parameters))
     track_epoch = as_function(settings.trackers.track_epoch, "track_epoch")
     if track_epoch is not None:
-        trackers.append(Tracker(track_epoch))
-    return Reporters([*boards, *trackers], [board.step for board in boards])
+        trackers.append(Tolerant("track_epoch", TrackEpoch(track_epoch)))
+    tolerant = [Tolerant("use_tensorboard", board) for board in boards]
+    return Reporters([*tolerant, *trackers], [board.step for board in boards])
+
+
+@contextmanager
+def tracking(settings: Settings, session: Session, start: Start) -> Iterator[list[InBackground]]:
+    """The experiment trackers of the config on rank 0, which begin here and end with the block; none on the other ranks."""
+    made = settings.trackers.made if session.comm.rank == 0 else []
+    if not made:
+        yield []
+        return
+    folder, progress = Path(settings.run.model).absolute().parent, session.progress
+    ids = RunIds(folder)
+    known = ids.read() if progress.step else {}  # a training that begins anew is another run
+    git = git_state(settings.files[0].absolute().parent if settings.files else folder)
+    trackers = []
+    for number, one in enumerate(made):
+        label = one.label if number == [other.label for other in made].index(one.label) else f"{one.label} ({number})"
+        trackers.append(InBackground(label, one.make, partial(ids.note, label)))
+        config = config_values(start.settings)
+        trackers[-1].begin(RunDescription(folder.name, folder, known.get(label), progress.step, config, git, start))
+    status: Status = "failed"
+    try:
+        yield trackers
+        status = "finished"
+    except Stopped:
+        status = "stopped"
+        raise
+    finally:
+        session.watchdog.beat("waiting for the trackers")
+        files = {} if status == "failed" else report_page(folder)
+        for tracker in trackers:
+            tracker.ask_to_end(status, files)
+        deadline = time.monotonic() + PATIENCE[status]
+        for tracker in trackers:
+            tracker.wait(deadline - time.monotonic())
 
 
 def open_rates(settings: Settings, size: int) -> Rates:
@@ -213,11 +252,12 @@ def announce(settings: Settings, session: Session, pace: Pace, hosts: list[Host]
         say(3, f"Already trained until final epoch {progress.epoch}, nothing to do{f': {early}' if early else ''}.")
 
 
-def record_start(settings: Settings, session: Session, hosts: list[Host]) -> None:
+def record_start(settings: Settings, session: Session, hosts: list[Host]) -> Start:
     """Collective. Append what a training is started with to starts.jsonl. Raises: ConfigError, if it cannot be written."""
     in_effect = {key.name: (key.value, key.origin) for key in effective(settings)}
     start = Start(hosts, in_effect, session.progress.epoch + 1, session.learner.num_parameters)
     on_rank_zero(session.comm, lambda: note_start(Path(settings.run.model).parent, start), name="note_start")
+    return start
 
 
 def is_done(progress: Progress, pace: Pace) -> bool:

@@ -139,6 +139,8 @@ class Settings:
     """Names that RETURNN would read from the config, with what to set instead where there is something."""
     origins: Mapping[str, str]
     """By key, where its value comes from. Keys with their default value are not listed."""
+    files: tuple[Path, ...] = ()
+    """The config's."""
 
     @property
     def train(self) -> DatasetSpec:
@@ -168,7 +170,7 @@ def read_settings(paths: list[Path], overrides: Mapping[str, str]) -> Settings:
     names = {ALIASES.get(name, name): text for name, text in overrides.items()}
     layer = layer_for_config()
     source = load(paths, names, {name: declared_key.type for name, declared_key in keys.items()}, layer.builtins)
-    return check(adapted(source, layer), list(keys))
+    return replace(check(adapted(source, layer), list(keys)), files=tuple(paths))
 
 
 def check(source: Source, names: list[str]) -> Settings:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy
 
@@ -56,6 +57,12 @@ StepReceiver = Callable[[StepRecord], None]
 """Gets every record, on rank 0, between two steps: it has to be quick. If it raises an exception, training goes on."""
 
 
+class ReceivesBoth(Reporter, Protocol):
+    """Receives the reports of epochs and the records of steps."""
+
+    def step(self, record: StepRecord) -> None: ...
+
+
 @dataclass(frozen=True)
 class Reporters:
     """Who receives rank 0's reports; nobody on the other ranks.
@@ -67,6 +74,11 @@ class Reporters:
 
     epochs: Sequence[Reporter] = ()
     steps: Sequence[StepReceiver] = ()
+
+    def and_(self, others: Iterable[ReceivesBoth]) -> Reporters:
+        """Those who receive reports of both kinds are added."""
+        more = list(others)
+        return Reporters([*self.epochs, *more], [*self.steps, *(one.step for one in more)])
 
 
 def step_metrics(record: StepRecord) -> dict[str, float]:

@@ -69,10 +69,12 @@ class Made:
 
     Attributes:
         label: the name by which messages call it: that in the config, or its class's.
+        kind: its class, or the object itself.
         make: returns the object.
     """
 
     label: str
+    kind: Any
     make: Callable[[], Any]
 
 
@@ -129,7 +131,7 @@ def _object(entry: Any, methods: Collection[str], prefix: str, by_name: Mapping[
     if not isinstance(kind, type):
         if options:
             raise ConfigError([f"expected arguments beside a class, got {', '.join(options)} beside an object of {label}"])
-        return Made(label, lambda: kind)
+        return Made(label, kind, lambda: kind)
     try:
         inspect.signature(kind).bind(**options)
     except TypeError as error:
@@ -137,4 +139,4 @@ def _object(entry: Any, methods: Collection[str], prefix: str, by_name: Mapping[
         raise ConfigError([f"expected the arguments of {label} ({names}), got: {error}"]) from None
     except ValueError:
         pass  # a class in C tells nothing of its arguments
-    return Made(label, partial(kind, **options))
+    return Made(label, kind, partial(kind, **options))

@@ -117,13 +117,12 @@ class Callbacks:
     """Calls the callbacks of this rank, in the order of the config. Their methods are looked up once, here.
 
     Args:
-        objects: those of the config; those that are for rank 0 only are left out on the others.
+        objects: those of the config that this rank has.
     """
 
-    def __init__(self, objects: Sequence[Any] = (), rank: int = 0) -> None:
-        here = [one for one in objects if rank == 0 or not getattr(one, "rank_zero_only", False)]
+    def __init__(self, objects: Sequence[Any] = ()) -> None:
         self._calls: dict[str, list[Call]] = {
-            event: [getattr(one, event) for one in here if hasattr(one, event)] for event in EVENTS
+            event: [getattr(one, event) for one in objects if hasattr(one, event)] for event in EVENTS
         }
 
     def have(self, event: str) -> bool:
@@ -197,4 +196,5 @@ class CallbackKeys(Section):
         start, end = as_function(self.epoch_start, "epoch_start"), as_function(self.epoch_end, "epoch_end")
         functions = [] if start is None and end is None else [EpochFunctions(start, end)]
         made, _ = objects_of("callbacks", self.callbacks, EVENTS, "on_")
-        return Callbacks([*functions, *(one.make() for one in made)], rank)
+        here = [one.make() for one in made if rank == 0 or not getattr(one.kind, "rank_zero_only", False)]
+        return Callbacks([*functions, *here])

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from inside import run_inside
 from launching import TOY, Finished
+from trainings import Run, Trained, trains
 
 from hvdtrain.errors import ConfigError
 from hvdtrain.settings import read_settings
@@ -172,3 +173,21 @@ def test_mistakes_are_told_at_once(tmp_path: Path) -> None:
         "callbacks[5]: expected a class that can be imported, got nowhere.at:All: ModuleNotFoundError: No module named 'nowhere'",
         "callbacks[6]: expected arguments beside a class, got file beside an object of Notes",
     ]
+
+
+TWO = Run("torch", "horovod", 2)
+
+
+@trains(TWO)
+def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
+    """The last rank asks to finish in the second of five epochs, of 20 steps each."""
+    return {"noted": {"num_epochs": 5, "noted": f"{folder}/noted,25"}}
+
+
+def test_all_ranks_are_told_and_end_together(trained: Trained) -> None:
+    results = trained(trainings, TWO)
+    for rank in range(2):
+        [noted] = results.needed(f"noted.{rank}").read_text().splitlines()
+        assert json.loads(noted) == [2, 40, 80, "the last rank wants it"]
+    assert results.needed("noted.zero.0").read_text() == "40\n"
+    assert not (results.folder / "noted.zero.1").exists()

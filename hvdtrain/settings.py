@@ -377,6 +377,6 @@ def shown(value: Any) -> str:
         code = getattr(getattr(value, "__wrapped__", value), "__code__", None)
         where = f" in {os.path.basename(code.co_filename)}" if code is not None else ""
         return f"<{'class' if isinstance(value, type) else 'function'} {getattr(value, '__name__', repr(value))}{where}>"
-    if type(value).__repr__ is object.__repr__:  # which has an address, another one in each run
+    if getattr(type(value), "__repr__", None) is object.__repr__:  # which has an address, another one in each run
         return f"<{type(value).__name__}>"
     return repr(value)

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import wandb_files
+from documented import example
 from inside import run_inside
-from launching import ROOT, TOY, Finished
+from launching import TOY, Finished
 
 from hvdtrain.errors import ConfigError
 from hvdtrain.report.epoch import EpochReport
@@ -20,14 +21,6 @@ from hvdtrain.report.runs import Start
 from hvdtrain.report.services import RunDescription, git_state
 from hvdtrain.report.trackers import InBackground, RunIds
 from hvdtrain.settings import read_settings
-
-
-def example(page: str, first_line: str) -> str:
-    """An example of a documentation page, by the line that it begins with."""
-    text = (ROOT / "docs" / page).read_text()
-    blocks = re.findall(r"(?:^(?: {4}.*)?\n)+", text, flags=re.M)
-    [block] = [one.strip("\n") for one in blocks if one.strip("\n").startswith(f"    {first_line}")]
-    return "\n".join(line[4:] for line in block.splitlines()) + "\n"
 
 
 def run(corpus: Path, config: Path, **overrides: object) -> Finished:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from documented import example
 from inside import run_inside
 from launching import TOY, Finished
 from trainings import Run, Trained, trains
@@ -127,6 +128,15 @@ def test_a_callback_can_end_training_after_an_epoch(corpus: Path, tmp_path: Path
     assert "Finished training in epoch 1: enough." in finished.out
     assert "stopped by enough" in finished.out
     assert (tmp_path / "model.001.pt").exists()  # although save_interval does not say so
+
+
+def test_the_example_of_the_documents(corpus: Path, tmp_path: Path) -> None:
+    config = tmp_path / "config.py"
+    config.write_text(TOY.read_text() + example("training.md", "class StopWhenGood:").replace("below=1.0", "below=10.0"))
+    keys = {"corpus": corpus, "model": tmp_path / "model", "num_epochs": 9, "evaluated": True}
+    finished = run_inside([config, *(word for name, value in keys.items() for word in (f"++{name}", value))])
+    assert finished.status == 0, finished.err
+    assert "Finished training in epoch 1: dev is good enough." in finished.out
 
 
 def test_a_callback_can_stop_training_with_a_checkpoint(corpus: Path, tmp_path: Path) -> None:

@@ -122,16 +122,18 @@ def test_wandb_reads_what_was_written(tracked: Path) -> None:
 
 FAILING = """
 class Failing:
+    def __init__(self, begins=False):
+        self.begins = begins
+
     def begin(self, run):
-        if "begin" in wrong:
+        if not self.begins:
             raise RuntimeError("no such service")
 
     def log_epoch(self, epoch, step, numbers):
         raise RuntimeError(f"not reached in epoch {epoch}")
 
 
-wrong = ["begin"]
-trackers = [Failing, {"class": Failing}]
+trackers = [Failing, {"class": Failing, "begins": True}]
 
 
 def track_epoch(*, epoch, **_):
@@ -142,17 +144,14 @@ def track_epoch(*, epoch, **_):
 def test_a_tracker_that_fails_is_told_once_and_training_goes_on(corpus: Path, tmp_path: Path) -> None:
     finished = run(corpus, config_with(tmp_path, FAILING), num_epochs=2)
     assert finished.status == 0, finished.err
-    for label in ("Failing", "Failing (1)"):
-        told = f"trackers: {label} failed in begin, training goes on without it: RuntimeError: no such service"
-        assert finished.out.count(told) == 1
-    assert finished.out.count("track_epoch failed after epoch 1, training goes on: KeyError: 1") == 1
-    assert "track_epoch failed after epoch 2" not in finished.out
-    code = FAILING.replace('wrong = ["begin"]', "wrong = []").replace("trackers = [Failing, ", "trackers = [")
-    finished = run(corpus, config_with(tmp_path, code), num_epochs=4)
-    assert finished.status == 0, finished.err
-    told = "trackers: Failing failed in log_epoch, training goes on: RuntimeError: not reached in epoch 3"
-    assert finished.out.count(told) == 1
-    assert "trackers: 2 calls of Failing failed" in finished.out
+    told = [line for line in finished.out.splitlines() if "failed" in line and "track" in line]
+    assert set(told) == {
+        "trackers: Failing failed in begin, training goes on without it: RuntimeError: no such service",
+        "trackers: Failing (1) failed in log_epoch, training goes on: RuntimeError: not reached in epoch 1",
+        "trackers: 2 calls of Failing (1) failed",
+        "track_epoch failed after epoch 1, training goes on: KeyError: 1",
+    }
+    assert len(told) == 4
 
 
 def test_what_a_training_is_that_was_stopped_or_failed(corpus: Path, tmp_path: Path) -> None:

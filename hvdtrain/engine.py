@@ -133,7 +133,8 @@ class Engine:
         current = progress.current = progress.current or EpochProgress(epoch, progress.step)
         epoch_rate = self._rates.of_epoch(epoch, progress.history)
         plan = plan_together(self._comm, self._train, epoch)
-        effective = self._rates.of_step(progress.step, epoch - 1.0, epoch_rate)
+        done = current.position / plan.num_batches if plan.num_batches else 0.0
+        effective = self._rates.of_step(progress.step, epoch - 1.0 + done, epoch_rate)
         say(4, f"start epoch {epoch} global train step {progress.step} with effective learning rate {effective:.6g} ...")
 
         if not current.trained:
@@ -141,13 +142,15 @@ class Engine:
         scores = {f"train_loss_{name}": mean for name, mean in current.scores.means().items()}
         scores |= self._evaluate(current)
 
+        rates = current.rates
+        learning_rate = rates.last if rates.updates else epoch_rate
         report = EpochReport(
             epoch=epoch,
             steps=progress.step - current.first_step,
             global_step=progress.step,
             elapsed=current.elapsed,
             computing=current.computing / current.elapsed,
-            learning_rate=epoch_rate,
+            learning_rate=learning_rate,
             num_sequences=self._train.num_sequences(plan),
             scores=scores,
             padding=plan.padding(self._train.lengths_in(epoch)),
@@ -155,6 +158,10 @@ class Engine:
             loss_scale=self._learner.meter.loss_scale,
             syncs=current.syncs,
             sent=current.sent,
+            learning_rates={name: getattr(rates, name) for name in ("first", "lowest", "highest", "mean")}
+            if rates.vary
+            else None,
+            epoch_learning_rate=None if epoch_rate == learning_rate else epoch_rate,
         )
         progress.epoch, progress.current, progress.report = epoch, None, as_line(report)
         progress.history.append(EpochRecord(epoch, epoch_rate, scores))
@@ -178,7 +185,7 @@ class Engine:
         rounds = max(counts)
         shared = self._train.distribution == "shard"
         total = current.position + (sum(counts) if shared else rounds)
-        rate: float | None = None  # of the last update
+        rate = current.rates.last if current.rates.updates else None  # of the last update
 
         def epoch_continuous() -> float:
             return current.epoch - 1 + current.position / total
@@ -199,6 +206,7 @@ class Engine:
                         if done == group[-1]:
                             rate = self._rates.of_step(progress.step, epoch_continuous(), epoch_rate)
                             self._learner.update(rate)
+                            current.rates.add(rate)
                     progress.step += 1
                     current.position += sum(count > done for count in counts) if shared else 1
                     number = progress.step - current.first_step

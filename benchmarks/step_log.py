@@ -2,8 +2,8 @@
 """The cost of looking at steps: `OPENBLAS_NUM_THREADS=1 python benchmarks/step_log.py`.
 
 Short steps (a small matrix product) without a log, with a log that writes lines to a file, with one that also records the steps'
-numbers in steps.jsonl and for TensorBoard, and the latter two with a bar on a terminal (a pty, which a thread reads), alternately.
-Then what a step and a record take by themselves, without the product. Times are CPU time.
+numbers in steps.jsonl and for TensorBoard, and both with a bar on a terminal (a pty, which a thread reads), alternately. Then
+what a step and a record take by themselves, without the product. Times are CPU time.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import statistics
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -81,14 +82,19 @@ def main() -> None:
     lengths = numpy.random.default_rng(0).integers(10, 1000, BATCH * options.steps)
     plan = Plan(numpy.random.default_rng(0).permutation(len(lengths)), numpy.arange(options.steps + 1) * BATCH)
 
+    spent: list[float] = []
+
     def steps(log: StepLog | None, numbers: StepNumbers | None = None, computes: bool = True) -> float:
         tally, rates = Tally(meter), UsedRates()
 
         def record(report: StepReport, scores: Mapping[str, float]) -> None:
             if numbers is not None:
+                began = time.thread_time()
                 place = {"global_step": report.number, "position": report.number, "elapsed": 1.0}
                 rate, progress = report.learning_rate, report.complete
                 numbers.step(epoch=1, step=report.number, progress=progress, learning_rate=rate, scores=scores, **place)
+                if computes:
+                    spent.append(time.thread_time() - began)
 
         if numbers is not None:
             numbers.begin(work_of(plan, {"data": lengths, "classes": lengths}), 0)
@@ -127,6 +133,8 @@ def main() -> None:
         print("\n| by itself | microseconds |\n|---|---|")
         for name, found in take_turns(alone, options.rounds).items():
             print(f"| {name} | {1e6 / statistics.median(found):.2f} |")
+        if spent:
+            print(f"| a record between steps with a product ({len(spent)}) | {1e6 * statistics.median(spent):.2f} |")
         open_log(LogKeys(), 0, 1)
         logging.shutdown()
 

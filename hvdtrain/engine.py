@@ -194,7 +194,7 @@ class Engine:
             return self._pace.rounds_per_update(current.epoch, epoch_continuous(), progress.step)
 
         self._tally = Tally(self._learner.meter)
-        self._step_log.begin(current.epoch, None, rounds, self._elapsed(current), self._listener(plan, current))
+        self._step_log.begin(current.epoch, None, rounds, self._elapsed(current), self._listener(plan, current, first_rate))
         self._learner.begin_epoch(current.epoch, progress.step)
         self._session.reducer.begin_epoch(self._learner.state, self._epoch_start(current, rounds, next_group_size(), first_rate))
         with self._train.read(share, current.epoch, self._learner.staging) as batches:
@@ -221,7 +221,7 @@ class Engine:
         self._count(current)
         current.trained = True
 
-    def _listener(self, plan: Plan, current: EpochProgress) -> Listener | None:
+    def _listener(self, plan: Plan, current: EpochProgress, first_rate: float) -> Listener | None:
         """What records the steps of an epoch that the log has lines about; None: nobody receives records."""
         numbers = self._numbers
         if numbers is None:
@@ -236,7 +236,7 @@ class Engine:
                 position=current.position,
                 progress=report.complete,
                 elapsed=self._elapsed(current),
-                learning_rate=report.learning_rate,
+                learning_rate=first_rate if report.learning_rate is None else report.learning_rate,
                 scores=scores,
             )
 

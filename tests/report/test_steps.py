@@ -107,9 +107,7 @@ def test_a_receiver_that_fails_is_told_once_and_ends_nothing(monkeypatch: pytest
     numbers = StepNumbers([fails, got.append], Timer(), Meter())  # type: ignore[arg-type]
     numbers.begin(work_of(PLAN, LENGTHS), 0)
     for step in (1, 2):
-        numbers.step(
-            epoch=1, step=step, global_step=step, position=step, progress=0.5, elapsed=1.0, learning_rate=None, scores={}
-        )
+        numbers.step(epoch=1, step=step, global_step=step, position=step, progress=0.5, elapsed=1.0, learning_rate=0.1, scores={})
     assert said == ["the numbers of step 1 were not recorded, training goes on: OSError: no space left"]
     assert [record.step for record in got] == [1, 2]
 
@@ -276,7 +274,9 @@ def test_the_example_in_the_documents(
     exec(compile(example, "reports.md", "exec"), {})
     printed = capsys.readouterr().out.splitlines()
     lines = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
-    assert len([line for line in printed if re.match(r"epoch \d\.\d\d: ce [\d.]+, rate [\d.e-]+", line)]) == len(lines)
+    assert len([line for line in printed if re.match(r"epoch \d\.\d\d: ce [\d.]+, fer [\d.]+, rate [\d.e-]+$", line)]) == len(
+        lines
+    )
     shown = re.search(r"```json\n(.*?)```", section, flags=re.DOTALL)
     assert shown is not None
     assert list(json.loads(shown[1])) == KEYS

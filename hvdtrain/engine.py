@@ -142,7 +142,8 @@ class Engine:
         current = progress.current = progress.current or EpochProgress(epoch, progress.step)
         epoch_rate = self._rates.of_epoch(epoch, progress.history)
         plan = plan_together(self._comm, self._train, epoch)
-        effective = self._rates.of_step(progress.step, epoch - 1.0, epoch_rate)
+        done = current.position / plan.num_batches if plan.num_batches else 0.0
+        effective = self._rates.of_step(progress.step, epoch - 1.0 + done, epoch_rate)
         say(4, f"start epoch {epoch} global train step {progress.step} with effective learning rate {effective:.6g} ...")
         self._training.learning_rate = effective
         self._tell("on_epoch_begin")
@@ -153,13 +154,15 @@ class Engine:
         scores = self._evaluate(current, scores)
         self._tell("on_epoch_end")
 
+        rates = current.rates
+        learning_rate = rates.last if rates.updates else epoch_rate
         report = EpochReport(
             epoch=epoch,
             steps=progress.step - current.first_step,
             global_step=progress.step,
             elapsed=current.elapsed,
             computing=current.computing / current.elapsed,
-            learning_rate=epoch_rate,
+            learning_rate=learning_rate,
             num_sequences=self._train.num_sequences(plan),
             scores=scores,
             padding=plan.padding(self._train.lengths_in(epoch)),
@@ -167,6 +170,10 @@ class Engine:
             loss_scale=self._learner.meter.loss_scale,
             syncs=current.syncs,
             sent=current.sent,
+            learning_rates={name: getattr(rates, name) for name in ("first", "lowest", "highest", "mean")}
+            if rates.vary
+            else None,
+            epoch_learning_rate=None if epoch_rate == learning_rate else epoch_rate,
         )
         progress.epoch, progress.current, progress.report = epoch, None, as_line(report)
         progress.history.append(EpochRecord(epoch, epoch_rate, scores))
@@ -190,7 +197,7 @@ class Engine:
         rounds = max(counts)
         shared = self._train.distribution == "shard"
         total = current.position + (sum(counts) if shared else rounds)
-        rate: float | None = None  # of the last update
+        rate = current.rates.last if current.rates.updates else None  # of the last update
 
         def epoch_continuous() -> float:
             return current.epoch - 1 + current.position / total
@@ -199,7 +206,7 @@ class Engine:
             return self._pace.rounds_per_update(current.epoch, epoch_continuous(), progress.step)
 
         self._tally = Tally(self._learner.meter)
-        self._step_log.begin(current.epoch, None, rounds, self._elapsed(current), self._listener(plan, current))
+        self._step_log.begin(current.epoch, None, rounds, self._elapsed(current), self._listener(plan, current, first_rate))
         self._learner.begin_epoch(current.epoch, progress.step)
         self._session.reducer.begin_epoch(self._learner.state, self._epoch_start(current, rounds, next_group_size(), first_rate))
         with self._train.read(share, current.epoch, self._learner.staging) as batches:
@@ -212,6 +219,7 @@ class Engine:
                             rate = self._rates.of_step(progress.step, epoch_continuous(), epoch_rate)
                             self._learner.update(rate)
                             self._training.learning_rate = rate
+                            current.rates.add(rate)
                     progress.step += 1
                     current.position += sum(count > done for count in counts) if shared else 1
                     number = progress.step - current.first_step
@@ -227,7 +235,7 @@ class Engine:
         self._count(current)
         current.trained = True
 
-    def _listener(self, plan: Plan, current: EpochProgress) -> Listener | None:
+    def _listener(self, plan: Plan, current: EpochProgress, first_rate: float) -> Listener | None:
         """What records the steps of an epoch that the log has lines about; None: nobody receives records."""
         numbers = self._numbers
         if numbers is None:
@@ -242,7 +250,7 @@ class Engine:
                 position=current.position,
                 progress=report.complete,
                 elapsed=self._elapsed(current),
-                learning_rate=report.learning_rate,
+                learning_rate=first_rate if report.learning_rate is None else report.learning_rate,
                 scores=scores,
             )
 

@@ -31,7 +31,7 @@ from hvdtrain.report.trackers import PATIENCE, InBackground, RunIds, TensorBoard
 from hvdtrain.runtime.interrupt import Stopped
 from hvdtrain.runtime.log import say
 from hvdtrain.schedule.early_stopping import ends_early
-from hvdtrain.schedule.file import LearningRateFile, epoch_meta
+from hvdtrain.schedule.file import LearningRateFile, epoch_meta, epoch_rate
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.schedule.rates import epoch_learning_rate
 from hvdtrain.session import Session, open_session
@@ -118,7 +118,8 @@ def open_reporters(settings: Settings, session: Session) -> Reporters:
         steps.go_on(progress.epoch + 1, 0 if current is None else progress.step - current.first_step)
         reporters: list[Reporter] = [epochs]
         if settings.schedule.learning_rate_file is not None:
-            reporters.append(LearningRateFile(Path(settings.schedule.learning_rate_file), progress.history, epoch_meta))
+            path = Path(settings.schedule.learning_rate_file)
+            reporters.append(LearningRateFile(path, progress.history, epoch_meta, epoch_rate))
         trackers = open_trackers(settings, session)
         return Reporters([*reporters, *trackers.epochs], [steps.step, *trackers.steps])
 
@@ -184,11 +185,13 @@ def open_rates(settings: Settings, size: int) -> Rates:
     def of_step(step: int, epoch_continuous: float, epoch_rate: float) -> float:
         rate = epoch_rate
         if dynamic is not None:
-            rate = dynamic(
-                global_train_step=step,
-                epoch=int(epoch_continuous) + 1,
-                epoch_continuous=epoch_continuous,
-                learning_rate=epoch_rate,
+            rate = float(
+                dynamic(
+                    global_train_step=step,
+                    epoch=int(epoch_continuous) + 1,
+                    epoch_continuous=epoch_continuous,
+                    learning_rate=epoch_rate,
+                )
             )
         elif schedule is not None:
             rate *= schedule.factor(step, epoch_continuous)

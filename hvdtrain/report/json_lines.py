@@ -16,10 +16,9 @@ from hvdtrain.report.steps import StepRecord
 
 
 def as_line(report: EpochReport) -> dict[str, Any]:
-    """A report as it is written to the file; scores that are not finite become strings."""
+    """A report as it is written to the file, without what is None; scores that are not finite become strings."""
     scores = {name: _finite(value) for name, value in report.scores.items()}
-    line = {**asdict(report), "scores": scores}
-    return line if report.loss_scale is not None else {name: value for name, value in line.items() if name != "loss_scale"}
+    return {name: value for name, value in {**asdict(report), "scores": scores}.items() if value is not None}
 
 
 class JsonLines:

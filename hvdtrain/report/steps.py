@@ -27,7 +27,7 @@ class StepRecord:
         global_step: completed steps of the whole training; steps.jsonl does not have it.
         progress: the share of the epoch that is done, from 0 to 1.
         elapsed: seconds since the epoch began, without those between a stop and a resume.
-        learning_rate: that the optimizer used in the last update, on all ranks; None before the first update.
+        learning_rate: that the optimizer used in the last update, on all ranks; before the first one, that of the next.
         scores: means by name over rank 0's batches since the last record; on a GPU, over those whose losses have arrived.
         gradient_norm: the global norm before clipping, of the last update that is known; of the reduced gradients, or of rank 0's
             own where ranks update apart. None without `gradient_clip_global_norm`, which computes it.
@@ -43,7 +43,7 @@ class StepRecord:
     global_step: int
     progress: float
     elapsed: float
-    learning_rate: float | None
+    learning_rate: float
     scores: Mapping[str, float]
     gradient_norm: float | None
     sequences_per_second: float
@@ -147,7 +147,7 @@ class StepNumbers:
         position: int,
         progress: float,
         elapsed: float,
-        learning_rate: float | None,
+        learning_rate: float,
         scores: Mapping[str, float],
     ) -> None:
         """Record a step. The arguments are those of `StepRecord`, and the number of batches of the plan that are done."""

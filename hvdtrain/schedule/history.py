@@ -9,9 +9,46 @@ META = ":meta:"
 """The prefix of entries in learning rate files that are metadata, not scores."""
 
 
+@dataclass
+class UsedRates:
+    """The learning rates that the optimizer used in the updates of an epoch so far.
+
+    >>> rates = UsedRates()
+    >>> for rate in (0.25, 0.75, 0.5):
+    ...     rates.add(rate)
+    >>> rates.first, rates.last, rates.lowest, rates.highest, rates.mean
+    (0.25, 0.5, 0.25, 0.75, 0.5)
+    """
+
+    updates: int = 0
+    first: float = 0.0
+    last: float = 0.0
+    lowest: float = 0.0
+    highest: float = 0.0
+    total: float = 0.0
+
+    def add(self, rate: float) -> None:
+        """Add the rate of one more update."""
+        if not self.updates:
+            self.first = self.lowest = self.highest = rate
+        self.updates += 1
+        self.last = rate
+        self.lowest, self.highest = min(self.lowest, rate), max(self.highest, rate)
+        self.total += rate
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.updates
+
+    @property
+    def vary(self) -> bool:
+        """Whether they are not all the same."""
+        return self.lowest != self.highest
+
+
 @dataclass(frozen=True)
 class EpochRecord:
-    """The learning rate of a finished epoch, and its scores by key, such as 'dev_loss_ce'."""
+    """The learning rate of a finished epoch, before a schedule scales it in each step, and its scores by key: 'dev_loss_ce'."""
 
     epoch: int
     learning_rate: float

@@ -138,6 +138,9 @@ class InBackground:
         label: how messages call it.
         make: returns the tracker; called in its thread, too.
         began: called with the id that `begin` returned.
+
+    Attributes:
+        num_failures: the number of calls that failed.
     """
 
     def __init__(self, label: str, make: Callable[[], Any], began: Callable[[str], None] = lambda _: None) -> None:
@@ -147,7 +150,7 @@ class InBackground:
         self._tracker: Any = None
         self._calls: queue.SimpleQueue[tuple[str, tuple[Any, ...]] | None] = queue.SimpleQueue()
         self._is_off = False
-        self._num_failures = 0
+        self.num_failures = 0
         self._num_left_out = 0
         self._thread = threading.Thread(target=self._work, name=f"tracker {label}", daemon=True)
 
@@ -181,8 +184,8 @@ class InBackground:
         self._thread.join(max(0.0, seconds))
         if self._thread.is_alive():
             say(2, f"trackers: {self._label} is still busy and is left behind; {self._calls.qsize()} calls were not made")
-        if self._num_failures > 1:
-            say(2, f"trackers: {self._num_failures} calls of {self._label} failed")
+        if self.num_failures > 1:
+            say(2, f"trackers: {self.num_failures} calls of {self._label} failed")
         if self._num_left_out:
             say(2, f"trackers: {self._label} was too slow for {self._num_left_out} records within epochs")
 
@@ -200,10 +203,10 @@ class InBackground:
                     self._has_begun(result)
             except BaseException as error:  # a SystemExit, too: it would end the thread in silence
                 self._is_off = name == "begin"
-                if not self._num_failures:
+                if not self.num_failures:
                     without = " without it" if self._is_off else ""
                     say(2, f"trackers: {self._label} failed in {name}, training goes on{without}: {_of(error)}")
-                self._num_failures += 1
+                self.num_failures += 1
 
     def _has_begun(self, run_id: Any) -> None:
         if run_id is not None:

@@ -170,9 +170,7 @@ class Engine:
             loss_scale=self._learner.meter.loss_scale,
             syncs=current.syncs,
             sent=current.sent,
-            learning_rates={name: getattr(rates, name) for name in ("first", "lowest", "highest", "mean")}
-            if rates.vary
-            else None,
+            learning_rates=rates.summary(),
             epoch_learning_rate=None if epoch_rate == learning_rate else epoch_rate,
         )
         progress.epoch, progress.current, progress.report = epoch, None, as_line(report)
@@ -205,7 +203,6 @@ class Engine:
         def next_group_size() -> int:
             return self._pace.rounds_per_update(current.epoch, epoch_continuous(), progress.step)
 
-        self._tally = Tally(self._learner.meter)
         self._step_log.begin(current.epoch, None, rounds, self._elapsed(current), self._listener(plan, current, first_rate))
         self._learner.begin_epoch(current.epoch, progress.step)
         self._session.reducer.begin_epoch(self._learner.state, self._epoch_start(current, rounds, next_group_size(), first_rate))
@@ -232,6 +229,7 @@ class Engine:
         self._session.reducer.end_of_epoch(self._learner.state)
         self._gather_scores(current)
         self._step_log.finish()
+        self._tally = Tally(self._learner.meter)
         self._count(current)
         current.trained = True
 

@@ -16,8 +16,8 @@ class UsedRates:
     >>> rates = UsedRates()
     >>> for rate in (0.25, 0.75, 0.5):
     ...     rates.add(rate)
-    >>> rates.first, rates.last, rates.lowest, rates.highest, rates.mean
-    (0.25, 0.5, 0.25, 0.75, 0.5)
+    >>> rates.last, rates.summary()
+    (0.5, {'first': 0.25, 'lowest': 0.25, 'highest': 0.75, 'mean': 0.5})
     """
 
     updates: int = 0
@@ -36,14 +36,11 @@ class UsedRates:
         self.lowest, self.highest = min(self.lowest, rate), max(self.highest, rate)
         self.total += rate
 
-    @property
-    def mean(self) -> float:
-        return self.total / self.updates
-
-    @property
-    def vary(self) -> bool:
-        """Whether they are not all the same."""
-        return self.lowest != self.highest
+    def summary(self) -> dict[str, float] | None:
+        """The first, lowest and highest rate and their mean; None if all are the same."""
+        if self.lowest == self.highest:
+            return None
+        return {"first": self.first, "lowest": self.lowest, "highest": self.highest, "mean": self.total / self.updates}
 
 
 @dataclass(frozen=True)

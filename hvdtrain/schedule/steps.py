@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hvdtrain.config.check import build, unknown_options
+from hvdtrain.config.check import build, did_you_mean, unknown_options
 from hvdtrain.config.keys import key, not_negative, positive, share
 
 Unit = Literal["steps", "epochs"]
@@ -163,7 +163,8 @@ def make_schedule(value: dict[str, Any] | str | None, num_epochs: int) -> tuple[
     options = {"class": value} if isinstance(value, str) else dict(value)
     name = options.pop("class", None)
     where = "learning_rate_schedule."
-    problems = [] if name in list(SHAPES) else [f"{where}class: expected one of {', '.join(SHAPES)}, got {name!r}"]
+    hint = did_you_mean(str(name), SHAPES)
+    problems = [] if name in list(SHAPES) else [f"{where}class: expected one of {', '.join(SHAPES)}, got {name!r}{hint}"]
     keys, more = build(StepScheduleKeys, options, where, {})
     problems += more + unknown_options(where, options, StepScheduleKeys, "a learning rate schedule")
     if not problems and keys is not None:

@@ -89,6 +89,10 @@ def test_one_cycle() -> None:
     ("spec", "problem"),
     [
         ("triangle", "class: expected one of constant, linear, cosine, inverse_square_root, one_cycle, got 'triangle'"),
+        (
+            {"class": "cosin", "num_warmup_steps": 3},
+            "class: expected one of constant, linear, cosine, inverse_square_root, one_cycle, got 'cosin' (did you mean cosine?)",
+        ),
         ({"num_steps": 3}, "class: expected one of constant, linear, cosine, inverse_square_root, one_cycle, got None"),
         ({"class": "linear", "num_step": 3}, "num_step: unknown key of a learning rate schedule (did you mean num_steps?)"),
         ({"class": "linear", "num_steps": 0}, "num_steps: expected a positive number, got 0 in the config"),

@@ -36,6 +36,14 @@ def config_with(folder: Path, code: str) -> Path:
     return config
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _patient() -> Iterator[None]:
+    """However busy the machine is: no tracker is left behind."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hvdtrain.run.PATIENCE", {"finished": 600.0, "stopped": 600.0, "failed": 600.0})
+        yield
+
+
 @pytest.fixture(scope="module")
 def tracked(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Two epochs, and after a resume a third one, with all the examples of docs/reports.md."""

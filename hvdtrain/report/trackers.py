@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy
 
+from hvdtrain.config.check import Made, objects_of
 from hvdtrain.config.keys import ALONE, Section, Sections, key
-from hvdtrain.config.reference import Made, objects_of
 from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError
 from hvdtrain.report.epoch import EpochReport, Reporter

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hvdtrain.comm.base import Communicator
+from hvdtrain.config.check import objects_of
 from hvdtrain.config.keys import ALONE, Section, Sections, key
-from hvdtrain.config.reference import as_function, objects_of
+from hvdtrain.config.source import as_function
 from hvdtrain.learner.base import Learner
 from hvdtrain.schedule.history import EpochRecord
 

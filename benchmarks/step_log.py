@@ -30,8 +30,7 @@ from hvdtrain.data.plan.epoch import Plan  # noqa: E402  # found through the lin
 from hvdtrain.report.json_lines import StepLines  # noqa: E402
 from hvdtrain.report.steps import StepNumbers, work_of  # noqa: E402
 from hvdtrain.report.trackers import TensorBoard  # noqa: E402
-from hvdtrain.runtime.log import LogKeys, open_log  # noqa: E402
-from hvdtrain.runtime.progress_bar import Terminal  # noqa: E402
+from hvdtrain.runtime.log import LogKeys, Terminal, open_log  # noqa: E402
 from hvdtrain.runtime.scores import Scores  # noqa: E402
 from hvdtrain.runtime.timer import Timer  # noqa: E402
 from hvdtrain.schedule.history import UsedRates  # noqa: E402

@@ -168,6 +168,12 @@ class NotedOnRankZero(Noted):
             file.write(f"{self.steps}\n")
 
 
+class NotedTracker:
+    def begin(self, run):
+        with open(f"{noted}.tracked.{hvdtrain.rank()}", "a") as file:
+            file.write(f"{len(run.start.hosts)}\n")
+
+
 class Breaks:
     def on_step_end(self, training):
         if fault == "callback" and training.rank == int(fault_rank) and training.step in map(int, fault_steps):
@@ -176,6 +182,7 @@ class Breaks:
 
 
 noted, *finish_at = config.list("noted", [None])
+trackers = NotedTracker if noted else None
 callbacks = (
     [one(noted, int(finish_at[0])) for one in (Noted, NotedOnRankZero)] if noted else [Breaks] if fault == "callback" else []
 )

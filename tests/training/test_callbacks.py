@@ -201,3 +201,5 @@ def test_all_ranks_are_told_and_end_together(trained: Trained) -> None:
         assert json.loads(noted) == [2, 40, 80, "the last rank wants it"]
     assert results.needed("noted.zero.0").read_text() == "40\n"
     assert not (results.folder / "noted.zero.1").exists()
+    assert results.needed("noted.tracked.0").read_text() == "2\n"  # the number of ranks
+    assert not (results.folder / "noted.tracked.1").exists()

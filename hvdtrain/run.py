@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from hvdtrain.checkpoint.progress import Progress
@@ -21,12 +23,15 @@ from hvdtrain.learner.precision import cpu_lacks_bfloat16
 from hvdtrain.learner.reduce import scale_learning_rate
 from hvdtrain.learner.steps import rounds_per_update
 from hvdtrain.report.epoch import Reporter
-from hvdtrain.report.json_lines import JsonLines
+from hvdtrain.report.json_lines import JsonLines, StepLines
 from hvdtrain.report.runs import Start, note_start
-from hvdtrain.report.trackers import TensorBoard, Tracker
+from hvdtrain.report.services import RunDescription, Status, config_values, git_state
+from hvdtrain.report.steps import Reporters
+from hvdtrain.report.trackers import PATIENCE, InBackground, RunIds, TensorBoard, Tolerant, TrackEpoch, report_page
+from hvdtrain.runtime.interrupt import Stopped
 from hvdtrain.runtime.log import say
 from hvdtrain.schedule.early_stopping import ends_early
-from hvdtrain.schedule.file import LearningRateFile, epoch_meta
+from hvdtrain.schedule.file import LearningRateFile, epoch_meta, epoch_rate
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.schedule.rates import epoch_learning_rate
 from hvdtrain.session import Session, open_session
@@ -49,15 +54,16 @@ def train(settings: Settings, comm: Communicator | None = None) -> Learner:
         pace = open_pace(settings)
         hosts = gather_hosts(session)
         announce(settings, session, pace, hosts)
-        record_start(settings, session, hosts)
+        start = record_start(settings, session, hosts)
         if is_elastic(launch.environment()) and session.comm.rank == 0:
             stop_for_other_hosts(launch.environment())
         if not is_done(session.progress, pace):
             rates = open_rates(settings, session.comm.size)
             trace = open_trace(session, settings.trace)
             reporters = open_reporters(settings, session)
-            with noting_changed_files(session.feeds):
-                Engine(session, rates, pace, reporters, step_log, trace).run()
+            callbacks = together(session.comm, lambda: settings.callbacks.open(session.comm.rank), name="callbacks")
+            with noting_changed_files(session.feeds), tracking(settings, session, start) as trackers:
+                Engine(session, rates, pace, reporters.and_(trackers), step_log, trace, callbacks).run()
     return session.learner
 
 
@@ -101,31 +107,71 @@ def open_trace(session: Session, keys: TraceKeys) -> Note:
     return Trace(prefix, run, session.comm.rank, session.progress.step)
 
 
-def open_reporters(settings: Settings, session: Session) -> list[Reporter]:
-    """Collective. Where rank 0 reports finished epochs. Raises: ConfigError."""
-    comm, progress = session.comm, session.progress
+def open_reporters(settings: Settings, session: Session) -> Reporters:
+    """Collective. Where rank 0 reports finished epochs and steps. Raises: ConfigError."""
+    comm, progress, folder = session.comm, session.progress, Path(settings.run.model).parent
 
-    def of_rank_zero() -> list[Reporter]:
-        lines = JsonLines(Path(settings.run.model).parent / "scores.jsonl")
-        lines.go_on(progress.epoch, progress.report)
-        reporters: list[Reporter] = [lines]
+    def of_rank_zero() -> Reporters:
+        epochs, steps = JsonLines(folder / "scores.jsonl"), StepLines(folder / "steps.jsonl")
+        epochs.go_on(progress.epoch, progress.report)
+        current = progress.current
+        steps.go_on(progress.epoch + 1, 0 if current is None else progress.step - current.first_step)
+        reporters: list[Reporter] = [epochs]
         if settings.schedule.learning_rate_file is not None:
-            reporters.append(LearningRateFile(Path(settings.schedule.learning_rate_file), progress.history, epoch_meta))
-        return reporters + open_trackers(settings, session)
+            path = Path(settings.schedule.learning_rate_file)
+            reporters.append(LearningRateFile(path, progress.history, epoch_meta, epoch_rate))
+        trackers = open_trackers(settings, session)
+        return Reporters([*reporters, *trackers.epochs], [steps.step, *trackers.steps])
 
-    return together(comm, lambda: of_rank_zero() if comm.rank == 0 else [], name="open_reporters")
+    return together(comm, lambda: of_rank_zero() if comm.rank == 0 else Reporters(), name="open_reporters")
 
 
-def open_trackers(settings: Settings, session: Session) -> list[Reporter]:
+def open_trackers(settings: Settings, session: Session) -> Reporters:
     """The experiment trackers that the config asks for. Raises: ConfigError."""
     trackers: list[Reporter] = []
+    boards: list[TensorBoard] = []
     if settings.trackers.use_tensorboard:
         parameters = session.learner.state.named_parameters if settings.trackers.tensorboard_histograms else None
-        trackers.append(TensorBoard(Path(settings.run.model).parent / "tensorboard", session.progress.step, parameters))
+        boards.append(TensorBoard(Path(settings.run.model).parent / "tensorboard", session.progress.step, parameters))
     track_epoch = as_function(settings.trackers.track_epoch, "track_epoch")
     if track_epoch is not None:
-        trackers.append(Tracker(track_epoch))
-    return trackers
+        trackers.append(Tolerant("track_epoch", TrackEpoch(track_epoch)))
+    tolerant = [Tolerant("use_tensorboard", board) for board in boards]
+    return Reporters([*tolerant, *trackers], [board.step for board in boards])
+
+
+@contextmanager
+def tracking(settings: Settings, session: Session, start: Start) -> Iterator[list[InBackground]]:
+    """The experiment trackers of the config on rank 0, which begin here and end with the block; none on the other ranks."""
+    made = settings.trackers.made if session.comm.rank == 0 else []
+    if not made:
+        yield []
+        return
+    folder, progress = Path(settings.run.model).absolute().parent, session.progress
+    ids = RunIds(folder)
+    known = ids.read() if progress.step else {}  # a training that begins anew is another run
+    git = git_state(settings.files[0].absolute().parent if settings.files else folder)
+    trackers = []
+    for number, one in enumerate(made):
+        label = one.label if number == [other.label for other in made].index(one.label) else f"{one.label} ({number})"
+        trackers.append(InBackground(label, one.make, partial(ids.note, label)))
+        config = config_values(start.settings)
+        trackers[-1].begin(RunDescription(folder.name, folder, known.get(label), progress.step, config, git, start))
+    status: Status = "failed"
+    try:
+        yield trackers
+        status = "finished"
+    except Stopped:
+        status = "stopped"
+        raise
+    finally:
+        session.watchdog.beat("waiting for the trackers")
+        files = {} if status == "failed" else report_page(folder)
+        for tracker in trackers:
+            tracker.ask_to_end(status, files)
+        deadline = time.monotonic() + PATIENCE[status]
+        for tracker in trackers:
+            tracker.wait(deadline - time.monotonic())
 
 
 def open_rates(settings: Settings, size: int) -> Rates:
@@ -139,11 +185,13 @@ def open_rates(settings: Settings, size: int) -> Rates:
     def of_step(step: int, epoch_continuous: float, epoch_rate: float) -> float:
         rate = epoch_rate
         if dynamic is not None:
-            rate = dynamic(
-                global_train_step=step,
-                epoch=int(epoch_continuous) + 1,
-                epoch_continuous=epoch_continuous,
-                learning_rate=epoch_rate,
+            rate = float(
+                dynamic(
+                    global_train_step=step,
+                    epoch=int(epoch_continuous) + 1,
+                    epoch_continuous=epoch_continuous,
+                    learning_rate=epoch_rate,
+                )
             )
         elif schedule is not None:
             rate *= schedule.factor(step, epoch_continuous)
@@ -209,11 +257,12 @@ def announce(settings: Settings, session: Session, pace: Pace, hosts: list[Host]
         say(3, f"Already trained until final epoch {progress.epoch}, nothing to do{f': {early}' if early else ''}.")
 
 
-def record_start(settings: Settings, session: Session, hosts: list[Host]) -> None:
+def record_start(settings: Settings, session: Session, hosts: list[Host]) -> Start:
     """Collective. Append what a training is started with to starts.jsonl. Raises: ConfigError, if it cannot be written."""
     in_effect = {key.name: (key.value, key.origin) for key in effective(settings)}
     start = Start(hosts, in_effect, session.progress.epoch + 1, session.learner.num_parameters)
     on_rank_zero(session.comm, lambda: note_start(Path(settings.run.model).parent, start), name="note_start")
+    return start
 
 
 def is_done(progress: Progress, pace: Pace) -> bool:

@@ -96,6 +96,8 @@ def _open(settings: Settings, purpose: Purpose, comm: Communicator, stack: ExitS
         together(comm, lambda: open_log(settings.log, comm.rank, comm.size), name="open_log")
         if settings.without_effect:
             say(3, f"RETURNN reads from a config, and hvdtrain does not: {', '.join(settings.without_effect)}")
+    if purpose in ("train", "dry_run"):
+        together(comm, lambda: settings.trackers.require_packages() if comm.rank == 0 else None, name="packages")
     if purpose == "train":
         lock = only_training_of(Path(settings.run.model))
         together(comm, lambda: stack.enter_context(lock) if comm.rank == 0 else None, name="lock")

@@ -38,6 +38,7 @@ from hvdtrain.schedule.early_stopping import EarlyStoppingKeys
 from hvdtrain.schedule.newbob import NewbobKeys
 from hvdtrain.schedule.rates import ScheduleKeys
 from hvdtrain.schedule.steps import StepSchedule, make_schedule
+from hvdtrain.training.callbacks import CallbackKeys
 from hvdtrain.training.forward import ForwardKeys
 from hvdtrain.training.predict import parse_placements
 from hvdtrain.training.trace import TraceKeys
@@ -128,6 +129,7 @@ class Settings:
     torch_distributed: TorchDistributedKeys | None
     log: LogKeys
     trackers: TrackerKeys
+    callbacks: CallbackKeys
     trace: TraceKeys
     datasets: tuple[DatasetSpec, ...]
     """Train first, then those that are evaluated after every epoch."""
@@ -137,6 +139,8 @@ class Settings:
     """Names that RETURNN would read from the config, with what to set instead where there is something."""
     origins: Mapping[str, str]
     """By key, where its value comes from. Keys with their default value are not listed."""
+    files: tuple[Path, ...] = ()
+    """The config's."""
 
     @property
     def train(self) -> DatasetSpec:
@@ -166,7 +170,7 @@ def read_settings(paths: list[Path], overrides: Mapping[str, str]) -> Settings:
     names = {ALIASES.get(name, name): text for name, text in overrides.items()}
     layer = layer_for_config()
     source = load(paths, names, {name: declared_key.type for name, declared_key in keys.items()}, layer.builtins)
-    return check(adapted(source, layer), list(keys))
+    return replace(check(adapted(source, layer), list(keys)), files=tuple(paths))
 
 
 def check(source: Source, names: list[str]) -> Settings:
@@ -373,4 +377,6 @@ def shown(value: Any) -> str:
         code = getattr(getattr(value, "__wrapped__", value), "__code__", None)
         where = f" in {os.path.basename(code.co_filename)}" if code is not None else ""
         return f"<{'class' if isinstance(value, type) else 'function'} {getattr(value, '__name__', repr(value))}{where}>"
+    if getattr(type(value), "__repr__", None) is object.__repr__:  # which has an address, another one in each run
+        return f"<{type(value).__name__}>"
     return repr(value)

@@ -9,7 +9,7 @@ from typing import Any
 from hvdtrain.data.identity import Identity
 from hvdtrain.data.plan.order import ORDER_VERSION
 from hvdtrain.runtime.scores import Scores
-from hvdtrain.schedule.history import EpochRecord
+from hvdtrain.schedule.history import EpochRecord, UsedRates
 
 
 @dataclass
@@ -24,6 +24,7 @@ class EpochProgress:
         elapsed: seconds that the epoch has taken, up to the last stop or checkpoint.
         computing: the seconds of these spent in training steps.
         scores: the scores of the batches done, as far as the ranks have gathered them.
+        rates: the learning rates of the updates done.
         syncs: syncs of the ranks' parameters.
         sent: bytes that rank 0 has sent in these and as gradients.
         fingerprints: checksums of the epoch's plan, by rank.
@@ -39,6 +40,7 @@ class EpochProgress:
     syncs: int = 0
     sent: int = 0
     scores: Scores = field(default_factory=Scores)
+    rates: UsedRates = field(default_factory=UsedRates)
     fingerprints: list[int] = field(default_factory=list)
     order_version: int = ORDER_VERSION
 
@@ -63,7 +65,9 @@ class Progress:
 
     def state(self) -> dict[str, Any]:
         """As plain numbers, texts, lists and dicts. `epoch` is that of the checkpoint's name: finished or current."""
-        current = None if self.current is None else {**vars(self.current), "scores": self.current.scores.state()}
+        current = None
+        if self.current is not None:
+            current = {**vars(self.current), "scores": self.current.scores.state(), "rates": asdict(self.current.rates)}
         return {
             "epoch": self.epoch if self.current is None else self.current.epoch,
             "step": self.step,
@@ -79,7 +83,8 @@ class Progress:
         current = None
         if state.get("within") is not None:
             stored = {"order_version": 1, **state["within"]}  # version 1 was not stored
-            current = EpochProgress(**{**stored, "scores": Scores.from_state(stored["scores"])})
+            rates = UsedRates(**stored.get("rates", {}))
+            current = EpochProgress(**{**stored, "scores": Scores.from_state(stored["scores"]), "rates": rates})
         return Progress(
             step=int(state.get("step") or 0),
             epoch=int(state.get("epoch") or 0) - (current is not None),

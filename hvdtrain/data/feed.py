@@ -176,9 +176,13 @@ class Feed:
 
     def num_sequences(self, plan: Plan) -> int:
         """The number of sequences in a plan, whether they are cut into chunks or not."""
+        return self.sequences_among(plan.order)
+
+    def sequences_among(self, indices: Array) -> int:
+        """The number of sequences among indices of a plan; if sequences are cut, that of their first chunks."""
         if self.chunks is None:
-            return len(plan.order)
-        parts = (plan.order[i : i + BLOCK] for i in range(0, len(plan.order), BLOCK))
+            return len(indices)
+        parts = (indices[i : i + BLOCK] for i in range(0, len(indices), BLOCK))
         return sum(int((self.chunks.numbers[part] == 0).sum()) for part in parts)
 
     def share(self, plan: Plan, position: int = 0) -> Sequence[Array]:

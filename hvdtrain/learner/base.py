@@ -59,6 +59,7 @@ class Learner(Protocol):
     collective where the reducer is: all ranks call them equally often.
 
     Attributes:
+        model, optimizer: the config's own, the framework's. With a sharded optimizer, what holds this rank's share.
         device_name: the GPU's name, or "CPU".
         observer: called in every update with the gradients that this rank applies (of a sharded optimizer, those of its share),
             by the parameters' names: reduced over the ranks, before noise and clipping, float32. None: nobody looks at them.
@@ -66,6 +67,7 @@ class Learner(Protocol):
     """
 
     model: Any
+    optimizer: Any
     num_parameters: int
     device_name: str
     observer: Observer | None
@@ -247,6 +249,16 @@ class Meter(Protocol):
 
     def take_step_seconds(self) -> float:
         """The seconds of `backward` and `update` since the last call, measured on the device."""
+        ...
+
+    def step_seconds(self) -> float:
+        """The seconds of `backward` and `update` since the learner was made, of those steps that are known to be done; does not
+        wait for the device."""
+        ...
+
+    def gradient_norm(self) -> float | None:
+        """The global norm of the gradients before clipping, in the newest update of which it is known without waiting for the
+        device; where nobody knows what has arrived, in the last one. None without `gradient_clip_global_norm`."""
         ...
 
     def peak_memory(self) -> int | None:

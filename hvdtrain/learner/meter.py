@@ -102,11 +102,14 @@ MAX_NOT_FINITE = 3
 
 
 class Clock(Protocol):
-    """Measures the seconds of spans on the device."""
+    """Measures the seconds of spans on the device. `take` waits for it and gives those since the last `take`; `known` does not
+    wait and gives those of all spans that are known to be over."""
 
     def span(self) -> AbstractContextManager[None]: ...
 
     def take(self) -> float: ...
+
+    def known(self) -> float: ...
 
 
 class LearnerMeter:
@@ -117,13 +120,20 @@ class LearnerMeter:
         clock: measures the steps.
         scale: of the loss; None: it is not scaled.
         peak_memory: gives the largest number of bytes of the device's memory in use so far; None on a CPU.
+        gradient_norm: gives the global norm of an update's gradients, as `Meter` says.
     """
 
     def __init__(
-        self, scores: PendingScores, clock: Clock, scale: LossScale | None, peak_memory: Callable[[], int | None]
+        self,
+        scores: PendingScores,
+        clock: Clock,
+        scale: LossScale | None,
+        peak_memory: Callable[[], int | None],
+        gradient_norm: Callable[[], float | None],
     ) -> None:
         self.scores = scores
         self.clock = clock
+        self.gradient_norm = gradient_norm
         self._scale = scale
         self._peak_memory = peak_memory
 
@@ -142,6 +152,9 @@ class LearnerMeter:
 
     def take_step_seconds(self) -> float:
         return self.clock.take()
+
+    def step_seconds(self) -> float:
+        return self.clock.known()
 
     def peak_memory(self) -> int | None:
         return self._peak_memory()

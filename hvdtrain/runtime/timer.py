@@ -83,6 +83,7 @@ class CpuClock:
 
     def __init__(self) -> None:
         self._timer = Timer()
+        self._taken = 0.0
 
     @contextmanager
     def span(self) -> Iterator[None]:
@@ -90,7 +91,14 @@ class CpuClock:
             yield
 
     def take(self) -> float:
-        return self._timer.take().get("step", 0.0)
+        """The seconds since the last call."""
+        seconds = self._timer.take().get("step", 0.0)
+        self._taken += seconds
+        return seconds
+
+    def known(self) -> float:
+        """All seconds so far."""
+        return self._taken + self._timer.seconds.get("step", 0.0)
 
 
 def clock_text(seconds: float) -> str:

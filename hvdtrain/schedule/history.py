@@ -9,9 +9,43 @@ META = ":meta:"
 """The prefix of entries in learning rate files that are metadata, not scores."""
 
 
+@dataclass
+class UsedRates:
+    """The learning rates that the optimizer used in the updates of an epoch so far.
+
+    >>> rates = UsedRates()
+    >>> for rate in (0.25, 0.75, 0.5):
+    ...     rates.add(rate)
+    >>> rates.last, rates.summary()
+    (0.5, {'first': 0.25, 'lowest': 0.25, 'highest': 0.75, 'mean': 0.5})
+    """
+
+    updates: int = 0
+    first: float = 0.0
+    last: float = 0.0
+    lowest: float = 0.0
+    highest: float = 0.0
+    total: float = 0.0
+
+    def add(self, rate: float) -> None:
+        """Add the rate of one more update."""
+        if not self.updates:
+            self.first = self.lowest = self.highest = rate
+        self.updates += 1
+        self.last = rate
+        self.lowest, self.highest = min(self.lowest, rate), max(self.highest, rate)
+        self.total += rate
+
+    def summary(self) -> dict[str, float] | None:
+        """The first, lowest and highest rate and their mean; None if all are the same."""
+        if self.lowest == self.highest:
+            return None
+        return {"first": self.first, "lowest": self.lowest, "highest": self.highest, "mean": self.total / self.updates}
+
+
 @dataclass(frozen=True)
 class EpochRecord:
-    """The learning rate of a finished epoch, and its scores by key, such as 'dev_loss_ce'."""
+    """The learning rate of a finished epoch, before a schedule scales it in each step, and its scores by key: 'dev_loss_ce'."""
 
     epoch: int
     learning_rate: float

@@ -29,6 +29,7 @@ from hvdtrain.doctor.scaling import predicted, spread
 from hvdtrain.engine import Engine, Pace
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.frameworks import FRAMEWORKS
+from hvdtrain.report.steps import Reporters
 from hvdtrain.run import announce, gather_hosts, is_done, open_pace, open_rates, open_trackers
 from hvdtrain.runtime.log import open_log, say, silence
 from hvdtrain.runtime.scores import text
@@ -180,7 +181,7 @@ def _trainer(settings: Settings, session: Session, pace: Pace) -> Run:
 
         fresh = Progress(progress.step, progress.epoch, list(progress.history))
         tried = replace(session, feeds=[feed], saver=Unsaved(), progress=fresh)
-        Engine(tried, open_rates(settings, session.comm.size), one_epoch, [], StepLog(), note).run()
+        Engine(tried, open_rates(settings, session.comm.size), one_epoch, Reporters(), StepLog(), note).run()
         return begins[-1] - begins[0] if begins else 0.0
 
     return run

@@ -51,6 +51,7 @@ def test_load_goes_on_after_the_models_epoch_and_steps(
         "model.003.pt",
         "scores.jsonl",
         "starts.jsonl",
+        "steps.jsonl",
     ]
     run(corpus, tmp_path, load=trained / "model", load_epoch=1, num_epochs=3)
     assert "load: ignored, as there is a checkpoint already" in capsys.readouterr().out
@@ -158,6 +159,7 @@ def test_save_interval_and_cleanup(corpus: Path, tmp_path: Path) -> None:
         "model.009.pt",
         "scores.jsonl",
         "starts.jsonl",
+        "steps.jsonl",
     ]
 
 

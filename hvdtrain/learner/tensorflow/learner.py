@@ -136,6 +136,7 @@ class TensorFlowLearner:
         seed: tuple[int, int],
     ) -> None:
         self.model = variables.model
+        self.optimizer = update.optimizer
         counted = [*variables.of_kind("parameters"), *variables.of_kind("frozen")]
         self.num_parameters = sum(int(numpy.prod(variable.shape)) for variable in counted)
         self.device_name = device_name()
@@ -256,12 +257,13 @@ def build_learner(keys: LearnerKeys, reducer: Reducer, options: BuildOptions) ->
     check = GradientCheck(max_skipped, scale, same_on_all_ranks=lambda: reducer.updates_without_batch)
     clipping = Clipping(keys.gradient_clip, keys.gradient_clip_global_norm)
     average = None if keys.ema_decay is None else WeightAverage(dict(variables.named("parameters")), keys.ema_decay)
+    update = UpdateGraph(optimizer, variables, gradients, clipping, keys.gradient_noise, check, scale)
     return TensorFlowLearner(
         variables,
         StepGraphs(variables, functions, optimizer, gradients, reducer, scale),
-        UpdateGraph(optimizer, variables, gradients, clipping, keys.gradient_noise, check, scale),
+        update,
         TensorFlowState(variables, optimizer, average, scale),
-        _meter(variables, scale, finite_only=max_skipped is not None),
+        _meter(variables, scale, update, finite_only=max_skipped is not None),
         (options.seed, options.rank),
     )
 
@@ -282,7 +284,7 @@ def _model(keys: LearnerKeys, precision: Precision) -> ModelVariables:
     return variables
 
 
-def _meter(variables: ModelVariables, scale: LossScale | None, finite_only: bool) -> TensorFlowMeter:
+def _meter(variables: ModelVariables, scale: LossScale | None, update: UpdateGraph, finite_only: bool) -> TensorFlowMeter:
     def not_finite() -> tuple[str, ...]:
         named = [*variables.named("parameters"), *variables.named("frozen")]
         return tuple(name for name, variable in named if not numpy.isfinite(array_of(variable).astype(numpy.float64)).all())
@@ -293,4 +295,4 @@ def _meter(variables: ModelVariables, scale: LossScale | None, finite_only: bool
         on_cpu=device_name() == "CPU",
         finite_only=finite_only,
     )
-    return TensorFlowMeter(scores, CpuClock(), scale, peak_memory)
+    return TensorFlowMeter(scores, CpuClock(), scale, peak_memory, update.gradient_norm)

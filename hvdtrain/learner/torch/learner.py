@@ -119,6 +119,7 @@ class TorchLearner:
         batch_norm: Exchange | None = None,
     ) -> None:
         self.model = functions.model
+        self.optimizer = update.optimizer
         self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.device_name = device_name(functions.device)
         self.staging = functions.staging
@@ -235,6 +236,8 @@ def build_learner(keys: LearnerKeys, reducer: Reducer, options: BuildOptions) ->
         noise = GradientNoise(keys.gradient_noise, lambda: (seed, None if are_reduced() else options.rank), device)
     watch = compile_model(model, keys.torch_compile)
     average = None if keys.ema_decay is None else WeightAverage(trained, keys.ema_decay)
+    clipping = Clipping(keys.gradient_clip, keys.gradient_clip_global_norm)
+    update = Update(model, optimizer, clipping, check, scale, noise, on_device)
     return TorchLearner(
         ConfigFunctions(
             model=model,
@@ -246,9 +249,9 @@ def build_learner(keys: LearnerKeys, reducer: Reducer, options: BuildOptions) ->
             staging=CudaStaging(device) if on_gpu else None,
         ),
         gradients,
-        Update(model, optimizer, Clipping(keys.gradient_clip, keys.gradient_clip_global_norm), check, scale, noise, on_device),
+        update,
         TorchState(model, optimizer, device, average, scale, constants),
-        _meter(keys, model, device, scale),
+        _meter(keys, model, device, scale, update),
         (options.seed, options.rank),
         exchange,
     )
@@ -270,7 +273,9 @@ def _model(keys: LearnerKeys, options: BuildOptions, device: torch.device) -> tu
     return model, constants
 
 
-def _meter(keys: LearnerKeys, model: torch.nn.Module, device: torch.device, scale: LossScale | None) -> LearnerMeter:
+def _meter(
+    keys: LearnerKeys, model: torch.nn.Module, device: torch.device, scale: LossScale | None, update: Update
+) -> LearnerMeter:
     on_cpu = device.type == "cpu"
 
     def not_finite() -> tuple[str, ...]:
@@ -287,4 +292,4 @@ def _meter(keys: LearnerKeys, model: torch.nn.Module, device: torch.device, scal
         finite_only=keys.num_allowed_consec_invalid_gradient_steps is not None,
     )
     clock = CudaClock() if device.type == "cuda" else CpuClock()
-    return LearnerMeter(scores, clock, scale, lambda: peak_memory(device))
+    return LearnerMeter(scores, clock, scale, lambda: peak_memory(device), update.gradient_norm)

@@ -301,8 +301,8 @@ def waiting(job: Job, run: str, soon: str, cancelled: str, timer: bool = False) 
             f"(trap 'kill $!; exit' TERM; sleep {seconds} & wait; kill -USR1 $$) &  # {job.stop_before} s before the limit"
         )
         lines.append("timer=$!")
+    lines.append("while kill -0 $pid 2>/dev/null; do wait $pid; done  # a signal ends a wait, not the training")
     lines.append("wait $pid; status=$?")
-    lines.append("while kill -0 $pid 2>/dev/null; do wait $pid; status=$?; done  # a signal ends a wait, not the training")
     if job.launcher == "torchrun":
         lines.append(f"if [ $stopped = yes ] && [ $status != 0 ]; then status={STOPPED}; fi  # torchrun itself ends with 1")
     if timer and job.seconds:

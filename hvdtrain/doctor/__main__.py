@@ -56,7 +56,7 @@ exit status, for job scripts
 def main(arguments: list[str] | None = None) -> int:
     """Run the program; return its exit status."""
     given, overrides_given = split_overrides(sys.argv[1:] if arguments is None else arguments)
-    options = _parser().parse_args(given)
+    options = parser().parse_args(given)
     wanted = [*options.configs, *overrides_given]
     if options.predict is not None:
         if not options.configs:
@@ -79,18 +79,19 @@ def main(arguments: list[str] | None = None) -> int:
         return 130
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = command_parser("doctor", DESCRIPTION, EPILOG, USAGE)
-    parser.add_argument("configs", metavar="CONFIG", nargs="*", help="the config of the training")
-    parser.add_argument("--hosts", default="", help="other hosts, such as h1,h2: check them over ssh, and compare")
-    parser.add_argument("--strict", action="store_true", help="exit with 1 if there are warnings")
-    parser.add_argument("--json", action="store_true", help="print a JSON list with an object for each host, for scripts")
-    parser.add_argument("--no-measure", action="store_true", help="under a launcher: do not measure the all-reduce and steps")
-    parser.add_argument(
+def parser() -> argparse.ArgumentParser:
+    """The parser of the options."""
+    made = command_parser("doctor", DESCRIPTION, EPILOG, USAGE)
+    made.add_argument("configs", metavar="CONFIG", nargs="*", help="the config of the training")
+    made.add_argument("--hosts", default="", help="other hosts, such as h1,h2: check them over ssh, and compare")
+    made.add_argument("--strict", action="store_true", help="exit with 1 if there are warnings")
+    made.add_argument("--json", action="store_true", help="print a JSON list with an object for each host, for scripts")
+    made.add_argument("--no-measure", action="store_true", help="under a launcher: do not measure the all-reduce and steps")
+    made.add_argument(
         "--predict", metavar="RANKS", help="predict the speed on other numbers of ranks, such as 2,8,64 (needs a config)"
     )
-    parser.add_argument("--patience", type=float, default=120, help="seconds that the ranks have to connect to each other (120)")
-    return parser
+    made.add_argument("--patience", type=float, default=120, help="seconds that the ranks have to connect to each other (120)")
+    return made
 
 
 def _alone(options: argparse.Namespace, job: Job, hosts: Sequence[str], asked: Sequence[str]) -> int:

@@ -73,7 +73,7 @@ USUAL_CORES = 2
 def main(arguments: list[str] | None = None) -> int:
     """Run the program; return its exit status."""
     given, overrides_given = split_overrides(sys.argv[1:] if arguments is None else arguments)
-    options = _parser().parse_args(given)
+    options = parser().parse_args(given)
     try:
         configs, overrides = parse_command_line([*options.configs, *overrides_given])
         job = job_of(options, read_settings(configs, overrides), overrides_given, [*given, *overrides_given])
@@ -194,14 +194,15 @@ def submit(script: str, command: list[str]) -> int:
     return 1 if done.returncode else 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = command_parser("submit", DESCRIPTION, EPILOG, USAGE)
-    add = parser.add_argument_group("what is required").add_argument
+def parser() -> argparse.ArgumentParser:
+    """The parser of the options."""
+    made = command_parser("submit", DESCRIPTION, EPILOG, USAGE)
+    add = made.add_argument_group("what is required").add_argument
     add("configs", metavar="CONFIG", nargs="+", help="the config of the training")
     add("--scheduler", choices=list(WRITERS), required=True, help="who runs the job; mpi: no scheduler, only mpirun and ssh")
     add("--image", help="with --scheduler kubernetes: the container image, which has hvdtrain")
     add("--hosts", default="", help="with --scheduler mpi and several hosts: h1,h2")
-    add = parser.add_argument_group("ranks and what they need; all but --nodes and --cpus-per-task is for each host").add_argument
+    add = made.add_argument_group("ranks and what they need; all but --nodes and --cpus-per-task is for each host").add_argument
     add("--nodes", type=int, default=1, help="hosts; Kubernetes: pods (default 1)")
     add("--tasks-per-node", type=int, default=1, help="ranks on each host (default 1)")
     add("--gpus-per-node", type=int, default=0, help="GPUs of each host, one for each rank (default 0)")
@@ -213,11 +214,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--memory", help="memory of each host, such as 64G (1024**3 bytes), with every scheduler; default: the cluster's")
     add("--launcher", choices=("python", "mpirun", "srun", "torchrun"), help="starts the ranks; default: by the config's keys")
     add("--interface", help="the network interface for NCCL, Gloo and mpirun, such as eth0")
-    add = parser.add_argument_group("time").add_argument
+    add = made.add_argument_group("time").add_argument
     add("--time", help="time limit: hh:mm:ss, d-hh:mm:ss or minutes; default: the cluster's, which the training is not told")
     add("--stop-before", type=int, default=300, help="seconds before it at which training stops with a checkpoint (default 300)")
     add("--no-requeue", action="store_true", help="do not put a training that was stopped back into the queue")
-    add = parser.add_argument_group("the scheduler").add_argument
+    add = made.add_argument_group("the scheduler").add_argument
     add("--name", help="name of the job; default: the config's")
     add("--queue", help="the queue; Slurm: the partition")
     add("--account", help="the account to charge; LSF: the project; Kubernetes: the namespace")
@@ -225,7 +226,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--output", help="folder for the job's output (default: this one)")
     add("--option", action="append", default=[], metavar="LINE", help="a line for the scheduler: --option=--constraint=h100")
     add("--volume", action="append", default=[], metavar="CLAIM:/PATH", help="Kubernetes: a claim, and where it is mounted")
-    add = parser.add_argument_group("the script").add_argument
+    add = made.add_argument_group("the script").add_argument
     add("--folder", help="where the job runs (default: this folder); Kubernetes: a folder in the container, or of a volume")
     add("--python", help="the interpreter (default: this one; Kubernetes: python)")
     add("--setup", action="append", default=[], metavar="LINE", help="a line of shell before anything else")
@@ -239,7 +240,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--doctor", action="store_true", help="run hvdtrain doctor first; the job ends if it finds a problem")
     add("--out", type=Path, metavar="FILE", help="write the script into FILE instead of printing it")
     add("--submit", action="store_true", help="submit the script (mpi: run it)")
-    return parser
+    return made
 
 
 if __name__ == "__main__":

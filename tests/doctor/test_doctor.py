@@ -13,7 +13,7 @@ import pytest
 from launching import ROOT, TOY, Finished, launch
 
 from hvdtrain.doctor import host as doctor_config
-from hvdtrain.doctor.environment import check_environment
+from hvdtrain.doctor.host import check_environment
 from hvdtrain.doctor.findings import Finding
 from hvdtrain.doctor.network import read_interfaces
 from hvdtrain.doctor.packages import AT_LEAST

@@ -15,7 +15,7 @@ from typing import Any
 from hvdtrain.comm import launch
 from hvdtrain.comm.base import SingleCommunicator
 from hvdtrain.comm.launch import KEEPALIVE, LAUNCHERS
-from hvdtrain.data.describe import feed_lines
+from hvdtrain.data.feed import feed_lines
 from hvdtrain.doctor import network, packages, resources
 from hvdtrain.doctor.findings import Finding, HostReport, of_environment, ok, problem, warning
 from hvdtrain.doctor.network import read_interfaces

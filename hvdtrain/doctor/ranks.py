@@ -17,7 +17,7 @@ from typing import Any
 from hvdtrain.comm import launch
 from hvdtrain.comm.base import Communicator, SingleCommunicator, Tensor, all_reduce, together
 from hvdtrain.comm.horovod import open_horovod
-from hvdtrain.data.files.sizes import size_text
+from hvdtrain.data.files import size_text
 from hvdtrain.data.types import Batch
 from hvdtrain.doctor.findings import Finding, HostReport, check_clocks, check_networks, differences, ok, problem, warning
 from hvdtrain.doctor.network import cannot_connect

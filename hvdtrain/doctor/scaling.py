@@ -16,7 +16,7 @@ from hvdtrain.data.feed import Feed
 from hvdtrain.data.files import size_text
 from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.data.types import Array, Batch
-from hvdtrain.doctor.exchange import SMALL, all_reduce_seconds, parameters_of
+from hvdtrain.doctor.ranks import SMALL, all_reduce_seconds, parameters_of
 from hvdtrain.learner.base import Learner
 from hvdtrain.learner.frameworks import FRAMEWORKS
 from hvdtrain.learner.steps import rounds_per_update

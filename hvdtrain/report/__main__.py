@@ -12,17 +12,7 @@ from hvdtrain.report.runs import read_runs
 
 def main(arguments: list[str] | None = None) -> int:
     """Write the page and return the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="hvdtrain report",
-        description="Write an HTML page about a training: curves of losses, errors and learning rate, where the time went, and "
-        "the settings with their origins. With several folders, the page compares the trainings.",
-    )
-    parser.add_argument(
-        "folders", nargs="+", type=Path, metavar="FOLDER", help="a folder with scores.jsonl and the model's files"
-    )
-    parser.add_argument("--out", type=Path, help="file to write (default: report.html in the first folder)")
-    parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="also write every figure as a PNG into this folder")
-    options = parser.parse_args(arguments)
+    options = parser().parse_args(arguments)
     try:
         runs = read_runs(options.folders)
         try:
@@ -41,6 +31,19 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     print("\n".join(str(file) for file in files))
     return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of the options."""
+    made = argparse.ArgumentParser(
+        prog="hvdtrain report",
+        description="Write an HTML page about a training: curves of losses, errors and learning rate, where the time went, and "
+        "the settings with their origins. With several folders, the page compares the trainings.",
+    )
+    made.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="a folder with scores.jsonl and the model's files")
+    made.add_argument("--out", type=Path, help="file to write (default: report.html in the first folder)")
+    made.add_argument("--pictures", type=Path, metavar="FOLDER", help="also write every figure as a PNG into this folder")
+    return made
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from hvdtrain.checkpoint.progress import Progress
@@ -16,18 +18,18 @@ from hvdtrain.config.reference import as_function
 from hvdtrain.data.describe import batch_lines, feed_lines
 from hvdtrain.data.feed import Feed
 from hvdtrain.engine import Engine, Pace, Rates
-from hvdtrain.errors import DataError, HvdtrainError
+from hvdtrain.errors import ConfigError, DataError, HvdtrainError
 from hvdtrain.learner.accumulation import rounds_per_update
 from hvdtrain.learner.base import Learner
 from hvdtrain.learner.reduce import scale_learning_rate
-from hvdtrain.report.epoch import Reporter
+from hvdtrain.report.epoch import EpochReport, Reporter
 from hvdtrain.report.json_lines import JsonLines
 from hvdtrain.report.runs import Start, note_start
 from hvdtrain.report.trackers import TensorBoard, Tracker
 from hvdtrain.runtime.log import say
 from hvdtrain.schedule.early_stopping import ends_early
 from hvdtrain.schedule.file import LearningRateFile, epoch_meta
-from hvdtrain.schedule.history import EpochRecord
+from hvdtrain.schedule.history import EpochRecord, as_errors, missing_scores
 from hvdtrain.schedule.rates import epoch_learning_rate
 from hvdtrain.session import Session, open_session
 from hvdtrain.settings import Settings, effective
@@ -46,10 +48,11 @@ def train(settings: Settings, comm: Communicator | None = None) -> Learner:
         HvdtrainError: a mistake in the config, the data or a checkpoint, or training was stopped.
     """
     with open_session(settings, "train", comm) as session, open_step_log(settings.log, session.comm.rank) as step_log:
-        pace = open_pace(settings)
+        pace = replace(open_pace(settings), mistake=partial(wrong_scores, settings))
         hosts = gather_hosts(session)
         announce(settings, session, pace, hosts)
         record_start(settings, session, hosts)
+        on_rank_zero(session.comm, lambda: session.best.note(session.progress.history), name="best")
         if is_elastic(launch.environment()) and session.comm.rank == 0:
             stop_for_other_hosts(launch.environment())
         if not is_done(session.progress, pace):
@@ -83,13 +86,28 @@ def open_pace(settings: Settings) -> Pace:
     measure = settings.newbob.learning_rate_control_error_measure
     return Pace(
         num_epochs=settings.run.num_epochs,
-        ends_early=lambda history: ends_early(settings.ending, history, measure),
+        ends_early=lambda history: ends_early(settings.ending, history, measure, settings.scoring.higher_is_better),
         save_epochs=settings.saving.save_interval,
         save_steps=settings.saving.save_interval_steps,
         save_minutes=settings.saving.save_interval_minutes,
         rounds_per_update=rounds_per_update(settings.accumulation),
         finite=settings.ending.stop_on_nonfinite_train_score,
     )
+
+
+def wrong_scores(settings: Settings, history: list[EpochRecord]) -> ConfigError | None:
+    """The error of all ranks if keys name scores that no epoch has had. Their names are known once an epoch was evaluated."""
+    measures = {
+        "early_stopping_measure": settings.ending.early_stopping_measure,
+        "learning_rate_control_error_measure": settings.newbob.learning_rate_control_error_measure,
+    }
+    problems = missing_scores(history, measures, settings.scoring.higher_is_better, settings.origins)
+    if not problems:
+        return None
+    saved = f" (epoch {history[-1].epoch} is saved: with another name, the same command goes on after it)"
+    error = ConfigError([*problems[:-1], problems[-1] + saved])
+    error.on_every_rank = True
+    return error
 
 
 def open_trace(session: Session, keys: TraceKeys) -> Note:
@@ -108,7 +126,7 @@ def open_reporters(settings: Settings, session: Session) -> list[Reporter]:
     def of_rank_zero() -> list[Reporter]:
         lines = JsonLines(Path(settings.run.model).parent / "scores.jsonl")
         lines.go_on(progress.epoch, progress.report)
-        reporters: list[Reporter] = [lines]
+        reporters: list[Reporter] = [lines, BestReporter(session)]
         if settings.schedule.learning_rate_file is not None:
             reporters.append(LearningRateFile(Path(settings.schedule.learning_rate_file), progress.history, epoch_meta))
         return reporters + open_trackers(settings, session)
@@ -134,7 +152,8 @@ def open_rates(settings: Settings, size: int) -> Rates:
     schedule = settings.step_schedule
 
     def of_epoch(epoch: int, history: list[EpochRecord]) -> float:
-        return epoch_learning_rate(settings.schedule, settings.newbob, epoch, history)
+        errors = as_errors(history, settings.scoring.higher_is_better)
+        return epoch_learning_rate(settings.schedule, settings.newbob, epoch, errors)
 
     def of_step(step: int, epoch_continuous: float, epoch_rate: float) -> float:
         rate = epoch_rate
@@ -150,6 +169,16 @@ def open_rates(settings: Settings, size: int) -> Rates:
         return scale_learning_rate(rate, settings.reduce.horovod_scale_lr, size)
 
     return Rates(of_epoch, of_step)
+
+
+class BestReporter:
+    """Has best.json written after an epoch whose model is not saved, too."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def epoch(self, report: EpochReport) -> None:
+        self._session.best.note(self._session.progress.history)
 
 
 Host = tuple[str, str]

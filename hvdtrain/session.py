@@ -14,6 +14,7 @@ from math import inf
 from pathlib import Path
 from typing import Literal
 
+from hvdtrain.checkpoint.best import BestModel
 from hvdtrain.checkpoint.folder import CheckpointFolder, parse_rule
 from hvdtrain.checkpoint.lock import only_training_of
 from hvdtrain.checkpoint.preload import constant_preloads, take_over
@@ -47,6 +48,7 @@ from hvdtrain.runtime.log import SCREEN, open_log, say
 from hvdtrain.runtime.progress_bar import open_terminal
 from hvdtrain.runtime.timer import Timer
 from hvdtrain.runtime.watchdog import Watchdog
+from hvdtrain.schedule.history import wanted_of
 from hvdtrain.settings import Settings
 
 Purpose = Literal["train", "dry_run", "evaluate", "forward", "measure"]
@@ -61,6 +63,7 @@ class Session:
     Attributes:
         feeds: the datasets; in a training, train comes first.
         interrupt: signals and the time limit; watched in a training only.
+        best: keeps best.json, which names the best epoch.
         progress: how far the model has been trained.
     """
 
@@ -72,6 +75,7 @@ class Session:
     learner: Learner
     reducer: Reducer
     saver: Saves
+    best: BestModel
     progress: Progress
 
 
@@ -120,14 +124,17 @@ def _open(settings: Settings, purpose: Purpose, comm: Communicator, stack: ExitS
     learner = together(comm, lambda: build_learner(settings, reducer, comm), name="build_learner")
     watchdog.beat("loading and sharing the weights")
     checkpoints = CheckpointFolder(Path(settings.run.model), FRAMEWORKS[settings.run.backend].suffix)
+    higher = settings.scoring.higher_is_better
+    best = BestModel(checkpoints, wanted_of(settings.measure), higher)
     saver = Saver(
         comm,
         learner.state,
         reducer,
         checkpoints,
         feeds[0].distribution,
-        cleanup=parse_rule(settings.saving.cleanup_old_models),
+        cleanup=parse_rule(settings.saving.cleanup_old_models, higher),
         background=ThreadPoolExecutor(1, "saving") if settings.saving.save_in_background else None,
+        best=best,
     )
     progress = Progress()
     if purpose in ("train", "dry_run"):
@@ -137,7 +144,7 @@ def _open(settings: Settings, purpose: Purpose, comm: Communicator, stack: ExitS
     elif purpose in ("evaluate", "forward"):
         progress = load_trained(comm, saver, checkpoints, settings.start)
         learner.begin_epoch(max(1, progress.epoch), progress.step)
-    return Session(comm, timer, watchdog, interrupt, feeds, learner, reducer, saver, progress)
+    return Session(comm, timer, watchdog, interrupt, feeds, learner, reducer, saver, best, progress)
 
 
 def _open_data(settings: Settings, purpose: Purpose, comm: Communicator, watchdog: Watchdog, stack: ExitStack) -> list[Feed]:

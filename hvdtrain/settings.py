@@ -35,6 +35,7 @@ from hvdtrain.returnn_layer.names import ALIASES, READ_BY_RETURNN, UNSUPPORTED, 
 from hvdtrain.runtime.interrupt import InterruptKeys
 from hvdtrain.runtime.log import LogKeys
 from hvdtrain.schedule.early_stopping import EarlyStoppingKeys
+from hvdtrain.schedule.history import ScoreKeys, wanted_of
 from hvdtrain.schedule.newbob import NewbobKeys
 from hvdtrain.schedule.rates import ScheduleKeys
 from hvdtrain.schedule.steps import StepSchedule, make_schedule
@@ -117,6 +118,7 @@ class Settings:
     accumulation: AccumulationKeys
     schedule: ScheduleKeys
     newbob: NewbobKeys
+    scoring: ScoreKeys
     step_schedule: StepSchedule | None
     reduce: ReduceKeys
     start: StartKeys
@@ -141,6 +143,11 @@ class Settings:
     @property
     def train(self) -> DatasetSpec:
         return self.datasets[0]
+
+    @property
+    def measure(self) -> str | list[str] | None:
+        """The score that compares epochs, or several of which the first that exists does; None: the one that newbob uses."""
+        return self.ending.early_stopping_measure or self.newbob.learning_rate_control_error_measure
 
     @property
     def evaluations(self) -> tuple[DatasetSpec, ...]:
@@ -279,7 +286,25 @@ def _datasets(sections: Sections, source: Source) -> tuple[tuple[DatasetSpec, ..
             "horovod_dataset_distribution: expected a random seq_ordering in train for 'random_seed_offset', got "
             f"{specs[0].order.seq_ordering!r} (every rank would train on the same batches)"
         )
-    return specs, problems
+    return specs, problems + _impossible_measures(sections, source, specs)
+
+
+def _impossible_measures(sections: Sections, source: Source, specs: tuple[DatasetSpec, ...]) -> list[str]:
+    """Problems with keys that name a score of a dataset that there is none of. The losses are known when an epoch is done."""
+    run, ending, newbob = sections.get(RunKeys), sections.get(EarlyStoppingKeys), sections.get(NewbobKeys)
+    if run is None or run.task not in ("train", "dry_run") or not specs:
+        return []
+    measures = {
+        "early_stopping_measure": None if ending is None else ending.early_stopping_measure,
+        "learning_rate_control_error_measure": None if newbob is None else newbob.learning_rate_control_error_measure,
+    }
+    possible = [f"{spec.name}_loss_" for spec in specs]
+    return [
+        f"{key}: expected the score of a dataset, {' or '.join(f'{start}NAME' for start in possible)}, got "
+        f"{' or '.join(map(repr, wanted_of(measure)))} in {source.origins.get(key, 'the config')}"
+        for key, measure in measures.items()
+        if measure and not any(name.startswith(start) for name in wanted_of(measure) for start in possible)
+    ]
 
 
 def _forward_data(sections: Sections, source: Source) -> tuple[DatasetSpec | None, list[str]]:

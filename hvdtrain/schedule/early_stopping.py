@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
-from math import inf
 
 from hvdtrain.config.keys import Section, key, not_negative, positive
-from hvdtrain.schedule.history import EpochRecord, error_key
+from hvdtrain.schedule.history import EpochRecord, best_of, error_key, wanted_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,31 +16,35 @@ class EarlyStoppingKeys(Section):
     early_stopping_patience: int | None = key(
         None, "end training after N consecutive epochs without a better score; None: never", positive
     )
-    early_stopping_measure: str | None = key(None, "the score to minimize, such as dev_loss_ce; None: the score that newbob uses")
-    early_stopping_min_difference: float = key(0.0, "a score is better if it is lower by more than this", not_negative)
+    early_stopping_measure: str | None = key(
+        None,
+        "the score by which epochs are compared, such as dev_loss_ce, also for best.json; None: the score that newbob uses. "
+        "Lower is better, but see higher_is_better",
+    )
+    early_stopping_min_difference: float = key(0.0, "an epoch is better if its score is better by more than this", not_negative)
     stop_on_nonfinite_train_score: bool = key(
         True, "end with an error when a training loss is not finite, reporting rank, step, sequences and parameters"
     )
 
 
-def ends_early(keys: EarlyStoppingKeys, history: list[EpochRecord], newbob_measure: str | list[str] | None = None) -> str | None:
+def ends_early(
+    keys: EarlyStoppingKeys,
+    history: list[EpochRecord],
+    newbob_measure: str | list[str] | None = None,
+    higher: Collection[str] = (),
+) -> str | None:
     """The reason to end training after the epochs of a history, for the log; None: training continues.
 
     Args:
         history: the finished epochs, oldest first.
         newbob_measure: the config's learning_rate_control_error_measure.
+        higher: the scores whose higher values are better.
     """
     if keys.early_stopping_patience is None or not history:
         return None
-    wanted = keys.early_stopping_measure or newbob_measure or []
-    name = error_key(history[-1].scores, [wanted] if isinstance(wanted, str) else wanted)
-    if name is None:
+    name = error_key(history[-1].scores, wanted_of(keys.early_stopping_measure or newbob_measure))
+    best = None if name is None else best_of(history, name, higher, keys.early_stopping_min_difference)
+    if name is None or best is None or history[-1].epoch - best.epoch < keys.early_stopping_patience:
         return None
-    best, best_epoch = inf, 0
-    for record in history:
-        score = record.scores.get(name, inf)
-        if score < best - keys.early_stopping_min_difference or not best_epoch:
-            best, best_epoch = score, record.epoch
-    if history[-1].epoch - best_epoch < keys.early_stopping_patience:
-        return None
-    return f"{name} was best after epoch {best_epoch} ({best:.4g}), early_stopping_patience is {keys.early_stopping_patience}"
+    patience = keys.early_stopping_patience
+    return f"{name} was best after epoch {best.epoch} ({best.scores[name]:.4g}), early_stopping_patience is {patience}"

@@ -47,6 +47,7 @@ def test_load_goes_on_after_the_models_epoch_and_steps(
     run(corpus, tmp_path, load=trained / "model.002", num_epochs=3, optimizer={"class": "sgd"})
     assert "model.002.pt: training goes on after epoch 2, step 4." in capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "best.json",
         "model.003.opt.pt",
         "model.003.pt",
         "scores.jsonl",
@@ -153,6 +154,7 @@ def test_save_interval_and_cleanup(corpus: Path, tmp_path: Path) -> None:
     cleanup = {"keep_last_n": 1, "keep_best_n": 0, "keep": [3]}
     run(corpus, tmp_path, num_epochs=9, cleanup_old_models=cleanup)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "best.json",
         "model.003.pt",
         "model.009.opt.pt",
         "model.009.pt",
@@ -178,7 +180,7 @@ KEPT = [
 def test_cleanup_keeps_what_returnn_keeps(last: int, options: dict[str, int], kept: list[int]) -> None:
     epochs = range(1, last + 1)
     scores = {epoch: {"dev_loss_ce": (epoch * 7919 % 101) / 101, "train_loss_ce": 1 / epoch} for epoch in epochs}
-    assert CleanupRule(**options).kept(epochs, scores) == kept
+    assert list(CleanupRule(**options).kept(epochs, scores)) == kept
 
 
 def test_mistakes_in_cleanup_are_told_together() -> None:

@@ -9,6 +9,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy
+
 from hvdtrain.checkpoint.progress import Progress
 from hvdtrain.comm import launch
 from hvdtrain.comm.base import Communicator, on_rank_zero, together
@@ -17,6 +19,8 @@ from hvdtrain.comm.restart import restarts_of_torchrun
 from hvdtrain.config.reference import as_function
 from hvdtrain.data.describe import batch_lines, feed_lines
 from hvdtrain.data.feed import Feed
+from hvdtrain.data.plan.bounds import rearranged
+from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.engine import Engine, Pace, Rates
 from hvdtrain.errors import ConfigError, DataError, HvdtrainError
 from hvdtrain.learner.accumulation import rounds_per_update
@@ -27,13 +31,14 @@ from hvdtrain.report.json_lines import JsonLines
 from hvdtrain.report.runs import Start, note_start
 from hvdtrain.report.trackers import TensorBoard, Tracker
 from hvdtrain.runtime.log import say
-from hvdtrain.schedule.early_stopping import ends_early
 from hvdtrain.schedule.file import LearningRateFile, epoch_meta
-from hvdtrain.schedule.history import EpochRecord, as_errors, missing_scores
+from hvdtrain.schedule.history import EpochRecord, as_errors, ends_early, missing_scores
 from hvdtrain.schedule.rates import epoch_learning_rate
 from hvdtrain.session import Session, open_session
 from hvdtrain.settings import Settings, effective
+from hvdtrain.training.plans import plan_together
 from hvdtrain.training.step_log import open_step_log
+from hvdtrain.training.summary import as_json, table, write_summary
 from hvdtrain.training.trace import Note, Trace, TraceKeys, no_trace, num_runs
 from hvdtrain.version import __version__
 
@@ -47,7 +52,11 @@ def train(settings: Settings, comm: Communicator | None = None) -> Learner:
     Raises:
         HvdtrainError: a mistake in the config, the data or a checkpoint, or training was stopped.
     """
+    if settings.run.overfit_batches is not None:
+        settings = in_folder_of_its_own(settings)
     with open_session(settings, "train", comm) as session, open_step_log(settings.log, session.comm.rank) as step_log:
+        if settings.run.overfit_batches is not None:
+            session = overfitting(session, settings.run.overfit_batches)
         pace = replace(open_pace(settings), mistake=partial(wrong_scores, settings))
         hosts = gather_hosts(session)
         announce(settings, session, pace, hosts)
@@ -62,6 +71,33 @@ def train(settings: Settings, comm: Communicator | None = None) -> Learner:
             with noting_changed_files(session.feeds):
                 Engine(session, rates, pace, reporters, step_log, trace).run()
     return session.learner
+
+
+def in_folder_of_its_own(settings: Settings) -> Settings:
+    """The settings of a training with `overfit_batches`: it starts anew, and leaves the files of other trainings alone."""
+    prefix = Path(settings.run.model)
+    return replace(
+        settings,
+        run=replace(settings.run, model=str(prefix.parent / "overfit" / prefix.name)),
+        start=replace(settings.start, start_epoch=1),
+        schedule=replace(settings.schedule, learning_rate_file=None),
+    )
+
+
+def overfitting(session: Session, number: int) -> Session:
+    """Collective. The session with the first N batches of each rank, repeated for as many as an epoch has. Raises: DataError."""
+    feed = session.feeds[0]
+    if feed.dataset.own_order:
+        raise DataError(
+            f"overfit_batches: expected a dataset that can be read in any order, got {feed.name}, which RETURNN reads in its own "
+            "(convert it once with hvdtrain dump and train on the HDF file)"
+        )
+    plan = plan_together(session.comm, feed, 1)
+    size = session.comm.size if feed.distribution == "shard" else 1
+    first = numpy.arange(min(number * size, plan.num_batches))
+    repeated = Plan(*rearranged(plan.order, plan.bounds, numpy.resize(first, plan.num_batches)))
+    say(3, f"overfit_batches: {len(first)} batches of {plan.num_batches}, again and again; files go to overfit/")
+    return replace(session, feeds=[replace(feed, only=repeated), *session.feeds[1:]])
 
 
 @contextmanager
@@ -237,10 +273,23 @@ def announce(settings: Settings, session: Session, pace: Pace, hosts: list[Host]
 
 
 def record_start(settings: Settings, session: Session, hosts: list[Host]) -> None:
-    """Collective. Append what a training is started with to starts.jsonl. Raises: ConfigError, if it cannot be written."""
+    """Collective. Append what a training is started with to starts.jsonl, and write the model's layers to summary.json.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
     in_effect = {key.name: (key.value, key.origin) for key in effective(settings)}
     start = Start(hosts, in_effect, session.progress.epoch + 1, session.learner.num_parameters)
-    on_rank_zero(session.comm, lambda: note_start(Path(settings.run.model).parent, start), name="note_start")
+    folder = Path(settings.run.model).parent
+
+    def note() -> None:
+        note_start(folder, start)
+        summary = as_json(session.learner.layers(), {})
+        write_summary(folder, summary)
+        for line in table(summary):
+            say(5, line)
+
+    on_rank_zero(session.comm, note, name="note_start")
 
 
 def is_done(progress: Progress, pace: Pace) -> bool:

@@ -34,8 +34,7 @@ from hvdtrain.returnn_layer.adapter import adapted, layer_for_config
 from hvdtrain.returnn_layer.names import ALIASES, READ_BY_RETURNN, UNSUPPORTED, is_no_op, without_effect
 from hvdtrain.runtime.interrupt import InterruptKeys
 from hvdtrain.runtime.log import LogKeys
-from hvdtrain.schedule.early_stopping import EarlyStoppingKeys
-from hvdtrain.schedule.history import ScoreKeys, wanted_of
+from hvdtrain.schedule.history import EarlyStoppingKeys, ScoreKeys, wanted_of
 from hvdtrain.schedule.newbob import NewbobKeys
 from hvdtrain.schedule.rates import ScheduleKeys
 from hvdtrain.schedule.steps import StepSchedule, make_schedule
@@ -46,6 +45,7 @@ from hvdtrain.training.trace import TraceKeys
 TASKS = {
     "train": "hvdtrain.run:train",
     "dry_run": "hvdtrain.tasks.dry_run:dry_run",
+    "summary": "hvdtrain.tasks.dry_run:summarize",
     "eval": "hvdtrain.tasks.tasks:evaluate_all",
     "forward": "hvdtrain.tasks.tasks:forward_all",
     "search": "hvdtrain.tasks.tasks:forward_all",
@@ -64,7 +64,8 @@ class RunKeys(Section):
 
     task: str = key(
         "train",
-        "what to do: train; dry_run, as the option --dry-run; eval (dev, eval, eval_datasets); forward or search (forward_data, "
+        "what to do: train; dry_run and summary, as the options --dry-run and --summary; "
+        "eval (dev, eval, eval_datasets); forward or search (forward_data, "
         "search_data); cleanup_old_models; or config:NAME, which calls the config's function NAME",
         Rule(f"one of {', '.join(TASKS)}, config:NAME", _is_task),
     )
@@ -76,6 +77,12 @@ class RunKeys(Section):
     )
     num_threads: int | None = key(
         None, "threads a rank computes with; None: OMP_NUM_THREADS, or the host's cores divided among its ranks", positive
+    )
+    overfit_batches: int | None = key(
+        None,
+        "train on the first N batches of every rank again and again, from the start and in a folder of its own, overfit/ beside "
+        "the model: a sound model and learning rate bring their loss close to zero",
+        positive,
     )
     startup_callback: Callable[..., None] | str | None = key(
         None, "function (**_) that every rank calls before the datasets are opened; hvdtrain.run_on_main in it prepares data once"

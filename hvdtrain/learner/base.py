@@ -115,6 +115,16 @@ class Learner(Protocol):
         """The model's modules or layers, itself included, by the names of the attributes that lead to them."""
         ...
 
+    def layers(self) -> Iterator[Layer]:
+        """The model and its layers in its order, each with its own parameters. A shared parameter belongs to the first layer that
+        has it."""
+        ...
+
+    def output_shapes(self, batch: Batch) -> dict[str, list[tuple[int, ...]]]:
+        """Evaluate a batch; the shapes of the tensors that each layer returned when it was first called, by the layer's name.
+        Empty where the framework cannot tell."""
+        ...
+
     def numbers(self, values: Sequence[float]) -> Tensor:
         """A float64 tensor of shape (len(values),) that can be sent to other ranks. Its elements can be converted by `float`."""
         ...
@@ -240,6 +250,23 @@ class Meter(Protocol):
     def peak_memory(self) -> int | None:
         """The largest number of bytes of the device's memory in use so far; None on a CPU."""
         ...
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer of a model.
+
+    Attributes:
+        name: the names of the attributes that lead to it; '' for the model itself.
+        type: of the layer, such as 'Linear'.
+        parameters: the shapes of its own parameters by name, trained or not.
+        trainable: the names of those that are trained.
+    """
+
+    name: str
+    type: str
+    parameters: Mapping[str, tuple[int, ...]]
+    trainable: frozenset[str]
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""The history of a training: learning rate and scores of the finished epochs, which score compares them, and the best epoch."""
+"""The history of a training: learning rate and scores of the finished epochs; which score compares them, which epoch is the best,
+and whether training ends before its last epoch."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from math import inf, isnan
 
 from hvdtrain.config.check import did_you_mean
-from hvdtrain.config.keys import Section, key
+from hvdtrain.config.keys import Section, key, not_negative, positive
 
 META = ":meta:"
 """The prefix of entries in learning rate files that are metadata, not scores."""
@@ -121,3 +122,44 @@ def error_key(scores: Mapping[str, float], wanted: Sequence[str] = ()) -> str | 
     candidates += [name for name in names if name.startswith("dev_")]
     candidates += ["train_score", "train_score_output", *names]
     return next((name for name in candidates if name in names), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EarlyStoppingKeys(Section):
+    """When training ends before its last epoch."""
+
+    early_stopping_patience: int | None = key(
+        None, "end training after N consecutive epochs without a better score; None: never", positive
+    )
+    early_stopping_measure: str | None = key(
+        None,
+        "the score by which epochs are compared, such as dev_loss_ce, also for best.json; None: the score that newbob uses. "
+        "Lower is better, but see higher_is_better",
+    )
+    early_stopping_min_difference: float = key(0.0, "an epoch is better if its score is better by more than this", not_negative)
+    stop_on_nonfinite_train_score: bool = key(
+        True, "end with an error when a training loss is not finite, reporting rank, step, sequences and parameters"
+    )
+
+
+def ends_early(
+    keys: EarlyStoppingKeys,
+    history: list[EpochRecord],
+    newbob_measure: str | list[str] | None = None,
+    higher: Collection[str] = (),
+) -> str | None:
+    """The reason to end training after the epochs of a history, for the log; None: training continues.
+
+    Args:
+        history: the finished epochs, oldest first.
+        newbob_measure: the config's learning_rate_control_error_measure.
+        higher: the scores whose higher values are better.
+    """
+    if keys.early_stopping_patience is None or not history:
+        return None
+    name = error_key(history[-1].scores, wanted_of(keys.early_stopping_measure or newbob_measure))
+    best = None if name is None else best_of(history, name, higher, keys.early_stopping_min_difference)
+    if name is None or best is None or history[-1].epoch - best.epoch < keys.early_stopping_patience:
+        return None
+    patience = keys.early_stopping_patience
+    return f"{name} was best after epoch {best.epoch} ({best.scores[name]:.4g}), early_stopping_patience is {patience}"

@@ -16,6 +16,7 @@ import numpy
 from hvdtrain.checkpoint.progress import Progress
 from hvdtrain.checkpoint.saver import Unsaved
 from hvdtrain.comm.base import Communicator, together
+from hvdtrain.data.describe import naming
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.files.sizes import size_text
 from hvdtrain.data.plan.bounds import rearranged
@@ -33,6 +34,7 @@ from hvdtrain.training.evaluation import evaluate
 from hvdtrain.training.plans import plan_together
 from hvdtrain.training.predict import parse_placements
 from hvdtrain.training.step_log import StepLog
+from hvdtrain.training.summary import OutputShapes, as_json, table
 
 SECONDS = 10.0
 """How long the measured steps of a training or an evaluation take together, roughly."""
@@ -78,6 +80,22 @@ def dry_run(settings: Settings) -> None:
         if _estimate(settings, comm) and settings.run.predict_ranks is not None:
             for line in predicted(comm, settings, parse_placements(settings.run.predict_ranks)):
                 say(1, f"predict: {line}")
+
+
+def summarize(settings: Settings) -> None:
+    """Log the model layer by layer, with what each returns for a batch; train and write nothing. Raises: HvdtrainError."""
+    settings = writing_nothing(replace(settings, learner=replace(settings.learner, torch_compile=False)))
+    with open_session(settings, "dry_run") as session:
+        feed = session.feeds[:2][-1]  # an evaluated dataset where there is one: train may lack data keys that evaluations need
+        epoch = session.progress.epoch + 1
+        share = feed.share(plan_together(session.comm, feed, epoch))[:1]
+        shapes: OutputShapes = {}
+        with feed.read(share, epoch, session.learner.staging) as batches:
+            for batch in batches:
+                with naming(batch):
+                    shapes = session.learner.output_shapes(batch)
+        for line in table(as_json(session.learner.layers(), shapes)):
+            say(1, line)
 
 
 def _estimate(settings: Settings, comm: Communicator) -> bool:

@@ -14,8 +14,7 @@ from hvdtrain.checkpoint.best import BestModel, best_epoch
 from hvdtrain.checkpoint.folder import CheckpointFolder, CleanupRule
 from hvdtrain.errors import CheckpointError, ConfigError
 from hvdtrain.run import train
-from hvdtrain.schedule.early_stopping import EarlyStoppingKeys, ends_early
-from hvdtrain.schedule.history import EpochRecord, as_errors, best_of, missing_scores
+from hvdtrain.schedule.history import EarlyStoppingKeys, EpochRecord, as_errors, best_of, ends_early, missing_scores
 from hvdtrain.schedule.newbob import NewbobKeys
 from hvdtrain.schedule.rates import ScheduleKeys, epoch_learning_rate
 from hvdtrain.settings import read_settings

@@ -44,6 +44,7 @@ def test_three_epochs_in_one_go_or_in_two(trained: Trained, run: Run) -> None:
         "model.003.pt",
         "scores.jsonl",
         "starts.jsonl",
+        "summary.json",
     ]
 
 

@@ -13,9 +13,8 @@ from launching import TOY
 from hvdtrain.checkpoint.folder import CleanupRule, parse_rule
 from hvdtrain.errors import CheckpointError, ConfigError, TrainingError
 from hvdtrain.run import train
-from hvdtrain.schedule.early_stopping import EarlyStoppingKeys, ends_early
 from hvdtrain.schedule.file import read_learning_rate_file
-from hvdtrain.schedule.history import EpochRecord
+from hvdtrain.schedule.history import EarlyStoppingKeys, EpochRecord, ends_early
 from hvdtrain.settings import read_settings
 
 
@@ -52,6 +51,7 @@ def test_load_goes_on_after_the_models_epoch_and_steps(
         "model.003.pt",
         "scores.jsonl",
         "starts.jsonl",
+        "summary.json",
     ]
     run(corpus, tmp_path, load=trained / "model", load_epoch=1, num_epochs=3)
     assert "load: ignored, as there is a checkpoint already" in capsys.readouterr().out
@@ -160,6 +160,7 @@ def test_save_interval_and_cleanup(corpus: Path, tmp_path: Path) -> None:
         "model.009.pt",
         "scores.jsonl",
         "starts.jsonl",
+        "summary.json",
     ]
 
 

@@ -9,7 +9,7 @@ import numpy
 import tensorflow as tf
 
 from hvdtrain.data.types import Array, Batch
-from hvdtrain.learner.base import Observer, Then
+from hvdtrain.learner.base import Layer, Observer, Then
 from hvdtrain.learner.marked import by_sequence
 from hvdtrain.learner.meter import LearnerMeter
 from hvdtrain.learner.seeds import mixed_seeds, noise_seeds
@@ -98,6 +98,20 @@ class TensorFlowLearner:
 
     def modules(self) -> Iterator[tuple[str, Any]]:
         return layers_of(self.model)
+
+    def layers(self) -> Iterator[Layer]:
+        own: dict[int, dict[str, str]] = {}  # by owner, the variables' own names, each with its whole name
+        for name, owner in self.variables.owners.items():
+            if self.variables.kinds[name] in ("parameters", "frozen"):
+                own.setdefault(id(owner), {})[name.rpartition(".")[2]] = name
+        for path, layer in layers_of(self.model):
+            names = own.get(id(layer), {})
+            shapes = {short: tuple(self.variables.by_name[name].shape) for short, name in names.items()}
+            trained = frozenset(short for short, name in names.items() if self.variables.kinds[name] == "parameters")
+            yield Layer(path, type(layer).__name__, shapes, trained)
+
+    def output_shapes(self, batch: Batch) -> dict[str, list[tuple[int, ...]]]:
+        return {}  # its layers are called within a graph, with tensors of unknown lengths
 
     def numbers(self, values: Sequence[float]) -> tf.Tensor:
         return tf.constant(values, tf.float64)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -11,7 +12,7 @@ from hvdtrain.context import Loss, RunContext, running
 from hvdtrain.data.feed import Staging
 from hvdtrain.data.types import Array, Batch
 from hvdtrain.errors import ConfigError
-from hvdtrain.learner.base import Observer, Then
+from hvdtrain.learner.base import Layer, Observer, Then
 from hvdtrain.learner.marked import by_sequence, check_marked, check_outputs, minimized
 from hvdtrain.learner.meter import LearnerMeter
 from hvdtrain.learner.torch.compile import Watch
@@ -20,7 +21,7 @@ from hvdtrain.learner.torch.gradients import Gradients
 from hvdtrain.learner.torch.staging import await_copy, extern_data_of
 from hvdtrain.learner.torch.state import TorchState
 from hvdtrain.learner.torch.sync_batch_norm import Exchange
-from hvdtrain.learner.torch.tensors import array_of, numbers_of
+from hvdtrain.learner.torch.tensors import array_of, layers_of, numbers_of, shapes_in
 from hvdtrain.learner.torch.update import Update
 
 
@@ -151,6 +152,26 @@ class TorchLearner:
 
     def modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
         yield from self.model.named_modules()
+
+    def layers(self) -> Iterator[Layer]:
+        return layers_of(self.model)
+
+    def output_shapes(self, batch: Batch) -> dict[str, list[tuple[int, ...]]]:
+        shapes: dict[str, list[tuple[int, ...]]] = {}
+
+        def note(name: str, output: Any) -> None:
+            shapes.setdefault(name, shapes_in(output))
+
+        hooks = [
+            module.register_forward_hook(lambda _, __, output, name=name: note(name, output)) for name, module in self.modules()
+        ]
+        try:
+            self.evaluate(batch)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self.meter.take_scores()
+        return shapes
 
     def numbers(self, values: Sequence[float]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float64)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 
 from hvdtrain.context import Loss
 from hvdtrain.data.types import Array, Batch, Padded
+from hvdtrain.learner.base import Layer
 from hvdtrain.learner.marked import minimized, nothing_to_minimize
 from hvdtrain.learner.seeds import widened
 
@@ -125,3 +126,21 @@ def array_of(value: Any) -> Array:
 
 def _sum(values: torch.Tensor) -> torch.Tensor:
     return (values.float() if values.dtype in (torch.float16, torch.bfloat16) else values).sum()
+
+
+def layers_of(model: torch.nn.Module) -> Iterator[Layer]:
+    """The model and its modules, each with its own parameters; a shared one belongs to the first module that has it."""
+    seen: set[int] = set()
+    for name, module in model.named_modules():
+        own = {short: one for short, one in module.named_parameters(recurse=False) if id(one) not in seen}
+        seen.update(map(id, own.values()))
+        shapes = {short: tuple(one.shape) for short, one in own.items()}
+        yield Layer(name, type(module).__name__, shapes, frozenset(short for short, one in own.items() if one.requires_grad))
+
+
+def shapes_in(value: Any) -> list[tuple[int, ...]]:
+    """The shapes of the tensors in a value, and in its lists, tuples and dicts."""
+    if isinstance(value, torch.Tensor):
+        return [tuple(value.shape)]
+    members = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return [shape for member in members for shape in shapes_in(member)]

@@ -223,6 +223,8 @@ def open_communicator(settings: Settings) -> Iterator[Communicator]:
 def prepare(settings: Settings) -> None:
     """Choose device and threads before the framework computes anything. Raises: ConfigError."""
     started = launch.launch()
+    if settings.learner.deterministic:
+        launch.put(DETERMINISTIC)
     num_threads = threads(settings, started.local_size)
     FRAMEWORKS[settings.run.backend].prepare(settings.learner.device, started.local_rank, num_threads)
 
@@ -232,6 +234,10 @@ def threads(settings: Settings, local_size: int) -> int:
     ours = launch.threads_per_rank(launch.environment(), local_size, launch.cores(), launch.is_bound())
     return settings.run.num_threads or ours
 
+
+DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "HOROVOD_FUSION_THRESHOLD": "0"}
+"""What libraries read from the environment, for `deterministic`: a buffer of cuBLAS with which the order of sums is fixed; and
+Horovod adds up each message by itself, as which ones it joins, and so the order of sums, depends on when they come."""
 
 MEMORY_SHARE = 0.8
 """The share of a host's free memory that the caches of its ranks may fill together."""

@@ -233,6 +233,10 @@ def _of_the_framework(built: dict[type, Any]) -> list[str]:
             problems.append(f"{where}: expected {_with_feature('constant parameters')} for 'always', got {run.backend!r}")
     if reduce.horovod_compression == "powersgd" and "powersgd" not in features:
         problems.append(f"horovod_compression: expected {_with_feature('powersgd')} for 'powersgd', got {run.backend!r}")
+    if learner.deterministic and reduce.horovod_param_sync_time_diff is not None:
+        problems.append(
+            "deterministic: expected syncs after a number of steps, got horovod_param_sync_time_diff, which goes by the clock"
+        )
     by_launcher = started.ask_for_torch and reduce.torch_distributed is None and not reduce.use_horovod
     if by_launcher and "torch.distributed" not in features:
         wanted = _with_feature("torch.distributed")

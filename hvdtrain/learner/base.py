@@ -363,6 +363,11 @@ class LearnerKeys(Section):
         needs="torch",
         instead="Keras models have jit_compile",
     )
+    deterministic: bool = key(
+        False,
+        "compute with operations that give the same bits in every run on the same hardware, and end with an error where there is "
+        "none: torch.use_deterministic_algorithms, cuDNN and cuBLAS, or TensorFlow's op determinism; some steps take longer",
+    )
     device: str | None = key(None, "cpu, cuda or cuda:N; None: this rank's GPU where there is one, else the CPU")
 
     def problems(self, others: Sections = ALONE) -> list[str]:

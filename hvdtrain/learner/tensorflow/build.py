@@ -34,6 +34,8 @@ def build_learner(keys: LearnerKeys, reducer: Reducer, options: BuildOptions) ->
         ConfigError: get_model returns no Keras model or tf.Module, or one without variables, or the optimizer cannot be made.
     """
     prepare(keys.device, options.local_rank, options.threads)
+    if keys.deterministic:
+        tf.config.experimental.enable_op_determinism()
     keras.utils.set_random_seed(mixed_seed(options.seed, 0, 0))  # of TensorFlow, Python and numpy
     variables = _model(keys, options.precision)
     optimizer = make_optimizer(keys.optimizer, variables)

@@ -15,7 +15,7 @@ from hvdtrain.learner.optimizer import Clipping
 from hvdtrain.learner.precision import GradientCheck, LossScale
 from hvdtrain.learner.reducer import Reducer
 from hvdtrain.learner.torch.compile import compile_model
-from hvdtrain.learner.torch.device import CudaClock, OnTheWay, autocast_of, device_of, peak_memory, seed_all
+from hvdtrain.learner.torch.device import CudaClock, OnTheWay, autocast_of, be_deterministic, device_of, peak_memory, seed_all
 from hvdtrain.learner.torch.gradients import Gradients
 from hvdtrain.learner.torch.learner import ConfigFunctions, TorchLearner
 from hvdtrain.learner.torch.optimizer import make_optimizer
@@ -43,6 +43,8 @@ def build_learner(keys: LearnerKeys, reducer: Reducer, options: BuildOptions) ->
         ConfigError: get_model returns no torch.nn.Module, the optimizer cannot be made, or the device cannot compute in the type.
     """
     torch.set_num_threads(options.threads)
+    if keys.deterministic:
+        be_deterministic()
     device = device_of(keys.device, options.local_rank)
     seed_all(device, options.seed, 0, 0)
     model, constants = _model(keys, options, device)

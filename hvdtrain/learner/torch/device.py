@@ -54,6 +54,13 @@ def seed_all(device: torch.device, *parts: int) -> None:
     numpy.random.seed(mixed)
 
 
+def be_deterministic() -> None:
+    """Let PyTorch use operations that give the same bits in every run only; one that has none raises a RuntimeError."""
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False  # measures which algorithm is fastest, and takes another one next time
+
+
 MAX_SPANS = 1000
 """Spans whose events are kept before the older ones are read."""
 

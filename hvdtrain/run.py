@@ -14,6 +14,7 @@ import numpy
 from hvdtrain.checkpoint.progress import Progress
 from hvdtrain.comm import launch
 from hvdtrain.comm.base import Communicator, on_rank_zero, together
+from hvdtrain.comm.horovod import HorovodCommunicator
 from hvdtrain.comm.horovod_elastic import is_elastic, stop_for_other_hosts
 from hvdtrain.comm.restart import restarts_of_torchrun
 from hvdtrain.config.reference import as_function
@@ -25,6 +26,7 @@ from hvdtrain.engine import Engine, Pace, Rates
 from hvdtrain.errors import ConfigError, DataError, HvdtrainError
 from hvdtrain.learner.accumulation import rounds_per_update
 from hvdtrain.learner.base import Learner
+from hvdtrain.learner.frameworks import FRAMEWORKS
 from hvdtrain.learner.reduce import scale_learning_rate
 from hvdtrain.report.epoch import EpochReport, Reporter
 from hvdtrain.report.json_lines import JsonLines
@@ -39,7 +41,7 @@ from hvdtrain.settings import Settings, effective
 from hvdtrain.training.plans import plan_together
 from hvdtrain.training.step_log import open_step_log
 from hvdtrain.training.summary import as_json, table, write_summary
-from hvdtrain.training.trace import Note, Trace, TraceKeys, no_trace, num_runs
+from hvdtrain.training.trace import Note, Profile, Trace, TraceKeys, no_trace, num_runs
 from hvdtrain.version import __version__
 
 
@@ -66,9 +68,8 @@ def train(settings: Settings, comm: Communicator | None = None) -> Learner:
             stop_for_other_hosts(launch.environment())
         if not is_done(session.progress, pace):
             rates = open_rates(settings, session.comm.size)
-            trace = open_trace(session, settings.trace)
             reporters = open_reporters(settings, session)
-            with noting_changed_files(session.feeds):
+            with noting_changed_files(session.feeds), profiled(settings, session, open_trace(session, settings.trace)) as trace:
                 Engine(session, rates, pace, reporters, step_log, trace).run()
     return session.learner
 
@@ -153,6 +154,38 @@ def open_trace(session: Session, keys: TraceKeys) -> Note:
     prefix = Path(keys.trace_sequences)
     run = on_rank_zero(session.comm, lambda: num_runs(prefix), name="trace")
     return Trace(prefix, run, session.comm.rank, session.progress.step)
+
+
+@contextmanager
+def profiled(settings: Settings, session: Session, note: Note) -> Iterator[Note]:
+    """Profile some steps, if the config asks for it."""
+    number = settings.trace.profile_steps
+    if number is None:
+        yield note
+        return
+    comm, folder = session.comm, Path(settings.run.model).parent / "profile"
+    on_gpu = session.learner.device_name != "CPU"
+    profile = Profile(
+        note,
+        FRAMEWORKS[settings.run.backend].profiler(on_gpu),
+        session.timer,
+        folder / f"rank-{comm.rank}-of-{comm.size}.json.gz",
+        number,
+        partial(switch_timeline, comm, folder / "horovod.json") if settings.reduce.horovod_timeline is None else lambda _: None,
+    )
+    try:
+        yield profile
+    finally:
+        profile.stop()
+
+
+def switch_timeline(comm: Communicator, file: Path, on: bool) -> None:
+    """Start Horovod's timeline, or stop it, if it is Horovod that connects the ranks."""
+    if isinstance(comm, HorovodCommunicator) and comm.rank == 0:
+        if on:
+            comm.start_timeline(file)
+        else:
+            comm.stop_timeline()
 
 
 def open_reporters(settings: Settings, session: Session) -> list[Reporter]:

@@ -172,6 +172,7 @@ def writing_nothing(settings: Settings) -> Settings:
         copies=replace(settings.copies, cache_dir=None),
         reduce=replace(settings.reduce, horovod_timeline=None),
         saving=replace(settings.saving, save_interval_steps=None, save_interval_minutes=None),
+        trace=replace(settings.trace, profile_steps=None),
     )
 
 
@@ -225,6 +226,8 @@ def prepare(settings: Settings) -> None:
     started = launch.launch()
     if settings.learner.deterministic:
         launch.put(DETERMINISTIC)
+    if settings.trace.profile_steps is not None and settings.reduce.horovod_timeline is None:
+        launch.put({"HOROVOD_TIMELINE": "DYNAMIC"})  # it is started with the profiler
     num_threads = threads(settings, started.local_size)
     FRAMEWORKS[settings.run.backend].prepare(settings.learner.device, started.local_rank, num_threads)
 

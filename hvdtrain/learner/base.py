@@ -252,6 +252,20 @@ class Meter(Protocol):
         ...
 
 
+class Profiler(Protocol):
+    """A framework's profiler, for the steps of one rank."""
+
+    def start(self) -> None: ...
+
+    def stop(self, file: Path) -> None:
+        """Stop, and write what was recorded as a trace that Perfetto and Chrome open: JSON, compressed with gzip."""
+        ...
+
+    def range(self, name: str) -> AbstractContextManager[Any]:
+        """A range of the trace with a name of our own."""
+        ...
+
+
 @dataclass(frozen=True)
 class Layer:
     """A layer of a model.

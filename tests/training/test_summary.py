@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from launching import ROOT, TOY, hvdtrain, launch
+from launching import TOY, hvdtrain
 from thread_ranks import on_ranks
 
 from hvdtrain.comm.base import Communicator
@@ -14,8 +14,6 @@ from hvdtrain.run import overfitting
 from hvdtrain.session import open_session
 from hvdtrain.settings import read_settings
 from hvdtrain.training.summary import as_json, table
-
-TENSORFLOW = ROOT / "tests" / "toy" / "tensorflow_config.py"
 
 
 def test_counts_of_a_layer_have_those_inside_it() -> None:
@@ -60,14 +58,6 @@ def test_the_summary_of_a_model(corpus: Path, tmp_path: Path) -> None:
     }
     [frozen] = [one for one in summary["layers"][0]["parameters"] if one["name"] == "frozen"]
     assert frozen == {"name": "frozen", "shape": [3], "trainable": False}
-
-
-def test_the_summary_of_a_keras_model(corpus: Path, tmp_path: Path) -> None:
-    given = ["++corpus", str(corpus), "++model", str(tmp_path / "model")]
-    ended = launch(["-m", "hvdtrain", TENSORFLOW, "--summary", *given])
-    assert ended.status == 0, ended.err
-    assert re.search(r"^in all: (\d+) parameters, (\d+) of them are trained$", ended.out, re.M), ended.out
-    assert re.search(r"^\w+ +Dense +- +\d+ +yes$", ended.out, re.M), ended.out
 
 
 def sequences_of(record: Path) -> list[list[int]]:

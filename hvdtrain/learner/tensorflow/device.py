@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from hvdtrain.errors import ConfigError
+from hvdtrain.learner.base import Profiler
 from hvdtrain.learner.meter import LearnerMeter
 from hvdtrain.learner.precision import Dtype, LossScale, Precision
 from hvdtrain.learner.tensorflow.variables import ModelVariables
@@ -101,3 +106,43 @@ def scale_of(precision: Precision, variables: ModelVariables, optimizer: Any) ->
         return None
     own = getattr(getattr(model, "dtype_policy", None), "name", "")
     return precision.loss_scale("float16" if own == "mixed_float16" else precision.dtype)
+
+
+class _Profiler:
+    """TensorFlow's profiler: operations on the CPU, and on a GPU its kernels, too."""
+
+    def __init__(self) -> None:
+        self._folder = TemporaryDirectory()
+
+    def start(self) -> None:
+        tf.profiler.experimental.start(self._folder.name)
+
+    def stop(self, file: Path) -> None:
+        tf.profiler.experimental.stop()
+        with self._folder as folder, gzip.open(file, "wt", encoding="utf-8") as out:
+            found = next(Path(folder).rglob("*.xplane.pb"))
+            json.dump({"traceEvents": list(_trace_events(found.read_bytes()))}, out)
+
+    def range(self, name: str) -> AbstractContextManager[Any]:
+        return tf.profiler.experimental.Trace(name)  # type: ignore[no-any-return]
+
+
+def profiler(on_gpu: bool) -> Profiler:
+    """TensorFlow's profiler."""
+    return _Profiler()
+
+
+def _trace_events(recorded: bytes) -> Iterator[dict[str, Any]]:
+    """The events of Chrome's trace format for what TensorFlow's profiler recorded, in microseconds."""
+    from tensorflow.tsl.profiler.protobuf.xplane_pb2 import XSpace
+
+    space = XSpace.FromString(recorded)
+    for process, plane in enumerate(space.planes):
+        yield {"ph": "M", "pid": process, "name": "process_name", "args": {"name": plane.name}}
+        for thread, line in enumerate(plane.lines):  # their ids are too large for Perfetto
+            place = {"pid": process, "tid": thread}
+            yield {"ph": "M", **place, "name": "thread_name", "args": {"name": line.display_name or line.name}}
+            for event in line.events:
+                began = line.timestamp_ns / 1e3 + event.offset_ps / 1e6
+                name = plane.event_metadata[event.metadata_id].name
+                yield {"ph": "X", **place, "name": name, "ts": began, "dur": event.duration_ps / 1e6}

@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
 
 from hvdtrain.errors import ConfigError
+from hvdtrain.learner.base import Profiler
 from hvdtrain.learner.precision import Dtype
 from hvdtrain.learner.seeds import mixed_seed
 
@@ -128,3 +130,29 @@ def autocast_of(dtype: Dtype, device: torch.device) -> Autocast:
     if not is_available or (device.type == "cuda" and dtype == "bfloat16" and not torch.cuda.is_bf16_supported()):
         raise ConfigError([f"mixed_precision: expected a type that {device} computes in, got {dtype!r}"])
     return lambda: torch.autocast(device.type, dtype=wanted)
+
+
+class _Profiler:
+    """PyTorch's profiler: operators on the CPU, and on a GPU its kernels, too."""
+
+    def __init__(self, on_gpu: bool) -> None:
+        from torch import profiler  # here, as few trainings are profiled
+
+        activities = [profiler.ProfilerActivity.CPU, *([profiler.ProfilerActivity.CUDA] if on_gpu else [])]
+        self._profile = profiler.profile(activities=activities)
+        self._record = profiler.record_function
+
+    def start(self) -> None:
+        self._profile.start()
+
+    def stop(self, file: Path) -> None:
+        self._profile.stop()
+        self._profile.export_chrome_trace(str(file))
+
+    def range(self, name: str) -> AbstractContextManager[Any]:
+        return self._record(name)
+
+
+def profiler(on_gpu: bool) -> Profiler:
+    """PyTorch's profiler."""
+    return _Profiler(on_gpu)

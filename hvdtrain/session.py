@@ -51,9 +51,12 @@ from hvdtrain.runtime.watchdog import Watchdog
 from hvdtrain.schedule.history import wanted_of
 from hvdtrain.settings import Settings
 
-Purpose = Literal["train", "dry_run", "evaluate", "forward", "measure"]
-"""What a job is opened for: to train; to train a few batches and write nothing; to evaluate or forward with a trained model;
+Purpose = Literal["train", "dry_run", "evaluate", "forward", "export", "measure"]
+"""What a job is opened for: to train; to train a few batches and write nothing; to evaluate, forward or export a trained model;
 to measure steps of a new model."""
+
+WITH_TRAINED = ("evaluate", "forward", "export")
+"""The purposes that use a trained model."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +120,7 @@ def _open(settings: Settings, purpose: Purpose, comm: Communicator, stack: ExitS
     watchdog = stack.enter_context(Watchdog(patience, comm.rank, heartbeats))
     feeds = _open_data(settings, purpose, comm, watchdog, stack)
     watchdog.beat("building the model")
-    if purpose in ("evaluate", "forward"):  # the model's file has the average over time
+    if purpose in WITH_TRAINED:  # the model's file has the average over time
         settings = replace(settings, learner=replace(settings.learner, ema_decay=None))
     timer = Timer()
     reducer = settings.reduce.reducer(comm, timer)
@@ -141,7 +144,7 @@ def _open(settings: Settings, purpose: Purpose, comm: Communicator, stack: ExitS
         progress = resume(comm, saver, checkpoints, settings.start, settings.schedule.learning_rate_file)
         watchdog.beat("comparing the data with that of the checkpoint")
         check_data(comm, progress, {feed.name: feed.parts for feed in feeds}, settings.start.accept_changed_data)
-    elif purpose in ("evaluate", "forward"):
+    elif purpose in WITH_TRAINED:
         progress = load_trained(comm, saver, checkpoints, settings.start)
         learner.begin_epoch(max(1, progress.epoch), progress.step)
     return Session(comm, timer, watchdog, interrupt, feeds, learner, reducer, saver, best, progress)
@@ -149,8 +152,9 @@ def _open(settings: Settings, purpose: Purpose, comm: Communicator, stack: ExitS
 
 def _open_data(settings: Settings, purpose: Purpose, comm: Communicator, watchdog: Watchdog, stack: ExitStack) -> list[Feed]:
     """Collective. The datasets that the purpose needs. Raises: DataError."""
-    if purpose in ("evaluate", "forward"):
-        specs = settings.evaluations if purpose == "evaluate" else (settings.forward,)
+    if purpose in WITH_TRAINED:
+        one = settings.datasets[:2][-1:]  # an evaluated dataset where there is one
+        specs = {"evaluate": settings.evaluations, "forward": (settings.forward,), "export": one}[purpose]
         watchdog.beat("opening the datasets")
         there = [spec for spec in specs if spec is not None]
         return together(comm, lambda: open_some(settings, comm, there, watchdog=watchdog), name="open_feeds")

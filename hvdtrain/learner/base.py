@@ -125,6 +125,10 @@ class Learner(Protocol):
         Empty where the framework cannot tell."""
         ...
 
+    def export(self, batch: Batch, folder: Path) -> list[Exported]:
+        """Write the model for use without hvdtrain in each form that the framework has. The batch says what its inputs are."""
+        ...
+
     def numbers(self, values: Sequence[float]) -> Tensor:
         """A float64 tensor of shape (len(values),) that can be sent to other ranks. Its elements can be converted by `float`."""
         ...
@@ -264,6 +268,21 @@ class Profiler(Protocol):
     def range(self, name: str) -> AbstractContextManager[Any]:
         """A range of the trace with a name of our own."""
         ...
+
+
+@dataclass(frozen=True)
+class Exported:
+    """One form of an exported model.
+
+    Attributes:
+        name: of the file, or of the folder.
+        problem: why it was not written; None: it was.
+        how_to_load: Python code.
+    """
+
+    name: str
+    problem: str | None
+    how_to_load: str = ""
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy
 import tensorflow as tf
 
 from hvdtrain.data.types import Array, Batch
-from hvdtrain.learner.base import Layer, Observer, Then
+from hvdtrain.learner.base import Exported, Layer, Observer, Then
 from hvdtrain.learner.marked import by_sequence
 from hvdtrain.learner.meter import LearnerMeter
 from hvdtrain.learner.seeds import mixed_seeds, noise_seeds
@@ -18,7 +19,7 @@ from hvdtrain.learner.tensorflow.gradients import Accumulated
 from hvdtrain.learner.tensorflow.graph import StepGraphs
 from hvdtrain.learner.tensorflow.optimizer import UpdateGraph
 from hvdtrain.learner.tensorflow.state import TensorFlowState
-from hvdtrain.learner.tensorflow.variables import ModelVariables, layers_of
+from hvdtrain.learner.tensorflow.variables import ModelVariables, export_model, layers_of
 
 
 class TensorFlowLearner:
@@ -112,6 +113,9 @@ class TensorFlowLearner:
 
     def output_shapes(self, batch: Batch) -> dict[str, list[tuple[int, ...]]]:
         return {}  # its layers are called within a graph, with tensors of unknown lengths
+
+    def export(self, batch: Batch, folder: Path) -> list[Exported]:
+        return export_model(self.variables, lambda: self.evaluate(batch), folder)
 
     def numbers(self, values: Sequence[float]) -> tf.Tensor:
         return tf.constant(values, tf.float64)

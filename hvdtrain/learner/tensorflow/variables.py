@@ -1,9 +1,11 @@
-"""The variables of a Keras model or tf.Module by name and kind, and its generators of random numbers."""
+"""The variables of a Keras model or tf.Module by name and kind, its generators of random numbers, and its export."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -13,7 +15,7 @@ from keras.src.random.seed_generator import global_seed_generator  # where keras
 
 from hvdtrain.data.types import Array
 from hvdtrain.errors import CheckpointError
-from hvdtrain.learner.base import Kind
+from hvdtrain.learner.base import Exported, Kind
 
 KERAS_ATTRIBUTES = frozenset(vars(keras.Model())) | {"_functional", "_operations", "_operations_by_depth"}
 """Attributes in which Keras itself lists what a layer contains: everything in them has another, better name."""
@@ -179,3 +181,49 @@ def assign(variables: Iterable[tuple[str, Any]], arrays: Mapping[str, Array], wr
         if stored.dtype.kind == "V":  # bfloat16, which numpy stores as plain bytes
             stored = stored.view(variable.dtype.as_numpy_dtype)
         variable.assign(tf.constant(stored, variable.dtype))
+
+
+WEIGHTS, SAVED_MODEL = "weights.npz", "saved_model"
+"""The forms in which a model is exported."""
+
+
+def export_model(variables: ModelVariables, evaluate: Callable[[], None], folder: Path) -> list[Exported]:
+    """Write a model into a folder: its weights, and a SavedModel, if it is a Keras model.
+
+    Args:
+        evaluate: traces train_step for an evaluation: the SavedModel takes what the model is called with there.
+    """
+    arrays: dict[str, Any] = {name: array_of(variable) for name, variable in variables.by_name.items()}
+    numpy.savez(folder / WEIGHTS, **arrays)
+    weights = Exported(WEIGHTS, None, f'weights = numpy.load("{WEIGHTS}")  # by the names of the attributes that lead to them')
+    model = variables.model
+    if not isinstance(model, keras.Model):
+        return [
+            weights,
+            Exported(SAVED_MODEL, f"expected a Keras model, got {type(model).__name__} (tf.saved_model.save saves it)"),
+        ]
+    specs: list[tf.TensorSpec] = []
+    call = model.call
+
+    @functools.wraps(call)
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        if not specs:
+            specs.extend(tf.TensorSpec(one.shape, one.dtype) for one in args if tf.is_tensor(one))
+        return call(*args, **kwargs)
+
+    model.call = noting
+    try:
+        evaluate()
+    finally:
+        model.call = call
+    if not specs:
+        return [weights, Exported(SAVED_MODEL, "train_step does not call the model itself with a tensor")]
+    try:
+        archive = keras.export.ExportArchive()
+        archive.track(model)
+        archive.add_endpoint("serve", lambda *inputs: model(*inputs, training=False), input_signature=specs)
+        archive.write_out(str(folder / SAVED_MODEL), verbose=False)
+    except Exception as error:  # whatever TensorFlow has to say of the config's model
+        return [weights, Exported(SAVED_MODEL, f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}")]
+    inputs = ", ".join(f"<{spec.dtype.name}, {spec.shape}>" for spec in specs)
+    return [weights, Exported(SAVED_MODEL, None, f'model = tf.saved_model.load("{SAVED_MODEL}")\nmodel.serve({inputs})')]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from hvdtrain.context import Loss, RunContext, running
 from hvdtrain.data.feed import Staging
 from hvdtrain.data.types import Array, Batch
 from hvdtrain.errors import ConfigError
-from hvdtrain.learner.base import Layer, Observer, Then
+from hvdtrain.learner.base import Exported, Layer, Observer, Then
 from hvdtrain.learner.marked import by_sequence, check_marked, check_outputs, minimized
 from hvdtrain.learner.meter import LearnerMeter
 from hvdtrain.learner.torch.compile import Watch
@@ -172,6 +173,11 @@ class TorchLearner:
                 hook.remove()
         self.meter.take_scores()
         return shapes
+
+    def export(self, batch: Batch, folder: Path) -> list[Exported]:
+        from hvdtrain.learner.torch.export import export_model  # here: torch.export takes a while to import
+
+        return export_model(self.model, lambda: self.evaluate(batch), folder)
 
     def numbers(self, values: Sequence[float]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float64)

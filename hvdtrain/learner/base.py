@@ -396,6 +396,13 @@ class LearnerKeys(Section):
         needs="torch",
         instead="Keras models have jit_compile",
     )
+    checkpoint_modules: list[str] = key(
+        [],
+        "modules, by patterns of their names such as 'encoder.*', whose activations are not kept for backward but computed again "
+        "(torch.utils.checkpoint): less memory, and more time, about a third if it is the whole model",
+        needs="torch",
+        instead="TensorFlow traces the step as one graph: use tf.recompute_grad in the model, or keras.RematScope in get_model",
+    )
     deterministic: bool = key(
         False,
         "compute with operations that give the same bits in every run on the same hardware, and end with an error where there is "
@@ -410,6 +417,10 @@ class LearnerKeys(Section):
             rates = sorted({"lr", "learning_rate"} & set(self.optimizer))
             if rates:
                 return [f"optimizer.{rates[0]}: expected the learning rate in the key learning_rate, got it in the optimizer"]
+        if self.torch_compile is not False and self.checkpoint_modules:
+            return [
+                "checkpoint_modules: expected torch_compile = False beside it, got both (a compiled graph decides what it keeps)"
+            ]
         if self.torch_compile is not False and self.sync_batch_norm:
             return ["torch_compile: expected sync_batch_norm = False beside it, got both (an exchange cannot be compiled)"]
         return []

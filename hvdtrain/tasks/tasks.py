@@ -115,7 +115,8 @@ def export(settings: Settings, out: Path | None) -> None:
         [feed] = session.feeds
         epoch = session.progress.epoch
         folder = Path(settings.run.model).parent / f"export-{epoch:03d}" if out is None else out
-        share = feed.share(feed.plan(max(1, epoch)))[:1]
+        share = feed.share(feed.plan(max(1, epoch)))
+        share = share[len(share) // 2 :][:1]  # dev is sorted: neither the shortest sequences nor the longest
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with feed.read(share, max(1, epoch), session.learner.staging) as batches:

@@ -14,7 +14,7 @@ from hvdtrain.learner.meter import LearnerMeter, PendingScores, Transfer
 from hvdtrain.learner.optimizer import Clipping
 from hvdtrain.learner.precision import GradientCheck, LossScale
 from hvdtrain.learner.reducer import Reducer
-from hvdtrain.learner.torch.compile import compile_model
+from hvdtrain.learner.torch.compile import checkpoint_activations, compile_model
 from hvdtrain.learner.torch.device import CudaClock, OnTheWay, autocast_of, be_deterministic, device_of, peak_memory, seed_all
 from hvdtrain.learner.torch.gradients import Gradients
 from hvdtrain.learner.torch.learner import ConfigFunctions, TorchLearner
@@ -68,6 +68,7 @@ def build_learner(keys: LearnerKeys, reducer: Reducer, options: BuildOptions) ->
     if keys.gradient_noise:
         seed = options.seed
         noise = GradientNoise(keys.gradient_noise, lambda: (seed, None if are_reduced() else options.rank), device)
+    checkpoint_activations(model, keys.checkpoint_modules)
     watch = compile_model(model, keys.torch_compile)
     average = None if keys.ema_decay is None else WeightAverage(trained, keys.ema_decay)
     return TorchLearner(

@@ -15,21 +15,20 @@ from hvdtrain.checkpoint.progress import Progress
 from hvdtrain.comm import launch
 from hvdtrain.comm.base import Communicator, on_rank_zero, together
 from hvdtrain.comm.horovod import HorovodCommunicator
-from hvdtrain.comm.horovod_elastic import is_elastic, stop_for_other_hosts
-from hvdtrain.comm.restart import restarts_of_torchrun
-from hvdtrain.config.reference import as_function
-from hvdtrain.data.describe import batch_lines, feed_lines
-from hvdtrain.data.feed import Feed
+from hvdtrain.comm.horovod_gloo import is_elastic, stop_for_other_hosts
+from hvdtrain.comm.local import restarts_of_torchrun
+from hvdtrain.config.source import as_function
+from hvdtrain.data.feed import Feed, batch_lines, feed_lines
 from hvdtrain.data.plan.bounds import rearranged
 from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.engine import Engine, Pace, Rates
 from hvdtrain.errors import ConfigError, DataError, HvdtrainError
-from hvdtrain.learner.accumulation import rounds_per_update
 from hvdtrain.learner.base import Learner
 from hvdtrain.learner.frameworks import FRAMEWORKS
 from hvdtrain.learner.reduce import scale_learning_rate
+from hvdtrain.learner.steps import rounds_per_update
 from hvdtrain.report.epoch import EpochReport, Reporter
-from hvdtrain.report.json_lines import JsonLines
+from hvdtrain.report.json_lines import JsonLines, as_json, table, write_summary
 from hvdtrain.report.runs import Start, note_start
 from hvdtrain.report.trackers import TensorBoard, Tracker
 from hvdtrain.runtime.log import say
@@ -40,7 +39,6 @@ from hvdtrain.session import Session, open_session
 from hvdtrain.settings import Settings, effective
 from hvdtrain.training.plans import plan_together
 from hvdtrain.training.step_log import open_step_log
-from hvdtrain.training.summary import as_json, table, write_summary
 from hvdtrain.training.trace import Note, Profile, Trace, TraceKeys, no_trace, num_runs
 from hvdtrain.version import __version__
 

@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from hvdtrain.checkpoint.best import BestModel
 from hvdtrain.checkpoint.folder import PATTERN, Checkpoint, CheckpointFolder, CleanupRule, parse_rule
 from hvdtrain.checkpoint.preload import Preload, take_over
-from hvdtrain.checkpoint.progress import Progress
+from hvdtrain.checkpoint.progress import BestModel, Progress
 from hvdtrain.comm.base import Communicator, Tensor, on_rank_zero, together
 from hvdtrain.config.keys import ALONE, Section, Sections, key, positive
 from hvdtrain.errors import CheckpointError, ConfigError

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from hvdtrain.checkpoint.best import best_epoch
 from hvdtrain.checkpoint.folder import Checkpoint, CheckpointFolder
 from hvdtrain.checkpoint.preload import parse_preloads
-from hvdtrain.checkpoint.progress import Progress
+from hvdtrain.checkpoint.progress import Progress, best_epoch
 from hvdtrain.checkpoint.saver import Saver
 from hvdtrain.comm.base import Communicator, on_rank_zero
 from hvdtrain.comm.keys import LaunchKeys

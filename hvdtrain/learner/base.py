@@ -399,7 +399,7 @@ class LearnerKeys(Section):
     checkpoint_modules: list[str] = key(
         [],
         "modules, by patterns of their names such as 'encoder.*', whose activations are not kept for backward but computed again "
-        "(torch.utils.checkpoint): less memory, and more time, about a third if it is the whole model",
+        "(torch.utils.checkpoint): less memory, more time",
         needs="torch",
         instead="TensorFlow traces the step as one graph: use tf.recompute_grad in the model, or keras.RematScope in get_model",
     )

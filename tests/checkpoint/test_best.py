@@ -10,8 +10,8 @@ import pytest
 import torch
 from launching import ROOT, TOY, hvdtrain
 
-from hvdtrain.checkpoint.best import BestModel, best_epoch
 from hvdtrain.checkpoint.folder import CheckpointFolder, CleanupRule
+from hvdtrain.checkpoint.progress import BestModel, best_epoch
 from hvdtrain.errors import CheckpointError, ConfigError
 from hvdtrain.run import train
 from hvdtrain.schedule.history import EarlyStoppingKeys, EpochRecord, as_errors, best_of, ends_early, missing_scores

@@ -1,16 +1,81 @@
-"""A trained model for use without hvdtrain: its state_dict, a program of torch.export, and ONNX."""
+"""Looking at a model: its layers, a profile of its steps; and its export as a state_dict, a program of torch.export, and ONNX."""
 
 from __future__ import annotations
 
 import importlib.util
+import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hvdtrain.learner.base import Exported
+from hvdtrain.learner.base import Exported, Layer, Profiler
+
+
+def layers_of(model: torch.nn.Module) -> Iterator[Layer]:
+    """The model and its modules, each with its own parameters; a shared one belongs to the first module that has it."""
+    seen: set[int] = set()
+    for name, module in model.named_modules():
+        own = {short: one for short, one in module.named_parameters(recurse=False) if id(one) not in seen}
+        seen.update(map(id, own.values()))
+        shapes = {short: tuple(one.shape) for short, one in own.items()}
+        yield Layer(name, type(module).__name__, shapes, frozenset(short for short, one in own.items() if one.requires_grad))
+
+
+def shapes_in(value: Any) -> list[tuple[int, ...]]:
+    """The shapes of the tensors in a value, and in its lists, tuples and dicts."""
+    if isinstance(value, torch.Tensor):
+        return [tuple(value.shape)]
+    members = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return [shape for member in members for shape in shapes_in(member)]
+
+
+@contextmanager
+def noting_shapes(model: torch.nn.Module) -> Iterator[dict[str, list[tuple[int, ...]]]]:
+    """Inside the `with` block, the shapes that each module returns in its first call are noted by its name."""
+    shapes: dict[str, list[tuple[int, ...]]] = {}
+
+    def note(name: str, output: Any) -> None:
+        shapes.setdefault(name, shapes_in(output))
+
+    hooks = [
+        module.register_forward_hook(lambda _, __, output, name=name: note(name, output))
+        for name, module in model.named_modules()
+    ]
+    try:
+        yield shapes
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class _Profiler:
+    """PyTorch's profiler: operators on the CPU, and on a GPU its kernels, too."""
+
+    def __init__(self, on_gpu: bool) -> None:
+        from torch import profiler  # here, as few trainings are profiled
+
+        activities = [profiler.ProfilerActivity.CPU, *([profiler.ProfilerActivity.CUDA] if on_gpu else [])]
+        self._profile = profiler.profile(activities=activities)
+        self._record = profiler.record_function
+
+    def start(self) -> None:
+        self._profile.start()
+
+    def stop(self, file: Path) -> None:
+        self._profile.stop()
+        self._profile.export_chrome_trace(str(file))
+
+    def range(self, name: str) -> AbstractContextManager[Any]:
+        return self._record(name)
+
+
+def profiler(on_gpu: bool) -> Profiler:
+    """PyTorch's profiler."""
+    return _Profiler(on_gpu)
+
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """The positional and the keyword arguments of a call."""
@@ -65,8 +130,6 @@ def _program(model: torch.nn.Module, call: Call) -> torch.export.ExportedProgram
 
 def _by_parameter(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Arguments by the names that forward gives them."""
-    import inspect
-
     return dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments)
 
 

@@ -36,6 +36,7 @@ setup(
         "mlflow": ["mlflow-skinny>=2.16"],  # mlflow has everything of it
         "completion": ["argcomplete>=3.1"],  # of commands and keys in the shell
         "report": ["matplotlib>=3.8", "tensorboard>=2.16"],
+        "export": ["onnx>=1.16", "onnxscript>=0.2"],  # what hvdtrain export needs for ONNX
         "benchmark": ["returnn>=1.20250101", "dm-tree>=0.1.8", "hdf5plugin>=4.1"],  # what benchmarks/ compare with
         "dev": ["jsonschema>=4.20", "mypy>=1.10", "pytest>=8.0", "pytest-xdist>=3.6", "pyyaml", "ruff>=0.5"],
     },

@@ -29,6 +29,7 @@ COMMANDS = {
     "check": ("tell whether HDF files are sound and how fast they read; repack slow ones", "hvdtrain.hdf_tools.check"),
     "doctor": ("check packages, MPI, network, hosts, config and data before training", "hvdtrain.doctor.__main__"),
     "prove": ("show whether training on N ranks computes what one rank computes", "hvdtrain.prove.__main__"),
+    "export": ("write a trained model for use without hvdtrain: torch.export, ONNX, SavedModel", "hvdtrain.tasks.inspect"),
     "submit": ("write or submit a job script for a scheduler, Kubernetes or plain mpirun", "hvdtrain.submit.__main__"),
     "report": ("make an HTML page about one training or several", "hvdtrain.report.__main__"),
     "build-horovod": ("build and install Horovod for the installed frameworks", "hvdtrain.doctor.build_horovod"),
@@ -55,6 +56,9 @@ false, or text.
 options:
   -h, --help       this text and all keys
   --dry-run        build everything, run some steps, write nothing; estimate an epoch's time and memory (task dry_run)
+  --summary        the model layer by layer, with parameters and the shapes that one batch has behind each layer (task summary)
+  --overfit-batches N
+                   train on the first N batches again and again, which a sound model learns by heart (key overfit_batches)
   --print-config   every key in effect and where its value comes from; nothing is trained
   --version        the version
 
@@ -135,9 +139,10 @@ def run_config(arguments: list[str]) -> int:
         local.tell_failure(launch.environment(), failure)
         return failure.status
     try:
-        paths, overrides = parse_command_line([each for each in arguments if each not in ("--dry-run", "--print-config")])
-        if "--dry-run" in arguments:
-            overrides["task"] = "dry_run"
+        paths, overrides = parse_command_line(without_options(arguments))
+        for option, task in TASK_OPTIONS.items():
+            if option in arguments:
+                overrides["task"] = task
         settings = read_settings(paths, overrides)
         if "--print-config" in arguments:
             if rank == 0:
@@ -156,6 +161,24 @@ def run_config(arguments: list[str]) -> int:
     except ConfigError as error:
         return _refuse(str(error))
     return exit_status(lambda: run_task(settings))
+
+
+TASK_OPTIONS = {"--dry-run": "dry_run", "--summary": "summary"}
+"""Options that are short for a task."""
+
+
+def without_options(arguments: list[str]) -> list[str]:
+    """The arguments without the options that have no value; one with a value as an override.
+
+    >>> without_options(["config.py", "--overfit-batches", "1", "--dry-run"])
+    ['config.py', '++overfit_batches', '1']
+    """
+    rest = [each for each in arguments if each not in (*TASK_OPTIONS, "--print-config")]
+    return [each.replace("--overfit-batches", "++overfit_batches", 1) if _is_overfit(each) else each for each in rest]
+
+
+def _is_overfit(argument: str) -> bool:
+    return argument.partition("=")[0] == "--overfit-batches"
 
 
 def exit_status(work: Callable[[], None], interrupted: str = INTERRUPTED) -> int:

@@ -57,6 +57,7 @@ class Pace:
         save_minutes: save within an epoch, too, when the last checkpoint is this many minutes old; None: do not.
         rounds_per_update: gives the number of steps whose gradients an update adds up.
         finite: end with an error when a training loss is not a finite number.
+        mistake: the error to end with after the epochs of a history, once the last one is saved and reported; None: go on.
     """
 
     num_epochs: int
@@ -66,6 +67,7 @@ class Pace:
     save_minutes: float | None = None
     rounds_per_update: RoundsPerUpdate = lambda *_: 1
     finite: bool = True
+    mistake: Callable[[list[EpochRecord]], HvdtrainError | None] = lambda _: None
 
 
 class Engine:
@@ -120,6 +122,7 @@ class Engine:
         Raises:
             Stopped: on all ranks after the same step, with a checkpoint.
             TrainingError: a loss is not a finite number.
+            ConfigError: the config names a score that the epoch does not have; with a checkpoint.
         """
         self._session.interrupt.defer_sigint()
         self._tell("on_train_begin")
@@ -177,13 +180,18 @@ class Engine:
         )
         progress.epoch, progress.current, progress.report = epoch, None, as_line(report)
         progress.history.append(EpochRecord(epoch, epoch_rate, scores))
-        if self._is_to_be_saved(epoch):
+        mistake = self._pace.mistake(progress.history)
+        if mistake is not None or self._is_to_be_saved(epoch):
             self._save()
         report = replace(report, seconds=self._seconds(started))  # now with the seconds of saving
         for level, line in report.lines([feed.name for feed in self._evaluations]):
             say(level, line)
         for reporter in self._reporters:
             reporter.epoch(report)
+        if mistake is not None:
+            self._ballot.finish()
+            self._session.saver.finish()
+            raise mistake
 
     def _train_epoch(self, plan: Plan, current: EpochProgress, epoch_rate: float, first_rate: float) -> None:
         """Collective. The steps of an epoch that are not done yet. Afterwards `current` has the scores of all ranks.

@@ -8,14 +8,15 @@ from __future__ import annotations
 import os
 import re
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from math import isnan
 from pathlib import Path
 from typing import Any
 
 from hvdtrain.errors import CheckpointError, ConfigError
+from hvdtrain.schedule.history import errors_of
 
 UNFINISHED = ".unfinished"
 
@@ -75,6 +76,7 @@ class CheckpointFolder:
 
     def __init__(self, prefix: Path, suffix: str = "pt") -> None:
         self.suffix = suffix
+        self.folder = prefix.parent
         self._prefix = prefix
         self._pattern = re.compile(
             rf"{re.escape(prefix.name)}\.(?P<epoch>\d+)(\.step-(?P<step>\d+))?(?P<part>\.(opt|rank-\d+-of-\d+))?\.{re.escape(suffix)}"
@@ -218,26 +220,35 @@ class CleanupRule:
         keep_last_n: the number of last epochs to keep.
         keep_best_n: the number of epochs to keep that have the best values of a score, for each score.
         keep: further epochs to keep; None: a pattern over the whole training that gets sparser as training gets longer.
+        higher_is_better: the scores whose higher values are better.
     """
 
     keep_last_n: int = 2
     keep_best_n: int = 4
     keep: Sequence[int] | None = None
+    higher_is_better: Collection[str] = ()
 
-    def kept(self, epochs: Iterable[int], scores: Mapping[int, Mapping[str, float]]) -> list[int]:
-        """The epochs to keep, in ascending order.
+    def kept(self, epochs: Iterable[int], scores: Mapping[int, Mapping[str, float]]) -> dict[int, list[str]]:
+        """The epochs to keep, in ascending order, each with the reasons.
 
         Args:
             epochs: the epochs that have a model.
-            scores: the scores of each epoch by name; lower is better.
+            scores: the scores of each epoch by name.
         """
         existing = sorted(epochs)
         if max(self.keep_last_n, self.keep_best_n) >= len(existing):
-            return existing
-        wanted = set(self.keep if self.keep is not None else _default_pattern(existing[-1])) | set(existing[-self.keep_last_n :])
-        for name in sorted({name for epoch in existing for name in scores.get(epoch, {})}):
-            wanted.update(self._best(existing, {epoch: scores.get(epoch, {}).get(name) for epoch in existing}))
-        return [epoch for epoch in existing if epoch in wanted]
+            return {epoch: ["of so few, all"] for epoch in existing}
+        reasons: dict[int, list[str]] = {epoch: [] for epoch in existing}
+        for epoch in existing[-self.keep_last_n :]:
+            reasons[epoch].append("last")
+        errors = {epoch: errors_of(scores.get(epoch, {}), self.higher_is_better) for epoch in existing}
+        for name in sorted({name for of_epoch in errors.values() for name in of_epoch}):
+            for epoch in self._best(existing, {epoch: errors[epoch].get(name) for epoch in existing}):
+                reasons[epoch].append(f"best {name}")
+        for epoch in self.keep if self.keep is not None else _default_pattern(existing[-1]):
+            if epoch in reasons:
+                reasons[epoch].append("keep" if self.keep is not None else PATTERN)
+        return {epoch: why for epoch, why in reasons.items() if why}
 
     def _best(self, epochs: list[int], scores: Mapping[int, float | None]) -> list[int]:
         """The epochs with the lowest scores; empty if all are equal. An epoch without a score counts as the worst."""
@@ -250,6 +261,10 @@ class CleanupRule:
             return (max(known) if score is None or isnan(score) else score), epoch
 
         return sorted(epochs, key=rank)[: self.keep_best_n]
+
+
+PATTERN = "pattern"
+"""Why an epoch is kept that RETURNN's default for `keep` contains."""
 
 
 def _default_pattern(last: int) -> set[int]:
@@ -266,15 +281,15 @@ def _default_pattern(last: int) -> set[int]:
     return set(range(every, last + 1, every)) | {epoch for epoch in doublings if epoch <= last}
 
 
-def parse_rule(value: bool | dict[str, Any]) -> CleanupRule | None:
-    """Parse the key `cleanup_old_models`: a bool, or a dict of the rule's attributes. Returns None for False: keep all models.
+def parse_rule(value: bool | dict[str, Any], higher_is_better: Collection[str] = ()) -> CleanupRule | None:
+    """Parse the key `cleanup_old_models`: a bool, or a dict of keep_last_n, keep_best_n, keep. Returns None for False: keep all.
 
     Raises:
         ConfigError: unknown entries, or entries of the wrong type.
     """
     if isinstance(value, bool):
-        return CleanupRule() if value else None
-    names = [field.name for field in fields(CleanupRule)]
+        return CleanupRule(higher_is_better=higher_is_better) if value else None
+    names = ["keep_last_n", "keep_best_n", "keep"]
     problems = [
         f"cleanup_old_models.{name}: expected one of {', '.join(names)}, got {name!r}" for name in value if name not in names
     ]
@@ -288,4 +303,4 @@ def parse_rule(value: bool | dict[str, Any]) -> CleanupRule | None:
         problems.append(f"cleanup_old_models.keep: expected a list of epochs, got {keep!r}")
     if problems:
         raise ConfigError(problems)
-    return CleanupRule(**value)
+    return CleanupRule(**value, higher_is_better=higher_is_better)

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from hvdtrain.checkpoint.folder import Checkpoint, CheckpointFolder, CleanupRule, parse_rule
+from hvdtrain.checkpoint.folder import PATTERN, Checkpoint, CheckpointFolder, CleanupRule, parse_rule
 from hvdtrain.checkpoint.preload import Preload, take_over
-from hvdtrain.checkpoint.progress import Progress
+from hvdtrain.checkpoint.progress import BestModel, Progress
 from hvdtrain.comm.base import Communicator, Tensor, on_rank_zero, together
 from hvdtrain.config.keys import ALONE, Section, Sections, key, positive
 from hvdtrain.errors import CheckpointError, ConfigError
@@ -38,7 +38,8 @@ class SavingKeys(Section):
     cleanup_old_models: bool | dict[str, Any] = key(
         False,
         "after every epoch, remove all models but the last, the best, and some of earlier epochs; or a dict of keep_last_n (2), "
-        "keep_best_n (4), keep (a list of epochs)",
+        "keep_best_n (4, by each score), keep (a list of epochs, such as []; if it is left out, RETURNN's pattern, such as every "
+        "4th epoch of the first 10 and every 20th of the first 50)",
     )
 
     def problems(self, others: Sections = ALONE) -> list[str]:
@@ -89,6 +90,7 @@ class Saver:
         distribution: Literal["shard", "random_seed_offset"],
         cleanup: CleanupRule | None = None,
         background: ThreadPoolExecutor | None = None,
+        best: BestModel | None = None,
     ) -> None:
         self._comm = comm
         self._state = state
@@ -97,6 +99,7 @@ class Saver:
         self._distribution = distribution
         self._cleanup = cleanup
         self._background = background
+        self._best = best
         self._writing: Future[None] | None = None
 
     def save(self, progress: Progress) -> Checkpoint:
@@ -131,8 +134,11 @@ class Saver:
                 self._state.save(model_file, optimizer_file, stored, snapshot)
 
             self._checkpoints.save(target.epoch, write_files, step=target.step)
+            if target.step is None:
+                self._note_best(progress)  # before a model is removed that the file names
             if self._cleanup is not None and target.step is None:
                 clean_up(self._checkpoints, self._cleanup, {record.epoch: record.scores for record in progress.history})
+                self._note_best(progress)
 
         def start() -> None:
             if self._background is None:
@@ -224,6 +230,10 @@ class Saver:
             together(self._comm, lambda: self._state.load_own(file), name="load_own")
         self._reducer.restore(state["reducer"][self._comm.rank])
 
+    def _note_best(self, progress: Progress) -> None:
+        if self._best is not None:
+            self._best.note(progress.history)
+
     def _own_parts(self) -> tuple[StatePart, ...]:
         """What every rank has to save itself."""
         if self._comm.size == 1:
@@ -247,9 +257,16 @@ def clean_up(checkpoints: CheckpointFolder, rule: CleanupRule, scores: Mapping[i
     kept = rule.kept(epochs, scores)
     removed = [epoch for epoch in epochs if epoch not in kept]
     if removed:
-        say(3, f"We have stored models for epochs {_few(epochs)} and keep epochs {kept}.")
+        say(3, f"We have stored models for epochs {_few(epochs)} and keep epochs {list(kept)}.")
+        say(3, f"Why they are kept: {'; '.join(f'{epoch}: {_listed(why)}' for epoch, why in kept.items())}.")
+        if rule.keep is None and any(why == [PATTERN] for why in kept.values()):
+            say(3, "The pattern is RETURNN's, where `keep` is not given; cleanup_old_models = {..., 'keep': []} keeps no others.")
         say(3, f"We will delete the models of epochs {removed}.")
         checkpoints.remove(checkpoints.at(epoch) for epoch in removed)
+
+
+def _listed(reasons: list[str]) -> str:
+    return ", ".join(reasons)
 
 
 def _few(epochs: list[int]) -> str:

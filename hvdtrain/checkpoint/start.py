@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from hvdtrain.checkpoint.folder import Checkpoint, CheckpointFolder
 from hvdtrain.checkpoint.preload import parse_preloads
-from hvdtrain.checkpoint.progress import Progress
+from hvdtrain.checkpoint.progress import Progress, best_epoch
 from hvdtrain.checkpoint.saver import Saver
 from hvdtrain.comm.base import Communicator, on_rank_zero
 from hvdtrain.comm.keys import LaunchKeys
@@ -34,7 +34,11 @@ class StartKeys(Section):
         "a model file, with or without its suffix, or with load_epoch the prefix of its name: the model to evaluate; a training "
         "without a checkpoint continues after its epoch",
     )
-    load_epoch: int | None = key(None, "the epoch of `load`, or of `model` if load is not set", positive)
+    load_epoch: int | Literal["best"] | None = key(
+        None,
+        "the epoch of `load`, or of `model` if load is not set; 'best': the best one that has a model, by best.json",
+        positive,
+    )
     import_model_train_epoch1: str | None = key(
         None, "a model file with the initial parameters, for a training without a checkpoint, which starts at epoch 1"
     )
@@ -103,7 +107,7 @@ def start_of_training(keys: StartKeys, folder: CheckpointFolder) -> Start:
         return Start(_existing(folder.at(keys.start_epoch - 1)))
     if newest is not None and keys.start_epoch == "auto":
         if keys.load is None and keys.load_epoch is not None:
-            return Start(_existing(folder.at(keys.load_epoch)))
+            return Start(_existing(folder.at(_epoch(keys.load_epoch, folder.folder))))
         ignored = [name for name in ("load", "import_model_train_epoch1") if getattr(keys, name) is not None]
         return Start(newest, remark=f"{' and '.join(ignored)}: ignored, as there is a checkpoint already" if ignored else None)
     remark = None if newest is None else f"start_epoch is 1: what is in {newest.model_file} is not used and will be replaced"
@@ -122,8 +126,10 @@ def model_file(keys: StartKeys, folder: CheckpointFolder) -> Path:
         CheckpointError: there is no such file.
     """
     if keys.load is not None:
-        return _file(keys.load if keys.load_epoch is None else f"{keys.load}.{keys.load_epoch:03d}", folder)
-    epoch = keys.load_epoch or max(folder.finished(), default=None)
+        if keys.load_epoch is None:
+            return _file(keys.load, folder)
+        return _file(f"{keys.load}.{_epoch(keys.load_epoch, Path(keys.load).parent):03d}", folder)
+    epoch = _epoch(keys.load_epoch, folder.folder) if keys.load_epoch is not None else max(folder.finished(), default=None)
     if epoch is None:
         raise CheckpointError(f"load: expected a trained model, got no file such as {folder.at(1).model_file}")
     if not folder.at(epoch).model_file.exists():
@@ -131,6 +137,10 @@ def model_file(keys: StartKeys, folder: CheckpointFolder) -> Path:
             f"load_epoch: expected an epoch that has a model, got {epoch}: there is no {folder.at(epoch).model_file}"
         )
     return folder.at(epoch).model_file
+
+
+def _epoch(wanted: int | Literal["best"], folder: Path) -> int:
+    return best_epoch(folder) if wanted == "best" else wanted
 
 
 def _existing(checkpoint: Checkpoint) -> Checkpoint:

@@ -129,6 +129,20 @@ class Learner(Protocol):
         """The model's modules or layers, itself included, by the names of the attributes that lead to them."""
         ...
 
+    def layers(self) -> Iterator[Layer]:
+        """The model and its layers in its order, each with its own parameters. A shared parameter belongs to the first layer that
+        has it."""
+        ...
+
+    def output_shapes(self, batch: Batch) -> dict[str, list[tuple[int, ...]]]:
+        """Evaluate a batch; the shapes of the tensors that each layer returned when it was first called, by the layer's name.
+        Empty where the framework cannot tell."""
+        ...
+
+    def export(self, batch: Batch, folder: Path) -> list[Exported]:
+        """Write the model for use without hvdtrain in each form that the framework has. The batch says what its inputs are."""
+        ...
+
     def numbers(self, values: Sequence[float]) -> Tensor:
         """A float64 tensor of shape (len(values),) that can be sent to other ranks. Its elements can be converted by `float`."""
         ...
@@ -266,6 +280,52 @@ class Meter(Protocol):
         ...
 
 
+class Profiler(Protocol):
+    """A framework's profiler, for the steps of one rank."""
+
+    def start(self) -> None: ...
+
+    def stop(self, file: Path) -> None:
+        """Stop, and write what was recorded as a trace that Perfetto and Chrome open: JSON, compressed with gzip."""
+        ...
+
+    def range(self, name: str) -> AbstractContextManager[Any]:
+        """A range of the trace with a name of our own."""
+        ...
+
+
+@dataclass(frozen=True)
+class Exported:
+    """One form of an exported model.
+
+    Attributes:
+        name: of the file, or of the folder.
+        problem: why it was not written; None: it was.
+        how_to_load: Python code.
+    """
+
+    name: str
+    problem: str | None
+    how_to_load: str = ""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer of a model.
+
+    Attributes:
+        name: the names of the attributes that lead to it; '' for the model itself.
+        type: of the layer, such as 'Linear'.
+        parameters: the shapes of its own parameters by name, trained or not.
+        trainable: the names of those that are trained.
+    """
+
+    name: str
+    type: str
+    parameters: Mapping[str, tuple[int, ...]]
+    trainable: frozenset[str]
+
+
 @dataclass(frozen=True)
 class NotFinite:
     """A training loss that is not finite.
@@ -360,6 +420,18 @@ class LearnerKeys(Section):
         needs="torch",
         instead="Keras models have jit_compile",
     )
+    checkpoint_modules: list[str] = key(
+        [],
+        "modules, by patterns of their names such as 'encoder.*', whose activations are not kept for backward but computed again "
+        "(torch.utils.checkpoint): less memory, more time",
+        needs="torch",
+        instead="TensorFlow traces the step as one graph: use tf.recompute_grad in the model, or keras.RematScope in get_model",
+    )
+    deterministic: bool = key(
+        False,
+        "compute with operations that give the same bits in every run on the same hardware, and end with an error where there is "
+        "none: torch.use_deterministic_algorithms, cuDNN and cuBLAS, or TensorFlow's op determinism; some steps take longer",
+    )
     device: str | None = key(None, "cpu, cuda or cuda:N; None: this rank's GPU where there is one, else the CPU")
 
     def problems(self, others: Sections = ALONE) -> list[str]:
@@ -369,6 +441,10 @@ class LearnerKeys(Section):
             rates = sorted({"lr", "learning_rate"} & set(self.optimizer))
             if rates:
                 return [f"optimizer.{rates[0]}: expected the learning rate in the key learning_rate, got it in the optimizer"]
+        if self.torch_compile is not False and self.checkpoint_modules:
+            return [
+                "checkpoint_modules: expected torch_compile = False beside it, got both (a compiled graph decides what it keeps)"
+            ]
         if self.torch_compile is not False and self.sync_batch_norm:
             return ["torch_compile: expected sync_batch_norm = False beside it, got both (an exchange cannot be compiled)"]
         return []

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from typing import TypeVar
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -25,6 +25,7 @@ class Timer:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
         self.seconds: dict[str, float] = {}
+        self.ranges: Callable[[str], AbstractContextManager[Any]] | None = None  # a profiler's, around every span
         self._open: list[str] = []
         self._since = 0.0
 
@@ -34,7 +35,11 @@ class Timer:
         self._switch()
         self._open.append(name)
         try:
-            yield
+            if self.ranges is None:
+                yield
+            else:
+                with self.ranges(name):
+                    yield
         finally:
             self._switch()
             self._open.pop()

@@ -6,10 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import copysign, inf, isfinite
 from statistics import fmean
-from typing import Any
 
 from hvdtrain.config.keys import ALONE, Rule, Section, Sections, key, not_negative, positive
-from hvdtrain.schedule.history import EpochRecord, error_key
+from hvdtrain.schedule.history import EpochRecord, error_key, wanted_of
 
 at_least_one = Rule("a number of at least 1", lambda value: value >= 1)
 
@@ -21,7 +20,7 @@ class NewbobKeys(Section):
     learning_rate_control_error_measure: str | list[str] | None = key(
         None,
         "newbob: the score it uses as error, such as dev_loss_ce, or a list, of which it uses the first that exists; "
-        "None: the first dev score by name",
+        "None: the first dev score by name. One whose higher values are better is named in higher_is_better",
     )
     learning_rate_control_relative_error_relative_lr: bool = key(
         False, "newbob: divide the relative error by the ratio of the current to the first learning rate"
@@ -118,8 +117,7 @@ def relative_change(keys: NewbobKeys, first: float, pair: Sequence[EpochRecord])
 
 def _errors(keys: NewbobKeys, pair: Sequence[EpochRecord]) -> tuple[float, float] | None:
     """The errors of two epochs; None unless the same score is the error of both."""
-    measure: Any = keys.learning_rate_control_error_measure or []
-    wanted = [measure] if isinstance(measure, str) else measure
+    wanted = wanted_of(keys.learning_rate_control_error_measure)
     names = [error_key(record.scores, wanted) for record in pair]
     if len(names) < 2 or names[0] is None or names[0] != names[1]:
         return None

@@ -38,6 +38,7 @@ def test_three_epochs_in_one_go_or_in_two(trained: Trained, run: Run) -> None:
     assert "Already trained until final epoch 3, nothing to do." in made.out("again")
     assert [report["epoch"] for report in made.reports("again")] == [1, 2, 3]
     assert sorted(path.name for path in made.models["again"].parent.iterdir()) == [
+        "best.json",
         "model.001.pt",
         "model.002.opt.pt",
         "model.002.pt",
@@ -46,6 +47,7 @@ def test_three_epochs_in_one_go_or_in_two(trained: Trained, run: Run) -> None:
         "scores.jsonl",
         "starts.jsonl",
         "steps.jsonl",
+        "summary.json",
     ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -13,7 +14,7 @@ import tensorflow as tf
 from hvdtrain.config.source import as_function
 from hvdtrain.data.types import Array, Batch
 from hvdtrain.errors import ConfigError
-from hvdtrain.learner.base import LearnerKeys, Observer, Outputs, Then
+from hvdtrain.learner.base import Exported, Layer, LearnerKeys, Observer, Outputs, Then
 from hvdtrain.learner.frameworks import BuildOptions
 from hvdtrain.learner.meter import LearnerMeter, PendingScores, Transfer, by_sequence
 from hvdtrain.learner.optimizer import Clipping
@@ -22,6 +23,7 @@ from hvdtrain.learner.reducer import Reducer
 from hvdtrain.learner.steps import mixed_seed, mixed_seeds, noise_seeds
 from hvdtrain.learner.tensorflow.gradients import Accumulated, GraphGradients
 from hvdtrain.learner.tensorflow.graph import ConfigFunctions, StepGraphs
+from hvdtrain.learner.tensorflow.inspect import described, export_model
 from hvdtrain.learner.tensorflow.optimizer import UpdateGraph, make_optimizer
 from hvdtrain.learner.tensorflow.state import TensorFlowState, WeightAverage
 from hvdtrain.learner.tensorflow.tensors import ModelVariables, array_of, layers_of, tensorflow_variable, variables_of
@@ -200,6 +202,15 @@ class TensorFlowLearner:
     def modules(self) -> Iterator[tuple[str, Any]]:
         return layers_of(self.model)
 
+    def layers(self) -> Iterator[Layer]:
+        return described(self.variables)
+
+    def output_shapes(self, batch: Batch) -> dict[str, list[tuple[int, ...]]]:
+        return {}  # its layers are called within a graph, with tensors of unknown lengths
+
+    def export(self, batch: Batch, folder: Path) -> list[Exported]:
+        return export_model(self.variables, lambda: self.evaluate(batch), folder)
+
     def numbers(self, values: Sequence[float]) -> tf.Tensor:
         return tf.constant(values, tf.float64)
 
@@ -239,6 +250,8 @@ def build_learner(keys: LearnerKeys, reducer: Reducer, options: BuildOptions) ->
         ConfigError: get_model returns no Keras model or tf.Module, or one without variables, or the optimizer cannot be made.
     """
     prepare(keys.device, options.local_rank, options.threads)
+    if keys.deterministic:
+        tf.config.experimental.enable_op_determinism()
     keras.utils.set_random_seed(mixed_seed(options.seed, 0, 0))  # of TensorFlow, Python and numpy
     variables = _model(keys, options.precision)
     optimizer = make_optimizer(keys.optimizer, variables)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -13,7 +14,7 @@ from hvdtrain.context import Loss, RunContext, running
 from hvdtrain.data.feed import Staging
 from hvdtrain.data.types import Batch
 from hvdtrain.errors import ConfigError
-from hvdtrain.learner.base import LearnerKeys, Observer, Outputs, Then
+from hvdtrain.learner.base import Exported, Layer, LearnerKeys, Observer, Outputs, Then
 from hvdtrain.learner.frameworks import BuildOptions
 from hvdtrain.learner.meter import (
     LearnerMeter,
@@ -33,6 +34,8 @@ from hvdtrain.learner.torch.device import (
     OnTheWay,
     Watch,
     autocast_of,
+    be_deterministic,
+    checkpoint_activations,
     compile_model,
     device_name,
     device_of,
@@ -40,6 +43,7 @@ from hvdtrain.learner.torch.device import (
     seed_all,
 )
 from hvdtrain.learner.torch.gradients import Gradients
+from hvdtrain.learner.torch.inspect import export_model, layers_of, noting_shapes
 from hvdtrain.learner.torch.optimizer import ShardedOptimizer, make_optimizer
 from hvdtrain.learner.torch.state import TorchState, WeightAverage, preload
 from hvdtrain.learner.torch.sync_batch_norm import Exchange, synchronize
@@ -180,6 +184,18 @@ class TorchLearner:
     def modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
         yield from self.model.named_modules()
 
+    def layers(self) -> Iterator[Layer]:
+        return layers_of(self.model)
+
+    def output_shapes(self, batch: Batch) -> dict[str, list[tuple[int, ...]]]:
+        with noting_shapes(self.model) as shapes:
+            self.evaluate(batch)
+        self.meter.take_scores()
+        return shapes
+
+    def export(self, batch: Batch, folder: Path) -> list[Exported]:
+        return export_model(self.model, lambda: self.evaluate(batch), folder)
+
     def numbers(self, values: Sequence[float]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float64)
 
@@ -211,6 +227,8 @@ def build_learner(keys: LearnerKeys, reducer: Reducer, options: BuildOptions) ->
         ConfigError: get_model returns no torch.nn.Module, the optimizer cannot be made, or the device cannot compute in the type.
     """
     torch.set_num_threads(options.threads)
+    if keys.deterministic:
+        be_deterministic()
     device = device_of(keys.device, options.local_rank)
     seed_all(device, options.seed, 0, 0)
     model, constants = _model(keys, options, device)
@@ -234,6 +252,7 @@ def build_learner(keys: LearnerKeys, reducer: Reducer, options: BuildOptions) ->
     if keys.gradient_noise:
         seed = options.seed
         noise = GradientNoise(keys.gradient_noise, lambda: (seed, None if are_reduced() else options.rank), device)
+    checkpoint_activations(model, keys.checkpoint_modules)
     watch = compile_model(model, keys.torch_compile)
     average = None if keys.ema_decay is None else WeightAverage(trained, keys.ema_decay)
     clipping = Clipping(keys.gradient_clip, keys.gradient_clip_global_norm)

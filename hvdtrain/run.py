@@ -210,7 +210,7 @@ def announce(settings: Settings, session: Session, pace: Pace, hosts: list[Host]
 def record_start(settings: Settings, session: Session, hosts: list[Host]) -> None:
     """Collective. Append what a training is started with to starts.jsonl. Raises: ConfigError, if it cannot be written."""
     in_effect = {key.name: (key.value, key.origin) for key in effective(settings)}
-    start = Start(hosts, in_effect, session.progress.epoch + 1, session.learner.num_parameters)
+    start = Start(hosts, in_effect, session.progress.epoch + 1, session.learner.num_parameters, settings.texts)
     on_rank_zero(session.comm, lambda: note_start(Path(settings.run.model).parent, start), name="note_start")
 
 

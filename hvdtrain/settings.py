@@ -137,6 +137,8 @@ class Settings:
     """Names that RETURNN would read from the config, with what to set instead where there is something."""
     origins: Mapping[str, str]
     """By key, where its value comes from. Keys with their default value are not listed."""
+    texts: Mapping[str, str]
+    """The text of each config file, by its path."""
 
     @property
     def train(self) -> DatasetSpec:
@@ -200,6 +202,7 @@ def check(source: Source, names: list[str]) -> Settings:
         **derived,
         torch_distributed=torch_distributed,
         origins={name: origin for name, origin in origins.items() if name in names},
+        texts=source.texts,
     )
 
 

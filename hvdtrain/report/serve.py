@@ -130,8 +130,8 @@ def serve(folders: list[Path], port: int, announce: Callable[[str], None]) -> in
     """
     server, address = open_server(folders, port)
     with server:
-        announce(f"{address}  (Ctrl-C ends it)")
         try:
+            announce(f"{address}  (Ctrl-C ends it)")
             server.serve_forever(poll_interval=0.2)
         except KeyboardInterrupt:
             pass  # the way to end it

@@ -19,7 +19,7 @@ import numpy
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from hvdtrain.data.combine.tags import TagIndex  # noqa: E402
+from hvdtrain.data.combine.meta import TagIndex  # noqa: E402
 from hvdtrain.data.hdf.dataset import open_hdf  # noqa: E402  # found through the line above
 
 BLOCK = 1 << 18

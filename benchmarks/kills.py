@@ -121,7 +121,7 @@ def saves(kills: int, seed: int) -> None:
 
 def starts(kills: int, seed: int) -> None:
     """Kill a training that saves all the time; the next start has to resume it."""
-    import hvdtrain.learner.torch.build  # noqa: F401  imported once for all child processes; not at the top, so that --help is fast
+    import hvdtrain.learner.torch.learner  # noqa: F401  imported once for all child processes; not at the top, so that --help is fast
     from hvdtrain.run import train
     from hvdtrain.settings import read_settings
 

@@ -22,8 +22,7 @@ from measuring import machine, table, take_turns
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from hvdtrain.runtime.log import LogKeys, open_log  # noqa: E402  # found through the line above
-from hvdtrain.runtime.progress_bar import Terminal  # noqa: E402
+from hvdtrain.runtime.log import LogKeys, Terminal, open_log  # noqa: E402  # found through the line above
 from hvdtrain.runtime.scores import Scores  # noqa: E402
 from hvdtrain.training.step_log import StepLog, StepReport  # noqa: E402
 

@@ -4,8 +4,8 @@ A config can call `rank()` and `size()` anywhere, `run_on_main()` and `all_reduc
 `get_run_ctx()` in train_step and forward_step.
 """
 
-from hvdtrain.comm.current import reduce_values as all_reduce
-from hvdtrain.comm.current import run_on_main
+from hvdtrain.comm.base import reduce_values as all_reduce
+from hvdtrain.comm.base import run_on_main
 from hvdtrain.comm.launch import launch as _launch
 from hvdtrain.context import get_run_ctx
 from hvdtrain.version import __version__

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hvdtrain.comm import horovod_elastic, launch, local, restart
+from hvdtrain.comm import horovod_gloo, launch, local
 from hvdtrain.config.check import describe, did_you_mean
 from hvdtrain.config.keys import declared
 from hvdtrain.config.source import parse_command_line, without_local_rank
@@ -98,11 +98,11 @@ def run_config(arguments: list[str]) -> int:
 
     started = launch.launch()
     rank = started.rank
-    if horovod_elastic.is_elastic(launch.environment()):
-        horovod_elastic.watch_hosts(launch.environment())
-    failure = restart.remembered(launch.environment())
+    if horovod_gloo.is_elastic(launch.environment()):
+        horovod_gloo.watch_hosts(launch.environment())
+    failure = local.remembered_failure(launch.environment())
     if failure is not None:
-        restart.tell(launch.environment(), failure)
+        local.tell_failure(launch.environment(), failure)
         return failure.status
     try:
         paths, overrides = parse_command_line([each for each in arguments if each not in ("--dry-run", "--print-config")])
@@ -113,10 +113,10 @@ def run_config(arguments: list[str]) -> int:
             if rank == 0:
                 print(print_config(settings))
             return 0
-        if horovod_elastic.is_elastic(launch.environment()):
-            horovod_elastic.check_backend(settings.run.backend)
+        if horovod_gloo.is_elastic(launch.environment()):
+            horovod_gloo.check_backend(settings.run.backend)
         own = local.processes(settings.launch, started)
-        restart.check_restarts(settings.launch, started, own)
+        local.check_restarts(settings.launch, started, own)
         if own:
             return local.run(own, arguments, launch.environment(), restarts(settings))
         if int(launch.environment().get("TORCHELASTIC_RESTART_COUNT") or 0) and (problems := settings.start.restart_problems()):
@@ -140,15 +140,15 @@ def exit_status(work: Callable[[], None], interrupted: str = INTERRUPTED) -> int
         work()
         return 0
     except PeerFailure as error:
-        status = restart.PEER_FAILED if launch.launch().launcher == "hvdtrain" else error.status
-        if horovod_elastic.is_elastic(launch.environment()):
-            why = horovod_elastic.start_again(launch.environment(), after_stop=False)
+        status = local.PEER_FAILED if launch.launch().launcher == "hvdtrain" else error.status
+        if horovod_gloo.is_elastic(launch.environment()):
+            why = horovod_gloo.start_again(launch.environment(), after_stop=False)
             return _fail(f"{error} ({why})", rank, status, everywhere=False, would_repeat=False)
         time.sleep(SECONDS_FOR_THE_CAUSE)
         return _fail(str(error), rank, status=status, everywhere=error.on_every_rank, would_repeat=False)
     except HvdtrainError as error:
-        if horovod_elastic.is_elastic(launch.environment()) and error.status == STOPPED:
-            horovod_elastic.start_again(launch.environment(), after_stop=True)
+        if horovod_gloo.is_elastic(launch.environment()) and error.status == STOPPED:
+            horovod_gloo.start_again(launch.environment(), after_stop=True)
             # Not for a change of hosts: all ranks end, or this one only.
             return _fail(str(error), rank, error.status, error.on_every_rank, would_repeat=False)
         return _fail(str(error), rank, error.status, error.on_every_rank, error.would_repeat)
@@ -158,7 +158,7 @@ def exit_status(work: Callable[[], None], interrupted: str = INTERRUPTED) -> int
         return _fail(traceback.format_exc(), rank, status=1, everywhere=False)
 
 
-def restarts(settings: Settings) -> restart.Restarts:
+def restarts(settings: Settings) -> local.Restarts:
     """Which of the processes that hvdtrain starts itself are started again."""
     from hvdtrain.checkpoint.folder import CheckpointFolder
     from hvdtrain.learner.frameworks import FRAMEWORKS
@@ -169,7 +169,7 @@ def restarts(settings: Settings) -> restart.Restarts:
         found = checkpoints.newest()
         return None if found is None else found.model_file
 
-    return restart.Restarts(settings.launch.max_restarts, settings.launch.min_ngpu, newest)
+    return local.Restarts(settings.launch.max_restarts, settings.launch.min_ngpu, newest)
 
 
 def run_task(settings: Settings) -> None:
@@ -224,9 +224,9 @@ def _fail(message: str, rank: int, status: int, everywhere: bool, would_repeat: 
     """
     size = launch.launch().size
     if would_repeat:
-        restart.remember(launch.environment(), restart.Failure(status, f"rank {rank} of {size}: {_cause(message)}"))
-        if horovod_elastic.is_elastic(launch.environment()):
-            horovod_elastic.note_error(launch.environment())
+        local.remember_failure(launch.environment(), local.Failure(status, f"rank {rank} of {size}: {_cause(message)}"))
+        if horovod_gloo.is_elastic(launch.environment()):
+            horovod_gloo.note_error(launch.environment())
     if everywhere:
         if rank == 0:
             print(message, file=sys.stderr, flush=True)

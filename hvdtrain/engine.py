@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from hvdtrain.checkpoint.progress import EpochProgress
-from hvdtrain.data.describe import naming
+from hvdtrain.data.feed import naming
 from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.data.plan.order import ORDER_VERSION, changed_since
 from hvdtrain.data.types import Batch
 from hvdtrain.errors import CheckpointError, DataError, HvdtrainError
-from hvdtrain.learner.accumulation import RoundsPerUpdate, groups
 from hvdtrain.learner.base import NotFinite
 from hvdtrain.learner.reducer import EpochStart, FinishedUpdate
+from hvdtrain.learner.steps import RoundsPerUpdate, groups
 from hvdtrain.report.epoch import EpochReport, Reporter
 from hvdtrain.report.json_lines import as_line
 from hvdtrain.runtime.interrupt import BY_CTRL_C, TO_BE_CONTINUED, Stopped

@@ -10,16 +10,15 @@ from pathlib import Path
 from hvdtrain.checkpoint.progress import Progress
 from hvdtrain.comm import launch
 from hvdtrain.comm.base import Communicator, on_rank_zero, together
-from hvdtrain.comm.horovod_elastic import is_elastic, stop_for_other_hosts
-from hvdtrain.comm.restart import restarts_of_torchrun
-from hvdtrain.config.reference import as_function
-from hvdtrain.data.describe import batch_lines, feed_lines
-from hvdtrain.data.feed import Feed
+from hvdtrain.comm.horovod_gloo import is_elastic, stop_for_other_hosts
+from hvdtrain.comm.local import restarts_of_torchrun
+from hvdtrain.config.source import as_function
+from hvdtrain.data.feed import Feed, batch_lines, feed_lines
 from hvdtrain.engine import Engine, Pace, Rates
 from hvdtrain.errors import DataError, HvdtrainError
-from hvdtrain.learner.accumulation import rounds_per_update
 from hvdtrain.learner.base import Learner
 from hvdtrain.learner.reduce import scale_learning_rate
+from hvdtrain.learner.steps import rounds_per_update
 from hvdtrain.report.epoch import Reporter
 from hvdtrain.report.json_lines import JsonLines
 from hvdtrain.report.runs import Start, note_start

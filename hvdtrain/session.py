@@ -21,21 +21,17 @@ from hvdtrain.checkpoint.progress import Progress
 from hvdtrain.checkpoint.saver import Saver, Saves
 from hvdtrain.checkpoint.start import check_data, load_trained, resume
 from hvdtrain.comm import launch
-from hvdtrain.comm.base import Communicator, SingleCommunicator, run_with_heartbeat, together
-from hvdtrain.comm.current import connected
-from hvdtrain.comm.rendezvous import names_of_this_host
-from hvdtrain.config.reference import as_function
+from hvdtrain.comm.base import Communicator, SingleCommunicator, connected, run_with_heartbeat, together
+from hvdtrain.comm.torch_rendezvous import names_of_this_host
+from hvdtrain.config.source import as_function
 from hvdtrain.data.combine.cache import Budget, host_memory
+from hvdtrain.data.copies import Copies, CopyFolder, copy_files
 from hvdtrain.data.dataset import Scanning
-from hvdtrain.data.describe import copy_lines
-from hvdtrain.data.feed import Feed
-from hvdtrain.data.files.copies import Copies, CopyFolder, copy_files
-from hvdtrain.data.files.sizes import parse_size, parse_sizes, size_text
-from hvdtrain.data.files.unchanged import Unchanged
-from hvdtrain.data.plan.chunks import cut, keys_of
+from hvdtrain.data.feed import Feed, copy_lines
+from hvdtrain.data.files import Unchanged, parse_size, parse_sizes, size_text
+from hvdtrain.data.plan.chunks import cut, keys_of, listed
 from hvdtrain.data.plan.chunks import parse as parse_chunking
 from hvdtrain.data.plan.epoch import BatchKeys
-from hvdtrain.data.plan.selection import listed
 from hvdtrain.data.sources import DatasetSpec, OpeningContext, open_dataset
 from hvdtrain.errors import DataError, HvdtrainError, LaunchError
 from hvdtrain.learner.base import Learner
@@ -43,8 +39,7 @@ from hvdtrain.learner.frameworks import FRAMEWORKS, BuildOptions
 from hvdtrain.learner.reducer import Reducer
 from hvdtrain.runtime.heartbeats import meet
 from hvdtrain.runtime.interrupt import Interrupt
-from hvdtrain.runtime.log import SCREEN, open_log, say
-from hvdtrain.runtime.progress_bar import open_terminal
+from hvdtrain.runtime.log import SCREEN, open_log, open_terminal, say
 from hvdtrain.runtime.timer import Timer
 from hvdtrain.runtime.watchdog import Watchdog
 from hvdtrain.settings import Settings

@@ -14,19 +14,19 @@ from hvdtrain.comm.keys import LaunchKeys, TorchDistributedKeys, merged
 from hvdtrain.config.check import build, unknown, unsupported
 from hvdtrain.config.keys import REQUIRED, Key, Rule, Section, Sections, declared, key, not_negative, one_of, parsed_by, positive
 from hvdtrain.config.source import COMMAND_LINE, Source, load
-from hvdtrain.data.files.copies import CopyKeys
+from hvdtrain.data.copies import CopyKeys
 from hvdtrain.data.kinds import KINDS
 from hvdtrain.data.plan.chunks import ChunkKeys
 from hvdtrain.data.plan.epoch import BatchKeys
 from hvdtrain.data.plan.order import OrderKeys, is_random
 from hvdtrain.data.sources import DataKeys, DatasetSpec
 from hvdtrain.errors import ConfigError
-from hvdtrain.learner.accumulation import AccumulationKeys
 from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.learner.frameworks import FRAMEWORKS, Feature
-from hvdtrain.learner.outer import OuterKeys
+from hvdtrain.learner.param_sync import OuterKeys
 from hvdtrain.learner.precision import PrecisionKeys
 from hvdtrain.learner.reduce import ReduceKeys, reduce_type
+from hvdtrain.learner.steps import AccumulationKeys
 from hvdtrain.learner.sync_interval import SyncRuleKeys
 from hvdtrain.learner.wire import compression
 from hvdtrain.report.trackers import TrackerKeys
@@ -44,7 +44,7 @@ from hvdtrain.training.trace import TraceKeys
 
 TASKS = {
     "train": "hvdtrain.run:train",
-    "dry_run": "hvdtrain.tasks.dry_run:dry_run",
+    "dry_run": "hvdtrain.tasks.tasks:dry_run",
     "eval": "hvdtrain.tasks.tasks:evaluate_all",
     "forward": "hvdtrain.tasks.tasks:forward_all",
     "search": "hvdtrain.tasks.tasks:forward_all",

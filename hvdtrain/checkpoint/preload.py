@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.config.reference import as_function
+from hvdtrain.config.source import as_function
 from hvdtrain.errors import CheckpointError, ConfigError
 from hvdtrain.learner.base import MakeMissing, PreloadFunction, PreloadNames, Shapes
 from hvdtrain.runtime.log import say

@@ -20,8 +20,7 @@ from hvdtrain.comm.base import (
     Tensor,
     num_bytes,
 )
-from hvdtrain.comm.horovod_elastic import is_elastic
-from hvdtrain.comm.horovod_gloo import gloo_environment
+from hvdtrain.comm.horovod_gloo import gloo_environment, is_elastic
 from hvdtrain.errors import LaunchError, PeerFailure
 
 T = TypeVar("T")

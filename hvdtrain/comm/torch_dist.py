@@ -15,8 +15,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from hvdtrain.comm import launch
 from hvdtrain.comm.base import LARGE_BUCKET, SMALL_BUCKET, Communicator, Narrow, Op, SingleCommunicator, Tensor
-from hvdtrain.comm.rendezvous import place
-from hvdtrain.comm.torch_meeting import meet
+from hvdtrain.comm.torch_rendezvous import meet, place
 from hvdtrain.errors import LaunchError, PeerFailure
 
 T = TypeVar("T")

@@ -129,6 +129,8 @@ def closest(name: str, keys: Iterable[str]) -> str | None:
     """
 
     def similarity(key: str) -> float:
+        if 2 * min(len(name), len(key)) < CLOSE * (len(name) + len(key)):
+            return 0.0  # difflib's bound by the lengths; most keys need no more than this
         if sorted(name) == sorted(key):  # letters in another order
             return CLOSE
         return SequenceMatcher(None, name, key).ratio()

@@ -15,6 +15,7 @@ import numbers
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 S = TypeVar("S")
@@ -103,12 +104,18 @@ def key(default: Any, doc: str, rule: Rule | None = None, *, needs: str | tuple[
 
 def declared(section: type) -> Iterator[Key]:
     """The keys that a section class declares, in the order of declaration."""
-    hints = get_type_hints(section)
+    hints = _types(section)
     for field in dataclasses.fields(section):
         default = field.default
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
         yield Key(field.name, hints[field.name], default, section=section.__name__, **field.metadata)
+
+
+@cache
+def _types(section: type) -> dict[str, Any]:
+    """The types of a section's fields, which take long to find out."""
+    return get_type_hints(section)
 
 
 class Sections:

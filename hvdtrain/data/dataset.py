@@ -19,8 +19,7 @@ from typing import Any, Self
 import numpy
 
 from hvdtrain.config.keys import REQUIRED, key
-from hvdtrain.data.batches import pad
-from hvdtrain.data.types import Array, Batch, Padded, Stream
+from hvdtrain.data.types import Array, Batch, Padded, Stream, pad
 from hvdtrain.errors import DataError
 
 

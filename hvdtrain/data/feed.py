@@ -1,27 +1,100 @@
-"""The batches of a dataset for one rank, epoch by epoch."""
+"""The batches of a dataset for one rank, epoch by epoch: read ahead in the background, and described.
+
+Descriptions are lines of the log about datasets and batches before training starts, and the batch in which an error occurs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import queue
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Generic, Literal, Protocol, TypeVar
 
-from hvdtrain.data.batches import ReadAhead
-from hvdtrain.data.combine.cache import Budget
+import numpy
+
+from hvdtrain.data.combine.cache import Budget, frame_size
+from hvdtrain.data.copies import Copies
 from hvdtrain.data.dataset import Dataset
-from hvdtrain.data.files.unchanged import Unchanged
+from hvdtrain.data.files import Unchanged, size_text
 from hvdtrain.data.identity import Part
-from hvdtrain.data.plan.bounds import BLOCK
-from hvdtrain.data.plan.chunks import ChunkedDataset, Chunks
+from hvdtrain.data.plan.bounds import BLOCK, too_long
+from hvdtrain.data.plan.chunks import ChunkedDataset, Chunks, epoch_subset, select_by_length
 from hvdtrain.data.plan.epoch import BatchKeys, Plan
 from hvdtrain.data.plan.order import OrderKeys, full_epoch
-from hvdtrain.data.plan.selection import epoch_subset
 from hvdtrain.data.plan.shared import PlanInputs
 from hvdtrain.data.types import Array, Batch
-from hvdtrain.errors import DataError
+from hvdtrain.errors import DataError, HvdtrainError
+
+T = TypeVar("T")
 
 SEED_STEP = 16127
 """The distance between the seeds of two neighbouring ranks under 'random_seed_offset'; RETURNN's number."""
+
+Line = tuple[int, str]
+"""The `log_verbosity` from which on a line is shown, and the line."""
+
+
+class ReadAhead(Generic[T]):
+    """A context manager that reads ahead from an iterator in a background thread, up to `depth` values.
+
+    An exception of the iterator is raised in place of the value. Leaving the context stops the thread.
+
+    Args:
+        begin: called with every value by the thread that takes them, one value ahead: for the next one before the present one is
+            returned, if it has been read by then. It returns the value to use instead. None: values are returned as they are.
+    """
+
+    def __init__(self, values: Iterable[T], depth: int = 8, begin: Callable[[T], T] | None = None) -> None:
+        self._values = values
+        self._begin = begin
+        self._ready: queue.Queue[tuple[str, T | BaseException | None]] = queue.Queue(maxsize=depth)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._fill, name="read-ahead", daemon=True)
+
+    def __enter__(self) -> Iterator[T]:
+        self._thread.start()
+        return self._take()
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        while self._thread.is_alive():  # the thread may be waiting for room
+            try:
+                self._ready.get_nowait()
+            except queue.Empty:
+                self._thread.join(timeout=0.05)
+
+    def _fill(self) -> None:
+        try:
+            for value in self._values:
+                self._ready.put(("value", value))
+                if self._stop.is_set():
+                    return
+            self._ready.put(("end", None))
+        except BaseException as error:
+            self._ready.put(("error", error))
+
+    def _take(self) -> Iterator[T]:
+        ahead: tuple[str, T | BaseException | None] | None = None  # the next value, begun
+        while True:
+            kind, value = self._begun(self._ready.get()) if ahead is None else ahead
+            if kind == "error":
+                raise value  # type: ignore[misc]  # it is a BaseException
+            if kind == "end":
+                return
+            ahead = None
+            if self._begin is not None:
+                with suppress(queue.Empty):
+                    ahead = self._begun(self._ready.get_nowait())
+            yield value  # type: ignore[misc]  # it is a T
+
+    def _begun(self, entry: tuple[str, T | BaseException | None]) -> tuple[str, T | BaseException | None]:
+        kind, value = entry
+        if kind == "value" and self._begin is not None:
+            return kind, self._begin(value)  # type: ignore[arg-type]  # it is a T
+        return entry
 
 
 class Staging(Protocol):
@@ -129,3 +202,145 @@ class Feed:
         if staging is None:
             return ReadAhead(batches)
         return ReadAhead(map(staging.pin, batches), begin=staging.send)
+
+
+def feed_lines(feed: Feed, local_size: int = 1) -> list[Line]:
+    """Describe a dataset: its size, its order, its cache, and the sequences that are left out.
+
+    Args:
+        local_size: the number of ranks on this host.
+    """
+    how = feed.dataset.how_read()
+    ordering = feed.order_keys.seq_ordering
+    named = ordering if isinstance(ordering, str) else getattr(ordering, "__name__", "a function")
+    if feed.dataset.own_order:
+        named = "in its own order"
+    lengths = feed.dataset.lengths
+    size = sum(int(lengths[key].sum(dtype=numpy.int64)) * frame_size(stream) for key, stream in feed.dataset.streams.items())
+    parts = [f"{feed.name}: {feed.dataset.num_sequences} sequences, {named}", *([how] if how else []), size_text(size)]
+    lines = [
+        (4, "; ".join(parts)),
+        *((2, f"{feed.name}: {text}") for text in feed.dataset.warnings()),
+        *_cache_lines(feed, local_size),
+    ]
+    used = numpy.arange(feed.dataset.num_sequences) if feed.subset is None else feed.subset
+    if feed.subset is not None:
+        lines.append((4, f"{feed.name}: {len(used)} of them are listed in {feed.order_keys.seq_list_filter_file}"))
+    keys = feed.batch_keys
+    kept = select_by_length(feed.dataset.lengths, used, keys.min_seq_length, keys.max_seq_length)
+    if feed.chunks is not None:
+        with_chunks = kept[numpy.diff(feed.chunks.first)[kept] > 0]
+        lines.append((4, f"{feed.name}: {len(feed.chunks.of(with_chunks))} chunks of {len(with_chunks)} sequences"))
+        kept = with_chunks
+    for name, column in feed.dataset.lengths.items():
+        empty = kept[column[kept] == 0]
+        if len(empty):
+            some = f"the first is {feed.dataset.tags([int(empty[0])])[0]!r}; min_seq_length = 1 drops them"
+            lines.append((2, f"{feed.name}: {len(empty)} sequences have no frames in {name!r} ({some})"))
+    if len(kept) < len(used):
+        lines.append(
+            (2, f"{feed.name}: a full epoch loses {len(used) - len(kept)} of {len(used)} sequences, too short or too long")
+        )
+    elements = kept if feed.chunks is None else feed.chunks.of(kept)
+    alone = too_long({name: column[elements] for name, column in feed.lengths.items()}, keys.limits(1))
+    if alone:
+        lines.append((2, f"{feed.name}: {alone} sequences are longer than batch_size allows and make batches of their own"))
+    return lines
+
+
+def _cache_lines(feed: Feed, local_size: int) -> list[Line]:
+    """Describe the cache."""
+    if feed.budget is None or feed.budget.size == 0:
+        return []
+    if not feed.budget.caches:
+        return [(4, f"{feed.name}: no cache: all data is memory-mapped, and cached by the system for all ranks of the host")]
+    whole = sum(cache.size() for cache in feed.budget.caches)
+    size = whole if feed.budget.size is None else min(whole, feed.budget.size)
+    return [
+        (
+            4,
+            f"{feed.name}: cache: up to {size_text(size)} per rank, {size_text(local_size * size)} on this host; "
+            f"{size_text(whole)} would hold all of it" + (", more than the host has" if feed.budget.is_cut(whole) else ""),
+        )
+    ]
+
+
+def copy_lines(folder: str, everywhere: Sequence[tuple[str, Copies]]) -> list[Line]:
+    """Describe the copies of data files, host by host, and the files that could not be copied.
+
+    Args:
+        everywhere: by rank, its host and its copies.
+    """
+    hosts: dict[str, list[Copies]] = {}
+    for host, copies in everywhere:
+        hosts.setdefault(host, []).append(copies)
+    lines = []
+    for host, ranks in hosts.items():
+        made, made_size = sum(copies.made for copies in ranks), sum(copies.made_size for copies in ranks)
+        seconds = max(copies.seconds for copies in ranks)
+        copied = f"{len(ranks[0].places)} files ({size_text(ranks[0].size)}) are read from copies in {folder}"
+        now = f", {made} copied now ({size_text(made_size)} in {seconds:.1f} s)" if made else ", all made before"
+        if ranks[0].places:
+            lines.append((4, f"{host}: {copied}{now}"))
+        not_copied = {path: why for copies in ranks for path, why in copies.not_copied.items()}
+        lines += [(2, f"{host}: not copied, but read from its original path: {path}: {why}") for path, why in not_copied.items()]
+    return lines
+
+
+def batch_lines(keys: BatchKeys, epoch: int, size: int) -> list[Line]:
+    """Describe the limits of the training's batches, per rank and over all ranks."""
+    limits = keys.limits(epoch)
+    parts = []
+    if limits.max_seqs is not None:
+        parts.append(f"{limits.max_seqs} sequences per rank, {limits.max_seqs * size} in all")
+    for limit, what in ((limits.batch_size, "padded frames"), (limits.packed_batch_size, "frames without padding")):
+        if isinstance(limit, int):
+            parts.append(f"{limit} {what} per rank, {limit * size} in all")
+        elif limit is not None:
+            parts.append(f"{limit} {what} per rank")
+    lines = [(4, f"batch, at most: {'; '.join(parts)}")]
+    group = keys.balance_ranks
+    if group % size:
+        lines.append(
+            (2, f"balance_ranks: {group} is not a multiple of the {size} ranks: some steps mix batches of different size")
+        )
+    return lines
+
+
+FEW_TAGS = 5
+"""How many sequences of a batch are named."""
+
+WANTS_LONG = re.compile(r"\bLong\b|not implemented for '(Int|Short|Char|Byte)'")
+"""What PyTorch says of class indices that are not int64."""
+
+
+@contextmanager
+def naming(batch: Batch | None) -> Iterator[None]:
+    """Around what the config's functions compute: an exception's traceback ends with a description of the batch."""
+    try:
+        yield
+    except HvdtrainError:
+        raise
+    except Exception as error:
+        if batch is not None:
+            error.add_note(batch_text(batch))
+            if WANTS_LONG.search(str(error)) and any(each.values.dtype.kind in "iu" for each in batch.data.values()):
+                error.add_note(
+                    "class indices have the type of the dataset: PyTorch's losses require int64, as in raw_tensor.long()"
+                )
+        raise
+
+
+def batch_text(batch: Batch) -> str:
+    """Type, shape and lengths of every data key, and some of the tags."""
+    parts = [
+        f"{key} {each.values.dtype} {each.values.shape}, seq_lens {each.seq_lens.min()} to {each.seq_lens.max()}"
+        for key, each in batch.data.items()
+    ]
+    try:
+        tags = [] if batch.seq_tags is None else batch.seq_tags()
+    except HvdtrainError:  # the file has changed: whoever handles the exception says so
+        tags = []
+    more = [f"{len(tags) - FEW_TAGS} more"] if len(tags) > FEW_TAGS else []
+    sequences = f"; sequences: {', '.join([*tags[:FEW_TAGS], *more])}" if tags else ""
+    return f"in this batch: {'; '.join(parts)}{sequences}"

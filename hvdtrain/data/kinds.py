@@ -7,10 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvdtrain.config.keys import REQUIRED, key
-from hvdtrain.data.combine.many_files import FilesDatasetKeys, open_files
 from hvdtrain.data.combine.map import MapDatasetKeys, open_map
 from hvdtrain.data.combine.meta import MetaDatasetKeys, open_meta
-from hvdtrain.data.combine.union import CombinedDatasetKeys, ConcatDatasetKeys, open_combined, open_concat
+from hvdtrain.data.combine.union import (
+    CombinedDatasetKeys,
+    ConcatDatasetKeys,
+    FilesDatasetKeys,
+    open_combined,
+    open_concat,
+    open_files,
+)
 from hvdtrain.data.dataset import Dataset, DatasetKeys, FileDatasetKeys
 from hvdtrain.data.formats.synthetic import DummyDatasetKeys, Task12AXDatasetKeys, open_dummy, open_task12ax
 from hvdtrain.data.types import External
@@ -18,7 +24,7 @@ from hvdtrain.data.types import External
 OWN = {
     "FolderDataset": "hvdtrain.data.formats.folder:FolderDataset",
     "HuggingFaceDataset": "hvdtrain.data.formats.hugging_face:HuggingFaceDataset",
-    "ReturnnDataset": "hvdtrain.data.formats.returnn_source:ReturnnDataset",
+    "ReturnnDataset": "hvdtrain.data.formats.returnn_stream:ReturnnDataset",
 }
 """Sources whose lengths are not known in advance; the other entries of the dict are their arguments."""
 

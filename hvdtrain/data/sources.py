@@ -11,10 +11,10 @@ from typing import Any
 
 from hvdtrain.config.check import build, closest, did_you_mean, unknown_options
 from hvdtrain.config.keys import REQUIRED, Rule, Section, declared, key, parsed_by
-from hvdtrain.config.reference import is_reference, resolve
+from hvdtrain.config.source import is_reference, resolve
 from hvdtrain.data.combine.cache import Budget, with_cache
 from hvdtrain.data.dataset import Dataset, DatasetKeys, Scanning, SequenceSource, as_dataset, is_map_style
-from hvdtrain.data.files.sizes import parse_sizes
+from hvdtrain.data.files import parse_sizes
 from hvdtrain.data.formats.items import ItemsDataset
 from hvdtrain.data.formats.returnn_reading import inner_of_multi_proc
 from hvdtrain.data.identity import Part

@@ -1,8 +1,8 @@
-"""The values that datasets give: streams, padded arrays and batches."""
+"""The values that datasets give: streams, padded arrays and batches, and how sequences are padded."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -59,3 +59,35 @@ class Batch:
     data: Mapping[str, Padded]
     indices: Array
     seq_tags: Callable[[], list[str]] | None = None
+
+
+def pad(sequences: Sequence[Array]) -> Padded:
+    """Arrays of shape (time, ...) that differ in time only, as one array of shape (batch, time, ...), padded with zeros."""
+    seq_lens = numpy.fromiter((len(sequence) for sequence in sequences), dtype=numpy.int32, count=len(sequences))
+    first = sequences[0]
+    values = numpy.zeros((len(sequences), int(seq_lens.max()), *first.shape[1:]), dtype=first.dtype)
+    if first.dtype == object:
+        values[:] = ""  # strings
+    for row, sequence in zip(values, sequences, strict=True):
+        row[: len(sequence)] = sequence
+    return Padded(values, seq_lens)
+
+
+def merged(streams: Mapping[str, Stream], size: int, parts: Sequence[tuple[Array, Mapping[str, Padded]]]) -> dict[str, Padded]:
+    """One batch of several, each given with its rows in the whole. Rows of a part that lacks a data key are empty there."""
+    return {
+        name: _merged(stream, size, [(rows, part[name]) for rows, part in parts if name in part])
+        for name, stream in streams.items()
+    }
+
+
+def _merged(stream: Stream, size: int, parts: Sequence[tuple[Array, Padded]]) -> Padded:
+    longest = max((part.values.shape[1] for _, part in parts), default=0)
+    values = numpy.zeros((size, longest, *stream.shape), dtype=stream.dtype)
+    if stream.dtype == object:
+        values[:] = ""  # strings
+    seq_lens = numpy.zeros(size, dtype=numpy.int32)
+    for rows, part in parts:
+        values[rows, : part.values.shape[1]] = part.values
+        seq_lens[rows] = part.seq_lens
+    return Padded(values, seq_lens)

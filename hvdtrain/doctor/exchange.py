@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from hvdtrain.comm.base import Communicator, SingleCommunicator, Tensor, all_reduce
-from hvdtrain.data.files.sizes import size_text
+from hvdtrain.data.files import size_text
 from hvdtrain.data.types import Batch
 from hvdtrain.doctor.findings import Finding, ok, warning
 from hvdtrain.doctor.resources import MEGABYTE

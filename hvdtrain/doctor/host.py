@@ -13,7 +13,7 @@ from typing import Any
 
 from hvdtrain.comm import launch
 from hvdtrain.comm.base import SingleCommunicator
-from hvdtrain.data.describe import feed_lines
+from hvdtrain.data.feed import feed_lines
 from hvdtrain.doctor import mpi, network, packages, resources
 from hvdtrain.doctor.environment import check_environment
 from hvdtrain.doctor.findings import Finding, HostReport, of_environment, ok, problem, warning

@@ -20,20 +20,19 @@ from typing import Any
 import numpy
 
 from hvdtrain.comm.mpi import Alone, Crashed, Peers, agreed, open_peers
-from hvdtrain.config.reference import is_reference
-from hvdtrain.config.source import command_parser, load, parse_command_line, split_overrides
+from hvdtrain.config.source import command_parser, is_reference, load, parse_command_line, split_overrides
 from hvdtrain.data.dataset import Dataset, Item, as_dataset, as_source, is_map_style
 from hvdtrain.data.formats.items import ItemsDataset
 from hvdtrain.data.hdf.compression import NAMES as COMPRESSIONS
 from hvdtrain.data.hdf.dataset import open_hdf
 from hvdtrain.data.hdf.writer import UNKNOWN_DIM, HDFWriter
+from hvdtrain.data.plan.chunks import epoch_subset, listed
 from hvdtrain.data.plan.order import OrderKeys, full_epoch, non_default, order
-from hvdtrain.data.plan.selection import epoch_subset, listed
 from hvdtrain.data.sources import DatasetSpec, parse
 from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError, DataError, HvdtrainError, PeerFailure
 from hvdtrain.returnn_layer.imports import Layer
-from hvdtrain.runtime.progress_bar import noted, watched
+from hvdtrain.runtime.log import noted, watched
 
 DESCRIPTION = "Convert a dataset into an HDF file in RETURNN's layout. Without --compression the file can be memory-mapped."
 

@@ -1,7 +1,7 @@
 """The frameworks that a config can choose with `backend`. A new one is a folder beside this file and a line in the table.
 
-The folder has `build.py` with `build_learner(keys, reducer, options)`, and `tensors.py` with `zeros`, `size` and `wait_for`. If
-devices and threads have to be chosen before anything is computed, `device.py` has `prepare(device, local_rank, threads)`. A
+The folder has `learner.py` with `build_learner(keys, reducer, options)`, and `tensors.py` with `zeros`, `size` and `wait_for`. If
+devices and threads have to be chosen before anything is computed, `learner.py` has `prepare(device, local_rank, threads)`, too. A
 folder is imported when it is used, as importing a framework takes seconds.
 """
 
@@ -69,11 +69,11 @@ class Framework:
     def prepare(self, device: str | None, local_rank: int, threads: int) -> None:
         """Choose device and number of threads, before the framework computes anything. Raises: ConfigError."""
         if self.prepares:
-            self._module("device").prepare(device, local_rank, threads)
+            self._module("learner").prepare(device, local_rank, threads)
 
     def build(self, keys: LearnerKeys, reducer: Reducer, options: BuildOptions) -> Learner:
         """Build the config's model and optimizer. Raises: ConfigError."""
-        build_learner: Callable[[LearnerKeys, Reducer, BuildOptions], Learner] = self._module("build").build_learner
+        build_learner: Callable[[LearnerKeys, Reducer, BuildOptions], Learner] = self._module("learner").build_learner
         return build_learner(keys, reducer, options)
 
     @property

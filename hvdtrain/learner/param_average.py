@@ -1,6 +1,6 @@
 """Local updates: every rank trains alone, and the ranks' parameters are averaged now and then.
 
-When that happens stands here and in `sync_interval.py`, what a sync does in `param_sync.py`, what the new model is in `outer.py`.
+When that happens stands here and in `sync_interval.py`, what a sync does and what the new model is in `param_sync.py`.
 docs/communication.md describes all of it for users.
 """
 
@@ -14,8 +14,7 @@ from typing import Any, TypeVar
 from hvdtrain.comm.base import Communicator, Tensor
 from hvdtrain.config.keys import ALONE, Sections, key, not_negative, positive
 from hvdtrain.learner.base import Kind, LearnerKeys, ModelState, StatePart
-from hvdtrain.learner.outer import OuterOptimizer, make_outer
-from hvdtrain.learner.param_sync import ANCHOR, ParamSync, Part
+from hvdtrain.learner.param_sync import ANCHOR, OuterOptimizer, ParamSync, Part, make_outer
 from hvdtrain.learner.reducer import (
     Average,
     EpochStart,

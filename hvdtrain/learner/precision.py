@@ -1,4 +1,4 @@
-"""Half precision, whatever the framework: the type that a model computes in, the loss scale, and updates that are skipped."""
+"""Types of numbers, whatever the framework: those of data, half precision with its loss scale, and updates that are skipped."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy
+
 from hvdtrain.config.check import did_you_mean
 from hvdtrain.config.keys import ALONE, Section, Sections, key
+from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError, TrainingError
 from hvdtrain.runtime.log import say
 
@@ -22,6 +25,15 @@ to the upper end of the range, 65504, than those of a mean: from 65536, more upd
 
 MAX_SKIPPED = 20
 """Updates in a row that may be skipped with a loss scale below 1, if the config does not say how many."""
+
+WIDER = {"uint16": numpy.int32, "uint32": numpy.int64}
+"""Types that frameworks hardly support, and those that replace them."""
+
+
+def widened(values: Array) -> Array:
+    """The same values in a type that frameworks support."""
+    wider = WIDER.get(values.dtype.name)
+    return values if wider is None else values.astype(wider)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,25 +1,34 @@
-"""The command `hvdtrain prove CONFIG --ranks 1,2,3`; also `python -m hvdtrain.prove`."""
+"""The command `hvdtrain prove CONFIG --ranks 1,2,3`; also `python -m hvdtrain.prove`.
+
+Its options, the runs and their comparison come first; then how the ranks of a run are started: one rank alone, several under
+mpirun for Horovod, or by hvdtrain itself for torch.distributed; then the result in words: a table of how far the runs agree, and
+for those that differ, where and why.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
+import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from importlib.util import find_spec
 from pathlib import Path
+from textwrap import wrap
 
 from hvdtrain.cli import exit_status
-from hvdtrain.comm import launch
+from hvdtrain.comm import launch, local
+from hvdtrain.comm.keys import LaunchKeys
+from hvdtrain.comm.launch import Launch
 from hvdtrain.config.source import command_parser, parse_command_line, split_overrides
 from hvdtrain.errors import ConfigError, HvdtrainError
-from hvdtrain.prove.causes import Case
-from hvdtrain.prove.compare import compare
-from hvdtrain.prove.launches import TRANSPORTS, Run, keys_for, start, unavailable
-from hvdtrain.prove.parts import Probe
-from hvdtrain.prove.record import Record
-from hvdtrain.prove.report import cause_lines, difference_lines, table_lines
+from hvdtrain.learner.frameworks import FRAMEWORKS
+from hvdtrain.prove.causes import Case, Probe, causes, checked
+from hvdtrain.prove.compare import Agreement, Record, compare, distance_words, means
 from hvdtrain.prove.training import Task, run_task
 from hvdtrain.settings import Settings, read_settings
 
@@ -44,6 +53,32 @@ DIAGNOSIS = "diagnosis"
 TOLERANCE, TOLERANCE_HALF = 1e-3, 2e-2
 """Relative differences that count as rounding errors, computing in float32 and in half precision. Most are below 1e-6, but Adam
 divides every element of a gradient by its size: it makes steps of those that are nothing but rounding errors."""
+
+TRANSPORTS = {"horovod": "Horovod", "torch": "torch.distributed"}
+"""Their names in the command and in the report."""
+
+OF_OTHER_PROCESSES = ("init_method", "rank", "world_size")
+"""Entries of torch_distributed that say how the processes of the training itself find each other."""
+
+WIDTH = 120
+"""Columns of a long line."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training: over which transport (None: one rank, which needs none), and on how many ranks."""
+
+    transport: str | None
+    size: int
+
+    @property
+    def name(self) -> str:
+        """For files."""
+        return f"{self.transport or 'alone'}-{self.size}"
+
+    def __str__(self) -> str:
+        ranks = f"{self.size} rank{'s' if self.size > 1 else ''}"
+        return ranks if self.transport is None else f"{ranks} over {TRANSPORTS[self.transport]}"
 
 
 @dataclass(frozen=True)
@@ -203,6 +238,123 @@ def _launched(job: Job, run: Run, task: Task, title: str) -> int:
     else:
         print(f"prove: done in {time.monotonic() - began:.0f} s", flush=True)
     return status
+
+
+def unavailable(transport: str, backend: str) -> str | None:
+    """Why a transport cannot connect ranks of a framework on this host; None: it can. Nothing is imported."""
+    if transport == "torch":
+        return (
+            None if "torch.distributed" in FRAMEWORKS[backend].features else f"backend = {backend!r}, which it does not connect"
+        )
+    found = find_spec("horovod")
+    folders = [] if found is None else list(found.submodule_search_locations or [])
+    if not any(list(Path(folder, backend).glob("mpi_lib*.so")) for folder in folders):
+        return f"no Horovod that was built for {backend} (python -m hvdtrain build-horovod)"
+    return None if shutil.which("mpirun") else "no mpirun in PATH"
+
+
+def keys_for(run: Run, settings: Settings) -> dict[str, str]:
+    """The overrides with which a config trains in a run, whatever processes it asks for itself."""
+    keys = {"use_horovod": str(run.transport == "horovod"), "torch_distributed": "None"}
+    if run.transport == "torch":
+        entries = {} if settings.torch_distributed is None else asdict(settings.torch_distributed)
+        kept = {name: value for name, value in entries.items() if value is not None and name not in OF_OTHER_PROCESSES}
+        keys["torch_distributed"] = repr(kept)
+    for field in fields(LaunchKeys):
+        if getattr(settings.launch, field.name) != field.default:
+            keys[field.name] = str(field.default)
+    if settings.launch.ngpu == 0:
+        keys["device"] = "cpu"
+    return keys
+
+
+def start(run: Run, arguments: Sequence[str], keys: Mapping[str, str]) -> int:
+    """Start the ranks and wait for them; return the exit status. What they print goes to the terminal.
+
+    Args:
+        arguments: of hvdtrain.
+        keys: overrides that come after them.
+    """
+    program = [*arguments, *(word for name, value in keys.items() for word in (f"++{name}", value))]
+    if run.transport != "horovod":
+        wanted = [Launch("hvdtrain", rank, run.size, rank, run.size) for rank in range(run.size)]
+        return local.run(wanted, program, launch.environment())
+    command = ["mpirun", "-np", str(run.size), "--bind-to", "none", "--oversubscribe", sys.executable, "-m", "hvdtrain", *program]
+    process = subprocess.Popen(command, env=dict(launch.environment()), stdin=subprocess.DEVNULL)
+    try:
+        return process.wait()
+    except KeyboardInterrupt:  # mpirun has got it, too, and ends the ranks
+        process.wait()
+        raise
+
+
+def table_lines(first: Record, name: str, cases: Sequence[Case], dropout: bool) -> list[str]:
+    """How far each run agrees with the first.
+
+    Args:
+        first, name: the first run.
+        dropout: whether it was left as it is.
+    """
+    largest = max(first.size, *(case.one.size for case in cases))
+    head = f"{len(first.losses)} steps of {_span(first.num_sequences)} sequences, {len(first.rates)} updates"
+    lines = [f"{head}: the first batches of {largest} ranks{'' if dropout else '; dropout is switched off'}", ""]
+    rows = [[f"compared with {name}", "losses", "gradients", "weights", ""]]
+    for case in cases:
+        found = case.comparison
+        words = [each.words for each in (found.losses, found.gradients, found.weights)]
+        rows.append([case.name, *words, "agree" if found.agree else "differ"])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    aside = dict.fromkeys(name for case in cases for name in case.comparison.set_aside)
+    if aside:
+        lines += ["", f"not compared, as their gradients are rounding errors that the optimizer enlarges: {', '.join(aside)}"]
+    return [*lines, ""]
+
+
+def difference_lines(case: Case) -> list[str]:
+    """Where a run differs."""
+    found = case.comparison
+    lines = [f"{case.name}: beyond the tolerance of {case.tolerance:g}"]
+    if found.losses.first is not None:
+        step, name = found.losses.first.number, found.losses.first.name
+        values = [means(record.losses[step - 1]).get(name) for record in (case.one, case.other)]
+        shown = " instead of ".join("nothing" if value is None else f"{value:.7g}" for value in values)
+        lines.append(f"  losses     first in step {step}, {name}: {shown}")
+    lines += _parameter_lines("gradients", found.gradients)
+    lines += _parameter_lines("weights", found.weights)
+    return [*lines, ""]
+
+
+def cause_lines(cases: Sequence[Case]) -> list[str]:
+    """Why runs differ. A cause that not all of them have names those that have it."""
+    names: dict[tuple[str, str], list[str]] = {}
+    for case in cases:
+        for cause in causes(case):
+            names.setdefault(("cause", cause), []).append(case.name)
+        of_exchange = checked(case)
+        if of_exchange is not None:
+            names.setdefault(("checked", of_exchange), []).append(case.name)
+    lines = []
+    for (kind, what), having in sorted(names.items(), key=lambda item: item[0][0] == "checked"):
+        text = what if len(having) == len(cases) or kind == "checked" else f"{', '.join(having)}: {what}"
+        lines += wrap(f"{kind}: {text}", WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return [*lines, ""]
+
+
+def _parameter_lines(what: str, agreement: Agreement) -> list[str]:
+    first, largest = agreement.first, agreement.largest
+    if first is None or largest is None:
+        return []
+    where = f"update {first.number}" if first.number else "the beginning"
+    when = "after" if what == "weights" and first.number else "in"
+    line = f"  {what:9}  first {when} {where}, {first.name}: {distance_words(first.distance)}"
+    if (largest.number, largest.name) != (first.number, first.name):
+        line += f"; most in update {largest.number}, {largest.name}: {distance_words(largest.distance)}"
+    return [line]
+
+
+def _span(counts: Sequence[int]) -> str:
+    return f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
 
 
 if __name__ == "__main__":

@@ -22,8 +22,8 @@ from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.data.types import Array
 from hvdtrain.engine import Engine, Pace, Rates
 from hvdtrain.errors import DataError
-from hvdtrain.prove.parts import parts_of, probe, without_dropout
-from hvdtrain.prove.record import Losses, Record, checksum, sketch, summed
+from hvdtrain.prove.causes import parts_of, probe, without_dropout
+from hvdtrain.prove.compare import Losses, Record, checksum, sketch, summed
 from hvdtrain.run import open_pace, open_rates
 from hvdtrain.runtime.log import silence
 from hvdtrain.session import Session, open_session, writing_nothing

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Protocol
 
-from hvdtrain.data.files.sizes import size_text
+from hvdtrain.data.files import size_text
 from hvdtrain.runtime.scores import text
 from hvdtrain.runtime.timer import clock_text
 

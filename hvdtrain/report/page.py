@@ -14,7 +14,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.data.files.sizes import size_text
+from hvdtrain.data.files import size_text
 from hvdtrain.errors import ConfigError
 from hvdtrain.report import plots
 from hvdtrain.report.epoch import held_up

@@ -1,8 +1,15 @@
-"""Wraps the functions of a config that imports `returnn`, so that they receive what RETURNN would pass to them."""
+"""Wraps the functions of a config that imports `returnn`, so that they receive what RETURNN would pass to them.
+
+Also steps in the form that RETURNN's first PyTorch engine called: `train_step(*, model, data, run_ctx, **_)`. `data` is a dict of
+raw tensors: 'x', and its sizes as 'x:size1'. Today's RETURNN passes a TensorDict as `extern_data` and no run context, but most
+public recipes are of this form.
+"""
 
 from __future__ import annotations
 
 import functools
+import importlib
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -12,14 +19,10 @@ import numpy
 from hvdtrain.config.source import Source
 from hvdtrain.context import get_run_ctx
 from hvdtrain.errors import ConfigError
-from hvdtrain.returnn_layer.imports import Layer
-from hvdtrain.returnn_layer.installed import Installed, is_installed
-from hvdtrain.returnn_layer.missing import NotInLayer, explanation, location
-from hvdtrain.returnn_layer.older import with_older_arguments
-from hvdtrain.returnn_layer.stand_ins import ROOT
+from hvdtrain.returnn_layer.imports import ROOT, Installed, Layer, NotInLayer, explanation, is_installed, location
 
 if TYPE_CHECKING:
-    from hvdtrain.returnn_layer.run_ctx import Stage
+    from hvdtrain.returnn_layer.frontend import Stage
     from hvdtrain.returnn_layer.templates import TensorDict
     from hvdtrain.returnn_layer.tensors import Dim, Tensor
 
@@ -74,7 +77,7 @@ def _step(
     outputs: Mapping[str, Tensor],
 ) -> Callable[..., None]:
     """A train_step or forward_step that calls the config's function with a TensorDict, inside RETURNN's run context."""
-    from hvdtrain.returnn_layer.run_ctx import RunCtx, running
+    from hvdtrain.returnn_layer.frontend import RunCtx, running
     from hvdtrain.returnn_layer.templates import TensorDict, fill_templates, reset, templates_of_batch
 
     def step(*, model: Any, extern_data: Mapping[str, Any], **others: Any) -> None:
@@ -170,3 +173,68 @@ def _sized(dim: Dim, size: int) -> Dim:
     from hvdtrain.returnn_layer.tensors import Dim, Tensor
 
     return Dim(Tensor(dim.name, [], "int32", raw_tensor=numpy.array(size, dtype=numpy.int32)), name=dim.name, kind=dim.kind)
+
+
+def with_older_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function of a config as one with today's arguments; the function itself if it has them already."""
+    try:
+        named = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return function
+    if "extern_data" in named or not {"data", "run_ctx"} & named.keys():
+        return function
+
+    def step(*, extern_data: Any, **others: Any) -> Any:
+        older = {"data": RawTensors(extern_data), "run_ctx": OlderRunCtx(extern_data)}
+        passes = older if any(one.kind is one.VAR_KEYWORD for one in named.values()) else older.keys() & named.keys()
+        return function(**{name: older[name] for name in passes}, **others)
+
+    return functools.update_wrapper(step, function, updated=())
+
+
+class RawTensors(dict[str, Any]):
+    """The raw tensors of a TensorDict, of RETURNN's or of hvdtrain's, with 'x:sizeN' for the sizes of axis N of 'x' on the CPU.
+
+    'x:seq_len' is 'x:size1'. The tags of the sequences, 'seq_tag', are read when they are asked for.
+    """
+
+    def __init__(self, extern_data: Any) -> None:
+        from hvdtrain.returnn_layer.templates import raw_tensors  # here, as it imports torch
+
+        super().__init__(raw_tensors({name: tensor for name, tensor in extern_data.data.items() if name != "seq_tag"}))
+        self._extern_data = extern_data
+
+    def __missing__(self, name: str) -> Any:
+        if name == "seq_tag":
+            self[name] = self._extern_data["seq_tag"].raw_tensor  # raises a KeyError of its own
+        elif name.endswith(":seq_len") and (size := name.replace(":seq_len", ":size1")) in self:
+            self[name] = self[size]
+        else:
+            raise KeyError(f"{name!r}: expected one of {', '.join(self)}")
+        return self[name]
+
+
+class OlderRunCtx:
+    """The run context of the step that is running, with what it had at first.
+
+    Attributes:
+        device: of the batch.
+    """
+
+    def __init__(self, extern_data: Any) -> None:
+        self._context = importlib.import_module("returnn.frontend").get_run_ctx()
+        self._extern_data = extern_data
+
+    @property
+    def device(self) -> str:
+        devices = (getattr(tensor.raw_tensor, "device", None) for tensor in self._extern_data.data.values())
+        return next((str(device) for device in devices if device is not None), "cpu")
+
+    def mark_as_loss(self, loss: Any, name: str, *, inv_norm_factor: Any | None = None, **options: Any) -> None:
+        """As today, with the older name of `custom_inv_norm_factor`."""
+        if inv_norm_factor is not None:
+            options["custom_inv_norm_factor"] = inv_norm_factor
+        self._context.mark_as_loss(loss, name, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)

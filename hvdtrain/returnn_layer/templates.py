@@ -9,7 +9,6 @@ import numpy
 import torch
 
 from hvdtrain.errors import ConfigError
-from hvdtrain.returnn_layer.older import raw_tensors
 from hvdtrain.returnn_layer.tensors import Dim, DimTypes, Tensor, batch_dim, no_attribute
 
 
@@ -64,6 +63,20 @@ class TensorDict:
 
     def __repr__(self) -> str:
         return f"TensorDict({self.data})"
+
+
+def raw_tensors(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """The raw tensors by name, and their sizes where they are not fixed; of the batch, the number of sequences."""
+    raw: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        raw[name] = tensor.raw_tensor
+        for axis, dim in enumerate(tensor.dims):
+            sizes = None if dim.dyn_size_ext is None else dim.dyn_size_ext.raw_tensor
+            if sizes is not None:
+                raw[f"{name}:size{axis}"] = sizes
+            elif dim.is_batch_dim():
+                raw[f"{name}:size{axis}"] = tensor.raw_tensor.shape[axis]
+    return raw
 
 
 OPTIONS = (

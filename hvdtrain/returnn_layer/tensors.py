@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hvdtrain.returnn_layer.missing import not_in_layer
+from hvdtrain.returnn_layer.imports import not_in_layer
 
 
 class _Kind:

@@ -1,24 +1,51 @@
-"""The tasks that use a trained model: eval, forward, search, cleanup_old_models."""
+"""What the key `task` selects beside training. eval, forward, search and cleanup_old_models use a trained model; dry_run tries a
+training on a few batches, without writing anything: how long an epoch takes, how much memory it needs.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import resource
 import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
+from typing import Any
+
+import numpy
 
 from hvdtrain.checkpoint.folder import CheckpointFolder, CleanupRule, parse_rule
-from hvdtrain.checkpoint.saver import clean_up
-from hvdtrain.comm.base import on_rank_zero
+from hvdtrain.checkpoint.progress import Progress
+from hvdtrain.checkpoint.saver import Unsaved, clean_up
+from hvdtrain.comm.base import Communicator, on_rank_zero, together
+from hvdtrain.data.feed import Feed
+from hvdtrain.data.files import size_text
+from hvdtrain.data.plan.bounds import rearranged
+from hvdtrain.data.plan.epoch import Plan
+from hvdtrain.data.types import Array
+from hvdtrain.doctor.scaling import predicted, spread
+from hvdtrain.engine import Engine, Pace
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.frameworks import FRAMEWORKS
-from hvdtrain.runtime.log import open_log, say
+from hvdtrain.run import announce, gather_hosts, is_done, open_pace, open_rates, open_trackers
+from hvdtrain.runtime.log import open_log, say, silence
 from hvdtrain.runtime.scores import text
 from hvdtrain.runtime.timer import clock_text
-from hvdtrain.session import open_communicator, open_session
+from hvdtrain.session import Session, open_communicator, open_session, writing_nothing
 from hvdtrain.settings import Settings
 from hvdtrain.training.evaluation import evaluate
 from hvdtrain.training.forward import forward
-from hvdtrain.training.step_log import open_step_log
+from hvdtrain.training.plans import plan_together
+from hvdtrain.training.predict import parse_placements
+from hvdtrain.training.step_log import StepLog, open_step_log
+
+SECONDS = 10.0
+"""How long the measured steps of a training or an evaluation take together, roughly."""
+
+FEWEST, MOST = 4, 50
+"""The limits on the number of measured steps."""
 
 
 def evaluate_all(settings: Settings) -> None:
@@ -68,3 +95,259 @@ def _scores(path: Path) -> dict[int, dict[str, float]]:
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     epochs = [json.loads(line) for line in lines if line.endswith("}")]
     return {epoch["epoch"]: {name: float(score) for name, score in epoch["scores"].items()} for epoch in epochs}
+
+
+@dataclass(frozen=True)
+class Part:
+    """The estimate for the training of an epoch, or for an evaluation.
+
+    Attributes:
+        tried: descriptions of the largest batches, which were run first and not measured.
+        steps: the number of steps in the epoch.
+        measured: the number of steps that were measured.
+        computing: estimated seconds of all steps.
+        reading: estimated seconds for reading all batches, which happens in the background.
+        padding: by data key, as a share of the padded frames.
+    """
+
+    name: str
+    tried: list[str]
+    steps: int
+    measured: int
+    computing: float
+    reading: float
+    padding: dict[str, float]
+
+    @property
+    def seconds(self) -> float:
+        """Computing and reading overlap, so the slower one counts."""
+        return max(self.computing, self.reading)
+
+
+def dry_run(settings: Settings) -> None:
+    """Start a training on all ranks, run some steps, and estimate the time and memory of an epoch. Raises: HvdtrainError.
+
+    If `predict_ranks` is set, also predict the speed on other numbers of ranks.
+    """
+    settings = writing_nothing(settings)
+    with open_communicator(settings) as comm:
+        if _estimate(settings, comm) and settings.run.predict_ranks is not None:
+            for line in predicted(comm, settings, parse_placements(settings.run.predict_ranks)):
+                say(1, f"predict: {line}")
+
+
+def _estimate(settings: Settings, comm: Communicator) -> bool:
+    """Collective. Log the estimates; whether there is anything left to train."""
+    with open_session(settings, "dry_run", comm) as session:
+        pace = open_pace(settings)
+        announce(settings, session, pace, gather_hosts(session))
+        together(comm, lambda: _check_targets(settings, session), name="check_targets")
+        if is_done(session.progress, pace):
+            return False
+        epoch = session.progress.epoch + 1
+        with silence():  # the scores and slow ranks of these few steps mean nothing
+            parts = [_measured(session, session.feeds[0], epoch, _trainer(settings, session, pace), closing=1)]
+            parts += [_measured(session, feed, epoch, _evaluator(session, epoch)) for feed in session.feeds[1:]]
+        for line in [*_time_lines(parts, comm.size, pace.num_epochs - epoch + 1), *_memory_lines(session)]:
+            say(1, line)
+    return True
+
+
+def _check_targets(settings: Settings, session: Session) -> None:
+    """Check that a training could write its files. Raises: ConfigError."""
+    open_trackers(settings, session)
+    folder = Path(settings.run.model).absolute().parent
+    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise ConfigError([f"model: expected a folder that can be written to, got {folder}"])
+
+
+Run = Callable[[Feed], float]
+"""Runs over the batches that a feed selects; returns the seconds it took."""
+
+
+def _trainer(settings: Settings, session: Session, pace: Pace) -> Run:
+    """Trains with the engine. Measures everything in a step but waiting for data, without the last step."""
+    progress = session.progress
+    one_epoch = replace(pace, num_epochs=progress.epoch + 1, save_steps=None, save_minutes=None)
+
+    def run(feed: Feed) -> float:
+        begins: list[float] = []
+
+        def note(epoch: int, step: int, indices: Array) -> None:
+            session.learner.meter.take_step_seconds()  # waits for a GPU
+            begins.append(time.perf_counter() - session.timer.seconds.get("data wait", 0.0))
+
+        fresh = Progress(progress.step, progress.epoch, list(progress.history))
+        tried = replace(session, feeds=[feed], saver=Unsaved(), progress=fresh)
+        Engine(tried, open_rates(settings, session.comm.size), one_epoch, [], StepLog(), note).run()
+        return begins[-1] - begins[0] if begins else 0.0
+
+    return run
+
+
+def _evaluator(session: Session, epoch: int) -> Run:
+    def run(feed: Feed) -> float:
+        began = time.perf_counter()
+        with session.learner.state.averaged():
+            evaluate(session.comm, session.learner, session.watchdog, feed, epoch, step_log=StepLog())
+        return time.perf_counter() - began
+
+    return run
+
+
+def _measured(session: Session, feed: Feed, epoch: int, run: Run, closing: int = 0) -> Part:
+    """Collective. The largest batches first: what does not fit into memory fails at once, and all is warm then.
+
+    Args:
+        closing: rounds that are run after those that are measured: a training step ends where the next one begins.
+    """
+    comm = session.comm
+    size = comm.size if feed.distribution == "shard" else 1
+    plan = plan_together(comm, feed, epoch)
+    rounds = Rounds(plan, feed.lengths_in(epoch), size)
+    if not len(rounds):
+        return Part(feed.name, [], 0, 0, 0.0, 0.0, {})
+
+    def of(chosen: Sequence[int]) -> Feed:
+        return replace(feed, only=rounds.only([*chosen, *chosen[:closing]]))
+
+    def slowest(seconds: float) -> float:
+        return max(comm.gather(seconds, name="slowest"))
+
+    largest = rounds.largest()
+    run(of(largest))
+    typical = slowest(run(of(largest[:1]))) * float(rounds.costs.mean() / rounds.costs[largest[0]])
+    chosen = rounds.spread(min(MOST, max(FEWEST, int(SECONDS / max(typical, 1e-6)))))
+    session.watchdog.beat(f"reading {feed.name}")
+    began = time.perf_counter()
+    sample = of(chosen)
+    with sample.read(sample.share(sample.plan(epoch)), epoch, session.learner.staging) as batches:
+        count = sum(1 for _ in batches)
+    reading = (time.perf_counter() - began) * len(chosen) / max(count, 1)
+    computing = slowest(run(sample))
+    run(of(largest))  # once more, amid what the others left of the memory
+    scale = float(rounds.costs.sum() / rounds.costs[chosen].sum())
+    return Part(
+        name=feed.name,
+        tried=[rounds.describe(number) for number in largest],
+        steps=len(rounds),
+        measured=len(chosen),
+        computing=scale * computing,
+        reading=scale * slowest(reading),
+        padding=plan.padding(rounds.lengths),
+    )
+
+
+def _time_lines(parts: list[Part], ranks: int, epochs: int) -> list[str]:
+    """What was tried, and what follows from it for an epoch.
+
+    Args:
+        epochs: how many of them are to come.
+    """
+    train = parts[0]
+    kinds = ("largest batch", "batch with the longest sequence")
+    lines = [f"dry run: {kind}: {what}" for kind, what in zip(kinds, train.tried, strict=False)]
+    lines.append(f"dry run: {train.measured} more steps, from small batches to large ones, were measured; nothing was written")
+    for part in parts:
+        computing, reading = (seconds / max(1, part.steps) for seconds in (part.computing, part.reading))
+        slow = f", held up by reading, {reading:.3g} s each" if reading > computing else ""
+        each = f"{part.steps} steps of {computing:.3g} s{slow}"
+        lines.append(f"estimate: {part.name}: {clock_text(part.seconds)} ({each})")
+    epoch = sum(part.seconds for part in parts)
+    where = f"{ranks} rank{'s' if ranks > 1 else ''}"
+    more = f"; {epochs} epochs: {clock_text(epochs * epoch)}" if epochs > 1 else ""
+    lines.append(f"estimate: an epoch on {where}: {clock_text(epoch)}, without saving{more}")
+    return [*lines, "estimate: padding: " + ", ".join(f"{name} {share:.1%}" for name, share in train.padding.items())]
+
+
+def _memory_lines(session: Session) -> list[str]:
+    """Collective. What the ranks needed, and what rank 0 would save."""
+    comm, learner = session.comm, session.learner
+    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # in KB on Linux
+    peaks = comm.gather((host, learner.meter.peak_memory()), name="peak_memory")
+    lines = [f"estimate: memory: {_largest([host for host, _ in peaks])}"]
+    devices = [device for _, device in peaks if device is not None]
+    lines += [f"estimate: memory of the GPU: {_largest(devices)}"] if devices else []
+    learner.state.gather_state()
+    if comm.rank == 0:
+        model, *others = map(num_bytes, learner.state.snapshot())
+        whole = size_text(model + sum(others))
+        lines.append(f"estimate: checkpoint: {whole}: model {size_text(model)}, optimizer {size_text(sum(others))}")
+    return lines
+
+
+def _largest(sizes: list[int]) -> str:
+    largest = max(sizes)
+    return size_text(largest) + (f" at most, on rank {sizes.index(largest)}" if len(sizes) > 1 else "")
+
+
+def num_bytes(state: Any) -> int:
+    """The bytes of all arrays and tensors in dicts, lists and tuples.
+
+    >>> import numpy
+    >>> num_bytes({"a": numpy.zeros((2, 3), "float32"), "b": [(numpy.zeros(1), 7)]})
+    32
+    """
+    if isinstance(state, dict):
+        return sum(map(num_bytes, state.values()))
+    if isinstance(state, (list, tuple)):
+        return sum(map(num_bytes, state))
+    return int(getattr(state, "nbytes", 0))
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """The rounds of an epoch, in each of which every rank takes a batch, but for the last, which may be incomplete.
+
+    Attributes:
+        lengths: by data key, the frames of what the plan's indices speak of.
+        size: batches of the plan in a round.
+    """
+
+    plan: Plan
+    lengths: Mapping[str, Array]
+    size: int
+
+    def __len__(self) -> int:
+        return -(-self.plan.num_batches // self.size)
+
+    @cached_property
+    def costs(self) -> Array:
+        """What the largest batch of every round has in padded frames, summed over data keys; shape (rounds,)."""
+        return self._by_round(self.plan.padded(self.lengths))
+
+    def largest(self) -> list[int]:
+        """The round with the batch of most padded frames; then the one with the longest sequence, where that is another."""
+        longest = self._by_round(self.plan.longest(self.lengths))
+        return list(dict.fromkeys(int(column[: self._num_full].argmax()) for column in (self.costs, longest)))
+
+    def spread(self, count: int) -> list[int]:
+        """Rounds at equal distances from the smallest to the largest, at random places of the epoch."""
+        return spread(self.costs[: self._num_full], count)
+
+    def only(self, rounds: Sequence[int]) -> Plan:
+        """The plan of an epoch of some full rounds, in this order."""
+        batches = [batch for number in rounds for batch in range(number * self.size, (number + 1) * self.size)]
+        there = numpy.array([batch for batch in batches if batch < self.plan.num_batches], dtype=numpy.int64)
+        return Plan(*rearranged(self.plan.order, self.plan.bounds, there))
+
+    def describe(self, number: int) -> str:
+        """The largest batch of a round, in words."""
+        frames = self.plan.padded(self.lengths)
+        batches = numpy.arange(number * self.size, min((number + 1) * self.size, self.plan.num_batches))
+        batch = batches[numpy.sum(list(frames.values()), axis=0)[batches].argmax()]
+        padded = ", ".join(f"{column[batch]} of {name}" for name, column in frames.items())
+        return f"{len(self.plan.batch(batch))} sequences, padded frames: {padded}"
+
+    @property
+    def _num_full(self) -> int:
+        """Rounds in which no rank is left without a batch; the only one, where there is no other."""
+        return max(self.plan.num_batches // self.size, 1)
+
+    def _by_round(self, columns: Mapping[str, Array]) -> Array:
+        """The sum over data keys, of each round's largest batch."""
+        of_batches = numpy.sum(list(columns.values()), axis=0)
+        missing = len(self) * self.size - len(of_batches)
+        by_round: Array = numpy.pad(of_batches, (0, missing)).reshape(len(self), self.size)
+        return numpy.asarray(by_round.max(axis=1))

@@ -8,8 +8,7 @@ import numpy
 
 from hvdtrain.comm.base import Communicator, together
 from hvdtrain.data.dataset import Dataset
-from hvdtrain.data.describe import naming
-from hvdtrain.data.feed import Feed
+from hvdtrain.data.feed import Feed, naming
 from hvdtrain.errors import TrainingError
 from hvdtrain.learner.base import Learner, NotFinite
 from hvdtrain.runtime.scores import Scores

@@ -10,9 +10,8 @@ from typing import Any
 
 from hvdtrain.comm.base import Communicator, together
 from hvdtrain.config.keys import Section, key
-from hvdtrain.config.reference import as_function
-from hvdtrain.data.describe import naming
-from hvdtrain.data.feed import Feed
+from hvdtrain.config.source import as_function
+from hvdtrain.data.feed import Feed, naming
 from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.learner.base import Learner

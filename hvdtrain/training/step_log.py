@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any, Protocol
 
-from hvdtrain.data.files.sizes import size_text
+from hvdtrain.data.files import size_text
 from hvdtrain.data.types import Batch
-from hvdtrain.runtime.log import SCREEN, LogKeys, say
-from hvdtrain.runtime.progress_bar import EVERY, Terminal, open_terminal
+from hvdtrain.runtime.log import EVERY, SCREEN, LogKeys, Terminal, open_terminal, say
 from hvdtrain.runtime.scores import Scores, text
 from hvdtrain.runtime.timer import clock_text
 

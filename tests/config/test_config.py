@@ -17,8 +17,7 @@ import hvdtrain
 from hvdtrain.cli import COMMANDS, help_text, main
 from hvdtrain.config.check import build, closest
 from hvdtrain.config.keys import REQUIRED, declared, key, positive, share, text_value
-from hvdtrain.config.reference import is_reference, resolve
-from hvdtrain.config.source import COMMAND_LINE, ConfigAccess, Source, load, parse_command_line
+from hvdtrain.config.source import COMMAND_LINE, ConfigAccess, Source, is_reference, load, parse_command_line, resolve
 from hvdtrain.errors import ConfigError
 from hvdtrain.returnn_layer.names import UNSUPPORTED
 from hvdtrain.settings import DATASET_SECTIONS, Settings, all_keys, read_settings

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import numpy
 import pytest
 
-from hvdtrain.data.batches import ReadAhead, pad
+from hvdtrain.data.feed import ReadAhead
+from hvdtrain.data.types import pad
 
 
 def test_padding_puts_zeros_behind() -> None:

@@ -8,8 +8,7 @@ import pytest
 from hdf_files import put, write
 
 from hvdtrain.comm.base import SingleCommunicator
-from hvdtrain.data.describe import feed_lines
-from hvdtrain.data.feed import Feed
+from hvdtrain.data.feed import Feed, feed_lines
 from hvdtrain.errors import DataError
 from hvdtrain.session import open_feeds
 from hvdtrain.settings import read_settings

@@ -7,7 +7,7 @@ import numpy
 import pytest
 import torch
 
-from hvdtrain.data.describe import naming
+from hvdtrain.data.feed import naming
 from hvdtrain.data.types import Batch, Padded
 from hvdtrain.errors import ConfigError, DataError
 

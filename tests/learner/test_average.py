@@ -14,12 +14,11 @@ from trainings import CONFIGS, Results, ResultsOf, Run, Trained, assert_same, sa
 from hvdtrain.comm.base import SingleCommunicator
 from hvdtrain.context import get_run_ctx
 from hvdtrain.data.types import Batch, Padded
-from hvdtrain.learner.accumulation import kept
 from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.learner.frameworks import BuildOptions
 from hvdtrain.learner.reduce import GradReduce
-from hvdtrain.learner.torch.build import build_learner
-from hvdtrain.learner.torch.learner import TorchLearner
+from hvdtrain.learner.steps import kept
+from hvdtrain.learner.torch.learner import TorchLearner, build_learner
 from hvdtrain.runtime.timer import Timer
 
 SUFFIX = {"torch": "pt", "tensorflow": "npz"}

@@ -18,8 +18,7 @@ from hvdtrain.errors import ConfigError
 from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.learner.frameworks import BuildOptions
 from hvdtrain.learner.reduce import GradReduce
-from hvdtrain.learner.torch.build import build_learner
-from hvdtrain.learner.torch.learner import TorchLearner
+from hvdtrain.learner.torch.learner import TorchLearner, build_learner
 from hvdtrain.runtime.timer import Timer
 from hvdtrain.settings import read_settings
 

@@ -14,13 +14,13 @@ from gpu_training import KEYS, MEAN, SUM, trained
 from hvdtrain.comm.base import Communicator, SingleCommunicator
 from hvdtrain.comm.launch import Launch
 from hvdtrain.context import RunContext, get_run_ctx
-from hvdtrain.data.batches import ReadAhead, pad
-from hvdtrain.data.types import Batch
+from hvdtrain.data.feed import ReadAhead
+from hvdtrain.data.types import Batch, pad
 from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.learner.frameworks import BuildOptions
 from hvdtrain.learner.reduce import GradReduce
-from hvdtrain.learner.torch.build import build_learner
-from hvdtrain.learner.torch.staging import CudaStaging, await_copy, extern_data_of
+from hvdtrain.learner.torch.learner import build_learner
+from hvdtrain.learner.torch.tensors import CudaStaging, await_copy, extern_data_of
 from hvdtrain.runtime.timer import Timer
 
 pytestmark = [

@@ -11,17 +11,16 @@ from gpu_training import FUSED, KEYS, SUM, same, trained
 
 from hvdtrain.comm.base import SingleCommunicator
 from hvdtrain.context import RunContext, get_run_ctx
-from hvdtrain.data.batches import pad
-from hvdtrain.data.types import Batch
+from hvdtrain.data.types import Batch, pad
 from hvdtrain.errors import TrainingError
 from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.learner.frameworks import BuildOptions
 from hvdtrain.learner.precision import GradientCheck, LossScale, ScaleOptions
 from hvdtrain.learner.reduce import GradReduce
-from hvdtrain.learner.torch.build import build_learner
+from hvdtrain.learner.torch.learner import build_learner
 from hvdtrain.learner.torch.optimizer import make_optimizer
-from hvdtrain.learner.torch.skipping import DeviceSkips, skips_by_itself
 from hvdtrain.learner.torch.tensors import TorchData
+from hvdtrain.learner.torch.update import DeviceSkips, skips_by_itself
 from hvdtrain.runtime.timer import Timer
 
 
@@ -45,7 +44,7 @@ def test_a_training_waits_for_no_gpu_between_steps_and_computes_the_same(
     name: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     losses, keys = KEYS[name]
-    monkeypatch.setattr("hvdtrain.learner.torch.build.autocast_of", lambda *_: nullcontext)  # scaled, but in float32
+    monkeypatch.setattr("hvdtrain.learner.torch.learner.autocast_of", lambda *_: nullcontext)  # scaled, but in float32
     on_cpu, cpu_lines = trained(tmp_path / "cpu", corpus, losses, keys if name != "scaled" else keys | FUSED)
     with stand_in_gpu.gpu(monkeypatch) as gpu:
         counts = Counts(gpu)

@@ -20,7 +20,7 @@ from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.learner.frameworks import BuildOptions
 from hvdtrain.learner.reduce import ReduceKeys
 from hvdtrain.learner.reducer import EpochStart, FinishedUpdate, Reducer
-from hvdtrain.learner.torch.build import build_learner
+from hvdtrain.learner.torch.learner import build_learner
 from hvdtrain.learner.torch.state import TorchState
 from hvdtrain.runtime.timer import Timer
 from hvdtrain.settings import read_settings

@@ -14,8 +14,7 @@ from hvdtrain.errors import ConfigError
 from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.learner.frameworks import BuildOptions
 from hvdtrain.learner.reduce import GradReduce
-from hvdtrain.learner.torch.build import build_learner
-from hvdtrain.learner.torch.learner import TorchLearner
+from hvdtrain.learner.torch.learner import TorchLearner, build_learner
 from hvdtrain.learner.torch.optimizer import make_optimizer, take_multipliers
 from hvdtrain.runtime.timer import Timer
 

@@ -25,8 +25,7 @@ from hvdtrain.learner.precision import (
     parse_scale_options,
 )
 from hvdtrain.learner.reduce import GradReduce
-from hvdtrain.learner.torch.build import build_learner
-from hvdtrain.learner.torch.learner import TorchLearner
+from hvdtrain.learner.torch.learner import TorchLearner, build_learner
 from hvdtrain.runtime.timer import Timer
 
 

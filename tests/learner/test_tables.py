@@ -38,9 +38,9 @@ def test_a_framework_is_a_folder_with_these_files_and_functions(name: str) -> No
         path.stem: {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
         for path in folder.glob("*.py")
     }
-    assert "build_learner" in functions["build"]
+    assert "build_learner" in functions["learner"]
     assert functions["tensors"] >= {"zeros", "size", "wait_for"}
-    assert ("prepare" in functions["device"]) == framework.prepares
+    assert ("prepare" in functions["learner"]) == framework.prepares
     assert len({other.suffix for other in FRAMEWORKS.values()}) == len(FRAMEWORKS)
 
 

@@ -16,9 +16,8 @@ from hvdtrain.errors import CheckpointError, ConfigError, TrainingError
 from hvdtrain.learner.base import LearnerKeys, PreloadNames
 from hvdtrain.learner.frameworks import BuildOptions
 from hvdtrain.learner.reduce import GradReduce
-from hvdtrain.learner.tensorflow.build import build_learner
-from hvdtrain.learner.tensorflow.learner import TensorFlowLearner
-from hvdtrain.learner.tensorflow.variables import variables_of
+from hvdtrain.learner.tensorflow.learner import TensorFlowLearner, build_learner
+from hvdtrain.learner.tensorflow.tensors import variables_of
 from hvdtrain.runtime.timer import Timer
 
 FRAMES = numpy.array([[[1.0, 2.0], [3.0, 4.0]], [[5.0, 6.0], [0.0, 0.0]]], numpy.float32)

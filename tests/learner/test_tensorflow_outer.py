@@ -10,7 +10,7 @@ import numpy
 import pytest
 import torch
 
-from hvdtrain.learner.outer import DEFAULTS, OuterOptimizer, make_outer
+from hvdtrain.learner.param_sync import DEFAULTS, OuterOptimizer, make_outer
 from hvdtrain.learner.sync_interval import NEVER, Quadratic, make_interval
 
 MAKE: dict[str, Any] = {

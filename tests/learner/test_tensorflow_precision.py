@@ -17,8 +17,7 @@ from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.learner.frameworks import BuildOptions
 from hvdtrain.learner.precision import FLOAT32, Precision
 from hvdtrain.learner.reduce import GradReduce
-from hvdtrain.learner.tensorflow.build import build_learner
-from hvdtrain.learner.tensorflow.learner import TensorFlowLearner
+from hvdtrain.learner.tensorflow.learner import TensorFlowLearner, build_learner
 from hvdtrain.runtime.timer import Timer
 
 

@@ -18,8 +18,7 @@ from hvdtrain.learner.frameworks import BuildOptions
 from hvdtrain.learner.precision import Precision, ScaleOptions
 from hvdtrain.learner.reduce import ReduceKeys
 from hvdtrain.learner.reducer import EpochStart, FinishedUpdate
-from hvdtrain.learner.torch.build import build_learner
-from hvdtrain.learner.torch.learner import TorchLearner
+from hvdtrain.learner.torch.learner import TorchLearner, build_learner
 from hvdtrain.runtime.timer import Timer
 from hvdtrain.settings import read_settings
 

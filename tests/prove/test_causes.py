@@ -7,10 +7,19 @@ import pytest
 import torch
 from prove_records import changed, record
 
-from hvdtrain.prove.causes import NOT_FOUND, OF_BATCHES, Case, causes, checked
-from hvdtrain.prove.compare import compare
-from hvdtrain.prove.parts import RANDOM, STATISTICS, Probe, parts_of, without_dropout
-from hvdtrain.prove.record import Part, Record
+from hvdtrain.prove.causes import (
+    NOT_FOUND,
+    OF_BATCHES,
+    RANDOM,
+    STATISTICS,
+    Case,
+    Probe,
+    causes,
+    checked,
+    parts_of,
+    without_dropout,
+)
+from hvdtrain.prove.compare import Part, Record, compare
 
 PLAIN = {"horovod_scale_lr": False, "horovod_reduce_type": "grad", "horovod_avg_grad": False, "horovod_compression": None}
 BATCH_NORM, DROPOUT = Part(STATISTICS, "encoder.norm", "BatchNorm1d"), Part(RANDOM, "drop", "Dropout")

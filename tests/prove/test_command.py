@@ -6,8 +6,7 @@ import pytest
 from launching import TOY
 
 from hvdtrain.comm import launch
-from hvdtrain.prove.__main__ import _parser, job_of, main
-from hvdtrain.prove.launches import Run, keys_for, unavailable
+from hvdtrain.prove.__main__ import Run, _parser, job_of, keys_for, main, unavailable
 from hvdtrain.settings import read_settings
 
 

@@ -9,8 +9,7 @@ import pytest
 from prove_records import changed, record
 
 from hvdtrain.data.types import Batch, Padded
-from hvdtrain.prove.compare import compare, factor
-from hvdtrain.prove.record import SKETCH, Part, Record, checksum, sketch, summed
+from hvdtrain.prove.compare import SKETCH, Part, Record, checksum, compare, factor, sketch, summed
 
 
 @pytest.mark.parametrize("shape", [(3, 5), (SKETCH,), (400, 700)])

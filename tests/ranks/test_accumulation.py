@@ -11,7 +11,7 @@ from timeline import rows_of
 from trainings import ResultsOf, Run, Trained, assert_alike, assert_same, trains
 
 from hvdtrain.errors import ConfigError
-from hvdtrain.learner.accumulation import AccumulationKeys, groups, rounds_per_update
+from hvdtrain.learner.steps import AccumulationKeys, groups, rounds_per_update
 
 RUNS = [Run(framework, "horovod", size) for framework in ("torch", "tensorflow") for size in (1, 2)]
 

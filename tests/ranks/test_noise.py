@@ -15,7 +15,7 @@ from hvdtrain.data.types import Batch, Padded
 from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.learner.frameworks import BuildOptions
 from hvdtrain.learner.reduce import GradReduce, ParamAverage
-from hvdtrain.learner.torch.build import build_learner
+from hvdtrain.learner.torch.learner import build_learner
 from hvdtrain.runtime.timer import Timer
 
 RUNS = [Run(framework, "horovod", 2) for framework in ("torch", "tensorflow")]

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 from launching import EMPTY, FAST, ROOT, TOY, Finished, clean_environment, hvdtrain, launch, torchrun
 
-from hvdtrain.comm.rendezvous import SharedFile
-from hvdtrain.comm.torch_meeting import meet
+from hvdtrain.comm.torch_rendezvous import SharedFile, meet
 from hvdtrain.errors import ConfigError, LaunchError
 from hvdtrain.settings import read_settings
 

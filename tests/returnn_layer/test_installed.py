@@ -11,7 +11,7 @@ from returnn.tensor import Tensor
 
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.torch.optimizer import in_own_order, make_optimizer
-from hvdtrain.returnn_layer.installed import Installed
+from hvdtrain.returnn_layer.imports import Installed
 from hvdtrain.run import train
 from hvdtrain.settings import Settings, read_settings
 from hvdtrain.tasks.tasks import forward_all

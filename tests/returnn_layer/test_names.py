@@ -10,9 +10,9 @@ import pytest
 from returnn.datasets.util import vocabulary as theirs
 
 from hvdtrain.errors import DataError
-from hvdtrain.returnn_layer import vocabulary as ours
+from hvdtrain.returnn_layer import datasets as ours
+from hvdtrain.returnn_layer.adapter import with_older_arguments
 from hvdtrain.returnn_layer.imports import Layer
-from hvdtrain.returnn_layer.older import with_older_arguments
 from hvdtrain.run import train
 from hvdtrain.settings import read_settings
 

@@ -9,7 +9,7 @@ from launching import FAST, TOY, Finished, hvdtrain, torchrun
 
 from hvdtrain.data.plan.bounds import Limits, bounds
 from hvdtrain.data.plan.epoch import Plan
-from hvdtrain.tasks.dry_run import Rounds
+from hvdtrain.tasks.tasks import Rounds
 
 WRITES = {"use_tensorboard": True, "save_interval_steps": 1, "evaluated": True}
 """Beside the keys of `would_write`, what has a training write files."""

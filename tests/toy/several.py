@@ -31,7 +31,7 @@ def arrays_of(model):
     """A model's parameters and buffers as numpy arrays by name."""
     if hasattr(model, "state_dict"):
         return {name: tensor.numpy() for name, tensor in model.state_dict().items()}
-    from hvdtrain.learner.tensorflow.variables import variables_of
+    from hvdtrain.learner.tensorflow.tensors import variables_of
 
     return {name: numpy.asarray(variable) for name, variable in variables_of(model).by_name.items()}
 

@@ -10,9 +10,8 @@ import pytest
 from launching import FAST, TOY, hvdtrain
 from terminal import Terminal, screen
 
-from hvdtrain.runtime.log import LogKeys
-from hvdtrain.runtime.progress_bar import Terminal as DrawnOn
-from hvdtrain.runtime.progress_bar import open_terminal
+from hvdtrain.runtime.log import LogKeys, open_terminal
+from hvdtrain.runtime.log import Terminal as DrawnOn
 from hvdtrain.runtime.scores import Scores
 from hvdtrain.training.step_log import StepLog, StepReport
 

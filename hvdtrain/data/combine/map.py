@@ -17,7 +17,7 @@ import numpy
 
 from hvdtrain.config.check import build, unknown_options
 from hvdtrain.config.keys import REQUIRED, key, not_negative, positive
-from hvdtrain.config.reference import is_reference, resolve
+from hvdtrain.config.source import is_reference, resolve
 from hvdtrain.data.combine.workers import Workers
 from hvdtrain.data.dataset import Dataset, DatasetKeys
 from hvdtrain.data.types import Array, Stream

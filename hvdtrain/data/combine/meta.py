@@ -1,8 +1,11 @@
-"""MetaDataset: the data keys of several datasets of the same sequences, joined by tag."""
+"""MetaDataset: the data keys of several datasets of the same sequences, joined by tag.
+
+Tags are joined with sorted arrays of hashes: dicts of millions of strings need gigabytes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
@@ -10,10 +13,153 @@ from typing import Any
 import numpy
 
 from hvdtrain.config.keys import REQUIRED, key
-from hvdtrain.data.combine.tags import TagIndex
 from hvdtrain.data.dataset import Dataset, DatasetKeys
 from hvdtrain.data.types import Array, Padded
 from hvdtrain.errors import DataError
+
+BLOCK = 1 << 18
+"""Tags read at once: some tens of megabytes."""
+
+
+def tag_blocks(dataset: Dataset, block: int = BLOCK) -> Iterator[tuple[int, Array]]:
+    """All tags in order, in blocks: the index of the first one, and the tags in UTF-8 as numpy bytes of shape (block,)."""
+    for start in range(0, dataset.num_sequences, block):
+        yield start, dataset.tag_bytes(start, min(start + block, dataset.num_sequences))
+
+
+def hashes(tags: Array) -> Array:
+    """The hash of every tag, uint64; it does not depend on the width to which the array pads the tags.
+
+    >>> bool((hashes(numpy.array([b"a", b"b"], dtype="S3")) == hashes(numpy.array([b"a", b"b"], dtype="S20"))).all())
+    True
+    """
+    width = -(-tags.dtype.itemsize // 8)
+    words = numpy.ascontiguousarray(tags.astype(f"S{8 * width}", copy=False)).view(numpy.uint64).reshape(len(tags), width)
+    result = numpy.zeros(len(tags), dtype=numpy.uint64)
+    for column in range(width):  # a column of zeros adds nothing
+        mixed = words[:, column] * _odd(column)
+        mixed ^= mixed >> numpy.uint64(29)
+        mixed *= _odd(column + (1 << 20))
+        mixed ^= mixed >> numpy.uint64(32)
+        result += mixed
+    return result
+
+
+def _odd(number: int) -> numpy.uint64:
+    """A fixed odd number that looks random: a step of splitmix64."""
+    mask = (1 << 64) - 1
+    value = (number + 1) * 0x9E3779B97F4A7C15 & mask
+    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & mask
+    value = (value ^ value >> 27) * 0x94D049BB133111EB & mask
+    return numpy.uint64((value ^ value >> 31) | 1)
+
+
+class TagIndex:
+    """The tags of one dataset, sorted by hash, in which to look up the tags of other datasets.
+
+    It takes the bytes of the tags and 16 bytes per sequence; release it when everything is joined.
+
+    Raises:
+        DataError: two sequences have the same tag.
+    """
+
+    def __init__(self, name: str, dataset: Dataset) -> None:
+        self._name = name
+        self._tags = _all(dataset)
+        unsorted = numpy.empty(len(self._tags), dtype=numpy.uint64)
+        for start in range(0, len(self._tags), BLOCK):
+            unsorted[start : start + BLOCK] = hashes(self._tags[start : start + BLOCK])
+        self._order = numpy.argsort(unsorted, kind="stable").astype(_small(len(unsorted)), copy=False)
+        self._hashes = unsorted[self._order]
+        self._run = self._longest_run()
+
+    def positions_in(self, name: str, other: Dataset) -> Array | None:
+        """For every sequence of this dataset, the index of the other's sequence with the same tag; None: the same index.
+
+        Tags are compared in full, so sequences with the same hash are not mistaken for each other. Sequences that only the
+        other dataset has are ignored.
+
+        Raises:
+            DataError: the other dataset lacks some of the tags, or has one of them twice.
+        """
+        if other.num_sequences == len(self._tags) and self._same_order(other):
+            return None
+        found = numpy.full(len(self._tags), -1, dtype=_small(other.num_sequences))
+        for start, block in tag_blocks(other):
+            here, there = self._lookup(block)
+            if len(numpy.unique(here)) < len(here) or (found[here] >= 0).any():
+                twice = numpy.concatenate([here[found[here] >= 0], here[_repeated(here)]])
+                raise DataError(f"{name}: expected every tag once, got {_text(self._tags[twice[0]])!r} twice")
+            found[here] = start + there
+        missing = numpy.flatnonzero(found < 0)
+        if len(missing):
+            raise DataError(
+                f"{name}: expected all {len(self._tags)} tags of {self._name}, got {len(self._tags) - len(missing)}: "
+                f"{len(missing)} are missing, the first is {_text(self._tags[missing[0]])!r}"
+            )
+        return found
+
+    def _same_order(self, other: Dataset) -> bool:
+        return all(bool((block == self._tags[start : start + len(block)]).all()) for start, block in tag_blocks(other))
+
+    def _lookup(self, block: Array) -> tuple[Array, Array]:
+        """Which tags of the block this dataset has: positions in the dataset, and in the block."""
+        wanted = hashes(block)
+        by_hash = numpy.argsort(wanted, kind="stable")  # sorted needles walk through the index in one direction
+        places = numpy.empty(len(wanted), dtype=numpy.int64)
+        places[by_hash] = numpy.searchsorted(self._hashes, wanted[by_hash])
+        here, there = [], []
+        for step in range(self._run):  # once, unless two tags have the same hash
+            inside = numpy.flatnonzero(places + step < len(self._hashes))
+            candidates = self._order[places[inside] + step]
+            same = self._hashes[places[inside] + step] == wanted[inside]
+            inside, candidates = inside[same], candidates[same]
+            same = self._tags[candidates] == block[inside]
+            here.append(candidates[same])
+            there.append(inside[same])
+        return numpy.concatenate(here), numpy.concatenate(there)
+
+    def _longest_run(self) -> int:
+        """The largest number of tags with the same hash. Raises: DataError, if there is a tag twice."""
+        longest = 1
+        while len(same := numpy.flatnonzero(self._hashes[longest:] == self._hashes[:-longest])):
+            first, second = self._order[same], self._order[same + longest]
+            for start in range(0, len(same), BLOCK):
+                equal = self._tags[first[start : start + BLOCK]] == self._tags[second[start : start + BLOCK]]
+                if equal.any():
+                    tag = self._tags[first[start + int(numpy.argmax(equal))]]
+                    raise DataError(f"{self._name}: expected every tag once, got {_text(tag)!r} twice")
+            longest += 1
+        return longest
+
+
+def _all(dataset: Dataset) -> Array:
+    """All tags as one array. The blocks are released while it is filled."""
+    blocks = [block for _, block in tag_blocks(dataset)][::-1]
+    width = max((block.dtype.itemsize for block in blocks), default=1)
+    tags = numpy.empty(dataset.num_sequences, dtype=f"S{width}")
+    start = 0
+    while blocks:
+        block = blocks.pop()
+        tags[start : start + len(block)] = block
+        start += len(block)
+    return tags
+
+
+def _small(size: int) -> type[numpy.int32] | type[numpy.int64]:
+    return numpy.int32 if size <= numpy.iinfo(numpy.int32).max else numpy.int64
+
+
+def _repeated(numbers: Array) -> Array:
+    """A mask of the second and later occurrences of a number."""
+    _, first = numpy.unique(numbers, return_index=True)
+    again = numpy.ones(len(numbers), dtype=bool)
+    again[first] = False
+    return again
+
+
+def _text(tag: bytes) -> str:
+    return tag.decode("utf-8", errors="replace")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,17 +1,81 @@
-"""A folder of .npy or .wav files with a transcript, as a source of sequences to convert."""
+"""A folder of .npy or .wav files with a transcript, as a source of sequences to convert.
+
+Text becomes class indices by a vocabulary, a list of entries: the class of an entry is its index in the list.
+"""
 
 from __future__ import annotations
 
 import wave
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 import numpy
 
-from hvdtrain.data.formats.vocabulary import Units, Vocabulary, read_lines, read_vocabulary, split
 from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError, DataError
+
+Units = Literal["characters", "words"]
+
+UNKNOWN = "<unk>"
+"""The entry of a vocabulary that stands for everything that the vocabulary lacks."""
+
+
+class Vocabulary:
+    """The entries by class.
+
+    Args:
+        where: the file it comes from, for messages.
+    """
+
+    def __init__(self, where: str, entries: Sequence[str]) -> None:
+        self._where = where
+        self.entries = list(entries)
+        self._classes = {entry: number for number, entry in enumerate(entries)}
+
+    def check(self, units: Sequence[str], source: str, tag: str) -> None:
+        """Check that the vocabulary has all units of a sequence. Raises: DataError, naming `source` and `tag`."""
+        for unit in units if UNKNOWN not in self._classes else ():
+            if unit not in self._classes:
+                raise DataError(
+                    f"{source}: expected text of the entries in {self._where}, got {unit!r} in sequence {tag!r} "
+                    f"(an entry {UNKNOWN} would stand for it)"
+                )
+
+    def classes(self, units: Sequence[str]) -> Array:
+        """The class of every unit, which `check` accepted: int32 of shape (len(units),)."""
+        unknown = self._classes.get(UNKNOWN, -1)
+        return numpy.array([self._classes.get(unit, unknown) for unit in units], dtype=numpy.int32)
+
+
+def split(text: str, units: Units) -> list[str]:
+    """The characters of a text, or its words.
+
+    >>> split("zu viel", "characters"), split(" zu  viel", "words")
+    (['z', 'u', ' ', 'v', 'i', 'e', 'l'], ['zu', 'viel'])
+    """
+    return text.split() if units == "words" else list(text.strip())
+
+
+def read_vocabulary(path: Path) -> Vocabulary:
+    """Read a text file with one entry per line; the first is class 0. Raises: DataError."""
+    entries = read_lines(path)
+    if len(set(entries)) < len(entries):
+        twice = next(entry for entry, times in Counter(entries).items() if times > 1)
+        raise DataError(f"{path}: expected every entry once, got {twice!r} again")
+    return Vocabulary(str(path), entries)
+
+
+def read_lines(path: Path) -> list[str]:
+    """The lines of a text file. Raises: DataError."""
+    try:
+        return path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+    except OSError as error:
+        raise DataError(f"{path}: expected a text file, got: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: expected text in UTF-8, got: {error}") from None
+
 
 SUFFIXES = (".npy", ".wav")
 

@@ -10,7 +10,7 @@ from typing import Any, overload
 
 import numpy
 
-from hvdtrain.data.formats.vocabulary import Units, Vocabulary, read_vocabulary, split
+from hvdtrain.data.formats.folder import Units, Vocabulary, read_vocabulary, split
 from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError, DataError
 

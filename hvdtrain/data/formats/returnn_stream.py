@@ -1,26 +1,28 @@
-"""Training on a dataset that RETURNN reads: any of its classes, in RETURNN's own order.
+"""RETURNN's datasets as a source of sequences, to convert with hvdtrain dump as they come, or to train on in RETURNN's own order.
 
-The plan of an epoch needs all lengths, which RETURNN's datasets mostly know only once they have read a sequence. So the data is
-read once for its lengths, which are kept in a file; after that, a sequence is its place in RETURNN's order of the epoch. RETURNN
-runs in a process of its own, which neither shares Python's lock with the training nor sees the modules that a config imports.
+The plan of an epoch needs all lengths, which RETURNN's datasets mostly know only once they have read a sequence. So to train, the
+data is read once for its lengths, which are kept in a file; after that, a sequence is its place in RETURNN's order of the epoch.
+RETURNN runs in a process of its own, which neither shares Python's lock with the training nor sees the modules that a config
+imports.
 """
 
 from __future__ import annotations
 
 import threading
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import numpy
 
 from hvdtrain.data.combine.workers import Workers
-from hvdtrain.data.dataset import Dataset, Item, Scanning
+from hvdtrain.data.dataset import Dataset, Item, Scanning, SequenceSource
 from hvdtrain.data.formats.found_lengths import About, Found, LengthsFile, identity_of
-from hvdtrain.data.formats.returnn_reading import Part, Question, Reading
+from hvdtrain.data.formats.returnn_reading import INSTALL, OpenedDataset, Part, Question, Reading, is_installed
 from hvdtrain.data.types import Array
-from hvdtrain.errors import DataError
+from hvdtrain.errors import ConfigError, DataError
 
 AGAIN = 4
 """The number of sequences that are read a second time, to see whether they are the same."""
@@ -351,3 +353,56 @@ def _contains(value: Any, name: str) -> bool:
     if isinstance(value, Mapping):
         return value.get("class") == name or any(_contains(inside, name) for inside in value.values())
     return isinstance(value, (list, tuple)) and any(_contains(inside, name) for inside in value)
+
+
+class ReturnnDataset(SequenceSource):
+    """A dataset that the installed RETURNN opens and reads.
+
+    Args:
+        dataset: the dict of a RETURNN config. RETURNN handles its order keys (seq_ordering, partition_epoch, ...) and its files.
+        num_workers: processes that read for a training, where RETURNN's dataset can be read from anywhere.
+
+    Raises:
+        ConfigError: it is no such dict.
+    """
+
+    def __init__(self, dataset: Mapping[str, Any], num_workers: int = 1) -> None:
+        if not isinstance(dataset, Mapping) or "class" not in dataset:
+            raise ConfigError(
+                [f"dataset: expected a dataset dict of RETURNN with 'class', got {dataset!r} in the ReturnnDataset"]
+            )
+        if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 1:
+            raise ConfigError([f"num_workers: expected a positive integer, got {num_workers!r} in the ReturnnDataset"])
+        self._options = dataset
+        self._num_workers = num_workers
+        self._opened: OpenedDataset | None = None
+        self._epoch = 1
+        self.labels: dict[str, list[str]] = {}
+        self.dims: dict[str, int] = {}
+
+    def begin_epoch(self, epoch: int) -> int | None:
+        """Open the dataset, if it is not open, and begin an epoch. Raises: DataError, also if RETURNN is not installed."""
+        if self._opened is None:
+            self._opened = OpenedDataset(self._options)
+        self._epoch = epoch
+        self._opened.begin(epoch)
+        self.labels, self.dims = self._opened.labels_and_dims()
+        return self._opened.num_sequences()
+
+    def read(self, start: int, stop: int | None) -> Iterator[Item]:
+        """RETURNN reads an epoch from its beginning: the sequences before `start` are made and dropped."""
+        opened = self._opened
+        if opened is None:
+            raise RuntimeError("read before begin_epoch")
+        opened.begin(self._epoch)
+        for number in count() if stop is None else range(stop):
+            item = opened.item(number)
+            if item is None:
+                return
+            if number >= start:
+                yield item
+
+    def to_train_on(self, where: str, scanning: Scanning) -> Dataset:
+        if not is_installed():
+            raise DataError(f"{where}: expected the package returnn for {self._options['class']}, got none {INSTALL}")
+        return open_stream(where, self._options, scanning, self._num_workers)

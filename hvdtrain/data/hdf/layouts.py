@@ -205,6 +205,28 @@ def stream_of(path: Path, file: h5py.File, key: str, dataset: h5py.Dataset) -> S
     return Stream(dataset.dtype, tuple(dataset.shape[1:]), int(dim), sparse, names if names != ("dummy-label",) else ())
 
 
+def mapped_array(path: Path, dataset: h5py.Dataset) -> Array | None:
+    """The dataset as a memory-mapped array, or None if its layout does not allow it."""
+    if (
+        dataset.external
+        or dataset.is_virtual
+        or dataset.dtype.hasobject
+        or not dataset.dtype.isnative
+        or dataset.chunks is not None
+    ):
+        return None
+    if dataset.id.get_type() != h5py.h5t.py_create(dataset.dtype, logical=True):  # a type that numpy lacks, which h5py converts
+        return None
+    if dataset.size == 0:
+        return numpy.zeros(dataset.shape, dtype=dataset.dtype)
+    offset = dataset.id.get_offset()
+    if offset is None:  # stored in the header
+        return None
+    # A plain array instead of a numpy.memmap: slicing it is several times faster.
+    place = path if dataset.file.filename == str(path) else dataset.file.filename  # a link may lead to another file
+    return numpy.memmap(place, dtype=dataset.dtype, mode="r", offset=offset, shape=dataset.shape).view(numpy.ndarray)
+
+
 def _integer(path: Path, what: str, value: Any) -> int:
     """The integer, or the first of several, of an attribute. Raises: DataError."""
     numbers = numpy.ravel(value)

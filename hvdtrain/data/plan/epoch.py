@@ -16,9 +16,8 @@ import numpy
 
 from hvdtrain.config.keys import ALONE, Rule, Section, Sections, key, not_negative, positive
 from hvdtrain.data.plan.bounds import BLOCK, Limits, blocks_of, bounds, grouped_by_cost, rearranged, shuffled
-from hvdtrain.data.plan.chunks import Chunks
+from hvdtrain.data.plan.chunks import Chunks, select_by_length
 from hvdtrain.data.plan.order import OrderKeys, order, part_of, seed_of
-from hvdtrain.data.plan.selection import select_by_length
 from hvdtrain.data.types import Array
 from hvdtrain.errors import DataError
 

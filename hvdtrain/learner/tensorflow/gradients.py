@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain.learner.marked import TINY, Normalized
+from hvdtrain.learner.meter import TINY, Normalized
 from hvdtrain.learner.reducer import Reducer, buckets
 
 DENSE_BYTES = 1 << 20

@@ -11,7 +11,7 @@ import tensorflow as tf
 from hvdtrain.context import Loss, RunContext, running
 from hvdtrain.data.types import Batch
 from hvdtrain.errors import ConfigError
-from hvdtrain.learner.marked import TINY, check_marked, check_outputs, check_same, minimized, normalized, nothing_to_minimize
+from hvdtrain.learner.meter import TINY, check_marked, check_outputs, check_same, minimized, normalized, nothing_to_minimize
 from hvdtrain.learner.precision import LossScale
 from hvdtrain.learner.reducer import Reducer
 from hvdtrain.learner.tensorflow.gradients import (
@@ -25,8 +25,19 @@ from hvdtrain.learner.tensorflow.gradients import (
     packed,
     unpacked,
 )
-from hvdtrain.learner.tensorflow.tensors import count_of, extern_data_of, numbers_of, specs_of, tensor_of, total_of, totals_of
-from hvdtrain.learner.tensorflow.variables import ModelVariables, set_generators, tensorflow_variable, variables_of
+from hvdtrain.learner.tensorflow.tensors import (
+    ModelVariables,
+    count_of,
+    extern_data_of,
+    numbers_of,
+    set_generators,
+    specs_of,
+    tensor_of,
+    tensorflow_variable,
+    total_of,
+    totals_of,
+    variables_of,
+)
 from hvdtrain.learner.wire import Sent
 
 

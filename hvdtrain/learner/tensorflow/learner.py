@@ -1,24 +1,119 @@
-"""The learner for TensorFlow: Keras 3 models and tf.Module."""
+"""The learner for TensorFlow, with Keras 3 models and tf.Module: a rank's device and threads, steps, and building from keys."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import keras
 import numpy
 import tensorflow as tf
 
+from hvdtrain.config.source import as_function
 from hvdtrain.data.types import Array, Batch
-from hvdtrain.learner.base import Observer, Then
-from hvdtrain.learner.marked import by_sequence
-from hvdtrain.learner.meter import LearnerMeter
-from hvdtrain.learner.seeds import mixed_seeds, noise_seeds
-from hvdtrain.learner.tensorflow.device import device_name
-from hvdtrain.learner.tensorflow.gradients import Accumulated
-from hvdtrain.learner.tensorflow.graph import StepGraphs
-from hvdtrain.learner.tensorflow.optimizer import UpdateGraph
-from hvdtrain.learner.tensorflow.state import TensorFlowState
-from hvdtrain.learner.tensorflow.variables import ModelVariables, layers_of
+from hvdtrain.errors import ConfigError
+from hvdtrain.learner.base import LearnerKeys, Observer, Then
+from hvdtrain.learner.frameworks import BuildOptions
+from hvdtrain.learner.meter import LearnerMeter, PendingScores, Transfer, by_sequence
+from hvdtrain.learner.optimizer import Clipping
+from hvdtrain.learner.precision import Dtype, GradientCheck, LossScale, Precision
+from hvdtrain.learner.reducer import Reducer
+from hvdtrain.learner.steps import mixed_seed, mixed_seeds, noise_seeds
+from hvdtrain.learner.tensorflow.gradients import Accumulated, GraphGradients
+from hvdtrain.learner.tensorflow.graph import ConfigFunctions, StepGraphs
+from hvdtrain.learner.tensorflow.optimizer import UpdateGraph, make_optimizer
+from hvdtrain.learner.tensorflow.state import TensorFlowState, WeightAverage
+from hvdtrain.learner.tensorflow.tensors import ModelVariables, array_of, layers_of, tensorflow_variable, variables_of
+from hvdtrain.runtime.log import say
+from hvdtrain.runtime.timer import CpuClock
+
+
+def prepare(device: str | None, local_rank: int, threads: int) -> None:
+    """Let this process use its own device only, and set its number of threads.
+
+    Raises:
+        ConfigError: there is no such device, Keras uses another framework, or TensorFlow has already computed something.
+    """
+    if keras.backend.backend() != "tensorflow":
+        other = keras.backend.backend()
+        raise ConfigError([f"backend: expected Keras to compute with TensorFlow, got {other} (export KERAS_BACKEND=tensorflow)"])
+    visible = _visible(device, local_rank)
+    threading = tf.config.threading
+    try:
+        if tf.config.get_visible_devices("GPU") != visible:
+            tf.config.set_visible_devices(visible, "GPU")
+        for gpu in visible:
+            tf.config.experimental.set_memory_growth(gpu, True)
+        if threading.get_intra_op_parallelism_threads() != threads:
+            threading.set_intra_op_parallelism_threads(threads)
+        if threading.get_inter_op_parallelism_threads() != threads:
+            threading.set_inter_op_parallelism_threads(threads)
+    except RuntimeError:
+        raise ConfigError(
+            [
+                "config: expected TensorFlow not to compute before its threads and devices are set, got a config that "
+                "makes tensors while it is read (make them in get_model or train_step)"
+            ]
+        ) from None
+
+
+def device_name() -> str:
+    """The GPU's name, or "CPU"."""
+    gpus = tf.config.get_visible_devices("GPU")
+    return str(tf.config.experimental.get_device_details(gpus[0]).get("device_name", "GPU")) if gpus else "CPU"
+
+
+def _visible(wanted: str | None, local_rank: int) -> list[tf.config.PhysicalDevice]:
+    """The GPUs that this rank may use: its own, or none."""
+    gpus = tf.config.list_physical_devices("GPU")
+    if wanted == "cpu" or (wanted is None and not gpus):
+        return []
+    name, _, number = (wanted or "cuda").partition(":")
+    if name not in ("cuda", "gpu") or (number and not number.isdigit()):
+        raise ConfigError([f"device: expected cpu, cuda or cuda:N, got {wanted!r}"])
+    if not gpus or (number and int(number) >= len(gpus)):
+        raise ConfigError([f"device: expected a CUDA device for {wanted!r}, got {len(gpus) or 'none'} on this host"])
+    return [gpus[int(number) if number else local_rank % len(gpus)]]
+
+
+def peak_memory() -> int | None:
+    """The largest number of bytes of a GPU's memory in use so far; None on a CPU."""
+    return None if device_name() == "CPU" else int(tf.config.experimental.get_memory_info("GPU:0")["peak"])
+
+
+class TensorFlowMeter(LearnerMeter):
+    """Reads the pending scores before it reads the clock: this waits for a GPU, whose steps return before they are done."""
+
+    def take_step_seconds(self) -> float:
+        with self.clock.span():
+            self.scores.fetch()
+        return self.clock.take()
+
+
+@contextmanager
+def layers_in(dtype: Dtype) -> Iterator[None]:
+    """Keras layers that are created inside of the `with` block compute in a type, with parameters in float32."""
+    before = keras.config.dtype_policy()
+    if dtype != "float32":  # otherwise the config may have set a policy itself
+        keras.config.set_dtype_policy(f"mixed_{dtype}")
+    try:
+        yield
+    finally:
+        keras.config.set_dtype_policy(before)
+
+
+def scale_of(precision: Precision, variables: ModelVariables, optimizer: Any) -> LossScale | None:
+    """The loss scale for a model that was made in a precision; warns if the precision does not apply to the model."""
+    model = variables.model
+    layers = [owner for owner in variables.owners.values() if isinstance(owner, keras.layers.Layer)]
+    if precision.dtype != "float32" and not layers:
+        kind = type(model).__name__
+        say(2, f"mixed_precision: {kind} has no Keras layers, to which it applies: it computes in float32 unless it casts itself")
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):  # the config made it itself
+        return None
+    own = getattr(getattr(model, "dtype_policy", None), "name", "")
+    return precision.loss_scale("float16" if own == "mixed_float16" else precision.dtype)
 
 
 class TensorFlowLearner:
@@ -126,3 +221,71 @@ class TensorFlowLearner:
         else:
             names, numbers, self._accumulated = self.graphs.collect(batch, *place, self._accumulated)
         self.meter.scores.add(names, numbers, self._step, batch.indices)
+
+
+MAX_SKIPPED = "num_allowed_consec_invalid_gradient_steps"
+
+
+def build_learner(keys: LearnerKeys, reducer: Reducer, options: BuildOptions) -> TensorFlowLearner:
+    """Build a config's model, optimizer and learner. All ranks use the same seed; rank 0's weights still have to be broadcast.
+
+    Raises:
+        ConfigError: get_model returns no Keras model or tf.Module, or one without variables, or the optimizer cannot be made.
+    """
+    prepare(keys.device, options.local_rank, options.threads)
+    keras.utils.set_random_seed(mixed_seed(options.seed, 0, 0))  # of TensorFlow, Python and numpy
+    variables = _model(keys, options.precision)
+    optimizer = make_optimizer(keys.optimizer, variables)
+    scale = scale_of(options.precision, variables, optimizer)
+    max_skipped = keys.num_allowed_consec_invalid_gradient_steps
+    if max_skipped is not None and isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        raise ConfigError(
+            [f"{MAX_SKIPPED}: expected None with a LossScaleOptimizer, which skips updates by itself, got {max_skipped}"]
+        )
+    tf.random.set_seed(
+        mixed_seed(options.seed, options.rank, 0)
+    )  # for operations of tf.random, which keep their seed when traced
+    functions = ConfigFunctions(as_function(keys.train_step, "train_step"), as_function(keys.forward_step, "forward_step"))
+    trained = [tensorflow_variable(variable) for variable in variables.of_kind("parameters")]
+    gradients = GraphGradients(trained, reducer, options.bucket_bytes(device_name() != "CPU"))
+    check = GradientCheck(max_skipped, scale, same_on_all_ranks=lambda: reducer.updates_without_batch)
+    clipping = Clipping(keys.gradient_clip, keys.gradient_clip_global_norm)
+    average = None if keys.ema_decay is None else WeightAverage(dict(variables.named("parameters")), keys.ema_decay)
+    return TensorFlowLearner(
+        variables,
+        StepGraphs(variables, functions, optimizer, gradients, reducer, scale),
+        UpdateGraph(optimizer, variables, gradients, clipping, keys.gradient_noise, check, scale),
+        TensorFlowState(variables, optimizer, average, scale),
+        _meter(variables, scale, finite_only=max_skipped is not None),
+        (options.seed, options.rank),
+    )
+
+
+def _model(keys: LearnerKeys, precision: Precision) -> ModelVariables:
+    """The variables of the config's model. Raises: ConfigError."""
+    device = "cuda" if tf.config.get_visible_devices("GPU") else "cpu"
+    with layers_in(precision.dtype):
+        model = as_function(keys.get_model, "get_model")(epoch=1, step=0, device=device)
+    if not isinstance(model, (keras.layers.Layer, tf.Module)):
+        raise ConfigError([f"get_model: expected it to return a Keras model or a tf.Module, got {type(model).__name__}"])
+    variables = variables_of(model)
+    if not variables.of_kind("parameters"):
+        raise ConfigError(
+            ["get_model: expected a model that has trainable variables, got none (Keras layers get theirs when they are first "
+             "called: call the model once in get_model)"]
+        )  # fmt: skip
+    return variables
+
+
+def _meter(variables: ModelVariables, scale: LossScale | None, finite_only: bool) -> TensorFlowMeter:
+    def not_finite() -> tuple[str, ...]:
+        named = [*variables.named("parameters"), *variables.named("frozen")]
+        return tuple(name for name, variable in named if not numpy.isfinite(array_of(variable).astype(numpy.float64)).all())
+
+    scores = PendingScores(
+        Transfer(lambda tensors: tf.concat(tensors, 0).numpy().tolist()),
+        not_finite,
+        on_cpu=device_name() == "CPU",
+        finite_only=finite_only,
+    )
+    return TensorFlowMeter(scores, CpuClock(), scale, peak_memory)

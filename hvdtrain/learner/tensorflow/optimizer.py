@@ -31,7 +31,7 @@ from hvdtrain.learner.tensorflow.gradients import (
     noisy,
     unpacked,
 )
-from hvdtrain.learner.tensorflow.variables import ModelVariables, tensorflow_variable
+from hvdtrain.learner.tensorflow.tensors import ModelVariables, tensorflow_variable
 
 NOT_OPTIMIZERS = ("Optimizer", "LossScaleOptimizer", "MultiOptimizer", "OptimizerMap")
 """Classes in keras.optimizers that are no optimizers of their own."""

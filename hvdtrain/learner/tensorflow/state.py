@@ -16,10 +16,10 @@ import tensorflow as tf
 
 from hvdtrain.data.types import Array
 from hvdtrain.errors import CheckpointError
-from hvdtrain.learner.accumulation import kept
 from hvdtrain.learner.base import NEW_OPTIMIZER, Kind, MakeMissing, PreloadNames, Shapes, StatePart, check_made
 from hvdtrain.learner.precision import LossScale
-from hvdtrain.learner.tensorflow.variables import ModelVariables, array_of, assign, exchangeable, tensorflow_variable
+from hvdtrain.learner.steps import kept
+from hvdtrain.learner.tensorflow.tensors import ModelVariables, array_of, assign, exchangeable, tensorflow_variable
 
 TRAINED, AVERAGED = "trained/", "averaged_updates"
 """In the optimizer's file if a moving average is kept: the prefix of the trained weights' names, and the number of updates that

@@ -1,8 +1,10 @@
-"""A rank's device: which one, its seeds, its clock, its memory, and computing in half precision."""
+"""On what and how a rank computes: its device, seeds, clock and memory, half precision, and torch.compile."""
 
 from __future__ import annotations
 
+import inspect
 import random
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -10,9 +12,12 @@ from typing import Any
 import numpy
 import torch
 
+from hvdtrain.config.check import did_you_mean
 from hvdtrain.errors import ConfigError
+from hvdtrain.learner.optimizer import class_names
 from hvdtrain.learner.precision import Dtype
-from hvdtrain.learner.seeds import mixed_seed
+from hvdtrain.learner.steps import mixed_seed
+from hvdtrain.runtime.log import say
 
 
 def device_of(wanted: str | None, local_rank: int) -> torch.device:
@@ -121,3 +126,117 @@ def autocast_of(dtype: Dtype, device: torch.device) -> Autocast:
     if not is_available or (device.type == "cuda" and dtype == "bfloat16" and not torch.cuda.is_bf16_supported()):
         raise ConfigError([f"mixed_precision: expected a type that {device} computes in, got {dtype!r}"])
     return lambda: torch.autocast(device.type, dtype=wanted)
+
+
+Watch = Callable[[], AbstractContextManager[None]]
+"""Makes the context around whatever may compile the model."""
+
+GRAPHS = 64
+"""The number of kinds of input (one sequence, one frame, training, evaluation) that a function is compiled for. PyTorch's own
+limit of 8 is soon reached, and the function then runs uncompiled."""
+
+TWICE = (
+    "torch_compile: expected accum_grad_multiple_step = 1, or one loss only with use_normalized_loss, got several losses to "
+    "accumulate: their gradients are computed one after the other, and a compiled backward runs once, as it overwrites its input"
+)
+"""PyTorch's donated_buffer = False would let it run twice, but its cache may hold code that overwrites the input (2.13)."""
+
+
+def compile_model(model: torch.nn.Module, wanted: bool | dict[str, Any]) -> Watch:
+    """Let a model be compiled when it is first called; return what makes the context around its calls.
+
+    Args:
+        wanted: the key torch_compile: whether to compile, or options of torch.compile and `modules`, the classes (or their names)
+            of the modules that are compiled one by one instead of the whole model.
+
+    Raises:
+        ConfigError: torch.compile has no such option, or the model no such modules.
+    """
+    if wanted is False:
+        return nullcontext
+    options = dict(wanted) if isinstance(wanted, dict) else {}
+    modules = _chosen(model, options.pop("modules")) if "modules" in options else [model]
+    takes = [name for name in inspect.signature(torch.compile).parameters if name != "model"]
+    problems = []
+    for name in options.keys() - set(takes):
+        hint = did_you_mean(name, [*takes, "modules"])
+        problems.append(f"torch_compile.{name}: expected one of {', '.join(takes)}, modules, got {name!r}{hint}")
+    if problems:
+        raise ConfigError(problems)
+    usual = {"dynamic": True, "recompile_limit": GRAPHS}  # batches of any length share a graph
+    options = {name: value for name, value in usual.items() if name in takes} | options
+    try:
+        for module in modules:
+            _compile(module, options)
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise ConfigError([f"torch_compile: expected options of torch.compile, got {options}: {error}"]) from None
+    return _Compilations().watched
+
+
+def _compile(module: torch.nn.Module, options: dict[str, Any]) -> None:
+    """Module.compile skips code of PyTorch's own, such as Sequential.forward: its modules are compiled by their forward."""
+    if type(module).__module__.startswith("torch.nn."):
+        module.forward = torch.compile(module.forward, **options)
+    else:
+        module.compile(**options)
+
+
+def _chosen(model: torch.nn.Module, wanted: Any) -> list[torch.nn.Module]:
+    """The model's modules of some classes, without those inside of another such module, with which they are compiled."""
+    classes = wanted if isinstance(wanted, (list, tuple)) else [wanted]
+    names = {one.__name__ if isinstance(one, type) else str(one).rpartition(".")[2] for one in classes}
+    there = {name for module in model.modules() for name in class_names(module)}
+    missing = sorted(names - there)
+    if missing:
+        hint = did_you_mean(missing[0], there)
+        raise ConfigError([f"torch_compile.modules: expected classes of the model's modules, got {missing[0]}{hint}"])
+    chosen: dict[str, torch.nn.Module] = {}
+    for path, module in model.named_modules():
+        is_inside = any(path.startswith(f"{other}.") for other in chosen if other) or "" in chosen
+        if not is_inside and not names.isdisjoint(class_names(module)):
+            chosen[path] = module
+    return list(chosen.values())
+
+
+class _Compilations:
+    """Logs how long compiling took, and turns its errors into messages."""
+
+    def __init__(self) -> None:
+        self._began = 0.0
+        self._seconds: list[float] = []
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """The context around whatever may compile. Raises: ConfigError, if there is no compiler."""
+        from torch._dynamo import callback, exc  # here, as this import takes a second or two
+
+        handler = callback.callback_handler
+        handler.register_start_callback(self._begin)
+        handler.register_end_callback(self._end)
+        self._seconds = []
+        try:
+            yield
+        except (exc.BackendCompilerFailed, exc.TorchDynamoException) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise ConfigError(
+                [
+                    f"torch_compile: expected PyTorch to compile the model, got: {reason} (a C++ compiler such as g++, or Triton "
+                    "on a GPU, has to be there; torch_compile = False needs none)"
+                ]
+            ) from error
+        except RuntimeError as error:
+            if "donated buffer" not in str(error):
+                raise
+            raise ConfigError([TWICE]) from error
+        finally:
+            handler.remove_start_callback(self._begin)
+            handler.remove_end_callback(self._end)
+        if self._seconds:
+            several = "s" if len(self._seconds) > 1 else ""
+            say(4, f"torch.compile: {len(self._seconds)} graph{several} in {sum(self._seconds):.1f} s")
+
+    def _begin(self, _: Any) -> None:
+        self._began = time.perf_counter()
+
+    def _end(self, _: Any) -> None:
+        self._seconds.append(time.perf_counter() - self._began)

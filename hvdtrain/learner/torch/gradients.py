@@ -13,7 +13,7 @@ import torch
 
 from hvdtrain.context import Loss
 from hvdtrain.learner.base import Then
-from hvdtrain.learner.marked import TINY, Normalized, check_same, normalized, nothing_to_minimize
+from hvdtrain.learner.meter import TINY, Normalized, check_same, normalized, nothing_to_minimize
 from hvdtrain.learner.reducer import Reducer, buckets
 from hvdtrain.learner.torch.tensors import Factor, count_of, terms_of, total_of
 

@@ -1,4 +1,4 @@
-"""The config's optimizer, and its parameter groups."""
+"""The config's optimizer, its parameter groups, and its state divided among the ranks."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from hvdtrain.comm.base import Communicator, all_reduce
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.optimizer import (
     BLACKLIST,
@@ -181,3 +182,165 @@ def in_own_order(stored: dict[str, Any], stored_names: Sequence[str], own: Seque
     groups = [{**group, "params": [numbers[name] for name in names]} for (group, _), names in zip(kept, own, strict=True)]
     state = {numbers[stored_names[place]]: one for place, one in stored["state"].items() if stored_names[place] in numbers}
     return {**stored, "state": state, "param_groups": groups}
+
+
+class ShardedOptimizer:
+    """The config's optimizer with this rank's share of the parameters.
+
+    A gradient is reduced to the rank that keeps its parameter only; what the other ranks have of it is undefined. Norms over all
+    gradients come from `norms`.
+
+    It saves and loads the state of all parameters in the form of the whole optimizer: a checkpoint does not depend on whether the
+    optimizer was sharded, nor on the number of ranks.
+
+    Args:
+        optimizer: over all parameters, before its first step. The parameters of other ranks are removed from its groups.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, comm: Communicator) -> None:
+        self._optimizer = optimizer
+        self._comm = comm
+        self._groups = [list(group["params"]) for group in optimizer.param_groups]
+        parameters = [parameter for group in self._groups for parameter in group]
+        owners = _owners([parameter.numel() for parameter in parameters], comm.size)
+        self._owner_of = {id(parameter): owner for parameter, owner in zip(parameters, owners, strict=True)}
+        self._of_rank: list[list[torch.Tensor]] = [[] for _ in range(comm.size)]
+        for parameter, owner in zip(parameters, owners, strict=True):
+            self._of_rank[owner].append(parameter)
+        own = {id(parameter) for parameter in self._of_rank[comm.rank]}
+        for group in optimizer.param_groups:
+            group["params"] = [parameter for parameter in group["params"] if id(parameter) in own]
+        for parameter in parameters:
+            if id(parameter) not in own:
+                optimizer.state.pop(parameter, None)  # some classes create it at once
+        self._is_own: torch.Tensor | None = None
+        self._gathered: dict[str, Any] | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of the optimizer's class."""
+        return type(self._optimizer).__name__
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The optimizer's hyperparameters."""
+        return self._optimizer.defaults
+
+    @property
+    def whole_groups(self) -> list[list[torch.Tensor]]:
+        """The parameters of each group, of all ranks."""
+        return self._groups
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's groups, with this rank's parameters."""
+        return self._optimizer.param_groups
+
+    def owners(self, parameters: Sequence[torch.Tensor]) -> list[int]:
+        """For each parameter the rank that keeps its state, which alone needs its reduced gradient. Rank 0 for one that the
+        optimizer does not have."""
+        return [self._owner_of.get(id(parameter), 0) for parameter in parameters]
+
+    def norms(self, parameters: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:
+        """Collective. The norm of each parameter's gradient, as its owner has it: the same as if all ranks had all gradients.
+
+        Args:
+            parameters: always the same; all of them have gradients.
+        """
+        own = torch._foreach_norm([one.grad for one in parameters if one.grad is not None], order)
+        norms = torch.stack([norm.double() for norm in own])
+        if self._is_own is None:  # made once: a step sends nothing to the device that it waits for
+            owners = self.owners(parameters)
+            self._is_own = torch.tensor([owner == self._comm.rank for owner in owners], device=norms.device)
+        [all_norms] = all_reduce(self._comm, [norms.where(self._is_own, 0.0)], "sum", name="gradient_norms")
+        return [norm.to(one.dtype) for norm, one in zip(all_norms.unbind(), own, strict=True)]
+
+    def step(self) -> None:
+        """Collective. Update this rank's parameters and send them to the others."""
+        self._optimizer.step()
+        with torch.no_grad():
+            for kind in dict.fromkeys(parameter.dtype for group in self._groups for parameter in group):
+                self._exchange([[one for one in share if one.dtype == kind] for share in self._of_rank])
+
+    def _exchange(self, shares: list[list[torch.Tensor]]) -> None:
+        """Collective. Send every rank's share of the parameters to all ranks."""
+        flat = [parameter.reshape(-1) for parameter in shares[self._comm.rank]]
+        any_parameter = next(parameter for share in shares for parameter in share)
+        mine = torch.cat(flat) if flat else any_parameter.new_empty(0)
+        lengths = [sum(parameter.numel() for parameter in share) for share in shares]
+        [all_values] = self._comm.gather_rows([mine], name="sharded_parameters", lengths=lengths)
+        parameters = [parameter for share in shares for parameter in share]
+        for parameter, values in zip(parameters, all_values.split([one.numel() for one in parameters]), strict=True):
+            parameter.copy_(values.view(parameter.shape))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of all parameters, including those of other ranks."""
+        for group in self._groups:
+            for parameter in group:
+                parameter.grad = None
+
+    def gather(self) -> None:
+        """Collective. Collect the whole state in rank 0's main memory, one rank's share after the other."""
+        whole: dict[int, Any] = {}
+        numbers = self._numbers()
+        for rank in range(self._comm.size):
+            mine = None
+            if rank == self._comm.rank:
+                mine = {numbers[id(one)]: _on_cpu(state) for one, state in self._optimizer.state.items()}
+            [share] = [sent for sent in self._comm.gather(mine, name="sharded_state") if sent is not None]
+            if self._comm.rank == 0:
+                whole |= share
+        self._gathered = {"state": dict(sorted(whole.items())), "param_groups": self._all_groups()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state that `gather` collected. Called by rank 0, once after each `gather`."""
+        gathered, self._gathered = self._gathered, None
+        if gathered is None:
+            raise RuntimeError("ShardedOptimizer.state_dict: expected a call of gather() on all ranks before, got none")
+        return gathered
+
+    def load_state_dict(self, whole: dict[str, Any]) -> None:
+        """Take this rank's share of a whole optimizer's state. Raises: KeyError, ValueError, if the state is of another
+        optimizer."""
+        lengths = [len(group["params"]) for group in whole["param_groups"]]
+        if lengths != [len(group) for group in self._groups]:
+            raise ValueError(f"expected groups of {[len(group) for group in self._groups]} parameters, got {lengths}")
+        numbers = self._numbers()
+        own = [numbers[id(parameter)] for group in self._optimizer.param_groups for parameter in group["params"]]
+        places = iter(range(len(own)))
+        groups = [
+            {**stored, "params": [next(places) for _ in group["params"]]}
+            for stored, group in zip(whole["param_groups"], self._optimizer.param_groups, strict=True)
+        ]
+        state = {place: whole["state"][number] for place, number in enumerate(own) if number in whole["state"]}
+        self._optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+    def _numbers(self) -> dict[int, int]:
+        """The number of each parameter in a whole optimizer's state, by the parameter's id."""
+        parameters = [parameter for group in self._groups for parameter in group]
+        return {id(parameter): number for number, parameter in enumerate(parameters)}
+
+    def _all_groups(self) -> list[dict[str, Any]]:
+        places = iter(range(sum(len(group) for group in self._groups)))
+        return [
+            {**{name: value for name, value in group.items() if name != "params"}, "params": [next(places) for _ in whole]}
+            for group, whole in zip(self._optimizer.param_groups, self._groups, strict=True)
+        ]
+
+
+def _owners(sizes: list[int], ranks: int) -> list[int]:
+    """The rank that keeps each parameter: the largest come first, each goes to the rank that has least so far.
+
+    >>> _owners([5, 100, 40, 70], 2)
+    [0, 0, 1, 1]
+    """
+    load = [0] * ranks
+    owners = [0] * len(sizes)
+    for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
+        owners[number] = min(range(ranks), key=lambda rank: load[rank])
+        load[owners[number]] += sizes[number]
+    return owners
+
+
+def _on_cpu(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in state.items()}

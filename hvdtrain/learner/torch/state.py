@@ -12,11 +12,10 @@ import torch
 
 from hvdtrain.data.types import Array
 from hvdtrain.errors import CheckpointError
-from hvdtrain.learner.accumulation import kept
 from hvdtrain.learner.base import NEW_OPTIMIZER, Kind, MakeMissing, PreloadNames, Shapes, StatePart, check_made
 from hvdtrain.learner.precision import LossScale
-from hvdtrain.learner.torch.optimizer import in_own_order, names_by_group
-from hvdtrain.learner.torch.sharded import ShardedOptimizer
+from hvdtrain.learner.steps import kept
+from hvdtrain.learner.torch.optimizer import ShardedOptimizer, in_own_order, names_by_group
 from hvdtrain.learner.torch.tensors import trained_of
 from hvdtrain.learner.torch.update import Optimizer
 

@@ -18,9 +18,8 @@ from hvdtrain.data.combine.cache import (
     host_memory,
     with_cache,
 )
-from hvdtrain.data.describe import feed_lines
-from hvdtrain.data.feed import Feed
-from hvdtrain.data.files.sizes import parse_sizes
+from hvdtrain.data.feed import Feed, feed_lines
+from hvdtrain.data.files import parse_sizes
 from hvdtrain.data.hdf.dataset import HDFDataset, open_hdf
 from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.session import open_feeds

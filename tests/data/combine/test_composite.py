@@ -14,9 +14,9 @@ import numpy
 import pytest
 from launching import ROOT
 
-from hvdtrain.data.combine.many_files import FilesDataset
 from hvdtrain.data.combine.map import MapDataset
-from hvdtrain.data.combine.tags import tag_blocks
+from hvdtrain.data.combine.meta import tag_blocks
+from hvdtrain.data.combine.union import FilesDataset
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.formats.synthetic import SYMBOLS, answers
 from hvdtrain.data.hdf.writer import HDFWriter

@@ -7,9 +7,8 @@ from typing import Any
 import numpy
 import pytest
 
-from hvdtrain.data.combine import tags as tags_module
-from hvdtrain.data.combine.meta import MetaDataset, MetaDatasetKeys, open_meta
-from hvdtrain.data.combine.tags import TagIndex, hashes
+from hvdtrain.data.combine import meta as meta_module
+from hvdtrain.data.combine.meta import MetaDataset, MetaDatasetKeys, TagIndex, hashes, open_meta
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.data.sources import open_dataset, parse
@@ -68,9 +67,9 @@ def problems(value: Mapping[str, Any]) -> list[str]:
 @pytest.mark.parametrize("bits", [64, 3])
 def test_join_of_a_permutation_is_that_of_a_dict(monkeypatch: pytest.MonkeyPatch, block: int, bits: int) -> None:
     mask = numpy.uint64((1 << bits) - 1)  # with 3 bits nearly all tags share their hash with others
-    monkeypatch.setattr(tags_module, "hashes", lambda tags: hashes(tags) & mask)
-    monkeypatch.setattr(tags_module, "BLOCK", block)
-    monkeypatch.setattr(tags_module.tag_blocks, "__defaults__", (block,))
+    monkeypatch.setattr(meta_module, "hashes", lambda tags: hashes(tags) & mask)
+    monkeypatch.setattr(meta_module, "BLOCK", block)
+    monkeypatch.setattr(meta_module.tag_blocks, "__defaults__", (block,))
     generator = numpy.random.default_rng(bits + block)
     control = names(200, seed=1)
     more = control + [f"more-{number}" for number in range(50)]
@@ -107,7 +106,7 @@ def test_missing_tags_are_counted_and_the_first_is_named() -> None:
 
 @pytest.mark.parametrize("block", [4, 1 << 18])
 def test_a_tag_twice_is_an_error_on_either_side(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
-    monkeypatch.setattr(tags_module.tag_blocks, "__defaults__", (block,))
+    monkeypatch.setattr(meta_module.tag_blocks, "__defaults__", (block,))
     tags = ["a", "b", "c", "d", "e", "f", "g"]
     with pytest.raises(DataError, match="^control: expected every tag once, got 'b' twice$"):
         TagIndex("control", Tagged([*tags, "b"]))

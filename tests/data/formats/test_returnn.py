@@ -11,7 +11,7 @@ import pytest
 from hdf_files import BY_RETURNN as REFERENCE
 from returnn.datasets.basic import init_dataset
 
-from hvdtrain.data.formats.returnn_source import ReturnnDataset
+from hvdtrain.data.formats.returnn_stream import ReturnnDataset
 from hvdtrain.data.hdf.dataset import open_hdf
 from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.hdf_tools.dump import main

@@ -20,10 +20,9 @@ from trainings import Run, Trained, assert_same, trains
 
 from hvdtrain.comm.base import SingleCommunicator
 from hvdtrain.data.dataset import Dataset, Scanning
-from hvdtrain.data.describe import feed_lines
-from hvdtrain.data.feed import Feed
+from hvdtrain.data.feed import Feed, feed_lines
 from hvdtrain.data.formats.found_lengths import identity_of
-from hvdtrain.data.formats.returnn_source import ReturnnDataset
+from hvdtrain.data.formats.returnn_stream import ReturnnDataset
 from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.data.plan.epoch import BatchKeys
 from hvdtrain.data.sources import OpeningContext, open_dataset, parse

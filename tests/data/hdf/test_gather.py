@@ -3,10 +3,9 @@
 import numpy
 import pytest
 
-from hvdtrain.data.batches import pad
-from hvdtrain.data.hdf.dataset import open_hdf
-from hvdtrain.data.hdf.gather import REUSED, Memory, Part, gather
+from hvdtrain.data.hdf.dataset import REUSED, Memory, Part, gather, open_hdf
 from hvdtrain.data.hdf.writer import HDFWriter
+from hvdtrain.data.types import pad
 
 
 def gathered(array, starts, lengths, memory=None):

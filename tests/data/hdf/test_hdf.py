@@ -9,9 +9,9 @@ import numpy
 import pytest
 from hdf_files import BY_RETURNN, CLASSES, EXPECTED, FRAMES, Change, contents, data_error, laid_out, put, write
 
-from hvdtrain.data.batches import pad
 from hvdtrain.data.hdf.dataset import open_hdf
 from hvdtrain.data.hdf.writer import HDFWriter
+from hvdtrain.data.types import pad
 from hvdtrain.errors import DataError
 
 

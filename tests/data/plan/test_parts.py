@@ -7,7 +7,7 @@ import numpy
 import pytest
 from returnn.datasets.meta import CombinedDataset
 
-from hvdtrain.data.combine.many_files import FilesDataset
+from hvdtrain.data.combine.union import FilesDataset
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.hdf.dataset import open_hdf

@@ -28,8 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hvdtrain.config.keys import Rule, Section, key, parsed_by
-from hvdtrain.data.files.sizes import parse_size, size_text
-from hvdtrain.data.files.transfer import Progress, is_unlocked, look_at, open_to_lock, transfer, try_lock
+from hvdtrain.data.files import Progress, is_unlocked, look_at, open_to_lock, parse_size, size_text, transfer, try_lock
 
 PAUSE = 0.05
 """Seconds between two attempts to get a lock that another process holds."""

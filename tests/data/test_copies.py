@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from launching import TOY, hvdtrain
 
-from hvdtrain.data.files.copies import CopyFolder, NotCopied, copy_files
+from hvdtrain.data.copies import CopyFolder, NotCopied, copy_files
 from hvdtrain.data.sources import OpeningContext, open_dataset, parse
 from hvdtrain.errors import DataError
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hvdtrain.comm.horovod_elastic import check_backend
+from hvdtrain.comm.horovod_gloo import check_backend
 from hvdtrain.errors import LaunchError
 
 

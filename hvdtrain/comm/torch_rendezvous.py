@@ -1,4 +1,7 @@
-"""The rendezvous of a torch.distributed job: rank 0 serves a store, and the other ranks connect to it.
+"""The rendezvous of a torch.distributed job: where its processes meet, and how rank 0 serves a store that the others connect to.
+
+`place` is a pure function of the environment and the config. `meet` connects the processes there, and is the only part that
+needs torch, which it imports when it is called.
 
 torch's own `init_method` file:// hangs or fails if the file is left over from an earlier run, and workers that torchrun
 restarts read the addresses of their dead predecessors. So a rank accepts an address only if the store behind it returns the
@@ -13,23 +16,166 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Protocol
-
-from torch._C._distributed_c10d import Store, TCPStore
+from typing import TYPE_CHECKING, Protocol
+from urllib.parse import urlsplit
 
 from hvdtrain.comm import mpi
-from hvdtrain.comm.rendezvous import Address, Agent, Place, SharedFile, names_of_this_host
+from hvdtrain.comm.launch import Launch, detect, host_names
 from hvdtrain.errors import LaunchError
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store, TCPStore
+
+
+@dataclass(frozen=True)
+class Address:
+    """A port that is known in advance. Rank 0 listens on it; the others connect to the first of `hosts` that answers."""
+
+    hosts: tuple[str, ...]
+    port: int
+
+    def __str__(self) -> str:
+        return f"tcp://{_bracketed(self.hosts[0])}:{self.port}"
+
+
+@dataclass(frozen=True)
+class Agent:
+    """The store of torchrun's agent, which outlives its workers. Rank 0 posts there on which port it listens."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"torchrun's store at {self.host}:{self.port}"
+
+
+@dataclass(frozen=True)
+class SharedFile:
+    """A file that all ranks can read. Rank 0 writes into it on which port it listens."""
+
+    path: Path
+
+    def __str__(self) -> str:
+        return f"file://{self.path}"
+
+
+Place = Address | Agent | SharedFile
+
+FIRST_PORT, PORTS = 20000, 10000
+"""Ports for jobs without MASTER_PORT: below those that Linux assigns to outgoing connections (32768 and above)."""
+
+HVDTRAIN_PLACE = "HVDTRAIN_INIT_METHOD"
+"""The variable with the rendezvous address of processes that hvdtrain itself started."""
 
 POLL_INTERVAL = 0.05
 """Seconds between two attempts to read or connect."""
 
 REPORT_AFTER = 15.0
 """Seconds after which rank 0 reports which ranks it waits for."""
+
+FORMS = "'env://', 'tcp://HOST:PORT' or 'file:///PATH'"
+
+
+def place(environ: Mapping[str, str], started: Launch, init_method: str | None = None) -> Place | None:
+    """The rendezvous of a job; None if neither the config nor the environment determines it.
+
+    In this order: `init_method`; MASTER_ADDR and MASTER_PORT, which torchrun sets, too; the launcher's variables. A step of
+    srun uses its first node, and mpirun on a single host uses that host, both with a port derived from the job's id.
+
+    Raises:
+        LaunchError: `init_method` has an unknown form, or MASTER_PORT is not a number.
+    """
+    if init_method is not None and init_method != "env://":
+        return parse(init_method)
+    if started.launcher == "hvdtrain":
+        if HVDTRAIN_PLACE in environ:
+            return parse(environ[HVDTRAIN_PLACE])
+        started = detect({name: value for name, value in environ.items() if not name.startswith("HVDTRAIN_")})
+    port = _master_port(environ) or _port_of_job(environ, started)
+    if "MASTER_ADDR" in environ and port is not None:
+        if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            return Agent(environ["MASTER_ADDR"], port)
+        return Address((environ["MASTER_ADDR"],), port)
+    if init_method == "env://" or port is None:
+        return None
+    if started.local_size == started.size > 1:
+        return Address(("127.0.0.1",), port)
+    if started.launcher == "srun":
+        return Address(_slurm_hosts(environ), port)
+    return None
+
+
+def parse(init_method: str) -> Address | SharedFile:
+    """Parse `tcp://host:port` or `file://path`, the forms that torch.distributed accepts.
+
+    >>> parse("tcp://node1:29500"), str(parse("file:///shared/meet"))
+    (Address(hosts=('node1',), port=29500), 'file:///shared/meet')
+
+    Raises:
+        LaunchError: it has another form.
+    """
+    parts = urlsplit(init_method)
+    if parts.scheme == "file" and parts.netloc + parts.path:
+        return SharedFile(Path(parts.netloc + parts.path))
+    try:
+        if parts.scheme == "tcp" and parts.hostname and parts.port:
+            return Address((parts.hostname,), parts.port)
+    except ValueError:
+        pass  # the port is not a number
+    raise LaunchError(f"init_method: expected {FORMS}, got {init_method!r}")
+
+
+def _slurm_hosts(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """The first node of the step, where task 0 runs, and in case its name cannot be resolved, the address of the host on which
+    srun was called: in a batch job, this is the first node, too.
+    """
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST") or ""
+    return (*host_names(nodes)[:1], *filter(None, [environ.get("SLURM_LAUNCH_NODE_IPADDR")]))
+
+
+def _master_port(environ: Mapping[str, str]) -> int | None:
+    text = environ.get("MASTER_PORT")
+    if text is not None and not text.isdigit():
+        raise LaunchError(f"MASTER_PORT: expected a number, got {text!r} in the environment")
+    return None if text is None else int(text)
+
+
+def _port_of_job(environ: Mapping[str, str], started: Launch) -> int | None:
+    """A port derived from the job's id: the same in all its processes, and most likely different from another job's."""
+    names = {
+        "srun": ("SLURM_JOB_ID", "SLURM_STEP_ID"),
+        "mpirun": ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID"),
+        "horovodrun": ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"),
+    }
+    known = [environ[name] for name in names.get(started.launcher or "", ()) if name in environ]
+    return FIRST_PORT + zlib.crc32(".".join(known).encode()) % PORTS if known else None
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def names_of_this_host() -> list[str]:
+    """The names under which other ranks may reach this host: its name, its addresses, and the loopback address."""
+    name = socket.gethostname()
+    try:
+        addresses = [str(found[4][0]) for found in socket.getaddrinfo(name, None, proto=socket.IPPROTO_TCP)]
+    except OSError:
+        addresses = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing
+        try:
+            probe.connect(("10.255.255.255", 1))
+            addresses.append(probe.getsockname()[0])
+        except OSError:
+            pass  # there is only the loopback network
+    outside = [address for address in addresses if not address.startswith(("127.", "::1"))]
+    return list(dict.fromkeys([name, *outside, "127.0.0.1"]))
 
 
 class Board(Protocol):
@@ -126,6 +272,8 @@ def meet(place: Place | None, rank: int, size: int, timeout: float) -> Store:
 
 
 def _serve(port: int) -> TCPStore:
+    from torch._C._distributed_c10d import TCPStore
+
     with _quiet_port(port):
         return TCPStore("127.0.0.1", port, None, True, timedelta(minutes=5), wait_for_workers=False)
 
@@ -161,6 +309,8 @@ def _parsed(text: str | None) -> tuple[tuple[str, ...], int, str] | None:
 
 def _connect(hosts: tuple[str, ...], port: int, deadline: float) -> TCPStore | None:
     """Connect to the store on the first of the hosts that answers; None after the deadline."""
+    from torch._C._distributed_c10d import TCPStore
+
     while True:
         for host in hosts:
             # Try a plain socket first: a TCPStore whose connection is refused prints a long C++ stack trace.

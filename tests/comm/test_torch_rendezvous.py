@@ -8,7 +8,7 @@ import pytest
 from hvdtrain.comm.keys import LaunchKeys
 from hvdtrain.comm.launch import Launch, detect, host_names, variables
 from hvdtrain.comm.local import processes
-from hvdtrain.comm.rendezvous import Address, Agent, SharedFile, parse, place
+from hvdtrain.comm.torch_rendezvous import Address, Agent, SharedFile, parse, place
 from hvdtrain.errors import LaunchError
 
 ALONE = Launch(None)

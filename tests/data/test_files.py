@@ -11,7 +11,7 @@ import numpy
 import pytest
 from launching import FAST, TOY, Finished, hvdtrain
 
-from hvdtrain.data.files.unchanged import Unchanged
+from hvdtrain.data.files import Unchanged
 from hvdtrain.data.hdf.dataset import open_hdf
 from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.errors import DataError

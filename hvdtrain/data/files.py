@@ -1,0 +1,191 @@
+"""The files behind datasets: their sizes as text, whether they change while a training runs, and copying and locking them."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.errors import DataError
+
+BLOCK = 8 << 20
+"""The number of bytes read and written at once."""
+
+SYNC = 32
+"""The number of blocks after which data is flushed to the disk, so that the last flush does not take minutes without progress."""
+
+Progress = Callable[[int], None]
+"""Called with a number of bytes that changes while copying makes progress, in this process or in the one that it waits for."""
+
+
+def look_at(original: Path) -> tuple[int, int]:
+    """Size in bytes, and modification time in nanoseconds. Raises: DataError."""
+    try:
+        about = original.stat()
+    except OSError as error:
+        raise DataError(f"{original}: expected a file, got: {error.strerror}") from None
+    if not original.is_file():
+        raise DataError(f"{original}: expected a file, got a directory or the like")
+    return about.st_size, about.st_mtime_ns
+
+
+def transfer(original: Path, copy: int, size: int, changed: int, progress: Progress) -> None:
+    """Copy all bytes and flush them to the disk.
+
+    Args:
+        copy: file descriptor of the copy.
+        size: of the original in bytes.
+        changed: modification time of the original in nanoseconds.
+
+    Raises:
+        DataError: the original cannot be read, or was changed meanwhile.
+        OSError: the copy cannot be written.
+    """
+    block = memoryview(bytearray(min(BLOCK, max(1, size))))
+    done = number = 0
+    try:
+        source = original.open("rb", buffering=0)
+    except OSError as error:
+        raise DataError(f"{original}: expected a file that can be read, got: {error.strerror}") from None
+    with source:
+        while done <= size:
+            try:
+                got = source.readinto(block)
+            except OSError as error:
+                raise DataError(f"{original}: expected a file that can be read, got: {error.strerror}") from None
+            if not got:
+                break
+            written = 0
+            while written < got:
+                written += os.write(copy, block[written:got])
+            done += got
+            number += 1
+            if number % SYNC == 0:
+                os.fdatasync(copy)
+            progress(done)
+    if done != size or look_at(original) != (size, changed):
+        raise DataError(f"{original}: expected a file that does not change while it is copied, got one that was changed")
+    os.fsync(copy)
+    os.utime(copy, ns=(time.time_ns(), changed))
+
+
+def open_to_lock(path: Path, flags: int = 0) -> int:
+    """Open a file, possibly of another user, to lock it. Some network file systems need it to be writable for that."""
+    try:
+        return os.open(path, os.O_RDWR | flags, 0o666)
+    except PermissionError:
+        return os.open(path, os.O_RDONLY)
+
+
+def try_lock(file: int) -> bool:
+    """Take the lock of a file, unless another process holds it; whether that succeeded."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def is_unlocked(path: Path) -> bool:
+    """Whether no process holds the lock of a file."""
+    file = open_to_lock(path)
+    try:
+        return try_lock(file)
+    finally:
+        os.close(file)
+
+
+UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def parse_sizes(value: int | str | Sequence[int | str]) -> list[int | None]:
+    """Budgets in bytes for train, dev and eval (0: none, None: unlimited). Raises: ValueError.
+
+    >>> parse_sizes("2G"), parse_sizes([0, "1M"]), parse_sizes("-1,1K,0")
+    ([2147483648, 0, 0], [0, 1048576, 0], [None, 1024, 0])
+    """
+    parts: list[Any] = value.split(",") if isinstance(value, str) else [value] if isinstance(value, int) else list(value)
+    if len(parts) > 3:
+        raise ValueError(value)
+    sizes = [parse_size(part) for part in parts]
+    return sizes + [0] * (3 - len(sizes))
+
+
+def parse_size(value: int | str) -> int | None:
+    """A size in bytes; None (no limit) if it is negative. Raises: ValueError.
+
+    >>> parse_size("1.5k"), parse_size(7), parse_size("-1")
+    (1536, 7, None)
+    """
+    text = str(value).strip()
+    unit = UNITS.get(text[-1:].upper(), 1)
+    size = float(text[:-1] if unit > 1 else text)
+    if size in (float("inf"), float("-inf")):
+        raise ValueError(value)
+    return None if size < 0 else int(size * unit)
+
+
+def size_text(size: int) -> str:
+    """A number of bytes as text.
+
+    >>> size_text(5 << 30), size_text(3_456_789), size_text(10_000)
+    ('5.0 GB', '3.3 MB', '9.8 KB')
+    """
+    for unit, one in reversed(UNITS.items()):
+        if size >= one:
+            return f"{size / one:.1f} {unit}B"
+    return f"{size} bytes"
+
+
+Identity = tuple[int, int, int, int]
+
+
+def identity(about: os.stat_result) -> Identity:
+    """Numbers that change if a file is replaced or written to: device, inode, size, modification time."""
+    return about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns
+
+
+def check_same(path: Path, before: Identity, now: Identity) -> None:
+    """Raises: DataError, if a file was replaced or changed."""
+    if before == now:
+        return
+    if before[:2] != now[:2]:
+        what = "another file in its place"
+    elif before[2] != now[2]:
+        what = f"one of {now[2]} bytes instead of {before[2]}"
+    else:
+        changed = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now[3] / 1e9))
+        what = f"one that was modified at {changed}"
+    raise DataError(
+        f"{path}: expected the file that was opened at the start, got {what} "
+        "(write new data to a new file; training can be resumed from the last checkpoint)"
+    )
+
+
+class Unchanged:
+    """Remembers the identity of files, to detect later that one has changed.
+
+    A memory-mapped file that was replaced (by renaming) can still be read; one that is written to gives the new data, and one
+    that is truncated ends the process when the missing part is read (SIGBUS).
+    """
+
+    def __init__(self, paths: Iterable[str]) -> None:
+        self._before = {path: found for path in dict.fromkeys(paths) if (found := _found(path)) is not None}
+
+    def check(self) -> None:
+        """Raises: DataError, if one of the files was replaced or changed."""
+        for path, before in self._before.items():
+            now = _found(path)
+            if now is None:
+                raise DataError(f"{path}: expected the file that was opened at the start, got: no such file")
+            check_same(Path(path), before, now)
+
+
+def _found(path: str) -> Identity | None:
+    try:
+        return identity(os.stat(path))
+    except OSError:  # opening it gives a better message
+        return None

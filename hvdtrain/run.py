@@ -365,7 +365,7 @@ def record_start(settings: Settings, session: Session, hosts: list[Host]) -> Sta
         ConfigError: it cannot be written.
     """
     in_effect = {key.name: (key.value, key.origin) for key in effective(settings)}
-    start = Start(hosts, in_effect, session.progress.epoch + 1, session.learner.num_parameters)
+    start = Start(hosts, in_effect, session.progress.epoch + 1, session.learner.num_parameters, settings.texts)
     folder = Path(settings.run.model).parent
 
     def note() -> None:

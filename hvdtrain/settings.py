@@ -148,8 +148,13 @@ class Settings:
     """Names that RETURNN would read from the config, with what to set instead where there is something."""
     origins: Mapping[str, str]
     """By key, where its value comes from. Keys with their default value are not listed."""
-    files: tuple[Path, ...] = ()
-    """The config's."""
+    texts: Mapping[str, str]
+    """The text of each config file, by its path."""
+
+    @property
+    def files(self) -> list[Path]:
+        """The config's."""
+        return list(map(Path, self.texts))
 
     @property
     def train(self) -> DatasetSpec:
@@ -184,7 +189,7 @@ def read_settings(paths: list[Path], overrides: Mapping[str, str]) -> Settings:
     names = {ALIASES.get(name, name): text for name, text in overrides.items()}
     layer = layer_for_config()
     source = load(paths, names, {name: declared_key.type for name, declared_key in keys.items()}, layer.builtins)
-    return replace(check(adapted(source, layer), list(keys)), files=tuple(paths))
+    return check(adapted(source, layer), list(keys))
 
 
 def check(source: Source, names: list[str]) -> Settings:
@@ -218,6 +223,7 @@ def check(source: Source, names: list[str]) -> Settings:
         **derived,
         torch_distributed=torch_distributed,
         origins={name: origin for name, origin in origins.items() if name in names},
+        texts=source.texts,
     )
 
 

@@ -14,7 +14,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
@@ -142,6 +142,8 @@ class Source:
     """Overrides whose name does not occur in the config's text."""
     problems: tuple[str, ...] = ()
     """Messages about overrides of entries of values that are not dicts."""
+    texts: Mapping[str, str] = field(default_factory=dict)
+    """The text of each config file, by its path."""
 
 
 Builtins = Callable[[dict[str, Any]], dict[str, Any]]
@@ -165,10 +167,9 @@ def load(paths: list[Path], overrides: Mapping[str, str], types: Mapping[str, An
     top = {name: text_value(text, types.get(name, Any)) for name, text in overrides.items() if "." not in name}
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
-    texts = []
+    texts: dict[str, str] = {}
     for path in paths:
-        text = _read(path)
-        texts.append(text)
+        text = texts[str(path)] = _read(path)
         if path.suffix == ".json" or text.lstrip().startswith("{"):
             loaded = _parse_json(path, text)
         else:
@@ -181,9 +182,9 @@ def load(paths: list[Path], overrides: Mapping[str, str], types: Mapping[str, An
     for name, text in overrides.items():
         if "." in name:
             problems += _set_nested(values, origins, name, text)
-    mentioned = set(re.findall(r"\w+", "\n".join(texts)))
+    mentioned = set(re.findall(r"\w+", "\n".join(texts.values())))
     unused = tuple(name for name in top if name not in types and name not in mentioned)
-    return Source(values, origins, unused, tuple(problems))
+    return Source(values, origins, unused, tuple(problems), texts)
 
 
 def _read(path: Path) -> str:

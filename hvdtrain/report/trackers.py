@@ -28,7 +28,7 @@ from hvdtrain.report.services import METHODS, SERVICES, RunDescription, Status, 
 from hvdtrain.report.steps import StepRecord, step_metrics
 from hvdtrain.runtime.log import say
 
-FIGURES = "matplotlib"
+FIGURES = "plotly"
 """The package that the report page takes."""
 
 

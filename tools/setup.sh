@@ -98,7 +98,7 @@ fi
 # does not install: it could replace a package that Horovod's build imports at that moment. If a download fails, pip install
 # tries again and reports the error.
 others=(cffi cloudpickle packaging psutil pyyaml)
-extras=".[mpi,hdf,huggingface,returnn,demo,report,dev]"
+extras=".[mpi,hdf,safetensors,huggingface,returnn,demo,report,dev]"
 fetched=$VENV/fetched
 fetch() {
     pip download -q --dest $fetched/tensorflow "$tensorflow"

@@ -255,7 +255,7 @@ def build_learner(keys: LearnerKeys, reducer: Reducer, options: BuildOptions) ->
         variables,
         StepGraphs(variables, functions, optimizer, gradients, reducer, scale),
         UpdateGraph(optimizer, variables, gradients, clipping, keys.gradient_noise, check, scale),
-        TensorFlowState(variables, optimizer, average, scale),
+        TensorFlowState(variables, optimizer, average, scale, options.model_format),
         _meter(variables, scale, finite_only=max_skipped is not None),
         (options.seed, options.rank),
     )

@@ -32,6 +32,7 @@ from hvdtrain.learner.torch.device import (
     seed_all,
 )
 from hvdtrain.learner.torch.gradients import Gradients
+from hvdtrain.learner.torch.model_file import check_storable
 from hvdtrain.learner.torch.optimizer import ShardedOptimizer, make_optimizer
 from hvdtrain.learner.torch.state import TorchState, WeightAverage, preload
 from hvdtrain.learner.torch.sync_batch_norm import Exchange, synchronize
@@ -202,6 +203,7 @@ def build_learner(keys: LearnerKeys, reducer: Reducer, options: BuildOptions) ->
     device = device_of(keys.device, options.local_rank)
     seed_all(device, options.seed, 0, 0)
     model, constants = _model(keys, options, device)
+    check_storable(model, options.model_format)
     exchange: Exchange | None = None
     if options.batch_norm is not None:
         model, exchange = synchronize(model, options.batch_norm)
@@ -236,7 +238,7 @@ def build_learner(keys: LearnerKeys, reducer: Reducer, options: BuildOptions) ->
         ),
         gradients,
         Update(model, optimizer, Clipping(keys.gradient_clip, keys.gradient_clip_global_norm), check, scale, noise, on_device),
-        TorchState(model, optimizer, device, average, scale, constants),
+        TorchState(model, optimizer, device, average, scale, constants, options.model_format),
         _meter(keys, model, device, scale),
         (options.seed, options.rank),
         exchange,

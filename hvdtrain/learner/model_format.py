@@ -74,8 +74,8 @@ def writing(file: Path) -> Iterator[Path]:
     """Where to let the package write a file, which is then moved to its place; its errors, as on a full disk, become OSErrors.
 
     The package writes under a random name beside the one it is given, which a kill would leave behind for good, and with
-    permissions for the owner only. Here, a kill leaves a folder whose name begins and ends like the file's, and permissions are the
-    usual ones.
+    permissions for the owner only. Here, a kill leaves a folder whose name begins and ends like the file's, and permissions are
+    the usual ones.
     """
     from safetensors import SafetensorError
 

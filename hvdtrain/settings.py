@@ -23,6 +23,7 @@ from hvdtrain.data.sources import DataKeys, DatasetSpec
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.learner.frameworks import FRAMEWORKS, Feature
+from hvdtrain.learner.model_format import SAFETENSORS
 from hvdtrain.learner.param_sync import OuterKeys
 from hvdtrain.learner.precision import PrecisionKeys
 from hvdtrain.learner.reduce import ReduceKeys, reduce_type
@@ -236,6 +237,11 @@ def _of_the_framework(built: dict[type, Any]) -> list[str]:
         built[LearnerKeys] = replace(learner, device="cpu")
     problems = unsupported([section for section in built.values() if section is not None], run.backend)
     features = FRAMEWORKS[run.backend].features
+    saving = built[SavingKeys]
+    formats = (None, FRAMEWORKS[run.backend].suffix, SAFETENSORS)
+    if saving is not None and saving.checkpoint_format not in formats:
+        wanted = " or ".join(repr(name) for name in formats if name)
+        problems.append(f"checkpoint_format: expected {wanted} with backend {run.backend!r}, got {saving.checkpoint_format!r}")
     preloads = built[StartKeys].preload_from_files if built[StartKeys] is not None else {}
     for name, entry in preloads.items() if "constant parameters" not in features else ():
         if isinstance(entry, dict) and entry.get("init_for_train") == "always":

@@ -15,6 +15,7 @@ from hvdtrain.comm.base import Communicator, Tensor, on_rank_zero, together
 from hvdtrain.config.keys import ALONE, Section, Sections, key, positive
 from hvdtrain.errors import CheckpointError, ConfigError
 from hvdtrain.learner.base import Kind, State, StatePart
+from hvdtrain.learner.model_format import SAFETENSORS, missing_package
 from hvdtrain.learner.reducer import Reducer
 from hvdtrain.runtime.log import say
 
@@ -35,6 +36,11 @@ class SavingKeys(Section):
     save_in_background: bool = key(
         False, "continue training while rank 0 writes a copy of the model and the optimizer, which takes as much memory again"
     )
+    checkpoint_format: Literal["pt", "npz", "safetensors"] | None = key(
+        None,
+        "the format of the model's file: 'safetensors', which many programs read and in which there is no code (needs the extra "
+        "safetensors); None: 'pt' with PyTorch, 'npz' with TensorFlow. Other files of a checkpoint are in the framework's own",
+    )
     cleanup_old_models: bool | dict[str, Any] = key(
         False,
         "after every epoch, remove all models but the last, the best, and some of earlier epochs; or a dict of keep_last_n (2), "
@@ -46,8 +52,11 @@ class SavingKeys(Section):
         try:
             parse_rule(self.cleanup_old_models)
         except ConfigError as error:
-            return error.problems
-        return []
+            return [*error.problems, *self._format_problems()]
+        return self._format_problems()
+
+    def _format_problems(self) -> list[str]:
+        return missing_package("checkpoint_format") if self.checkpoint_format == SAFETENSORS else []
 
 
 class Saves(Protocol):
@@ -110,7 +119,7 @@ class Saver:
         """
         self.finish()
         step = None if progress.current is None else progress.step
-        target = self._checkpoints.at(progress.epoch if progress.current is None else progress.current.epoch, step)
+        target = self._checkpoints.new(progress.epoch if progress.current is None else progress.current.epoch, step)
         self._reducer.settle(self._state)
         own = self._own_parts()
         stored = {

@@ -16,6 +16,7 @@ from hvdtrain.comm.keys import LaunchKeys
 from hvdtrain.config.keys import ALONE, Section, Sections, key, positive
 from hvdtrain.data.identity import Identity, Part, changes, identify, rewritten
 from hvdtrain.errors import CheckpointError, ConfigError
+from hvdtrain.learner.model_format import is_safetensors, missing_package
 from hvdtrain.runtime.log import say
 from hvdtrain.schedule.file import read_learning_rate_file
 
@@ -63,6 +64,11 @@ class StartKeys(Section):
             parse_preloads(self.preload_from_files)
         except ConfigError as error:
             return error.problems
+        files = {"load": self.load, "import_model_train_epoch1": self.import_model_train_epoch1}
+        files |= {f"preload_from_files.{one.name}": one.filename for one in parse_preloads(self.preload_from_files)}
+        needing = [name for name, file in files.items() if file is not None and is_safetensors(file)]
+        if missing := [problem for name in needing for problem in missing_package(name)]:
+            return missing
         launch = others.get(LaunchKeys)
         return self.restart_problems() if launch is not None and launch.max_restarts else []
 
@@ -154,11 +160,11 @@ def _existing(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _file(name: str, folder: CheckpointFolder) -> Path:
-    candidates = [Path(name), Path(f"{name}.{folder.suffix}")]
+    candidates = [Path(name), *(Path(f"{name}.{suffix}") for suffix in folder.model_suffixes)]
     for candidate in candidates:
         if candidate.is_file():
             return candidate
-    raise CheckpointError(f"load: expected a model file, got neither {' nor '.join(map(str, candidates))}")
+    raise CheckpointError(f"load: expected a model file, got none of {', '.join(map(str, candidates))}")
 
 
 def resume(

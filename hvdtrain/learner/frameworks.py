@@ -37,6 +37,7 @@ class BuildOptions:
         sharded: the ranks that the optimizer's state is divided among; None: each rank has all of it.
         bucket_bytes: how large a message with gradients should be, by whether they are on a GPU.
         constants: takes parameters that are neither trained nor saved from files, with the function it gets; returns their names.
+        model_format: of the model's file: the framework's suffix, or "safetensors".
     """
 
     rank: int
@@ -48,6 +49,7 @@ class BuildOptions:
     sharded: Communicator | None = None
     bucket_bytes: Callable[[bool], int] = lambda on_gpu: SMALL_BUCKET
     constants: Callable[[PreloadFunction], list[str]] | None = None
+    model_format: str = ""
 
 
 @dataclass(frozen=True)

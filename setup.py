@@ -39,6 +39,7 @@ setup(
         "report": ["matplotlib>=3.8", "plotly>=6.0", "tensorboard>=2.16"],  # matplotlib is for report --pictures
         "export": ["onnx>=1.16", "onnxscript>=0.2"],  # what hvdtrain export needs for ONNX
         "benchmark": ["returnn>=1.20250101", "dm-tree>=0.1.8", "hdf5plugin>=4.1"],  # what benchmarks/ compare with
+        "peers": ["lightning>=2.4", "accelerate>=1.0", "returnn>=1.20250101", "dm-tree>=0.1.8"],  # benchmarks/peers
         "dev": ["jsonschema>=4.20", "mypy>=1.10", "pytest>=8.0", "pytest-xdist>=3.6", "pyyaml", "ruff>=0.5"],
     },
     entry_points={"console_scripts": ["hvdtrain = hvdtrain.cli:main"]},

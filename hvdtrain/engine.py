@@ -23,12 +23,11 @@ from hvdtrain.runtime.log import say
 from hvdtrain.runtime.scores import Scores
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.session import Session
+from hvdtrain.training.agreement import INTERVAL, INTERVAL_APART, Ballot, Wishes, plan_together
 from hvdtrain.training.callbacks import Callbacks, Training
 from hvdtrain.training.evaluation import evaluate, not_finite
-from hvdtrain.training.plans import plan_together
 from hvdtrain.training.step_log import Listener, StepLog, StepReport, Tally
 from hvdtrain.training.trace import Note, no_trace
-from hvdtrain.training.votes import INTERVAL, INTERVAL_APART, Ballot, Wishes
 
 UNCHANGED_KEYS = "go on with the same data and the same keys for batches"
 

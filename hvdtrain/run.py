@@ -30,11 +30,10 @@ from hvdtrain.learner.precision import cpu_lacks_bfloat16
 from hvdtrain.learner.reduce import scale_learning_rate
 from hvdtrain.learner.steps import rounds_per_update
 from hvdtrain.report.epoch import EpochReport, Reporter
-from hvdtrain.report.json_lines import JsonLines, StepLines
+from hvdtrain.report.json_lines import JsonLines, StepLines, as_json, table, write_summary
 from hvdtrain.report.runs import Start, note_start
 from hvdtrain.report.services import RunDescription, Status, config_values, git_state
 from hvdtrain.report.steps import Reporters
-from hvdtrain.report.summary import as_json, table, write_summary
 from hvdtrain.report.trackers import PATIENCE, InBackground, RunIds, TensorBoard, Tolerant, TrackEpoch, report_page
 from hvdtrain.runtime.interrupt import Stopped
 from hvdtrain.runtime.log import say
@@ -43,7 +42,7 @@ from hvdtrain.schedule.history import EpochRecord, as_errors, ends_early, missin
 from hvdtrain.schedule.rates import epoch_learning_rate
 from hvdtrain.session import Session, open_session
 from hvdtrain.settings import Settings, effective
-from hvdtrain.training.plans import plan_together
+from hvdtrain.training.agreement import plan_together
 from hvdtrain.training.step_log import open_step_log
 from hvdtrain.training.trace import Note, Profile, Trace, TraceKeys, no_trace, num_runs
 from hvdtrain.version import __version__

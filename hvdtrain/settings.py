@@ -36,8 +36,7 @@ from hvdtrain.returnn_layer.names import ALIASES, READ_BY_RETURNN, UNSUPPORTED, 
 from hvdtrain.runtime.interrupt import InterruptKeys
 from hvdtrain.runtime.log import LogKeys
 from hvdtrain.schedule.history import EarlyStoppingKeys, ScoreKeys, wanted_of
-from hvdtrain.schedule.newbob import NewbobKeys
-from hvdtrain.schedule.rates import ScheduleKeys
+from hvdtrain.schedule.rates import NewbobKeys, ScheduleKeys
 from hvdtrain.schedule.steps import StepSchedule, make_schedule
 from hvdtrain.training.callbacks import CallbackKeys
 from hvdtrain.training.forward import ForwardKeys

@@ -22,7 +22,7 @@ from hvdtrain.learner.frameworks import FRAMEWORKS
 from hvdtrain.learner.steps import rounds_per_update
 from hvdtrain.session import open_session
 from hvdtrain.settings import Settings
-from hvdtrain.training.plans import plan_together
+from hvdtrain.training.agreement import plan_together
 from hvdtrain.training.predict import (
     Exchange,
     Measured,

@@ -12,11 +12,11 @@ from hvdtrain.config.source import command_parser, parse_command_line, split_ove
 from hvdtrain.data.feed import naming
 from hvdtrain.errors import CheckpointError
 from hvdtrain.learner.base import Exported
-from hvdtrain.report.summary import OutputShapes, as_json, table
+from hvdtrain.report.json_lines import OutputShapes, as_json, table
 from hvdtrain.runtime.log import say
 from hvdtrain.session import open_session, writing_nothing
 from hvdtrain.settings import Settings, read_settings
-from hvdtrain.training.plans import plan_together
+from hvdtrain.training.agreement import plan_together
 from hvdtrain.version import __version__
 
 

@@ -37,9 +37,9 @@ from hvdtrain.runtime.timer import clock_text
 from hvdtrain.schedule.history import EpochRecord, wanted_of
 from hvdtrain.session import Session, open_communicator, open_session, writing_nothing
 from hvdtrain.settings import Settings
+from hvdtrain.training.agreement import plan_together
 from hvdtrain.training.evaluation import evaluate
 from hvdtrain.training.forward import forward
-from hvdtrain.training.plans import plan_together
 from hvdtrain.training.predict import parse_placements
 from hvdtrain.training.step_log import StepLog, open_step_log
 

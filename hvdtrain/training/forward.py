@@ -16,7 +16,7 @@ from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.learner.base import Learner, Outputs
 from hvdtrain.runtime.watchdog import Watchdog
-from hvdtrain.training.plans import plan_together
+from hvdtrain.training.agreement import plan_together
 
 
 @dataclass(frozen=True, kw_only=True)

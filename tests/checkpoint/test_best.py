@@ -15,8 +15,7 @@ from hvdtrain.checkpoint.progress import BestModel, best_epoch
 from hvdtrain.errors import CheckpointError, ConfigError
 from hvdtrain.run import train
 from hvdtrain.schedule.history import EarlyStoppingKeys, EpochRecord, as_errors, best_of, ends_early, missing_scores
-from hvdtrain.schedule.newbob import NewbobKeys
-from hvdtrain.schedule.rates import ScheduleKeys, epoch_learning_rate
+from hvdtrain.schedule.rates import NewbobKeys, ScheduleKeys, epoch_learning_rate
 from hvdtrain.settings import read_settings
 
 

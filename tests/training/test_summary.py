@@ -10,7 +10,7 @@ from thread_ranks import on_ranks
 
 from hvdtrain.comm.base import Communicator
 from hvdtrain.learner.base import Layer
-from hvdtrain.report.summary import as_json, table
+from hvdtrain.report.json_lines import as_json, table
 from hvdtrain.run import overfitting
 from hvdtrain.session import open_session
 from hvdtrain.settings import read_settings

@@ -11,7 +11,7 @@ from typing import Any, get_type_hints
 from hvdtrain.checkpoint.saver import SavingKeys
 from hvdtrain.checkpoint.start import StartKeys
 from hvdtrain.comm.keys import LaunchKeys, TorchDistributedKeys, merged
-from hvdtrain.config.check import build, unknown, unsupported
+from hvdtrain.config.check import build, resembling, unknown, unsupported
 from hvdtrain.config.keys import REQUIRED, Key, Rule, Section, Sections, declared, key, not_negative, one_of, parsed_by, positive
 from hvdtrain.config.source import COMMAND_LINE, Source, load
 from hvdtrain.data.copies import CopyKeys
@@ -135,6 +135,8 @@ class Settings:
     function: Callable[[], Any] | None
     without_effect: tuple[str, ...]
     """Names that RETURNN would read from the config, with what to set instead where there is something."""
+    misspelt: tuple[str, ...]
+    """Messages about names in a config for RETURNN that look like misspelt keys: RETURNN ignores them, too."""
     origins: Mapping[str, str]
     """By key, where its value comes from. Keys with their default value are not listed."""
 
@@ -305,12 +307,20 @@ def _without_effect(sections: Sections, source: Source) -> tuple[tuple[str, ...]
     return tuple(without_effect(source.values)), []
 
 
+def _misspelt(sections: Sections, source: Source) -> tuple[tuple[str, ...], list[str]]:
+    others = {*ALIASES, *UNSUPPORTED, *READ_BY_RETURNN}
+    found = resembling(source, [key.name for key in all_keys()], others)
+    rule = "neither RETURNN nor hvdtrain reads it"
+    return tuple(f"{name} in {source.origins[name]}: {rule} (did you mean {key}?)" for name, key in found.items()), []
+
+
 DERIVED: dict[str, Callable[[Sections, Source], tuple[Any, list[str]]]] = {
     "step_schedule": _step_schedule,
     "datasets": _datasets,
     "forward": _forward_data,
     "function": _function,
     "without_effect": _without_effect,
+    "misspelt": _misspelt,
 }
 """By attribute of Settings, what makes it of the sections; each returns the value and the problems."""
 

@@ -111,6 +111,8 @@ class Source:
     """Overrides whose name does not occur in the config's text."""
     problems: tuple[str, ...] = ()
     """Messages about overrides of entries of values that are not dicts."""
+    for_returnn: bool = False
+    """Whether a file was written for RETURNN, which ignores the names that it does not know."""
 
 
 Builtins = Callable[[dict[str, Any]], dict[str, Any]]

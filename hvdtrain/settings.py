@@ -176,6 +176,7 @@ def check(source: Source, names: list[str]) -> Settings:
     # What the command line says under one of a key's names wins over what a file says under the other.
     by_origin = sorted(source.values, key=lambda name: source.origins[name] == COMMAND_LINE)
     values = {ALIASES.get(name, name): source.values[name] for name in by_origin}
+    values = _without_training(values)
     origins = {ALIASES.get(name, name): source.origins[name] for name in by_origin}
     problems = [*source.problems, *unknown(source, [*names, *ALIASES], UNSUPPORTED, is_no_op, READ_BY_RETURNN)]
     for other, name in ALIASES.items():
@@ -203,6 +204,18 @@ def check(source: Source, names: list[str]) -> Settings:
         torch_distributed=torch_distributed,
         origins={name: origin for name, origin in origins.items() if name in names},
     )
+
+
+def _without_training(values: dict[str, Any]) -> dict[str, Any]:
+    """The values, in which a task that does not train has something for the keys that only training uses."""
+    if values.get("task") not in ("forward", "search"):
+        return values
+    unused: dict[str, Any] = {"train": {"class": "DummyDataset", "input_dim": 1, "output_dim": 1, "num_seqs": 1}}  # not opened
+    if values.get("forward_step") is not None:
+        unused["train_step"] = values["forward_step"]
+    if values.get("learning_rates") is None:
+        unused["learning_rate"] = 1.0
+    return values | {name: value for name, value in unused.items() if values.get(name) is None}
 
 
 def _of_the_framework(built: dict[type, Any]) -> list[str]:

@@ -294,7 +294,9 @@ class LearnerKeys(Section):
         REQUIRED, "function (*, epoch, step, device, **_) that returns the model; in JSON 'module:name'"
     )
     train_step: Callable[..., Any] | str = key(
-        REQUIRED, "function (*, model, extern_data, **_) that marks the losses of a batch; used for evaluation, too"
+        REQUIRED,
+        "function (*, model, extern_data, **_) that marks the losses of a batch; used for evaluation, too (not for the tasks "
+        "forward and search)",
     )
     forward_step: Callable[..., Any] | str | None = key(
         None, "task forward or search: function (*, model, extern_data, **_) that marks a batch's outputs"

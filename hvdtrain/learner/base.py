@@ -302,7 +302,8 @@ class LearnerKeys(Section):
         None, "task forward or search: function (*, model, extern_data, **_) that marks a batch's outputs"
     )
     optimizer: dict[str, Any] | str | Callable[..., Any] = key(
-        {"class": "adam"}, "the optimizer's class by name and its options, or a function (parameters) that returns one"
+        {"class": "adam"},
+        "the optimizer's class by name (or 'package.module.Class') and its options, or a function (parameters) that returns one",
     )
     gradient_clip_global_norm: float | None = key(
         None, "scale gradients down to this global norm, after they were reduced over the ranks", positive

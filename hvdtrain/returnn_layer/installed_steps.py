@@ -243,6 +243,8 @@ class SeqTags(Tensor):  # type: ignore[misc]
 
     @property
     def _raw_backend(self) -> Any:
+        """Asked for by functions of returnn.frontend, which then use what the base class holds."""
+        self._raw_tensor = self.raw_tensor  # type: ignore[misc]  # a slot of the base class
         return get_backend_by_raw_tensor_type(numpy.ndarray)
 
     def copy(self, name: str | None = None) -> Tensor:
@@ -346,5 +348,6 @@ def _rows(tensor: Tensor, sizes: Sequence[Array | None]) -> list[Any]:
     longest = [None if values is None else values.reshape(len(values), -1).max(axis=1).tolist() for values in sizes]
     rows = []
     for number, row in enumerate(tensor.raw_tensor):
-        rows.append(row[tuple(slice(None) if own is None else slice(own[number]) for own in longest)])
+        within = tuple(slice(None) if own is None else slice(own[number]) for own in longest)
+        rows.append(row[within] if within else numpy.array(row) if isinstance(row, str) else row)
     return rows

@@ -46,6 +46,8 @@ class Results:
         scores: by epoch, the scores by name.
         outputs: by sequence tag, the outputs by name.
         batches: the data of each batch, by data key.
+        error: what the test raised; None: nothing.
+        line: the line of the source that raised it.
     """
 
     def __init__(self) -> None:
@@ -53,6 +55,7 @@ class Results:
         self.outputs: dict[str, dict[str, Any]] = {}
         self.batches: list[dict[str, torch.Tensor]] = []
         self.error: str | None = None
+        self.line = ""
 
 
 class Keeping(ForwardCallbackIface):  # type: ignore[misc]
@@ -220,6 +223,7 @@ def run(module: Any, test: str, program: str, folder: Path) -> Results:
     except BaseException as error:  # an assert of the test, too
         traceback.print_exc()
         results.error = f"{type(error).__name__}: {error}"
+        results.line = traceback.extract_tb(error.__traceback__)[-1].line or ""
     return results
 
 

@@ -17,7 +17,8 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM = 1
 endif
 
 G2P_PARTS = data/g2p/train.hdf data/g2p/dev.hdf data/g2p/test.hdf
-RETURNN_DEMOS = data/returnn/demo-torch.config data/returnn/demo-rf.config
+RETURNN_DEMOS = data/returnn/demo-torch.config data/returnn/demo-rf.config data/returnn/demo-rf-pt-benchmark.py \
+	data/returnn/tests/test_torch_engine.py
 
 # Each of the many processes that tests start would compile the package anew where nothing may be written.
 export PYTHONDONTWRITEBYTECODE =
@@ -39,14 +40,17 @@ data/g2p/%.hdf: demos/g2p/words.py
 	@mkdir -p data/g2p
 	@$(PYTHON_OF_VENV) -m hvdtrain dump '{"class": "demos/g2p/words.py:Words", "part": "$*"}' $@ --overwrite
 
-# Demo configs of RETURNN that tests train. They are in the source distribution of the installed version, but not in its wheel.
-# A pattern (% stands for the dot) makes all of them in one go.
-data/returnn/demo-torch%config data/returnn/demo-rf%config: | setup
-	@mkdir -p data/returnn
+# RETURNN's demos for PyTorch and its tests, which our tests run. They are in the source distribution of the installed version, but
+# not in its wheel. A pattern (% stands for the dot) makes all of them in one go.
+data/returnn/demo-torch%config data/returnn/demo-rf%config data/returnn/demo-rf-pt-benchmark%py \
+		data/returnn/tests/test_torch_engine%py: | setup
+	@mkdir -p data/returnn/tests
 	@version=$$($(PYTHON_OF_VENV) -c "import importlib.metadata; print(importlib.metadata.version('returnn'))") && \
 		$(PYTHON_OF_VENV) -m pip download --quiet --no-deps --no-binary :all: --no-build-isolation --dest data/returnn returnn==$$version
 	@tar --extract --gzip --file data/returnn/returnn-*.tar.gz --directory data/returnn --wildcards --strip-components 2 \
-		'*/demos/demo-torch.config' '*/demos/demo-rf.config'
+		'*/demos/demo-torch.config' '*/demos/demo-rf.config' '*/demos/demo-rf-pt-benchmark.py'
+	@tar --extract --gzip --file data/returnn/returnn-*.tar.gz --directory data/returnn/tests --wildcards --strip-components 2 \
+		'*/tests/*.py'
 	@rm data/returnn/returnn-*.tar.gz
 
 # The full config trains 24 epochs; two epochs take about five minutes.
@@ -64,7 +68,7 @@ test-cluster: setup setup-tests
 test-gpu: setup
 	$(PYTHON_OF_VENV) -m pytest -m gpu -rs tests/learner/test_gpu.py
 
-test-soak: setup data
+test-soak: setup data $(RETURNN_DEMOS)
 	$(PYTHON_OF_VENV) -m pytest -m "soak or again" --soak --durations 10
 
 check: setup data $(RETURNN_DEMOS)

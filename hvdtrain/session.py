@@ -100,6 +100,8 @@ def _open(settings: Settings, purpose: Purpose, comm: Communicator, stack: ExitS
         stack.enter_context(interrupt)
     if purpose != "measure":
         together(comm, lambda: open_log(settings.log, comm.rank, comm.size), name="open_log")
+        for message in settings.misspelt:
+            say(2, message)
         if settings.without_effect:
             say(3, f"RETURNN reads from a config, and hvdtrain does not: {', '.join(settings.without_effect)}")
     if purpose in ("train", "dry_run"):

@@ -11,7 +11,7 @@ from typing import Any, get_type_hints
 from hvdtrain.checkpoint.saver import SavingKeys
 from hvdtrain.checkpoint.start import StartKeys
 from hvdtrain.comm.keys import LaunchKeys, TorchDistributedKeys, merged
-from hvdtrain.config.check import build, unknown, unsupported
+from hvdtrain.config.check import build, resembling, unknown, unsupported
 from hvdtrain.config.keys import REQUIRED, Key, Rule, Section, Sections, declared, key, not_negative, one_of, parsed_by, positive
 from hvdtrain.config.source import COMMAND_LINE, Source, load
 from hvdtrain.data.copies import CopyKeys
@@ -146,6 +146,8 @@ class Settings:
     function: Callable[[], Any] | None
     without_effect: tuple[str, ...]
     """Names that RETURNN would read from the config, with what to set instead where there is something."""
+    misspelt: tuple[str, ...]
+    """Messages about names in a config for RETURNN that look like misspelt keys: RETURNN ignores them, too."""
     origins: Mapping[str, str]
     """By key, where its value comes from. Keys with their default value are not listed."""
     texts: Mapping[str, str]
@@ -197,6 +199,7 @@ def check(source: Source, names: list[str]) -> Settings:
     # What the command line says under one of a key's names wins over what a file says under the other.
     by_origin = sorted(source.values, key=lambda name: source.origins[name] == COMMAND_LINE)
     values = {ALIASES.get(name, name): source.values[name] for name in by_origin}
+    values = _without_training(values)
     origins = {ALIASES.get(name, name): source.origins[name] for name in by_origin}
     problems = [*source.problems, *unknown(source, [*names, *ALIASES], UNSUPPORTED, is_no_op, READ_BY_RETURNN)]
     for other, name in ALIASES.items():
@@ -225,6 +228,18 @@ def check(source: Source, names: list[str]) -> Settings:
         origins={name: origin for name, origin in origins.items() if name in names},
         texts=source.texts,
     )
+
+
+def _without_training(values: dict[str, Any]) -> dict[str, Any]:
+    """The values, in which a task that does not train has something for the keys that only training uses."""
+    if values.get("task") not in ("forward", "search"):
+        return values
+    unused: dict[str, Any] = {"train": {"class": "DummyDataset", "input_dim": 1, "output_dim": 1, "num_seqs": 1}}  # not opened
+    if values.get("forward_step") is not None:
+        unused["train_step"] = values["forward_step"]
+    if values.get("learning_rates") is None:
+        unused["learning_rate"] = 1.0
+    return values | {name: value for name, value in unused.items() if values.get(name) is None}
 
 
 def _of_the_framework(built: dict[type, Any]) -> list[str]:
@@ -356,12 +371,20 @@ def _without_effect(sections: Sections, source: Source) -> tuple[tuple[str, ...]
     return tuple(without_effect(source.values)), []
 
 
+def _misspelt(sections: Sections, source: Source) -> tuple[tuple[str, ...], list[str]]:
+    others = {*ALIASES, *UNSUPPORTED, *READ_BY_RETURNN}
+    found = resembling(source, [key.name for key in all_keys()], others)
+    rule = "neither RETURNN nor hvdtrain reads it"
+    return tuple(f"{name} in {source.origins[name]}: {rule} (did you mean {key}?)" for name, key in found.items()), []
+
+
 DERIVED: dict[str, Callable[[Sections, Source], tuple[Any, list[str]]]] = {
     "step_schedule": _step_schedule,
     "datasets": _datasets,
     "forward": _forward_data,
     "function": _function,
     "without_effect": _without_effect,
+    "misspelt": _misspelt,
 }
 """By attribute of Settings, what makes it of the sections; each returns the value and the problems."""
 

@@ -80,7 +80,8 @@ def unknown(
 ) -> list[str]:
     """Problems with names that are not keys: misspelt keys, unsupported keys of RETURNN, unused overrides.
 
-    Every other name belongs to the config's author and is not checked.
+    Every other name belongs to the config's author and is not checked. In a file written for RETURNN, so do names that look
+    like misspelt keys: RETURNN trains without them, and `resembling` finds them for the log.
 
     Args:
         known: the declared keys.
@@ -98,11 +99,29 @@ def unknown(
         if name in foreign:
             if not is_no_op(name, value):
                 problems.append(f"{name}: a key of RETURNN that is not supported, in {origin} ({foreign[name]})")
-        elif match:
+        elif match and (origin == COMMAND_LINE or not source.for_returnn):
             problems.append(f"{name}: unknown key in {origin} (did you mean {match}?)")
         elif name in source.unused and origin == COMMAND_LINE:
             problems.append(f"{name}: unknown key in {origin} (it is not a key, and the config does not mention it)")
     return problems
+
+
+def resembling(source: Source, known: Iterable[str], others: Container[str]) -> dict[str, str]:
+    """The names in files written for RETURNN that look like misspelt keys, each with that key.
+
+    Args:
+        known: the declared keys.
+        others: further names that are no mistakes.
+    """
+    if not source.for_returnn:
+        return {}
+    keys = list(known)
+    found = {}
+    for name, value in source.values.items():
+        own = name in keys or name in others or name.startswith("_") or isinstance(value, (ModuleType, type))
+        if not own and source.origins[name] != COMMAND_LINE and (match := closest(name, keys)):
+            found[name] = match
+    return found
 
 
 def unknown_options(where: str, options: Mapping[str, Any], section: type, kind: str, others: Iterable[str] = ()) -> list[str]:

@@ -144,6 +144,8 @@ class Source:
     """Messages about overrides of entries of values that are not dicts."""
     texts: Mapping[str, str] = field(default_factory=dict)
     """The text of each config file, by its path."""
+    for_returnn: bool = False
+    """Whether a file was written for RETURNN, which ignores the names that it does not know."""
 
 
 Builtins = Callable[[dict[str, Any]], dict[str, Any]]

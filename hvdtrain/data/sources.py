@@ -29,7 +29,7 @@ from hvdtrain.errors import ConfigError, DataError
 class DataKeys(Section):
     """What is trained and evaluated on: dicts with a class, HDF files, or functions that return one of these."""
 
-    train: Any = key(REQUIRED, "the training data: a dataset dict, or HDF files")
+    train: Any = key(REQUIRED, "the training data: a dataset dict, or HDF files (not for the tasks forward and search)")
     batching: str | Callable[..., str] | None = key(
         None,
         "seq_ordering of train where its dict says none (RETURNN's older key)",

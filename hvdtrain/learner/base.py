@@ -378,13 +378,16 @@ class LearnerKeys(Section):
         REQUIRED, "function (*, epoch, step, device, **_) that returns the model; in JSON 'module:name'"
     )
     train_step: Callable[..., Any] | str = key(
-        REQUIRED, "function (*, model, extern_data, **_) that marks the losses of a batch; used for evaluation, too"
+        REQUIRED,
+        "function (*, model, extern_data, **_) that marks the losses of a batch; used for evaluation, too (not for the tasks "
+        "forward and search)",
     )
     forward_step: Callable[..., Any] | str | None = key(
         None, "task forward or search: function (*, model, extern_data, **_) that marks a batch's outputs"
     )
     optimizer: dict[str, Any] | str | Callable[..., Any] = key(
-        {"class": "adam"}, "the optimizer's class by name and its options, or a function (parameters) that returns one"
+        {"class": "adam"},
+        "the optimizer's class by name (or 'package.module.Class') and its options, or a function (parameters) that returns one",
     )
     gradient_clip_global_norm: float | None = key(
         None, "scale gradients down to this global norm, after they were reduced over the ranks", positive

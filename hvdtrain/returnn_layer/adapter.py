@@ -38,7 +38,7 @@ def adapted(source: Source, layer: Layer | Installed) -> Source:
     """The config with wrapped functions; the config itself if it does not import `returnn`."""
     if not layer.in_use:
         return source
-    source = with_todays_steps(source)
+    source = replace(with_todays_steps(source), for_returnn=True)
     if source.values.get("backend", "torch") != "torch":
         problem = f"backend: expected 'torch' in a config that imports returnn, got {source.values['backend']!r}"
         return replace(source, problems=(*source.problems, problem))

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import numpy
 import returnn.frontend as rf
 import torch
+from returnn.frontend._backend import get_backend_by_raw_tensor_type
 from returnn.frontend.run_ctx import reset_run_ctx
 from returnn.tensor import Dim, Tensor, TensorDict, batch_dim
 from returnn.torch.data.extern_data import extern_data_template_from_config_opts, raw_dict_to_extern_data
@@ -247,6 +248,12 @@ class SeqTags(Tensor):  # type: ignore[misc]
     def raw_tensor(self, tags: Array | None) -> None:
         self._tags = tags
 
+    @property
+    def _raw_backend(self) -> Any:
+        """Asked for by functions of returnn.frontend, which then use what the base class holds."""
+        self._raw_tensor = self.raw_tensor  # type: ignore[misc]  # a slot of the base class
+        return get_backend_by_raw_tensor_type(numpy.ndarray)
+
     def copy(self, name: str | None = None) -> Tensor:
         return Tensor(name or self.name, self.dims, self.dtype, raw_tensor=self.raw_tensor)
 
@@ -284,8 +291,8 @@ class Callback:
             )
         dims: list[Dim] = []
         for axis, (dim, size) in enumerate(zip(self._without_batch(like.dims), raw.shape, strict=True)):
-            if dim.is_static():
-                dims.append(dim)
+            if dim.is_static():  # an axis of a raw tensor has the size that it has in this batch
+                dims.append(dim if dim.dimension == size else Dim(size, name=dim.name))
                 continue
             several = outputs.get(size_name(name, axis))  # a size for each hypothesis
             sizes = numpy.array(size, dtype=numpy.int32) if several is None else several.raw_tensor
@@ -324,6 +331,8 @@ def _raw(name: str, template: Tensor, batch: Mapping[str, BatchEntry]) -> tuple[
     if raw.ndim != len(dims) or any(dim.dimension not in (None, size) for dim, size in zip(dims, raw.shape, strict=True)):
         words = ", ".join(dim.name if dim.dimension is None else str(dim.dimension) for dim in dims)
         raise ConfigError([f"extern_data.{name}: expected data of shape ({words}), got {tuple(raw.shape)} from the dataset"])
+    if template.dtype == "string" and raw.dtype == object:  # texts of several lengths
+        raw = raw.astype(str)
     return raw, seq_lens
 
 
@@ -346,5 +355,6 @@ def _rows(tensor: Tensor, sizes: Sequence[Array | None]) -> list[Any]:
     longest = [None if values is None else values.reshape(len(values), -1).max(axis=1).tolist() for values in sizes]
     rows = []
     for number, row in enumerate(tensor.raw_tensor):
-        rows.append(row[tuple(slice(None) if own is None else slice(own[number]) for own in longest)])
+        within = tuple(slice(None) if own is None else slice(own[number]) for own in longest)
+        rows.append(row[within] if within else numpy.array(row) if isinstance(row, str) else row)
     return rows

@@ -63,6 +63,44 @@ def test_what_is_wrong_is_told(tmp_path: Path, text: str, message: str) -> None:
         train(read(tmp_path, text))
 
 
+def test_what_looks_like_a_misspelt_key_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """RETURNN ignores it, and so do its users: one of its own demos has such a name. On the command line, it is refused."""
+    train(read(tmp_path, "relative_error_div_by_old = True\nlog_verbosity = 2\n"))
+    told = "relative_error_div_by_old in my.config: neither RETURNN nor hvdtrain reads it (did you mean newbob_relative_error_"
+    assert capsys.readouterr().out.count(told) == 1
+    with pytest.raises(ConfigError, match="num_epoch: unknown key in the command line .did you mean num_epochs"):
+        read_settings([tmp_path / "my.config"], {"num_epoch": "2"})
+
+
+def test_a_config_that_only_forwards(tmp_path: Path) -> None:
+    """As RETURNN's forward jobs write it: no training data, no train_step, no learning rate. And tags as outputs."""
+    train(read(tmp_path))
+    body = """
+forward_data, kept, task, load = train, [], "forward", model + ".001"
+del train, train_step, learning_rate, num_epochs
+def forward_step(*, model, extern_data, **_):
+    rf.get_run_ctx().mark_as_default_output(extern_data["data"].raw_tensor)
+    rf.get_run_ctx().mark_as_output(extern_data["seq_tag"], "tag")
+class forward_callback:
+    def init(self, *, model):
+        pass
+    def process_seq(self, *, seq_tag, outputs):
+        assert outputs["tag"].raw_tensor.item() == seq_tag and outputs["output"].raw_tensor.shape[1] == 9
+        kept.append(seq_tag)
+    def finish(self):
+        assert len(kept) == 6
+"""
+    forward_all(read(tmp_path, body))
+
+
+def test_an_optimizer_by_its_dotted_name(tmp_path: Path) -> None:
+    settings = read(tmp_path, "optimizer = {'class': 'returnn.torch.optim.lion.Lion', 'weight_decay': 0.1}\n")
+    train(settings)
+    for name, message in (("returnn.torch.optim.lion.Lio", "that can be imported, got"), ("os.path", "a torch.optim.Optimizer")):
+        with pytest.raises(ConfigError, match=f"optimizer.class: expected .*{message}"):
+            make_optimizer({"class": name}, torch.nn.Linear(1, 1))
+
+
 def test_without_extern_data_the_data_tells(tmp_path: Path) -> None:
     """And the tags are read when they are used, in the form that they have in RETURNN."""
     body = """

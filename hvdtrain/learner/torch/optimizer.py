@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -26,6 +27,8 @@ from hvdtrain.learner.torch.tensors import trained_of
 def make_optimizer(spec: dict[str, Any] | str | Any, model: torch.nn.Module, fused: bool = False) -> torch.optim.Optimizer:
     """An optimizer from `{"class": "adamw", "weight_decay": 0.01, ...}`, a name, or a function of the parameters.
 
+    The class may also be one that is not PyTorch's, as itself or as `"package.module.Class"`.
+
     The learning rate is set at every update; `epsilon` is another name for `eps`.
 
     Args:
@@ -44,7 +47,7 @@ def make_optimizer(spec: dict[str, Any] | str | Any, model: torch.nn.Module, fus
         for name, member in vars(torch.optim).items()
         if isinstance(member, type) and issubclass(member, torch.optim.Optimizer) and member is not torch.optim.Optimizer
     }
-    made = class_of(wanted, known, "optimizer.class")
+    made = imported(wanted) if isinstance(wanted, str) and "." in wanted else class_of(wanted, known, "optimizer.class")
     if "epsilon" in options:
         options["eps"] = options.pop("epsilon")
     groups = make_groups(model, made, options)
@@ -55,9 +58,23 @@ def make_optimizer(spec: dict[str, Any] | str | Any, model: torch.nn.Module, fus
     if fused and is_real and issubclass(made, FUSED) and not IMPLEMENTATIONS & options.keys():
         options["fused"] = True
     try:
-        return made(groups, lr=0.0, **options)  # type: ignore[no-any-return]
+        # Set at every update. Some classes that are not PyTorch's assert that it is positive.
+        rate = 0.0 if made.__module__.startswith("torch.") else 1.0
+        return made(groups, lr=rate, **options)  # type: ignore[no-any-return]
     except (TypeError, ValueError) as error:
         raise ConfigError([f"optimizer: expected options of {made.__name__}, got {options}: {error}"]) from None
+
+
+def imported(name: str) -> Any:
+    """The class `package.module.Class`. Raises: ConfigError, if there is none."""
+    module, _, last = name.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), last)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError([f"optimizer.class: expected a name that can be imported, got {name!r}: {error}"]) from error
+    if not isinstance(found, type) or not issubclass(found, torch.optim.Optimizer):
+        raise ConfigError([f"optimizer.class: expected a torch.optim.Optimizer, got {found!r} as {name!r}"])
+    return found
 
 
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)

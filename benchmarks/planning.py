@@ -29,7 +29,7 @@ from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.plan.epoch import BatchKeys
 from hvdtrain.data.plan.order import OrderKeys
-from hvdtrain.training.plans import plan_together
+from hvdtrain.training.agreement import plan_together
 
 LIMITS: dict[str, dict[str, Any]] = {
     "batch_size": {"batch_size": 20_000},

@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""The cost of the progress bar on a terminal: `python benchmarks/step_log.py`.
+"""The cost of looking at steps: `OPENBLAS_NUM_THREADS=1 python benchmarks/step_log.py`.
 
-Short steps (a small matrix product) without a log, with a log that writes lines to a file, and with one that draws a bar on a
-terminal (a pty, which a thread reads), alternately. Times are CPU time.
+Short steps (a small matrix product) without a log, with a log that writes lines to a file, with one that also records the steps'
+numbers in steps.jsonl and for TensorBoard, and both with a bar on a terminal (a pty, which a thread reads), alternately. Then
+what a step and a record take by themselves, without the product. Times are CPU time.
 """
 
 from __future__ import annotations
@@ -11,20 +12,32 @@ import argparse
 import logging
 import os
 import pty
+import statistics
 import sys
 import tempfile
 import threading
+import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
 import numpy
-from measuring import machine, table, take_turns
+from measuring import Contestant, machine, table, take_turns
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from hvdtrain.runtime.log import LogKeys, Terminal, open_log  # noqa: E402  # found through the line above
+from hvdtrain.data.plan.epoch import Plan  # noqa: E402  # found through the line above
+from hvdtrain.report.json_lines import StepLines  # noqa: E402
+from hvdtrain.report.steps import StepNumbers, work_of  # noqa: E402
+from hvdtrain.report.trackers import TensorBoard  # noqa: E402
+from hvdtrain.runtime.log import LogKeys, Terminal, open_log  # noqa: E402
 from hvdtrain.runtime.scores import Scores  # noqa: E402
-from hvdtrain.training.step_log import StepLog, StepReport  # noqa: E402
+from hvdtrain.runtime.timer import Timer  # noqa: E402
+from hvdtrain.schedule.history import UsedRates  # noqa: E402
+from hvdtrain.training.step_log import StepLog, StepReport, Tally  # noqa: E402
+
+BATCH = 32
+"""Sequences in a batch."""
 
 
 def drain(end: int) -> None:
@@ -42,8 +55,16 @@ class Constant:
         result.add("ce", 1.0, 1.0)
         return result
 
+    take_scores = take_arrived
+
     def peak_memory(self) -> int | None:
         return None
+
+    def step_seconds(self) -> float:
+        return 1.0
+
+    def gradient_norm(self) -> float | None:
+        return 1.0
 
 
 def main() -> None:
@@ -57,26 +78,62 @@ def main() -> None:
     threading.Thread(target=drain, args=(end,), daemon=True).start()
     frames, weights = (numpy.random.default_rng(0).normal(size=(256, 256)).astype(numpy.float32) for _ in range(2))
     meter = Constant()
+    lengths = numpy.random.default_rng(0).integers(10, 1000, BATCH * options.steps)
+    plan = Plan(numpy.random.default_rng(0).permutation(len(lengths)), numpy.arange(options.steps + 1) * BATCH)
 
-    def steps(log: StepLog | None) -> float:
+    spent: list[float] = []
+
+    def steps(log: StepLog | None, numbers: StepNumbers | None = None, computes: bool = True) -> float:
+        tally, rates = Tally(meter), UsedRates()
+
+        def record(report: StepReport, scores: Mapping[str, float]) -> None:
+            if numbers is not None:
+                began = time.thread_time()
+                place = {"global_step": report.number, "position": report.number, "elapsed": 1.0}
+                rate, progress = report.learning_rate, report.complete
+                numbers.step(epoch=1, step=report.number, progress=progress, learning_rate=rate, scores=scores, **place)
+                if computes:
+                    spent.append(time.thread_time() - began)
+
+        if numbers is not None:
+            numbers.begin(work_of(plan, {"data": lengths, "classes": lengths}), 0)
         if log is not None:
-            log.begin(1, None, options.steps)
+            log.begin(1, None, options.steps, listener=None if numbers is None else record)
         for number in range(1, options.steps + 1):
-            frames @ weights
+            if computes:
+                frames @ weights
             if log is not None:
-                log.step(StepReport(number, number / options.steps, 0.001, None, meter))
+                rates.add(0.001)
+                log.step(StepReport(number, number / options.steps, 0.001, None, tally))
         if log is not None:
-            log.end()
+            log.end()  # the record at the end of an epoch would come four times per second here
         return float(options.steps)
 
     with tempfile.TemporaryDirectory() as folder, os.fdopen(inside, "w") as stream:
         open_log(LogKeys(log=f"{folder}/train.log", log_verbosity=[5, 0]), 0, 1)
-        contestants = {
+        receivers = [StepLines(Path(folder) / "steps.jsonl").step, TensorBoard(Path(folder) / "tensorboard", 0).step]
+        numbers = StepNumbers(receivers, Timer(), meter)  # type: ignore[arg-type]  # of a learner's meter, what is asked for
+        contestants: dict[str, Contestant] = {
             "no log": lambda: steps(None),
             "lines in a file, ten per second": lambda: steps(StepLog(0.1)),
+            "the same, with steps.jsonl and TensorBoard": lambda: steps(StepLog(0.1), numbers),
             "a bar, and lines every 10 s": lambda: steps(StepLog(10.0, Terminal(stream, inside))),
+            "the same, with steps.jsonl and TensorBoard every 10 s": lambda: steps(
+                StepLog(10.0, Terminal(stream, inside)), numbers
+            ),
         }
         table(take_turns(contestants, options.rounds), "steps/s", 1.0, "no log")
+        alone: dict[str, Contestant] = {
+            "a step without a line": lambda: steps(StepLog(3600.0), computes=False),
+            "the same, with receivers of records": lambda: steps(StepLog(3600.0), numbers, computes=False),
+            "a step with a line": lambda: steps(StepLog(0.0), computes=False),
+            "a step with a line and a record": lambda: steps(StepLog(0.0), numbers, computes=False),
+        }
+        print("\n| by itself | microseconds |\n|---|---|")
+        for name, found in take_turns(alone, options.rounds).items():
+            print(f"| {name} | {1e6 / statistics.median(found):.2f} |")
+        if spent:
+            print(f"| a record between steps with a product ({len(spent)}) | {1e6 * statistics.median(spent):.2f} |")
         open_log(LogKeys(), 0, 1)
         logging.shutdown()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import os
 import sys
@@ -12,9 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hvdtrain.comm import horovod_gloo, launch, local
+from hvdtrain.config import completion
 from hvdtrain.config.check import describe, did_you_mean
 from hvdtrain.config.keys import declared
-from hvdtrain.config.source import parse_command_line, without_local_rank
+from hvdtrain.config.source import OPTIONS, parse_command_line, without_local_rank
 from hvdtrain.errors import ConfigError, HvdtrainError, LaunchError, PeerFailure
 from hvdtrain.version import __version__
 
@@ -27,11 +29,17 @@ COMMANDS = {
     "check": ("tell whether HDF files are sound and how fast they read; repack slow ones", "hvdtrain.hdf_tools.check"),
     "doctor": ("check packages, MPI, network, hosts, config and data before training", "hvdtrain.doctor.__main__"),
     "prove": ("show whether training on N ranks computes what one rank computes", "hvdtrain.prove.__main__"),
-    "submit": ("write or submit a job script for Slurm, SGE or plain mpirun", "hvdtrain.submit.__main__"),
+    "export": ("write a trained model for use without hvdtrain: torch.export, ONNX, SavedModel", "hvdtrain.tasks.inspect"),
+    "submit": ("write or submit a job script for a scheduler, Kubernetes or plain mpirun", "hvdtrain.submit.__main__"),
     "report": ("make an HTML page about one training or several", "hvdtrain.report.__main__"),
     "build-horovod": ("build and install Horovod for the installed frameworks", "hvdtrain.doctor.build_horovod"),
 }
-"""By name: a line of help, and the module whose `main(arguments)` runs the command and returns the exit status."""
+"""By name: a line of help, and the module whose `main(arguments)` runs the command and returns the exit status, and whose
+`parser()` makes the parser of its options. (build-horovod's has none: kept wheels are found by that file's contents.)
+"""
+
+DATASETS = ("train", "dev", "eval")
+"""The keys that are dataset dicts."""
 
 USAGE = f"""\
 usage: python -m hvdtrain CONFIG [CONFIG ...] [++KEY VALUE ...]
@@ -48,6 +56,9 @@ false, or text.
 options:
   -h, --help       this text and all keys
   --dry-run        build everything, run some steps, write nothing; estimate an epoch's time and memory (task dry_run)
+  --summary        the model layer by layer, with parameters and the shapes that one batch has behind each layer (task summary)
+  --overfit-batches N
+                   train on the first N batches again and again, which a sound model learns by heart (key overfit_batches)
   --print-config   every key in effect and where its value comes from; nothing is trained
   --version        the version
 
@@ -73,6 +84,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the program; return its exit status: 0, 1 for a crash, 2 for what the user can mend, 75 where training was stopped and
     is to be continued, 130 after Ctrl-C (docs/resuming.md).
     """
+    words = completion.words_to_complete(launch.environment())
+    if words is not None:
+        return complete(words)
     arguments = sys.argv[1:] if arguments is None else arguments
     given = without_local_rank(arguments)
     if given and given[0] in COMMANDS:
@@ -92,6 +106,26 @@ def main(arguments: list[str] | None = None) -> int:
     return run_config(arguments)
 
 
+def complete(words: list[str]) -> int:
+    """Answer a shell that completes a line (config/completion.py); return the exit status.
+
+    Args:
+        words: the arguments up to the cursor.
+    """
+    if len(words) > 1 and words[0] in COMMANDS and not any(word.startswith("++") for word in words):
+        launch.put({completion.ASKED: "2"})  # the command's own arguments begin after its name
+        module = importlib.import_module(COMMANDS[words[0]][1])
+        parser = module.parser() if hasattr(module, "parser") else argparse.ArgumentParser()
+    else:
+        from hvdtrain.settings import DATASET_SECTIONS, DICTS, all_keys
+
+        of_datasets = [each for section in DATASET_SECTIONS for each in declared(section)]
+        entries = {name: list(declared(section)) for name, section in DICTS.items()} | dict.fromkeys(DATASETS, of_datasets)
+        parser = completion.training_parser(words, all_keys(), entries, COMMANDS, OPTIONS)
+    completion.answer(parser)
+    return 0
+
+
 def run_config(arguments: list[str]) -> int:
     """Train, or do another task, as the config says; return the exit status."""
     from hvdtrain.settings import print_config, read_settings  # here, so that build-horovod runs without numpy
@@ -105,9 +139,10 @@ def run_config(arguments: list[str]) -> int:
         local.tell_failure(launch.environment(), failure)
         return failure.status
     try:
-        paths, overrides = parse_command_line([each for each in arguments if each not in ("--dry-run", "--print-config")])
-        if "--dry-run" in arguments:
-            overrides["task"] = "dry_run"
+        paths, overrides = parse_command_line(without_options(arguments))
+        for option, task in TASK_OPTIONS.items():
+            if option in arguments:
+                overrides["task"] = task
         settings = read_settings(paths, overrides)
         if "--print-config" in arguments:
             if rank == 0:
@@ -128,6 +163,24 @@ def run_config(arguments: list[str]) -> int:
     return exit_status(lambda: run_task(settings))
 
 
+TASK_OPTIONS = {"--dry-run": "dry_run", "--summary": "summary"}
+"""Options that are short for a task."""
+
+
+def without_options(arguments: list[str]) -> list[str]:
+    """The arguments without the options that have no value; one with a value as an override.
+
+    >>> without_options(["config.py", "--overfit-batches", "1", "--dry-run"])
+    ['config.py', '++overfit_batches', '1']
+    """
+    rest = [each for each in arguments if each not in (*TASK_OPTIONS, "--print-config")]
+    return [each.replace("--overfit-batches", "++overfit_batches", 1) if _is_overfit(each) else each for each in rest]
+
+
+def _is_overfit(argument: str) -> bool:
+    return argument.partition("=")[0] == "--overfit-batches"
+
+
 def exit_status(work: Callable[[], None], interrupted: str = INTERRUPTED) -> int:
     """Do a rank's work; if it fails, print why. Return the exit status, or exit at once.
 
@@ -146,6 +199,10 @@ def exit_status(work: Callable[[], None], interrupted: str = INTERRUPTED) -> int
             return _fail(f"{error} ({why})", rank, status, everywhere=False, would_repeat=False)
         time.sleep(SECONDS_FOR_THE_CAUSE)
         return _fail(str(error), rank, status=status, everywhere=error.on_every_rank, would_repeat=False)
+    except LaunchError as error:  # the ranks are not connected
+        if error.on_every_rank:
+            return _refuse(str(error))
+        return _fail(str(error), rank, error.status, everywhere=False, would_repeat=error.would_repeat)
     except HvdtrainError as error:
         if horovod_gloo.is_elastic(launch.environment()) and error.status == STOPPED:
             horovod_gloo.start_again(launch.environment(), after_stop=True)

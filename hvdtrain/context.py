@@ -103,7 +103,8 @@ class RunContext:
             tensor: shape (batch, ...).
             name: 'output' becomes the data key 'data' of an HDF file; any other name becomes the data key of that name.
             seq_lens: number of frames (second axis) of each sequence, such as `extern_data["data"].seq_lens`. Default: the
-                whole axis belongs to every sequence.
+                whole axis belongs to every sequence; a tensor of floats of shape (batch, features) has no frames, so that a file
+                gets one frame of these features for each sequence.
 
         Raises:
             ConfigError: the name is already taken.

@@ -15,18 +15,19 @@ from hvdtrain.errors import CheckpointError, DataError, HvdtrainError
 from hvdtrain.learner.base import NotFinite
 from hvdtrain.learner.reducer import EpochStart, FinishedUpdate
 from hvdtrain.learner.steps import RoundsPerUpdate, groups
-from hvdtrain.report.epoch import EpochReport, Reporter
+from hvdtrain.report.epoch import EpochReport
 from hvdtrain.report.json_lines import as_line
+from hvdtrain.report.steps import Reporters, StepNumbers, work_of
 from hvdtrain.runtime.interrupt import BY_CTRL_C, TO_BE_CONTINUED, Stopped
 from hvdtrain.runtime.log import say
 from hvdtrain.runtime.scores import Scores
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.session import Session
+from hvdtrain.training.agreement import INTERVAL, INTERVAL_APART, Ballot, Wishes, plan_together
+from hvdtrain.training.callbacks import Callbacks, Training
 from hvdtrain.training.evaluation import evaluate, not_finite
-from hvdtrain.training.plans import plan_together
-from hvdtrain.training.step_log import StepLog, StepReport, Tally
+from hvdtrain.training.step_log import Listener, StepLog, StepReport, Tally
 from hvdtrain.training.trace import Note, no_trace
-from hvdtrain.training.votes import INTERVAL, INTERVAL_APART, Ballot, Wishes
 
 UNCHANGED_KEYS = "go on with the same data and the same keys for batches"
 
@@ -55,6 +56,7 @@ class Pace:
         save_minutes: save within an epoch, too, when the last checkpoint is this many minutes old; None: do not.
         rounds_per_update: gives the number of steps whose gradients an update adds up.
         finite: end with an error when a training loss is not a finite number.
+        mistake: the error to end with after the epochs of a history, once the last one is saved and reported; None: go on.
     """
 
     num_epochs: int
@@ -64,6 +66,7 @@ class Pace:
     save_minutes: float | None = None
     rounds_per_update: RoundsPerUpdate = lambda *_: 1
     finite: bool = True
+    mistake: Callable[[list[EpochRecord]], HvdtrainError | None] = lambda _: None
 
 
 class Engine:
@@ -71,9 +74,10 @@ class Engine:
 
     Args:
         session: train is the first of its datasets; the others are evaluated after every epoch. Its progress is kept up to date.
-        reporters: called with the report of every finished epoch; on rank 0 only.
+        reporters: receive the reports of finished epochs and the records of steps.
         step_log: logs the progress within an epoch.
         trace: called with the sequences of every step.
+        callbacks: those of the config, of this rank.
     """
 
     def __init__(
@@ -81,9 +85,10 @@ class Engine:
         session: Session,
         rates: Rates,
         pace: Pace,
-        reporters: list[Reporter],
+        reporters: Reporters,
         step_log: StepLog,
         trace: Note = no_trace,
+        callbacks: Callbacks | None = None,
     ) -> None:
         self._session = session
         self._comm = session.comm
@@ -93,9 +98,12 @@ class Engine:
         self._train, *self._evaluations = session.feeds
         self._rates = rates
         self._pace = pace
-        self._reporters = reporters
+        self._reporters = reporters.epochs
+        self._numbers = StepNumbers(reporters.steps, session.timer, session.learner.meter) if reporters.steps else None
         self._step_log = step_log
         self._trace = trace
+        self._callbacks = Callbacks() if callbacks is None else callbacks
+        self._training = Training(session.comm, session.learner, session.progress)  # what the callbacks see
         interval = INTERVAL if session.reducer.meets_every_update else INTERVAL_APART
         self._ballot = Ballot(session.comm, session.learner.numbers, interval)
         self._tally = Tally(session.learner.meter)  # this rank's scores that the ranks have not gathered yet
@@ -105,6 +113,7 @@ class Engine:
         self._saved_at = time.monotonic()
         self._asked_to_save = False
         self._last_checked_step = session.progress.step  # after which the ranks' wishes were last looked at
+        self._finished_by: str | None = None  # why a callback has training end after this epoch
 
     def run(self) -> None:
         """Train up to the last epoch.
@@ -112,14 +121,18 @@ class Engine:
         Raises:
             Stopped: on all ranks after the same step, with a checkpoint.
             TrainingError: a loss is not a finite number.
+            ConfigError: the config names a score that the epoch does not have; with a checkpoint.
         """
         self._session.interrupt.defer_sigint()
+        self._tell("on_train_begin")
         end = None
         while end is None and self._progress.epoch < self._pace.num_epochs:
             self._run_epoch(self._progress.epoch + 1)
-            end = self._pace.ends_early(self._progress.history)
+            end = self._ends_early()
         self._ballot.finish()
         self._session.saver.finish()
+        self._training.stopped_by = end
+        self._tell("on_stop")
         say(3, f"Finished training in epoch {self._progress.epoch}{f': {end}' if end else ''}.")
 
     def _run_epoch(self, epoch: int) -> None:
@@ -129,23 +142,30 @@ class Engine:
         started = self._counted_until = time.perf_counter()
         self._counted_sync = 0.0
         current = progress.current = progress.current or EpochProgress(epoch, progress.step)
+        before = current.elapsed
         epoch_rate = self._rates.of_epoch(epoch, progress.history)
         plan = plan_together(self._comm, self._train, epoch)
-        effective = self._rates.of_step(progress.step, epoch - 1.0, epoch_rate)
+        done = current.position / plan.num_batches if plan.num_batches else 0.0
+        effective = self._rates.of_step(progress.step, epoch - 1.0 + done, epoch_rate)
         say(4, f"start epoch {epoch} global train step {progress.step} with effective learning rate {effective:.6g} ...")
+        self._training.learning_rate = effective
+        self._tell("on_epoch_begin")
 
         if not current.trained:
             self._train_epoch(plan, current, epoch_rate, effective)
         scores = {f"train_loss_{name}": mean for name, mean in current.scores.means().items()}
-        scores |= self._evaluate(current)
+        scores = self._evaluate(current, scores)
+        self._tell("on_epoch_end")
 
+        rates = current.rates
+        learning_rate = rates.last if rates.updates else epoch_rate
         report = EpochReport(
             epoch=epoch,
             steps=progress.step - current.first_step,
             global_step=progress.step,
             elapsed=current.elapsed,
             computing=current.computing / current.elapsed,
-            learning_rate=epoch_rate,
+            learning_rate=learning_rate,
             num_sequences=self._train.num_sequences(plan),
             scores=scores,
             padding=plan.padding(self._train.lengths_in(epoch)),
@@ -153,16 +173,24 @@ class Engine:
             loss_scale=self._learner.meter.loss_scale,
             syncs=current.syncs,
             sent=current.sent,
+            seconds_before=before,
+            learning_rates=rates.summary(),
+            epoch_learning_rate=None if epoch_rate == learning_rate else epoch_rate,
         )
         progress.epoch, progress.current, progress.report = epoch, None, as_line(report)
         progress.history.append(EpochRecord(epoch, epoch_rate, scores))
-        if self._is_to_be_saved(epoch):
+        mistake = self._pace.mistake(progress.history)
+        if mistake is not None or self._is_to_be_saved(epoch):
             self._save()
         report = replace(report, seconds=self._seconds(started))  # now with the seconds of saving
         for level, line in report.lines([feed.name for feed in self._evaluations]):
             say(level, line)
         for reporter in self._reporters:
             reporter.epoch(report)
+        if mistake is not None:
+            self._ballot.finish()
+            self._session.saver.finish()
+            raise mistake
 
     def _train_epoch(self, plan: Plan, current: EpochProgress, epoch_rate: float, first_rate: float) -> None:
         """Collective. The steps of an epoch that are not done yet. Afterwards `current` has the scores of all ranks.
@@ -176,7 +204,7 @@ class Engine:
         rounds = max(counts)
         shared = self._train.distribution == "shard"
         total = current.position + (sum(counts) if shared else rounds)
-        rate: float | None = None  # of the last update
+        rate = current.rates.last if current.rates.updates else None  # of the last update
 
         def epoch_continuous() -> float:
             return current.epoch - 1 + current.position / total
@@ -184,7 +212,7 @@ class Engine:
         def next_group_size() -> int:
             return self._pace.rounds_per_update(current.epoch, epoch_continuous(), progress.step)
 
-        self._step_log.begin(current.epoch, None, rounds, current.elapsed + time.perf_counter() - self._counted_until)
+        self._step_log.begin(current.epoch, None, rounds, self._elapsed(current), self._listener(plan, current, first_rate))
         self._learner.begin_epoch(current.epoch, progress.step)
         self._session.reducer.begin_epoch(self._learner.state, self._epoch_start(current, rounds, next_group_size(), first_rate))
         with self._train.read(share, current.epoch, self._learner.staging) as batches:
@@ -196,30 +224,61 @@ class Engine:
                         if done == group[-1]:
                             rate = self._rates.of_step(progress.step, epoch_continuous(), epoch_rate)
                             self._learner.update(rate)
+                            self._training.learning_rate = rate
+                            current.rates.add(rate)
                     progress.step += 1
                     current.position += sum(count > done for count in counts) if shared else 1
                     number = progress.step - current.first_step
                     self._step_log.step(StepReport(number, current.position / total, rate, batch, self._tally))
+                    self._callbacks.tell("on_step_end", self._training)
                 ranks_with_batch = sum(count > group[0] for count in counts)  # who has any has one in the group's first step
                 update = FinishedUpdate(len(share) > group[0], ranks_with_batch, progress.step, rate or 0.0)
                 self._session.reducer.after_update(self._learner.state, update)
                 self._check(current)
-        self._step_log.end()
         self._session.reducer.end_of_epoch(self._learner.state)
         self._gather_scores(current)
+        self._step_log.finish()
+        self._tally = Tally(self._learner.meter)
         self._count(current)
         current.trained = True
+
+    def _listener(self, plan: Plan, current: EpochProgress, first_rate: float) -> Listener | None:
+        """What records the steps of an epoch that the log has lines about; None: nobody receives records."""
+        numbers = self._numbers
+        if numbers is None:
+            return None
+        numbers.begin(work_of(plan, self._train.lengths_in(current.epoch), self._train.sequences_among), current.position)
+
+        def record(report: StepReport, scores: Mapping[str, float]) -> None:
+            numbers.step(
+                epoch=current.epoch,
+                step=report.number,
+                global_step=current.first_step + report.number,
+                position=current.position,
+                progress=report.complete,
+                elapsed=self._elapsed(current),
+                learning_rate=first_rate if report.learning_rate is None else report.learning_rate,
+                scores=scores,
+            )
+
+        return record
+
+    def _elapsed(self, current: EpochProgress) -> float:
+        """Seconds that the training of the epoch has taken so far."""
+        return current.elapsed + time.perf_counter() - self._counted_until
 
     def _epoch_start(self, current: EpochProgress, rounds: int, group_size: int, rate: float) -> EpochStart:
         """What the reducer may know of an epoch of which `rounds` steps are left."""
         done = self._progress.step - current.first_step
         return EpochStart(current.epoch, self._progress.step, -(-(done + rounds) // group_size), rate, goes_on=done > 0)
 
-    def _evaluate(self, current: EpochProgress) -> dict[str, float]:
-        """Collective. The scores of the other datasets."""
-        scores: dict[str, float] = {}
+    def _evaluate(self, current: EpochProgress, scores: dict[str, float]) -> dict[str, float]:
+        """Collective. The scores of training, and those of the other datasets."""
+        self._training.scores = scores
         for feed in self._evaluations:
             with self._timer.span("evaluation"), self._learner.state.averaged():
+                self._training.dataset = feed.name
+                self._tell("on_evaluation_begin")
                 means = evaluate(
                     self._comm,
                     self._learner,
@@ -229,7 +288,10 @@ class Engine:
                     after_step=lambda: self._check(current),
                     step_log=self._step_log,
                 )
-            scores |= {f"{feed.name}_loss_{name}": mean for name, mean in means.items()}
+                scores = {**scores, **{f"{feed.name}_loss_{name}": mean for name, mean in means.items()}}
+                self._training.scores = scores
+                self._tell("on_evaluation_end")
+                self._training.dataset = None
         return scores
 
     def _next(self, batches: Iterator[Batch], current: EpochProgress) -> Batch | None:
@@ -281,7 +343,7 @@ class Engine:
 
     def _wishes(self) -> Wishes:
         """What this rank wants."""
-        reason = self._session.interrupt.reason
+        reason = self._stop_reason()
         by_hand = reason == "SIGINT"
         due = self._is_save_due() and not self._asked_to_save  # once: it takes two exchanges until it is done
         self._asked_to_save = self._asked_to_save or due
@@ -289,9 +351,14 @@ class Engine:
         broken = self._pace.finite and bool(self._not_finite)
         return Wishes(stop=int(reason is not None and not by_hand), stop_by_hand=int(by_hand), save=int(due), report=int(broken))
 
+    def _stop_reason(self) -> str | None:
+        """Why this rank wants to stop; None: it does not."""
+        asked = self._training.wants_stop
+        return self._session.interrupt.reason or (None if asked is None else f"a callback ({asked})")
+
     def _stop(self, current: EpochProgress, status: int) -> None:
         """Collective. End with a checkpoint."""
-        reasons = self._comm.gather(self._session.interrupt.reason, name="reasons")
+        reasons = self._comm.gather(self._stop_reason(), name="reasons")
         self._save()
         reason = next(reason for reason in reasons if reason is not None)
         done = f"after step {self._progress.step - current.first_step}" + (", in the evaluation" if current.trained else "")
@@ -300,6 +367,8 @@ class Engine:
         stopped.would_repeat = reason != "SIGTERM"  # with which torchrun ends ranks before it starts them with others
         self._ballot.finish()
         self._session.saver.finish()
+        self._training.stopped_by = reason
+        self._tell("on_stop")
         raise stopped
 
     def _save(self) -> None:
@@ -310,9 +379,12 @@ class Engine:
             self._count(current)
         self._session.watchdog.beat(f"step {self._progress.step}, saving", "saving")
         with self._timer.span("saving"):
-            self._session.saver.save(self._progress)
+            checkpoint = self._session.saver.save(self._progress)
         self._saved_at = time.monotonic()
         self._asked_to_save = False
+        if checkpoint is not None:
+            self._training.checkpoint = checkpoint.model_file
+            self._tell("on_save")
 
     def _is_save_due(self) -> bool:
         """Whether the last checkpoint is too old, by the clock of rank 0."""
@@ -320,8 +392,18 @@ class Engine:
         return minutes is not None and self._comm.rank == 0 and time.monotonic() - self._saved_at >= 60 * minutes
 
     def _is_to_be_saved(self, epoch: int) -> bool:
-        is_last = epoch >= self._pace.num_epochs or self._pace.ends_early(self._progress.history) is not None
+        is_last = epoch >= self._pace.num_epochs or self._ends_early() is not None
         return epoch % self._pace.save_epochs == 0 or is_last
+
+    def _ends_early(self) -> str | None:
+        """After an epoch, why training ends with it, before its last epoch; None: it does not."""
+        return self._finished_by or self._pace.ends_early(self._progress.history)
+
+    def _tell(self, event: str) -> None:
+        """Call the callbacks, which may take as long as they need."""
+        if self._callbacks.have(event):
+            self._session.watchdog.beat(f"{event} of a callback")
+            self._callbacks.tell(event, self._training)
 
     def _gather_scores(self, current: EpochProgress) -> None:
         """Collective. Add the ranks' scores since the last time to the epoch's.
@@ -355,7 +437,12 @@ class Engine:
         self._counted_sync = synced
 
     def _seconds(self, started: float) -> list[Mapping[str, float]]:
-        """Collective. By rank, the seconds since it began or resumed the epoch, by what they were spent on."""
+        """Collective. By rank, the seconds since it began or resumed the epoch, by what they were spent on.
+
+        Takes note whether a callback of any rank wants training to end with this epoch.
+        """
         seconds = dict(self._timer.seconds)
         rest = time.perf_counter() - started - sum(seconds.values())
-        return self._comm.gather({**seconds, "rest": rest}, name="seconds")
+        gathered = self._comm.gather(({**seconds, "rest": rest}, self._training.wants_finish), name="seconds")
+        self._finished_by = next((reason for _, reason in gathered if reason is not None), None)
+        return [own for own, _ in gathered]

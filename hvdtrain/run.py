@@ -3,35 +3,48 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+
+import numpy
 
 from hvdtrain.checkpoint.progress import Progress
 from hvdtrain.comm import launch
 from hvdtrain.comm.base import Communicator, on_rank_zero, together
+from hvdtrain.comm.horovod import HorovodCommunicator
 from hvdtrain.comm.horovod_gloo import is_elastic, stop_for_other_hosts
 from hvdtrain.comm.local import restarts_of_torchrun
 from hvdtrain.config.source import as_function
 from hvdtrain.data.feed import Feed, batch_lines, feed_lines
+from hvdtrain.data.plan.bounds import rearranged
+from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.engine import Engine, Pace, Rates
-from hvdtrain.errors import DataError, HvdtrainError
+from hvdtrain.errors import ConfigError, DataError, HvdtrainError
 from hvdtrain.learner.base import Learner
+from hvdtrain.learner.frameworks import FRAMEWORKS
+from hvdtrain.learner.precision import cpu_lacks_bfloat16
 from hvdtrain.learner.reduce import scale_learning_rate
 from hvdtrain.learner.steps import rounds_per_update
-from hvdtrain.report.epoch import Reporter
-from hvdtrain.report.json_lines import JsonLines
+from hvdtrain.report.epoch import EpochReport, Reporter
+from hvdtrain.report.json_lines import JsonLines, StepLines, as_json, table, write_summary
 from hvdtrain.report.runs import Start, note_start
-from hvdtrain.report.trackers import TensorBoard, Tracker
+from hvdtrain.report.services import RunDescription, Status, config_values, git_state
+from hvdtrain.report.steps import Reporters
+from hvdtrain.report.trackers import PATIENCE, InBackground, RunIds, TensorBoard, Tolerant, TrackEpoch, report_page
+from hvdtrain.runtime.interrupt import Stopped
 from hvdtrain.runtime.log import say
-from hvdtrain.schedule.early_stopping import ends_early
-from hvdtrain.schedule.file import LearningRateFile, epoch_meta
-from hvdtrain.schedule.history import EpochRecord
+from hvdtrain.schedule.file import LearningRateFile, epoch_meta, epoch_rate
+from hvdtrain.schedule.history import EpochRecord, as_errors, ends_early, missing_scores
 from hvdtrain.schedule.rates import epoch_learning_rate
 from hvdtrain.session import Session, open_session
 from hvdtrain.settings import Settings, effective
+from hvdtrain.training.agreement import plan_together
 from hvdtrain.training.step_log import open_step_log
-from hvdtrain.training.trace import Note, Trace, TraceKeys, no_trace, num_runs
+from hvdtrain.training.trace import Note, Profile, Trace, TraceKeys, no_trace, num_runs
 from hvdtrain.version import __version__
 
 
@@ -44,20 +57,56 @@ def train(settings: Settings, comm: Communicator | None = None) -> Learner:
     Raises:
         HvdtrainError: a mistake in the config, the data or a checkpoint, or training was stopped.
     """
+    if settings.run.overfit_batches is not None:
+        settings = in_folder_of_its_own(settings)
     with open_session(settings, "train", comm) as session, open_step_log(settings.log, session.comm.rank) as step_log:
-        pace = open_pace(settings)
+        if settings.run.overfit_batches is not None:
+            session = overfitting(session, settings.run.overfit_batches)
+        pace = replace(open_pace(settings), mistake=partial(wrong_scores, settings))
         hosts = gather_hosts(session)
         announce(settings, session, pace, hosts)
-        record_start(settings, session, hosts)
+        start = record_start(settings, session, hosts)
+        on_rank_zero(session.comm, lambda: session.best.note(session.progress.history), name="best")
         if is_elastic(launch.environment()) and session.comm.rank == 0:
             stop_for_other_hosts(launch.environment())
         if not is_done(session.progress, pace):
             rates = open_rates(settings, session.comm.size)
-            trace = open_trace(session, settings.trace)
             reporters = open_reporters(settings, session)
-            with noting_changed_files(session.feeds):
-                Engine(session, rates, pace, reporters, step_log, trace).run()
+            callbacks = together(session.comm, lambda: settings.callbacks.open(session.comm.rank), name="callbacks")
+            with (
+                noting_changed_files(session.feeds),
+                tracking(settings, session, start) as trackers,
+                profiled(settings, session, open_trace(session, settings.trace)) as trace,
+            ):
+                Engine(session, rates, pace, reporters.and_(trackers), step_log, trace, callbacks).run()
     return session.learner
+
+
+def in_folder_of_its_own(settings: Settings) -> Settings:
+    """The settings of a training with `overfit_batches`: it starts anew, and leaves the files of other trainings alone."""
+    prefix = Path(settings.run.model)
+    return replace(
+        settings,
+        run=replace(settings.run, model=str(prefix.parent / "overfit" / prefix.name)),
+        start=replace(settings.start, start_epoch=1),
+        schedule=replace(settings.schedule, learning_rate_file=None),
+    )
+
+
+def overfitting(session: Session, number: int) -> Session:
+    """Collective. The session with the first N batches of each rank, repeated for as many as an epoch has. Raises: DataError."""
+    feed = session.feeds[0]
+    if feed.dataset.own_order:
+        raise DataError(
+            f"overfit_batches: expected a dataset that can be read in any order, got {feed.name}, which RETURNN reads in its own "
+            "(convert it once with hvdtrain dump and train on the HDF file)"
+        )
+    plan = plan_together(session.comm, feed, 1)
+    size = session.comm.size if feed.distribution == "shard" else 1
+    first = numpy.arange(min(number * size, plan.num_batches))
+    repeated = Plan(*rearranged(plan.order, plan.bounds, numpy.resize(first, plan.num_batches)))
+    say(3, f"overfit_batches: {len(first)} batches of {plan.num_batches}, again and again; files go to overfit/")
+    return replace(session, feeds=[replace(feed, only=repeated), *session.feeds[1:]])
 
 
 @contextmanager
@@ -82,13 +131,28 @@ def open_pace(settings: Settings) -> Pace:
     measure = settings.newbob.learning_rate_control_error_measure
     return Pace(
         num_epochs=settings.run.num_epochs,
-        ends_early=lambda history: ends_early(settings.ending, history, measure),
+        ends_early=lambda history: ends_early(settings.ending, history, measure, settings.scoring.higher_is_better),
         save_epochs=settings.saving.save_interval,
         save_steps=settings.saving.save_interval_steps,
         save_minutes=settings.saving.save_interval_minutes,
         rounds_per_update=rounds_per_update(settings.accumulation),
         finite=settings.ending.stop_on_nonfinite_train_score,
     )
+
+
+def wrong_scores(settings: Settings, history: list[EpochRecord]) -> ConfigError | None:
+    """The error of all ranks if keys name scores that no epoch has had. Their names are known once an epoch was evaluated."""
+    measures = {
+        "early_stopping_measure": settings.ending.early_stopping_measure,
+        "learning_rate_control_error_measure": settings.newbob.learning_rate_control_error_measure,
+    }
+    problems = missing_scores(history, measures, settings.scoring.higher_is_better, settings.origins)
+    if not problems:
+        return None
+    saved = f" (epoch {history[-1].epoch} is saved: with another name, the same command goes on after it)"
+    error = ConfigError([*problems[:-1], problems[-1] + saved])
+    error.on_every_rank = True
+    return error
 
 
 def open_trace(session: Session, keys: TraceKeys) -> Note:
@@ -100,31 +164,103 @@ def open_trace(session: Session, keys: TraceKeys) -> Note:
     return Trace(prefix, run, session.comm.rank, session.progress.step)
 
 
-def open_reporters(settings: Settings, session: Session) -> list[Reporter]:
-    """Collective. Where rank 0 reports finished epochs. Raises: ConfigError."""
-    comm, progress = session.comm, session.progress
+@contextmanager
+def profiled(settings: Settings, session: Session, note: Note) -> Iterator[Note]:
+    """Profile some steps, if the config asks for it."""
+    number = settings.trace.profile_steps
+    if number is None:
+        yield note
+        return
+    comm, folder = session.comm, Path(settings.run.model).parent / "profile"
+    on_gpu = session.learner.device_name != "CPU"
+    profile = Profile(
+        note,
+        FRAMEWORKS[settings.run.backend].profiler(on_gpu),
+        session.timer,
+        folder / f"rank-{comm.rank}-of-{comm.size}.json.gz",
+        number,
+        partial(switch_timeline, comm, folder / "horovod.json") if settings.reduce.horovod_timeline is None else lambda _: None,
+    )
+    try:
+        yield profile
+    finally:
+        profile.stop()
 
-    def of_rank_zero() -> list[Reporter]:
-        lines = JsonLines(Path(settings.run.model).parent / "scores.jsonl")
-        lines.go_on(progress.epoch, progress.report)
-        reporters: list[Reporter] = [lines]
+
+def switch_timeline(comm: Communicator, file: Path, on: bool) -> None:
+    """Start Horovod's timeline, or stop it, if it is Horovod that connects the ranks."""
+    if isinstance(comm, HorovodCommunicator) and comm.rank == 0:
+        if on:
+            comm.start_timeline(file)
+        else:
+            comm.stop_timeline()
+
+
+def open_reporters(settings: Settings, session: Session) -> Reporters:
+    """Collective. Where rank 0 reports finished epochs and steps. Raises: ConfigError."""
+    comm, progress, folder = session.comm, session.progress, Path(settings.run.model).parent
+
+    def of_rank_zero() -> Reporters:
+        epochs, steps = JsonLines(folder / "scores.jsonl"), StepLines(folder / "steps.jsonl")
+        epochs.go_on(progress.epoch, progress.report)
+        current = progress.current
+        steps.go_on(progress.epoch + 1, 0 if current is None else progress.step - current.first_step)
+        reporters: list[Reporter] = [epochs, BestReporter(session)]
         if settings.schedule.learning_rate_file is not None:
-            reporters.append(LearningRateFile(Path(settings.schedule.learning_rate_file), progress.history, epoch_meta))
-        return reporters + open_trackers(settings, session)
+            path = Path(settings.schedule.learning_rate_file)
+            reporters.append(LearningRateFile(path, progress.history, epoch_meta, epoch_rate))
+        trackers = open_trackers(settings, session)
+        return Reporters([*reporters, *trackers.epochs], [steps.step, *trackers.steps])
 
-    return together(comm, lambda: of_rank_zero() if comm.rank == 0 else [], name="open_reporters")
+    return together(comm, lambda: of_rank_zero() if comm.rank == 0 else Reporters(), name="open_reporters")
 
 
-def open_trackers(settings: Settings, session: Session) -> list[Reporter]:
+def open_trackers(settings: Settings, session: Session) -> Reporters:
     """The experiment trackers that the config asks for. Raises: ConfigError."""
     trackers: list[Reporter] = []
+    boards: list[TensorBoard] = []
     if settings.trackers.use_tensorboard:
         parameters = session.learner.state.named_parameters if settings.trackers.tensorboard_histograms else None
-        trackers.append(TensorBoard(Path(settings.run.model).parent / "tensorboard", session.progress.step, parameters))
+        boards.append(TensorBoard(Path(settings.run.model).parent / "tensorboard", session.progress.step, parameters))
     track_epoch = as_function(settings.trackers.track_epoch, "track_epoch")
     if track_epoch is not None:
-        trackers.append(Tracker(track_epoch))
-    return trackers
+        trackers.append(Tolerant("track_epoch", TrackEpoch(track_epoch)))
+    tolerant = [Tolerant("use_tensorboard", board) for board in boards]
+    return Reporters([*tolerant, *trackers], [board.step for board in boards])
+
+
+@contextmanager
+def tracking(settings: Settings, session: Session, start: Start) -> Iterator[list[InBackground]]:
+    """The experiment trackers of the config on rank 0, which begin here and end with the block; none on the other ranks."""
+    made = settings.trackers.made if session.comm.rank == 0 else []
+    if not made:
+        yield []
+        return
+    folder, progress = Path(settings.run.model).absolute().parent, session.progress
+    ids = RunIds(folder)
+    known = ids.read() if progress.step else {}  # a training that begins anew is another run
+    git = git_state(settings.files[0].absolute().parent if settings.files else folder)
+    trackers = []
+    for number, one in enumerate(made):
+        label = one.label if number == [other.label for other in made].index(one.label) else f"{one.label} ({number})"
+        trackers.append(InBackground(label, one.make, partial(ids.note, label)))
+        config = config_values(start.settings)
+        trackers[-1].begin(RunDescription(folder.name, folder, known.get(label), progress.step, config, git, start))
+    status: Status = "failed"
+    try:
+        yield trackers
+        status = "finished"
+    except Stopped:
+        status = "stopped"
+        raise
+    finally:
+        session.watchdog.beat("waiting for the trackers")
+        files = {} if status == "failed" else report_page(folder)
+        for tracker in trackers:
+            tracker.ask_to_end(status, files)
+        deadline = time.monotonic() + PATIENCE[status]
+        for tracker in trackers:
+            tracker.wait(deadline - time.monotonic())
 
 
 def open_rates(settings: Settings, size: int) -> Rates:
@@ -133,22 +269,35 @@ def open_rates(settings: Settings, size: int) -> Rates:
     schedule = settings.step_schedule
 
     def of_epoch(epoch: int, history: list[EpochRecord]) -> float:
-        return epoch_learning_rate(settings.schedule, settings.newbob, epoch, history)
+        errors = as_errors(history, settings.scoring.higher_is_better)
+        return epoch_learning_rate(settings.schedule, settings.newbob, epoch, errors)
 
     def of_step(step: int, epoch_continuous: float, epoch_rate: float) -> float:
         rate = epoch_rate
         if dynamic is not None:
-            rate = dynamic(
-                global_train_step=step,
-                epoch=int(epoch_continuous) + 1,
-                epoch_continuous=epoch_continuous,
-                learning_rate=epoch_rate,
+            rate = float(
+                dynamic(
+                    global_train_step=step,
+                    epoch=int(epoch_continuous) + 1,
+                    epoch_continuous=epoch_continuous,
+                    learning_rate=epoch_rate,
+                )
             )
         elif schedule is not None:
             rate *= schedule.factor(step, epoch_continuous)
         return scale_learning_rate(rate, settings.reduce.horovod_scale_lr, size)
 
     return Rates(of_epoch, of_step)
+
+
+class BestReporter:
+    """Has best.json written after an epoch whose model is not saved, too."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def epoch(self, report: EpochReport) -> None:
+        self._session.best.note(self._session.progress.history)
 
 
 Host = tuple[str, str]
@@ -187,6 +336,8 @@ def announce(settings: Settings, session: Session, pace: Pace, hosts: list[Host]
         say(level, line)
     dtype = settings.precision.precision().dtype
     say(4, f"model: {learner.num_parameters} parameters{'' if dtype == 'float32' else f', computes in {dtype} where it can'}")
+    if dtype == "bfloat16" and learner.device_name == "CPU" and cpu_lacks_bfloat16():
+        say(2, f"mixed_precision: this CPU has no instructions for {dtype} (avx512_bf16, amx_bf16): float32 is faster on it")
     if (several := settings.accumulation.accum_grad_multiple_step) not in (None, 1):
         many = f"{several}" if isinstance(several, int) else "as many as accum_grad_multiple_step says"
         say(4, f"updates: each adds up the gradients of several batches of every rank: {many}")
@@ -206,11 +357,25 @@ def announce(settings: Settings, session: Session, pace: Pace, hosts: list[Host]
         say(3, f"Already trained until final epoch {progress.epoch}, nothing to do{f': {early}' if early else ''}.")
 
 
-def record_start(settings: Settings, session: Session, hosts: list[Host]) -> None:
-    """Collective. Append what a training is started with to starts.jsonl. Raises: ConfigError, if it cannot be written."""
+def record_start(settings: Settings, session: Session, hosts: list[Host]) -> Start:
+    """Collective. Append what a training is started with to starts.jsonl, and write the model's layers to summary.json.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
     in_effect = {key.name: (key.value, key.origin) for key in effective(settings)}
-    start = Start(hosts, in_effect, session.progress.epoch + 1, session.learner.num_parameters)
-    on_rank_zero(session.comm, lambda: note_start(Path(settings.run.model).parent, start), name="note_start")
+    start = Start(hosts, in_effect, session.progress.epoch + 1, session.learner.num_parameters, settings.texts)
+    folder = Path(settings.run.model).parent
+
+    def note() -> None:
+        note_start(folder, start)
+        summary = as_json(session.learner.layers(), {})
+        write_summary(folder, summary)
+        for line in table(summary):
+            say(5, line)
+
+    on_rank_zero(session.comm, note, name="note_start")
+    return start
 
 
 def is_done(progress: Progress, pace: Pace) -> bool:

@@ -17,7 +17,7 @@ from typing import Literal
 from hvdtrain.checkpoint.folder import CheckpointFolder, parse_rule
 from hvdtrain.checkpoint.lock import only_training_of
 from hvdtrain.checkpoint.preload import constant_preloads, take_over
-from hvdtrain.checkpoint.progress import Progress
+from hvdtrain.checkpoint.progress import BestModel, Progress
 from hvdtrain.checkpoint.saver import Saver, Saves
 from hvdtrain.checkpoint.start import check_data, load_trained, resume
 from hvdtrain.comm import launch
@@ -42,11 +42,15 @@ from hvdtrain.runtime.interrupt import Interrupt
 from hvdtrain.runtime.log import SCREEN, open_log, open_terminal, say
 from hvdtrain.runtime.timer import Timer
 from hvdtrain.runtime.watchdog import Watchdog
+from hvdtrain.schedule.history import wanted_of
 from hvdtrain.settings import Settings
 
-Purpose = Literal["train", "dry_run", "evaluate", "forward", "measure"]
-"""What a job is opened for: to train; to train a few batches and write nothing; to evaluate or forward with a trained model;
+Purpose = Literal["train", "dry_run", "evaluate", "forward", "export", "measure"]
+"""What a job is opened for: to train; to train a few batches and write nothing; to evaluate, forward or export a trained model;
 to measure steps of a new model."""
+
+WITH_TRAINED = ("evaluate", "forward", "export")
+"""The purposes that use a trained model."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,7 @@ class Session:
     Attributes:
         feeds: the datasets; in a training, train comes first.
         interrupt: signals and the time limit; watched in a training only.
+        best: keeps best.json, which names the best epoch.
         progress: how far the model has been trained.
     """
 
@@ -67,6 +72,7 @@ class Session:
     learner: Learner
     reducer: Reducer
     saver: Saves
+    best: BestModel
     progress: Progress
 
 
@@ -98,6 +104,8 @@ def _open(settings: Settings, purpose: Purpose, comm: Communicator, stack: ExitS
             say(2, message)
         if settings.without_effect:
             say(3, f"RETURNN reads from a config, and hvdtrain does not: {', '.join(settings.without_effect)}")
+    if purpose in ("train", "dry_run"):
+        together(comm, lambda: settings.trackers.require_packages() if comm.rank == 0 else None, name="packages")
     if purpose == "train":
         lock = only_training_of(Path(settings.run.model))
         together(comm, lambda: stack.enter_context(lock) if comm.rank == 0 else None, name="lock")
@@ -110,37 +118,43 @@ def _open(settings: Settings, purpose: Purpose, comm: Communicator, stack: ExitS
     watchdog = stack.enter_context(Watchdog(patience, comm.rank, heartbeats))
     feeds = _open_data(settings, purpose, comm, watchdog, stack)
     watchdog.beat("building the model")
-    if purpose in ("evaluate", "forward"):  # the model's file has the average over time
+    if purpose in WITH_TRAINED:  # the model's file has the average over time
         settings = replace(settings, learner=replace(settings.learner, ema_decay=None))
     timer = Timer()
     reducer = settings.reduce.reducer(comm, timer)
     learner = together(comm, lambda: build_learner(settings, reducer, comm), name="build_learner")
     watchdog.beat("loading and sharing the weights")
-    checkpoints = CheckpointFolder(Path(settings.run.model), FRAMEWORKS[settings.run.backend].suffix)
+    checkpoints = CheckpointFolder(
+        Path(settings.run.model), FRAMEWORKS[settings.run.backend].suffix, settings.saving.checkpoint_format
+    )
+    higher = settings.scoring.higher_is_better
+    best = BestModel(checkpoints, wanted_of(settings.measure), higher)
     saver = Saver(
         comm,
         learner.state,
         reducer,
         checkpoints,
         feeds[0].distribution,
-        cleanup=parse_rule(settings.saving.cleanup_old_models),
+        cleanup=parse_rule(settings.saving.cleanup_old_models, higher),
         background=ThreadPoolExecutor(1, "saving") if settings.saving.save_in_background else None,
+        best=best,
     )
     progress = Progress()
     if purpose in ("train", "dry_run"):
         progress = resume(comm, saver, checkpoints, settings.start, settings.schedule.learning_rate_file)
         watchdog.beat("comparing the data with that of the checkpoint")
         check_data(comm, progress, {feed.name: feed.parts for feed in feeds}, settings.start.accept_changed_data)
-    elif purpose in ("evaluate", "forward"):
+    elif purpose in WITH_TRAINED:
         progress = load_trained(comm, saver, checkpoints, settings.start)
         learner.begin_epoch(max(1, progress.epoch), progress.step)
-    return Session(comm, timer, watchdog, interrupt, feeds, learner, reducer, saver, progress)
+    return Session(comm, timer, watchdog, interrupt, feeds, learner, reducer, saver, best, progress)
 
 
 def _open_data(settings: Settings, purpose: Purpose, comm: Communicator, watchdog: Watchdog, stack: ExitStack) -> list[Feed]:
     """Collective. The datasets that the purpose needs. Raises: DataError."""
-    if purpose in ("evaluate", "forward"):
-        specs = settings.evaluations if purpose == "evaluate" else (settings.forward,)
+    if purpose in WITH_TRAINED:
+        one = settings.datasets[:2][-1:]  # an evaluated dataset where there is one
+        specs = {"evaluate": settings.evaluations, "forward": (settings.forward,), "export": one}[purpose]
         watchdog.beat("opening the datasets")
         there = [spec for spec in specs if spec is not None]
         return together(comm, lambda: open_some(settings, comm, there, watchdog=watchdog), name="open_feeds")
@@ -162,6 +176,7 @@ def writing_nothing(settings: Settings) -> Settings:
         copies=replace(settings.copies, cache_dir=None),
         reduce=replace(settings.reduce, horovod_timeline=None),
         saving=replace(settings.saving, save_interval_steps=None, save_interval_minutes=None),
+        trace=replace(settings.trace, profile_steps=None),
     )
 
 
@@ -213,6 +228,10 @@ def open_communicator(settings: Settings) -> Iterator[Communicator]:
 def prepare(settings: Settings) -> None:
     """Choose device and threads before the framework computes anything. Raises: ConfigError."""
     started = launch.launch()
+    if settings.learner.deterministic:
+        launch.put(DETERMINISTIC)
+    if settings.trace.profile_steps is not None and settings.reduce.horovod_timeline is None:
+        launch.put({"HOROVOD_TIMELINE": "DYNAMIC"})  # it is started with the profiler
     num_threads = threads(settings, started.local_size)
     FRAMEWORKS[settings.run.backend].prepare(settings.learner.device, started.local_rank, num_threads)
 
@@ -222,6 +241,10 @@ def threads(settings: Settings, local_size: int) -> int:
     ours = launch.threads_per_rank(launch.environment(), local_size, launch.cores(), launch.is_bound())
     return settings.run.num_threads or ours
 
+
+DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "HOROVOD_FUSION_THRESHOLD": "0"}
+"""What libraries read from the environment, for `deterministic`: a buffer of cuBLAS with which the order of sums is fixed; and
+Horovod adds up each message by itself, as which ones it joins, and so the order of sums, depends on when they come."""
 
 MEMORY_SHARE = 0.8
 """The share of a host's free memory that the caches of its ranks may fill together."""
@@ -333,23 +356,27 @@ def _scanning(settings: Settings, comm: Communicator, watchdog: Watchdog | None)
 
     folder = settings.data.lengths_dir
     kept = None if folder is None else Path(folder).expanduser()
-    processes = launch.cores() if launch.is_bound() else max(1, launch.cores() // comm.local_size)
-    return Scanning(kept, comm.rank, comm.size, progress, beat, processes)
+    alone = launch.cores()
+    processes = alone if launch.is_bound() else max(1, alone // comm.local_size)
+    return Scanning(kept, comm.rank, comm.size, progress, beat, lambda line: say(3, line), processes, alone)
 
 
 def _check_own_order(feed: Feed, chunked: bool) -> None:
     """Refuse what reads in any order, or needs lengths that stay, for a dataset in an order of its own. Raises: DataError."""
+    is_returnns = feed.dataset.window is None
     given = {
         "chunking": chunked,
         "shuffle_batches": feed.batch_keys.shuffle_batches,
         "balance_ranks": bool(feed.batch_keys.balance_ranks),
         "random_seed_offset": feed.distribution == "random_seed_offset",
+        "partition_epoch": not is_returnns and feed.order_keys.partition_epoch > 1,
+        "seq_list_filter_file": not is_returnns and feed.subset is not None,
     }
+    what = "a dataset that RETURNN reads in its own order" if is_returnns else "an iterable, which is read from beginning to end"
     for key in [key for key, is_given in given.items() if is_given]:
         feed.dataset.close()
         raise DataError(
-            f"{feed.name}: expected no {key} with a dataset that RETURNN reads in its own order, got it "
-            "(convert it once with hvdtrain dump and train on the HDF file)"
+            f"{feed.name}: expected no {key} with {what}, got it (convert it once with hvdtrain dump and train on the HDF file)"
         )
 
 
@@ -382,6 +409,7 @@ def build_learner(settings: Settings, reducer: Reducer, comm: Communicator) -> L
     """The model and the optimizer, in the config's framework. Raises: ConfigError."""
     constant = constant_preloads(settings.start.preload_from_files)
     is_sharded = settings.torch_distributed is not None and settings.torch_distributed.sharded
+    framework = FRAMEWORKS[settings.run.backend]
     options = BuildOptions(
         rank=comm.rank,
         local_rank=comm.local_rank,
@@ -392,5 +420,6 @@ def build_learner(settings: Settings, reducer: Reducer, comm: Communicator) -> L
         sharded=comm if is_sharded and comm.size > 1 else None,
         bucket_bytes=comm.bucket_bytes,
         constants=partial(take_over, constant) if constant else None,
+        model_format=settings.saving.checkpoint_format or framework.suffix,
     )
-    return FRAMEWORKS[settings.run.backend].build(settings.learner, reducer, options)
+    return framework.build(settings.learner, reducer, options)

@@ -23,6 +23,7 @@ from hvdtrain.data.sources import DataKeys, DatasetSpec
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.learner.frameworks import FRAMEWORKS, Feature
+from hvdtrain.learner.model_format import SAFETENSORS
 from hvdtrain.learner.param_sync import OuterKeys
 from hvdtrain.learner.precision import PrecisionKeys
 from hvdtrain.learner.reduce import ReduceKeys, reduce_type
@@ -34,10 +35,10 @@ from hvdtrain.returnn_layer.adapter import adapted, layer_for_config
 from hvdtrain.returnn_layer.names import ALIASES, READ_BY_RETURNN, UNSUPPORTED, is_no_op, without_effect
 from hvdtrain.runtime.interrupt import InterruptKeys
 from hvdtrain.runtime.log import LogKeys
-from hvdtrain.schedule.early_stopping import EarlyStoppingKeys
-from hvdtrain.schedule.newbob import NewbobKeys
-from hvdtrain.schedule.rates import ScheduleKeys
+from hvdtrain.schedule.history import EarlyStoppingKeys, ScoreKeys, wanted_of
+from hvdtrain.schedule.rates import NewbobKeys, ScheduleKeys
 from hvdtrain.schedule.steps import StepSchedule, make_schedule
+from hvdtrain.training.callbacks import CallbackKeys
 from hvdtrain.training.forward import ForwardKeys
 from hvdtrain.training.predict import parse_placements
 from hvdtrain.training.trace import TraceKeys
@@ -45,6 +46,7 @@ from hvdtrain.training.trace import TraceKeys
 TASKS = {
     "train": "hvdtrain.run:train",
     "dry_run": "hvdtrain.tasks.tasks:dry_run",
+    "summary": "hvdtrain.tasks.inspect:summarize",
     "eval": "hvdtrain.tasks.tasks:evaluate_all",
     "forward": "hvdtrain.tasks.tasks:forward_all",
     "search": "hvdtrain.tasks.tasks:forward_all",
@@ -63,7 +65,8 @@ class RunKeys(Section):
 
     task: str = key(
         "train",
-        "what to do: train; dry_run, as the option --dry-run; eval (dev, eval, eval_datasets); forward or search (forward_data, "
+        "what to do: train; dry_run and summary, as the options --dry-run and --summary; "
+        "eval (dev, eval, eval_datasets); forward or search (forward_data, "
         "search_data); cleanup_old_models; or config:NAME, which calls the config's function NAME",
         Rule(f"one of {', '.join(TASKS)}, config:NAME", _is_task),
     )
@@ -75,6 +78,12 @@ class RunKeys(Section):
     )
     num_threads: int | None = key(
         None, "threads a rank computes with; None: OMP_NUM_THREADS, or the host's cores divided among its ranks", positive
+    )
+    overfit_batches: int | None = key(
+        None,
+        "train on the first N batches of every rank again and again, from the start and in a folder of its own, overfit/ beside "
+        "the model: a sound model and learning rate bring their loss close to zero",
+        positive,
     )
     startup_callback: Callable[..., None] | str | None = key(
         None, "function (**_) that every rank calls before the datasets are opened; hvdtrain.run_on_main in it prepares data once"
@@ -117,6 +126,7 @@ class Settings:
     accumulation: AccumulationKeys
     schedule: ScheduleKeys
     newbob: NewbobKeys
+    scoring: ScoreKeys
     step_schedule: StepSchedule | None
     reduce: ReduceKeys
     start: StartKeys
@@ -128,6 +138,7 @@ class Settings:
     torch_distributed: TorchDistributedKeys | None
     log: LogKeys
     trackers: TrackerKeys
+    callbacks: CallbackKeys
     trace: TraceKeys
     datasets: tuple[DatasetSpec, ...]
     """Train first, then those that are evaluated after every epoch."""
@@ -139,10 +150,22 @@ class Settings:
     """Messages about names in a config for RETURNN that look like misspelt keys: RETURNN ignores them, too."""
     origins: Mapping[str, str]
     """By key, where its value comes from. Keys with their default value are not listed."""
+    texts: Mapping[str, str]
+    """The text of each config file, by its path."""
+
+    @property
+    def files(self) -> list[Path]:
+        """The config's."""
+        return list(map(Path, self.texts))
 
     @property
     def train(self) -> DatasetSpec:
         return self.datasets[0]
+
+    @property
+    def measure(self) -> str | list[str] | None:
+        """The score that compares epochs, or several of which the first that exists does; None: the one that newbob uses."""
+        return self.ending.early_stopping_measure or self.newbob.learning_rate_control_error_measure
 
     @property
     def evaluations(self) -> tuple[DatasetSpec, ...]:
@@ -203,6 +226,7 @@ def check(source: Source, names: list[str]) -> Settings:
         **derived,
         torch_distributed=torch_distributed,
         origins={name: origin for name, origin in origins.items() if name in names},
+        texts=source.texts,
     )
 
 
@@ -227,6 +251,11 @@ def _of_the_framework(built: dict[type, Any]) -> list[str]:
         built[LearnerKeys] = replace(learner, device="cpu")
     problems = unsupported([section for section in built.values() if section is not None], run.backend)
     features = FRAMEWORKS[run.backend].features
+    saving = built[SavingKeys]
+    formats = (None, FRAMEWORKS[run.backend].suffix, SAFETENSORS)
+    if saving is not None and saving.checkpoint_format not in formats:
+        wanted = " or ".join(repr(name) for name in formats if name)
+        problems.append(f"checkpoint_format: expected {wanted} with backend {run.backend!r}, got {saving.checkpoint_format!r}")
     preloads = built[StartKeys].preload_from_files if built[StartKeys] is not None else {}
     for name, entry in preloads.items() if "constant parameters" not in features else ():
         if isinstance(entry, dict) and entry.get("init_for_train") == "always":
@@ -234,6 +263,10 @@ def _of_the_framework(built: dict[type, Any]) -> list[str]:
             problems.append(f"{where}: expected {_with_feature('constant parameters')} for 'always', got {run.backend!r}")
     if reduce.horovod_compression == "powersgd" and "powersgd" not in features:
         problems.append(f"horovod_compression: expected {_with_feature('powersgd')} for 'powersgd', got {run.backend!r}")
+    if learner.deterministic and reduce.horovod_param_sync_time_diff is not None:
+        problems.append(
+            "deterministic: expected syncs after a number of steps, got horovod_param_sync_time_diff, which goes by the clock"
+        )
     by_launcher = started.ask_for_torch and reduce.torch_distributed is None and not reduce.use_horovod
     if by_launcher and "torch.distributed" not in features:
         wanted = _with_feature("torch.distributed")
@@ -294,7 +327,25 @@ def _datasets(sections: Sections, source: Source) -> tuple[tuple[DatasetSpec, ..
             "horovod_dataset_distribution: expected a random seq_ordering in train for 'random_seed_offset', got "
             f"{specs[0].order.seq_ordering!r} (every rank would train on the same batches)"
         )
-    return specs, problems
+    return specs, problems + _impossible_measures(sections, source, specs)
+
+
+def _impossible_measures(sections: Sections, source: Source, specs: tuple[DatasetSpec, ...]) -> list[str]:
+    """Problems with keys that name a score of a dataset that there is none of. The losses are known when an epoch is done."""
+    run, ending, newbob = sections.get(RunKeys), sections.get(EarlyStoppingKeys), sections.get(NewbobKeys)
+    if run is None or run.task not in ("train", "dry_run") or not specs:
+        return []
+    measures = {
+        "early_stopping_measure": None if ending is None else ending.early_stopping_measure,
+        "learning_rate_control_error_measure": None if newbob is None else newbob.learning_rate_control_error_measure,
+    }
+    possible = [f"{spec.name}_loss_" for spec in specs]
+    return [
+        f"{key}: expected the score of a dataset, {' or '.join(f'{start}NAME' for start in possible)}, got "
+        f"{' or '.join(map(repr, wanted_of(measure)))} in {source.origins.get(key, 'the config')}"
+        for key, measure in measures.items()
+        if measure and not any(name.startswith(start) for name in wanted_of(measure) for start in possible)
+    ]
 
 
 def _forward_data(sections: Sections, source: Source) -> tuple[DatasetSpec | None, list[str]]:
@@ -396,4 +447,6 @@ def shown(value: Any) -> str:
         code = getattr(getattr(value, "__wrapped__", value), "__code__", None)
         where = f" in {os.path.basename(code.co_filename)}" if code is not None else ""
         return f"<{'class' if isinstance(value, type) else 'function'} {getattr(value, '__name__', repr(value))}{where}>"
+    if getattr(type(value), "__repr__", None) is object.__repr__:  # which has an address, another one in each run
+        return f"<{type(value).__name__}>"
     return repr(value)

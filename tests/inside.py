@@ -57,6 +57,8 @@ def nothing_changes() -> Iterator[None]:
         numpy.random.set_state(generators[1])
         random.setstate(generators[2])
         torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(False)
+        torch.backends.cudnn.deterministic = False
         for handler in set(log.handlers) - set(logs[0]):
             log.removeHandler(handler)
             handler.close()

@@ -1,6 +1,6 @@
 """The data benchmarks, and that of a GPU, run on tiny data, and print what the documents say they print.
 
-That of balance_ranks runs in tests/data/plan/test_balance.py.
+Of the trainers that benchmarks/peers compares, hvdtrain alone. That of balance_ranks runs in tests/data/plan/test_balance.py.
 """
 
 import importlib.util
@@ -20,6 +20,7 @@ TINY = {
     "step_log": ["--steps", "10", "--rounds", "1"],
     "short_sequences": ["--sequences", "1000", "--of_returnn", "100", "--rounds", "1"],
     "gpu_loop": "--device cpu --sequences 20 --rounds 0 --layers 1 --width 32".split(),
+    "peers/compare": "--no_actions --only hvdtrain --ranks 1 --rounds 1 --speed_words 80".split(),
 }
 PRINTED = {
     "opening": "| 1,000 | 2 |",
@@ -33,6 +34,7 @@ PRINTED = {
     "short_sequences": "| RETURNN, sequences, cached |",
     "step_log": "| a bar, and lines every 10 s |",
     "gpu_loop": "hvdtrain relative to hand-written: ",
+    "peers/compare": "1.00 (1.00 to 1.00)",
 }
 NEEDS = {"long_sequences": "returnn", "short_sequences": "returnn", "hdf_layouts": "hdf5plugin"}
 

@@ -233,11 +233,17 @@ class Trained:
 
 def saved_model(model: Path, epoch: int) -> dict[str, numpy.ndarray]:
     """The parameters and buffers in a checkpoint, as any program would read them."""
-    [file] = [path for suffix in ("pt", "npz") if (path := model.with_name(f"model.{epoch:03d}.{suffix}")).exists()]
+    [file] = [
+        path for suffix in ("pt", "npz", "safetensors") if (path := model.with_name(f"model.{epoch:03d}.{suffix}")).exists()
+    ]
     if file.suffix == ".pt":
         import torch
 
         return {key: value.numpy() for key, value in torch.load(file, weights_only=True)["model"].items()}
+    if file.suffix == ".safetensors":
+        from safetensors.numpy import load_file
+
+        return load_file(file)
     with numpy.load(file) as stored:
         return {key: stored[key] for key in stored.files if key != "progress"}
 

@@ -4,6 +4,8 @@
 #
 #   PYTHON=python3.12 make setup     another interpreter (3.11 or newer)
 #   WHEEL_DIR=/shared make setup     where the built wheel of Horovod is kept and looked for (default: ~/.cache/hvdtrain/wheels)
+#   DEVICE=cuda make setup           frameworks with CUDA, or cpu: without (default: cuda where nvidia-smi lists a GPU)
+#   EXTRAS=mpi,report make setup     extras of setup.py other than all that the demo and the tests need
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -78,8 +80,13 @@ mkdir -p $LOGS
 pip() { $VENV/bin/python -m pip --disable-pip-version-check "$@"; }
 run pip "updating pip, setuptools, wheel" pip install -q --upgrade pip "setuptools<81" wheel
 
-if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then
-    echo "setup: an NVIDIA GPU is here: frameworks with CUDA"
+if [ -z "${DEVICE:-}" ]; then
+    DEVICE=cpu
+    if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then DEVICE=cuda; fi
+fi
+case $DEVICE in cpu | cuda) ;; *) echo "setup: DEVICE: expected cpu or cuda, got $DEVICE" >&2 && exit 1 ;; esac
+if [ "$DEVICE" = cuda ]; then
+    echo "setup: for NVIDIA GPUs: frameworks with CUDA"
     tensorflow="tensorflow[and-cuda]==$TENSORFLOW_VERSION"
     torch_index=()
     new= # no download in advance: these packages are gigabytes, which would be on the disk twice
@@ -98,7 +105,7 @@ fi
 # does not install: it could replace a package that Horovod's build imports at that moment. If a download fails, pip install
 # tries again and reports the error.
 others=(cffi cloudpickle packaging psutil pyyaml)
-extras=".[mpi,hdf,huggingface,returnn,demo,report,dev]"
+extras=".[${EXTRAS:-mpi,hdf,safetensors,huggingface,returnn,demo,report,wandb,mlflow,export,completion,dev}]"
 fetched=$VENV/fetched
 fetch() {
     pip download -q --dest $fetched/tensorflow "$tensorflow"

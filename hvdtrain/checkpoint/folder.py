@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from math import isnan
 from pathlib import Path
 from typing import Any
 
 from hvdtrain.errors import CheckpointError, ConfigError
+from hvdtrain.learner.model_format import SAFETENSORS
+from hvdtrain.schedule.history import errors_of
 
 UNFINISHED = ".unfinished"
 
@@ -32,16 +35,22 @@ class Checkpoint:
         start: the folder and the common beginning of the files' names.
         suffix: the framework's file suffix.
         step: steps done in the whole training, if the epoch is under way.
+        model_suffix: that of the model's file, if it is another one.
     """
 
     epoch: int
     start: Path
     suffix: str
     step: int | None = None
+    model_suffix: str | None = None
 
     @property
     def model_file(self) -> Path:
-        return self._file("")
+        return self.model_file_as(self.model_suffix or self.suffix)
+
+    def model_file_as(self, suffix: str) -> Path:
+        """The model's file as it is named in a format."""
+        return self.start.with_name(f"{self.start.name}.{suffix}")
 
     @property
     def optimizer_file(self) -> Path:
@@ -71,30 +80,43 @@ class CheckpointFolder:
     Args:
         prefix: the config's key `model`, such as exp/g2p/model.
         suffix: the framework's file suffix.
+        model_suffix: that of the models to write; None: the framework's. Models in all formats are found.
     """
 
-    def __init__(self, prefix: Path, suffix: str = "pt") -> None:
+    def __init__(self, prefix: Path, suffix: str = "pt", model_suffix: str | None = None) -> None:
         self.suffix = suffix
+        self.folder = prefix.parent
+        self.model_suffixes = tuple(dict.fromkeys((model_suffix or suffix, suffix, SAFETENSORS)))
         self._prefix = prefix
         self._pattern = re.compile(
-            rf"{re.escape(prefix.name)}\.(?P<epoch>\d+)(\.step-(?P<step>\d+))?(?P<part>\.(opt|rank-\d+-of-\d+))?\.{re.escape(suffix)}"
+            rf"{re.escape(prefix.name)}\.(?P<epoch>\d+)(\.step-(?P<step>\d+))?"
+            rf"(\.(opt|rank-\d+-of-\d+)\.{re.escape(suffix)}|\.(?P<model>{'|'.join(map(re.escape, self.model_suffixes))}))"
         )
 
     def at(self, epoch: int, step: int | None = None) -> Checkpoint:
-        """The checkpoint of a finished epoch, or with `step` of one under way, whether it exists or not."""
+        """The checkpoint of a finished epoch, or with `step` of one under way, in any format; or as it would be written."""
+        new = self.new(epoch, step)
+        there = [suffix for suffix in self.model_suffixes if new.model_file_as(suffix).exists()]
+        return self._named(epoch, step, there[0]) if there else new
+
+    def new(self, epoch: int, step: int | None = None) -> Checkpoint:
+        """A checkpoint to write, which may exist already."""
+        return self._named(epoch, step, self.model_suffixes[0])
+
+    def _named(self, epoch: int, step: int | None, suffix: str) -> Checkpoint:
         name = f"{self._prefix.name}.{epoch:03d}" + ("" if step is None else f".step-{step}")
-        return Checkpoint(epoch, self._prefix.with_name(name), self.suffix, step)
+        return Checkpoint(epoch, self._prefix.with_name(name), self.suffix, step, None if suffix == self.suffix else suffix)
 
     def finished(self) -> list[int]:
         """The finished epochs that have a model, in order."""
-        return [found.epoch for found in self._found() if found.step is None]
+        return list(dict.fromkeys(found.epoch for found in self._found() if found.step is None))
 
     def newest(self) -> Checkpoint | None:
         """The last checkpoint that training can continue from: one with an optimizer file."""
         return next((found for found in reversed(self._found()) if found.optimizer_file.exists()), None)
 
     def prepare(self, target: Checkpoint) -> None:
-        """Create the folder, and remove the model of an existing checkpoint with the same name before it is written.
+        """Create the folder, and remove the model of an existing checkpoint of this name, in any format, before it is written.
 
         If it were replaced file by file, a kill in between would leave files that do not belong together.
 
@@ -104,7 +126,8 @@ class CheckpointFolder:
         with _checkpoint_error(target.model_file):
             self._prefix.parent.mkdir(parents=True, exist_ok=True)
             self._remove_unfinished()
-            target.model_file.unlink(missing_ok=True)
+            for suffix in self.model_suffixes:
+                target.model_file_as(suffix).unlink(missing_ok=True)
 
     def save_own(self, file: Path, write: Callable[[Path], None]) -> None:
         """Write one rank's own file of a checkpoint that is being written. Raises: CheckpointError."""
@@ -124,7 +147,7 @@ class CheckpointFolder:
         Raises:
             CheckpointError: the disk is full, or the folder cannot be written to.
         """
-        target = self.at(epoch, step)
+        target = self.new(epoch, step)
         unfinished = [path.with_name(path.name + UNFINISHED) for path in (target.model_file, target.optimizer_file)]
         try:
             self.prepare(target)
@@ -156,7 +179,8 @@ class CheckpointFolder:
     def remove(self, checkpoints: Iterable[Checkpoint]) -> None:
         """Remove checkpoints, each with its model first, so that a kill leaves no checkpoint that looks complete."""
         for checkpoint in checkpoints:
-            checkpoint.model_file.unlink(missing_ok=True)
+            for suffix in self.model_suffixes:
+                checkpoint.model_file_as(suffix).unlink(missing_ok=True)
             self._remove_all_but_model(checkpoint)
 
     def _remove_all_but_model(self, checkpoint: Checkpoint) -> None:
@@ -167,14 +191,19 @@ class CheckpointFolder:
     def _found(self) -> list[Checkpoint]:
         """Every complete checkpoint, oldest first."""
         matches = [self._pattern.fullmatch(path.name) for path in self._files()]
-        models = [match for match in matches if match and not match["part"]]
-        found = [self.at(int(match["epoch"]), int(match["step"]) if match["step"] else None) for match in models]
-        return sorted(found, key=lambda checkpoint: checkpoint.age)
+        models = [match for match in matches if match and match["model"]]
+        found = [self._named(int(one["epoch"]), int(one["step"]) if one["step"] else None, one["model"]) for one in models]
+        in_order = self.model_suffixes[::-1]  # of a model in several formats, the one that `at` finds is the newest
+        return sorted(found, key=lambda one: (one.age, in_order.index(one.model_suffix or one.suffix)))
 
     def _remove_unfinished(self) -> None:
         """Remove the unfinished files that a killed run left behind."""
         for path in self._files():
-            if path.name.startswith(f"{self._prefix.name}.") and path.name.endswith(UNFINISHED):
+            if not path.name.startswith(f"{self._prefix.name}.") or not path.name.endswith(UNFINISHED):
+                continue
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
                 path.unlink(missing_ok=True)
 
     def _files(self) -> list[Path]:
@@ -218,26 +247,35 @@ class CleanupRule:
         keep_last_n: the number of last epochs to keep.
         keep_best_n: the number of epochs to keep that have the best values of a score, for each score.
         keep: further epochs to keep; None: a pattern over the whole training that gets sparser as training gets longer.
+        higher_is_better: the scores whose higher values are better.
     """
 
     keep_last_n: int = 2
     keep_best_n: int = 4
     keep: Sequence[int] | None = None
+    higher_is_better: Collection[str] = ()
 
-    def kept(self, epochs: Iterable[int], scores: Mapping[int, Mapping[str, float]]) -> list[int]:
-        """The epochs to keep, in ascending order.
+    def kept(self, epochs: Iterable[int], scores: Mapping[int, Mapping[str, float]]) -> dict[int, list[str]]:
+        """The epochs to keep, in ascending order, each with the reasons.
 
         Args:
             epochs: the epochs that have a model.
-            scores: the scores of each epoch by name; lower is better.
+            scores: the scores of each epoch by name.
         """
         existing = sorted(epochs)
         if max(self.keep_last_n, self.keep_best_n) >= len(existing):
-            return existing
-        wanted = set(self.keep if self.keep is not None else _default_pattern(existing[-1])) | set(existing[-self.keep_last_n :])
-        for name in sorted({name for epoch in existing for name in scores.get(epoch, {})}):
-            wanted.update(self._best(existing, {epoch: scores.get(epoch, {}).get(name) for epoch in existing}))
-        return [epoch for epoch in existing if epoch in wanted]
+            return {epoch: ["of so few, all"] for epoch in existing}
+        reasons: dict[int, list[str]] = {epoch: [] for epoch in existing}
+        for epoch in existing[-self.keep_last_n :]:
+            reasons[epoch].append("last")
+        errors = {epoch: errors_of(scores.get(epoch, {}), self.higher_is_better) for epoch in existing}
+        for name in sorted({name for of_epoch in errors.values() for name in of_epoch}):
+            for epoch in self._best(existing, {epoch: errors[epoch].get(name) for epoch in existing}):
+                reasons[epoch].append(f"best {name}")
+        for epoch in self.keep if self.keep is not None else _default_pattern(existing[-1]):
+            if epoch in reasons:
+                reasons[epoch].append("keep" if self.keep is not None else PATTERN)
+        return {epoch: why for epoch, why in reasons.items() if why}
 
     def _best(self, epochs: list[int], scores: Mapping[int, float | None]) -> list[int]:
         """The epochs with the lowest scores; empty if all are equal. An epoch without a score counts as the worst."""
@@ -250,6 +288,10 @@ class CleanupRule:
             return (max(known) if score is None or isnan(score) else score), epoch
 
         return sorted(epochs, key=rank)[: self.keep_best_n]
+
+
+PATTERN = "pattern"
+"""Why an epoch is kept that RETURNN's default for `keep` contains."""
 
 
 def _default_pattern(last: int) -> set[int]:
@@ -266,15 +308,15 @@ def _default_pattern(last: int) -> set[int]:
     return set(range(every, last + 1, every)) | {epoch for epoch in doublings if epoch <= last}
 
 
-def parse_rule(value: bool | dict[str, Any]) -> CleanupRule | None:
-    """Parse the key `cleanup_old_models`: a bool, or a dict of the rule's attributes. Returns None for False: keep all models.
+def parse_rule(value: bool | dict[str, Any], higher_is_better: Collection[str] = ()) -> CleanupRule | None:
+    """Parse the key `cleanup_old_models`: a bool, or a dict of keep_last_n, keep_best_n, keep. Returns None for False: keep all.
 
     Raises:
         ConfigError: unknown entries, or entries of the wrong type.
     """
     if isinstance(value, bool):
-        return CleanupRule() if value else None
-    names = [field.name for field in fields(CleanupRule)]
+        return CleanupRule(higher_is_better=higher_is_better) if value else None
+    names = ["keep_last_n", "keep_best_n", "keep"]
     problems = [
         f"cleanup_old_models.{name}: expected one of {', '.join(names)}, got {name!r}" for name in value if name not in names
     ]
@@ -288,4 +330,4 @@ def parse_rule(value: bool | dict[str, Any]) -> CleanupRule | None:
         problems.append(f"cleanup_old_models.keep: expected a list of epochs, got {keep!r}")
     if problems:
         raise ConfigError(problems)
-    return CleanupRule(**value)
+    return CleanupRule(**value, higher_is_better=higher_is_better)

@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from hvdtrain.checkpoint.folder import Checkpoint, CheckpointFolder, CleanupRule, parse_rule
+from hvdtrain.checkpoint.folder import PATTERN, Checkpoint, CheckpointFolder, CleanupRule, parse_rule
 from hvdtrain.checkpoint.preload import Preload, take_over
-from hvdtrain.checkpoint.progress import Progress
+from hvdtrain.checkpoint.progress import BestModel, Progress
 from hvdtrain.comm.base import Communicator, Tensor, on_rank_zero, together
 from hvdtrain.config.keys import ALONE, Section, Sections, key, positive
 from hvdtrain.errors import CheckpointError, ConfigError
 from hvdtrain.learner.base import Kind, State, StatePart
+from hvdtrain.learner.model_format import SAFETENSORS, missing_package
 from hvdtrain.learner.reducer import Reducer
 from hvdtrain.runtime.log import say
 
@@ -35,18 +36,27 @@ class SavingKeys(Section):
     save_in_background: bool = key(
         False, "continue training while rank 0 writes a copy of the model and the optimizer, which takes as much memory again"
     )
+    checkpoint_format: Literal["pt", "npz", "safetensors"] | None = key(
+        None,
+        "the format of the model's file: 'safetensors', which many programs read and in which there is no code (needs the extra "
+        "safetensors); None: 'pt' with PyTorch, 'npz' with TensorFlow. Other files of a checkpoint are in the framework's own",
+    )
     cleanup_old_models: bool | dict[str, Any] = key(
         False,
         "after every epoch, remove all models but the last, the best, and some of earlier epochs; or a dict of keep_last_n (2), "
-        "keep_best_n (4), keep (a list of epochs)",
+        "keep_best_n (4, by each score), keep (a list of epochs, such as []; if it is left out, RETURNN's pattern, such as every "
+        "4th epoch of the first 10 and every 20th of the first 50)",
     )
 
     def problems(self, others: Sections = ALONE) -> list[str]:
         try:
             parse_rule(self.cleanup_old_models)
         except ConfigError as error:
-            return error.problems
-        return []
+            return [*error.problems, *self._format_problems()]
+        return self._format_problems()
+
+    def _format_problems(self) -> list[str]:
+        return missing_package("checkpoint_format") if self.checkpoint_format == SAFETENSORS else []
 
 
 class Saves(Protocol):
@@ -89,6 +99,7 @@ class Saver:
         distribution: Literal["shard", "random_seed_offset"],
         cleanup: CleanupRule | None = None,
         background: ThreadPoolExecutor | None = None,
+        best: BestModel | None = None,
     ) -> None:
         self._comm = comm
         self._state = state
@@ -97,6 +108,7 @@ class Saver:
         self._distribution = distribution
         self._cleanup = cleanup
         self._background = background
+        self._best = best
         self._writing: Future[None] | None = None
 
     def save(self, progress: Progress) -> Checkpoint:
@@ -107,7 +119,7 @@ class Saver:
         """
         self.finish()
         step = None if progress.current is None else progress.step
-        target = self._checkpoints.at(progress.epoch if progress.current is None else progress.current.epoch, step)
+        target = self._checkpoints.new(progress.epoch if progress.current is None else progress.current.epoch, step)
         self._reducer.settle(self._state)
         own = self._own_parts()
         stored = {
@@ -131,8 +143,11 @@ class Saver:
                 self._state.save(model_file, optimizer_file, stored, snapshot)
 
             self._checkpoints.save(target.epoch, write_files, step=target.step)
+            if target.step is None:
+                self._note_best(progress)  # before a model is removed that the file names
             if self._cleanup is not None and target.step is None:
                 clean_up(self._checkpoints, self._cleanup, {record.epoch: record.scores for record in progress.history})
+                self._note_best(progress)
 
         def start() -> None:
             if self._background is None:
@@ -224,6 +239,10 @@ class Saver:
             together(self._comm, lambda: self._state.load_own(file), name="load_own")
         self._reducer.restore(state["reducer"][self._comm.rank])
 
+    def _note_best(self, progress: Progress) -> None:
+        if self._best is not None:
+            self._best.note(progress.history)
+
     def _own_parts(self) -> tuple[StatePart, ...]:
         """What every rank has to save itself."""
         if self._comm.size == 1:
@@ -247,9 +266,16 @@ def clean_up(checkpoints: CheckpointFolder, rule: CleanupRule, scores: Mapping[i
     kept = rule.kept(epochs, scores)
     removed = [epoch for epoch in epochs if epoch not in kept]
     if removed:
-        say(3, f"We have stored models for epochs {_few(epochs)} and keep epochs {kept}.")
+        say(3, f"We have stored models for epochs {_few(epochs)} and keep epochs {list(kept)}.")
+        say(3, f"Why they are kept: {'; '.join(f'{epoch}: {_listed(why)}' for epoch, why in kept.items())}.")
+        if rule.keep is None and any(why == [PATTERN] for why in kept.values()):
+            say(3, "The pattern is RETURNN's, where `keep` is not given; cleanup_old_models = {..., 'keep': []} keeps no others.")
         say(3, f"We will delete the models of epochs {removed}.")
         checkpoints.remove(checkpoints.at(epoch) for epoch in removed)
+
+
+def _listed(reasons: list[str]) -> str:
+    return ", ".join(reasons)
 
 
 def _few(epochs: list[int]) -> str:

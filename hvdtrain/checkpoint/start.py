@@ -9,13 +9,14 @@ from typing import Any, Literal
 
 from hvdtrain.checkpoint.folder import Checkpoint, CheckpointFolder
 from hvdtrain.checkpoint.preload import parse_preloads
-from hvdtrain.checkpoint.progress import Progress
+from hvdtrain.checkpoint.progress import Progress, best_epoch
 from hvdtrain.checkpoint.saver import Saver
 from hvdtrain.comm.base import Communicator, on_rank_zero
 from hvdtrain.comm.keys import LaunchKeys
 from hvdtrain.config.keys import ALONE, Section, Sections, key, positive
 from hvdtrain.data.identity import Identity, Part, changes, identify, rewritten
 from hvdtrain.errors import CheckpointError, ConfigError
+from hvdtrain.learner.model_format import is_safetensors, missing_package
 from hvdtrain.runtime.log import say
 from hvdtrain.schedule.file import read_learning_rate_file
 
@@ -34,7 +35,11 @@ class StartKeys(Section):
         "a model file, with or without its suffix, or with load_epoch the prefix of its name: the model to evaluate; a training "
         "without a checkpoint continues after its epoch",
     )
-    load_epoch: int | None = key(None, "the epoch of `load`, or of `model` if load is not set", positive)
+    load_epoch: int | Literal["best"] | None = key(
+        None,
+        "the epoch of `load`, or of `model` if load is not set; 'best': the best one that has a model, by best.json",
+        positive,
+    )
     import_model_train_epoch1: str | None = key(
         None, "a model file with the initial parameters, for a training without a checkpoint, which starts at epoch 1"
     )
@@ -59,6 +64,11 @@ class StartKeys(Section):
             parse_preloads(self.preload_from_files)
         except ConfigError as error:
             return error.problems
+        files = {"load": self.load, "import_model_train_epoch1": self.import_model_train_epoch1}
+        files |= {f"preload_from_files.{one.name}": one.filename for one in parse_preloads(self.preload_from_files)}
+        needing = [name for name, file in files.items() if file is not None and is_safetensors(file)]
+        if missing := [problem for name in needing for problem in missing_package(name)]:
+            return missing
         launch = others.get(LaunchKeys)
         return self.restart_problems() if launch is not None and launch.max_restarts else []
 
@@ -103,7 +113,7 @@ def start_of_training(keys: StartKeys, folder: CheckpointFolder) -> Start:
         return Start(_existing(folder.at(keys.start_epoch - 1)))
     if newest is not None and keys.start_epoch == "auto":
         if keys.load is None and keys.load_epoch is not None:
-            return Start(_existing(folder.at(keys.load_epoch)))
+            return Start(_existing(folder.at(_epoch(keys.load_epoch, folder.folder))))
         ignored = [name for name in ("load", "import_model_train_epoch1") if getattr(keys, name) is not None]
         return Start(newest, remark=f"{' and '.join(ignored)}: ignored, as there is a checkpoint already" if ignored else None)
     remark = None if newest is None else f"start_epoch is 1: what is in {newest.model_file} is not used and will be replaced"
@@ -122,8 +132,10 @@ def model_file(keys: StartKeys, folder: CheckpointFolder) -> Path:
         CheckpointError: there is no such file.
     """
     if keys.load is not None:
-        return _file(keys.load if keys.load_epoch is None else f"{keys.load}.{keys.load_epoch:03d}", folder)
-    epoch = keys.load_epoch or max(folder.finished(), default=None)
+        if keys.load_epoch is None:
+            return _file(keys.load, folder)
+        return _file(f"{keys.load}.{_epoch(keys.load_epoch, Path(keys.load).parent):03d}", folder)
+    epoch = _epoch(keys.load_epoch, folder.folder) if keys.load_epoch is not None else max(folder.finished(), default=None)
     if epoch is None:
         raise CheckpointError(f"load: expected a trained model, got no file such as {folder.at(1).model_file}")
     if not folder.at(epoch).model_file.exists():
@@ -131,6 +143,10 @@ def model_file(keys: StartKeys, folder: CheckpointFolder) -> Path:
             f"load_epoch: expected an epoch that has a model, got {epoch}: there is no {folder.at(epoch).model_file}"
         )
     return folder.at(epoch).model_file
+
+
+def _epoch(wanted: int | Literal["best"], folder: Path) -> int:
+    return best_epoch(folder) if wanted == "best" else wanted
 
 
 def _existing(checkpoint: Checkpoint) -> Checkpoint:
@@ -144,11 +160,11 @@ def _existing(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _file(name: str, folder: CheckpointFolder) -> Path:
-    candidates = [Path(name), Path(f"{name}.{folder.suffix}")]
+    candidates = [Path(name), *(Path(f"{name}.{suffix}") for suffix in folder.model_suffixes)]
     for candidate in candidates:
         if candidate.is_file():
             return candidate
-    raise CheckpointError(f"load: expected a model file, got neither {' nor '.join(map(str, candidates))}")
+    raise CheckpointError(f"load: expected a model file, got none of {', '.join(map(str, candidates))}")
 
 
 def resume(

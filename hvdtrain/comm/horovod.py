@@ -96,6 +96,13 @@ class HorovodCommunicator:
         self.local_rank: int = binding.local_rank()
         self.local_size: int = binding.local_size()
 
+    def start_timeline(self, file: Path) -> None:
+        """Have rank 0 write Horovod's timeline from here on. HOROVOD_TIMELINE was DYNAMIC when Horovod was initialized."""
+        self._hvd.start_timeline(str(file))
+
+    def stop_timeline(self) -> None:
+        self._hvd.stop_timeline()
+
     def start(
         self,
         tensors: Sequence[Tensor],

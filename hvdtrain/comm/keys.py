@@ -147,6 +147,11 @@ NOT_NEEDED = {
 }
 """Entries of RETURNN's torch_distributed that have no meaning here."""
 
+NOT_SUPPORTED = {
+    "fsdp": "fully_shard needs the same calls on every rank; sharded = True distributes the optimizer's state (docs/parallel.md)",
+}
+"""Entries that a user may look for, with the reason why there are none."""
+
 OF_THE_WRAPPER = (
     "find_unused_parameters", "static_graph", "bucket_cap_mb", "gradient_as_bucket_view", "broadcast_buffers", "check_reduction",
 )  # fmt: skip
@@ -172,10 +177,12 @@ def merged(
     if isinstance(options, dict) and all(name in OF_THE_WRAPPER for name in options):
         entries = {name: value for name, value in entries.items() if name != "options"}
     keys, problems = build(TorchDistributedKeys, entries, where, dict.fromkeys(entries, origin))
-    problems += unknown_options(where, entries, TorchDistributedKeys, "torch_distributed", NOT_NEEDED)
+    problems += unknown_options(where, entries, TorchDistributedKeys, "torch_distributed", {**NOT_NEEDED, **NOT_SUPPORTED})
     for name in entries:
         if name in NOT_NEEDED:
             problems.append(f"{where}{name}: RETURNN's entry is not needed here ({NOT_NEEDED[name]})")
+        if name in NOT_SUPPORTED:
+            problems.append(f"{where}{name}: expected no such entry, got {entries[name]!r} ({NOT_SUPPORTED[name]})")
     if keys is None:
         return None, started, problems
     duplicates = {

@@ -1,14 +1,19 @@
-"""Checks a config's values and builds sections of keys from them. All problems are collected before any is reported."""
+"""Checks a config's values, and builds from them sections of keys and objects that they name. All problems are collected before
+any is reported."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping
+import inspect
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
+from dataclasses import dataclass
 from difflib import SequenceMatcher
+from functools import partial
 from types import ModuleType
 from typing import Any, TypeVar
 
 from hvdtrain.config.keys import REQUIRED, Key, Mismatch, convert, declared, words_of
-from hvdtrain.config.source import COMMAND_LINE, Source
+from hvdtrain.config.source import COMMAND_LINE, Source, is_reference, resolve
+from hvdtrain.errors import ConfigError
 
 S = TypeVar("S")
 
@@ -172,3 +177,82 @@ def _short_repr(value: Any) -> str:
     """The repr of a value for a message, shortened to 80 characters."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+@dataclass(frozen=True)
+class Made:
+    """An object that a key asks for.
+
+    Attributes:
+        label: the name by which messages call it: that in the config, or its class's.
+        kind: its class, or the object itself.
+        make: returns the object.
+    """
+
+    label: str
+    kind: Any
+    make: Callable[[], Any]
+
+
+NONE_BY_NAME: Mapping[str, str] = {}
+
+
+def objects_of(
+    key: str, value: Any, methods: Collection[str], prefix: str, by_name: Mapping[str, str] = NONE_BY_NAME
+) -> tuple[list[Made], list[str]]:
+    """The objects that a key asks for, and the problems.
+
+    Args:
+        value: None, an entry, or a list of entries: an object, a class, a class's name in `by_name` or as 'module:Class', or a
+            dict with one of these as `class` and the arguments of the class.
+        methods: an object has to have at least one of them.
+        prefix: a method whose name begins with this and is none of `methods` is a mistake.
+        by_name: 'module:Class' by name.
+    """
+    several = isinstance(value, (list, tuple))
+    made: list[Made] = []
+    problems: list[str] = []
+    for number, entry in enumerate(value if several else () if value is None else (value,)):
+        try:
+            made.append(_object(entry, methods, prefix, by_name))
+        except (ConfigError, ImportError) as error:
+            message = (
+                error.problems[0] if isinstance(error, ConfigError) else f"expected a class that can be imported, got {error}"
+            )
+            problems.append(f"{key}[{number}]: {message}" if several else f"{key}: {message}")
+    return made, problems
+
+
+def _object(entry: Any, methods: Collection[str], prefix: str, by_name: Mapping[str, str]) -> Made:
+    """One entry. Raises: ConfigError, with the problem; ImportError."""
+    options = {}
+    if isinstance(entry, dict):
+        if "class" not in entry:
+            raise ConfigError([f"expected an entry `class`, got {entry!r}"])
+        options = {name: option for name, option in entry.items() if name != "class"}
+        entry = entry["class"]
+    kind = entry
+    label = entry if isinstance(entry, str) else getattr(entry, "__name__", type(entry).__name__)
+    if isinstance(entry, str):
+        reference = by_name.get(entry, entry)
+        if not is_reference(reference):
+            names = ", ".join(["an object", "a class", *map(repr, by_name)])
+            raise ConfigError([f"expected {names} or 'module:Class', got {entry!r}{did_you_mean(entry, by_name)}"])
+        kind = resolve(reference)
+    there = [name for name in dir(kind) if callable(getattr(kind, name, None))]
+    unknown = [name for name in there if name.startswith(prefix) and name not in methods]
+    if unknown or not set(there) & set(methods):
+        got = f"{unknown[0]}{did_you_mean(unknown[0], methods)}" if unknown else f"none of them in {label}"
+        raise ConfigError([f"expected methods among {', '.join(methods)}, got {got}"])
+    if not isinstance(kind, type):
+        if options:
+            raise ConfigError([f"expected arguments beside a class, got {', '.join(options)} beside an object of {label}"])
+        return Made(label, kind, lambda: kind)
+    try:
+        inspect.signature(kind).bind(**options)
+    except TypeError as error:
+        names = ", ".join(inspect.signature(kind).parameters) or "none"
+        raise ConfigError([f"expected the arguments of {label} ({names}), got: {error}"]) from None
+    except ValueError:
+        pass  # a class in C tells nothing of its arguments
+    return Made(label, kind, partial(kind, **options))

@@ -14,16 +14,21 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from hvdtrain.config.keys import text_value
 from hvdtrain.errors import ConfigError
 
 COMMAND_LINE = "the command line"
 MODULE_NAME = "__hvdtrain_config__"
+
+
+OPTIONS = ("-h", "--help", "--dry-run", "--print-config", "--version")
+"""Of the program itself, besides keys."""
 
 
 def parse_command_line(arguments: list[str]) -> tuple[list[Path], dict[str, str]]:
@@ -36,15 +41,23 @@ def parse_command_line(arguments: list[str]) -> tuple[list[Path], dict[str, str]
     rest = without_local_rank(arguments)
     while rest and not rest[0].startswith(("+", "-")) and not _is_assignment(rest[0]):
         files.append(Path(rest.pop(0)))
-    problems = [] if files else ["command line: expected a config file first, got none (python -m hvdtrain --help)"]
+    problems = []
     overrides = {}
+    late = [word for word in rest if not word.startswith("+") and Path(word).is_file()] if not files else []
+    if late:
+        problems.append(f"command line: expected a config file first, got {late[0]} after other words")
+        rest.remove(late[0])
+    elif not files:
+        problems.append("command line: expected a config file first, got none (python -m hvdtrain --help)")
     while rest:
         word = rest.pop(0)
         name, assigned, value = word.partition("=")
         if not name.startswith("++") or len(name) == 2:
             value = value if assigned or not rest or rest[0].startswith(("+", "-")) else rest.pop(0)
             meant = name.lstrip("-+")
+            option = get_close_matches(word, OPTIONS, n=1, cutoff=0.8)
             hint = f"did you mean ++{meant} {value or 'VALUE'}?" if meant else "python -m hvdtrain --help"
+            hint = f"did you mean {option[0]}?" if option else hint
             problems.append(f"command line: expected ++KEY VALUE, got {word!r} ({hint})")
             continue
         if not assigned:
@@ -73,13 +86,31 @@ def split_overrides(arguments: list[str]) -> tuple[list[str], list[str]]:
     return arguments[:first], arguments[first:]
 
 
+class CommandParser(argparse.ArgumentParser):
+    """A parser that knows how keys of a config are written."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print what is wrong, with the right spelling of what looks like a key, and end the program."""
+        _, _, unknown = message.partition("unrecognized arguments: ")
+        word, *more = unknown.split()[:2] or [""]
+        name, assigned, value = word.lstrip("-+").partition("=")
+        options = [option for action in self._actions for option in action.option_strings]
+        close = get_close_matches(word, options, n=1, cutoff=0.8)
+        if close:
+            message += f" (did you mean {close[0]}?)"
+        elif name.isidentifier() and "++" in (self.usage or ""):
+            value = value if assigned or not more else more[0]
+            message += f" (a key of a config is written ++{name} {value or 'VALUE'}, behind everything else)"
+        super().error(message)
+
+
 def command_parser(name: str, description: str, epilog: str, usage: str | None = None) -> argparse.ArgumentParser:
     """A parser for the options of the command `hvdtrain NAME`. The texts are printed with their own line breaks.
 
     Args:
         usage: None: made from the options.
     """
-    return argparse.ArgumentParser(
+    return CommandParser(
         prog=f"hvdtrain {name}",
         usage=usage,
         description=description,
@@ -111,6 +142,8 @@ class Source:
     """Overrides whose name does not occur in the config's text."""
     problems: tuple[str, ...] = ()
     """Messages about overrides of entries of values that are not dicts."""
+    texts: Mapping[str, str] = field(default_factory=dict)
+    """The text of each config file, by its path."""
     for_returnn: bool = False
     """Whether a file was written for RETURNN, which ignores the names that it does not know."""
 
@@ -136,10 +169,9 @@ def load(paths: list[Path], overrides: Mapping[str, str], types: Mapping[str, An
     top = {name: text_value(text, types.get(name, Any)) for name, text in overrides.items() if "." not in name}
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
-    texts = []
+    texts: dict[str, str] = {}
     for path in paths:
-        text = _read(path)
-        texts.append(text)
+        text = texts[str(path)] = _read(path)
         if path.suffix == ".json" or text.lstrip().startswith("{"):
             loaded = _parse_json(path, text)
         else:
@@ -152,9 +184,9 @@ def load(paths: list[Path], overrides: Mapping[str, str], types: Mapping[str, An
     for name, text in overrides.items():
         if "." in name:
             problems += _set_nested(values, origins, name, text)
-    mentioned = set(re.findall(r"\w+", "\n".join(texts)))
+    mentioned = set(re.findall(r"\w+", "\n".join(texts.values())))
     unused = tuple(name for name in top if name not in types and name not in mentioned)
-    return Source(values, origins, unused, tuple(problems))
+    return Source(values, origins, unused, tuple(problems), texts)
 
 
 def _read(path: Path) -> str:

@@ -7,6 +7,7 @@ it has.
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, nullcontext
@@ -35,6 +36,8 @@ class Dataset(ABC):
         mapped: the data keys that are memory-mapped, so that caching them gains nothing.
         varies: whether `at_epoch` or `drawn` depend on the epoch, so that sequences must not be cached.
         own_order: whether the sequences of `at_epoch` are those of an epoch already, in an order in which they are to be read.
+        window: the number of neighbouring sequences that may come in another order, where they are read from beginning to end;
+            None: `own_order` tells all.
     """
 
     streams: Mapping[str, Stream]
@@ -43,6 +46,7 @@ class Dataset(ABC):
     varies: bool = False
     reads_for_tags: bool = False
     own_order: bool = False
+    window: int | None = None
 
     @property
     @abstractmethod
@@ -118,7 +122,9 @@ class Scanning:
         progress: given what is read and how many sequences that are, if it is known: a context manager that returns a function to
             call with every number of sequences that were read.
         waiting: called now and then while another process reads.
-        processes: how many processes this rank may start for reading.
+        note: called with a line for the log.
+        processes: how many processes this rank may start for reading while the others do the same.
+        processes_alone: how many it may start while the others wait for it.
     """
 
     folder: Path | None = None
@@ -126,7 +132,9 @@ class Scanning:
     size: int = 1
     progress: Callable[[str, int | None], AbstractContextManager[Callable[[int], None]]] = _unseen
     waiting: Callable[[], None] = lambda: None
+    note: Callable[[str], None] = lambda line: None
     processes: int = 1
+    processes_alone: int = 1
 
 
 class SequenceSource(ABC):
@@ -254,7 +262,8 @@ def as_dataset(opened: Any) -> Dataset | None:
 
 def is_map_style(value: Any) -> bool:
     """Whether a value is a map-style dataset: it has a length and gives item i. A dict and a text are not."""
-    if isinstance(value, (str, bytes, Mapping, type)):
+    streaming = sys.modules.get("torch.utils.data")
+    if isinstance(value, (str, bytes, Mapping, type)) or (streaming and isinstance(value, streaming.IterableDataset)):
         return False
     return hasattr(type(value), "__len__") and hasattr(type(value), "__getitem__")
 
@@ -353,5 +362,7 @@ class ForeignSource(SequenceSource):
             items = islice(inner, start, stop)
         for number, item in enumerate(items, start=start):
             if not (isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) and isinstance(item[1], dict)):
-                raise DataError(f"{self._where}: expected (tag, {{key: array}}) as sequence {number}, got {str(item)[:80]}")
+                instead = '{"class": "IterableDataset", "iterable": ...}'
+                what = f"{self._where}: expected (tag, {{key: array}}) as sequence {number}"
+                raise DataError(f"{what}, got {str(item)[:80]} (other items: give it as {instead})")
             yield item

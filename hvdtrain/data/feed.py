@@ -171,13 +171,18 @@ class Feed:
             subset=epoch_subset(self.dataset, self.subset, full_epoch(keys, epoch)),
             file_bounds=self.dataset.file_bounds(),
             chunks=self.chunks,
+            window=self.dataset.window,
         )
 
     def num_sequences(self, plan: Plan) -> int:
         """The number of sequences in a plan, whether they are cut into chunks or not."""
+        return self.sequences_among(plan.order)
+
+    def sequences_among(self, indices: Array) -> int:
+        """The number of sequences among indices of a plan; if sequences are cut, that of their first chunks."""
         if self.chunks is None:
-            return len(plan.order)
-        parts = (plan.order[i : i + BLOCK] for i in range(0, len(plan.order), BLOCK))
+            return len(indices)
+        parts = (indices[i : i + BLOCK] for i in range(0, len(indices), BLOCK))
         return sum(int((self.chunks.numbers[part] == 0).sum()) for part in parts)
 
     def share(self, plan: Plan, position: int = 0) -> Sequence[Array]:
@@ -213,7 +218,9 @@ def feed_lines(feed: Feed, local_size: int = 1) -> list[Line]:
     how = feed.dataset.how_read()
     ordering = feed.order_keys.seq_ordering
     named = ordering if isinstance(ordering, str) else getattr(ordering, "__name__", "a function")
-    if feed.dataset.own_order:
+    if feed.dataset.window is not None:
+        named += f" in windows of {feed.dataset.window}"
+    elif feed.dataset.own_order:
         named = "in its own order"
     lengths = feed.dataset.lengths
     size = sum(int(lengths[key].sum(dtype=numpy.int64)) * frame_size(stream) for key, stream in feed.dataset.streams.items())

@@ -23,6 +23,7 @@ from hvdtrain.data.types import External
 
 OWN = {
     "FolderDataset": "hvdtrain.data.formats.folder:FolderDataset",
+    "IterableDataset": "hvdtrain.data.formats.iterable:IterableDataset",
     "HuggingFaceDataset": "hvdtrain.data.formats.hugging_face:HuggingFaceDataset",
     "ReturnnDataset": "hvdtrain.data.formats.returnn_stream:ReturnnDataset",
 }

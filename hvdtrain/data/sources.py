@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from os import PathLike
 from typing import Any
 
@@ -16,6 +17,7 @@ from hvdtrain.data.combine.cache import Budget, with_cache
 from hvdtrain.data.dataset import Dataset, DatasetKeys, Scanning, SequenceSource, as_dataset, is_map_style
 from hvdtrain.data.files import parse_sizes
 from hvdtrain.data.formats.items import ItemsDataset
+from hvdtrain.data.formats.iterable import IterableDataset, is_iterable, needs_epoch
 from hvdtrain.data.formats.returnn_reading import inner_of_multi_proc
 from hvdtrain.data.identity import Part
 from hvdtrain.data.kinds import BY_RETURNN, KINDS, ONE_BY_ONE, OWN, Kind, take_returnn_entries
@@ -43,7 +45,8 @@ class DataKeys(Section):
     )
     lengths_dir: str | None = key(
         "~/.cache/hvdtrain/lengths",
-        "folder for the lengths of sequences that only reading the data tells (datasets that RETURNN reads); jobs may share it; "
+        "folder for the lengths of sequences that only reading the data tells (iterables, items that take long to read, datasets "
+        "that RETURNN reads); jobs may share it; "
         "None: they are found in every run",
     )
     eval_datasets: dict[str, Any] = key({}, "further datasets by name, evaluated after every epoch")
@@ -87,6 +90,7 @@ class DatasetSpec:
         files: the data files that it reads itself.
         copied: those of the files that may be read from a copy.
         datasets: the datasets inside it.
+        maker: returns the config's class or function with the other entries of the dict as arguments; None: it is no such dict.
         cache_byte_size: the bytes that a rank may cache of it, if its dict says so (RETURNN's key), instead of `cache_size`.
     """
 
@@ -97,6 +101,7 @@ class DatasetSpec:
     copied: tuple[str, ...] = ()
     datasets: tuple[DatasetSpec, ...] = ()
     cache_byte_size: int | None = None
+    maker: Callable[[], partial[Any]] | None = None
 
     def all(self) -> Iterator[DatasetSpec]:
         """This dataset and all datasets inside it."""
@@ -135,7 +140,13 @@ def parse(name: str, value: Any, defaults: Mapping[str, Any]) -> tuple[DatasetSp
         The dataset, or None and the problems.
     """
     if callable(value) and not isinstance(value, type) and not is_made(value):
-        value = value()
+        made = None if needs_epoch(partial(value)) else value()
+        value = {"class": value} if made is None or isinstance(made, Iterator) else made
+    if isinstance(value, Iterator):
+        return None, [
+            f"{name}: expected data that can be read again in every epoch, got a {type(value).__name__} (give the function that "
+            f'returns it: {name} = function, or {{"class": function, ...}})'
+        ]
     if is_made(value):
         made = value
         value = {"class": lambda: made}
@@ -174,14 +185,15 @@ def parse(name: str, value: Any, defaults: Mapping[str, Any]) -> tuple[DatasetSp
         problems += _argument_problems(name, kind, options)
     if problems or order is None:
         return None, problems
-    return DatasetSpec(name, lambda context=None: _call(name, kind, options), order), []
+    maker = partial(_maker, name, kind, options)
+    return DatasetSpec(name, lambda context=None: _call(name, kind, maker()), order, maker=maker), []
 
 
 def is_made(value: Any) -> bool:
     """Whether a value of a config is a dataset itself, and not a description of one such as a dict or a list of files."""
     if isinstance(value, (list, tuple)) and all(isinstance(each, (str, PathLike)) for each in value):
         return False
-    return is_map_style(value) or isinstance(value, Dataset)
+    return is_map_style(value) or isinstance(value, Dataset) or is_iterable(value)
 
 
 def open_dataset(spec: DatasetSpec, context: OpeningContext | None = None) -> Dataset:
@@ -197,11 +209,13 @@ def open_dataset(spec: DatasetSpec, context: OpeningContext | None = None) -> Da
         dataset = opened.to_train_on(spec.name, context.scanning)
     if dataset is None and is_map_style(opened):
         dataset = ItemsDataset(spec.name, opened, context.scanning)
+    if dataset is None and is_iterable(opened):
+        again = spec.maker() if spec.maker is not None and isinstance(opened, Iterator) else opened
+        dataset = IterableDataset(again).to_train_on(spec.name, context.scanning)
     if dataset is None:
         raise DataError(
-            f"{spec.name}: expected a dataset that knows the lengths of its sequences, or has __len__ and __getitem__, got "
-            f"{type(opened).__name__} (convert it once with hvdtrain dump and train on the HDF file; in place of a DataLoader, "
-            "give its dataset)"
+            f"{spec.name}: expected a dataset that knows the lengths of its sequences, has __len__ and __getitem__, or can be "
+            f"iterated over, got {type(opened).__name__} (convert it once with hvdtrain dump and train on the HDF file)"
         )
     if dataset.num_sequences == 0:
         where = f"none in {', '.join(spec.files[:3])}" if spec.files else "an empty dataset"
@@ -337,8 +351,9 @@ def _open_kind(name: str, kind: Kind, keys: DatasetKeys, inside: Mapping[str, Da
             on_failure.callback(datasets[child].close)
             if datasets[child].own_order and kind is not KINDS["MapDataset"]:
                 raise DataError(
-                    f"{spec.name}: expected a dataset that can be read in any order inside of {name}, got one in RETURNN's order "
-                    f'(give the outer dict to RETURNN: {{"class": "ReturnnDataset", "dataset": ...}})'
+                    f"{spec.name}: expected a dataset that can be read in any order inside of {name}, got one that "
+                    "is read from beginning to end (what RETURNN reads: give the outer dict to RETURNN: "
+                    f'{{"class": "ReturnnDataset", "dataset": ...}}; an iterable: convert it once with hvdtrain dump)'
                 )
         try:
             dataset = kind.open(name, keys, datasets)
@@ -365,15 +380,22 @@ def _argument_problems(name: str, kind: str, options: Mapping[str, Any]) -> list
     return problems
 
 
-def _call(name: str, kind: Any, options: dict[str, Any]) -> Any:
-    """Call the user's class or function with the other entries of the dict."""
+def _maker(name: str, kind: Any, options: dict[str, Any]) -> partial[Any]:
+    """The user's class or function with the other entries of the dict as arguments. Raises: DataError."""
     try:
-        made = resolve(kind) if isinstance(kind, str) else kind
+        return partial(resolve(kind) if isinstance(kind, str) else kind, **options)
     except ImportError as error:
         raise DataError(f"{name}.class: expected something that can be imported, got {error}") from error
+
+
+def _call(name: str, kind: Any, maker: partial[Any]) -> Any:
+    """Call the user's class or function. Raises: ConfigError, if it does not take these arguments."""
     try:
-        return made(**options)
+        if needs_epoch(maker):
+            inspect.signature(maker.func).bind(**maker.keywords, epoch=1)
+            return IterableDataset(maker)
+        return maker()
     except TypeError as error:
-        hints = [did_you_mean(option, _ORDER_NAMES) for option in options if f"argument '{option}'" in str(error)]
+        hints = [did_you_mean(option, _ORDER_NAMES) for option in maker.keywords if f"argument '{option}'" in str(error)]
         passed_on = f" (the dict's entries are passed to {kind} as arguments)"
         raise ConfigError([f"{name}: {error}{''.join(hints) or passed_on}"]) from error

@@ -12,7 +12,6 @@ from dataclasses import asdict
 from hvdtrain.comm import launch
 from hvdtrain.comm.base import Communicator
 from hvdtrain.config.source import command_parser, parse_command_line, split_overrides
-from hvdtrain.doctor.exchange import check_share, check_speed, measure_share, measure_speed
 from hvdtrain.doctor.findings import (
     Finding,
     HostReport,
@@ -26,9 +25,20 @@ from hvdtrain.doctor.findings import (
     summary,
 )
 from hvdtrain.doctor.host import Job, examine, job_of, read_config
+from hvdtrain.doctor.network import ask_hosts
 from hvdtrain.doctor.packages import installed
-from hvdtrain.doctor.ranks import Deadline, connect, gather_reports, measured, own_rank
-from hvdtrain.doctor.remote import ask_hosts
+from hvdtrain.doctor.ranks import (
+    SECONDS,
+    Deadline,
+    check_share,
+    check_speed,
+    connect,
+    gather_reports,
+    measure_share,
+    measure_speed,
+    measured,
+    own_rank,
+)
 from hvdtrain.doctor.scaling import predicted
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.settings import Settings
@@ -56,7 +66,7 @@ exit status, for job scripts
 def main(arguments: list[str] | None = None) -> int:
     """Run the program; return its exit status."""
     given, overrides_given = split_overrides(sys.argv[1:] if arguments is None else arguments)
-    options = _parser().parse_args(given)
+    options = parser().parse_args(given)
     wanted = [*options.configs, *overrides_given]
     if options.predict is not None:
         if not options.configs:
@@ -79,18 +89,20 @@ def main(arguments: list[str] | None = None) -> int:
         return 130
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = command_parser("doctor", DESCRIPTION, EPILOG, USAGE)
-    parser.add_argument("configs", metavar="CONFIG", nargs="*", help="the config of the training")
-    parser.add_argument("--hosts", default="", help="other hosts, such as h1,h2: check them over ssh, and compare")
-    parser.add_argument("--strict", action="store_true", help="exit with 1 if there are warnings")
-    parser.add_argument("--json", action="store_true", help="print a JSON list with an object for each host, for scripts")
-    parser.add_argument("--no-measure", action="store_true", help="under a launcher: do not measure the all-reduce and steps")
-    parser.add_argument(
+def parser() -> argparse.ArgumentParser:
+    """The parser of the options."""
+    made = command_parser("doctor", DESCRIPTION, EPILOG, USAGE)
+    made.add_argument("configs", metavar="CONFIG", nargs="*", help="the config of the training")
+    made.add_argument("--hosts", default="", help="other hosts, such as h1,h2: check them over ssh, and compare")
+    made.add_argument("--strict", action="store_true", help="exit with 1 if there are warnings")
+    made.add_argument("--json", action="store_true", help="print a JSON list with an object for each host, for scripts")
+    made.add_argument("--seconds", type=float, default=SECONDS, help="how long each measurement takes, about (default 1)")
+    made.add_argument("--no-measure", action="store_true", help="under a launcher: do not measure the all-reduce and steps")
+    made.add_argument(
         "--predict", metavar="RANKS", help="predict the speed on other numbers of ranks, such as 2,8,64 (needs a config)"
     )
-    parser.add_argument("--patience", type=float, default=120, help="seconds that the ranks have to connect to each other (120)")
-    return parser
+    made.add_argument("--patience", type=float, default=120, help="seconds that the ranks have to connect to each other (120)")
+    return made
 
 
 def _alone(options: argparse.Namespace, job: Job, hosts: Sequence[str], asked: Sequence[str]) -> int:
@@ -133,9 +145,9 @@ def _launched(options: argparse.Namespace, job: Job) -> int:
         except HvdtrainError as error:
             return apart(str(error))
         if not options.no_measure:
-            together += measured(comm, "all-reduce", lambda: [check_speed(measure_speed(comm, framework))])
+            together += measured(comm, "all-reduce", lambda: [check_speed(measure_speed(comm, framework, options.seconds))])
             if settings is not None:
-                together += measured(comm, "training step", lambda: check_share(measure_share(comm, settings)))
+                together += measured(comm, "training step", lambda: check_share(measure_share(comm, settings, options.seconds)))
                 together += check_scaling(comm, settings)
         return _finish(options, reports, together, quiet=comm.rank > 0)
 

@@ -1,4 +1,4 @@
-"""All checks of one host, in the order of the report, with the config and its data."""
+"""All checks of one host, in the order of the report, with the config and its data; what launchers left in the environment."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import os
 import socket
 import tempfile
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hvdtrain.comm import launch
 from hvdtrain.comm.base import SingleCommunicator
+from hvdtrain.comm.launch import KEEPALIVE, LAUNCHERS
 from hvdtrain.data.feed import feed_lines
-from hvdtrain.doctor import mpi, network, packages, resources
-from hvdtrain.doctor.environment import check_environment
+from hvdtrain.doctor import network, packages, resources
 from hvdtrain.doctor.findings import Finding, HostReport, of_environment, ok, problem, warning
 from hvdtrain.doctor.network import read_interfaces
 from hvdtrain.errors import ConfigError, HvdtrainError
@@ -58,18 +59,24 @@ def examine(job: Job) -> tuple[HostReport, Settings | None]:
     framework = settings.run.backend if settings else None
     use_horovod = settings is not None and settings.reduce.use_horovod
     probes = packages.start_probes(framework)  # they take seconds, in which the other checks run
-    libraries = mpi.versions()
-    gpus, of_gpus = resources.check_gpus(environ, job.local_ranks)
+    name = socket.gethostname()
+    with ThreadPoolExecutor() as pool:  # other programs and the name service answer when they like: all are asked at once
+        asked = pool.submit(packages.versions)
+        asked_slurm = pool.submit(packages.check_srun)
+        asked_gpus = pool.submit(resources.check_gpus, environ, job.local_ranks)
+        asked_name = pool.submit(network.check_name, name, job.several_hosts)
+        files = hdf_files(settings) if settings else []
+        of_data = check_data(settings, job.ranks) if settings else []
+    libraries, (gpus, of_gpus) = asked.result(), asked_gpus.result()
     interfaces = read_interfaces()
-    files = hdf_files(settings) if settings else []
     findings = packages.check_packages(framework, use_horovod)
     before = [
-        *mpi.check_mpi(libraries, job.launcher),
-        *mpi.check_srun(),
+        *packages.check_mpi(libraries, job.launcher),
+        *asked_slurm.result(),
         *of_gpus,
         *check_environment(environ),
         *network.check_interfaces(environ, interfaces, job.several_hosts),
-        network.check_name(socket.gethostname(), job.several_hosts),
+        asked_name.result(),
         *network.check_master(environ, is_master=job.launcher is None),
         *network.check_ports(),
         *resources.check_cores(environ, sorted(os.sched_getaffinity(0)), os.cpu_count() or 1, resources.container_quota()),
@@ -78,17 +85,16 @@ def examine(job: Job) -> tuple[HostReport, Settings | None]:
         *resources.check_limits(len(files), len(gpus), infiniband=any(Path("/sys/class/infiniband").glob("*"))),
         *check_disks(settings, Path(environ.get("TMPDIR") or tempfile.gettempdir())),
         *of_config,
-        *(check_data(settings, job.ranks) if settings else []),
+        *of_data,
     ]
-    for name, probe in probes.items():
-        findings += packages.check_horovod(name, probe, use_horovod, len(gpus))
+    for package, probe in probes.items():
+        findings += packages.check_horovod(package, probe, use_horovod, len(gpus))
     facts = packages.facts()
-    facts |= {f"MPI of {name}": what for name, what in libraries.items()}
+    facts |= {f"MPI of {package}": what for package, what in libraries.items()}
     facts |= {"cores": str(os.cpu_count()), "GPUs": ", ".join(each.name for each in gpus) or "none"}
     facts |= {"driver": gpus[0].driver} if gpus else {}
     facts |= of_environment(environ) | fingerprints(job.configs, settings)
-    host = socket.gethostname()
-    return HostReport(host, [*findings, *before], facts, network.own_address(environ, interfaces)), settings
+    return HostReport(name, [*findings, *before], facts, network.own_address(environ, interfaces)), settings
 
 
 def check_disks(settings: Settings | None, temporary: Path) -> list[Finding]:
@@ -188,3 +194,101 @@ def fingerprint(path: Path) -> str:
         return f"{size} bytes, {digest.hexdigest()[:8]}"
     except OSError as error:
         return f"not readable: {error.strerror}"
+
+
+def check_environment(environ: Mapping[str, str], framework: str | None = None) -> list[Finding]:
+    """All checks of what launchers left. They depend on the environment only, except for the file of a file:// rendezvous."""
+    return [
+        *check_ranks(environ),
+        *check_sizes(environ),
+        *check_torchrun(environ),
+        *check_mpirun(environ),
+        *check_init_file(environ),
+    ]
+
+
+def check_ranks(environ: Mapping[str, str]) -> list[Finding]:
+    """Whether the variables of each launcher go together.
+
+    A stale MASTER_ADDR or a WORLD_SIZE without RANK, left over from another job, makes a script that asks for one of them
+    believe in a launcher that is not there.
+
+    >>> [each.text for each in check_ranks({"RANK": "4", "WORLD_SIZE": "4"})]
+    ['expected RANK below WORLD_SIZE = 4, got 4']
+    >>> [each.level for each in check_ranks({"WORLD_SIZE": "4"})], check_ranks({"RANK": "0", "WORLD_SIZE": "1"})
+    (['warning'], [])
+    """
+    findings = []
+    for launcher, rank, size, local_rank, _ in LAUNCHERS:
+        there = {name: environ[name] for name in (rank, size, local_rank) if name in environ}
+        wrong = [name for name, value in there.items() if not value.isdigit()]
+        for name in wrong:
+            findings.append(problem(name, f"expected a number, got {there[name]!r}", f"unset {name}; {launcher} sets it"))
+        if wrong or launcher == "srun":
+            continue
+        if (rank in there) != (size in there):
+            alone = rank if rank in there else size
+            text = f"{alone} = {there[alone]} is set, but not {size if alone == rank else rank}: left over from another job?"
+            findings.append(warning(alone, text, f"unset {alone}, or start with {launcher}"))
+        elif rank in there and int(there[rank]) >= int(there[size]):
+            text = f"expected {rank} below {size} = {there[size]}, got {there[rank]}"
+            findings.append(problem(rank, text, f"unset {rank} {size}, or start with {launcher}; a rank is no node's number"))
+    for name in ("local_rank", "rank", "world_size"):
+        if name in environ:
+            findings.append(
+                warning(name, f"{name} is set; programs read {name.upper()}", f"export {name.upper()}={environ[name]}")
+            )
+    if "MASTER_ADDR" in environ and "RANK" not in environ and "SLURM_PROCID" not in environ:
+        text = f"MASTER_ADDR = {environ['MASTER_ADDR']} is set, but not RANK: left over from another job?"
+        findings.append(warning("MASTER_ADDR", text, "unset MASTER_ADDR, or start with torchrun"))
+    return findings
+
+
+def check_sizes(environ: Mapping[str, str]) -> list[Finding]:
+    """Whether two launchers that both left their variables agree on the number of ranks.
+
+    >>> [each.text for each in check_sizes({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4",
+    ...                                     "RANK": "0", "WORLD_SIZE": "1"})]
+    ['expected one number of ranks, got WORLD_SIZE = 1 and OMPI_COMM_WORLD_SIZE = 4']
+    """
+    sizes = {size: environ[size] for _, rank, size, _, _ in LAUNCHERS if environ.get(rank, "").isdigit() and size in environ}
+    sizes.pop("SLURM_STEP_NUM_TASKS", None)  # of the step that started mpirun's daemons or torchrun: theirs
+    if len(set(sizes.values())) > 1:
+        text = f"expected one number of ranks, got {' and '.join(f'{name} = {value}' for name, value in sizes.items())}"
+        return [problem("launchers", text, "use one launcher only, and unset what another one left")]
+    return [ok("ranks", ", ".join(f"{name} = {value}" for name, value in sizes.items()))] if sizes else []
+
+
+def check_torchrun(environ: Mapping[str, str]) -> list[Finding]:
+    """Restarts of torchrun fail with gloo unless the agents keep their store to themselves.
+
+    >>> check_torchrun({"TORCHELASTIC_MAX_RESTARTS": "2"})[0].level, check_torchrun({"TORCHELASTIC_MAX_RESTARTS": "0"})
+    ('warning', [])
+    """
+    restarts = environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    if restarts.isdigit() and int(restarts) > 0 and environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1":
+        text = f"torchrun may restart {restarts} times, but restarted ranks find the dead ones' addresses in its store"
+        return [warning("torchrun", text, "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun")]
+    return []
+
+
+def check_mpirun(environ: Mapping[str, str]) -> list[Finding]:
+    """Whether mpirun across hosts would notice that one is gone.
+
+    >>> check_mpirun({"OMPI_MCA_orte_num_nodes": "2"})[0].level, check_mpirun({"OMPI_MCA_orte_num_nodes": "1"})
+    ('warning', [])
+    """
+    nodes = environ.get("OMPI_MCA_orte_num_nodes", "1")
+    if nodes.isdigit() and int(nodes) > 1 and "OMPI_MCA_oob_tcp_keepalive_time" not in environ:
+        text = f"on {nodes} hosts, without keepalive: if a cable is cut, the job hangs for ever"
+        return [warning("mpirun", text, f"add {KEEPALIVE}")]
+    return []
+
+
+def check_init_file(environ: Mapping[str, str]) -> list[Finding]:
+    """Whether a file:// rendezvous has been used before: torch.distributed fails on the second use, unless it is removed."""
+    method = environ.get("DIST_INIT_METHOD", "")
+    path = Path(method.removeprefix("file://"))
+    if method.startswith("file://") and path.exists():
+        return [warning("DIST_INIT_METHOD", f"{path} is there from an earlier run", f"rm {path}, or a new name for every run")]
+    return []

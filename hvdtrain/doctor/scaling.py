@@ -16,13 +16,13 @@ from hvdtrain.data.feed import Feed
 from hvdtrain.data.files import size_text
 from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.data.types import Array, Batch
-from hvdtrain.doctor.exchange import SMALL, all_reduce_seconds, parameters_of
+from hvdtrain.doctor.ranks import SMALL, all_reduce_seconds, parameters_of
 from hvdtrain.learner.base import Learner
 from hvdtrain.learner.frameworks import FRAMEWORKS
 from hvdtrain.learner.steps import rounds_per_update
 from hvdtrain.session import open_session
 from hvdtrain.settings import Settings
-from hvdtrain.training.plans import plan_together
+from hvdtrain.training.agreement import plan_together
 from hvdtrain.training.predict import (
     Exchange,
     Measured,

@@ -5,6 +5,7 @@ How fast the sequences of a dataset are read in random order, and how much faste
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import tempfile
@@ -69,18 +70,9 @@ class Report:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; return its exit status."""
-    parser = command_parser("check", "Tell what is in HDF files, whether they are sound, and how fast they read.", EPILOG)
-    parser.add_argument("files", metavar="FILE", nargs="+", type=Path)
-    parser.add_argument("--all", action="store_true", help="check the values of all sequences, not of a sample")
-    parser.add_argument("--seconds", type=float, default=1.0, help="how long to measure the speed (default 1); 0: do not measure")
-    parser.add_argument("--strict", action="store_true", help="exit with 1 where there are warnings")
-    parser.add_argument("--json", action="store_true", help="print a list with a dict for every file, for scripts")
-    parser.add_argument("--repack", metavar="OUT", type=Path, help="write the sequences of one FILE into a contiguous file")
-    parser.add_argument("--compression", choices=COMPRESSIONS, help="compress the repacked file instead")
-    parser.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
-    options = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
+    options = parser().parse_args(sys.argv[1:] if arguments is None else arguments)
     if options.repack is not None and len(options.files) > 1:
-        parser.error("--repack: expected one FILE, got several (hvdtrain dump a.hdf,b.hdf OUT joins several)")
+        parser().error("--repack: expected one FILE, got several (hvdtrain dump a.hdf,b.hdf OUT joins several)")
     try:
         reports = [check(path, everything=options.all, seconds=options.seconds) for path in options.files]
         print(json.dumps([_plain(report) for report in reports], indent=2) if options.json else "\n".join(map(_text, reports)))
@@ -97,6 +89,20 @@ def main(arguments: list[str] | None = None) -> int:
         print("\ninterrupted", file=sys.stderr)
         return 130
     return 1 if options.strict and any(report.warnings for report in reports) else 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of the options."""
+    made = command_parser("check", "Tell what is in HDF files, whether they are sound, and how fast they read.", EPILOG)
+    made.add_argument("files", metavar="FILE", nargs="+", type=Path)
+    made.add_argument("--all", action="store_true", help="check the values of all sequences, not of a sample")
+    made.add_argument("--seconds", type=float, default=1.0, help="how long to measure the speed (default 1); 0: do not measure")
+    made.add_argument("--strict", action="store_true", help="exit with 1 where there are warnings")
+    made.add_argument("--json", action="store_true", help="print a list with a dict for every file, for scripts")
+    made.add_argument("--repack", metavar="OUT", type=Path, help="write the sequences of one FILE into a contiguous file")
+    made.add_argument("--compression", choices=COMPRESSIONS, help="compress the repacked file instead")
+    made.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
+    return made
 
 
 def check(path: Path, *, everything: bool = False, seconds: float = 1.0) -> Report:

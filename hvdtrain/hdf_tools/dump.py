@@ -65,7 +65,7 @@ sense) gains from it; in one that can only be iterated over, each process skips 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; return its exit status."""
     given, overrides_given = split_overrides(sys.argv[1:] if arguments is None else arguments)
-    options = _parser().parse_args(given)
+    options = parser().parse_args(given)
     peers: Peers = Alone()
     try:
         with terminating():
@@ -92,9 +92,10 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = command_parser("dump", DESCRIPTION, EPILOG)
-    add = parser.add_argument
+def parser() -> argparse.ArgumentParser:
+    """The parser of the options."""
+    made = command_parser("dump", DESCRIPTION, EPILOG)
+    add = made.add_argument
     add("source", metavar="SOURCE", help="a config, a dataset dict, HDF files, or 'module:name' of your own")
     add("out", metavar="OUT.hdf", type=Path, help="the file to write")
     add("--dataset", default="train", help="a config's dataset: train (the default), dev, eval or another key")
@@ -103,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--end_seq", type=int, default=None, help="the last sequence, inclusive as in RETURNN; default: all")
     add("--compression", choices=COMPRESSIONS, help="smaller, but slower to read; zstd, lz4 and blosc2 need hdf5plugin")
     add("--overwrite", action="store_true", help="replace OUT.hdf if it exists")
-    return parser
+    return made
 
 
 @contextmanager

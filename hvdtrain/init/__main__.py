@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -20,12 +21,7 @@ EPILOG = "then: python -m hvdtrain CONFIG"
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; return its exit status."""
-    parser = command_parser("init", DESCRIPTION, EPILOG)
-    parser.add_argument("config", metavar="CONFIG", type=Path, help="the file to write, such as my_config.py")
-    kinds = parser.add_mutually_exclusive_group()
-    for name, help in TEMPLATES.items():
-        kinds.add_argument(f"--{name}", dest="template", action="store_const", const=name, help=help)
-    options = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
+    options = parser().parse_args(sys.argv[1:] if arguments is None else arguments)
     template = options.template or "torch"
     try:
         write(options.config, template)
@@ -35,6 +31,16 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"{options.config}: a config for {template}; change it to your data and model")
     print(f"python -m hvdtrain {options.config}{'' if template != 'hdf' else '   # once its files are there'}")
     return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of the options."""
+    made = command_parser("init", DESCRIPTION, EPILOG)
+    made.add_argument("config", metavar="CONFIG", type=Path, help="the file to write, such as my_config.py")
+    kinds = made.add_mutually_exclusive_group()
+    for name, help in TEMPLATES.items():
+        kinds.add_argument(f"--{name}", dest="template", action="store_const", const=name, help=help)
+    return made
 
 
 def write(config: Path, template: str) -> None:

@@ -40,6 +40,18 @@ Shapes = Mapping[str, tuple[int, ...]]
 """The shapes of parameters and buffers, by name."""
 
 
+class Outputs(dict[str, Array]):
+    """The outputs of a sequence by name.
+
+    Attributes:
+        vectors: the names of those that are the features of the whole sequence, shape (features,), and have no axis of frames.
+    """
+
+    def __init__(self, vectors: frozenset[str]) -> None:
+        super().__init__()
+        self.vectors = vectors
+
+
 class Learner(Protocol):
     """A model, its optimizer and its losses. Model and optimizer are the config's own objects, neither wrapped nor patched.
 
@@ -47,6 +59,7 @@ class Learner(Protocol):
     collective where the reducer is: all ranks call them equally often.
 
     Attributes:
+        model, optimizer: the config's own, the framework's. With a sharded optimizer, what holds this rank's share.
         device_name: the GPU's name, or "CPU".
         observer: called in every update with the gradients that this rank applies (of a sharded optimizer, those of its share),
             by the parameters' names: reduced over the ranks, before noise and clipping, float32. None: nobody looks at them.
@@ -54,6 +67,7 @@ class Learner(Protocol):
     """
 
     model: Any
+    optimizer: Any
     num_parameters: int
     device_name: str
     observer: Observer | None
@@ -103,7 +117,7 @@ class Learner(Protocol):
         """Compute a batch's losses and errors. Nothing but the scores changes."""
         ...
 
-    def forward(self, batch: Batch) -> list[dict[str, Array]]:
+    def forward(self, batch: Batch) -> list[Outputs]:
         """The outputs that the config's forward_step marks, by name, for each sequence of a batch.
 
         Raises:
@@ -113,6 +127,20 @@ class Learner(Protocol):
 
     def modules(self) -> Iterator[tuple[str, Any]]:
         """The model's modules or layers, itself included, by the names of the attributes that lead to them."""
+        ...
+
+    def layers(self) -> Iterator[Layer]:
+        """The model and its layers in its order, each with its own parameters. A shared parameter belongs to the first layer that
+        has it."""
+        ...
+
+    def output_shapes(self, batch: Batch) -> dict[str, list[tuple[int, ...]]]:
+        """Evaluate a batch; the shapes of the tensors that each layer returned when it was first called, by the layer's name.
+        Empty where the framework cannot tell."""
+        ...
+
+    def export(self, batch: Batch, folder: Path) -> list[Exported]:
+        """Write the model for use without hvdtrain in each form that the framework has. The batch says what its inputs are."""
         ...
 
     def numbers(self, values: Sequence[float]) -> Tensor:
@@ -237,9 +265,65 @@ class Meter(Protocol):
         """The seconds of `backward` and `update` since the last call, measured on the device."""
         ...
 
+    def step_seconds(self) -> float:
+        """The seconds of `backward` and `update` since the learner was made, of those steps that are known to be done; does not
+        wait for the device."""
+        ...
+
+    def gradient_norm(self) -> float | None:
+        """The global norm of the gradients before clipping, in the newest update of which it is known without waiting for the
+        device; where nobody knows what has arrived, in the last one. None without `gradient_clip_global_norm`."""
+        ...
+
     def peak_memory(self) -> int | None:
         """The largest number of bytes of the device's memory in use so far; None on a CPU."""
         ...
+
+
+class Profiler(Protocol):
+    """A framework's profiler, for the steps of one rank."""
+
+    def start(self) -> None: ...
+
+    def stop(self, file: Path) -> None:
+        """Stop, and write what was recorded as a trace that Perfetto and Chrome open: JSON, compressed with gzip."""
+        ...
+
+    def range(self, name: str) -> AbstractContextManager[Any]:
+        """A range of the trace with a name of our own."""
+        ...
+
+
+@dataclass(frozen=True)
+class Exported:
+    """One form of an exported model.
+
+    Attributes:
+        name: of the file, or of the folder.
+        problem: why it was not written; None: it was.
+        how_to_load: Python code.
+    """
+
+    name: str
+    problem: str | None
+    how_to_load: str = ""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer of a model.
+
+    Attributes:
+        name: the names of the attributes that lead to it; '' for the model itself.
+        type: of the layer, such as 'Linear'.
+        parameters: the shapes of its own parameters by name, trained or not.
+        trainable: the names of those that are trained.
+    """
+
+    name: str
+    type: str
+    parameters: Mapping[str, tuple[int, ...]]
+    trainable: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -339,6 +423,18 @@ class LearnerKeys(Section):
         needs="torch",
         instead="Keras models have jit_compile",
     )
+    checkpoint_modules: list[str] = key(
+        [],
+        "modules, by patterns of their names such as 'encoder.*', whose activations are not kept for backward but computed again "
+        "(torch.utils.checkpoint): less memory, more time",
+        needs="torch",
+        instead="TensorFlow traces the step as one graph: use tf.recompute_grad in the model, or keras.RematScope in get_model",
+    )
+    deterministic: bool = key(
+        False,
+        "compute with operations that give the same bits in every run on the same hardware, and end with an error where there is "
+        "none: torch.use_deterministic_algorithms, cuDNN and cuBLAS, or TensorFlow's op determinism; some steps take longer",
+    )
     device: str | None = key(None, "cpu, cuda or cuda:N; None: this rank's GPU where there is one, else the CPU")
 
     def problems(self, others: Sections = ALONE) -> list[str]:
@@ -348,6 +444,10 @@ class LearnerKeys(Section):
             rates = sorted({"lr", "learning_rate"} & set(self.optimizer))
             if rates:
                 return [f"optimizer.{rates[0]}: expected the learning rate in the key learning_rate, got it in the optimizer"]
+        if self.torch_compile is not False and self.checkpoint_modules:
+            return [
+                "checkpoint_modules: expected torch_compile = False beside it, got both (a compiled graph decides what it keeps)"
+            ]
         if self.torch_compile is not False and self.sync_batch_norm:
             return ["torch_compile: expected sync_batch_norm = False beside it, got both (an exchange cannot be compiled)"]
         return []

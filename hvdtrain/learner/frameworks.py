@@ -1,8 +1,8 @@
 """The frameworks that a config can choose with `backend`. A new one is a folder beside this file and a line in the table.
 
-The folder has `learner.py` with `build_learner(keys, reducer, options)`, and `tensors.py` with `zeros`, `size` and `wait_for`. If
-devices and threads have to be chosen before anything is computed, `learner.py` has `prepare(device, local_rank, threads)`, too. A
-folder is imported when it is used, as importing a framework takes seconds.
+The folder has `learner.py` with `build_learner(keys, reducer, options)`, `tensors.py` with `zeros`, `size` and `wait_for`, and
+`inspect.py` with `profiler(on_gpu)`. If devices and threads have to be chosen before anything is computed, `learner.py` has
+`prepare(device, local_rank, threads)`, too. A folder is imported when it is used, as importing a framework takes seconds.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Literal
 
 from hvdtrain.comm.base import SMALL_BUCKET, Communicator
-from hvdtrain.learner.base import Learner, LearnerKeys, PreloadFunction
+from hvdtrain.learner.base import Learner, LearnerKeys, PreloadFunction, Profiler
 from hvdtrain.learner.precision import FLOAT32, Precision
 from hvdtrain.learner.reducer import Reducer
 
@@ -37,6 +37,7 @@ class BuildOptions:
         sharded: the ranks that the optimizer's state is divided among; None: each rank has all of it.
         bucket_bytes: how large a message with gradients should be, by whether they are on a GPU.
         constants: takes parameters that are neither trained nor saved from files, with the function it gets; returns their names.
+        model_format: of the model's file: the framework's suffix, or "safetensors".
     """
 
     rank: int
@@ -48,6 +49,7 @@ class BuildOptions:
     sharded: Communicator | None = None
     bucket_bytes: Callable[[bool], int] = lambda on_gpu: SMALL_BUCKET
     constants: Callable[[PreloadFunction], list[str]] | None = None
+    model_format: str = ""
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,11 @@ class Framework:
         """Build the config's model and optimizer. Raises: ConfigError."""
         build_learner: Callable[[LearnerKeys, Reducer, BuildOptions], Learner] = self._module("learner").build_learner
         return build_learner(keys, reducer, options)
+
+    def profiler(self, on_gpu: bool) -> Profiler:
+        """A profiler of this process's steps."""
+        made: Callable[[bool], Profiler] = self._module("inspect").profiler
+        return made(on_gpu)
 
     @property
     def tensors(self) -> ModuleType:

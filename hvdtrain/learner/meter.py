@@ -16,7 +16,7 @@ from hvdtrain.comm.base import Tensor
 from hvdtrain.context import Loss, Output
 from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError
-from hvdtrain.learner.base import NotFinite
+from hvdtrain.learner.base import NotFinite, Outputs
 from hvdtrain.learner.precision import LossScale
 from hvdtrain.runtime.scores import Scores
 
@@ -71,17 +71,20 @@ def check_outputs(outputs: Mapping[str, Output]) -> None:
         raise ConfigError(["forward_step: expected a call of hvdtrain.get_run_ctx().mark_as_output(...), got none"])
 
 
-def by_sequence(outputs: Mapping[str, tuple[Sequence[Array], Sequence[int] | None]], count: int) -> list[dict[str, Array]]:
+def by_sequence(
+    outputs: Mapping[str, tuple[Sequence[Array], Sequence[int] | None]], count: int, vectors: frozenset[str] = frozenset()
+) -> list[Outputs]:
     """The outputs of each sequence of a batch by name, without padding.
 
     Args:
         outputs: by name, one row for each sequence, and the number of the row's frames that belong to it; None: all of them.
         count: the number of sequences in the batch.
+        vectors: as of `Outputs`.
 
     Raises:
         ConfigError: an output has another number of rows.
     """
-    sequences: list[dict[str, Array]] = [{} for _ in range(count)]
+    sequences = [Outputs(vectors) for _ in range(count)]
     for name, (rows, seq_lens) in outputs.items():
         lengths: Sequence[int | None] = [None] * len(rows) if seq_lens is None else seq_lens
         if not len(rows) == len(lengths) == count:
@@ -99,11 +102,14 @@ MAX_NOT_FINITE = 3
 
 
 class Clock(Protocol):
-    """Measures the seconds of spans on the device."""
+    """Measures the seconds of spans on the device. `take` waits for it and gives those since the last `take`; `known` does not
+    wait and gives those of all spans that are known to be over."""
 
     def span(self) -> AbstractContextManager[None]: ...
 
     def take(self) -> float: ...
+
+    def known(self) -> float: ...
 
 
 class LearnerMeter:
@@ -114,13 +120,20 @@ class LearnerMeter:
         clock: measures the steps.
         scale: of the loss; None: it is not scaled.
         peak_memory: gives the largest number of bytes of the device's memory in use so far; None on a CPU.
+        gradient_norm: gives the global norm of an update's gradients, as `Meter` says.
     """
 
     def __init__(
-        self, scores: PendingScores, clock: Clock, scale: LossScale | None, peak_memory: Callable[[], int | None]
+        self,
+        scores: PendingScores,
+        clock: Clock,
+        scale: LossScale | None,
+        peak_memory: Callable[[], int | None],
+        gradient_norm: Callable[[], float | None],
     ) -> None:
         self.scores = scores
         self.clock = clock
+        self.gradient_norm = gradient_norm
         self._scale = scale
         self._peak_memory = peak_memory
 
@@ -139,6 +152,9 @@ class LearnerMeter:
 
     def take_step_seconds(self) -> float:
         return self.clock.take()
+
+    def step_seconds(self) -> float:
+        return self.clock.known()
 
     def peak_memory(self) -> int | None:
         return self._peak_memory()

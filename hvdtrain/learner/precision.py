@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy
@@ -113,6 +114,20 @@ class Precision:
 
 
 FLOAT32 = Precision()
+
+CPU_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
+"""What a CPU says that computes in bfloat16, on x86 and ARM."""
+
+
+def cpu_lacks_bfloat16(about: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether this host's CPU has no instructions for bfloat16, so that computing in it is slower than in float32. False also if
+    that is not known."""
+    try:
+        lines = about.read_text().splitlines()
+        flags = [line.partition(":")[2].split() for line in lines if line.startswith(("flags", "Features"))]
+    except OSError:
+        return False
+    return bool(flags) and not CPU_FLAGS & set(flags[0])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -101,7 +101,7 @@ class Job:
 def main(arguments: list[str] | None = None) -> int:
     """Run the program; return its exit status."""
     given, overrides = split_overrides(sys.argv[1:] if arguments is None else arguments)
-    options = _parser().parse_args(given)
+    options = parser().parse_args(given)
     wanted = [*options.configs, *overrides]
     if options.task is not None:
         return exit_status(lambda: _on_a_rank(wanted, options.task), "interrupted")
@@ -118,9 +118,10 @@ def main(arguments: list[str] | None = None) -> int:
         return 130
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = command_parser("prove", DESCRIPTION, EPILOG, USAGE)
-    add = parser.add_argument
+def parser() -> argparse.ArgumentParser:
+    """The parser of the options."""
+    made = command_parser("prove", DESCRIPTION, EPILOG, USAGE)
+    add = made.add_argument
     add("configs", metavar="CONFIG", nargs="+", help="the config of the training")
     add("--ranks", default="1,2,3", help="numbers of ranks (default 1,2,3); the first is the measure of the others")
     add("--steps", type=int, default=10, help="steps to train (default 10)")
@@ -129,7 +130,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--tolerance", type=float, help=help)
     add("--without-dropout", action="store_true", help="switch dropout off in all modules of the model")
     add("--task", type=Path, help=argparse.SUPPRESS)  # what the ranks that this command starts have to do
-    return parser
+    return made
 
 
 def _on_a_rank(wanted: list[str], file: Path) -> None:

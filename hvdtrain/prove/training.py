@@ -24,6 +24,7 @@ from hvdtrain.engine import Engine, Pace, Rates
 from hvdtrain.errors import DataError
 from hvdtrain.prove.causes import parts_of, probe, without_dropout
 from hvdtrain.prove.compare import Losses, Record, checksum, sketch, summed
+from hvdtrain.report.steps import Reporters
 from hvdtrain.run import open_pace, open_rates
 from hvdtrain.runtime.log import silence
 from hvdtrain.session import Session, open_session, writing_nothing
@@ -154,7 +155,7 @@ def train(settings: Settings, task: Task, name: str, accumulated: Record | None 
             pace, rates = _accumulating(pace, accumulated.size), given(accumulated.rates, lambda: recorder.updates)
         fresh = Progress(session.progress.step, session.progress.epoch, list(session.progress.history))
         opened = replace(session, feeds=[feed], saver=Unsaved(), progress=fresh)
-        Engine(opened, rates, pace, [], recorder, recorder.note).run()
+        Engine(opened, rates, pace, Reporters(), recorder, recorder.note).run()
         record = recorder.record(1 if accumulated is None else accumulated.size)
         if comm.rank == 0:
             record.save(task.path(name))

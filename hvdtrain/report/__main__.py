@@ -11,36 +11,53 @@ from hvdtrain.report.runs import read_runs
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write the page and return the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="hvdtrain report",
-        description="Write an HTML page about a training: curves of losses, errors and learning rate, where the time went, and "
-        "the settings with their origins. With several folders, the page compares the trainings.",
-    )
-    parser.add_argument(
-        "folders", nargs="+", type=Path, metavar="FOLDER", help="a folder with scores.jsonl and the model's files"
-    )
-    parser.add_argument("--out", type=Path, help="file to write (default: report.html in the first folder)")
-    parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="also write every figure as a PNG into this folder")
-    options = parser.parse_args(arguments)
+    """Write the page, or serve it, and return the exit status."""
+    options = parser().parse_args(arguments)
+    if options.serve and (options.out or options.pictures):
+        parser().error("--serve writes no file: expected neither --out nor --pictures with it")
     try:
-        runs = read_runs(options.folders)
-        try:
-            from hvdtrain.report import page, plots
-        except ImportError as error:
-            raise HvdtrainError(
-                f"hvdtrain report: expected the package matplotlib, got: {error} (pip install matplotlib)"
-            ) from None
-        chapters = page.figures_of(runs)
-        out = options.out or options.folders[0] / "report.html"
-        out.write_text(page.page(runs, chapters), encoding="utf-8")
-        files = [out] + (page.write_pictures(options.pictures, chapters) if options.pictures else [])
-        plots.close([figure for figures in chapters.values() for figure in figures.values()])
+        if options.serve:
+            from hvdtrain.report.serve import serve
+
+            return serve(options.folders, options.port, announce=lambda line: print(line, flush=True))
+        files = _write(options.folders, options.out or options.folders[0] / "report.html", options.pictures)
     except (HvdtrainError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
     print("\n".join(str(file) for file in files))
     return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of the options."""
+    made = argparse.ArgumentParser(
+        prog="hvdtrain report",
+        description="Write an HTML page about a training: curves of losses, errors and learning rate, where the time went, and "
+        "the settings with their origins. With several folders, the page compares the trainings.",
+    )
+    made.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="a folder with scores.jsonl and the model's files")
+    made.add_argument("--out", type=Path, help="file to write (default: report.html in the first folder)")
+    made.add_argument("--pictures", type=Path, metavar="FOLDER", help="also write every figure as a PNG into this folder")
+    made.add_argument(
+        "--serve",
+        action="store_true",
+        help="write no file, but serve a page to this machine's browsers that follows the training",
+    )
+    made.add_argument("--port", type=int, default=0, help="with --serve: the port (default: a free one)")
+    return made
+
+
+def _write(folders: list[Path], out: Path, pictures: Path | None) -> list[Path]:
+    """Write the page and the pictures; return their paths."""
+    from hvdtrain.report import page
+
+    runs = read_runs(folders)
+    out.write_text(page.page(runs), encoding="utf-8")
+    if pictures is None:
+        return [out]
+    from hvdtrain.report.pictures import write_pictures
+
+    return [out, *write_pictures(pictures, [figure for _, figures, _ in page.chapters_of(runs) for figure in figures])]
 
 
 if __name__ == "__main__":

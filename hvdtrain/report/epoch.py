@@ -21,6 +21,7 @@ class EpochReport:
         global_step: steps done in the whole training.
         elapsed: wall time of the epoch's training in seconds, without evaluation and saving.
         computing: share of `elapsed` that rank 0 spent in training steps, collectives included.
+        learning_rate: of the epoch's last update, as the optimizer used it.
         scores: score by name, such as 'train_loss_ce' or 'dev_loss_wer' (errors are called losses, too, as in RETURNN).
         padding: by data key, the share of the frames in the epoch's batches that is padding; of rank 0's batches where every
             rank goes through all data in its own order.
@@ -29,6 +30,9 @@ class EpochReport:
         loss_scale: the factor of loss scaling at the end of the epoch; None without loss scaling.
         syncs: the number of syncs of the ranks' parameters (`horovod_reduce_type = "param"`).
         sent: bytes that rank 0 has handed to the network in these and as gradients.
+        seconds_before: seconds of training that the epoch had taken when it was resumed; `elapsed` has them, `seconds` does not.
+        learning_rates: where updates had different rates, the 'first', 'lowest', 'highest' and 'mean' of them; None: the same.
+        epoch_learning_rate: the epoch's rate, before a rule for steps and `horovod_scale_lr` change it; None: they did not.
     """
 
     epoch: int
@@ -44,6 +48,9 @@ class EpochReport:
     loss_scale: float | None = None
     syncs: int = 0
     sent: int = 0
+    seconds_before: float = 0.0
+    learning_rates: Mapping[str, float] | None = None
+    epoch_learning_rate: float | None = None
 
     def lines(self, datasets: Sequence[str]) -> list[tuple[int, str]]:
         """The log lines of the epoch, each with the lowest verbosity that shows it.
@@ -54,6 +61,7 @@ class EpochReport:
         start = f"train epoch {self.epoch}"
         padding = ", ".join(f"{name} {share:.1%}" for name, share in self.padding.items())
         lines = [(3, self.line), (4, f"{start}, padding: {padding}")]
+        lines += [] if self.learning_rates is None else [(4, f"{start}, learning rate: {self._rates(self.learning_rates)}")]
         if self.sent:
             syncs = f"{self.syncs} syncs of parameters, " if self.syncs else ""
             lines.append((4, f"{start}, exchange: {syncs}{size_text(self.sent)} sent by each rank"))
@@ -70,6 +78,11 @@ class EpochReport:
             f"({self.computing:.1%} computing time)"
         )
 
+    def _rates(self, rates: Mapping[str, float]) -> str:
+        """How the learning rate changed."""
+        between = f", at most {rates['highest']:.4g}" if rates["highest"] > max(rates["first"], self.learning_rate) else ""
+        return f"from {rates['first']:.4g} to {self.learning_rate:.4g}{between}, mean {rates['mean']:.4g}"
+
     def _score_lines(self, datasets: Sequence[str]) -> list[str]:
         """One line for training and one for all evaluations."""
 
@@ -77,7 +90,7 @@ class EpochReport:
             start = f"{dataset}_loss_"
             return text({name.removeprefix(start): value for name, value in self.scores.items() if name.startswith(start)})
 
-        total = sum(self.seconds[0].values()) if self.seconds else self.elapsed
+        total = self.seconds_before + sum(self.seconds[0].values()) if self.seconds else self.elapsed
         lines = [f"epoch {self.epoch} score: {of('train')}, elapsed: {clock_text(total)}"]
         evaluations = "; ".join(f"{dataset}: {of(dataset)}" for dataset in datasets)
         return lines + ([f"epoch {self.epoch} evaluation: {evaluations}"] if evaluations else [])

@@ -1,24 +1,31 @@
-"""scores.jsonl: one line of JSON per epoch, for scripts."""
+"""JSON beside the model, for scripts: scores.jsonl and steps.jsonl, a line per epoch and per recorded step; summary.json, the
+model layer by layer.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, TypeVar
 
+from hvdtrain.learner.base import Layer
 from hvdtrain.report.epoch import EpochReport
+from hvdtrain.report.steps import StepRecord
 
 
 def as_line(report: EpochReport) -> dict[str, Any]:
-    """A report as it is written to the file; scores that are not finite become strings."""
-    scores = {name: value if math.isfinite(value) else str(value) for name, value in report.scores.items()}
-    line = {**asdict(report), "scores": scores}
-    return line if report.loss_scale is not None else {name: value for name, value in line.items() if name != "loss_scale"}
+    """A report as it is written to the file, without what is None and seconds_before = 0; scores that are not finite become
+    strings.
+    """
+    scores = {name: _finite(value) for name, value in report.scores.items()}
+    line = {**asdict(report), "scores": scores, "seconds_before": report.seconds_before or None}
+    return {name: value for name, value in line.items() if value is not None}
 
 
 class JsonLines:
@@ -42,15 +49,153 @@ class JsonLines:
             epoch: the last finished epoch.
             last: its line as the checkpoint has it, written if the file has none.
         """
-        lines = {}
-        if self._path.exists():
-            for line in self._path.read_text(encoding="utf-8").splitlines():
-                with suppress(ValueError, KeyError, TypeError):
-                    lines[int(json.loads(line)["epoch"])] = line
+        lines: dict[int, str] = dict(_lines(self._path, lambda line: int(line["epoch"])))
         if last is not None and epoch not in lines:
             lines[epoch] = json.dumps(last)
-        wanted = "".join(f"{lines[number]}\n" for number in sorted(lines) if number <= epoch)
-        if (self._path.read_text(encoding="utf-8") if self._path.exists() else "") != wanted:
-            unfinished = self._path.with_name(self._path.name + ".unfinished")
-            unfinished.write_text(wanted, encoding="utf-8")
-            os.replace(unfinished, self._path)
+        _rewrite(self._path, [lines[number] for number in sorted(lines) if number <= epoch])
+
+
+def as_step_line(record: StepRecord) -> dict[str, Any]:
+    """A record as it is written to the file; numbers that are not finite become strings."""
+    line = asdict(record)
+    del line["global_step"]
+    scores = {name: _finite(value) for name, value in record.scores.items()}
+    return {**line, "scores": scores, "gradient_norm": _finite(record.gradient_norm)}
+
+
+class StepLines:
+    """Writes one line of JSON per record of a step to a file, at once, so that others can read along."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: IO[str] | None = None
+
+    def step(self, record: StepRecord) -> None:
+        if self._file is None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._path.open("a", encoding="utf-8")
+        self._file.write(json.dumps(as_step_line(record)) + "\n")
+        self._file.flush()
+
+    def go_on(self, epoch: int, step: int) -> None:
+        """Remove what a training that resumes will write again, and a line that a killed run left half written.
+
+        Args:
+            epoch, step: the first epoch that is not finished, and its completed steps.
+        """
+        lines = _lines(self._path, lambda line: (int(line["epoch"]), int(line["step"])))
+        _rewrite(self._path, [line for place, line in lines if place <= (epoch, step)])
+
+
+def _finite(value: float | None) -> float | str | None:
+    return value if value is None or math.isfinite(value) else str(value)
+
+
+P = TypeVar("P")
+
+
+def _lines(path: Path, place: Callable[[Any], P]) -> list[tuple[P, str]]:
+    """The lines of a file, with what `place` finds in them; without those that are no JSON, or where it finds nothing."""
+    found = []
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            with suppress(ValueError, KeyError, TypeError):
+                found.append((place(json.loads(line)), line))
+    return found
+
+
+def _rewrite(path: Path, lines: list[str]) -> None:
+    """Replace a file by one with these lines, unless it has them."""
+    wanted = "".join(f"{line}\n" for line in lines)
+    if (path.read_text(encoding="utf-8") if path.exists() else "") != wanted:
+        unfinished = path.with_name(path.name + ".unfinished")
+        unfinished.write_text(wanted, encoding="utf-8")
+        os.replace(unfinished, path)
+
+
+SUMMARY = "summary.json"
+
+OutputShapes = Mapping[str, list[tuple[int, ...]]]
+"""By the name of a layer, the shapes of the tensors that it returned for a batch, the first call's."""
+
+
+def as_json(layers: Iterable[Layer], shapes: OutputShapes) -> dict[str, Any]:
+    """What summary.json says of a model.
+
+    Returns:
+        `num_parameters`, `num_trainable`; `layers`, the model itself first, each with `name` ('' for the model), `type`,
+        `parameters` (its own: a list of `name`, `shape`, `trainable`), `num_parameters` and `num_trainable` (its own and those of
+        the layers inside it), and `output`, a list of shapes, or None where none was recorded.
+    """
+    rows = [_row(layer, shapes) for layer in layers]
+    totals = [(row["name"], *_own_counts(row)) for row in rows]
+    for row in rows:
+        start = f"{row['name']}." if row["name"] else ""
+        inside = [total for total in totals if total[0].startswith(start) or total[0] == row["name"]]
+        row["num_parameters"] = sum(total[1] for total in inside)
+        row["num_trainable"] = sum(total[2] for total in inside)
+    return {
+        "num_parameters": sum(total[1] for total in totals),
+        "num_trainable": sum(total[2] for total in totals),
+        "layers": rows,
+    }
+
+
+def _row(layer: Layer, shapes: OutputShapes) -> dict[str, Any]:
+    parameters = [
+        {"name": name, "shape": list(shape), "trainable": name in layer.trainable} for name, shape in layer.parameters.items()
+    ]
+    output = shapes.get(layer.name)
+    return {
+        "name": layer.name,
+        "type": layer.type,
+        "parameters": parameters,
+        "num_parameters": 0,
+        "num_trainable": 0,
+        "output": None if output is None else [list(shape) for shape in output],
+    }
+
+
+def _own_counts(row: Mapping[str, Any]) -> tuple[int, int]:
+    """A layer's own parameters: of all, and of those that are trained."""
+    counts = [(prod(one["shape"]), one["trainable"]) for one in row["parameters"]]
+    return sum(count for count, _ in counts), sum(count for count, trained in counts if trained)
+
+
+def table(summary: Mapping[str, Any]) -> list[str]:
+    """The lines of a table with a row for each layer.
+
+    >>> layers = [Layer("", "Model", {}, frozenset()), Layer("last", "Linear", {"weight": (5, 8)}, frozenset())]
+    >>> print("\\n".join(table(as_json(layers, {"last": [(3, 5)]}))))
+    layer  type    output  parameters  trained
+    model  Model   -               40       no
+    last   Linear  3x5             40       no
+    in all: 40 parameters, 0 of them are trained
+    """
+    lines = [("layer", "type", "output", "parameters", "trained")]
+    for row in summary["layers"]:
+        counts = row["num_parameters"], row["num_trainable"]
+        trained = "-" if not counts[0] else "yes" if counts[0] == counts[1] else "no" if not counts[1] else f"{counts[1]:,}"
+        lines.append((row["name"] or "model", row["type"], _shapes_text(row["output"]), f"{counts[0]:,}", trained))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    texts = [
+        "  ".join([*(cell.ljust(width) for cell, width in zip(line[:3], widths, strict=False)), *_right(line[3:], widths[3:])])
+        for line in lines
+    ]
+    return [*texts, f"in all: {summary['num_parameters']:,} parameters, {summary['num_trainable']:,} of them are trained"]
+
+
+def _right(cells: Iterable[str], widths: Iterable[int]) -> list[str]:
+    return [cell.rjust(width) for cell, width in zip(cells, widths, strict=True)]
+
+
+def _shapes_text(shapes: list[list[int]] | None) -> str:
+    return ", ".join("x".join(map(str, shape)) or "scalar" for shape in shapes or []) or "-"
+
+
+def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
+    """Write summary.json, whole or not at all. Raises: OSError."""
+    path = folder / SUMMARY
+    unfinished = path.with_name(SUMMARY + ".unfinished")
+    unfinished.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    os.replace(unfinished, path)

@@ -1,148 +1,379 @@
-"""An HTML page about one or several trainings, in a single file without external resources."""
+"""The HTML page about one or several trainings: a single file that needs no network. page.css and page.js are part of it."""
 
 from __future__ import annotations
 
-import html
-import io
-from collections.abc import Mapping, Sequence
+import base64
+import difflib
+import gzip
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import cache
+from html import escape
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-
+from hvdtrain.data.files import size_text
+from hvdtrain.errors import ConfigError
 from hvdtrain.report import plots
 from hvdtrain.report.epoch import held_up
+from hvdtrain.report.plots import Figure, finite, split
 from hvdtrain.report.runs import Run
-from hvdtrain.runtime.scores import text
 from hvdtrain.runtime.timer import clock_text
 
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #1d2730; max-width: 1320px; margin: 2rem auto; padding: 0 1.5rem }
-h1 { font-size: 1.6rem } h2 { font-size: 1.15rem; margin-top: 2.2rem; border-bottom: 1px solid #d8dee3 }
-.figures { display: flex; flex-wrap: wrap; gap: 1rem } figure { margin: 0 } .figures svg { max-width: 100%; height: auto }
-table { border-collapse: collapse; font-size: 13px } td, th { padding: .2rem .7rem; text-align: left; vertical-align: top }
-td:first-child { white-space: nowrap }
-tr:nth-child(even) { background: #f3f6f8 } td.number { text-align: right; font-variant-numeric: tabular-nums }
-code { font: 12px/1.4 ui-monospace, monospace; overflow-wrap: anywhere } .late { color: #b02a37 } .note { color: #5c6b77 }
+POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; connect-src 'self'"
+"""What the page may load: nothing but itself, and its own server if it has one (data.json)."""
+
+
+def chapters_of(runs: list[Run]) -> list[tuple[str, list[Figure], Run | None]]:
+    """All figures by chapter: a title, its figures, and the run whose late ranks are listed beneath them."""
+    chapters: list[tuple[str, list[Figure], Run | None]]
+    chapters = [("Scores", plots.score_figures(runs), None), ("Speed", plots.speed_figures(runs), None)]
+    if len(runs) == 1:
+        chapters.append(("Where the time went", plots.time_figures(runs[0]), runs[0]))
+    else:
+        chapters.append(("Where the time went", plots.compared_time(runs), None))
+        for run in runs:
+            figures = [replace(figure, name=f"{figure.name} of {run.name}") for figure in plots.time_figures(run)]
+            chapters.append((f"Where the time of {run.name} went", figures, run))
+    return [chapter for chapter in chapters if chapter[1]]
+
+
+def content(runs: list[Run]) -> dict[str, Any]:
+    """What the page shows: `sections` {id: HTML} and `figures`, as page.js takes them, and a `version` that is their checksum."""
+    chapters = chapters_of(runs)
+    sections = {"summary": _header(runs) + (_tiles(runs[0]) if len(runs) == 1 else _compared(runs))}
+    for number, (title, figures, run) in enumerate(chapters):
+        cards = "".join(_card(figure) for figure in figures)
+        sections[f"chapter{number}"] = _section(title, f"<div class=grid>{cards}</div>")
+        sections[f"late{number}"] = _late(run) if run is not None else ""
+    sections |= {"epochs": _epochs(runs), "settings": _settings(runs), "starts": _starts(runs)}
+    shown = {"sections": sections, "figures": [asdict(figure) for _, figures, _ in chapters for figure in figures]}
+    version = hashlib.sha256(_json(shown).encode()).hexdigest()[:16]
+    return {"title": ", ".join(run.name for run in runs), "version": version, **shown}
+
+
+def page(runs: list[Run], *, live: bool = False) -> str:
+    """The page as HTML.
+
+    Args:
+        live: whether the page asks its server for new data (serve.py).
+
+    Raises:
+        ConfigError: plotly is not installed.
+    """
+    shown = content(runs)
+    here = Path(__file__).parent
+    sections = "\n".join(f"<section id={name}>{html}</section>" for name, html in shown["sections"].items())
+    data = _json({name: value for name, value in shown.items() if name != "sections"})
+    return f"""<!doctype html>
+<html lang=en><head><meta charset=utf-8><meta name=viewport content="width=device-width, initial-scale=1">
+<meta name=color-scheme content="light dark"><meta http-equiv=Content-Security-Policy content="{POLICY}">
+<title>{escape(shown["title"])}</title><style>{(here / "page.css").read_text(encoding="utf-8")}</style></head>
+<body{" data-live" if live else ""}><main>
+{sections}
+</main>
+<noscript><p class=note>The figures need JavaScript.</p></noscript>
+<script type=application/json id=data>{data}</script>
+<script type=text/plain id=plotly>{plotly_script()}</script>
+<script>{(here / "page.js").read_text(encoding="utf-8")}</script>
+</body></html>
 """
 
 
-def figures_of(runs: list[Run]) -> dict[str, dict[str, Figure]]:
-    """All figures, by chapter and then by name."""
-    chapters: dict[str, dict[str, Figure]] = {
-        "Scores": plots.score_figures(runs),
-        "Learning rate and computing time": {
-            "learning rate": plots.learning_rate_figure(runs),
-            "computing time": plots.computing_figure(runs),
-        },
-    }
-    for run in runs:
-        suffix = f" of {run.name}" if len(runs) > 1 else ""
-        figures = {f"time{suffix}": plots.time_figure(run)}
-        if len(run.epochs[-1]["seconds"]) > 1:
-            figures[f"ranks{suffix}"] = plots.rank_figure(run)
-        if any(epoch["padding"] for epoch in run.epochs):
-            figures[f"padding{suffix}"] = plots.padding_figure(run)
-        chapters[f"Time and batches{suffix}"] = figures
-    return chapters
+@cache
+def plotly_script() -> str:
+    """The script of plotly, compressed with gzip, as base64: 2 MB instead of 5. Raises: ConfigError, if it is not installed."""
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError as error:
+        raise ConfigError(
+            [f'hvdtrain report: expected the package plotly, got: {error} (pip install "hvdtrain[report]")']
+        ) from None
+    return base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode()
 
 
-def page(runs: list[Run], chapters: Mapping[str, Mapping[str, Figure]]) -> str:
-    """The page as HTML, with its figures as inline SVG."""
-    title = ", ".join(run.name for run in runs)
-    parts = [f"<h1>{html.escape(title)}</h1>", _overview(runs)]
-    for chapter, figures in chapters.items():
-        drawn = "\n".join(f"<figure>{_svg(figure, name)}</figure>" for name, figure in figures.items())
-        parts.append(f"<h2>{html.escape(chapter)}</h2>\n<div class=figures>{drawn}</div>")
-    for run in runs:
-        suffix = f" of {html.escape(run.name)}" if len(runs) > 1 else ""
-        parts.append(f"<h2>Ranks that held others up{suffix}</h2>\n{_late(run)}")
-        parts.append(f"<h2>Epochs{suffix}</h2>\n{_epochs(run)}")
-    parts += [f"<h2>Settings</h2>\n{_settings(runs)}", f"<h2>Starts and versions</h2>\n{_starts(runs)}"]
-    head = f"<meta charset=utf-8><title>{html.escape(title)}</title><style>{STYLE}</style>"
-    return f"<!doctype html>\n<html lang=en><head>{head}</head>\n<body>\n" + "\n".join(parts) + "\n</body></html>\n"
+def _json(value: Any) -> str:
+    """JSON that may stand in a script of a page: no text in it can end the script."""
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
-def write_pictures(folder: Path, chapters: Mapping[str, Mapping[str, Figure]]) -> list[Path]:
-    """Write every figure as a PNG file and return the paths."""
-    folder.mkdir(parents=True, exist_ok=True)
-    files = []
-    for figures in chapters.values():
-        for name, figure in figures.items():
-            files.append(folder / f"{name.replace(' ', '-').replace('/', '-')}.png")
-            figure.savefig(files[-1], dpi=150)
-    return files
+def _section(title: str, html: str) -> str:
+    return f"<h2>{escape(title)}</h2>{html}"
 
 
-def _overview(runs: list[Run]) -> str:
-    rows = []
-    for run in runs:
-        last = run.epochs[-1]
-        seconds = sum(sum(epoch["seconds"][0].values()) if epoch["seconds"] else epoch["elapsed"] for epoch in run.epochs)
-        scores = text({name.replace("_loss_", " "): float(value) for name, value in last["scores"].items()})
-        cells = [run.name, last["epoch"], len(last["seconds"]), clock_text(seconds), f"{last['computing']:.1%}", scores]
-        rows.append(cells)
-    return _table(["run", "epochs", "ranks", "time", "computing time of the last epoch", "scores of the last epoch"], rows)
-
-
-def _epochs(run: Run) -> str:
-    names = list(dict.fromkeys(name for epoch in run.epochs for name in epoch["scores"]))
-    rows = []
-    for epoch in run.epochs:
-        scores = [f"{float(epoch['scores'][name]):.4g}" if name in epoch["scores"] else "" for name in names]
-        training = [clock_text(epoch["elapsed"]), f"{epoch['computing']:.1%}", f"{epoch['learning_rate']:.4g}"]
-        rows.append([epoch["epoch"], epoch["steps"], *training, *scores])
-    return _table(["epoch", "steps", "training", "computing", "rate", *(name.replace("_loss_", " ") for name in names)], rows)
-
-
-def _late(run: Run) -> str:
-    late_ranks = [(epoch["epoch"], held_up(epoch["seconds"])) for epoch in run.epochs]
-    lines = [f"<li class=late>epoch {epoch}: {html.escape(late)}</li>" for epoch, late in late_ranks if late]
-    if len(run.epochs[-1]["seconds"]) < 2:
-        return "<p class=note>Trained on a single rank.</p>"
-    return f"<ul>{''.join(lines)}</ul>" if lines else "<p class=note>None: no rank was at least 15% slower than the others.</p>"
-
-
-def _settings(runs: list[Run]) -> str:
-    """The keys that at least one run sets to something other than the default."""
-    known = [run.starts[-1]["settings"] if run.starts else {} for run in runs]
-    names = list(dict.fromkeys(name for settings in known for name in settings))
-    rows: list[list[Any]] = []
-    for name in names:
-        cells = [settings.get(name, ("", "")) for settings in known]
-        if any(origin not in ("", "default") for _, origin in cells):
-            rows.append([name, *(f"{value}  [{origin}]" if origin else "" for value, origin in cells)])
+def _card(figure: Figure) -> str:
+    switch = "<button class=switch type=button aria-pressed=false>share</button>" if figure.bars else ""
+    note = f"<span class=note>{escape(figure.note)}</span>" if figure.note else ""
     return (
-        _table(["key", *(run.name for run in runs)], rows, code=True)
-        + "<p class=note>All other keys have their default values.</p>"
+        f"<figure class='card{' wide' if figure.wide else ''}'>"
+        f"<figcaption><b>{escape(figure.title)}</b> {note}{switch}</figcaption>"
+        f'<div class=plot data-figure="{escape(figure.name)}"></div></figure>'
     )
 
 
-def _starts(runs: list[Run]) -> str:
+def _header(runs: list[Run]) -> str:
+    names = " ".join(
+        f"<span class=run>{_dot(number) if len(runs) > 1 else ''}{escape(run.name)}</span>" for number, run in enumerate(runs)
+    )
+    start = runs[0].starts[-1] if len(runs) == 1 and runs[0].starts else {}
+    told = [f"started {start['time']}"] if start.get("time") else []
+    hosts = _hosts(start)
+    told += [hosts] if hosts else []
+    controls = (
+        "<div class=controls><span class=choice role=group aria-label='x axis'>"
+        + "".join(f"<button type=button data-x={x}>{x.replace('seconds', 'time')}</button>" for x in ("epoch", "step", "seconds"))
+        + "</span><button type=button id=log aria-pressed=false>log scale</button><span id=live></span></div>"
+    )
+    return f"<header><div><h1>{names}</h1><p class=note>{escape(' · '.join(told))}</p></div>{controls}</header>"
+
+
+def _dot(number: int) -> str:
+    return f"<i class=dot style='background:var(--c{number % 8})'></i>"
+
+
+def _hosts(start: Mapping[str, Any]) -> str:
+    """The ranks by host: '4 ranks: 2 on a (CPU), 2 on b (CPU)'."""
+    hosts = [f"{host} ({device})" for host, device in start.get("hosts") or ()]
+    where = [f"{hosts.count(host)} on {host}" for host in dict.fromkeys(hosts)]
+    return f"{len(hosts)} rank{'s' if len(hosts) > 1 else ''}: {', '.join(where)}" if hosts else ""
+
+
+def _tiles(run: Run) -> str:
+    """The figures that matter most, in large type."""
+    tiles = []
+    best = run.best(run.measure) if run.measure else None
+    if run.measure and best:
+        tiles.append(_tile(f"best {_short(run.measure)}", f"{best[1]:.4g}", f"epoch {best[0]}", "best"))
+    wanted, done = run.setting("num_epochs"), run.epochs[-1]["epoch"] if run.epochs else 0
+    share = min(1.0, _done(run) / wanted) if isinstance(wanted, int) and wanted else None
+    bar = f"<i class=bar><i style='width:{share:.1%}'></i></i>" if share is not None else ""
+    tiles.append(_tile("epochs", f"{done}", f"of {wanted}" if share is not None else "", "", bar))
+    seconds = sum(plots.seconds_of(epoch) for epoch in run.epochs)
+    tiles.append(_tile("time", clock_text(seconds), f"{seconds / len(run.epochs):.3g} s per epoch" if run.epochs else ""))
+    for figure in plots.speed_figures([run]):
+        values = [value for curve in figure.panels[0].curves[-1:] for value in curve.y if value is not None]
+        if figure.name == "speed":
+            tiles.append(_tile("sequences per second", f"{values[-1]:,.4g}", f"{_ranks(run)} rank{'s' * (_ranks(run) != 1)}"))
+    computing = [epoch for epoch in run.epochs if finite(epoch.get("computing")) is not None]
+    if computing:
+        share = sum(epoch["computing"] * epoch["elapsed"] for epoch in computing) / sum(epoch["elapsed"] for epoch in computing)
+        bar = f"<i class=bar><i style='width:{share:.1%}'></i></i>"
+        tiles.append(_tile("computing", f"{share:.1%}", "of the training time", "", bar))
+    size = run.starts[-1].get("num_parameters") if run.starts else None
+    if isinstance(size, int):
+        tiles.append(_tile("parameters", _count(size), ""))
+    return f"<div class=tiles>{''.join(tiles)}</div>"
+
+
+def _tile(name: str, value: str, note: str, look: str = "", more: str = "") -> str:
+    return (
+        f"<div class='tile {look}'><span class=note>{escape(name)}</span><b>{escape(value)}</b>"
+        f"<span class=note>{escape(note)}</span>{more}</div>"
+    )
+
+
+def _count(number: int) -> str:
+    """A number with a letter for thousands or millions."""
+    for letter, one in (("G", 10**9), ("M", 10**6), ("k", 10**3)):
+        if number >= one:
+            return f"{number / one:.3g} {letter}"
+    return str(number)
+
+
+def _done(run: Run) -> float:
+    """Finished epochs, with the share of the current one where steps are logged."""
+    finished = run.epochs[-1]["epoch"] if run.epochs else 0
+    last = run.steps[-1] if run.steps else None
+    return max(finished, last["epoch"] - 1 + float(last["progress"])) if last else finished
+
+
+def _ranks(run: Run) -> int:
+    if run.epochs and run.epochs[-1].get("seconds"):
+        return len(run.epochs[-1]["seconds"])
+    return len(run.starts[-1].get("hosts") or ()) if run.starts else 1
+
+
+def _compared(runs: list[Run]) -> str:
+    """One row for each run."""
+    measures = list(dict.fromkeys(run.measure for run in runs if run.measure))
+    names = measures + sorted({name for run in runs for one in run.epochs for name in one["scores"]} - set(measures))
+    names = [name for name in names if split(name)[0] != "train"]
+    best = {name: [run.best(name) for run in runs] for name in names}
+    of_all = {
+        name: (max if any(run.is_higher_better(name) for run in runs) else min)((one[1] for one in values if one), default=None)
+        for name, values in best.items()
+    }
     rows = []
+    for number, run in enumerate(runs):
+        seconds = sum(plots.seconds_of(epoch) for epoch in run.epochs)
+        rate = plots.sequences_per_second(run.epochs[-1]) if run.epochs else None
+        cells = [f"{_dot(number)}{escape(run.name)}", str(run.epochs[-1]["epoch"] if run.epochs else 0), str(_ranks(run))]
+        cells += [clock_text(seconds), f"{rate:,.4g}" if rate else ""]
+        for name in names:
+            found = best[name][number]
+            text = f"{found[1]:.4g} <small class=note>epoch {found[0]}</small>" if found else ""
+            cells.append(f"<b class=good>{text}</b>" if found and found[1] == of_all[name] and len(runs) > 1 else text)
+        rows.append(cells)
+    heads = ["run", "epochs", "ranks", "time", "sequences/s", *(f"best {_short(name)}" for name in names)]
+    return f"<div class='card scroll'>{_table(heads, rows)}</div>"
+
+
+def _short(name: str) -> str:
+    return " ".join(split(name)).strip()
+
+
+def _late(run: Run) -> str:
+    """The ranks that held the others up."""
+    found = [(epoch["epoch"], held_up(epoch.get("seconds") or [])) for epoch in run.epochs]
+    lines = [f"<li>epoch {epoch}: {escape(late)}</li>" for epoch, late in found if late]
+    if _ranks(run) < 2:
+        return ""
+    if not lines:
+        return "<p class=note>No rank held the others up: none was at least 15 % slower than the others.</p>"
+    return (
+        f"<details class='card late'{' open' if len(lines) <= 5 else ''}><summary>Ranks that held the others up ({len(lines)} "
+        + (f"epoch{'s' if len(lines) > 1 else ''})</summary><ul>{''.join(lines)}</ul></details>")
+    )
+
+
+def _epochs(runs: list[Run]) -> str:
+    """A table of all epochs of each run."""
+    tables = []
     for run in runs:
-        for start in run.starts:
-            hosts = [f"{host} ({device})" for host, device in start["hosts"]]
-            where = ", ".join(f"{hosts.count(host)} on {host}" for host in dict.fromkeys(hosts))
-            versions = ", ".join(f"{name} {number}" for name, number in start["versions"].items())
-            first, size = start["first_epoch"], start["num_parameters"]
-            rows.append([run.name, start["time"], first, where, size, versions, start["command"]])
-    return _table(["run", "time", "from epoch", "ranks", "parameters", "versions", "command"], rows)
+        names = list(dict.fromkeys(name for epoch in run.epochs for name in epoch["scores"]))
+        best = {name: (run.best(name) or (None,))[0] for name in names if split(name)[0] != "train"}
+        rows = []
+        for epoch in run.epochs:
+            row = [str(epoch["epoch"]), str(epoch.get("steps", "")), clock_text(epoch.get("elapsed") or 0.0)]
+            row += [_number(epoch.get("computing"), ".1%"), _number(epoch.get("learning_rate"), ".4g")]
+            if any("sent" in one for one in run.epochs) and _ranks(run) > 1:
+                row.append(size_text(epoch.get("sent") or 0))
+            for name in names:
+                text = _number(epoch["scores"].get(name), ".4g")
+                row.append(f"<b class=good>{text}</b>" if best.get(name) == epoch["epoch"] else text)
+            rows.append(row)
+        heads = ["epoch", "steps", "training", "computing", "learning rate"]
+        heads += ["sent by a rank"] if any("sent" in one for one in run.epochs) and _ranks(run) > 1 else []
+        title = f"Epochs of {run.name}" if len(runs) > 1 else "All epochs"
+        table = _table([*heads, *map(_short, names)], rows)
+        is_open = " open" if len(runs) == 1 and len(rows) <= 24 else ""
+        if rows:
+            tables.append(
+                f"<details class=card{is_open}><summary>{escape(title)}</summary><div class=scroll>{table}</div></details>"
+            )
+    return _section("Epochs", "\n".join(tables)) if tables else ""
 
 
-def _table(heads: Sequence[str], rows: Sequence[Sequence[Any]], code: bool = False) -> str:
-    def cell(value: Any) -> str:
-        written = html.escape(str(value))
-        number = written.replace(".", "").replace("%", "").replace(":", "").isdigit()
-        return f"<td{' class=number' if number else ''}>{f'<code>{written}</code>' if code else written}</td>"
-
-    top = "".join(f"<th>{html.escape(head)}</th>" for head in heads)
-    body = "\n".join(f"<tr>{''.join(cell(value) for value in row)}</tr>" for row in rows)
-    return f"<table><tr>{top}</tr>\n{body}</table>"
+def _number(value: Any, form: str) -> str:
+    number = finite(value)
+    return "" if value is None else escape(str(value)) if number is None else format(number, form)
 
 
-def _svg(figure: Figure, name: str) -> str:
-    buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None})
-    drawn = buffer.getvalue()
-    return drawn[drawn.index("<svg") :].replace("<svg ", f'<svg role="img" aria-label="{html.escape(name)}" ', 1)
+def _settings(runs: list[Run]) -> str:
+    """The keys in effect: what differs between runs or starts, what was set, all; and the configs' text."""
+    parts = []
+    known = [run.starts[-1].get("settings") or {} if run.starts else {} for run in runs]
+    if len(runs) > 1 and all(known):
+        differing = [name for name in _names(known) if len({_value(one, name) for one in known}) > 1]
+        parts.append(_keys("What differs between the runs", differing, [run.name for run in runs], known, is_open=True))
+    for run in runs:
+        earlier = [start.get("settings") or {} for start in run.starts]
+        changed = [name for name in _names(earlier) if len({_value(one, name) for one in earlier}) > 1]
+        if changed:
+            title = "What changed between the starts" + (f" of {run.name}" if len(runs) > 1 else "")
+            parts.append(_keys(title, changed, [start.get("time", "") for start in run.starts], earlier, is_open=True))
+    names = _names(known)
+    given = [name for name in names if any(_origin(one, name) not in ("", "default") for one in known)]
+    heads = [run.name for run in runs] if len(runs) > 1 else ["value"]
+    parts.append(_keys("Keys that were set", given, heads, known, is_open=len(runs) == 1))
+    parts.append(_keys("All keys in effect", names, heads, known))
+    parts += _texts(runs)
+    return _section("Config in effect", "\n".join(part for part in parts if part)) if any(parts) else ""
+
+
+Settings = Mapping[str, Sequence[str]]
+"""By key, its value as text, and its origin."""
+
+
+def _names(known: Iterable[Settings]) -> list[str]:
+    return list(dict.fromkeys(name for settings in known for name in settings))
+
+
+def _value(settings: Settings, name: str) -> str:
+    return settings.get(name, ("", ""))[0]
+
+
+def _origin(settings: Settings, name: str) -> str:
+    return settings.get(name, ("", ""))[1]
+
+
+def _keys(title: str, names: list[str], heads: list[str], known: Sequence[Settings], *, is_open: bool = False) -> str:
+    """A table of keys that opens and closes, with a field to search in it if it is long; nothing without keys."""
+    if not names:
+        return ""
+    rows = []
+    for name in names:
+        usual = _value(known[0], name)
+        row = [f"<code>{escape(name)}</code>"]
+        for number, settings in enumerate(known):
+            value, origin = _value(settings, name), _origin(settings, name)
+            look = " class=changed" if number and value != usual else ""
+            where = f" <small class=note>{escape(origin)}</small>" if origin not in ("", "default") else ""
+            row.append(f"<code{look}>{escape(value) or '—'}</code>{where}")
+        rows.append(row)
+    search = f"<input type=search placeholder='search {len(names)} keys' aria-label='search keys'>" if len(names) > 20 else ""
+    return (
+        f"<details class='card keys'{' open' if is_open else ''}><summary>{escape(title)} ({len(names)})</summary>{search}"
+        f"<div class=scroll>{_table(['key', *heads], rows)}</div></details>"
+    )
+
+
+def _texts(runs: list[Run]) -> Iterable[str]:
+    """The text of the config files; of further runs, what differs from the first run's."""
+    first: Mapping[str, str] = {}
+    for number, run in enumerate(runs):
+        texts: Mapping[str, str] = run.starts[-1].get("texts") or {} if run.starts else {}
+        for path, text in texts.items():
+            name = Path(path).name
+            before = next((other for place, other in first.items() if Path(place).name == name), None)
+            title = f"{name} of {run.name}" if len(runs) > 1 else name
+            if number and before == text:
+                continue
+            if number and before is not None:
+                lines = difflib.unified_diff(before.splitlines(), text.splitlines(), runs[0].name, run.name, lineterm="")
+                looks = {"+": "added", "-": "removed", "@": "note"}
+                shown = "\n".join(f"<span class='{looks.get(line[:1], '')}'>{escape(line)}</span>" for line in lines)
+                what = f"What changed in {name}: {run.name}"
+                yield f"<details class=card open><summary>{escape(what)}</summary><pre>{shown}</pre></details>"
+            else:
+                yield f"<details class=card><summary>{escape(title)}</summary><pre>{escape(text)}</pre></details>"
+        first = first or texts
+
+
+def _starts(runs: list[Run]) -> str:
+    """When, where, with which command and which packages each training was started."""
+    parts = []
+    usual = runs[0].starts[-1].get("versions", {}) if runs[0].starts else {}
+    for number, run in enumerate(runs):
+        for start in reversed(run.starts):
+            told = {"from epoch": start.get("first_epoch", ""), "ranks": _hosts(start), "directory": start.get("directory", "")}
+            rows = "".join(f"<dt>{name}</dt><dd>{escape(str(value))}</dd>" for name, value in told.items() if value)
+            command = f"<dt>command</dt><dd><code>{escape(str(start.get('command', '')))}</code></dd>"
+            chips = "".join(
+                f"<span class='chip{' changed' if usual.get(name) != version else ''}'>{escape(f'{name} {version}')}</span>"
+                for name, version in (start.get("versions") or {}).items()
+            )
+            title = f"{_dot(number)}{escape(run.name)} · " if len(runs) > 1 else ""
+            parts.append(
+                f"<div class=card><b>{title}{escape(str(start.get('time', '')))}</b><dl>{rows}{command}</dl><p>{chips}</p></div>"
+            )
+    return _section("Starts and versions", f"<div class=grid>{''.join(parts)}</div>") if parts else ""
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table; `rows` are HTML."""
+    top = "".join(f"<th>{escape(head)}</th>" for head in heads)
+    body = "\n".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
+    return f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"

@@ -1,165 +1,422 @@
-"""The figures of a report, drawn with matplotlib."""
+"""The figures of a report as plain data: which curves, bars and cells there are. page.js draws them, and pictures.py as PNG."""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any
 
-import matplotlib
+import numpy
 
-matplotlib.use("Agg")
+from hvdtrain.report.epoch import OWN_WORK
+from hvdtrain.report.runs import Run
 
-from matplotlib import pyplot  # noqa: E402  # after the backend, which needs no display, is set
-from matplotlib.axes import Axes  # noqa: E402
-from matplotlib.figure import Figure  # noqa: E402
-from matplotlib.ticker import MaxNLocator, PercentFormatter  # noqa: E402
+Values = list[float | None]
+"""Numbers; None where there is none, or one that is not finite."""
 
-from hvdtrain.report.runs import Run  # noqa: E402
+MAX_POINTS = 1000
+"""Points of a curve within epochs: as many as a wide screen has columns. Of more, the lowest and highest ones are kept."""
 
-COLORS = ["#1f6f8b", "#d1495b", "#edae49", "#66a182", "#8d5b9f", "#7a6c5d", "#2e4057"]
-"""Colors of runs and of activities, chosen to be distinguishable for color-blind readers."""
+ACTIVITIES = ("compute", "communication", "parameter sync", "data wait", "evaluation", "saving")
+"""What ranks spend their time with, in the order of their colors. Others follow; `rest` is grey."""
 
-STYLES = ["-", "--", ":", "-."]
-"""Line styles of the datasets in a figure of scores."""
+DASHES = ("solid", "dash", "dashdot")
+"""Kinds of lines: with several runs, for the datasets or values of a run."""
 
-WIDTH, HEIGHT = 6.4, 3.6
-"""Size of a figure in inches."""
+GREY = -1
+"""The color of what is neither a run, nor a dataset, nor an activity."""
 
 
-def score_figures(runs: list[Run]) -> dict[str, Figure]:
-    """One figure per loss or error, with a curve for the training data and one for each evaluated dataset."""
+@dataclass(frozen=True)
+class Curve:
+    """One curve of a panel.
+
+    Attributes:
+        x: the same positions as epochs, steps and seconds: `{"epoch": ..., "step": ..., "seconds": ...}`.
+        y: the values.
+        color: the number of its color; equal in all figures for the same run, or with a single run for the same dataset.
+        dash: "solid", "dash", "dot" or "dashdot".
+        look: "line" with a mark at every point, "steps" without marks, "faint" for what is behind a smoothed curve.
+        best: the place of the best value in `y`, which gets a mark.
+        group: curves of one group have one entry in the legend, that of the last one.
+    """
+
+    name: str
+    x: Mapping[str, Values]
+    y: Values
+    color: int
+    dash: str = "solid"
+    look: str = "line"
+    best: int | None = None
+    group: str = ""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Curves with a common y axis.
+
+    Attributes:
+        unit: "" for a number, "%" for a share, "/s" for large numbers such as speeds, "B" for bytes.
+        from_zero: whether the axis begins at zero.
+    """
+
+    title: str
+    curves: Sequence[Curve]
+    unit: str = ""
+    from_zero: bool = False
+
+
+@dataclass(frozen=True)
+class Bars:
+    """Stacked bars, one for each of `labels`; `series` are (name, color, seconds of each label)."""
+
+    labels: Sequence[str | int]
+    series: Sequence[tuple[str, int, list[float]]]
+    axis: str
+    horizontal: bool = False
+
+
+@dataclass(frozen=True)
+class Heat:
+    """Cells of ranks (rows) and epochs (columns).
+
+    Attributes:
+        late: how much longer than the median rank a rank took for its own work, as a share of the median.
+        own: the seconds of its own work.
+    """
+
+    epochs: list[int]
+    ranks: list[int]
+    late: list[Values]
+    own: list[Values]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure: panels of curves above each other with a common x axis, bars, or cells.
+
+    Attributes:
+        name: identifies the figure in the page, and names its picture.
+        note: a sentence beneath the title.
+        wide: whether it takes the whole width of the page.
+        scores: whether it shows scores, so that the page's logarithmic scale concerns it.
+    """
+
+    name: str
+    title: str
+    note: str = ""
+    panels: Sequence[Panel] = ()
+    bars: Bars | None = None
+    heat: Heat | None = None
+    wide: bool = False
+    scores: bool = False
+
+
+def score_figures(runs: list[Run]) -> list[Figure]:
+    """A figure for each loss or error; the one that determines the best epoch comes first, above the learning rate."""
     names = sorted({name for run in runs for epoch in run.epochs for name in epoch["scores"]})
-    figures = {}
-    for loss in dict.fromkeys(_split(name)[1] for name in names):
-        # Training first, then the others in alphabetical order.
-        datasets = sorted((_split(name)[0] for name in names if _split(name)[1] == loss), key=lambda one: (one != "train", one))
-        figure, axes = _figure(loss)
-        for number, run in enumerate(runs):
-            for place, dataset in enumerate(datasets):
-                label = dataset if len(runs) == 1 else f"{run.name}, {dataset}"
-                color = COLORS[(place if len(runs) == 1 else number) % len(COLORS)]
-                axes.plot(
-                    *run.scores(f"{dataset}_loss_{loss}"), STYLES[place % len(STYLES)], color=color, marker=".", label=label
-                )
-        _finish(axes, curves=len(runs) * len(datasets))
-        figures[loss] = figure
+    names += sorted({f"train_loss_{split(name)[1]}" for run in runs for line in run.steps for name in line.get("scores", ())})
+    measure = next((run.measure for run in runs if run.measure), None)
+    first = split(measure)[1] if measure else ""
+    losses = sorted(dict.fromkeys(split(name)[1] for name in names), key=lambda loss: loss != first)
+    colors = {
+        dataset: number for number, dataset in enumerate(sorted({"train", *(split(name)[0] for name in names)}, key=_train_first))
+    }
+    figures = []
+    for loss in losses:
+        datasets = {
+            dataset: colors[dataset]
+            for dataset in colors
+            if loss in {split(name)[1] for name in names if split(name)[0] == dataset}
+        }
+        curves = [curve for number, run in enumerate(runs) for curve in _score_curves(run, number, len(runs), loss, datasets)]
+        main = loss == losses[0]
+        panels = [Panel(loss, curves), *([learning_rates(runs)] if main else [])]
+        figures.append(Figure(f"score {loss}", loss, _best_note(runs, loss, datasets), panels, wide=main, scores=True))
     return figures
 
 
-def learning_rate_figure(runs: list[Run]) -> Figure:
-    """The learning rate of each epoch."""
-    figure = _curve_by_epoch(runs, "learning rate", lambda epoch: epoch["learning_rate"])
-    figure.axes[0].set_ylim(bottom=0)  # otherwise a constant rate gets axis labels of six digits
-    return figure
+def _train_first(dataset: str) -> tuple[bool, str]:
+    return dataset != "train", dataset
 
 
-def computing_figure(runs: list[Run]) -> Figure:
-    """The share of each epoch's time spent in training steps."""
-    figure = _curve_by_epoch(runs, "computing time", lambda epoch: epoch["computing"])
-    figure.axes[0].yaxis.set_major_formatter(PercentFormatter(1.0))
-    lowest = min(epoch["computing"] for run in runs for epoch in run.epochs)
-    figure.axes[0].set_ylim(min(0.9, 0.95 * lowest), 1.0)  # so that 99.7 % and 99.9 % look alike
-    return figure
+def _score_curves(run: Run, number: int, runs: int, loss: str, datasets: Mapping[str, int]) -> Iterable[Curve]:
+    for dataset, place in datasets.items():
+        name = f"{dataset}_loss_{loss}" if dataset else loss
+        color = number if runs > 1 else place
+        dash = ("dot" if dataset == "train" else DASHES[(place - 1) % 3]) if runs > 1 else "solid"
+        label = f"{run.name} {dataset}".strip() if runs > 1 else dataset or loss
+        if dataset == "train":
+            within = _step_curves(run, f"{label}, within epochs", lambda line: _score_of(line, loss), color)
+            yield from (replace(curve, group=label) for curve in within)
+        epochs = [epoch for epoch in run.epochs if name in epoch["scores"]]
+        if epochs:
+            values = [finite(epoch["scores"][name]) for epoch in epochs]
+            best = run.best(name) if dataset != "train" else None
+            at = [epoch["epoch"] for epoch in epochs].index(best[0]) if best else None
+            yield Curve(label, positions(run, epochs), values, color, dash, best=at, group=label)
 
 
-def time_figure(run: Run) -> Figure:
-    """The time of each epoch by activity, averaged over the ranks."""
-    names = time_names(run)
-    figure, axes = _figure("seconds of an epoch, mean over the ranks")
-    epochs = [epoch["epoch"] for epoch in run.epochs]
-    below = [0.0] * len(epochs)
-    for name in names:
-        values = [_mean([rank.get(name, 0.0) for rank in epoch["seconds"]]) for epoch in run.epochs]
-        axes.bar(epochs, values, bottom=below, color=_color(names, name), label=name, width=0.8)
-        below = [low + value for low, value in zip(below, values, strict=True)]
-    _finish(axes, curves=len(names))
-    return figure
+def _score_of(line: Mapping[str, Any], loss: str) -> Any:
+    """A loss in a line of steps.jsonl, under its own name or that of the training data."""
+    scores = line.get("scores") or {}
+    return scores.get(loss, scores.get(f"train_loss_{loss}"))
 
 
-def rank_figure(run: Run) -> Figure:
-    """The time of each rank by activity, averaged over the epochs."""
-    names = time_names(run)
-    ranks = range(min(len(epoch["seconds"]) for epoch in run.epochs))
-    figure, axes = _figure("seconds of an epoch by rank, mean over the epochs", height=1.6 + 0.4 * len(ranks))
-    left = [0.0] * len(ranks)
-    for name in names:
-        values = [_mean([epoch["seconds"][rank].get(name, 0.0) for epoch in run.epochs]) for rank in ranks]
-        axes.barh([str(rank) for rank in ranks], values, left=left, color=_color(names, name), label=name)
-        left = [low + value for low, value in zip(left, values, strict=True)]
-    axes.invert_yaxis()
-    axes.set_ylabel("rank")
-    axes.grid(axis="x", alpha=0.3)
-    _legend(axes, len(names))
-    return figure
+def _best_note(runs: list[Run], loss: str, datasets: Iterable[str]) -> str:
+    """A sentence on the best epochs, for a single run."""
+    best = {dataset: runs[0].best(f"{dataset}_loss_{loss}") for dataset in datasets if dataset != "train"}
+    found = [f"{dataset} {one[1]:.4g} in epoch {one[0]}" for dataset, one in best.items() if one]
+    return f"best: {', '.join(found)}" if found and len(runs) == 1 else ""
 
 
-def padding_figure(run: Run) -> Figure:
-    """The share of padding by data key."""
-    figure, axes = _figure("padding")
-    epochs = [epoch["epoch"] for epoch in run.epochs]
-    names = list(dict.fromkeys(name for epoch in run.epochs for name in epoch["padding"]))
-    for number, name in enumerate(names):
-        values = [epoch["padding"].get(name, 0.0) for epoch in run.epochs]
-        axes.plot(epochs, values, color=COLORS[number % len(COLORS)], marker=".", label=name)
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-    axes.set_ylim(bottom=0)
-    _finish(axes, curves=len(names))
-    return figure
-
-
-def time_names(run: Run) -> list[str]:
-    """The activities with recorded seconds: computing first, as the base of every bar, and the rest last."""
-    names = dict.fromkeys(name for epoch in run.epochs for rank in epoch["seconds"] for name in rank)
-    return sorted(names, key=lambda name: (name != "compute", name == "rest", list(names).index(name)))
-
-
-def close(figures: list[Figure]) -> None:
-    """Close the figures to free their memory."""
-    for figure in figures:
-        pyplot.close(figure)
-
-
-def _curve_by_epoch(runs: list[Run], title: str, value: Callable[[Any], float]) -> Figure:
-    """A figure with one curve per run: `value` of every epoch's report."""
-    figure, axes = _figure(title)
+def learning_rates(runs: list[Run]) -> Panel:
+    """The learning rate of each step where steps were logged, otherwise of each epoch."""
+    curves = []
     for number, run in enumerate(runs):
-        epochs = [epoch["epoch"] for epoch in run.epochs]
-        axes.plot(epochs, [value(epoch) for epoch in run.epochs], color=COLORS[number % len(COLORS)], marker=".", label=run.name)
-    _finish(axes, curves=len(runs) if len(runs) > 1 else 0)
-    return figure
+        name, color = ("learning rate", GREY) if len(runs) == 1 else (run.name, number)
+        within = list(_step_curves(run, name, lambda line: line.get("learning_rate"), color, smooth=False))
+        epochs = [epoch for epoch in run.epochs if finite(epoch.get("learning_rate")) is not None]
+        by_epoch = Curve(name, positions(run, epochs), [finite(epoch["learning_rate"]) for epoch in epochs], color)
+        curves += within or ([by_epoch] if epochs else [])
+    return Panel("learning rate", curves, from_zero=True)
 
 
-def _figure(title: str, height: float = HEIGHT) -> tuple[Figure, Axes]:
-    figure, axes = pyplot.subplots(figsize=(WIDTH, height), layout="constrained")
-    axes.set_title(title, loc="left", fontsize=11)
-    axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    return figure, axes
+def speed_figures(runs: list[Run]) -> list[Figure]:
+    """Sequences and frames per second, gradient norms, the shares of computing and of waiting for data, memory."""
+    shares = [_by_step(runs, "computing", "computing", per_epoch=lambda epoch: epoch.get("computing"))]
+    shares.append(_by_step(runs, "waiting for data", "data_wait", place=1))
+    per_second = _by_step(runs, "", "sequences_per_second", per_epoch=sequences_per_second)
+    keys = dict.fromkeys(key for run in runs for line in run.steps for key in line.get("frames_per_second") or {})
+    frames = [
+        _by_step(runs, key, lambda line, key=key: (line.get("frames_per_second") or {}).get(key), place=place)  # type: ignore[misc]
+        for place, key in enumerate(keys)
+    ]
+    found = [
+        Figure("speed", "Sequences per second", "of all ranks", [Panel("", per_second, "/s", from_zero=True)]),
+        Figure("shares", "Share of the time", "of rank 0", [Panel("", sum(shares, []), "%", from_zero=True)]),
+        Figure("frames", "Frames per second", "of all ranks", [Panel("", sum(frames, []), "/s", from_zero=True)]),
+    ]
+    norms = _by_step(runs, "", "gradient_norm")
+    found.append(Figure("gradient norm", "Gradient norm", panels=[Panel("", norms, from_zero=True)]))
+    memory = _by_step(runs, "", "memory")
+    found.append(Figure("memory", "Memory", "of rank 0", [Panel("", memory, "B", from_zero=True)]))
+    return [figure for figure in found if any(value is not None for curve in figure.panels[0].curves for value in curve.y)]
 
 
-def _finish(axes: Axes, curves: int) -> None:
-    axes.set_xlabel("epoch")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.grid(axis="y", alpha=0.3)
-    if curves:
-        _legend(axes, curves)
+def _by_step(
+    runs: list[Run],
+    name: str,
+    value: str | Callable[[Mapping[str, Any]], Any],
+    per_epoch: Callable[[Mapping[str, Any]], Any] | None = None,
+    place: int = 0,
+) -> list[Curve]:
+    """A curve for each run: `value` of each line of steps.jsonl, or `per_epoch` of each epoch where there are no steps."""
+    curves = []
+    for number, run in enumerate(runs):
+        label = f"{run.name} {name}".strip() if len(runs) > 1 else name or run.name
+        color, dash = (number, DASHES[place % 3]) if len(runs) > 1 else (place, "solid")
+        within = list(_step_curves(run, label, (lambda line: line.get(value)) if isinstance(value, str) else value, color, dash))
+        if not within and per_epoch is not None:
+            values = [finite(per_epoch(epoch)) for epoch in run.epochs]
+            within = [Curve(label, positions(run, run.epochs), values, color, dash)]
+        curves += within
+    return curves
 
 
-def _legend(axes: Axes, entries: int) -> None:
-    axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0), ncols=1 + entries // 12)
+def sequences_per_second(epoch: Mapping[str, Any]) -> float | None:
+    """Sequences that all ranks trained on per second of an epoch, without evaluation and saving; None if it is not known."""
+    number, seconds = finite(epoch.get("num_sequences")), finite(epoch.get("elapsed"))
+    return number / seconds if number is not None and seconds else None
 
 
-def _color(names: list[str], name: str) -> str:
-    return COLORS[names.index(name) % len(COLORS)]
+def time_figures(run: Run) -> list[Figure]:
+    """Where the time of a run went: by epoch; on several ranks also by rank, and which ranks were late."""
+    epochs = [epoch for epoch in run.epochs if epoch.get("seconds")]
+    if not epochs:
+        return []
+    names = activities([run])
+    ranks = min(len(epoch["seconds"]) for epoch in epochs)
+    by_epoch = [
+        (name, _color(names, name), [_mean(rank.get(name, 0.0) for rank in one["seconds"]) for one in epochs]) for name in names
+    ]
+    mean = "mean over the ranks" if ranks > 1 else ""
+    found = [Figure("time", "Each epoch's time", mean, bars=Bars([one["epoch"] for one in epochs], by_epoch, "epoch"))]
+    if ranks > 1:
+        rows = [
+            (name, _color(names, name), [_mean(one["seconds"][rank].get(name, 0.0) for one in epochs) for rank in range(ranks)])
+            for name in names
+        ]
+        bars = Bars([f"rank {rank}" for rank in range(ranks)], rows, "", horizontal=True)
+        found.append(Figure("ranks", "Each rank's time", "mean over the epochs", bars=bars))
+        own = [[_own_work(one["seconds"][rank]) for one in epochs] for rank in range(ranks)]
+        usual = [median(column) for column in zip(*own, strict=True)]
+        late = [[value / middle - 1 if middle else None for value, middle in zip(row, usual, strict=True)] for row in own]
+        rounded: list[Values] = [[round(value, 3) for value in row] for row in own]
+        heat = Heat([one["epoch"] for one in epochs], list(range(ranks)), late, rounded)
+        found.append(
+            Figure("stragglers", "Slow ranks", "own work (computing and waiting for data) against the median rank", heat=heat)
+        )
+    padded = [one for one in run.epochs if one.get("padding")]
+    keys = dict.fromkeys(key for one in padded for key in one["padding"])
+    curves = [
+        Curve(key, positions(run, padded), [finite(one["padding"].get(key)) for one in padded], number)
+        for number, key in enumerate(keys)
+    ]
+    return found + (
+        [Figure("padding", "Padding", "share of the frames", [Panel("", curves, "%", from_zero=True)])] if curves else []
+    )
 
 
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
+def compared_time(runs: list[Run]) -> list[Figure]:
+    """The mean time of an epoch of several runs, by activity."""
+    names = activities(runs)
+    known = [run for run in runs if any(epoch.get("seconds") for epoch in run.epochs)]
+    series = []
+    for name in names:
+        values = [_mean(rank.get(name, 0.0) for epoch in run.epochs for rank in epoch.get("seconds") or []) for run in known]
+        series.append((name, _color(names, name), values))
+    bars = Bars([run.name for run in known], series, "", horizontal=True)
+    return [Figure("time of runs", "An epoch's time", "mean over ranks and epochs", bars=bars, wide=True)] if known else []
 
 
-def _split(name: str) -> tuple[str, str]:
-    """A score's dataset and loss: ('dev', 'ce') for 'dev_loss_ce'."""
+def activities(runs: Sequence[Run]) -> list[str]:
+    """The activities with recorded seconds: computing first, as the base of every bar, and the rest last."""
+    names = dict.fromkeys(name for run in runs for epoch in run.epochs for rank in epoch.get("seconds") or [] for name in rank)
+    order = {name: number for number, name in enumerate([*ACTIVITIES, *(name for name in names if name not in ACTIVITIES)])}
+    return sorted(names, key=lambda name: (name == "rest", order[name]))
+
+
+def _color(names: Sequence[str], name: str) -> int:
+    if name == "rest":
+        return GREY
+    return ACTIVITIES.index(name) if name in ACTIVITIES else len(ACTIVITIES) + list(names).index(name)
+
+
+def _own_work(rank: Mapping[str, float]) -> float:
+    return sum(rank.get(name, 0.0) for name in OWN_WORK)
+
+
+def _mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return sum(found) / len(found) if found else 0.0
+
+
+def split(name: str) -> tuple[str, str]:
+    """A score's dataset and loss.
+
+    >>> split("dev_loss_ce"), split("ce")
+    (('dev', 'ce'), ('', 'ce'))
+    """
     match = re.match(r"(.+?)_loss_(.+)", name)
     return (match[1], match[2]) if match else ("", name)
+
+
+def finite(value: Any) -> float | None:
+    """A number of a report; None for one that is missing or not finite (scores.jsonl has the string 'nan' for it).
+
+    >>> finite(0.5), finite("nan"), finite(None)
+    (0.5, None, None)
+    """
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def positions(run: Run, epochs: Sequence[Mapping[str, Any]]) -> dict[str, Values]:
+    """Where the ends of epochs are: in epochs, in steps of the whole training, and in seconds."""
+    ends = _ends(run)
+    return {
+        "epoch": [one["epoch"] for one in epochs],
+        "step": [ends[one["epoch"]][0] for one in epochs],
+        "seconds": [round(ends[one["epoch"]][1], 3) for one in epochs],
+    }
+
+
+def _ends(run: Run) -> dict[int, tuple[int, float]]:
+    """By epoch, the steps done and the seconds passed at its end."""
+    ends, steps, seconds = {}, 0, 0.0
+    for one in run.epochs:
+        steps = int(one.get("global_step") or steps + int(one.get("steps") or 0))
+        seconds += seconds_of(one)
+        ends[one["epoch"]] = (steps, seconds)
+    return ends
+
+
+def seconds_of(epoch: Mapping[str, Any]) -> float:
+    """The seconds of an epoch with evaluation and saving, on rank 0, and those before it was resumed."""
+    if not epoch.get("seconds"):
+        return float(epoch.get("elapsed") or 0.0)
+    return sum(epoch["seconds"][0].values(), float(epoch.get("seconds_before") or 0.0))
+
+
+def _step_curves(
+    run: Run, name: str, value: Callable[[Mapping[str, Any]], Any], color: int, dash: str = "solid", *, smooth: bool = True
+) -> Iterable[Curve]:
+    """The curve of a value within epochs: as it is, faintly, and smoothed."""
+    lines = [(line, number) for line in run.steps if (number := finite(value(line))) is not None]
+    if not lines:
+        return
+    ends = [(0, (0, 0.0)), *_ends(run).items()]
+    before = [epoch for epoch, _ in ends]
+    places = []
+    for line, _ in lines:
+        steps, seconds = ends[bisect_left(before, line["epoch"]) - 1][1]
+        passed = seconds + (finite(line.get("elapsed")) or 0.0)
+        places.append((line["epoch"] - 1 + float(line["progress"]), steps + int(line["step"]), passed))
+    values = [number for _, number in lines]
+
+    def curve(numbers: Sequence[float], label: str, look: str) -> Curve:
+        kept = decimated(numbers)
+        at = [places[number] for number in kept]
+        x: dict[str, Values] = {
+            "epoch": [round(epoch, 4) for epoch, _, _ in at],
+            "step": [step for _, step, _ in at],
+            "seconds": [round(seconds, 2) for _, _, seconds in at],
+        }
+        return Curve(label, x, [float(f"{numbers[number]:.6g}") for number in kept], color, dash, look)
+
+    if smooth and len(values) >= MIN_TO_SMOOTH:
+        yield curve(values, "", "faint")
+        yield curve(smoothed(values), name, "steps")
+    else:
+        yield curve(values, name, "steps")
+
+
+MIN_TO_SMOOTH = 20
+"""Points that a curve needs to be smoothed."""
+
+
+def smoothed(values: Sequence[float]) -> list[float]:
+    """Means over a window around every point, a fiftieth of the curve wide, at least five points.
+
+    >>> smoothed([0.0, 0.0, 5.0, 0.0, 0.0, 10.0])
+    [1.6666666666666667, 1.25, 1.0, 3.0, 3.75, 3.3333333333333335]
+    """
+    half = max(2, len(values) // 100)
+    sums = numpy.concatenate([[0.0], numpy.cumsum(values)])
+    first = numpy.maximum(numpy.arange(len(values)) - half, 0)
+    last = numpy.minimum(numpy.arange(len(values)) + half + 1, len(values))
+    means: list[float] = ((sums[last] - sums[first]) / (last - first)).tolist()
+    return means
+
+
+def decimated(values: Sequence[float], limit: int = MAX_POINTS) -> list[int]:
+    """The places of at most `limit` values: the ends, and the lowest and highest of every stretch, so that peaks stay visible.
+
+    >>> decimated([1, 2, 3, 9, 3, 2, 1, 0, 1, 2], limit=4)
+    [0, 3, 7, 9]
+    """
+    if len(values) <= limit:
+        return list(range(len(values)))
+    kept = {0, len(values) - 1}
+    for stretch in numpy.array_split(numpy.arange(len(values)), limit // 2 - 1):
+        part = numpy.asarray(values)[stretch]
+        kept |= {int(stretch[part.argmin()]), int(stretch[part.argmax()])}
+    return sorted(kept)

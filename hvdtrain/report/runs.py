@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
 import sys
 import time
+from ast import literal_eval
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from hvdtrain.errors import ConfigError, DataError
+from hvdtrain.schedule.history import error_key, is_higher_better
 from hvdtrain.version import __version__
 
 PACKAGES = ("torch", "tensorflow", "tensorflow-cpu", "keras", "horovod", "mpi4py", "numpy", "h5py")
@@ -37,12 +41,16 @@ class Start:
         hosts: (host, device) of every rank.
         settings: (value as text, origin) of every key.
         first_epoch: the epoch that training starts or resumes with.
+        texts: the text of each config file, by its path.
+        directory: the directory in which the command was given.
     """
 
     hosts: Sequence[tuple[str, str]]
     settings: Mapping[str, tuple[str, str]]
     first_epoch: int
     num_parameters: int
+    texts: Mapping[str, str] = field(default_factory=dict)
+    directory: str = field(default_factory=lambda: str(Path.cwd()))
     time: str = field(default_factory=lambda: time.strftime("%Y-%m-%d %H:%M:%S %z"))
     command: str = field(default_factory=lambda: " ".join(sys.argv))
     versions: Mapping[str, str] = field(default_factory=versions)
@@ -66,32 +74,91 @@ class Run:
         name: the folder's name, with as many parent folders as it takes to distinguish the runs.
         epochs: the lines of scores.jsonl in the order of epochs; the last line of an epoch that was trained twice.
         starts: the lines of starts.jsonl, oldest first.
+        steps: the lines of steps.jsonl in the order of steps; of steps that were trained twice, those of the last time.
     """
 
     name: str
     epochs: Sequence[Mapping[str, Any]]
-    starts: Sequence[Mapping[str, Any]]
+    starts: Sequence[Mapping[str, Any]] = ()
+    steps: Sequence[Mapping[str, Any]] = ()
 
     def scores(self, name: str) -> tuple[list[int], list[float]]:
         """The epochs that have a score, and its value in each."""
         found = [(one["epoch"], float(one["scores"][name])) for one in self.epochs if name in one["scores"]]
         return [epoch for epoch, _ in found], [value for _, value in found]
 
+    def setting(self, name: str) -> Any:
+        """A key's value at the last start; None if it is not known, or not a Python literal."""
+        text = (self.starts[-1].get("settings", {}).get(name) or ["None"])[0] if self.starts else "None"
+        with suppress(ValueError, SyntaxError):
+            return literal_eval(text)
+        return None
 
-def read_runs(folders: list[Path]) -> list[Run]:
-    """Read several runs. Raises: DataError, if scores.jsonl is missing or a line of it is malformed."""
-    return [_read(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
+    @property
+    def measure(self) -> str | None:
+        """The score that tells which epoch is the best one: that of the config, or the one that newbob would use."""
+        wanted = self.setting("early_stopping_measure") or self.setting("learning_rate_control_error_measure") or []
+        return error_key(self.epochs[-1]["scores"], [wanted] if isinstance(wanted, str) else wanted) if self.epochs else None
+
+    def is_higher_better(self, name: str) -> bool:
+        """Whether the config counts a score as better where it is higher."""
+        return is_higher_better(name, self.setting("higher_is_better") or [])
+
+    def best(self, name: str) -> tuple[int, float] | None:
+        """The first epoch with the best value of a score, and that value; None if no epoch has a finite one."""
+        found = [(epoch, value) for epoch, value in zip(*self.scores(name), strict=True) if math.isfinite(value)]
+        sign = -1 if self.is_higher_better(name) else 1
+        return min(found, key=lambda one: sign * one[1], default=None)
 
 
-def _read(folder: Path, name: str) -> Run:
-    epochs = {line["epoch"]: line for line in _lines(folder / "scores.jsonl")}
-    if not epochs:
-        raise DataError(f"{folder / 'scores.jsonl'}: expected at least one finished epoch, got none")
+def read_runs(folders: list[Path], *, running: bool = False) -> list[Run]:
+    """Read several runs.
+
+    Args:
+        running: whether a run may be without a finished epoch, since it is looked at while it trains.
+
+    Raises:
+        DataError: scores.jsonl is missing or has no epoch, or a line of it is malformed.
+    """
+    return [_read(folder, name, running) for folder, name in zip(folders, _names(folders), strict=True)]
+
+
+def _read(folder: Path, name: str, running: bool) -> Run:
+    scores = folder / "scores.jsonl"
+    epochs = {line["epoch"]: line for line in _lines(scores)} if not running or scores.exists() else {}
+    if not epochs and not running:
+        raise DataError(f"{scores}: expected at least one finished epoch, got none")
     starts = list(_lines(folder / "starts.jsonl")) if (folder / "starts.jsonl").exists() else []
-    return Run(name, [epochs[epoch] for epoch in sorted(epochs)], starts)
+    return Run(name, [epochs[epoch] for epoch in sorted(epochs)], starts, read_steps(folder / "steps.jsonl"))
+
+
+def read_steps(path: Path) -> list[dict[str, Any]]:
+    """The lines of a steps.jsonl; none without the file.
+
+    Lines that are damaged, as a killed training or a full disk leave them, are skipped. If a training went on from an older
+    checkpoint, the steps after it are in the file twice: the later lines are returned.
+    """
+    if not path.exists():
+        return []
+    found: list[dict[str, Any]] = []
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        with suppress(ValueError, KeyError, TypeError):
+            line = json.loads(text)
+            position = _position(line)
+            while found and _position(found[-1]) >= position:
+                found.pop()
+            found.append(line)
+    return found
+
+
+def _position(line: Mapping[str, Any]) -> tuple[int, int]:
+    """Epoch and step of a line of steps.jsonl. Raises: KeyError or TypeError, if these or its share of the epoch are missing."""
+    float(line["progress"])
+    return int(line["epoch"]), int(line["step"])
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of a file, without one at its end that is still being written. Raises: DataError."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -100,10 +167,12 @@ def _lines(path: Path) -> list[dict[str, Any]]:
             "(the folder is that of the key `model`)"
         ) from None
     lines = []
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.splitlines(keepends=True), start=1):
         try:
             lines.append(json.loads(line))
         except json.JSONDecodeError as error:
+            if not line.endswith("\n"):
+                break
             raise DataError(f"{path}, line {number}: expected JSON, got: {error.msg}") from None
     return lines
 

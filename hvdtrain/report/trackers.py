@@ -1,22 +1,35 @@
-"""Reports to experiment trackers: a function in the config for any service, and event files for TensorBoard."""
+"""Reports to experiment trackers: objects and a function of the config for any service, and event files for TensorBoard."""
 
 from __future__ import annotations
 
+import io
+import json
 import os
+import queue
 import socket
+import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import numpy
 
+from hvdtrain.config.check import Made, objects_of
 from hvdtrain.config.keys import ALONE, Section, Sections, key
 from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError
-from hvdtrain.report.epoch import EpochReport
+from hvdtrain.report.epoch import EpochReport, Reporter
+from hvdtrain.report.services import METHODS, SERVICES, RunDescription, Status, require
+from hvdtrain.report.steps import StepRecord, step_metrics
+from hvdtrain.runtime.log import say
+
+FIGURES = "plotly"
+"""The package that the report page takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,16 +38,37 @@ class TrackerKeys(Section):
 
     use_tensorboard: bool = key(False, "write scores, learning rate and times for TensorBoard into tensorboard/ beside the model")
     tensorboard_histograms: bool = key(False, "also write a histogram of every parameter for TensorBoard (with use_tensorboard)")
+    trackers: Any = key(
+        None,
+        "experiment trackers that rank 0 reports to: 'wandb', 'mlflow', a class or an object with methods begin, log_epoch, "
+        "log_steps, artifact, end, 'module:Class', a dict of `class` and its arguments, or a list of these (docs/reports.md)",
+    )
     track_epoch: Callable[..., None] | str | None = key(
         None,
         "function (*, epoch, step, metrics, **_) that rank 0 calls after every epoch with metrics {name: number}, to log "
-        "them to MLflow, Weights & Biases or similar services",
+        "them to a service that `trackers` has no class for",
     )
 
     def problems(self, others: Sections = ALONE) -> list[str]:
+        found = objects_of("trackers", self.trackers, METHODS, "log_", SERVICES)[1]
         if self.tensorboard_histograms and not self.use_tensorboard:
-            return ["tensorboard_histograms: expected use_tensorboard = True beside it, got False"]
-        return []
+            found.append("tensorboard_histograms: expected use_tensorboard = True beside it, got False")
+        return found
+
+    def require_packages(self) -> None:
+        """Check that the packages are installed that rank 0 needs. Raises: ConfigError."""
+        if self.use_tensorboard:
+            require("tensorboard", "use_tensorboard")
+        for made in self.made:
+            if made.label in SERVICES:
+                require(made.label, "trackers")
+        if self.made and find_spec(FIGURES) is None:
+            say(2, f'trackers: there will be no report page at the end without {FIGURES} (pip install "hvdtrain[report]")')
+
+    @property
+    def made(self) -> list[Made]:
+        """The entries of `trackers`."""
+        return objects_of("trackers", self.trackers, METHODS, "log_", SERVICES)[0]
 
 
 def metrics(report: EpochReport) -> dict[str, float]:
@@ -59,7 +93,7 @@ def metrics(report: EpochReport) -> dict[str, float]:
     return numbers | {f"padding/{name}": share for name, share in report.padding.items()}
 
 
-class Tracker:
+class TrackEpoch:
     """Calls the config's `track_epoch` with the metrics of every epoch."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -68,6 +102,163 @@ class Tracker:
     def epoch(self, report: EpochReport) -> None:
         numbers: Mapping[str, float] = metrics(report)
         self._function(epoch=report.epoch, step=report.global_step, metrics=numbers)
+
+
+class Tolerant:
+    """Hands reports on. If that fails, it is told once, and training goes on."""
+
+    def __init__(self, name: str, reporter: Reporter) -> None:
+        self._name = name
+        self._reporter = reporter
+        self._has_failed = False
+
+    def epoch(self, report: EpochReport) -> None:
+        try:
+            self._reporter.epoch(report)
+        except Exception as error:
+            if not self._has_failed:
+                say(2, f"{self._name} failed after epoch {report.epoch}, training goes on: {type(error).__name__}: {error}")
+            self._has_failed = True
+
+
+MAX_WAITING = 1000
+"""If a service is this many calls behind, numbers within an epoch are left out."""
+
+PATIENCE: Mapping[Status, float] = {"finished": 60.0, "stopped": 20.0, "failed": 5.0}
+"""For how many seconds the end of a training waits for a service that is behind."""
+
+
+class InBackground:
+    """Calls a tracker in a thread of its own, one call after the other: a slow service does not slow training down.
+
+    A call that fails is told, the first time, and the next ones are tried nevertheless; but where `begin` fails, or making the
+    tracker, there are no more of them.
+
+    Args:
+        label: how messages call it.
+        make: returns the tracker; called in its thread, too.
+        began: called with the id that `begin` returned.
+
+    Attributes:
+        num_failures: the number of calls that failed.
+    """
+
+    def __init__(self, label: str, make: Callable[[], Any], began: Callable[[str], None] = lambda _: None) -> None:
+        self._label = label
+        self._make = make
+        self._began = began
+        self._tracker: Any = None
+        self._calls: queue.SimpleQueue[tuple[str, tuple[Any, ...]] | None] = queue.SimpleQueue()
+        self._is_off = False
+        self.num_failures = 0
+        self._num_left_out = 0
+        self._thread = threading.Thread(target=self._work, name=f"tracker {label}", daemon=True)
+
+    def begin(self, run: RunDescription) -> None:
+        """Begin, and start the thread."""
+        self._calls.put(("begin", (run,)))
+        self._thread.start()
+
+    def epoch(self, report: EpochReport) -> None:
+        self._calls.put(("log_epoch", (report.epoch, report.global_step, metrics(report))))
+
+    def step(self, record: StepRecord) -> None:
+        if self._calls.qsize() >= MAX_WAITING:
+            self._num_left_out += 1
+        else:
+            self._calls.put(("log_steps", (record.epoch, record.global_step, step_metrics(record))))
+
+    def ask_to_end(self, status: Status, files: Mapping[str, Path]) -> None:
+        """Hand over the last calls.
+
+        Args:
+            files: what to keep with the run, by name.
+        """
+        for name, file in files.items():
+            self._calls.put(("artifact", (file, name)))
+        self._calls.put(("end", (status,)))
+        self._calls.put(None)
+
+    def wait(self, seconds: float) -> None:
+        """Wait until all is done, for so many seconds at most, and tell what was not."""
+        self._thread.join(max(0.0, seconds))
+        if self._thread.is_alive():
+            say(2, f"trackers: {self._label} is still busy and is left behind; {self._calls.qsize()} calls were not made")
+        if self.num_failures > 1:
+            say(2, f"trackers: {self.num_failures} calls of {self._label} failed")
+        if self._num_left_out:
+            say(2, f"trackers: {self._label} was too slow for {self._num_left_out} records within epochs")
+
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            name, arguments = call
+            if self._is_off:
+                continue
+            try:
+                if self._tracker is None:
+                    self._tracker = self._make()
+                method = getattr(self._tracker, name, None)
+                result = None if method is None else method(*arguments)
+                if name == "begin":
+                    self._has_begun(result)
+            except BaseException as error:  # a SystemExit, too: it would end the thread in silence
+                self._is_off = name == "begin"
+                if not self.num_failures:
+                    without = " without it" if self._is_off else ""
+                    say(2, f"trackers: {self._label} failed in {name}, training goes on{without}: {_of(error)}")
+                self.num_failures += 1
+
+    def _has_begun(self, run_id: Any) -> None:
+        if run_id is not None:
+            try:
+                self._began(str(run_id))
+            except OSError as error:
+                say(2, f"trackers: {self._label}: the id of the run was not stored, a resume begins another one: {_of(error)}")
+        place = getattr(self._tracker, "place", None)
+        say(3, f"trackers: {self._label}: {run_id if place is None else place}")
+
+
+def _of(error: BaseException) -> str:
+    """An error in a line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+
+
+class RunIds:
+    """The ids of the runs of a training's trackers, in a file beside the model: a training that goes on continues them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "trackers.json"
+        self._lock = threading.Lock()
+
+    def read(self) -> dict[str, str]:
+        """By tracker; empty where nothing is known."""
+        with suppress(OSError, ValueError):
+            return dict(json.loads(self._path.read_text(encoding="utf-8")))
+        return {}
+
+    def note(self, label: str, run_id: str) -> None:
+        """Called in the threads of the trackers."""
+        with self._lock:
+            unfinished = self._path.with_name(self._path.name + ".unfinished")
+            unfinished.write_text(json.dumps({**self.read(), label: run_id}, indent=1) + "\n", encoding="utf-8")
+            os.replace(unfinished, self._path)
+
+
+def report_page(folder: Path) -> dict[str, Path]:
+    """Write the page about a training, `report.html` in its folder; nothing where that fails, which is told."""
+    from hvdtrain.report.__main__ import main  # takes a library for figures
+
+    page, said = folder / "report.html", io.StringIO()
+    try:
+        with redirect_stdout(said), redirect_stderr(said):
+            failed = main([str(folder), "--out", str(page)])
+    except Exception as error:
+        failed = True
+        said.write(_of(error))
+    if failed:
+        say(2, f"trackers: there is no report page: {said.getvalue().strip()}")
+        return {}
+    return {"report": page}
 
 
 class TensorBoard:
@@ -109,7 +300,14 @@ class TensorBoard:
         for name, array in self._parameters() if self._parameters is not None else ():
             if (found := histogram(array)) is not None:
                 values.append(self._summary.Value(tag=f"parameters/{name}", histo=self._histogram(**found)))
-        event = self._event(wall_time=time.time(), step=report.global_step, summary=self._summary(value=values))
+        self._write(report.global_step, values)
+
+    def step(self, record: StepRecord) -> None:
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in step_metrics(record).items()]
+        self._write(record.global_step, values)
+
+    def _write(self, step: int, values: Sequence[Any]) -> None:
+        event = self._event(wall_time=time.time(), step=step, summary=self._summary(value=values))
         self._folder.mkdir(parents=True, exist_ok=True)
         with self._path.open("ab") as file:
             writer = self._writer(file)

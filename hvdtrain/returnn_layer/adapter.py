@@ -56,8 +56,9 @@ def adapted(source: Source, layer: Layer | Installed) -> Source:
     for name, stage in STEPS.items():
         if callable(values.get(name)):
             values[name] = _step(values[name], stage, layer, templates, outputs)
-    if callable(values.get("get_model")):
-        values["get_model"] = _with_modules(values["get_model"], "get_model", layer)
+    for name in ("get_model", "epoch_start", "epoch_end"):
+        if callable(values.get(name)):
+            values[name] = _with_modules(values[name], name, layer)
     if values.get("forward_callback") is not None and not isinstance(values["forward_callback"], str):
         values["forward_callback"] = _callback_maker(values["forward_callback"], layer, outputs)
     return replace(source, values=values, problems=(*source.problems, *problems, *more))

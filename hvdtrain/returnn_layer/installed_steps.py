@@ -56,6 +56,9 @@ def adapted(source: Source, installed: Installed) -> Source:
             values[stage] = _like(functools.partial(steps.run, stage, values[stage]), values[stage])
     if callable(values.get("get_model")):
         values["get_model"] = _model_maker(values["get_model"], values)
+    for hook in ("epoch_start", "epoch_end"):
+        if callable(values.get(hook)):
+            values[hook] = _with_own_model(values[hook])
     callback = values.get("forward_callback")
     if callback is not None and not isinstance(callback, str):
         is_instance = hasattr(callback, "process_seq") and not isinstance(callback, type)
@@ -104,6 +107,10 @@ def _model_maker(function: Callable[..., Any], values: Mapping[str, Any]) -> Cal
 def own_model(model: torch.nn.Module) -> Any:
     """The config's model: an rf.Module, or the torch.nn.Module itself."""
     return wrapped_pt_module_to_rf_module(model) or model
+
+
+def _with_own_model(function: Callable[..., Any]) -> Callable[..., Any]:
+    return _like(lambda *, model, **others: function(model=own_model(model), **others), function)
 
 
 class Steps:

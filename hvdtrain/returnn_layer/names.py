@@ -21,8 +21,6 @@ UNSUPPORTED = {
     "pretrain": "none",
     "chunking_variance": "none",
     "default_float_dtype": "create the model with that dtype in get_model",
-    "epoch_start": "use get_run_ctx().epoch in train_step",
-    "epoch_end": "use get_run_ctx().epoch in train_step; track_epoch is called with the scores of an epoch",
     "gradient_clip_norm": "set gradient_clip_global_norm",
     "gradient_clip_avg_norm": "set gradient_clip_global_norm",
     "inc_seq_length": "set max_seq_length",
@@ -50,7 +48,7 @@ NO_OPS: dict[str, tuple[Any, ...]] = {"window": (1,), "context_window": (1,), "d
 ELSEWHERE = {
     "stop_for_resubmission_when_low_time_left": "set time_limit, or submit with hvdtrain submit",
     "tensorboard_opts": "use_tensorboard writes after every epoch",
-    "wandb_opts": "log in track_epoch",
+    "wandb_opts": 'trackers = [{"class": "wandb", ...}]',
     "torch_dataloader_opts": "every rank reads ahead; num_workers of a MapDataset",
     "torch_profile": "hvdtrain doctor",
     "file_cache_opts": "set cache_dir",

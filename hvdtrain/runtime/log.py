@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from hvdtrain.config.keys import ALONE, Rule, Section, Sections, key, not_negative
+from hvdtrain.config.keys import ALONE, Rule, Section, Sections, key, not_negative, positive
 from hvdtrain.errors import ConfigError
 
 T = TypeVar("T")
@@ -58,8 +58,12 @@ class LogKeys(Section):
     )
     log_interval: float = key(
         10.0,
-        "seconds between two lines about steps, or between two updates of the losses in the progress bar; 0: every step",
+        "seconds between two lines about steps, two updates of the losses in the progress bar, and two records of steps in "
+        "steps.jsonl and trackers; 0: every step",
         not_negative,
+    )
+    log_interval_steps: int | None = key(
+        None, "the same after every N steps of an epoch or an evaluation, instead of after log_interval seconds", positive
     )
     log_batch_size: bool = key(
         False, "log with the steps the number of sequences in rank 0's batch and the length of the longest one in frames"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from typing import TypeVar
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -25,6 +25,7 @@ class Timer:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
         self.seconds: dict[str, float] = {}
+        self.ranges: Callable[[str], AbstractContextManager[Any]] | None = None  # a profiler's, around every span
         self._open: list[str] = []
         self._since = 0.0
 
@@ -34,7 +35,11 @@ class Timer:
         self._switch()
         self._open.append(name)
         try:
-            yield
+            if self.ranges is None:
+                yield
+            else:
+                with self.ranges(name):
+                    yield
         finally:
             self._switch()
             self._open.pop()
@@ -83,6 +88,7 @@ class CpuClock:
 
     def __init__(self) -> None:
         self._timer = Timer()
+        self._taken = 0.0
 
     @contextmanager
     def span(self) -> Iterator[None]:
@@ -90,7 +96,14 @@ class CpuClock:
             yield
 
     def take(self) -> float:
-        return self._timer.take().get("step", 0.0)
+        """The seconds since the last call."""
+        seconds = self._timer.take().get("step", 0.0)
+        self._taken += seconds
+        return seconds
+
+    def known(self) -> float:
+        """All seconds so far."""
+        return self._taken + self._timer.seconds.get("step", 0.0)
 
 
 def clock_text(seconds: float) -> str:

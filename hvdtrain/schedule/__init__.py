@@ -1,1 +1,1 @@
-"""The learning rate of an epoch (`rates`, `newbob`) and of a step (`steps`), its file (`file`), and early stopping."""
+"""The learning rate of an epoch (`rates`, `newbob`) and of a step (`steps`), its file (`file`); scores, stopping (`history`)."""

@@ -44,7 +44,10 @@ class Finished(Protocol):
 
 
 class Trained(Finished, Protocol):
-    """The report of a finished epoch, as far as `epoch_meta` needs it."""
+    """The report of a finished epoch, as far as `epoch_meta` and `epoch_rate` need it."""
+
+    @property
+    def epoch_learning_rate(self) -> float | None: ...
 
     @property
     def steps(self) -> int: ...
@@ -70,6 +73,11 @@ def epoch_meta(report: Trained) -> dict[str, Any]:
     }
 
 
+def epoch_rate(report: Trained) -> float:
+    """The rate of an epoch before anything scales it, from which the next one's follows."""
+    return report.learning_rate if report.epoch_learning_rate is None else report.epoch_learning_rate
+
+
 R = TypeVar("R", bound=Finished)
 
 
@@ -80,21 +88,27 @@ class LearningRateFile(Generic[R]):
         records: the finished epochs of the checkpoint. Later epochs in an existing file are from a run that was stopped before
             their checkpoint was written; they are replaced. What an existing file notes of the finished epochs stays.
         meta: what to note of an epoch beside its scores.
+        rate: the learning rate to note.
     """
 
     def __init__(
-        self, path: Path, records: Iterable[EpochRecord], meta: Callable[[R], Mapping[str, Any]] = lambda report: {}
+        self,
+        path: Path,
+        records: Iterable[EpochRecord],
+        meta: Callable[[R], Mapping[str, Any]] = lambda report: {},
+        rate: Callable[[R], float] = lambda report: report.learning_rate,
     ) -> None:
         self._path = path
         self._records = list(records)
         self._meta_of = meta
+        self._rate_of = rate
         self._meta = _read_meta(path)
 
     def epoch(self, report: R) -> None:
         """Add a finished epoch, and replace the file atomically."""
         self._meta[report.epoch] = {META + name: value for name, value in self._meta_of(report).items()}
         earlier = [record for record in self._records if record.epoch < report.epoch]
-        self._records = [*earlier, EpochRecord(report.epoch, report.learning_rate, dict(report.scores))]
+        self._records = [*earlier, EpochRecord(report.epoch, self._rate_of(report), dict(report.scores))]
         self._path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = self._path.with_name(self._path.name + ".new_tmp")
         unfinished.write_text(as_text(self._records, self._meta), encoding="utf-8")

@@ -1,6 +1,6 @@
 """The learning rate of a step: named schedules, each a factor on the epoch's learning rate.
 
-    learning_rate_schedule = {"class": "cosine", "num_warmup_steps": 4000, "num_steps": 100_000, "final": 0.01}
+    learning_rate_schedule = {"class": "cosine", "num_warmup_steps": 4000, "final": 0.01}
 
 A factor is a pure function of the position in the training, so a schedule has no state in a checkpoint: a training that
 continues with more epochs, or on another number of ranks, uses the rates of its config.
@@ -9,17 +9,31 @@ continues with more epochs, or on another number of ranks, uses the rates of its
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from hvdtrain.config.check import build, unknown_options
+from hvdtrain.config.check import build, did_you_mean, unknown_options
 from hvdtrain.config.keys import key, not_negative, positive, share
+
+Unit = Literal["steps", "epochs"]
+"""What a length is given in; a step is a batch of every rank."""
+
+
+@dataclass(frozen=True)
+class Length:
+    """A number of steps or epochs from the beginning of the training."""
+
+    number: float
+    unit: Unit
+
+    def __str__(self) -> str:
+        return f"{self.number:g} {self.unit}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepScheduleKeys:
-    """Beside `class` in `learning_rate_schedule`. Lengths are all in steps (batches of every rank) or all in epochs."""
+    """Beside `class` in `learning_rate_schedule`. Warm-up and end are each in steps (batches of every rank) or in epochs."""
 
     num_warmup_steps: float | None = key(None, "the factor rises to 1 within N steps", not_negative)
     num_steps: float | None = key(None, "the schedule ends after N steps, the warm-up among them", positive)
@@ -33,19 +47,26 @@ class StepScheduleKeys:
     final: float = key(0.0, "the factor at the end and after it", share)
 
     @property
-    def by_steps(self) -> bool:
-        """Whether the lengths are in steps."""
-        return self.num_warmup_steps is not None or self.num_steps is not None
+    def warmup(self) -> Length | None:
+        """The length of the warm-up, if one is given."""
+        return _length(self.num_warmup_steps, self.num_warmup_epochs)
+
+    @property
+    def end(self) -> Length | None:
+        """Where the schedule ends, if that is given."""
+        return _length(self.num_steps, self.num_epochs)
 
     def problems(self) -> list[str]:
         """Contradictions between the keys."""
-        if self.by_steps and (self.num_warmup_epochs is not None or self.num_epochs is not None):
-            return ["num_steps: expected lengths either in steps or in epochs, got both"]
-        warmup, end = (self.num_warmup_steps, self.num_steps) if self.by_steps else (self.num_warmup_epochs, self.num_epochs)
-        if warmup is not None and end is not None and warmup >= end:
-            unit = "steps" if self.by_steps else "epochs"
-            return [f"num_warmup_{unit}: expected less than num_{unit}, {end:g}, got {warmup:g}"]
-        return []
+        pairs = [("num_warmup_steps", "num_warmup_epochs"), ("num_steps", "num_epochs")]
+        both = [pair for pair in pairs if all(getattr(self, name) is not None for name in pair)]
+        return [f"{steps}: expected either it or {epochs}, got both" for steps, epochs in both]
+
+
+def _length(steps: float | None, epochs: float | None) -> Length | None:
+    if steps is not None:
+        return Length(steps, "steps")
+    return None if epochs is None else Length(epochs, "epochs")
 
 
 Shape = Callable[[float, float], float]
@@ -88,15 +109,13 @@ class StepSchedule:
 
     Args:
         name: one of SHAPES.
-        by_steps: whether positions and lengths are in steps; otherwise they are in epochs.
-        warmup, end: lengths from the beginning of the training; an endless schedule ignores `end`.
+        warmup, end: lengths from the beginning of the training, in steps or epochs each; an endless schedule ignores `end`.
         initial, final: the factors at the beginning and at the end.
     """
 
     name: str
-    by_steps: bool
-    warmup: float
-    end: float
+    warmup: Length
+    end: Length
     initial: float
     final: float
 
@@ -107,16 +126,29 @@ class StepSchedule:
             step: steps done in the whole training before the last step of this update.
             epoch_continuous: epochs done so far, with the share of the current one.
         """
+        positions: dict[Unit, float] = {"steps": float(step), "epochs": epoch_continuous}
+        position, length = positions[self.warmup.unit], self.warmup.number
         # A warm-up by steps counts the present step, too: with a factor of 0 the first update would change nothing.
-        position, warm = (float(step), step + 1.0) if self.by_steps else (epoch_continuous, epoch_continuous)
-        if position < self.warmup:
-            fraction = min(warm / self.warmup, 1.0)
+        warm = step + 1.0 if self.warmup.unit == "steps" else epoch_continuous
+        if position < length:
+            fraction = min(warm / length, 1.0)
             rise = 1.0 - _cosine(fraction, 0.0) if self.name == "one_cycle" else fraction
             return self.initial + (1.0 - self.initial) * rise
-        fraction = min((position - self.warmup) / (self.end - self.warmup), 1.0)
-        warmups = warm / self.warmup if self.warmup else 1.0
+        warmups = warm / length if length else 1.0
         final = 0.0 if self.name in ENDLESS else self.final
-        return final + (1.0 - final) * SHAPES[self.name](fraction, warmups)
+        return final + (1.0 - final) * SHAPES[self.name](self._fraction(positions), warmups)
+
+    def _fraction(self, positions: Mapping[Unit, float]) -> float:
+        """The part of the way from the end of the warm-up to the end, once the warm-up is over.
+
+        Where they are in different units, the warm-up took that part of the way so far in the end's unit that it took in its own.
+        """
+        position, begin = positions[self.end.unit], self.warmup.number
+        if self.warmup.unit != self.end.unit and begin:
+            begin *= position / positions[self.warmup.unit]
+        if position >= self.end.number:
+            return 1.0
+        return (position - begin) / (self.end.number - begin)
 
 
 def make_schedule(value: dict[str, Any] | str | None, num_epochs: int) -> tuple[StepSchedule | None, list[str]]:
@@ -131,25 +163,21 @@ def make_schedule(value: dict[str, Any] | str | None, num_epochs: int) -> tuple[
     options = {"class": value} if isinstance(value, str) else dict(value)
     name = options.pop("class", None)
     where = "learning_rate_schedule."
-    problems = [] if name in SHAPES else [f"{where}class: expected one of {', '.join(SHAPES)}, got {name!r}"]
+    hint = did_you_mean(str(name), SHAPES)
+    problems = [] if name in list(SHAPES) else [f"{where}class: expected one of {', '.join(SHAPES)}, got {name!r}{hint}"]
     keys, more = build(StepScheduleKeys, options, where, {})
     problems += more + unknown_options(where, options, StepScheduleKeys, "a learning rate schedule")
+    if not problems and keys is not None:
+        problems = [where + problem for problem in keys.problems()]
     if problems or keys is None:
         return None, problems
-    problems = [where + problem for problem in keys.problems()]
-    end = keys.num_steps if keys.by_steps else keys.num_epochs or num_epochs
-    warmup = keys.num_warmup_steps if keys.by_steps else keys.num_warmup_epochs
-    if name == "one_cycle" and warmup is None and end is not None:
-        warmup = 0.3 * end
-    if end is None:
-        if name not in ENDLESS:
-            problems.append(f"{where}num_steps: expected the end of {name}, as its warm-up is in steps, got nothing")
-        end = math.inf
-    if name == "inverse_square_root" and not warmup:
-        problems.append(f"{where}num_warmup_steps: expected a warm-up, after which inverse_square_root decays, got none")
-    if not problems and not (warmup or 0.0) < end:
-        problems.append(f"{where}num_warmup_epochs: expected less than num_epochs, {end:g}, got {warmup:g}")
-    if problems:
-        return None, problems
+    endless = name in ENDLESS and keys.end is None
+    end = keys.end or Length(math.inf if endless else num_epochs, "epochs")
+    warmup = keys.warmup or Length(0.3 * end.number if name == "one_cycle" else 0.0, end.unit)
+    if name == "inverse_square_root" and not warmup.number:
+        return None, [f"{where}num_warmup_steps: expected a warm-up, after which inverse_square_root decays, got none"]
+    if warmup.unit == end.unit and not warmup.number < end.number:
+        which = f"num_{end.unit}" if keys.end else "the config's num_epochs"
+        return None, [f"{where}num_warmup_{end.unit}: expected less than {which}, {end.number:g}, got {warmup.number:g}"]
     initial = keys.initial if keys.initial is not None else 0.04 if name == "one_cycle" else 0.0
-    return StepSchedule(str(name), keys.by_steps, warmup or 0.0, end, initial, keys.final), []
+    return StepSchedule(str(name), warmup, end, initial, keys.final), []

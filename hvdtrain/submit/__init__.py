@@ -1,1 +1,1 @@
-"""Job scripts for Slurm, SGE and plain mpirun: `hvdtrain submit`."""
+"""Job scripts for schedulers, Kubernetes and plain mpirun: `hvdtrain submit`."""

@@ -13,37 +13,67 @@ from pathlib import Path
 from hvdtrain.config.source import command_parser, parse_command_line, split_overrides
 from hvdtrain.errors import ConfigError, HvdtrainError
 from hvdtrain.settings import Settings, read_settings
-from hvdtrain.submit.job import Job, choose_launcher, seconds_of
-from hvdtrain.submit.schedulers import plain_script, sge_script, slurm_script
+from hvdtrain.submit.job import Job, choose_launcher, megabytes_of, seconds_of
+from hvdtrain.submit.kubernetes import kubernetes_manifest
+from hvdtrain.submit.schedulers import lsf_script, pbs_script, plain_script, sge_script, slurm_script
 
-USAGE = "python -m hvdtrain submit CONFIG [CONFIG ...] --scheduler slurm|sge|mpi [options] [++KEY VALUE ...]"
+USAGE = """\
+python -m hvdtrain submit CONFIG [CONFIG ...] --scheduler slurm|sge|pbs|lsf|mpi [options] [++KEY VALUE ...]
+       python -m hvdtrain submit CONFIG [CONFIG ...] --scheduler kubernetes --image IMAGE [options] [++KEY VALUE ...]"""
 
 DESCRIPTION = """\
-Write the job script for a training and print it, or submit it with --submit. The config is checked first, so its problems
-are reported before anything waits in a queue. Shortly before the time limit the training stops with a checkpoint, and the
-job goes back into the queue."""
+Write the job script for a training (for Kubernetes, the manifest) and print it, or submit it with --submit. The config is
+checked first, so its problems are reported before anything waits in a queue. Shortly before the time limit the training stops
+with a checkpoint, and the job goes back into the queue."""
 
 EPILOG = """\
-exit status
+required
+  CONFIG, --scheduler, and for several ranks ++use_horovod 1 or ++torch_distributed {} where the config does not say it
+  kubernetes: --image, too; mpi on several hosts: --hosts
+  most clusters also want --time, --memory and --queue or --account
+
   0  printed or submitted
   1  the scheduler refused the script
   2  a problem in the config or the options; nothing was submitted
 
-The script runs in the current folder, with this Python. --setup adds a line of shell that your cluster needs, such as
-'module load openmpi'; --option adds a line for the scheduler, such as '--constraint=h100'. Both may be repeated.
+The script runs in the current folder (--folder), with this Python (--python). --setup adds a line of shell that your cluster
+needs, such as 'module load openmpi'; --option adds a line for the scheduler, such as '--constraint=h100'. Both may be repeated.
 """
 
 START = 180
 """Seconds that a training has at least: a signal during start-up kills it, and Slurm may send the signal a minute early."""
 
-WRITERS: dict[str, Callable[[Job], str]] = {"slurm": slurm_script, "sge": sge_script, "mpi": plain_script}
-SUBMITTERS = {"slurm": ["sbatch"], "sge": ["qsub"], "mpi": ["bash"]}
+WRITERS: dict[str, Callable[[Job], str]] = {
+    "slurm": slurm_script,
+    "sge": sge_script,
+    "pbs": pbs_script,
+    "lsf": lsf_script,
+    "kubernetes": kubernetes_manifest,
+    "mpi": plain_script,
+}
+SUBMITTERS = {
+    "slurm": ["sbatch"],
+    "sge": ["qsub"],
+    "pbs": ["qsub"],
+    "lsf": ["bsub"],
+    "kubernetes": ["kubectl", "create", "-f", "-"],
+    "mpi": ["bash"],
+}
+
+NOT_FOR = {"mpi": ("memory", "time", "queue", "account", "option"), "kubernetes": ("option", "output", "export")}
+"""Options that a scheduler has no counterpart of."""
+
+CORES: dict[str, int | None] = {"sge": 1, "mpi": None}
+"""Of a rank, where the command does not say. SGE counts in slots: a rank is one of them unless more are asked for."""
+
+USUAL_CORES = 2
+"""With all other schedulers: one computes, one reads."""
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the program; return its exit status."""
     given, overrides_given = split_overrides(sys.argv[1:] if arguments is None else arguments)
-    options = _parser().parse_args(given)
+    options = parser().parse_args(given)
     try:
         configs, overrides = parse_command_line([*options.configs, *overrides_given])
         job = job_of(options, read_settings(configs, overrides), overrides_given, [*given, *overrides_given])
@@ -56,7 +86,8 @@ def main(arguments: list[str] | None = None) -> int:
     if not options.submit:
         print(script, end="") if options.out is None else print(f"wrote {options.out}")
         return 0
-    Path(job.output).mkdir(parents=True, exist_ok=True)
+    if options.scheduler != "kubernetes":
+        Path(job.output).mkdir(parents=True, exist_ok=True)
     return submit(script, SUBMITTERS[options.scheduler])
 
 
@@ -84,9 +115,28 @@ def job_of(options: argparse.Namespace, settings: Settings, overrides: list[str]
                 f"--stop-before: expected at least {START} s less than --time ({seconds} s), which starting may take, got "
                 f"{options.stop_before}"
             )
+    memory = None
+    if options.memory is not None:
+        try:
+            memory = megabytes_of(options.memory)
+        except ValueError:
+            problems.append(f"--memory: expected an amount of each host such as 64G or 500M, got {options.memory!r}")
+    for name in NOT_FOR.get(options.scheduler, ()):
+        if getattr(options, name):
+            problems.append(f"--{name}: expected another scheduler, got {options.scheduler}, which has no such option")
     hosts = tuple(filter(None, options.hosts.split(",")))
     if options.scheduler == "mpi" and options.nodes > 1 and len(hosts) != options.nodes:
         problems.append(f"--hosts: expected the names of {options.nodes} hosts, got {options.hosts or 'none'}")
+    if options.scheduler == "kubernetes" and not options.image:
+        problems.append(
+            "--image: expected a container image with hvdtrain for kubernetes, got none (docs/installing.md builds one)"
+        )
+    volumes = [each.partition(":") for each in options.volume]
+    for claim, _, path in volumes:
+        if not claim or not path.startswith("/"):
+            problems.append(
+                f"--volume: expected CLAIM:/PATH, got {claim}:{path}" if path else f"--volume: expected CLAIM:/PATH, got {claim}"
+            )
     if options.scheduler != "slurm" and options.launcher == "srun":
         problems.append(f"--launcher: expected mpirun with --scheduler {options.scheduler}, got srun")
     launcher = options.launcher
@@ -96,26 +146,27 @@ def job_of(options: argparse.Namespace, settings: Settings, overrides: list[str]
         launcher = choose_launcher(options.launcher, tasks, reduce.use_horovod, settings.torch_distributed is not None)
     except ConfigError as error:
         problems += error.problems
-    if launcher == "torchrun" and options.nodes > 1 and options.scheduler != "slurm":
+    if launcher == "torchrun" and options.nodes > 1 and options.scheduler not in ("slurm", "kubernetes"):
         problems.append(
-            f"--scheduler: expected slurm for torchrun on several hosts, got {options.scheduler} (torch_distributed runs under "
-            "mpirun, too: --launcher mpirun)"
+            f"--scheduler: expected slurm or kubernetes for torchrun on several hosts, got {options.scheduler} "
+            "(torch_distributed runs under mpirun, too: --launcher mpirun)"
         )
     if problems:
         raise ConfigError(problems)
     configs = [each if "/" in each or "." in each else f"./{each}" for each in options.configs]  # no command's name
     return Job(
         name=options.name or Path(options.configs[0]).stem,
+        scheduler=options.scheduler,
         launcher=launcher,
         arguments=(*configs, *overrides),
-        python=options.python,
-        folder=str(Path.cwd()),
+        python=options.python or ("python" if options.scheduler == "kubernetes" else sys.executable),
+        folder=options.folder or str(Path.cwd()),
         written_by=f"python -m hvdtrain submit {shlex.join(given)}",
         nodes=options.nodes,
         tasks_per_node=options.tasks_per_node,
         gpus_per_node=options.gpus_per_node,
-        cpus_per_task=options.cpus_per_task,
-        memory=options.memory,
+        cpus_per_task=options.cpus_per_task or CORES.get(options.scheduler, USUAL_CORES),
+        memory=memory,
         seconds=seconds,
         stop_before=options.stop_before,
         requeue=not options.no_requeue and options.scheduler != "mpi",
@@ -124,11 +175,13 @@ def job_of(options: argparse.Namespace, settings: Settings, overrides: list[str]
         parallel_environment=options.parallel_environment,
         hosts=hosts,
         interface=options.interface,
-        output=options.output,
+        output=options.output or ".",
         setup=tuple(options.setup),
         exports=tuple(options.export),
         options=tuple(options.option),
         doctor=options.doctor,
+        image=options.image,
+        volumes=tuple((claim, path) for claim, _, path in volumes),
     )
 
 
@@ -141,32 +194,41 @@ def submit(script: str, command: list[str]) -> int:
     return 1 if done.returncode else 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = command_parser("submit", DESCRIPTION, EPILOG, USAGE)
-    add = parser.add_argument
+def parser() -> argparse.ArgumentParser:
+    """The parser of the options."""
+    made = command_parser("submit", DESCRIPTION, EPILOG, USAGE)
+    add = made.add_argument_group("what is required").add_argument
     add("configs", metavar="CONFIG", nargs="+", help="the config of the training")
-    add("--scheduler", choices=sorted(WRITERS), required=True, help="the scheduler; mpi: none, only mpirun and ssh")
-    add("--launcher", choices=("python", "mpirun", "srun", "torchrun"), help="starts the ranks; default: by the config's keys")
-    add("--nodes", type=int, default=1, help="hosts (default 1)")
+    add("--scheduler", choices=list(WRITERS), required=True, help="who runs the job; mpi: no scheduler, only mpirun and ssh")
+    add("--image", help="with --scheduler kubernetes: the container image, which has hvdtrain")
+    add("--hosts", default="", help="with --scheduler mpi and several hosts: h1,h2")
+    add = made.add_argument_group("ranks and what they need; all but --nodes and --cpus-per-task is for each host").add_argument
+    add("--nodes", type=int, default=1, help="hosts; Kubernetes: pods (default 1)")
     add("--tasks-per-node", type=int, default=1, help="ranks on each host (default 1)")
-    add("--gpus-per-node", type=int, default=0, help="GPUs on each host, one for each rank (default 0)")
-    add("--cpus-per-task", type=int, help="cores of a rank; sets OMP_NUM_THREADS, too")
-    add("--memory", help="such as 64G; Slurm: per node, SGE: per slot")
-    add("--time", help="time limit: hh:mm:ss, d-hh:mm:ss or minutes")
+    add("--gpus-per-node", type=int, default=0, help="GPUs of each host, one for each rank (default 0)")
     add(
-        "--stop-before",
+        "--cpus-per-task",
         type=int,
-        default=300,
-        help="seconds before the time limit at which training stops with a checkpoint (300)",
+        help=f"cores of each rank, and OMP_NUM_THREADS (default {USUAL_CORES}; SGE: 1; mpi: a share of the host's)",
     )
-    add("--no-requeue", action="store_true", help="do not put a training that was stopped back into the queue")
-    add("--name", help="name of the job; default: the config's")
-    add("--queue", help="Slurm's partition, SGE's queue")
-    add("--account", help="the account to charge")
-    add("--parallel-environment", default="mpi", help="SGE's -pe (default mpi)")
-    add("--hosts", default="", help="with --scheduler mpi: h1,h2")
+    add("--memory", help="memory of each host, such as 64G (1024**3 bytes), with every scheduler; default: the cluster's")
+    add("--launcher", choices=("python", "mpirun", "srun", "torchrun"), help="starts the ranks; default: by the config's keys")
     add("--interface", help="the network interface for NCCL, Gloo and mpirun, such as eth0")
-    add("--output", default=".", help="folder for the job's output (default: this one)")
+    add = made.add_argument_group("time").add_argument
+    add("--time", help="time limit: hh:mm:ss, d-hh:mm:ss or minutes; default: the cluster's, which the training is not told")
+    add("--stop-before", type=int, default=300, help="seconds before it at which training stops with a checkpoint (default 300)")
+    add("--no-requeue", action="store_true", help="do not put a training that was stopped back into the queue")
+    add = made.add_argument_group("the scheduler").add_argument
+    add("--name", help="name of the job; default: the config's")
+    add("--queue", help="the queue; Slurm: the partition")
+    add("--account", help="the account to charge; LSF: the project; Kubernetes: the namespace")
+    add("--parallel-environment", default="mpi", help="SGE's -pe (default mpi)")
+    add("--output", help="folder for the job's output (default: this one)")
+    add("--option", action="append", default=[], metavar="LINE", help="a line for the scheduler: --option=--constraint=h100")
+    add("--volume", action="append", default=[], metavar="CLAIM:/PATH", help="Kubernetes: a claim, and where it is mounted")
+    add = made.add_argument_group("the script").add_argument
+    add("--folder", help="where the job runs (default: this folder); Kubernetes: a folder in the container, or of a volume")
+    add("--python", help="the interpreter (default: this one; Kubernetes: python)")
     add("--setup", action="append", default=[], metavar="LINE", help="a line of shell before anything else")
     add(
         "--export",
@@ -175,12 +237,10 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="a variable that mpirun exports to all hosts, such as NCCL_DEBUG",
     )
-    add("--option", action="append", default=[], metavar="LINE", help="a line for the scheduler: --option=--constraint=h100")
     add("--doctor", action="store_true", help="run hvdtrain doctor first; the job ends if it finds a problem")
-    add("--python", default=sys.executable, help="the interpreter (default: this one)")
     add("--out", type=Path, metavar="FILE", help="write the script into FILE instead of printing it")
     add("--submit", action="store_true", help="submit the script (mpi: run it)")
-    return parser
+    return made
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A job's resources, its time limit, and how its ranks are started."""
+"""A job: its resources, its time limit, and the command that starts its ranks, with the environment that it needs."""
 
 from __future__ import annotations
 
@@ -8,9 +8,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from hvdtrain.comm.launch import KEEPALIVE
 from hvdtrain.errors import ConfigError
 
 Launcher = Literal["python", "mpirun", "srun", "torchrun"]
+Scheduler = Literal["slurm", "sge", "pbs", "lsf", "kubernetes", "mpi"]
+
+STOPPED = 75
+"""Exit status of a training that was stopped with a checkpoint, to be continued."""
+
+LAST_TASK = 60
+"""Seconds after the end of the first task in which srun lets the other tasks end."""
+
+IF_SET = ("LD_LIBRARY_PATH", "PYTHONPATH")
+"""Variables that mpirun exports if they are set; -x with an unset variable is an error."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,18 +29,24 @@ class Job:
     """A training on a cluster.
 
     Attributes:
+        scheduler: that the script is for.
         arguments: of the trainer: configs, then `++key value`.
         written_by: the command that wrote the script, for a comment in it.
         folder: where the job runs, absolute.
+        cpus_per_task: cores of a rank; None: those of a host are divided among its ranks.
+        memory: of each host, in MB (1024 * 1024 bytes), which every scheduler's own unit is computed from.
         seconds: the time limit; None: no limit.
         stop_before: seconds before the time limit at which the training is told to stop with a checkpoint.
         requeue: whether a training that was stopped at the time limit goes back into the queue.
         setup: lines of shell that make Python and MPI available.
         exports: names of variables that mpirun exports to all hosts, besides those that every job needs.
         options: options that are passed to the scheduler as they are, such as '--mem-per-gpu=8G'.
+        image: of a container, for Kubernetes.
+        volumes: claims of persistent volumes and where they are mounted, for Kubernetes.
     """
 
     name: str
+    scheduler: Scheduler
     launcher: Launcher
     arguments: tuple[str, ...]
     python: str
@@ -39,7 +56,7 @@ class Job:
     tasks_per_node: int = 1
     gpus_per_node: int = 0
     cpus_per_task: int | None = None
-    memory: str | None = None
+    memory: int | None = None
     seconds: int | None = None
     stop_before: int = 300
     requeue: bool = True
@@ -53,6 +70,8 @@ class Job:
     exports: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
     doctor: bool = False
+    image: str | None = None
+    volumes: tuple[tuple[str, str], ...] = ()
 
     @property
     def tasks(self) -> int:
@@ -60,9 +79,14 @@ class Job:
         return self.nodes * self.tasks_per_node
 
     @property
-    def threads(self) -> int | None:
-        """OMP_NUM_THREADS; None: hvdtrain divides a host's cores among its ranks by itself."""
-        return self.cpus_per_task
+    def cores(self) -> int:
+        """The cores of a host's ranks; 1 for each if nothing is known."""
+        return self.tasks_per_node * (self.cpus_per_task or 1)
+
+    @property
+    def slots(self) -> int:
+        """What SGE and LSF count on a host. A slot is a core there, and a rank everywhere else."""
+        return self.cores if self.scheduler in ("sge", "lsf") else self.tasks_per_node
 
 
 def choose_launcher(wanted: Launcher | None, tasks: int, use_horovod: bool, torch_distributed: bool) -> Launcher:
@@ -118,6 +142,33 @@ def seconds_of(text: str) -> int:
     return total
 
 
+def megabytes_of(text: str) -> int:
+    """An amount of memory in MB (1024 * 1024 bytes): '64G', '64GB', '64GiB', '1.5T', '500M'; without a unit: MB, as in Slurm.
+
+    Raises:
+        ValueError: it is none of these, or less than 1 MB.
+
+    >>> megabytes_of("64G"), megabytes_of("64GiB"), megabytes_of("1.5t"), megabytes_of("500")
+    (65536, 65536, 1572864, 500)
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgt]?)(?:i?b)?", text.strip().lower())
+    if match is None:
+        raise ValueError(text)
+    megabytes = int(float(match[1]) * {"k": 1 / 1024, "m": 1, "": 1, "g": 1024, "t": 1024**2}[match[2]])
+    if megabytes < 1:
+        raise ValueError(text)
+    return megabytes
+
+
+def memory_text(megabytes: int, giga: str = "G", mega: str = "M") -> str:
+    """An amount of memory in a scheduler's units of 1024**3 or 1024**2 bytes.
+
+    >>> memory_text(65536), memory_text(5461), memory_text(65536, "Gi", "Mi")
+    ('64G', '5461M', '64Gi')
+    """
+    return f"{megabytes // 1024}{giga}" if megabytes % 1024 == 0 else f"{megabytes}{mega}"
+
+
 def clock(seconds: int) -> str:
     """Seconds as hh:mm:ss.
 
@@ -145,3 +196,115 @@ def folded(words: Sequence[str], indent: str = "    ", width: int = 110) -> str:
 def quoted(words: Sequence[str]) -> str:
     """Words for the shell."""
     return shlex.join(words)
+
+
+def environment_lines(job: Job) -> list[str]:
+    """Lines that set up the job's environment on the host where the script runs."""
+    lines = [f"cd {quoted([job.folder])} || exit", *job.setup]
+    if job.cpus_per_task is not None:
+        lines.append(f"export OMP_NUM_THREADS={job.cpus_per_task}  # per rank")
+    if job.interface:
+        lines.append(f"export NCCL_SOCKET_IFNAME={job.interface}  # beginnings of names; =name is exact, ^name excludes")
+        if "," not in job.interface and not job.interface.startswith(("^", "=")):
+            names = "HOROVOD_GLOO_IFACE" if job.launcher != "torchrun" else "GLOO_SOCKET_IFNAME"
+            lines.append(f"export {names}={job.interface}  # the whole name")
+    if job.launcher == "torchrun":
+        lines.append("export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # or restarted ranks find the addresses of dead ones")
+    return lines
+
+
+def doctor_lines(job: Job, hosts: Sequence[str] = ()) -> list[str]:
+    """Lines that run the doctor on the ranks' hosts, if the job asks for it, and end the job where it finds a problem."""
+    return ["", f"{command(job, hosts, before=['doctor', '--no-measure'])} || exit"] if job.doctor else []
+
+
+def command(job: Job, hosts: Sequence[str] = (), before: Sequence[str] = ()) -> str:
+    """The command that starts hvdtrain on all ranks, folded into lines.
+
+    Args:
+        hosts: host:slots for mpirun, if no scheduler names them.
+        before: arguments before the config: another command of hvdtrain's, with its options.
+    """
+    python = quoted([job.python])
+    program = quoted(["-m", "hvdtrain", *before, *job.arguments])
+    if job.launcher == "python":
+        return f"{python} {program}"
+    if job.launcher == "mpirun":
+        return folded([*mpirun(job, hosts), f"{python} {program}"])
+    if job.launcher == "srun":
+        # Without --wait, the other tasks wait forever for one that was killed. --kill-on-bad-exit is quicker, but replaces the
+        # exit status of the ranks, by which the job is requeued.
+        return folded([f"srun --mpi=pmix --cpu-bind=none --wait={LAST_TASK}", f"{python} {program}"])
+    return folded([*torchrun(job), program])
+
+
+def mpirun(job: Job, hosts: Sequence[str]) -> list[str]:
+    """mpirun with its options."""
+    words = [f"mpirun -np {job.tasks}"]
+    if hosts:
+        words.append(f"-H {','.join(hosts)}")
+    # Where slots are cores, mpirun would fill the first host with ranks.
+    words += ["-bind-to none", "-map-by slot" if job.slots == job.tasks_per_node else f"-map-by ppr:{job.tasks_per_node}:node"]
+    exported = ["PATH", *job.exports]
+    if job.cpus_per_task is not None:
+        exported.append("OMP_NUM_THREADS")
+    if job.interface:
+        exported.append("NCCL_SOCKET_IFNAME")
+    words += [f"-x {name}" for name in dict.fromkeys(exported)]
+    words += [f"${{{name}:+-x {name}}}" for name in IF_SET if name not in exported]
+    if job.nodes > 1:
+        if job.interface and not job.interface.startswith(("^", "=")):
+            words.append(f"--mca oob_tcp_if_include {job.interface} --mca btl_tcp_if_include {job.interface}")
+        words.append(KEEPALIVE)
+    if job.gpus_per_node:
+        words.append("-mca pml ob1 -mca btl ^openib")  # NCCL moves the gradients
+    return words
+
+
+def torchrun(job: Job) -> list[str]:
+    """torchrun with its options: one agent per node."""
+    start = f"{quoted([job.python])} -m torch.distributed.run"
+    if job.scheduler == "kubernetes":
+        return [start]  # the operator sets PET_NNODES, PET_NPROC_PER_NODE, PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT
+    agents = [f"srun --ntasks={job.nodes} --ntasks-per-node=1"] if job.nodes > 1 else []
+    if job.nodes == 1:
+        meeting = "--standalone"
+    else:
+        meeting = '--rdzv-backend=c10d --rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint="$master:$port"'
+    return [*agents, start, f"--nnodes={job.nodes} --nproc-per-node={job.tasks_per_node}", meeting]
+
+
+def waiting(job: Job, run: str, soon: str, cancelled: str, timer: bool = False) -> list[str]:
+    """Lines that start the command in the background, pass signals on, and wait for its end; $status is its exit status then.
+
+    Args:
+        run: the command.
+        soon: signals that the scheduler sends shortly before the time limit.
+        cancelled: signals that a user cancels the job with.
+        timer: whether the script itself sends SIGUSR1 before the time limit, as the scheduler does not.
+    """
+    # On SIGTERM mpirun kills the ranks within seconds, but it passes SIGUSR1 on. torchrun passes only SIGTERM on.
+    signal = "TERM" if job.launcher == "torchrun" else "USR1"
+    what = f"On SIG{signal}" if job.launcher == "python" else f"{job.launcher} passes SIG{signal} on. On it"
+    lines = [f"# {what} the trainer stops with a checkpoint, and ends with {STOPPED}.", f"{run} &", "pid=$!"]
+    lines += ["cancelled=no"] if job.requeue and cancelled else []
+    lines += ["stopped=no"] if job.launcher == "torchrun" else []
+    stopped = "stopped=yes; " if job.launcher == "torchrun" else ""
+    if soon:
+        lines.append(f"trap '{stopped}kill -{signal} $pid' {soon}")
+    if cancelled:
+        noted = "cancelled=yes; " if job.requeue else ""
+        lines.append(f"trap '{noted}kill -{signal} $pid' {cancelled}")
+    if timer and job.seconds:
+        seconds = max(60, job.seconds - job.stop_before)
+        lines.append(
+            f"(trap 'kill $!; exit' TERM; sleep {seconds} & wait; kill -USR1 $$) &  # {job.stop_before} s before the limit"
+        )
+        lines.append("timer=$!")
+    lines.append("while kill -0 $pid 2>/dev/null; do wait $pid; done  # a signal ends a wait, not the training")
+    lines.append("wait $pid; status=$?")
+    if job.launcher == "torchrun":
+        lines.append(f"if [ $stopped = yes ] && [ $status != 0 ]; then status={STOPPED}; fi  # torchrun itself ends with 1")
+    if timer and job.seconds:
+        lines.append("kill $timer 2>/dev/null")
+    return lines

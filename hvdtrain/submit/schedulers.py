@@ -1,11 +1,13 @@
-"""Job scripts for Slurm, for SGE and its successors, and for hosts without a scheduler."""
+"""Job scripts for Slurm, SGE and its successors, PBS Pro and OpenPBS, LSF, and for hosts without a scheduler."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hvdtrain.submit.commands import STOPPED, command, doctor_lines, environment_lines, waiting
-from hvdtrain.submit.job import Job, clock
+from hvdtrain.submit.job import STOPPED, Job, clock, command, doctor_lines, environment_lines, memory_text, waiting
+
+AGENT = 'agent=$(command -v blaunch) && export OMPI_MCA_plm_rsh_agent="$agent"'
+"""LSF's blaunch starts mpirun's daemons. It is named with its folder, since the daemons look for it, too."""
 
 RESCHEDULE = 99
 """SGE puts a job that ends with this exit status back into the queue."""
@@ -19,14 +21,14 @@ def slurm_script(job: Job) -> str:
 def slurm_head(job: Job) -> list[str]:
     """The options for sbatch."""
     agents = job.launcher == "torchrun"  # one task per node, which starts the ranks there
-    cores = (job.cpus_per_task or 1) * job.tasks_per_node if agents else job.cpus_per_task
+    cores = job.cores if agents else job.cpus_per_task
     options = {
         "job-name": job.name,
         "nodes": job.nodes,
         "ntasks-per-node": 1 if agents else job.tasks_per_node,
         "cpus-per-task": cores,
         "gpus-per-node": job.gpus_per_node or None,
-        "mem": job.memory,
+        "mem": memory_text(job.memory) if job.memory else None,
         "time": clock(job.seconds) if job.seconds else None,
         "partition": job.queue,
         "account": job.account,
@@ -63,17 +65,26 @@ def sge_script(job: Job) -> str:
 
 
 def sge_head(job: Job) -> list[str]:
-    """The options for qsub. Resources are per slot, which is a rank."""
+    """The options for qsub. Resources are counted for each slot, which is a core."""
     lines = ["#$ -S /bin/bash", f"#$ -N {job.name}", f"#$ -wd {job.folder}", "#$ -j y", f"#$ -o {job.output}/"]
-    if job.tasks > 1:
-        lines.append(f"#$ -pe {job.parallel_environment} {job.tasks}")
+    if job.nodes * job.slots > 1:
+        lines += [f"# A slot is a core: {job.slots} for each host.", f"#$ -pe {job.parallel_environment} {job.nodes * job.slots}"]
     if job.seconds:
         soft = max(60, job.seconds - job.stop_before)
         lines += ["# SIGUSR1 comes at s_rt:", f"#$ -l h_rt={clock(job.seconds)} -l s_rt={clock(soft)}"]
     if job.gpus_per_node:
-        lines += ["# For each slot, which is a rank:", f"#$ -l gpu={max(1, job.gpus_per_node // job.tasks_per_node)}"]
+        each, rest = divmod(job.gpus_per_node, job.slots)
+        # A request cannot be a fraction.
+        what = (
+            "For each slot"
+            if not rest
+            else f"{job.slots} slots of a host share its GPUs: gpu has to be consumable per JOB (qconf -sc)"
+        )
+        lines += [f"# {what}:", f"#$ -l gpu={job.gpus_per_node if rest else each}"]
     if job.memory:
-        lines += ["# For each slot; mapped HDF files and CUDA's address space count:", f"#$ -l h_vmem={job.memory}"]
+        share = -(-job.memory // job.slots)
+        lines += [f"# For each slot, {memory_text(job.memory)} for each host; mapped HDF files and CUDA's address space count:"]
+        lines += [f"#$ -l h_vmem={memory_text(share)}"]
     if job.queue:
         lines.append(f"#$ -q {job.queue}")
     if job.account:
@@ -92,6 +103,66 @@ def sge_body(job: Job) -> list[str]:
     if job.requeue:
         lines += _if_stopped(f"exit {RESCHEDULE}  # SGE puts the job back into the queue; training continues where it stopped")
     return [*lines, "exit $status"]
+
+
+def pbs_script(job: Job) -> str:
+    """A script for qsub of PBS Pro or OpenPBS. A chunk of `select` is a host; -k oed writes the log while the job runs."""
+    chunk = [f"{job.nodes}:ncpus={job.cores}:mpiprocs={job.tasks_per_node}"]
+    chunk += [f"ngpus={job.gpus_per_node}"] if job.gpus_per_node else []
+    chunk += [f"mem={memory_text(job.memory, 'gb', 'mb')}"] if job.memory else []
+    head = ["#PBS -S /bin/bash", f"#PBS -N {job.name}", f"#PBS -l select={':'.join(chunk)}"]
+    head += ["#PBS -l place=scatter"] if job.nodes > 1 else []
+    head += [f"#PBS -l walltime={clock(job.seconds)}"] if job.seconds else []
+    head += [f"#PBS -q {job.queue}"] if job.queue else []
+    head += [f"#PBS -A {job.account}"] if job.account else []
+    head += [f"#PBS -o {job.output}/", "#PBS -j oe", "#PBS -k oed"]
+    head += [f"#PBS -r {'y' if job.requeue else 'n'}", *(f"#PBS {option}" for option in job.options)]
+    lines, hosts = environment_lines(job), _hosts_of(job, "$PBS_NODEFILE")
+    if hosts:
+        lines += ["# For an Open MPI without PBS's tm, which starts the ranks over ssh:", hosts]
+    run, doctor = _with_hosts(job, hosts)
+    # PBS sends no signal before the limit, and leaves 10 s after it.
+    lines += [*doctor, "", *waiting(job, run, soon="USR1", cancelled="TERM", timer=True), ""]
+    if job.requeue:
+        lines += _if_stopped(
+            'qsub "$0"  # a job may not requeue itself, so it submits itself; training continues where it stopped'
+        )
+    return _script(job, head, [*lines, "exit $status"])
+
+
+def lsf_script(job: Job) -> str:
+    """A script for bsub. A slot (-n; ptile: of a host) is a core. A job that ends with the status of -Q is requeued."""
+    head = [f"#BSUB -J {job.name}", f"#BSUB -n {job.nodes * job.slots}"]
+    head += [f'#BSUB -R "span[ptile={job.slots}]"']
+    head += [f'#BSUB -R "rusage[mem={memory_text(job.memory, "GB", "MB")}/host]"'] if job.memory else []
+    head += [f'#BSUB -gpu "num={job.gpus_per_node}/host:j_exclusive=yes"'] if job.gpus_per_node else []
+    head += [f"#BSUB -W {clock(job.seconds + 59)[:-3]}"] if job.seconds else []
+    head += [f"#BSUB -q {job.queue}"] if job.queue else []
+    head += [f"#BSUB -P {job.account}"] if job.account else []
+    head += [f"#BSUB -o {job.output}/{job.name}-%J.out"]
+    head += ["#BSUB -r", f'#BSUB -Q "{STOPPED}"'] if job.requeue else []
+    head += [f"#BSUB {option}" for option in job.options]
+    lines, hosts = environment_lines(job), _hosts_of(job, "$LSB_DJOB_HOSTFILE")
+    if hosts:
+        lines += ["# For an Open MPI without LSF's support:", AGENT, hosts]
+    run, doctor = _with_hosts(job, hosts)
+    lines += [*doctor, "", *waiting(job, run, soon="USR1", cancelled="TERM INT", timer=True), ""]
+    if job.requeue:
+        lines += [f"if [ $status = {STOPPED} ] && [ $cancelled = yes ]; then status=143; fi  # or LSF would requeue it"]
+    return _script(job, head, [*lines, "exit $status"])
+
+
+def _hosts_of(job: Job, file: str) -> str:
+    """A line that sets $hosts to host:ranks,... from a scheduler's file with a line for each slot; '' if there is one host."""
+    if job.nodes == 1 or job.launcher != "mpirun":
+        return ""
+    return f"hosts=$(sort -u \"{file}\" | sed 's/$/:{job.tasks_per_node}/' | paste -sd, -)"
+
+
+def _with_hosts(job: Job, hosts: str) -> tuple[str, list[str]]:
+    """The command that trains, and the lines that run the doctor, on $hosts if it is set."""
+    named = ['"$hosts"'] if hosts else []
+    return command(job, named), doctor_lines(job, named)
 
 
 def plain_script(job: Job) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy
 
 from hvdtrain.checkpoint.folder import CheckpointFolder, CleanupRule, parse_rule
-from hvdtrain.checkpoint.progress import Progress
+from hvdtrain.checkpoint.progress import BestModel, Progress
 from hvdtrain.checkpoint.saver import Unsaved, clean_up
 from hvdtrain.comm.base import Communicator, on_rank_zero, together
 from hvdtrain.data.feed import Feed
@@ -29,15 +29,17 @@ from hvdtrain.doctor.scaling import predicted, spread
 from hvdtrain.engine import Engine, Pace
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.frameworks import FRAMEWORKS
+from hvdtrain.report.steps import Reporters
 from hvdtrain.run import announce, gather_hosts, is_done, open_pace, open_rates, open_trackers
 from hvdtrain.runtime.log import open_log, say, silence
 from hvdtrain.runtime.scores import text
 from hvdtrain.runtime.timer import clock_text
+from hvdtrain.schedule.history import EpochRecord, wanted_of
 from hvdtrain.session import Session, open_communicator, open_session, writing_nothing
 from hvdtrain.settings import Settings
+from hvdtrain.training.agreement import plan_together
 from hvdtrain.training.evaluation import evaluate
 from hvdtrain.training.forward import forward
-from hvdtrain.training.plans import plan_together
 from hvdtrain.training.predict import parse_placements
 from hvdtrain.training.step_log import StepLog, open_step_log
 
@@ -81,20 +83,24 @@ def clean_up_all(settings: Settings) -> None:
     with open_communicator(settings) as comm:
         open_log(settings.log, comm.rank, comm.size)
         prefix = Path(settings.run.model)
-        rule = parse_rule(settings.saving.cleanup_old_models) or CleanupRule()
-        suffix = FRAMEWORKS[settings.run.backend].suffix
+        higher = settings.scoring.higher_is_better
+        rule = parse_rule(settings.saving.cleanup_old_models, higher) or CleanupRule(higher_is_better=higher)
+        checkpoints = CheckpointFolder(prefix, FRAMEWORKS[settings.run.backend].suffix)
 
         def remove() -> None:
-            clean_up(CheckpointFolder(prefix, suffix), rule, _scores(prefix.parent / "scores.jsonl"))
+            history = _history(prefix.parent / "scores.jsonl")
+            clean_up(checkpoints, rule, {record.epoch: record.scores for record in history})
+            BestModel(checkpoints, wanted_of(settings.measure), higher).note(history)
 
         on_rank_zero(comm, remove, name="clean_up")
 
 
-def _scores(path: Path) -> dict[int, dict[str, float]]:
-    """By epoch, the scores in a scores.jsonl."""
+def _history(path: Path) -> list[EpochRecord]:
+    """The epochs in a scores.jsonl."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     epochs = [json.loads(line) for line in lines if line.endswith("}")]
-    return {epoch["epoch"]: {name: float(score) for name, score in epoch["scores"].items()} for epoch in epochs}
+    scores = [{name: float(score) for name, score in epoch["scores"].items()} for epoch in epochs]
+    return [EpochRecord(epoch["epoch"], epoch.get("learning_rate", 0.0), own) for epoch, own in zip(epochs, scores, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -180,7 +186,7 @@ def _trainer(settings: Settings, session: Session, pace: Pace) -> Run:
 
         fresh = Progress(progress.step, progress.epoch, list(progress.history))
         tried = replace(session, feeds=[feed], saver=Unsaved(), progress=fresh)
-        Engine(tried, open_rates(settings, session.comm.size), one_epoch, [], StepLog(), note).run()
+        Engine(tried, open_rates(settings, session.comm.size), one_epoch, Reporters(), StepLog(), note).run()
         return begins[-1] - begins[0] if begins else 0.0
 
     return run

@@ -13,7 +13,7 @@ from hvdtrain.errors import TrainingError
 from hvdtrain.learner.base import Learner, NotFinite
 from hvdtrain.runtime.scores import Scores
 from hvdtrain.runtime.watchdog import Watchdog
-from hvdtrain.training.plans import plan_together
+from hvdtrain.training.agreement import plan_together
 from hvdtrain.training.step_log import StepLog, StepReport, Tally
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,9 @@ from hvdtrain.config.source import as_function
 from hvdtrain.data.feed import Feed, naming
 from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError, DataError
-from hvdtrain.learner.base import Learner
+from hvdtrain.learner.base import Learner, Outputs
 from hvdtrain.runtime.watchdog import Watchdog
-from hvdtrain.training.plans import plan_together
+from hvdtrain.training.agreement import plan_together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +50,9 @@ class Spool:
         self.places: list[tuple[int, int]] = []
         self._file = path.open("wb")
 
-    def add(self, index: int, outputs: Mapping[str, Array]) -> None:
+    def add(self, index: int, outputs: Outputs) -> None:
         self.places.append((index, self._file.tell()))
-        pickle.dump(dict(outputs), self._file, protocol=pickle.HIGHEST_PROTOCOL)
+        pickle.dump((dict(outputs), outputs.vectors), self._file, protocol=pickle.HIGHEST_PROTOCOL)
 
     def close(self) -> None:
         self._file.close()
@@ -124,33 +124,36 @@ def _hand_on(feed: Feed, spools: list[tuple[Path, list[tuple[int, int]]]], callb
     from hvdtrain.data.hdf.writer import HDFWriter  # here, so that the keys above stay light to import
 
     if keys.output_file is None:
-        for tag, outputs in _in_order(feed, spools):
+        for tag, outputs, _ in _in_order(feed, spools):
             callback.process_seq(seq_tag=tag, outputs={name: SequenceOutput(value) for name, value in outputs.items()})
     else:
         Path(keys.output_file).parent.mkdir(parents=True, exist_ok=True)
         with HDFWriter(Path(keys.output_file)) as writer:
-            for tag, outputs in _in_order(feed, spools):
-                writer.add(tag, _as_streams(outputs))
+            for tag, outputs, vectors in _in_order(feed, spools):
+                writer.add(tag, _as_streams(outputs, vectors))
                 if callback is not None:
                     callback.process_seq(seq_tag=tag, outputs={name: SequenceOutput(value) for name, value in outputs.items()})
     if callback is not None:
         callback.finish()
 
 
-def _in_order(feed: Feed, spools: list[tuple[Path, list[tuple[int, int]]]]) -> Iterator[tuple[str, dict[str, Array]]]:
+def _in_order(
+    feed: Feed, spools: list[tuple[Path, list[tuple[int, int]]]]
+) -> Iterator[tuple[str, dict[str, Array], frozenset[str]]]:
     places = sorted((index, rank, place) for rank, (_, entries) in enumerate(spools) for index, place in entries)
     files = [path.open("rb") for path, _ in spools]
     try:
         for index, rank, place in places:
             files[rank].seek(place)
-            yield feed.dataset.tags([index])[0], pickle.load(files[rank])
+            yield feed.dataset.tags([index])[0], *pickle.load(files[rank])
     finally:
         for file in files:
             file.close()
 
 
-def _as_streams(outputs: dict[str, Array]) -> dict[str, Array]:
-    """The data keys of an HDF file: 'output', or else the only or first output, is 'data'; a single number is one frame."""
+def _as_streams(outputs: dict[str, Array], vectors: frozenset[str]) -> dict[str, Array]:
+    """The data keys of an HDF file: 'output', or else the only or first output, is 'data'; a number or a vector is one frame."""
     default = "output" if "output" in outputs else next(iter(outputs)) if "data" not in outputs else "data"
-    arrays = {"data" if name == default else name: value for name, value in outputs.items()}
+    framed = {name: value[None] if name in vectors else value for name, value in outputs.items()}
+    arrays = {"data" if name == default else name: value for name, value in framed.items()}
     return {name: value.reshape(1) if value.ndim == 0 else value for name, value in arrays.items()}

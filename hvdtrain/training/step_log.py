@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf
@@ -37,28 +37,36 @@ class Measured(Protocol):
 
 
 class Tally:
-    """A learner's scores, which may be looked at in between without being lost for the sum at the end."""
+    """A learner's scores, which are taken twice: for lines about steps, and for the sums of an epoch or an evaluation.
+
+    `take_arrived` and `take_scores` give what came since the last call of either, `take_all` what came since its own last call.
+    """
 
     def __init__(self, meter: Measured) -> None:
         self._meter = meter
-        self._taken: list[Scores] = []
+        self._for_lines: list[Scores] = []
+        self._for_sums: list[Scores] = []
         self.peak_memory = meter.peak_memory
 
     def take_arrived(self) -> Scores:
-        """The scores of the batches since the last call, as far as they are there; does not wait for a GPU."""
-        self._taken.append(self._meter.take_arrived())
-        return self._taken[-1]
+        """Of the batches whose scores are there; does not wait for a GPU."""
+        return self._line(self._meter.take_arrived())
 
     def take_scores(self) -> Scores:
-        """The scores of all batches since the last call; waits for a GPU."""
-        self._taken.append(self._meter.take_scores())
-        return self._taken[-1]
+        """Of all batches; waits for a GPU."""
+        return self._line(self._meter.take_scores())
 
     def take_all(self) -> Scores:
-        """The scores of all batches since the last call of this method; waits for a GPU."""
-        self._taken.append(self._meter.take_scores())
-        taken, self._taken = self._taken, []
-        return Scores.merged(taken)
+        """Of all batches; waits for a GPU."""
+        taken = self._meter.take_scores()
+        summed, self._for_sums = [*self._for_sums, taken], []
+        self._for_lines.append(taken)
+        return Scores.merged(summed)
+
+    def _line(self, taken: Scores) -> Scores:
+        told, self._for_lines = [*self._for_lines, taken], []
+        self._for_sums.append(taken)
+        return Scores.merged(told)
 
 
 @dataclass(frozen=True)
@@ -94,6 +102,9 @@ def memory_usage(report: StepReport) -> list[str]:
     return [] if peak is None else [f"mem_usage:cuda {size_text(peak)}"]
 
 
+Listener = Callable[[StepReport, Mapping[str, float]], None]
+"""Gets a step that a line is about, or that could be, and the mean losses since the last one."""
+
 Field = Callable[[StepReport], list[str]]
 
 FIELDS: dict[str, Field] = {"log_batch_size": batch_size, "torch_log_memory_usage": memory_usage}
@@ -108,22 +119,33 @@ class StepLog:
             those of the last line. On a GPU, the losses of the last few steps come with the next line.
         terminal: where the bar is drawn; None: no bar.
         fields: what lines say about a step besides its losses and times.
+        every: a line after every N steps of an epoch or an evaluation, instead of after an interval; None: by the interval.
     """
 
-    def __init__(self, interval: float = inf, terminal: Terminal | None = None, fields: Sequence[Field] = ()) -> None:
+    def __init__(
+        self,
+        interval: float = inf,
+        terminal: Terminal | None = None,
+        fields: Sequence[Field] = (),
+        every: int | None = None,
+    ) -> None:
         self._interval = interval
+        self._every = every
         self._fields = fields
         self._terminal = terminal
         self._bar: Any = None
 
-    def begin(self, epoch: int, dataset: str | None, rounds: int, elapsed: float = 0.0) -> None:
+    def begin(self, epoch: int, dataset: str | None, rounds: int, elapsed: float = 0.0, listener: Listener | None = None) -> None:
         """An epoch's training or an evaluation begins.
 
         Args:
             dataset: what is evaluated; None: training.
             rounds: the number of steps from here on.
             elapsed: seconds spent on it before, where an interrupted epoch continues.
+            listener: called after each line, and once more by `finish`; None: nobody.
         """
+        self._listener = listener
+        self._untold: StepReport | None = None
         self._what = f"train epoch {epoch}" if dataset is None else f"epoch {epoch} {dataset!r} eval"
         self._short = f"epoch {epoch}" if dataset is None else f"epoch {epoch} {dataset}"
         self._rounds, self._elapsed = rounds, elapsed
@@ -135,19 +157,23 @@ class StepLog:
         """One more step is done."""
         now = time.perf_counter()
         self._done += 1
-        tell = now - self._told >= self._interval
+        tell = now - self._told >= self._interval if self._every is None else report.number % self._every == 0
+        self._untold = None if tell or self._listener is None else report
         draw = self._terminal is not None and now - self._drawn >= EVERY
         if not tell and not draw:
             return
         per_step = (now - self._began) / self._done
         if tell:
             self._told = now
-            self._losses = text(report.meter.take_arrived().means())
+            means = report.meter.take_arrived().means()
+            self._losses = text(means)
             elapsed = clock_text(self._elapsed + now - self._began)
             more = [words for field in self._fields for words in field(report)]
             parts = [f"{self._what}, step {report.number}", self._losses, *more, f"{per_step:.3f} sec/step", f"elapsed {elapsed}"]
             remaining = clock_text(per_step * (self._rounds - self._done))
             say(5, f"{_listed(parts)}, exp. remaining {remaining}, complete {report.complete:.2%}")
+            if self._listener is not None:
+                self._listener(report, means)
         if draw and self._terminal is not None:
             self._drawn = now
             if self._bar is None:
@@ -158,6 +184,13 @@ class StepLog:
             self._bar.n = report.number
             rate = "" if report.learning_rate is None else f"learning rate {report.learning_rate:.3g}"
             self._bar.set_postfix_str(_listed([self._losses, rate]))
+
+    def finish(self) -> None:
+        """All steps are done, and their scores are there: the listener gets the last one, unless it has it already."""
+        if self._untold is not None and self._listener is not None:
+            self._listener(self._untold, self._untold.meter.take_arrived().means())
+        self._untold = self._listener = None
+        self.end()
 
     def end(self) -> None:
         """The epoch's training or the evaluation is over: remove the bar."""
@@ -178,10 +211,10 @@ def open_step_log(keys: LogKeys, rank: int) -> Iterator[StepLog]:
         yield StepLog()
     elif keys.targets[SCREEN] >= 3:
         with open_terminal(sys.stdout) as terminal:
-            log = StepLog(keys.log_interval, terminal, fields)
+            log = StepLog(keys.log_interval, terminal, fields, keys.log_interval_steps)
             try:
                 yield log
             finally:
                 log.end()
     else:
-        yield StepLog(keys.log_interval, fields=fields)
+        yield StepLog(keys.log_interval, fields=fields, every=keys.log_interval_steps)

@@ -1,4 +1,5 @@
-"""A record of the sequences that each step trains on, which shows that a stopped training neither loses nor repeats any."""
+"""A record of the sequences that each step trains on, which shows that a stopped training neither loses nor repeats any; and a
+profile of some steps."""
 
 from __future__ import annotations
 
@@ -10,11 +11,18 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvdtrain.config.keys import Section, key
+from hvdtrain.config.keys import Section, key, positive
 from hvdtrain.data.types import Array
+from hvdtrain.learner.base import Profiler
+from hvdtrain.runtime.log import say
+from hvdtrain.runtime.timer import Timer
 
 Note = Callable[[int, int, Array], None]
 """Records the epoch, the number of steps done before this one in the whole training, and the indices of this rank's sequences."""
+
+
+Timeline = Callable[[bool], None]
+"""Starts Horovod's timeline, or stops it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +33,12 @@ class TraceKeys(Section):
         None,
         "record which sequences every step trains on: the beginning of the names of the files, one for every rank and start "
         "(docs/resuming.md)",
+    )
+    profile_steps: int | None = key(
+        None,
+        "profile N steps of every rank, after the first few, with the framework's profiler, and write traces for Perfetto into "
+        "profile/ beside the model, with Horovod's timeline (docs/performance.md)",
+        positive,
     )
 
 
@@ -85,6 +99,69 @@ def trained_on(prefix: Path) -> dict[int, Counter[int]]:
             if line["step"] < lost_from:  # type: ignore[operator]  # a number
                 counted.setdefault(line["epoch"], Counter()).update(line["indices"])  # type: ignore[arg-type, call-overload]
     return counted
+
+
+PROFILED_AFTER = 5
+"""The steps of a start that are not profiled: in the first ones, memory is reserved and graphs are traced."""
+
+
+class Profile:
+    """Profiles some steps of a rank. A failure is a warning, and training goes on.
+
+    Args:
+        inner: called for every step, too.
+        profiler: the framework's.
+        timer: its spans become ranges of the trace: data wait, compute, communication and so on.
+        file: the trace to write.
+        num_steps: of those in which this rank has a batch.
+        timeline: Horovod's, where it starts and stops with the profiler.
+    """
+
+    def __init__(self, inner: Note, profiler: Profiler, timer: Timer, file: Path, num_steps: int, timeline: Timeline) -> None:
+        self._inner = inner
+        self._profiler = profiler
+        self._timer = timer
+        self._file = file
+        self._num_steps = num_steps
+        self._timeline = timeline
+        self._seen = 0
+        self._is_running = False
+
+    def __call__(self, epoch: int, step: int, indices: Array) -> None:
+        self._inner(epoch, step, indices)
+        self._seen += 1
+        if self._seen == PROFILED_AFTER + 1:
+            self._guarded(self._start)
+        elif self._seen == PROFILED_AFTER + self._num_steps + 1:
+            self.stop()
+
+    def stop(self) -> None:
+        """Write what was recorded, if the profiler runs: after the steps, or where a training ends before."""
+        if self._is_running:
+            self._is_running = False
+            self._guarded(self._write)
+
+    def _start(self) -> None:
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        self._timeline(True)
+        self._profiler.start()
+        self._timer.ranges = lambda name: self._profiler.range(f"hvdtrain: {name}")
+        self._is_running = True
+
+    def _write(self) -> None:
+        self._timer.ranges = None
+        self._profiler.stop(self._file)
+        self._timeline(False)
+        say(
+            3,
+            f"profile: {min(self._seen - PROFILED_AFTER, self._num_steps)} steps in {self._file} (open it in https://ui.perfetto.dev)",
+        )
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:
+            say(2, f"profile_steps: {self._file} is not written: {error}")
 
 
 def _path(prefix: Path, run: int, rank: int) -> Path:

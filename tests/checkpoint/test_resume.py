@@ -1,5 +1,6 @@
 """A stopped training goes on after its last finished epoch and ends with the same weights."""
 
+import json
 from pathlib import Path
 
 import numpy
@@ -8,6 +9,7 @@ import torch
 from launching import TOY, hvdtrain
 from trainings import Run, Trained, trains
 
+from hvdtrain.checkpoint.progress import EpochProgress, Progress
 from hvdtrain.data.hdf.writer import HDFWriter
 
 RUNS = [Run("torch", "horovod", size) for size in (1, 2)]
@@ -36,6 +38,7 @@ def test_three_epochs_in_one_go_or_in_two(trained: Trained, run: Run) -> None:
     assert "Already trained until final epoch 3, nothing to do." in made.out("again")
     assert [report["epoch"] for report in made.reports("again")] == [1, 2, 3]
     assert sorted(path.name for path in made.models["again"].parent.iterdir()) == [
+        "best.json",
         "model.001.pt",
         "model.002.opt.pt",
         "model.002.pt",
@@ -43,6 +46,8 @@ def test_three_epochs_in_one_go_or_in_two(trained: Trained, run: Run) -> None:
         "model.003.pt",
         "scores.jsonl",
         "starts.jsonl",
+        "steps.jsonl",
+        "summary.json",
     ]
 
 
@@ -94,3 +99,17 @@ def test_sequences_without_a_frame_are_refused(tmp_path: Path) -> None:
     ended = hvdtrain(TOY, {"corpus": tmp_path, "model": tmp_path / "model"})
     assert ended.status == 2
     assert "train: expected frames, got 3 sequences, all of length 0" in ended.err
+
+
+def test_the_learning_rates_of_an_epoch_are_in_a_checkpoint_within_it() -> None:
+    current = EpochProgress(epoch=2, first_step=20, position=3)
+    for rate in (0.25, 0.5):
+        current.rates.add(rate)
+    state = json.loads(json.dumps(Progress(step=22, epoch=1, current=current).state()))
+    restored = Progress.from_state(state).current
+    assert restored is not None
+    assert restored.rates == current.rates
+    del state["within"]["rates"]  # as in checkpoints of before
+    older = Progress.from_state(state).current
+    assert older is not None
+    assert older.rates.updates == 0

@@ -13,9 +13,8 @@ from launching import TOY
 from hvdtrain.checkpoint.folder import CleanupRule, parse_rule
 from hvdtrain.errors import CheckpointError, ConfigError, TrainingError
 from hvdtrain.run import train
-from hvdtrain.schedule.early_stopping import EarlyStoppingKeys, ends_early
 from hvdtrain.schedule.file import read_learning_rate_file
-from hvdtrain.schedule.history import EpochRecord
+from hvdtrain.schedule.history import EarlyStoppingKeys, EpochRecord, ends_early
 from hvdtrain.settings import read_settings
 
 
@@ -47,10 +46,13 @@ def test_load_goes_on_after_the_models_epoch_and_steps(
     run(corpus, tmp_path, load=trained / "model.002", num_epochs=3, optimizer={"class": "sgd"})
     assert "model.002.pt: training goes on after epoch 2, step 4." in capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "best.json",
         "model.003.opt.pt",
         "model.003.pt",
         "scores.jsonl",
         "starts.jsonl",
+        "steps.jsonl",
+        "summary.json",
     ]
     run(corpus, tmp_path, load=trained / "model", load_epoch=1, num_epochs=3)
     assert "load: ignored, as there is a checkpoint already" in capsys.readouterr().out
@@ -153,11 +155,14 @@ def test_save_interval_and_cleanup(corpus: Path, tmp_path: Path) -> None:
     cleanup = {"keep_last_n": 1, "keep_best_n": 0, "keep": [3]}
     run(corpus, tmp_path, num_epochs=9, cleanup_old_models=cleanup)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "best.json",
         "model.003.pt",
         "model.009.opt.pt",
         "model.009.pt",
         "scores.jsonl",
         "starts.jsonl",
+        "steps.jsonl",
+        "summary.json",
     ]
 
 
@@ -178,7 +183,7 @@ KEPT = [
 def test_cleanup_keeps_what_returnn_keeps(last: int, options: dict[str, int], kept: list[int]) -> None:
     epochs = range(1, last + 1)
     scores = {epoch: {"dev_loss_ce": (epoch * 7919 % 101) / 101, "train_loss_ce": 1 / epoch} for epoch in epochs}
-    assert CleanupRule(**options).kept(epochs, scores) == kept
+    assert list(CleanupRule(**options).kept(epochs, scores)) == kept
 
 
 def test_mistakes_in_cleanup_are_told_together() -> None:

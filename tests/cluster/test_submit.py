@@ -1,5 +1,6 @@
 """Job scripts of hvdtrain submit, submitted to a real Slurm on several hosts."""
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -39,6 +40,23 @@ def test_a_script_for_slurm_with_torchrun(hosts: Hosts, work: Path, alone: dict[
     printed = (work / f"job-{job}.out").read_text()
     assert status == 0, printed
     assert "torch: 4 ranks, 2 on host1 (CPU), 2 on host2 (CPU)" in printed
+    assert scores(work / "exp") == pytest.approx(alone, rel=1e-5)
+
+
+@pytest.mark.parametrize("scheduler", ["pbs", "lsf"])
+def test_scripts_for_pbs_and_lsf_train_on_their_hosts(hosts: Hosts, work: Path, alone: dict[str, float], scheduler: str) -> None:
+    """Neither of them is here, but what they leave to a script is: a file with a line for each slot, and LSF's blaunch."""
+    size = ["--cpus-per-task", "1"] if scheduler == "pbs" else ["--cpus-per-task", "2"]  # LSF's slots are cores
+    written = hosts.run([*SUBMIT[:-3], "--scheduler", scheduler, *SIZE, *size, "--out", "job.sh", *TRAINING], folder=work)
+    assert written.status == 0, written.err
+    slots = 2 if scheduler == "pbs" else 4
+    (work / "slots").write_text("".join(f"{host}\n" * slots for host in ("host1", "host2")))
+    (work / "bin").mkdir()
+    (work / "bin" / "blaunch").symlink_to(str(shutil.which("ssh")))
+    told = {"PBS_NODEFILE": str(work / "slots"), "LSB_DJOB_HOSTFILE": str(work / "slots")}
+    done = hosts.run(f'PATH="{work}/bin:$PATH" bash job.sh', host="host1", environment=told, folder=work, timeout=240)
+    assert done.status == 0, done.out + done.err
+    assert "torch: 4 ranks, 2 on host1 (CPU), 2 on host2 (CPU)" in done.out
     assert scores(work / "exp") == pytest.approx(alone, rel=1e-5)
 
 

@@ -21,6 +21,7 @@ from hvdtrain.config.source import COMMAND_LINE, ConfigAccess, Source, is_refere
 from hvdtrain.errors import ConfigError
 from hvdtrain.returnn_layer.names import UNSUPPORTED
 from hvdtrain.settings import DATASET_SECTIONS, Settings, all_keys, read_settings
+from hvdtrain.submit.__main__ import parser as submit_parser
 
 MINIMAL = """\
 model = "exp/model"
@@ -260,6 +261,14 @@ def test_a_config_may_have_an_equals_sign_in_its_name(tmp_path: Path) -> None:
         ),
         (["a.py", "--x=1"], ["command line: expected ++KEY VALUE, got '--x=1' (did you mean ++x 1?)"]),
         (["a.py", "x=1", "++y=2"], ["command line: expected ++KEY VALUE, got 'x=1' (did you mean ++x 1?)"]),
+        (["a.py", "--dryrun"], ["command line: expected ++KEY VALUE, got '--dryrun' (did you mean --dry-run?)"]),
+        (
+            ["--x", "1", __file__],
+            [
+                f"command line: expected a config file first, got {__file__} after other words",
+                "command line: expected ++KEY VALUE, got '--x' (did you mean ++x 1?)",
+            ],
+        ),
         (["a.py", "+x=1"], ["command line: expected ++KEY VALUE, got '+x=1' (did you mean ++x 1?)"]),
         (
             ["a.py", "++", "b.py"],
@@ -602,6 +611,20 @@ def test_building_horovod_needs_none_of_the_packages() -> None:
     )
     finished = run("-S", "-c", program)  # -S: without site-packages
     assert finished.stdout.splitlines()[-1] == "FOREIGN []", finished.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [
+        (["--max_seqs", "4"], "(a key of a config is written ++max_seqs 4, behind everything else)"),
+        (["max_seqs=4"], "(a key of a config is written ++max_seqs 4, behind everything else)"),
+        (["--shedule", "slurm"], "(did you mean --scheduler?)"),
+    ],
+)
+def test_other_commands_know_how_keys_are_written(given: list[str], hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        submit_parser().parse_args(["config.py", "--scheduler", "slurm", *given])
+    assert hint in capsys.readouterr().err
 
 
 def test_a_config_with_a_commands_name_and_a_misspelt_command(tmp_path: Path) -> None:

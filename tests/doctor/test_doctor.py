@@ -13,8 +13,8 @@ import pytest
 from launching import ROOT, TOY, Finished, launch
 
 from hvdtrain.doctor import host as doctor_config
-from hvdtrain.doctor.environment import check_environment
 from hvdtrain.doctor.findings import Finding
+from hvdtrain.doctor.host import check_environment
 from hvdtrain.doctor.network import read_interfaces
 from hvdtrain.doctor.packages import AT_LEAST
 from hvdtrain.settings import read_settings

@@ -1,5 +1,6 @@
 """What a training asks of a GPU, with a stand-in (stand_in_gpu.py): no step waits for it, and the results are the CPU's."""
 
+import json
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -53,6 +54,14 @@ def test_a_training_waits_for_no_gpu_between_steps_and_computes_the_same(
         assert line["scores"] == other["scores"]
         assert line.get("loss_scale") == other.get("loss_scale")
     assert same(on_cpu, on_gpu)
+    # Every step has a record, with the gradients' norm of an update of which it has arrived: no step waits for it.
+    records = [
+        [json.loads(line) for line in (tmp_path / device / "steps.jsonl").read_text().splitlines()] for device in ("cpu", "gpu")
+    ]
+    assert list(map(len, records)) == [20, 20]
+    norms = [[record["gradient_norm"] for record in of_one if record["gradient_norm"] is not None] for of_one in records]
+    assert list(map(len, norms)) == ([20, 20] if name == "clipped" else [0, 0])
+    assert set(norms[1]) <= set(norms[0])
     assert list(map(len, counts.phases.values())) == [10, 5, 10, 5]
     # The host decides on the first update if some may be skipped: the optimizer creates its state then.
     assert counts.within() == [int(name == "scaled"), 0, 0, 0], gpu.waits

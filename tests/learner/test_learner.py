@@ -6,6 +6,9 @@ from typing import Any
 import numpy
 import pytest
 import torch
+import torch.distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from hvdtrain.comm.base import SingleCommunicator
 from hvdtrain.context import get_run_ctx
@@ -148,6 +151,21 @@ def test_a_device_that_is_not_there_and_a_model_that_is_none() -> None:
     reducer = GradReduce(SingleCommunicator(), Timer(), average=False)
     with pytest.raises(ConfigError, match=r"get_model: expected it to return a torch.nn.Module, got int"):
         build_learner(keys, reducer, BuildOptions(rank=0, local_rank=0, threads=1, seed=1))
+
+
+def test_a_model_that_is_sharded_already_is_refused() -> None:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Tanh())
+        fully_shard(model[0], mesh=init_device_mesh("cpu", (1,)))
+        keys = LearnerKeys(get_model=lambda **_: model, train_step=squares)
+        reducer = GradReduce(SingleCommunicator(), Timer(), average=False)
+        with pytest.raises(
+            ConfigError, match=r"get_model: expected a model that is not sharded, got one in which 0 is .*FSDPModule"
+        ):
+            build_learner(keys, reducer, BuildOptions(rank=0, local_rank=0, threads=1, seed=1))
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_dropout_differs_between_ranks_and_steps_and_comes_back_after_a_restart() -> None:

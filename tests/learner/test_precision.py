@@ -22,6 +22,7 @@ from hvdtrain.learner.precision import (
     Precision,
     PrecisionKeys,
     ScaleOptions,
+    cpu_lacks_bfloat16,
     parse_scale_options,
 )
 from hvdtrain.learner.reduce import GradReduce
@@ -31,6 +32,23 @@ from hvdtrain.runtime.timer import Timer
 
 def problems(**keys: Any) -> list[str]:
     return PrecisionKeys(**keys).problems()
+
+
+@pytest.mark.parametrize(
+    ("about", "lacks"),
+    [
+        ("processor : 0\nflags\t\t: fpu avx512f\n\nprocessor : 1\nflags : fpu avx512f\n", True),
+        ("processor : 0\nflags\t\t: fpu avx512f avx512_bf16 avx512_fp16\n", False),
+        ("processor : 0\nFeatures\t: fp asimd\n", True),
+        ("processor : 0\nFeatures\t: fp asimd bf16\n", False),
+        ("processor : 0\n", False),
+        (None, False),
+    ],
+)
+def test_whether_a_cpu_computes_in_bfloat16(about: str | None, lacks: bool, tmp_path: Path) -> None:
+    if about is not None:
+        (tmp_path / "cpuinfo").write_text(about)
+    assert cpu_lacks_bfloat16(tmp_path / "cpuinfo") is lacks
 
 
 def test_a_scale_halves_where_gradients_overflow_and_doubles_after_many_that_do_not() -> None:

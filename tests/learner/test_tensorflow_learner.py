@@ -38,11 +38,15 @@ def squares(*, model: Any, extern_data: dict[str, Any], **_: Any) -> None:
 
 
 def learner(
-    train_step: Callable[..., None] = squares, get_model: Callable[..., Any] = linear, rank: int = 0, **keys: Any
+    train_step: Callable[..., None] = squares,
+    get_model: Callable[..., Any] = linear,
+    rank: int = 0,
+    model_format: str = "npz",
+    **keys: Any,
 ) -> TensorFlowLearner:
     options = LearnerKeys(get_model=get_model, train_step=train_step, **{"optimizer": {"class": "sgd"}, **keys})
     reducer = GradReduce(SingleCommunicator(), Timer(), average=False)
-    return build_learner(options, reducer, BuildOptions(rank=rank, local_rank=0, threads=1, seed=1))
+    return build_learner(options, reducer, BuildOptions(rank=rank, local_rank=0, threads=1, seed=1, model_format=model_format))
 
 
 def kernel(made: TensorFlowLearner) -> Any:
@@ -317,9 +321,10 @@ def test_mixed_precision_by_keras_policies(policy: str, tmp_path: Path) -> None:
     assert numpy.array_equal(numpy.asarray(again.model.trainable_variables[0]).astype(numpy.float32), after)
 
 
-def test_a_checkpoint_brings_everything_back_and_a_wrong_or_damaged_one_changes_nothing(tmp_path: Path) -> None:
-    files = tmp_path / "model.npz", tmp_path / "model.opt.npz"
-    made = learner(optimizer="adam")
+@pytest.mark.parametrize("suffix", ["npz", "safetensors"])
+def test_a_checkpoint_brings_everything_back_and_a_wrong_or_damaged_one_changes_nothing(tmp_path: Path, suffix: str) -> None:
+    files = tmp_path / f"model.{suffix}", tmp_path / "model.opt.npz"
+    made = learner(optimizer="adam", model_format=suffix)
     made.backward(BATCH)
     made.update(0.1)
     copied = made.state.snapshot()
@@ -331,7 +336,7 @@ def test_a_checkpoint_brings_everything_back_and_a_wrong_or_damaged_one_changes_
         one.backward(BATCH)
         one.update(0.1)
     assert numpy.array_equal(kernel(made), kernel(again))
-    late = tmp_path / "late.npz", tmp_path / "late.opt.npz"
+    late = tmp_path / f"late.{suffix}", tmp_path / "late.opt.npz"
     made.state.save(*late, progress, copied)  # as it was then, whatever has been trained since
     assert [file.stat().st_size for file in late] == [file.stat().st_size for file in files]
     again.state.load(*late)
@@ -344,7 +349,7 @@ def test_a_checkpoint_brings_everything_back_and_a_wrong_or_damaged_one_changes_
     for damaged in (content[: len(content) // 2], content.replace(b"layers.0.kernel", b"layers.1.kernel"), b""):
         files[0].write_bytes(damaged)
         fresh = learner(optimizer="adam")
-        with pytest.raises(CheckpointError, match=r"model\.npz: expected"):
+        with pytest.raises(CheckpointError, match=rf"model\.{suffix}: expected"):
             fresh.state.load(*files)
         assert kernel(fresh).tolist() == [[1.0], [1.0]]
 
@@ -369,11 +374,13 @@ def test_outputs_of_a_forward_step_by_sequence() -> None:
         data = extern_data["data"]
         get_run_ctx().mark_as_default_output(model(data.raw_tensor), seq_lens=data.seq_lens)
         get_run_ctx().mark_as_output(tf.reduce_sum(data.raw_tensor, [1, 2]), "sum")
+        get_run_ctx().mark_as_output(tf.reduce_sum(data.raw_tensor, 1), "sums")
 
     first, second = learner(forward_step=forward_step).forward(BATCH)
     assert first["output"].tolist() == [[3.0], [7.0]]
     assert second["output"].tolist() == [[11.0]]
     assert (first["sum"], second["sum"]) == (10.0, 11.0)
+    assert first.vectors == {"sums"}
     with pytest.raises(ConfigError, match="forward_step: expected a call of"):
         learner(forward_step=lambda **_: None).forward(BATCH)
     with pytest.raises(ConfigError, match="an entry of output for each of 2 sequences, got 3"):

@@ -6,7 +6,7 @@ import pytest
 from launching import TOY
 
 from hvdtrain.comm import launch
-from hvdtrain.prove.__main__ import Run, _parser, job_of, keys_for, main, unavailable
+from hvdtrain.prove.__main__ import Run, job_of, keys_for, main, parser, unavailable
 from hvdtrain.settings import read_settings
 
 
@@ -39,7 +39,7 @@ def test_under_a_launcher(monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capture
 
 
 def runs(*options: str) -> list[str]:
-    return [str(run) for run in job_of(_parser().parse_args([str(TOY), *options]), [str(TOY), "++model", "m"]).runs]
+    return [str(run) for run in job_of(parser().parse_args([str(TOY), *options]), [str(TOY), "++model", "m"]).runs]
 
 
 def test_the_runs() -> None:
@@ -52,7 +52,7 @@ def test_the_runs() -> None:
 def test_the_tolerance_goes_by_the_precision() -> None:
     def tolerance(*options: str, **keys: str) -> float:
         overrides = [word for name, value in {"model": "m", **keys}.items() for word in (f"++{name}", value)]
-        return job_of(_parser().parse_args([str(TOY), *options]), [str(TOY), *overrides]).tolerance
+        return job_of(parser().parse_args([str(TOY), *options]), [str(TOY), *overrides]).tolerance
 
     assert (tolerance(), tolerance("--tolerance", "0.5")) == (1e-3, 0.5)
     assert tolerance(mixed_precision="bfloat16") == 2e-2

@@ -1,5 +1,6 @@
 """A training that is stopped within epochs ends as if it had not been: the same sequences, scores, and weights bit for bit."""
 
+import json
 from collections import Counter
 from functools import partial
 from math import isfinite
@@ -17,7 +18,12 @@ epoch has 20 steps, in the last of which only one rank has a batch. TensorFlow, 
 
 TRAININGS: dict[str, dict[str, object]] = {
     "plain": {"optimizer": {"class": "adam"}, "evaluated": True, "losses": "several"},
-    "statistics": {"layers": "statistics", "losses": "mean", "gradient_clip_global_norm": 1.0},
+    "statistics": {
+        "layers": "statistics",
+        "losses": "mean",
+        "gradient_clip_global_norm": 1.0,
+        "learning_rate_schedule": {"class": "cosine", "num_warmup_steps": 7, "final": 0.1},
+    },
     "param_every_7": {
         "horovod_reduce_type": "param",
         "horovod_param_sync_step": 7,
@@ -36,9 +42,15 @@ TRAININGS: dict[str, dict[str, object]] = {
         "losses": "mean",
         "optimizer": {"class": "adam"},
         "gradient_noise": 0.01,
+        "gradient_clip_global_norm": 5.0,
         "evaluated": True,
     },
-    "background": {"save_in_background": True, "optimizer": {"class": "adam"}, "layers": "statistics"},
+    "background": {
+        "save_in_background": True,
+        "checkpoint_format": "safetensors",
+        "optimizer": {"class": "adam"},
+        "layers": "statistics",
+    },
 }
 OF_NO_FRAMEWORK: dict[str, dict[str, object]] = {
     "seed_offset": {"horovod_dataset_distribution": "random_seed_offset"},
@@ -58,8 +70,11 @@ def trainings_of(run: Run) -> dict[str, dict[str, object]]:
     return (TRAININGS if run.framework == "torch" else {"local": TRAININGS["local"]}) | together
 
 
-SAME = ("scores", "steps", "global_step", "learning_rate", "padding", "syncs", "sent")
+SAME = ("scores", "steps", "global_step", "learning_rate", "learning_rates", "epoch_learning_rate", "padding", "syncs", "sent")
 """What a line of scores.jsonl says that does not depend on the time."""
+
+SAME_IN_STEPS = ("epoch", "step", "progress", "learning_rate", "scores", "gradient_norm")
+"""The same of steps.jsonl."""
 
 CASES = [(name, run) for run in RUNS for name in trainings_of(run)]
 
@@ -93,7 +108,16 @@ def test_scores_sequences_and_files_are_the_same(results: ResultsOf, name: str, 
         assert made.needed(f"{name}.whole.ids.{rank}").read_text() == made.needed(f"{name}.stopped.ids.{rank}").read_text()
     assert [line["epoch"] for line in made.reports(f"{name}.stopped")] == [1, 2]
     for whole, stopped in zip(made.reports(f"{name}.whole"), made.reports(f"{name}.stopped"), strict=True):
-        assert all(whole[key] == stopped[key] for key in SAME)
+        assert all(whole.get(key) == stopped.get(key) for key in SAME)
+        assert ("learning_rates" in whole) == (name == "statistics")
+    of_steps = [made.models[f"{name}.{how}"].with_name("steps.jsonl").read_text().splitlines() for how in ("whole", "stopped")]
+    lines = [[json.loads(line) for line in of_one] for of_one in of_steps]
+    assert len(lines[0]) == sum(line["steps"] for line in made.reports(f"{name}.whole"))
+    assert [[line[key] for key in SAME_IN_STEPS] for line in lines[0]] == [
+        [line[key] for key in SAME_IN_STEPS] for line in lines[1]
+    ]
+    norms = [line["gradient_norm"] for line in lines[0]]
+    assert all(norm is not None for norm in norms) if name in ("statistics", "local") else norms == [None] * len(norms)
     names = [sorted(path.name for path in (made.folder / f"{name}.{how}").iterdir()) for how in ("whole", "stopped")]
     assert names[0] == names[1]
 
@@ -122,6 +146,7 @@ def of_chain(run: Run, folder: Path) -> dict[str, dict[str, object]]:
             "horovod_param_outer": {"class": "bmuf", "momentum": 0.3},
             "optimizer": {"class": "adam"},
         },
+        "stream": {"configs": [TOY, TOY.with_name("stream.py")], "streamed": "shuffled"},
     }
     made: dict[str, dict[str, object]] = {}
     for name, overrides in given.items():

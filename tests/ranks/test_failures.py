@@ -40,13 +40,16 @@ def test_a_rank_that_hangs_ends_the_job_and_shows_where(corpus: Path, tmp_path: 
     assert finished.err.count("its threads:") == 1
 
 
-def test_an_error_in_param_mode_ends_the_job_too(corpus: Path, tmp_path: Path) -> None:
+def test_an_error_in_a_callback_in_param_mode_ends_the_job_too(corpus: Path, tmp_path: Path) -> None:
+    """One in train_step, where gradients are exchanged: tests/ranks/test_elastic.py."""
     finished, seconds = run_with_fault(
-        corpus, tmp_path, fault="raise,0,5", horovod_reduce_type="param", horovod_param_sync_step=100
+        corpus, tmp_path, fault="callback,0,5", horovod_reduce_type="param", horovod_param_sync_step=100
     )
     assert seconds < PATIENCE
     assert finished.status != 0
     assert "rank 0 of 3: Traceback" in finished.err
+    assert "RuntimeError: planted in a callback" in finished.err
+    assert "in on_step_end" in finished.err
 
 
 def test_several_processes_without_use_horovod_are_refused(corpus: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from launching import FAST, ROOT, TOY, hvdtrain
 
 from hvdtrain.comm.base import SingleCommunicator
 from hvdtrain.runtime.interrupt import Interrupt, InterruptKeys, seconds_of
-from hvdtrain.training.votes import Ballot, Wishes
+from hvdtrain.training.agreement import Ballot, Wishes
 
 LONG: dict[str, object] = {"num_epochs": 4000, "learning_rate": 1e-4, **FAST}
 

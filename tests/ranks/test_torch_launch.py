@@ -292,6 +292,10 @@ def test_several_processes_without_a_key_are_told_both(corpus: Path, tmp_path: P
             {"torch_distributed": {"backend": "mpi"}},
             "torch_distributed.backend: expected 'gloo', 'nccl' or 'cpu:gloo,cuda:nccl', got 'mpi'",
         ),
+        (
+            {"torch_distributed": {"fsdp": True}},
+            "torch_distributed.fsdp: expected no such entry, got True (fully_shard needs the same calls on every rank; sharded",
+        ),
         ({"torch_distributed": {"options": {"static": 1}}}, "torch_distributed.options: RETURNN's entry is not needed here"),
         (
             {"torch_distributed": {"init_method": "file:///a"}, "dist_init_method": "file:///b"},

@@ -3,9 +3,15 @@
 import json
 import re
 import shutil
+import signal
 import subprocess
+import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import numpy
 import pytest
@@ -17,7 +23,10 @@ from trainings import Run, Trained, trains
 
 from hvdtrain.report.__main__ import main
 from hvdtrain.report.epoch import EpochReport, held_up
-from hvdtrain.report.runs import read_runs
+from hvdtrain.report.json_lines import as_line
+from hvdtrain.report.plots import MAX_POINTS, decimated, score_figures
+from hvdtrain.report.runs import Start, note_start, read_runs
+from hvdtrain.report.serve import open_server
 from hvdtrain.report.trackers import TensorBoard, metrics
 
 QUIET = {"data wait": 0.1, "compute": 10.0, "communication": 0.5, "parameter sync": 0.0, "evaluation": 1.0}
@@ -55,6 +64,14 @@ REPORT = EpochReport(
     padding={"data": 0.25},
     seconds=[{"compute": 10.0}, {"compute": 8.0}],
 )
+
+
+def test_the_time_of_an_epoch_that_was_resumed_is_all_of_it() -> None:
+    report = replace(REPORT, elapsed=72.0, seconds=[{"compute": 10.0, "evaluation": 5.0}], seconds_before=62.0)
+    assert report.line.startswith("train epoch 3, finished after 10 steps, 0:01:12 elapsed")
+    assert (1, "epoch 3 score: ce 2, elapsed: 0:01:17") in report.lines([])
+    assert as_line(report)["seconds_before"] == 62.0
+    assert "seconds_before" not in as_line(REPORT)
 
 
 def test_numbers_for_trackers() -> None:
@@ -137,34 +154,164 @@ def test_what_a_training_leaves_for_a_report(two: Path) -> None:
     assert [one["epoch"] for one in tracked] == [1, 2, 3]
     assert [one["metrics"]["dev/ce"] for one in tracked] == [one["scores"]["dev_loss_ce"] for one in reports]
     boards = events(two / "tensorboard")
-    assert [event.step for event in boards[2:]] == [report["global_step"] for report in reports]
+    of_epochs = [event.step for event in boards[2:] if any(value.tag == "train/ce" for value in event.summary.value)]
+    assert of_epochs == [report["global_step"] for report in reports]
 
 
-def test_the_page(one: Path, two: Path, tmp_path: Path) -> None:
+def shown(page: Path) -> dict[str, Any]:
+    """The figures in a page, by name."""
+    found = re.search(r"<script type=application/json id=data>(.*?)</script>", page.read_text(), flags=re.S)
+    assert found is not None
+    return {figure["name"]: figure for figure in json.loads(found[1])["figures"]}
+
+
+def test_the_page_shows_what_the_files_say(one: Path, two: Path, tmp_path: Path) -> None:
     page, pictures = tmp_path / "page.html", tmp_path / "pictures"
-    assert main([str(one), str(two), "--out", str(page), "--pictures", str(pictures)]) == 0
-    text = page.read_text()
-    assert not re.search(r"(src|href)=\"?(http|file|/)", text)  # nothing else is needed to look at it
-    for expected in ("run1", "run2", "Scores", "ranks of run2", "num_epochs", "the command line", "horovod 0.28.1"):
-        assert expected in text
-    assert {"ce.png", "learning-rate.png", "time-of-run1.png", "ranks-of-run2.png"} <= {one.name for one in pictures.iterdir()}
-    for one in pictures.iterdir():
-        assert len(numpy.unique(image.imread(one))) > 10, f"{one} is empty"
+    assert main([str(two), "--out", str(page), "--pictures", str(pictures)]) == 0
+    text, reports = page.read_text(), [json.loads(line) for line in (two / "scores.jsonl").read_text().splitlines()]
+    assert not re.search(r"(src|href)=\"?(http|file|/)", text.partition("<script type=text/plain")[0])  # needs nothing else
+    figures = shown(page)
+    (dev,) = [curve for curve in figures["score ce"]["panels"][0]["curves"] if curve["name"] == "dev"]
+    assert dev["y"] == [report["scores"]["dev_loss_ce"] for report in reports]
+    assert dev["y"][dev["best"]] == min(dev["y"])
+    assert dev["x"]["step"] == [report["global_step"] for report in reports]
+    assert figures["score ce"]["panels"][1]["curves"][0]["y"] == [report["learning_rate"] for report in reports]
+    compute = next(values for name, _, values in figures["time"]["bars"]["series"] if name == "compute")
+    assert compute == pytest.approx([sum(rank["compute"] for rank in report["seconds"]) / 2 for report in reports])
+    assert figures["ranks"]["bars"]["labels"] == ["rank 0", "rank 1"]
+    assert "class TinyModel" in text or "def get_model" in text, "the config's text"
+    assert {"score-ce.png", "time.png", "ranks.png", "stragglers.png"} <= {one.name for one in pictures.iterdir()}
+    for picture in pictures.iterdir():
+        assert len(numpy.unique(image.imread(picture))) > 10, f"{picture} is empty"
+
+    assert main([str(one), "--out", str(page)]) == 0
+    assert not {"ranks", "stragglers"} & set(shown(page)), "one rank has nobody to be compared with"
+    assert main([str(one), str(two), "--out", str(page)]) == 0
+    assert {"score ce", "time of runs", "ranks of run2", "time of run1"} <= set(shown(page))
+    for expected in ("What differs between the runs", "use_horovod", "the command line", "horovod 0.28.1"):
+        assert expected in page.read_text()
+
+
+def run_folder(folder: Path, steps: int = 0) -> Path:
+    """A run of two epochs, as a training without starts.jsonl left it, and `steps` lines of steps.jsonl in each epoch."""
+    folder.mkdir(parents=True)
+    lines = [as_line(replace(REPORT, epoch=epoch, global_step=10 * epoch)) for epoch in (1, 2)]
+    (folder / "scores.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    within = [
+        {
+            "epoch": epoch,
+            "step": step,
+            "progress": step / steps,
+            "elapsed": step / 2,
+            "learning_rate": 0.1 * step,
+            "scores": {"ce": -step},
+        }
+        for epoch in (1, 2)
+        for step in range(1, steps + 1)
+    ]
+    if steps:
+        (folder / "steps.jsonl").write_text("".join(json.dumps(line) + "\n" for line in within))
+    return folder
+
+
+def test_steps_within_epochs(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run", steps=4)
+    with (folder / "steps.jsonl").open("a") as file:  # killed in epoch 2, went on from its second step, and writes right now
+        file.write('{"epoch": 2, "st\n[1]\n{"epoch": 2, "step": 2}\n')
+        file.write('{"epoch": 2, "step": 3, "progress": 0.75, "learning_rate": 0.7, "scores": {"ce": "nan"}}\n{"epoch": 2, "ste')
+    (run,) = read_runs([folder])
+    assert [(line["epoch"], line["step"]) for line in run.steps] == [(1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (2, 3)]
+    main_panel, rates = score_figures([run])[0].panels
+    within = main_panel.curves[0]
+    assert within.y == [-1, -2, -3, -4, -1, -2]  # without the one that is not a number
+    assert within.x["epoch"] == [0.25, 0.5, 0.75, 1.0, 1.25, 1.5]
+    assert within.x["step"] == [1, 2, 3, 4, 11, 12]
+    assert within.x["seconds"] == [0.5, 1, 1.5, 2, 10.5, 11]
+    assert rates.curves[0].y == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.1, 0.2, 0.7])
+
+
+def test_a_long_curve_keeps_its_peaks(tmp_path: Path) -> None:
+    values = numpy.random.default_rng(1).normal(size=100_000).tolist()
+    kept = decimated(values)
+    assert len(kept) <= MAX_POINTS
+    assert {values.index(min(values)), values.index(max(values)), 0, len(values) - 1} <= set(kept)
+
+
+def test_what_a_config_says_stays_text(tmp_path: Path) -> None:
+    evil = "</script><script>alert(1)</script><img src=x onerror=alert(1)>"
+    folder = run_folder(tmp_path / "a&b <i>")
+    line = as_line(replace(REPORT, scores={f"dev_loss_{evil}": 1.0, "dev_loss_ce": float("inf")}))
+    (folder / "scores.jsonl").write_text(json.dumps(line) + "\n")
+    start = Start([(evil, evil)], {evil: (evil, evil)}, 1, 5, {evil: evil}, evil, evil, evil, {evil: evil})
+    note_start(folder, start)
+    assert main([str(folder), "--out", str(tmp_path / "page.html")]) == 0
+    text = (tmp_path / "page.html").read_text()
+    assert "alert(1)" in text
+    assert "<img" not in text
+    assert "<script>alert" not in text
+    assert "a&amp;b &lt;i&gt;" in text
+
+
+def test_served_to_this_machine_only(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()  # a training that has not written anything yet
+    server, address = open_server([folder], 0)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+
+    def get(path: str, host: str = "localhost:8080") -> tuple[int, str]:
+        try:
+            with urlopen(Request(path, headers={"Host": host}), timeout=60) as answer:
+                return answer.status, answer.read().decode()
+        except HTTPError as error:
+            return error.code, error.read().decode()
+
+    try:
+        assert server.server_address[0] == "127.0.0.1"
+        status, text = get(address)
+        assert status == 200
+        assert "data-live" in text
+        first = json.loads(get(f"{address}data.json")[1])
+        assert get(f"{address}data.json?have={first['version']}") == (204, "")
+        shutil.copytree(run_folder(tmp_path / "other", steps=3), folder, dirs_exist_ok=True)
+        now = json.loads(get(f"{address}data.json?have={first['version']}")[1])
+        assert "score ce" in [figure["name"] for figure in now["figures"]]
+        root = address.rsplit("/", 2)[0]
+        for wrong in (
+            f"{root}/",
+            f"{root}/data.json",
+            f"{address}scores.jsonl",
+            f"{address}../../etc/passwd",
+            f"{root}/x/data.json",
+        ):
+            assert get(wrong) == (404, "")
+        assert get(address, host="evil.example") == (404, "")
+        (folder / "scores.jsonl").write_text("damaged\n")
+        assert get(f"{address}data.json")[0] == 503
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_ctrl_c_ends_the_server(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "hvdtrain.report", str(run_folder(tmp_path / "run")), "--serve"], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("http://127.0.0.1:")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=120) == 0
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed")
-def test_the_page_in_a_browser(two: Path, tmp_path: Path) -> None:
-    assert main([str(two), "--out", str(tmp_path / "page.html")]) == 0
-    shot = tmp_path / "page.png"
+def test_the_page_in_a_browser(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run", steps=3)
+    assert main([str(folder), "--out", str(tmp_path / "page.html")]) == 0
     command = ["chromium", "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
-    command += ["--window-size=1400,1200", f"--screenshot={shot}", f"file://{tmp_path / 'page.html'}"]
-    subprocess.run(command, capture_output=True, timeout=120, check=True)
-    pixels = image.imread(shot)[..., :3]
-    # The heading on top, and beneath it two figures side by side, with the colors of their curves.
-    figures = pixels[250:]
-    for half in (figures[:, :650], figures[:, 700:1350]):
-        colors = {tuple(color) for color in numpy.round(half.reshape(-1, 3) * 255).astype(int)}
-        assert (0x1F, 0x6F, 0x8B) in colors
+    command += ["--window-size=1400,3000", "--virtual-time-budget=20000", "--dump-dom", f"file://{tmp_path / 'page.html'}"]
+    drawn = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
+    assert drawn.count('class="main-svg"') >= len(shown(tmp_path / "page.html")), "every figure is drawn"
 
 
 def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -109,6 +109,9 @@ def test_losses_in_every_form(
     out = ours(TOY, folder=folder, model=model, sums=sums)
     assert re.search(r"train epoch 1, step 1, .*, num_seqs [1-7], max_size:time:data (\d+), max_size:time:classes \1, ", out)
     assert_same_training(model, by_returnn, name)
+    hooks = Path(f"{model}.hooks").read_text()  # what epoch_start and epoch_end were called with
+    assert hooks == Path(f"{by_returnn.model(name)}.hooks").read_text()
+    assert len(hooks.splitlines()) == 2 * 2 * 2
     initial = torch.load(folder / "init.pt", weights_only=True)["model"]
     last = torch.load(f"{model}.002.pt", weights_only=True)["model"]
     assert not [key for key, values in last.items() if torch.allclose(values, initial[key], atol=1e-3)]
@@ -149,6 +152,9 @@ def test_a_model_of_returnns_frontend(folder: Path, by_returnn: Trainings, tmp_p
     model = tmp_path / "model"
     out = ours(WORDS, folder=folder, model=model)
     assert "ctc" in out
+    assert re.findall("^start of .*", out, flags=re.M) == [
+        f"start of {name} in epoch {n}" for n in (1, 2) for name in ("train", "dev")
+    ]
     assert_same_training(model, by_returnn, "words")
     first, last = by_returnn.scores("words")
     assert last["dev_loss_ctc"] < first["dev_loss_ctc"]

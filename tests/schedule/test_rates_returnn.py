@@ -10,8 +10,7 @@ from returnn.learning_rate_control import load_learning_rate_control_from_config
 
 from hvdtrain.schedule.file import LearningRateFile, read_learning_rate_file
 from hvdtrain.schedule.history import EpochRecord
-from hvdtrain.schedule.newbob import NewbobKeys
-from hvdtrain.schedule.rates import ScheduleKeys, epoch_learning_rate
+from hvdtrain.schedule.rates import NewbobKeys, ScheduleKeys, epoch_learning_rate
 
 CONTROLS = ["constant", "newbob", "newbob_rel", "newbob_abs", "newbob_multi_epoch"]
 

@@ -6,8 +6,7 @@ import numpy
 import pytest
 
 from hvdtrain.schedule.history import EpochRecord, error_key
-from hvdtrain.schedule.newbob import NewbobKeys
-from hvdtrain.schedule.rates import ScheduleKeys, epoch_learning_rate
+from hvdtrain.schedule.rates import NewbobKeys, ScheduleKeys, epoch_learning_rate
 
 
 def sections(keys: dict[str, object]) -> tuple[ScheduleKeys, NewbobKeys]:

@@ -13,7 +13,8 @@ def factors(spec: dict, positions: list[float], num_epochs: int = 10) -> list[fl
     assert not problems
     assert schedule is not None
     # What counts is one of the two; the other is far off.
-    return [schedule.factor(int(at), 1e9) if schedule.by_steps else schedule.factor(10**9, at) for at in positions]
+    by_steps = "num_warmup_steps" in spec or "num_steps" in spec
+    return [schedule.factor(int(at), 1e9) if by_steps else schedule.factor(10**9, at) for at in positions]
 
 
 def test_constant_with_a_warm_up() -> None:
@@ -38,6 +39,38 @@ def test_cosine() -> None:
     assert factors(spec, [4])[0] == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi / 4)) / 2)
 
 
+@pytest.mark.parametrize(("name", "middle"), [("linear", 0.5), ("cosine", 0.5), ("one_cycle", 0.5)])
+def test_a_warm_up_in_steps_and_an_end_in_epochs(name: str, middle: float) -> None:
+    """50 steps an epoch: the shape is that of a schedule in steps alone; it ends with the last epoch if nothing is said."""
+    mixed, problems = make_schedule({"class": name, "num_warmup_steps": 20}, 4)
+    in_steps, _ = make_schedule({"class": name, "num_warmup_steps": 20, "num_steps": 200}, 4)
+    assert not problems
+    assert mixed is not None
+    assert in_steps is not None
+    own = [mixed.factor(step, step / 50) for step in range(210)]
+    assert own == pytest.approx([in_steps.factor(step, step / 50) for step in range(210)])
+    assert own[19:21] == pytest.approx([1, 1])
+    assert own[110] == pytest.approx(middle)
+    assert own[199] > own[200] == own[209] == 0
+    given, _ = make_schedule({"class": name, "num_warmup_steps": 20, "num_epochs": 2}, 4)
+    assert given is not None
+    assert given.factor(99, 99 / 50) > given.factor(100, 2.0) == 0
+
+
+def test_a_warm_up_in_epochs_and_an_end_in_steps() -> None:
+    mixed, problems = make_schedule({"class": "linear", "num_warmup_epochs": 0.5, "num_steps": 125}, 4)
+    assert not problems
+    assert mixed is not None
+    found = [mixed.factor(step, step / 50) for step in (0, 5, 25, 75, 125, 130)]
+    assert found == pytest.approx([0, 0.2, 1, 0.5, 0, 0])
+
+
+def test_a_warm_up_that_is_longer_than_the_schedule_never_ends() -> None:
+    mixed, _ = make_schedule({"class": "linear", "num_warmup_steps": 1000}, 4)
+    assert mixed is not None
+    assert [mixed.factor(step, step / 50) for step in (0, 199)] == [0.001, 0.2]
+
+
 def test_inverse_square_root() -> None:
     # Vaswani et al.: min(step ** -0.5, step * warmup ** -1.5), relative to its peak.
     own = factors({"class": "inverse_square_root", "num_warmup_steps": 100}, list(range(1000)))
@@ -56,18 +89,30 @@ def test_one_cycle() -> None:
     ("spec", "problem"),
     [
         ("triangle", "class: expected one of constant, linear, cosine, inverse_square_root, one_cycle, got 'triangle'"),
+        (
+            {"class": "cosin", "num_warmup_steps": 3},
+            "class: expected one of constant, linear, cosine, inverse_square_root, one_cycle, got 'cosin' (did you mean cosine?)",
+        ),
         ({"num_steps": 3}, "class: expected one of constant, linear, cosine, inverse_square_root, one_cycle, got None"),
         ({"class": "linear", "num_step": 3}, "num_step: unknown key of a learning rate schedule (did you mean num_steps?)"),
         ({"class": "linear", "num_steps": 0}, "num_steps: expected a positive number, got 0 in the config"),
         ({"class": "linear", "num_warmup_steps": 9, "num_steps": 9}, "num_warmup_steps: expected less than num_steps, 9, got 9"),
-        ({"class": "linear", "num_warmup_epochs": 10}, "num_warmup_epochs: expected less than num_epochs, 10, got 10"),
         (
-            {"class": "linear", "num_warmup_steps": 9},
-            "num_steps: expected the end of linear, as its warm-up is in steps, got nothing",
+            {"class": "linear", "num_warmup_epochs": 10},
+            "num_warmup_epochs: expected less than the config's num_epochs, 10, got 10",
         ),
         (
-            {"class": "linear", "num_steps": 9, "num_epochs": 9},
-            "num_steps: expected lengths either in steps or in epochs, got both",
+            {"class": "linear", "num_warmup_epochs": 3, "num_epochs": 2},
+            "num_warmup_epochs: expected less than num_epochs, 2, got 3",
+        ),
+        ({"class": "linear", "num_steps": 9, "num_epochs": 9}, "num_steps: expected either it or num_epochs, got both"),
+        (
+            {"class": "inverse_square_root", "num_warmup_steps": 9, "num_warmup_epochs": 1},
+            "num_warmup_steps: expected either it or num_warmup_epochs, got both",
+        ),
+        (
+            {"class": ["linear"]},
+            "class: expected one of constant, linear, cosine, inverse_square_root, one_cycle, got ['linear']",
         ),
         (
             "inverse_square_root",

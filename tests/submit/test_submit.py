@@ -1,5 +1,6 @@
 """Job scripts: written for every scheduler and launcher, read by the shell, and the plain one run for real."""
 
+import json
 import os
 import re
 import shutil
@@ -10,7 +11,9 @@ from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
 
+import jsonschema
 import pytest
+import yaml
 from launching import ROOT, TOY, Finished, launch
 
 from hvdtrain.errors import ConfigError
@@ -30,6 +33,11 @@ RICH = [
 SBATCH = "job-name nodes ntasks-per-node cpus-per-task gpus-per-node mem time partition account output".split()
 SBATCH += "signal requeue open-mode".split()
 QSUB = "-S -N -wd -j -o -pe -l -q -A -notify -r".split()
+PBS = "-S -N -l -q -A -o -j -k -r".split()
+BSUB = "-J -n -R -gpu -W -q -P -o -r -Q".split()
+
+KUBERNETES = ["--scheduler", "kubernetes", "--image", "registry.example/hvdtrain:1"]
+SCHEMAS = json.loads((ROOT / "tests/submit/kubeflow_schemas.json").read_text())
 
 
 OF_A_USER = {**os.environ, "OMPI_MCA_rmaps_base_oversubscribe": "1", "OMP_NUM_THREADS": "1"}
@@ -52,7 +60,12 @@ def submit(*arguments: object) -> Finished:
         ["--scheduler", "slurm", *SIZE, "--no-requeue", "--setup", "module load openmpi", "--option=--constraint=h100", *HOROVOD],
         ["--scheduler", "sge", *RICH, "--doctor", *HOROVOD],
         ["--scheduler", "sge", *SIZE, "--no-requeue", *HOROVOD],
-        ["--scheduler", "mpi", *RICH, "--hosts", "h1,h2", *HOROVOD],
+        ["--scheduler", "pbs", *RICH, "--doctor", *HOROVOD],
+        ["--scheduler", "pbs", "--time", "30"],
+        ["--scheduler", "pbs", *SIZE, "--launcher", "mpirun", "--no-requeue", *TORCH],
+        ["--scheduler", "lsf", *RICH, "--doctor", *HOROVOD],
+        ["--scheduler", "lsf", "--tasks-per-node", "4", "--no-requeue", "--time", "30", *TORCH],
+        ["--scheduler", "mpi", *SIZE, "--cpus-per-task", "8", "--interface", "eth0", "--hosts", "h1,h2", *HOROVOD],
         ["--scheduler", "mpi", "--tasks-per-node", "2", "--doctor", *HOROVOD],
         ["--scheduler", "mpi", "--tasks-per-node", "2", *HOROVOD, "++model", "a folder/it's $HOME/model"],
     ],
@@ -73,6 +86,10 @@ def test_scripts_that_the_shell_and_the_schedulers_read(arguments: list[str], tm
         assert option in [*SBATCH, "constraint"], option
     for option in re.findall(r"^#\$ (-\w+)", script, flags=re.MULTILINE):
         assert option in QSUB, option
+    for option in re.findall(r"^#PBS (-\w+)", script, flags=re.MULTILINE):
+        assert option in PBS, option
+    for option in re.findall(r"^#BSUB (-\w+)", script, flags=re.MULTILINE):
+        assert option in BSUB, option
     across_hosts = "--nodes" in arguments and "mpirun" in script
     assert ("keepalive" in script) == across_hosts
 
@@ -108,6 +125,76 @@ def test_slurm_scripts_say_what_a_person_would_have_said() -> None:
     assert "srun --mpi=pmix" in submit(G2P, "--scheduler", "slurm", "--launcher", "srun", *SIZE, *HOROVOD).out
 
 
+def test_the_same_options_mean_the_same_to_every_scheduler() -> None:
+    """64G of memory, 4 GPUs and 4 ranks with 8 cores each on each of 2 hosts; 36 hours."""
+
+    def head(scheduler: str, *more: str) -> list[str]:
+        written = submit(G2P, "--scheduler", scheduler, *RICH, *more, *HOROVOD)
+        assert written.status == 0, written.err
+        return written.out.splitlines()
+
+    expected = {
+        "slurm": ["#SBATCH --mem=64G", "#SBATCH --cpus-per-task=8", "#SBATCH --ntasks-per-node=4", "#SBATCH --gpus-per-node=4"],
+        "sge": ["#$ -pe mpi 64", "#$ -l h_vmem=2G", "#$ -l h_rt=36:00:00 -l s_rt=35:55:00"],  # 32 slots a host, 2G each
+        "pbs": ["#PBS -l select=2:ncpus=32:mpiprocs=4:ngpus=4:mem=64gb", "#PBS -l place=scatter", "#PBS -l walltime=36:00:00"],
+        "lsf": ["#BSUB -n 64", '#BSUB -R "span[ptile=32]"', '#BSUB -R "rusage[mem=64GB/host]"', "#BSUB -W 36:00"],
+    }
+    for scheduler, lines in expected.items():
+        written = head(scheduler)
+        assert not [line for line in lines if line not in written], scheduler
+        assert "export OMP_NUM_THREADS=8  # per rank" in written
+    assert '#BSUB -gpu "num=4/host:j_exclusive=yes"' in head("lsf")
+    pod = yaml.safe_load(submit(G2P, *KUBERNETES, *RICH, *HOROVOD).out)["spec"]["mpiReplicaSpecs"]["Worker"]["template"]["spec"]
+    assert pod["containers"][0]["resources"]["limits"] == {"cpu": 32, "memory": "64Gi", "nvidia.com/gpu": 4}
+    for scheduler, line in (
+        ("slurm", "#SBATCH --cpus-per-task=2"),
+        ("sge", "#$ -pe mpi 8"),  # a slot for each rank
+        ("pbs", "#PBS -l select=2:ncpus=8:mpiprocs=4"),
+        ("lsf", '#BSUB -R "span[ptile=8]"'),
+    ):
+        assert line in submit(G2P, "--scheduler", scheduler, *SIZE, *HOROVOD).out.splitlines()  # cores are always written
+
+
+def test_manifests_are_what_the_published_schemas_allow(tmp_path: Path) -> None:
+    """Kubeflow's own schemas, without fields that they do not know: Kubernetes would drop those, or refuse the manifest."""
+
+    def strict(schema: object) -> object:
+        if isinstance(schema, list):
+            return [strict(each) for each in schema]
+        if not isinstance(schema, dict):
+            return schema
+        closed = {"additionalProperties": False} if "properties" in schema else {}
+        return {**closed, **{name: strict(each) for name, each in schema.items()}}
+
+    volume = ["--volume", "data:/data", "--folder", "/data/my training"]
+    for arguments, kind in (
+        ([*RICH, *volume, "--doctor", *HOROVOD], "MPIJob"),
+        ([*SIZE, "--no-requeue", "--setup", "export A='b: c # d'", *HOROVOD], "MPIJob"),
+        ([*SIZE, "--launcher", "mpirun", *TORCH], "MPIJob"),
+        ([*RICH, *volume, *TORCH], "PyTorchJob"),
+        (["--tasks-per-node", "2", "--name", "Two_ranks.v1", "--no-requeue", *TORCH], "PyTorchJob"),
+    ):
+        written = submit(G2P, *KUBERNETES, *arguments)
+        assert written.status == 0, written.err
+        manifest = yaml.safe_load(written.out)
+        assert (manifest["kind"], manifest["apiVersion"]) == (kind, SCHEMAS[kind]["apiVersion"])
+        jsonschema.Draft202012Validator(strict(SCHEMAS[kind]["schema"])).validate(manifest)
+        assert re.fullmatch(r"[a-z][a-z0-9-]{0,39}", manifest["metadata"]["name"])
+        specs = next(value for name, value in manifest["spec"].items() if name.endswith("ReplicaSpecs"))
+        for role, spec in specs.items():
+            command = spec["template"]["spec"]["containers"][0].get("command")
+            assert (command is None) == (role == "Worker" and kind == "MPIJob")  # the operator starts sshd there
+            if command is not None:
+                (tmp_path / "run.sh").write_text(command[2])
+                assert subprocess.run(["bash", "-n", tmp_path / "run.sh"]).returncode == 0
+    manifest["spec"]["pytorchReplicaSpecs"]["Master"]["replica"] = 1
+    with pytest.raises(jsonschema.ValidationError, match="'replica' was unexpected"):
+        jsonschema.Draft202012Validator(strict(SCHEMAS[kind]["schema"])).validate(manifest)
+    alone = yaml.safe_load(submit(G2P, *KUBERNETES, "--time", "60").out)
+    assert (alone["kind"], alone["apiVersion"], alone["spec"]["activeDeadlineSeconds"]) == ("Job", "batch/v1", 3300)
+    assert "python -m hvdtrain configs/g2p.py &" in alone["spec"]["template"]["spec"]["containers"][0]["command"][2]
+
+
 def test_mistakes_are_told_before_anything_is_submitted() -> None:
     wrong = submit(G2P, "--scheduler", "slurm", "--submit", *SIZE, "++learning_rat", "1", "++num_epochs", "none")
     assert wrong.status == 2
@@ -121,11 +208,20 @@ def test_mistakes_are_told_before_anything_is_submitted() -> None:
     for problem in (
         "--gpus-per-node: expected one for each of 4 ranks of a node, got 2",
         "--time: expected hh:mm:ss, d-hh:mm:ss or minutes, got 'soon'",
+        "--time: expected another scheduler, got mpi, which has no such option",
         "--hosts: expected the names of 2 hosts, got h1",
         "--launcher: expected mpirun with --scheduler mpi, got srun",
         "use_horovod: expected use_horovod or torch_distributed for 8 ranks, got neither",
     ):
         assert problem in options.err
+    other = submit(G2P, *"--scheduler mpi --memory much --queue gpu".split())
+    assert "--memory: expected an amount of each host such as 64G or 500M, got 'much'" in other.err
+    assert "--queue: expected another scheduler, got mpi, which has no such option" in other.err
+    pods = submit(G2P, *"--scheduler kubernetes --nodes 2 --volume data --option x".split(), *TORCH)
+    assert "--image: expected a container image with hvdtrain for kubernetes, got none" in pods.err
+    assert "--volume: expected CLAIM:/PATH, got data" in pods.err
+    agents = submit(G2P, *"--scheduler pbs --nodes 2".split(), *TORCH)
+    assert "--scheduler: expected slurm or kubernetes for torchrun on several hosts, got pbs" in agents.err
     late = submit(G2P, *"--scheduler slurm --time 5 --stop-before 300".split())
     assert "--stop-before: expected at least 180 s less than --time (300 s), which starting may take, got 300" in late.err
     nowhere = launch(["-m", "hvdtrain", "submit", G2P, "--scheduler", "sge", "--submit"], environment={"PATH": "/nowhere"})
@@ -144,6 +240,24 @@ def test_launchers_go_with_the_keys() -> None:
     for text in ("soon", "0", "1:2:3:4", "-5"):
         with pytest.raises(ValueError, match=re.escape(text)):
             seconds_of(text)
+
+
+@pytest.mark.parametrize("scheduler", ["pbs", "lsf"])
+def test_scripts_stop_the_training_before_the_limit(tmp_path: Path, scheduler: str) -> None:
+    """Neither PBS nor LSF tells a script in time, so it tells itself. A stand-in for Python ends as the trainer does."""
+    trainer = tmp_path / "python"
+    trainer.write_text("#!/bin/bash\ntrap 'kill $!; exit 75' USR1\ntouch started; sleep 1000 & wait\n")
+    (tmp_path / "qsub").write_text(f'#!/bin/bash\necho "$@" > {tmp_path}/resubmitted\n')
+    for program in (trainer, tmp_path / "qsub"):
+        program.chmod(0o755)
+    written = submit(G2P, "--scheduler", scheduler, "--time", "30", "--python", trainer, "--folder", tmp_path)
+    (tmp_path / "job.sh").write_text(written.out.replace("sleep 1500 &", "(until [ -e started ]; do sleep 0.1; done) &"))
+    assert "sleep 1500 &" in written.out
+    path = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", tmp_path / "job.sh"], env=path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 75, done.stderr  # LSF requeues a job with this status
+    if scheduler == "pbs":
+        assert (tmp_path / "resubmitted").read_text() == f"{tmp_path}/job.sh\n"
 
 
 def test_the_plain_script_trains(corpus: Path, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ def forward_step(*, model, extern_data, **_):
     context.mark_as_default_output(scores, seq_lens=data.seq_lens)
     context.mark_as_output(scores.argmax(-1), "best", seq_lens=data.seq_lens)
     context.mark_as_output(data.seq_lens.float().sqrt(), "root")
+    context.mark_as_output(scores[:, 0], "first")
 
 class Callback:
     def init(self, *, model):
@@ -32,6 +33,7 @@ class Callback:
         print("model has", len(list(model.parameters())), "parameters", file=self.file)
     def process_seq(self, *, seq_tag, outputs):
         assert outputs["output"].raw_tensor.dtype == "float32" and outputs["root"].raw_tensor.shape == ()
+        assert outputs["first"].raw_tensor.shape == (5,)
         print(seq_tag, outputs["output"].raw_tensor.shape, *outputs["best"].raw_tensor.tolist(), file=self.file)
     def finish(self):
         print("finished", file=self.file)
@@ -95,6 +97,7 @@ def test_forward_hands_outputs_on_in_the_datasets_order(after_training: tuple[Pa
         assert all(numpy.array_equal(sequences[0][key], sequences[1][key]) for key in ("data", "best", "root"))
         assert sequences[0]["data"].shape == (len(dev.sequence(index)["data"]), 5)
         assert numpy.array_equal(sequences[0]["data"].argmax(-1), sequences[0]["best"])
+        assert numpy.array_equal(sequences[0]["first"], sequences[0]["data"][:1])  # no axis of time: one frame of five numbers
         assert numpy.array_equal(sequences[0]["root"], numpy.sqrt([len(sequences[0]["data"])], dtype=numpy.float32))
     assert not list(folder.glob("*.unfinished"))
     again = run(config, {**keys, "task": "forward", "output_file": folder / "out-1.hdf"})
@@ -123,7 +126,8 @@ def test_a_function_of_the_config_is_a_task(after_training: tuple[Path, dict[str
     assert "task: expected config:NAME with the name of a function in the config, got 'config:bye'" in wrong.err
     unknown = run(config, {**keys, "task": "sing"})
     assert (
-        "task: expected one of train, dry_run, eval, forward, search, cleanup_old_models, config:NAME, got 'sing'" in unknown.err
+        "task: expected one of train, dry_run, summary, eval, forward, search, cleanup_old_models, config:NAME, got 'sing'"
+        in unknown.err
     )
 
 

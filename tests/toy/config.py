@@ -143,6 +143,51 @@ def track_epoch(*, epoch, step, metrics, **_):
             file.write(json.dumps({"epoch": epoch, "step": step, "metrics": metrics}) + "\n")
 
 
+class Noted:
+    """Counts this rank's steps. Where they are `finish_at`, the last rank asks for the end of the training."""
+
+    def __init__(self, path, finish_at):
+        self.path, self.finish_at, self.steps = path, finish_at, 0
+
+    def on_step_end(self, training):
+        self.steps += 1
+        if training.rank == training.size - 1 and self.steps == self.finish_at:
+            training.finish("the last rank wants it")
+
+    def on_stop(self, training):
+        total = hvdtrain.all_reduce(self.steps)
+        with open(f"{self.path}.{training.rank}", "a") as file:
+            file.write(json.dumps([training.epoch, self.steps, total, training.stopped_by]) + "\n")
+
+
+class NotedOnRankZero(Noted):
+    rank_zero_only = True
+
+    def on_stop(self, training):
+        with open(f"{self.path}.zero.{training.rank}", "a") as file:
+            file.write(f"{self.steps}\n")
+
+
+class NotedTracker:
+    def begin(self, run):
+        with open(f"{noted}.tracked.{hvdtrain.rank()}", "a") as file:
+            file.write(f"{len(run.start.hosts)}\n")
+
+
+class Breaks:
+    def on_step_end(self, training):
+        if fault == "callback" and training.rank == int(fault_rank) and training.step in map(int, fault_steps):
+            Path(f"{record}.fault").write_text(str(time.time()))
+            raise RuntimeError("planted in a callback")
+
+
+noted, *finish_at = config.list("noted", [None])
+trackers = NotedTracker if noted else None
+callbacks = (
+    [one(noted, int(finish_at[0])) for one in (Noted, NotedOnRankZero)] if noted else [Breaks] if fault == "callback" else []
+)
+
+
 def dawdle(what, seconds):
     if pace == what:
         time.sleep(seconds * (1.3 if hvdtrain.rank() == int(slow_rank) else 1))

@@ -118,6 +118,7 @@ class MapDataset(Dataset):
         self._where = where
         self._dataset = dataset
         self.own_order = dataset.own_order
+        self.window = dataset.window
         self._map_seq = map_seq
         self._arguments = accepted_arguments(map_seq, ("epoch", "index", "rng"))
         self._seed = seed

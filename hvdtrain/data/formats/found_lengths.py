@@ -24,6 +24,9 @@ from hvdtrain.data.types import Array, Stream
 FORMAT = 1
 """Of the files; another number: they are made anew."""
 
+HEAD_START = 0.5
+"""Seconds by which rank 0, which shows the progress, is ahead of the others."""
+
 
 @dataclass(frozen=True)
 class About:

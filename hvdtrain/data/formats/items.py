@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy
 
 from hvdtrain.data.combine.workers import AHEAD, Workers
 from hvdtrain.data.dataset import Dataset, Scanning
+from hvdtrain.data.formats.found_lengths import HEAD_START, About, Found, LengthsFile, identity_of
 from hvdtrain.data.types import Array, Stream
 from hvdtrain.errors import DataError
 
@@ -21,8 +25,17 @@ TAG = "seq_tag"
 POSITIONS = ("data", "classes")
 """The data keys of an item that is a tuple."""
 
+FIRST = 8
+"""How many items are read to see how long reading takes."""
+
+SAMPLED = 32
+"""How many items are read to see whether lengths that are kept are theirs."""
+
 BLOCK = 256
 """How many items a process reads for one answer, when lengths are counted."""
+
+SIMPLE = (str, int, float, bool, type(None))
+"""Types of attributes that tell datasets of a class apart."""
 
 Counted = tuple[dict[str, Array], dict[str, int]]
 """By data key, the lengths of some items, and the largest class."""
@@ -30,85 +43,41 @@ Counted = tuple[dict[str, Array], dict[str, int]]
 ALONE = Scanning()
 
 SECONDS_ALONE = 2.0
-"""How long counting may take in one process; other processes are started if it would take longer."""
+"""How long counting may take in every rank. If it would take longer, one counts for all, in several processes, and what it found
+is kept in a file."""
 
 
-class ItemsDataset(Dataset):
-    """The items of a map-style dataset, each a sequence.
-
-    An item is a dict, a NamedTuple or a dataclass of arrays by data key, a tuple (data, classes), a tuple (tag, dict), or a
-    single array, which is `data`. Its arrays are whatever numpy makes arrays of: numpy arrays, CPU tensors, lists of numbers.
-    Their first axis is time. A single number is a sequence of one frame. Whole numbers on one axis are class indices. The entry
-    `seq_tag` is the name of the sequence. Data keys and types are those of the first item; floats in Python lists are float32.
-
-    The plan of an epoch needs all lengths. Where the object has no `lengths` (an attribute, or a method without arguments), all
-    items are read once to count them. `lengths` are a sequence of numbers by data key, or one sequence, of the lengths of `data`.
-    Data keys that it leaves out are single numbers. The object may also have `dims`, the numbers of classes by data key, and
-    `labels`, the names of the classes by data key; else the number of classes is the largest one counted plus 1, or unknown (1).
+class ItemForm:
+    """What all items of a source look like: as the first one.
 
     Args:
-        where: the config key, for messages.
-        items: has `__len__` and `__getitem__`.
-        scanning: how many processes may count, and what shows their progress.
+        where: the config key of the source, for messages.
 
-    Raises:
-        DataError: an item is not as described here, or `lengths` are not.
+    Attributes:
+        streams: by data key, what an item's array holds. Empty before the first item.
     """
 
-    def __init__(self, where: str, items: Any, scanning: Scanning = ALONE) -> None:
+    def __init__(self, where: str) -> None:
         self._where = where
-        self._items = items
-        self._size = len(items)
         self.streams: dict[str, Stream] = {}
-        self.lengths: dict[str, Array] = {}
-        if not self._size:
-            return
-        tag, first = self._arrays(0)
-        self.reads_for_tags = tag is not None
-        self.streams = {key: stream_of(values) for key, values in first.items()}
-        given = getattr(items, "lengths", None)
-        dims = dict(getattr(items, "dims", {}))
-        if given is not None:
-            self.lengths = self._given_lengths(given() if callable(given) else given, first)
-        else:
-            self.lengths, largest = self._count(scanning)
-            dims = {key: int(most) + 1 for key, most in largest.items()} | dims
-        labels = dict(getattr(items, "labels", {}))
-        for key, stream in self.streams.items():
-            if stream.sparse:
-                names = tuple(labels.get(key, ()))
-                self.streams[key] = Stream(stream.dtype, (), max(dims.get(key, 1), len(names), 1), sparse=True, labels=names)
 
-    @property
-    def num_sequences(self) -> int:
-        return self._size
-
-    def sequence(self, index: int) -> dict[str, Array]:
-        _, arrays = self._arrays(index)
-        for key, values in arrays.items():
-            if len(values) != self.lengths[key][index]:
-                raise DataError(
-                    f"{self._where}: expected {self.lengths[key][index]} frames of {key!r} in item {index}, as when lengths were "
-                    f"counted or given, got {len(values)} (an item has to have the same lengths whenever it is read)"
-                )
-        return arrays
-
-    def tags(self, indices: Sequence[int]) -> list[str]:
-        if not self.reads_for_tags:
-            return [f"seq-{index}" for index in indices]
-        return [str(self._arrays(index)[0]) for index in indices]
-
-    def _arrays(self, index: int) -> tuple[str | None, dict[str, Array]]:
+    def arrays(self, index: int, item: Any) -> tuple[str | None, dict[str, Array]]:
         """The tag, if there is one, and the arrays of an item. Raises: DataError."""
-        try:
-            item = self._items[index]
-        except Exception as error:
-            error.add_note(f"(in item {index} of {self._where})")
-            raise
         tag, values = named(f"{self._where}, item {index}", item)
         if self.streams and values.keys() != self.streams.keys():
             raise DataError(f"{self._where}, item {index}: expected {keys_text(self.streams)}, got {keys_text(values)}")
-        return tag, {key: self._array(index, key, value) for key, value in values.items()}
+        arrays = {key: self._array(index, key, value) for key, value in values.items()}
+        self.streams = self.streams or {key: stream_of(found) for key, found in arrays.items()}
+        return tag, arrays
+
+    def with_classes(self, dims: Mapping[str, int], labels: Mapping[str, Sequence[str]]) -> dict[str, Stream]:
+        """The streams with the numbers of classes and their names, where they are known."""
+        streams = dict(self.streams)
+        for key, stream in self.streams.items():
+            if stream.sparse:
+                names = tuple(labels.get(key, ()))
+                streams[key] = Stream(stream.dtype, (), max(dims.get(key, 1), len(names), 1), sparse=True, labels=names)
+        return streams
 
     def _array(self, index: int, key: str, value: Any) -> Array:
         where = f"{self._where}, item {index}, {key!r}"
@@ -142,6 +111,84 @@ class ItemsDataset(Dataset):
             )
         return cast
 
+
+class ItemsDataset(Dataset):
+    """The items of a map-style dataset, each a sequence.
+
+    An item is a dict, a NamedTuple or a dataclass of arrays by data key, a tuple (data, classes), a tuple (tag, dict), or a
+    single array, which is `data`. Its arrays are whatever numpy makes arrays of: numpy arrays, CPU tensors, lists of numbers.
+    Their first axis is time. A single number is a sequence of one frame. Whole numbers on one axis are class indices. The entry
+    `seq_tag` is the name of the sequence. Data keys and types are those of the first item; floats in Python lists are float32.
+
+    The plan of an epoch needs all lengths. Where the object has no `lengths` (an attribute, or a method without arguments), all
+    items are read once to count them; if that takes long, by one rank for all, and what it found is kept in a file. `lengths` are
+    a sequence of numbers by data key, or one sequence, of the lengths of `data`. Data keys that it leaves out are single numbers.
+    The object may also have `dims`, the numbers of classes by data key, and `labels`, the names of the classes by data key; else
+    the number of classes is the largest one counted plus 1, or unknown (1).
+
+    Args:
+        where: the config key, for messages.
+        items: has `__len__` and `__getitem__`.
+        scanning: how many processes may count, what shows their progress, and where lengths are kept.
+
+    Raises:
+        DataError: an item is not as described here, or `lengths` are not.
+    """
+
+    def __init__(self, where: str, items: Any, scanning: Scanning = ALONE) -> None:
+        self._where = where
+        self._items = items
+        self._size = len(items)
+        self._kept: Path | None = None
+        self.streams: dict[str, Stream] = {}
+        self.lengths: dict[str, Array] = {}
+        if not self._size:
+            return
+        self._form = ItemForm(where)
+        tag, first = self._arrays(0)
+        self.reads_for_tags = tag is not None
+        self.streams = self._form.streams
+        given = getattr(items, "lengths", None)
+        dims = dict(getattr(items, "dims", {}))
+        if given is not None:
+            self.lengths = self._given_lengths(given() if callable(given) else given, first)
+        else:
+            self.lengths, largest = self._count(scanning)
+            dims = {key: int(most) + 1 for key, most in largest.items()} | dims
+        self.streams = self._form.with_classes(dims, dict(getattr(items, "labels", {})))
+
+    @property
+    def num_sequences(self) -> int:
+        return self._size
+
+    def sequence(self, index: int) -> dict[str, Array]:
+        _, arrays = self._arrays(index)
+        for key, values in arrays.items():
+            if len(values) != self.lengths[key][index]:
+                advice = "an item has to have the same lengths whenever it is read"
+                if self._kept is not None:
+                    self._kept.unlink(missing_ok=True)
+                    advice += f"; if the data has changed, start again: {self._kept}, which had its lengths, is removed"
+                raise DataError(
+                    f"{self._where}: expected {self.lengths[key][index]} frames of {key!r} in item {index}, as when lengths were "
+                    f"counted or given, got {len(values)} ({advice})"
+                )
+        return arrays
+
+    def tags(self, indices: Sequence[int]) -> list[str]:
+        if not self.reads_for_tags:
+            return [f"seq-{index}" for index in indices]
+        return [str(self._arrays(index)[0]) for index in indices]
+
+    def _arrays(self, index: int) -> tuple[str | None, dict[str, Array]]:
+        """The tag, if there is one, and the arrays of an item. Raises: DataError."""
+        try:
+            item = self._items[index]
+        except Exception as error:
+            error.add_note(f"(in item {index} of {self._where})")
+            raise
+        return self._form.arrays(index, item)
+
     def _given_lengths(self, given: Any, first: Mapping[str, Array]) -> dict[str, Array]:
         """The lengths that the object has."""
         by_key = dict(given) if isinstance(given, Mapping) else {"data" if "data" in first else next(iter(first)): given}
@@ -163,17 +210,61 @@ class ItemsDataset(Dataset):
     def _count(self, scanning: Scanning) -> tuple[dict[str, Array], dict[str, int]]:
         """By data key, the lengths of all items, and the largest class. Raises: DataError."""
         began = time.perf_counter()
-        blocks = [range(start, min(start + BLOCK, self._size)) for start in range(0, self._size, BLOCK)]
+        starts = [0, *range(min(FIRST, self._size), self._size, BLOCK)]
+        blocks = [range(start, end) for start, end in pairwise([*starts, self._size]) if start < end]
         parts: list[Counted] = []
         with scanning.progress(f"{self._where}: lengths", self._size) as advance:
             while len(parts) < len(blocks):
                 left = blocks[len(parts) :]
-                expected = (time.perf_counter() - began) / max(1, len(parts)) * len(left)
-                if parts and len(left) > scanning.processes > 1 and expected > SECONDS_ALONE:
-                    parts += in_processes(scanning.processes, self._count_block, left, advance)
-                else:
-                    parts.append(self._count_block(left[0]))
-                    advance(len(left[0]))
+                expected = (time.perf_counter() - began) / max(1, left[0].start) * (self._size - left[0].start)
+                if parts and expected > SECONDS_ALONE:
+                    return self._count_for_all(parts, left, scanning, advance)
+                parts.append(self._count_block(left[0]))
+                advance(len(left[0]))
+        return self._joined(parts)
+
+    def _count_for_all(
+        self, parts: list[Counted], left: Sequence[range], scanning: Scanning, advance: Callable[[int], None]
+    ) -> tuple[dict[str, Array], dict[str, int]]:
+        """Count what is left unless another process does, or has done so. Of several processes, one counts, the others wait."""
+        shared = scanning.folder is not None
+        file = LengthsFile(scanning.folder, self._identity() if shared else "")
+        with file.turn(scanning.waiting, HEAD_START if shared and scanning.rank else 0.0):
+            kept = file.load("items")
+            if kept is not None:
+                self._kept = file.path("items")
+                about, found = kept
+                return dict(found.lengths), {key: stream.dim - 1 for key, stream in about.streams.items()}
+            processes = scanning.processes_alone if shared else scanning.processes
+            if processes > 1 and len(left) > 1:
+                parts += in_processes(processes, self._count_block, left, advance)
+            else:
+                for block in left:
+                    parts.append(self._count_block(block))
+                    advance(len(block))
+            lengths, largest = self._joined(parts)
+            streams = {key: replace(stream, dim=largest[key] + 1) for key, stream in self.streams.items()}
+            about = About(self._where, streams, by_corpus=True, skips=True, repeats=True)
+            if (reason := file.save("items", about, Found(numpy.zeros(0, dtype=bytes), lengths))) is not None:
+                scanning.note(
+                    f"{self._where}: the lengths are counted in every run, as they cannot be kept: {reason} (lengths_dir)"
+                )
+        return lengths, largest
+
+    def _identity(self) -> str:
+        """A text that differs where the items do: by their code, the simple attributes of the object, and some of the items."""
+        items, checksum = self._items, 0
+        for index in sorted({place * (self._size - 1) // (SAMPLED - 1) for place in range(SAMPLED)}):
+            tag, arrays = self._arrays(index)
+            lengths = {key: len(values) for key, values in sorted(arrays.items())}
+            checksum = zlib.crc32(repr((index, tag, lengths)).encode("utf-8"), checksum)
+            for key in sorted(key for key, stream in self.streams.items() if stream.sparse):
+                checksum = zlib.crc32(numpy.ascontiguousarray(arrays[key]).data, checksum)
+        simple = {key: value for key, value in getattr(items, "__dict__", {}).items() if isinstance(value, SIMPLE)}
+        made_of = identity_of([type(items), getattr(type(items), "__getitem__", None), simple])
+        return f"items {made_of} {self._size} {self.streams} {checksum}"
+
+    def _joined(self, parts: Sequence[Counted]) -> tuple[dict[str, Array], dict[str, int]]:
         lengths = {key: numpy.concatenate([part[key] for part, _ in parts]) for key in self.streams}
         return lengths, {key: max(most[key] for _, most in parts) for key in self.streams}
 

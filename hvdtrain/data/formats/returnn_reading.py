@@ -263,6 +263,19 @@ class Reading:
                 part.lengths.setdefault(key, []).append(len(values))
         return replace(part, total=self._dataset.num_sequences())
 
+    def streams(self) -> Mapping[str, Stream] | None:
+        """What the arrays of every sequence hold, if that is known better by now; None: `about` told it."""
+        return None
+
+    def skip(self, epoch: int, number: int) -> int:
+        """Read on towards a sequence for not much longer than `SCAN_SECONDS`; the number of the next one."""
+        if self._opened is None or epoch != self._epoch or number < self._next:
+            self._begin(epoch)
+        until = time.monotonic() + SCAN_SECONDS
+        while self._next < number and time.monotonic() < until and self._item(self._next) is not None:
+            pass
+        return self._next
+
     def order(self, epoch: int) -> tuple[Array, int] | None:
         """As `OpenedDataset.order`, and a checksum of the tags of the corpus, which may be another one in every epoch."""
         self._begin(epoch)

@@ -17,7 +17,7 @@ import numpy
 from hvdtrain.config.keys import ALONE, Rule, Section, Sections, key, not_negative, positive
 from hvdtrain.data.plan.bounds import BLOCK, Limits, blocks_of, bounds, grouped_by_cost, rearranged, shuffled
 from hvdtrain.data.plan.chunks import Chunks, select_by_length
-from hvdtrain.data.plan.order import OrderKeys, order, part_of, seed_of
+from hvdtrain.data.plan.order import OrderKeys, order, order_in_windows, part_of, seed_of
 from hvdtrain.data.types import Array
 from hvdtrain.errors import DataError
 
@@ -258,6 +258,7 @@ def plan(
     subset: Array | None = None,
     file_bounds: Array | None = None,
     chunks: Chunks | None = None,
+    window: int | None = None,
 ) -> Plan:
     """The plan of an epoch (counted from 1): a pure function of its arguments, the same on every rank.
 
@@ -266,12 +267,16 @@ def plan(
         subset: indices of the sequences to use; None: all of them.
         file_bounds: as of `Dataset.file_bounds`.
         chunks: the chunks of all sequences, if they are cut; the plan then consists of chunks.
+        window: as of `Dataset`, without `subset`.
 
     Raises:
         DataError: none of the epoch's sequences is left, or the order keys do not fit the data.
     """
     by = lengths["data"] if "data" in lengths else next(iter(lengths.values()))
-    ordered = order(by, order_keys, epoch, subset, file_bounds)
+    if window is None:
+        ordered = order(by, order_keys, epoch, subset, file_bounds)
+    else:
+        ordered = order_in_windows(by, order_keys, epoch, window)
     indices = select_by_length(lengths, ordered, batch_keys.min_seq_length, batch_keys.max_seq_length)
     if chunks is not None:
         indices = chunks.of(indices)

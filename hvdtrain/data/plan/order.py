@@ -6,7 +6,7 @@ Everything here is a pure function of the lengths, the settings and the epoch.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import numpy
@@ -39,6 +39,10 @@ ORDER_VERSION = max(CHANGES)
 
 BLOCKS_TOGETHER = 16
 """The number of blocks whose sequences `random_blocks` shuffles together."""
+
+
+WINDOW_STEP = 7919
+"""The distance between the seeds of neighbouring windows."""
 
 
 def is_order(method: object) -> bool:
@@ -166,6 +170,18 @@ def order(lengths: Array, keys: OrderKeys, epoch: int, subset: Array | None = No
     if subset is not None:
         part = subset[part].astype(numpy.int64, copy=False)
     return numpy.tile(part, keys.repeat_epoch) if keys.repeat_epoch > 1 else part
+
+
+def order_in_windows(lengths: Array, keys: OrderKeys, epoch: int, window: int) -> Array:
+    """The indices of the sequences of an epoch, each within its window of neighbours in order: as `order`, window by window.
+
+    A random order is another one in every window.
+    """
+    parts = []
+    for number, start in enumerate(range(0, len(lengths), window)):
+        own = replace(keys, random_seed_offset=keys.random_seed_offset + number * WINDOW_STEP)
+        parts.append(start + order(lengths[start : start + window], own, epoch))
+    return numpy.concatenate(parts) if parts else numpy.zeros(0, dtype=numpy.int64)
 
 
 def method_of(keys: OrderKeys, epoch: int) -> Method:

@@ -45,6 +45,7 @@ class PlanInputs:
     subset: Array | None
     file_bounds: Array | None
     chunks: Chunks | None
+    window: int | None = None
 
     @property
     def size(self) -> int:
@@ -61,6 +62,7 @@ class PlanInputs:
             subset=self.subset,
             file_bounds=self.file_bounds,
             chunks=self.chunks,
+            window=self.window,
         )
 
     def checksum(self) -> int:
@@ -71,6 +73,7 @@ class PlanInputs:
             *(order.partition_epoch, order.partition_by, order.repeat_epoch),
             *(batches.limits(epoch), batches.min_seq_length, batches.max_seq_length),
             *(batches.shuffle_batches, batches.balance_ranks, list(self.lengths)),
+            self.window,
         )
         found = crc32(numpy.frombuffer(repr(keys).encode(), dtype=numpy.uint8))
         chunks = [] if self.chunks is None else [self.chunks.first, *self.chunks.lengths.values()]

@@ -196,9 +196,12 @@ def of_any_set(found: Sequence[Sequence[Any]]) -> list[Any]:
     return [of_one(gradients) for gradients in zip(*found, strict=True)]
 
 
-def clipped(gradients: Sequence[Gradient], value: Any | None, global_norm: Any | None) -> list[Gradient]:
-    """Every element clipped to [-value, value]; then all gradients scaled down to `global_norm` if theirs is larger."""
-    changed = list(gradients)
+def clipped(gradients: Sequence[Gradient], value: Any | None, global_norm: Any | None) -> tuple[list[Gradient], tf.Tensor]:
+    """Every element clipped to [-value, value]; then all gradients scaled down to `global_norm` if theirs is larger.
+
+    Returns: the gradients, and their global norm before they were scaled; 0 without `global_norm`.
+    """
+    changed, norm = list(gradients), tf.zeros([])
     if value is not None:
         changed = [_map(gradient, lambda tensor: tf.clip_by_value(tensor, -value, value)) for gradient in changed]
     if global_norm is not None:
@@ -206,7 +209,7 @@ def clipped(gradients: Sequence[Gradient], value: Any | None, global_norm: Any |
         norm = tf.linalg.global_norm(tensors)
         factor = tf.minimum(global_norm / (norm + 1e-6), 1.0)
         changed = [_map(gradient, lambda tensor: tensor * tf.cast(factor, tensor.dtype)) for gradient in changed]
-    return changed
+    return changed, norm
 
 
 def noisy(gradients: Sequence[Gradient], deviation: Any, seeds: tf.Tensor) -> list[Gradient]:

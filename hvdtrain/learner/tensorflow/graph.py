@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.framework.config import is_op_determinism_enabled
 
 from hvdtrain.context import Loss, RunContext, running
 from hvdtrain.data.types import Batch
@@ -302,7 +303,12 @@ class StepGraphs:
 
 
 def _timed(exchange: Callable[[Any], Any], own: Any) -> tuple[Any, tf.Tensor]:
-    """What `exchange` makes of a rank's own tensors, and the seconds from when all of these were computed. Part of a graph."""
+    """What `exchange` makes of a rank's own tensors, and the seconds from when all of these were computed. Part of a graph.
+
+    With op determinism, TensorFlow has no clock in a graph: zero seconds.
+    """
+    if is_op_determinism_enabled():
+        return exchange(own), tf.zeros([], tf.float64)
     with tf.control_dependencies(tf.nest.flatten(own)):
         begin = tf.timestamp()
     result = exchange(own)

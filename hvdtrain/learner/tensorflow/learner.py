@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -13,7 +14,7 @@ import tensorflow as tf
 from hvdtrain.config.source import as_function
 from hvdtrain.data.types import Array, Batch
 from hvdtrain.errors import ConfigError
-from hvdtrain.learner.base import LearnerKeys, Observer, Then
+from hvdtrain.learner.base import Exported, Layer, LearnerKeys, Observer, Outputs, Then
 from hvdtrain.learner.frameworks import BuildOptions
 from hvdtrain.learner.meter import LearnerMeter, PendingScores, Transfer, by_sequence
 from hvdtrain.learner.optimizer import Clipping
@@ -22,6 +23,7 @@ from hvdtrain.learner.reducer import Reducer
 from hvdtrain.learner.steps import mixed_seed, mixed_seeds, noise_seeds
 from hvdtrain.learner.tensorflow.gradients import Accumulated, GraphGradients
 from hvdtrain.learner.tensorflow.graph import ConfigFunctions, StepGraphs
+from hvdtrain.learner.tensorflow.inspect import described, export_model
 from hvdtrain.learner.tensorflow.optimizer import UpdateGraph, make_optimizer
 from hvdtrain.learner.tensorflow.state import TensorFlowState, WeightAverage
 from hvdtrain.learner.tensorflow.tensors import ModelVariables, array_of, layers_of, tensorflow_variable, variables_of
@@ -136,6 +138,7 @@ class TensorFlowLearner:
         seed: tuple[int, int],
     ) -> None:
         self.model = variables.model
+        self.optimizer = update.optimizer
         counted = [*variables.of_kind("parameters"), *variables.of_kind("frozen")]
         self.num_parameters = sum(int(numpy.prod(variable.shape)) for variable in counted)
         self.device_name = device_name()
@@ -183,16 +186,30 @@ class TensorFlowLearner:
     def evaluate(self, batch: Batch) -> None:
         self.meter.scores.add(*self.graphs.evaluate(batch, self._epoch, self._step), self._step, batch.indices)
 
-    def forward(self, batch: Batch) -> list[dict[str, Array]]:
+    def forward(self, batch: Batch) -> list[Outputs]:
         outputs = self.graphs.forward(batch, self._epoch, self._step)
         rows = {
             name: (list(values.numpy()), None if seq_lens is None else seq_lens.numpy().tolist())
             for name, (values, seq_lens) in outputs.items()
         }
-        return by_sequence(rows, len(batch.indices))
+        vectors = (
+            name
+            for name, (values, seq_lens) in outputs.items()
+            if seq_lens is None and values.ndim == 2 and values.dtype.is_floating
+        )
+        return by_sequence(rows, len(batch.indices), frozenset(vectors))
 
     def modules(self) -> Iterator[tuple[str, Any]]:
         return layers_of(self.model)
+
+    def layers(self) -> Iterator[Layer]:
+        return described(self.variables)
+
+    def output_shapes(self, batch: Batch) -> dict[str, list[tuple[int, ...]]]:
+        return {}  # its layers are called within a graph, with tensors of unknown lengths
+
+    def export(self, batch: Batch, folder: Path) -> list[Exported]:
+        return export_model(self.variables, lambda: self.evaluate(batch), folder)
 
     def numbers(self, values: Sequence[float]) -> tf.Tensor:
         return tf.constant(values, tf.float64)
@@ -233,6 +250,8 @@ def build_learner(keys: LearnerKeys, reducer: Reducer, options: BuildOptions) ->
         ConfigError: get_model returns no Keras model or tf.Module, or one without variables, or the optimizer cannot be made.
     """
     prepare(keys.device, options.local_rank, options.threads)
+    if keys.deterministic:
+        tf.config.experimental.enable_op_determinism()
     keras.utils.set_random_seed(mixed_seed(options.seed, 0, 0))  # of TensorFlow, Python and numpy
     variables = _model(keys, options.precision)
     optimizer = make_optimizer(keys.optimizer, variables)
@@ -251,12 +270,13 @@ def build_learner(keys: LearnerKeys, reducer: Reducer, options: BuildOptions) ->
     check = GradientCheck(max_skipped, scale, same_on_all_ranks=lambda: reducer.updates_without_batch)
     clipping = Clipping(keys.gradient_clip, keys.gradient_clip_global_norm)
     average = None if keys.ema_decay is None else WeightAverage(dict(variables.named("parameters")), keys.ema_decay)
+    update = UpdateGraph(optimizer, variables, gradients, clipping, keys.gradient_noise, check, scale)
     return TensorFlowLearner(
         variables,
         StepGraphs(variables, functions, optimizer, gradients, reducer, scale),
-        UpdateGraph(optimizer, variables, gradients, clipping, keys.gradient_noise, check, scale),
-        TensorFlowState(variables, optimizer, average, scale),
-        _meter(variables, scale, finite_only=max_skipped is not None),
+        update,
+        TensorFlowState(variables, optimizer, average, scale, options.model_format),
+        _meter(variables, scale, update, finite_only=max_skipped is not None),
         (options.seed, options.rank),
     )
 
@@ -277,7 +297,7 @@ def _model(keys: LearnerKeys, precision: Precision) -> ModelVariables:
     return variables
 
 
-def _meter(variables: ModelVariables, scale: LossScale | None, finite_only: bool) -> TensorFlowMeter:
+def _meter(variables: ModelVariables, scale: LossScale | None, update: UpdateGraph, finite_only: bool) -> TensorFlowMeter:
     def not_finite() -> tuple[str, ...]:
         named = [*variables.named("parameters"), *variables.named("frozen")]
         return tuple(name for name, variable in named if not numpy.isfinite(array_of(variable).astype(numpy.float64)).all())
@@ -288,4 +308,4 @@ def _meter(variables: ModelVariables, scale: LossScale | None, finite_only: bool
         on_cpu=device_name() == "CPU",
         finite_only=finite_only,
     )
-    return TensorFlowMeter(scores, CpuClock(), scale, peak_memory)
+    return TensorFlowMeter(scores, CpuClock(), scale, peak_memory, update.gradient_norm)

@@ -71,7 +71,12 @@ class UpdateGraph:
         self._noise = noise
         self._check = check
         self._scale = scale
-        self._graph: Callable[..., tf.Tensor] | None = None
+        self._graph: Callable[..., tuple[tf.Tensor, tf.Tensor]] | None = None
+        self._norm: tf.Tensor | None = None
+
+    @property
+    def optimizer(self) -> keras.optimizers.Optimizer:
+        return self._optimizer
 
     def apply(
         self, reduced: list[Any], divisor: tf.Tensor, exchange: Exchange, learning_rate: float, noise_seeds: Array, step: int
@@ -95,10 +100,14 @@ class UpdateGraph:
             self._graph = graph.get_concrete_function(*specs)
         scale = tf.constant(1.0 if self._scale is None else self._scale.scale, tf.float32)
         rate, seeds = tf.constant(learning_rate, tf.float32), tf.constant(noise_seeds.astype("int32"))
-        finite = self._graph(reduced, divisor, scale, rate, seeds)
+        finite, self._norm = self._graph(reduced, divisor, scale, rate, seeds)
         if self._check.is_needed:
             flags = finite.numpy()
             self._check.is_applied(bool(flags.all()), step, lambda: self._invalid_names(flags))
+
+    def gradient_norm(self) -> float | None:
+        """The gradients' global norm before clipping, of the last update; None if they are not clipped by it. Waits for a GPU."""
+        return None if self._norm is None or self._clipping.global_norm is None else float(self._norm)
 
     def _apply(
         self,
@@ -108,8 +117,9 @@ class UpdateGraph:
         scale: tf.Tensor,
         learning_rate: tf.Tensor,
         noise_seeds: tf.Tensor,
-    ) -> tf.Tensor:
-        """The graph: returns for each parameter whether its gradient is finite; shape (0,) if this is not checked."""
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """The graph: returns for each parameter whether its gradient is finite; shape (0,) if this is not checked. And the global
+        norm of the gradients before clipping; 0 if they are not clipped by it."""
         gradients = unpacked(reduced)
         if divides:
             gradients = divided(gradients, divisor)
@@ -120,14 +130,15 @@ class UpdateGraph:
         if self._noise:
             gradients = noisy(gradients, self._noise * own_scale, noise_seeds)
         limits = (self._clipping.value, self._clipping.global_norm)
-        gradients = clipped(gradients, *(None if limit is None else limit * own_scale for limit in limits))
+        gradients, norm = clipped(gradients, *(None if limit is None else limit * own_scale for limit in limits))
+        norm = tf.cast(norm, tf.float32) / own_scale
         self._optimizer.learning_rate = learning_rate
         updates = for_optimizer(gradients, self._variables)
         if not self._check.is_needed:
             self._optimizer.apply(updates, self._trained)
-            return tf.zeros([0], tf.bool)
+            return tf.zeros([0], tf.bool), norm
         tf.cond(tf.reduce_all(finite), lambda: self._step(updates), lambda: False)
-        return tf.stack(finite)
+        return tf.stack(finite), norm
 
     def _invalid_names(self, finite: Array) -> list[str]:
         """The names of the parameters whose gradients are not finite."""

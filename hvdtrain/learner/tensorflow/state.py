@@ -17,6 +17,7 @@ import tensorflow as tf
 from hvdtrain.data.types import Array
 from hvdtrain.errors import CheckpointError
 from hvdtrain.learner.base import NEW_OPTIMIZER, Kind, MakeMissing, PreloadNames, Shapes, StatePart, check_made
+from hvdtrain.learner.model_format import SAFETENSORS, header, is_safetensors, progress_of, reading, writing
 from hvdtrain.learner.precision import LossScale
 from hvdtrain.learner.steps import kept
 from hvdtrain.learner.tensorflow.tensors import ModelVariables, array_of, assign, exchangeable, tensorflow_variable
@@ -44,11 +45,13 @@ class TensorFlowState:
         optimizer: keras.optimizers.Optimizer,
         average: WeightAverage | None,
         scale: LossScale | None,
+        model_format: str = "npz",
     ) -> None:
         self._variables = variables
         self._optimizer = optimizer
         self._average = average
         self._scale = scale
+        self._model_format = model_format
         self.shared: dict[str, list[tf.Tensor]] = {}
         self.own: dict[str, list[tf.Tensor]] = {}
 
@@ -87,7 +90,10 @@ class TensorFlowState:
     def save(self, model_file: Path, optimizer_file: Path, progress: dict[str, Any], snapshot: Any | None = None) -> None:
         model, optimizer, scale = self.snapshot() if snapshot is None else snapshot
         write_arrays(optimizer_file, optimizer, {**progress, **scale})
-        write_arrays(model_file, model, progress)
+        if self._model_format == SAFETENSORS:
+            write_safetensors(model_file, model, progress)
+        else:
+            write_arrays(model_file, model, progress)
 
     def snapshot(self) -> tuple[dict[str, Array], dict[str, Array], dict[str, Any]]:
         model = {name: array_of(variable) for name, variable in self._variables.by_name.items()}
@@ -277,8 +283,28 @@ def write_arrays(path: Path, arrays: Mapping[str, Array], progress: Mapping[str,
         numpy.savez(file, **named)
 
 
+def write_safetensors(path: Path, arrays: Mapping[str, Array], progress: Mapping[str, Any]) -> None:
+    """The same in this format. Raises: OSError, if the disk is full."""
+    from safetensors.numpy import save_file
+
+    in_order = {name: numpy.asarray(array, order="C") for name, array in arrays.items()}
+    with writing(path) as unfinished:
+        save_file(in_order, unfinished, header("tf", progress))
+
+
+def _read_safetensors(path: Path) -> tuple[dict[str, Array], dict[str, Any]]:
+    with reading(path):
+        from safetensors import safe_open
+
+        with safe_open(path, framework="numpy") as file:
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 it is no dict
+            return arrays, progress_of(file.metadata())
+
+
 def read_arrays(path: Path) -> tuple[dict[str, Array], dict[str, Any]]:
-    """Read what `write_arrays` wrote, or any .npz file: arrays and progress. Raises: CheckpointError."""
+    """Read what `write_arrays` or `write_safetensors` wrote, or any such file: arrays and progress. Raises: CheckpointError."""
+    if is_safetensors(path):
+        return _read_safetensors(path)
     try:
         with numpy.load(path, allow_pickle=False) as stored:
             arrays = {name: stored[name] for name in stored.files}  # reading checks each array's CRC

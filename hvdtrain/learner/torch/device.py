@@ -1,16 +1,20 @@
-"""On what and how a rank computes: its device, seeds, clock and memory, half precision, and torch.compile."""
+"""On what and how a rank computes: device, seeds, clock, memory, half precision, torch.compile, activation checkpointing."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.checkpoint import checkpoint
 
 from hvdtrain.config.check import did_you_mean
 from hvdtrain.errors import ConfigError
@@ -59,6 +63,13 @@ def seed_all(device: torch.device, *parts: int) -> None:
     numpy.random.seed(mixed)
 
 
+def be_deterministic() -> None:
+    """Let PyTorch use operations that give the same bits in every run only; one that has none raises a RuntimeError."""
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False  # measures which algorithm is fastest, and takes another one next time
+
+
 MAX_SPANS = 1000
 """Spans whose events are kept before the older ones are read."""
 
@@ -89,6 +100,7 @@ class CudaClock:
     def __init__(self) -> None:
         self._pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._seconds = 0.0
+        self._taken = 0.0
 
     @contextmanager
     def span(self) -> Iterator[None]:
@@ -106,7 +118,14 @@ class CudaClock:
             self._pairs[-1][1].synchronize()
         self._add(len(self._pairs))
         taken, self._seconds = self._seconds, 0.0
+        self._taken += taken
         return taken
+
+    def known(self) -> float:
+        """The seconds of all spans whose last kernel has run; waits for none."""
+        over = [end.query() for _, end in self._pairs]  # type: ignore[no-untyped-call]
+        self._add(over.index(False) if False in over else len(over))
+        return self._taken + self._seconds
 
     def _add(self, count: int) -> None:
         self._seconds += sum(begin.elapsed_time(end) for begin, end in self._pairs[:count]) / 1000
@@ -240,3 +259,54 @@ class _Compilations:
 
     def _end(self, _: Any) -> None:
         self._seconds.append(time.perf_counter() - self._began)
+
+
+def checkpoint_activations(model: torch.nn.Module, patterns: Sequence[str]) -> None:
+    """Let modules compute their activations again in backward instead of keeping them (Chen et al., 2016).
+
+    Random numbers are the same both times, and so are gradients. Names in checkpoints do not change.
+
+    Args:
+        patterns: of the modules' names, such as 'encoder.*'; a module inside another such module is checkpointed with it.
+
+    Raises:
+        ConfigError: no module has such a name, or one cannot be computed twice.
+    """
+    chosen: dict[str, torch.nn.Module] = {}
+    found: set[str] = set()
+    for path, module in model.named_modules():
+        matching = {pattern for pattern in patterns if path and fnmatchcase(path, pattern)}
+        found |= matching
+        if matching and not any(path.startswith(f"{other}.") for other in chosen):
+            chosen[path] = module
+    names = [name for name, _ in model.named_modules() if name]
+    problems = [
+        f"checkpoint_modules: expected names of the model's modules, such as {', '.join(names[:4])}, got {pattern!r}"
+        for pattern in patterns
+        if pattern not in found
+    ]
+    for path, module in chosen.items():
+        if isinstance(module, CONTAINERS):
+            kind = type(module).__name__
+            problems.append(f"checkpoint_modules: expected modules that are called, got the {kind} {path} (try {path}.*)")
+        if any(isinstance(one, _BatchNorm) and one.track_running_stats for one in module.modules()):
+            problems.append(
+                f"checkpoint_modules: expected modules without BatchNorm, whose statistics would be updated twice, got {path}"
+            )
+    if problems:
+        raise ConfigError(problems)
+    for module in chosen.values():
+        module.forward = _checkpointed(module, module.forward)
+
+
+CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict)
+
+
+def _checkpointed(module: torch.nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def compute(*args: Any, **kwargs: Any) -> Any:
+        if not (module.training and torch.is_grad_enabled()):
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    return compute

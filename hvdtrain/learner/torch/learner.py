@@ -5,17 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 
 from hvdtrain.config.source import as_function
 from hvdtrain.context import Loss, RunContext, running
 from hvdtrain.data.feed import Staging
-from hvdtrain.data.types import Array, Batch
+from hvdtrain.data.types import Batch
 from hvdtrain.errors import ConfigError
-from hvdtrain.learner.base import LearnerKeys, Observer, Then
+from hvdtrain.learner.base import Exported, Layer, LearnerKeys, Observer, Outputs, Then
 from hvdtrain.learner.frameworks import BuildOptions
-from hvdtrain.learner.meter import LearnerMeter, PendingScores, Transfer, by_sequence, check_marked, check_outputs, minimized
+from hvdtrain.learner.meter import (
+    LearnerMeter,
+    PendingScores,
+    Transfer,
+    by_sequence,
+    check_marked,
+    check_outputs,
+    minimized,
+)
 from hvdtrain.learner.optimizer import Clipping
 from hvdtrain.learner.precision import GradientCheck, LossScale
 from hvdtrain.learner.reducer import Reducer
@@ -25,6 +34,8 @@ from hvdtrain.learner.torch.device import (
     OnTheWay,
     Watch,
     autocast_of,
+    be_deterministic,
+    checkpoint_activations,
     compile_model,
     device_name,
     device_of,
@@ -32,6 +43,8 @@ from hvdtrain.learner.torch.device import (
     seed_all,
 )
 from hvdtrain.learner.torch.gradients import Gradients
+from hvdtrain.learner.torch.inspect import export_model, layers_of, noting_shapes
+from hvdtrain.learner.torch.model_file import check_storable
 from hvdtrain.learner.torch.optimizer import ShardedOptimizer, make_optimizer
 from hvdtrain.learner.torch.state import TorchState, WeightAverage, preload
 from hvdtrain.learner.torch.sync_batch_norm import Exchange, synchronize
@@ -69,7 +82,7 @@ class ConfigFunctions:
         check_marked(context.losses)
         return context.losses
 
-    def outputs(self, batch: Batch, epoch: int, step: int) -> list[dict[str, Array]]:
+    def outputs(self, batch: Batch, epoch: int, step: int) -> list[Outputs]:
         """Run forward_step; return what it marks by name for each sequence. Raises: ConfigError."""
         if self.forward_step is None:
             raise ConfigError(["forward_step: expected a function in the config, got nothing"])
@@ -78,11 +91,14 @@ class ConfigFunctions:
         with torch.no_grad(), self.watch(), self.autocast(), run_context as context:
             self.forward_step(model=self.model, extern_data=extern_data_of(batch, self.device))
         check_outputs(context.outputs)
-        outputs = {}
+        outputs, vectors = {}, set()
         for name, output in context.outputs.items():
+            value = output.value
+            if output.seq_lens is None and isinstance(value, torch.Tensor) and value.ndim == 2 and value.is_floating_point():
+                vectors.add(name)
             lengths = None if output.seq_lens is None else [int(length) for length in output.seq_lens]
-            outputs[name] = [array_of(row) for row in output.value], lengths
-        return by_sequence(outputs, len(batch.indices))
+            outputs[name] = [array_of(row) for row in value], lengths
+        return by_sequence(outputs, len(batch.indices), frozenset(vectors))
 
 
 class TorchLearner:
@@ -108,6 +124,7 @@ class TorchLearner:
         batch_norm: Exchange | None = None,
     ) -> None:
         self.model = functions.model
+        self.optimizer = update.optimizer
         self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.device_name = device_name(functions.device)
         self.staging = functions.staging
@@ -161,12 +178,24 @@ class TorchLearner:
         with torch.no_grad(), self._functions.watch():
             self._record(self._functions.losses(batch, self._epoch, self._step, train=False), batch, train=False)
 
-    def forward(self, batch: Batch) -> list[dict[str, Array]]:
+    def forward(self, batch: Batch) -> list[Outputs]:
         await_copy(batch)
         return self._functions.outputs(batch, self._epoch, self._step)
 
     def modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
         yield from self.model.named_modules()
+
+    def layers(self) -> Iterator[Layer]:
+        return layers_of(self.model)
+
+    def output_shapes(self, batch: Batch) -> dict[str, list[tuple[int, ...]]]:
+        with noting_shapes(self.model) as shapes:
+            self.evaluate(batch)
+        self.meter.take_scores()
+        return shapes
+
+    def export(self, batch: Batch, folder: Path) -> list[Exported]:
+        return export_model(self.model, lambda: self.evaluate(batch), folder)
 
     def numbers(self, values: Sequence[float]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float64)
@@ -191,6 +220,14 @@ WRAPPED = (
     "for each GPU instead: python -m hvdtrain CONFIG ++ngpu 4)"
 )
 
+SHARDED = ("FSDPModule", "FullyShardedDataParallel")
+"""Names of the classes of modules that PyTorch's fully_shard and its predecessor make: they are imported nowhere else."""
+OF_SHARDS = (
+    "get_model: expected a model that is not sharded, got one in which {name} is a module of PyTorch's {kind}: hvdtrain reduces "
+    "gradients itself, and in the last steps of an epoch some ranks have no batch (torch_distributed = {{'sharded': True}} "
+    "distributes the optimizer's state; docs/parallel.md says what fully_shard would need)"
+)
+
 
 def build_learner(keys: LearnerKeys, reducer: Reducer, options: BuildOptions) -> TorchLearner:
     """Build a config's model, optimizer and learner. All ranks use the same seed; rank 0's weights still have to be broadcast.
@@ -199,9 +236,12 @@ def build_learner(keys: LearnerKeys, reducer: Reducer, options: BuildOptions) ->
         ConfigError: get_model returns no torch.nn.Module, the optimizer cannot be made, or the device cannot compute in the type.
     """
     torch.set_num_threads(options.threads)
+    if keys.deterministic:
+        be_deterministic()
     device = device_of(keys.device, options.local_rank)
     seed_all(device, options.seed, 0, 0)
     model, constants = _model(keys, options, device)
+    check_storable(model, options.model_format)
     exchange: Exchange | None = None
     if options.batch_norm is not None:
         model, exchange = synchronize(model, options.batch_norm)
@@ -222,8 +262,11 @@ def build_learner(keys: LearnerKeys, reducer: Reducer, options: BuildOptions) ->
     if keys.gradient_noise:
         seed = options.seed
         noise = GradientNoise(keys.gradient_noise, lambda: (seed, None if are_reduced() else options.rank), device)
+    checkpoint_activations(model, keys.checkpoint_modules)
     watch = compile_model(model, keys.torch_compile)
     average = None if keys.ema_decay is None else WeightAverage(trained, keys.ema_decay)
+    clipping = Clipping(keys.gradient_clip, keys.gradient_clip_global_norm)
+    update = Update(model, optimizer, clipping, check, scale, noise, on_device)
     return TorchLearner(
         ConfigFunctions(
             model=model,
@@ -235,9 +278,9 @@ def build_learner(keys: LearnerKeys, reducer: Reducer, options: BuildOptions) ->
             staging=CudaStaging(device) if on_gpu else None,
         ),
         gradients,
-        Update(model, optimizer, Clipping(keys.gradient_clip, keys.gradient_clip_global_norm), check, scale, noise, on_device),
-        TorchState(model, optimizer, device, average, scale, constants),
-        _meter(keys, model, device, scale),
+        update,
+        TorchState(model, optimizer, device, average, scale, constants, options.model_format),
+        _meter(keys, model, device, scale, update),
         (options.seed, options.rank),
         exchange,
     )
@@ -250,6 +293,10 @@ def _model(keys: LearnerKeys, options: BuildOptions, device: torch.device) -> tu
         raise ConfigError([f"get_model: expected it to return a torch.nn.Module, got {type(model).__name__}"])
     if isinstance(model, WRAPPERS):
         raise ConfigError([WRAPPED.format(name=type(model).__name__)])
+    for name, module in model.named_modules():
+        kinds = {base.__name__ for base in type(module).__mro__}.intersection(SHARDED)
+        if kinds:
+            raise ConfigError([OF_SHARDS.format(name=name or "the model itself", kind=kinds.pop())])
     model.to(device)
     load = partial(preload, model.state_dict(), device)
     constants = frozenset(options.constants(load) if options.constants is not None else [])
@@ -259,7 +306,9 @@ def _model(keys: LearnerKeys, options: BuildOptions, device: torch.device) -> tu
     return model, constants
 
 
-def _meter(keys: LearnerKeys, model: torch.nn.Module, device: torch.device, scale: LossScale | None) -> LearnerMeter:
+def _meter(
+    keys: LearnerKeys, model: torch.nn.Module, device: torch.device, scale: LossScale | None, update: Update
+) -> LearnerMeter:
     on_cpu = device.type == "cpu"
 
     def not_finite() -> tuple[str, ...]:
@@ -276,4 +325,4 @@ def _meter(keys: LearnerKeys, model: torch.nn.Module, device: torch.device, scal
         finite_only=keys.num_allowed_consec_invalid_gradient_steps is not None,
     )
     clock = CudaClock() if device.type == "cuda" else CpuClock()
-    return LearnerMeter(scores, clock, scale, lambda: peak_memory(device))
+    return LearnerMeter(scores, clock, scale, lambda: peak_memory(device), update.gradient_norm)

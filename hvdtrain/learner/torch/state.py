@@ -13,8 +13,10 @@ import torch
 from hvdtrain.data.types import Array
 from hvdtrain.errors import CheckpointError
 from hvdtrain.learner.base import NEW_OPTIMIZER, Kind, MakeMissing, PreloadNames, Shapes, StatePart, check_made
+from hvdtrain.learner.model_format import is_safetensors
 from hvdtrain.learner.precision import LossScale
 from hvdtrain.learner.steps import kept
+from hvdtrain.learner.torch.model_file import place_of, read_file, write_model
 from hvdtrain.learner.torch.optimizer import ShardedOptimizer, in_own_order, names_by_group
 from hvdtrain.learner.torch.tensors import trained_of
 from hvdtrain.learner.torch.update import Optimizer
@@ -41,6 +43,7 @@ class TorchState:
             file.
         scale: of the loss; it is stored with the optimizer's state.
         constants: the names of parameters that are neither saved nor loaded, as they always come from another model's file.
+        model_format: of the model's file: "pt" or "safetensors".
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class TorchState:
         average: WeightAverage | None,
         scale: LossScale | None,
         constants: frozenset[str],
+        model_format: str = "pt",
     ) -> None:
         self._model = model
         self._optimizer = optimizer
@@ -58,6 +62,7 @@ class TorchState:
         self._average = average
         self._scale = scale
         self._constants = constants
+        self._model_format = model_format
         self._trained = trained_of(model)
         self.shared: dict[str, list[torch.Tensor]] = {}
         self.own: dict[str, list[torch.Tensor]] = {}
@@ -106,10 +111,10 @@ class TorchState:
     def save(self, model_file: Path, optimizer_file: Path, progress: dict[str, Any], snapshot: Any | None = None) -> None:
         model, optimizer = self._contents() if snapshot is None else snapshot
         torch.save({**optimizer, **progress}, optimizer_file)
-        torch.save({"model": model, **progress}, model_file)
+        write_model(model_file, model, progress, self._model_format)
 
     def snapshot(self) -> tuple[Any, Any]:
-        return _copied(self._contents())  # type: ignore[no-any-return]
+        return _copied(self._contents(), {})  # type: ignore[no-any-return]
 
     def _contents(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The contents of the model's file and of the optimizer's, without progress."""
@@ -129,14 +134,14 @@ class TorchState:
         return model, optimizer
 
     def load(self, model_file: Path, optimizer_file: Path | None) -> dict[str, Any]:
-        stored = _load(model_file, self._device)
+        stored = read_file(model_file, self._device)
         try:
             own = self._model.state_dict()
             self._model.load_state_dict(stored.pop("model") | {name: own[name] for name in self._constants})
         except (KeyError, RuntimeError) as error:
             raise CheckpointError(f"{model_file}: expected the parameters of this config's model, got others: {error}") from None
         if optimizer_file is not None:
-            more = _load(optimizer_file, self._device)
+            more = read_file(optimizer_file, self._device)
             self._load_optimizer(more, optimizer_file)
             self._load_trained(more.get(TRAINED), more.get(AVERAGED, 0))
             self.shared, self.own = more.get(SHARED, {}), more.get(OWN, {})
@@ -172,7 +177,7 @@ class TorchState:
         torch.save(own | ({OWN: self.own} if self.own else {}), file)
 
     def load_own(self, file: Path) -> None:
-        own = _load(file, self._device)
+        own = read_file(file, self._device)
         self.own = own.pop(OWN, {})
         self._load_optimizer({name: own.pop(name) for name in ("optimizer", OPTIMIZER_CLASS, "loss_scale") if name in own}, file)
         for kind, stored in own.items():
@@ -288,8 +293,10 @@ def preload(
     make: MakeMissing | None,
 ) -> tuple[list[str], list[str]]:
     """Like `State.preload`, into tensors by name that share their memory with a model's."""
-    contents = _load(file, device)
-    if entry is not None and isinstance(contents.get(entry), dict):
+    contents = read_file(file, device)
+    if is_safetensors(file):
+        contents = contents["model"]
+    elif entry is not None and isinstance(contents.get(entry), dict):
         contents = contents[entry]
     theirs = {name: tensor for name, tensor in contents.items() if isinstance(tensor, torch.Tensor)}
     names = choose(_shapes(ours), _shapes(theirs))
@@ -311,13 +318,21 @@ def _shapes(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
-def _copied(state: Any) -> Any:
-    """A state dict with copies of its tensors, on the CPU."""
+def _copied(state: Any, copies: dict[Any, torch.Tensor]) -> Any:
+    """A state dict with copies of its tensors, on the CPU. Tensors that share their memory share that of their copy.
+
+    Args:
+        copies: those made so far, by the place of the tensor.
+    """
     if isinstance(state, torch.Tensor):
-        return state.detach().to("cpu", copy=True)
+        if not state.numel():
+            return state.detach().to("cpu", copy=True)
+        if (place := place_of(state)) not in copies:
+            copies[place] = state.detach().to("cpu", copy=True)
+        return copies[place]
     if isinstance(state, dict):
-        return {key: _copied(value) for key, value in state.items()}
-    return type(state)(map(_copied, state)) if isinstance(state, (list, tuple)) else state
+        return {key: _copied(value, copies) for key, value in state.items()}
+    return type(state)(_copied(value, copies) for value in state) if isinstance(state, (list, tuple)) else state
 
 
 def _steps_on_cpu(stored: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
@@ -331,16 +346,3 @@ def _steps_on_cpu(stored: dict[str, Any], optimizer: Optimizer) -> dict[str, Any
         if isinstance(of_one.get("step"), torch.Tensor):
             of_one["step"] = of_one["step"].cpu()
     return {**stored, "state": state}
-
-
-def _load(path: Path, device: torch.device) -> dict[str, Any]:
-    """A file's contents; no code in it is run (`weights_only`). Raises: CheckpointError."""
-    try:
-        contents = torch.load(path, map_location=device, weights_only=True)
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: expected a checkpoint's file, got: no such file") from None
-    except Exception as error:
-        raise CheckpointError(f"{path}: expected a whole checkpoint, got one that cannot be read: {error}") from None
-    if not isinstance(contents, dict):
-        raise CheckpointError(f"{path}: expected a checkpoint of hvdtrain, got a {type(contents).__name__}")
-    return contents

@@ -136,6 +136,11 @@ class Update:
         self._noise = noise
         self._on_device = on_device
         self._has_applied = False  # whether an update was applied, so that the optimizer has all of its state
+        self._norms_sent: list[OnTheWay] = []  # the gradients' norms of at most two updates, oldest first
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | ShardedOptimizer:
+        return self._optimizer
 
     @property
     def loss_factor(self) -> float | torch.Tensor:
@@ -148,6 +153,12 @@ class Update:
         """Read what the device decided about the last update. Raises: TrainingError, as `apply` does."""
         if self._on_device is not None:
             self._on_device.settle()
+
+    def gradient_norm(self) -> float | None:
+        """The gradients' global norm before clipping, in the newest update of which it has arrived from the device; None: in
+        none, or they are not clipped by it."""
+        arrived = [norm for norm in self._norms_sent if norm.has_arrived()]
+        return float(arrived[-1].values()) if arrived else None
 
     def gradients(self) -> Iterator[tuple[str, Array]]:
         """The reduced gradients that `apply` is about to apply on this rank, by the parameters' names, before noise and clipping:
@@ -201,7 +212,9 @@ class Update:
             total = torch.linalg.vector_norm(torch.stack(self._norms(2.0)))
             torch.nn.utils.clip_grads_with_norm_(self._trained, self._clipping.global_norm, total)
         else:
-            torch.nn.utils.clip_grad_norm_(self._trained, self._clipping.global_norm)
+            total = torch.nn.utils.clip_grad_norm_(self._trained, self._clipping.global_norm)
+        if not self._norms_sent or self._norms_sent[-1].has_arrived():  # one at a time is on its way
+            self._norms_sent = [*self._norms_sent[-1:], OnTheWay(total)]
 
     def _gradients(self) -> list[torch.Tensor]:
         return [parameter.grad for parameter in self._trained if parameter.grad is not None]

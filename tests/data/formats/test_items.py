@@ -3,6 +3,7 @@
 import re
 import textwrap
 from collections import namedtuple
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,53 @@ def test_lengths_are_counted_by_one_process_or_several(monkeypatch: pytest.Monke
         assert dataset.tags([3]) == ["word 3"]
 
 
+class Slow(Words):
+    """As if reading took long. What it reads of a list is no attribute that would tell it apart."""
+
+    def __init__(self, words: list[Any], read: list[int]) -> None:
+        self.words = words
+        self.indices = read
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        self.indices.append(index)
+        return {"data": torch.tensor(self.words[index]), "rest": index % 3}
+
+
+def test_lengths_of_slow_items_are_counted_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By one of several ranks; the others, and later runs, read some items to see that they are the same."""
+    monkeypatch.setattr(counting, "SECONDS_ALONE", -1.0)
+    monkeypatch.setattr(counting, "HEAD_START", 0.0)
+    words = Words().words
+
+    def counted(words: list[Any], folder: Path | None = tmp_path) -> tuple[Dataset, int]:
+        read: list[int] = []
+        notes: list[str] = []
+        dataset = ItemsDataset("train", Slow(words, read), Scanning(folder, note=notes.append))
+        assert dataset.lengths["data"].tolist() == [len(word) for word in words]
+        assert dataset.streams["data"].dim == 30
+        assert all("cannot be kept" in note for note in notes)
+        assert len(notes) == (folder is not None and not folder.is_dir())
+        return dataset, len(read)
+
+    with ThreadPoolExecutor(3) as ranks:
+        found = list(ranks.map(lambda rank: counted(words)[1], range(3)))
+    few = 1 + counting.FIRST + counting.SAMPLED
+    assert sorted(found) == [few, few, few + 1000 - counting.FIRST]
+    [kept] = tmp_path.glob("*.items.npz")
+    assert counted(words)[1] == few
+    assert counted(words, None)[1] == 1 + 1000
+    file = tmp_path / "file"
+    file.write_text("no folder")
+    assert counted(words, file)[1] == few + 1000 - counting.FIRST
+    assert counted(words[1:])[1] > 999, "others are counted"
+    assert counted(words[::-1])[1] > 999
+    dataset, _ = counted(words)
+    words[501] = words[501][:0]  # not one of those that were read
+    with pytest.raises(DataError, match=f"if the data has changed, start again: {re.escape(str(kept))}, which had its lengths"):
+        dataset.sequence(501)
+    assert counted(words)[1] > 999
+
+
 def test_lengths_that_are_given_are_not_counted() -> None:
     measured = Measured()
     dataset = opened(measured)
@@ -203,11 +251,9 @@ def test_lengths_that_change_are_told() -> None:
         dataset.sequence(1)
 
 
-def test_a_loader_and_a_generator_are_refused_with_advice() -> None:
-    loader = torch.utils.data.DataLoader(Words())
-    for value in ({"class": lambda: loader}, {"class": lambda: iter([FRAMES])}):
-        with pytest.raises(DataError, match="in place of a DataLoader, give its dataset"):
-            opened(value)
+def test_a_loader_is_refused_with_advice() -> None:
+    with pytest.raises(DataError, match="train: expected items, got a DataLoader of batches .* give its dataset"):
+        opened({"class": lambda: torch.utils.data.DataLoader(Words())})
 
 
 def test_an_error_of_the_dataset_names_the_item() -> None:

@@ -25,7 +25,7 @@ from hvdtrain.data.plan.order import OrderKeys
 from hvdtrain.data.plan.shared import Offer, PlanInputs, mapped, offered
 from hvdtrain.errors import DataError
 from hvdtrain.training import plans
-from hvdtrain.training.plans import plan_together
+from hvdtrain.training.agreement import plan_together
 
 LENGTHS = {"data": numpy.random.default_rng(0).integers(1, 90, 5000).astype(numpy.int32)}
 ORDER, BATCHES = OrderKeys(seq_ordering="laplace:.100"), BatchKeys(batch_size=500)

@@ -1,0 +1,91 @@
+"""Completion of commands, options and keys in the shell: `eval "$(register-python-argcomplete hvdtrain)"`.
+
+The shell runs the program with the line in its environment, and argcomplete answers from a parser. It is imported only then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, TextIO, get_args, get_origin
+
+from hvdtrain.config.keys import Key
+
+ASKED = "_ARGCOMPLETE"
+"""The variable by which a shell asks. Its value is the number of the word before the first argument."""
+
+
+def words_to_complete(environ: Mapping[str, str]) -> list[str] | None:
+    """The arguments up to the cursor; the last one is to be completed, and may be empty. None: no shell asks.
+
+    >>> words_to_complete({"_ARGCOMPLETE": "1", "COMP_LINE": "hvdtrain config.py ++max_se", "COMP_POINT": "27"})
+    ['config.py', '++max_se']
+    >>> words_to_complete({"_ARGCOMPLETE": "1", "COMP_LINE": "hvdtrain ", "COMP_POINT": "9"}), words_to_complete({})
+    ([''], None)
+    """
+    if ASKED not in environ:
+        return None
+    line = environ.get("COMP_LINE", "")[: int(environ.get("COMP_POINT", "0"))]
+    return [*line.split()[1:], *([""] if line[-1:].isspace() else [])]
+
+
+def answer(parser: argparse.ArgumentParser, stream: TextIO | None = None) -> None:
+    """Tell the shell what a parser has to offer, and end the process.
+
+    Args:
+        stream: for the answer; None: where the shell expects it.
+    """
+    try:
+        import argcomplete
+    except ImportError:
+        raise SystemExit("hvdtrain: expected argcomplete for completion, got none (pip install 'hvdtrain[completion]')") from None
+    argcomplete.autocomplete(parser, always_complete_options=False, exit_method=_leave, output_stream=stream)
+
+
+def _leave(status: int = 0) -> None:
+    raise SystemExit(status)
+
+
+def training_parser(
+    words: list[str], keys: Iterable[Key], entries: Mapping[str, Iterable[Key]], commands: Iterable[str], options: Iterable[str]
+) -> argparse.ArgumentParser:
+    """A parser with every key of a config as an option, for completion only.
+
+    Args:
+        words: the arguments up to the cursor.
+        keys: of a config.
+        entries: by the name of a dict, the keys in it. They are offered once a word has a dot.
+        commands: offered as the first word.
+        options: of the program.
+    """
+    parser = argparse.ArgumentParser(prefix_chars="+-", add_help=False, allow_abbrev=False)
+    for option in options:
+        parser.add_argument(option, action="store_true")
+    for each in keys:
+        parser.add_argument(f"++{each.name}", choices=values_of(each), help=each.doc.replace("%", "%%"))
+    if "." in words[-1].partition("=")[0]:
+        names = {f"++{name}.{each.name}": each for name, section in entries.items() for each in section}
+        for name, each in names.items():
+            parser.add_argument(name, choices=values_of(each), help=each.doc.replace("%", "%%"))
+    files: Any = parser.add_argument("configs", nargs="*")
+    if len(words) == 1:
+        files.completer = lambda prefix, **_: [*commands, *_files(prefix)]
+    return parser
+
+
+def values_of(key: Key) -> list[str] | None:
+    """The values that a key may have, if they can be listed."""
+    kinds = [key.type, *get_args(key.type)]
+    known = [str(value) for kind in kinds if get_origin(kind) is Literal for value in get_args(kind)]
+    if bool in kinds:
+        known += ["true", "false"]
+    if key.rule is not None and key.rule.is_choice:
+        known += re.findall(r"'([^']+)'", key.rule.words)
+    return known or None
+
+
+def _files(prefix: str) -> list[str]:
+    from argcomplete.completers import FilesCompleter
+
+    return list(FilesCompleter()(prefix))

@@ -1,0 +1,118 @@
+"""Looking at a model: its layers, a profile of its steps; and its export as weights and a SavedModel."""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import json
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import keras
+import numpy
+import tensorflow as tf
+
+from hvdtrain.learner.base import Exported, Layer, Profiler
+from hvdtrain.learner.tensorflow.tensors import ModelVariables, array_of, layers_of
+
+
+def described(variables: ModelVariables) -> Iterator[Layer]:
+    """The model and its layers, each with its own parameters."""
+    own: dict[int, dict[str, str]] = {}  # by owner, the variables' own names, each with its whole name
+    for name, owner in variables.owners.items():
+        if variables.kinds[name] in ("parameters", "frozen"):
+            own.setdefault(id(owner), {})[name.rpartition(".")[2]] = name
+    for path, layer in layers_of(variables.model):
+        names = own.get(id(layer), {})
+        shapes = {short: tuple(variables.by_name[name].shape) for short, name in names.items()}
+        trained = frozenset(short for short, name in names.items() if variables.kinds[name] == "parameters")
+        yield Layer(path, type(layer).__name__, shapes, trained)
+
+
+class _Profiler:
+    """TensorFlow's profiler: operations on the CPU, and on a GPU its kernels, too."""
+
+    def __init__(self) -> None:
+        self._folder = TemporaryDirectory()
+
+    def start(self) -> None:
+        tf.profiler.experimental.start(self._folder.name)
+
+    def stop(self, file: Path) -> None:
+        tf.profiler.experimental.stop()
+        with self._folder as folder, gzip.open(file, "wt", encoding="utf-8") as out:
+            found = next(Path(folder).rglob("*.xplane.pb"))
+            json.dump({"traceEvents": list(_trace_events(found.read_bytes()))}, out)
+
+    def range(self, name: str) -> AbstractContextManager[Any]:
+        return tf.profiler.experimental.Trace(name)  # type: ignore[no-any-return]
+
+
+def profiler(on_gpu: bool) -> Profiler:
+    """TensorFlow's profiler."""
+    return _Profiler()
+
+
+def _trace_events(recorded: bytes) -> Iterator[dict[str, Any]]:
+    """The events of Chrome's trace format for what TensorFlow's profiler recorded, in microseconds."""
+    from tensorflow.tsl.profiler.protobuf.xplane_pb2 import XSpace
+
+    space = XSpace.FromString(recorded)
+    for process, plane in enumerate(space.planes):
+        yield {"ph": "M", "pid": process, "name": "process_name", "args": {"name": plane.name}}
+        for thread, line in enumerate(plane.lines):  # their ids are too large for Perfetto
+            place = {"pid": process, "tid": thread}
+            yield {"ph": "M", **place, "name": "thread_name", "args": {"name": line.display_name or line.name}}
+            for event in line.events:
+                began = line.timestamp_ns / 1e3 + event.offset_ps / 1e6
+                name = plane.event_metadata[event.metadata_id].name
+                yield {"ph": "X", **place, "name": name, "ts": began, "dur": event.duration_ps / 1e6}
+
+
+WEIGHTS, SAVED_MODEL = "weights.npz", "saved_model"
+"""The forms in which a model is exported."""
+
+
+def export_model(variables: ModelVariables, evaluate: Callable[[], None], folder: Path) -> list[Exported]:
+    """Write a model into a folder: its weights, and a SavedModel, if it is a Keras model.
+
+    Args:
+        evaluate: traces train_step for an evaluation: the SavedModel takes what the model is called with there.
+    """
+    arrays: dict[str, Any] = {name: array_of(variable) for name, variable in variables.by_name.items()}
+    numpy.savez(folder / WEIGHTS, **arrays)
+    weights = Exported(WEIGHTS, None, f'weights = numpy.load("{WEIGHTS}")  # by the names of the attributes that lead to them')
+    model = variables.model
+    if not isinstance(model, keras.Model):
+        return [
+            weights,
+            Exported(SAVED_MODEL, f"expected a Keras model, got {type(model).__name__} (tf.saved_model.save saves it)"),
+        ]
+    specs: list[tf.TensorSpec] = []
+    call = model.call
+
+    @functools.wraps(call)
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        if not specs:
+            specs.extend(tf.TensorSpec(one.shape, one.dtype) for one in args if tf.is_tensor(one))
+        return call(*args, **kwargs)
+
+    model.call = noting
+    try:
+        evaluate()
+    finally:
+        model.call = call
+    if not specs:
+        return [weights, Exported(SAVED_MODEL, "train_step does not call the model itself with a tensor")]
+    try:
+        archive = keras.export.ExportArchive()
+        archive.track(model)
+        archive.add_endpoint("serve", lambda *inputs: model(*inputs, training=False), input_signature=specs)
+        archive.write_out(str(folder / SAVED_MODEL), verbose=False)
+    except Exception as error:  # whatever TensorFlow has to say of the config's model
+        return [weights, Exported(SAVED_MODEL, f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}")]
+    inputs = ", ".join(f"<{spec.dtype.name}, {spec.shape}>" for spec in specs)
+    return [weights, Exported(SAVED_MODEL, None, f'model = tf.saved_model.load("{SAVED_MODEL}")\nmodel.serve({inputs})')]

@@ -1,0 +1,85 @@
+"""Files with a PyTorch model: PyTorch's own, and safetensors."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hvdtrain.errors import CheckpointError, ConfigError
+from hvdtrain.learner.model_format import FORMAT, PROGRESS, SAFETENSORS, header, is_safetensors, progress_of, reading, writing
+
+
+def check_storable(model: torch.nn.Module, model_format: str) -> None:
+    """Raises: ConfigError, if the model's state has what a file of this format cannot hold."""
+    others = [
+        name
+        for name, value in model.state_dict().items()
+        if not (isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_quantized)
+    ]
+    if model_format == SAFETENSORS and others:
+        raise ConfigError(
+            [
+                "checkpoint_format: expected 'pt' for a model whose state_dict has more than dense tensors, got 'safetensors' "
+                f"with {', '.join(others[:5])}"
+            ]
+        )
+
+
+def write_model(path: Path, model: Mapping[str, torch.Tensor], progress: Mapping[str, Any], model_format: str) -> None:
+    """Write a model's tensors by name, and the progress. Raises: OSError, RuntimeError, if the disk is full."""
+    if model_format == SAFETENSORS:
+        _write_safetensors(path, model, progress)
+    else:
+        torch.save({"model": model, **progress}, path)
+
+
+def _write_safetensors(path: Path, model: Mapping[str, torch.Tensor], progress: Mapping[str, Any]) -> None:
+    """Each tensor is stored once: the header names the others that share its memory."""
+    from safetensors.torch import save_file
+
+    metadata = header("pt", progress)
+    names: dict[Any, str] = {}
+    kept: dict[str, torch.Tensor] = {}
+    for name, tensor in model.items():
+        first = names.setdefault(place_of(tensor), name) if tensor.numel() and name not in (FORMAT, PROGRESS) else name
+        if first == name:
+            kept[name] = tensor.detach()
+        else:
+            metadata[name] = first
+    in_storage = Counter(tensor.untyped_storage().data_ptr() for tensor in kept.values())
+    for name, tensor in kept.items():  # the format has neither strides nor tensors that overlap
+        alone = in_storage[tensor.untyped_storage().data_ptr()] == 1
+        kept[name] = tensor.contiguous() if alone else tensor.clone(memory_format=torch.contiguous_format)
+    with writing(path) as unfinished:
+        save_file(kept, unfinished, metadata)
+
+
+def place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What two tensors have in common if they are the same numbers in memory."""
+    where = tensor.device, tensor.untyped_storage().data_ptr(), tensor.storage_offset()
+    return (*where, tensor.dtype, tuple(tensor.shape), tensor.stride())
+
+
+def read_file(path: Path, device: torch.device) -> dict[str, Any]:
+    """A file's contents, those of a safetensors file under `model`; no code in it is run. Raises: CheckpointError."""
+    with reading(path):
+        if is_safetensors(path):
+            return _read_safetensors(path, device)
+        contents = torch.load(path, map_location=device, weights_only=True)
+    if not isinstance(contents, dict):
+        raise CheckpointError(f"{path}: expected a checkpoint of hvdtrain, got a {type(contents).__name__}")
+    return contents
+
+
+def _read_safetensors(path: Path, device: torch.device) -> dict[str, Any]:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt", device=str(device)) as file:
+        model = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 it is no dict
+        metadata = file.metadata() or {}
+    shared = {name: model[first] for name, first in metadata.items() if first in model and name not in model}
+    return {"model": model | shared, **progress_of(metadata)}

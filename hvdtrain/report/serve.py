@@ -1,0 +1,138 @@
+"""`hvdtrain report --serve`: a page about trainings that follows them while they run, for browsers of this machine only."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
+
+from hvdtrain.errors import DataError
+from hvdtrain.report import page
+from hvdtrain.report.runs import read_runs
+
+LOCAL = "127.0.0.1"
+
+HOSTS = ("127.0.0.1", "localhost")
+"""Names of this machine that a request may be for: another site's name that resolves to this machine is refused. Any port is
+accepted, as that of an SSH tunnel may be another one."""
+
+FILES = ("scores.jsonl", "starts.jsonl", "steps.jsonl")
+"""The files of a run that a page is made of."""
+
+
+class Watched:
+    """The content of a page about runs, made anew when their files have changed.
+
+    Args:
+        folders: the runs' folders.
+    """
+
+    def __init__(self, folders: list[Path]) -> None:
+        self._folders = folders
+        self._lock = threading.Lock()
+        self._seen: list[tuple[int, int] | None] | None = None
+        self._version, self._json = "", b""
+
+    def page(self) -> bytes:
+        """The page. Raises: DataError, if a file is malformed."""
+        return page.page(read_runs(self._folders, running=True), live=True).encode()
+
+    def newer_than(self, version: str) -> bytes | None:
+        """The content as JSON; None if it is still that of `version`. Raises: DataError, if a file is malformed."""
+        with self._lock:
+            now = [_state(folder / name) for folder in self._folders for name in FILES]
+            if now != self._seen:
+                content = page.content(read_runs(self._folders, running=True))
+                self._version, self._json = content["version"], json.dumps(content, allow_nan=False).encode()
+                self._seen = now
+            return None if self._version == version else self._json
+
+
+def _state(path: Path) -> tuple[int, int] | None:
+    """What changes when a file is written to; None without the file."""
+    try:
+        stat = path.stat()
+    except FileNotFoundError:
+        return None
+    return stat.st_mtime_ns, stat.st_size
+
+
+def open_server(folders: list[Path], port: int) -> tuple[ThreadingHTTPServer, str]:
+    """Open a server on this machine's loopback address.
+
+    Args:
+        port: 0: a free one.
+
+    Returns:
+        The server, and the address of the page. The address contains a random token, since every user of this machine can
+        connect to the port. Any other address is answered with status 404.
+
+    Raises:
+        DataError: a folder does not exist, or the port is taken.
+    """
+    page.plotly_script()  # tells now that the package is missing, not in the browser
+    missing = [str(folder) for folder in folders if not folder.is_dir()]
+    if missing:
+        raise DataError(f"hvdtrain report: expected folders of trainings, got {', '.join(missing)}, which do not exist")
+    token = secrets.token_urlsafe(24)
+    watched = Watched(folders)
+
+    class Handler(BaseHTTPRequestHandler):
+        server_version, sys_version = "hvdtrain", ""
+
+        def do_GET(self) -> None:
+            address = urlsplit(self.path)
+            if self.headers.get("Host", "").rpartition(":")[0] not in HOSTS and self.headers.get("Host") not in HOSTS:
+                return self._answer(404)
+            if secrets.compare_digest(address.path.encode(), f"/{token}/".encode()):
+                return self._content("text/html; charset=utf-8", watched.page)
+            if secrets.compare_digest(address.path.encode(), f"/{token}/data.json".encode()):
+                have = parse_qs(address.query).get("have", [""])[0]
+                return self._content("application/json", lambda: watched.newer_than(have))
+            return self._answer(404)
+
+        def _content(self, kind: str, made: Callable[[], bytes | None]) -> None:
+            try:
+                body = made()
+            except (DataError, OSError) as error:
+                return self._answer(503, f"{error}\n".encode(), "text/plain; charset=utf-8")
+            return self._answer(204) if body is None else self._answer(200, body, kind)
+
+        def _answer(self, status: int, body: bytes = b"", kind: str = "text/plain") -> None:
+            self.send_response(status)
+            headers = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
+            headers |= {"Content-Security-Policy": f"{page.POLICY}; frame-ancestors 'none'"}
+            headers |= {} if status == 204 else {"Content-Type": kind, "Content-Length": str(len(body))}
+            for name, value in headers.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Nothing is logged: the address has the token in it."""
+
+    try:
+        server = ThreadingHTTPServer((LOCAL, port), Handler)
+    except (OSError, OverflowError) as error:
+        raise DataError(f"hvdtrain report: expected a free port for --port, got {port}: {error}") from None
+    return server, f"http://{LOCAL}:{server.server_port}/{token}/"
+
+
+def serve(folders: list[Path], port: int, announce: Callable[[str], None]) -> int:
+    """Serve a page about runs until Ctrl-C; return the exit status.
+
+    Args:
+        announce: receives the address of the page.
+    """
+    server, address = open_server(folders, port)
+    with server:
+        try:
+            announce(f"{address}  (Ctrl-C ends it)")
+            server.serve_forever(poll_interval=0.2)
+        except KeyboardInterrupt:
+            pass  # the way to end it
+    return 0

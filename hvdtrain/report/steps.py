@@ -1,0 +1,189 @@
+"""Numbers within an epoch: what rank 0 records of a step now and then, and who receives the records."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy
+
+from hvdtrain.data.plan.epoch import Plan
+from hvdtrain.data.types import Array
+from hvdtrain.learner.base import Meter
+from hvdtrain.report.epoch import Reporter
+from hvdtrain.runtime.log import say
+from hvdtrain.runtime.timer import Timer
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """The numbers of a training at one of its steps. Shares and rates refer to the time since the last record.
+
+    Attributes:
+        step: completed steps of the epoch.
+        global_step: completed steps of the whole training; steps.jsonl does not have it.
+        progress: the share of the epoch that is done, from 0 to 1.
+        elapsed: seconds since the epoch began, without those between a stop and a resume.
+        learning_rate: that the optimizer used in the last update, on all ranks; before the first one, that of the next.
+        scores: means by name over rank 0's batches since the last record; on a GPU, over those whose losses have arrived.
+        gradient_norm: the global norm before clipping, of the last update that is known; of the reduced gradients, or of rank 0's
+            own where ranks update apart. None without `gradient_clip_global_norm`, which computes it.
+        sequences_per_second, frames_per_second: of all ranks, the latter by data key without padding; those of rank 0 where
+            every rank goes through all data in its own order. Of chunks, sequences are counted where their first one is.
+        memory: the largest number of bytes so far that rank 0 used of its GPU's memory; on a CPU, of the host's (RSS).
+        computing: the share of the time that rank 0 spent in training steps, collectives included, from 0 to 1.
+        data_wait: the share of the time that rank 0 waited for data, from 0 to 1.
+    """
+
+    epoch: int
+    step: int
+    global_step: int
+    progress: float
+    elapsed: float
+    learning_rate: float
+    scores: Mapping[str, float]
+    gradient_norm: float | None
+    sequences_per_second: float
+    frames_per_second: Mapping[str, float]
+    memory: int | None
+    computing: float
+    data_wait: float
+
+
+StepReceiver = Callable[[StepRecord], None]
+"""Gets every record, on rank 0, between two steps: it has to be quick. If it raises an exception, training goes on."""
+
+
+class ReceivesBoth(Reporter, Protocol):
+    """Receives the reports of epochs and the records of steps."""
+
+    def step(self, record: StepRecord) -> None: ...
+
+
+@dataclass(frozen=True)
+class Reporters:
+    """Who receives rank 0's reports; nobody on the other ranks.
+
+    Attributes:
+        epochs: called with the report of every finished epoch.
+        steps: called with the record of a step now and then, at the times of the log's lines about steps.
+    """
+
+    epochs: Sequence[Reporter] = ()
+    steps: Sequence[StepReceiver] = ()
+
+    def and_(self, others: Iterable[ReceivesBoth]) -> Reporters:
+        """Those who receive reports of both kinds are added."""
+        more = list(others)
+        return Reporters([*self.epochs, *more], [*self.steps, *(one.step for one in more)])
+
+
+def step_metrics(record: StepRecord) -> dict[str, float]:
+    """All numbers of a record that are there, by names with a group: `steps/train/ce`, `steps/learning_rate`."""
+    numbers: dict[str, float | None] = {f"steps/train/{name}": value for name, value in record.scores.items()}
+    for name in ("learning_rate", "gradient_norm", "sequences_per_second", "memory", "computing", "data_wait"):
+        numbers[f"steps/{name}"] = getattr(record, name)
+    numbers |= {f"steps/frames_per_second/{name}": value for name, value in record.frames_per_second.items()}
+    return {name: value for name, value in numbers.items() if value is not None}
+
+
+Work = Callable[[int, int], tuple[int, Mapping[str, int]]]
+"""The number of sequences in the batches from one position of an epoch's plan to another, and by data key their frames."""
+
+
+def work_of(plan: Plan, lengths: Mapping[str, Array], num_sequences: Callable[[Array], int] = len) -> Work:
+    """What counts the sequences and frames in some batches of a plan.
+
+    Args:
+        lengths: by data key, the frames of what the plan's indices refer to.
+        num_sequences: the number of sequences among such indices, which may be those of chunks.
+
+    >>> plan = Plan(numpy.array([2, 0, 1]), numpy.array([0, 1, 3]))
+    >>> work_of(plan, {"data": numpy.array([5, 6, 7])})(1, 2)
+    (2, {'data': 11})
+    """
+
+    def work(start: int, end: int) -> tuple[int, Mapping[str, int]]:
+        indices = plan.order[plan.bounds[start] : plan.bounds[end]]
+        return num_sequences(indices), {name: int(column[indices].sum(dtype=numpy.int64)) for name, column in lengths.items()}
+
+    return work
+
+
+class StepNumbers:
+    """Makes records and hands them on. Waits neither for a GPU nor for other ranks.
+
+    Args:
+        receivers: get every record.
+        timer: knows the seconds that rank 0 waits for data and for averages of parameters.
+        meter: of rank 0's learner.
+    """
+
+    def __init__(self, receivers: Sequence[StepReceiver], timer: Timer, meter: Meter) -> None:
+        self._receivers = list(receivers)
+        self._failed: set[int] = set()
+        self._timer = timer
+        self._meter = meter
+
+    def begin(self, work: Work, position: int) -> None:
+        """The training of an epoch begins or goes on.
+
+        Args:
+            work: counts what is in its batches.
+            position: the number of batches of its plan that are done.
+        """
+        self._work, self._position = work, position
+        self._since, self._seconds = time.perf_counter(), self._seconds_so_far()
+
+    def step(
+        self,
+        *,
+        epoch: int,
+        step: int,
+        global_step: int,
+        position: int,
+        progress: float,
+        elapsed: float,
+        learning_rate: float,
+        scores: Mapping[str, float],
+    ) -> None:
+        """Record a step. The arguments are those of `StepRecord`, and the number of batches of the plan that are done."""
+        now, seconds = time.perf_counter(), self._seconds_so_far()
+        passed = max(now - self._since, 1e-9)
+        waited, computed = (min(max((new - old) / passed, 0.0), 1.0) for new, old in zip(seconds, self._seconds, strict=True))
+        num_sequences, num_frames = self._work(self._position, position)
+        self._since, self._seconds, self._position = now, seconds, position
+        record = StepRecord(
+            epoch=epoch,
+            step=step,
+            global_step=global_step,
+            progress=progress,
+            elapsed=elapsed,
+            learning_rate=learning_rate,
+            scores=scores,
+            gradient_norm=self._meter.gradient_norm(),
+            sequences_per_second=num_sequences / passed,
+            frames_per_second={name: count / passed for name, count in num_frames.items()},
+            memory=self._memory(),
+            computing=computed,
+            data_wait=waited,
+        )
+        for number, receiver in enumerate(self._receivers):
+            try:
+                receiver(record)
+            except Exception as error:  # who only looks on never ends a training
+                if number not in self._failed:
+                    self._failed.add(number)
+                    say(2, f"the numbers of step {step} were not recorded, training goes on: {type(error).__name__}: {error}")
+
+    def _seconds_so_far(self) -> tuple[float, float]:
+        """Seconds of waiting for data, and of computing as in the report of an epoch, since some fixed time."""
+        seconds = self._timer.seconds
+        return seconds.get("data wait", 0.0), self._meter.step_seconds() + seconds.get("parameter sync", 0.0)
+
+    def _memory(self) -> int:
+        of_device = self._meter.peak_memory()
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if of_device is None else of_device  # in KB on Linux

@@ -1,0 +1,141 @@
+"""What the ranks agree on: the plan of an epoch, and whether to stop, to save, or to report a loss that is not finite.
+
+The plan is made by one rank of each host where there is much to plan. As to wishes, no rank waits for the others: after
+every N updates (about a tenth of a second; a second if ranks update alone), each rank starts an all-reduce of a few
+numbers, and reads its result when it starts the next one. So what one rank wants is known to all after two such intervals,
+after the same update, and the exchange runs while they compute.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import astuple, dataclass
+from typing import Literal
+
+from hvdtrain.comm.base import Communicator, Tensor, together, together_with_message
+from hvdtrain.data.feed import Feed
+from hvdtrain.data.plan.epoch import Plan
+from hvdtrain.data.plan.shared import WORTHWHILE, Offer, mapped, offered
+
+Message = Offer | Literal["waits"] | None
+"""What a rank tells the others: where its plan is, that it waits for one, or (with a plan of its own for itself) nothing."""
+
+
+def plan_together(comm: Communicator, feed: Feed, epoch: int) -> Plan:
+    """Collective. The plan of an epoch: as `Feed.plan`, but of many sequences only one rank of a host makes it.
+
+    The other ranks map it into their memory, if their lengths and keys have the same checksum. If they cannot, or the rank found
+    no memory to share, they make it themselves.
+
+    Raises:
+        DataError: on all ranks alike.
+    """
+    with ExitStack() as shared:
+        inputs: int | None = None  # the checksum, where the plan is shared
+
+        def first() -> tuple[Plan | None, Message]:
+            nonlocal inputs
+            if comm.local_size == 1 or feed.only is not None or feed.distribution != "shard":
+                return feed.plan(epoch), None
+            arguments = feed.inputs(epoch)
+            if arguments.size < WORTHWHILE:
+                return arguments.plan(), None
+            inputs = arguments.checksum()
+            if comm.local_rank != 0:
+                return None, "waits"
+            made = arguments.plan()
+            offer = shared.enter_context(offered(made, inputs))
+            return (made if offer is None else mapped(offer) or made), offer
+
+        made, messages = together_with_message(comm, first, name=f"plan_{feed.name}")
+        if "waits" not in messages:
+            return made  # type: ignore[return-value]  # only a rank that waits has none
+
+        def second() -> Plan:
+            if made is not None:
+                return made
+            offers = [message for message in messages if isinstance(message, Offer) and message.inputs == inputs]
+            found = (mapped(offer) for offer in offers)
+            return next((plan for plan in found if plan is not None), None) or feed.plan(epoch)
+
+        return together(comm, second, name=f"map_plan_{feed.name}")
+
+
+INTERVAL = 0.1
+"""Seconds between two exchanges, if updates take less time than that."""
+
+INTERVAL_APART = 1.0
+"""The same if ranks do not wait for each other in every update: more exchanges would slow down a rank that runs ahead."""
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What this rank wants (0 or 1), or the number of ranks that want it.
+
+    Attributes:
+        stop: end the training with a checkpoint. After Ctrl-C, this is `stop_by_hand`.
+        save: write a checkpoint.
+        report: report a loss that is not finite.
+    """
+
+    stop: int = 0
+    stop_by_hand: int = 0
+    save: int = 0
+    report: int = 0
+
+
+NONE = Wishes()
+
+
+class Ballot:
+    """Counts wishes. Collective: all ranks call `step` after every update of a training and every step of an evaluation.
+
+    Args:
+        tensor: makes a tensor that can be sent to other ranks (`Learner.numbers`).
+        interval: seconds between two exchanges.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        tensor: Callable[[Sequence[float]], Tensor],
+        interval: float,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._comm = comm
+        self._tensor = tensor
+        self._interval = interval
+        self._clock = clock
+        self._handle: object = None
+        self._since = clock()
+        self._every = 1
+        self._steps = 0
+
+    def step(self, wishes: Callable[[], Wishes]) -> Wishes:
+        """The ranks' wishes, if they have become known after this update or step.
+
+        Args:
+            wishes: gives this rank's; called when an exchange starts.
+        """
+        self._steps += 1
+        if self._steps < self._every:
+            return NONE
+        counted = self.finish()
+        seconds, self._since = self._clock() - self._since, self._clock()
+        wanted = max(1, min(10 * self._steps, round(self._steps * self._interval / max(seconds, 1e-6))))
+        # Rank 0 decides on the interval, as the ranks' clocks may differ.
+        numbers = [*astuple(wishes()), wanted if self._comm.rank == 0 else 0]
+        self._handle = self._comm.start([self._tensor(numbers)], "sum", name="wishes")
+        self._steps = 0
+        return counted
+
+    def finish(self) -> Wishes:
+        """Collective. The result of the last exchange; waits for it if necessary."""
+        if self._handle is None:
+            return NONE
+        [numbers] = self._comm.finish(self._handle)
+        self._handle = None
+        *counts, self._every = (round(float(number)) for number in numbers)
+        return Wishes(*counts)

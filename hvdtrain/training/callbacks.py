@@ -1,0 +1,201 @@
+"""Callbacks: methods of the config's own objects that are called when an epoch begins, a step ends, a model is saved, ..."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from hvdtrain.comm.base import Communicator
+from hvdtrain.config.check import objects_of
+from hvdtrain.config.keys import ALONE, Section, Sections, key
+from hvdtrain.config.source import as_function
+from hvdtrain.learner.base import Learner
+from hvdtrain.schedule.history import EpochRecord
+
+EVENTS = {
+    "on_train_begin": "before the first epoch, of this start of the program",
+    "on_epoch_begin": "before the steps of an epoch, or of what is left of it after a resume",
+    "on_step_end": "after every step, that is, one batch on every rank",
+    "on_evaluation_begin": "before a dataset is evaluated",
+    "on_evaluation_end": "after a dataset was evaluated",
+    "on_epoch_end": "after all evaluations of an epoch, and before it is saved",
+    "on_save": "after a checkpoint was written, also within an epoch",
+    "on_stop": "at the end of the training, finished or stopped; not after an error",
+}
+"""By method, when it is called."""
+
+
+class Current(Protocol):
+    """An epoch that has begun: `EpochProgress` of checkpoint/progress.py."""
+
+    @property
+    def epoch(self) -> int: ...
+
+
+class Position(Protocol):
+    """How far training has come: `Progress` of checkpoint/progress.py."""
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def epoch(self) -> int: ...
+
+    @property
+    def history(self) -> Sequence[EpochRecord]: ...
+
+    @property
+    def current(self) -> Current | None: ...
+
+
+class Training:
+    """What a callback is given: where the training stands. Each attribute has the value of the moment in which it is read.
+
+    Attributes:
+        model: the object that `get_model` returned.
+        optimizer: the optimizer of the framework.
+        rank, size: of this process, and the number of them.
+        learning_rate: of the last update, or that with which the epoch begins.
+        dataset: the name of the dataset that is evaluated, in on_evaluation_begin and on_evaluation_end; otherwise None.
+        scores: in on_evaluation_end and on_epoch_end the epoch's scores so far by name, such as 'train_loss_ce' and
+            'dev_loss_wer'; afterwards those of the last epoch.
+        checkpoint: the file of the last model that was saved, such as exp/model.003.pt; None: none so far. With
+            save_in_background it may still be being written.
+        stopped_by: in on_stop, why the training ends before its last epoch; None: it does not.
+    """
+
+    def __init__(self, comm: Communicator, learner: Learner, progress: Position) -> None:
+        self._learner = learner
+        self._progress = progress
+        self.rank = comm.rank
+        self.size = comm.size
+        self.learning_rate: float | None = None
+        self.dataset: str | None = None
+        self.scores: Mapping[str, float] = progress.history[-1].scores if progress.history else {}
+        self.checkpoint: Path | None = None
+        self.stopped_by: str | None = None
+        self.wants_stop: str | None = None
+        self.wants_finish: str | None = None
+
+    @property
+    def model(self) -> Any:
+        return self._learner.model
+
+    @property
+    def optimizer(self) -> Any:
+        return self._learner.optimizer
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that is trained or evaluated, or the last one that was, counted from 1."""
+        current = self._progress.current
+        return self._progress.epoch if current is None else current.epoch
+
+    @property
+    def step(self) -> int:
+        """The number of steps done in the whole training."""
+        return self._progress.step
+
+    def stop(self, reason: str) -> None:
+        """Ask for the training to stop, as a signal does: all ranks stop after the same step, a few steps from now, with a
+        checkpoint and status 75 (`docs/resuming.md`). It is enough if one rank asks.
+        """
+        self.wants_stop = self.wants_stop or reason
+
+    def finish(self, reason: str) -> None:
+        """Ask for the training to end after this epoch, as early stopping does: with its evaluation, its model, and status 0. It
+        is enough if one rank asks.
+        """
+        self.wants_finish = self.wants_finish or reason
+
+
+Call = Callable[[Training], None]
+
+
+class Callbacks:
+    """Calls the callbacks of this rank, in the order of the config. Their methods are looked up once, here.
+
+    Args:
+        objects: those of the config that this rank has.
+    """
+
+    def __init__(self, objects: Sequence[Any] = ()) -> None:
+        self._calls: dict[str, list[Call]] = {
+            event: [getattr(one, event) for one in objects if hasattr(one, event)] for event in EVENTS
+        }
+
+    def have(self, event: str) -> bool:
+        """Whether any of them has the method `event`."""
+        return bool(self._calls[event])
+
+    def tell(self, event: str, training: Training) -> None:
+        """Call the method `event` of all that have it."""
+        for call in self._calls[event]:
+            call(training)
+
+
+class EpochFunctions:
+    """RETURNN's hooks `epoch_start` and `epoch_end` as a callback.
+
+    They are called, as by RETURNN, around the training part of an epoch, with dataset_name 'train', and around each evaluation.
+    """
+
+    def __init__(self, start: Callable[..., Any] | None, end: Callable[..., Any] | None) -> None:
+        self._start = start
+        self._end = end
+        self._is_training = False
+
+    def on_epoch_begin(self, training: Training) -> None:
+        self._is_training = True
+        self._call(self._start, training, "train")
+
+    def on_evaluation_begin(self, training: Training) -> None:
+        self._end_training(training)
+        self._call(self._start, training, training.dataset)
+
+    def on_evaluation_end(self, training: Training) -> None:
+        self._call(self._end, training, training.dataset)
+
+    def on_epoch_end(self, training: Training) -> None:
+        self._end_training(training)
+
+    def _end_training(self, training: Training) -> None:
+        if self._is_training:
+            self._call(self._end, training, "train")
+        self._is_training = False
+
+    def _call(self, function: Callable[..., Any] | None, training: Training, dataset: str | None) -> None:
+        if function is not None:
+            function(epoch=training.epoch, step=training.step, model=training.model, dataset_name=dataset)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallbackKeys(Section):
+    """Functions that are called while a training runs."""
+
+    callbacks: Any = key(
+        None,
+        "an object with methods on_epoch_end(training) and the like, a class, 'module:Class', a dict of `class` and its "
+        "arguments, or a list of these; called on every rank, or on rank 0 if it has rank_zero_only = True (docs/training.md)",
+    )
+    epoch_start: Callable[..., Any] | str | None = key(
+        None,
+        "RETURNN's hook: function (*, epoch, step, model, dataset_name, **_), called before an epoch's training and evaluations",
+    )
+    epoch_end: Callable[..., Any] | str | None = key(
+        None,
+        "RETURNN's hook: function (*, epoch, step, model, dataset_name, **_), called after an epoch's training and evaluations",
+    )
+
+    def problems(self, others: Sections = ALONE) -> list[str]:
+        return objects_of("callbacks", self.callbacks, EVENTS, "on_")[1]
+
+    def open(self, rank: int) -> Callbacks:
+        """The callbacks of a rank. Raises: ConfigError."""
+        start, end = as_function(self.epoch_start, "epoch_start"), as_function(self.epoch_end, "epoch_end")
+        functions = [] if start is None and end is None else [EpochFunctions(start, end)]
+        made, _ = objects_of("callbacks", self.callbacks, EVENTS, "on_")
+        here = [one.make() for one in made if rank == 0 or not getattr(one.kind, "rank_zero_only", False)]
+        return Callbacks([*functions, *here])

@@ -1,0 +1,209 @@
+"""The best epoch: which score decides, what best.json says of it, and what is told if there is no such score."""
+
+import json
+import re
+from math import inf, nan
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+import torch
+from launching import ROOT, TOY, hvdtrain
+
+from hvdtrain.checkpoint.folder import CheckpointFolder, CleanupRule
+from hvdtrain.checkpoint.progress import BestModel, best_epoch
+from hvdtrain.errors import CheckpointError, ConfigError
+from hvdtrain.run import train
+from hvdtrain.schedule.history import EarlyStoppingKeys, EpochRecord, as_errors, best_of, ends_early, missing_scores
+from hvdtrain.schedule.rates import NewbobKeys, ScheduleKeys, epoch_learning_rate
+from hvdtrain.settings import read_settings
+
+
+def run(corpus: Path, model: Path, **overrides: object) -> None:
+    """Train in this process; an epoch has two steps."""
+    texts = {"corpus": corpus, "part": "two.hdf", "max_seqs": 1, "evaluated": True, "model": model / "model", **overrides}
+    train(read_settings([TOY], {name: str(value) for name, value in texts.items()}))
+
+
+def best_in(folder: Path) -> dict[str, object]:
+    return json.loads((folder / "best.json").read_text())
+
+
+def history_of(*scores: float, name: str = "dev_loss_bleu") -> list[EpochRecord]:
+    return [EpochRecord(epoch, 0.1, {name: score, "dev_loss_ce": 1.0}) for epoch, score in enumerate(scores, start=1)]
+
+
+def best(history: list[EpochRecord], name: str = "dev_loss_bleu", higher: tuple[str, ...] = ("bleu",)) -> int | None:
+    found = best_of(history, name, higher)
+    return None if found is None else found.epoch
+
+
+def test_the_best_epoch_is_the_first_with_the_best_score() -> None:
+    assert best(history_of(20.0, 30.0, 30.0, 25.0)) == 2
+    assert best(history_of(20.0, 30.0, 10.0, 10.0), higher=()) == 3
+    assert best(history_of(20.0, 30.0), higher=("dev_loss_bleu",)) == 2
+    assert best(history_of(nan, 30.0, nan)) == 2, "NaN is never better"
+    assert best(history_of(inf, 30.0), higher=()) == 2
+    assert best(history_of(20.0), name="dev_loss_wer") is None
+
+
+def test_early_stopping_of_a_score_that_rises() -> None:
+    keys = EarlyStoppingKeys(early_stopping_patience=2, early_stopping_measure="dev_loss_bleu")
+    history = history_of(20.0, 30.0, 25.0, 26.0)
+    assert ends_early(keys, history[:3], None, ["bleu"]) is None
+    told = "dev_loss_bleu was best after epoch 2 (30), early_stopping_patience is 2"
+    assert ends_early(keys, history, None, ["bleu"]) == told
+    strict = EarlyStoppingKeys(early_stopping_patience=2, early_stopping_min_difference=15.0)
+    assert ends_early(strict, history[:3], "dev_loss_bleu", ["bleu"]) is not None
+
+
+def test_newbob_of_a_score_that_rises() -> None:
+    keys = ScheduleKeys(learning_rate_control="newbob", learning_rate=0.8)
+    named = NewbobKeys(learning_rate_control_error_measure="dev_loss_bleu")
+
+    def rate(*scores: float, higher: tuple[str, ...] = ("bleu",)) -> float:
+        history = [EpochRecord(one.epoch, 0.8, one.scores) for one in history_of(*scores)]
+        return epoch_learning_rate(keys, named, len(scores) + 1, as_errors(history, higher))
+
+    assert rate(20.0, 30.0) == 0.8, "it is better"
+    assert rate(30.0, 20.0) == 0.4
+    assert rate(20.0, 30.0, higher=()) == 0.4
+
+
+def test_the_best_models_by_a_score_that_rises_are_kept() -> None:
+    scores = {one.epoch: one.scores for one in history_of(1.0, 9.0, 2.0, 3.0)}
+    rule = CleanupRule(keep_last_n=1, keep_best_n=1, keep=[], higher_is_better=["bleu"])
+    assert rule.kept(scores, scores) == {2: ["best dev_loss_bleu"], 4: ["last"]}
+    assert CleanupRule(1, 1, []).kept(scores, scores) == {1: ["best dev_loss_bleu"], 4: ["last"]}
+    assert CleanupRule(1, 0).kept(range(1, 10), {}) == {4: ["pattern"], 5: ["pattern"], 8: ["pattern"], 9: ["last"]}
+
+
+def test_scores_that_no_epoch_has_are_told_with_those_that_there_are() -> None:
+    history = [EpochRecord(1, 0.1, {"dev_loss_ce": 1.0, "train_loss_ce": 1.0}), EpochRecord(2, 0.1, {"dev_loss_fer": 1.0})]
+    measures = {"a": "dev_loss_ce", "b": ["dev_loss_wer", "dev_loss_fer"], "c": None, "d": "dev_loss_cee"}
+    there = "expected one of the scores dev_loss_ce, dev_loss_fer, train_loss_ce, got"
+    assert missing_scores(history, measures, ["ce", "bleu"], {"d": "config.py"}) == [
+        f"d: {there} 'dev_loss_cee' in config.py (did you mean dev_loss_ce?)",
+        f"higher_is_better: {there} 'bleu' in the config",
+    ]
+
+
+def test_a_wrong_name_costs_no_epoch(corpus: Path, tmp_path: Path) -> None:
+    given = {"num_epochs": 2, "save_interval": 10, "early_stopping_patience": 3}
+    for name in ("early_stopping_measure", "learning_rate_control_error_measure"):
+        with pytest.raises(ConfigError) as caught:
+            run(corpus, tmp_path / name, **given, **{name: "dev_loss_accuracy"}, higher_is_better=["bleu"])
+        there = "expected one of the scores dev_loss_ce, dev_loss_fer, train_loss_ce, train_loss_fer, got"
+        saved = "(epoch 1 is saved: with another name, the same command goes on after it)"
+        assert caught.value.problems == [
+            f"{name}: {there} 'dev_loss_accuracy' in the command line",
+            f"higher_is_better: {there} 'bleu' in the command line {saved}",
+        ]
+        assert caught.value.on_every_rank
+        assert (tmp_path / name / "model.001.pt").exists()
+        assert len((tmp_path / name / "scores.jsonl").read_text().splitlines()) == 1
+    run(corpus, tmp_path / name, **given, early_stopping_measure="dev_loss_fer")
+    assert [json.loads(line)["epoch"] for line in (tmp_path / name / "scores.jsonl").read_text().splitlines()] == [1, 2]
+
+
+def test_the_score_of_a_dataset_that_is_not_there_is_told_before_training(corpus: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        run(corpus, tmp_path, early_stopping_measure="eval_loss_ce", learning_rate_control_error_measure=["dev_ce", "dev_loss_x"])
+    start = "expected the score of a dataset, train_loss_NAME or dev_loss_NAME, got"
+    assert caught.value.problems == [f"early_stopping_measure: {start} 'eval_loss_ce' in the command line"]
+    assert not list(tmp_path.iterdir())
+    other_task = {"task": "forward", "eval": {"files": "eval.hdf"}, "early_stopping_measure": "dev_loss_ce"}
+    read_settings([TOY], {name: str(value) for name, value in {**other_task, "model": "model"}.items()})
+
+
+def test_best_json_follows_the_training(corpus: Path, tmp_path: Path) -> None:
+    """Learning rate 1 makes the model worse, which is better for a score that is said to be better if higher."""
+    given = {"learning_rate": 1.0, "early_stopping_measure": "dev_loss_ce"}
+    run(corpus, tmp_path, **given, num_epochs=3)
+    scores = [json.loads(line)["scores"] for line in (tmp_path / "scores.jsonl").read_text().splitlines()]
+    order = sorted(range(1, 4), key=lambda epoch: scores[epoch - 1]["dev_loss_ce"])
+    found = best_in(tmp_path)
+    saved = {
+        "epoch": order[0],
+        "score": scores[order[0] - 1]["dev_loss_ce"],
+        "file": f"model.00{order[0]}.pt",
+        "scores": scores[order[0] - 1],
+    }
+    assert found == {"measure": "dev_loss_ce", "higher_is_better": False, **saved, "saved": saved}
+    assert best_epoch(tmp_path) == order[0]
+
+    run(corpus, tmp_path, **given, num_epochs=3, higher_is_better=["ce"])  # nothing to do but this
+    assert (best_in(tmp_path)["epoch"], best_in(tmp_path)["higher_is_better"]) == (order[-1], True)
+    run(corpus, tmp_path, **given, num_epochs=3, start_epoch=3, learning_rates={3: 0.0})  # epoch 3 again, as good as epoch 2
+    assert best_in(tmp_path)["scores"] == min(scores[:2], key=lambda one: one["dev_loss_ce"])
+
+    (tmp_path / "best.json").unlink()
+    cleaned = hvdtrain(TOY, {"corpus": corpus, "model": tmp_path / "model", "task": "cleanup_old_models"})
+    assert cleaned.status == 0
+    assert best_in(tmp_path)["measure"] == "dev_loss_ce", "the first score of dev"
+
+
+def test_the_best_epoch_whose_model_is_there(corpus: Path, tmp_path: Path) -> None:
+    given = {"num_epochs": 3, "save_interval": 2, "learning_rate": 0.0, "save_in_background": True}
+    run(corpus, tmp_path, **given)
+    found = best_in(tmp_path)
+    assert (found["epoch"], found["file"]) == (1, None), "all are alike, and it was not saved"
+    assert isinstance(found["saved"], dict)
+    assert (found["saved"]["epoch"], found["saved"]["file"]) == (2, "model.002.pt")
+    ended = hvdtrain(
+        TOY, {"corpus": corpus, "model": tmp_path / "model", "task": "eval", "load_epoch": "best", "evaluated": True}
+    )
+    assert ended.status == 0, ended.err
+    assert f"Loaded {tmp_path / 'model.002.pt'}" in ended.out
+    for name in ("model.002.pt", "model.003.pt"):
+        (tmp_path / name).unlink()
+    model = BestModel(CheckpointFolder(tmp_path / "model"), [], [])
+    model.note(history_of(1.0))
+    assert (best_in(tmp_path)["epoch"], best_in(tmp_path)["saved"]) == (1, None)
+    with pytest.raises(CheckpointError, match=r"best.json: expected the best epoch that has a model, got none"):
+        best_epoch(tmp_path)
+    model.note([])
+    assert not (tmp_path / "best.json").exists(), "nothing is known of an older training's"
+
+
+def test_a_best_json_that_cannot_be_written_ends_no_training(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "best.json").mkdir()
+    run(corpus, tmp_path)
+    assert "best.json: expected to write which epoch is best, got: " in capsys.readouterr().out
+    assert torch.load(tmp_path / "model.001.pt", weights_only=True)["epoch"] == 1
+
+
+def test_the_log_says_why_models_are_kept(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(corpus, tmp_path, num_epochs=6, cleanup_old_models={"keep_last_n": 1, "keep_best_n": 1})
+    out = capsys.readouterr().out
+    told = [line for line in out.splitlines() if line.startswith("Why they are kept: ")][-1]
+    assert "4: " in told
+    assert "pattern" in told
+    assert "5: last, " in told
+    assert "The pattern is RETURNN's, where `keep` is not given; cleanup_old_models = {..., 'keep': []} keeps no others." in out
+    run(corpus, tmp_path, num_epochs=7, cleanup_old_models={"keep_last_n": 1, "keep_best_n": 0, "keep": []})
+    assert [path.name for path in tmp_path.glob("model.???.pt")] == ["model.007.pt"]
+    assert "Why they are kept: 7: last.\n" in capsys.readouterr().out
+
+
+ACCURACY = """
+def train_step(*, model, extern_data, _train_step=train_step, **_):
+    _train_step(model=model, extern_data=extern_data)
+    wrong = hvdtrain.get_run_ctx().losses["fer"].value
+    hvdtrain.get_run_ctx().mark_as_loss(1 - wrong.float(), "accuracy", as_error=True)
+"""
+
+
+def test_the_example_in_the_docs(corpus: Path, tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "resuming.md").read_text()
+    [example] = re.findall(r"## The best epoch\n\n((?:    .*\n)+)", text)
+    config = tmp_path / "config.py"
+    config.write_text(TOY.read_text() + ACCURACY + dedent(example))
+    given = {"corpus": corpus, "evaluated": True, "model": tmp_path / "model", "num_epochs": 9, "learning_rate": 0}
+    ended = hvdtrain(config, given)
+    assert ended.status == 0, ended.err
+    assert "Finished training in epoch 4: dev_loss_accuracy was best after epoch 1" in ended.out
+    assert best_in(tmp_path)["higher_is_better"] is True
+    assert best_in(tmp_path)["file"] == "model.001.pt"

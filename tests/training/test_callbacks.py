@@ -1,0 +1,205 @@
+"""Callbacks: when they are called, what they see, and what they can ask for."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from documented import example
+from inside import run_inside
+from launching import TOY, Finished
+from trainings import Run, Trained, trains
+
+from hvdtrain.errors import ConfigError
+from hvdtrain.settings import read_settings
+
+CALLBACKS = """
+import json
+
+
+class Notes:
+    def __init__(self, file="events"):
+        self.file = str(Path(config.value("model")).with_name(file))
+
+    def note(self, event, training, **more):
+        seen = {name: getattr(training, name) for name in ("epoch", "step", "dataset", "rank", "size", "stopped_by")}
+        with open(self.file, "a") as file:
+            file.write(json.dumps({"event": event, **seen, "scores": sorted(training.scores), **more}) + "\\n")
+
+    def on_train_begin(self, training):
+        self.note("train_begin", training, model=type(training.model).__name__)
+
+    def on_epoch_begin(self, training):
+        self.note("epoch_begin", training, rate=training.learning_rate)
+
+    def on_step_end(self, training):
+        [group] = training.optimizer.param_groups
+        self.note("step_end", training, rate=training.learning_rate, same=group["lr"] == training.learning_rate)
+
+    def on_evaluation_begin(self, training):
+        self.note("evaluation_begin", training)
+
+    def on_evaluation_end(self, training):
+        self.note("evaluation_end", training)
+
+    def on_epoch_end(self, training):
+        self.note("epoch_end", training)
+
+    def on_save(self, training):
+        self.note("save", training, file=Path(training.checkpoint).name, there=training.checkpoint.exists())
+
+    def on_stop(self, training):
+        self.note("stop", training)
+
+
+class Asks:
+    rank_zero_only = True
+
+    def __init__(self, what, when, reason="enough"):
+        self.ask = lambda training: getattr(training, what)(reason)
+        setattr(self, when, self.ask)
+
+    def on_stop(self, training):
+        print("stopped by", training.stopped_by)
+
+
+class Fails:
+    def on_epoch_end(self, training):
+        raise RuntimeError("planted in a callback")
+
+
+def epoch_start(*, epoch, step, model, dataset_name, **_):
+    print(f"start of {dataset_name} in epoch {epoch} at step {step} with a {type(model).__name__}")
+
+
+def epoch_end(*, epoch, step, model, dataset_name, **_):
+    print(f"end of {dataset_name} in epoch {epoch} at step {step}")
+
+
+callbacks = eval(config.value("told", "[]"))
+"""
+
+
+def run(corpus: Path, folder: Path, told: str, **overrides: object) -> Finished:
+    """Train two sequences in two steps an epoch, with callbacks."""
+    config = folder / "with_callbacks.py"
+    config.write_text(TOY.read_text() + CALLBACKS)
+    texts = {"corpus": corpus, "part": "two.hdf", "max_seqs": 1, "model": folder / "model", "told": told, **overrides}
+    return run_inside([config, *(word for name, value in texts.items() for word in (f"++{name}", value))])
+
+
+def events(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "events").read_text().splitlines()]
+
+
+def test_events_come_in_order_with_what_a_callback_may_ask(corpus: Path, tmp_path: Path) -> None:
+    finished = run(corpus, tmp_path, "[Notes()]", num_epochs=2, evaluated=True)
+    assert finished.status == 0, finished.err
+    noted = events(tmp_path)
+    epoch = ["epoch_begin", "step_end", "step_end", "evaluation_begin", "evaluation_end", "epoch_end", "save"]
+    assert [one["event"] for one in noted] == ["train_begin", *epoch, *epoch, "stop"]
+    assert [one["epoch"] for one in noted] == [0, *[1] * 7, *[2] * 7, 2]
+    assert [one["step"] for one in noted] == [0, 0, 1, 2, 2, 2, 2, 2, 2, 3, 4, 4, 4, 4, 4, 4]
+    assert noted[0]["model"] == "Plain"
+    assert {one["rate"] for one in noted if "rate" in one} == {0.01}
+    assert all(one["same"] for one in noted if one["event"] == "step_end")
+    assert [one["file"] for one in noted if one["event"] == "save"] == ["model.001.pt", "model.002.pt"]
+    assert all(one["there"] for one in noted if one["event"] == "save")
+    assert {one["dataset"] for one in noted if "evaluation" in one["event"]} == {"dev"}
+    assert {one["dataset"] for one in noted if "evaluation" not in one["event"]} == {None}
+    training, all_scores = ["train_loss_ce", "train_loss_fer"], ["dev_loss_ce", "dev_loss_fer", "train_loss_ce", "train_loss_fer"]
+    assert [one["scores"] for one in noted[1:7]] == [[], [], [], training, all_scores, all_scores]
+    assert {(one["rank"], one["size"]) for one in noted} == {(0, 1)}
+    assert noted[-1]["stopped_by"] is None
+    # RETURNN's hooks, around the training part of an epoch and around each evaluation.
+    hooks = [line for line in finished.out.splitlines() if line.startswith(("start of", "end of"))]
+    assert hooks[:4] == [
+        "start of train in epoch 1 at step 0 with a Plain",
+        "end of train in epoch 1 at step 2",
+        "start of dev in epoch 1 at step 2 with a Plain",
+        "end of dev in epoch 1 at step 2",
+    ]
+    assert len(hooks) == 8
+
+
+def test_a_callback_can_end_training_after_an_epoch(corpus: Path, tmp_path: Path) -> None:
+    finished = run(corpus, tmp_path, '[Asks("finish", "on_step_end")]', num_epochs=9, save_interval=5)
+    assert finished.status == 0, finished.err
+    assert "Finished training in epoch 1: enough." in finished.out
+    assert "stopped by enough" in finished.out
+    assert (tmp_path / "model.001.pt").exists()  # although save_interval does not say so
+
+
+def test_the_example_of_the_documents(corpus: Path, tmp_path: Path) -> None:
+    config = tmp_path / "config.py"
+    config.write_text(TOY.read_text() + example("training.md", "class StopWhenGood:").replace("below=1.0", "below=10.0"))
+    keys = {"corpus": corpus, "model": tmp_path / "model", "num_epochs": 9, "evaluated": True}
+    finished = run_inside([config, *(word for name, value in keys.items() for word in (f"++{name}", value))])
+    assert finished.status == 0, finished.err
+    assert "Finished training in epoch 1: dev is good enough." in finished.out
+
+
+def test_a_callback_can_stop_training_with_a_checkpoint(corpus: Path, tmp_path: Path) -> None:
+    told = '[Asks("stop", "on_epoch_begin"), Notes()]'
+    finished = run(corpus, tmp_path, told, num_epochs=50)
+    assert finished.status == 75
+    assert "stopped by a callback (enough) in epoch " in finished.err
+    assert "the same command goes on from there" in finished.err
+    assert events(tmp_path)[-1]["stopped_by"] == "a callback (enough)"
+    done = events(tmp_path)[-1]["step"]
+    again = run(corpus, tmp_path, told, num_epochs=50)
+    assert again.status == 75
+    assert [one["step"] for one in events(tmp_path) if one["event"] == "train_begin"] == [0, done]
+
+
+def test_an_error_in_a_callback_ends_training_with_its_traceback(corpus: Path, tmp_path: Path) -> None:
+    finished = run(corpus, tmp_path, "Fails")
+    assert finished.status == 1
+    assert finished.err.count("RuntimeError: planted in a callback") == 1
+    assert "in on_epoch_end" in finished.err
+
+
+def problems(folder: Path, callbacks: str) -> list[str]:
+    config = folder / "config.py"
+    config.write_text(f"{TOY.read_text()}\n{CALLBACKS}\ncallbacks = {callbacks}\n")
+    with pytest.raises(ConfigError) as raised:
+        read_settings([config], {"model": str(folder / "model")})
+    return raised.value.problems
+
+
+def test_mistakes_are_told_at_once(tmp_path: Path) -> None:
+    known = "on_train_begin, on_epoch_begin, on_step_end, on_evaluation_begin, on_evaluation_end, on_epoch_end, on_save, on_stop"
+    assert problems(tmp_path, 'type("Late", (), {"on_epoch_ends": print})') == [
+        f"callbacks: expected methods among {known}, got on_epoch_ends (did you mean on_epoch_end?)"
+    ]
+    several = (
+        '[Notes(), {"class": Notes, "fil": "x"}, "Notes", {"file": "x"}, 3, "nowhere.at:All", {"class": Notes(), "file": ""}]'
+    )
+    assert problems(tmp_path, several) == [
+        "callbacks[1]: expected the arguments of Notes (file), got: got an unexpected keyword argument 'fil'",
+        "callbacks[2]: expected an object, a class or 'module:Class', got 'Notes'",
+        "callbacks[3]: expected an entry `class`, got {'file': 'x'}",
+        f"callbacks[4]: expected methods among {known}, got none of them in int",
+        "callbacks[5]: expected a class that can be imported, got nowhere.at:All: ModuleNotFoundError: No module named 'nowhere'",
+        "callbacks[6]: expected arguments beside a class, got file beside an object of Notes",
+    ]
+
+
+TWO = Run("torch", "horovod", 2)
+
+
+@trains(TWO)
+def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
+    """The last rank asks to finish in the second of five epochs, of 20 steps each."""
+    return {"noted": {"num_epochs": 5, "noted": f"{folder}/noted,25"}}
+
+
+def test_all_ranks_are_told_and_end_together(trained: Trained) -> None:
+    results = trained(trainings, TWO)
+    for rank in range(2):
+        [noted] = results.needed(f"noted.{rank}").read_text().splitlines()
+        assert json.loads(noted) == [2, 40, 80, "the last rank wants it"]
+    assert results.needed("noted.zero.0").read_text() == "40\n"
+    assert not (results.folder / "noted.zero.1").exists()
+    assert results.needed("noted.tracked.0").read_text() == "2\n"  # the number of ranks
+    assert not (results.folder / "noted.tracked.1").exists()

@@ -282,11 +282,12 @@ class Callback:
     def _tensor(self, name: str, raw: Array, outputs: Mapping[str, Any]) -> Tensor:
         """An output of one sequence. Its dims have the sizes of this sequence."""
         like = self._steps.seen.get(name)
+        dtype = "string" if raw.dtype.kind == "U" else str(raw.dtype)
         if like is None or len(like.dims) != raw.ndim + 1:  # another rank computed it, and model_outputs does not tell
             return Tensor(
                 name,
                 [Dim(size, name=f"{name}:axis-{axis + 1}") for axis, size in enumerate(raw.shape)],
-                str(raw.dtype),
+                dtype,
                 raw_tensor=raw,
             )
         dims: list[Dim] = []
@@ -298,7 +299,7 @@ class Callback:
             sizes = numpy.array(size, dtype=numpy.int32) if several is None else several.raw_tensor
             own = [] if several is None else self._without_batch(dim.dyn_size_ext.dims)
             dims.append(Dim(Tensor(dim.name, own, str(sizes.dtype), raw_tensor=sizes), name=dim.name, kind=dim.kind))
-        return Tensor(name, dims, str(raw.dtype), sparse_dim=like.sparse_dim, raw_tensor=raw)
+        return Tensor(name, dims, dtype, sparse_dim=like.sparse_dim, raw_tensor=raw)
 
     def _without_batch(self, dims: Sequence[Dim]) -> list[Dim]:
         return [dim for dim in dims if not self._steps.is_batch_axis(dim)]

@@ -44,6 +44,12 @@ def read(folder: Path, text: str = "") -> Settings:
     return read_settings([folder / "my.config"], {})
 
 
+TRAINS = """
+def train_step(*, model, extern_data, **_):
+    rf.reduce_mean(model(extern_data["data"]), axis=model.out.out_dim).mark_as_loss("some")
+"""
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -65,7 +71,7 @@ def test_what_is_wrong_is_told(tmp_path: Path, text: str, message: str) -> None:
 
 def test_what_looks_like_a_misspelt_key_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """RETURNN ignores it, and so do its users: one of its own demos has such a name. On the command line, it is refused."""
-    train(read(tmp_path, "relative_error_div_by_old = True\nlog_verbosity = 2\n"))
+    train(read(tmp_path, f"{TRAINS}relative_error_div_by_old, log_verbosity = True, 2\n"))
     told = "relative_error_div_by_old in my.config: neither RETURNN nor hvdtrain reads it (did you mean newbob_relative_error_"
     assert capsys.readouterr().out.count(told) == 1
     with pytest.raises(ConfigError, match="num_epoch: unknown key in the command line .did you mean num_epochs"):
@@ -74,7 +80,7 @@ def test_what_looks_like_a_misspelt_key_is_told(tmp_path: Path, capsys: pytest.C
 
 def test_a_config_that_only_forwards(tmp_path: Path) -> None:
     """As RETURNN's forward jobs write it: no training data, no train_step, no learning rate. And tags as outputs."""
-    train(read(tmp_path))
+    train(read(tmp_path, TRAINS))
     body = """
 forward_data, kept, task, load = train, [], "forward", model + ".001"
 del train, train_step, learning_rate, num_epochs
@@ -94,8 +100,7 @@ class forward_callback:
 
 
 def test_an_optimizer_by_its_dotted_name(tmp_path: Path) -> None:
-    settings = read(tmp_path, "optimizer = {'class': 'returnn.torch.optim.lion.Lion', 'weight_decay': 0.1}\n")
-    train(settings)
+    train(read(tmp_path, TRAINS + "optimizer = {'class': 'returnn.torch.optim.lion.Lion', 'weight_decay': 0.1}\n"))
     for name, message in (("returnn.torch.optim.lion.Lio", "that can be imported, got"), ("os.path", "a torch.optim.Optimizer")):
         with pytest.raises(ConfigError, match=f"optimizer.class: expected .*{message}"):
             make_optimizer({"class": name}, torch.nn.Linear(1, 1))

@@ -24,7 +24,7 @@ from hvdtrain.data.plan.epoch import BatchKeys, Plan
 from hvdtrain.data.plan.order import OrderKeys
 from hvdtrain.data.plan.shared import Offer, PlanInputs, mapped, offered
 from hvdtrain.errors import DataError
-from hvdtrain.training import plans
+from hvdtrain.training import agreement
 from hvdtrain.training.agreement import plan_together
 
 LENGTHS = {"data": numpy.random.default_rng(0).integers(1, 90, 5000).astype(numpy.int32)}
@@ -62,7 +62,7 @@ ALONE = inputs().plan()
 
 @pytest.fixture(autouse=True)
 def _few_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plans, "WORTHWHILE", 1000)
+    monkeypatch.setattr(agreement, "WORTHWHILE", 1000)
 
 
 @pytest.fixture

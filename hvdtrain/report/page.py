@@ -48,7 +48,7 @@ def content(runs: list[Run]) -> dict[str, Any]:
         cards = "".join(_card(figure) for figure in figures)
         sections[f"chapter{number}"] = _section(title, f"<div class=grid>{cards}</div>")
         sections[f"late{number}"] = _late(run) if run is not None else ""
-    sections |= {"epochs": _epochs(runs), "settings": _settings(runs), "starts": _starts(runs)}
+    sections |= {"epochs": _epochs(runs), "models": _models(runs), "settings": _settings(runs), "starts": _starts(runs)}
     shown = {"sections": sections, "figures": [asdict(figure) for _, figures, _ in chapters for figure in figures]}
     version = hashlib.sha256(_json(shown).encode()).hexdigest()[:16]
     return {"title": ", ".join(run.name for run in runs), "version": version, **shown}
@@ -264,6 +264,31 @@ def _epochs(runs: list[Run]) -> str:
                 f"<details class=card{is_open}><summary>{escape(title)}</summary><div class=scroll>{table}</div></details>"
             )
     return _section("Epochs", "\n".join(tables)) if tables else ""
+
+
+def _models(runs: list[Run]) -> str:
+    """The layers of each run's model, with their own parameters; of equal models, the first one's."""
+    parts = []
+    for number, run in enumerate(runs):
+        if run.summary is None or run.summary in [earlier.summary for earlier in runs[:number]]:
+            continue
+        rows = []
+        for layer in run.summary["layers"]:
+            own = ", ".join(f"{one['name'].rpartition('.')[2]} {_shape(one['shape'])}" for one in layer["parameters"])
+            trained = layer["num_trainable"] / layer["num_parameters"] if layer["num_parameters"] else None
+            cells = [f"<code>{escape(layer['name'] or 'model')}</code>", escape(layer["type"]), f"<code>{escape(own)}</code>"]
+            count = f"{layer['num_parameters']:,}" if layer["num_parameters"] else ""
+            rows.append([*cells, count, "" if trained is None else f"{trained:.0%}"])
+        title = f"{run.summary['num_parameters']:,} parameters in {len(rows)} layers"
+        title += f" of {run.name}" if len(runs) > 1 else ""
+        table = _table(["layer", "type", "its own parameters", "parameters", "trained"], rows)
+        is_open = " open" if len(runs) == 1 and len(rows) <= 24 else ""
+        parts.append(f"<details class=card{is_open}><summary>{escape(title)}</summary><div class=scroll>{table}</div></details>")
+    return _section("Model", "\n".join(parts)) if parts else ""
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return "×".join(map(str, shape)) or "scalar"
 
 
 def _number(value: Any, form: str) -> str:

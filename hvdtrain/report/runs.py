@@ -75,12 +75,14 @@ class Run:
         epochs: the lines of scores.jsonl in the order of epochs; the last line of an epoch that was trained twice.
         starts: the lines of starts.jsonl, oldest first.
         steps: the lines of steps.jsonl in the order of steps; of steps that were trained twice, those of the last time.
+        summary: the model layer by layer, as in summary.json; None: not known.
     """
 
     name: str
     epochs: Sequence[Mapping[str, Any]]
     starts: Sequence[Mapping[str, Any]] = ()
     steps: Sequence[Mapping[str, Any]] = ()
+    summary: Mapping[str, Any] | None = None
 
     def scores(self, name: str) -> tuple[list[int], list[float]]:
         """The epochs that have a score, and its value in each."""
@@ -129,7 +131,10 @@ def _read(folder: Path, name: str, running: bool) -> Run:
     if not epochs and not running:
         raise DataError(f"{scores}: expected at least one finished epoch, got none")
     starts = list(_lines(folder / "starts.jsonl")) if (folder / "starts.jsonl").exists() else []
-    return Run(name, [epochs[epoch] for epoch in sorted(epochs)], starts, read_steps(folder / "steps.jsonl"))
+    summary = None
+    with suppress(OSError, ValueError):
+        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    return Run(name, [epochs[epoch] for epoch in sorted(epochs)], starts, read_steps(folder / "steps.jsonl"), summary)
 
 
 def read_steps(path: Path) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ HOSTS = ("127.0.0.1", "localhost")
 """Names of this machine that a request may be for: another site's name that resolves to this machine is refused. Any port is
 accepted, as that of an SSH tunnel may be another one."""
 
-FILES = ("scores.jsonl", "starts.jsonl", "steps.jsonl")
+FILES = ("scores.jsonl", "starts.jsonl", "steps.jsonl", "summary.json")
 """The files of a run that a page is made of."""
 
 

@@ -181,6 +181,9 @@ def test_the_page_shows_what_the_files_say(one: Path, two: Path, tmp_path: Path)
     compute = next(values for name, _, values in figures["time"]["bars"]["series"] if name == "compute")
     assert compute == pytest.approx([sum(rank["compute"] for rank in report["seconds"]) / 2 for report in reports])
     assert figures["ranks"]["bars"]["labels"] == ["rank 0", "rank 1"]
+    summary = json.loads((two / "summary.json").read_text())
+    assert f"{summary['num_parameters']:,} parameters in {len(summary['layers'])} layers" in text
+    assert all(f"<code>{layer['name']}</code>" in text for layer in summary["layers"] if layer["name"])
     assert "class TinyModel" in text or "def get_model" in text, "the config's text"
     assert {"score-ce.png", "time.png", "ranks.png", "stragglers.png"} <= {one.name for one in pictures.iterdir()}
     for picture in pictures.iterdir():

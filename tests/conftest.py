@@ -72,8 +72,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Which tests run one after the other in the same worker: those of a file, which share fixtures, and all those that share
-    what was trained, for each framework. These two largest groups come first in their workers. Others on several ranks go
-    wherever there is time, and so do those on a cluster, of which each worker has its own.
+    what was trained. This largest group comes first in its worker, and those of TensorFlow first in the group. Others on several
+    ranks go wherever there is time, and so do those on a cluster, of which each worker has its own.
     """
     from xdist.scheduler import LoadScopeScheduling
 
@@ -88,14 +88,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         return re.search(r"ranks=|, 2\)|torchrun\(|mpirun", text) is not None
 
     def waits(group: str) -> int:
-        """First come the large groups; then what waits for processes, which leaves time for others; then the rest."""
-        return 0 if group.startswith("trainings") else 1 if starts_ranks(group.split("::")[0]) else 2
+        """First comes the large group; then what waits for processes, which leaves time for others; then the rest."""
+        return 0 if group == "trainings" else 1 if starts_ranks(group.split("::")[0]) else 2
 
     class Groups(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.split("::")[0]
             if shares_trainings(file):
-                return "trainings of tensorflow" if "tensorflow" in nodeid else "trainings of torch"
+                return "trainings"
             return nodeid if "/cluster/" in file or "/ranks/" in file else file
 
         def _assign_work_unit(self, node: Any) -> None:

@@ -1,5 +1,6 @@
 """What several tests need: a small corpus of sequences of different lengths."""
 
+import ast
 import inspect
 import re
 import signal
@@ -71,16 +72,32 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Which tests run one after the other in the same worker: those of a file, which share fixtures, and all those that share
-    what was trained. This largest group comes first in its worker, and those of TensorFlow first in the group. Others on several
+    """Which tests run one after the other in the same worker: those of a file, which share fixtures, and of all files those that
+    share what was trained. This largest group comes first in its worker, and those of TensorFlow first in the group. Others on several
     ranks go wherever there is time, and so do those on a cluster, of which each worker has its own.
     """
     from xdist.scheduler import LoadScopeScheduling
 
     @cache
-    def shares_trainings(file: str) -> bool:
-        path = config.rootpath / file
-        return path.name.startswith("test_tensorflow") or "@trains(" in path.read_text(encoding="utf-8")
+    def sharing(file: str) -> set[str]:
+        """The functions of a file that ask for the fixture `trained`, or for another one of the file that does."""
+        found, tree = {"trained"}, ast.parse((config.rootpath / file).read_text(encoding="utf-8"))
+        functions = {one.name: {each.arg for each in one.args.args} for one in tree.body if isinstance(one, ast.FunctionDef)}
+        while more := {name for name, arguments in functions.items() if arguments & found} - found:
+            found |= more
+        return found
+
+    @cache
+    def apart(file: str) -> bool:
+        """Whether a file's trainings have a launch of their own."""
+        return "apart=True" in (config.rootpath / file).read_text(encoding="utf-8")
+
+    def shares_trainings(nodeid: str) -> bool:
+        file, _, test = nodeid.partition("::")
+        name = Path(file).name
+        if not name.startswith("test_"):  # a doctest
+            return False
+        return name.startswith("test_tensorflow") or test.partition("[")[0] in sharing(file)
 
     @cache
     def starts_ranks(file: str) -> bool:
@@ -94,7 +111,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class Groups(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.split("::")[0]
-            if shares_trainings(file):
+            if apart(file):
+                return file
+            if shares_trainings(nodeid):
                 return "trainings"
             return nodeid if "/cluster/" in file or "/ranks/" in file else file
 

@@ -105,9 +105,10 @@ def test_states_of_processes() -> None:
     sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], cwd=ROOT)
     own = Process.of(os.getpid())
     process = Process.of(sleeper.pid)
-    assert process.describe() is None
-    process.send(signal.SIGSTOP)
     deadline = time.monotonic() + PATIENCE
+    while process.describe() is not None:  # it may be reading its program from a disk
+        assert time.monotonic() < deadline
+    process.send(signal.SIGSTOP)
     while process.describe() != "is stopped (SIGSTOP)":
         assert time.monotonic() < deadline
     process.send(signal.SIGKILL)

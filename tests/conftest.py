@@ -73,8 +73,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Which tests run one after the other in the same worker: those of a file, which share fixtures, and of all files those that
-    share what was trained. This largest group comes first in its worker, and those of TensorFlow first in the group. Others on several
-    ranks go wherever there is time, and so do those on a cluster, of which each worker has its own.
+    share what was trained. This largest group comes first in its worker, and those of TensorFlow first in the group. Others
+    on several ranks go wherever there is time, and so do those on a cluster, of which each worker has its own.
     """
     from xdist.scheduler import LoadScopeScheduling
 

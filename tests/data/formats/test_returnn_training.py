@@ -14,7 +14,7 @@ from typing import Any
 import numpy
 import pytest
 from launching import TOY
-from returnn.config import Config, get_global_config, set_global_config
+from returnn.config import Config, get_global_config, global_config_ctx, set_global_config
 from returnn.datasets.basic import init_dataset
 from trainings import Run, Trained, assert_same, trains
 
@@ -37,13 +37,14 @@ WORDS = "eins zwei drei vier".split()
 def by_returnn(options: dict[str, Any], epoch: int) -> list[Item]:
     """An epoch's sequences, as RETURNN itself reads them in this process."""
     ReturnnDataset({"class": "Task12AXDataset", "num_seqs": 1}).begin_epoch(1)  # sets up what RETURNN wants to find
-    dataset = init_dataset(options)
-    dataset.init_seq_order(epoch)
-    items = []
-    while dataset.is_less_than_num_seqs(len(items)):
-        number = len(items)
-        dataset.load_seqs(number, number + 1)
-        items.append((dataset.get_tag(number), {key: dataset.get_data(number, key) for key in dataset.get_data_keys()}))
+    with global_config_ctx(Config()):  # that of an earlier test cannot go to the processes that RETURNN starts
+        dataset = init_dataset(options)
+        dataset.init_seq_order(epoch)
+        items = []
+        while dataset.is_less_than_num_seqs(len(items)):
+            number = len(items)
+            dataset.load_seqs(number, number + 1)
+            items.append((dataset.get_tag(number), {key: dataset.get_data(number, key) for key in dataset.get_data_keys()}))
     return items
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy
 import pytest
 from launching import TOY
-from returnn.config import Config, get_global_config, global_config_ctx, set_global_config
+from returnn.config import Config, get_global_config, set_global_config
 from returnn.datasets.basic import init_dataset
 from trainings import Run, Trained, assert_same, trains
 
@@ -22,6 +22,7 @@ from hvdtrain.comm.base import SingleCommunicator
 from hvdtrain.data.dataset import Dataset, Scanning
 from hvdtrain.data.feed import Feed, feed_lines
 from hvdtrain.data.formats.found_lengths import identity_of
+from hvdtrain.data.formats.returnn_reading import in_one_process
 from hvdtrain.data.formats.returnn_stream import ReturnnDataset
 from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.data.plan.epoch import BatchKeys
@@ -37,14 +38,15 @@ WORDS = "eins zwei drei vier".split()
 def by_returnn(options: dict[str, Any], epoch: int) -> list[Item]:
     """An epoch's sequences, as RETURNN itself reads them in this process."""
     ReturnnDataset({"class": "Task12AXDataset", "num_seqs": 1}).begin_epoch(1)  # sets up what RETURNN wants to find
-    with global_config_ctx(Config()):  # that of an earlier test cannot go to the processes that RETURNN starts
-        dataset = init_dataset(options)
-        dataset.init_seq_order(epoch)
-        items = []
-        while dataset.is_less_than_num_seqs(len(items)):
-            number = len(items)
-            dataset.load_seqs(number, number + 1)
-            items.append((dataset.get_tag(number), {key: dataset.get_data(number, key) for key in dataset.get_data_keys()}))
+    if options["class"] == "DistributeFilesDataset":
+        options = in_one_process(options)  # its process would need what is in RETURNN's global config by now
+    dataset = init_dataset(options)
+    dataset.init_seq_order(epoch)
+    items = []
+    while dataset.is_less_than_num_seqs(len(items)):
+        number = len(items)
+        dataset.load_seqs(number, number + 1)
+        items.append((dataset.get_tag(number), {key: dataset.get_data(number, key) for key in dataset.get_data_keys()}))
     return items
 
 

@@ -19,7 +19,7 @@ from hvdtrain.checkpoint.lock import only_training_of
 from hvdtrain.checkpoint.preload import constant_preloads, take_over
 from hvdtrain.checkpoint.progress import BestModel, Progress
 from hvdtrain.checkpoint.saver import Saver, Saves
-from hvdtrain.checkpoint.start import check_data, load_trained, resume
+from hvdtrain.checkpoint.start import call_hooks, check_data, load_trained, resume
 from hvdtrain.comm import launch
 from hvdtrain.comm.base import Communicator, SingleCommunicator, connected, run_with_heartbeat, together
 from hvdtrain.comm.torch_rendezvous import names_of_this_host
@@ -147,6 +147,11 @@ def _open(settings: Settings, purpose: Purpose, comm: Communicator, stack: ExitS
     elif purpose in WITH_TRAINED:
         progress = load_trained(comm, saver, checkpoints, settings.start)
         learner.begin_epoch(max(1, progress.epoch), progress.step)
+    if purpose != "measure" and settings.start.load_model_post_hooks:
+        hooks = settings.start.load_model_post_hooks
+        together(comm, lambda: call_hooks(hooks, learner.model), name="load_model_post_hooks")
+        if progress.current is None:  # within an epoch, the ranks may have models of their own
+            saver.share()
     return Session(comm, timer, watchdog, interrupt, feeds, learner, reducer, saver, best, progress)
 
 
@@ -368,6 +373,7 @@ def _check_own_order(feed: Feed, chunked: bool) -> None:
         "chunking": chunked,
         "shuffle_batches": feed.batch_keys.shuffle_batches,
         "balance_ranks": bool(feed.batch_keys.balance_ranks),
+        "online_shuffle_batches": bool(feed.batch_keys.shuffle_window),
         "random_seed_offset": feed.distribution == "random_seed_offset",
         "partition_epoch": not is_returnns and feed.order_keys.partition_epoch > 1,
         "seq_list_filter_file": not is_returnns and feed.subset is not None,

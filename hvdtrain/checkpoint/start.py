@@ -14,6 +14,7 @@ from hvdtrain.checkpoint.saver import Saver
 from hvdtrain.comm.base import Communicator, on_rank_zero
 from hvdtrain.comm.keys import LaunchKeys
 from hvdtrain.config.keys import ALONE, Section, Sections, key, positive
+from hvdtrain.config.source import as_function, is_reference
 from hvdtrain.data.identity import Identity, Part, changes, identify, rewritten
 from hvdtrain.errors import CheckpointError, ConfigError
 from hvdtrain.learner.model_format import is_safetensors, missing_package
@@ -59,7 +60,17 @@ class StartKeys(Section):
         "(docs/resuming.md)",
     )
 
+    load_model_post_hooks: list[Any] | tuple[Any, ...] | None = key(
+        None,
+        "RETURNN's hooks: functions (*, model, **_) that every rank calls with the model once it is made and loaded, at every "
+        "start of a training, an evaluation or forward; they may change values, but not which parameters are trained",
+        needs="torch",
+    )
+
     def problems(self, others: Sections = ALONE) -> list[str]:
+        for number, hook in enumerate(self.load_model_post_hooks or ()):
+            if not callable(hook) and not is_reference(hook):
+                return [f"load_model_post_hooks[{number}]: expected a function or 'module:name', got {hook!r}"]
         try:
             parse_preloads(self.preload_from_files)
         except ConfigError as error:
@@ -199,6 +210,28 @@ def resume(
     if fresh:
         saver.share()
     return progress
+
+
+def call_hooks(hooks: Sequence[Any], model: Any) -> None:
+    """Call the functions of `load_model_post_hooks` with a model of PyTorch. Raises: ConfigError."""
+
+    def trained() -> list[tuple[str, int]]:
+        return [(name, id(values)) for name, values in model.named_parameters() if values.requires_grad]
+
+    before = trained()
+    for number, hook in enumerate(hooks):
+        function = as_function(hook, f"load_model_post_hooks[{number}]")
+        if function is not None:
+            function(model=model)
+    after = trained()
+    if after != before:
+        changed = sorted(name for name, _ in {*before} ^ {*after})
+        raise ConfigError(
+            [
+                "load_model_post_hooks: expected functions that leave the trained parameters the same objects, got others: "
+                f"{', '.join(dict.fromkeys(changed))} (the optimizer has them already: replace or freeze them in get_model)"
+            ]
+        )
 
 
 def check_data(comm: Communicator, progress: Progress, datasets: Mapping[str, Sequence[Part]], accept: bool) -> None:

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 STEPS: dict[str, Stage] = {"train_step": "train_step", "forward_step": "forward_step"}
 
+HOOKS = "load_model_post_hooks"
+
 
 def layer_for_config() -> Layer | Installed:
     """What a config finds as `returnn`: the installed RETURNN, or else hvdtrain's stand-ins for some of its names."""
@@ -59,9 +61,17 @@ def adapted(source: Source, layer: Layer | Installed) -> Source:
     for name in ("get_model", "epoch_start", "epoch_end"):
         if callable(values.get(name)):
             values[name] = _with_modules(values[name], name, layer)
+    with_hooks(values, lambda hook: _with_modules(hook, HOOKS, layer))
     if values.get("forward_callback") is not None and not isinstance(values["forward_callback"], str):
         values["forward_callback"] = _callback_maker(values["forward_callback"], layer, outputs)
     return replace(source, values=values, problems=(*source.problems, *problems, *more))
+
+
+def with_hooks(values: dict[str, Any], wrapped: Callable[[Any], Any]) -> None:
+    """Wrap the functions in `load_model_post_hooks`."""
+    hooks = values.get(HOOKS)
+    if isinstance(hooks, (list, tuple)):
+        values[HOOKS] = [wrapped(hook) if callable(hook) else hook for hook in hooks]
 
 
 def with_todays_steps(source: Source) -> Source:

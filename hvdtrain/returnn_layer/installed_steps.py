@@ -8,7 +8,8 @@ parameters are those of the model: this is what hvdtrain trains, saves and loads
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -25,6 +26,7 @@ from hvdtrain.config.source import Source
 from hvdtrain.context import RunContext, get_run_ctx
 from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError
+from hvdtrain.returnn_layer.adapter import with_hooks
 from hvdtrain.returnn_layer.imports import Installed, select_torch
 from hvdtrain.returnn_layer.templates import BatchEntry, legacy_templates
 
@@ -33,6 +35,9 @@ STAGES: tuple[Stage, ...] = ("train_step", "forward_step")
 
 FOR_TORCH_ONLY = ("torch_compile", "sync_batch_norm")
 """Keys that concern the modules of PyTorch, of which an rf.Module calls none."""
+
+FLOAT_DTYPES = ("bfloat16", "float16", "float32", "float64")
+"""Values of `default_float_dtype`."""
 
 SEED = 42
 """RETURNN's default of `random_seed`, as hvdtrain's."""
@@ -50,20 +55,59 @@ def adapted(source: Source, installed: Installed) -> Source:
         )
     templates, more = _templates("extern_data", values.get("extern_data", legacy_templates(values)))
     outputs, others = _templates("model_outputs", values.get("model_outputs"))
-    steps = Steps(templates, outputs, has_callback=values.get("forward_callback") is not None)
+    precision = Precision(values.pop("default_float_dtype") if values.get("default_float_dtype") in FLOAT_DTYPES else None)
+    steps = Steps(templates, outputs, precision, has_callback=values.get("forward_callback") is not None)
     for stage in STAGES:
         if callable(values.get(stage)):
             values[stage] = _like(functools.partial(steps.run, stage, values[stage]), values[stage])
     if callable(values.get("get_model")):
-        values["get_model"] = _model_maker(values["get_model"], values)
+        values["get_model"] = _model_maker(values["get_model"], values, precision)
     for hook in ("epoch_start", "epoch_end"):
         if callable(values.get(hook)):
             values[hook] = _with_own_model(values[hook])
+    with_hooks(values, lambda hook: precision.within(_with_own_model(hook)))
     callback = values.get("forward_callback")
     if callback is not None and not isinstance(callback, str):
         is_instance = hasattr(callback, "process_seq") and not isinstance(callback, type)
         values["forward_callback"] = lambda: Callback(callback if is_instance else callback(), steps)
     return replace(source, values=values, problems=(*source.problems, *problems, *more, *others))
+
+
+class Precision:
+    """`default_float_dtype`: the type of the parameters, of the data and of what functions make.
+
+    Args:
+        name: of the type; None: that of PyTorch and RETURNN.
+    """
+
+    def __init__(self, name: str | None) -> None:
+        self.name = name
+
+    def cast(self, model: torch.nn.Module) -> torch.nn.Module:
+        return model if self.name is None else model.to(getattr(torch, self.name))
+
+    @contextmanager
+    def default(self) -> Iterator[None]:
+        """Make it the default of PyTorch and RETURNN inside the `with` block."""
+        if self.name is None:
+            yield
+            return
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(getattr(torch, self.name))
+        try:
+            with rf.set_default_float_dtype_ctx(self.name):
+                yield
+        finally:
+            torch.set_default_dtype(before)
+
+    def within(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, called with this default."""
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            with self.default():
+                return function(*arguments, **options)
+
+        return _like(call, function)
 
 
 def _like(wrapper: Callable[..., Any], function: Any) -> Callable[..., Any]:
@@ -86,20 +130,22 @@ def _templates(key: str, given: Any) -> tuple[TensorDict | None, list[str]]:
     return templates, problems
 
 
-def _model_maker(function: Callable[..., Any], values: Mapping[str, Any]) -> Callable[..., torch.nn.Module]:
+def _model_maker(function: Callable[..., Any], values: Mapping[str, Any], precision: Precision) -> Callable[..., torch.nn.Module]:
     """A get_model with RETURNN's random numbers, that returns a torch.nn.Module."""
 
     def get_model(*, epoch: int, step: int, **others: Any) -> Any:
         seed = int(values.get("random_seed", SEED))
         rf.set_random_seed((epoch * 193939 + step * 19937 + seed * 27644437 + 479001599) % 2**31)  # as RETURNN's engine
         model = function(epoch=epoch, step=step, **others)
+        if isinstance(model, torch.nn.Module):
+            return precision.cast(model)
         if not isinstance(model, rf.Module):
             return model
         wanted = [name for name in FOR_TORCH_ONLY if values.get(name)]
         if wanted:
             rule = "expected a get_model that returns a torch.nn.Module, got an rf.Module"
             raise ConfigError([f"{name}: {rule}" for name in wanted])
-        return rf_module_to_pt_module(model)
+        return precision.cast(rf_module_to_pt_module(model))
 
     return _like(get_model, function)
 
@@ -119,14 +165,18 @@ class Steps:
     Args:
         templates: of `extern_data`; None: the data determines them.
         outputs: of `model_outputs`; None: the config has none.
+        precision: of the data.
         has_callback: whether the outputs go to a forward_callback.
 
     Attributes:
         seen: by output, one that was marked, whose dims tell a callback what the axes are.
     """
 
-    def __init__(self, templates: TensorDict | None, outputs: TensorDict | None, *, has_callback: bool) -> None:
+    def __init__(
+        self, templates: TensorDict | None, outputs: TensorDict | None, precision: Precision, *, has_callback: bool
+    ) -> None:
         self._templates = templates
+        self._precision = precision
         self._outputs = outputs
         self._has_callback = has_callback
         self.seen: dict[str, Tensor] = {} if outputs is None else dict(outputs.data)
@@ -152,7 +202,7 @@ class Steps:
         else:
             rf.init_forward_step_run_ctx(expected_outputs=self._outputs, step=context.step, epoch=context.epoch)
         try:
-            with rf.set_default_device_ctx(device):
+            with rf.set_default_device_ctx(device), self._precision.default():
                 function(model=own_model(model), extern_data=given, **others)
                 if stage == "train_step":
                     mark_losses(rf.get_run_ctx().losses, context)
@@ -175,7 +225,11 @@ class Steps:
             wanted.data[name] = template
             raw[name], raw[f"{name}:seq_len"] = _raw(name, template, batch)
         tensors: TensorDict = raw_dict_to_extern_data(
-            raw, extern_data_template=wanted, device=device, with_eval_targets=is_training
+            raw,
+            extern_data_template=wanted,
+            device=device,
+            float_dtype=self._precision.name,
+            with_eval_targets=is_training,
         )
         self._batch_axis = next((tensor.dims[0] for tensor in tensors.data.values()), batch_dim)
         if context.seq_tags is not None:

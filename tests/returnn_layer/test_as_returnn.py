@@ -66,6 +66,7 @@ def by_returnn(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Traini
         "forwarded": (TOY, {"load": folder / "trained.001", "task": "forward", "kept": made / "forwarded.kept"}),
         "words": (WORDS, {}),
         "begun": (WORDS, {}),
+        "double": (WORDS, {"default_float_dtype": "float64", "halved": True, "num_epochs": 1}),
         "best": (WORDS, {"load": made / "begun" / "model.001", "task": "forward", "kept": made / "best.kept"}),
     }
     if DEMO.exists():
@@ -160,6 +161,17 @@ def test_a_model_of_returnns_frontend(folder: Path, by_returnn: Trainings, tmp_p
     assert last["dev_loss_ctc"] < first["dev_loss_ctc"]
     names = torch.load(f"{model}.002.pt", weights_only=True)["model"].keys()
     assert {"encoder.layers.0.conv_block.norm.running_mean", "lstm.ff_weight", "embedding.weight"} <= names
+
+
+def test_keys_of_the_model(folder: Path, by_returnn: Trainings, tmp_path: Path) -> None:
+    """default_float_dtype, in which the two agree to more digits, and load_model_post_hooks."""
+    model = tmp_path / "model"
+    ours(WORDS, folder=folder, model=model, default_float_dtype="float64", halved=True, num_epochs=1)
+    assert_same_training(model, by_returnn, "double", (1,))
+    one, other = (torch.load(f"{path}.001.pt", weights_only=True)["model"] for path in (model, by_returnn.model("double")))
+    for name, values in one.items():
+        assert values.dtype == torch.float64
+        torch.testing.assert_close(values, other[name], rtol=1e-9, atol=1e-11)
 
 
 def test_either_program_goes_on_with_the_others_training(folder: Path, by_returnn: Trainings, tmp_path: Path) -> None:

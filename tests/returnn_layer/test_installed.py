@@ -1,5 +1,6 @@
 """Configs written for RETURNN on the installed RETURNN: what they find, and what is said about mistakes."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -97,6 +98,54 @@ class forward_callback:
         assert len(kept) == 6
 """
     forward_all(read(tmp_path, body))
+
+
+def test_hooks_after_the_model_is_loaded(tmp_path: Path) -> None:
+    """At every start, and before other tasks, on what was loaded. `where` tells what they saw."""
+    body = """
+import os
+where = os.environ.setdefault("CALLED", "")
+def begin(*, model, **_):
+    assert type(model) is Model and rf.get_default_float_dtype() == "bfloat16"
+    os.environ["CALLED"] += f"{model.out.weight.raw_tensor.dtype} {(model.out.weight.raw_tensor == 7).all().item()} "
+def change(*, model, **_):
+    model.out.weight.raw_tensor.data.fill_(7)
+load_model_post_hooks = (begin, change)
+default_float_dtype, learning_rate = "bfloat16", 1e-30
+def forward_step(*, model, extern_data, **_):
+    assert extern_data["data"].dtype == rf.get_default_float_dtype() == "bfloat16"
+    rf.get_run_ctx().mark_as_default_output(model(extern_data["data"]), shape=[*extern_data["data"].dims[:2], model.out.out_dim])
+forward_data, output_file = train, model + ".hdf"
+"""
+    with nothing_changes():
+        train(read(tmp_path, TRAINS + body))
+        train(read_settings([tmp_path / "my.config"], {"num_epochs": "2"}))
+        forward_all(read_settings([tmp_path / "my.config"], {"task": "forward"}))
+        assert os.environ["CALLED"] == "torch.bfloat16 False " + 2 * "torch.bfloat16 True "
+    assert torch.get_default_dtype() == torch.float32
+    stored = torch.load(tmp_path / "model.002.pt", weights_only=True)["model"]
+    assert {values.dtype for values in stored.values()} == {torch.bfloat16}
+    assert (stored["out.weight"] == 7).all()
+    assert (tmp_path / "model.hdf").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("load_model_post_hooks = 3", "load_model_post_hooks: expected .*a tuple or None, got 3"),
+        ("load_model_post_hooks = [3]", "load_model_post_hooks.0.: expected a function or 'module:name', got 3"),
+        (
+            "load_model_post_hooks = [lambda *, model, **_: model.out.bias.raw_tensor.requires_grad_(False)]",
+            "load_model_post_hooks: expected functions that leave the trained parameters .*, got others: out.bias .the optimizer",
+        ),
+        ("default_float_dtype = 'float8'", "default_float_dtype: a key of RETURNN that is not supported, .* such as 'bfloat16'"),
+        ("torch_batching = print", "torch_batching: .*batches are planned from the lengths"),
+        ("packed_tensors = True", "packed_tensors: .*batches are padded: pack them in train_step, with rf.pack_padded"),
+    ],
+)
+def test_what_is_wrong_with_such_keys(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        train(read(tmp_path, TRAINS + text + "\n"))
 
 
 def test_an_optimizer_by_its_dotted_name(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Keys of RETURNN: honoured, accepted because they ask for nothing, refused with advice, or told about."""
 
 import importlib.util
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,10 @@ import pytest
 from launching import ROOT
 
 from hvdtrain.comm.base import SingleCommunicator
+from hvdtrain.config.keys import declared
 from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.data.kinds import RETURNN_ENTRIES
+from hvdtrain.data.plan.order import OrderKeys
 from hvdtrain.data.sources import parse
 from hvdtrain.errors import ConfigError
 from hvdtrain.returnn_layer.names import ALIASES, ELSEWHERE, NO_OPS, READ_BY_RETURNN, UNSUPPORTED
@@ -139,6 +142,36 @@ def test_names_that_returnn_reads_are_told_once(tmp_path: Path, capsys: pytest.C
 def test_values_that_ask_for_something_are_refused(tmp_path: Path, name: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"{name}: a key of RETURNN that is not supported, in config.py .{UNSUPPORTED[name]}"):
         settings(tmp_path, f"{name} = {value!r}\n")
+
+
+def rows() -> list[tuple[str, str]]:
+    """The lines of the table in docs/returnn.md, as what a config says and what becomes of it."""
+    page = (ROOT / "docs" / "returnn.md").read_text()
+    table = page.partition("### Key by key")[2].partition("\n## ")[0]
+    return re.findall(r"^\| `(.*?)` \| (\w+) \|", table, flags=re.M)
+
+
+def test_every_line_of_the_table_of_keys(tmp_path: Path) -> None:
+    with HDFWriter(tmp_path / "train.hdf", dims={"data": 3}) as writer:
+        writer.add("seq", {"data": [1, 2]})
+    files = f"train = {{'class': 'HDFDataset', 'files': [{str(tmp_path / 'train.hdf')!r}]}}\n"
+    own = {key.name for key in (*all_keys(), *declared(OrderKeys))} | {"cache_byte_size", "default_float_dtype"} | set(ALIASES)
+    found = rows()
+    assert {outcome for _, outcome in found} == {"honoured", "taken", "told", "refused"}
+    assert len(found) > 40
+    for line, outcome in found:
+        name, _, value = line.partition(" = ")
+        entry = name.rpartition(".")[2]
+        text = f"import returnn.frontend\n{files}{f'train[{entry!r}] = {value}' if entry != name else line}\n"
+        if outcome == "refused":
+            with pytest.raises(ConfigError) as raised:
+                settings(tmp_path, text)
+            assert len(raised.value.problems) == 1, line
+            assert re.match(rf"{re.escape(name)}\b.*\(.+\)", raised.value.problems[0]), raised.value.problems
+            continue
+        made = settings(tmp_path, text)
+        assert any(re.match(rf"{re.escape(name)}\b", told) for told in made.without_effect) == (outcome == "told"), line
+        assert outcome != "honoured" or entry in own, line
 
 
 def test_the_tables_of_names_do_not_overlap() -> None:

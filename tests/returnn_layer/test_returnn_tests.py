@@ -35,6 +35,8 @@ WORKS = (
     "test_max_seq_len",
     "test_data_loader_oggzip",
     "test_torch_engine_train_lion_optimizer",
+    "test_torch_engine_bf16",
+    "test_torch_engine_train_shuffle_batches",
 )
 """Their own assertions hold, and scores, outputs or batches are those of RETURNN's engine."""
 
@@ -44,8 +46,6 @@ at the very end, and names the modules in which a model has raised an exception.
 
 REFUSED = {
     "test_torch_engine_train_packed": "packed_tensors: a key of RETURNN that is not supported",
-    "test_torch_engine_bf16": "default_float_dtype: a key of RETURNN that is not supported",
-    "test_torch_engine_train_shuffle_batches": "online_shuffle_batches: a key of RETURNN that is not supported",
 }
 
 OF_THE_ENGINE = (

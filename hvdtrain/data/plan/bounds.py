@@ -163,9 +163,17 @@ def _starts_with_padding(lengths: Mapping[str, Array], indices: Array, limits: L
     return found
 
 
-def shuffled(num_batches: int, generator: numpy.random.RandomState) -> Array:
-    """The batches in random order, int64 of shape (num_batches,)."""
-    return generator.permutation(num_batches).astype(numpy.int64, copy=False)
+def shuffled(num_batches: int, generator: numpy.random.RandomState, window: int = 0) -> Array:
+    """The batches in random order, int64 of shape (num_batches,).
+
+    Args:
+        window: shuffle so many consecutive batches, then the next ones; 0: all of them.
+    """
+    if not window:
+        return generator.permutation(num_batches).astype(numpy.int64, copy=False)
+    starts = range(0, num_batches, window)
+    parts = [start + generator.permutation(min(window, num_batches - start)) for start in starts]
+    return numpy.concatenate([numpy.zeros(0, dtype=numpy.int64), *parts]).astype(numpy.int64, copy=False)
 
 
 def grouped_by_cost(costs: Array, group: int, generator: numpy.random.RandomState) -> Array:

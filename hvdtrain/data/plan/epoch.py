@@ -73,6 +73,12 @@ class BatchKeys(Section):
     shuffle_batches: bool = key(
         False, "train on the batches of an epoch in random order, from the same seed as the order of the sequences"
     )
+    online_shuffle_batches: int | dict[str, int] | None = key(
+        None,
+        "RETURNN's key: train on N batches after the other in random order, then on the next N, so that batches stay near their "
+        "place in the order of the sequences; a number, or {'buffer_size': N}",
+        positive,
+    )
     balance_ranks: int = key(
         0,
         "give the ranks batches of similar size in every step: the batches of an epoch come in groups of this many of "
@@ -90,11 +96,23 @@ class BatchKeys(Section):
         if not self.of_evaluation().has_limit and self.batch_size_total is None and self.max_seqs_total is None:
             return ["batch_size_dev: expected batch_size_dev or max_seqs_dev, where training has keys of its own, got neither"]
         found = []
+        if isinstance(self.online_shuffle_batches, dict) and list(self.online_shuffle_batches) != ["buffer_size"]:
+            found.append(f"online_shuffle_batches: expected a number or {{'buffer_size': N}}, got {self.online_shuffle_batches}")
+        found += _problems_by_key("online_shuffle_batches", self.online_shuffle_batches, "a positive integer", 1)
+        if self.shuffle_window and (self.shuffle_batches or self.balance_ranks):
+            other = "shuffle_batches" if self.shuffle_batches else "balance_ranks"
+            found.append(f"online_shuffle_batches: expected either it or {other}, which order all batches of an epoch, got both")
         for name in ("batch_size", "batch_size_train", "batch_size_dev", "batch_size_total", "packed_batch_size"):
             found += _problems_by_key(name, getattr(self, name), "a positive integer", 1)
         for name in ("max_pad_size", "max_seq_length", "min_seq_length"):
             found += _problems_by_key(name, getattr(self, name), "zero or a positive integer", 0)
         return found
+
+    @property
+    def shuffle_window(self) -> int:
+        """The number of consecutive batches that `online_shuffle_batches` puts in random order; 0: it is off."""
+        given = self.online_shuffle_batches
+        return (given.get("buffer_size", 0) if isinstance(given, dict) else given) or 0
 
     @property
     def has_limit(self) -> bool:
@@ -124,7 +142,8 @@ class BatchKeys(Section):
 
     def of_evaluation(self) -> BatchKeys:
         """The keys that apply in evaluation, where batches stay in order."""
-        return replace(self._with(self.batch_size_dev, self.max_seqs_dev), shuffle_batches=False, balance_ranks=0)
+        own = self._with(self.batch_size_dev, self.max_seqs_dev)
+        return replace(own, shuffle_batches=False, balance_ranks=0, online_shuffle_batches=None)
 
     def limits(self, epoch: int) -> Limits:
         """The limits of the batches of an epoch. Raises: DataError, if a function of the config returns no size."""
@@ -287,13 +306,13 @@ def plan(
             "max_seq_length and min_chunk_size allow"
         )
     made = Plan(indices, bounds(lengths, indices, batch_keys.limits(epoch)))
-    if not batch_keys.shuffle_batches and not batch_keys.balance_ranks:
+    if not batch_keys.shuffle_batches and not batch_keys.balance_ranks and not batch_keys.shuffle_window:
         return made
     generator = numpy.random.RandomState([seed_of(order_keys, epoch), part_of(order_keys, epoch)])
     if batch_keys.balance_ranks:
         batches = grouped_by_cost(_costs(made, lengths), batch_keys.balance_ranks, generator)
     else:
-        batches = shuffled(made.num_batches, generator)
+        batches = shuffled(made.num_batches, generator, batch_keys.shuffle_window)
     return Plan(*rearranged(made.order, made.bounds, batches))
 
 

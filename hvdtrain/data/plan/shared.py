@@ -72,7 +72,7 @@ class PlanInputs:
             *(method_of(order, epoch), seed_of(order, epoch), part_of(order, epoch)),
             *(order.partition_epoch, order.partition_by, order.repeat_epoch),
             *(batches.limits(epoch), batches.min_seq_length, batches.max_seq_length),
-            *(batches.shuffle_batches, batches.balance_ranks, list(self.lengths)),
+            *(batches.shuffle_batches, batches.balance_ranks, batches.shuffle_window, list(self.lengths)),
             self.window,
         )
         found = crc32(numpy.frombuffer(repr(keys).encode(), dtype=numpy.uint8))

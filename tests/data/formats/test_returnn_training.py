@@ -164,7 +164,9 @@ def twice(sequences: Any, **_: object) -> Any:
 
 
 def streamed(folder: Path) -> dict[str, Any]:
-    return mapped(folder) | {"map_seq": None, "map_seq_stream": twice}
+    data, classes = {"shape": (None, 2), "dtype": "float32"}, {"shape": (None,), "dim": 3, "sparse": True}
+    outputs = {name: {"batch_dim_axis": None, **one} for name, one in {"data": data, "classes": classes}.items()}
+    return mapped(folder) | {"map_seq": None, "map_seq_stream": twice, "map_outputs": outputs}
 
 
 def of_files(files: list[str]) -> dict[str, Any]:
@@ -367,6 +369,7 @@ def test_a_map_dataset_around_a_dataset_of_returnn(tmp_path: Path) -> None:
         ({"chunking": 5}, "train: expected no chunking with a dataset that RETURNN reads in its own order, got it"),
         ({"shuffle_batches": True}, "train: expected no shuffle_batches with"),
         ({"balance_ranks": 2}, "train: expected no balance_ranks with"),
+        ({"online_shuffle_batches": 2}, "train: expected no online_shuffle_batches with"),
         ({"train": {"class": "ReturnnDataset", "seq_ordering": "random"}}, "train.seq_ordering: expected no order keys around"),
         (
             {"train": {"class": "MetaDataset", "data_map": {"data": ("a", "data")}}},

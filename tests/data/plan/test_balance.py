@@ -33,6 +33,8 @@ def test_orders_of_batches_are_held_to_these() -> None:
     assert made.order.tolist() == [2, 3, 0, 1, 4, 5, 8, 9, 10, 11, 6, 7]
     made = plan(lengths, OrderKeys(), BatchKeys(max_seqs=1, balance_ranks=4), 2)
     assert made.order.tolist() == [7, 0, 10, 8, 3, 5, 1, 11, 4, 6, 2, 9]
+    made = plan(lengths, OrderKeys(), BatchKeys(max_seqs=1, online_shuffle_batches=5), 2)
+    assert made.order.tolist() == [1, 0, 2, 4, 3, 8, 9, 5, 6, 7, 11, 10]
 
 
 def test_rearranging_moves_whole_batches() -> None:
@@ -107,6 +109,38 @@ def test_balanced_steps_cost_less_for_every_number_of_ranks_that_divides_the_gro
     ideal = plain.padded(lengths)["data"].sum() / size
     assert step_costs(balanced, lengths, size) < 1.03 * ideal
     assert step_costs(plain, lengths, size) > 1.04 * ideal
+
+
+@pytest.mark.parametrize("num_batches", [1, 6, 8, 9, 50])
+@pytest.mark.parametrize("window", [1, 3, 8, 100])
+def test_shuffling_within_windows_is_returnns(num_batches: int, window: int) -> None:
+    """Given the same random numbers: RETURNN draws its own in every run."""
+    pipeline = pytest.importorskip("returnn.torch.data.pipeline")
+    batches = [[{"number": number}] for number in range(num_batches)]
+    theirs = pipeline.ShufflingDataPipe(batches, buffer_size=window, monotonic_data_keys=(), seed=3)
+    ours = shuffled(num_batches, numpy.random.RandomState(3), window).tolist()
+    assert ours == [batch[0]["number"] for batch in theirs]
+    assert all(number // window == place // window for place, number in enumerate(ours))
+
+
+def test_windows_of_batches_hold_on_any_number_of_ranks() -> None:
+    """N counts the batches of all ranks: the plan is the same on any number of them."""
+    lengths = corpus(500)
+    plain = plan(lengths, RANDOM, BatchKeys(max_seqs=8), 3)
+    for given in (10, {"buffer_size": 10}):
+        keys = BatchKeys(max_seqs=8, online_shuffle_batches=given)
+        assert keys.problems() == []
+        assert keys.of_evaluation().shuffle_window == 0
+        made = plan(lengths, RANDOM, keys, 3)
+        assert made.order.tolist() != plain.order.tolist()
+        for first in range(0, made.num_batches, 10):
+            window = range(first, min(first + 10, made.num_batches))
+            one, other = ({tuple(some.batch(number).tolist()) for number in window} for some in (made, plain))
+            assert one == other
+    for wrong in ({"buffer_size": 0}, {"buffer_size": 3, "seed": 1}, {}):
+        assert "online_shuffle_batches: expected" in BatchKeys(max_seqs=8, online_shuffle_batches=wrong).problems()[0]
+    [problem] = BatchKeys(max_seqs=8, online_shuffle_batches=3, shuffle_batches=True).problems()
+    assert problem.startswith("online_shuffle_batches: expected either it or shuffle_batches")
 
 
 def test_nothing_to_shuffle() -> None:

@@ -266,6 +266,7 @@ def test_the_checksum_covers_all_that_a_plan_depends_on() -> None:
                 {"min_seq_length": 7},
                 {"shuffle_batches": True},
                 {"balance_ranks": 2},
+                {"online_shuffle_batches": 2},
             )
         ),
     ]

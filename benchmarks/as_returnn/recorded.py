@@ -1,0 +1,66 @@
+"""What the configs of benchmarks/as_returnn share: a record of the time and the frames of every epoch.
+
+The config itself writes it, so neither program is asked what it does. The time is that from the begin of an epoch's first step to
+the end of its last one, with the waiting for data, without start-up and evaluation.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+FOLDER = os.environ["AS_RETURNN_FOLDER"]
+"""Where the data is, and where checkpoints and the record go."""
+EPOCHS = int(os.environ.get("AS_RETURNN_EPOCHS", "2"))
+BATCH_SIZE = int(os.environ["AS_RETURNN_BATCH_SIZE"])
+"""Frames in the batch of a rank."""
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
+FEATURES, CLASSES = 40, 64
+
+
+class Record:
+    """Times the training part of epochs: `step` begins each step, `epoch_end` is the hook of the config."""
+
+    def __init__(self) -> None:
+        self._begin: tuple[float, ...] | None = None  # the clocks at the epoch's first step
+        self._frames = self._steps = 0
+
+    def step(self, frames: int, training: bool) -> None:
+        """Note that a step begins. frames: those of its batch without padding."""
+        if training:
+            if self._begin is None:
+                self._begin = time.monotonic(), time.thread_time(), cpu_seconds()
+            self._frames += frames
+            self._steps += 1
+
+    def epoch_end(self, *, epoch: int, dataset_name: str, **_: object) -> None:
+        if dataset_name != "train" or self._begin is None:
+            return
+        begin, thread, cpu = self._begin
+        line = {
+            "epoch": epoch,
+            "begin": begin,
+            "end": time.monotonic(),
+            "thread": time.thread_time() - thread,
+            "cpu": cpu_seconds() - cpu,
+            "frames": self._frames,
+            "steps": self._steps,
+        }
+        with open(Path(FOLDER) / f"record.{os.environ.get('RANK', '0')}", "a") as file:
+            file.write(json.dumps(line) + "\n")
+        self._begin, self._frames, self._steps = None, 0, 0
+
+
+def cpu_seconds() -> float:
+    """CPU seconds of this process with all of its threads, and of the processes that it started, which read data."""
+    ticks = 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended
+            continue
+        if int(fields[1]) == os.getpid():
+            ticks += int(fields[11]) + int(fields[12])
+    return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")

@@ -20,6 +20,7 @@ from hvdtrain.config.source import Source
 from hvdtrain.context import get_run_ctx
 from hvdtrain.errors import ConfigError
 from hvdtrain.returnn_layer.imports import ROOT, Installed, Layer, NotInLayer, explanation, is_installed, location
+from hvdtrain.returnn_layer.names import HOOKS, with_hooks
 
 if TYPE_CHECKING:
     from hvdtrain.returnn_layer.frontend import Stage
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
     from hvdtrain.returnn_layer.tensors import Dim, Tensor
 
 STEPS: dict[str, Stage] = {"train_step": "train_step", "forward_step": "forward_step"}
-
-HOOKS = "load_model_post_hooks"
 
 
 def layer_for_config() -> Layer | Installed:
@@ -65,13 +64,6 @@ def adapted(source: Source, layer: Layer | Installed) -> Source:
     if values.get("forward_callback") is not None and not isinstance(values["forward_callback"], str):
         values["forward_callback"] = _callback_maker(values["forward_callback"], layer, outputs)
     return replace(source, values=values, problems=(*source.problems, *problems, *more))
-
-
-def with_hooks(values: dict[str, Any], wrapped: Callable[[Any], Any]) -> None:
-    """Wrap the functions in `load_model_post_hooks`."""
-    hooks = values.get(HOOKS)
-    if isinstance(hooks, (list, tuple)):
-        values[HOOKS] = [wrapped(hook) if callable(hook) else hook for hook in hooks]
 
 
 def with_todays_steps(source: Source) -> Source:

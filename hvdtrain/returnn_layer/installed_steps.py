@@ -26,8 +26,8 @@ from hvdtrain.config.source import Source
 from hvdtrain.context import RunContext, get_run_ctx
 from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError
-from hvdtrain.returnn_layer.adapter import with_hooks
 from hvdtrain.returnn_layer.imports import Installed, select_torch
+from hvdtrain.returnn_layer.names import with_hooks
 from hvdtrain.returnn_layer.templates import BatchEntry, legacy_templates
 
 Stage = Literal["train_step", "forward_step"]

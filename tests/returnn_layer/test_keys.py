@@ -125,7 +125,8 @@ size_of_my_own = 3
 def test_names_that_returnn_reads_are_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     told = (
         "RETURNN reads from a config, and hvdtrain does not: tf_log_memory_usage, torch_dataloader_opts (every rank reads ahead; "
-        "num_workers of a MapDataset), tensorboard_opts (use_tensorboard writes after every epoch), "
+        "num_workers of a MapDataset), tensorboard_opts (use_tensorboard writes after every epoch, and within it every "
+        "log_interval_steps), "
         "train.use_cache_manager (set cache_dir)\n"
     )
     for verbosity in ("3", "2"):
@@ -142,6 +143,14 @@ def test_names_that_returnn_reads_are_told_once(tmp_path: Path, capsys: pytest.C
 def test_values_that_ask_for_something_are_refused(tmp_path: Path, name: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"{name}: a key of RETURNN that is not supported, in config.py .{UNSUPPORTED[name]}"):
         settings(tmp_path, f"{name} = {value!r}\n")
+
+
+@pytest.mark.parametrize("imports", ["", "import returnn.frontend as rf\n"])
+def test_hooks_without_returnn(tmp_path: Path, stand_ins: None, capsys: pytest.CaptureFixture[str], imports: str) -> None:
+    inside = "from returnn.util.basic import human_size" if imports else "pass"
+    hook = f"def hook(*, model, **_):\n    {inside}\n    print('called with', type(model).__name__)\n"
+    train(settings(tmp_path, f"{imports}{hook}load_model_post_hooks = [hook]\n"))
+    assert capsys.readouterr().out.count("called with Linear\n") == 1
 
 
 def rows() -> list[tuple[str, str]]:

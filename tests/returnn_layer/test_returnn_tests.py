@@ -35,14 +35,18 @@ WORKS = (
     "test_max_seq_len",
     "test_data_loader_oggzip",
     "test_torch_engine_train_lion_optimizer",
-    "test_torch_engine_bf16",
-    "test_torch_engine_train_shuffle_batches",
 )
 """Their own assertions hold, and scores, outputs or batches are those of RETURNN's engine."""
 
 WORKS_BUT = {"test_dynamic_learning_rate": "last_epoch_continuous", "test_torch_engine_train_exception": "Module call stack"}
 """The config works, while the assertion with these words does not hold: RETURNN calls the function of the learning rate once more
 at the very end, and names the modules in which a model has raised an exception."""
+
+ROUNDED = {
+    "test_torch_engine_bf16": 0.02,  # RETURNN adds losses up in bfloat16
+    "test_torch_engine_train_shuffle_batches": None,  # the order is random in every run of RETURNN's
+}
+"""They work; how far the scores may be apart, if they can be compared."""
 
 REFUSED = {
     "test_torch_engine_train_packed": "packed_tensors: a key of RETURNN that is not supported",
@@ -62,7 +66,7 @@ ask the engine about it while it trains."""
 def results(tmp_path_factory: pytest.TempPathFactory) -> Mapping[tuple[str, str], dict[str, Any]]:
     """By test and program, what it computed."""
     made = tmp_path_factory.mktemp("their_tests") / "results"
-    tests = [*WORKS, *WORKS_BUT, *REFUSED]
+    tests = [*WORKS, *WORKS_BUT, *ROUNDED, *REFUSED]
     program = str(Path(__file__).with_name("returnn_engine.py"))
     environment = clean_environment() | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, program, str(ENGINE.parent), str(made), *tests]
@@ -95,6 +99,15 @@ def test_as_with_returnns_engine(results: Mapping[tuple[str, str], dict[str, Any
                 numpy.testing.assert_array_equal(one[name], other[name])
 
 
+@pytest.mark.parametrize("test", ROUNDED)
+def test_but_for_scores(results: Mapping[tuple[str, str], dict[str, Any]], test: str) -> None:
+    own, theirs = results[test, "hvdtrain"], results[test, "returnn"]
+    assert (own["error"], theirs["error"]) == (None, None)
+    assert [one.keys() for one in own["scores"]] == [one.keys() for one in theirs["scores"]]
+    if ROUNDED[test] is not None:
+        assert own["scores"] == [pytest.approx(one, rel=ROUNDED[test]) for one in theirs["scores"]]
+
+
 @pytest.mark.parametrize("test", WORKS_BUT)
 def test_but_for_an_assertion(results: Mapping[tuple[str, str], dict[str, Any]], test: str) -> None:
     own, theirs = results[test, "hvdtrain"], results[test, "returnn"]
@@ -112,8 +125,9 @@ def test_refused(results: Mapping[tuple[str, str], dict[str, Any]], test: str) -
 
 def test_no_test_is_left_out() -> None:
     names = {one.name for one in ast.parse(ENGINE.read_text()).body if isinstance(one, ast.FunctionDef)}
-    assert names >= {*WORKS, *WORKS_BUT, *REFUSED}
-    others = {name for name in names if name.startswith("test_")} - {*WORKS, *WORKS_BUT, *REFUSED}
+    tried = {*WORKS, *WORKS_BUT, *ROUNDED, *REFUSED}
+    assert names >= tried
+    others = {name for name in names if name.startswith("test_")} - tried
     assert [name for name in others if not any(words in name for words in OF_THE_ENGINE)] == []
 
 

@@ -1,5 +1,7 @@
 """Datasets of the real RETURNN, trained on as they are: the sequences that RETURNN yields, in its order, each on one rank."""
 
+import ast
+import importlib.util
 import pickle
 import subprocess
 import sys
@@ -25,6 +27,7 @@ from hvdtrain.data.formats.found_lengths import identity_of
 from hvdtrain.data.formats.returnn_reading import in_one_process
 from hvdtrain.data.formats.returnn_stream import ReturnnDataset
 from hvdtrain.data.hdf.writer import HDFWriter
+from hvdtrain.data.kinds import BY_RETURNN, KINDS, OWN
 from hvdtrain.data.plan.epoch import BatchKeys
 from hvdtrain.data.sources import OpeningContext, open_dataset, parse
 from hvdtrain.errors import ConfigError, DataError
@@ -310,6 +313,51 @@ def test_other_lengths_than_those_that_were_found_are_an_error(tmp_path: Path) -
         LONGER["by"] = 0
         assert len(read(dataset, 1)) == len(read(dataset, 2)) == 20
         assert len(scans) == 2
+
+
+def meta(folder: Path) -> dict[str, Any]:
+    files = {name: hdf(folder, name) for name in ("a", "b")}
+    inside = {"a": of_files([files["a"]]) | {"partition_epoch": 2}, "b": {"class": "HDFDataset", "files": [files["b"]]}}
+    data_map = {"data": ("a", "data"), "classes": ("b", "classes")}
+    return {"class": "MetaDataset", "datasets": inside, "data_map": data_map, "seq_order_control_dataset": "a"}
+
+
+def concatenated(folder: Path) -> dict[str, Any]:
+    files = [hdf(folder), hdf(folder, "b", 50, 4)]
+    return {"class": "ConcatDataset", "datasets": [{"class": "HDFDataset", "files": [path]} for path in files]}
+
+
+@pytest.mark.parametrize("maker", [meta, concatenated])
+def test_what_is_made_of_files_is_that_of_returnn(tmp_path: Path, maker: Callable[[Path], dict[str, Any]]) -> None:
+    """By hvdtrain alone: RETURNN reads for the comparison only."""
+    options = maker(tmp_path)
+    spec, problems = parse("train", options, {})
+    assert spec is not None, problems
+    dataset = open_dataset(spec)
+    feed = Feed("train", dataset, spec.order, BatchKeys(max_seqs=3), 0, 1)
+    for epoch in (1, 2, 3):
+        indices = feed.plan(epoch).order.tolist()
+        ours = [(tag, dataset.sequence(index)) for tag, index in zip(dataset.tags(indices), indices, strict=True)]
+        assert_equal(
+            ours, [(tag, {key: arrays[key] for key in ("data", "classes")}) for tag, arrays in by_returnn(options, epoch)]
+        )
+    dataset.close()
+
+
+def test_every_dataset_of_returnn_is_known() -> None:
+    """By hvdtrain, or as one that RETURNN reads. Some classes are no datasets by themselves."""
+    [place] = importlib.util.find_spec("returnn").submodule_search_locations  # type: ignore[union-attr, misc]
+    bases: dict[str, set[str]] = {}
+    for path in Path(place, "datasets").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                bases[node.name] = {base.id for base in node.bases if isinstance(base, ast.Name)}
+    found: set[str] = set()
+    while more := {name for name, own in bases.items() if own & {"Dataset", *found}} - found:
+        found |= more
+    parts = {"CachedDataset", "CachedDataset2", "DatasetWithTimeContext", "GeneratingDataset", "SingleStreamPipeDataset"}
+    parts |= {"SprintDatasetBase", "StereoDataset"}
+    assert found - parts - {*KINDS, *OWN, *BY_RETURNN, "MultiProcDataset"} == set()
 
 
 def test_a_multi_proc_dataset_is_what_is_inside(tmp_path: Path) -> None:

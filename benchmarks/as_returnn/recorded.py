@@ -16,6 +16,7 @@ FOLDER = os.environ["AS_RETURNN_FOLDER"]
 EPOCHS = int(os.environ.get("AS_RETURNN_EPOCHS", "2"))
 BATCH_SIZE = int(os.environ["AS_RETURNN_BATCH_SIZE"])
 """Frames in the batch of a rank."""
+RANK = os.environ.get("RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0"))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 FEATURES, CLASSES = 40, 64
 
@@ -48,7 +49,7 @@ class Record:
             "frames": self._frames,
             "steps": self._steps,
         }
-        with open(Path(FOLDER) / f"record.{os.environ.get('RANK', '0')}", "a") as file:
+        with open(Path(FOLDER) / f"record.{RANK}", "a") as file:
             file.write(json.dumps(line) + "\n")
         self._begin, self._frames, self._steps = None, 0, 0
 

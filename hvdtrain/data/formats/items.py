@@ -216,8 +216,11 @@ class ItemsDataset(Dataset):
         with scanning.progress(f"{self._where}: lengths", self._size) as advance:
             while len(parts) < len(blocks):
                 left = blocks[len(parts) :]
-                expected = (time.perf_counter() - began) / max(1, left[0].start) * (self._size - left[0].start)
-                if parts and expected > SECONDS_ALONE:
+                elapsed = time.perf_counter() - began
+                expected = elapsed / max(1, left[0].start) * (self._size - left[0].start)
+                if (
+                    parts and elapsed > SECONDS_ALONE / 20 and expected > SECONDS_ALONE
+                ):  # a few items tell little if they are fast
                     return self._count_for_all(parts, left, scanning, advance)
                 parts.append(self._count_block(left[0]))
                 advance(len(left[0]))

@@ -353,6 +353,9 @@ def _advice(error: Exception, batch: Batch) -> str | None:
         return TENSORS
     if isinstance(error, (TypeError, ValueError)) and re.search(r"\b(Torch|TensorFlow)Data\b", str(error)):
         return TENSORS
+    single = [key for key, each in batch.data.items() if each.values.ndim == 2 and each.values.shape[1] == 1]
+    if single and isinstance(error, (RuntimeError, ValueError)) and re.search("target|labels", str(error)):
+        return f"{single[0]} is one number per sequence, of shape (batch, 1): raw_tensor[:, 0] has shape (batch,)"
     return None
 
 

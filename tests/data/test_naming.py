@@ -62,6 +62,16 @@ def test_how_a_data_key_or_its_tensor_is_asked_for(work: Callable[[Any], object]
     assert caught.value.__notes__ == [TEXT, *([advice] if advice else [])]
 
 
+def test_one_label_per_sequence_has_a_time_axis() -> None:
+    labels = numpy.zeros((7, 1), numpy.int64)
+    batch = replace(BATCH, data={**DATA, "classes": Padded(labels, numpy.ones(7, numpy.int32))})
+    with pytest.raises(RuntimeError) as caught, naming(batch):
+        torch.nn.functional.cross_entropy(torch.zeros(7, 3), torch.tensor(labels))
+    assert caught.value.__notes__[1:] == [
+        "classes is one number per sequence, of shape (batch, 1): raw_tensor[:, 0] has shape (batch,)"
+    ]
+
+
 def test_a_message_for_users_stays_as_it_is() -> None:
     with pytest.raises(ConfigError) as caught, naming(BATCH):
         raise ConfigError(["train_step: expected another name"])

@@ -87,8 +87,8 @@ class ItemForm:
             raise DataError(f"{where}: expected an array, got {type(value).__name__}: {error}") from None
         if array.dtype.kind not in "biuf":
             raise DataError(
-                f"{where}: expected numbers, got {type(value).__name__} {str(value)[:40]!r} (of a text, give class indices; the "
-                f"name of a sequence belongs into the entry {TAG!r})"
+                f"{where}: expected numbers, got {type(value).__name__} {str(value)[:40]!r} (of a text, give class indices, or "
+                f"leave it out; the name of a sequence belongs into the entry {TAG!r})"
             )
         if isinstance(value, (list, tuple, float)) and array.dtype == numpy.float64:
             array = array.astype(numpy.float32)

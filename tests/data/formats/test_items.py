@@ -224,8 +224,8 @@ class Changing:
         ([{}], "train, item 0: expected arrays by data key, got none"),
         (
             [{"data": FRAMES, "text": "some words"}],
-            "train, item 0, 'text': expected numbers, got str 'some words' (of a text, give class indices; the name of a "
-            "sequence belongs into the entry 'seq_tag')",
+            "train, item 0, 'text': expected numbers, got str 'some words' (of a text, give class indices, or leave it "
+            "out; the name of a sequence belongs into the entry 'seq_tag')",
         ),
         ([{"data": FRAMES}, {"dato": FRAMES}], "train, item 1: expected the data keys data, got the data keys dato"),
         ([[[1, 2], [3]]], "train, item 0, 'data': expected an array, got list"),

@@ -153,6 +153,8 @@ class Engine:
 
         if not current.trained:
             self._train_epoch(plan, current, epoch_rate, effective)
+        if epoch == 1:
+            self._warn_of_means(plan, current)
         scores = {f"train_loss_{name}": mean for name, mean in current.scores.means().items()}
         scores = self._evaluate(current, scores)
         self._tell("on_epoch_end")
@@ -241,6 +243,16 @@ class Engine:
         self._tally = Tally(self._learner.meter)
         self._count(current)
         current.trained = True
+
+    def _warn_of_means(self, plan: Plan, current: EpochProgress) -> None:
+        """Warn of losses that are one number per batch: of a mean, ranks and batches of different size weigh the same."""
+        for name, count in current.scores.counts().items():
+            if count == current.position < self._train.num_sequences(plan):
+                say(
+                    2,
+                    f"{name}: train_step marks one number per batch; mark one per element (reduction='none'), so that the result "
+                    "does not depend on the batches and on the number of ranks",
+                )
 
     def _listener(self, plan: Plan, current: EpochProgress, first_rate: float) -> Listener | None:
         """What records the steps of an epoch that the log has lines about; None: nobody receives records."""

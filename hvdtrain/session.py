@@ -335,6 +335,10 @@ def open_some(
     return [feed(spec) for spec in specs]
 
 
+WORTH_A_LINE = 1.0
+"""Reading all items for their lengths is told in the log if it takes longer than this number of seconds."""
+
+
 def _scanning(settings: Settings, comm: Communicator, watchdog: Watchdog | None) -> Scanning:
     """What datasets need whose lengths are found by reading them: rank 0 shows a bar, and the watchdog sees progress."""
 
@@ -344,12 +348,16 @@ def _scanning(settings: Settings, comm: Communicator, watchdog: Watchdog | None)
 
     @contextmanager
     def progress(what: str, total: int | None) -> Iterator[Callable[[int], None]]:
+        began, said = time.monotonic(), False
         with open_terminal(sys.stderr, sys.stdout) if comm.rank == 0 else nullcontext() as terminal:
-            say(3, f"{what}: all of it is read once ...")
             bar = None if terminal is None else terminal.bar(total=total, unit="seq", desc="finding lengths")
 
             def advance(number: int) -> None:
+                nonlocal said
                 beat()
+                if not said and time.monotonic() - began > WORTH_A_LINE:
+                    said = True
+                    say(3, f"{what}: all of it is read once ...")
                 if bar is not None:
                     bar.update(number)
 

@@ -36,7 +36,7 @@ PRINTED = {
     "step_log": "| a bar, and lines every 10 s |",
     "gpu_loop": "hvdtrain relative to hand-written: ",
     "returnn_training": "mlp, 1 rank: weights at most 0e+00 apart",
-    "peers/compare": "1.00 (1.00 to 1.00)",
+    "peers/compare": "| ms, 1 rank | relative to hvdtrain |",
 }
 NEEDS = {"returnn_training": "returnn", "long_sequences": "returnn", "short_sequences": "returnn", "hdf_layouts": "hdf5plugin"}
 

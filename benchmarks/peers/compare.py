@@ -112,6 +112,13 @@ TRAINERS: dict[str, Trainer] = {
     "lightning": Trainer("with_lightning.py"),
     "returnn": Returnn("with_returnn.config", r"evaluation: dev: ([\d.]+)"),
 }
+LABELS = {
+    "hvdtrain": "hvdtrain, `++ngpu`",
+    "ddp": "by hand, DDP",
+    "accelerate": "Accelerate",
+    "lightning": "Lightning",
+    "returnn": "RETURNN",
+}
 NEEDS = {"accelerate": "accelerate", "lightning": "lightning", "returnn": "returnn"}
 
 
@@ -401,24 +408,34 @@ def exact(weights: dict[str, numpy.ndarray], words: Counter[bytes]) -> float:
 
 
 def print_speed(names: list[str], folder: Path, timeout: float, rounds: int, ranks: list[int]) -> None:
-    """Alternate the trainers, and print their times and the ratios within the rounds."""
+    """Alternate the trainers, and print their times and the ratios within the rounds, as a table for docs/coming_from.md."""
+    columns: list[dict[str, tuple[str, str]]] = []
     for size in ranks:
         found: dict[str, list[float]] = {name: [] for name in names}
         for turn in range(rounds):
             shift = turn % len(names)
             for name in names[shift:] + names[:shift]:
                 found[name].append(1000 * train(name, size, folder, timeout).seconds_per_step())
-        print(
-            f"\n{size} rank(s), 1 thread each, {BATCH} words a step: median of {rounds}\n{'':>18} ms a step  relative to hvdtrain"
-        )
-        for name, times in found.items():
-            ratios = [own / ours for own, ours in zip(times, found.get("hvdtrain", times), strict=True)]
-            print(
-                f"{name:>18} {statistics.median(times):9.2f}  {statistics.median(ratios):.2f} "
-                f"({min(ratios):.2f} to {max(ratios):.2f})",
-                flush=True,
-            )
-    print(machine())
+                print(f"round {turn + 1}, {size} rank(s), {name}: {found[name][-1]:.2f} ms a step", file=sys.stderr, flush=True)
+        columns.append({name: speed_cells(times, found.get("hvdtrain", times)) for name, times in found.items()})
+    heads = " | ".join(f"ms, {size} rank{'s' if size > 1 else ''} | relative to hvdtrain" for size in ranks)
+    print(f"\nms a step of {BATCH} words, 1 thread per rank: median of {rounds} rounds (the smallest and largest ratio)\n")
+    print(f"| | {heads} |\n|---|{'---|---|' * len(ranks)}")
+    for name in names:
+        print(f"| {LABELS.get(name, name)} | {' | '.join(cell for column in columns for cell in column[name])} |")
+    print(f"\n{machine()}")
+
+
+def speed_cells(times: list[float], ours: list[float]) -> tuple[str, str]:
+    """The median of a trainer's times, and that of their ratios to hvdtrain's within the rounds.
+
+    >>> speed_cells([2.0, 3.0, 4.0], [1.0, 3.0, 2.0]), speed_cells([2.0], [2.0])
+    (('3.0', '2.00 (1.00 to 2.00)'), ('2.0', '1'))
+    """
+    ratios = [own / other for own, other in zip(times, ours, strict=True)]
+    if times == ours:
+        return f"{statistics.median(times):.1f}", "1"
+    return f"{statistics.median(times):.1f}", f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
 if __name__ == "__main__":

@@ -156,7 +156,7 @@ def load(paths: list[Path], overrides: Mapping[str, str], types: Mapping[str, An
     """Run or parse the config files in order, then apply the overrides.
 
     Later files take precedence over earlier ones, and overrides over all files. A Python file sees overrides without a dot
-    while it runs, as globals and through `config.value(...)`.
+    while it runs, as globals and through `config.value(...)`, and its functions see them in place of what the file assigns.
 
     Args:
         overrides: `++key value` as text; the key `train.seq_ordering` sets an entry of the dict `train`.
@@ -175,7 +175,7 @@ def load(paths: list[Path], overrides: Mapping[str, str], types: Mapping[str, An
         if path.suffix == ".json" or text.lstrip().startswith("{"):
             loaded = _parse_json(path, text)
         else:
-            loaded = _run_python(path, text, {**values, **top}, builtins)
+            loaded = _run_python(path, text, values, top, builtins)
         values.update(loaded)
         origins.update(dict.fromkeys(loaded, path.name))
     values.update(top)
@@ -209,8 +209,15 @@ def _parse_json(path: Path, text: str) -> dict[str, Any]:
     return parsed
 
 
-def _run_python(path: Path, text: str, visible: dict[str, Any], builtins: Builtins | None) -> dict[str, Any]:
-    """Run the file as a module, so that its classes and functions behave as in any other module."""
+def _run_python(
+    path: Path, text: str, before: Mapping[str, Any], overrides: Mapping[str, Any], builtins: Builtins | None
+) -> dict[str, Any]:
+    """Run the file as a module, so that its classes and functions behave as in any other module.
+
+    Args:
+        before: the values of earlier files.
+    """
+    visible = {**before, **overrides}
     module = ModuleType(MODULE_NAME)
     module.__file__ = str(path.resolve())
     sys.modules[MODULE_NAME] = module
@@ -229,11 +236,13 @@ def _run_python(path: Path, text: str, visible: dict[str, Any], builtins: Builti
     except Exception as error:
         line = _line_in(path, error)
         raise ConfigError([f"{path.name}{line}: {type(error).__name__}: {error}"]) from error
-    return {
+    loaded = {
         name: value
         for name, value in names.items()
         if not name.startswith("__") and not (name == "config" and value is access) and visible.get(name, names) is not value
     }
+    names.update(overrides)  # functions that run later see them, as in RETURNN; what the file has computed stays
+    return loaded
 
 
 def _line_in(path: Path, error: Exception) -> str:

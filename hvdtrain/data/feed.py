@@ -15,6 +15,7 @@ from typing import Generic, Literal, Protocol, TypeVar
 
 import numpy
 
+from hvdtrain.config.check import did_you_mean
 from hvdtrain.data.combine.cache import Budget, frame_size
 from hvdtrain.data.copies import Copies
 from hvdtrain.data.dataset import Dataset
@@ -320,10 +321,12 @@ FEW_TAGS = 5
 WANTS_LONG = re.compile(r"\bLong\b|not implemented for '(Int|Short|Char|Byte)'")
 """What PyTorch says of class indices that are not int64."""
 
+TENSORS = "extern_data[KEY] has raw_tensor (batch, time, ...), seq_lens (batch,) and mask (batch, time)"
+
 
 @contextmanager
 def naming(batch: Batch | None) -> Iterator[None]:
-    """Around what the config's functions compute: an exception's traceback ends with a description of the batch."""
+    """Around what the config's functions compute: an exception's traceback ends with a description of the batch, and advice."""
     try:
         yield
     except HvdtrainError:
@@ -331,11 +334,29 @@ def naming(batch: Batch | None) -> Iterator[None]:
     except Exception as error:
         if batch is not None:
             error.add_note(batch_text(batch))
-            if WANTS_LONG.search(str(error)) and any(each.values.dtype.kind in "iu" for each in batch.data.values()):
-                error.add_note(
-                    "class indices have the type of the dataset: PyTorch's losses require int64, as in raw_tensor.long()"
-                )
+            advice = _advice(error, batch)
+            if advice is not None:
+                error.add_note(advice)
         raise
+
+
+def _advice(error: Exception, batch: Batch) -> str | None:
+    """What is probably meant where a data key, or the tensor of one, is asked for in a way that is not there."""
+    if WANTS_LONG.search(str(error)) and any(each.values.dtype.kind in "iu" for each in batch.data.values()):
+        return "class indices have the type of the dataset: PyTorch's losses require int64, as in raw_tensor.long()"
+    if isinstance(error, KeyError) and error.args and isinstance(error.args[0], str) and error.args[0] not in batch.data:
+        hint = did_you_mean(error.args[0], batch.data)
+        return f"if {error.args[0]!r} is to be a data key: extern_data has {', '.join(map(repr, batch.data))}{hint}"
+    if isinstance(error, AttributeError) and isinstance(error.obj, dict) and error.name in batch.data:
+        return f"extern_data is a dict: extern_data[{error.name!r}]"
+    if isinstance(error, AttributeError) and hasattr(error.obj, "raw_tensor"):
+        return TENSORS
+    if isinstance(error, (TypeError, ValueError)) and re.search(r"\b(Torch|TensorFlow)Data\b", str(error)):
+        return TENSORS
+    single = [key for key, each in batch.data.items() if each.values.ndim == 2 and each.values.shape[1] == 1]
+    if single and isinstance(error, (RuntimeError, ValueError)) and re.search("target|labels", str(error)):
+        return f"{single[0]} is one number per sequence, of shape (batch, 1): raw_tensor[:, 0] has shape (batch,)"
+    return None
 
 
 def batch_text(batch: Batch) -> str:

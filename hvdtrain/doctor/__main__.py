@@ -24,9 +24,8 @@ from hvdtrain.doctor.findings import (
     problem,
     summary,
 )
-from hvdtrain.doctor.host import Job, examine, job_of, read_config
+from hvdtrain.doctor.host import Job, examine, framework_of, job_of, read_config
 from hvdtrain.doctor.network import ask_hosts
-from hvdtrain.doctor.packages import installed
 from hvdtrain.doctor.ranks import (
     SECONDS,
     Deadline,
@@ -125,7 +124,7 @@ def _launched(options: argparse.Namespace, job: Job) -> int:
     """Check the hosts of all ranks, and the connections between them. Rank 0 prints the report."""
     started = launch.launch()
     report, settings = examine(job) if started.local_rank == 0 else (None, _settings(job))
-    framework = settings.run.backend if settings else "torch" if installed("torch") else "tensorflow"
+    framework = framework_of(settings)
     own = [report] if report is not None else []
 
     def apart(why: str, fix: str = "") -> int:

@@ -8,6 +8,7 @@ import socket
 import tempfile
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from hvdtrain.doctor.findings import Finding, HostReport, of_environment, ok, pr
 from hvdtrain.doctor.network import read_interfaces
 from hvdtrain.errors import ConfigError, HvdtrainError
 from hvdtrain.hdf_tools.check import check as check_file
+from hvdtrain.learner.frameworks import FRAMEWORKS
 from hvdtrain.session import open_feeds
 from hvdtrain.settings import Settings, read_settings
 
@@ -87,6 +89,9 @@ def examine(job: Job) -> tuple[HostReport, Settings | None]:
         *of_config,
         *of_data,
     ]
+    if job.ranks > 1:  # this process needs the framework itself: it imports it while the probes do so
+        with suppress(Exception):  # the probe's finding tells why
+            _ = FRAMEWORKS[framework_of(settings)].tensors
     for package, probe in probes.items():
         findings += packages.check_horovod(package, probe, use_horovod, len(gpus))
     facts = packages.facts()
@@ -95,6 +100,11 @@ def examine(job: Job) -> tuple[HostReport, Settings | None]:
     facts |= {"driver": gpus[0].driver} if gpus else {}
     facts |= of_environment(environ) | fingerprints(job.configs, settings)
     return HostReport(name, [*findings, *before], facts, network.own_address(environ, interfaces)), settings
+
+
+def framework_of(settings: Settings | None) -> str:
+    """The config's framework; without one, one that is installed."""
+    return settings.run.backend if settings else "torch" if packages.installed("torch") else "tensorflow"
 
 
 def check_disks(settings: Settings | None, temporary: Path) -> list[Finding]:

@@ -197,6 +197,14 @@ def test_overrides_win_and_are_seen_by_the_config_while_it_runs(tmp_path: Path) 
     assert made.unused == ()
 
 
+def test_overrides_are_seen_by_functions_that_run_later(tmp_path: Path) -> None:
+    """As globals, like those of RETURNN's configs: otherwise ++hidden 128 would train a model of 64."""
+    text = "hidden = 64\ntwice = 2 * hidden\ndef get_hidden():\n    return hidden\n"
+    made = source(tmp_path, text, {"hidden": "128"})
+    assert (made.values["get_hidden"](), made.values["hidden"], made.values["twice"]) == (128, 128, 128)
+    assert source(tmp_path, text).values["get_hidden"]() == 64
+
+
 def test_overrides_reach_into_dicts(tmp_path: Path) -> None:
     overrides = {"train.seq_ordering": "random", "train.partition_epoch": "4", "optimizer.weight_decay": "0.5"}
     made = settings(tmp_path, "optimizer = {'class': 'adamw', 'weight_decay': 0.1}\n", **overrides)

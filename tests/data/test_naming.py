@@ -1,7 +1,9 @@
 """The batch in which the config's functions raise."""
 
 import traceback
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy
 import pytest
@@ -10,6 +12,7 @@ import torch
 from hvdtrain.data.feed import naming
 from hvdtrain.data.types import Batch, Padded
 from hvdtrain.errors import ConfigError, DataError
+from hvdtrain.learner.torch.tensors import tensors_of
 
 DATA = {
     "data": Padded(numpy.zeros((7, 9, 2), numpy.float32), numpy.array([9, 3, 4, 5, 6, 7, 8], numpy.int32)),
@@ -34,6 +37,39 @@ def test_class_indices_of_another_type_are_told() -> None:
         torch.nn.functional.cross_entropy(scores, targets)
     hint = "class indices have the type of the dataset: PyTorch's losses require int64, as in raw_tensor.long()"
     assert caught.value.__notes__ == [TEXT, hint]
+
+
+TENSORS = "extern_data[KEY] has raw_tensor (batch, time, ...), seq_lens (batch,) and mask (batch, time)"
+
+
+@pytest.mark.parametrize(
+    ("work", "advice"),
+    [
+        (
+            lambda extern_data: extern_data["clases"],
+            "if 'clases' is to be a data key: extern_data has 'data', 'classes' (did you mean classes?)",
+        ),
+        (lambda extern_data: extern_data.classes, "extern_data is a dict: extern_data['classes']"),
+        (lambda extern_data: extern_data["data"].shape, TENSORS),
+        (lambda extern_data: torch.nn.Linear(2, 2)(extern_data["data"]), TENSORS),
+        (lambda extern_data: torch.nn.Linear(2, 2).weights, None),
+        (lambda extern_data: extern_data["data"].raw_tensor[:, 9], None),
+    ],
+)
+def test_how_a_data_key_or_its_tensor_is_asked_for(work: Callable[[Any], object], advice: str | None) -> None:
+    with pytest.raises((KeyError, AttributeError, TypeError, IndexError)) as caught, naming(BATCH):
+        work(tensors_of(BATCH))
+    assert caught.value.__notes__ == [TEXT, *([advice] if advice else [])]
+
+
+def test_one_label_per_sequence_has_a_time_axis() -> None:
+    labels = numpy.zeros((7, 1), numpy.int64)
+    batch = replace(BATCH, data={**DATA, "classes": Padded(labels, numpy.ones(7, numpy.int32))})
+    with pytest.raises(RuntimeError) as caught, naming(batch):
+        torch.nn.functional.cross_entropy(torch.zeros(7, 3), torch.tensor(labels))
+    assert caught.value.__notes__[1:] == [
+        "classes is one number per sequence, of shape (batch, 1): raw_tensor[:, 0] has shape (batch,)"
+    ]
 
 
 def test_a_message_for_users_stays_as_it_is() -> None:

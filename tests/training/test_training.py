@@ -70,3 +70,21 @@ def test_keys_of_the_learning_rate_that_are_wrong(corpus: Path, tmp_path: Path) 
         "newbob_multi_num_epochs: expected a number of at least 1, got 0 in the command line",
     ):
         assert problem in finished.err
+
+
+def test_a_loss_that_is_a_mean_of_the_batch_is_told(tmp_path: Path) -> None:
+    config = tmp_path / "config.py"
+    config.write_text(
+        "import hvdtrain, numpy, torch\n"
+        "train = [numpy.ones((length, 2), 'float32') for length in range(1, 7)]\n"
+        "max_seqs, num_epochs, learning_rate, dev = 2, 2, 0.1, train\n"
+        "def get_model(**_):\n    return torch.nn.Linear(2, 1)\n"
+        "def train_step(*, model, extern_data, **_):\n"
+        "    losses = model(extern_data['data'].raw_tensor)[extern_data['data'].mask]\n"
+        "    hvdtrain.get_run_ctx().mark_as_loss(losses, 'of_frames')\n"
+        "    hvdtrain.get_run_ctx().mark_as_loss(losses.mean(), 'mean')\n"
+    )
+    finished = hvdtrain(config, {"model": tmp_path / "model"})
+    assert finished.status == 0, finished.err
+    told = [line for line in finished.out.splitlines() if "reduction='none'" in line]
+    assert [line.partition(":")[0] for line in told] == ["mean"]

@@ -88,7 +88,7 @@ class FolderDataset(Sequence[Item]):
     A tag is the path of a file in the folder without its suffix. The data key 'data' holds the content of the file: an array as
     it is, or 16-bit PCM sound as float32 from -1 to 1 of shape (samples, channels). The data key 'classes' holds the transcript.
 
-    Its lengths are not known before the files are read, so it is converted once with hvdtrain dump.
+    Its lengths are not known before the files are read, so it is best converted once with hvdtrain dump.
 
     Args:
         folder: the folder of the files, which may be in subfolders.

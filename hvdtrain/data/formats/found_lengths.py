@@ -172,8 +172,8 @@ def identity_of(value: Any) -> str:
     """A text that differs where a value of a config does: of functions their code and what they enclose, of the names of files
     their sizes and times of change.
 
-    >>> identity_of({"b": (1, None), "a": len})
-    "{'a': builtins.len, 'b': [1, None]}"
+    >>> identity_of({"b": (1, None), "a": len, "c": list.__getitem__})
+    "{'a': builtins.len, 'b': [1, None], 'c': builtins.list.__getitem__}"
     """
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key!r}: {identity_of(value[key])}" for key in sorted(value, key=repr)) + "}"
@@ -189,7 +189,10 @@ def identity_of(value: Any) -> str:
     if callable(value) and getattr(value, "__qualname__", None):
         code = getattr(value, "__code__", None)
         made_of = "" if code is None else f" {_code(code)} {_enclosed(value)}"
-        return f"{value.__module__}.{value.__qualname__}{made_of}"
+        module = (
+            getattr(value, "__module__", None) or getattr(value, "__objclass__", type(value)).__module__
+        )  # list.__getitem__: none
+        return f"{module}.{value.__qualname__}{made_of}"
     text = re.sub(r"0x[0-9a-f]+", "0x", repr(value))
     return text if type(value).__module__ == "builtins" else f"{type(value).__qualname__} {text} {_members(value)}"
 

@@ -87,8 +87,8 @@ class ItemForm:
             raise DataError(f"{where}: expected an array, got {type(value).__name__}: {error}") from None
         if array.dtype.kind not in "biuf":
             raise DataError(
-                f"{where}: expected numbers, got {type(value).__name__} {str(value)[:40]!r} (of a text, give class indices; the "
-                f"name of a sequence belongs into the entry {TAG!r})"
+                f"{where}: expected numbers, got {type(value).__name__} {str(value)[:40]!r} (of a text, give class indices, or "
+                f"leave it out; the name of a sequence belongs into the entry {TAG!r})"
             )
         if isinstance(value, (list, tuple, float)) and array.dtype == numpy.float64:
             array = array.astype(numpy.float32)
@@ -216,8 +216,11 @@ class ItemsDataset(Dataset):
         with scanning.progress(f"{self._where}: lengths", self._size) as advance:
             while len(parts) < len(blocks):
                 left = blocks[len(parts) :]
-                expected = (time.perf_counter() - began) / max(1, left[0].start) * (self._size - left[0].start)
-                if parts and expected > SECONDS_ALONE:
+                elapsed = time.perf_counter() - began
+                expected = elapsed / max(1, left[0].start) * (self._size - left[0].start)
+                if (
+                    parts and elapsed > SECONDS_ALONE / 20 and expected > SECONDS_ALONE
+                ):  # a few items tell little if they are fast
                     return self._count_for_all(parts, left, scanning, advance)
                 parts.append(self._count_block(left[0]))
                 advance(len(left[0]))

@@ -165,6 +165,17 @@ def test_lengths_of_slow_items_are_counted_once_and_kept(tmp_path: Path, monkeyp
     assert counted(words)[1] > 999
 
 
+@pytest.mark.parametrize("items", [[FRAMES, FRAMES[1:]], numpy.stack([FRAMES, FRAMES])], ids=["list", "array"])
+def test_lengths_in_a_list_that_is_read_slowly_are_kept_too(items: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`__getitem__` of types of Python and numpy is of no module."""
+    monkeypatch.setattr(counting, "SECONDS_ALONE", -1.0)
+    monkeypatch.setattr(counting, "FIRST", 1)
+    lengths = [len(item) for item in items]
+    assert ItemsDataset("train", items, Scanning(tmp_path)).lengths["data"].tolist() == lengths
+    assert len(list(tmp_path.glob("*.items.npz"))) == 1
+    assert ItemsDataset("train", items, Scanning(tmp_path)).lengths["data"].tolist() == lengths
+
+
 def test_lengths_that_are_given_are_not_counted() -> None:
     measured = Measured()
     dataset = opened(measured)
@@ -213,8 +224,8 @@ class Changing:
         ([{}], "train, item 0: expected arrays by data key, got none"),
         (
             [{"data": FRAMES, "text": "some words"}],
-            "train, item 0, 'text': expected numbers, got str 'some words' (of a text, give class indices; the name of a "
-            "sequence belongs into the entry 'seq_tag')",
+            "train, item 0, 'text': expected numbers, got str 'some words' (of a text, give class indices, or leave it "
+            "out; the name of a sequence belongs into the entry 'seq_tag')",
         ),
         ([{"data": FRAMES}, {"dato": FRAMES}], "train, item 1: expected the data keys data, got the data keys dato"),
         ([[[1, 2], [3]]], "train, item 0, 'data': expected an array, got list"),

@@ -3,24 +3,18 @@
 Each is run by a child process of its own, as RETURNN keeps much in globals. PyTorch and RETURNN are imported once.
 """
 
-import gc
 import json
 import os
 import sys
 from pathlib import Path
 
-gc.disable()  # while packages are imported
-
-import returnn.frontend  # noqa: E402
-import returnn.torch.engine  # noqa: E402, F401  # the children have it then
-import torch  # noqa: E402
-import torch._dynamo  # noqa: E402  # which every optimizer imports
-from returnn.__main__ import main as run_returnn  # noqa: E402
+import returnn.frontend
+import returnn.torch.engine  # noqa: F401  # the children have it then
+import torch
+from returnn.__main__ import main as run_returnn
 
 
 def main() -> None:
-    gc.freeze()
-    gc.enable()
     for arguments in json.loads(Path(sys.argv[1]).read_text()):
         sys.stdout.flush()
         child = os.fork()

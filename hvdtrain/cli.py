@@ -16,7 +16,7 @@ from hvdtrain.comm import horovod_gloo, launch, local
 from hvdtrain.config import completion
 from hvdtrain.config.check import describe, did_you_mean
 from hvdtrain.config.keys import declared
-from hvdtrain.config.source import OPTIONS, parse_command_line, without_local_rank
+from hvdtrain.config.source import OPTIONS, LargeImports, parse_command_line, without_local_rank
 from hvdtrain.errors import ConfigError, HvdtrainError, LaunchError, PeerFailure
 from hvdtrain.version import __version__
 
@@ -87,6 +87,7 @@ def main(arguments: list[str] | None = None) -> int:
     words = completion.words_to_complete(launch.environment())
     if words is not None:
         return complete(words)
+    LargeImports.install()
     arguments = sys.argv[1:] if arguments is None else arguments
     given = without_local_rank(arguments)
     if given and given[0] in COMMANDS:

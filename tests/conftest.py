@@ -1,6 +1,7 @@
 """What several tests need: a small corpus of sequences of different lengths."""
 
 import ast
+import gc
 import inspect
 import re
 import signal
@@ -17,7 +18,11 @@ from launching import hvdtrain, in_turn, launch, torchrun
 from terminal import Terminal
 from trainings import Trained
 
+from hvdtrain.config.source import SELDOM
 from hvdtrain.data.hdf.writer import HDFWriter
+
+USUAL = gc.get_threshold()
+gc.set_threshold(*SELDOM)  # until the tests are collected: their modules import PyTorch and TensorFlow
 
 
 def write_corpus(path: Path, num_sequences: int, seed: int) -> None:
@@ -49,6 +54,12 @@ def pytest_configure() -> None:
     """A shell without job control has background commands ignore SIGINT, and their children after them: `make test &`."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays, and need not be searched for garbage again and again."""
+    gc.set_threshold(*USUAL)
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

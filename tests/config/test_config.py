@@ -69,6 +69,38 @@ def run(*arguments: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str
 # Files
 
 
+LARGE_IMPORT = """
+import gc, sys
+from hvdtrain.config.source import LARGE, LargeImports
+from importlib.util import find_spec
+LargeImports.install()
+LargeImports.install()
+usual, before = gc.get_threshold(), gc.get_freeze_count()
+import torch
+assert sum(isinstance(finder, LargeImports) for finder in sys.meta_path) == 1
+assert gc.get_freeze_count() > before + 100_000 and gc.get_threshold() == usual and gc.isenabled()
+assert "exec_module" not in vars(torch.__spec__.loader) and torch.__loader__ is torch.__spec__.loader
+assert find_spec("tensorflow").loader.get_filename().endswith("__init__.py")
+"""
+
+
+def test_the_garbage_collector_leaves_large_imports_alone() -> None:
+    done = run("-c", LARGE_IMPORT)
+    assert done.returncode == 0, done.stderr
+
+
+def test_files_that_a_config_leaves_open_are_written_at_the_end(tmp_path: Path) -> None:
+    """Also where its functions refer to them, so that only the end of the process closes them."""
+    opened = "log_file = open({!r}, 'w')\nimport torch\nlog_file.write('all of it')\ndef note(): return log_file\n"
+    for name in ("one", "two"):
+        written(tmp_path, opened.format(str(tmp_path / f"{name}.log")), f"recipe_{name}.py")
+    both = "from recipe_one import note as noted\nimport recipe_two\n"
+    config = written(tmp_path, both + MINIMAL + opened.format(str(tmp_path / "own.log")))
+    done = run("-m", "hvdtrain", str(config), "--print-config")
+    assert done.returncode == 0, done.stderr
+    assert [(tmp_path / f"{name}.log").read_text() for name in ("own", "one", "two")] == ["all of it"] * 3
+
+
 def test_every_name_of_a_python_file_is_a_value(tmp_path: Path) -> None:
     values = source(
         tmp_path, "import math\nfrom pathlib import Path\nhalf = 1 / 2\ndef double(x):\n    return 2 * half * x\n"

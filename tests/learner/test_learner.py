@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from hvdtrain.comm.base import SingleCommunicator
 from hvdtrain.context import get_run_ctx
@@ -154,6 +153,8 @@ def test_a_device_that_is_not_there_and_a_model_that_is_none() -> None:
 
 
 def test_a_model_that_is_sharded_already_is_refused() -> None:
+    from torch.distributed.fsdp import fully_shard  # here, as it takes a second
+
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Tanh())

@@ -16,11 +16,23 @@ ALONE, BOTH = Run("torch", "single", 1), Run("torch", "horovod", 2)
 @trains(ALONE, BOTH)
 def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
     write_words(folder)
-    words = {"configs": [WORDS], "folder": folder, "max_seqs": 6 // run.size, "batch_size": 10_000, "num_epochs": 1}
+    words = {
+        "configs": [WORDS],
+        "folder": folder,
+        "max_seqs": 6 // run.size,
+        "batch_size": 10_000,
+        "num_epochs": 1,
+        "num_threads": 1,
+    }
     wanted: dict[str, dict[str, object]] = {"layer_norm": {**words, "without_batch_norm": True}, "batch_norm": words}
     if DEMO.exists():
         shutil.copy(DEMO, folder)  # it writes beside itself
-        wanted["demo"] = {"configs": [folder / DEMO.name], "num_epochs": 1, "learning_rate_file": folder / "rates"}
+        wanted["demo"] = {
+            "configs": [folder / DEMO.name],
+            "num_epochs": 1,
+            "num_threads": 1,
+            "learning_rate_file": folder / "rates",
+        }
     return wanted
 
 

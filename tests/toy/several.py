@@ -17,11 +17,13 @@ from pathlib import Path
 import numpy
 
 from hvdtrain import engine
+from hvdtrain.config.source import LargeImports
 from hvdtrain.run import train
 from hvdtrain.runtime.interrupt import Stopped
 from hvdtrain.session import open_communicator
 from hvdtrain.settings import read_settings
 
+LargeImports.install()  # as the program does
 assert engine.INTERVAL > 0
 assert engine.INTERVAL_APART > 0
 engine.INTERVAL = engine.INTERVAL_APART = 0.0  # a stop comes two steps after its signal, even if steps are short

@@ -39,6 +39,8 @@ def slurm_head(job: Job) -> list[str]:
         lines.append(f"#SBATCH --signal=B:USR1@{job.stop_before}  # to this script, {job.stop_before} s before the time limit")
     if job.requeue:
         lines += ["#SBATCH --requeue", "#SBATCH --open-mode=append  # one log, also after a requeue"]
+    if job.max_restarts and job.nodes > 1:
+        lines.append("#SBATCH --no-kill  # the others go on if a node is lost")
     return [*lines, *(f"#SBATCH {option}" for option in job.options)]
 
 

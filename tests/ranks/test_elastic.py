@@ -6,12 +6,22 @@ import socket
 import subprocess
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launching import EMPTY, FAST, ROOT, TOY, clean_environment, hvdtrain, launch, torchrun
+from elastic import (
+    EPOCH,
+    LATE_RANKS,
+    answers,
+    assert_goes_on_alone,
+    children,
+    command,
+    horovodrun,
+    keys_of,
+    wait_until,
+    write_config,
+)
+from launching import EMPTY, ROOT, TOY, clean_environment, launch, torchrun
 
 from hvdtrain.checkpoint.lock import Holder, only_training_of
 from hvdtrain.comm.keys import LaunchKeys
@@ -30,61 +40,10 @@ from hvdtrain.errors import ConfigError, LaunchError
 from hvdtrain.settings import read_settings
 from hvdtrain.training.trace import has_begun, num_runs, trained_on
 
-PLANTED = """
-_train_step = train_step
-planted = config.list("planted", [])  # rank, step and what happens then, one after the other
-
-
-def train_step(**arguments):
-    context = hvdtrain.get_run_ctx()
-    before = len(list(Path(config.value("model")).parent.glob("fault-*")))
-    if context.train_flag and before < len(planted) // 3:
-        rank, step, what = planted[3 * before : 3 * before + 3]
-        if str(rank) in (str(hvdtrain.rank()), os.environ.get("HOROVOD_HOSTNAME")) and int(step) == context.step:
-            Path(config.value("model")).with_name(f"fault-{before}").write_text(str(time.time()))
-            if what == "raise":
-                raise RuntimeError("planted by the test")
-            if what == "exit":
-                os._exit(3)
-            os.kill(os.getpid(), getattr(signal, what))
-    _train_step(**arguments)
-"""
-"""Beside the toy config: each fault comes once, in this order, on a rank or on Horovod's host of this name."""
-
-LATE_RANKS = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "120"}
-"""On a busy machine, one rank may start that much later than another."""
-
-EPOCH = Counter(range(231))
-
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
-    path = tmp_path / "config.py"
-    path.write_text(TOY.read_text() + PLANTED)
-    return path
-
-
-def keys_of(corpus: Path, folder: Path, **more: object) -> dict[str, object]:
-    keys = {
-        "corpus": corpus,
-        "model": folder / "model",
-        "max_seqs": 4,
-        "save_interval_steps": 4,
-        "trace_sequences": folder / "trace",
-    }
-    return {**FAST, **keys, "log_verbosity": 3, **more}
-
-
-def command(config: Path, keys: dict[str, object]) -> list[str]:
-    return ["-m", "hvdtrain", str(config), *(text for key, value in keys.items() for text in (f"++{key}", str(value)))]
-
-
-def assert_goes_on_alone(config: Path, keys: dict[str, object]) -> None:
-    """What an error has ended goes on by hand, on one rank; then every sequence was trained on once."""
-    finished = hvdtrain(config, {**keys, "planted": [], "log_verbosity": 3})
-    assert finished.status == 0, finished.err
-    assert "training goes on in epoch 1" in finished.out
-    assert trained_on(Path(str(keys["trace_sequences"]))) == {1: EPOCH}
+    return write_config(tmp_path)
 
 
 def test_ngpu_restarts_killed_ranks_then_with_one_fewer_but_never_an_error(corpus: Path, tmp_path: Path, config: Path) -> None:
@@ -117,15 +76,6 @@ def test_torchrun_restarts_killed_ranks_but_no_error(corpus: Path, tmp_path: Pat
     assert again in finished.err
     assert num_runs(tmp_path / "trace") == 2
     assert_goes_on_alone(config, keys)
-
-
-def horovodrun(hosts: Path, arguments: list[str]) -> list[str]:
-    """The command of a job on this host, under the names in a file, as many as there are at any time."""
-    script = hosts.with_suffix(".sh")
-    script.write_text(f"#!/bin/sh\ncat {hosts}\n")
-    script.chmod(0o755)
-    job = ["-np", "3", "--min-np", "1", "--blacklist-cooldown-range", "300", "600", "--host-discovery-script", str(script)]
-    return ["-m", "horovod.runner.launch", "--gloo", "--network-interface", "lo", *job, sys.executable, *arguments]
 
 
 @pytest.mark.again  # failed once in about ten runs on a busy machine: another number of ranks' lines "goes on as rank" than two
@@ -234,29 +184,6 @@ def test_horovodrun_goes_on_with_another_host_and_without_it(corpus: Path, tmp_p
     print("horovodrun: seconds to the next step with a new host, and without it: {:.1f}, {:.1f}".format(*seconds))
     assert process.wait(300) == 0
     assert trained_on(tmp_path / "trace") == dict.fromkeys(range(1, 5), EPOCH)
-
-
-def wait_until(is_so: Callable[[], bool], process: subprocess.Popen[bytes]) -> float:
-    """Wait while the process runs; return the seconds."""
-    began = time.monotonic()
-    deadline = began + 300
-    while not is_so():
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    return time.monotonic() - began
-
-
-def answers(port: int) -> bool:
-    try:
-        socket.create_connection(("localhost", port), timeout=1).close()
-    except OSError:
-        return False
-    return True
-
-
-def children(pid: int) -> list[int]:
-    return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
 
 
 FOUR = [Launch("hvdtrain", rank, 4, rank, 4) for rank in range(4)]

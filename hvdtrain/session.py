@@ -23,7 +23,7 @@ from hvdtrain.checkpoint.start import check_data, load_trained, resume
 from hvdtrain.comm import launch
 from hvdtrain.comm.base import Communicator, SingleCommunicator, connected, run_with_heartbeat, together
 from hvdtrain.comm.horovod_gloo import is_elastic
-from hvdtrain.comm.local import HUNG, PEER_FAILED
+from hvdtrain.comm.local import HUNG, PEER_FAILED, refuse_to_repeat, restarts_of_torchrun
 from hvdtrain.comm.torch_rendezvous import names_of_this_host
 from hvdtrain.config.source import as_function
 from hvdtrain.data.combine.cache import Budget, host_memory
@@ -100,6 +100,8 @@ def open_session(settings: Settings, purpose: Purpose, comm: Communicator | None
 
 def _open(settings: Settings, purpose: Purpose, comm: Communicator, stack: ExitStack) -> Session:
     """Collective. Open everything but the connection. `stack` gets what has to be closed at the end."""
+    if restarts_of_torchrun(launch.environment()):
+        together(comm, lambda: refuse_to_repeat(launch.environment()), name="former_failure")
     interrupt = Interrupt(settings.interrupt.seconds if purpose == "train" else None)
     if purpose == "train":
         stack.enter_context(interrupt)

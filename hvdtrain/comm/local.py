@@ -21,7 +21,7 @@ from types import FrameType
 from hvdtrain.comm.keys import LaunchKeys
 from hvdtrain.comm.launch import Launch, variables
 from hvdtrain.comm.torch_rendezvous import HVDTRAIN_PLACE
-from hvdtrain.errors import LaunchError
+from hvdtrain.errors import LaunchError, TrainingError
 
 LAUNCHERS = {"slurm": "srun", "mpi": "mpirun"}
 """The launcher for each value of dist_launcher."""
@@ -363,6 +363,13 @@ def remembered_failure(environ: Mapping[str, str]) -> Failure | None:
         return None
     status, _, text = path.read_text(encoding="utf-8").partition("\n")
     return Failure(int(status) if status.isdigit() else 1, text)
+
+
+def refuse_to_repeat(environ: Mapping[str, str]) -> None:
+    """Raise TrainingError if a former attempt of the same torchrun ended with an error."""
+    failure = remembered_failure(environ)
+    if failure is not None:
+        raise TrainingError(f"not started again after an error that would only repeat (see above): {failure.text}")
 
 
 def tell_failure(environ: Mapping[str, str], failure: Failure) -> None:

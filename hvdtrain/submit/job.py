@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from hvdtrain.comm.launch import KEEPALIVE
@@ -240,7 +240,7 @@ def command(job: Job, hosts: Sequence[str] = (), before: Sequence[str] = ()) -> 
         # Without --wait, the other tasks wait forever for one that was killed. --kill-on-bad-exit is quicker, but replaces the
         # exit status of the ranks, by which the job is requeued.
         return folded([f"srun --mpi=pmix --cpu-bind=none --wait={LAST_TASK}", f"{python} {program}"])
-    return folded([*torchrun(job), program])
+    return folded([*torchrun(replace(job, max_restarts=0) if before else job), program])
 
 
 def mpirun(job: Job, hosts: Sequence[str]) -> list[str]:
@@ -272,7 +272,7 @@ def torchrun(job: Job) -> list[str]:
     if job.scheduler == "kubernetes":
         return [start]  # the operator sets PET_NNODES, PET_NPROC_PER_NODE, PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT
     elastic = job.max_restarts > 0
-    words = [f"srun{' --no-kill' if elastic else ''} --ntasks={job.nodes} --ntasks-per-node=1"] if job.nodes > 1 else []
+    words = [f"srun --ntasks={job.nodes} --ntasks-per-node=1"] if job.nodes > 1 and not elastic else []
     nodes = f"1:{job.nodes}" if elastic and job.nodes > 1 else str(job.nodes)
     words += [start, f"--nnodes={nodes} --nproc-per-node={job.tasks_per_node}"]
     words += [f"--max-restarts={job.max_restarts}"] if elastic else []

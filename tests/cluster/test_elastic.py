@@ -9,7 +9,7 @@ import pytest
 from cluster.hosts import Hosts
 from cluster.jobs import wait_for_job
 from cluster.slurm import wait_until_idle
-from cluster.test_failures import wait_until
+from cluster.test_failures import wait_for, wait_until
 
 from hvdtrain.training.trace import has_begun, trained_on
 
@@ -103,3 +103,27 @@ def test_a_job_whose_first_node_is_lost_is_queued_again_and_goes_on(hosts: Hosts
     wait_until(lambda: has_begun(work / "trace", 1, 3), "a step of three ranks", 300)
     assert "training goes on in epoch" in finish(hosts, work, job)
     wait_until_idle(hosts, patience=60)
+
+
+def test_a_job_that_is_stopped_is_queued_again_and_goes_on(hosts: Hosts, work: Path) -> None:
+    """As before its time limit; test_submit.py does it with other launchers."""
+    job = start(hosts, work)
+    hosts.run(["scancel", "--batch", "--signal=USR1", job])
+    wait_until(lambda: " Restarts=1 " in hosts.run(["scontrol", "show", "job", job]).out, "back in the queue", 120)
+    printed = finish(hosts, work, job)
+    assert "stopped by SIGTERM in epoch" in printed
+
+
+def test_ranks_that_srun_started_itself_end_with_a_lost_node(hosts: Hosts, work: Path) -> None:
+    """Also with --no-kill."""
+    keys = "++use_horovod 1 ++num_epochs 100000 ++watchdog_timeout 20"
+    started = hosts.start(f"srun --no-kill -N3 -n3 python -m hvdtrain config.py {keys}", folder=work)
+    wait_for(work / "exp" / "model.001.pt", started)
+    lose_power(hosts, "host2")
+    try:
+        finished = started.finish(200)
+    finally:
+        hosts.daemon(["slurmd"], host="host2")
+        wait_until_idle(hosts, patience=120)
+    assert finished.status != 0
+    assert "Finished training" not in finished.out

@@ -84,6 +84,7 @@ class Watchdog:
         timeout: seconds without a call of `beat` after which to end the process; None: by `Patience`.
         rank: this process's rank, for the message.
         heartbeats: what the ranks tell each other; None: this rank is watched alone.
+        ending: how the processes end.
     """
 
     def __init__(self, timeout: float | None, rank: int, heartbeats: Heartbeats | None = None, ending: Ending = Ending()) -> None:

@@ -298,11 +298,14 @@ def waiting(job: Job, run: str, soon: str, cancelled: str, timer: bool = False) 
     lines += ["cancelled=no"] if job.requeue and cancelled else []
     lines += ["stopped=no"] if job.launcher == "torchrun" else []
     stopped = "stopped=yes; " if job.launcher == "torchrun" else ""
+    # srun does not pass SIGTERM on: it ends its tasks.
+    through_srun = job.launcher == "torchrun" and job.scheduler == "slurm" and job.nodes > 1
+    pass_on = f'scancel --signal={signal} "$SLURM_JOB_ID"' if through_srun else f"kill -{signal} $pid"
     if soon:
-        lines.append(f"trap '{stopped}kill -{signal} $pid' {soon}")
+        lines.append(f"trap '{stopped}{pass_on}' {soon}")
     if cancelled:
         noted = "cancelled=yes; " if job.requeue else ""
-        lines.append(f"trap '{noted}kill -{signal} $pid' {cancelled}")
+        lines.append(f"trap '{noted}{pass_on}' {cancelled}")
     if timer and job.seconds:
         seconds = max(60, job.seconds - job.stop_before)
         lines.append(

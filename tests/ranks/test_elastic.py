@@ -27,6 +27,7 @@ from hvdtrain.checkpoint.lock import Holder, only_training_of
 from hvdtrain.comm.keys import LaunchKeys
 from hvdtrain.comm.launch import Launch
 from hvdtrain.comm.local import (
+    HUNG,
     PEER_FAILED,
     Failure,
     Restarts,
@@ -195,13 +196,15 @@ FOUR = [Launch("hvdtrain", rank, 4, rank, 4) for rank in range(4)]
         ({1: -9}, True),
         ({1: -9, 0: PEER_FAILED, 2: PEER_FAILED, 3: PEER_FAILED}, True),
         ({1: -6, 2: -9}, True),
+        ({1: HUNG, 0: PEER_FAILED, 2: PEER_FAILED, 3: PEER_FAILED}, True),
+        ({1: HUNG, 2: 1}, False),
         ({1: 1, 0: -6}, False),  # an error, after which a library aborts another process
         ({1: 3}, False),
         ({0: 75, 1: 75, 2: 75, 3: 75}, False),  # stopped with a checkpoint
         ({0: PEER_FAILED}, False),  # rank 1 ended with status 0 before its time
     ],
 )
-def test_only_a_death_by_a_signal_is_followed_by_a_restart(failed: dict[int, int], restarts: bool) -> None:
+def test_only_a_death_from_outside_or_a_hang_is_followed_by_a_restart(failed: dict[int, int], restarts: bool) -> None:
     assert Restarts(3, None, lambda: None)(FOUR, failed) == (FOUR if restarts else [])
 
 
@@ -219,6 +222,9 @@ def test_restarts_are_counted_and_ranks_get_fewer_only_without_progress(capsys: 
     assert told[-1] == "rank 2 of 3 was ended by SIGKILL: no restart, after 4 of 4 (max_restarts)"
     assert Restarts(0, None, lambda: None)(FOUR, {1: -9}) == []
     assert capsys.readouterr().err == ""
+    again = Restarts(2, 3, lambda: Path("a"))
+    assert [len(again(FOUR, {1: HUNG, 0: PEER_FAILED})) for _ in range(3)] == [4, 4, 0]  # fewer ranks are for lack of memory
+    assert "restart 1 of 2: rank 1 of 4 hung and was ended by its watchdog; 4 ranks go on from a" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -94,9 +94,8 @@ def test_sigterm_to_mpirun_stops_all_ranks_if_it_gives_them_time(
     monkeypatch.setenv("OMPI_MCA_odls_base_sigkill_timeout", "30")  # instead of a second
     process = start(tmp_path / "model", corpus, ranks=2)
     os.kill(process.pid, signal.SIGTERM)
-    _, err = process.communicate(timeout=200)
+    process.communicate(timeout=200)  # from now on, mpirun prints nothing of what the ranks say
     assert process.returncode != 0
-    assert err.count("stopped by SIGTERM in epoch") == 1
     assert len(saved_within(tmp_path)) == 1
 
 

@@ -26,9 +26,11 @@ from measuring import ROOT
 
 Keys = dict[str, Any]
 
-RATES: list[Keys] = [{"learning_rate": rate} for rate in (0.001, 0.002, 0.003, 0.0045)]
+RATES: list[Keys] = [{"learning_rate": rate} for rate in (0.001, 0.002, 0.003, 0.0045, 0.0067, 0.01)]
 MOMENTA: list[Keys] = [
-    {"learning_rate": rate, "horovod_param_outer.momentum": momentum} for rate in (0.002, 0.003) for momentum in (0.25, 0.5)
+    {"learning_rate": rate, "horovod_param_outer.momentum": momentum}
+    for rate in (0.002, 0.003, 0.0045)
+    for momentum in (0.25, 0.5)
 ]
 
 

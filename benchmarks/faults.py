@@ -1,8 +1,10 @@
 #!/usr/bin/env python3
-"""Measure how long a job takes to end after a fault, for every launcher that this machine has.
+"""Measure how long a job takes to end after a fault, or to go on, for every launcher that this machine has.
 
 A training on several ranks of this host runs until the fault happens. The job has ended when its launcher and all of its ranks
 are gone, and so that no process outlives a fault unnoticed, the table says how many ranks were left after --patience seconds.
+Launchers that start ranks again (docs/elastic.md) have columns of their own: there, a job that goes on has done so when all ranks
+that it has now have begun a step.
 """
 
 from __future__ import annotations
@@ -12,13 +14,21 @@ import importlib.util
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from measuring import ROOT, machine
+
+sys.path.insert(0, str(ROOT))
+
+from hvdtrain.training.trace import has_begun  # noqa: E402  # found through the line above
 
 CONFIG = """
 import os, signal, time
@@ -64,31 +74,64 @@ FAULTS = {
 }
 
 
-def launchers(ranks: int) -> dict[str, tuple[list[str], list[str]]]:
-    """By name, the command before `-m hvdtrain config.py`, and the arguments after it."""
+@dataclass(frozen=True)
+class Launcher:
+    """A way to start the ranks.
+
+    Attributes:
+        before: the command before `-m hvdtrain config.py`, made in a folder for its files.
+        after: the arguments after it.
+        left: how many ranks go on after one was lost; 0: the job ends.
+    """
+
+    before: Callable[[Path], list[str]]
+    after: tuple[str, ...]
+    left: int = 0
+
+
+def launchers(ranks: int) -> dict[str, Launcher]:
+    """By name."""
     found = {}
-    if shutil.which("mpirun") and importlib.util.find_spec("horovod"):
+    agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+    local = ("++ngpu", str(ranks))
+    has_horovod = importlib.util.find_spec("horovod") is not None
+    if shutil.which("mpirun") and has_horovod:
         mpirun = ["mpirun", "-np", str(ranks), "--bind-to", "none", "--oversubscribe", sys.executable]
-        found["mpirun, Horovod"] = (mpirun, ["++use_horovod", "1"])
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-    found["torchrun"] = (torchrun, ["++torch_distributed", "{}"])
-    found[f"`++ngpu {ranks}`"] = ([sys.executable], ["++ngpu", str(ranks)])
+        found["mpirun, Horovod"] = Launcher(lambda _: mpirun, ("++use_horovod", "1"))
+    found["torchrun"] = Launcher(lambda _: agent, ("++torch_distributed", "{}"))
+    found[f"`++ngpu {ranks}`"] = Launcher(lambda _: [sys.executable], local)
+    again = [*agent, "--max-restarts", "3"]
+    found["torchrun `--max-restarts 3`"] = Launcher(lambda _: again, ("++torch_distributed", "{}"), ranks)
+    found[f"`++ngpu {ranks} ++max_restarts 3`"] = Launcher(lambda _: [sys.executable], (*local, "++max_restarts", "3"), ranks)
+    if has_horovod and ranks == 3:  # a host has three names, and of each that loses a rank, no rank is left
+        found["horovodrun `--min-np 1`"] = Launcher(horovodrun, ("++use_horovod", "1"), ranks - 1)
     return found
 
 
-def seconds_to_end(command: tuple[list[str], list[str]], fault: str, patience: float, verbose: bool) -> str:
-    """Run a job with a fault; how long it took to end, and with which exit status."""
+def horovodrun(folder: Path) -> list[str]:
+    """The command for Horovod's elastic driver, with one rank for each of three names of this host."""
+    script = folder / "hosts.sh"
+    script.write_text(f"#!/bin/sh\nprintf '%s:1\\n' localhost 127.0.0.1 {socket.gethostname()}\n")
+    script.chmod(0o755)
+    driver = [sys.executable, "-m", "horovod.runner.launch", "--gloo", "--network-interface", "lo", "-np", "3", "--min-np", "1"]
+    return [*driver, "--blacklist-cooldown-range", "300", "600", "--host-discovery-script", str(script), sys.executable]
+
+
+def seconds_to_end(launcher: Launcher, fault: str, patience: float, verbose: bool) -> str:
+    """Run a job with a fault; how long it took to end, and with which exit status, or to go on."""
     with tempfile.TemporaryDirectory(prefix="faults-") as name:
         folder = Path(name)
         (folder / "config.py").write_text(CONFIG)
+        trace = folder / "trace"
         keys = {"fault": fault, "begun": folder / "begun", "model": folder / "model", "watchdog_timeout": 10}
+        if launcher.left:
+            keys["trace_sequences"] = trace
         arguments = [text for key, value in keys.items() for text in (f"++{key}", str(value))]
-        before, after = command
         environment = {**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
         environment["PYTHONPATH"] = str(ROOT)
         with (folder / "printed").open("w") as printed:
             process = subprocess.Popen(
-                [*before, "-m", "hvdtrain", str(folder / "config.py"), *arguments, *after],
+                [*launcher.before(folder), "-m", "hvdtrain", str(folder / "config.py"), *arguments, *launcher.after],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=printed,
@@ -102,23 +145,33 @@ def seconds_to_end(command: tuple[list[str], list[str]], fault: str, patience: f
                 (folder / "begun").write_text(str(time.time()))
                 process.kill()
             began = float((folder / "begun").read_text())
-            while (process.poll() is None or ranks_of(folder)) and time.time() - began < patience:
+            goes_on = False
+            while (process.poll() is None or ranks_of(folder)) and time.time() - began < patience and not goes_on:
+                goes_on = launcher.left > 0 and has_begun(trace, 1, launcher.left)
                 time.sleep(0.02)
             seconds = time.time() - began
             left = ranks_of(folder)
-            for rank in left:
-                os.kill(rank, signal.SIGKILL)
             if process.poll() is None:
                 process.kill()
+            for rank in left:
+                end(rank)
             status = process.wait()
         if verbose:
             print((folder / "printed").read_text(), file=sys.stderr)
+        if goes_on:
+            return f"{seconds:.1f} s to the next step"
         if left:
             return f"{len(left)} processes left after {patience:.0f} s"
         if fault == "launcher":
             saved = any(".step-" in path.name for path in folder.glob("model.*"))
             return f"{seconds:.1f} s, {'with' if saved else 'without'} a checkpoint of the moment"
         return f"{seconds:.1f} s, status {status}"
+
+
+def end(pid: int) -> None:
+    """End a process, if it has not ended by itself meanwhile."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
 
 
 def ranks_of(folder: Path) -> list[int]:

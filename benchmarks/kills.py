@@ -341,7 +341,7 @@ def main() -> None:
         "--epochs",
         type=int,
         default=20,
-        help="soak, elastic: number of epochs, each 1/60 of the data; elastic: at least as many as kills",
+        help="soak, elastic: number of epochs, each 1/60 of the data; elastic: at least twice as many as kills",
     )
     arguments = parser.parse_args()
     if arguments.what == "saves":
@@ -349,7 +349,7 @@ def main() -> None:
     elif arguments.what == "starts":
         starts(arguments.kills, arguments.seed)
     elif arguments.what == "elastic":
-        elastic(arguments.kills, arguments.seed, arguments.data, arguments.size, max(arguments.epochs, arguments.kills))
+        elastic(arguments.kills, arguments.seed, arguments.data, arguments.size, max(arguments.epochs, 2 * arguments.kills))
     else:
         soak(arguments.kills, arguments.seed, arguments.data, arguments.ranks, arguments.epochs)
 

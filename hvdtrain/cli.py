@@ -136,7 +136,7 @@ def run_config(arguments: list[str]) -> int:
     if horovod_gloo.is_elastic(launch.environment()):
         horovod_gloo.watch_hosts(launch.environment())
     failure = local.remembered_failure(launch.environment())
-    if failure is not None:
+    if failure is not None and started.size == started.local_size:  # else the other hosts have to learn it: session.py
         local.tell_failure(launch.environment(), failure)
         return failure.status
     try:

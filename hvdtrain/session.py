@@ -22,6 +22,8 @@ from hvdtrain.checkpoint.saver import Saver, Saves
 from hvdtrain.checkpoint.start import call_hooks, check_data, load_trained, resume
 from hvdtrain.comm import launch
 from hvdtrain.comm.base import Communicator, SingleCommunicator, connected, run_with_heartbeat, together
+from hvdtrain.comm.horovod_gloo import is_elastic
+from hvdtrain.comm.local import HUNG, PEER_FAILED, refuse_to_repeat, restarts_of_torchrun
 from hvdtrain.comm.torch_rendezvous import names_of_this_host
 from hvdtrain.config.source import as_function
 from hvdtrain.data.combine.cache import Budget, host_memory
@@ -41,13 +43,16 @@ from hvdtrain.runtime.heartbeats import meet
 from hvdtrain.runtime.interrupt import Interrupt
 from hvdtrain.runtime.log import SCREEN, open_log, open_terminal, say
 from hvdtrain.runtime.timer import Timer
-from hvdtrain.runtime.watchdog import Watchdog
+from hvdtrain.runtime.watchdog import Ending, Watchdog
 from hvdtrain.schedule.history import wanted_of
 from hvdtrain.settings import Settings
 
 Purpose = Literal["train", "dry_run", "evaluate", "forward", "export", "measure"]
 """What a job is opened for: to train; to train a few batches and write nothing; to evaluate, forward or export a trained model;
 to measure steps of a new model."""
+
+SECONDS_TO_GO_ON = 120.0
+"""How long Horovod's elastic driver and Gloo have until a rank that waited for one that hung goes on without it."""
 
 WITH_TRAINED = ("evaluate", "forward", "export")
 """The purposes that use a trained model."""
@@ -95,6 +100,8 @@ def open_session(settings: Settings, purpose: Purpose, comm: Communicator | None
 
 def _open(settings: Settings, purpose: Purpose, comm: Communicator, stack: ExitStack) -> Session:
     """Collective. Open everything but the connection. `stack` gets what has to be closed at the end."""
+    if restarts_of_torchrun(launch.environment()):
+        together(comm, lambda: refuse_to_repeat(launch.environment()), name="former_failure")
     interrupt = Interrupt(settings.interrupt.seconds if purpose == "train" else None)
     if purpose == "train":
         stack.enter_context(interrupt)
@@ -115,7 +122,7 @@ def _open(settings: Settings, purpose: Purpose, comm: Communicator, stack: ExitS
         heartbeats = meet(
             comm.rank, names_of_this_host() if comm.rank == 0 else (), lambda contact: comm.gather(contact, name="watchdog")
         )
-    watchdog = stack.enter_context(Watchdog(patience, comm.rank, heartbeats))
+    watchdog = stack.enter_context(Watchdog(patience, comm.rank, heartbeats, ending()))
     feeds = _open_data(settings, purpose, comm, watchdog, stack)
     watchdog.beat("building the model")
     if purpose in WITH_TRAINED:  # the model's file has the average over time
@@ -171,6 +178,15 @@ def _open_data(settings: Settings, purpose: Purpose, comm: Communicator, watchdo
         copies = copy_data(settings, comm, watchdog, stack)
     watchdog.beat("opening the datasets")
     return together(comm, lambda: open_feeds(settings, comm, copies.places, watchdog), name="open_feeds")
+
+
+def ending() -> Ending:
+    """How a process ends if ranks hang: so that the launcher which may start ranks again knows which of them did."""
+    if launch.launch().launcher == "hvdtrain":
+        return Ending(HUNG, PEER_FAILED)
+    if is_elastic(launch.environment()):
+        return Ending(outlives=SECONDS_TO_GO_ON)
+    return Ending()
 
 
 def writing_nothing(settings: Settings) -> Settings:

@@ -3,6 +3,8 @@
 import ast
 import gc
 import inspect
+import os
+import random
 import re
 import signal
 import subprocess
@@ -50,8 +52,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak", action="store_true", help="the tests marked soak and again, whole")
 
 
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Tell how to repeat what is random (a header would not be printed with -q)."""
+    reports = [report for kind in ("passed", "failed") for report in terminalreporter.getreports(kind)]
+    if any("test_damaged.py" in report.nodeid for report in reports):
+        seed = os.environ["HVDTRAIN_FUZZ_SEED"]
+        terminalreporter.write_line(f"tests/data/hdf/test_damaged.py: HVDTRAIN_FUZZ_SEED={seed} makes the same files again")
+
+
 def pytest_configure() -> None:
-    """A shell without job control has background commands ignore SIGINT, and their children after them: `make test &`."""
+    """Every run damages files (tests/data/hdf/test_damaged.py) in other ways; its workers do it in the same.
+
+    A shell without job control has background commands ignore SIGINT, and their children after them: `make test &`.
+    """
+    os.environ.setdefault("HVDTRAIN_FUZZ_SEED", str(random.SystemRandom().randrange(10**9)))
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -114,3 +114,15 @@ def takes_a_process(config: Path, overrides: Mapping[str, object]) -> bool:
     if keys & {"fault", "use_horovod", "torch_distributed", "ngpu", "torch_compile"}:
         return True
     return config.exists() and 'backend = "tensorflow"' in config.read_text()
+
+
+def trainings(folder: Path) -> list[str]:
+    """The processes whose command line speaks of a folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            text = path.read_bytes().replace(b"\0", b" ").decode()
+        except OSError:
+            continue  # it has just ended
+        found += [text] if str(folder) in text else []
+    return found

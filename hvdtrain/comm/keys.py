@@ -27,8 +27,8 @@ class LaunchKeys(Section):
     )
     max_restarts: int = key(
         0,
-        "with ngpu: start all processes again from the newest checkpoint, up to N times, when one was killed by a signal; an "
-        "error is never repeated (docs/elastic.md)",
+        "with ngpu: start all processes again from the newest checkpoint, up to N times, when one was killed by a signal "
+        "or hung; an error is never repeated (docs/elastic.md)",
         not_negative,
     )
     min_ngpu: int | None = key(

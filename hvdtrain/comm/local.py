@@ -21,7 +21,7 @@ from types import FrameType
 from hvdtrain.comm.keys import LaunchKeys
 from hvdtrain.comm.launch import Launch, variables
 from hvdtrain.comm.torch_rendezvous import HVDTRAIN_PLACE
-from hvdtrain.errors import LaunchError
+from hvdtrain.errors import LaunchError, TrainingError
 
 LAUNCHERS = {"slurm": "srun", "mpi": "mpirun"}
 """The launcher for each value of dist_launcher."""
@@ -34,7 +34,10 @@ PARENT = "HVDTRAIN_PARENT"
 PEER_FAILED = 76
 """Exit status of a process of hvdtrain's launcher that ends only because another one has failed. The launcher returns 1."""
 
-REPORTED = (0, 1, 2, 75, PEER_FAILED, 130)
+HUNG = 77
+"""Exit status of a process of hvdtrain's launcher that its watchdog has ended, as it hung. The launcher returns 1."""
+
+REPORTED = (0, 1, 2, 75, PEER_FAILED, HUNG, 130)
 """The exit statuses of processes that say themselves how they end."""
 
 POLL_INTERVAL = 0.05
@@ -204,7 +207,7 @@ def out_of_memory() -> int:
 
 def _exit_status(status: int) -> int:
     """As shells do it, from that of `subprocess`."""
-    return 128 - status if status < 0 else 1 if status == PEER_FAILED else status
+    return 128 - status if status < 0 else 1 if status in (PEER_FAILED, HUNG) else status
 
 
 def _wait(children: list[subprocess.Popen[bytes]], wanted: list[Launch], signals: list[int]) -> dict[int, int]:
@@ -252,8 +255,9 @@ class Restarts:
     """Which processes of hvdtrain's launcher start again after a failure.
 
     Only a death by a signal is followed by a restart: SIGKILL of a user, the batch system or the kernel, or a crash of native
-    code. A process that ends by itself, with a traceback or with any status, would most likely do it again. All processes start
-    again, since none can go on without the others, and with as many as before the training is that of an undisturbed one.
+    code; and the watchdog's end of a process that hung, as in a file system or a GPU that does not answer. A process that ends by
+    itself, with a traceback or with any status, would most likely do it again. All processes start again, since none can go on
+    without the others, and with as many as before the training is that of an undisturbed one.
 
     If they are killed again before a checkpoint was written, there is one process fewer from then on, where that is allowed: what
     kills them may be that the host has no memory for all. It is not the default, as it changes the number of batches per update.
@@ -277,17 +281,18 @@ class Restarts:
         Args:
             failed: by rank, the exit status of those that failed by themselves, as of `subprocess`: negative after a signal.
         """
-        killed = {rank: signal.Signals(-status).name for rank, status in failed.items() if status < 0}
-        errors = [rank for rank, status in failed.items() if status >= 0 and status != PEER_FAILED]
-        if errors or not killed or not self._most:
+        killed = {rank: f"was ended by {signal.Signals(-status).name}" for rank, status in failed.items() if status < 0}
+        lost = killed | {rank: "hung and was ended by its watchdog" for rank, status in failed.items() if status == HUNG}
+        errors = [rank for rank, status in failed.items() if status >= 0 and status not in (PEER_FAILED, HUNG)]
+        if errors or not lost or not self._most:
             return []
-        who = ", ".join(f"rank {rank} of {len(started)} was ended by {name}" for rank, name in killed.items())
+        who = ", ".join(f"rank {rank} of {len(started)} {how}" for rank, how in lost.items())
         if self._count == self._most:
             sys.stderr.write(f"{who}: no restart, after {self._count} of {self._most} (max_restarts)\n")
             return []
         newest = self._newest()
         size = len(started)
-        if self._count and newest == self._at_last_start and self._fewest is not None:
+        if self._count and newest == self._at_last_start and self._fewest is not None and killed:
             size = max(self._fewest, size - 1)
         self._count += 1
         self._at_last_start = newest
@@ -358,6 +363,13 @@ def remembered_failure(environ: Mapping[str, str]) -> Failure | None:
         return None
     status, _, text = path.read_text(encoding="utf-8").partition("\n")
     return Failure(int(status) if status.isdigit() else 1, text)
+
+
+def refuse_to_repeat(environ: Mapping[str, str]) -> None:
+    """Raise TrainingError if a former attempt of the same torchrun ended with an error."""
+    failure = remembered_failure(environ)
+    if failure is not None:
+        raise TrainingError(f"not started again after an error that would only repeat (see above): {failure.text}")
 
 
 def tell_failure(environ: Mapping[str, str], failure: Failure) -> None:

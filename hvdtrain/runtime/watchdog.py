@@ -24,8 +24,19 @@ LEAST, TIMES = 60.0, 20.0
 """Afterwards: this many seconds, or this many times the longest interval between two signs of progress so far."""
 
 
-LAST = 1.0
-"""Seconds for which the ranks that wait for one that hangs outlive it."""
+@dataclass(frozen=True)
+class Ending:
+    """How the processes of a job end in which some ranks hang.
+
+    Attributes:
+        hung: the exit status of a rank that hangs.
+        waited: that of the others.
+        outlives: seconds for which the others outlive it.
+    """
+
+    hung: int = 1
+    waited: int = 1
+    outlives: float = 1.0
 
 
 @dataclass
@@ -73,9 +84,11 @@ class Watchdog:
         timeout: seconds without a call of `beat` after which to end the process; None: by `Patience`.
         rank: this process's rank, for the message.
         heartbeats: what the ranks tell each other; None: this rank is watched alone.
+        ending: how the processes end.
     """
 
-    def __init__(self, timeout: float | None, rank: int, heartbeats: Heartbeats | None = None) -> None:
+    def __init__(self, timeout: float | None, rank: int, heartbeats: Heartbeats | None = None, ending: Ending = Ending()) -> None:
+        self._ending = ending
         self._patience = Patience(timeout)
         self._interval = 1.0 if timeout is None else min(1.0, timeout / 10)
         self._rank = rank
@@ -158,10 +171,11 @@ class Watchdog:
         if decides:
             self._heartbeats.tell_all(replace(verdict, ends=ends))
         if ends and not self._done.is_set():
-            if self._rank not in verdict.hanging:  # what the launcher says of the first rank that ends is about one that hangs
-                self._heartbeats.kill(verdict.silent)
-                time.sleep(LAST)
-            os._exit(1)
+            if self._rank in verdict.hanging:
+                os._exit(self._ending.hung)
+            self._heartbeats.kill(verdict.silent)
+            time.sleep(self._ending.outlives)  # what the launcher says of the first rank that ends is about one that hangs
+            os._exit(self._ending.waited)
 
 
 def _print(text: str) -> None:

@@ -98,6 +98,8 @@ def job_of(options: argparse.Namespace, settings: Settings, overrides: list[str]
         value = getattr(options, name)
         if value is not None and value < 1:
             problems.append(f"--{name.replace('_', '-')}: expected a positive number, got {value}")
+    if options.max_restarts < 0:
+        problems.append(f"--max-restarts: expected zero or a positive number, got {options.max_restarts}")
     if options.gpus_per_node < 0:
         problems.append(f"--gpus-per-node: expected zero or a positive number, got {options.gpus_per_node}")
     elif 0 < options.gpus_per_node < options.tasks_per_node:
@@ -146,6 +148,11 @@ def job_of(options: argparse.Namespace, settings: Settings, overrides: list[str]
         launcher = choose_launcher(options.launcher, tasks, reduce.use_horovod, settings.torch_distributed is not None)
     except ConfigError as error:
         problems += error.problems
+    if options.max_restarts > 0 and (launcher, options.scheduler) != ("torchrun", "slurm"):
+        problems.append(
+            f"--max-restarts: expected torchrun (++torch_distributed {{}}) and --scheduler slurm, got {launcher} and "
+            f"{options.scheduler} (on one host: ++ngpu N ++max_restarts N in place of --tasks-per-node)"
+        )
     if launcher == "torchrun" and options.nodes > 1 and options.scheduler not in ("slurm", "kubernetes"):
         problems.append(
             f"--scheduler: expected slurm or kubernetes for torchrun on several hosts, got {options.scheduler} "
@@ -170,6 +177,7 @@ def job_of(options: argparse.Namespace, settings: Settings, overrides: list[str]
         seconds=seconds,
         stop_before=options.stop_before,
         requeue=not options.no_requeue and options.scheduler != "mpi",
+        max_restarts=options.max_restarts,
         queue=options.queue,
         account=options.account,
         parallel_environment=options.parallel_environment,
@@ -213,6 +221,13 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--memory", help="memory of each host, such as 64G (1024**3 bytes), with every scheduler; default: the cluster's")
     add("--launcher", choices=("python", "mpirun", "srun", "torchrun"), help="starts the ranks; default: by the config's keys")
+    add(
+        "--max-restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="Slurm and torchrun: start the ranks again after one was lost, up to N times, also without its node (default 0)",
+    )
     add("--interface", help="the network interface for NCCL, Gloo and mpirun, such as eth0")
     add = made.add_argument_group("time").add_argument
     add("--time", help="time limit: hh:mm:ss, d-hh:mm:ss or minutes; default: the cluster's, which the training is not told")

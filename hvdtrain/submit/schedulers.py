@@ -39,6 +39,8 @@ def slurm_head(job: Job) -> list[str]:
         lines.append(f"#SBATCH --signal=B:USR1@{job.stop_before}  # to this script, {job.stop_before} s before the time limit")
     if job.requeue:
         lines += ["#SBATCH --requeue", "#SBATCH --open-mode=append  # one log, also after a requeue"]
+    if job.max_restarts and job.nodes > 1:
+        lines.append("#SBATCH --no-kill  # the others go on if a node is lost")
     return [*lines, *(f"#SBATCH {option}" for option in job.options)]
 
 
@@ -53,10 +55,40 @@ def slurm_body(job: Job) -> list[str]:
             "port=$((20000 + SLURM_JOB_ID % 20000))  # another one than other jobs on this node",
         ]
     lines += doctor_lines(job)
-    lines += ["", *waiting(job, command(job), soon="USR1", cancelled="TERM"), ""]
+    run = command(job)
+    if job.max_restarts and job.nodes > 1:
+        lines += ["", *agent_lines(job)]
+        run = f"srun --no-kill --ntasks={job.nodes} --ntasks-per-node=1 bash -c agent"
+    lines += ["", *waiting(job, run, soon="USR1", cancelled="TERM"), ""]
+    if run != command(job):
+        lines += ['rm -f "$ended"']
     if job.requeue:
         lines += _if_stopped('scontrol requeue "$SLURM_JOB_ID"  # training continues where it stopped')
     return [*lines, "exit $status"]
+
+
+def agent_lines(job: Job) -> list[str]:
+    """What runs on every node of a job that goes on without lost ones, as a function of the shell.
+
+    If the first node is lost, so are the script and the place where torchrun's agents meet. Because of --no-kill, Slurm would let
+    the job be, in which nothing runs any more; so the others see to its end.
+    """
+    act = "scontrol requeue" if job.requeue else "scancel"
+    return [
+        'export master port ended=".ended-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"',
+        "agent() {  # on every node",
+        "    trap : TERM  # torchrun gets it, too",
+        "    " + command(job).replace("\n", "\n    "),
+        "    status=$?",
+        '    [ "$SLURM_NODEID" != 0 ] || touch "$ended"',
+        '    while [ $status != 0 ] && [ ! -e "$ended" ]; do  # the first node goes on, or it is lost, and this script with it',
+        f'        case $(sinfo -h -n "$master" -o %t) in down*) {act} "$SLURM_JOB_ID" ;; esac',
+        "        sleep 5",
+        "    done",
+        "    exit $status",
+        "}",
+        "export -f agent",
+    ]
 
 
 def sge_script(job: Job) -> str:

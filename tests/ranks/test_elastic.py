@@ -6,17 +6,28 @@ import socket
 import subprocess
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launching import EMPTY, FAST, ROOT, TOY, clean_environment, hvdtrain, launch, torchrun
+from elastic import (
+    EPOCH,
+    LATE_RANKS,
+    answers,
+    assert_goes_on_alone,
+    children,
+    command,
+    horovodrun,
+    keys_of,
+    wait_until,
+    write_config,
+)
+from launching import EMPTY, ROOT, TOY, clean_environment, launch, torchrun
 
 from hvdtrain.checkpoint.lock import Holder, only_training_of
 from hvdtrain.comm.keys import LaunchKeys
 from hvdtrain.comm.launch import Launch
 from hvdtrain.comm.local import (
+    HUNG,
     PEER_FAILED,
     Failure,
     Restarts,
@@ -30,61 +41,10 @@ from hvdtrain.errors import ConfigError, LaunchError
 from hvdtrain.settings import read_settings
 from hvdtrain.training.trace import has_begun, num_runs, trained_on
 
-PLANTED = """
-_train_step = train_step
-planted = config.list("planted", [])  # rank, step and what happens then, one after the other
-
-
-def train_step(**arguments):
-    context = hvdtrain.get_run_ctx()
-    before = len(list(Path(config.value("model")).parent.glob("fault-*")))
-    if context.train_flag and before < len(planted) // 3:
-        rank, step, what = planted[3 * before : 3 * before + 3]
-        if str(rank) in (str(hvdtrain.rank()), os.environ.get("HOROVOD_HOSTNAME")) and int(step) == context.step:
-            Path(config.value("model")).with_name(f"fault-{before}").write_text(str(time.time()))
-            if what == "raise":
-                raise RuntimeError("planted by the test")
-            if what == "exit":
-                os._exit(3)
-            os.kill(os.getpid(), getattr(signal, what))
-    _train_step(**arguments)
-"""
-"""Beside the toy config: each fault comes once, in this order, on a rank or on Horovod's host of this name."""
-
-LATE_RANKS = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "120"}
-"""On a busy machine, one rank may start that much later than another."""
-
-EPOCH = Counter(range(231))
-
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
-    path = tmp_path / "config.py"
-    path.write_text(TOY.read_text() + PLANTED)
-    return path
-
-
-def keys_of(corpus: Path, folder: Path, **more: object) -> dict[str, object]:
-    keys = {
-        "corpus": corpus,
-        "model": folder / "model",
-        "max_seqs": 4,
-        "save_interval_steps": 4,
-        "trace_sequences": folder / "trace",
-    }
-    return {**FAST, **keys, "log_verbosity": 3, **more}
-
-
-def command(config: Path, keys: dict[str, object]) -> list[str]:
-    return ["-m", "hvdtrain", str(config), *(text for key, value in keys.items() for text in (f"++{key}", str(value)))]
-
-
-def assert_goes_on_alone(config: Path, keys: dict[str, object]) -> None:
-    """What an error has ended goes on by hand, on one rank; then every sequence was trained on once."""
-    finished = hvdtrain(config, {**keys, "planted": [], "log_verbosity": 3})
-    assert finished.status == 0, finished.err
-    assert "training goes on in epoch 1" in finished.out
-    assert trained_on(Path(str(keys["trace_sequences"]))) == {1: EPOCH}
+    return write_config(tmp_path)
 
 
 def test_ngpu_restarts_killed_ranks_then_with_one_fewer_but_never_an_error(corpus: Path, tmp_path: Path, config: Path) -> None:
@@ -117,15 +77,6 @@ def test_torchrun_restarts_killed_ranks_but_no_error(corpus: Path, tmp_path: Pat
     assert again in finished.err
     assert num_runs(tmp_path / "trace") == 2
     assert_goes_on_alone(config, keys)
-
-
-def horovodrun(hosts: Path, arguments: list[str]) -> list[str]:
-    """The command of a job on this host, under the names in a file, as many as there are at any time."""
-    script = hosts.with_suffix(".sh")
-    script.write_text(f"#!/bin/sh\ncat {hosts}\n")
-    script.chmod(0o755)
-    job = ["-np", "3", "--min-np", "1", "--blacklist-cooldown-range", "300", "600", "--host-discovery-script", str(script)]
-    return ["-m", "horovod.runner.launch", "--gloo", "--network-interface", "lo", *job, sys.executable, *arguments]
 
 
 @pytest.mark.again  # failed once in about ten runs on a busy machine: another number of ranks' lines "goes on as rank" than two
@@ -236,29 +187,6 @@ def test_horovodrun_goes_on_with_another_host_and_without_it(corpus: Path, tmp_p
     assert trained_on(tmp_path / "trace") == dict.fromkeys(range(1, 5), EPOCH)
 
 
-def wait_until(is_so: Callable[[], bool], process: subprocess.Popen[bytes]) -> float:
-    """Wait while the process runs; return the seconds."""
-    began = time.monotonic()
-    deadline = began + 300
-    while not is_so():
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    return time.monotonic() - began
-
-
-def answers(port: int) -> bool:
-    try:
-        socket.create_connection(("localhost", port), timeout=1).close()
-    except OSError:
-        return False
-    return True
-
-
-def children(pid: int) -> list[int]:
-    return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
-
-
 FOUR = [Launch("hvdtrain", rank, 4, rank, 4) for rank in range(4)]
 
 
@@ -268,13 +196,15 @@ FOUR = [Launch("hvdtrain", rank, 4, rank, 4) for rank in range(4)]
         ({1: -9}, True),
         ({1: -9, 0: PEER_FAILED, 2: PEER_FAILED, 3: PEER_FAILED}, True),
         ({1: -6, 2: -9}, True),
+        ({1: HUNG, 0: PEER_FAILED, 2: PEER_FAILED, 3: PEER_FAILED}, True),
+        ({1: HUNG, 2: 1}, False),
         ({1: 1, 0: -6}, False),  # an error, after which a library aborts another process
         ({1: 3}, False),
         ({0: 75, 1: 75, 2: 75, 3: 75}, False),  # stopped with a checkpoint
         ({0: PEER_FAILED}, False),  # rank 1 ended with status 0 before its time
     ],
 )
-def test_only_a_death_by_a_signal_is_followed_by_a_restart(failed: dict[int, int], restarts: bool) -> None:
+def test_only_a_death_from_outside_or_a_hang_is_followed_by_a_restart(failed: dict[int, int], restarts: bool) -> None:
     assert Restarts(3, None, lambda: None)(FOUR, failed) == (FOUR if restarts else [])
 
 
@@ -292,6 +222,9 @@ def test_restarts_are_counted_and_ranks_get_fewer_only_without_progress(capsys: 
     assert told[-1] == "rank 2 of 3 was ended by SIGKILL: no restart, after 4 of 4 (max_restarts)"
     assert Restarts(0, None, lambda: None)(FOUR, {1: -9}) == []
     assert capsys.readouterr().err == ""
+    again = Restarts(2, 3, lambda: Path("a"))
+    assert [len(again(FOUR, {1: HUNG, 0: PEER_FAILED})) for _ in range(3)] == [4, 4, 0]  # fewer ranks are for lack of memory
+    assert "restart 1 of 2: rank 1 of 4 hung and was ended by its watchdog; 4 ranks go on from a" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@ import socket
 import time
 from pathlib import Path
 
-from launching import TOY, Finished, hvdtrain, launch
+import pytest
+from launching import TOY, Finished, hvdtrain, launch, trainings
 
 PATIENCE = 10.0
 """Seconds within which the whole job has to end after a rank failed."""
@@ -27,6 +28,7 @@ def test_a_rank_that_is_killed_ends_the_job(corpus: Path, tmp_path: Path) -> Non
     assert seconds < PATIENCE
     assert finished.status != 0
     assert "Killed" in finished.err  # mpirun's own words
+    assert "stopped by" not in finished.err  # mpirun's signal to the others is no request to stop
 
 
 def test_a_rank_that_hangs_ends_the_job_and_shows_where(corpus: Path, tmp_path: Path) -> None:
@@ -38,6 +40,16 @@ def test_a_rank_that_hangs_ends_the_job_and_shows_where(corpus: Path, tmp_path: 
     assert re.search(r"rank 1: no progress for \d\d s \(watchdog_timeout\) in epoch 1, step 5; its threads:", finished.err)
     assert "in fail" in finished.err  # the function that hangs, in the stack of rank 1
     assert finished.err.count("its threads:") == 1
+
+
+@pytest.mark.again
+def test_a_rank_that_is_stopped_ends_the_job_and_nothing_is_left(corpus: Path, tmp_path: Path) -> None:
+    """Under other launchers: tests/ranks/test_torch_launch.py, tests/cluster/test_failures.py."""
+    finished, seconds = run_with_fault(corpus, tmp_path, fault="SIGSTOP,1,5", watchdog_timeout=10)
+    assert seconds < 10 + PATIENCE
+    assert finished.status != 0
+    assert re.search(r"rank 1 on \S+ has given no sign of life .*: its process \d+ is stopped \(SIGSTOP\)", finished.err)
+    assert trainings(tmp_path) == []
 
 
 def test_an_error_in_a_callback_in_param_mode_ends_the_job_too(corpus: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from launching import EMPTY, FAST, ROOT, TOY, Finished, clean_environment, hvdtrain, launch, torchrun
+from launching import EMPTY, FAST, ROOT, TOY, Finished, clean_environment, hvdtrain, launch, torchrun, trainings
 
 from hvdtrain.comm.torch_rendezvous import SharedFile, meet
 from hvdtrain.errors import ConfigError, LaunchError
@@ -214,18 +214,6 @@ def wait_for(path: Path) -> None:
         time.sleep(0.1)
 
 
-def trainings(folder: Path) -> list[str]:
-    """The processes whose command line speaks of a folder."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            text = path.read_bytes().replace(b"\0", b" ").decode()
-        except OSError:
-            continue  # it has just ended
-        found += [text] if str(folder) in text else []
-    return found
-
-
 @pytest.mark.parametrize(
     ("fault", "launcher"),
     [
@@ -248,6 +236,7 @@ def test_a_rank_that_fails_ends_the_job(corpus: Path, tmp_path: Path, launcher: 
     seconds = time.time() - float((tmp_path / "record.fault").read_text())
     assert seconds < PATIENCE + (15 if fault == "SIGSTOP" else 0)  # torchrun alone waits 30 s for a rank that is stopped
     assert finished.status != 0
+    assert trainings(tmp_path) == []
     if fault == "raise":
         assert "rank 1 of 2: Traceback (most recent call last):" in finished.err
         assert "RuntimeError: planted by the test" in finished.err

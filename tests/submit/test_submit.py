@@ -31,7 +31,7 @@ RICH = [
 
 # What sbatch and qsub document, of what we use: a script with another option would be refused.
 SBATCH = "job-name nodes ntasks-per-node cpus-per-task gpus-per-node mem time partition account output".split()
-SBATCH += "signal requeue open-mode".split()
+SBATCH += "signal requeue open-mode no-kill".split()
 QSUB = "-S -N -wd -j -o -pe -l -q -A -notify -r".split()
 PBS = "-S -N -l -q -A -o -j -k -r".split()
 BSUB = "-J -n -R -gpu -W -q -P -o -r -Q".split()
@@ -58,6 +58,8 @@ def submit(*arguments: object) -> Finished:
         ["--scheduler", "slurm", *RICH, "--launcher", "srun", *HOROVOD],
         ["--scheduler", "slurm", "--time", "30"],
         ["--scheduler", "slurm", *SIZE, "--no-requeue", "--setup", "module load openmpi", "--option=--constraint=h100", *HOROVOD],
+        ["--scheduler", "slurm", *RICH, "--max-restarts", "3", *TORCH],
+        ["--scheduler", "slurm", "--tasks-per-node", "4", "--max-restarts", "3", *TORCH],
         ["--scheduler", "sge", *RICH, "--doctor", *HOROVOD],
         ["--scheduler", "sge", *SIZE, "--no-requeue", *HOROVOD],
         ["--scheduler", "pbs", *RICH, "--doctor", *HOROVOD],
@@ -122,6 +124,15 @@ def test_slurm_scripts_say_what_a_person_would_have_said() -> None:
     torchrun = submit(G2P, "--scheduler", "slurm", *SIZE, "--doctor", *TORCH).out
     assert 'master=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)' in torchrun.splitlines()
     assert f"-m hvdtrain doctor --no-measure {G2P} ++torch_distributed '{{}}' || exit" in torchrun
+    assert "no-kill" not in torchrun
+    elastic = submit(G2P, "--scheduler", "slurm", *SIZE, "--max-restarts", "3", *TORCH).out
+    assert "#SBATCH --no-kill  # the others go on if a node is lost" in elastic.splitlines()
+    for part in (
+        "srun --no-kill --ntasks=2 --ntasks-per-node=1",
+        "--nnodes=1:2 --nproc-per-node=4 --max-restarts=3",
+        "--rdzv-conf=",
+    ):
+        assert part in elastic
     assert "srun --mpi=pmix" in submit(G2P, "--scheduler", "slurm", "--launcher", "srun", *SIZE, *HOROVOD).out
 
 
@@ -222,6 +233,8 @@ def test_mistakes_are_told_before_anything_is_submitted() -> None:
     assert "--volume: expected CLAIM:/PATH, got data" in pods.err
     agents = submit(G2P, *"--scheduler pbs --nodes 2".split(), *TORCH)
     assert "--scheduler: expected slurm or kubernetes for torchrun on several hosts, got pbs" in agents.err
+    again = submit(G2P, *"--scheduler slurm --nodes 2 --max-restarts 2".split(), *HOROVOD)
+    assert "--max-restarts: expected torchrun (++torch_distributed {}) and --scheduler slurm, got mpirun and slurm" in again.err
     late = submit(G2P, *"--scheduler slurm --time 5 --stop-before 300".split())
     assert "--stop-before: expected at least 180 s less than --time (300 s), which starting may take, got 300" in late.err
     nowhere = launch(["-m", "hvdtrain", "submit", G2P, "--scheduler", "sge", "--submit"], environment={"PATH": "/nowhere"})

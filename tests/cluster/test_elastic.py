@@ -1,0 +1,129 @@
+"""A training that loses a node, in the job that `hvdtrain submit --max-restarts` writes for Slurm: docs/elastic.md."""
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from cluster.hosts import Hosts
+from cluster.jobs import wait_for_job
+from cluster.slurm import wait_until_idle
+from cluster.test_failures import wait_for, wait_until
+
+from hvdtrain.training.trace import has_begun, trained_on
+
+EPOCHS = 40
+EPOCH = Counter(range(231))
+
+SUBMIT = [sys.executable, "-m", "hvdtrain", "submit", "config.py", "--scheduler", "slurm", "--submit", "--name", "job"]
+SIZE = ["--nodes", "3", "--tasks-per-node", "1", "--cpus-per-task", "1", "--interface", "eth0", "--max-restarts", "3"]
+KEYS = {
+    "corpus": ".",
+    "torch_distributed": "{}",
+    "num_epochs": EPOCHS,
+    "max_seqs": 4,
+    "save_interval_steps": 4,
+    "trace_sequences": "trace",
+    "watchdog_timeout": 20,
+    "log_verbosity": 3,
+}
+
+SLOWER = """
+_train_step = train_step
+def train_step(**arguments):
+    if Path("slow").exists():
+        time.sleep(0.1)
+    _train_step(**arguments)
+"""
+"""Until the fault has happened and its consequences were seen."""
+
+
+def start(hosts: Hosts, work: Path) -> str:
+    """Submit the job, and wait until it has saved on all three nodes; its number."""
+    with (work / "config.py").open("a") as config:
+        config.write(SLOWER)
+    (work / "slow").touch()
+    keys = [text for name, value in KEYS.items() for text in (f"++{name}", str(value))]
+    done = hosts.run([*SUBMIT, *SIZE, *keys], folder=work)
+    assert done.status == 0, done.err
+    wait_until(lambda: has_begun(work / "trace", 0, 3), "a step of three ranks", 240)
+    wait_until(lambda: bool(list((work / "exp").glob("model.*.step-*"))), "a checkpoint")
+    return done.out.split()[-1]
+
+
+def finish(hosts: Hosts, work: Path, job: str) -> str:
+    """Wait for the end; what the job printed. Every epoch was trained on every sequence once."""
+    (work / "slow").unlink()
+    status = wait_for_job(hosts, job, 400)
+    printed = (work / f"job-{job}.out").read_text()
+    assert status == 0, printed
+    assert trained_on(work / "trace") == dict.fromkeys(range(1, EPOCHS + 1), EPOCH)
+    epochs = [json.loads(line)["epoch"] for line in (work / "exp" / "scores.jsonl").read_text().splitlines()]
+    assert epochs == list(range(1, EPOCHS + 1))
+    assert printed.count(f"Finished training in epoch {EPOCHS}.") == 1, printed
+    return printed
+
+
+def lose_power(hosts: Hosts, host: str) -> None:
+    """End all processes of Slurm and of its jobs on a host at once, as if it had lost its power."""
+    seen = (
+        "for each in /proc/[0-9]*; do [ $(readlink $each/ns/net) = $(readlink /proc/self/ns/net) ] && echo ${each#/proc/}; done"
+    )
+    pids = hosts.run(f"{seen} 2>/dev/null; true", host=host).out.split()
+    words = ("slurmd", "slurmstepd", "slurm_script", "srun", "torch.distributed.run", "hvdtrain")
+    lines = [line for line in hosts.processes(*words) if line.split()[0] in pids]
+    assert len(lines) >= 3, lines
+    assert hosts.run(["kill", "-KILL", *(line.split()[0] for line in lines)]).status == 0
+
+
+@pytest.mark.parametrize("how", ["power", "cable"])
+def test_the_others_go_on_without_a_lost_node(hosts: Hosts, work: Path, how: str) -> None:
+    """On the node whose cable is pulled, the processes go on running; the others learn it by their watchdogs."""
+    job = start(hosts, work)
+    (lose_power if how == "power" else Hosts.pull_cable)(hosts, "host2")
+    try:
+        wait_until(lambda: has_begun(work / "trace", 1, 2), "a step of two ranks", 300)
+        printed = finish(hosts, work, job)
+    finally:
+        hosts.daemon(["slurmd"], host="host2") if how == "power" else hosts.plug_cable("host2")
+        wait_until_idle(hosts, patience=120)
+    assert " Restarts=0 " in hosts.run(["scontrol", "show", "job", job]).out
+    assert "training goes on in epoch" in printed
+
+
+def test_a_job_whose_first_node_is_lost_is_queued_again_and_goes_on(hosts: Hosts, work: Path) -> None:
+    """The script ran there, and torchrun's agents met there. It starts when there are three nodes again."""
+    job = start(hosts, work)
+    lose_power(hosts, "host1")
+    try:
+        wait_until(lambda: " Restarts=1 " in hosts.run(["scontrol", "show", "job", job]).out, "back in the queue", 120)
+    finally:
+        hosts.daemon(["slurmd"], host="host1")
+    wait_until(lambda: has_begun(work / "trace", 1, 3), "a step of three ranks", 300)
+    assert "training goes on in epoch" in finish(hosts, work, job)
+    wait_until_idle(hosts, patience=60)
+
+
+def test_a_job_that_is_stopped_is_queued_again_and_goes_on(hosts: Hosts, work: Path) -> None:
+    """As before its time limit; test_submit.py does it with other launchers."""
+    job = start(hosts, work)
+    hosts.run(["scancel", "--batch", "--signal=USR1", job])
+    wait_until(lambda: " Restarts=1 " in hosts.run(["scontrol", "show", "job", job]).out, "back in the queue", 120)
+    printed = finish(hosts, work, job)
+    assert "stopped by SIGTERM in epoch" in printed
+
+
+def test_ranks_that_srun_started_itself_end_with_a_lost_node(hosts: Hosts, work: Path) -> None:
+    """Also with --no-kill."""
+    keys = "++use_horovod 1 ++num_epochs 100000 ++watchdog_timeout 20"
+    started = hosts.start(f"srun --no-kill -N3 -n3 python -m hvdtrain config.py {keys}", folder=work)
+    wait_for(work / "exp" / "model.001.pt", started)
+    lose_power(hosts, "host2")
+    try:
+        finished = started.finish(200)
+    finally:
+        hosts.daemon(["slurmd"], host="host2")
+        wait_until_idle(hosts, patience=120)
+    assert finished.status != 0
+    assert "Finished training" not in finished.out

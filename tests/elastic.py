@@ -1,0 +1,105 @@
+"""Trainings with faults planted in them, under launchers that start ranks again (docs/elastic.md)."""
+
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+from launching import FAST, TOY, hvdtrain
+
+from hvdtrain.training.trace import trained_on
+
+PLANTED = """
+_train_step = train_step
+planted = config.list("planted", [])  # rank, step and what happens then, one after the other
+
+
+def train_step(**arguments):
+    context = hvdtrain.get_run_ctx()
+    before = len(list(Path(config.value("model")).parent.glob("fault-*")))
+    if context.train_flag and before < len(planted) // 3:
+        rank, step, what = planted[3 * before : 3 * before + 3]
+        if str(rank) in (str(hvdtrain.rank()), os.environ.get("HOROVOD_HOSTNAME")) and int(step) == context.step:
+            Path(config.value("model")).with_name(f"fault-{before}").write_text(str(time.time()))
+            if what == "raise":
+                raise RuntimeError("planted by the test")
+            if what == "exit":
+                os._exit(3)
+            if what == "hang":
+                time.sleep(3600)
+            while what == "loop":
+                pass
+            os.kill(os.getpid(), getattr(signal, what))
+    _train_step(**arguments)
+"""
+"""Beside the toy config: each fault comes once, in this order, on a rank or on Horovod's host of this name."""
+
+LATE_RANKS = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "120"}
+"""On a busy machine, one rank may start that much later than another."""
+
+EPOCH = Counter(range(231))
+
+
+def keys_of(corpus: Path, folder: Path, **more: object) -> dict[str, object]:
+    keys = {
+        "corpus": corpus,
+        "model": folder / "model",
+        "max_seqs": 4,
+        "save_interval_steps": 4,
+        "trace_sequences": folder / "trace",
+    }
+    return {**FAST, **keys, "log_verbosity": 3, **more}
+
+
+def write_config(folder: Path) -> Path:
+    """The toy config with the faults."""
+    path = folder / "config.py"
+    path.write_text(TOY.read_text() + PLANTED)
+    return path
+
+
+def command(config: Path, keys: dict[str, object]) -> list[str]:
+    return ["-m", "hvdtrain", str(config), *(text for key, value in keys.items() for text in (f"++{key}", str(value)))]
+
+
+def assert_goes_on_alone(config: Path, keys: dict[str, object]) -> None:
+    """What an error has ended goes on by hand, on one rank; then every sequence was trained on once."""
+    finished = hvdtrain(config, {**keys, "planted": [], "log_verbosity": 3})
+    assert finished.status == 0, finished.err
+    assert "training goes on in epoch 1" in finished.out
+    assert trained_on(Path(str(keys["trace_sequences"]))) == {1: EPOCH}
+
+
+def horovodrun(hosts: Path, arguments: list[str]) -> list[str]:
+    """The arguments of Python for a job of 3 ranks on this host, under the names in a file, as many as there are at any time."""
+    script = hosts.with_suffix(".sh")
+    script.write_text(f"#!/bin/sh\ncat {hosts}\n")
+    script.chmod(0o755)
+    job = ["-np", "3", "--min-np", "1", "--blacklist-cooldown-range", "300", "600", "--host-discovery-script", str(script)]
+    return ["-m", "horovod.runner.launch", "--gloo", "--network-interface", "lo", *job, sys.executable, *arguments]
+
+
+def wait_until(is_so: Callable[[], bool], process: subprocess.Popen[bytes]) -> float:
+    """Wait while the process runs; return the seconds."""
+    began = time.monotonic()
+    deadline = began + 300
+    while not is_so():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return time.monotonic() - began
+
+
+def answers(port: int) -> bool:
+    try:
+        socket.create_connection(("localhost", port), timeout=1).close()
+    except OSError:
+        return False
+    return True
+
+
+def children(pid: int) -> list[int]:
+    return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))

@@ -6,6 +6,7 @@ At the end, the Python objects that a config names in a string: `package.module:
 from __future__ import annotations
 
 import argparse
+import ast
 import builtins
 import gc
 import importlib
@@ -160,7 +161,7 @@ def load(paths: list[Path], overrides: Mapping[str, str], types: Mapping[str, An
     """Run or parse the config files in order, then apply the overrides.
 
     Later files take precedence over earlier ones, and overrides over all files. A Python file sees overrides without a dot
-    while it runs, as globals and through `config.value(...)`, and its functions see them in place of what the file assigns.
+    while it runs, as globals and through `config.value(...)`, and its functions see them in place of constants of the file.
 
     Args:
         overrides: `++key value` as text; the key `train.seq_ordering` sets an entry of the dict `train`.
@@ -295,8 +296,29 @@ def _run_python(
         for name, value in names.items()
         if not name.startswith("__") and not (name == "config" and value is access) and visible.get(name, names) is not value
     }
-    names.update(overrides)  # functions that run later see them, as in RETURNN; what the file has computed stays
+    constants = _constants(text)
+    names.update({name: value for name, value in overrides.items() if name in constants})  # for functions, which run later
     return loaded
+
+
+def _constants(text: str) -> set[str]:
+    """The names that a Python file assigns nothing but constants. What it computes may well come from an override.
+
+    >>> sorted(_constants("hidden = 64; files = ['a']; path = str(files); hidden_2 = config.int('hidden_2', 3)"))
+    ['files', 'hidden']
+    """
+    constant: dict[str, bool] = {}
+    statements: list[ast.AST] = list(ast.parse(text).body)
+    for statement in statements:
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            continue
+        statements += ast.iter_child_nodes(statement)  # such as those under an if
+        if isinstance(statement, ast.Assign | ast.AnnAssign | ast.AugAssign) and statement.value is not None:
+            computed = any(isinstance(part, ast.Name | ast.Call) for part in ast.walk(statement.value))
+            targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+            for part in (part for target in targets for part in ast.walk(target) if isinstance(part, ast.Name)):
+                constant[part.id] = constant.get(part.id, True) and not computed
+    return {name for name, is_constant in constant.items() if is_constant}
 
 
 def _line_in(path: Path, error: Exception) -> str:

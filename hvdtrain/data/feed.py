@@ -349,9 +349,7 @@ def _advice(error: Exception, batch: Batch) -> str | None:
         return f"if {error.args[0]!r} is to be a data key: extern_data has {', '.join(map(repr, batch.data))}{hint}"
     if isinstance(error, AttributeError) and isinstance(error.obj, dict) and error.name in batch.data:
         return f"extern_data is a dict: extern_data[{error.name!r}]"
-    if isinstance(error, AttributeError) and hasattr(error.obj, "raw_tensor"):
-        return TENSORS
-    if isinstance(error, (TypeError, ValueError)) and re.search(r"\b(Torch|TensorFlow)Data\b", str(error)):
+    if isinstance(error, (AttributeError, TypeError, ValueError)) and re.search(r"\b(Torch|TensorFlow)Data\b", str(error)):
         return TENSORS
     single = [key for key, each in batch.data.items() if each.values.ndim == 2 and each.values.shape[1] == 1]
     if single and isinstance(error, (RuntimeError, ValueError)) and re.search("target|labels", str(error)):

@@ -142,22 +142,17 @@ def open_pace(settings: Settings) -> Pace:
 
 def wrong_scores(settings: Settings, history: list[EpochRecord]) -> ConfigError | None:
     """The error of all ranks if keys name scores that no epoch has had. Their names are known once an epoch was evaluated."""
-    problems = score_problems(settings, history)
+    measures = {
+        "early_stopping_measure": settings.ending.early_stopping_measure,
+        "learning_rate_control_error_measure": settings.newbob.learning_rate_control_error_measure,
+    }
+    problems = missing_scores(history, measures, settings.scoring.higher_is_better, settings.origins)
     if not problems:
         return None
     saved = f" (epoch {history[-1].epoch} is saved: with another name, the same command goes on after it)"
     error = ConfigError([*problems[:-1], problems[-1] + saved])
     error.on_every_rank = True
     return error
-
-
-def score_problems(settings: Settings, history: list[EpochRecord]) -> list[str]:
-    """Problems with keys that name scores which none of the epochs has."""
-    measures = {
-        "early_stopping_measure": settings.ending.early_stopping_measure,
-        "learning_rate_control_error_measure": settings.newbob.learning_rate_control_error_measure,
-    }
-    return missing_scores(history, measures, settings.scoring.higher_is_better, settings.origins)
 
 
 def open_trace(session: Session, keys: TraceKeys) -> Note:

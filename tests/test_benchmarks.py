@@ -17,7 +17,6 @@ TINY = {
     "join_by_tag": ["1000"],
     "planning": ["--sequences", "1000", "--ranks", "1"],
     "long_sequences": ["--sequences", "40", "--rounds", "1"],
-    "monitoring": "--rounds 1 --epochs 2 --partition_epoch 300".split(),
     "step_log": ["--steps", "10", "--rounds", "1"],
     "short_sequences": ["--sequences", "1000", "--of_returnn", "100", "--rounds", "1"],
     "gpu_loop": "--device cpu --sequences 20 --rounds 0 --layers 1 --width 32".split(),
@@ -34,17 +33,17 @@ PRINTED = {
     "planning": "| 1,000 | 1 |",
     "long_sequences": "epoch 3: RETURNN",
     "short_sequences": "| RETURNN, sequences, cached |",
-    "monitoring": "\neverything / nothing: ",
     "step_log": "| a bar, and lines every 10 s |",
     "gpu_loop": "hvdtrain relative to hand-written: ",
     "returnn_training": "mlp, 1 rank: weights at most 0e+00 apart",
     "peers/compare": "| ms, 1 rank | relative to hvdtrain |",
 }
-SLOW = ("returnn_training", "monitoring")
 NEEDS = {"returnn_training": "returnn", "long_sequences": "returnn", "short_sequences": "returnn", "hdf_layouts": "hdf5plugin"}
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.again) if name in SLOW else name for name in TINY])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.again) if name == "returnn_training" else name for name in TINY]
+)
 def test_a_benchmark_on_tiny_data(name: str) -> None:
     if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
         pytest.skip(f"{NEEDS[name]} is not installed")

@@ -144,17 +144,6 @@ def test_a_model_folder_that_cannot_be(corpus: Path, tmp_path: Path) -> None:
     assert (ended.status, "model: expected a folder that can be written to, got " in ended.err) == (2, True), ended.err
 
 
-def test_a_name_that_no_score_has(corpus: Path, tmp_path: Path) -> None:
-    """In training, this is known after the first epoch only."""
-    keys = {"corpus": corpus, **would_write(tmp_path), "early_stopping_measure": "dev_loss_c", "early_stopping_patience": 1}
-    ended = hvdtrain(TOY, keys, options=["--dry-run"])
-    assert ended.status == 2, ended.err
-    assert "early_stopping_measure: expected one of the scores dev_loss_ce, " in ended.err, ended.err
-    assert "did you mean dev_loss_ce?" in ended.err
-    assert "saved" not in ended.err
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize("slow", ["compute", "data"])
 def test_what_a_step_takes(corpus: Path, tmp_path: Path, slow: str) -> None:
     """A tenth of a second in every step, or in reading every batch, which goes on beside the computing."""

@@ -130,8 +130,8 @@ def main() -> None:
                 result = train_once(folder / f"{kind}{number}", sizes, trackers if kind == "everything" else None)
                 if number:
                     found[kind].append(result)
-    each = statistics.median(seconds for seconds, _, _ in found["nothing"]) / options.steps
-    print(f"a step without reports: {1000 * each:.1f} ms")
+    wall, cpu = (1000 * statistics.median(one[place] for one in found["nothing"]) / options.steps for place in (0, 1))
+    print(f"a step without reports: {wall:.1f} ms, of CPU time {cpu:.1f} ms")
     print(f"| of an epoch of {options.steps} steps | everything relative to nothing ({options.rounds} pairs) |\n|---|---|")
     for place, what in enumerate(("wall-clock time", "CPU time of the process")):
         ratios = [one[place] / other[place] for one, other in zip(found["everything"], found["nothing"], strict=True)]

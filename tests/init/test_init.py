@@ -43,8 +43,13 @@ def test_the_keys_in_comments_are_keys(template: str, tmp_path: Path, monkeypatc
     assert len(lines) == 6
     (tmp_path / "my_callbacks.py").write_text("class MyCallbacks:\n    def on_epoch_end(self, training): ...\n")
     monkeypatch.syspath_prepend(tmp_path)
-    data = f"train = dev = {{'class': 'HDFDataset', 'files': ['x.hdf']}}\nbatch_size = learning_rate = 1\nmodel = {str(tmp_path / 'model')!r}\n"
-    config.write_text(data + "def get_model(**_): ...\ndef train_step(**_): ...\n" + "\n".join(lines) + "\n")
+    given = [
+        "train = dev = {'class': 'HDFDataset', 'files': ['x.hdf']}",
+        "batch_size = learning_rate = 1",
+        f"model = '{tmp_path}/m'",
+    ]
+    given += ["def get_model(**_): ...", "def train_step(**_): ..."]
+    config.write_text("\n".join([*given, *lines]))
     settings = read_settings([config], {})
     assert settings.ending.early_stopping_patience == 5
     assert settings.callbacks.callbacks == "my_callbacks:MyCallbacks"

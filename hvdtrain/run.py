@@ -44,7 +44,7 @@ from hvdtrain.session import Session, open_session
 from hvdtrain.settings import Settings, effective
 from hvdtrain.training.agreement import plan_together
 from hvdtrain.training.step_log import open_step_log
-from hvdtrain.training.trace import Note, Profile, Trace, TraceKeys, no_trace, num_runs
+from hvdtrain.training.trace import Note, OfRank, Profile, Trace, TraceKeys, no_trace, num_runs
 from hvdtrain.version import __version__
 
 
@@ -140,8 +140,12 @@ def open_pace(settings: Settings) -> Pace:
     )
 
 
-def wrong_scores(settings: Settings, history: list[EpochRecord]) -> ConfigError | None:
-    """The error of all ranks if keys name scores that no epoch has had. Their names are known once an epoch was evaluated."""
+def wrong_scores(settings: Settings, history: list[EpochRecord], *, is_saved: bool = True) -> ConfigError | None:
+    """The error of all ranks if keys name scores that no epoch has had. Their names are known once an epoch was evaluated.
+
+    Args:
+        is_saved: whether training can go on after the last epoch with other keys.
+    """
     measures = {
         "early_stopping_measure": settings.ending.early_stopping_measure,
         "learning_rate_control_error_measure": settings.newbob.learning_rate_control_error_measure,
@@ -150,7 +154,7 @@ def wrong_scores(settings: Settings, history: list[EpochRecord]) -> ConfigError 
     if not problems:
         return None
     saved = f" (epoch {history[-1].epoch} is saved: with another name, the same command goes on after it)"
-    error = ConfigError([*problems[:-1], problems[-1] + saved])
+    error = ConfigError([*problems[:-1], problems[-1] + saved] if is_saved else problems)
     error.on_every_rank = True
     return error
 
@@ -175,7 +179,7 @@ def profiled(settings: Settings, session: Session, note: Note) -> Iterator[Note]
     on_gpu = session.learner.device_name != "CPU"
     profile = Profile(
         note,
-        FRAMEWORKS[settings.run.backend].profiler(on_gpu),
+        OfRank(FRAMEWORKS[settings.run.backend].profiler(on_gpu), comm.rank, comm.size),
         session.timer,
         folder / f"rank-{comm.rank}-of-{comm.size}.json.gz",
         number,

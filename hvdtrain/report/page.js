@@ -21,7 +21,8 @@
   const isTouch = matchMedia("(pointer: coarse)").matches;
   const config = {
     responsive: true, displaylogo: false, displayModeBar: true,
-    modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d", ...(isTouch ? ["zoom2d"] : [])],
+    // sendChartToCloud would offer to upload a figure: nothing leaves this page
+    modeBarButtonsToRemove: ["sendChartToCloud", "select2d", "lasso2d", "autoScale2d", ...(isTouch ? ["zoom2d"] : [])], plotlyServerURL: "",
   };
   const forms = { "%": [".0%", ""], "/s": [".3~s", ""], B: [".3~s", "B"], "": ["", ""] }; // of a panel's unit: format, what follows
 
@@ -82,6 +83,7 @@
       if (panel.unit === "%") layout[name].range = [0, Math.max(...panel.curves.flatMap((curve) => curve.y)) > 0.5 ? 1.02 : undefined];
       if (panel.unit === "%" && !layout[name].range[1]) delete layout[name].range;
       if (several) layout[name].domain = number ? [0, 0.24] : [0.32, 1];
+      if (number) layout[name].nticks = 4;
       if (number) layout[name].title = { text: panel.title, font: { size: 11, color: style("faint") } };
       if (figure.scores && !number && choice.log) layout[name].type = "log";
       else if (figure.scores && !number) limit(layout[name], panel.curves);
@@ -91,14 +93,13 @@
       ...axis, title: { text: title, standoff: 6, font: { size: 11, color: style("faint") } }, anchor: several ? "y2" : "y", showspikes: false,
       hoverformat: ".4~g", unifiedhovertitle: { text: `${title} %{x}` },
     };
-    if (choice.x === "epoch") {
-      const last = Math.max(...traces.flatMap((trace) => trace.x.slice(-1)));
-      if (last <= 10) Object.assign(layout.xaxis, { dtick: 1, tickformat: "d" });
-    }
+    if (choice.x === "epoch") Object.assign(layout.xaxis, ticks(range ? range[1] - range[0] : Math.max(...traces.flatMap((trace) => trace.x.slice(-1)))));
     if (range) layout.xaxis.range = range;
     layout.margin.t = traces.some((trace) => trace.showlegend) ? 26 : 10;
     return { traces, layout };
   }
+
+  const ticks = (epochs) => (epochs > 2 && epochs <= 10 ? { dtick: 1, tickformat: "d" } : { dtick: null, tickformat: "" });
 
   function limit(axis, curves) {
     // The first steps of a training have losses beside which all later ones look alike: the axis ends at the highest mean of an epoch.
@@ -169,6 +170,8 @@
     if (!element || !visible.has(figure.name)) return;
     const { traces, layout } = figure.bars ? bars(figure) : figure.heat ? heat(figure) : curves(figure);
     const isNew = !element.classList.contains("js-plotly-plot");
+    const named = traces.filter((trace) => trace.showlegend !== false).length; // on a phone, each may need a line of the legend
+    element.style.height = element.clientWidth < 480 && named > 4 ? `${(figure.wide ? 380 : 260) + 19 * (named - 2)}px` : "";
     const name = figure.name.replace(/\W+/g, "-");
     Plotly.react(element, traces, layout, { ...config, toImageButtonOptions: { filename: name, scale: 2 } });
     if (isNew && figure.panels.length) element.on("plotly_relayout", (change) => follow(element, change));
@@ -182,7 +185,11 @@
     passive = true;
     const others = data.figures.filter((figure) => figure.panels.length && visible.has(figure.name)).map(place).filter((one) => one && one !== element);
     const update = range ? { "xaxis.range": range, "xaxis.autorange": false } : { "xaxis.autorange": true };
-    Promise.all(others.map((other) => Plotly.relayout(other, update))).finally(() => { passive = false; });
+    const whole = Math.max(...element.data.flatMap((trace) => trace.x.slice(-1)));
+    const marks = choice.x === "epoch" ? ticks(range ? range[1] - range[0] : whole) : {};
+    const own = Object.fromEntries(Object.entries(marks).map(([name, value]) => [`xaxis.${name}`, value]));
+    const drawn = [...others.map((other) => Plotly.relayout(other, { ...update, ...own })), Plotly.relayout(element, own)];
+    Promise.all(drawn).finally(() => { passive = false; });
   }
 
   function show() {

@@ -22,7 +22,10 @@ from hvdtrain.report.plots import Figure, finite, split
 from hvdtrain.report.runs import Run
 from hvdtrain.runtime.timer import clock_text
 
-POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; connect-src 'self'"
+POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; connect-src 'self'; "
+    "form-action 'none'"
+)
 """What the page may load: nothing but itself, and its own server if it has one (data.json)."""
 
 

@@ -30,7 +30,7 @@ from hvdtrain.engine import Engine, Pace
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.frameworks import FRAMEWORKS
 from hvdtrain.report.steps import Reporters
-from hvdtrain.run import announce, gather_hosts, is_done, open_pace, open_rates, open_trackers
+from hvdtrain.run import announce, gather_hosts, is_done, open_pace, open_rates, open_trackers, wrong_scores
 from hvdtrain.runtime.log import open_log, say, silence
 from hvdtrain.runtime.scores import text
 from hvdtrain.runtime.timer import clock_text
@@ -152,10 +152,14 @@ def _estimate(settings: Settings, comm: Communicator) -> bool:
             return False
         epoch = session.progress.epoch + 1
         with silence():  # the scores and slow ranks of these few steps mean nothing
-            parts = [_measured(session, session.feeds[0], epoch, _trainer(settings, session, pace), closing=1)]
-            parts += [_measured(session, feed, epoch, _evaluator(session, epoch)) for feed in session.feeds[1:]]
+            scores: dict[str, float] = {}
+            parts = [_measured(session, session.feeds[0], epoch, _trainer(settings, session, pace, scores), closing=1)]
+            parts += [_measured(session, feed, epoch, _evaluator(session, epoch, scores)) for feed in session.feeds[1:]]
         for line in [*_time_lines(parts, comm.size, pace.num_epochs - epoch + 1), *_memory_lines(session)]:
             say(1, line)
+        mistake = wrong_scores(settings, [*session.progress.history, EpochRecord(epoch, 0.0, scores)], is_saved=False)
+        if mistake is not None:
+            raise mistake
     return True
 
 
@@ -172,8 +176,12 @@ Run = Callable[[Feed], float]
 """Runs over the batches that a feed selects; returns the seconds it took."""
 
 
-def _trainer(settings: Settings, session: Session, pace: Pace) -> Run:
-    """Trains with the engine. Measures everything in a step but waiting for data, without the last step."""
+def _trainer(settings: Settings, session: Session, pace: Pace, scores: dict[str, float]) -> Run:
+    """Trains with the engine. Measures everything in a step but waiting for data, without the last step.
+
+    Args:
+        scores: receives those of an epoch by name.
+    """
     progress = session.progress
     one_epoch = replace(pace, num_epochs=progress.epoch + 1, save_steps=None, save_minutes=None)
 
@@ -187,16 +195,18 @@ def _trainer(settings: Settings, session: Session, pace: Pace) -> Run:
         fresh = Progress(progress.step, progress.epoch, list(progress.history))
         tried = replace(session, feeds=[feed], saver=Unsaved(), progress=fresh)
         Engine(tried, open_rates(settings, session.comm.size), one_epoch, Reporters(), StepLog(), note).run()
+        scores.update(fresh.history[-1].scores)
         return begins[-1] - begins[0] if begins else 0.0
 
     return run
 
 
-def _evaluator(session: Session, epoch: int) -> Run:
+def _evaluator(session: Session, epoch: int, scores: dict[str, float]) -> Run:
     def run(feed: Feed) -> float:
         began = time.perf_counter()
         with session.learner.state.averaged():
-            evaluate(session.comm, session.learner, session.watchdog, feed, epoch, step_log=StepLog())
+            means = evaluate(session.comm, session.learner, session.watchdog, feed, epoch, step_log=StepLog())
+        scores.update({f"{feed.name}_loss_{name}": mean for name, mean in means.items()})
         return time.perf_counter() - began
 
     return run

@@ -3,6 +3,7 @@ profile of some steps."""
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 from collections import Counter
@@ -162,6 +163,36 @@ class Profile:
             work()
         except Exception as error:
             say(2, f"profile_steps: {self._file} is not written: {error}")
+
+
+class OfRank:
+    """A profiler whose traces say which rank they are of, so that those of several ranks can be opened together.
+
+    Processes are called after their rank, and their ids are those of no other rank, whatever host or GPU it is on.
+    """
+
+    def __init__(self, inner: Profiler, rank: int, size: int) -> None:
+        self._inner = inner
+        self._rank = rank
+        self._name = f"rank {rank} of {size}"
+        self.start = inner.start
+        self.range = inner.range
+
+    def stop(self, file: Path) -> None:
+        self._inner.stop(file)
+        with gzip.open(file, "rt", encoding="utf-8") as stream:
+            trace = json.load(stream)
+        for event in trace["traceEvents"]:
+            if event.get("ph") == "M" and event.get("name") == "process_name":
+                event["args"]["name"] = f"{self._name}: {event['args']['name']}"
+            if isinstance(event.get("pid"), int):
+                event["pid"] += self._rank * MOST_PROCESSES
+        with gzip.open(file, "wt", encoding="utf-8", compresslevel=4) as stream:
+            json.dump(trace, stream)
+
+
+MOST_PROCESSES = 1 << 22
+"""Linux has process ids below this."""
 
 
 def _path(prefix: Path, run: int, rank: int) -> Path:

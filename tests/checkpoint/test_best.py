@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable
 from math import inf, nan
 from pathlib import Path
 from textwrap import dedent
@@ -16,13 +17,14 @@ from hvdtrain.errors import CheckpointError, ConfigError
 from hvdtrain.run import train
 from hvdtrain.schedule.history import EarlyStoppingKeys, EpochRecord, as_errors, best_of, ends_early, missing_scores
 from hvdtrain.schedule.rates import NewbobKeys, ScheduleKeys, epoch_learning_rate
-from hvdtrain.settings import read_settings
+from hvdtrain.settings import Settings, read_settings
+from hvdtrain.tasks.tasks import dry_run
 
 
-def run(corpus: Path, model: Path, **overrides: object) -> None:
-    """Train in this process; an epoch has two steps."""
+def run(corpus: Path, model: Path, task: Callable[[Settings], object] = train, **overrides: object) -> None:
+    """Train in this process, or do a task of a training; an epoch has two steps."""
     texts = {"corpus": corpus, "part": "two.hdf", "max_seqs": 1, "evaluated": True, "model": model / "model", **overrides}
-    train(read_settings([TOY], {name: str(value) for name, value in texts.items()}))
+    task(read_settings([TOY], {name: str(value) for name, value in texts.items()}))
 
 
 def best_in(folder: Path) -> dict[str, object]:
@@ -102,6 +104,9 @@ def test_a_wrong_name_costs_no_epoch(corpus: Path, tmp_path: Path) -> None:
         assert caught.value.on_every_rank
         assert (tmp_path / name / "model.001.pt").exists()
         assert len((tmp_path / name / "scores.jsonl").read_text().splitlines()) == 1
+    with pytest.raises(ConfigError) as caught:
+        run(corpus, tmp_path / "dry", dry_run, **given, **{name: "dev_loss_accuracy"})
+    assert caught.value.problems == [f"{name}: {there} 'dev_loss_accuracy' in the command line"], "a dry run knows it, too"
     run(corpus, tmp_path / name, **given, early_stopping_measure="dev_loss_fer")
     assert [json.loads(line)["epoch"] for line in (tmp_path / name / "scores.jsonl").read_text().splitlines()] == [1, 2]
 

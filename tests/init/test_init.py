@@ -1,6 +1,7 @@
 """`hvdtrain init`: every config that it writes trains as it is."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy
@@ -9,6 +10,7 @@ from launching import hvdtrain
 
 from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.init.__main__ import TEMPLATES, main
+from hvdtrain.settings import read_settings
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
@@ -31,6 +33,26 @@ def test_a_config_trains_as_it_is(template: str, tmp_path: Path, capsys: pytest.
     assert finished.status == 0, finished.err
     first, last = (json.loads(line)["scores"] for line in (tmp_path / "scores.jsonl").read_text().splitlines())
     assert last["dev_loss_ce"] < first["dev_loss_ce"]
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_the_keys_in_comments_are_keys(template: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tmp_path / "mine.py"
+    assert main([str(config), f"--{template}"]) == 0
+    lines = re.findall(r"^# (\w+ = .*)$", config.read_text(), flags=re.MULTILINE)
+    assert len(lines) == 6
+    (tmp_path / "my_callbacks.py").write_text("class MyCallbacks:\n    def on_epoch_end(self, training): ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    given = [
+        "train = dev = {'class': 'HDFDataset', 'files': ['x.hdf']}",
+        "batch_size = learning_rate = 1",
+        f"model = '{tmp_path}/m'",
+    ]
+    given += ["def get_model(**_): ...", "def train_step(**_): ..."]
+    config.write_text("\n".join([*given, *lines]))
+    settings = read_settings([config], {})
+    assert settings.ending.early_stopping_patience == 5
+    assert settings.callbacks.callbacks == "my_callbacks:MyCallbacks"
 
 
 def test_no_file_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,12 +15,13 @@ from urllib.request import Request, urlopen
 
 import numpy
 import pytest
-from launching import TOY, hvdtrain
+from launching import ROOT, TOY, hvdtrain
 from matplotlib import image
 from tensorboard.compat.proto.event_pb2 import SessionLog
 from tensorboard_events import events
 from trainings import Run, Trained, trains
 
+from hvdtrain.report import page
 from hvdtrain.report.__main__ import main
 from hvdtrain.report.epoch import EpochReport, held_up
 from hvdtrain.report.json_lines import as_line
@@ -156,6 +157,22 @@ def test_what_a_training_leaves_for_a_report(two: Path) -> None:
     boards = events(two / "tensorboard")
     of_epochs = [event.step for event in boards[2:] if any(value.tag == "train/ce" for value in event.summary.value)]
     assert of_epochs == [report["global_step"] for report in reports]
+
+
+def test_the_example_that_reads_the_numbers_within_epochs(two: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "docs" / "reports.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    exec(code.replace("exp/g2p/", f"{two}/"), {})
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("epoch ")]
+    assert len(lines) == len((two / "steps.jsonl").read_text().splitlines())
+    assert re.fullmatch(r"epoch 3\.00: .*ce [\d.e+-]+.*, rate 0\.01", lines[-1]), lines[-1]
+
+
+def test_no_button_sends_a_figure_away() -> None:
+    script = (Path(page.__file__).parent / "page.js").read_text()
+    assert '"sendChartToCloud"' in script
+    assert 'plotlyServerURL: ""' in script
+    assert "form-action 'none'" in page.POLICY
 
 
 def shown(page: Path) -> dict[str, Any]:

@@ -40,6 +40,10 @@ def test_every_rank_writes_a_trace(trained: Trained) -> None:
         assert phases == {"hvdtrain: compute": 3, "hvdtrain: data wait": 3, "hvdtrain: communication": 3}
         assert all(event["dur"] > 0 for event in events if event.get("name") == "hvdtrain: compute")
         assert any("convolution" in str(event.get("name")) for event in events), "PyTorch's operators, too"
+        process = next(event["pid"] for event in events if event.get("name") == "hvdtrain: compute")
+        names = {event["pid"]: event["args"]["name"] for event in events if event.get("name") == "process_name"}
+        assert names[process].startswith(f"rank {rank} of 2: ")
+        assert process >> 22 == rank, "opened together, the ranks' processes are told apart"
     assert f"profile: 3 steps in {folder / 'rank-0-of-2.json.gz'}" in made.out("some")
     assert "grouped_allreduce.gradients" in (folder / "horovod.json").read_text()
 

@@ -20,7 +20,7 @@ from hvdtrain.report.json_lines import as_line
 from hvdtrain.report.steps import Reporters, StepNumbers, work_of
 from hvdtrain.runtime.interrupt import BY_CTRL_C, TO_BE_CONTINUED, Stopped
 from hvdtrain.runtime.log import say
-from hvdtrain.runtime.scores import Scores
+from hvdtrain.runtime.scores import Scores, of_dataset
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.session import Session
 from hvdtrain.training.agreement import INTERVAL, INTERVAL_APART, Ballot, Wishes, plan_together
@@ -155,7 +155,7 @@ class Engine:
             self._train_epoch(plan, current, epoch_rate, effective)
         if epoch == 1:
             self._warn_of_means(plan, current)
-        scores = {f"train_loss_{name}": mean for name, mean in current.scores.means().items()}
+        scores = of_dataset("train", current.scores.means())
         scores = self._evaluate(current, scores)
         self._tell("on_epoch_end")
 
@@ -300,7 +300,7 @@ class Engine:
                     after_step=lambda: self._check(current),
                     step_log=self._step_log,
                 )
-                scores = {**scores, **{f"{feed.name}_loss_{name}": mean for name, mean in means.items()}}
+                scores = {**scores, **of_dataset(feed.name, means)}
                 self._training.scores = scores
                 self._tell("on_evaluation_end")
                 self._training.dataset = None

@@ -344,6 +344,11 @@ class Failure:
     status: int
     text: str
 
+    @property
+    def refusal(self) -> str:
+        """Why the next attempt does not train."""
+        return f"not started again after an error that would only repeat (see above): {self.text}"
+
 
 def remember_failure(environ: Mapping[str, str], failure: Failure) -> None:
     """Leave an error for the next attempt of torchrun, which restarts ranks whatever ended them. The first one counts."""
@@ -369,7 +374,7 @@ def refuse_to_repeat(environ: Mapping[str, str]) -> None:
     """Raise TrainingError if a former attempt of the same torchrun ended with an error."""
     failure = remembered_failure(environ)
     if failure is not None:
-        raise TrainingError(f"not started again after an error that would only repeat (see above): {failure.text}")
+        raise TrainingError(failure.refusal)
 
 
 def tell_failure(environ: Mapping[str, str], failure: Failure) -> None:
@@ -377,7 +382,7 @@ def tell_failure(environ: Mapping[str, str], failure: Failure) -> None:
     attempt = _attempt(environ)
     if attempt is None or (attempt / "hvdtrain-told").exists():
         return
-    sys.stderr.write(f"not started again after an error that would only repeat (see above): {failure.text}\n")
+    sys.stderr.write(f"{failure.refusal}\n")
     sys.stderr.flush()
     try:
         (attempt / "hvdtrain-told").touch()

@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from dataclasses import dataclass
-from difflib import SequenceMatcher
+from difflib import get_close_matches
 from functools import partial
 from types import ModuleType
 from typing import Any, TypeVar
@@ -152,15 +152,11 @@ def closest(name: str, keys: Iterable[str]) -> str | None:
     ('learning_rate', 'train', None)
     """
 
-    def similarity(key: str) -> float:
-        if 2 * min(len(name), len(key)) < CLOSE * (len(name) + len(key)):
-            return 0.0  # difflib's bound by the lengths; most keys need no more than this
-        if sorted(name) == sorted(key):  # letters in another order
-            return CLOSE
-        return SequenceMatcher(None, name, key).ratio()
-
-    best = max(keys, key=similarity, default=None)
-    return best if best is not None and similarity(best) >= CLOSE else None
+    candidates = list(keys)
+    close = get_close_matches(name, candidates, n=1, cutoff=CLOSE)
+    if close:
+        return close[0]
+    return next((key for key in candidates if sorted(key) == sorted(name)), None)  # letters in another order
 
 
 def did_you_mean(name: str, keys: Iterable[str]) -> str:

@@ -285,7 +285,8 @@ def _run_python(
     if builtins is not None:
         names["__builtins__"] = builtins(names)
     try:
-        exec(compile(text, str(path), "exec"), names)
+        tree = ast.parse(text, str(path))
+        exec(compile(tree, str(path), "exec"), names)
     except ConfigError:
         raise
     except Exception as error:
@@ -296,19 +297,19 @@ def _run_python(
         for name, value in names.items()
         if not name.startswith("__") and not (name == "config" and value is access) and visible.get(name, names) is not value
     }
-    constants = _constants(text)
+    constants = _constants(tree)
     names.update({name: value for name, value in overrides.items() if name in constants})  # for functions, which run later
     return loaded
 
 
-def _constants(text: str) -> set[str]:
+def _constants(tree: ast.Module) -> set[str]:
     """The names that a Python file assigns nothing but constants. What it computes may well come from an override.
 
-    >>> sorted(_constants("hidden = 64; files = ['a']; path = str(files); hidden_2 = config.int('hidden_2', 3)"))
+    >>> sorted(_constants(ast.parse("hidden = 64; files = ['a']; path = str(files); hidden_2 = config.int('hidden_2', 3)")))
     ['files', 'hidden']
     """
     constant: dict[str, bool] = {}
-    statements: list[ast.AST] = list(ast.parse(text).body)
+    statements: list[ast.AST] = list(tree.body)
     for statement in statements:
         if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             continue

@@ -11,6 +11,7 @@ from ast import literal_eval
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,8 @@ from hvdtrain.version import __version__
 PACKAGES = ("torch", "tensorflow", "tensorflow-cpu", "keras", "horovod", "mpi4py", "numpy", "h5py")
 
 
-def versions() -> dict[str, str]:
+@cache
+def versions() -> Mapping[str, str]:
     """The versions of Python, hvdtrain and `PACKAGES`, found without importing them."""
     found = {"hvdtrain": __version__, "Python": platform.python_version()}
     for package in PACKAGES:

@@ -80,6 +80,15 @@ class Scores:
         return iter(self._sums.items())
 
 
+def of_dataset(name: str, means: Mapping[str, float]) -> dict[str, float]:
+    """The scores of a dataset by their names in scores.jsonl and in keys.
+
+    >>> of_dataset("dev", {"ce": 2.0})
+    {'dev_loss_ce': 2.0}
+    """
+    return {f"{name}_loss_{score}": mean for score, mean in means.items()}
+
+
 def text(means: Mapping[str, float]) -> str:
     """Format means for a log line: `ce 0.3215, fer 0.0512`."""
     return ", ".join(f"{name} {value:.4g}" for name, value in means.items())

@@ -93,6 +93,11 @@ class Job:
         """What SGE and LSF count on a host. A slot is a core there, and a rank everywhere else."""
         return self.cores if self.scheduler in ("sge", "lsf") else self.tasks_per_node
 
+    @property
+    def survives_nodes(self) -> bool:
+        """Whether training goes on without nodes that are lost."""
+        return self.max_restarts > 0 and self.nodes > 1
+
 
 def choose_launcher(wanted: Launcher | None, tasks: int, use_horovod: bool, torch_distributed: bool) -> Launcher:
     """How the ranks are started: as asked, or as the config's keys require.
@@ -271,15 +276,14 @@ def torchrun(job: Job) -> list[str]:
     start = f"{quoted([job.python])} -m torch.distributed.run"
     if job.scheduler == "kubernetes":
         return [start]  # the operator sets PET_NNODES, PET_NPROC_PER_NODE, PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT
-    elastic = job.max_restarts > 0
-    words = [f"srun --ntasks={job.nodes} --ntasks-per-node=1"] if job.nodes > 1 and not elastic else []
-    nodes = f"1:{job.nodes}" if elastic and job.nodes > 1 else str(job.nodes)
+    words = [] if job.nodes == 1 or job.survives_nodes else [f"srun --ntasks={job.nodes} --ntasks-per-node=1"]
+    nodes = f"1:{job.nodes}" if job.survives_nodes else str(job.nodes)
     words += [start, f"--nnodes={nodes} --nproc-per-node={job.tasks_per_node}"]
-    words += [f"--max-restarts={job.max_restarts}"] if elastic else []
+    words += [f"--max-restarts={job.max_restarts}"] if job.max_restarts else []
     if job.nodes == 1:
         return [*words, "--standalone"]
     words.append('--rdzv-backend=c10d --rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint="$master:$port"')
-    return [*words, *([f"--rdzv-conf={SOON}"] if elastic else [])]
+    return [*words, f"--rdzv-conf={SOON}"] if job.survives_nodes else words
 
 
 def waiting(job: Job, run: str, soon: str, cancelled: str, timer: bool = False) -> list[str]:

@@ -39,7 +39,7 @@ def slurm_head(job: Job) -> list[str]:
         lines.append(f"#SBATCH --signal=B:USR1@{job.stop_before}  # to this script, {job.stop_before} s before the time limit")
     if job.requeue:
         lines += ["#SBATCH --requeue", "#SBATCH --open-mode=append  # one log, also after a requeue"]
-    if job.max_restarts and job.nodes > 1:
+    if job.survives_nodes:
         lines.append("#SBATCH --no-kill  # the others go on if a node is lost")
     return [*lines, *(f"#SBATCH {option}" for option in job.options)]
 
@@ -56,11 +56,11 @@ def slurm_body(job: Job) -> list[str]:
         ]
     lines += doctor_lines(job)
     run = command(job)
-    if job.max_restarts and job.nodes > 1:
+    if job.survives_nodes:
         lines += ["", *agent_lines(job)]
         run = f"srun --no-kill --ntasks={job.nodes} --ntasks-per-node=1 bash -c agent"
     lines += ["", *waiting(job, run, soon="USR1", cancelled="TERM"), ""]
-    if run != command(job):
+    if job.survives_nodes:
         lines += ['rm -f "$ended"']
     if job.requeue:
         lines += _if_stopped('scontrol requeue "$SLURM_JOB_ID"  # training continues where it stopped')

@@ -32,7 +32,7 @@ from hvdtrain.learner.frameworks import FRAMEWORKS
 from hvdtrain.report.steps import Reporters
 from hvdtrain.run import announce, gather_hosts, is_done, open_pace, open_rates, open_trackers, wrong_scores
 from hvdtrain.runtime.log import open_log, say, silence
-from hvdtrain.runtime.scores import text
+from hvdtrain.runtime.scores import of_dataset, text
 from hvdtrain.runtime.timer import clock_text
 from hvdtrain.schedule.history import EpochRecord, wanted_of
 from hvdtrain.session import Session, open_communicator, open_session, writing_nothing
@@ -206,7 +206,7 @@ def _evaluator(session: Session, epoch: int, scores: dict[str, float]) -> Run:
         began = time.perf_counter()
         with session.learner.state.averaged():
             means = evaluate(session.comm, session.learner, session.watchdog, feed, epoch, step_log=StepLog())
-        scores.update({f"{feed.name}_loss_{name}": mean for name, mean in means.items()})
+        scores.update(of_dataset(feed.name, means))
         return time.perf_counter() - began
 
     return run

@@ -6,6 +6,15 @@ from pathlib import Path
 
 from cluster.hosts import Hosts
 
+SLOWER = """
+_train_step = train_step
+def train_step(**arguments):
+    if Path("slow").exists():
+        time.sleep(0.1)
+    _train_step(**arguments)
+"""
+"""Behind a config: its steps take longer while there is a file `slow`, until what a test does has been seen."""
+
 
 def scores(folder: Path) -> dict[str, float]:
     """The last epoch's scores."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from cluster.hosts import Hosts
-from cluster.jobs import wait_for_job
+from cluster.jobs import SLOWER, wait_for_job
 from cluster.slurm import wait_until_idle
 from cluster.test_failures import wait_for, wait_until
 
@@ -28,15 +28,6 @@ KEYS = {
     "watchdog_timeout": 20,
     "log_verbosity": 3,
 }
-
-SLOWER = """
-_train_step = train_step
-def train_step(**arguments):
-    if Path("slow").exists():
-        time.sleep(0.1)
-    _train_step(**arguments)
-"""
-"""Until the fault has happened and its consequences were seen."""
 
 
 def start(hosts: Hosts, work: Path) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from cluster.hosts import Hosts, Started
-from cluster.jobs import submit, wait_for_job
+from cluster.jobs import SLOWER, submit, wait_for_job
 from cluster.slurm import wait_until_idle
 from launching import Finished
 from launching_page import PAGE, Command, read_page
@@ -99,15 +99,6 @@ def test_with_k_a_task_that_is_killed_or_stopped_ends_the_step(hosts: Hosts, wor
     seconds, finished = time_to_end(started, limit=60)
     assert finished.status != 0
     assert seconds < (20 if fault == signal.SIGKILL else 40)  # of which 10 are the watchdog's
-
-
-SLOWER = """
-_train_step = train_step
-def train_step(**arguments):
-    if Path("slow").exists():
-        time.sleep(0.05)
-    _train_step(**arguments)
-"""
 
 
 def test_a_job_is_put_back_into_the_queue_before_its_time_is_up_and_goes_on(hosts: Hosts, work: Path) -> None:

@@ -32,6 +32,16 @@ def three_hosts(folder: Path) -> tuple[Path, str, str]:
     return hosts, "127.0.0.1", last
 
 
+def assert_one_of_three_goes_on(corpus: Path, folder: Path, config: Path, first: str, second: str, **keys: object) -> None:
+    """Train under horovodrun with a fault (its step, and what happens then) on one host, then on another one."""
+    hosts, one, other = three_hosts(folder)
+    given = {**keys_of(corpus, folder, **keys), "planted": f"{one},{first},{other},{second}", "use_horovod": 1}
+    finished = launch(horovodrun(hosts, command(config, given)), timeout=600, environment=LATE_RANKS)
+    assert finished.status == 0, finished.err
+    assert num_runs(folder / "trace") == 3
+    assert trained_on(folder / "trace") == {1: EPOCH}
+
+
 def test_ngpu_restarts_ranks_that_hang_or_are_stopped_as_often_as_allowed(corpus: Path, tmp_path: Path, config: Path) -> None:
     keys = keys_of(corpus, tmp_path, watchdog_timeout=PATIENCE)
     planted = "1,5,SIGSTOP,1,9,hang,1,13,loop"
@@ -62,23 +72,11 @@ def test_torchrun_restarts_ranks_that_are_killed_again_stopped_or_hang(corpus: P
 
 def test_horovodrun_goes_on_after_an_exit_and_after_another_kill(corpus: Path, tmp_path: Path, config: Path) -> None:
     """The second one comes before another checkpoint was written. One rank goes on in the end."""
-    keys = keys_of(corpus, tmp_path)
-    hosts, first, second = three_hosts(tmp_path)
-    arguments = command(config, {**keys, "planted": f"{first},5,exit,{second},6,SIGKILL", "use_horovod": 1})
-    finished = launch(horovodrun(hosts, arguments), timeout=600, environment=LATE_RANKS)
-    assert finished.status == 0, finished.err
-    assert num_runs(tmp_path / "trace") == 3
-    assert trained_on(tmp_path / "trace") == {1: EPOCH}
+    assert_one_of_three_goes_on(corpus, tmp_path, config, "5,exit", "6,SIGKILL")
 
 
 def test_horovodrun_goes_on_without_a_rank_that_hangs_and_one_that_is_stopped(corpus: Path, tmp_path: Path, config: Path) -> None:
-    keys = keys_of(corpus, tmp_path, watchdog_timeout=PATIENCE)
-    hosts, first, second = three_hosts(tmp_path)
-    arguments = command(config, {**keys, "planted": f"{first},5,hang,{second},9,SIGSTOP", "use_horovod": 1})
-    finished = launch(horovodrun(hosts, arguments), timeout=600, environment=LATE_RANKS)
-    assert finished.status == 0, finished.err
-    assert num_runs(tmp_path / "trace") == 3
-    assert trained_on(tmp_path / "trace") == {1: EPOCH}
+    assert_one_of_three_goes_on(corpus, tmp_path, config, "5,hang", "9,SIGSTOP", watchdog_timeout=PATIENCE)
 
 
 def test_horovodrun_takes_a_stop_for_a_stop(corpus: Path, tmp_path: Path, config: Path) -> None:

@@ -189,9 +189,8 @@ def identity_of(value: Any) -> str:
     if callable(value) and getattr(value, "__qualname__", None):
         code = getattr(value, "__code__", None)
         made_of = "" if code is None else f" {_code(code)} {_enclosed(value)}"
-        module = (
-            getattr(value, "__module__", None) or getattr(value, "__objclass__", type(value)).__module__
-        )  # list.__getitem__: none
+        owner = getattr(value, "__objclass__", type(value))  # a method of a built-in class has no module of its own
+        module = getattr(value, "__module__", None) or owner.__module__
         return f"{module}.{value.__qualname__}{made_of}"
     text = re.sub(r"0x[0-9a-f]+", "0x", repr(value))
     return text if type(value).__module__ == "builtins" else f"{type(value).__qualname__} {text} {_members(value)}"

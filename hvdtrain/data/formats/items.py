@@ -218,9 +218,8 @@ class ItemsDataset(Dataset):
                 left = blocks[len(parts) :]
                 elapsed = time.perf_counter() - began
                 expected = elapsed / max(1, left[0].start) * (self._size - left[0].start)
-                if (
-                    parts and elapsed > SECONDS_ALONE / 20 and expected > SECONDS_ALONE
-                ):  # a few items tell little if they are fast
+                is_known = bool(parts) and elapsed > SECONDS_ALONE / 20  # a few items tell little if they are fast
+                if is_known and expected > SECONDS_ALONE:
                     return self._count_for_all(parts, left, scanning, advance)
                 parts.append(self._count_block(left[0]))
                 advance(len(left[0]))

@@ -87,6 +87,21 @@ def test_usr1_to_mpirun_stops_all_ranks_once(corpus: Path, tmp_path: Path) -> No
     assert len(saved_within(tmp_path)) == 1
 
 
+@pytest.mark.soak
+def test_sigterm_to_mpirun_leaves_time_for_a_checkpoint_where_it_is_told_to_wait(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice these seconds: before mpirun sends SIGTERM to the ranks, and before it kills them. It does not read their output
+    meanwhile, so that steps without lines are needed here.
+    """
+    monkeypatch.setenv("OMPI_MCA_odls_base_sigkill_timeout", "5")
+    process = start(tmp_path / "model", corpus, ranks=2, log_interval=1000)
+    os.kill(process.pid, signal.SIGTERM)
+    process.communicate(timeout=100)
+    assert process.returncode == 1
+    assert len(saved_within(tmp_path)) == 1
+
+
 def test_the_time_limit_stops_all_ranks(corpus: Path, tmp_path: Path) -> None:
     limits = {"time_limit": "00:01:03", "time_limit_margin": 60}
     finished = hvdtrain(TOY, {**LONG, **limits, "corpus": corpus, "model": tmp_path / "model", "use_horovod": 1}, ranks=2)

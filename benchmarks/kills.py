@@ -5,6 +5,8 @@ kills.py saves --kills 200     a process that saves all the time; after every ki
 kills.py starts --kills 50     a training that mostly saves; after every kill, it has to resume
 kills.py soak --kills 20       the demo on changing numbers of ranks; every epoch has to train on every sequence exactly once
 kills.py elastic --kills 50    the demo on 4 ranks that restart by themselves (max_restarts); the weights have to be the same, too
+kills.py elastic --kills 20 --least 2
+                               the same, and ranks that are killed twice before they save go on with fewer (min_ngpu)
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import argparse
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -205,41 +208,55 @@ def _difference(some: Counter[int], others: Counter[int]) -> tuple[int, int]:
     return (others - some).total(), (some - others).total()
 
 
-def elastic(kills: int, seed: int, data: Path, size: int, epochs: int) -> None:
-    """Kill random ranks of one job, which starts them again by itself; compare with an undisturbed run."""
+def elastic(kills: int, seed: int, data: Path, size: int, least: int, epochs: int) -> None:
+    """Kill random ranks of one job, which starts at least `least` of them again; compare with an undisturbed run."""
     generator = random.Random(seed)
     with tempfile.TemporaryDirectory() as name:
         killed, whole = Path(name, "killed"), Path(name, "whole")
         killed.mkdir()
         keys = {"use_horovod": False, "ngpu": size}
         with (killed / "errors").open("w") as errors:
-            process = _start(killed, data, size, epochs, {**keys, "max_restarts": kills}, errors)
+            process = _start(killed, data, size, epochs, {**keys, "max_restarts": kills, "min_ngpu": least}, errors)
+        sizes = [size]
         seconds: list[float] = []
         in_start, first_run, at, before = 0, 0, 0.0, set[int]()
         for number in range(kills):
             if number and generator.random() < 0.25:
                 in_start += 1
             else:
-                _wait_until(lambda: has_begun(killed / "trace", first_run, size), process, killed)  # noqa: B023  # called here
+                _wait_until(lambda: has_begun(killed / "trace", first_run, sizes[-1]), process, killed)  # noqa: B023  # called here
                 if number:
                     seconds.append(time.time() - at)
-            _wait_until(lambda: len(_children(process) - before) == size, process, killed)  # noqa: B023  # called here
+            _wait_until(lambda: len(_children(process) - before) == sizes[-1], process, killed)  # noqa: B023  # called here
             time.sleep(generator.uniform(0, 3))
-            before |= _children(process)
-            os.kill(generator.choice(sorted(_children(process))), signal.SIGKILL)
+            ranks = sorted(_children(process) - before)
+            if len(ranks) != sizes[-1]:
+                raise SystemExit(
+                    f"expected {sizes[-1]} ranks before kill {number + 1}, got {ranks}: {(killed / 'errors').read_text()}"
+                )
+            before.update(ranks)
+            os.kill(generator.choice(ranks), signal.SIGKILL)
             at, first_run = time.time(), num_runs(killed / "trace")
-            print(f"kill {number + 1}: after {first_run} runs", flush=True)
+            _wait_until(lambda: len(_restarts(killed)) == number + 1, process, killed)  # noqa: B023  # called here
+            sizes = [size, *_restarts(killed)]
+            print(f"kill {number + 1}: after {first_run} runs; {sizes[-1]} ranks go on", flush=True)
         if process.wait() or _start(whole, data, size, epochs, keys).wait():
             raise SystemExit(f"expected the training to finish, got {(killed / 'errors').read_text()}")
-        restarts = (killed / "errors").read_text().count(f" of {kills}: rank ")
         print(
-            f"{kills} kills of one of {size} ranks, {in_start} at any moment of the start-up or soon after; {restarts} restarts"
+            f"{kills} kills of one of {size} to {sizes[-1]} ranks, {in_start} at any moment of the start-up or soon after; "
+            f"{len(_restarts(killed))} restarts"
         )
         if seconds:
             middle = sorted(seconds)[len(seconds) // 2]
             print(f"from a kill to the next step of all ranks: median {middle:.1f} s, {min(seconds):.1f} to {max(seconds):.1f} s")
         _compare(killed, whole)
-        _compare_weights(killed, whole, epochs)
+        if sizes[-1] == size:
+            _compare_weights(killed, whole, epochs)
+
+
+def _restarts(folder: Path) -> list[int]:
+    """How many ranks went on after each restart, as the launcher says."""
+    return list(map(int, re.findall(r"^restart .*; (\d+) ranks? go", (folder / "errors").read_text(), re.MULTILINE)))
 
 
 def _children(process: subprocess.Popen[bytes]) -> set[int]:
@@ -337,6 +354,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=ROOT / "data" / "g2p", help="soak, elastic: folder of train.hdf")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 1, 3], help="soak: numbers of ranks to cycle through")
     parser.add_argument("--size", type=int, default=4, help="elastic: the number of ranks")
+    parser.add_argument("--least", type=int, help="elastic: go on with fewer ranks, down to this number (as many as before)")
     parser.add_argument(
         "--epochs",
         type=int,
@@ -349,7 +367,8 @@ def main() -> None:
     elif arguments.what == "starts":
         starts(arguments.kills, arguments.seed)
     elif arguments.what == "elastic":
-        elastic(arguments.kills, arguments.seed, arguments.data, arguments.size, max(arguments.epochs, 2 * arguments.kills))
+        least, epochs = arguments.least or arguments.size, max(arguments.epochs, 2 * arguments.kills)
+        elastic(arguments.kills, arguments.seed, arguments.data, arguments.size, least, epochs)
     else:
         soak(arguments.kills, arguments.seed, arguments.data, arguments.ranks, arguments.epochs)
 

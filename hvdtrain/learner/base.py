@@ -144,7 +144,7 @@ class Learner(Protocol):
         ...
 
     def numbers(self, values: Sequence[float]) -> Tensor:
-        """A float64 tensor of shape (len(values),) that can be sent to other ranks. Its elements can be converted by `float`."""
+        """A float64 tensor of shape (len(values),) on the CPU that can be sent to other ranks. numpy.asarray takes it."""
         ...
 
 

@@ -14,6 +14,8 @@ from contextlib import ExitStack
 from dataclasses import astuple, dataclass
 from typing import Literal
 
+import numpy
+
 from hvdtrain.comm.base import Communicator, Tensor, together, together_with_message
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.plan.epoch import Plan
@@ -137,5 +139,5 @@ class Ballot:
             return NONE
         [numbers] = self._comm.finish(self._handle)
         self._handle = None
-        *counts, self._every = (round(float(number)) for number in numbers)
+        *counts, self._every = map(round, numpy.asarray(numbers).tolist())
         return Wishes(*counts)

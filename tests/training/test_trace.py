@@ -77,6 +77,7 @@ def test_compact_scores_have_the_same_means(numbers: list[float]) -> None:
         ("starts", 50, "training resumed 50 times"),
         ("soak", 20, "exactly the sequences of an undisturbed run, each once"),
         ("elastic", 20, "all scores are those of the undisturbed run, to the last bit"),
+        ("elastic --least 2", 20, "exactly the sequences of an undisturbed run, each once"),
     ],
 )
 def test_kills_at_random_moments_do_no_harm(request: pytest.FixtureRequest, kind: str, kills: int, told: str) -> None:
@@ -84,6 +85,6 @@ def test_kills_at_random_moments_do_no_harm(request: pytest.FixtureRequest, kind
         if kind != "saves":
             pytest.skip("takes minutes (make test-soak)")
         kills = 5
-    finished = launch([ROOT / "benchmarks" / "kills.py", kind, "--kills", kills], timeout=3600)
+    finished = launch([ROOT / "benchmarks" / "kills.py", *kind.split(), "--kills", kills], timeout=3600)
     assert finished.status == 0, finished.err
     assert told in finished.out

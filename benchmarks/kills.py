@@ -242,10 +242,9 @@ def elastic(kills: int, seed: int, data: Path, size: int, least: int, epochs: in
             print(f"kill {number + 1}: after {first_run} runs; {sizes[-1]} ranks go on", flush=True)
         if process.wait() or _start(whole, data, size, epochs, keys).wait():
             raise SystemExit(f"expected the training to finish, got {(killed / 'errors').read_text()}")
-        print(
-            f"{kills} kills of one of {size} to {sizes[-1]} ranks, {in_start} at any moment of the start-up or soon after; "
-            f"{len(_restarts(killed))} restarts"
-        )
+        fewer = f", fewer and fewer down to {sizes[-1]}" if sizes[-1] < size else ""
+        print(f"{kills} kills of one of {size} ranks{fewer}; {in_start} at any moment of the start-up or soon after")
+        print(f"{len(_restarts(killed))} restarts")
         if seconds:
             middle = sorted(seconds)[len(seconds) // 2]
             print(f"from a kill to the next step of all ranks: median {middle:.1f} s, {min(seconds):.1f} to {max(seconds):.1f} s")

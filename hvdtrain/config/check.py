@@ -148,10 +148,9 @@ CLOSE = 0.85
 def closest(name: str, keys: Iterable[str]) -> str | None:
     """The key that `name` is probably a misspelling of, or None.
 
-    >>> closest("learning_rat", ["learning_rate", "learning_rates"]), closest("trian", ["train"]), closest("hidden", ["train"])
+    >>> closest("learinng_rate", ["learning_rates", "learning_rate"]), closest("trian", ["train"]), closest("hidden", ["train"])
     ('learning_rate', 'train', None)
     """
-
     candidates = list(keys)
     close = get_close_matches(name, candidates, n=1, cutoff=CLOSE)
     if close:

@@ -112,11 +112,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             found |= more
         return found
 
-    @cache
-    def apart(file: str) -> bool:
-        """Whether a file's trainings have a launch of their own."""
-        return "apart=True" in (config.rootpath / file).read_text(encoding="utf-8")
-
     def shares_trainings(nodeid: str) -> bool:
         file, _, test = nodeid.partition("::")
         name = Path(file).name
@@ -136,8 +131,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class Groups(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.split("::")[0]
-            if apart(file):
-                return file
             if shares_trainings(nodeid):
                 return "trainings"
             return nodeid if "/cluster/" in file or "/ranks/" in file else file
@@ -151,13 +144,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests that prove again what others prove are for --soak. RETURNN, which some tests call, switches TensorFlow to the
-    behaviour of its version 1 for the rest of the process: tests that need version 2 come first.
+    behaviour of its version 1 for the rest of the process: tests that need version 2 come first. Those that run alone come
+    before them, as long as no other worker has begun something long that they would have to wait for.
     """
     if not config.getoption("--soak"):
         repeated = [item for item in items if item.get_closest_marker("again") is not None]
         config.hook.pytest_deselected(items=repeated)
         items[:] = [item for item in items if item not in repeated]
-    items.sort(key=lambda item: not item.path.name.startswith("test_tensorflow"))
+    items.sort(key=lambda item: (item.get_closest_marker("quiet") is None, not item.path.name.startswith("test_tensorflow")))
 
 
 STARTERS = {launch, torchrun, hvdtrain, subprocess.run, subprocess.Popen, Terminal, Trained.__call__}

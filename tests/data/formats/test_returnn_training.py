@@ -13,11 +13,13 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy
 import pytest
 from launching import TOY
 from returnn.config import Config, get_global_config, set_global_config
 from returnn.datasets.basic import init_dataset
+from returnn.datasets.hdf import NextGenHDFDataset
 from trainings import Run, Trained, assert_same, trains
 
 from hvdtrain.comm.base import SingleCommunicator
@@ -72,9 +74,11 @@ def opened(value: dict[str, Any], folder: Path | None = None, scans: list[str] |
         dataset.close()
 
 
-def read(dataset: Dataset, epoch: int, rank: int = 0, size: int = 1, position: int = 0) -> list[Item]:
-    """What training on a rank sees in an epoch from some batch on, in its order."""
-    spec, _ = parse("train", {"class": "Task12AXDataset", "num_seqs": 1}, {})
+def read(
+    dataset: Dataset, epoch: int, rank: int = 0, size: int = 1, position: int = 0, order: dict[str, Any] | None = None
+) -> list[Item]:
+    """What training on a rank sees in an epoch from some batch on, in the dataset's own order or by the keys of one."""
+    spec, _ = parse("train", {"class": "Task12AXDataset", "num_seqs": 1, **(order or {})}, {})
     assert spec is not None
     feed = Feed("train", dataset, spec.order, BatchKeys(max_seqs=3), rank, size)
     items = []
@@ -201,10 +205,89 @@ def joined(folder: Path) -> dict[str, Any]:
     return {"class": "ConcatDataset", "datasets": mapped}
 
 
-MAKERS = [lm, translation, ogg_zip, mapped, streamed, distributed, several_epochs, variable, joined]
+def factored(folder: Path) -> dict[str, Any]:
+    rng = numpy.random.RandomState(5)
+    for side in ("source", "target"):
+        lines = [" ".join(f"{word}|{rng.choice(['u', 'l'])}" for word in rng.choice(WORDS, rng.randint(1, 7))) for _ in range(17)]
+        (folder / f"{side}.train").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    for name, labels in {"source": WORDS, "target": WORDS, "case": ["u", "l"], "target_case": ["u", "l"]}.items():
+        (folder / f"{name}.vocab.pkl").write_bytes(pickle.dumps({label: number for number, label in enumerate(labels)}))
+    factors = {"source_factors": ["case"], "target_factors": ["target_case"]}
+    return {
+        "class": "TranslationFactorsDataset",
+        "path": str(folder),
+        "file_postfix": "train",
+        "seq_ordering": "random",
+    } | factors
 
 
-@pytest.mark.parametrize("maker", MAKERS)
+def searched(folder: Path) -> dict[str, Any]:
+    (folder / "search.py").write_text(repr({f"seq-{number}": " ".join(WORDS[: 1 + number % 4]) for number in range(9)}))
+    (folder / "vocabulary.txt").write_text(repr({word: number for number, word in enumerate([*WORDS, "<unk>"])}))
+    vocabulary = {"class": "Vocabulary", "vocab_file": str(folder / "vocabulary.txt"), "unknown_label": "<unk>"}
+    return {"class": "TextDictDataset", "filename": str(folder / "search.py"), "item_format": "single", "vocab": vocabulary} | {
+        "seq_ordering": "random"
+    }
+
+
+def in_pairs(folder: Path) -> dict[str, Any]:
+    (folder / "pairs").write_text("".join(f"seq-{number};seq-{number + 1}\n" for number in range(0, 20, 2)))
+    (folder / "lengths.py").write_text(repr({f"seq-{number}": 1 + number % 5 for number in range(20)}))
+    lists = {"seq_list_file": str(folder / "pairs"), "seq_len_file": str(folder / "lengths.py")}
+    inside = {"class": "HDFDataset", "files": [hdf(folder)]}
+    return {"class": "ConcatSeqsDataset", "dataset": inside, "seq_ordering": "random"} | lists
+
+
+def arrays() -> list[dict[str, Any]]:
+    rng = numpy.random.RandomState(4)
+    sizes = rng.randint(1, 6, (13, 2))
+    return [
+        {"data": rng.uniform(size=(frames, 2)).astype("float32"), "classes": rng.randint(0, 3, labels).astype("int32")}
+        for frames, labels in sizes
+    ]
+
+
+def static(folder: Path) -> dict[str, Any]:
+    dims = {"input_dim": 2, "output_dim": {"data": (2, 2), "classes": (3, 1)}}
+    return {"class": "StaticDataset", "data": arrays(), "target_list": ["classes"], "seq_ordering": "random"} | dims
+
+
+def map_style(folder: Path) -> dict[str, Any]:
+    def make() -> Any:
+        from returnn.datasets.map import FromListDataset
+
+        types = {"data": {"shape": (None, 2)}, "classes": {"shape": (None,), "dim": 3, "sparse": True}}
+        return FromListDataset(arrays(), sort_data_key="data", data_types=types)
+
+    return {"class": "MapDatasetWrapper", "map_dataset": make, "seq_ordering": "laplace:.2"}
+
+
+def generated(name: str, **options: Any) -> Callable[[Path], dict[str, Any]]:
+    """A class that makes up its sequences."""
+
+    def maker(folder: Path) -> dict[str, Any]:
+        return {"class": name, "num_seqs": 9, **options}
+
+    maker.__name__ = name
+    return maker
+
+
+SEQ_LEN, DIMS = {"data": 7, "classes": 3}, {"data": 3, "classes": 4}
+TEMPLATE = {"data": {"shape": (None, 3)}, "classes": {"shape": (None,), "dim": 4, "sparse": True}}
+MAKERS = [
+    *(lm, translation, ogg_zip, mapped, streamed, distributed, several_epochs, variable, joined),
+    *(factored, searched, in_pairs, static, map_style),
+    generated("CopyTaskDataset", nsymbols=5, minlen=2, maxlen=6, maxlen_epoch_factor=1.0),
+    generated("TaskEpisodicCopyDataset"),
+    generated("TaskXmlModelingDataset"),
+    generated("TaskNumberBaseConvertDataset"),
+    generated("DummyDatasetMultipleSequenceLength", input_dim=3, output_dim=4, seq_len=SEQ_LEN),
+    generated("DummyDatasetMultipleDataKeys", data_keys=["data", "classes"], seq_len=SEQ_LEN, output_dim=DIMS),
+    generated("DummyGenericDataset", data_template=TEMPLATE, seq_lens=(2, 7)),
+]
+
+
+@pytest.mark.parametrize("maker", MAKERS, ids=lambda maker: maker.__name__)
 def test_epochs_are_those_of_returnn_over_any_number_of_ranks(tmp_path: Path, maker: Callable[[Path], dict[str, Any]]) -> None:
     options = maker(tmp_path)
     with opened(options, tmp_path / "lengths", size=2) as dataset:
@@ -217,6 +300,47 @@ def test_epochs_are_those_of_returnn_over_any_number_of_ranks(tmp_path: Path, ma
         # A run that goes on within the epoch.
         assert_equal(read(dataset, 2, 0, 1, position=2), by_returnn(options, 2)[6:])
     assert list(tmp_path.glob("lengths/*.new_tmp")) == []
+
+
+def nextgen(path: Path, numbers: range) -> str:
+    """Sequences in three streams, one of every kind."""
+    rng = numpy.random.RandomState(numbers.start)
+    kinds = {"features": "feature_sequence", "words": "sparse", "states": "segment_alignment"}
+    with h5py.File(path, "w") as file:
+        file["seq_names"] = [f"corpus/{number}" for number in numbers]
+        for name, kind in kinds.items():
+            file.create_group(f"streams/{name}/data").parent.attrs["parser"] = kind
+            if kind != "feature_sequence":
+                file[f"streams/{name}/feature_names"] = ["a", "b", "c"]
+        for number in numbers:
+            arrays = {
+                "features": rng.uniform(size=(rng.randint(1, 9), 4)).astype("float32"),
+                "words": rng.randint(0, 3, rng.randint(1, 5)).astype("int32"),
+                "states": numpy.stack([rng.randint(0, 3, 3), rng.randint(1, 4, 3)], axis=1).astype("int32"),
+            }
+            for name, values in arrays.items():
+                file[f"streams/{name}/data"][f"corpus\\{number}"] = values
+    return str(path)
+
+
+@pytest.mark.parametrize("order", ["default", "sorted", "reverse", "random", "laplace:.2", "laplace:6"])
+@pytest.mark.parametrize("partition_epoch", [1, 3])
+def test_nextgen_files_are_read_as_by_returnn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: str, partition_epoch: int
+) -> None:
+    """RETURNN's class takes names for strings, which h5py has returned as bytes since its version 3."""
+    monkeypatch.setattr(NextGenHDFDataset, "_normalize_seq_name", lambda self, name: name.decode().replace("/", "\\"))
+    paths = [nextgen(tmp_path / f"{first}.hdf", range(first, first + 9)) for first in (0, 9)]
+    keys = {"seq_ordering": order, "partition_epoch": partition_epoch}
+    options = {"class": "NextGenHDFDataset", "files": paths, "input_stream_name": "features", **keys}
+    with opened(options) as dataset:
+        for epoch in (1, 2, 3, 4):
+            theirs = [
+                (tag.decode(), {"data": data["features"], "words": data["words"], "states": data["states"]})  # type: ignore[attr-defined]
+                for tag, data in by_returnn(options, epoch)
+            ]
+            assert len(theirs) == 18 // partition_epoch
+            assert_equal(read(dataset, epoch, order=keys), theirs)
 
 
 def test_lengths_are_found_once_and_kept(tmp_path: Path) -> None:

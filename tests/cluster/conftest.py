@@ -6,13 +6,13 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
 from cluster.hosts import Hosts
 from cluster.jobs import scores
-from cluster.slurm import start_slurm, wait_until_idle
+from cluster.slurm import logs_of_slurm, start_slurm, wait_until_idle
 from launching import TOY, hvdtrain
 
 PROGRAMS = "munged slurmctld slurmd srun sshd ssh-keygen ip nsenter unshare mpirun ps".split()
@@ -54,17 +54,32 @@ def hosts() -> Iterator[Hosts]:
         yield started
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """What Slurm says of a failure stands beside it."""
+    report = yield
+    if report.failed and "hosts" in getattr(item, "funcargs", {}):
+        report.sections.append(("Slurm", logs_of_slurm(item.funcargs["hosts"])))
+    return report
+
+
 @pytest.fixture(autouse=True)
 def nothing_stays_behind(hosts: Hosts) -> Iterator[None]:
-    """After a test no process of a job is left on any host. What is left is ended, so that other tests do not suffer."""
+    """After a test no job is in the queue, and none of its processes on any host. What is left is ended, so that other tests do
+    not suffer.
+    """
     yield
     deadline = time.monotonic() + 15  # orted and slurmstepd outlive their jobs by a moment
-    while left := hosts.processes("hvdtrain", "orted", "torchrun", "horovodrun", "slurmstepd"):
+    while True:
+        jobs = hosts.run(["squeue", "--noheader"]).out.splitlines()
+        left = hosts.processes("hvdtrain", "orted", "torchrun", "horovodrun", "slurmstepd")
+        if not jobs and not left:
+            return
         if time.monotonic() > deadline:
             hosts.run(["scancel", "--user=root"])
             hosts.run(["kill", f"-{signal.SIGKILL.value}", *(line.split()[0] for line in left)])
             wait_until_idle(hosts, patience=60)
-            pytest.fail(f"left on the hosts: {left}")
+            pytest.fail(f"left on the hosts: {jobs + left}")
         time.sleep(0.1)
 
 

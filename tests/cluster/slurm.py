@@ -82,3 +82,11 @@ def wait_until_idle(hosts: Hosts, patience: float = PATIENCE) -> None:
             return
         time.sleep(0.1)
     raise RuntimeError(f"nodes are {states}:\n{Path(hosts.folder / 'slurmctld.log').read_text()[-3000:]}")
+
+
+def logs_of_slurm(hosts: Hosts) -> str:
+    """The state of nodes and jobs, and the end of each daemon's log."""
+    parts = [hosts.run(["sinfo", "-N", "-l"]).out, hosts.run(["scontrol", "show", "job"]).out]
+    for log in sorted(hosts.folder.glob("slurm*.log")):
+        parts.append(f"{log.name}:\n" + "\n".join(log.read_text(errors="replace").splitlines()[-60:]))
+    return "\n".join(parts)

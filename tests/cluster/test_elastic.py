@@ -57,15 +57,26 @@ def finish(hosts: Hosts, work: Path, job: str) -> str:
 
 
 def lose_power(hosts: Hosts, host: str) -> None:
-    """End all processes of Slurm and of its jobs on a host at once, as if it had lost its power."""
-    seen = (
+    """End all processes on a host at once, as if it had lost its power: none sees another one's end.
+
+    So they are stopped first, and children end before their parents: what is stopped goes on when its parent ends, and srun's
+    child would still tell Slurm to end the step.
+    """
+    pids = sorted(processes_on(hosts, host), key=int, reverse=True)
+    assert len(pids) >= 3, pids
+    for signal in ("STOP", "KILL"):
+        hosts.run(["kill", f"-{signal}", *pids])  # one of them may have just ended
+    wait_until(lambda: not processes_on(hosts, host), f"the end of {host}", 20)
+
+
+def processes_on(hosts: Hosts, host: str) -> list[str]:
+    """The numbers of the processes in a host's network, without those that are the host itself."""
+    lookup = (
         "for each in /proc/[0-9]*; do [ $(readlink $each/ns/net) = $(readlink /proc/self/ns/net) ] && echo ${each#/proc/}; done"
     )
-    pids = hosts.run(f"{seen} 2>/dev/null; true", host=host).out.split()
-    words = ("slurmd", "slurmstepd", "slurm_script", "srun", "torch.distributed.run", "hvdtrain")
-    lines = [line for line in hosts.processes(*words) if line.split()[0] in pids]
-    assert len(lines) >= 3, lines
-    assert hosts.run(["kill", "-KILL", *(line.split()[0] for line in lines)]).status == 0
+    there = hosts.run(f"{lookup} 2>/dev/null; true", host=host).out.split()
+    lines = [line for line in hosts.processes("") if "sshd" not in line and "sleep infinity" not in line]
+    return [line.split()[0] for line in lines if line.split()[0] in there]
 
 
 @pytest.mark.parametrize("how", ["power", "cable"])

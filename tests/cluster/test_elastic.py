@@ -56,8 +56,8 @@ def finish(hosts: Hosts, work: Path, job: str) -> str:
     return printed
 
 
-def lose_power(hosts: Hosts, host: str) -> None:
-    """End all processes on a host at once, as if it had lost its power: none sees another one's end.
+def end_host(hosts: Hosts, host: str) -> None:
+    """End all processes on a host at once, as when it is restarted: none sees another one's end.
 
     So they are stopped first, and children end before their parents: what is stopped goes on when its parent ends, and srun's
     child would still tell Slurm to end the step.
@@ -79,16 +79,18 @@ def processes_on(hosts: Hosts, host: str) -> list[str]:
     return [line.split()[0] for line in lines if line.split()[0] in there]
 
 
-@pytest.mark.parametrize("how", ["power", "cable"])
+@pytest.mark.parametrize("how", ["restart", "cable"])
 def test_the_others_go_on_without_a_lost_node(hosts: Hosts, work: Path, how: str) -> None:
-    """On the node whose cable is pulled, the processes go on running; the others learn it by their watchdogs."""
+    """A pulled cable looks to the others as a node without power does: nothing comes from there, and they learn it by their
+    watchdogs. Its processes go on running.
+    """
     job = start(hosts, work)
-    (lose_power if how == "power" else Hosts.pull_cable)(hosts, "host2")
+    (end_host if how == "restart" else Hosts.pull_cable)(hosts, "host2")
     try:
         wait_until(lambda: has_begun(work / "trace", 1, 2), "a step of two ranks", 300)
         printed = finish(hosts, work, job)
     finally:
-        hosts.daemon(["slurmd"], host="host2") if how == "power" else hosts.plug_cable("host2")
+        hosts.daemon(["slurmd"], host="host2") if how == "restart" else hosts.plug_cable("host2")
         wait_until_idle(hosts, patience=120)
         # Slurm's own process of the step was cut off, too, and tries now and then to report its end.
         wait_until(lambda: not hosts.processes("slurmstepd"), "the end of the step", 180)
@@ -99,7 +101,7 @@ def test_the_others_go_on_without_a_lost_node(hosts: Hosts, work: Path, how: str
 def test_a_job_whose_first_node_is_lost_is_queued_again_and_goes_on(hosts: Hosts, work: Path) -> None:
     """The script ran there, and torchrun's agents met there. It starts when there are three nodes again."""
     job = start(hosts, work)
-    lose_power(hosts, "host1")
+    end_host(hosts, "host1")
     try:
         wait_until(lambda: " Restarts=1 " in hosts.run(["scontrol", "show", "job", job]).out, "back in the queue", 120)
     finally:
@@ -123,7 +125,7 @@ def test_ranks_that_srun_started_itself_end_with_a_lost_node(hosts: Hosts, work:
     keys = "++use_horovod 1 ++num_epochs 100000 ++watchdog_timeout 20"
     started = hosts.start(f"srun --no-kill -N3 -n3 python -m hvdtrain config.py {keys}", folder=work)
     wait_for(work / "exp" / "model.001.pt", started)
-    lose_power(hosts, "host2")
+    end_host(hosts, "host2")
     try:
         finished = started.finish(200)
     finally:

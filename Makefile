@@ -1,7 +1,7 @@
 # make train   train a model on two Horovod ranks (about five minutes on two cores)
 # make check   formatting, lint, types, and the tests that start no other program: about a minute
-# make test    all tests
-# make test-cluster   the tests on several hosts and Slurm, as root
+# make test    the tests: what is learned, read, written and printed, on one rank and on several
+# make test-launchers   the tests of launchers, stops, faults and restarts, on this host and, as root, on several with Slurm
 # make test-gpu   the tests that need a CUDA device; skipped with a line where there is none
 # make test-soak   tests of rare failures, repeated many times, and what make test proves on fewer ranks or with fewer launchers
 # Every target first sets up the environment if it is missing; see tools/setup.sh.
@@ -26,7 +26,7 @@ export PYTHONDONTWRITEBYTECODE =
 # Three workers: tests that wait for processes leave a core idle.
 PYTEST = $(PYTHON_OF_VENV) -m pytest -n 3 --dist loadscope --durations 10
 
-.PHONY: setup setup-tests data train test test-cluster test-gpu test-soak check format docs benchmark benchmark-data clean
+.PHONY: setup setup-tests data train test test-launchers test-gpu test-soak check format docs benchmark benchmark-data clean
 
 setup:
 	@bash tools/setup.sh
@@ -59,11 +59,12 @@ train: data
 		++model exp/g2p-short/model ++log exp/g2p-short/train.log
 
 test: setup data $(RETURNN_DEMOS)
-	$(PYTEST)
+	$(PYTEST) --ignore tests/launchers
 
-# On three hosts with Slurm, all simulated on this machine; skipped with a reason if these cannot be set up.
-test-cluster: setup setup-tests
-	$(PYTEST) tests/cluster -m cluster -rs
+# Also on three hosts with Slurm, all simulated on this machine; these are skipped with a reason if they cannot be set up. Most
+# tests wait for processes, hence a fourth worker; an empty -m includes the tests marked cluster.
+test-launchers: setup setup-tests
+	$(PYTEST) -n 4 tests/launchers tests/cluster -m "" -rs
 
 test-gpu: setup
 	$(PYTHON_OF_VENV) -m pytest -m gpu -rs tests/learner/test_gpu.py

@@ -4,7 +4,9 @@
 A training on several ranks of this host runs until the fault happens. The job has ended when its launcher and all of its ranks
 are gone, and so that no process outlives a fault unnoticed, the table says how many ranks were left after --patience seconds.
 Launchers that start ranks again (docs/elastic.md) have columns of their own: there, a job that goes on has done so when all ranks
-that it has now have begun a step.
+that it has now have begun a step. srun has columns inside a job of Slurm that has one node:
+
+    salloc -N1 -n3 python benchmarks/faults.py --launchers srun
 """
 
 from __future__ import annotations
@@ -98,6 +100,11 @@ def launchers(ranks: int) -> dict[str, Launcher]:
     if shutil.which("mpirun") and has_horovod:
         mpirun = ["mpirun", "-np", str(ranks), "--bind-to", "none", "--oversubscribe", sys.executable]
         found["mpirun, Horovod"] = Launcher(lambda _: mpirun, ("++use_horovod", "1"))
+    if shutil.which("srun") and "SLURM_JOB_ID" in os.environ and has_horovod:
+        for option in ("--mpi=pmix", "--mpi=none"):
+            srun = ["srun", "-K", option, "-n", str(ranks), sys.executable]
+            name = f"`srun -K {option}`"
+            found[name] = Launcher(lambda _, srun=srun: srun, ("++use_horovod", "1"))
     found["torchrun"] = Launcher(lambda _: agent, ("++torch_distributed", "{}"))
     found[f"`++ngpu {ranks}`"] = Launcher(lambda _: [sys.executable], local)
     again = [*agent, "--max-restarts", "3"]

@@ -133,7 +133,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             file = nodeid.split("::")[0]
             if shares_trainings(nodeid):
                 return "trainings"
-            return nodeid if "/cluster/" in file or "/ranks/" in file else file
+            return nodeid if Path(file).parent.name in ("ranks", "launchers", "cluster") else file
 
         def _assign_work_unit(self, node: Any) -> None:
             self.workqueue.move_to_end(min(self.workqueue, key=waits), last=False)

@@ -1,4 +1,4 @@
-"""The rest of the table of launchers and faults in docs/elastic.md: what tests/ranks/test_elastic.py does not prove already."""
+"""The rest of the table of launchers and faults in docs/elastic.md: what tests/launchers/test_elastic.py does not prove already."""
 
 import os
 import re
@@ -122,7 +122,7 @@ def test_a_signal_to_torchrun_stops_with_a_checkpoint(corpus: Path, tmp_path: Pa
 
 
 def test_ctrl_c_to_ngpu_stops_with_a_checkpoint(corpus: Path, tmp_path: Path, config: Path) -> None:
-    """SIGTERM: tests/ranks/test_elastic.py."""
+    """SIGTERM: tests/launchers/test_elastic.py."""
     keys = keys_of(corpus, tmp_path, **LONG)
     ended = stop(command(config, {**keys, "ngpu": 2, "max_restarts": 2}), tmp_path / "trace", signal.SIGINT, 2)
     assert ended.status == 130, ended.err

@@ -44,7 +44,7 @@ def test_a_rank_that_hangs_ends_the_job_and_shows_where(corpus: Path, tmp_path: 
 
 @pytest.mark.again
 def test_a_rank_that_is_stopped_ends_the_job_and_nothing_is_left(corpus: Path, tmp_path: Path) -> None:
-    """Under other launchers: tests/ranks/test_torch_launch.py, tests/cluster/test_failures.py."""
+    """Under other launchers: tests/launchers/test_torch_launch.py, tests/cluster/test_failures.py."""
     finished, seconds = run_with_fault(corpus, tmp_path, fault="SIGSTOP,1,5", watchdog_timeout=10)
     assert seconds < 10 + PATIENCE
     assert finished.status != 0
@@ -53,7 +53,7 @@ def test_a_rank_that_is_stopped_ends_the_job_and_nothing_is_left(corpus: Path, t
 
 
 def test_an_error_in_a_callback_in_param_mode_ends_the_job_too(corpus: Path, tmp_path: Path) -> None:
-    """One in train_step, where gradients are exchanged: tests/ranks/test_elastic.py."""
+    """One in train_step, where gradients are exchanged: tests/launchers/test_elastic.py."""
     finished, seconds = run_with_fault(
         corpus, tmp_path, fault="callback,0,5", horovod_reduce_type="param", horovod_param_sync_step=100
     )

@@ -120,7 +120,10 @@ def _open(settings: Settings, purpose: Purpose, comm: Communicator, stack: ExitS
     heartbeats = None
     if comm.size > 1 and purpose != "measure":
         heartbeats = meet(
-            comm.rank, names_of_this_host() if comm.rank == 0 else (), lambda contact: comm.gather(contact, name="watchdog")
+            comm.rank,
+            names_of_this_host() if comm.rank == 0 else (),
+            lambda contact: comm.gather(contact, name="watchdog"),
+            together=not is_elastic(launch.environment()),
         )
     watchdog = stack.enter_context(Watchdog(patience, comm.rank, heartbeats, ending()))
     feeds = _open_data(settings, purpose, comm, watchdog, stack)

@@ -27,6 +27,12 @@ MANY = 200
 SILENT = 5.0
 """A rank of which nothing has been heard for this many seconds (or this many of its intervals) gives no sign of life."""
 
+SECONDS_FOR_LAUNCHERS = 3.0
+"""How long a rank waits for one that has ended. Most launchers, and most transports, end it sooner; srun with MPI does not."""
+
+SECONDS_TO_REFUSE = 0.05
+"""How long a host has to say that nobody listens on a port."""
+
 SECONDS_FOR_DAEMONS = 10.0
 """How long mpirun has to end a job that hangs."""
 
@@ -39,8 +45,8 @@ WAITS_IN = ("/horovod/", "/hvdtrain/comm/", "/torch/distributed/", "/torch/cuda/
 STACK_SIGNAL = signal.SIGRTMIN + 7
 """On this signal, a process under a watchdog prints its stack: also if it holds Python's lock, so that no thread can do it."""
 
-ENDED = "ended"
-"""What a rank sends that ends in an orderly way."""
+ENDED, FAILED = "ended", "failed"
+"""What a rank sends that ends in an orderly way, or because of an error."""
 
 
 @dataclass(frozen=True)
@@ -86,30 +92,40 @@ class Verdict:
     Attributes:
         hanging: the ranks that wait for no other one.
         silent: the ranks that give no sign of life.
+        gone: the ranks that have ended while others wait for them.
         ends: no rank is waited for any longer.
     """
 
     hanging: tuple[int, ...] = ()
     silent: tuple[int, ...] = ()
+    gone: tuple[int, ...] = ()
     ends: bool = False
 
 
-def judge(signs: Mapping[int, Sign], silent: Collection[int]) -> Verdict | None:
-    """Who hangs; None: no rank is overdue.
+def waits_long(sign: Sign) -> bool:
+    """Whether a rank has waited for others for so long that it will not get on if one of them has ended."""
+    return sign.waits and sign.idle > SECONDS_FOR_LAUNCHERS
 
-    Ranks that give no sign of life come first; then those that wait for no other rank, and of these the ones that are furthest
-    behind, as GPUs let a rank run ahead of a collective. If all ranks wait, any of them may hang.
+
+def judge(signs: Mapping[int, Sign], silent: Collection[int], gone: Collection[int] = ()) -> Verdict | None:
+    """Who hangs; None: no rank is overdue, and none waits for one that has ended.
+
+    Ranks that have ended come first; then those that give no sign of life; then those that wait for no other rank, and of these
+    the ones that are furthest behind, as GPUs let a rank run ahead of a collective. If all ranks wait, any of them may hang.
 
     Args:
         signs: by rank.
         silent: the ranks whose sign is old.
+        gone: the ranks that have ended.
 
     >>> waits, works = Sign("step 5", 20.0, 6, True, True), Sign("step 5", 20.0, 6, False, False)
     >>> judge({0: waits, 1: works, 2: waits}, ()), judge({0: waits, 1: waits}, {1})
-    (Verdict(hanging=(1,), silent=(), ends=False), Verdict(hanging=(), silent=(1,), ends=False))
-    >>> judge({0: works, 1: works}, ()) is None
-    True
+    (Verdict(hanging=(1,), silent=(), gone=(), ends=False), Verdict(hanging=(), silent=(1,), gone=(), ends=False))
+    >>> judge({0: waits, 1: works}, (), {2}), judge({0: works, 1: works}, (), {2}) is None
+    (Verdict(hanging=(), silent=(), gone=(2,), ends=True), True)
     """
+    if gone and any(waits_long(sign) for sign in signs.values()):
+        return Verdict(gone=tuple(sorted(gone)), ends=True)
     heard = {rank: sign for rank, sign in signs.items() if rank not in silent}
     if not any(sign.overdue for sign in heard.values()):
         return None
@@ -140,13 +156,16 @@ class Heartbeats:
     Args:
         contacts: of all ranks, by rank.
         udp: the socket; None: there are no others, or they cannot be heard.
+        together: whether a rank ends if another one has ended; False: a launcher connects those that are left anew.
     """
 
     rank: int
     contacts: Sequence[Contact] = ()
     udp: socket.socket | None = None
+    together: bool = True
     _heard: dict[int, _Heard] = field(default_factory=dict)  # on rank 0
     _ended: set[int] = field(default_factory=set)
+    _gone: set[int] = field(default_factory=set)  # because of an error, or killed
     _answered: float | None = None  # when rank 0 was last heard, on the others
     _answer: Verdict | None = None
     _addresses: list[tuple[str, int]] = field(default_factory=list)  # of rank 0, the one that answered alone once one has
@@ -160,7 +179,7 @@ class Heartbeats:
     @property
     def decides(self) -> bool:
         """Whether this rank judges: it is rank 0, or rank 0 is not heard."""
-        return self.rank == 0 or self.udp is None or self._answered is None or self._rank_0_is_silent()
+        return self.rank == 0 or self.udp is None or self._answered is None or 0 in self._gone or self._rank_0_is_silent()
 
     def _rank_0_is_silent(self) -> bool:
         return self._answered is not None and time.monotonic() - self._answered > SILENT * self.interval
@@ -188,6 +207,8 @@ class Heartbeats:
             if self.rank == 0 and what == ENDED:
                 self._heard.pop(sender, None)
                 self._ended.add(sender)
+            elif what == FAILED and sender != self.rank:
+                self._gone.add(sender)
             elif self.rank == 0:
                 self._heard[sender] = _Heard(Sign(**what), time.monotonic(), address)
                 self._send(self._told and asdict(self._told), address)
@@ -195,15 +216,15 @@ class Heartbeats:
                 self._answered, self._answer = None, None
             else:
                 self._answered, self._addresses = time.monotonic(), [address]
-                self._answer = what and Verdict(tuple(what["hanging"]), tuple(what["silent"]), what["ends"])
+                self._answer = what and Verdict(tuple(what["hanging"]), tuple(what["silent"]), tuple(what["gone"]), what["ends"])
         except (ValueError, TypeError, KeyError, IndexError):  # of somebody else
             return
 
-    def tell(self, sign: Sign | None) -> None:
-        """Send rank 0 a sign of life; None: this rank ends in an orderly way, of which rank 0 tells the others."""
-        what = ENDED if sign is None else asdict(sign)
+    def tell(self, sign: Sign | str) -> None:
+        """Send rank 0 a sign of life, or ENDED or FAILED, of which rank 0 tells the others."""
+        what = sign if isinstance(sign, str) else asdict(sign)
         if self.rank == 0:
-            for heard in list(self._heard.values()) if sign is None else ():
+            for heard in list(self._heard.values()) if isinstance(sign, str) else ():
                 self._send(what, heard.address)
             return
         if self.udp is None:
@@ -233,11 +254,22 @@ class Heartbeats:
         """Why the job makes no progress, as far as it is known here; None: it makes progress."""
         if not self.decides:
             return self._answer
+        self._look_for_gone()
+        gone = self._gone if self.together else ()
         if self.rank == 0:
-            return judge(self._signs(own), self._silent())
-        if self._rank_0_is_silent() and own.overdue:
+            return judge(self._signs(own), self._silent(), gone)
+        if self._rank_0_is_silent() and own.overdue and 0 not in gone:
             return Verdict(silent=(0,))
-        return judge({self.rank: own}, ())
+        return judge({self.rank: own}, (), gone)
+
+    def _look_for_gone(self) -> None:
+        """Find out which silent ranks have ended without a word: their hosts answer that nobody listens any more."""
+        if self.rank == 0:
+            for rank in sorted(self._silent() & self._heard.keys() - self._gone)[:SHOWN]:
+                if _refused(self._heard[rank].address):
+                    self._gone.add(rank)
+        elif 0 not in self._gone and self._rank_0_is_silent() and len(self._addresses) == 1 and _refused(self._addresses[0]):
+            self._gone.add(0)
 
     def tell_all(self, verdict: Verdict | None) -> None:
         """On rank 0: tell the others the verdict, at once and with every answer from now on."""
@@ -266,8 +298,12 @@ class Heartbeats:
 
     def describe(self, verdict: Verdict, own: Sign) -> str | None:
         """The verdict in words; None: there is nothing to say beside what the ranks say of themselves."""
-        if len(self.contacts) < 2 or (not verdict.silent and (self.rank != 0 or not self._heard)):
+        if len(self.contacts) < 2 or (not verdict.silent and not verdict.gone and (self.rank != 0 or not self._heard)):
             return None
+        if verdict.gone:
+            return "; ".join(f"rank {rank} on {self.contacts[rank].host} has ended" for rank in verdict.gone[:SHOWN]) + (
+                f": the other ranks wait for {'it' if len(verdict.gone) == 1 else 'them'} in vain, and end, too"
+            )
         signs = self._signs(own)
         if verdict.silent:
             return "; ".join(self._of_silent(rank) for rank in verdict.silent[:SHOWN])
@@ -324,12 +360,13 @@ class Heartbeats:
             end_daemon_later(SECONDS_FOR_DAEMONS)
 
 
-def meet(rank: int, names: Sequence[str], gather: Callable[[Contact], list[Contact]]) -> Heartbeats:
+def meet(rank: int, names: Sequence[str], gather: Callable[[Contact], list[Contact]], together: bool = True) -> Heartbeats:
     """Collective. Exchange addresses with the watchdogs of the other ranks.
 
     Args:
         names: names and addresses of this host.
         gather: gives every rank's value, by rank.
+        together: see `Heartbeats`.
     """
     udp = _socket()
     port = None if udp is None else udp.getsockname()[1]
@@ -337,7 +374,20 @@ def meet(rank: int, names: Sequence[str], gather: Callable[[Contact], list[Conta
     if udp is not None and contacts[0].port is None:
         udp.close()
         udp = None
-    return Heartbeats(rank, contacts, udp)
+    return Heartbeats(rank, contacts, udp, together)
+
+
+def _refused(address: tuple[str, int]) -> bool:
+    """Whether a host says that nobody listens on a port. A process that is stopped still does, and a lost host says nothing."""
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.settimeout(SECONDS_TO_REFUSE)
+        probe.connect(address)
+        probe.send(b"null")  # which `_take` ignores
+        try:
+            probe.recv(1)
+        except ConnectionRefusedError:
+            return True
+    return False
 
 
 def _socket() -> socket.socket | None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Literal
 
-from hvdtrain.runtime.heartbeats import STACK_SIGNAL, WAITS_IN, Heartbeats, Sign, Verdict
+from hvdtrain.runtime.heartbeats import ENDED, FAILED, STACK_SIGNAL, WAITS_IN, Heartbeats, Sign, Verdict, waits_long
 
 Phase = Literal["start-up", "steps", "evaluation", "saving"]
 """What a rank is busy with. Each takes its own time."""
@@ -120,7 +120,7 @@ class Watchdog:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._done.set()
-        self._heartbeats.tell(None)
+        self._heartbeats.tell(ENDED if error is None else FAILED)
 
     def _watch(self) -> None:
         looked = time.monotonic()
@@ -170,6 +170,8 @@ class Watchdog:
             faulthandler.dump_traceback(all_threads=True)
         if decides:
             self._heartbeats.tell_all(replace(verdict, ends=ends))
+        if verdict.gone and not waits_long(own):  # it has something to do yet
+            return
         if ends and not self._done.is_set():
             if self._rank in verdict.hanging:
                 os._exit(self._ending.hung)

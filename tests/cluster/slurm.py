@@ -38,7 +38,6 @@ SchedulerParameters=sched_interval=1,batch_sched_delay=0
 SlurmdParameters=config_overrides
 MpiDefault=none
 ReturnToService=2
-KillWait=3
 SlurmdTimeout=10
 MessageTimeout=10
 """

@@ -13,12 +13,13 @@ from launching import ROOT
 from thread_ranks import on_ranks
 
 from hvdtrain.runtime import heartbeats
-from hvdtrain.runtime.heartbeats import Heartbeats, Sign, Verdict, judge, meet
+from hvdtrain.runtime.heartbeats import ENDED, FAILED, Heartbeats, Sign, Verdict, judge, meet
 from hvdtrain.runtime.processes import Process
 
 PATIENCE = 60.0
 FINE = Sign("epoch 1, step 5", 0.1, 6, False, False)
 WAITS = Sign("epoch 1, step 5", 20.0, 6, True, True)
+JUST_WAITS = Sign("epoch 1, step 5", 4.0, 6, True, False)
 HANGS = Sign("epoch 1, step 5", 20.0, 6, False, True)
 
 
@@ -73,17 +74,48 @@ def test_a_rank_of_which_nothing_is_heard_is_named(ranks: list[Heartbeats], monk
 
 def test_a_rank_that_has_ended_is_not_missed(ranks: list[Heartbeats], monkeypatch: pytest.MonkeyPatch) -> None:
     until(ranks, [FINE, FINE, FINE], {0: None, 1: None, 2: None})
-    ranks[2].tell(None)
+    ranks[2].tell(ENDED)
     ranks[0].listen(0.2)
     monkeypatch.setattr(heartbeats, "SILENT", 0.5)
     time.sleep(0.6)
     until(ranks, [HANGS, FINE, None], {0: Verdict((0,))})
-    ranks[0].tell(None)
+    ranks[0].tell(ENDED)
     deadline = time.monotonic() + PATIENCE
     while not ranks[1].decides:
         assert time.monotonic() < deadline
         ranks[1].listen(0.1)
     assert ranks[1].conclude(HANGS) == Verdict((1,))
+
+
+def test_a_rank_that_has_failed_is_not_waited_for(ranks: list[Heartbeats]) -> None:
+    until(ranks, [FINE, FINE, FINE], {0: None, 1: None, 2: None})
+    ranks[1].tell(FAILED)
+    until(ranks, [FINE, None, FINE], {0: None, 2: None})  # nobody waits
+    gone = Verdict(gone=(1,), ends=True)
+    until(ranks, [FINE, None, JUST_WAITS], {0: gone, 2: gone})
+    text = f"rank 1 on {socket.gethostname()} has ended: the other ranks wait for it in vain, and end, too"
+    assert ranks[0].describe(gone, FINE) == text
+    ranks[0].tell(FAILED)
+    deadline = time.monotonic() + PATIENCE
+    while not ranks[2].decides:
+        assert time.monotonic() < deadline
+        ranks[2].listen(0.1)
+    assert ranks[2].conclude(FINE) is None
+    assert ranks[2].conclude(JUST_WAITS) == Verdict(gone=(0,), ends=True)
+
+
+def test_a_rank_that_ended_without_a_word_is_not_waited_for(ranks: list[Heartbeats], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its port tells. One that is stopped has it, still."""
+    until(ranks, [FINE, FINE, FINE], {0: None, 1: None, 2: None})
+    monkeypatch.setattr(heartbeats, "SILENT", 0.5)
+    ranks[1].close()
+    gone = Verdict(gone=(1,), ends=True)
+    until(ranks, [JUST_WAITS, None, FINE], {0: gone, 2: gone})
+    ranks[0].together = False
+    assert ranks[0].conclude(JUST_WAITS) is None
+    ranks[0].close()
+    time.sleep(0.6)
+    assert ranks[2].conclude(JUST_WAITS) == Verdict(gone=(0,), ends=True)
 
 
 def test_what_others_send_is_no_concern_of_theirs(ranks: list[Heartbeats]) -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from hvdtrain.errors import DataError, HvdtrainError
@@ -25,7 +26,8 @@ Question = TypeVar("Question")
 class Workers(Generic[Question]):
     """Processes that all do the same work. They are forked: start them before other threads and the GPU are in use.
 
-    They end when they are closed, or when this process ends in any way, which closes their pipes.
+    They end when `close` tells them to, or when this process ends in any way, which closes their pipes. To close its end of the
+    pipes alone would not be enough: processes that were forked later have copies of it.
 
     Args:
         work: returns the answer to a question. Both are pickled.
@@ -95,6 +97,8 @@ class Workers(Generic[Question]):
             return
         atexit.unregister(self.close)
         for pipe in self._pipes:
+            with suppress(OSError):  # the process is gone
+                pipe.send(None)
             pipe.close()
         for process in self._processes:
             process.join(timeout=5)
@@ -125,7 +129,7 @@ class WorkerDied(RuntimeError):
 
 
 def _answer(work: Callable[[Any], Any], pipe: Connection, inherited: list[Connection]) -> None:
-    """The main function of a worker process. It returns when the other end of the pipe is closed."""
+    """The main function of a worker process. It returns when None comes, or when the other end of the pipe is closed."""
     # These signals reach all processes of a training; the main process saves a checkpoint and then ends the workers.
     for stopping in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(stopping, signal.SIG_IGN)
@@ -135,6 +139,8 @@ def _answer(work: Callable[[Any], Any], pipe: Connection, inherited: list[Connec
         try:
             question = pipe.recv()
         except (EOFError, OSError):
+            return
+        if question is None:
             return
         try:
             answer = ("value", work(question))

@@ -17,6 +17,7 @@ from launching import ROOT
 from hvdtrain.data.combine.map import MapDataset
 from hvdtrain.data.combine.meta import tag_blocks
 from hvdtrain.data.combine.union import FilesDataset
+from hvdtrain.data.combine.workers import Workers
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.formats.synthetic import SYMBOLS, answers
 from hvdtrain.data.hdf.writer import HDFWriter
@@ -361,6 +362,20 @@ def test_workers_do_the_work_and_end(tmp_path: Path) -> None:
     for process in found:
         with pytest.raises(ProcessLookupError):
             os.kill(process, 0)
+
+
+def test_workers_end_at_once_while_processes_live_that_were_forked_later() -> None:
+    """Those keep the pipes open whose closing would end them."""
+    both = [Workers[int](1, lambda number: number + 1) for _ in range(2)]
+    for workers in both:
+        workers.start()
+    processes = [process for workers in both for process in workers._processes]
+    began = time.monotonic()
+    for workers in both:
+        assert workers.results([1]) == [2]
+        workers.close()
+    assert time.monotonic() - began < 4.5
+    assert [process.exitcode for process in processes] == [0, 0]
 
 
 def test_a_worker_that_dies_is_told(tmp_path: Path) -> None:

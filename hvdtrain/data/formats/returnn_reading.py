@@ -51,7 +51,7 @@ class OpenedDataset:
         if self._dense:  # some datasets read ahead, and would go on where they were
             self._asked("whose epoch can end", self._dataset.finish_epoch)
         self._asked(f"whose epoch {epoch} can begin", lambda: self._dataset.init_seq_order(epoch))
-        self._dense = {key: not self._dataset.is_data_sparse(key) for key in self._keys()}
+        self._dense = {key: self._is_dense(key) for key in self._keys()}
 
     def num_sequences(self) -> int | None:
         """The number of sequences of the epoch; None if RETURNN does not know it."""
@@ -70,12 +70,17 @@ class OpenedDataset:
         dims: dict[str, int] = {}
         labels = dict(self._dataset.labels or {})
         for key, dense in self._dense.items():
-            dim = int(self._dataset.get_data_dim(key) or 0)
             names: Sequence[Any] = labels.get(key) or ()
+            if dense and not names:
+                continue
+            dim = int(self._dataset.get_data_dim(key) or 0)
             if not dense and dim > 1:  # RETURNN gives 1 if it does not know
                 dims[key] = dim
             if len(names) == dim and list(names) != ["dummy-label"]:
-                found[key] = [name.decode("utf-8") if isinstance(name, bytes) else str(name) for name in names]
+                # A label may be a byte of a character.
+                found[key] = [
+                    name.decode("utf-8", "backslashreplace") if isinstance(name, bytes) else str(name) for name in names
+                ]
         return found, dims
 
     def streams(self, arrays: Mapping[str, Array]) -> dict[str, Stream]:
@@ -115,6 +120,11 @@ class OpenedDataset:
 
     def _keys(self) -> list[str]:
         return sorted(self._asked("that tells its data keys", self._dataset.get_data_keys))
+
+    def _is_dense(self, key: str) -> bool:
+        """Some datasets describe texts by a dict, about which RETURNN's own method raises an exception."""
+        described = (self._dataset.num_outputs or {}).get(key)
+        return not (described.get("sparse", False) if isinstance(described, dict) else self._dataset.is_data_sparse(key))
 
     def _item(self, number: int) -> Item | None:
         if not self._dataset.is_less_than_num_seqs(number):

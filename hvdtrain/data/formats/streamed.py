@@ -209,9 +209,9 @@ class Reader:
         with self._lock:
             [repeats] = self._pool.results([("matches", 1, dict(enumerate(checksums[:AGAIN])), False)])
         places = sorted({count // 3, count // 2, count - 2})
-        jumps = {place: checksums[place] for place in places if place > 0}
-        # Of fewer sequences than that, nothing is gained by leaving some out.
-        skips = self.source.can_skip and repeats and count > AGAIN and self._ask("matches", 1, jumps, True)
+        jumps = {place: checksums[place] for place in places}
+        # Many datasets load the first sequence when an epoch begins: only before the third one, something can be left out.
+        skips = self.source.can_skip and repeats and places[0] > 1 and self._ask("matches", 1, jumps, True)
         about = replace(about, repeats=repeats, skips=skips)
         told, tags = self._ask("order", 1), self._ask("all_tags")
         if (

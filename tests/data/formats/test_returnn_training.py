@@ -6,8 +6,7 @@ import pickle
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from io import BytesIO
 from pathlib import Path
@@ -18,84 +17,21 @@ import numpy
 import pytest
 from launching import TOY
 from returnn.config import Config, get_global_config, set_global_config
-from returnn.datasets.basic import init_dataset
 from returnn.datasets.hdf import NextGenHDFDataset
+from returnn_epochs import assert_equal, by_returnn, hdf, opened, read
 from trainings import Run, Trained, assert_same, trains
 
 from hvdtrain.comm.base import SingleCommunicator
-from hvdtrain.data.dataset import Dataset, Scanning
 from hvdtrain.data.feed import Feed, feed_lines
 from hvdtrain.data.formats.found_lengths import identity_of
-from hvdtrain.data.formats.returnn_reading import in_one_process
-from hvdtrain.data.formats.returnn_stream import ReturnnDataset
-from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.data.kinds import BY_RETURNN, KINDS, OWN
 from hvdtrain.data.plan.epoch import BatchKeys
-from hvdtrain.data.sources import OpeningContext, open_dataset, parse
+from hvdtrain.data.sources import open_dataset, parse
 from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.session import open_feeds
 from hvdtrain.settings import read_settings
 
-Item = tuple[str, dict[str, Any]]
 WORDS = "eins zwei drei vier".split()
-
-
-def by_returnn(options: dict[str, Any], epoch: int) -> list[Item]:
-    """An epoch's sequences, as RETURNN itself reads them in this process."""
-    ReturnnDataset({"class": "Task12AXDataset", "num_seqs": 1}).begin_epoch(1)  # sets up what RETURNN wants to find
-    if options["class"] == "DistributeFilesDataset":
-        options = in_one_process(options)  # its process would need what is in RETURNN's global config by now
-    dataset = init_dataset(options)
-    dataset.init_seq_order(epoch)
-    items = []
-    while dataset.is_less_than_num_seqs(len(items)):
-        number = len(items)
-        dataset.load_seqs(number, number + 1)
-        items.append((dataset.get_tag(number), {key: dataset.get_data(number, key) for key in dataset.get_data_keys()}))
-    return items
-
-
-@contextmanager
-def opened(value: dict[str, Any], folder: Path | None = None, scans: list[str] | None = None, size: int = 1) -> Iterator[Dataset]:
-    """The dataset, as a training opens it. `scans` gets what is read for its lengths."""
-
-    @contextmanager
-    def progress(what: str, total: int | None) -> Iterator[Callable[[int], None]]:
-        if scans is not None:
-            scans.append(what)
-        yield lambda number: None
-
-    spec, problems = parse("train", value, {})
-    assert spec is not None, problems
-    dataset = open_dataset(spec, OpeningContext(scanning=Scanning(folder, 0, size, progress)))
-    try:
-        yield dataset
-    finally:
-        dataset.close()
-
-
-def read(
-    dataset: Dataset, epoch: int, rank: int = 0, size: int = 1, position: int = 0, order: dict[str, Any] | None = None
-) -> list[Item]:
-    """What training on a rank sees in an epoch from some batch on, in the dataset's own order or by the keys of one."""
-    spec, _ = parse("train", {"class": "Task12AXDataset", "num_seqs": 1, **(order or {})}, {})
-    assert spec is not None
-    feed = Feed("train", dataset, spec.order, BatchKeys(max_seqs=3), rank, size)
-    items = []
-    with feed.read(feed.share(feed.plan(epoch), position), epoch) as batches:
-        for batch in batches:
-            assert batch.seq_tags is not None
-            for row, tag in enumerate(batch.seq_tags()):
-                items.append((tag, {key: padded.values[row, : padded.seq_lens[row]] for key, padded in batch.data.items()}))
-    return items
-
-
-def assert_equal(ours: list[Item], theirs: list[Item]) -> None:
-    assert [tag for tag, _ in ours] == [tag for tag, _ in theirs]
-    for (tag, one), (_, other) in zip(ours, theirs, strict=True):
-        assert one.keys() == other.keys()
-        for key, values in other.items():
-            assert one[key].reshape(-1).tolist() == numpy.asarray(values).reshape(-1).tolist(), (tag, key)
 
 
 def lm(folder: Path) -> dict[str, Any]:
@@ -142,14 +78,6 @@ def ogg_zip(folder: Path) -> dict[str, Any]:
     return {"class": "OggZipDataset", "path": str(folder / "corpus.zip"), "audio": audio_keys, "targets": targets} | {
         "seq_ordering": "laplace:.3"
     }
-
-
-def hdf(folder: Path, name: str = "a", first: int = 0, count: int = 20) -> str:
-    with HDFWriter(folder / f"{name}.hdf", overwrite=True) as writer:
-        for number in range(first, first + count):
-            frames = numpy.full((1 + number % 5, 2), number, "float32")
-            writer.add(f"seq-{number}", {"data": frames, "classes": numpy.arange(number % 3 + 1, dtype="int32")})
-    return str(folder / f"{name}.hdf")
 
 
 def noisy(sequence: Any, *, rng: numpy.random.RandomState, **_: object) -> Any:
@@ -479,8 +407,14 @@ def test_every_dataset_of_returnn_is_known() -> None:
     found: set[str] = set()
     while more := {name for name, own in bases.items() if own & {"Dataset", *found}} - found:
         found |= more
-    parts = {"CachedDataset", "CachedDataset2", "DatasetWithTimeContext", "GeneratingDataset", "SingleStreamPipeDataset"}
-    parts |= {"SprintDatasetBase", "StereoDataset"}
+    parts = {
+        "CachedDataset",
+        "CachedDataset2",
+        "GeneratingDataset",
+        "SingleStreamPipeDataset",
+        "SprintDatasetBase",
+        "StereoDataset",
+    }
     assert found - parts - {*KINDS, *OWN, *BY_RETURNN, "MultiProcDataset"} == set()
 
 

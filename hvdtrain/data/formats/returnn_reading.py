@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import inspect
 import logging
+import math
 import sys
 import time
 import traceback
@@ -17,6 +18,7 @@ from typing import Any
 
 import numpy
 
+from hvdtrain.data.combine.workers import ThreadErrors, ThreadFailed
 from hvdtrain.data.dataset import Item
 from hvdtrain.data.types import Array, Stream
 from hvdtrain.errors import DataError
@@ -45,12 +47,13 @@ class OpenedDataset:
         init_dataset = _returnn()
         self._dataset = self._asked("that it can open", lambda: init_dataset(dict(options)))
         self._dense: dict[str, bool] = {}
+        self._in_epoch = False
 
     def begin(self, epoch: int) -> None:
         """Begin an epoch (counted from 1), also one that had begun before. Raises: DataError."""
-        if self._dense:  # some datasets read ahead, and would go on where they were
-            self._asked("whose epoch can end", self._dataset.finish_epoch)
+        self._finish()
         self._asked(f"whose epoch {epoch} can begin", lambda: self._dataset.init_seq_order(epoch))
+        self._in_epoch = True
         self._dense = {key: self._is_dense(key) for key in self._keys()}
 
     def num_sequences(self) -> int | None:
@@ -59,6 +62,11 @@ class OpenedDataset:
             return int(self._dataset.num_seqs)
         except Exception:  # how RETURNN says that it does not know; the class of the exception depends on the dataset
             return None
+
+    def is_endless(self) -> bool:
+        """Whether an epoch has no end, if RETURNN tells."""
+        # This class takes over the number of sequences of another dataset, and tells none.
+        return type(self._dataset).__name__ == "AnythingDataset" or self._dataset.estimated_num_seqs == math.inf
 
     def num_parts(self) -> int:
         """The number of parts that the outermost dict cuts a full epoch into."""
@@ -95,7 +103,10 @@ class OpenedDataset:
 
     def item(self, number: int) -> Item | None:
         """The epoch's sequence of this number, in ascending order only; None at its end. Raises: DataError."""
-        return self._asked(f"that can be read at sequence {number}", partial(self._item, number))  # type: ignore[no-any-return]
+        item: Item | None = self._asked(f"that can be read at sequence {number}", partial(self._item, number))
+        if item is None:
+            self._finish()
+        return item
 
     def order(self) -> Array | None:
         """The epoch's sequences as indices in the whole corpus, if RETURNN tells them before they are read."""
@@ -118,6 +129,12 @@ class OpenedDataset:
         except Exception:
             return None
 
+    def _finish(self) -> None:
+        """End the epoch. Some datasets read ahead, and would go on where they were; some wait for a thread that may fail."""
+        if self._in_epoch:
+            self._in_epoch = False
+            self._asked("whose epoch can end", self._dataset.finish_epoch)
+
     def _keys(self) -> list[str]:
         return sorted(self._asked("that tells its data keys", self._dataset.get_data_keys))
 
@@ -138,11 +155,13 @@ class OpenedDataset:
         try:
             return question()
         except Exception as error:
-            place = traceback.extract_tb(error.__traceback__)[-1]
-            said = f"{type(error).__name__}{f': {error}' if str(error) else ''}"
-            raise DataError(
-                f"{self.name}: expected a dataset {what}, got {said} in {place.filename}, line {place.lineno}"
-            ) from error
+            raise DataError(f"{self.name}: expected a dataset {what}, got {_said(error)}") from error
+
+
+def _said(error: BaseException) -> str:
+    """What RETURNN said, and where."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}{f': {error}' if str(error) else ''} in {place.filename}, line {place.lineno}"
 
 
 def in_one_process(value: Any) -> Any:
@@ -246,9 +265,16 @@ class Reading:
         self._options = options
         self._opened: OpenedDataset | None = None
         self._epoch = self._next = 0
+        self._thread_errors = ThreadErrors()
 
     def __call__(self, question: Question) -> Any:
-        return getattr(self, question[0])(*question[1:])
+        try:
+            with self._thread_errors.raised():
+                return getattr(self, question[0])(*question[1:])
+        except ThreadFailed as failed:
+            error = failed.__cause__ or failed
+            name = f"{self._options['class']} of RETURNN"
+            raise DataError(f"{name}: expected a dataset whose threads can read it, got {_said(error)}") from error
 
     def about(self, epoch: int) -> tuple[str, int, dict[str, Stream]]:
         """The dataset's name, into how many parts it cuts a full epoch, and its streams."""
@@ -332,12 +358,18 @@ class Reading:
 
             # Some of RETURNN's datasets start processes, which Python denies to those of multiprocessing that are daemons.
             multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+            self._thread_errors.watch()
             self._opened = OpenedDataset(in_one_process(self._options))
             self._epoch = 0
         return self._opened
 
     def _begin(self, epoch: int) -> None:
         self._dataset.begin(epoch)
+        if self._dataset.is_endless():
+            raise DataError(
+                f"{self._dataset.name}: expected a dataset whose epochs end, got one without end (set num_seqs in its dict; an "
+                "AnythingDataset belongs into a MetaDataset, whose seq_order_control_dataset tells the sequences)"
+            )
         self._epoch, self._next = epoch, 0
 
     def _read(self, epoch: int, number: int, skip: bool) -> Item | None:

@@ -4,10 +4,11 @@ More of them are in test_returnn_training.py.
 """
 
 import pickle
+import signal
 import struct
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from operator import itemgetter
 from pathlib import Path
@@ -346,6 +347,71 @@ def test_triplets_are_drawn_without_a_seed(tmp_path: Path) -> None:
             for _, data in ours:
                 anchor, same, other = (int(data[f"words_{number}"][0]) for number in range(3))
                 assert anchor == same != other
+
+
+@pytest.fixture
+def within_a_minute() -> Iterator[None]:
+    def too_long(*_: object) -> None:
+        raise TimeoutError("a minute is over")
+
+    before = signal.signal(signal.SIGALRM, too_long)
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def unknown_word(folder: Path) -> dict[str, Any]:
+    options = {**confusion_networks(folder), "class": "TranslationDataset", "unknown_label": None}
+    options.pop("max_density")
+    (folder / "source.train").write_text("eins sechs\n" * 15)
+    return options
+
+
+def without_phones(folder: Path) -> dict[str, Any]:
+    options = timit(folder)
+    (folder / "train" / "dr1-b/s1.phn").unlink()
+    return options
+
+
+def broken_pipe(folder: Path) -> dict[str, Any]:
+    """The program ends before it has said so, in every second part of an epoch."""
+    options = extern_sprint(folder)
+    options["sprintTrainerExecPath"][-2] = SPRINT.replace(", end]", ", end][: -4 if part and int(part[1]) else None]")
+    return options
+
+
+@pytest.mark.parametrize(
+    ("maker", "message"),
+    [
+        (unknown_word, "TranslationDataset .* Exception: Can not handle unknown token without unknown_label: 'sechs'"),
+        (without_phones, r"TimitDataset .* AssertionError in .*generating.py, line \d+$"),
+        (broken_pipe, "ExternSprintDataset .* EOFError"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+@pytest.mark.usefixtures("within_a_minute")
+def test_an_error_in_a_thread_of_returnns_ends_the_training(tmp_path: Path, maker: Maker, message: str) -> None:
+    """Instead of waiting for the thread for ever, or taking what it has read for the whole epoch."""
+    with pytest.raises(DataError, match=message) as raised, opened(maker(tmp_path), tmp_path / "lengths") as dataset:
+        dataset.at_epoch(2)
+    assert "expected a dataset whose threads can read it, got" in str(raised.value)
+    assert list(tmp_path.glob("lengths/*epoch-2*")) == []
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"class": "CopyTaskDataset", "nsymbols": 5, "minlen": 2, "maxlen": 6, "maxlen_epoch_factor": 1.0},
+        {"class": "ReturnnDataset", "dataset": {"class": "Task12AXDataset"}},
+        {"class": "AnythingDataset", "data_keys": {"data": {"shape": (None, 3), "dim": 3, "dtype": "float32"}}},
+    ],
+    ids=lambda options: options.get("dataset", options)["class"],
+)
+@pytest.mark.usefixtures("within_a_minute")
+def test_an_endless_dataset_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match=r"whose epochs end, got one without end \(set num_seqs in its dict;"), opened(options):
+        pass
 
 
 def test_the_table_of_the_documentation_has_every_class() -> None:

@@ -11,7 +11,7 @@ import sys
 import time
 import traceback
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -67,10 +67,6 @@ class OpenedDataset:
         """Whether an epoch has no end, if RETURNN tells."""
         # This class takes over the number of sequences of another dataset, and tells none.
         return type(self._dataset).__name__ == "AnythingDataset" or self._dataset.estimated_num_seqs == math.inf
-
-    def num_parts(self) -> int:
-        """The number of parts that the outermost dict cuts a full epoch into."""
-        return int(getattr(self._dataset, "partition_epoch", 1) or 1)
 
     def labels_and_dims(self) -> tuple[dict[str, list[str]], dict[str, int]]:
         """The labels and numbers of classes of sparse data, which some datasets only know once an epoch has begun."""
@@ -191,6 +187,17 @@ def in_one_process(value: Any) -> Any:
     return made
 
 
+def num_parts(value: Any) -> int:
+    """The number of epochs after which a dataset dict, and all those inside it, begin with a first part again.
+
+    >>> num_parts({"dataset": {"partition_epoch": 3}, "partition_epoch": 2})
+    6
+    """
+    inside: Iterable[Any] = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    own = value.get("partition_epoch") if isinstance(value, Mapping) else None
+    return int(own or 1) * math.prod(map(num_parts, inside))
+
+
 def inner_of_multi_proc(options: Mapping[str, Any]) -> dict[str, Any]:
     """The dataset inside a MultiProcDataset, with the keys that RETURNN passes on to it."""
     own = ("class", "dataset", "num_workers", "buffer_size", "sharding_method")
@@ -282,7 +289,7 @@ class Reading:
         item = self._item(0)
         if item is None:
             raise DataError(f"{self._dataset.name}: expected at least one sequence in epoch {epoch}, got none")
-        return self._dataset.name, self._dataset.num_parts(), self._dataset.streams(item[1])
+        return self._dataset.name, num_parts(self._options), self._dataset.streams(item[1])
 
     def scan(self, epoch: int, start: int, count: int) -> Part:
         """Read on from `start`: up to `count` sequences, and not much longer than `SCAN_SECONDS`."""

@@ -227,14 +227,15 @@ class Reader:
             corpus.lengths[key][told[0]] = column
         # A later epoch may be of another corpus, and a function over the sequences may give them other lengths in each epoch.
         later = 1 + num_parts
-        part: Part = self._ask("scan", later, 0, 2 * AGAIN)
         if (told := self._ask("order", later)) is None or told[1] != _checksum_of(corpus):
             return about, None
-        known = corpus.at(told[0][: len(part.tags)])
+        known = corpus.at(told[0][:FAR])  # some of these were in the first epoch, too
+        places = numpy.flatnonzero(numpy.all([column >= 0 for column in known.lengths.values()], axis=0))[: 2 * AGAIN].tolist()
+        items: list[Item] = self._ask("read", later, places, skips)
         same = all(
-            column[number] in (-1, part.lengths[key][number])
+            len(arrays[key]) == column[place]
+            for place, (_, arrays) in zip(places, items, strict=True)
             for key, column in known.lengths.items()
-            for number in range(len(column))
         )
         return (replace(about, by_corpus=True), corpus) if same else (about, None)
 

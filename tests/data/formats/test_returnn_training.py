@@ -57,7 +57,13 @@ def translation(folder: Path) -> dict[str, Any]:
         lines = [" ".join(rng.choice(WORDS, rng.randint(1, 7))) for _ in range(17)]
         (folder / f"{side}.train").write_text("\n".join(lines) + "\n", encoding="utf-8")
         (folder / f"{side}.vocab.pkl").write_bytes(pickle.dumps({word: number for number, word in enumerate(WORDS)}))
-    return {"class": "TranslationDataset", "path": str(folder), "file_postfix": "train", "seq_ordering": "random"}
+    return {
+        "class": "TranslationDataset",
+        "path": str(folder),
+        "file_postfix": "train",
+        "seq_ordering": "random",
+        "partition_epoch": 2,
+    }
 
 
 def ogg_zip(folder: Path) -> dict[str, Any]:
@@ -66,7 +72,7 @@ def ogg_zip(folder: Path) -> dict[str, Any]:
     rng = numpy.random.RandomState(3)
     entries = []
     with zipfile.ZipFile(folder / "corpus.zip", "w") as archive:
-        for number in range(9):
+        for number in range(13):
             samples = rng.randint(200, 900)
             audio = BytesIO()
             soundfile.write(audio, rng.uniform(-0.5, 0.5, samples), 16000, format="WAV")
@@ -76,7 +82,8 @@ def ogg_zip(folder: Path) -> dict[str, Any]:
     targets = {"class": "Utf8ByteTargets"}
     audio_keys = {"features": "raw", "sample_rate": 16000, "peak_normalization": False}
     return {"class": "OggZipDataset", "path": str(folder / "corpus.zip"), "audio": audio_keys, "targets": targets} | {
-        "seq_ordering": "laplace:.3"
+        "seq_ordering": "laplace:.3",
+        "partition_epoch": 2,
     }
 
 
@@ -90,6 +97,12 @@ def noisy(sequence: Any, *, rng: numpy.random.RandomState, **_: object) -> Any:
 def mapped(folder: Path) -> dict[str, Any]:
     inside = {"class": "HDFDataset", "files": [hdf(folder)], "seq_ordering": "random"}
     return {"class": "PostprocessingDataset", "dataset": inside, "map_seq": noisy}
+
+
+def mapped_parts(folder: Path) -> dict[str, Any]:
+    """The parts are those of the dataset inside."""
+    options = mapped(folder)
+    return {**options, "dataset": {**options["dataset"], "partition_epoch": 2}}
 
 
 def twice(sequences: Any, **_: object) -> Any:
@@ -146,15 +159,17 @@ def factored(folder: Path) -> dict[str, Any]:
         "path": str(folder),
         "file_postfix": "train",
         "seq_ordering": "random",
+        "partition_epoch": 2,
     } | factors
 
 
 def searched(folder: Path) -> dict[str, Any]:
-    (folder / "search.py").write_text(repr({f"seq-{number}": " ".join(WORDS[: 1 + number % 4]) for number in range(9)}))
+    (folder / "search.py").write_text(repr({f"seq-{number}": " ".join(WORDS[: 1 + number % 4]) for number in range(17)}))
     (folder / "vocabulary.txt").write_text(repr({word: number for number, word in enumerate([*WORDS, "<unk>"])}))
     vocabulary = {"class": "Vocabulary", "vocab_file": str(folder / "vocabulary.txt"), "unknown_label": "<unk>"}
     return {"class": "TextDictDataset", "filename": str(folder / "search.py"), "item_format": "single", "vocab": vocabulary} | {
-        "seq_ordering": "random"
+        "seq_ordering": "random",
+        "partition_epoch": 2,
     }
 
 
@@ -163,7 +178,7 @@ def in_pairs(folder: Path) -> dict[str, Any]:
     (folder / "lengths.py").write_text(repr({f"seq-{number}": 1 + number % 5 for number in range(20)}))
     lists = {"seq_list_file": str(folder / "pairs"), "seq_len_file": str(folder / "lengths.py")}
     inside = {"class": "HDFDataset", "files": [hdf(folder)]}
-    return {"class": "ConcatSeqsDataset", "dataset": inside, "seq_ordering": "random"} | lists
+    return {"class": "ConcatSeqsDataset", "dataset": inside, "seq_ordering": "random", "partition_epoch": 2} | lists
 
 
 def arrays() -> list[dict[str, Any]]:
@@ -177,7 +192,13 @@ def arrays() -> list[dict[str, Any]]:
 
 def static(folder: Path) -> dict[str, Any]:
     dims = {"input_dim": 2, "output_dim": {"data": (2, 2), "classes": (3, 1)}}
-    return {"class": "StaticDataset", "data": arrays(), "target_list": ["classes"], "seq_ordering": "random"} | dims
+    return {
+        "class": "StaticDataset",
+        "data": arrays(),
+        "target_list": ["classes"],
+        "seq_ordering": "random",
+        "partition_epoch": 2,
+    } | dims
 
 
 def map_style(folder: Path) -> dict[str, Any]:
@@ -187,14 +208,14 @@ def map_style(folder: Path) -> dict[str, Any]:
         types = {"data": {"shape": (None, 2)}, "classes": {"shape": (None,), "dim": 3, "sparse": True}}
         return FromListDataset(arrays(), sort_data_key="data", data_types=types)
 
-    return {"class": "MapDatasetWrapper", "map_dataset": make, "seq_ordering": "laplace:.2"}
+    return {"class": "MapDatasetWrapper", "map_dataset": make, "seq_ordering": "laplace:.2", "partition_epoch": 2}
 
 
 def generated(name: str, **options: Any) -> Callable[[Path], dict[str, Any]]:
     """A class that makes up its sequences."""
 
     def maker(folder: Path) -> dict[str, Any]:
-        return {"class": name, "num_seqs": 9, **options}
+        return {"class": name, "num_seqs": 17, "partition_epoch": 2, **options}
 
     maker.__name__ = name
     return maker
@@ -203,7 +224,7 @@ def generated(name: str, **options: Any) -> Callable[[Path], dict[str, Any]]:
 SEQ_LEN, DIMS = {"data": 7, "classes": 3}, {"data": 3, "classes": 4}
 TEMPLATE = {"data": {"shape": (None, 3)}, "classes": {"shape": (None,), "dim": 4, "sparse": True}}
 MAKERS = [
-    *(lm, translation, ogg_zip, mapped, streamed, distributed, several_epochs, variable, joined),
+    *(lm, translation, ogg_zip, mapped, mapped_parts, streamed, distributed, several_epochs, variable, joined),
     *(factored, searched, in_pairs, static, map_style),
     generated("CopyTaskDataset", nsymbols=5, minlen=2, maxlen=6, maxlen_epoch_factor=1.0),
     generated("TaskEpisodicCopyDataset"),

@@ -230,8 +230,10 @@ def _is_returnns(value: Any) -> bool:
     """Whether a dataset, or one inside it, is of a class that only RETURNN has: RETURNN then reads all of it."""
     if not isinstance(value, dict) or value.get("class") == "ReturnnDataset":
         return False
-    inside = [child for _, child in _inside(value).values()]
-    return value.get("class") in BY_RETURNN or (value.get("class") not in ONE_BY_ONE and any(map(_is_returnns, inside)))
+    kind = value.get("class")
+    if kind in BY_RETURNN or (kind == "HuggingFaceDataset" and "dataset_opts" in value):  # ours has no such entry
+        return True
+    return kind not in ONE_BY_ONE and any(_is_returnns(child) for _, child in _inside(value).values())
 
 
 def _inner_of_multi_proc(options: Mapping[str, Any]) -> dict[str, Any]:

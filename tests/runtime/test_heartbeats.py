@@ -182,7 +182,7 @@ class Lost:
         self._monkeypatch = monkeypatch
         datagrams = [Datagrams(udp) for udp in self._sockets]
         contacts = [Contact(f"host{rank}", Process.of(os.getpid()), (), datagrams[rank].port, "token") for rank in range(number)]
-        first = [(self.addresses[0], datagrams[0].port)]
+        first = [(self.addresses[0], datagrams[0].port), ("127.0.0.99", 1)]  # one of its names leads nowhere
         self.ranks = [Heartbeats(rank, contacts, datagrams[rank], first, restarts=True) for rank in range(number)]
 
     def _bound(self, rank: int) -> socket.socket:
@@ -246,6 +246,13 @@ def test_the_host_of_rank_0_is_lost(lost: Lost) -> None:
     gone = Verdict(gone=(0,), ends=True)
     until(lost.ranks, [None, JUST_WAITS, JUST_WAITS], {1: gone, 2: gone})
     assert (lost.ranks[2].describe(gone, JUST_WAITS) or "").startswith("host0 with rank 0 has not answered for ")
+
+
+def test_the_host_of_rank_0_answers_that_it_has_ended(lost: Lost) -> None:
+    lost.ranks[0].close()
+    gone = Verdict(gone=(0,), ends=True)
+    until(lost.ranks, [None, JUST_WAITS, JUST_WAITS], {1: gone, 2: gone})
+    assert (lost.ranks[2].describe(gone, JUST_WAITS) or "").startswith("rank 0 on host0 has ended: ")
 
 
 def test_a_host_is_asked_before_it_is_lost(lost: Lost, monkeypatch: pytest.MonkeyPatch) -> None:

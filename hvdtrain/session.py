@@ -124,6 +124,7 @@ def _open(settings: Settings, purpose: Purpose, comm: Communicator, stack: ExitS
             names_of_this_host() if comm.rank == 0 else (),
             lambda contact: comm.gather(contact, name="watchdog"),
             together=not is_elastic(launch.environment()),
+            restarts=restarts_of_torchrun(launch.environment()) > 0,
         )
     watchdog = stack.enter_context(Watchdog(patience, comm.rank, heartbeats, ending()))
     feeds = _open_data(settings, purpose, comm, watchdog, stack)

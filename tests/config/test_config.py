@@ -5,6 +5,7 @@ import os
 import pickle
 import subprocess
 import sys
+from ast import literal_eval
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +21,7 @@ from hvdtrain.config.keys import REQUIRED, declared, key, positive, share, text_
 from hvdtrain.config.source import COMMAND_LINE, ConfigAccess, Source, is_reference, load, parse_command_line, resolve
 from hvdtrain.errors import ConfigError
 from hvdtrain.returnn_layer.names import UNSUPPORTED
-from hvdtrain.settings import DATASET_SECTIONS, Settings, all_keys, read_settings
+from hvdtrain.settings import DATASET_SECTIONS, Settings, all_keys, effective, read_settings
 from hvdtrain.submit.__main__ import parser as submit_parser
 
 MINIMAL = """\
@@ -184,6 +185,26 @@ def test_rank_and_size_are_known_while_the_config_runs(tmp_path: Path, monkeypat
 
 
 # Overrides of the command line
+
+
+def test_data_in_a_config_is_shown_in_few_words(tmp_path: Path) -> None:
+    text = """
+import numpy, torch
+train = [numpy.zeros((17, 6), "float32"), torch.zeros(5, dtype=torch.int64)] * 1500
+class Rows:
+    def __len__(self): ...
+    def __getitem__(self, index): ...
+    def __repr__(self): return "all rows" * 1000
+dev = Rows()
+eval = {"class": list, "items": [[[0.5] * 100] * 100] * 100, "name": "x" * 10_000}
+learning_rates = numpy.full(200, 0.001)
+"""
+    values = {key.name: key.value for key in effective(settings(tmp_path, text, learning_rate="None"))}
+    both = "<float32 (17, 6)>, <int64 (5,)>"
+    assert values["train"] == f"[{both}, {both}, <float32 (17, 6)>, ... 2995 more]"
+    assert values["dev"] == "<Rows>"
+    assert sum(map(len, values.values())) < 20_000
+    assert literal_eval(values["learning_rates"]) == [0.001] * 200, "reports read values back"
 
 
 @pytest.mark.parametrize(

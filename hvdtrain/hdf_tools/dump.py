@@ -20,9 +20,11 @@ from typing import Any
 import numpy
 
 from hvdtrain.comm.mpi import Alone, Crashed, Peers, agreed, open_peers
+from hvdtrain.config.check import did_you_mean
 from hvdtrain.config.source import command_parser, is_reference, load, parse_command_line, split_overrides
-from hvdtrain.data.dataset import Dataset, Item, as_dataset, as_source, is_map_style
-from hvdtrain.data.formats.items import ItemsDataset
+from hvdtrain.data.dataset import Dataset, Item, SequenceSource, as_dataset, as_source, is_map_style
+from hvdtrain.data.formats.items import ItemForm, ItemsDataset
+from hvdtrain.data.formats.iterable import IterableDataset, is_iterable, refuse_batches, takes_epoch
 from hvdtrain.data.hdf.compression import NAMES as COMPRESSIONS
 from hvdtrain.data.hdf.dataset import open_hdf
 from hvdtrain.data.hdf.writer import UNKNOWN_DIM, HDFWriter
@@ -47,8 +49,9 @@ SOURCE is one of
   Hugging Face        hvdtrain dump '{"class": "HuggingFaceDataset", "folder": "saved", "columns": {"data": "x"}}' out.hdf
   RETURNN             hvdtrain dump '{"class": "ReturnnDataset", "dataset": {"class": "OggZipDataset", ...}}' out.hdf
 
-Python of your own is a function or class that yields (tag, {key: array}) when iterated over: arrays of shape (frames,)
-for class indices, (frames, features) for vectors. The key 'data' is the input. An attribute `labels` ({key: names of the
+Whatever a config can train on can be written. Python of your own is a function or class that yields (tag, {key: array}), or
+other items that can be trained on (docs/datasets.md), when iterated over: arrays of shape (frames,) for class indices,
+(frames, features) for vectors. The key 'data' is the input. An attribute `labels` ({key: names of the
 classes}) or `dims` ({key: number of classes}) gives the dimension of class indices, otherwise it is the largest index plus
 one. With `__len__` the progress bar shows the remaining time.
 
@@ -133,9 +136,12 @@ def find_dataset(source: str, name: str, overrides: dict[str, str]) -> DatasetSp
         if loaded.problems:
             raise ConfigError(loaded.problems)
         values = loaded.values
-        if name not in values and name not in (values.get("eval_datasets") or {}):
-            raise ConfigError([f"--dataset: expected a dataset of {source}, got {name!r}"])
-        value = values[name] if name in values else values["eval_datasets"][name]
+        named: dict[str, Any] = {key: values[key] for key in ("train", "dev", "eval") if key in values}
+        named |= values.get("eval_datasets") or {}
+        if name not in named and name not in values:
+            there = f"{', '.join(named) or 'none'}{did_you_mean(name, list(named))}"
+            raise ConfigError([f"--dataset: expected a dataset of {source}, got {name!r}; it has {there}"])
+        value = named.get(name, values.get(name))
     spec, problems = parse(name, value, {})
     if spec is None:
         raise ConfigError(problems)
@@ -167,19 +173,25 @@ class Source:
         read: returns the sequences from a first number up to, and not including, a second one; None: to the last.
         labels: the names of the classes, by key.
         dims: the number of classes, by key.
+        remark: what the user has to know.
     """
 
     total: int | None
     read: Callable[[int, int | None], Iterator[Item]]
     labels: Mapping[str, Sequence[str]]
     dims: Mapping[str, int]
+    remark: str = ""
 
 
 def open_source(spec: DatasetSpec, epoch: int) -> Source:
-    """Open a dataset in the order of its keys, or a source to convert in its own order. Raises: DataError."""
+    """Open a dataset in the order of its keys, or a source to convert in its own order: whatever can be trained on, and texts.
+
+    Raises:
+        DataError: it cannot be read, or nobody would follow its keys.
+    """
     opened = spec.open()
     dataset = as_dataset(opened)
-    if dataset is None and is_map_style(opened) and not isinstance(opened, Sequence):
+    if dataset is None and is_map_style(opened) and (not isinstance(opened, Sequence) or spec.order != OrderKeys()):
         dataset = ItemsDataset(spec.name, opened)
     if dataset is not None:
         labels = {name: stream.labels for name, stream in dataset.streams.items() if stream.labels}
@@ -192,14 +204,20 @@ def open_source(spec: DatasetSpec, epoch: int) -> Source:
         by = lengths["data"] if "data" in lengths else next(iter(lengths.values()))
         indices = order(by, spec.order, epoch, subset, dataset.file_bounds())
         return Source(len(indices), partial(_by_index, dataset, indices), labels, dims)
-    source = as_source(spec.name, opened)
-    if spec.order != OrderKeys():
+    if not isinstance(opened, SequenceSource) and is_iterable(opened):
+        refuse_batches(spec.name, opened)
+        again = spec.maker() if spec.maker is not None and isinstance(opened, Iterator) else opened
+        opened = IterableDataset(again) if takes_epoch(again) else opened
+    source = as_source(spec.name, opened, ItemForm(spec.name).sequence)
+    given = non_default(spec.order)
+    if refused := [name for name in ("seq_list_filter_file", "partition_epoch", "partition_by") if name in given]:
         raise DataError(
-            f"{spec.name}: expected no order keys for {source.name}, which cannot be ordered before it is read, got "
-            f"{', '.join(non_default(spec.order))} (convert it as it comes, then order the HDF file)"
+            f"{spec.name}: expected no {' and no '.join(refused)} for {source.name}, which is read from beginning to end, got it "
+            "(convert it as it comes, then set the key for the HDF file)"
         )
+    remark = f"{spec.name}: written in the order in which {source.name} yields it, without {', '.join(given)}" if given else ""
     total = source.begin_epoch(epoch)
-    return Source(total, source.read, source.labels, source.dims)
+    return Source(total, source.read, source.labels, source.dims, remark)
 
 
 def _by_index(opened: Dataset, indices: Array, start: int, stop: int | None, block: int = 10_000) -> Iterator[Item]:
@@ -244,6 +262,8 @@ def dump(
                 return source, stack.enter_context(writer) if peers.rank == 0 else None
 
             source, writer = agreed(peers, prepare)
+            if source.remark and writer is not None:
+                print(source.remark, file=sys.stderr)
             items, count = _share(source, selection, peers)
             items, like = agreed(peers, lambda: _first(items) if peers.rank == 0 else (items, None))
             folder, like = peers.gather((writer.folder if writer is not None else Path(), like))[0]

@@ -21,7 +21,7 @@ import numpy
 
 from hvdtrain.comm.mpi import Alone, Crashed, Peers, agreed, open_peers
 from hvdtrain.config.check import did_you_mean
-from hvdtrain.config.source import command_parser, is_reference, load, parse_command_line, split_overrides
+from hvdtrain.config.source import COMMAND_LINE, command_parser, is_reference, load, parse_command_line, split_overrides
 from hvdtrain.data.dataset import Dataset, Item, SequenceSource, as_dataset, as_source, is_map_style
 from hvdtrain.data.formats.items import ItemForm, ItemsDataset
 from hvdtrain.data.formats.iterable import IterableDataset, is_iterable, refuse_batches, takes_epoch
@@ -35,6 +35,7 @@ from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError, DataError, HvdtrainError, PeerFailure
 from hvdtrain.returnn_layer.imports import Layer
 from hvdtrain.runtime.log import noted, watched
+from hvdtrain.settings import all_keys
 
 DESCRIPTION = "Convert a dataset into an HDF file in RETURNN's layout. Without --compression the file can be memory-mapped."
 
@@ -126,22 +127,29 @@ def terminating() -> Iterator[None]:
 def find_dataset(source: str, name: str, overrides: dict[str, str]) -> DatasetSpec:
     """What the command line names: a config's dataset, a dict, files, or a user's Python. Raises: ConfigError."""
     value: Any = source
+    is_config = source.endswith((".py", ".json", ".config")) and not is_reference(source)
     if source.lstrip().startswith("{"):
         try:
             value = ast.literal_eval(source)
         except (ValueError, SyntaxError) as error:
             raise ConfigError([f"dataset dict: expected a Python dict, got {source!r} ({error})"]) from None
-    elif source.endswith((".py", ".json", ".config")) and not is_reference(source):
+    elif is_config:
         loaded = load([Path(source)], overrides, {}, Layer.unless_installed())
-        if loaded.problems:
-            raise ConfigError(loaded.problems)
         values = loaded.values
+        problems = list(loaded.problems)
+        for key in loaded.unused:
+            if key not in (keys := [each.name for each in all_keys()]):
+                problems.append(f"{key}: unknown key in {COMMAND_LINE}{did_you_mean(key, [*values.keys() - {key}, *keys])}")
+        if problems:
+            raise ConfigError(problems)
         named: dict[str, Any] = {key: values[key] for key in ("train", "dev", "eval") if key in values}
         named |= values.get("eval_datasets") or {}
         if name not in named and name not in values:
             there = f"{', '.join(named) or 'none'}{did_you_mean(name, list(named))}"
             raise ConfigError([f"--dataset: expected a dataset of {source}, got {name!r}; it has {there}"])
         value = named.get(name, values.get(name))
+    if overrides and not is_config:
+        raise ConfigError([f"++{next(iter(overrides))}: expected a config as SOURCE, which has keys, got {source}"])
     spec, problems = parse(name, value, {})
     if spec is None:
         raise ConfigError(problems)

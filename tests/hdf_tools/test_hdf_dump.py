@@ -123,7 +123,7 @@ def test_other_datasets_of_a_config(folder: Path, tmp_path: Path) -> None:
 
 def test_overrides_reach_the_config(folder: Path, tmp_path: Path) -> None:
     backwards = contents(folder / "train.hdf")[::-1]
-    assert dumped(folder, tmp_path / "seen.hdf", "config.py", "++ordering", "reverse") == backwards
+    assert dumped(folder, tmp_path / "seen.hdf", "config.py", "++ordering", "reverse", "--dataset", "train") == backwards
     nested = ["++train.seq_ordering", "reverse", "++train.files", str(folder / "dev.hdf")]
     assert dumped_here(folder, tmp_path / "nested.hdf", "config.py", *nested) == contents(folder / "dev.hdf")[::-1]
 
@@ -278,6 +278,8 @@ MISTAKES = [
     (["config.py", "--dataset", "test"], "--dataset: expected a dataset of config.py, got 'test'; it has train, dev, other"),
     (["config.py", "--dataset", "othr"], "it has train, dev, other (did you mean other?)"),
     (["config.py", "++train.files.x", "1"], "++train.files.x: expected 'files' to be a dict inside 'train', got str"),
+    (["config.py", "++ordring", "reverse"], "ordring: unknown key in the command line (did you mean ordering?)"),
+    (["dev.hdf", "++ordering", "reverse"], "++ordering: expected a config as SOURCE, which has keys, got dev.hdf"),
     (["config.py", "++train"], "command line: expected a value after ++train, got nothing"),
     (["{'class': 'HDFDataset'"], "dataset dict: expected a Python dict, got \"{'class': 'HDFDataset'\""),
     (["{'class': 'HDFDataset'}"], "train.files: expected a string or a list of strings"),

@@ -69,7 +69,11 @@ sense) gains from it; in one that can only be iterated over, each process skips 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; return its exit status."""
     given, overrides_given = split_overrides(sys.argv[1:] if arguments is None else arguments)
-    options = parser().parse_args(given)
+    options, more = parser().parse_known_args(given)
+    if more:
+        files = all(Path(word).exists() for word in [options.source, str(options.out), *more[:-1]])
+        hint = f" (several files are written {options.source},{options.out})" if files else ""
+        parser().error(f"unrecognized arguments: {' '.join(more)}{hint}")
     peers: Peers = Alone()
     try:
         with terminating():
@@ -104,8 +108,8 @@ def parser() -> argparse.ArgumentParser:
     add("out", metavar="OUT.hdf", type=Path, help="the file to write")
     add("--dataset", default="train", help="a config's dataset: train (the default), dev, eval or another key")
     add("--epoch", type=int, default=1, help="the epoch whose order and part (partition_epoch) are written; default 1")
-    add("--start_seq", type=int, default=0, help="the first sequence, counted from 0")
-    add("--end_seq", type=int, default=None, help="the last sequence, inclusive as in RETURNN; default: all")
+    add("--start_seq", "--start-seq", type=int, default=0, help="the first sequence, counted from 0")
+    add("--end_seq", "--end-seq", type=int, default=None, help="the last sequence, inclusive as in RETURNN; default: all")
     add("--compression", choices=COMPRESSIONS, help="smaller, but slower to read; zstd, lz4 and blosc2 need hdf5plugin")
     add("--overwrite", action="store_true", help="replace OUT.hdf if it exists")
     return made
@@ -145,7 +149,8 @@ def find_dataset(source: str, name: str, overrides: dict[str, str]) -> DatasetSp
         named: dict[str, Any] = {key: values[key] for key in ("train", "dev", "eval") if key in values}
         named |= values.get("eval_datasets") or {}
         if name not in named and name not in values:
-            there = f"{', '.join(named) or 'none'}{did_you_mean(name, list(named))}"
+            own = f"no datasets (a class or function in it: {source}:NAME)"
+            there = f"{', '.join(named)}{did_you_mean(name, list(named))}" if named else own
             raise ConfigError([f"--dataset: expected a dataset of {source}, got {name!r}; it has {there}"])
         value = named.get(name, values.get(name))
     if overrides and not is_config:

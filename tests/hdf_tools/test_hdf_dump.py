@@ -276,6 +276,7 @@ MISTAKES = [
     (["corpus.hdf.txt"], "corpus.hdf.txt: expected an HDF file, got: no such file"),
     (["none.py"], "none.py: expected a config file, got: No such file or directory"),
     (["config.py", "--dataset", "test"], "--dataset: expected a dataset of config.py, got 'test'; it has train, dev, other"),
+    (["corpus.py"], "got 'train'; it has no datasets (a class or function in it: corpus.py:NAME)"),
     (["config.py", "--dataset", "othr"], "it has train, dev, other (did you mean other?)"),
     (["config.py", "++train.files.x", "1"], "++train.files.x: expected 'files' to be a dict inside 'train', got str"),
     (["config.py", "++ordring", "reverse"], "ordring: unknown key in the command line (did you mean ordering?)"),
@@ -318,6 +319,15 @@ def test_mistakes_end_with_a_message_and_status_2(
     assert message in shown.err
     assert shown.out == ""
     assert list(tmp_path.iterdir()) == []
+
+
+def test_several_files_are_joined_by_commas(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with contextlib.chdir(folder), pytest.raises(SystemExit):
+        main(["dev.hdf", "train.hdf", "out.hdf"])
+    assert capsys.readouterr().err.endswith("unrecognized arguments: out.hdf (several files are written dev.hdf,train.hdf)\n")
+    with contextlib.chdir(folder), pytest.raises(SystemExit):
+        main(["dev.hdf", "out.hdf", "--dataste", "x"])
+    assert capsys.readouterr().err.endswith("unrecognized arguments: --dataste x (did you mean --dataset?)\n")
 
 
 def test_mistakes_show_no_traceback(folder: Path, tmp_path: Path) -> None:

@@ -171,8 +171,8 @@ TASK_OPTIONS = {"--dry-run": "dry_run", "--summary": "summary"}
 def without_options(arguments: list[str]) -> list[str]:
     """The arguments without the options that have no value; one with a value as an override.
 
-    >>> without_options(["config.py", "--overfit-batches", "1", "--dry-run"])
-    ['config.py', '++overfit_batches', '1']
+    >>> without_options(["--dry-run", "--overfit-batches", "1", "config.py"])
+    ['++overfit_batches', '1', 'config.py']
     """
     rest = [each for each in arguments if each not in (*TASK_OPTIONS, "--print-config")]
     return [each.replace("--overfit-batches", "++overfit_batches", 1) if _is_overfit(each) else each for each in rest]

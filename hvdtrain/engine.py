@@ -10,6 +10,7 @@ from hvdtrain.checkpoint.progress import EpochProgress
 from hvdtrain.data.feed import naming
 from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.data.plan.order import ORDER_VERSION, changed_since
+from hvdtrain.data.plan.shared import differences
 from hvdtrain.data.types import Batch
 from hvdtrain.errors import CheckpointError, DataError, HvdtrainError
 from hvdtrain.learner.base import NotFinite
@@ -328,17 +329,20 @@ class Engine:
                     "(are the files the same on all hosts?)"
                 )
             made = made[:1]
+        made_from = self._train.made_from(current.epoch)
         if current.fingerprints and current.fingerprints != made:
             changed = changed_since(current.order_version, self._train.order_keys, current.epoch)
             why = f"{changed}: go on with the version of hvdtrain that wrote the checkpoint" if changed else UNCHANGED_KEYS
+            differing = differences(current.made_from, made_from)
             error = CheckpointError(
-                f"epoch {current.epoch}: expected the batches it began with, got others after {current.position} of them "
-                f"({why}, or remove the checkpoint within the epoch to repeat the epoch from its beginning)"
+                f"epoch {current.epoch}: expected the batches it began with, got others after {current.position} of them"
+                f"{differing and ': '}{differing} ({why}, or remove the checkpoint within the epoch to repeat the epoch from its "
+                "beginning)"
             )
         if error is not None:
             error.on_every_rank = True
             raise error
-        current.fingerprints, current.order_version = made, ORDER_VERSION
+        current.fingerprints, current.order_version, current.made_from = made, ORDER_VERSION, made_from
         return [count for count, _ in answers]
 
     def _check(self, current: EpochProgress) -> None:

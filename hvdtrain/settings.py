@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
+from numbers import Number
+from pathlib import Path, PurePath
+from types import NoneType
 from typing import Any, get_type_hints
+
+import numpy
 
 from hvdtrain.checkpoint.saver import SavingKeys
 from hvdtrain.checkpoint.start import StartKeys
@@ -416,6 +420,8 @@ def effective(settings: Settings) -> Iterator[Effective]:
         title = (section.__doc__ or "").splitlines()[0].rstrip(".")
         for declared_key in declared(section):
             value = getattr(sections[section], declared_key.name)
+            if isinstance(value, numpy.ndarray) and value.ndim == 1:
+                value = value.tolist()  # learning rates, and no data, which has at least two axes
             yield Effective(title, declared_key.name, shown(value), settings.origins.get(declared_key.name, DEFAULT))
 
 
@@ -432,21 +438,50 @@ def print_config(settings: Settings) -> str:
     return "\n".join(lines[1:])
 
 
-def shown(value: Any) -> str:
-    """A value as text.
+LONG = 2000
+"""Characters of a list, a dict or a text that are shown: all learning rates of 200 epochs, but not the data of a corpus."""
 
-    >>> shown({"class": "adam", "check": print}), shown([1, "2G"])
-    ("{'class': 'adam', 'check': <function print>}", "[1, '2G']")
+FEW = LONG // 5
+"""What an array or object in a list counts for, of which the first five tell enough."""
+
+
+def shown(value: Any) -> str:
+    """A value as text: of arrays the type and shape, of objects the class, of long lists the beginning.
+
+    >>> shown({"class": "adam", "check": print}), shown([1, "2G"]), shown(numpy.zeros((17, 6), "float32"))
+    ("{'class': 'adam', 'check': <function print>}", "[1, '2G']", '<float32 (17, 6)>')
     """
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{name!r}: {shown(member)}" for name, member in value.items()) + "}"
+        return "{" + _beginning((f"{name!r}: {shown(member)}" for name, member in value.items()), len(value)) + "}"
     if isinstance(value, (list, tuple)):
         brackets = "[]" if isinstance(value, list) else "()"
-        return brackets[0] + ", ".join(shown(member) for member in value) + brackets[1]
-    if callable(value):
+        return brackets[0] + _beginning(map(shown, value), len(value)) + brackets[1]
+    if isinstance(value, (set, frozenset)):  # sorted, as their order differs from run to run
+        return "{" + _beginning(sorted(map(shown, value)), len(value)) + "}" if value else "set()"
+    if isinstance(value, (str, bytes)):
+        return repr(value) if len(value) <= LONG else f"{value[:LONG]!r}..."
+    if callable(value) and hasattr(value, "__name__"):
         code = getattr(getattr(value, "__wrapped__", value), "__code__", None)
         where = f" in {os.path.basename(code.co_filename)}" if code is not None else ""
-        return f"<{'class' if isinstance(value, type) else 'function'} {getattr(value, '__name__', repr(value))}{where}>"
-    if getattr(type(value), "__repr__", None) is object.__repr__:  # which has an address, another one in each run
-        return f"<{type(value).__name__}>"
-    return repr(value)
+        return f"<{'class' if isinstance(value, type) else 'function'} {value.__name__}{where}>"
+    if isinstance(value, SHORT):
+        return repr(value)
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"<{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}>"
+    return f"<{type(value).__name__}>"
+
+
+SHORT = (NoneType, Number, numpy.generic, PurePath, range)
+"""Types whose values are shown as Python writes them."""
+
+
+def _beginning(members: Iterable[str], count: int) -> str:
+    """The members of a list, or the first ones and how many more there are."""
+    shown_members: list[str] = []
+    left = LONG
+    for text in members:
+        if left <= 0:
+            return f"{', '.join(shown_members)}, ... {count - len(shown_members)} more"
+        shown_members.append(text)
+        left -= FEW if text[0] in "<([{" and "<" in text else len(text)
+    return ", ".join(shown_members)

@@ -87,7 +87,7 @@ class CheckpointFolder:
         self.suffix = suffix
         self.folder = prefix.parent
         self.model_suffixes = tuple(dict.fromkeys((model_suffix or suffix, suffix, SAFETENSORS)))
-        self._prefix = prefix
+        self.prefix = prefix
         self._pattern = re.compile(
             rf"{re.escape(prefix.name)}\.(?P<epoch>\d+)(\.step-(?P<step>\d+))?"
             rf"(\.(opt|rank-\d+-of-\d+)\.{re.escape(suffix)}|\.(?P<model>{'|'.join(map(re.escape, self.model_suffixes))}))"
@@ -104,8 +104,8 @@ class CheckpointFolder:
         return self._named(epoch, step, self.model_suffixes[0])
 
     def _named(self, epoch: int, step: int | None, suffix: str) -> Checkpoint:
-        name = f"{self._prefix.name}.{epoch:03d}" + ("" if step is None else f".step-{step}")
-        return Checkpoint(epoch, self._prefix.with_name(name), self.suffix, step, None if suffix == self.suffix else suffix)
+        name = f"{self.prefix.name}.{epoch:03d}" + ("" if step is None else f".step-{step}")
+        return Checkpoint(epoch, self.prefix.with_name(name), self.suffix, step, None if suffix == self.suffix else suffix)
 
     def finished(self) -> list[int]:
         """The finished epochs that have a model, in order."""
@@ -124,7 +124,7 @@ class CheckpointFolder:
             CheckpointError: the folder cannot be written to.
         """
         with _checkpoint_error(target.model_file):
-            self._prefix.parent.mkdir(parents=True, exist_ok=True)
+            self.prefix.parent.mkdir(parents=True, exist_ok=True)
             self._remove_unfinished()
             for suffix in self.model_suffixes:
                 target.model_file_as(suffix).unlink(missing_ok=True)
@@ -157,7 +157,7 @@ class CheckpointFolder:
                     _to_disk(path)
                 os.replace(unfinished[1], target.optimizer_file)
                 os.replace(unfinished[0], target.model_file)
-                _to_disk(self._prefix.parent)
+                _to_disk(self.prefix.parent)
                 self.tidy(target)
         except CheckpointError:
             self._remove_unfinished()
@@ -199,7 +199,7 @@ class CheckpointFolder:
     def _remove_unfinished(self) -> None:
         """Remove the unfinished files that a killed run left behind."""
         for path in self._files():
-            if not path.name.startswith(f"{self._prefix.name}.") or not path.name.endswith(UNFINISHED):
+            if not path.name.startswith(f"{self.prefix.name}.") or not path.name.endswith(UNFINISHED):
                 continue
             if path.is_dir():
                 shutil.rmtree(path)
@@ -207,7 +207,7 @@ class CheckpointFolder:
                 path.unlink(missing_ok=True)
 
     def _files(self) -> list[Path]:
-        folder = self._prefix.parent
+        folder = self.prefix.parent
         return list(folder.iterdir()) if folder.is_dir() else []
 
 

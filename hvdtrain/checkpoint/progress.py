@@ -37,6 +37,7 @@ class EpochProgress:
         sent: bytes that rank 0 has sent in these and as gradients.
         fingerprints: checksums of the epoch's plan, by rank.
         order_version: the `ORDER_VERSION` (`data/plan/order.py`) that the plan was made with.
+        made_from: by name, what the plan was made from; empty in checkpoints of before.
     """
 
     epoch: int
@@ -51,6 +52,7 @@ class EpochProgress:
     rates: UsedRates = field(default_factory=UsedRates)
     fingerprints: list[int] = field(default_factory=list)
     order_version: int = ORDER_VERSION
+    made_from: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass

@@ -17,6 +17,7 @@ from hvdtrain.config.keys import ALONE, Section, Sections, key, positive
 from hvdtrain.config.source import as_function, is_reference
 from hvdtrain.data.identity import Identity, Part, changes, identify, rewritten
 from hvdtrain.errors import CheckpointError, ConfigError
+from hvdtrain.learner.frameworks import FRAMEWORKS
 from hvdtrain.learner.model_format import is_safetensors, missing_package
 from hvdtrain.runtime.log import say
 from hvdtrain.schedule.file import read_learning_rate_file
@@ -127,6 +128,8 @@ def start_of_training(keys: StartKeys, folder: CheckpointFolder) -> Start:
             return Start(_existing(folder.at(_epoch(keys.load_epoch, folder.folder))))
         ignored = [name for name in ("load", "import_model_train_epoch1") if getattr(keys, name) is not None]
         return Start(newest, remark=f"{' and '.join(ignored)}: ignored, as there is a checkpoint already" if ignored else None)
+    if newest is None and keys.start_epoch == "auto":
+        _refuse_other_frameworks(folder)
     remark = None if newest is None else f"start_epoch is 1: what is in {newest.model_file} is not used and will be replaced"
     if keys.import_model_train_epoch1 is not None:
         return Start(model_file=_file(keys.import_model_train_epoch1, folder), epoch=0, remark=remark)
@@ -134,6 +137,18 @@ def start_of_training(keys: StartKeys, folder: CheckpointFolder) -> Start:
         file = model_file(keys, folder)
         return Start(model_file=file, epoch=0 if keys.start_epoch == 1 else None, remark=remark)
     return Start(remark=remark)
+
+
+def _refuse_other_frameworks(folder: CheckpointFolder) -> None:
+    """Raises: CheckpointError, if another framework has trained a model of the same name, which would be trained anew."""
+    for name, framework in FRAMEWORKS.items():
+        found = CheckpointFolder(folder.prefix, framework.suffix).newest() if framework.suffix != folder.suffix else None
+        if found is not None:
+            own = next(own for own, framework in FRAMEWORKS.items() if framework.suffix == folder.suffix)
+            raise CheckpointError(
+                f"model: expected files of backend {own!r} such as {folder.new(1).model_file.name}, or none, got "
+                f"{found.optimizer_file} of backend {name!r} (give this training another `model`, or remove {folder.prefix}.*)"
+            )
 
 
 def model_file(keys: StartKeys, folder: CheckpointFolder) -> Path:

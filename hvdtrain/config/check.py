@@ -33,7 +33,8 @@ def build(section: type[S], values: dict[str, Any], where: str, origins: dict[st
     for key in declared(section):
         if key.name not in values:
             if key.default is REQUIRED:
-                problems.append(f"{where}{key.name}: expected {words_of(key.type)} ({key.doc}), got nothing")
+                wanted = "a value" if key.type is Any else words_of(key.type)
+                problems.append(f"{where}{key.name}: expected {wanted} ({key.doc}), got nothing")
             continue
         value = values[key.name]
         try:

@@ -32,12 +32,12 @@ COMMAND_LINE = "the command line"
 MODULE_NAME = "__hvdtrain_config__"
 
 
-OPTIONS = ("-h", "--help", "--dry-run", "--print-config", "--version")
+OPTIONS = ("-h", "--help", "--dry-run", "--summary", "--overfit-batches", "--print-config", "--version")
 """Of the program itself, besides keys."""
 
 
 def parse_command_line(arguments: list[str]) -> tuple[list[Path], dict[str, str]]:
-    """Parse config files followed by `++key value` pairs, or `++key=value`. Raises: ConfigError.
+    """Parse config files followed by `++key value` pairs, or `++key=value`; a single config may be anywhere. Raises: ConfigError.
 
     >>> parse_command_line(["config.py", "++max_seqs", "128", "++train.seq_ordering=random"])
     ([PosixPath('config.py')], {'max_seqs': '128', 'train.seq_ordering': 'random'})
@@ -48,29 +48,28 @@ def parse_command_line(arguments: list[str]) -> tuple[list[Path], dict[str, str]
         files.append(Path(rest.pop(0)))
     problems = []
     overrides = {}
-    late = [word for word in rest if not word.startswith("+") and Path(word).is_file()] if not files else []
-    if late:
-        problems.append(f"command line: expected a config file first, got {late[0]} after other words")
-        rest.remove(late[0])
-    elif not files:
-        problems.append("command line: expected a config file first, got none (python -m hvdtrain --help)")
     while rest:
         word = rest.pop(0)
         name, assigned, value = word.partition("=")
+        if not files and not word.startswith(("+", "-")) and Path(word).is_file():
+            files.append(Path(word))
+            continue
         if not name.startswith("++") or len(name) == 2:
             value = value if assigned or not rest or rest[0].startswith(("+", "-")) else rest.pop(0)
-            meant = name.lstrip("-+")
+            meant = name.lstrip("-+").replace("-", "_")
             option = get_close_matches(word, OPTIONS, n=1, cutoff=0.8)
             hint = f"did you mean ++{meant} {value or 'VALUE'}?" if meant else "python -m hvdtrain --help"
             hint = f"did you mean {option[0]}?" if option else hint
             problems.append(f"command line: expected ++KEY VALUE, got {word!r} ({hint})")
             continue
         if not assigned:
-            if not rest or (rest[0].startswith("++") and not rest[0].startswith("+++")):
+            if not rest or _is_key(rest[0]):
                 problems.append(f"command line: expected a value after {name}, got {'the next key' if rest else 'nothing'}")
                 continue
             value = rest.pop(0)
         overrides[name[2:]] = value.removeprefix("+") if value.startswith("+-") else value
+    if not files:
+        problems.insert(0, "command line: expected a config file first, got none (python -m hvdtrain --help)")
     if problems:
         raise ConfigError(problems)
     return files, overrides
@@ -82,13 +81,25 @@ def _is_assignment(word: str) -> bool:
 
 
 def split_overrides(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Split a command's own arguments from the `++key value` pairs that follow.
+    """Split a command's own arguments from the `++key value` pairs among them.
 
-    >>> split_overrides(["config.py", "--json", "++max_seqs", "128"])
+    >>> split_overrides(["config.py", "++max_seqs", "128", "--json"])
     (['config.py', '--json'], ['++max_seqs', '128'])
     """
-    first = next((number for number, argument in enumerate(arguments) if argument.startswith("++")), len(arguments))
-    return arguments[:first], arguments[first:]
+    own: list[str] = []
+    overrides: list[str] = []
+    rest = list(arguments)
+    while rest:
+        word = rest.pop(0)
+        (overrides if word.startswith("++") else own).append(word)
+        if word.startswith("++") and "=" not in word and rest and not _is_key(rest[0]):
+            overrides.append(rest.pop(0))
+    return own, overrides
+
+
+def _is_key(word: str) -> bool:
+    """Whether a word begins the next pair, and is no value."""
+    return word.startswith("++") and not word.startswith("+++")
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -99,13 +110,14 @@ class CommandParser(argparse.ArgumentParser):
         _, _, unknown = message.partition("unrecognized arguments: ")
         word, *more = unknown.split()[:2] or [""]
         name, assigned, value = word.lstrip("-+").partition("=")
+        name = name.replace("-", "_")
         options = [option for action in self._actions for option in action.option_strings]
         close = get_close_matches(word, options, n=1, cutoff=0.8)
         if close:
             message += f" (did you mean {close[0]}?)"
         elif name.isidentifier() and "++" in (self.usage or ""):
             value = value if assigned or not more else more[0]
-            message += f" (a key of a config is written ++{name} {value or 'VALUE'}, behind everything else)"
+            message += f" (a key of a config is written ++{name} {value or 'VALUE'})"
         super().error(message)
 
 
@@ -248,7 +260,11 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
-        hint = "" if path.suffix else f" (for the key {path.name}, write ++{path.name})"
+        close = get_close_matches(path.name, [each.name for each in path.parent.glob("*")], n=1, cutoff=0.8)
+        hint = f" (did you mean {path.parent / close[0]}?)" if close else ""
+        hint = hint or (
+            "" if path.suffix else f" (python -m hvdtrain CONFIG trains; for the key {path.name}, write ++{path.name})"
+        )
         raise ConfigError([f"{path}: expected a config file, got: {error.strerror}{hint}"]) from None
     except UnicodeDecodeError:
         raise ConfigError([f"{path}: expected a Python or JSON file, got bytes that are not UTF-8"]) from None
@@ -336,7 +352,9 @@ def _set_nested(values: dict[str, Any], origins: dict[str, str], name: str, text
     inside: Any = values.get(first)
     if not isinstance(inside, dict):
         got = "nothing" if first not in values else type(inside).__name__
-        return [f"++{name}: expected '{first}' to be a dict in the config, got {got}"]
+        close = get_close_matches(first, [each for each, value in values.items() if isinstance(value, dict)], n=1)
+        hint = f" (did you mean ++{'.'.join([*close, *path])}?)" if close else ""
+        return [f"++{name}: expected '{first}' to be a dict in the config, got {got}{hint}"]
     values[first] = inside = dict(inside)
     for part in path[:-1]:
         if not isinstance(inside.get(part), dict):

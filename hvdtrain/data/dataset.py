@@ -268,17 +268,18 @@ def is_map_style(value: Any) -> bool:
     return hasattr(type(value), "__len__") and hasattr(type(value), "__getitem__")
 
 
-def as_source(where: str, opened: Any) -> SequenceSource:
+def as_source(where: str, opened: Any, converted: Callable[[int, Any], Item]) -> SequenceSource:
     """What a config's class or function returned, as a source to convert. Raises: DataError, if it cannot be iterated over.
 
     Args:
         where: the config key, for messages.
+        converted: makes a sequence of an item that is no (tag, {data key: array}), given its number. Raises: DataError.
     """
     if isinstance(opened, SequenceSource):
         return opened
     if not hasattr(opened, "__iter__"):
         raise DataError(f"{where}: expected something that yields (tag, {{key: array}}), got {type(opened).__name__}")
-    return ForeignSource(where, opened)
+    return ForeignSource(opened, converted)
 
 
 class ForeignDataset(Dataset):
@@ -336,11 +337,13 @@ class ForeignDataset(Dataset):
 
 
 class ForeignSource(SequenceSource):
-    """Anything that can be iterated over and yields (tag, {data key: array}); it may have `labels`, `dims` and `__len__`."""
+    """Anything that can be iterated over and yields (tag, {data key: array}), where arrays may be text, or other items that can
+    be converted; it may have `labels`, `dims` and `__len__`.
+    """
 
-    def __init__(self, where: str, inner: Iterable[Any]) -> None:
-        self._where = where
+    def __init__(self, inner: Iterable[Any], converted: Callable[[int, Any], Item]) -> None:
         self._inner = inner
+        self._converted = converted
         self.labels = {name: list(labels) for name, labels in dict(getattr(inner, "labels", {})).items()}
         self.dims = dict(getattr(inner, "dims", {}))
 
@@ -361,8 +364,5 @@ class ForeignSource(SequenceSource):
         else:
             items = islice(inner, start, stop)
         for number, item in enumerate(items, start=start):
-            if not (isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) and isinstance(item[1], dict)):
-                instead = '{"class": "IterableDataset", "iterable": ...}'
-                what = f"{self._where}: expected (tag, {{key: array}}) as sequence {number}"
-                raise DataError(f"{what}, got {str(item)[:80]} (other items: give it as {instead})")
-            yield item
+            is_sequence = isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) and isinstance(item[1], dict)
+            yield item if is_sequence else self._converted(number, item)

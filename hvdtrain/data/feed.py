@@ -152,6 +152,12 @@ class Feed:
         """The plan of an epoch (counted from 1). Raises: DataError, if a file changed since the start."""
         return self.inputs(epoch).plan() if self.only is None else self.only
 
+    def made_from(self, epoch: int) -> dict[str, str]:
+        """By name, what the batches of an epoch depend on, as text. Raises: DataError, if a file changed since the start."""
+        if self.only is not None:
+            return {}
+        return {"ranks": str(self.size), "horovod_dataset_distribution": self.distribution, **self.inputs(epoch).named()}
+
     def inputs(self, epoch: int) -> PlanInputs:
         """What the plan of an epoch is made from. Raises: DataError, if a file changed since the start."""
         if self.files is not None:

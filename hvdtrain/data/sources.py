@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from os import PathLike
+from os import PathLike, fspath
+from os.path import basename
 from typing import Any
 
 from hvdtrain.config.check import build, closest, did_you_mean, unknown_options
@@ -139,9 +141,16 @@ def parse(name: str, value: Any, defaults: Mapping[str, Any]) -> tuple[DatasetSp
     Returns:
         The dataset, or None and the problems.
     """
-    if callable(value) and not isinstance(value, type) and not is_made(value):
-        made = None if needs_epoch(partial(value)) else value()
-        value = {"class": value} if made is None or isinstance(made, Iterator) else made
+    if callable(value) and not isinstance(value, type) and not is_made(value) and not needs_epoch(partial(value)):
+        try:
+            made = value()
+        except Exception as error:
+            return None, [
+                f"{name}: expected a function that returns a dataset, got {type(error).__name__}: {error}{_place(error)}"
+            ]
+        if made is None:
+            return None, [f"{name}: expected a function that returns a dataset, got None"]
+        value = {"class": value} if isinstance(made, Iterator) else made
     if isinstance(value, Iterator):
         return None, [
             f"{name}: expected data that can be read again in every epoch, got a {type(value).__name__} (give the function that "
@@ -150,10 +159,19 @@ def parse(name: str, value: Any, defaults: Mapping[str, Any]) -> tuple[DatasetSp
     if is_made(value):
         made = value
         value = {"class": lambda: made}
+    elif isinstance(value, PathLike):
+        value = [value]
     elif isinstance(value, str) and not is_reference(value):
         value = [part.strip() for part in value.split(",")]
     if isinstance(value, (list, tuple)):
-        value = {"class": "HDFDataset", "files": list(value)}
+        if not value:
+            return None, [f"{name}: expected at least one sequence or file, got an empty {type(value).__name__}"]
+        value = {"class": "HDFDataset", "files": list(map(fspath, value))}
+    elif not isinstance(value, dict) and not callable(value) and not isinstance(value, str):
+        return None, [
+            f"{name}: expected a dataset dict, HDF files, or an object that can be iterated over or has __len__ and __getitem__, "
+            f"got {_described(value)}"
+        ]
     elif not isinstance(value, dict):
         value = {"class": value}
     if value.get("class") == "MultiProcDataset" and isinstance(value.get("dataset"), dict):
@@ -187,6 +205,18 @@ def parse(name: str, value: Any, defaults: Mapping[str, Any]) -> tuple[DatasetSp
         return None, problems
     maker = partial(_maker, name, kind, options)
     return DatasetSpec(name, lambda context=None: _call(name, kind, maker()), order, maker=maker), []
+
+
+def _place(error: Exception) -> str:
+    """Where an exception of a config's function was raised, for messages."""
+    frames = traceback.extract_tb(error.__traceback__)[1:]  # without that of the call itself
+    return f" ({basename(frames[-1].filename)}, line {frames[-1].lineno})" if frames else ""
+
+
+def _described(value: Any) -> str:
+    """A value that is no dataset, for messages."""
+    lacking = [name for name in ("__len__", "__getitem__") if not hasattr(type(value), name)]
+    return f"{type(value).__name__} without {lacking[0]}" if len(lacking) == 1 else type(value).__name__
 
 
 def is_made(value: Any) -> bool:
@@ -255,8 +285,11 @@ def _parse_kind(
     order_values = _pop_order(options, own)
     cache_byte_size = options.pop("cache_byte_size", None)
     of_returnn = take_returnn_entries(f"{name}.", options, own)
+    if isinstance(options.get("files"), PathLike):
+        options["files"] = [options["files"]]
     if isinstance(options.get("files"), (list, tuple)):
-        options["files"] = [getattr(file, "filename", file) for file in options["files"]]  # of RETURNN's CachedFile
+        names = [getattr(file, "filename", file) for file in options["files"]]  # of RETURNN's CachedFile
+        options["files"] = [fspath(name) if isinstance(name, PathLike) else name for name in names]
     keys: DatasetKeys | None
     keys, problems = build(kind.keys, options, f"{name}.", {})
     problems += of_returnn + _cache_problems(name, cache_byte_size)

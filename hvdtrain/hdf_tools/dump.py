@@ -20,9 +20,11 @@ from typing import Any
 import numpy
 
 from hvdtrain.comm.mpi import Alone, Crashed, Peers, agreed, open_peers
-from hvdtrain.config.source import command_parser, is_reference, load, parse_command_line, split_overrides
-from hvdtrain.data.dataset import Dataset, Item, as_dataset, as_source, is_map_style
-from hvdtrain.data.formats.items import ItemsDataset
+from hvdtrain.config.check import did_you_mean
+from hvdtrain.config.source import COMMAND_LINE, command_parser, is_reference, load, parse_command_line, split_overrides
+from hvdtrain.data.dataset import Dataset, Item, SequenceSource, as_dataset, as_source, is_map_style
+from hvdtrain.data.formats.items import ItemForm, ItemsDataset
+from hvdtrain.data.formats.iterable import IterableDataset, is_iterable, refuse_batches, takes_epoch
 from hvdtrain.data.hdf.compression import NAMES as COMPRESSIONS
 from hvdtrain.data.hdf.dataset import open_hdf
 from hvdtrain.data.hdf.writer import UNKNOWN_DIM, HDFWriter
@@ -33,6 +35,7 @@ from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError, DataError, HvdtrainError, PeerFailure
 from hvdtrain.returnn_layer.imports import Layer
 from hvdtrain.runtime.log import noted, watched
+from hvdtrain.settings import all_keys
 
 DESCRIPTION = "Convert a dataset into an HDF file in RETURNN's layout. Without --compression the file can be memory-mapped."
 
@@ -47,8 +50,9 @@ SOURCE is one of
   Hugging Face        hvdtrain dump '{"class": "HuggingFaceDataset", "folder": "saved", "columns": {"data": "x"}}' out.hdf
   RETURNN             hvdtrain dump '{"class": "ReturnnDataset", "dataset": {"class": "OggZipDataset", ...}}' out.hdf
 
-Python of your own is a function or class that yields (tag, {key: array}) when iterated over: arrays of shape (frames,)
-for class indices, (frames, features) for vectors. The key 'data' is the input. An attribute `labels` ({key: names of the
+Whatever a config can train on can be written. Python of your own is a function or class that yields (tag, {key: array}), or
+other items that can be trained on (docs/datasets.md), when iterated over: arrays of shape (frames,) for class indices,
+(frames, features) for vectors. The key 'data' is the input. An attribute `labels` ({key: names of the
 classes}) or `dims` ({key: number of classes}) gives the dimension of class indices, otherwise it is the largest index plus
 one. With `__len__` the progress bar shows the remaining time.
 
@@ -65,7 +69,11 @@ sense) gains from it; in one that can only be iterated over, each process skips 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; return its exit status."""
     given, overrides_given = split_overrides(sys.argv[1:] if arguments is None else arguments)
-    options = parser().parse_args(given)
+    options, more = parser().parse_known_args(given)
+    if more:
+        files = all(Path(word).exists() for word in [options.source, str(options.out), *more[:-1]])
+        hint = f" (several files are written {options.source},{options.out})" if files else ""
+        parser().error(f"unrecognized arguments: {' '.join(more)}{hint}")
     peers: Peers = Alone()
     try:
         with terminating():
@@ -100,8 +108,8 @@ def parser() -> argparse.ArgumentParser:
     add("out", metavar="OUT.hdf", type=Path, help="the file to write")
     add("--dataset", default="train", help="a config's dataset: train (the default), dev, eval or another key")
     add("--epoch", type=int, default=1, help="the epoch whose order and part (partition_epoch) are written; default 1")
-    add("--start_seq", type=int, default=0, help="the first sequence, counted from 0")
-    add("--end_seq", type=int, default=None, help="the last sequence, inclusive as in RETURNN; default: all")
+    add("--start_seq", "--start-seq", type=int, default=0, help="the first sequence, counted from 0")
+    add("--end_seq", "--end-seq", type=int, default=None, help="the last sequence, inclusive as in RETURNN; default: all")
     add("--compression", choices=COMPRESSIONS, help="smaller, but slower to read; zstd, lz4 and blosc2 need hdf5plugin")
     add("--overwrite", action="store_true", help="replace OUT.hdf if it exists")
     return made
@@ -123,19 +131,30 @@ def terminating() -> Iterator[None]:
 def find_dataset(source: str, name: str, overrides: dict[str, str]) -> DatasetSpec:
     """What the command line names: a config's dataset, a dict, files, or a user's Python. Raises: ConfigError."""
     value: Any = source
+    is_config = source.endswith((".py", ".json", ".config")) and not is_reference(source)
     if source.lstrip().startswith("{"):
         try:
             value = ast.literal_eval(source)
         except (ValueError, SyntaxError) as error:
             raise ConfigError([f"dataset dict: expected a Python dict, got {source!r} ({error})"]) from None
-    elif source.endswith((".py", ".json", ".config")) and not is_reference(source):
+    elif is_config:
         loaded = load([Path(source)], overrides, {}, Layer.unless_installed())
-        if loaded.problems:
-            raise ConfigError(loaded.problems)
         values = loaded.values
-        if name not in values and name not in (values.get("eval_datasets") or {}):
-            raise ConfigError([f"--dataset: expected a dataset of {source}, got {name!r}"])
-        value = values[name] if name in values else values["eval_datasets"][name]
+        problems = list(loaded.problems)
+        for key in loaded.unused:
+            if key not in (keys := [each.name for each in all_keys()]):
+                problems.append(f"{key}: unknown key in {COMMAND_LINE}{did_you_mean(key, [*values.keys() - {key}, *keys])}")
+        if problems:
+            raise ConfigError(problems)
+        named: dict[str, Any] = {key: values[key] for key in ("train", "dev", "eval") if key in values}
+        named |= values.get("eval_datasets") or {}
+        if name not in named and name not in values:
+            own = f"no datasets (a class or function in it: {source}:NAME)"
+            there = f"{', '.join(named)}{did_you_mean(name, list(named))}" if named else own
+            raise ConfigError([f"--dataset: expected a dataset of {source}, got {name!r}; it has {there}"])
+        value = named.get(name, values.get(name))
+    if overrides and not is_config:
+        raise ConfigError([f"++{next(iter(overrides))}: expected a config as SOURCE, which has keys, got {source}"])
     spec, problems = parse(name, value, {})
     if spec is None:
         raise ConfigError(problems)
@@ -167,19 +186,25 @@ class Source:
         read: returns the sequences from a first number up to, and not including, a second one; None: to the last.
         labels: the names of the classes, by key.
         dims: the number of classes, by key.
+        remark: what the user has to know.
     """
 
     total: int | None
     read: Callable[[int, int | None], Iterator[Item]]
     labels: Mapping[str, Sequence[str]]
     dims: Mapping[str, int]
+    remark: str = ""
 
 
 def open_source(spec: DatasetSpec, epoch: int) -> Source:
-    """Open a dataset in the order of its keys, or a source to convert in its own order. Raises: DataError."""
+    """Open a dataset in the order of its keys, or a source to convert in its own order: whatever can be trained on, and texts.
+
+    Raises:
+        DataError: it cannot be read, or nobody would follow its keys.
+    """
     opened = spec.open()
     dataset = as_dataset(opened)
-    if dataset is None and is_map_style(opened) and not isinstance(opened, Sequence):
+    if dataset is None and is_map_style(opened) and (not isinstance(opened, Sequence) or spec.order != OrderKeys()):
         dataset = ItemsDataset(spec.name, opened)
     if dataset is not None:
         labels = {name: stream.labels for name, stream in dataset.streams.items() if stream.labels}
@@ -192,14 +217,20 @@ def open_source(spec: DatasetSpec, epoch: int) -> Source:
         by = lengths["data"] if "data" in lengths else next(iter(lengths.values()))
         indices = order(by, spec.order, epoch, subset, dataset.file_bounds())
         return Source(len(indices), partial(_by_index, dataset, indices), labels, dims)
-    source = as_source(spec.name, opened)
-    if spec.order != OrderKeys():
+    if not isinstance(opened, SequenceSource) and is_iterable(opened):
+        refuse_batches(spec.name, opened)
+        again = spec.maker() if spec.maker is not None and isinstance(opened, Iterator) else opened
+        opened = IterableDataset(again) if takes_epoch(again) else opened
+    source = as_source(spec.name, opened, ItemForm(spec.name).sequence)
+    given = non_default(spec.order)
+    if refused := [name for name in ("seq_list_filter_file", "partition_epoch", "partition_by") if name in given]:
         raise DataError(
-            f"{spec.name}: expected no order keys for {source.name}, which cannot be ordered before it is read, got "
-            f"{', '.join(non_default(spec.order))} (convert it as it comes, then order the HDF file)"
+            f"{spec.name}: expected no {' and no '.join(refused)} for {source.name}, which is read from beginning to end, got it "
+            "(convert it as it comes, then set the key for the HDF file)"
         )
+    remark = f"{spec.name}: written in the order in which {source.name} yields it, without {', '.join(given)}" if given else ""
     total = source.begin_epoch(epoch)
-    return Source(total, source.read, source.labels, source.dims)
+    return Source(total, source.read, source.labels, source.dims, remark)
 
 
 def _by_index(opened: Dataset, indices: Array, start: int, stop: int | None, block: int = 10_000) -> Iterator[Item]:
@@ -244,6 +275,8 @@ def dump(
                 return source, stack.enter_context(writer) if peers.rank == 0 else None
 
             source, writer = agreed(peers, prepare)
+            if source.remark and writer is not None:
+                print(source.remark, file=sys.stderr)
             items, count = _share(source, selection, peers)
             items, like = agreed(peers, lambda: _first(items) if peers.rank == 0 else (items, None))
             folder, like = peers.gather((writer.folder if writer is not None else Path(), like))[0]

@@ -44,11 +44,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def write(config: Path, template: str) -> None:
-    """Write the config. Raises: DataError: it exists, or cannot be written."""
+    """Write the config, whose `model` is named after it. Raises: DataError: it exists, or cannot be written."""
     text = Path(__file__).with_name(f"{template}.txt").read_text(encoding="utf-8")
     try:
         with config.open("x", encoding="utf-8") as file:
-            file.write(text.replace("CONFIG", config.name))
+            file.write(text.replace("CONFIG", config.name).replace("NAME", config.stem))
     except FileExistsError:
         raise DataError(f"{config}: expected the name of a new file, got one that exists") from None
     except OSError as error:

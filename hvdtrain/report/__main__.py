@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from hvdtrain.config.source import command_parser
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.report.runs import read_runs
 
@@ -30,10 +31,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The parser of the options."""
-    made = argparse.ArgumentParser(
-        prog="hvdtrain report",
-        description="Write an HTML page about a training: curves of losses, errors and learning rate, where the time went, and "
-        "the settings with their origins. With several folders, the page compares the trainings.",
+    made = command_parser(
+        "report",
+        "Write an HTML page about a training: curves of losses, errors and learning rate, where the time went, and the settings\n"
+        "with their origins. With several folders, the page compares the trainings.",
+        "",
     )
     made.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="a folder with scores.jsonl and the model's files")
     made.add_argument("--out", type=Path, help="file to write (default: report.html in the first folder)")

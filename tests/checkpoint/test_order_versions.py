@@ -1,12 +1,18 @@
-"""Checkpoints within an epoch whose sequences were in another order when they were written."""
+"""Checkpoints within an epoch whose batches were others when they were written."""
 
+import re
 from pathlib import Path
 
 import numpy
 import pytest
 import torch
 
+from hvdtrain.data.feed import Feed
 from hvdtrain.data.plan import order
+from hvdtrain.data.plan.epoch import BatchKeys
+from hvdtrain.data.plan.order import OrderKeys
+from hvdtrain.data.plan.shared import differences
+from hvdtrain.data.sources import open_dataset, parse
 from hvdtrain.errors import CheckpointError
 from hvdtrain.run import train
 from hvdtrain.settings import read_settings
@@ -61,7 +67,7 @@ def test_another_laplace_within_an_epoch_is_refused_with_the_reason(tmp_path: Pa
         "before, the first bins were longer by one sequence: go on with the version of hvdtrain that wrote the checkpoint, or "
         "remove the checkpoint within the epoch to repeat the epoch from its beginning)"
     )
-    with pytest.raises(CheckpointError, match="got others after 7 of them .go on with the same data and the same keys"):
+    with pytest.raises(CheckpointError, match="got others after 7 of them: seq_ordering: random, expected laplace:4 .go on with"):
         train(read_settings([path], {"fails": "-1", "train.seq_ordering": "random"}))
 
 
@@ -72,3 +78,40 @@ def test_the_end_of_an_epoch_and_other_orders_go_on(
     path = written_by_version_1(tmp_path, monkeypatch, fails, ordering)
     train(read_settings([path], {"fails": "-1", "train.seq_ordering": ordering}))
     assert (tmp_path / "model.002.pt").exists()
+
+
+@pytest.mark.parametrize(
+    ("changed", "difference"),
+    [
+        ({"max_seqs": "2"}, "max_seqs per rank: 2, expected 1"),
+        ({"chunking": "3:3", "shuffle_batches": "1"}, "shuffle_batches: True, expected False; chunking: "),
+        (
+            {"train.seq_ordering": "sorted", "train.random_seed_offset": "1"},
+            "seq_ordering: sorted, expected laplace:4; the seed of",
+        ),
+    ],
+)
+def test_other_batches_are_refused_with_what_differs(tmp_path: Path, changed: dict[str, str], difference: str) -> None:
+    path = tmp_path / "config.py"
+    path.write_text(CONFIG.replace("MODEL", repr(str(tmp_path / "model"))))
+    with pytest.raises(EOFError):
+        train(read_settings([path], {"fails": "9"}))
+    with pytest.raises(CheckpointError, match=re.escape(f"got others after 7 of them: {difference}")):
+        train(read_settings([path], {"fails": "-1", **changed}))
+    (file,) = tmp_path.glob("model*.step-7.pt")
+    contents = torch.load(file, weights_only=True)
+    contents["within"].pop("made_from")  # as in checkpoints of before
+    torch.save(contents, file)
+    with pytest.raises(CheckpointError, match="got others after 7 of them .go on with the same data and the same keys"):
+        train(read_settings([path], {"fails": "-1", **changed}))
+    train(read_settings([path], {"fails": "-1"}))
+    assert (tmp_path / "model.002.pt").exists()
+
+
+def test_the_number_of_ranks_is_among_what_differs() -> None:
+    dataset = open_dataset(parse("train", {"class": "Task12AXDataset", "num_seqs": 9}, {})[0])
+    one, two = (
+        Feed("train", dataset, OrderKeys(), BatchKeys(max_seqs_total=4).of_each_of(size), 0, size).made_from(1) for size in (1, 2)
+    )
+    assert differences(one, two) == "ranks: 2, expected 1; max_seqs per rank: 2, expected 4"
+    assert differences({}, two) == ""

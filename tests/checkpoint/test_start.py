@@ -10,7 +10,8 @@ import pytest
 import torch
 from launching import TOY
 
-from hvdtrain.checkpoint.folder import CleanupRule, parse_rule
+from hvdtrain.checkpoint.folder import CheckpointFolder, CleanupRule, parse_rule
+from hvdtrain.checkpoint.start import Start, StartKeys, start_of_training
 from hvdtrain.errors import CheckpointError, ConfigError, TrainingError
 from hvdtrain.run import train
 from hvdtrain.schedule.file import read_learning_rate_file
@@ -38,6 +39,24 @@ def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     run(corpus, folder, num_epochs=3)
     return folder
+
+
+@pytest.mark.parametrize("kind", ["pt", "safetensors"])
+def test_a_model_that_another_framework_trained_is_refused(tmp_path: Path, kind: str) -> None:
+    for name in ("001.opt.pt", f"001.{kind}", "002.step-7.opt.pt", f"002.step-7.{kind}"):
+        (tmp_path / f"model.{name}").touch()
+    folder = CheckpointFolder(tmp_path / "model", "npz")
+    with pytest.raises(CheckpointError) as refused:
+        start_of_training(StartKeys(), folder)
+    assert str(refused.value) == (
+        "model: expected files of backend 'tensorflow' such as model.001.npz, or none, got "
+        f"{tmp_path}/model.002.step-7.opt.pt of backend 'torch' (give this training another `model`, or remove "
+        f"{tmp_path}/model.*)"
+    )
+    assert start_of_training(StartKeys(start_epoch=1), folder) == Start()
+    for name in ("001.opt.npz", "001.npz"):
+        (tmp_path / f"model.{name}").touch()
+    assert start_of_training(StartKeys(), folder).checkpoint == folder.at(1)
 
 
 def test_load_goes_on_after_the_models_epoch_and_steps(

@@ -5,6 +5,7 @@ import os
 import pickle
 import subprocess
 import sys
+from ast import literal_eval
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,10 +18,20 @@ import hvdtrain
 from hvdtrain.cli import COMMANDS, help_text, main
 from hvdtrain.config.check import build, closest
 from hvdtrain.config.keys import REQUIRED, declared, key, positive, share, text_value
-from hvdtrain.config.source import COMMAND_LINE, ConfigAccess, Source, is_reference, load, parse_command_line, resolve
+from hvdtrain.config.source import (
+    COMMAND_LINE,
+    ConfigAccess,
+    Source,
+    is_reference,
+    load,
+    parse_command_line,
+    resolve,
+    split_overrides,
+)
 from hvdtrain.errors import ConfigError
+from hvdtrain.report.__main__ import parser as report_parser
 from hvdtrain.returnn_layer.names import UNSUPPORTED
-from hvdtrain.settings import DATASET_SECTIONS, Settings, all_keys, read_settings
+from hvdtrain.settings import DATASET_SECTIONS, Settings, all_keys, effective, read_settings
 from hvdtrain.submit.__main__ import parser as submit_parser
 
 MINIMAL = """\
@@ -186,6 +197,26 @@ def test_rank_and_size_are_known_while_the_config_runs(tmp_path: Path, monkeypat
 # Overrides of the command line
 
 
+def test_data_in_a_config_is_shown_in_few_words(tmp_path: Path) -> None:
+    text = """
+import numpy, torch
+train = [numpy.zeros((17, 6), "float32"), torch.zeros(5, dtype=torch.int64)] * 1500
+class Rows:
+    def __len__(self): ...
+    def __getitem__(self, index): ...
+    def __repr__(self): return "all rows" * 1000
+dev = Rows()
+eval = {"class": list, "items": [[[0.5] * 100] * 100] * 100, "name": "x" * 10_000}
+learning_rates = numpy.full(200, 0.001)
+"""
+    values = {key.name: key.value for key in effective(settings(tmp_path, text, learning_rate="None"))}
+    both = "<float32 (17, 6)>, <int64 (5,)>"
+    assert values["train"] == f"[{both}, {both}, <float32 (17, 6)>, ... 2995 more]"
+    assert values["dev"] == "<Rows>"
+    assert sum(map(len, values.values())) < 20_000
+    assert literal_eval(values["learning_rates"]) == [0.001] * 200, "reports read values back"
+
+
 @pytest.mark.parametrize(
     ("text", "value"),
     [
@@ -255,7 +286,7 @@ def test_overrides_reach_deep_and_change_a_copy(tmp_path: Path) -> None:
 def test_overrides_that_reach_into_nothing(tmp_path: Path) -> None:
     overrides = {"trian.x": "1", "model.x": "1", "train.files.x": "1", "train.a.b": "1"}
     assert problems(tmp_path, **overrides) == [
-        "++trian.x: expected 'trian' to be a dict in the config, got nothing",
+        "++trian.x: expected 'trian' to be a dict in the config, got nothing (did you mean ++train.x?)",
         "++model.x: expected 'model' to be a dict in the config, got str",
         "++train.files.x: expected 'files' to be a dict inside 'train', got list",
         "++train.a.b: expected 'a' to be a dict inside 'train', got NoneType",
@@ -283,6 +314,16 @@ def test_the_command_line_is_files_and_then_pairs() -> None:
     )
 
 
+def test_a_config_and_options_may_be_between_the_pairs() -> None:
+    assert parse_command_line(["++x", "1", __file__, "++y=2"]) == ([Path(__file__)], {"x": "1", "y": "2"})
+    assert parse_command_line(["++load", __file__, __file__]) == ([Path(__file__)], {"load": __file__})
+    given = ["c.py", "++x", "1", "--json", "++y=2", "o.hdf", "++z", "+++1", "++w", "++v", "-3", "--out", "b"]
+    assert split_overrides(given) == (
+        ["c.py", "--json", "o.hdf", "--out", "b"],
+        ["++x", "1", "++y=2", "++z", "+++1", "++w", "++v", "-3"],
+    )
+
+
 def test_a_config_may_have_an_equals_sign_in_its_name(tmp_path: Path) -> None:
     (tmp_path / "rate=1.py").touch()
     assert parse_command_line([str(tmp_path / "rate=1.py"), "++x", "1"]) == ([tmp_path / "rate=1.py"], {"x": "1"})
@@ -296,16 +337,16 @@ def test_a_config_may_have_an_equals_sign_in_its_name(tmp_path: Path) -> None:
         (["a.py", "++x", "++y", "1"], ["command line: expected a value after ++x, got the next key"]),
         (["a.py", "-x", "1"], ["command line: expected ++KEY VALUE, got '-x' (did you mean ++x 1?)"]),
         (
-            ["a.py", "--max_seqs", "++y", "1"],
-            ["command line: expected ++KEY VALUE, got '--max_seqs' (did you mean ++max_seqs VALUE?)"],
+            ["a.py", "--max-seqs", "++y", "1"],
+            ["command line: expected ++KEY VALUE, got '--max-seqs' (did you mean ++max_seqs VALUE?)"],
         ),
         (["a.py", "--x=1"], ["command line: expected ++KEY VALUE, got '--x=1' (did you mean ++x 1?)"]),
         (["a.py", "x=1", "++y=2"], ["command line: expected ++KEY VALUE, got 'x=1' (did you mean ++x 1?)"]),
         (["a.py", "--dryrun"], ["command line: expected ++KEY VALUE, got '--dryrun' (did you mean --dry-run?)"]),
+        (["a.py", "--sumary"], ["command line: expected ++KEY VALUE, got '--sumary' (did you mean --summary?)"]),
         (
             ["--x", "1", __file__],
             [
-                f"command line: expected a config file first, got {__file__} after other words",
                 "command line: expected ++KEY VALUE, got '--x' (did you mean ++x 1?)",
             ],
         ),
@@ -656,8 +697,8 @@ def test_building_horovod_needs_none_of_the_packages() -> None:
 @pytest.mark.parametrize(
     ("given", "hint"),
     [
-        (["--max_seqs", "4"], "(a key of a config is written ++max_seqs 4, behind everything else)"),
-        (["max_seqs=4"], "(a key of a config is written ++max_seqs 4, behind everything else)"),
+        (["--max-seqs", "4"], "(a key of a config is written ++max_seqs 4)"),
+        (["max_seqs=4"], "(a key of a config is written ++max_seqs 4)"),
         (["--shedule", "slurm"], "(did you mean --scheduler?)"),
     ],
 )
@@ -667,12 +708,20 @@ def test_other_commands_know_how_keys_are_written(given: list[str], hint: str, c
     assert hint in capsys.readouterr().err
 
 
+def test_a_report_knows_its_options(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        report_parser().parse_args(["folder", "--ot", "page.html"])
+    assert "(did you mean --out?)" in capsys.readouterr().err
+
+
 def test_a_config_with_a_commands_name_and_a_misspelt_command(tmp_path: Path) -> None:
     (tmp_path / "dump").write_text(MINIMAL + "num_epochs = 'many'\n")
     as_config = run("-m", "hvdtrain", "./dump", folder=tmp_path)
     assert as_config.returncode == 2
     assert "num_epochs: expected an integer" in as_config.stderr
     assert "hvdtrain dump: error" in run("-m", "hvdtrain", "dump", folder=tmp_path).stderr
+    near = run("-m", "hvdtrain", "./dmp", folder=tmp_path)
+    assert near.stderr.endswith("dmp: expected a config file, got: No such file or directory (did you mean dump?)\n")
     misspelt = run("-m", "hvdtrain", "dmup", "a.hdf", "b.hdf", folder=tmp_path)
     assert misspelt.returncode == 2
     assert misspelt.stderr == "dmup: expected a command or a config file, got neither (did you mean dump?)\n"

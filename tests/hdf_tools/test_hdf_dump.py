@@ -10,8 +10,11 @@ import pytest
 from hdf_files import BY_RETURNN
 from launching import ROOT
 
+from hvdtrain.config.source import load
 from hvdtrain.data.hdf.dataset import open_hdf
 from hvdtrain.data.hdf.writer import HDFWriter
+from hvdtrain.data.plan.order import order
+from hvdtrain.data.sources import open_dataset, parse
 from hvdtrain.hdf_tools.dump import main
 
 SEQUENCES = 12
@@ -68,6 +71,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 writer.add(f"{name}-é{number}", {"data": frames, "classes": generator.integers(0, 5, length, numpy.int32)})
     (made / "config.py").write_text(CONFIG, encoding="utf-8")
     (made / "corpus.py").write_text(CORPUS, encoding="utf-8")
+    (made / "items.py").write_text(TRAINABLE, encoding="utf-8")
     return made
 
 
@@ -119,7 +123,7 @@ def test_other_datasets_of_a_config(folder: Path, tmp_path: Path) -> None:
 
 def test_overrides_reach_the_config(folder: Path, tmp_path: Path) -> None:
     backwards = contents(folder / "train.hdf")[::-1]
-    assert dumped(folder, tmp_path / "seen.hdf", "config.py", "++ordering", "reverse") == backwards
+    assert dumped(folder, tmp_path / "seen.hdf", "config.py", "++ordering", "reverse", "--dataset", "train") == backwards
     nested = ["++train.seq_ordering", "reverse", "++train.files", str(folder / "dev.hdf")]
     assert dumped_here(folder, tmp_path / "nested.hdf", "config.py", *nested) == contents(folder / "dev.hdf")[::-1]
 
@@ -173,6 +177,69 @@ def test_class_of_the_users_own(folder: Path, tmp_path: Path) -> None:
     assert streams["classes"].dim == 7
 
 
+TRAINABLE = """
+import itertools, numpy, torch
+
+train = [(numpy.full((length, 2), length, "float32"), length % 3) for length in range(5, 9)]
+
+def lines(start):
+    for length in range(start, 6):
+        yield {"data": numpy.arange(length), "classes": length % 3}
+
+def growing(epoch=1):
+    return (torch.arange(5) for _ in range(epoch))
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return lines(3)
+
+class Items(torch.utils.data.Dataset):
+    def __len__(self):
+        return 3
+    def __getitem__(self, index):
+        return {"data": torch.full((index + 1,), index), "seq_tag": f"item {index}"}
+
+eval_datasets = {
+    "plain": [numpy.arange(length) for length in range(1, 5)],
+    "list": {"class": lambda: train, "seq_ordering": "reverse"},
+    "generator": {"class": lines, "start": 3, "seq_ordering": "default"},
+    "function": growing,
+    "stream": Stream(),
+    "endless": {"class": "IterableDataset", "iterable": lambda: map(numpy.arange, itertools.count(1)), "epoch_size": 4},
+    "items": {"class": Items, "seq_ordering": "sorted_reverse"},
+    "array": numpy.zeros((4, 3, 2), "float32"),
+    "ordered": {"class": lines, "start": 3, "seq_ordering": "random"},
+    "part": {"class": lines, "start": 3, "partition_epoch": 2},
+    "batches": torch.utils.data.DataLoader(Items()),
+}
+"""
+
+
+@pytest.mark.parametrize("name", "train plain list generator function stream endless items array".split())
+def test_what_a_config_trains_on_can_be_dumped(folder: Path, tmp_path: Path, name: str) -> None:
+    values = load([folder / "items.py"], {}, {}).values
+    spec, _ = parse(name, {**values["eval_datasets"], "train": values["train"]}[name], {})
+    assert spec is not None
+    trained_on = open_dataset(spec)
+    lengths = trained_on.lengths["data"]
+    wanted = order(lengths, spec.order, 1)
+    made = dumped_here(folder, tmp_path / "out.hdf", "items.py", "--dataset", name)
+    assert made == [
+        (tag, {key: values.tolist() for key, values in trained_on.sequence(index).items()})
+        for tag, index in zip(trained_on.tags(wanted.tolist()), wanted.tolist(), strict=True)
+    ]
+    trained_on.close()
+
+
+def test_an_iterable_is_dumped_as_it_comes_in_any_of_its_epochs(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = dumped_here(folder, tmp_path / "out.hdf", "items.py", "--dataset", "ordered")
+    assert [len(arrays["data"]) for _, arrays in made] == [3, 4, 5]
+    assert capsys.readouterr().err == "ordered: written in the order in which generator yields it, without seq_ordering\n"
+    assert len(dumped_here(folder, tmp_path / "2.hdf", "items.py", "--dataset", "function", "--epoch", "2")) == 2
+
+
 def test_first_and_last_sequence_are_both_included(folder: Path, tmp_path: Path) -> None:
     everything = contents(folder / "train.hdf")
     assert dumped_here(folder, tmp_path / "some.hdf", "train.hdf", "--start_seq", "2", "--end_seq", "4") == everything[2:5]
@@ -208,8 +275,12 @@ MISTAKES = [
     (["none.hdf"], "none.hdf: expected an HDF file, got: no such file"),
     (["corpus.hdf.txt"], "corpus.hdf.txt: expected an HDF file, got: no such file"),
     (["none.py"], "none.py: expected a config file, got: No such file or directory"),
-    (["config.py", "--dataset", "test"], "--dataset: expected a dataset of config.py, got 'test'"),
+    (["config.py", "--dataset", "test"], "--dataset: expected a dataset of config.py, got 'test'; it has train, dev, other"),
+    (["corpus.py"], "got 'train'; it has no datasets (a class or function in it: corpus.py:NAME)"),
+    (["config.py", "--dataset", "othr"], "it has train, dev, other (did you mean other?)"),
     (["config.py", "++train.files.x", "1"], "++train.files.x: expected 'files' to be a dict inside 'train', got str"),
+    (["config.py", "++ordring", "reverse"], "ordring: unknown key in the command line (did you mean ordering?)"),
+    (["dev.hdf", "++ordering", "reverse"], "++ordering: expected a config as SOURCE, which has keys, got dev.hdf"),
     (["config.py", "++train"], "command line: expected a value after ++train, got nothing"),
     (["{'class': 'HDFDataset'"], "dataset dict: expected a Python dict, got \"{'class': 'HDFDataset'\""),
     (["{'class': 'HDFDataset'}"], "train.files: expected a string or a list of strings"),
@@ -222,7 +293,10 @@ MISTAKES = [
     (["{'class': 'corpus.py:Corpus'}"], "missing 1 required positional argument: 'part' (the dict's entries are passed to"),
     (["corpus.py:missing"], "corpus.py:missing: expected a name 'missing' in corpus.py, got none"),
     (["absent.py:sequences"], "no such file absent.py"),
-    (["corpus.py:nonsense"], "train: expected (tag, {key: array}) as sequence 0, got tag and nothing else"),
+    (["corpus.py:nonsense"], "train, item 0, 'data': expected numbers, got str 'tag and nothing else' (of a text, give class"),
+    (["items.py", "--dataset", "part"], "part: expected no partition_epoch for generator, which is read from beginning to end"),
+    (["items.py", "--dataset", "batches"], "batches: expected items, got a DataLoader of batches"),
+    (["items.py", "--epoch", "2"], "--epoch: expected 1 for list, which knows no epochs, got 2"),
     (["dev.hdf", "--start_seq", "3"], "out.hdf: expected at least one sequence to write, got none"),
     (["dev.hdf", "--start_seq", "-1"], "--start_seq: expected 0 or more, got -1"),
     (["dev.hdf", "--start_seq", "2", "--end_seq", "1"], "--end_seq: expected 2 or more, got 1"),
@@ -245,6 +319,15 @@ def test_mistakes_end_with_a_message_and_status_2(
     assert message in shown.err
     assert shown.out == ""
     assert list(tmp_path.iterdir()) == []
+
+
+def test_several_files_are_joined_by_commas(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with contextlib.chdir(folder), pytest.raises(SystemExit):
+        main(["dev.hdf", "train.hdf", "out.hdf"])
+    assert capsys.readouterr().err.endswith("unrecognized arguments: out.hdf (several files are written dev.hdf,train.hdf)\n")
+    with contextlib.chdir(folder), pytest.raises(SystemExit):
+        main(["dev.hdf", "out.hdf", "--dataste", "x"])
+    assert capsys.readouterr().err.endswith("unrecognized arguments: --dataste x (did you mean --dataset?)\n")
 
 
 def test_mistakes_show_no_traceback(folder: Path, tmp_path: Path) -> None:

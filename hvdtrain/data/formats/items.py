@@ -14,7 +14,7 @@ from typing import Any
 import numpy
 
 from hvdtrain.data.combine.workers import AHEAD, Workers
-from hvdtrain.data.dataset import Dataset, Scanning
+from hvdtrain.data.dataset import Dataset, Item, Scanning
 from hvdtrain.data.formats.found_lengths import HEAD_START, About, Found, LengthsFile, identity_of
 from hvdtrain.data.types import Array, Stream
 from hvdtrain.errors import DataError
@@ -69,6 +69,11 @@ class ItemForm:
         arrays = {key: self._array(index, key, value) for key, value in values.items()}
         self.streams = self.streams or {key: stream_of(found) for key, found in arrays.items()}
         return tag, arrays
+
+    def sequence(self, index: int, item: Any) -> Item:
+        """An item as a sequence; without a name of its own, it is called by its number. Raises: DataError."""
+        tag, arrays = self.arrays(index, item)
+        return f"seq-{index}" if tag is None else tag, arrays
 
     def with_classes(self, dims: Mapping[str, int], labels: Mapping[str, Sequence[str]]) -> dict[str, Stream]:
         """The streams with the numbers of classes and their names, where they are known."""

@@ -82,12 +82,8 @@ class IterableDataset(SequenceSource):
                 yield tag, arrays
 
     def to_train_on(self, where: str, scanning: Scanning) -> Dataset:
-        if hasattr(self._made, "collate_fn") and getattr(self._made, "batch_size", None) is not None:
-            raise DataError(
-                f"{where}: expected items, got a {type(self._made).__name__} of batches (hvdtrain makes the batches: in place of "
-                "the DataLoader, give its dataset, or set its batch_size to None)"
-            )
-        varies = self._epoch_size is not None or _takes_epoch(self._made)
+        refuse_batches(where, self._made)
+        varies = self._epoch_size is not None or takes_epoch(self._made)
         code = getattr(type(self._made), "__iter__", None)
         identity = identity_of([self._made, code, self._epoch_size, self.dims, self.labels])
         source = Streamed(
@@ -109,7 +105,7 @@ class IterableDataset(SequenceSource):
             self._made.set_epoch(epoch)
         if not callable(self._made) or is_iterable(self._made):
             return iter(self._made)
-        return iter(self._made(epoch=epoch) if _takes_epoch(self._made) else self._made())
+        return iter(self._made(epoch=epoch) if takes_epoch(self._made) else self._made())
 
 
 class IterableReading:
@@ -154,7 +150,7 @@ class IterableReading:
         """The sequences of an epoch, one after the other. Raises: DataError."""
         self._begin(epoch)
         for number, item in enumerate(self._rest()):
-            yield self._converted(number, item)
+            yield self._form.sequence(number, item)
 
     def about(self, epoch: int) -> tuple[str, int, Mapping[str, Stream]]:
         """As of `Reading`."""
@@ -162,7 +158,7 @@ class IterableReading:
         first = next(self._rest(), None)
         if first is None:
             raise DataError(f"{self._where}: expected at least one item in epoch {epoch} of {self._name}, got none")
-        self._converted(0, first)
+        self._form.sequence(0, first)
         return self._name, 1, self.streams()
 
     def streams(self) -> Mapping[str, Stream]:
@@ -178,7 +174,7 @@ class IterableReading:
         while len(part.tags) < count and (not part.tags or time.monotonic() < until):
             number = self._next
             for item in islice(rest, 1):
-                tag, arrays = self._converted(number, item)
+                tag, arrays = self._form.sequence(number, item)
                 part.tags.append(tag)
                 part.checksums.append(_checksum(tag, arrays) if number < AGAIN else 0)
                 for key, values in arrays.items():
@@ -201,7 +197,7 @@ class IterableReading:
             return False
         self._begin(epoch, anew=True)
         try:
-            again = [self._converted(number, item) for number, item in enumerate(islice(self._rest(), len(checksums)))]
+            again = [self._form.sequence(number, item) for number, item in enumerate(islice(self._rest(), len(checksums)))]
         except DataError:
             return False
         return [_checksum(*item) for item in again] == [checksums[number] for number in sorted(checksums)]
@@ -219,7 +215,7 @@ class IterableReading:
         for number in numbers:
             if number not in self._held:
                 raise DataError(f"{self._where}: expected item {number} of epoch {epoch} of {self._name}, got only {self._next}")
-        return [self._converted(number, self._held[number]) for number in numbers]
+        return [self._form.sequence(number, self._held[number]) for number in numbers]
 
     def skip(self, epoch: int, number: int) -> int:
         """As of `Reading`: to the window of an item."""
@@ -284,10 +280,6 @@ class IterableReading:
             self._iterator = None
         return END
 
-    def _converted(self, number: int, item: Any) -> tuple[str, dict[str, Array]]:
-        tag, arrays = self._form.arrays(number, item)
-        return f"seq-{number}" if tag is None else tag, arrays
-
 
 class End:
     """The type of `END`."""
@@ -302,6 +294,15 @@ def is_iterable(value: Any) -> bool:
     return hasattr(type(value), "__iter__") and not isinstance(value, (str, bytes, Mapping, list, tuple, set, frozenset, type))
 
 
+def refuse_batches(where: str, made: Any) -> None:
+    """Raises: DataError, if an iterable is a DataLoader that makes batches."""
+    if hasattr(made, "collate_fn") and getattr(made, "batch_size", None) is not None:
+        raise DataError(
+            f"{where}: expected items, got a {type(made).__name__} of batches (hvdtrain makes the batches: in place of the "
+            "DataLoader, give its dataset, or set its batch_size to None)"
+        )
+
+
 def needs_epoch(made: partial[Any]) -> bool:
     """Whether a config's function cannot be called without the number of the epoch: it has to be called for each."""
     if not inspect.isroutine(made.func) or "epoch" in made.keywords:
@@ -313,7 +314,7 @@ def needs_epoch(made: partial[Any]) -> bool:
     return epoch is not None and epoch.default is inspect.Parameter.empty
 
 
-def _takes_epoch(made: Any) -> bool:
+def takes_epoch(made: Any) -> bool:
     """Whether an epoch may have other items than the one before."""
     if is_iterable(made):
         return hasattr(made, "set_epoch")

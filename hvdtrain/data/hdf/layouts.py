@@ -24,7 +24,8 @@ HINT = "allow_external in the dataset dict allows it"
 def open_file(path: Path) -> h5py.File:
     """An HDF5 file, open for reading. Raises: DataError."""
     if not path.exists():
-        raise DataError(f"{path}: expected an HDF file, got: no such file")
+        hint = f" (a list of the files that match: sorted(glob.glob({str(path)!r})))" if "*" in path.name else ""
+        raise DataError(f"{path}: expected an HDF file, got: no such file{hint}")
     if not path.is_file():  # opening a named pipe would wait for ever
         raise DataError(f"{path}: expected an HDF file, got a {'directory' if path.is_dir() else 'pipe or device'}")
     try:
@@ -32,7 +33,11 @@ def open_file(path: Path) -> h5py.File:
     except OSError as error:
         if h5py.is_hdf5(path):
             raise DataError(f"{path}: expected a whole HDF5 file, got a damaged one: {error}") from None
-        raise DataError(f"{path}: expected an HDF5 file, got something else ({error})") from None
+        if isinstance(error, PermissionError):
+            raise DataError(f"{path}: expected a file that can be read, got: permission denied") from None
+        what = "something else" if path.stat().st_size else "an empty file"
+        hint = f" (a class or function in it: {path}:NAME)" if path.suffix == ".py" else ""
+        raise DataError(f"{path}: expected an HDF5 file, got {what}{hint}") from None
 
 
 def members_read(file: h5py.File) -> Iterator[str]:

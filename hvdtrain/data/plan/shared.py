@@ -65,6 +65,26 @@ class PlanInputs:
             window=self.window,
         )
 
+    def named(self) -> dict[str, str]:
+        """By name of a key or of what else determines the plan, its value as text. Raises: DataError."""
+        order, batches, limits = self.order_keys, self.batch_keys, self.batch_keys.limits(self.epoch)
+        named = {
+            "seq_ordering": order.seq_ordering(epoch=self.epoch) if callable(order.seq_ordering) else order.seq_ordering,
+            **{name: getattr(order, name) for name in ("partition_epoch", "partition_by", "repeat_epoch")},
+            "the seed of the order": seed_of(order, self.epoch),
+            "batch_size per rank": limits.batch_size,
+            "max_seqs per rank": limits.max_seqs,
+            **{
+                name: getattr(batches, name) for name in ("packed_batch_size", "max_pad_size", "min_seq_length", "max_seq_length")
+            },
+            **{name: getattr(batches, name) for name in ("shuffle_batches", "online_shuffle_batches", "balance_ranks")},
+            "window": self.window,
+            "chunking": self.chunks and f"{len(self.chunks.sequences)} chunks in steps of {dict(self.chunks.steps)}",
+            "seq_list_filter_file": None if self.subset is None else f"{len(self.subset)} sequences",
+            "the data": f"{len(next(iter(self.lengths.values())))} sequences, {_frames_text(self.lengths)}",
+        }
+        return {name: str(value) for name, value in named.items()}
+
     def checksum(self) -> int:
         """The same on two ranks if they would make the same plan; takes a fraction of the time. Raises: DataError."""
         order, batches, epoch = self.order_keys, self.batch_keys, self.epoch
@@ -80,6 +100,19 @@ class PlanInputs:
         for array in (*self.lengths.values(), self.subset, self.file_bounds, *chunks):
             found = crc32(numpy.zeros(0) if array is None else array, found)
         return found
+
+
+def _frames_text(lengths: Mapping[str, Array]) -> str:
+    return ", ".join(f"{column.sum(dtype=numpy.int64)} frames of {name!r}" for name, column in lengths.items())
+
+
+def differences(before: Mapping[str, str], now: Mapping[str, str]) -> str:
+    """What differs of what two plans are made from; '' if nothing does, or if it is not known.
+
+    >>> differences({"ranks": "1", "window": "None"}, {"ranks": "2", "window": "None"})
+    'ranks: 2, expected 1'
+    """
+    return "; ".join(f"{name}: {now[name]}, expected {value}" for name, value in before.items() if now.get(name, value) != value)
 
 
 @dataclass(frozen=True)

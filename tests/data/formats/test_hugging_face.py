@@ -203,11 +203,14 @@ def test_misspelt_and_missing_options_are_told_before_anything_is_opened(capsys:
     ]
 
 
-def test_order_keys_and_epochs_that_nobody_would_follow(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_order_keys_are_followed_as_in_training_and_epochs_are_refused(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     source = {"class": "HuggingFaceDataset", "folder": str(folder / "parts"), "part": "test"}
-    assert main([str({**source, "seq_ordering": "random"}), "out.hdf"]) == 2
-    assert "expected no order keys for HuggingFaceDataset, which cannot be ordered before it is read, got seq_ordering" in (
-        capsys.readouterr().err
-    )
+    numbers = {**source, "part": "train", "columns": {"data": "token_ids"}, "seq_ordering": "reverse"}
+    assert main([str(numbers), str(tmp_path / "out.hdf")]) == 0
+    written = open_hdf([tmp_path / "out.hdf"])
+    assert written.tags(range(written.num_sequences)) == [f"row-{n}" for n in reversed(range(written.num_sequences))]
+    capsys.readouterr()
     assert main([str(source), "out.hdf", "--epoch", "2"]) == 2
     assert capsys.readouterr().err == "--epoch: expected 1 for HuggingFaceDataset, which knows no epochs, got 2\n"

@@ -308,6 +308,53 @@ def test_lists_of_files_are_files_as_before() -> None:
     assert spec.files == ("a.hdf", "b.hdf")
 
 
+class Lengthless:
+    def __getitem__(self, index: int) -> list[int]:
+        return [index]
+
+
+def broken() -> list[float]:
+    return [1 / 0]
+
+
+def with_argument(part: str) -> list[float]:
+    return [len(part)]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ([], "train: expected at least one sequence or file, got an empty list"),
+        (lambda: (), "train: expected at least one sequence or file, got an empty tuple"),
+        (lambda: None, "train: expected a function that returns a dataset, got None"),
+        (with_argument, "train: expected a function that returns a dataset, got TypeError: with_argument() missing 1 required "),
+        (
+            broken,
+            "train: expected a function that returns a dataset, got ZeroDivisionError: division by zero (test_items.py, line ",
+        ),
+        (
+            5,
+            "train: expected a dataset dict, HDF files, or an object that can be iterated over or has __len__ and __getitem__, "
+            "got int",
+        ),
+        (Lengthless(), "or has __len__ and __getitem__, got Lengthless without __len__"),
+    ],
+    ids=range(7),
+)
+def test_what_is_no_dataset_is_told(value: Any, message: str) -> None:
+    spec, problems = parse("train", value, {})
+    assert spec is None
+    assert len(problems) == 1
+    assert message in problems[0]
+
+
+@pytest.mark.parametrize("form", [lambda path: path, lambda path: [path], lambda path: {"class": "HDFDataset", "files": path}])
+def test_files_may_be_paths(form: Any) -> None:
+    spec, _ = parse("train", form(Path("a.hdf")), {})
+    assert spec is not None
+    assert spec.files == ("a.hdf",)
+
+
 def test_a_misspelt_order_key_beside_a_class_of_ones_own_has_its_hint() -> None:
     spec, problems = parse("train", {"class": Words, "seq_orderin": "random"}, {})
     assert spec is not None, problems

@@ -323,7 +323,12 @@ def test_text_instead_of_hdf(tmp_path: Path) -> None:
     (tmp_path / "words.hdf").write_text("first 3\nsecond 2\n")
     assert data_error(tmp_path / "words.hdf").startswith("expected an HDF5 file, got something else")
     (tmp_path / "empty.hdf").touch()
-    assert data_error(tmp_path / "empty.hdf").startswith("expected an HDF5 file, got something else")
+    assert data_error(tmp_path / "empty.hdf") == "expected an HDF5 file, got an empty file"
+    (tmp_path / "words.py").write_text("words = []")
+    assert data_error(tmp_path / "words.py").endswith(f"got something else (a class or function in it: {tmp_path}/words.py:NAME)")
+    assert data_error(tmp_path / "*.hdf").endswith(
+        f"got: no such file (a list of the files that match: sorted(glob.glob('{tmp_path}/*.hdf')))"
+    )
 
 
 @pytest.mark.parametrize("kept", [0.3, 0.6, 0.99])

@@ -449,17 +449,25 @@ def print_config(settings: Settings) -> str:
     return "\n".join(lines[1:])
 
 
+MANY = 20
+"""Members of a list of objects that are all shown."""
+
+
 def shown(value: Any) -> str:
-    """A value as text.
+    """A value as text. Of many arrays or other objects, as of data in the config, only the first ones are shown.
 
     >>> shown({"class": "adam", "check": print}), shown([1, "2G"])
     ("{'class': 'adam', 'check': <function print>}", "[1, '2G']")
+    >>> shown([[1]] * 1000)
+    '[[1], [1], [1], ..., 1000 in all]'
     """
     if isinstance(value, dict):
         return "{" + ", ".join(f"{name!r}: {shown(member)}" for name, member in value.items()) + "}"
     if isinstance(value, (list, tuple)):
         brackets = "[]" if isinstance(value, list) else "()"
-        return brackets[0] + ", ".join(shown(member) for member in value) + brackets[1]
+        is_long = len(value) > MANY and not isinstance(value[0], (str, int, float))
+        members = [*map(shown, value[:3] if is_long else value), *(["...", f"{len(value)} in all"] if is_long else [])]
+        return brackets[0] + ", ".join(members) + brackets[1]
     if callable(value):
         code = getattr(getattr(value, "__wrapped__", value), "__code__", None)
         where = f" in {os.path.basename(code.co_filename)}" if code is not None else ""

@@ -82,13 +82,18 @@ def _is_assignment(word: str) -> bool:
 
 
 def split_overrides(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Split a command's own arguments from the `++key value` pairs that follow.
+    """Split a command's own arguments from the `++key value` pairs, before or behind them.
 
-    >>> split_overrides(["config.py", "--json", "++max_seqs", "128"])
-    (['config.py', '--json'], ['++max_seqs', '128'])
+    >>> split_overrides(["config.py", "++max_seqs", "128", "++load=m.pt", "--json"])
+    (['config.py', '--json'], ['++max_seqs', '128', '++load=m.pt'])
     """
-    first = next((number for number, argument in enumerate(arguments) if argument.startswith("++")), len(arguments))
-    return arguments[:first], arguments[first:]
+    own: list[str] = []
+    pairs: list[str] = []
+    for number, word in enumerate(arguments):
+        before = arguments[number - 1] if number else ""
+        is_value = before.startswith("++") and "=" not in before and not before.startswith("+++")
+        (pairs if is_value or word.startswith("++") else own).append(word)
+    return own, pairs
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -105,7 +110,7 @@ class CommandParser(argparse.ArgumentParser):
             message += f" (did you mean {close[0]}?)"
         elif name.isidentifier() and "++" in (self.usage or ""):
             value = value if assigned or not more else more[0]
-            message += f" (a key of a config is written ++{name} {value or 'VALUE'}, behind everything else)"
+            message += f" (a key of a config is written ++{name} {value or 'VALUE'})"
         super().error(message)
 
 

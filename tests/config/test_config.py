@@ -723,8 +723,8 @@ def test_building_horovod_needs_none_of_the_packages() -> None:
 @pytest.mark.parametrize(
     ("given", "hint"),
     [
-        (["--max_seqs", "4"], "(a key of a config is written ++max_seqs 4, behind everything else)"),
-        (["max_seqs=4"], "(a key of a config is written ++max_seqs 4, behind everything else)"),
+        (["--max_seqs", "4"], "(a key of a config is written ++max_seqs 4)"),
+        (["max_seqs=4"], "(a key of a config is written ++max_seqs 4)"),
         (["--shedule", "slurm"], "(did you mean --scheduler?)"),
     ],
 )

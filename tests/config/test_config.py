@@ -301,6 +301,7 @@ def test_a_config_may_have_an_equals_sign_in_its_name(tmp_path: Path) -> None:
         ),
         (["a.py", "--x=1"], ["command line: expected ++KEY VALUE, got '--x=1' (did you mean ++x 1?)"]),
         (["a.py", "x=1", "++y=2"], ["command line: expected ++KEY VALUE, got 'x=1' (did you mean ++x 1?)"]),
+        (["a.py", "--sumary"], ["command line: expected ++KEY VALUE, got '--sumary' (did you mean --summary?)"]),
         (["a.py", "--dryrun"], ["command line: expected ++KEY VALUE, got '--dryrun' (did you mean --dry-run?)"]),
         (
             ["--x", "1", __file__],
@@ -310,6 +311,10 @@ def test_a_config_may_have_an_equals_sign_in_its_name(tmp_path: Path) -> None:
             ],
         ),
         (["a.py", "+x=1"], ["command line: expected ++KEY VALUE, got '+x=1' (did you mean ++x 1?)"]),
+        (
+            ["a.py", "++x", "1", __file__],
+            [f"command line: expected ++KEY VALUE, got {__file__!r} (configs are written first)"],
+        ),
         (
             ["a.py", "++", "b.py"],
             ["command line: expected ++KEY VALUE, got '++' (python -m hvdtrain --help)"],

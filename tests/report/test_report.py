@@ -207,6 +207,8 @@ def test_the_page_shows_what_the_files_say(one: Path, two: Path, tmp_path: Path)
         assert len(numpy.unique(image.imread(picture))) > 10, f"{picture} is empty"
 
     assert main([str(one), "--out", str(page)]) == 0
+    assert main([str(one / "model")]) == 0, "the value of the key model"
+    assert (one / "report.html").exists()
     assert not {"ranks", "stragglers"} & set(shown(page)), "one rank has nobody to be compared with"
     assert main([str(one), str(two), "--out", str(page)]) == 0
     assert {"score ce", "time of runs", "ranks of run2", "time of run1"} <= set(shown(page))

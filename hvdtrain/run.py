@@ -347,6 +347,8 @@ def announce(settings: Settings, session: Session, pace: Pace, hosts: list[Host]
         say(4, f"updates: each adds up the gradients of several batches of every rank: {many}")
     if comm.size > 1:
         say(4, f"ranks: {session.reducer.describe()}")
+        if told := settings.reduce.without_effect:
+            say(2, told)
         if settings.reduce.horovod_scale_lr:
             factor = scale_learning_rate(1.0, settings.reduce.horovod_scale_lr, comm.size)
             say(4, f"horovod_scale_lr: every learning rate is multiplied by {factor:.6g} for {comm.size} ranks")

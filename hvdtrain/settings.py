@@ -16,7 +16,20 @@ from hvdtrain.checkpoint.saver import SavingKeys
 from hvdtrain.checkpoint.start import StartKeys
 from hvdtrain.comm.keys import LaunchKeys, TorchDistributedKeys, merged
 from hvdtrain.config.check import build, resembling, unknown, unsupported
-from hvdtrain.config.keys import REQUIRED, Key, Rule, Section, Sections, declared, key, not_negative, one_of, parsed_by, positive
+from hvdtrain.config.keys import (
+    REQUIRED,
+    Key,
+    Rule,
+    Section,
+    Sections,
+    declared,
+    key,
+    misfit,
+    not_negative,
+    one_of,
+    parsed_by,
+    positive,
+)
 from hvdtrain.config.source import COMMAND_LINE, Source, load
 from hvdtrain.data.copies import CopyKeys
 from hvdtrain.data.kinds import KINDS
@@ -90,7 +103,9 @@ class RunKeys(Section):
         positive,
     )
     startup_callback: Callable[..., None] | str | None = key(
-        None, "function (**_) that every rank calls before the datasets are opened; hvdtrain.run_on_main in it prepares data once"
+        None,
+        "function {form} that every rank calls before the datasets are opened; hvdtrain.run_on_main in it prepares data once",
+        form="**_",
     )
     watchdog_timeout: float | None = key(
         None,
@@ -240,7 +255,7 @@ def _without_training(values: dict[str, Any]) -> dict[str, Any]:
         return values
     unused: dict[str, Any] = {"train": {"class": "DummyDataset", "input_dim": 1, "output_dim": 1, "num_seqs": 1}}  # not opened
     if values.get("forward_step") is not None:
-        unused["train_step"] = values["forward_step"]
+        unused["train_step"] = lambda **_: None
     if values.get("learning_rates") is None:
         unused["learning_rate"] = 1.0
     return values | {name: value for name, value in unused.items() if values.get(name) is None}
@@ -368,6 +383,8 @@ def _function(sections: Sections, source: Source) -> tuple[Callable[[], Any] | N
     function = source.values.get(run.task.removeprefix("config:"))
     if not callable(function):
         return None, [f"task: expected config:NAME with the name of a function in the config, got {run.task!r}"]
+    if wrong := misfit(function, "**_"):
+        return None, [f"task: expected a function without parameters, got {wrong}"]
     return function, []
 
 

@@ -268,7 +268,7 @@ def _time_lines(parts: list[Part], ranks: int, epochs: int) -> list[str]:
     for part in parts:
         computing, reading = (seconds / max(1, part.steps) for seconds in (part.computing, part.reading))
         slow = f", held up by reading, {reading:.3g} s each" if reading > computing else ""
-        each = f"{part.steps} steps of {computing:.3g} s{slow}"
+        each = f"{part.steps} step{'s' if part.steps != 1 else ''} of {computing:.3g} s{slow}"
         lines.append(f"estimate: {part.name}: {clock_text(part.seconds)} ({each})")
     epoch = sum(part.seconds for part in parts)
     where = f"{ranks} rank{'s' if ranks > 1 else ''}"

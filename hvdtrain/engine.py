@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from hvdtrain.checkpoint.progress import EpochProgress
@@ -24,7 +25,7 @@ from hvdtrain.runtime.scores import Scores, of_dataset
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.session import Session
 from hvdtrain.training.agreement import INTERVAL, INTERVAL_APART, Ballot, Wishes, plan_together
-from hvdtrain.training.callbacks import Callbacks, Training
+from hvdtrain.training.callbacks import EVENTS, Callbacks, Training
 from hvdtrain.training.evaluation import evaluate, not_finite
 from hvdtrain.training.step_log import Listener, StepLog, StepReport, Tally
 from hvdtrain.training.trace import Note, no_trace
@@ -103,6 +104,7 @@ class Engine:
         self._step_log = step_log
         self._trace = trace
         self._callbacks = Callbacks() if callbacks is None else callbacks
+        self._told: set[str] = set()  # the events that callbacks of any rank are called for
         self._training = Training(session.comm, session.learner, session.progress)  # what the callbacks see
         interval = INTERVAL if session.reducer.meets_every_update else INTERVAL_APART
         self._ballot = Ballot(session.comm, session.learner.numbers, interval)
@@ -124,13 +126,14 @@ class Engine:
             ConfigError: the config names a score that the epoch does not have; with a checkpoint.
         """
         self._session.interrupt.defer_sigint()
+        own = [event for event in EVENTS if self._callbacks.have(event)]
+        self._told = {event for events in self._comm.gather(own, name="callback_events") for event in events}
         self._tell("on_train_begin")
         end = None
         while end is None and self._progress.epoch < self._pace.num_epochs:
             self._run_epoch(self._progress.epoch + 1)
             end = self._ends_early()
-        self._ballot.finish()
-        self._session.saver.finish()
+        self._finish()
         self._training.stopped_by = end
         self._tell("on_stop")
         say(3, f"Finished training in epoch {self._progress.epoch}{f': {end}' if end else ''}.")
@@ -144,7 +147,9 @@ class Engine:
         current = progress.current = progress.current or EpochProgress(epoch, progress.step)
         before = current.elapsed
         epoch_rate = self._rates.of_epoch(epoch, progress.history)
+        self._session.watchdog.beat(f"epoch {epoch}, planning", "planning")
         plan = plan_together(self._comm, self._train, epoch)
+        self._session.watchdog.beat(f"epoch {epoch}, before its steps", "between")
         done = current.position / plan.num_batches if plan.num_batches else 0.0
         effective = self._rates.of_step(progress.step, epoch - 1.0 + done, epoch_rate)
         say(4, f"start epoch {epoch} global train step {progress.step} with effective learning rate {effective:.6g} ...")
@@ -187,11 +192,11 @@ class Engine:
         report = replace(report, seconds=self._seconds(started))  # now with the seconds of saving
         for level, line in report.lines([feed.name for feed in self._evaluations]):
             say(level, line)
-        for reporter in self._reporters:
-            reporter.epoch(report)
+        with self._unhurried(f"reports of epoch {epoch}"):
+            for reporter in self._reporters:
+                reporter.epoch(report)
         if mistake is not None:
-            self._ballot.finish()
-            self._session.saver.finish()
+            self._finish()
             raise mistake
 
     def _train_epoch(self, plan: Plan, current: EpochProgress, epoch_rate: float, first_rate: float) -> None:
@@ -377,8 +382,7 @@ class Engine:
         stopped = Stopped(f"stopped by {reason} in epoch {current.epoch} {done}; the same command goes on from there", status)
         stopped.on_every_rank = True
         stopped.would_repeat = reason != "SIGTERM"  # with which torchrun ends ranks before it starts them with others
-        self._ballot.finish()
-        self._session.saver.finish()
+        self._finish()
         self._training.stopped_by = reason
         self._tell("on_stop")
         raise stopped
@@ -392,6 +396,7 @@ class Engine:
         self._session.watchdog.beat(f"step {self._progress.step}, saving", "saving")
         with self._timer.span("saving"):
             checkpoint = self._session.saver.save(self._progress)
+        self._session.watchdog.beat(f"step {self._progress.step}, after saving", "between")
         self._saved_at = time.monotonic()
         self._asked_to_save = False
         if checkpoint is not None:
@@ -411,11 +416,25 @@ class Engine:
         """After an epoch, why training ends with it, before its last epoch; None: it does not."""
         return self._finished_by or self._pace.ends_early(self._progress.history)
 
+    def _finish(self) -> None:
+        """Collective. Wait for the last exchange of wishes, and for what is saved in the background."""
+        self._ballot.finish()
+        self._session.watchdog.beat(f"step {self._progress.step}, waiting for the last checkpoint", "finishing")
+        self._session.saver.finish()
+
     def _tell(self, event: str) -> None:
-        """Call the callbacks, which may take as long as they need."""
-        if self._callbacks.have(event):
-            self._session.watchdog.beat(f"{event} of a callback")
-            self._callbacks.tell(event, self._training)
+        """Collective. Call the callbacks."""
+        if event in self._told:
+            with self._unhurried(f"{event} of a callback"):
+                self._callbacks.tell(event, self._training)
+
+    @contextmanager
+    def _unhurried(self, what: str) -> Iterator[None]:
+        """Collective. Around code of the user's, which may take as long as it needs on any rank: the others wait here."""
+        self._session.watchdog.beat(what)
+        yield
+        self._comm.gather(None, name="unhurried")
+        self._session.watchdog.beat(f"after {what}", "between")
 
     def _gather_scores(self, current: EpochProgress) -> None:
         """Collective. Add the ranks' scores since the last time to the epoch's.

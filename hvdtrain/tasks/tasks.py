@@ -220,6 +220,7 @@ def _measured(session: Session, feed: Feed, epoch: int, run: Run, closing: int =
     """
     comm = session.comm
     size = comm.size if feed.distribution == "shard" else 1
+    session.watchdog.beat(f"planning {feed.name}")
     plan = plan_together(comm, feed, epoch)
     rounds = Rounds(plan, feed.lengths_in(epoch), size)
     if not len(rounds):

@@ -32,6 +32,7 @@ def evaluate(
     Args:
         after_step: called by all ranks after each step, in which every rank evaluates a batch if it has one left.
     """
+    watchdog.beat(f"epoch {epoch}, planning the evaluation of {feed.name}", "planning")
     plan = plan_together(comm, feed, epoch)
     steps = -(-plan.num_batches // comm.size)
     tally = Tally(learner.meter)

@@ -24,7 +24,7 @@ def evaluate(
     feed: Feed,
     epoch: int,
     *,
-    after_step: Callable[[], None] = lambda: None,
+    after_step: Callable[[], object] = lambda: None,
     step_log: StepLog,
 ) -> dict[str, float]:
     """Collective. The exact mean losses and errors over a whole dataset.

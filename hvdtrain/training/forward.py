@@ -18,7 +18,7 @@ from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.learner.base import Learner, Outputs
 from hvdtrain.runtime.watchdog import Watchdog
-from hvdtrain.training.agreement import plan_together
+from hvdtrain.training.agreement import INTERVAL_OF_TASKS, Ballot, Wishes, plan_together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,13 +82,18 @@ def forward(
     share = feed.share(plan)
     spool = together(comm, lambda: _open_spool(spool_prefix, comm.rank), name="open_spool")
     try:
+        ballot = Ballot(comm, learner.numbers, INTERVAL_OF_TASKS)
         with feed.read(share, epoch, learner.staging) as batches:
-            for number, batch in enumerate(batches):
+            for number in range(-(-plan.num_batches // comm.size)):
                 watchdog.beat(f"forwarding {feed.name}, batch {number}", "steps")
-                with naming(batch):
-                    by_sequence = learner.forward(batch)
-                for index, outputs in zip(batch.indices.tolist(), by_sequence, strict=True):
-                    spool.add(index, outputs)
+                batch = next(batches, None)
+                if batch is not None:
+                    with naming(batch):
+                        by_sequence = learner.forward(batch)
+                    for index, outputs in zip(batch.indices.tolist(), by_sequence, strict=True):
+                        spool.add(index, outputs)
+                ballot.step(Wishes)
+        ballot.finish()
         spool.close()
         spools = comm.gather((spool.path, spool.places), name="spools")
         total = sum(len(places) for _, places in spools)

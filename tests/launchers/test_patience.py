@@ -34,7 +34,9 @@ def test_work_without_progress_ends_the_job() -> None:
 CONFIG = """
 from hvdtrain.comm.torch_dist import TorchCommunicator
 from hvdtrain.runtime import watchdog
+from hvdtrain.training import forward
 
+forward.INTERVAL_OF_TASKS = 1.0
 seconds, hangs = config.float("seconds", 0), config.value("hangs")
 
 
@@ -59,6 +61,7 @@ forward_data = dev or str(corpus / "dev.hdf")
 
 def forward_step(*, model, extern_data, **_):
     data = extern_data["data"]
+    time.sleep(seconds / 60 * (1 + hvdtrain.rank()))
     hvdtrain.get_run_ctx().mark_as_default_output(model(data.raw_tensor, data.mask), seq_lens=data.seq_lens)
 
 
@@ -96,22 +99,30 @@ def with_slow_parts(corpus: Path, folder: Path, ranks: int | None, **overrides: 
     return hvdtrain(config, keys, ranks=ranks)
 
 
-def test_callbacks_and_trackers_have_time_and_so_has_what_takes_outputs_unless_it_hangs(corpus: Path, tmp_path: Path) -> None:
-    """On one rank, while the others wait: longer than the watchdog's patience."""
-    slow = {"seconds": 6, "watchdog_timeout": 4, "use_horovod": 1}
-    stopped = with_slow_parts(corpus, tmp_path, 2, num_epochs=9, max_seqs=1, **slow)
-    assert stopped.status == 75, stopped.err
-    assert stopped.err.startswith("stopped by a callback (a test) in epoch 2"), stopped.err
-    assert "watchdog_timeout" not in stopped.err
-    assert "in vain" not in stopped.err
+SLOW: dict[str, object] = {"seconds": 6, "watchdog_timeout": 4, "use_horovod": 1, "max_seqs": 1}
+
+
+def test_callbacks_and_trackers_have_time(corpus: Path, tmp_path: Path) -> None:
+    """On one rank, while the other one waits: longer than the watchdog's patience."""
+    finished = with_slow_parts(corpus, tmp_path, 2, num_epochs=9, **SLOW)
+    assert finished.status == 75, finished.err
+    assert finished.err.startswith("stopped by a callback (a test) in epoch 2"), finished.err
+    assert "watchdog_timeout" not in finished.err
+    assert "in vain" not in finished.err
     assert sorted(path.name for path in tmp_path.glob("record.stopped.*")) == ["record.stopped.0", "record.stopped.1"]
 
-    # 59 sequences take longer than that, and then it hangs.
-    forwarded = with_slow_parts(corpus, tmp_path, 2, task="forward", **slow)
-    assert forwarded.status == 1
-    assert re.search(r"rank 0 on \S+ hangs: no progress for \d s \(watchdog_timeout\) in handing on the outputs", forwarded.err)
-    assert "in process_seq" in forwarded.err
-    assert not list(tmp_path.glob("*.hdf"))
+
+def test_so_has_forward_unless_its_callback_hangs(corpus: Path, tmp_path: Path) -> None:
+    """Rank 1 takes longer than that after rank 0 for its batches, and rank 0 for 59 outputs, before it hangs."""
+    assert with_slow_parts(corpus, tmp_path, None, num_epochs=1).status == 0
+    finished = with_slow_parts(corpus, tmp_path, 2, task="forward", **SLOW)
+    assert finished.status == 1
+    found = re.search(
+        r"rank 0 on \S+ hangs: no progress for \d s \(watchdog_timeout\) in handing on .*, (\d+) of 101 seq", finished.err
+    )
+    assert found is not None, finished.err
+    assert 20 <= int(found[1]) < 60
+    assert "in process_seq" in finished.err
 
 
 def test_a_rank_that_hangs_where_the_ranks_disconnect_ends_the_job(corpus: Path, tmp_path: Path) -> None:

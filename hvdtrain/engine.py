@@ -30,6 +30,9 @@ from hvdtrain.training.evaluation import evaluate, not_finite
 from hvdtrain.training.step_log import Listener, StepLog, StepReport, Tally
 from hvdtrain.training.trace import Note, no_trace
 
+REPORTS = "reports to services"
+"""What takes as long as it needs, beside the callbacks."""
+
 UNCHANGED_KEYS = "go on with the same data and the same keys for batches"
 
 
@@ -99,12 +102,12 @@ class Engine:
         self._train, *self._evaluations = session.feeds
         self._rates = rates
         self._pace = pace
-        self._reporters = reporters.epochs
+        self._reporters = reporters
         self._numbers = StepNumbers(reporters.steps, session.timer, session.learner.meter) if reporters.steps else None
         self._step_log = step_log
         self._trace = trace
         self._callbacks = Callbacks() if callbacks is None else callbacks
-        self._told: set[str] = set()  # the events that callbacks of any rank are called for
+        self._told: set[str] = set()  # the events of callbacks, and REPORTS, that any rank has
         self._training = Training(session.comm, session.learner, session.progress)  # what the callbacks see
         interval = INTERVAL if session.reducer.meets_every_update else INTERVAL_APART
         self._ballot = Ballot(session.comm, session.learner.numbers, interval)
@@ -126,8 +129,8 @@ class Engine:
             ConfigError: the config names a score that the epoch does not have; with a checkpoint.
         """
         self._session.interrupt.defer_sigint()
-        own = [event for event in EVENTS if self._callbacks.have(event)]
-        self._told = {event for events in self._comm.gather(own, name="callback_events") for event in events}
+        own = {event for event in EVENTS if self._callbacks.have(event)} | ({REPORTS} if self._reporters.services else set())
+        self._told = set().union(*self._comm.gather(own, name="callback_events"))
         self._tell("on_train_begin")
         end = None
         while end is None and self._progress.epoch < self._pace.num_epochs:
@@ -192,9 +195,12 @@ class Engine:
         report = replace(report, seconds=self._seconds(started))  # now with the seconds of saving
         for level, line in report.lines([feed.name for feed in self._evaluations]):
             say(level, line)
-        with self._unhurried(f"reports of epoch {epoch}"):
-            for reporter in self._reporters:
-                reporter.epoch(report)
+        for reporter in self._reporters.epochs:
+            reporter.epoch(report)
+        if REPORTS in self._told:
+            with self._unhurried(f"{REPORTS} of epoch {epoch}"):
+                for service in self._reporters.services:
+                    service.epoch(report)
         if mistake is not None:
             self._finish()
             raise mistake

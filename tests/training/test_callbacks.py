@@ -141,7 +141,7 @@ def test_after_a_callback_the_watchdogs_usual_patience_holds_again(
     planned = next(number for number, (phase, _) in enumerate(beats) if phase == "planning")
     assert [beats[number][1] for number in unhurried if number > planned] == [
         *("on_epoch_begin of a callback", "on_evaluation_begin of a callback", "on_evaluation_end of a callback"),
-        *("on_epoch_end of a callback", "on_save of a callback", "reports of epoch 1", "on_stop of a callback"),
+        *("on_epoch_end of a callback", "on_save of a callback", "reports to services of epoch 1", "on_stop of a callback"),
         "closing the job",
     ]
     assert {beats[number + 1][0] for number in unhurried if planned < number < len(beats) - 1} == {"between"}
@@ -150,6 +150,13 @@ def test_after_a_callback_the_watchdogs_usual_patience_holds_again(
     usual = {phase for phase, _ in beats} - {"start-up"}
     assert usual == {"planning", "between", "steps", "evaluation", "saving", "finishing"}
     assert {Patience(fixed=10.0).allowed(phase) for phase in usual} == {10.0}  # type: ignore[arg-type]
+
+    beats.clear()
+    finished = run(corpus, tmp_path, "None", num_epochs=2, evaluated=True, track_epoch=None)
+    assert finished.status == 0, finished.err
+    phases = [phase for phase, _ in beats]
+    assert "start-up" not in phases[phases.index("planning") : -1]  # nothing of the user's is called
+    assert beats[-1] == ("start-up", "closing the job")
 
 
 def test_a_callback_can_end_training_after_an_epoch(corpus: Path, tmp_path: Path) -> None:

@@ -152,7 +152,8 @@ def test_after_a_callback_the_watchdogs_usual_patience_holds_again(
     assert {Patience(fixed=10.0).allowed(phase) for phase in usual} == {10.0}  # type: ignore[arg-type]
 
     beats.clear()
-    finished = run(corpus, tmp_path, "list()", num_epochs=2, evaluated=True, track_epoch=None)
+    nothing = {"epoch_start": None, "epoch_end": None, "track_epoch": None}
+    finished = run(corpus, tmp_path, "list()", num_epochs=2, evaluated=True, **nothing)
     assert finished.status == 0, finished.err
     phases = [phase for phase, _ in beats]
     assert "start-up" not in phases[phases.index("planning") : -1]  # nothing of the user's is called

@@ -214,7 +214,7 @@ def open_reporters(settings: Settings, session: Session) -> Reporters:
             path = Path(settings.schedule.learning_rate_file)
             reporters.append(LearningRateFile(path, progress.history, epoch_meta, epoch_rate))
         trackers = open_trackers(settings, session)
-        return Reporters([*reporters, *trackers.epochs], [steps.step, *trackers.steps])
+        return Reporters(reporters, [steps.step, *trackers.steps], trackers.services)
 
     return together(comm, lambda: of_rank_zero() if comm.rank == 0 else Reporters(), name="open_reporters")
 
@@ -230,7 +230,7 @@ def open_trackers(settings: Settings, session: Session) -> Reporters:
     if track_epoch is not None:
         trackers.append(Tolerant("track_epoch", TrackEpoch(track_epoch)))
     tolerant = [Tolerant("use_tensorboard", board) for board in boards]
-    return Reporters([*tolerant, *trackers], [board.step for board in boards])
+    return Reporters(steps=[board.step for board in boards], services=[*tolerant, *trackers])
 
 
 @contextmanager

@@ -38,9 +38,6 @@ SECONDS_FOR_DAEMONS = 10.0
 SHOWN = 16
 """How many ranks a message names, at most."""
 
-WAITS_IN = ("/horovod/", "/hvdtrain/comm/", "/torch/distributed/", "/torch/cuda/", "/tensorflow/python/eager/")
-"""Parts of the paths of the code in which a rank waits for others. TensorFlow's graphs contain the collectives."""
-
 STACK_SIGNAL = signal.SIGRTMIN + 7
 """On this signal, a process under a watchdog prints its stack: also if it holds Python's lock, so that no thread can do it."""
 

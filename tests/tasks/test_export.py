@@ -231,6 +231,6 @@ def test_a_keras_model(corpus: Path, trained: Trained) -> None:
     ended = launch(["-c", LOADS, *arguments])
     folder = model.parent / "export-001"
     assert ended.status == 0, ended.err
-    assert f"{folder / 'saved_model'}\n" in ended.out
+    assert f"{folder / 'saved_model'} takes frames float32 (any, any, 4); fixed: axis 2 of frames at 4\n" in ended.out
     assert ended.out.endswith("the same\n")
-    assert "model.serve(<float32, (None, None, 4)>)" in (folder / "README.md").read_text()
+    assert "outputs = model.serve(frames)" in (folder / "README.md").read_text()

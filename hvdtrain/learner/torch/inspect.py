@@ -211,8 +211,7 @@ def _quiet() -> Iterator[None]:
     """Inside the `with` block, PyTorch prints no warnings and no graphs of its own. Errors are raised as ever."""
     logs = [logging.getLogger(name) for name in ("torch", "onnxscript", "onnx_ir")]
     levels = [log.level for log in logs]
-    with warnings.catch_warnings(), redirect_stderr(StringIO()):
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"), redirect_stderr(StringIO()):
         try:
             for log in logs:
                 log.setLevel(logging.ERROR)

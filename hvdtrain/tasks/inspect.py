@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -76,6 +77,9 @@ def export(settings: Settings, out: Path | None) -> None:
             with feed.read([several], max(1, epoch), session.learner.staging) as batches:
                 for batch in batches:
                     written = session.learner.export(batch, folder)
+            for one in written:
+                if one.problem is not None:
+                    _remove(folder / one.name)  # what an earlier export wrote there is not this model
             (folder / "README.md").write_text(_how_to_load(settings, epoch, written), encoding="utf-8")
         except OSError as error:
             raise CheckpointError(f"{folder}: expected a folder that can be written to, got: {error}") from None
@@ -83,6 +87,13 @@ def export(settings: Settings, out: Path | None) -> None:
             note = f" takes {one.takes}" if one.takes else ""
             say(1, f"{folder / one.name}" + (note if one.problem is None else f": not written: {one.problem}"))
         say(1, f"{folder / 'README.md'} says how to load it")
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _how_to_load(settings: Settings, epoch: int, written: Sequence[Exported]) -> str:

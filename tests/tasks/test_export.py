@@ -95,6 +95,8 @@ def test_a_pytorch_model_in_every_form(corpus: Path, exportable: Path) -> None:
 def test_what_cannot_be_exported_is_told(corpus: Path, exportable: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tmp_path / "config.py"
     config.write_text(TOY.read_text() + PARTS)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "model.onnx").write_text("of an earlier export")
     ended = export(config, corpus, exportable, "--out", tmp_path / "out")
     assert ended.status == 0, ended.err
     assert "model.pt2: not written: train_step does not call the model itself, model(...), but parts of it" in ended.out
@@ -105,6 +107,9 @@ def test_what_cannot_be_exported_is_told(corpus: Path, exportable: Path, tmp_pat
     told = "model.onnx: not written: it needs onnx and onnxscript (pip install hvdtrain[export])"
     assert told in ended.out
     assert (tmp_path / "out" / "model.pt2").exists()
+
+    ended = run_inside([TOY, "++task", "export", "++corpus", corpus])
+    assert "(export is a command: python -m hvdtrain export CONFIG), got 'export' in the command line" in ended.err
 
     ended = export(TOY, corpus, tmp_path)
     assert ended.status == 2

@@ -85,7 +85,7 @@ class RunKeys(Section):
         "what to do: train; dry_run and summary, as the options --dry-run and --summary; "
         "eval (dev, eval, eval_datasets); forward or search (forward_data, "
         "search_data); cleanup_old_models; or config:NAME, which calls the config's function NAME",
-        Rule(f"one of {', '.join(TASKS)}, config:NAME", _is_task),
+        Rule(f"one of {', '.join(TASKS)}, config:NAME (export is a command: python -m hvdtrain export CONFIG)", _is_task),
     )
     backend: str = key("torch", "the framework of get_model and train_step", one_of(FRAMEWORKS))
     model: str = key(REQUIRED, "where checkpoints go: the beginning of their names, such as exp/g2p/model")

@@ -302,11 +302,13 @@ class Exported:
         name: of the file, or of the folder.
         problem: why it was not written; None: it was.
         how_to_load: Python code.
+        takes: what its inputs are, along which axes they may have any size, and along which not; '': it takes none.
     """
 
     name: str
     problem: str | None
     how_to_load: str = ""
+    takes: str = ""
 
 
 @dataclass(frozen=True)

@@ -441,7 +441,7 @@ class Engine:
     @contextmanager
     def _unhurried(self, what: str) -> Iterator[None]:
         """Collective. Around code of the user's, which may take as long as it needs on any rank: the others wait here."""
-        self._session.watchdog.beat(what)
+        self._session.watchdog.beat(what, "unhurried")
         yield
         self._comm.gather(None, name="unhurried")
         self._session.watchdog.beat(f"after {what}", "between")

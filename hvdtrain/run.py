@@ -258,7 +258,7 @@ def tracking(settings: Settings, session: Session, start: Start) -> Iterator[lis
         status = "stopped"
         raise
     finally:
-        session.watchdog.beat("waiting for the trackers")
+        session.watchdog.beat("waiting for the trackers", "unhurried")
         files = {} if status == "failed" else report_page(folder)
         for tracker in trackers:
             tracker.ask_to_end(status, files)

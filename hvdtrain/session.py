@@ -100,7 +100,7 @@ def open_session(settings: Settings, purpose: Purpose, comm: Communicator | None
         try:
             yield session
         finally:
-            session.watchdog.beat("closing the job")
+            session.watchdog.beat("closing the job", "unhurried")
         for feed in session.feeds:
             feed.dataset.close()
 

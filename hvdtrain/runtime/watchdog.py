@@ -16,12 +16,12 @@ from typing import Literal
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.runtime.heartbeats import ENDED, FAILED, STACK_SIGNAL, Heartbeats, Sign, Verdict, waits_long
 
-Phase = Literal["start-up", "planning", "steps", "evaluation", "saving", "finishing", "handing on", "between"]
-"""What a rank is busy with. Each takes its own time: 'start-up' is also that of callbacks, trackers and the end, as nobody knows
-how long the user's code takes; 'finishing' waits for what is saved in the background; 'between' is the rest of an epoch."""
+Phase = Literal["start-up", "unhurried", "planning", "steps", "evaluation", "saving", "finishing", "handing on", "between"]
+"""What a rank is busy with. Each takes its own time: 'unhurried' are callbacks, trackers and the end, as nobody knows how long
+the user's code takes; 'finishing' waits for what is saved in the background; 'between' is the rest of an epoch."""
 
 UNKNOWN = 1800.0
-"""Seconds without progress that are allowed while nothing is known of a phase; in the start-up, always."""
+"""Seconds without progress that are allowed while nothing is known of a phase; in the first two, always."""
 
 WAITS_IN = ("horovod.", "hvdtrain.comm.", "torch.distributed.", "torch.cuda.", "tensorflow.python.eager.")
 """The modules in which a rank waits for others. TensorFlow's graphs contain the collectives."""
@@ -53,7 +53,7 @@ class Patience:
     training, which is often the longest one, comes first.
 
     Args:
-        fixed: the seconds instead, in all phases but the start-up, which no step's time says anything about.
+        fixed: the seconds instead, in all phases but the first two, which no step's time says anything about.
 
     >>> patience = Patience()
     >>> patience.allowed("steps")
@@ -77,12 +77,17 @@ class Patience:
 
     def allowed(self, phase: Phase) -> float:
         """Seconds."""
-        if phase == "start-up":
+        if phase in ("start-up", "unhurried"):
             return UNKNOWN if self.fixed is None else max(UNKNOWN, self.fixed)
         if self.fixed is not None:
             return self.fixed
         longest = self._longest.get(phase, 0.0)
         return max(LEAST, TIMES * longest) if longest else UNKNOWN
+
+    @property
+    def of_silence(self) -> float:
+        """Seconds for which a rank waits for one in a callback of which nothing is heard any more: it may be stopped."""
+        return LEAST if self.fixed is None else self.fixed
 
 
 class Watchdog:
@@ -161,7 +166,13 @@ class Watchdog:
     def _sign(self) -> Sign:
         idle = time.monotonic() - self._last_beat
         overdue = idle > self._patience.allowed(self._phase)
-        return Sign(self._activity, idle, self._beats, _waits(self._thread), overdue)
+        sign = Sign(self._activity, idle, self._beats, _waits(self._thread), overdue)
+        if self._phase == "unhurried" and sign.waits and idle > self._patience.of_silence:
+            impatient = replace(sign, overdue=True)
+            verdict = self._heartbeats.conclude(impatient)
+            if verdict is not None and verdict.silent:
+                return impatient
+        return sign
 
     def _act(self, verdict: Verdict | None, own: Sign) -> None:
         """Report that there is no progress, give the other ranks' watchdogs the time to do so, too, and end the process."""
@@ -191,8 +202,9 @@ class Watchdog:
             if self._rank in verdict.hanging:
                 os._exit(self._ending.hung)
             self._heartbeats.kill(verdict.silent)
-            time.sleep(self._ending.outlives)  # what the launcher says of the first rank that ends is about one that hangs
-            os._exit(self._ending.waited)
+            # What the launcher says of the first rank that ends is about one that hangs. Who has disconnected does not wait.
+            if not self._done.wait(self._ending.outlives):
+                os._exit(self._ending.waited)
 
 
 def _print(text: str) -> None:

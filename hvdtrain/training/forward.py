@@ -104,7 +104,7 @@ def forward(
                 _, [done, *_] = together_with_message(
                     comm, lambda: (None, _some(work, total) if comm.rank == 0 else 0), name="hand_on"
                 )
-            watchdog.beat("finishing output_file and forward_callback")  # which may take as long as they need
+            watchdog.beat("finishing output_file and forward_callback", "unhurried")
             together(comm, lambda: next(work, None) if comm.rank == 0 else None, name="finish_hand_on")
     finally:
         spool.path.unlink(missing_ok=True)

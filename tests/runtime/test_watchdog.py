@@ -190,3 +190,32 @@ def test_who_ends_with_an_error_of_all_ranks_has_not_failed(error: Exception, ev
     waits = Sign("closing the job", 4.0, 6, True, False)
     assert first.conclude(waits) == (None if everywhere else Verdict(gone=(1,), ends=True))
     first.close()
+
+
+def test_who_is_silent_while_another_one_waits_is_in_no_callback(tmp_path: Path) -> None:
+    """A rank that is stopped has no half hour. Both ranks are in one process here, which is killed in the end for rank 1."""
+    ended = run("""
+sys.path.insert(0, "tests")
+from thread_ranks import on_ranks
+from hvdtrain.runtime import heartbeats
+heartbeats.SILENT, watchdog.UNKNOWN = 1.0, 60.0
+first, second = on_ranks(2, lambda comm: heartbeats.meet(comm.rank, ["127.0.0.1"], lambda own: comm.gather(own, name="watchdog")))
+space = {"__name__": "hvdtrain.comm.horovod", "second": second, "sleep": time.sleep, "time": time.monotonic}
+space["sign"] = heartbeats.Sign("on_stop of a callback", 1.0, 6, False, False)
+exec('''
+def wait():
+    until = time() + 4
+    while time() < until:
+        second.tell(sign)
+        sleep(0.01)
+    print("has time", flush=True)
+    while True:
+        pass
+''', space)
+with watchdog.Watchdog(1.5, 0, first) as dog:
+    dog.beat("on_stop of a callback", "unhurried")
+    space["wait"]()
+""")
+    assert ended.returncode == -signal.SIGKILL
+    assert ended.stdout == "has time\n"
+    assert re.search(r"rank 1 on \S+ has given no sign of life for \d+ s \(last in on_stop of a callback\)", ended.stderr)

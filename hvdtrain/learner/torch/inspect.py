@@ -234,7 +234,7 @@ def _sizes(program: torch.export.ExportedProgram) -> str:
     ranges = {letters[str(name)]: range for name, range in program.range_constraints.items() if str(name) in letters}
     limits = {letter: _limits(range) for letter, range in ranges.items()}
     free = [letter for letter in letters.values() if not limits.get(letter)]
-    told = [f"any {', '.join(free)}"] if free else []
+    told = [f"{', '.join(free)} of any size"] if free else []
     told += [f"{letter}{limit}" for letter, limit in limits.items() if limit]
     text = ", ".join(inputs) + (f" with {', '.join(told)}" if told else "")
     return f"{text}; fixed: {', '.join(fixed)}" if fixed else text

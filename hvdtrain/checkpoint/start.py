@@ -132,7 +132,8 @@ def start_of_training(keys: StartKeys, folder: CheckpointFolder) -> Start:
         _refuse_other_frameworks(folder)
     remark = None if newest is None else f"start_epoch is 1: what is in {newest.model_file} is not used and will be replaced"
     if keys.import_model_train_epoch1 is not None:
-        return Start(model_file=_file(keys.import_model_train_epoch1, folder), epoch=0, remark=remark)
+        file = _file(keys.import_model_train_epoch1, folder, "import_model_train_epoch1")
+        return Start(model_file=file, epoch=0, remark=remark)
     if keys.load is not None:
         file = model_file(keys, folder)
         return Start(model_file=file, epoch=0 if keys.start_epoch == 1 else None, remark=remark)
@@ -185,12 +186,12 @@ def _existing(checkpoint: Checkpoint) -> Checkpoint:
     return checkpoint
 
 
-def _file(name: str, folder: CheckpointFolder) -> Path:
+def _file(name: str, folder: CheckpointFolder, key: str = "load") -> Path:
     candidates = [Path(name), *(Path(f"{name}.{suffix}") for suffix in folder.model_suffixes)]
     for candidate in candidates:
         if candidate.is_file():
             return candidate
-    raise CheckpointError(f"load: expected a model file, got none of {', '.join(map(str, candidates))}")
+    raise CheckpointError(f"{key}: expected a model file, got none of {', '.join(map(str, candidates))}")
 
 
 def resume(

@@ -708,6 +708,13 @@ def test_other_commands_know_how_keys_are_written(given: list[str], hint: str, c
     assert hint in capsys.readouterr().err
 
 
+def test_ctrl_c_while_a_config_is_read_shows_no_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path, "raise KeyboardInterrupt  # which Python raises on Ctrl-C\n")
+    for arguments in ([str(path)], ["prove", str(path)], ["submit", str(path), "--scheduler", "mpi"]):
+        assert main(arguments) == 130
+        assert "interrupted" in capsys.readouterr().err
+
+
 def test_a_report_knows_its_options(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         report_parser().parse_args(["folder", "--ot", "page.html"])

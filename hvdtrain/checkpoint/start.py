@@ -131,6 +131,11 @@ def start_of_training(keys: StartKeys, folder: CheckpointFolder) -> Start:
     if newest is None and keys.start_epoch == "auto":
         _refuse_other_frameworks(folder)
     remark = None if newest is None else f"start_epoch is 1: what is in {newest.model_file} is not used and will be replaced"
+    if newest is None and (other := folder.other_model()) is not None:
+        remark = (
+            f"model: {folder.folder} has another model, too ({other.name}); scores.jsonl and best.json are about the latest "
+            "training only (give each `model` a folder of its own)"
+        )
     if keys.import_model_train_epoch1 is not None:
         file = _file(keys.import_model_train_epoch1, folder, "import_model_train_epoch1")
         return Start(model_file=file, epoch=0, remark=remark)

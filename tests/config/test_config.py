@@ -750,6 +750,14 @@ def test_datasets_that_stand_in_each_others_way(tmp_path: Path) -> None:
     assert "eval_datasets.dev: expected a name other than train, dev, eval, got 'dev'" in found
 
 
+def test_keys_of_a_dataset_outside_of_its_dict_are_told(tmp_path: Path) -> None:
+    used = "partition_epoch = 3\ntrain = {'class': 'HDFDataset', 'files': ['a.hdf'], 'partition_epoch': partition_epoch}\n"
+    assert settings(tmp_path, used).misspelt == ()
+    assert settings(tmp_path, "seq_ordering = 'random'\n").misspelt == (
+        'seq_ordering in config.py: read in the dict of a dataset only, such as train = {"class": ..., "seq_ordering": ...}',
+    )
+
+
 def test_both_names_of_a_key_and_keys_of_returnn_that_ask_for_nothing(tmp_path: Path) -> None:
     found = problems(tmp_path, "learning_rate_decay = 0.7\nnewbob_learning_rate_decay = 0.8\nchunking = None\n")
     assert len(found) == 1

@@ -23,8 +23,8 @@ RETURNN_DEMOS = data/returnn/demo-torch.config data/returnn/demo-rf.config data/
 # Each of the many processes that tests start would compile the package anew where nothing may be written.
 export PYTHONDONTWRITEBYTECODE =
 
-# Three workers: tests that wait for processes leave a core idle.
-PYTEST = $(PYTHON_OF_VENV) -m pytest -n 3 --dist loadscope --durations 10
+# Three workers: tests that wait for processes leave a core idle. With two threads each, they would get in each other's way.
+PYTEST = OMP_NUM_THREADS=1 $(PYTHON_OF_VENV) -m pytest -n 3 --dist loadscope --durations 10
 
 .PHONY: setup setup-tests data train test test-launchers test-gpu test-soak check format docs benchmark benchmark-data clean
 

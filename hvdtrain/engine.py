@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from hvdtrain.checkpoint.progress import EpochProgress
@@ -25,10 +26,13 @@ from hvdtrain.runtime.scores import Scores, of_dataset
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.session import Session
 from hvdtrain.training.agreement import INTERVAL, INTERVAL_APART, Ballot, Wishes, plan_together
-from hvdtrain.training.callbacks import Callbacks, Training
+from hvdtrain.training.callbacks import EVENTS, Callbacks, Training
 from hvdtrain.training.evaluation import evaluate, not_finite
 from hvdtrain.training.step_log import Listener, StepLog, StepReport, Tally
 from hvdtrain.training.trace import Note, no_trace
+
+REPORTS = "reports to services"
+"""What takes as long as it needs, beside the callbacks."""
 
 UNCHANGED_KEYS = "go on with the same data and the same keys for batches"
 
@@ -99,11 +103,12 @@ class Engine:
         self._train, *self._evaluations = session.feeds
         self._rates = rates
         self._pace = pace
-        self._reporters = reporters.epochs
+        self._reporters = reporters
         self._numbers = StepNumbers(reporters.steps, session.timer, session.learner.meter) if reporters.steps else None
         self._step_log = step_log
         self._trace = trace
         self._callbacks = Callbacks() if callbacks is None else callbacks
+        self._told: set[str] = set()  # the events of callbacks, and REPORTS, that any rank has
         self._training = Training(session.comm, session.learner, session.progress)  # what the callbacks see
         interval = INTERVAL if session.reducer.meets_every_update else INTERVAL_APART
         self._ballot = Ballot(session.comm, session.learner.numbers, interval)
@@ -125,13 +130,14 @@ class Engine:
             ConfigError: the config names a score that the epoch does not have; with a checkpoint.
         """
         self._session.interrupt.defer_sigint()
+        own = {event for event in EVENTS if self._callbacks.have(event)} | ({REPORTS} if self._reporters.services else set())
+        self._told = set().union(*self._comm.gather(own, name="callback_events"))
         self._tell("on_train_begin")
         end = None
         while end is None and self._progress.epoch < self._pace.num_epochs:
             self._run_epoch(self._progress.epoch + 1)
             end = self._ends_early()
-        self._ballot.finish()
-        self._session.saver.finish()
+        self._finish()
         self._training.stopped_by = end
         self._tell("on_stop")
         say(3, f"Finished training in epoch {self._progress.epoch}{f': {end}' if end else ''}.")
@@ -145,7 +151,9 @@ class Engine:
         current = progress.current = progress.current or EpochProgress(epoch, progress.step)
         before = current.elapsed
         epoch_rate = self._rates.of_epoch(epoch, progress.history)
+        self._session.watchdog.beat(f"epoch {epoch}, planning", "planning")
         plan = plan_together(self._comm, self._train, epoch)
+        self._session.watchdog.beat(f"epoch {epoch}, before its steps", "between")
         done = current.position / plan.num_batches if plan.num_batches else 0.0
         effective = self._rates.of_step(progress.step, epoch - 1.0 + done, epoch_rate)
         say(4, f"start epoch {epoch} global train step {progress.step} with effective learning rate {effective:.6g} ...")
@@ -188,11 +196,14 @@ class Engine:
         report = replace(report, seconds=self._seconds(started))  # now with the seconds of saving
         for level, line in report.lines([feed.name for feed in self._evaluations]):
             say(level, line)
-        for reporter in self._reporters:
+        for reporter in self._reporters.epochs:
             reporter.epoch(report)
+        if REPORTS in self._told:
+            with self._unhurried(f"{REPORTS} of epoch {epoch}"):
+                for service in self._reporters.services:
+                    service.epoch(report)
         if mistake is not None:
-            self._ballot.finish()
-            self._session.saver.finish()
+            self._finish()
             raise mistake
 
     def _train_epoch(self, plan: Plan, current: EpochProgress, epoch_rate: float, first_rate: float) -> None:
@@ -381,8 +392,7 @@ class Engine:
         stopped = Stopped(f"stopped by {reason} in epoch {current.epoch} {done}; the same command goes on from there", status)
         stopped.on_every_rank = True
         stopped.would_repeat = reason != "SIGTERM"  # with which torchrun ends ranks before it starts them with others
-        self._ballot.finish()
-        self._session.saver.finish()
+        self._finish()
         self._training.stopped_by = reason
         self._tell("on_stop")
         raise stopped
@@ -396,6 +406,7 @@ class Engine:
         self._session.watchdog.beat(f"step {self._progress.step}, saving", "saving")
         with self._timer.span("saving"):
             checkpoint = self._session.saver.save(self._progress)
+        self._session.watchdog.beat(f"step {self._progress.step}, after saving", "between")
         self._saved_at = time.monotonic()
         self._asked_to_save = False
         if checkpoint is not None:
@@ -415,11 +426,25 @@ class Engine:
         """After an epoch, why training ends with it, before its last epoch; None: it does not."""
         return self._finished_by or self._pace.ends_early(self._progress.history)
 
+    def _finish(self) -> None:
+        """Collective. Wait for the last exchange of wishes, and for what is saved in the background."""
+        self._ballot.finish()
+        self._session.watchdog.beat(f"step {self._progress.step}, waiting for the last checkpoint", "finishing")
+        self._session.saver.finish()
+
     def _tell(self, event: str) -> None:
-        """Call the callbacks, which may take as long as they need."""
-        if self._callbacks.have(event):
-            self._session.watchdog.beat(f"{event} of a callback")
-            self._callbacks.tell(event, self._training)
+        """Collective. Call the callbacks."""
+        if event in self._told:
+            with self._unhurried(f"{event} of a callback"):
+                self._callbacks.tell(event, self._training)
+
+    @contextmanager
+    def _unhurried(self, what: str) -> Iterator[None]:
+        """Collective. Around code of the user's, which may take as long as it needs on any rank: the others wait here."""
+        self._session.watchdog.beat(what, "unhurried")
+        yield
+        self._comm.gather(None, name="unhurried")
+        self._session.watchdog.beat(f"after {what}", "between")
 
     def _gather_scores(self, current: EpochProgress) -> None:
         """Collective. Add the ranks' scores since the last time to the epoch's.

@@ -29,8 +29,8 @@ class ConfigError(HvdtrainError):
     def __init__(self, problems: Sequence[str]) -> None:
         self.problems = list(problems)
         count = len(self.problems)
-        head = "1 problem in the config:" if count == 1 else f"{count} problems in the config:"
-        super().__init__("\n  ".join([head, *self.problems]))
+        where = "options" if count and all(problem.startswith("--") for problem in self.problems) else "config"
+        super().__init__("\n  ".join([f"{count} problem{'' if count == 1 else 's'} in the {where}:", *self.problems]))
 
     def of_rank(self, rank: int) -> ConfigError:
         return ConfigError([f"rank {rank}: {self}"])

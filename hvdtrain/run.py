@@ -214,7 +214,7 @@ def open_reporters(settings: Settings, session: Session) -> Reporters:
             path = Path(settings.schedule.learning_rate_file)
             reporters.append(LearningRateFile(path, progress.history, epoch_meta, epoch_rate))
         trackers = open_trackers(settings, session)
-        return Reporters([*reporters, *trackers.epochs], [steps.step, *trackers.steps])
+        return Reporters(reporters, [steps.step, *trackers.steps], trackers.services)
 
     return together(comm, lambda: of_rank_zero() if comm.rank == 0 else Reporters(), name="open_reporters")
 
@@ -230,7 +230,7 @@ def open_trackers(settings: Settings, session: Session) -> Reporters:
     if track_epoch is not None:
         trackers.append(Tolerant("track_epoch", TrackEpoch(track_epoch)))
     tolerant = [Tolerant("use_tensorboard", board) for board in boards]
-    return Reporters([*tolerant, *trackers], [board.step for board in boards])
+    return Reporters(steps=[board.step for board in boards], services=[*tolerant, *trackers])
 
 
 @contextmanager
@@ -258,7 +258,7 @@ def tracking(settings: Settings, session: Session, start: Start) -> Iterator[lis
         status = "stopped"
         raise
     finally:
-        session.watchdog.beat("waiting for the trackers")
+        session.watchdog.beat("waiting for the trackers", "unhurried")
         files = {} if status == "failed" else report_page(folder)
         for tracker in trackers:
             tracker.ask_to_end(status, files)
@@ -347,6 +347,8 @@ def announce(settings: Settings, session: Session, pace: Pace, hosts: list[Host]
         say(4, f"updates: each adds up the gradients of several batches of every rank: {many}")
     if comm.size > 1:
         say(4, f"ranks: {session.reducer.describe()}")
+        if told := settings.reduce.without_effect:
+            say(2, told)
         if settings.reduce.horovod_scale_lr:
             factor = scale_learning_rate(1.0, settings.reduce.horovod_scale_lr, comm.size)
             say(4, f"horovod_scale_lr: every learning rate is multiplied by {factor:.6g} for {comm.size} ranks")

@@ -91,15 +91,27 @@ def open_session(settings: Settings, purpose: Purpose, comm: Communicator | None
     Raises:
         HvdtrainError: a mistake in the config, a data file or a checkpoint, on all ranks alike.
     """
-    with open_communicator(settings) if comm is None else nullcontext(comm) as connection, ExitStack() as stack:
-        session = _open(settings, purpose, connection, stack)
-        yield session
+    with (
+        ExitStack() as watched,  # ends behind the connection: a rank may hang where the ranks disconnect, too
+        open_communicator(settings) if comm is None else nullcontext(comm) as connection,
+        ExitStack() as stack,
+    ):
+        session = _open(settings, purpose, connection, watched, stack)
+        try:
+            yield session
+        finally:
+            session.watchdog.beat("closing the job", "unhurried")
         for feed in session.feeds:
             feed.dataset.close()
 
 
-def _open(settings: Settings, purpose: Purpose, comm: Communicator, stack: ExitStack) -> Session:
-    """Collective. Open everything but the connection. `stack` gets what has to be closed at the end."""
+def _open(settings: Settings, purpose: Purpose, comm: Communicator, watched: ExitStack, stack: ExitStack) -> Session:
+    """Collective. Open everything but the connection.
+
+    Args:
+        watched: gets the watchdog, which is closed when the ranks are disconnected.
+        stack: gets what has to be closed before.
+    """
     if restarts_of_torchrun(launch.environment()):
         together(comm, lambda: refuse_to_repeat(launch.environment()), name="former_failure")
     interrupt = Interrupt(settings.interrupt.seconds if purpose == "train" else None)
@@ -124,8 +136,9 @@ def _open(settings: Settings, purpose: Purpose, comm: Communicator, stack: ExitS
             names_of_this_host() if comm.rank == 0 else (),
             lambda contact: comm.gather(contact, name="watchdog"),
             together=not is_elastic(launch.environment()),
+            restarts=restarts_of_torchrun(launch.environment()) > 0,
         )
-    watchdog = stack.enter_context(Watchdog(patience, comm.rank, heartbeats, ending()))
+    watchdog = watched.enter_context(Watchdog(patience, comm.rank, heartbeats, ending()))
     feeds = _open_data(settings, purpose, comm, watchdog, stack)
     watchdog.beat("building the model")
     if purpose in WITH_TRAINED:  # the model's file has the average over time

@@ -16,7 +16,20 @@ from hvdtrain.checkpoint.saver import SavingKeys
 from hvdtrain.checkpoint.start import StartKeys
 from hvdtrain.comm.keys import LaunchKeys, TorchDistributedKeys, merged
 from hvdtrain.config.check import build, resembling, unknown, unsupported
-from hvdtrain.config.keys import REQUIRED, Key, Rule, Section, Sections, declared, key, not_negative, one_of, parsed_by, positive
+from hvdtrain.config.keys import (
+    REQUIRED,
+    Key,
+    Rule,
+    Section,
+    Sections,
+    declared,
+    key,
+    misfit,
+    not_negative,
+    one_of,
+    parsed_by,
+    positive,
+)
 from hvdtrain.config.source import COMMAND_LINE, Source, load
 from hvdtrain.data.copies import CopyKeys
 from hvdtrain.data.kinds import KINDS
@@ -72,7 +85,7 @@ class RunKeys(Section):
         "what to do: train; dry_run and summary, as the options --dry-run and --summary; "
         "eval (dev, eval, eval_datasets); forward or search (forward_data, "
         "search_data); cleanup_old_models; or config:NAME, which calls the config's function NAME",
-        Rule(f"one of {', '.join(TASKS)}, config:NAME", _is_task),
+        Rule(f"one of {', '.join(TASKS)}, config:NAME (export is a command: python -m hvdtrain export CONFIG)", _is_task),
     )
     backend: str = key("torch", "the framework of get_model and train_step", one_of(FRAMEWORKS))
     model: str = key(REQUIRED, "where checkpoints go: the beginning of their names, such as exp/g2p/model")
@@ -90,12 +103,15 @@ class RunKeys(Section):
         positive,
     )
     startup_callback: Callable[..., None] | str | None = key(
-        None, "function (**_) that every rank calls before the datasets are opened; hvdtrain.run_on_main in it prepares data once"
+        None,
+        "function {form} that every rank calls before the datasets are opened; hvdtrain.run_on_main in it prepares data once",
+        form="**_",
     )
     watchdog_timeout: float | None = key(
         None,
         "end the job when a rank makes no progress for this many seconds; None: for 20 times the longest step, evaluation step "
-        "or saving so far, at least 60 s, and 1800 s where none is known yet (during the start-up, at least 1800 s in any case)",
+        "or saving so far, at least 60 s, and 1800 s where none is known yet (while the job starts or ends, and in callbacks, at "
+        "least 1800 s in any case)",
         positive,
     )
     predict_ranks: int | str | tuple[Any, ...] | list[Any] | None = key(
@@ -241,7 +257,7 @@ def _without_training(values: dict[str, Any]) -> dict[str, Any]:
         return values
     unused: dict[str, Any] = {"train": {"class": "DummyDataset", "input_dim": 1, "output_dim": 1, "num_seqs": 1}}  # not opened
     if values.get("forward_step") is not None:
-        unused["train_step"] = values["forward_step"]
+        unused["train_step"] = lambda **_: None
     if values.get("learning_rates") is None:
         unused["learning_rate"] = 1.0
     return values | {name: value for name, value in unused.items() if values.get(name) is None}
@@ -369,6 +385,8 @@ def _function(sections: Sections, source: Source) -> tuple[Callable[[], Any] | N
     function = source.values.get(run.task.removeprefix("config:"))
     if not callable(function):
         return None, [f"task: expected config:NAME with the name of a function in the config, got {run.task!r}"]
+    if wrong := misfit(function, "**_"):
+        return None, [f"task: expected a function without parameters, got {wrong}"]
     return function, []
 
 

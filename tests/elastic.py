@@ -14,15 +14,18 @@ from hvdtrain.training.trace import trained_on
 
 PLANTED = """
 _train_step = train_step
-planted = config.list("planted", [])  # rank, step and what happens then, one after the other
+planted = config.list("planted", [])  # rank, first step and what happens then, one after the other
+has_failed = False
 
 
 def train_step(**arguments):
+    global has_failed
     context = hvdtrain.get_run_ctx()
     before = len(list(Path(config.value("model")).parent.glob("fault-*")))
-    if context.train_flag and before < len(planted) // 3:
+    if context.train_flag and before < len(planted) // 3 and not has_failed:
         rank, step, what = planted[3 * before : 3 * before + 3]
-        if str(rank) in (str(hvdtrain.rank()), os.environ.get("HOROVOD_HOSTNAME")) and int(step) == context.step:
+        if str(rank) in (str(hvdtrain.rank()), os.environ.get("HOROVOD_HOSTNAME")) and int(step) <= context.step:
+            has_failed = True  # a job that is asked to stop may do so many steps later
             Path(config.value("model")).with_name(f"fault-{before}").write_text(str(time.time()))
             if what == "raise":
                 raise RuntimeError("planted by the test")

@@ -1,6 +1,7 @@
 """Run under mpirun: rank 1 works for longer than the watchdog's patience while rank 0 has nothing to do.
 
-`python patient.py progress error`: rank 1 tells of its progress; then again, and it fails in the end. `silence`: it hangs.
+`python patient.py progress error`: rank 1 tells of its progress; then again, and it fails in the end. `silence`: it hangs. In the
+end, rank 1 closes its connection late, and the ranks have the exit status of a training that was stopped.
 """
 
 import sys
@@ -33,4 +34,8 @@ for how in sys.argv[1:]:
             print(f"{comm.rank} {how} {done}\n", end="", flush=True)  # in one piece
         except DataError as error:
             print(f"{comm.rank} {how} {error} {error.on_every_rank}\n", end="", flush=True)
+if comm.rank == 1:
+    time.sleep(2)
+    print("1 closes\n", end="", flush=True)
 comm.close()
+sys.exit(75)

@@ -13,7 +13,7 @@ from hvdtrain.checkpoint.progress import Progress, best_epoch
 from hvdtrain.checkpoint.saver import Saver
 from hvdtrain.comm.base import Communicator, on_rank_zero
 from hvdtrain.comm.keys import LaunchKeys
-from hvdtrain.config.keys import ALONE, Section, Sections, key, positive
+from hvdtrain.config.keys import ALONE, Section, Sections, key, misfit, positive
 from hvdtrain.config.source import as_function, is_reference
 from hvdtrain.data.identity import Identity, Part, changes, identify, rewritten
 from hvdtrain.errors import CheckpointError, ConfigError
@@ -72,6 +72,8 @@ class StartKeys(Section):
         for number, hook in enumerate(self.load_model_post_hooks or ()):
             if not callable(hook) and not is_reference(hook):
                 return [f"load_model_post_hooks[{number}]: expected a function or 'module:name', got {hook!r}"]
+            if wrong := "" if isinstance(hook, str) else misfit(hook, "*, model, **_"):
+                return [f"load_model_post_hooks[{number}]: expected a function (*, model, **_), got {wrong}"]
         try:
             parse_preloads(self.preload_from_files)
         except ConfigError as error:

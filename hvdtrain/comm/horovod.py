@@ -161,6 +161,7 @@ class HorovodCommunicator:
         return self  # Horovod matches operations by name, so their order does not matter
 
     def close(self) -> None:
+        self.gather(None, name="close")  # a launcher ends all ranks when one exits with a status, also who is still in a callback
         self._hvd.shutdown()
 
     def _sendable(self, tensor: Tensor, narrow: Narrow | None) -> Tensor:

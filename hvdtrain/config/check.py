@@ -40,8 +40,8 @@ def build(section: type[S], values: dict[str, Any], where: str, origins: dict[st
         try:
             filled[key.name] = convert(value, key)
         except Mismatch as mismatch:
-            origin = origins.get(key.name, "the config")
-            problems.append(f"{where}{key.name}: expected {mismatch}, got {_short_repr(value)} in {origin}")
+            got = mismatch.got or f"{_short_repr(value)} in {origins.get(key.name, 'the config')}"
+            problems.append(f"{where}{key.name}: expected {mismatch}, got {got}")
     return (None, problems) if problems else (section(**filled), [])
 
 

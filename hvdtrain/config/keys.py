@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import inspect
 import numbers
 import types
 import typing
@@ -72,6 +73,7 @@ class Key:
     Attributes:
         needs: the frameworks (values of `backend`) that support the key; empty: all.
         instead: what to do with another framework.
+        form: the parameters of a function that is the key's value, as in its `def`.
     """
 
     name: str
@@ -82,20 +84,26 @@ class Key:
     section: str
     needs: tuple[str, ...] = ()
     instead: str = ""
+    form: str = ""
 
     @property
     def required(self) -> bool:
         return self.default is REQUIRED
 
 
-def key(default: Any, doc: str, rule: Rule | None = None, *, needs: str | tuple[str, ...] = (), instead: str = "") -> Any:
+def key(
+    default: Any, doc: str, rule: Rule | None = None, *, needs: str | tuple[str, ...] = (), instead: str = "", form: str = ""
+) -> Any:
     """Declare a key as a dataclass field, with its default (or REQUIRED), one line of documentation and optionally a rule.
 
     Args:
         needs: the framework or frameworks that support the key; with any other one, it has to keep its default.
         instead: what to do with another framework, for the error message.
+        form: the parameters of a function that may be the value, such as "*, epoch, **_"; hvdtrain calls it with these. Stands in
+            the documentation where that has "{form}".
     """
-    metadata = {"doc": doc, "rule": rule, "needs": (needs,) if isinstance(needs, str) else needs, "instead": instead}
+    needed = (needs,) if isinstance(needs, str) else needs
+    metadata = {"doc": doc.replace("{form}", f"({form})"), "rule": rule, "needs": needed, "instead": instead, "form": form}
     if isinstance(default, (dict, list)):
         copied = default
         return dataclasses.field(default_factory=lambda: type(copied)(copied), metadata=metadata)
@@ -142,7 +150,15 @@ class Section:
 
 
 class Mismatch(Exception):
-    """A value does not have the key's type, or violates its rule. The message says what was expected."""
+    """A value does not have the key's type, or violates its rule. The message says what was expected.
+
+    Attributes:
+        got: what came, and where; empty: the value itself says it best.
+    """
+
+    def __init__(self, expected: str, got: str = "") -> None:
+        super().__init__(expected)
+        self.got = got
 
 
 def convert(value: Any, declared_key: Key) -> Any:
@@ -155,7 +171,33 @@ def convert(value: Any, declared_key: Key) -> Any:
         raise Mismatch(declared_key.rule.words) from mismatch
     if declared_key.rule is not None and result is not None and not _holds(declared_key.rule, result):
         raise Mismatch(declared_key.rule.words)
+    if declared_key.form and callable(result) and (wrong := misfit(result, declared_key.form)):
+        raise Mismatch(f"def {declared_key.name}({declared_key.form})", wrong)
     return result
+
+
+def misfit(function: Callable[..., Any], form: str) -> str:
+    """A function that cannot be called with the parameters of a form, in words, with its place and the reason; empty if it can.
+
+    Args:
+        form: such as "*, model, extern_data, **_": called with these by name; without the star, by position.
+
+    >>> misfit(lambda model, **_: None, "*, model, extern_data, **_"), misfit(lambda rate: rate, "learning_rate")
+    ('', '')
+    """
+    names = [name for name in form.split(", ") if not name.startswith("*")]
+    try:
+        # What a decorator returns is called, so its parameters count, not those of the function inside.
+        signature = inspect.signature(function, follow_wrapped=False)
+    except (TypeError, ValueError):
+        return ""  # written in C
+    try:
+        signature.bind(**dict.fromkeys(names)) if form.startswith("*") else signature.bind(*names)
+    except TypeError as error:
+        code = getattr(inspect.unwrap(function), "__code__", None)
+        place = "" if code is None else f" in {code.co_filename}, line {code.co_firstlineno}"
+        return f"{getattr(function, '__name__', type(function).__name__)}{signature}{place} ({error})"
+    return ""
 
 
 def text_value(text: str, expected: Any = Any) -> Any:

@@ -60,6 +60,7 @@ def parse_command_line(arguments: list[str]) -> tuple[list[Path], dict[str, str]
             option = get_close_matches(word, OPTIONS, n=1, cutoff=0.8)
             hint = f"did you mean ++{meant} {value or 'VALUE'}?" if meant else "python -m hvdtrain --help"
             hint = f"did you mean {option[0]}?" if option else hint
+            hint = "configs are written first" if Path(word).is_file() else hint
             problems.append(f"command line: expected ++KEY VALUE, got {word!r} ({hint})")
             continue
         if not assigned:

@@ -31,12 +31,13 @@ OWN = {
 
 BY_RETURNN = tuple(
     "AnythingDataset BlissDataset ChunkShuffleDataset ClusteringDataset ConcatSeqsDataset ConfusionNetworkDataset "
-    "CopyTaskDataset DistributeFilesDataset DummyDatasetMultipleDataKeys DummyDatasetMultipleSequenceLength "
-    "DummyGenericDataset Enwik8Corpus ExternSprintDataset LibriSpeechCorpus LmDataset MapDatasetWrapper MegatronDataset "
-    "MultiEpochDataset NemoSpeechDataset NltkTimitDataset NumpyDumpDataset OggZipDataset PostprocessingDataset "
-    "RawWavDataset SiameseHDFDataset SprintCacheDataset StaticDataset StereoHdfDataset TaskEpisodicCopyDataset "
-    "TaskNumberBaseConvertDataset TaskVariableAssignmentDataset TaskXmlModelingDataset TextDictDataset TimitDataset "
-    "TranslationDataset TranslationFactorsDataset VariableDataset".split()
+    "CopyTaskDataset DatasetWithTimeContext DistributeFilesDataset DummyDatasetMultipleDataKeys "
+    "DummyDatasetMultipleSequenceLength DummyGenericDataset Enwik8Corpus ExternSprintDataset LibriSpeechCorpus "
+    "LmDataset MapDatasetWrapper MegatronDataset MultiEpochDataset NemoSpeechDataset NltkTimitDataset "
+    "NumpyDumpDataset OggZipDataset PostprocessingDataset RawWavDataset SiameseHDFDataset SprintCacheDataset "
+    "StaticDataset StereoHdfDataset TaskEpisodicCopyDataset TaskNumberBaseConvertDataset "
+    "TaskVariableAssignmentDataset TaskXmlModelingDataset TextDictDataset TimitDataset TranslationDataset "
+    "TranslationFactorsDataset VariableDataset".split()
 )
 """Datasets of RETURNN without a counterpart here: RETURNN itself reads them."""
 

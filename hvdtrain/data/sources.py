@@ -36,6 +36,7 @@ class DataKeys(Section):
         None,
         "seq_ordering of train where its dict says none (RETURNN's older key)",
         Rule("an order as in seq_ordering", is_order),
+        form="*, epoch, **_",
     )
     dev: Any = key(None, "evaluated after every epoch; seq_ordering is sorted unless the dict says otherwise")
     eval: Any = key(None, "evaluated after every epoch, like dev")
@@ -260,8 +261,10 @@ def _is_returnns(value: Any) -> bool:
     """Whether a dataset, or one inside it, is of a class that only RETURNN has: RETURNN then reads all of it."""
     if not isinstance(value, dict) or value.get("class") == "ReturnnDataset":
         return False
-    inside = [child for _, child in _inside(value).values()]
-    return value.get("class") in BY_RETURNN or (value.get("class") not in ONE_BY_ONE and any(map(_is_returnns, inside)))
+    kind = value.get("class")
+    if kind in BY_RETURNN or (kind == "HuggingFaceDataset" and "dataset_opts" in value):  # ours has no such entry
+        return True
+    return kind not in ONE_BY_ONE and any(_is_returnns(child) for _, child in _inside(value).values())
 
 
 def _inner_of_multi_proc(options: Mapping[str, Any]) -> dict[str, Any]:

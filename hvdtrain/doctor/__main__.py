@@ -152,11 +152,11 @@ def _launched(options: argparse.Namespace, job: Job) -> int:
 
 
 def check_scaling(comm: Communicator, settings: Settings) -> list[Finding]:
-    """Collective. A finding for each line of the prediction, if `--predict` or the config asks for one."""
+    """Collective. The prediction, if `--predict` or the config asks for one."""
     if settings.run.predict_ranks is None:
         return []
     placements = parse_placements(settings.run.predict_ranks)
-    return measured(comm, "prediction", lambda: [ok("prediction", line) for line in predicted(comm, settings, placements)])
+    return measured(comm, "prediction", lambda: [ok("prediction", "\n".join(predicted(comm, settings, placements)))])
 
 
 def _settings(job: Job) -> Settings | None:

@@ -12,7 +12,7 @@ Level = Literal["ok", "warning", "problem"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report.
+    """One line of the report, or several, if the text has several.
 
     Attributes:
         about: what was checked, such as 'shared memory'.
@@ -79,7 +79,7 @@ def lines(reports: Sequence[HostReport]) -> list[str]:
     for finding, hosts in merged(reports):
         where = f"{', '.join(hosts)}: " if len(hosts) < len(reports) else ""
         hint = f" ({finding.fix})" if finding.fix else ""
-        text.append(f"{finding.level:8} {where}{finding.about}: {finding.text}{hint}")
+        text.append(f"{finding.level:8} {where}{finding.about}: {finding.text}{hint}".replace("\n", "\n" + 9 * " "))
     return text
 
 

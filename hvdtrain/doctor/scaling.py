@@ -17,6 +17,7 @@ from hvdtrain.data.files import size_text
 from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.data.types import Array, Batch
 from hvdtrain.doctor.ranks import SMALL, all_reduce_seconds, parameters_of
+from hvdtrain.errors import DataError
 from hvdtrain.learner.base import Learner
 from hvdtrain.learner.frameworks import FRAMEWORKS
 from hvdtrain.learner.steps import rounds_per_update
@@ -75,8 +76,15 @@ def predicted(comm: Communicator, settings: Settings, placements: Sequence[Place
             measured = replace(measured, exchange=replace(exchange, waited=waited))
 
         def told() -> list[str]:
-            work = {ranks: _work(settings, feed, plan, ranks) for ranks in {1, *(one.ranks for one in placements)}}
-            return lines(measured, predict(measured, work, placements))
+            work = {1: _work(settings, feed, plan, 1)}
+            impossible = []
+            for ranks in dict.fromkeys(one.ranks for one in placements):
+                try:
+                    work[ranks] = _work(settings, feed, plan, ranks)
+                except DataError as error:
+                    impossible.append(f"{ranks} ranks: not predicted, as such a training would end with: {error}")
+            possible = [one for one in placements if one.ranks in work]
+            return lines(measured, predict(measured, work, possible)) + impossible
 
         return on_rank_zero(comm, told, name="doctor.predicted")
 
@@ -227,7 +235,7 @@ def lines(measured: Measured, predictions: Sequence[Prediction]) -> list[str]:
             f"{one.placement!s:>7}{mark}  {one.method!s:<14} {one.rate:>11.4g} {one.speed_up:>8.3g} {1e3 * one.seconds:>6.4g} ms "
             f"{one.stragglers:>10.0%} {network:>8}  {one.limit}"
         )
-    found = [*_measured_lines(measured), *table]
+    found = _measured_lines(measured) + (table if predictions else [])
     for placement in dict.fromkeys(one.placement for one in predictions):
         of_it = [one for one in predictions if one.placement == placement]
         chosen = best(of_it)
@@ -237,11 +245,15 @@ def lines(measured: Measured, predictions: Sequence[Prediction]) -> list[str]:
     return found + _notes(measured, predictions)
 
 
+def _ranks(number: int) -> str:
+    return f"{number} rank{'s' if number > 1 else ''}"
+
+
 def _measured_lines(measured: Measured) -> list[str]:
     hosts = f"{measured.hosts} host{'s' if measured.hosts > 1 else ''} of {measured.cores} cores"
     slow = f", every one {1e3 * measured.slow_rank:.3g} ms longer on the slowest rank" if measured.slow_rank else ""
     text = [
-        f"measured on {measured.size} rank{'s' if measured.size > 1 else ''} on {hosts}: a step computes "
+        f"measured on {_ranks(measured.size)} on {hosts}: a step computes "
         f"{1e3 * measured.fixed:.3g} ms and {1e6 * measured.per_frame:.3g} us for each padded frame, "
         f"with {1e3 * statistics.pstdev(measured.jitter or [0.0]):.3g} ms of variation{slow}; "
         f"reading takes {1e6 * measured.reading_per_frame:.2g} us for each"
@@ -262,7 +274,7 @@ def _notes(measured: Measured, predictions: Sequence[Prediction]) -> list[str]:
     notes = []
     placements = [one.placement for one in predictions]
     if any(is_extrapolated(measured, placement) for placement in placements):
-        notes.append(f"* extrapolated from {measured.size} ranks, by the formulas in docs/performance.md")
+        notes.append(f"* extrapolated from {_ranks(measured.size)}, by the formulas in docs/performance.md")
     several = any(one.ranks > (one.per_host or measured.per_host) for one in placements)
     if measured.exchange is None:
         if any(one.ranks > 1 for one in placements):

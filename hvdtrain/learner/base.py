@@ -302,11 +302,13 @@ class Exported:
         name: of the file, or of the folder.
         problem: why it was not written; None: it was.
         how_to_load: Python code.
+        takes: what its inputs are, along which axes they may have any size, and along which not; '': it takes none.
     """
 
     name: str
     problem: str | None
     how_to_load: str = ""
+    takes: str = ""
 
 
 @dataclass(frozen=True)
@@ -375,19 +377,20 @@ class LearnerKeys(Section):
     """The model and its updates."""
 
     get_model: Callable[..., Any] | str = key(
-        REQUIRED, "function (*, epoch, step, device, **_) that returns the model; in JSON 'module:name'"
+        REQUIRED, "function {form} that returns the model; in JSON 'module:name'", form="*, epoch, step, device, **_"
     )
     train_step: Callable[..., Any] | str = key(
         REQUIRED,
-        "function (*, model, extern_data, **_) that marks the losses of a batch; used for evaluation, too (not for the tasks "
-        "forward and search)",
+        "function {form} that marks the losses of a batch; used for evaluation, too (not for the tasks forward and search)",
+        form="*, model, extern_data, **_",
     )
     forward_step: Callable[..., Any] | str | None = key(
-        None, "task forward or search: function (*, model, extern_data, **_) that marks a batch's outputs"
+        None, "task forward or search: function {form} that marks a batch's outputs", form="*, model, extern_data, **_"
     )
     optimizer: dict[str, Any] | str | Callable[..., Any] = key(
         {"class": "adam"},
-        "the optimizer's class by name (or 'package.module.Class') and its options, or a function (parameters) that returns one",
+        "the optimizer's class by name (or 'package.module.Class') and its options, or a function {form} that returns one",
+        form="parameters",
     )
     gradient_clip_global_norm: float | None = key(
         None, "scale gradients down to this global norm, after they were reduced over the ranks", positive

@@ -296,6 +296,17 @@ class ReduceKeys(ParamAverageKeys, GradReduceKeys, RankKeys):
         return found
 
     @property
+    def without_effect(self) -> str:
+        """A key that another one makes useless, and why; empty: there is none. It is no mistake: RETURNN's configs have both."""
+        step, seconds = self.horovod_param_sync_step, self.horovod_param_sync_time_diff
+        if self.horovod_reduce_type == "grad" and (step != 1 or seconds is not None):
+            name = "horovod_param_sync_step" if seconds is None else "horovod_param_sync_time_diff"
+            return f"{name}: of no effect with horovod_reduce_type = 'grad' (parameters are averaged with 'param')"
+        if step != 1 and seconds is not None:
+            return f"horovod_param_sync_step: of no effect beside horovod_param_sync_time_diff, {seconds:g} seconds"
+        return ""
+
+    @property
     def has_narrow_range(self) -> bool:
         """Whether gradients are sent, maybe in some steps only, in a type with a smaller range than theirs."""
         chosen = COMPRESSIONS.get(self.horovod_compression or "")

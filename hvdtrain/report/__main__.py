@@ -37,7 +37,9 @@ def parser() -> argparse.ArgumentParser:
         "with their origins. With several folders, the page compares the trainings.",
         "",
     )
-    made.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="a folder with scores.jsonl and the model's files")
+    made.add_argument(
+        "folders", nargs="+", type=_folder, metavar="FOLDER", help="a folder with scores.jsonl and the model's files"
+    )
     made.add_argument("--out", type=Path, help="file to write (default: report.html in the first folder)")
     made.add_argument("--pictures", type=Path, metavar="FOLDER", help="also write every figure as a PNG into this folder")
     made.add_argument(
@@ -47,6 +49,12 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--port", type=int, default=0, help="with --serve: the port (default: a free one)")
     return made
+
+
+def _folder(text: str) -> Path:
+    """A training's folder; the value of its key `model`, which begins with the folder, is understood, too."""
+    path = Path(text)
+    return path.parent if not path.is_dir() and (path.parent / "scores.jsonl").exists() else path
 
 
 def _write(folders: list[Path], out: Path, pictures: Path | None) -> list[Path]:

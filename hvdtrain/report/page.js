@@ -24,7 +24,7 @@
     // sendChartToCloud would offer to upload a figure: nothing leaves this page
     modeBarButtonsToRemove: ["sendChartToCloud", "select2d", "lasso2d", "autoScale2d", ...(isTouch ? ["zoom2d"] : [])], plotlyServerURL: "",
   };
-  const forms = { "%": [".0%", ""], "/s": [".3~s", ""], B: [".3~s", "B"], "": ["", ""] }; // of a panel's unit: format, what follows
+  const forms = { "%": [".2~%", ""], "/s": [".3~s", ""], B: [".3~s", "B"], "": ["", ""] }; // of a panel's unit: format, what follows
 
   function time(figures) {
     // One unit for all figures: seconds, minutes or hours, whichever the longest training asks for.
@@ -93,21 +93,22 @@
       ...axis, title: { text: title, standoff: 6, font: { size: 11, color: style("faint") } }, anchor: several ? "y2" : "y", showspikes: false,
       hoverformat: ".4~g", unifiedhovertitle: { text: `${title} %{x}` },
     };
-    if (choice.x === "epoch") Object.assign(layout.xaxis, ticks(range ? range[1] - range[0] : Math.max(...traces.flatMap((trace) => trace.x.slice(-1)))));
+    const whole = traces.every((trace) => trace.x.every(Number.isInteger)); // no curve within epochs
+    if (choice.x === "epoch") Object.assign(layout.xaxis, ticks(range ? range[1] - range[0] : Math.max(...traces.flatMap((trace) => trace.x.slice(-1))), whole));
     if (range) layout.xaxis.range = range;
     layout.margin.t = traces.some((trace) => trace.showlegend) ? 26 : 10;
     return { traces, layout };
   }
 
-  const ticks = (epochs) => (epochs > 2 && epochs <= 10 ? { dtick: 1, tickformat: "d" } : { dtick: null, tickformat: "" });
+  const ticks = (epochs, whole) => ((whole || epochs > 2) && epochs <= 10 ? { dtick: 1, tickformat: "d" } : { dtick: null, tickformat: "" });
 
   function limit(axis, curves) {
-    // The first steps of a training have losses beside which all later ones look alike: the axis ends at the highest mean of an epoch.
+    // The first steps of a training may have losses beside which all later ones look alike: then, the axis ends at the highest mean of an epoch.
     const means = curves.filter((curve) => curve.look === "line").flatMap((curve) => curve.y).filter((value) => value !== null);
     const all = curves.flatMap((curve) => curve.y).filter((value) => value !== null);
     if (means.length < 2 || all.length === means.length) return;
     const low = Math.min(...all), high = Math.max(...means);
-    if (Math.max(...all) > high) axis.range = [low - 0.05 * (high - low), high + 0.08 * (high - low)];
+    if (Math.max(...all) - low > 2 * (high - low)) axis.range = [low - 0.05 * (high - low), high + 0.08 * (high - low)];
   }
 
   function bars(figure) {
@@ -170,8 +171,11 @@
     if (!element || !visible.has(figure.name)) return;
     const { traces, layout } = figure.bars ? bars(figure) : figure.heat ? heat(figure) : curves(figure);
     const isNew = !element.classList.contains("js-plotly-plot");
-    const named = traces.filter((trace) => trace.showlegend !== false).length; // on a phone, each may need a line of the legend
-    element.style.height = element.clientWidth < 480 && named > 4 ? `${(figure.wide ? 380 : 260) + 19 * (named - 2)}px` : "";
+    element.style.height = ""; // that of page.css, and more for further lines of the legend, whose columns are as wide as its longest name
+    const names = traces.filter((trace) => trace.showlegend !== false).map((trace) => trace.name || "");
+    const columns = Math.max(1, Math.floor((element.clientWidth - 60) / (48 + 6.5 * Math.max(0, ...names.map((name) => name.length)))));
+    const more = Math.ceil(names.length / columns) - 2;
+    if (more > 0) element.style.height = `${element.clientHeight + 19 * more}px`;
     const name = figure.name.replace(/\W+/g, "-");
     Plotly.react(element, traces, layout, { ...config, toImageButtonOptions: { filename: name, scale: 2 } });
     if (isNew && figure.panels.length) element.on("plotly_relayout", (change) => follow(element, change));

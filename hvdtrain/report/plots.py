@@ -24,6 +24,9 @@ MAX_POINTS = 1000
 ACTIVITIES = ("compute", "communication", "parameter sync", "data wait", "evaluation", "saving")
 """What ranks spend their time with, in the order of their colors. Others follow; `rest` is grey."""
 
+BEFORE = "earlier start"
+"""The time of an epoch up to the stop within it, after which another start resumed it: what it was spent with is not recorded."""
+
 DASHES = ("solid", "dash", "dashdot")
 """Kinds of lines: with several runs, for the datasets or values of a run."""
 
@@ -40,7 +43,8 @@ class Curve:
         y: the values.
         color: the number of its color; equal in all figures for the same run, or with a single run for the same dataset.
         dash: "solid", "dash", "dot" or "dashdot".
-        look: "line" with a mark at every point, "steps" without marks, "faint" for what is behind a smoothed curve.
+        look: "line" with a mark at every point, "steps" without marks, "faint" for what is behind a smoothed curve. A single
+            point needs a mark to be seen.
         best: the place of the best value in `y`, which gets a mark.
         group: curves of one group have one entry in the legend, that of the last one.
     """
@@ -150,10 +154,10 @@ def _score_curves(run: Run, number: int, runs: int, loss: str, datasets: Mapping
         color = number if runs > 1 else place
         dash = ("dot" if dataset == "train" else DASHES[(place - 1) % 3]) if runs > 1 else "solid"
         label = f"{run.name} {dataset}".strip() if runs > 1 else dataset or loss
-        if dataset == "train":
+        epochs = [epoch for epoch in run.epochs if name in epoch["scores"]]
+        if dataset == "train" and (not epochs or any(float(line["progress"]) < 1 for line in run.steps)):
             within = _step_curves(run, f"{label}, within epochs", lambda line: _score_of(line, loss), color)
             yield from (replace(curve, group=label) for curve in within)
-        epochs = [epoch for epoch in run.epochs if name in epoch["scores"]]
         if epochs:
             values = [finite(epoch["scores"][name]) for epoch in epochs]
             best = run.best(name) if dataset != "train" else None
@@ -240,10 +244,13 @@ def time_figures(run: Run) -> list[Figure]:
     if not epochs:
         return []
     names = activities([run])
+    before = [float(epoch.get("seconds_before") or 0.0) for epoch in epochs]
     ranks = min(len(epoch["seconds"]) for epoch in epochs)
     by_epoch = [
         (name, _color(names, name), [_mean(rank.get(name, 0.0) for rank in one["seconds"]) for one in epochs]) for name in names
     ]
+    if any(before):
+        by_epoch.append((BEFORE, len(names), before))
     mean = "mean over the ranks" if ranks > 1 else ""
     found = [Figure("time", "Each epoch's time", mean, bars=Bars([one["epoch"] for one in epochs], by_epoch, "epoch"))]
     if ranks > 1:
@@ -386,7 +393,7 @@ def _step_curves(
         yield curve(values, "", "faint")
         yield curve(smoothed(values), name, "steps")
     else:
-        yield curve(values, name, "steps")
+        yield curve(values, name, "steps" if len(values) > 1 else "line")
 
 
 MIN_TO_SMOOTH = 20

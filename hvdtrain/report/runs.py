@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import platform
+import shlex
 import sys
 import time
 from ast import literal_eval
@@ -35,6 +36,17 @@ def versions() -> Mapping[str, str]:
     return found
 
 
+def command_text(arguments: Sequence[str]) -> str:
+    """A command as one would type it.
+
+    >>> print(command_text(["/lib/hvdtrain/__main__.py", "g2p.py", "++optimizer", "{'class': 'sgd'}"]))
+    python -m hvdtrain g2p.py ++optimizer "{'class': 'sgd'}"
+    """
+    program = "python -m hvdtrain" if arguments[0].endswith("hvdtrain/__main__.py") else shlex.quote(arguments[0])
+    words = (f'"{word}"' if "'" in word and not set(word) & set('"$`\\!') else shlex.quote(word) for word in arguments[1:])
+    return " ".join([program, *words])
+
+
 @dataclass(frozen=True)
 class Start:
     """One start of a training: a line of starts.jsonl.
@@ -54,7 +66,7 @@ class Start:
     texts: Mapping[str, str] = field(default_factory=dict)
     directory: str = field(default_factory=lambda: str(Path.cwd()))
     time: str = field(default_factory=lambda: time.strftime("%Y-%m-%d %H:%M:%S %z"))
-    command: str = field(default_factory=lambda: " ".join(sys.argv))
+    command: str = field(default_factory=lambda: command_text(sys.argv))
     versions: Mapping[str, str] = field(default_factory=versions)
 
 

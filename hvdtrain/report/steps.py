@@ -70,15 +70,17 @@ class Reporters:
     Attributes:
         epochs: called with the report of every finished epoch.
         steps: called with the record of a step now and then, at the times of the log's lines about steps.
+        services: as `epochs`, and called after them; they may take as long as they need, for which all ranks wait.
     """
 
     epochs: Sequence[Reporter] = ()
     steps: Sequence[StepReceiver] = ()
+    services: Sequence[Reporter] = ()
 
     def and_(self, others: Iterable[ReceivesBoth]) -> Reporters:
         """Those who receive reports of both kinds are added."""
         more = list(others)
-        return Reporters([*self.epochs, *more], [*self.steps, *(one.step for one in more)])
+        return Reporters([*self.epochs, *more], [*self.steps, *(one.step for one in more)], self.services)
 
 
 def step_metrics(record: StepRecord) -> dict[str, float]:

@@ -45,8 +45,9 @@ class TrackerKeys(Section):
     )
     track_epoch: Callable[..., None] | str | None = key(
         None,
-        "function (*, epoch, step, metrics, **_) that rank 0 calls after every epoch with metrics {name: number}, to log "
-        "them to a service that `trackers` has no class for",
+        "function {form} that rank 0 calls after every epoch with metrics {name: number}, to log them to a service that "
+        "`trackers` has no class for",
+        form="*, epoch, step, metrics, **_",
     )
 
     def problems(self, others: Sections = ALONE) -> list[str]:

@@ -8,16 +8,18 @@ rank judges by what it knows itself.
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 import signal
 import socket
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 
-from hvdtrain.runtime.processes import Process, end_daemon_later
+from hvdtrain.runtime.peers import Address, Datagrams, Process, end_daemon_later, open_datagrams
 
 INTERVAL = 1.0
 """Seconds between two datagrams of a rank, in a job of up to MANY ranks; more in a larger one, so that rank 0 keeps up."""
@@ -30,17 +32,11 @@ SILENT = 5.0
 SECONDS_FOR_LAUNCHERS = 3.0
 """How long a rank waits for one that has ended. Most launchers, and most transports, end it sooner; srun with MPI does not."""
 
-SECONDS_TO_REFUSE = 0.05
-"""How long a host has to say that nobody listens on a port."""
-
 SECONDS_FOR_DAEMONS = 10.0
 """How long mpirun has to end a job that hangs."""
 
 SHOWN = 16
 """How many ranks a message names, at most."""
-
-WAITS_IN = ("/horovod/", "/hvdtrain/comm/", "/torch/distributed/", "/torch/cuda/", "/tensorflow/python/eager/")
-"""Parts of the paths of the code in which a rank waits for others. TensorFlow's graphs contain the collectives."""
 
 STACK_SIGNAL = signal.SIGRTMIN + 7
 """On this signal, a process under a watchdog prints its stack: also if it holds Python's lock, so that no thread can do it."""
@@ -92,7 +88,7 @@ class Verdict:
     Attributes:
         hanging: the ranks that wait for no other one.
         silent: the ranks that give no sign of life.
-        gone: the ranks that have ended while others wait for them.
+        gone: the ranks that have ended, or whose hosts are lost, while others wait for them.
         ends: no rank is waited for any longer.
     """
 
@@ -116,7 +112,7 @@ def judge(signs: Mapping[int, Sign], silent: Collection[int], gone: Collection[i
     Args:
         signs: by rank.
         silent: the ranks whose sign is old.
-        gone: the ranks that have ended.
+        gone: the ranks that have ended, or whose hosts are lost.
 
     >>> waits, works = Sign("step 5", 20.0, 6, True, True), Sign("step 5", 20.0, 6, False, False)
     >>> judge({0: waits, 1: works, 2: waits}, ()), judge({0: waits, 1: waits}, {1})
@@ -124,7 +120,7 @@ def judge(signs: Mapping[int, Sign], silent: Collection[int], gone: Collection[i
     >>> judge({0: waits, 1: works}, (), {2}), judge({0: works, 1: works}, (), {2}) is None
     (Verdict(hanging=(), silent=(), gone=(2,), ends=True), True)
     """
-    if gone and any(waits_long(sign) for sign in signs.values()):
+    if gone and any(waits_long(sign) for rank, sign in signs.items() if rank not in gone):
         return Verdict(gone=tuple(sorted(gone)), ends=True)
     heard = {rank: sign for rank, sign in signs.items() if rank not in silent}
     if not any(sign.overdue for sign in heard.values()):
@@ -140,11 +136,11 @@ def judge(signs: Mapping[int, Sign], silent: Collection[int], gone: Collection[i
 
 @dataclass
 class _Heard:
-    """What rank 0 knows of another rank. Attributes: at: when it was heard; address: from where."""
+    """A rank of which something was heard. Attributes: sign: None of rank 0; at: when; address: from where."""
 
-    sign: Sign
+    sign: Sign | None
     at: float
-    address: tuple[str, int]
+    address: Address
 
 
 @dataclass
@@ -155,20 +151,23 @@ class Heartbeats:
 
     Args:
         contacts: of all ranks, by rank.
-        udp: the socket; None: there are no others, or they cannot be heard.
+        datagrams: None: there are no others, or they cannot be heard.
+        addresses: where rank 0 may be reached from another rank.
         together: whether a rank ends if another one has ended; False: a launcher connects those that are left anew.
+        restarts: whether the launcher starts the ranks again, so that they end if a host does not answer.
     """
 
     rank: int
     contacts: Sequence[Contact] = ()
-    udp: socket.socket | None = None
+    datagrams: Datagrams | None = None
+    addresses: Sequence[Address] = ()
     together: bool = True
-    _heard: dict[int, _Heard] = field(default_factory=dict)  # on rank 0
+    restarts: bool = False
+    _heard: dict[int, _Heard] = field(default_factory=dict)  # on rank 0 of all others, on the others of rank 0
     _ended: set[int] = field(default_factory=set)
     _gone: set[int] = field(default_factory=set)  # because of an error, or killed
-    _answered: float | None = None  # when rank 0 was last heard, on the others
-    _answer: Verdict | None = None
-    _addresses: list[tuple[str, int]] = field(default_factory=list)  # of rank 0, the one that answered alone once one has
+    _lost: set[int] = field(default_factory=set)  # their hosts do not answer
+    _answer: Verdict | None = None  # of rank 0, on the others
     _told: Verdict | None = None  # what rank 0 last told everyone
 
     @property
@@ -179,32 +178,23 @@ class Heartbeats:
     @property
     def decides(self) -> bool:
         """Whether this rank judges: it is rank 0, or rank 0 is not heard."""
-        return self.rank == 0 or self.udp is None or self._answered is None or 0 in self._gone or self._rank_0_is_silent()
-
-    def _rank_0_is_silent(self) -> bool:
-        return self._answered is not None and time.monotonic() - self._answered > SILENT * self.interval
+        return self.rank == 0 or 0 not in self._heard or 0 in self._gone or 0 in self._silent()
 
     def listen(self, seconds: float) -> None:
         """Take in what others send, for this long."""
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
-            if self.udp is None:
+            if self.datagrams is None:
                 time.sleep(left)
-                return
-            self.udp.settimeout(max(left, 0.001))
-            try:
-                self._take(*self.udp.recvfrom(65536))
-            except TimeoutError:
-                return
-            except OSError:  # such as a port that nobody listens on
-                time.sleep(0.01)
+            elif (received := self.datagrams.receive(left)) is not None:
+                self._take(*received)
 
-    def _take(self, data: bytes, address: tuple[str, int]) -> None:
+    def _take(self, data: bytes, address: Address) -> None:
         try:
             token, sender, what = json.loads(data)
             if token != self.contacts[0].token:
                 return
-            if self.rank == 0 and what == ENDED:
+            if what == ENDED:
                 self._heard.pop(sender, None)
                 self._ended.add(sender)
             elif what == FAILED and sender != self.rank:
@@ -212,10 +202,8 @@ class Heartbeats:
             elif self.rank == 0:
                 self._heard[sender] = _Heard(Sign(**what), time.monotonic(), address)
                 self._send(self._told and asdict(self._told), address)
-            elif what == ENDED:
-                self._answered, self._answer = None, None
             else:
-                self._answered, self._addresses = time.monotonic(), [address]
+                self._heard[0] = _Heard(None, time.monotonic(), address)
                 self._answer = what and Verdict(tuple(what["hanging"]), tuple(what["silent"]), tuple(what["gone"]), what["ends"])
         except (ValueError, TypeError, KeyError, IndexError):  # of somebody else
             return
@@ -227,83 +215,96 @@ class Heartbeats:
             for heard in list(self._heard.values()) if isinstance(sign, str) else ():
                 self._send(what, heard.address)
             return
-        if self.udp is None:
-            return
-        if not self._addresses or self._rank_0_is_silent():
-            self._addresses = list(self._addresses_of_rank_0())
-        for address in self._addresses:
+        for address in [self._heard[0].address] if 0 in self._heard.keys() - self._silent() else self.addresses:
             self._send(what, address)
 
-    def _addresses_of_rank_0(self) -> Iterator[tuple[str, int]]:
-        first = self.contacts[0]
-        for name in ("127.0.0.1",) if self._sees(0) else [name for name in first.names if not name.startswith("127.")]:
-            with suppress(OSError):
-                yield socket.gethostbyname(name), first.port or 0
-
-    def _send(self, what: object, address: tuple[str, int]) -> None:
-        if self.udp is not None:
-            with suppress(OSError):
-                self.udp.sendto(json.dumps([self.contacts[0].token, self.rank, what]).encode(), address)
+    def _send(self, what: object, address: Address) -> None:
+        if self.datagrams is not None:
+            self.datagrams.send(json.dumps([self.contacts[0].token, self.rank, what]).encode(), address)
 
     def close(self) -> None:
         """Close the socket."""
-        if self.udp is not None:
-            self.udp.close()
+        if self.datagrams is not None:
+            self.datagrams.close()
 
     def conclude(self, own: Sign) -> Verdict | None:
         """Why the job makes no progress, as far as it is known here; None: it makes progress."""
+        self._look_for_lost()
         if not self.decides:
             return self._answer
         self._look_for_gone()
-        gone = self._gone if self.together else ()
-        if self.rank == 0:
-            return judge(self._signs(own), self._silent(), gone)
-        if self._rank_0_is_silent() and own.overdue and 0 not in gone:
-            return Verdict(silent=(0,))
-        return judge({self.rank: own}, (), gone)
+        return judge(self._signs(own), self._silent(), self._gone | self._lost if self.together else ())
 
     def _look_for_gone(self) -> None:
-        """Find out which silent ranks have ended without a word: their hosts answer that nobody listens any more."""
-        if self.rank == 0:
-            for rank in sorted(self._silent() & self._heard.keys() - self._gone)[:SHOWN]:
-                if _refused(self._heard[rank].address):
-                    self._gone.add(rank)
-        elif 0 not in self._gone and self._rank_0_is_silent() and len(self._addresses) == 1 and _refused(self._addresses[0]):
-            self._gone.add(0)
+        """Find out which ranks have ended without a word: those of this host have no process any more, and of silent ones
+        elsewhere their hosts say that nobody listens on their ports.
+        """
+        others = set(self._here()) - {self.rank} - self._ended
+        self._gone |= {rank for rank in others if self.contacts[rank].process.has_ended()}
+        if self.datagrams is None:
+            return
+        for rank in self._silent() & self._heard.keys() - self._gone:
+            heard = self._heard[rank]
+            if self.datagrams.refused.get(heard.address, -math.inf) > heard.at:
+                self._gone.add(rank)
+            else:
+                self.datagrams.probe(heard.address)
+
+    def _look_for_lost(self) -> None:
+        """Find out which silent ranks are on hosts that do not answer any more.
+
+        All hosts are asked at the start, when their ranks are heard, since behind a firewall they may never answer. Of the ranks
+        of this host only the first one asks: other kernels limit how often they answer it.
+        """
+        self._lost = set()
+        if self.datagrams is None or not self.restarts or self.rank != self._here()[0]:
+            return
+        ranks: dict[str, set[int]] = defaultdict(set)
+        for rank in self._heard.keys() - self._gone:
+            ranks[self._heard[rank].address[0]].add(rank)
+        silent = self._silent()
+        for name, there in ranks.items():
+            host = self.datagrams.hosts[name]
+            if host.answers and not there <= silent:
+                host.asked = 0
+            else:
+                self.datagrams.ask(name)
+            if host.is_lost:
+                self._lost |= there
 
     def tell_all(self, verdict: Verdict | None) -> None:
         """On rank 0: tell the others the verdict, at once and with every answer from now on."""
         self._told = verdict
-        for heard in self._heard.values():
+        for heard in self._heard.values() if self.rank == 0 else ():
             self._send(verdict and asdict(verdict), heard.address)
 
     def _signs(self, own: Sign) -> dict[int, Sign]:
         """By rank, what is known now."""
         now = time.monotonic()
-        others = {rank: replace(heard.sign, idle=heard.sign.idle + now - heard.at) for rank, heard in self._heard.items()}
-        return {self.rank: own} | others
+        heard = {rank: (one.sign, now - one.at) for rank, one in self._heard.items()}
+        return {self.rank: own} | {rank: replace(sign, idle=sign.idle + age) for rank, (sign, age) in heard.items() if sign}
 
     def _silent(self) -> set[int]:
         now = time.monotonic()
         silent = {rank for rank, heard in self._heard.items() if now - heard.at > SILENT * self.interval}
-        unheard = [rank for rank in range(1, len(self.contacts)) if rank not in self._heard and rank not in self._ended]
-        return silent | {rank for rank in unheard if self._sees(rank) and self.contacts[rank].process.describe()}
+        if self.rank != 0:
+            return silent
+        unheard = set(self._here()) - {0} - self._heard.keys() - self._ended
+        return silent | {rank for rank in unheard if self.contacts[rank].process.describe()}
 
     def forgive(self) -> None:
         """After this process was suspended, it can't tell for how long others have been silent."""
         for heard in self._heard.values():
             heard.at = time.monotonic()
-        if self._answered is not None:
-            self._answered = time.monotonic()
 
     def describe(self, verdict: Verdict, own: Sign) -> str | None:
         """The verdict in words; None: there is nothing to say beside what the ranks say of themselves."""
         if len(self.contacts) < 2 or (not verdict.silent and not verdict.gone and (self.rank != 0 or not self._heard)):
             return None
         if verdict.gone:
-            return "; ".join(f"rank {rank} on {self.contacts[rank].host} has ended" for rank in verdict.gone[:SHOWN]) + (
-                f": the other ranks wait for {'it' if len(verdict.gone) == 1 else 'them'} in vain, and end, too"
-            )
+            ended = [f"rank {rank} on {self.contacts[rank].host} has ended" for rank in verdict.gone if rank not in self._lost]
+            them = "it" if len(verdict.gone) == 1 else "them"
+            return f"{'; '.join([*ended[:SHOWN], *self._of_lost()])}: the other ranks wait for {them} in vain, and end, too"
         signs = self._signs(own)
         if verdict.silent:
             return "; ".join(self._of_silent(rank) for rank in verdict.silent[:SHOWN])
@@ -323,12 +324,18 @@ class Heartbeats:
         unheard = f"; nothing was heard of rank {', '.join(unknown[:SHOWN])}" if unknown else ""
         return text + (f"; {others} for {'it' if len(verdict.hanging) == 1 else 'them'}" if waiting else "") + unheard
 
+    def _of_lost(self) -> Iterator[str]:
+        for host in sorted({self.contacts[rank].host for rank in self._lost})[:SHOWN]:
+            there = [rank for rank, contact in enumerate(self.contacts) if contact.host == host]
+            seconds = time.monotonic() - max(self._heard[rank].at for rank in there if rank in self._lost)
+            ranks = f"rank{'s' if len(there) > 1 else ''} {', '.join(map(str, there[:SHOWN]))}"
+            yield f"{host} with {ranks} has not answered for {seconds:.0f} s, so its power or its network is lost"
+
     def _of_silent(self, rank: int) -> str:
         contact = self.contacts[rank]
         heard = self._heard.get(rank)
-        at = heard.at if heard else self._answered
-        since = "" if at is None else f" for {time.monotonic() - at:.0f} s"
-        last = f" (last in {heard.sign.activity})" if heard else ""
+        since = "" if heard is None else f" for {time.monotonic() - heard.at:.0f} s"
+        last = "" if heard is None or heard.sign is None else f" (last in {heard.sign.activity})"
         text = f"rank {rank} on {contact.host} has given no sign of life{since}{last}: its process {contact.process.pid}"
         if not self._sees(rank):
             return f"{text} is stopped, or its host or network is lost"
@@ -339,14 +346,17 @@ class Heartbeats:
         one, own = self.contacts[rank], self.contacts[self.rank]
         return (one.host, one.process.place) == (own.host, own.process.place)
 
+    def _here(self) -> list[int]:
+        """The ranks of this host."""
+        return [rank for rank in range(len(self.contacts)) if self._sees(rank)]
+
     def ask_for_stacks(self, silent: Collection[int]) -> None:
         """Make silent ranks of this host print their stacks; of several ranks that could ask, the first one does."""
-        for rank in silent:
-            here = [
-                other for other in range(len(self.contacts)) if other not in silent and self._sees(rank) and self._sees(other)
-            ]
-            if here and here[0] == self.rank and self.contacts[rank].process.state() in ("R", "S", "D"):
-                self.contacts[rank].process.send(STACK_SIGNAL)
+        here = self._here()
+        if self.rank == next((rank for rank in here if rank not in silent), None):
+            for rank in set(here) & set(silent):
+                if self.contacts[rank].process.state() in ("R", "S", "D"):
+                    self.contacts[rank].process.send(STACK_SIGNAL)
 
     def kill(self, silent: Collection[int]) -> None:
         """End silent ranks of this host: a launcher asks them first, and waits in vain if they are stopped.
@@ -360,40 +370,32 @@ class Heartbeats:
             end_daemon_later(SECONDS_FOR_DAEMONS)
 
 
-def meet(rank: int, names: Sequence[str], gather: Callable[[Contact], list[Contact]], together: bool = True) -> Heartbeats:
+def meet(
+    rank: int, names: Sequence[str], gather: Callable[[Contact], list[Contact]], together: bool = True, restarts: bool = False
+) -> Heartbeats:
     """Collective. Exchange addresses with the watchdogs of the other ranks.
 
     Args:
         names: names and addresses of this host.
         gather: gives every rank's value, by rank.
-        together: see `Heartbeats`.
+        together, restarts: see `Heartbeats`.
     """
-    udp = _socket()
-    port = None if udp is None else udp.getsockname()[1]
+    datagrams = open_datagrams()
+    port = None if datagrams is None else datagrams.port
     contacts = gather(Contact(socket.gethostname(), Process.of(os.getpid()), tuple(names), port, secrets.token_hex(8)))
-    if udp is not None and contacts[0].port is None:
-        udp.close()
-        udp = None
-    return Heartbeats(rank, contacts, udp, together)
+    if datagrams is not None and contacts[0].port is None:
+        datagrams.close()
+        datagrams = None
+    met = Heartbeats(rank, contacts, datagrams, together=together, restarts=restarts)
+    if rank != 0:
+        met.addresses = _addresses(contacts[0], local=0 in met._here())
+    return met
 
 
-def _refused(address: tuple[str, int]) -> bool:
-    """Whether a host says that nobody listens on a port. A process that is stopped still does, and a lost host says nothing."""
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.settimeout(SECONDS_TO_REFUSE)
-        probe.connect(address)
-        probe.send(b"null")  # which `_take` ignores
-        try:
-            probe.recv(1)
-        except ConnectionRefusedError:
-            return True
-    return False
-
-
-def _socket() -> socket.socket | None:
-    try:
-        udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-        udp.bind(("", 0))
-        return udp
-    except OSError:  # a host without IPv4
-        return None
+def _addresses(contact: Contact, local: bool) -> list[Address]:
+    """Where a rank may be reached. Names are looked up here, once: without a name server, that takes many seconds."""
+    found = []
+    for name in ("127.0.0.1",) if local else [name for name in contact.names if not name.startswith("127.")]:
+        with suppress(OSError):
+            found.append((socket.gethostbyname(name), contact.port or 0))
+    return list(dict.fromkeys(found))

@@ -8,17 +8,23 @@ import os
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Literal
 
-from hvdtrain.runtime.heartbeats import ENDED, FAILED, STACK_SIGNAL, WAITS_IN, Heartbeats, Sign, Verdict, waits_long
+from hvdtrain.errors import HvdtrainError
+from hvdtrain.runtime.heartbeats import ENDED, FAILED, STACK_SIGNAL, Heartbeats, Sign, Verdict, waits_long
 
-Phase = Literal["start-up", "steps", "evaluation", "saving"]
-"""What a rank is busy with. Each takes its own time."""
+Phase = Literal["start-up", "unhurried", "planning", "steps", "evaluation", "saving", "finishing", "handing on", "between"]
+"""What a rank is busy with. Each takes its own time: 'unhurried' are callbacks, trackers and the end, as nobody knows how long
+the user's code takes; 'finishing' waits for what is saved in the background; 'between' is the rest of an epoch."""
 
 UNKNOWN = 1800.0
-"""Seconds without progress that are allowed while nothing is known of a phase; in the start-up, always."""
+"""Seconds without progress that are allowed while nothing is known of a phase; in the first two, always."""
+
+WAITS_IN = ("horovod.", "hvdtrain.comm.", "torch.distributed.", "torch.cuda.", "tensorflow.python.eager.")
+"""The modules in which a rank waits for others. TensorFlow's graphs contain the collectives."""
 
 LEAST, TIMES = 60.0, 20.0
 """Afterwards: this many seconds, or this many times the longest interval between two signs of progress so far."""
@@ -43,10 +49,11 @@ class Ending:
 class Patience:
     """For how long a rank may be silent, by phase.
 
-    The first interval of a phase does not count: frameworks compile in it.
+    The first interval of a phase does not count: frameworks compile in it. Nothing is compiled for a plan, and that of the
+    training, which is often the longest one, comes first.
 
     Args:
-        fixed: the seconds instead, in all phases but the start-up, which no step's time says anything about.
+        fixed: the seconds instead, in all phases but the first two, which no step's time says anything about.
 
     >>> patience = Patience()
     >>> patience.allowed("steps")
@@ -55,6 +62,9 @@ class Patience:
     ...     patience.learn("steps", seconds)
     >>> patience.allowed("steps"), patience.allowed("evaluation"), Patience(fixed=15.0).allowed("steps")
     (80.0, 1800.0, 15.0)
+    >>> patience.learn("planning", 10.0)
+    >>> patience.allowed("planning")
+    200.0
     """
 
     fixed: float | None = None
@@ -62,16 +72,22 @@ class Patience:
 
     def learn(self, phase: Phase, seconds: float) -> None:
         """Take note of an interval between two signs of progress."""
-        self._longest[phase] = max(self._longest[phase], seconds) if phase in self._longest else 0.0
+        counts = phase in self._longest or phase == "planning"
+        self._longest[phase] = max(self._longest.get(phase, 0.0), seconds) if counts else 0.0
 
     def allowed(self, phase: Phase) -> float:
         """Seconds."""
-        if phase == "start-up":
+        if phase in ("start-up", "unhurried"):
             return UNKNOWN if self.fixed is None else max(UNKNOWN, self.fixed)
         if self.fixed is not None:
             return self.fixed
         longest = self._longest.get(phase, 0.0)
         return max(LEAST, TIMES * longest) if longest else UNKNOWN
+
+    @property
+    def of_silence(self) -> float:
+        """Seconds for which a rank waits for one in a callback of which nothing is heard any more: it may be stopped."""
+        return LEAST if self.fixed is None else self.fixed
 
 
 class Watchdog:
@@ -99,6 +115,7 @@ class Watchdog:
         self._activity = "starting"
         self._phase: Phase = "start-up"
         self._done = threading.Event()
+        self._telling = threading.Lock()  # so that the last word is that this rank has ended
         self._reported_at: float | None = None
         self._has_shown_its_stack = False
 
@@ -119,8 +136,11 @@ class Watchdog:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._done.set()
-        self._heartbeats.tell(ENDED if error is None else FAILED)
+        # Of an error of all ranks, each has done what it had to: nobody waits in vain.
+        is_orderly = error is None or (isinstance(error, HvdtrainError) and error.on_every_rank)
+        with self._telling:
+            self._done.set()
+            self._heartbeats.tell(ENDED if is_orderly else FAILED)
 
     def _watch(self) -> None:
         looked = time.monotonic()
@@ -134,7 +154,9 @@ class Watchdog:
                 self._heartbeats.forgive()
             own = self._sign()
             if own.overdue or now - told >= self._heartbeats.interval:
-                self._heartbeats.tell(own)
+                with self._telling:
+                    if not self._done.is_set():
+                        self._heartbeats.tell(own)
                 told = now
             if not suspended:
                 self._act(self._heartbeats.conclude(own), own)
@@ -144,7 +166,13 @@ class Watchdog:
     def _sign(self) -> Sign:
         idle = time.monotonic() - self._last_beat
         overdue = idle > self._patience.allowed(self._phase)
-        return Sign(self._activity, idle, self._beats, _waits(self._thread), overdue)
+        sign = Sign(self._activity, idle, self._beats, _waits(self._thread), overdue)
+        if self._phase == "unhurried" and sign.waits and idle > self._patience.of_silence:
+            impatient = replace(sign, overdue=True)
+            verdict = self._heartbeats.conclude(impatient)
+            if verdict is not None and verdict.silent:
+                return impatient
+        return sign
 
     def _act(self, verdict: Verdict | None, own: Sign) -> None:
         """Report that there is no progress, give the other ranks' watchdogs the time to do so, too, and end the process."""
@@ -164,10 +192,8 @@ class Watchdog:
         ends = verdict.ends or (decides and time.monotonic() - self._reported_at > 3 * self._interval)
         if self._rank in verdict.hanging and not self._has_shown_its_stack:
             self._has_shown_its_stack = True
-            _print(
-                f"rank {self._rank}: no progress for {own.idle:.0f} s (watchdog_timeout) in {own.activity}; its threads:",
-            )
-            faulthandler.dump_traceback(all_threads=True)
+            _print(f"rank {self._rank}: no progress for {own.idle:.0f} s (watchdog_timeout) in {own.activity}; its threads:")
+            _print(_stacks())
         if decides:
             self._heartbeats.tell_all(replace(verdict, ends=ends))
         if verdict.gone and not waits_long(own):  # it has something to do yet
@@ -176,15 +202,32 @@ class Watchdog:
             if self._rank in verdict.hanging:
                 os._exit(self._ending.hung)
             self._heartbeats.kill(verdict.silent)
-            time.sleep(self._ending.outlives)  # what the launcher says of the first rank that ends is about one that hangs
-            os._exit(self._ending.waited)
+            # What the launcher says of the first rank that ends is about one that hangs. Who has disconnected does not wait.
+            if not self._done.wait(self._ending.outlives):
+                os._exit(self._ending.waited)
 
 
 def _print(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    """To stderr, whatever a test or a notebook has put in its place: what fails there must not end the watchdog."""
+    for stream in (sys.stderr, sys.__stderr__):
+        if stream is not None:
+            with suppress(Exception):
+                print(text, file=stream, flush=True)
+                return
+
+
+def _stacks() -> str:
+    """Those of all threads. faulthandler, which reads no source code from a disk that may hang, wants a real file."""
+    try:
+        with os.fdopen(os.memfd_create("stacks"), "r+") as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+            file.seek(0)
+            return file.read().rstrip("\n")
+    except OSError as error:
+        return f"(no stack can be shown: {error})"
 
 
 def _waits(thread: int) -> bool:
     """Whether a thread is in code that waits for other ranks."""
     frame = sys._current_frames().get(thread)
-    return frame is not None and any(part in frame.f_code.co_filename for part in WAITS_IN)
+    return frame is not None and f"{frame.f_globals.get('__name__')}.".startswith(WAITS_IN)

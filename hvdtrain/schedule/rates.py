@@ -43,8 +43,9 @@ class ScheduleKeys(Section):
     )
     dynamic_learning_rate: Callable[..., float] | str | None = key(
         None,
-        "function (*, global_train_step, epoch, epoch_continuous, learning_rate, **_) that returns the rate of a step; "
-        "epoch_continuous runs from 0 to num_epochs, learning_rate is the epoch's rate",
+        "function {form} that returns the rate of a step; epoch_continuous runs from 0 to num_epochs, learning_rate is the "
+        "epoch's rate",
+        form="*, global_train_step, epoch, epoch_continuous, learning_rate, **_",
     )
     learning_rate_file: str | None = key(
         None, "file for learning rate and scores of each epoch in RETURNN's format; also read if a checkpoint has no history"
@@ -86,10 +87,13 @@ class NewbobKeys(Section):
     learning_rate_control_min_num_epochs_per_new_lr: int = key(0, "newbob: keep a rate for at least N epochs", not_negative)
     min_learning_rate: float = key(0.0, "newbob: the lower bound of a decayed rate", not_negative)
     newbob_learning_rate_decay: float | Callable[[float], float] = key(
-        0.5, "newbob: factor of a decay, or a function of the rate; alias: learning_rate_decay", positive
+        0.5, "newbob: factor of a decay, or a function {form}; alias: learning_rate_decay", positive, form="learning_rate"
     )
     newbob_learning_rate_growth: float | Callable[[float], float] = key(
-        1.0, "newbob: factor if the rate does not decay, or a function of the rate; alias: learning_rate_growth", positive
+        1.0,
+        "newbob: factor if the rate does not decay, or a function {form}; alias: learning_rate_growth",
+        positive,
+        form="learning_rate",
     )
     newbob_relative_error_threshold: float = key(
         -0.01, "newbob, newbob_multi_epoch: decay when the relative change of the error is above this"

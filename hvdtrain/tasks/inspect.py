@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -69,18 +70,30 @@ def export(settings: Settings, out: Path | None) -> None:
         epoch = session.progress.epoch
         folder = Path(settings.run.model).parent / f"export-{epoch:03d}" if out is None else out
         share = feed.share(feed.plan(max(1, epoch)))
-        share = share[len(share) // 2 :][:1]  # dev is sorted: neither the shortest sequences nor the longest
+        middle = share[len(share) // 2 :]  # dev is sorted: neither the shortest sequences nor the longest
+        several = next((indices for indices in middle if len(indices) > 1), middle[0])  # an axis of size 1 cannot be of any size
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            with feed.read(share, max(1, epoch), session.learner.staging) as batches:
+            with feed.read([several], max(1, epoch), session.learner.staging) as batches:
                 for batch in batches:
                     written = session.learner.export(batch, folder)
+            for one in written:
+                if one.problem is not None:
+                    _remove(folder / one.name)  # what an earlier export wrote there is not this model
             (folder / "README.md").write_text(_how_to_load(settings, epoch, written), encoding="utf-8")
         except OSError as error:
             raise CheckpointError(f"{folder}: expected a folder that can be written to, got: {error}") from None
         for one in written:
-            say(1, f"{folder / one.name}" + ("" if one.problem is None else f": not written: {one.problem}"))
+            note = f" takes {one.takes}" if one.takes else ""
+            say(1, f"{folder / one.name}" + (note if one.problem is None else f": not written: {one.problem}"))
         say(1, f"{folder / 'README.md'} says how to load it")
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _how_to_load(settings: Settings, epoch: int, written: Sequence[Exported]) -> str:
@@ -88,4 +101,5 @@ def _how_to_load(settings: Settings, epoch: int, written: Sequence[Exported]) ->
     for one in written:
         lines += ["", f"## {one.name}", ""]
         lines += ["```python", one.how_to_load, "```"] if one.problem is None else [f"Not written: {one.problem}."]
+        lines += ["", f"It takes {one.takes}."] if one.takes else []
     return "\n".join(lines) + "\n"

@@ -37,7 +37,7 @@ from hvdtrain.runtime.timer import clock_text
 from hvdtrain.schedule.history import EpochRecord, wanted_of
 from hvdtrain.session import Session, open_communicator, open_session, writing_nothing
 from hvdtrain.settings import Settings
-from hvdtrain.training.agreement import plan_together
+from hvdtrain.training.agreement import INTERVAL_OF_TASKS, Ballot, Wishes, plan_together
 from hvdtrain.training.evaluation import evaluate
 from hvdtrain.training.forward import forward
 from hvdtrain.training.predict import parse_placements
@@ -60,9 +60,19 @@ def evaluate_all(settings: Settings) -> None:
     ):
         epoch = session.progress.epoch
         lines = []
+        ballot = Ballot(session.comm, session.learner.numbers, INTERVAL_OF_TASKS)
         for feed in session.feeds:
-            means = evaluate(session.comm, session.learner, session.watchdog, feed, max(1, epoch), step_log=step_log)
+            means = evaluate(
+                session.comm,
+                session.learner,
+                session.watchdog,
+                feed,
+                max(1, epoch),
+                after_step=lambda: ballot.step(Wishes),
+                step_log=step_log,
+            )
             lines.append(f"{feed.name}: {text(means)}")
+        ballot.finish()
         say(1, f"epoch {epoch} evaluation: {'; '.join(lines)}")
 
 
@@ -223,6 +233,7 @@ def _measured(session: Session, feed: Feed, epoch: int, run: Run, closing: int =
     """
     comm = session.comm
     size = comm.size if feed.distribution == "shard" else 1
+    session.watchdog.beat(f"planning {feed.name}")
     plan = plan_together(comm, feed, epoch)
     rounds = Rounds(plan, feed.lengths_in(epoch), size)
     if not len(rounds):
@@ -271,7 +282,7 @@ def _time_lines(parts: list[Part], ranks: int, epochs: int) -> list[str]:
     for part in parts:
         computing, reading = (seconds / max(1, part.steps) for seconds in (part.computing, part.reading))
         slow = f", held up by reading, {reading:.3g} s each" if reading > computing else ""
-        each = f"{part.steps} steps of {computing:.3g} s{slow}"
+        each = f"{part.steps} step{'s' if part.steps != 1 else ''} of {computing:.3g} s{slow}"
         lines.append(f"estimate: {part.name}: {clock_text(part.seconds)} ({each})")
     epoch = sum(part.seconds for part in parts)
     where = f"{ranks} rank{'s' if ranks > 1 else ''}"

@@ -71,6 +71,10 @@ INTERVAL = 0.1
 INTERVAL_APART = 1.0
 """The same if ranks do not wait for each other in every update: more exchanges would slow down a rank that runs ahead."""
 
+INTERVAL_OF_TASKS = 10.0
+"""The same if ranks exchange nothing else before the end, as in `forward`: those with less to compute would wait so long there
+that the watchdog took the others for hung. More exchanges would be slower where batches are uneven."""
+
 
 @dataclass(frozen=True)
 class Wishes:

@@ -182,11 +182,13 @@ class CallbackKeys(Section):
     )
     epoch_start: Callable[..., Any] | str | None = key(
         None,
-        "RETURNN's hook: function (*, epoch, step, model, dataset_name, **_), called before an epoch's training and evaluations",
+        "RETURNN's hook: function {form}, called before an epoch's training and evaluations",
+        form="*, epoch, step, model, dataset_name, **_",
     )
     epoch_end: Callable[..., Any] | str | None = key(
         None,
-        "RETURNN's hook: function (*, epoch, step, model, dataset_name, **_), called after an epoch's training and evaluations",
+        "RETURNN's hook: function {form}, called after an epoch's training and evaluations",
+        form="*, epoch, step, model, dataset_name, **_",
     )
 
     def problems(self, others: Sections = ALONE) -> list[str]:

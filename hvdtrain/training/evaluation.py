@@ -24,7 +24,7 @@ def evaluate(
     feed: Feed,
     epoch: int,
     *,
-    after_step: Callable[[], None] = lambda: None,
+    after_step: Callable[[], object] = lambda: None,
     step_log: StepLog,
 ) -> dict[str, float]:
     """Collective. The exact mean losses and errors over a whole dataset.
@@ -32,6 +32,7 @@ def evaluate(
     Args:
         after_step: called by all ranks after each step, in which every rank evaluates a batch if it has one left.
     """
+    watchdog.beat(f"epoch {epoch}, planning the evaluation of {feed.name}", "planning")
     plan = plan_together(comm, feed, epoch)
     steps = -(-plan.num_batches // comm.size)
     tally = Tally(learner.meter)

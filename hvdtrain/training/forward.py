@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
+import time
+from collections.abc import Generator, Iterator
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.comm.base import Communicator, together
+from hvdtrain.comm.base import Communicator, together, together_with_message
 from hvdtrain.config.keys import Section, key
 from hvdtrain.config.source import as_function
 from hvdtrain.data.feed import Feed, naming
@@ -16,7 +18,7 @@ from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.learner.base import Learner, Outputs
 from hvdtrain.runtime.watchdog import Watchdog
-from hvdtrain.training.agreement import plan_together
+from hvdtrain.training.agreement import INTERVAL_OF_TASKS, Ballot, Wishes, plan_together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +31,10 @@ class ForwardKeys(Section):
         "an object, or a function or class that makes one, with the methods init(*, model), process_seq(*, seq_tag, outputs) "
         "and finish(); called on rank 0, sequence by sequence in the dataset's order; in JSON 'module:name'",
     )
+
+
+SLICE = 1.0
+"""For about this many seconds rank 0 hands outputs on until the ranks meet: the others wait, and the watchdog wants progress."""
 
 
 @dataclass(frozen=True)
@@ -76,16 +82,30 @@ def forward(
     share = feed.share(plan)
     spool = together(comm, lambda: _open_spool(spool_prefix, comm.rank), name="open_spool")
     try:
+        ballot = Ballot(comm, learner.numbers, INTERVAL_OF_TASKS)
         with feed.read(share, epoch, learner.staging) as batches:
-            for number, batch in enumerate(batches):
+            for number in range(-(-plan.num_batches // comm.size)):
                 watchdog.beat(f"forwarding {feed.name}, batch {number}", "steps")
-                with naming(batch):
-                    by_sequence = learner.forward(batch)
-                for index, outputs in zip(batch.indices.tolist(), by_sequence, strict=True):
-                    spool.add(index, outputs)
+                batch = next(batches, None)
+                if batch is not None:
+                    with naming(batch):
+                        by_sequence = learner.forward(batch)
+                    for index, outputs in zip(batch.indices.tolist(), by_sequence, strict=True):
+                        spool.add(index, outputs)
+                ballot.step(Wishes)
+        ballot.finish()
         spool.close()
         spools = comm.gather((spool.path, spool.places), name="spools")
-        together(comm, lambda: _hand_on(feed, spools, callback, keys) if comm.rank == 0 else None, name="hand_on")
+        total = sum(len(places) for _, places in spools)
+        done = 0
+        with closing(_hand_on(feed, spools, callback, keys)) as work:
+            while done < total:
+                watchdog.beat(f"handing on the outputs of {feed.name}, {done} of {total} sequences", "handing on")
+                _, [done, *_] = together_with_message(
+                    comm, lambda: (None, _some(work, total) if comm.rank == 0 else 0), name="hand_on"
+                )
+            watchdog.beat("finishing output_file and forward_callback", "unhurried")
+            together(comm, lambda: next(work, None) if comm.rank == 0 else None, name="finish_hand_on")
     finally:
         spool.path.unlink(missing_ok=True)
     return len(share)
@@ -119,20 +139,33 @@ def _open_spool(prefix: Path, rank: int) -> Spool:
         raise DataError(f"{path}: expected to be able to write, got: {error.strerror}") from None
 
 
-def _hand_on(feed: Feed, spools: list[tuple[Path, list[tuple[int, int]]]], callback: Any, keys: ForwardKeys) -> None:
-    """Rank 0: all outputs in the dataset's order."""
+def _some(work: Iterator[int], total: int) -> int:
+    """Go on for about a second, at most up to the last sequence; return how many are handed on."""
+    until = time.monotonic() + SLICE
+    done = 0
+    for done in work:
+        if done == total or time.monotonic() >= until:
+            break
+    return done
+
+
+def _hand_on(
+    feed: Feed, spools: list[tuple[Path, list[tuple[int, int]]]], callback: Any, keys: ForwardKeys
+) -> Generator[int, None, None]:
+    """Rank 0: all outputs in the dataset's order. Yields how many sequences are handed on, after each; then it finishes."""
     from hvdtrain.data.hdf.writer import HDFWriter  # here, so that the keys above stay light to import
 
-    if keys.output_file is None:
-        for tag, outputs, _ in _in_order(feed, spools):
-            callback.process_seq(seq_tag=tag, outputs={name: SequenceOutput(value) for name, value in outputs.items()})
-    else:
-        Path(keys.output_file).parent.mkdir(parents=True, exist_ok=True)
-        with HDFWriter(Path(keys.output_file)) as writer:
-            for tag, outputs, vectors in _in_order(feed, spools):
+    with ExitStack() as stack:
+        writer = None
+        if keys.output_file is not None:
+            Path(keys.output_file).parent.mkdir(parents=True, exist_ok=True)
+            writer = stack.enter_context(HDFWriter(Path(keys.output_file)))
+        for number, (tag, outputs, vectors) in enumerate(_in_order(feed, spools), start=1):
+            if writer is not None:
                 writer.add(tag, _as_streams(outputs, vectors))
-                if callback is not None:
-                    callback.process_seq(seq_tag=tag, outputs={name: SequenceOutput(value) for name, value in outputs.items()})
+            if callback is not None:
+                callback.process_seq(seq_tag=tag, outputs={name: SequenceOutput(value) for name, value in outputs.items()})
+            yield number
     if callback is not None:
         callback.finish()
 

@@ -19,6 +19,10 @@ from hvdtrain.runtime.timer import clock_text
 BAR = "{l_bar}{bar:10}{r_bar}"
 """tqdm's own format with a bar of a fixed width: the losses behind it would change the width with every line."""
 
+NARROW = "{desc}: {percentage:3.0f}% {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
+WIDE = 100
+"""The format in a terminal of fewer columns than that, where the losses need the space of the bar."""
+
 
 class Measured(Protocol):
     """What a line about a step says of what was measured."""
@@ -183,7 +187,10 @@ class StepLog:
                 self._bar.start_t -= now - self._began
             self._bar.n = report.number
             rate = "" if report.learning_rate is None else f"learning rate {report.learning_rate:.3g}"
-            self._bar.set_postfix_str(_listed([self._losses, rate]))
+            columns = self._terminal.columns
+            self._bar.bar_format = BAR if columns >= WIDE else NARROW
+            self._bar.set_postfix_str("", refresh=False)
+            self._bar.set_postfix_str(fitting([*self._losses.split(", "), rate], columns - len(str(self._bar))))
 
     def finish(self) -> None:
         """All steps are done, and their scores are there: the listener gets the last one, unless it has it already."""
@@ -197,6 +204,18 @@ class StepLog:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
+
+
+def fitting(parts: list[str], room: int) -> str:
+    """The first of the parts, as many as fit with a separator before each: half a number would be taken for a whole one.
+
+    >>> fitting(["ce 0.123", "", "error 0.4567", "learning rate 0.1"], 24)
+    'ce 0.123, error 0.4567'
+    """
+    shown = _listed(parts)
+    while len(shown) + 2 > room and shown:
+        shown = shown.rpartition(", ")[0]
+    return shown
 
 
 def _listed(parts: list[str]) -> str:

@@ -1,7 +1,9 @@
 """A training that loses a node, in the job that `hvdtrain submit --max-restarts` writes for Slurm: docs/elastic.md."""
 
 import json
+import re
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -25,9 +27,12 @@ KEYS = {
     "max_seqs": 4,
     "save_interval_steps": 4,
     "trace_sequences": "trace",
-    "watchdog_timeout": 20,
+    "watchdog_timeout": 300,
     "log_verbosity": 3,
 }
+
+SECONDS_TO_ASK = 4
+"""After the start, until the watchdogs know which hosts answer them: others are not lost."""
 
 
 def start(hosts: Hosts, work: Path) -> str:
@@ -81,13 +86,16 @@ def processes_on(hosts: Hosts, host: str) -> list[str]:
 
 @pytest.mark.parametrize("how", ["restart", "cable"])
 def test_the_others_go_on_without_a_lost_node(hosts: Hosts, work: Path, how: str) -> None:
-    """A pulled cable looks to the others as a node without power does: nothing comes from there, and they learn it by their
-    watchdogs. Its processes go on running.
+    """A pulled cable looks to the others as a node without power does: nothing comes from there, and its kernel does not answer
+    either. Its processes go on running.
     """
     job = start(hosts, work)
+    time.sleep(SECONDS_TO_ASK)
     (end_host if how == "restart" else Hosts.pull_cable)(hosts, "host2")
+    began = time.monotonic()
     try:
         wait_until(lambda: has_begun(work / "trace", 1, 2), "a step of two ranks", 300)
+        seconds = time.monotonic() - began
         printed = finish(hosts, work, job)
     finally:
         hosts.daemon(["slurmd"], host="host2") if how == "restart" else hosts.plug_cable("host2")
@@ -96,6 +104,31 @@ def test_the_others_go_on_without_a_lost_node(hosts: Hosts, work: Path, how: str
         wait_until(lambda: not hosts.processes("slurmstepd"), "the end of the step", 180)
     assert " Restarts=0 " in hosts.run(["scontrol", "show", "job", job]).out
     assert "training goes on in epoch" in printed
+    print(f"{how}: {seconds:.1f} s to the next step")
+    assert seconds < 45, printed
+    assert (how == "restart") != bool(re.search(r"host2 with rank \d has not answered for \d+ s", printed)), printed
+
+
+def test_hosts_that_lose_each_other_end_their_ranks_if_torchrun_starts_them_again(hosts: Hosts, work: Path) -> None:
+    """Rank 0's host and another one, each of which takes the other for lost."""
+    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "host1", "MASTER_PORT": "29511", "TORCHELASTIC_MAX_RESTARTS": "3"}
+    command = "exec python -m hvdtrain config.py ++torch_distributed {} ++num_epochs 100000 ++watchdog_timeout 600"
+    ranks = [
+        hosts.start(command, f"host{rank + 1}", variables | {"RANK": str(rank), "GLOO_SOCKET_IFNAME": "eth0"}, work)
+        for rank in (0, 1)
+    ]
+    wait_for(work / "exp" / "model.001.pt", ranks[0])
+    time.sleep(SECONDS_TO_ASK)
+    hosts.pull_cable("host2")
+    began = time.monotonic()
+    try:
+        finished = [rank.finish(60) for rank in ranks]
+    finally:
+        hosts.plug_cable("host2")
+    assert 10 < time.monotonic() - began < 45
+    for one, lost in zip(finished, ("host2 with rank 1", "host1 with rank 0"), strict=True):
+        assert one.status == 1
+        assert len(re.findall(f"{lost} has not answered for \\d+ s, so its power or", one.err)) == 1, one.err
 
 
 def test_a_job_whose_first_node_is_lost_is_queued_again_and_goes_on(hosts: Hosts, work: Path) -> None:

@@ -342,8 +342,8 @@ def test_a_config_may_have_an_equals_sign_in_its_name(tmp_path: Path) -> None:
         ),
         (["a.py", "--x=1"], ["command line: expected ++KEY VALUE, got '--x=1' (did you mean ++x 1?)"]),
         (["a.py", "x=1", "++y=2"], ["command line: expected ++KEY VALUE, got 'x=1' (did you mean ++x 1?)"]),
-        (["a.py", "--dryrun"], ["command line: expected ++KEY VALUE, got '--dryrun' (did you mean --dry-run?)"]),
         (["a.py", "--sumary"], ["command line: expected ++KEY VALUE, got '--sumary' (did you mean --summary?)"]),
+        (["a.py", "--dryrun"], ["command line: expected ++KEY VALUE, got '--dryrun' (did you mean --dry-run?)"]),
         (
             ["--x", "1", __file__],
             [
@@ -351,6 +351,10 @@ def test_a_config_may_have_an_equals_sign_in_its_name(tmp_path: Path) -> None:
             ],
         ),
         (["a.py", "+x=1"], ["command line: expected ++KEY VALUE, got '+x=1' (did you mean ++x 1?)"]),
+        (
+            ["a.py", "++x", "1", __file__],
+            [f"command line: expected ++KEY VALUE, got {__file__!r} (configs are written first)"],
+        ),
         (
             ["a.py", "++", "b.py"],
             ["command line: expected ++KEY VALUE, got '++' (python -m hvdtrain --help)"],
@@ -544,6 +548,73 @@ def test_keys_of_returnn_that_would_change_the_training_are_mistakes(tmp_path: P
 def test_values_of_the_wrong_kind(tmp_path: Path, text: str, expected: str) -> None:
     (problem,) = problems(tmp_path, text)
     assert problem.startswith(expected)
+
+
+def test_functions_that_cannot_be_called_as_hvdtrain_calls_them(tmp_path: Path) -> None:
+    """All at once, without calling them, with the form that is expected and the line."""
+    text = """
+def train_step(model, batch): ...
+def get_model(): ...
+def forward_step(*, model, extern_data, beam, **_): ...
+max_seqs = lambda: 3
+optimizer = lambda: None
+train["seq_ordering"] = lambda number, **_: "random"
+load_model_post_hooks = [lambda *, model: None, lambda network: None]
+task = "config:report"
+def report(folder): ...
+"""
+    first = MINIMAL.count("\n") + 2
+    file = tmp_path / "config.py"
+    missing, unexpected = "missing a required argument:", "got an unexpected keyword argument"
+    assert problems(tmp_path, text) == [
+        f"max_seqs: expected def max_seqs(*, epoch, **_), got <lambda>() in {file}, line {first + 3} ({unexpected} 'epoch')",
+        "get_model: expected def get_model(*, epoch, step, device, **_), got "
+        f"get_model() in {file}, line {first + 1} ({unexpected} 'epoch')",
+        "train_step: expected def train_step(*, model, extern_data, **_), got "
+        f"train_step(model, batch) in {file}, line {first} ({missing} 'batch')",
+        "forward_step: expected def forward_step(*, model, extern_data, **_), got "
+        f"forward_step(*, model, extern_data, beam, **_) in {file}, line {first + 2} ({missing} 'beam')",
+        "optimizer: expected def optimizer(parameters), got "
+        f"<lambda>() in {file}, line {first + 4} (too many positional arguments)",
+        "load_model_post_hooks[1]: expected a function (*, model, **_), got "
+        f"<lambda>(network) in {file}, line {first + 6} ({missing} 'network')",
+        "train.seq_ordering: expected def seq_ordering(*, epoch, **_), got "
+        f"<lambda>(number, **_) in {file}, line {first + 5} ({missing} 'number')",
+        f"task: expected a function without parameters, got report(folder) in {file}, line {first + 8} ({missing} 'folder')",
+    ]
+
+
+def test_functions_of_other_forms_that_can_be_called(tmp_path: Path) -> None:
+    settings(
+        tmp_path,
+        """
+import functools, torch
+
+class Model:
+    def __call__(self, **_): ...
+
+def with_first_key(function):
+    @functools.wraps(function)
+    def step(*, model, extern_data, **_):
+        return function(model, next(iter(extern_data.values())))
+    return step
+
+@with_first_key
+def train_step(model, batch): ...
+get_model = Model()
+optimizer = torch.optim.SGD
+max_seqs = functools.partial(lambda epoch, most: min(epoch, most), most=4)
+newbob_learning_rate_decay = abs
+task = "config:report"
+def report(folder="."): ...
+""",
+    )
+
+
+def test_a_forward_step_of_another_form_is_one_mistake(tmp_path: Path) -> None:
+    minimal = MINIMAL.replace("def train_step(**_): ...", "def forward_step(model): ...")
+    [problem] = problems(tmp_path, 'task = "forward"\nforward_data = "x.hdf"\n', minimal)
+    assert problem.startswith("forward_step: expected def forward_step(*, model, extern_data, **_), got forward_step(model) in ")
 
 
 def test_long_values_are_cut_in_messages(tmp_path: Path) -> None:

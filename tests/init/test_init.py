@@ -22,7 +22,7 @@ def test_a_config_trains_as_it_is(template: str, tmp_path: Path, capsys: pytest.
     assert "CONFIG" not in config.read_text()
     assert 'model = "exp/mine/model"' in config.read_text(), "no two configs train the same model"
     assert config.read_text().count("NAME") == 0
-    overrides: dict[str, object] = {"model": tmp_path / "model", "num_epochs": 2}
+    overrides: dict[str, object] = {"model": tmp_path / "model", "num_epochs": 2, "num_threads": 1}
     if template == "hdf":
         overrides |= {"train.files": tmp_path / "train.hdf", "dev.files": tmp_path / "train.hdf", "batch_size": 100}
         generator = numpy.random.default_rng(0)

@@ -459,3 +459,17 @@ def test_what_they_say_of_themselves() -> None:
         "parameters are averaged after every 8 updates and at the end of an epoch, in 2 parts in turn, applied 4 updates after "
         "they were sent"
     )
+
+
+def test_keys_that_another_one_makes_useless() -> None:
+    assert not ReduceKeys(horovod_reduce_type="param", horovod_param_sync_step=100).without_effect
+    assert not ReduceKeys(horovod_reduce_type="param", horovod_param_sync_time_diff=10).without_effect
+    for keys, expected in (
+        ({"horovod_param_sync_step": 100}, "horovod_param_sync_step: of no effect with horovod_reduce_type = 'grad'"),
+        ({"horovod_param_sync_time_diff": 10}, "horovod_param_sync_time_diff: of no effect with horovod_reduce_type = 'grad'"),
+        (
+            {"horovod_reduce_type": "param", "horovod_param_sync_step": 100, "horovod_param_sync_time_diff": 10},
+            "horovod_param_sync_step: of no effect beside horovod_param_sync_time_diff, 10 seconds",
+        ),
+    ):
+        assert ReduceKeys(**keys).without_effect.startswith(expected)

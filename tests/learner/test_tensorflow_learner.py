@@ -422,3 +422,59 @@ def test_a_rank_saves_what_it_has_of_its_own_and_takes_over_from_other_files(tmp
     assert found[0] == found[1] == list(again.variables.by_name)
     assert kernel(again).tolist() == [[3.0], [4.0]]
     assert [float(number) for number in again.numbers([1.0, 0.5])] == [1.0, 0.5]
+
+
+class Masked(keras.Model):
+    """Recurrent layers that leave out frames of zeros, and those that a mask leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.masking = keras.layers.Masking()
+        self.gru = keras.layers.Bidirectional(keras.layers.GRU(4, return_sequences=True))
+        self.lstm = keras.layers.LSTM(3, return_sequences=True)
+        self.last = keras.layers.Dense(1)
+
+    def call(self, frames: Any, mask: Any, training: bool = False) -> Any:
+        return self.last(self.lstm(self.gru(self.masking(frames)), mask=mask))
+
+
+class OfDict(Masked):
+    """Takes both in a dict."""
+
+    def call(self, given: dict[str, Any], training: bool = False) -> Any:
+        return super().call(given["frames"], given["mask"])
+
+
+CALLS: dict[str, tuple[type[Masked], Callable[..., Any], str]] = {
+    "keyword": (Masked, lambda model, frames, mask: model(frames, mask=mask, training=False), "frames, mask"),
+    "positional": (Masked, lambda model, frames, mask: model(frames, mask), "frames, mask"),
+    "names": (Masked, lambda model, frames, mask: model(frames=frames, mask=mask), "frames, mask"),
+    "dict": (OfDict, lambda model, frames, mask: model({"frames": frames, "mask": mask}), "given_frames, given_mask"),
+}
+
+
+@pytest.mark.parametrize("called", CALLS)
+def test_a_model_with_masks_is_exported_with_all_inputs_of_any_size(called: str, tmp_path: Path) -> None:
+    made_by, call, inputs = CALLS[called]
+
+    def get_model(**_: Any) -> keras.Model:
+        model = made_by()
+        call(model, tf.ones([1, 1, 2]), tf.ones([1, 1], tf.bool))
+        return model
+
+    def train_step(*, model: Any, extern_data: dict[str, Any], **_: Any) -> None:
+        data = extern_data["data"]
+        scores = tf.boolean_mask(call(model, data.raw_tensor, data.mask), data.mask)
+        get_run_ctx().mark_as_loss(tf.square(scores)[:, 0], "square")
+
+    made = learner(train_step, get_model)
+    _, saved = made.export(BATCH, tmp_path)
+    assert saved.problem is None
+    assert f"outputs = model.serve({inputs})" in saved.how_to_load
+    first, second = inputs.split(", ")
+    assert saved.takes == f"{first} float32 (any, any, 2), {second} bool (any, any); fixed: axis 2 of {first} at 2"
+    model = tf.saved_model.load(str(tmp_path / "saved_model"))
+    for lengths in ([7, 2, 4], [1], [12, 5]):
+        frames, mask = tf.random.normal([len(lengths), max(lengths), 2]), tf.sequence_mask(lengths)
+        frames *= tf.cast(tf.random.uniform(mask.shape + [1]) < 0.7, tf.float32)  # some frames of zeros for Masking
+        numpy.testing.assert_allclose(model.serve(frames, mask), call(made.model, frames, mask), rtol=1e-5, atol=1e-6)

@@ -25,7 +25,7 @@ from hvdtrain.report import page
 from hvdtrain.report.__main__ import main
 from hvdtrain.report.epoch import EpochReport, held_up
 from hvdtrain.report.json_lines import as_line
-from hvdtrain.report.plots import MAX_POINTS, decimated, score_figures
+from hvdtrain.report.plots import MAX_POINTS, decimated, score_figures, time_figures
 from hvdtrain.report.runs import Start, note_start, read_runs
 from hvdtrain.report.serve import open_server
 from hvdtrain.report.trackers import TensorBoard, metrics
@@ -207,6 +207,8 @@ def test_the_page_shows_what_the_files_say(one: Path, two: Path, tmp_path: Path)
         assert len(numpy.unique(image.imread(picture))) > 10, f"{picture} is empty"
 
     assert main([str(one), "--out", str(page)]) == 0
+    assert main([str(one / "model")]) == 0, "the value of the key model"
+    assert (one / "report.html").exists()
     assert not {"ranks", "stragglers"} & set(shown(page)), "one rank has nobody to be compared with"
     assert main([str(one), str(two), "--out", str(page)]) == 0
     assert {"score ce", "time of runs", "ranks of run2", "time of run1"} <= set(shown(page))
@@ -250,6 +252,26 @@ def test_steps_within_epochs(tmp_path: Path) -> None:
     assert within.x["step"] == [1, 2, 3, 4, 11, 12]
     assert within.x["seconds"] == [0.5, 1, 1.5, 2, 10.5, 11]
     assert rates.curves[0].y == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.1, 0.2, 0.7])
+
+
+def test_steps_at_the_ends_of_epochs_only(tmp_path: Path) -> None:
+    """In short epochs: such a curve would be nearly that of the epochs. A single point is drawn, not only the line from it."""
+    (run,) = read_runs([run_folder(tmp_path / "run", steps=1)])
+    panel, rates = score_figures([run])[0].panels
+    assert [curve.look for curve in panel.curves] == ["line"] * len(panel.curves)
+    assert [(curve.look, len(curve.y)) for curve in rates.curves] == [("steps", 2)]
+    first = replace(run, epochs=run.epochs[:1], steps=run.steps[:1])
+    assert [(curve.look, len(curve.y)) for curve in score_figures([first])[0].panels[1].curves] == [("line", 1)]
+
+
+def test_the_bar_of_an_epoch_that_was_resumed_is_as_long_as_it_took(tmp_path: Path) -> None:
+    (run,) = read_runs([run_folder(tmp_path / "run")])
+    of_start = time_figures(run)[0].bars
+    assert of_start is not None
+    resumed = replace(run, epochs=[run.epochs[0], {**run.epochs[1], "seconds_before": 7.0}])
+    of_both = time_figures(resumed)[0].bars
+    assert of_both is not None
+    assert [*of_both.series] == [*of_start.series, ("earlier start", len(of_start.series), [0.0, 7.0])]
 
 
 def test_a_long_curve_keeps_its_peaks(tmp_path: Path) -> None:
@@ -329,11 +351,18 @@ def test_ctrl_c_ends_the_server(tmp_path: Path) -> None:
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed")
 def test_the_page_in_a_browser(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "run", steps=3)
+    lines = [json.loads(line) for line in (folder / "scores.jsonl").read_text().splitlines()]
+    lines = [{**line, "padding": {"data": 0.023}} for line in lines]
+    (folder / "scores.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert main([str(folder), "--out", str(tmp_path / "page.html")]) == 0
     command = ["chromium", "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
     command += ["--window-size=1400,3000", "--virtual-time-budget=20000", "--dump-dom", f"file://{tmp_path / 'page.html'}"]
     drawn = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
     assert drawn.count('class="main-svg"') >= len(shown(tmp_path / "page.html")), "every figure is drawn"
+    padding = drawn[drawn.index('data-figure="padding"') :]
+    labels = re.findall(r'<g class="ytick"><text[^>]*>([^<]+)<', padding)
+    assert len(labels) > 2
+    assert len(set(labels)) == len(labels), "no two marks of an axis have the same text"
 
 
 def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,20 +1,22 @@
 """What the watchdogs of several ranks tell each other, over real datagrams."""
 
 import os
+import resource
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from launching import ROOT
 from thread_ranks import on_ranks
 
-from hvdtrain.runtime import heartbeats
-from hvdtrain.runtime.heartbeats import ENDED, FAILED, Heartbeats, Sign, Verdict, judge, meet
-from hvdtrain.runtime.processes import Process
+from hvdtrain.runtime import heartbeats, peers
+from hvdtrain.runtime.heartbeats import ENDED, FAILED, Contact, Heartbeats, Sign, Verdict, judge, meet
+from hvdtrain.runtime.peers import Datagrams, Process
 
 PATIENCE = 60.0
 FINE = Sign("epoch 1, step 5", 0.1, 6, False, False)
@@ -45,6 +47,12 @@ def until(ranks: list[Heartbeats], signs: list[Sign | None], wanted: dict[int, V
         found = {number: ranks[number].conclude(signs[number] or FINE) for number in wanted}
         if 0 in wanted:
             ranks[0].tell_all(found[0])
+
+
+def until_they_meet(ranks: list[Heartbeats]) -> None:
+    """Until rank 0 has answered all others."""
+    while any(rank.decides for rank in ranks[1:]):
+        until(ranks, [FINE] * len(ranks), {rank.rank: None for rank in ranks})
 
 
 def test_rank_0_finds_who_hangs_and_tells_it(ranks: list[Heartbeats]) -> None:
@@ -114,8 +122,165 @@ def test_a_rank_that_ended_without_a_word_is_not_waited_for(ranks: list[Heartbea
     ranks[0].together = False
     assert ranks[0].conclude(JUST_WAITS) is None
     ranks[0].close()
-    time.sleep(0.6)
-    assert ranks[2].conclude(JUST_WAITS) == Verdict(gone=(0,), ends=True)
+    until(ranks, [None, None, JUST_WAITS], {2: Verdict(gone=(0,), ends=True)})
+
+
+def test_who_has_ended_waits_for_nobody() -> None:
+    assert judge({0: FINE, 1: JUST_WAITS}, {1}, {1}) is None
+    assert judge({0: JUST_WAITS, 1: JUST_WAITS}, {1}, {1}) == Verdict(gone=(1,), ends=True)
+
+
+def test_a_rank_of_the_same_host_that_has_ended_is_seen_without_datagrams() -> None:
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], cwd=ROOT)
+    processes = [Process.of(os.getpid()), Process.of(os.getpid()), Process.of(other.pid)]
+    contacts = [Contact(socket.gethostname(), process, (), None, "token") for process in processes]
+    for rank in (0, 1):
+        assert Heartbeats(rank, contacts).conclude(JUST_WAITS) is None
+    other.kill()
+    os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)  # its launcher does not know it yet
+    for rank in (0, 1):
+        assert Heartbeats(rank, contacts).conclude(JUST_WAITS) == Verdict(gone=(2,), ends=True)
+    other.wait()
+    assert Heartbeats(0, contacts).conclude(JUST_WAITS) == Verdict(gone=(2,), ends=True)
+    elsewhere = [*contacts[:2], replace(contacts[2], host="another host")]
+    assert Heartbeats(0, elsewhere).conclude(JUST_WAITS) is None
+
+
+def test_names_are_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a name server, each time would take many seconds."""
+
+    def gathered(own: Contact, rank: int) -> Contact:
+        return replace(own, host=f"host{rank}")
+
+    ranks = on_ranks(
+        2, lambda comm: meet(comm.rank, ["localhost"], lambda own: comm.gather(gathered(own, comm.rank), name="watchdog"))
+    )
+
+    def refuse(name: str) -> str:
+        raise AssertionError(name)
+
+    monkeypatch.setattr(socket, "gethostbyname", refuse)
+    monkeypatch.setattr(heartbeats, "SILENT", 0.5)
+    until_they_meet(ranks)
+    until(ranks, [None, WAITS], {1: Verdict(silent=(0,))})
+    until_they_meet(ranks)
+    for rank in ranks:
+        rank.close()
+
+
+class Lost:
+    """Ranks on hosts of their own, which are addresses of the loopback network. A host is lost by listening on the port on which
+    others ask it: its kernel then answers nothing.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, number: int = 3) -> None:
+        for name, seconds in (("ASK_EVERY", 0.05), ("SECONDS_TO_ANSWER", 0.5)):
+            monkeypatch.setattr(peers, name, seconds)
+        monkeypatch.setattr(heartbeats, "SILENT", 0.5)
+        self.addresses = [f"127.0.0.{rank + 2}" for rank in range(number)]
+        self._sockets = [self._bound(rank) for rank in range(number)]
+        self._monkeypatch = monkeypatch
+        datagrams = [Datagrams(udp) for udp in self._sockets]
+        contacts = [Contact(f"host{rank}", Process.of(os.getpid()), (), datagrams[rank].port, "token") for rank in range(number)]
+        first = [(self.addresses[0], datagrams[0].port), ("127.0.0.99", 1)]  # one of its names leads nowhere
+        self.ranks = [Heartbeats(rank, contacts, datagrams[rank], first, restarts=True) for rank in range(number)]
+
+    def _bound(self, rank: int) -> socket.socket:
+        udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        udp.bind((self.addresses[rank], 0))
+        return udp
+
+    def lose(self, rank: int) -> socket.socket:
+        """What gets the questions."""
+        self._sockets.append(self._bound(rank))
+        self._sockets[-1].setblocking(False)
+        self._monkeypatch.setattr(peers, "CLOSED_PORT", self._sockets[-1].getsockname()[1])
+        return self._sockets[-1]
+
+    def close(self) -> None:
+        for udp in self._sockets:
+            udp.close()
+
+
+@pytest.fixture
+def lost(monkeypatch: pytest.MonkeyPatch) -> Iterator[Lost]:
+    """Three ranks on three hosts, whose watchdogs have met."""
+    made = Lost(monkeypatch)
+    hosts = [(rank, host) for rank in made.ranks for host in made.addresses if (rank.rank == 0) != (host == made.addresses[0])]
+    deadline = time.monotonic() + PATIENCE
+    while not all(rank.datagrams and rank.datagrams.hosts[host].answers for rank, host in hosts):
+        until(made.ranks, [FINE, FINE, FINE], {0: None, 1: None, 2: None})
+        assert time.monotonic() < deadline, hosts
+    yield made
+    made.close()
+
+
+def number_of_questions(asked: socket.socket) -> int:
+    number = 0
+    while True:
+        try:
+            asked.recv(100)
+            number += 1
+        except BlockingIOError:
+            return number
+
+
+def test_a_host_that_does_not_answer_is_lost(lost: Lost) -> None:
+    lost.lose(1)
+    gone = Verdict(gone=(1,), ends=True)
+    until(lost.ranks, [JUST_WAITS, None, JUST_WAITS], {0: gone, 2: gone})
+    text = lost.ranks[0].describe(gone, JUST_WAITS) or ""
+    assert text.startswith("host1 with rank 1 has not answered for ")
+    assert text.endswith(" s, so its power or its network is lost: the other ranks wait for it in vain, and end, too")
+    deadline = time.monotonic() + 2
+    while time.monotonic() < deadline:  # rank 2 is silent, too, but its host answers
+        until(lost.ranks, [JUST_WAITS, None, None], {0: gone})
+    lost.ranks[0].restarts = False
+    assert lost.ranks[0].conclude(JUST_WAITS) is None
+    lost.ranks[0].restarts = True
+    until(lost.ranks, [JUST_WAITS, FINE, FINE], {0: None, 2: None})  # it was a short outage
+
+
+def test_the_host_of_rank_0_is_lost(lost: Lost) -> None:
+    lost.lose(0)
+    gone = Verdict(gone=(0,), ends=True)
+    until(lost.ranks, [None, JUST_WAITS, JUST_WAITS], {1: gone, 2: gone})
+    assert (lost.ranks[2].describe(gone, JUST_WAITS) or "").startswith("host0 with rank 0 has not answered for ")
+
+
+def test_the_host_of_rank_0_answers_that_it_has_ended(lost: Lost) -> None:
+    lost.ranks[0].close()
+    gone = Verdict(gone=(0,), ends=True)
+    until(lost.ranks, [None, JUST_WAITS, JUST_WAITS], {1: gone, 2: gone})
+    assert (lost.ranks[2].describe(gone, JUST_WAITS) or "").startswith("rank 0 on host0 has ended: ")
+
+
+def test_a_host_is_asked_before_it_is_lost(lost: Lost, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where signs of life come so seldom that silence alone takes longer than an answer may."""
+    monkeypatch.setattr(heartbeats, "MANY", 1)
+    asked = lost.lose(1)
+    began = time.monotonic()
+    while lost.ranks[0].conclude(JUST_WAITS) is None:
+        lost.ranks[0].listen(0.02)
+        assert time.monotonic() < began + PATIENCE
+    assert number_of_questions(asked) > 10
+    assert time.monotonic() - began > 3 * 0.5 + 0.5  # silent after three times as long; then half a second to answer
+    lost.ranks[0].forgive()  # it was suspended, so it cannot tell
+    assert lost.ranks[0].conclude(JUST_WAITS) is None
+
+
+def test_a_host_behind_a_firewall_that_never_answers_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    behind = Lost(monkeypatch)
+    asked = behind.lose(1)
+    until_they_meet(behind.ranks)
+    deadline = time.monotonic() + 2
+    while time.monotonic() < deadline:
+        until(behind.ranks, [JUST_WAITS, FINE, FINE], {0: None})
+    deadline = time.monotonic() + 2
+    while time.monotonic() < deadline:
+        until(behind.ranks, [JUST_WAITS, None, FINE], {0: None})
+    assert number_of_questions(asked) == 10  # and is left alone
+    behind.close()
 
 
 def test_what_others_send_is_no_concern_of_theirs(ranks: list[Heartbeats]) -> None:
@@ -147,3 +312,9 @@ def test_states_of_processes() -> None:
     sleeper.wait()
     assert process.describe() == "has ended"
     assert Process(own.pid, own.place, "1").describe() == "has ended"  # another process with its id
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+        assert not own.has_ended()  # though /proc cannot be read
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)

@@ -4,12 +4,19 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
+import pytest
 from launching import ROOT
+from thread_ranks import on_ranks
 
-from hvdtrain.runtime.heartbeats import STACK_SIGNAL
+from hvdtrain.errors import DataError
+from hvdtrain.runtime.heartbeats import STACK_SIGNAL, Sign, Verdict, meet
+from hvdtrain.runtime.interrupt import Stopped
+from hvdtrain.runtime.watchdog import Watchdog, _waits
 
 BEGIN = """
 import sys, time
@@ -112,3 +119,103 @@ with watchdog.Watchdog(None, 0):
     finally:
         process.kill()
         process.communicate(timeout=60)
+
+
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_it_ends_a_process_whose_stderr_is_no_file(is_broken: bool) -> None:
+    """As in a notebook, or where a test has put something in its place."""
+    ended = run(f"""
+import os
+class Stream:
+    def write(self, text):
+        os.write(1, text.encode())
+        assert not {is_broken}, "planted"
+    def flush(self):
+        pass
+sys.stderr, sys.__stderr__ = Stream(), None
+def hangs_here():
+    time.sleep(30)
+with watchdog.Watchdog(0.5, 3) as dog:
+    dog.beat("step 3", "steps")
+    hangs_here()
+""")
+    assert ended.returncode == 1
+    assert "rank 3: no progress for " in ended.stdout
+    assert "in hangs_here" in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("module", "waits"),
+    [
+        ("horovod.torch.mpi_ops", True),
+        ("torch.cuda", True),
+        ("hvdtrain.comm.horovod", True),
+        ("hvdtrain.commands", False),
+        ("loss", False),
+        (None, False),
+    ],
+)
+def test_who_waits_is_told_by_modules_and_not_by_folders(module: str | None, waits: bool) -> None:
+    """A user's code may be in a folder called horovod."""
+    began, ends = threading.Event(), threading.Event()
+    space = {"__name__": module, "began": began, "ends": ends}
+    exec(
+        compile("def work():\n    began.set()\n    while not ends.is_set():\n        pass", "/home/me/horovod/loss.py", "exec"),
+        space,
+    )
+    thread = threading.Thread(target=space["work"])
+    thread.start()
+    try:
+        assert began.wait(60)
+        deadline = time.monotonic() + (60 if waits else 0.5)
+        while not (seen := _waits(thread.ident or 0)) and time.monotonic() < deadline:
+            time.sleep(0.01)  # it may be within began.set
+        assert seen == waits
+    finally:
+        ends.set()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("error", "everywhere"), [(Stopped("stopped by SIGTERM"), True), (DataError("of one rank"), False), (ValueError(), False)]
+)
+def test_who_ends_with_an_error_of_all_ranks_has_not_failed(error: Exception, everywhere: bool) -> None:
+    """Others may still be in a callback, or wait where the ranks disconnect."""
+    if everywhere:
+        error.on_every_rank = True  # type: ignore[attr-defined]
+    first, second = on_ranks(2, lambda comm: meet(comm.rank, ["127.0.0.1"], lambda own: comm.gather(own, name="watchdog")))
+    with suppress(type(error)), Watchdog(None, 1, second):
+        raise error
+    first.listen(2.0)
+    waits = Sign("closing the job", 4.0, 6, True, False)
+    assert first.conclude(waits) == (None if everywhere else Verdict(gone=(1,), ends=True))
+    first.close()
+
+
+def test_who_is_silent_while_another_one_waits_is_in_no_callback(tmp_path: Path) -> None:
+    """A rank that is stopped has no half hour. Both ranks are in one process here, which is killed in the end for rank 1."""
+    ended = run("""
+sys.path.insert(0, "tests")
+from thread_ranks import on_ranks
+from hvdtrain.runtime import heartbeats
+heartbeats.SILENT, watchdog.UNKNOWN = 1.0, 60.0
+first, second = on_ranks(2, lambda comm: heartbeats.meet(comm.rank, ["127.0.0.1"], lambda own: comm.gather(own, name="watchdog")))
+space = {"__name__": "hvdtrain.comm.horovod", "second": second, "sleep": time.sleep, "time": time.monotonic}
+space["sign"] = heartbeats.Sign("on_stop of a callback", 1.0, 6, False, False)
+exec('''
+def wait():
+    until = time() + 4
+    while time() < until:
+        second.tell(sign)
+        sleep(0.01)
+    print("has time", flush=True)
+    while True:
+        pass
+''', space)
+with watchdog.Watchdog(1.5, 0, first) as dog:
+    dog.beat("on_stop of a callback", "unhurried")
+    space["wait"]()
+""")
+    assert ended.returncode == -signal.SIGKILL
+    assert ended.stdout == "has time\n"
+    assert re.search(r"rank 1 on \S+ has given no sign of life for \d+ s \(last in on_stop of a callback\)", ended.stderr)

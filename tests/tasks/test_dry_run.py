@@ -83,10 +83,12 @@ def check_estimate(ended: Finished, ranks: int) -> None:
 def test_nothing_is_written(corpus: Path, tmp_path: Path) -> None:
     before = contents(corpus)
     log = {"log": [str(tmp_path / "train.log"), "stdout"], "log_verbosity": [1, 4]}
-    ended = hvdtrain(TOY, {"corpus": corpus, **would_write(tmp_path), **log, "predict_ranks": "1,3"}, options=["--dry-run"])
+    keys = {**would_write(tmp_path), **log, "max_seqs": None, "max_seqs_total": 12, "predict_ranks": "1,64,3"}
+    ended = hvdtrain(TOY, {"corpus": corpus, **keys}, options=["--dry-run"])
     check_estimate(ended, 1)
     assert re.search(r"^predict: +3\* +param, H = 16 +[\d.e+]+ +[\d.]+ +[\d.e-]+ ms +\d+% +unknown  ", ended.out, re.M), ended.out
     assert "predict: the network was not measured, as there is one rank" in ended.out
+    assert re.search("^predict: 64 ranks: not predicted, .* at least one sequence for each of 64 ranks, got 12$", ended.out, re.M)
     assert "model: 155 parameters" in ended.out
     assert list(tmp_path.iterdir()) == []
     assert contents(corpus) == before

@@ -11,6 +11,7 @@ from launching import TOY, Finished
 from trainings import Run, Trained, trains
 
 from hvdtrain.errors import ConfigError
+from hvdtrain.runtime.watchdog import Patience, Watchdog
 from hvdtrain.settings import read_settings
 
 CALLBACKS = """
@@ -120,6 +121,42 @@ def test_events_come_in_order_with_what_a_callback_may_ask(corpus: Path, tmp_pat
         "end of dev in epoch 1 at step 2",
     ]
     assert len(hooks) == 8
+
+
+def test_after_a_callback_the_watchdogs_usual_patience_holds_again(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Callbacks and reports take as long as they need; a rank that is stopped behind them must not have their half hour."""
+    beats: list[tuple[str, str]] = []
+    beat = Watchdog.beat
+
+    def noted(watchdog: Watchdog, activity: str, phase: Any = "start-up") -> None:
+        beats.append((phase, activity))
+        beat(watchdog, activity, phase)
+
+    monkeypatch.setattr(Watchdog, "beat", noted)
+    finished = run(corpus, tmp_path, "[Notes()]", evaluated=True)
+    assert finished.status == 0, finished.err
+    unhurried = [number for number, (phase, _) in enumerate(beats) if phase == "unhurried"]
+    assert [beats[number][1] for number in unhurried] == [
+        *("on_train_begin of a callback", "on_epoch_begin of a callback"),
+        *("on_evaluation_begin of a callback", "on_evaluation_end of a callback", "on_epoch_end of a callback"),
+        *("on_save of a callback", "reports to services of epoch 1", "on_stop of a callback", "closing the job"),
+    ]
+    assert {beats[number + 1][0] for number in unhurried[:-1]} == {"between"}
+    [saving] = [number for number, (phase, _) in enumerate(beats) if phase == "saving"]
+    assert beats[saving + 1] == ("between", "step 2, after saving")
+    usual = {phase for phase, _ in beats} - {"start-up", "unhurried"}
+    assert usual == {"planning", "between", "steps", "evaluation", "saving", "finishing"}
+    assert {Patience(fixed=10.0).allowed(phase) for phase in usual} == {10.0}  # type: ignore[arg-type]
+
+    beats.clear()
+    nothing = {"epoch_start": None, "epoch_end": None, "track_epoch": None}
+    finished = run(corpus, tmp_path, "list()", num_epochs=2, evaluated=True, **nothing)
+    assert finished.status == 0, finished.err
+    assert [activity for phase, activity in beats if phase == "unhurried"] == ["closing the job"]
+    phases = [phase for phase, _ in beats]
+    assert "start-up" not in phases[phases.index("planning") :]
 
 
 def test_a_callback_can_end_training_after_an_epoch(corpus: Path, tmp_path: Path) -> None:

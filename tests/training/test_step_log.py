@@ -57,6 +57,7 @@ def test_under_mpirun(corpus: Path, tmp_path: Path) -> None:
     bars = [bar.rstrip() for bar in re.findall(r"\r(epoch 1: [^\r\n]*)", terminal.text)]
     assert len(bars) >= 5, terminal.text
     assert all(len(bar) <= 59 for bar in bars)
+    assert all(bar.endswith("]") for bar in bars), "no number is cut off"
     assert all(len(bar) <= 49 for bar in bars[-2:]), "the bar follows the size of mpirun's terminal"
     assert "Finished training in epoch 1." in screen(terminal.text)
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import atexit
 import os
 import signal
+import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from hvdtrain.errors import DataError, HvdtrainError
@@ -18,6 +21,8 @@ if TYPE_CHECKING:
 AHEAD = 4
 """The number of questions that are queued per worker. They are small, so that writing them to a pipe never blocks."""
 
+WAKE = signal.SIGRTMIN + 8
+"""Sent by a thread that fails to the main thread of its own process."""
 
 Question = TypeVar("Question")
 
@@ -25,7 +30,8 @@ Question = TypeVar("Question")
 class Workers(Generic[Question]):
     """Processes that all do the same work. They are forked: start them before other threads and the GPU are in use.
 
-    They end when they are closed, or when this process ends in any way, which closes their pipes.
+    They end when `close` tells them to, or when this process ends in any way, which closes their pipes. To close its end of the
+    pipes alone would not be enough: processes that were forked later have copies of it.
 
     Args:
         work: returns the answer to a question. Both are pickled.
@@ -95,6 +101,8 @@ class Workers(Generic[Question]):
             return
         atexit.unregister(self.close)
         for pipe in self._pipes:
+            with suppress(OSError):  # the process is gone
+                pipe.send(None)
             pipe.close()
         for process in self._processes:
             process.join(timeout=5)
@@ -120,12 +128,67 @@ class Workers(Generic[Question]):
         return WorkerDied(f"worker process {worker} ended with exit code {process.exitcode} (negative: by that signal)")
 
 
+class ThreadErrors:
+    """Errors that end threads of a worker process, raised in its main thread, which may be waiting for such a thread for ever."""
+
+    def __init__(self) -> None:
+        self._error: BaseException | None = None
+        self._raising = False
+
+    def watch(self) -> None:
+        """Notice such errors from now on. To be called by the main thread."""
+        signal.signal(WAKE, self._wake)
+        threading.excepthook = self._ended
+
+    @contextmanager
+    def raised(self) -> Iterator[None]:
+        """Raise, inside the `with` block or at its end, the first error that there was.
+
+        Raises:
+            ThreadFailed: with that error as its cause, also in place of an exception that may be its consequence.
+        """
+        self._raising = True
+        try:
+            self._raise()
+            yield
+            self._raise()
+        except Exception:
+            self._raise()
+            raise
+        finally:
+            self._raising = False
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise ThreadFailed from self._error
+
+    def _wake(self, number: int, frame: FrameType | None) -> None:
+        """Called in the main thread, whatever it does or waits for."""
+        if self._raising:
+            self._raise()
+
+    def _ended(self, ended: threading.ExceptHookArgs) -> None:
+        """Called in a thread that an exception ends."""
+        error = ended.exc_value
+        if isinstance(error, SystemExit):  # RETURNN's threads print their errors and exit with 1
+            error = error.__context__ if error.code else None
+        else:
+            threading.__excepthook__(ended)
+        if error is not None and self._error is None:
+            self._error = error
+            signal.pthread_kill(threading.main_thread().ident or 0, WAKE)
+
+
+class ThreadFailed(BaseException):
+    """A thread of this process has failed. It passes through code that catches every `Exception` while it waits."""
+
+
 class WorkerDied(RuntimeError):
     """A worker process ended unexpectedly: it was killed, for example for lack of memory, or crashed in native code."""
 
 
 def _answer(work: Callable[[Any], Any], pipe: Connection, inherited: list[Connection]) -> None:
-    """The main function of a worker process. It returns when the other end of the pipe is closed."""
+    """The main function of a worker process. It returns when None comes, or when the other end of the pipe is closed."""
     # These signals reach all processes of a training; the main process saves a checkpoint and then ends the workers.
     for stopping in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(stopping, signal.SIG_IGN)
@@ -135,6 +198,8 @@ def _answer(work: Callable[[Any], Any], pipe: Connection, inherited: list[Connec
         try:
             question = pipe.recv()
         except (EOFError, OSError):
+            return
+        if question is None:
             return
         try:
             answer = ("value", work(question))

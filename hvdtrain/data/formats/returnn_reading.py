@@ -6,17 +6,19 @@ import importlib
 import importlib.util
 import inspect
 import logging
+import math
 import sys
 import time
 import traceback
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy
 
+from hvdtrain.data.combine.workers import ThreadErrors, ThreadFailed
 from hvdtrain.data.dataset import Item
 from hvdtrain.data.types import Array, Stream
 from hvdtrain.errors import DataError
@@ -45,13 +47,14 @@ class OpenedDataset:
         init_dataset = _returnn()
         self._dataset = self._asked("that it can open", lambda: init_dataset(dict(options)))
         self._dense: dict[str, bool] = {}
+        self._in_epoch = False
 
     def begin(self, epoch: int) -> None:
         """Begin an epoch (counted from 1), also one that had begun before. Raises: DataError."""
-        if self._dense:  # some datasets read ahead, and would go on where they were
-            self._asked("whose epoch can end", self._dataset.finish_epoch)
+        self._finish()
         self._asked(f"whose epoch {epoch} can begin", lambda: self._dataset.init_seq_order(epoch))
-        self._dense = {key: not self._dataset.is_data_sparse(key) for key in self._keys()}
+        self._in_epoch = True
+        self._dense = {key: self._is_dense(key) for key in self._keys()}
 
     def num_sequences(self) -> int | None:
         """The number of sequences of the epoch; None if RETURNN does not know it."""
@@ -60,9 +63,10 @@ class OpenedDataset:
         except Exception:  # how RETURNN says that it does not know; the class of the exception depends on the dataset
             return None
 
-    def num_parts(self) -> int:
-        """The number of parts that the outermost dict cuts a full epoch into."""
-        return int(getattr(self._dataset, "partition_epoch", 1) or 1)
+    def is_endless(self) -> bool:
+        """Whether an epoch has no end, if RETURNN tells."""
+        # This class takes over the number of sequences of another dataset, and tells none.
+        return type(self._dataset).__name__ == "AnythingDataset" or self._dataset.estimated_num_seqs == math.inf
 
     def labels_and_dims(self) -> tuple[dict[str, list[str]], dict[str, int]]:
         """The labels and numbers of classes of sparse data, which some datasets only know once an epoch has begun."""
@@ -70,12 +74,17 @@ class OpenedDataset:
         dims: dict[str, int] = {}
         labels = dict(self._dataset.labels or {})
         for key, dense in self._dense.items():
-            dim = int(self._dataset.get_data_dim(key) or 0)
             names: Sequence[Any] = labels.get(key) or ()
+            if dense and not names:
+                continue
+            dim = int(self._dataset.get_data_dim(key) or 0)
             if not dense and dim > 1:  # RETURNN gives 1 if it does not know
                 dims[key] = dim
             if len(names) == dim and list(names) != ["dummy-label"]:
-                found[key] = [name.decode("utf-8") if isinstance(name, bytes) else str(name) for name in names]
+                # A label may be a byte of a character.
+                found[key] = [
+                    name.decode("utf-8", "backslashreplace") if isinstance(name, bytes) else str(name) for name in names
+                ]
         return found, dims
 
     def streams(self, arrays: Mapping[str, Array]) -> dict[str, Stream]:
@@ -90,7 +99,10 @@ class OpenedDataset:
 
     def item(self, number: int) -> Item | None:
         """The epoch's sequence of this number, in ascending order only; None at its end. Raises: DataError."""
-        return self._asked(f"that can be read at sequence {number}", partial(self._item, number))  # type: ignore[no-any-return]
+        item: Item | None = self._asked(f"that can be read at sequence {number}", partial(self._item, number))
+        if item is None:
+            self._finish()
+        return item
 
     def order(self) -> Array | None:
         """The epoch's sequences as indices in the whole corpus, if RETURNN tells them before they are read."""
@@ -113,8 +125,19 @@ class OpenedDataset:
         except Exception:
             return None
 
+    def _finish(self) -> None:
+        """End the epoch. Some datasets read ahead, and would go on where they were; some wait for a thread that may fail."""
+        if self._in_epoch:
+            self._in_epoch = False
+            self._asked("whose epoch can end", self._dataset.finish_epoch)
+
     def _keys(self) -> list[str]:
         return sorted(self._asked("that tells its data keys", self._dataset.get_data_keys))
+
+    def _is_dense(self, key: str) -> bool:
+        """Some datasets describe texts by a dict, about which RETURNN's own method raises an exception."""
+        described = (self._dataset.num_outputs or {}).get(key)
+        return not (described.get("sparse", False) if isinstance(described, dict) else self._dataset.is_data_sparse(key))
 
     def _item(self, number: int) -> Item | None:
         if not self._dataset.is_less_than_num_seqs(number):
@@ -128,11 +151,13 @@ class OpenedDataset:
         try:
             return question()
         except Exception as error:
-            place = traceback.extract_tb(error.__traceback__)[-1]
-            said = f"{type(error).__name__}{f': {error}' if str(error) else ''}"
-            raise DataError(
-                f"{self.name}: expected a dataset {what}, got {said} in {place.filename}, line {place.lineno}"
-            ) from error
+            raise DataError(f"{self.name}: expected a dataset {what}, got {_said(error)}") from error
+
+
+def _said(error: BaseException) -> str:
+    """What RETURNN said, and where."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}{f': {error}' if str(error) else ''} in {place.filename}, line {place.lineno}"
 
 
 def in_one_process(value: Any) -> Any:
@@ -160,6 +185,17 @@ def in_one_process(value: Any) -> Any:
         if _takes("returnn.datasets.distrib_files", "DistributeFilesDataset", "use_worker_proc"):
             made |= {"use_worker_proc": False, "preload_next_n_sub_epochs": 0}
     return made
+
+
+def num_parts(value: Any) -> int:
+    """The number of epochs after which a dataset dict, and all those inside it, begin with a first part again.
+
+    >>> num_parts({"dataset": {"partition_epoch": 3}, "partition_epoch": 2})
+    6
+    """
+    inside: Iterable[Any] = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    own = value.get("partition_epoch") if isinstance(value, Mapping) else None
+    return int(own or 1) * math.prod(map(num_parts, inside))
 
 
 def inner_of_multi_proc(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -236,9 +272,16 @@ class Reading:
         self._options = options
         self._opened: OpenedDataset | None = None
         self._epoch = self._next = 0
+        self._thread_errors = ThreadErrors()
 
     def __call__(self, question: Question) -> Any:
-        return getattr(self, question[0])(*question[1:])
+        try:
+            with self._thread_errors.raised():
+                return getattr(self, question[0])(*question[1:])
+        except ThreadFailed as failed:
+            error = failed.__cause__ or failed
+            name = f"{self._options['class']} of RETURNN"
+            raise DataError(f"{name}: expected a dataset whose threads can read it, got {_said(error)}") from error
 
     def about(self, epoch: int) -> tuple[str, int, dict[str, Stream]]:
         """The dataset's name, into how many parts it cuts a full epoch, and its streams."""
@@ -246,7 +289,7 @@ class Reading:
         item = self._item(0)
         if item is None:
             raise DataError(f"{self._dataset.name}: expected at least one sequence in epoch {epoch}, got none")
-        return self._dataset.name, self._dataset.num_parts(), self._dataset.streams(item[1])
+        return self._dataset.name, num_parts(self._options), self._dataset.streams(item[1])
 
     def scan(self, epoch: int, start: int, count: int) -> Part:
         """Read on from `start`: up to `count` sequences, and not much longer than `SCAN_SECONDS`."""
@@ -322,12 +365,18 @@ class Reading:
 
             # Some of RETURNN's datasets start processes, which Python denies to those of multiprocessing that are daemons.
             multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+            self._thread_errors.watch()
             self._opened = OpenedDataset(in_one_process(self._options))
             self._epoch = 0
         return self._opened
 
     def _begin(self, epoch: int) -> None:
         self._dataset.begin(epoch)
+        if self._dataset.is_endless():
+            raise DataError(
+                f"{self._dataset.name}: expected a dataset whose epochs end, got one without end (set num_seqs in its dict; an "
+                "AnythingDataset belongs into a MetaDataset, whose seq_order_control_dataset tells the sequences)"
+            )
         self._epoch, self._next = epoch, 0
 
     def _read(self, epoch: int, number: int, skip: bool) -> Item | None:

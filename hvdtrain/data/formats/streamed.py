@@ -209,9 +209,9 @@ class Reader:
         with self._lock:
             [repeats] = self._pool.results([("matches", 1, dict(enumerate(checksums[:AGAIN])), False)])
         places = sorted({count // 3, count // 2, count - 2})
-        jumps = {place: checksums[place] for place in places if place > 0}
-        # Of fewer sequences than that, nothing is gained by leaving some out.
-        skips = self.source.can_skip and repeats and count > AGAIN and self._ask("matches", 1, jumps, True)
+        jumps = {place: checksums[place] for place in places}
+        # Many datasets load the first sequence when an epoch begins: only before the third one, something can be left out.
+        skips = self.source.can_skip and repeats and places[0] > 1 and self._ask("matches", 1, jumps, True)
         about = replace(about, repeats=repeats, skips=skips)
         told, tags = self._ask("order", 1), self._ask("all_tags")
         if (
@@ -227,14 +227,15 @@ class Reader:
             corpus.lengths[key][told[0]] = column
         # A later epoch may be of another corpus, and a function over the sequences may give them other lengths in each epoch.
         later = 1 + num_parts
-        part: Part = self._ask("scan", later, 0, 2 * AGAIN)
         if (told := self._ask("order", later)) is None or told[1] != _checksum_of(corpus):
             return about, None
-        known = corpus.at(told[0][: len(part.tags)])
+        known = corpus.at(told[0][:FAR])  # some of these were in the first epoch, too
+        places = numpy.flatnonzero(numpy.all([column >= 0 for column in known.lengths.values()], axis=0))[: 2 * AGAIN].tolist()
+        items: list[Item] = self._ask("read", later, places, skips)
         same = all(
-            column[number] in (-1, part.lengths[key][number])
+            len(arrays[key]) == column[place]
+            for place, (_, arrays) in zip(places, items, strict=True)
             for key, column in known.lengths.items()
-            for number in range(len(column))
         )
         return (replace(about, by_corpus=True), corpus) if same else (about, None)
 

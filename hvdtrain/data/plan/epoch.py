@@ -35,18 +35,24 @@ class BatchKeys(Section):
         None,
         "maximal number of padded frames in a rank's batch (longest sequence times number of sequences), for every "
         "data key or by key, or a "
-        "function (*, epoch, **_) that returns it; None: no limit",
+        "function {form} that returns it; None: no limit",
         positive,
+        form="*, epoch, **_",
     )
-    batch_size_train: Size = key(None, "batch_size in training, if it differs", positive)
-    batch_size_dev: Size = key(None, "batch_size in evaluation, if it differs", positive)
+    batch_size_train: Size = key(None, "batch_size in training, if it differs", positive, form="*, epoch, **_")
+    batch_size_dev: Size = key(None, "batch_size in evaluation, if it differs", positive, form="*, epoch, **_")
     max_seqs: int | Callable[..., Any] | None = key(
         None,
-        "maximal number of sequences in a rank's batch, or a function (*, epoch, **_) that returns it; None or -1: no limit",
+        "maximal number of sequences in a rank's batch, or a function {form} that returns it; None or -1: no limit",
         positive_or_unlimited,
+        form="*, epoch, **_",
     )
-    max_seqs_train: int | Callable[..., Any] | None = key(None, "max_seqs in training, if it differs", positive_or_unlimited)
-    max_seqs_dev: int | Callable[..., Any] | None = key(None, "max_seqs in evaluation, if it differs", positive_or_unlimited)
+    max_seqs_train: int | Callable[..., Any] | None = key(
+        None, "max_seqs in training, if it differs", positive_or_unlimited, form="*, epoch, **_"
+    )
+    max_seqs_dev: int | Callable[..., Any] | None = key(
+        None, "max_seqs in evaluation, if it differs", positive_or_unlimited, form="*, epoch, **_"
+    )
     batch_size_total: int | dict[str, int] | None = key(
         None,
         "batch_size for the batches of all ranks together, as in ESPnet2: the batch_size of a rank is this divided by "

@@ -64,8 +64,9 @@ class OrderKeys:
         "default",
         "order of the sequences: default, reverse, default_every_n:N, sorted, sorted_reverse, random, random_sample, "
         "sort_bin_shuffle, sort_bin_shuffle_x2, laplace (these three take :BINS or :.SEQUENCES_PER_BIN), "
-        "random_blocks:SEQUENCES_PER_BLOCK; or a function (*, epoch, **_) that returns one of these",
+        "random_blocks:SEQUENCES_PER_BLOCK; or a function {form} that returns one of these",
         Rule(f"one of {', '.join(METHODS)}, with :NUMBER or :.NUMBER where it takes one", is_order),
+        form="*, epoch, **_",
     )
     seq_list_filter_file: str | None = key(
         None, "use only the sequences whose tags this file lists, one per line (text, or .gz); applied before partition_epoch"

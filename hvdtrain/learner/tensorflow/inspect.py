@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import gzip
+import inspect
 import json
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -84,20 +86,52 @@ def export_model(variables: ModelVariables, evaluate: Callable[[], None], folder
     """
     arrays: dict[str, Any] = {name: array_of(variable) for name, variable in variables.by_name.items()}
     numpy.savez(folder / WEIGHTS, **arrays)
-    weights = Exported(WEIGHTS, None, f'weights = numpy.load("{WEIGHTS}")  # by the names of the attributes that lead to them')
+    load = f'weights = numpy.load("{WEIGHTS}")  # by the names of the attributes that lead to them'
+    weights = Exported(WEIGHTS, None, f"import numpy\n\n{load}")
     model = variables.model
     if not isinstance(model, keras.Model):
         return [
             weights,
             Exported(SAVED_MODEL, f"expected a Keras model, got {type(model).__name__} (tf.saved_model.save saves it)"),
         ]
-    specs: list[tf.TensorSpec] = []
+    args, kwargs = _first_call(model, evaluate)
+    values = [*args, *kwargs.values()]
+    parameters = [*inspect.signature(model.call).parameters, *(f"input_{number}" for number in range(len(args)))]
+    names = [*parameters[: len(args)], *kwargs]
+    specs = [
+        tf.TensorSpec(leaf.shape, leaf.dtype, name="_".join(map(str, (name, *path))))
+        for name, value in zip(names, values, strict=True)
+        for path, leaf in keras.tree.flatten_with_path(value)
+        if tf.is_tensor(leaf)
+    ]
+    if not specs:
+        return [weights, Exported(SAVED_MODEL, "train_step does not call the model itself with a tensor")]
+
+    def serve(*inputs: Any) -> Any:
+        given = iter(inputs)
+        filled = keras.tree.map_structure(lambda leaf: next(given) if tf.is_tensor(leaf) else leaf, values)
+        return model(*filled[: len(args)], **dict(zip(kwargs, filled[len(args) :], strict=True)) | {"training": False})
+
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            archive = keras.export.ExportArchive()
+            archive.track(model)
+            archive.add_endpoint("serve", serve, input_signature=specs)
+            archive.write_out(str(folder / SAVED_MODEL), verbose=False)
+    except Exception as error:  # whatever TensorFlow has to say of the config's model
+        return [weights, Exported(SAVED_MODEL, f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}")]
+    run = f'model = tf.saved_model.load("{SAVED_MODEL}")\noutputs = model.serve({", ".join(spec.name for spec in specs)})'
+    return [weights, Exported(SAVED_MODEL, None, f"import tensorflow as tf\n\n{run}", _sizes(specs))]
+
+
+def _first_call(model: keras.Model, evaluate: Callable[[], None]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of the model's first call in an evaluation; none if it is not called."""
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
     call = model.call
 
     @functools.wraps(call)
     def noting(*args: Any, **kwargs: Any) -> Any:
-        if not specs:
-            specs.extend(tf.TensorSpec(one.shape, one.dtype) for one in args if tf.is_tensor(one))
+        calls.append((args, kwargs))
         return call(*args, **kwargs)
 
     model.call = noting
@@ -105,14 +139,12 @@ def export_model(variables: ModelVariables, evaluate: Callable[[], None], folder
         evaluate()
     finally:
         model.call = call
-    if not specs:
-        return [weights, Exported(SAVED_MODEL, "train_step does not call the model itself with a tensor")]
-    try:
-        archive = keras.export.ExportArchive()
-        archive.track(model)
-        archive.add_endpoint("serve", lambda *inputs: model(*inputs, training=False), input_signature=specs)
-        archive.write_out(str(folder / SAVED_MODEL), verbose=False)
-    except Exception as error:  # whatever TensorFlow has to say of the config's model
-        return [weights, Exported(SAVED_MODEL, f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}")]
-    inputs = ", ".join(f"<{spec.dtype.name}, {spec.shape}>" for spec in specs)
-    return [weights, Exported(SAVED_MODEL, None, f'model = tf.saved_model.load("{SAVED_MODEL}")\nmodel.serve({inputs})')]
+    return calls[0] if calls else ((), {})
+
+
+def _sizes(specs: Sequence[tf.TensorSpec]) -> str:
+    """The inputs of a SavedModel in words, and which of their sizes are fixed."""
+    shapes = [", ".join("any" if size is None else str(size) for size in spec.shape) for spec in specs]
+    inputs = [f"{spec.name} {spec.dtype.name} ({shape})" for spec, shape in zip(specs, shapes, strict=True)]
+    fixed = [f"axis {axis} of {one.name} at {size}" for one in specs for axis, size in enumerate(one.shape) if size is not None]
+    return ", ".join(inputs) + (f"; fixed: {', '.join(fixed)}" if fixed else "")

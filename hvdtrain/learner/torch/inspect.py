@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import logging
+import re
+import traceback
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, redirect_stderr
+from io import StringIO
 from pathlib import Path
+from string import ascii_uppercase
+from types import NoneType
 from typing import Any
 
 import torch
@@ -84,6 +91,9 @@ STATE, PROGRAM, ONNX = "state_dict.pt", "model.pt2", "model.onnx"
 
 NOT_CALLED = "train_step does not call the model itself, model(...), but parts of it: what its inputs are is not known"
 
+GRU, LSTM = torch.ops.aten.gru.input, torch.ops.aten.lstm.input
+RNNS = (torch.ops.aten.rnn_tanh.input, torch.ops.aten.rnn_relu.input)
+
 
 def export_model(model: torch.nn.Module, evaluate: Callable[[], None], folder: Path) -> list[Exported]:
     """Write a model into a folder in each form that is possible.
@@ -93,28 +103,23 @@ def export_model(model: torch.nn.Module, evaluate: Callable[[], None], folder: P
     """
     state = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
     torch.save(state, folder / STATE)
-    made = type(model)
-    written = [
-        Exported(
-            STATE,
-            None,
-            f"model = ...  # as get_model made it: {made.__module__}.{made.__qualname__}\n"
-            f'model.load_state_dict(torch.load("{STATE}", weights_only=True))',
-        )
-    ]
+    made = f"model = ...  # the {type(model).__qualname__} that the config's get_model makes"
+    load = f'import torch\n\n{made}\nmodel.load_state_dict(torch.load("{STATE}", weights_only=True))\nmodel.eval()'
+    written = [Exported(STATE, None, load)]
     with first_call(model) as calls:
         evaluate()
     model.eval()
     if not calls:
         return [*written, Exported(PROGRAM, NOT_CALLED), Exported(ONNX, NOT_CALLED)]
-    try:
-        program = _program(model, calls[0])
-        torch.export.save(program, folder / PROGRAM)
-    except Exception as error:  # whatever torch.export has to say of the config's model
-        return [*written, Exported(PROGRAM, _short(error)), Exported(ONNX, f"it is made of {PROGRAM}")]
-    arguments = _words(calls[0])
-    written.append(Exported(PROGRAM, None, f'model = torch.export.load("{PROGRAM}").module()\nmodel({arguments})'))
-    return [*written, _onnx(program, folder / ONNX)]
+    with _quiet(), whole_recurrent_layers():
+        try:
+            program = _program(model, calls[0])
+            torch.export.save(program, folder / PROGRAM)
+        except Exception as error:  # whatever torch.export has to say of the config's model
+            return [*written, Exported(PROGRAM, _short(error)), Exported(ONNX, f"it is made from {PROGRAM}")]
+        run = f'model = torch.export.load("{PROGRAM}").module()\noutputs = model({_arguments(model, calls[0])})'
+        sizes = _sizes(program)
+        return [*written, Exported(PROGRAM, None, f"import torch\n\n{run}", sizes), _onnx(program, folder / ONNX, sizes)]
 
 
 def _program(model: torch.nn.Module, call: Call) -> torch.export.ExportedProgram:
@@ -133,18 +138,117 @@ def _by_parameter(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[st
     return dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments)
 
 
-def _onnx(program: torch.export.ExportedProgram, file: Path) -> Exported:
+def _onnx(program: torch.export.ExportedProgram, file: Path, sizes: str) -> Exported:
     missing = [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]
     if missing:
         return Exported(ONNX, f"it needs {' and '.join(missing)} (pip install hvdtrain[export])")
+    for node in program.graph.nodes:
+        if node.target in RNNS:
+            return Exported(ONNX, "PyTorch translates GRU and LSTM to ONNX, but not torch.nn.RNN")
+        if node.target is LSTM and len({state.meta["val"].shape[2] for state in node.args[1]}) > 1:
+            return Exported(ONNX, "ONNX has no LSTM with projections (proj_size)")
     try:
         made = torch.onnx.export(program, dynamo=True, verbose=False)
         if made is None:
             return Exported(ONNX, "PyTorch made none")
+        inputs: Any = made.model.graph.inputs
+        for value in inputs:
+            for axis, size in enumerate(value.shape or ()):
+                if str(size).isdigit():  # PyTorch writes a fixed size as an open one that has the number as its name
+                    value.shape[axis] = int(str(size))
         made.save(str(file), external_data=False)
     except Exception as error:  # an operator that ONNX lacks, a version that does not fit
         return Exported(ONNX, _short(error))
-    return Exported(ONNX, None, f'session = onnxruntime.InferenceSession("{ONNX}")')
+    feeds = ", ".join(f'"{value.name}": {value.name}' for value in inputs)
+    run = f'session = onnxruntime.InferenceSession("{ONNX}")\noutputs = session.run(None, {{{feeds}}})  # numpy arrays'
+    return Exported(ONNX, None, f"import onnxruntime\n\n{run}", sizes)
+
+
+@contextmanager
+def whole_recurrent_layers() -> Iterator[None]:
+    """Inside the `with` block, a traced GRU, LSTM or RNN remains one operation, which takes sequences of any length.
+
+    PyTorch computes it frame by frame in order to know the shapes of its results, which makes the length of the traced batch a
+    constant. Here, it is told the shapes.
+    """
+    operators = (GRU, LSTM, *RNNS)
+    formulas: Any = torch._decomp.decomposition_table
+    own_kernels = {one: dict(one.py_kernels) for one in operators}
+    own_formulas = {one: formulas[one] for one in operators if one in formulas}
+    try:
+        formulas.update(dict.fromkeys(own_formulas, _recurrent_shapes))
+        for one, kernels in own_kernels.items():
+            one.py_kernels.update(dict.fromkeys(kernels, _recurrent_shapes))
+            one._dispatch_cache.clear()
+        yield
+    finally:
+        formulas.update(own_formulas)
+        for one, kernels in own_kernels.items():
+            one.py_kernels.update(kernels)
+            one._dispatch_cache.clear()
+
+
+def _recurrent_shapes(
+    input: torch.Tensor,
+    states: Any,
+    params: Any,
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> tuple[torch.Tensor, ...]:
+    """Tensors with the shapes and strides of what a recurrent layer returns: its output and its last states."""
+    states = states if isinstance(states, (list, tuple)) else (states,)
+    length, batch, _ = (input.transpose(0, 1) if batch_first else input).shape
+    output = input.new_empty((length, batch, states[0].shape[2] * (2 if bidirectional else 1)))
+    return (output.transpose(0, 1) if batch_first else output, *(state.new_empty(state.shape) for state in states))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Inside the `with` block, PyTorch prints no warnings and no graphs of its own. Errors are raised as ever."""
+    logs = [logging.getLogger(name) for name in ("torch", "onnxscript", "onnx_ir")]
+    levels = [log.level for log in logs]
+    with warnings.catch_warnings(action="ignore"), redirect_stderr(StringIO()):
+        try:
+            for log in logs:
+                log.setLevel(logging.ERROR)
+            yield
+        finally:
+            for log, level in zip(logs, levels, strict=True):
+                log.setLevel(level)
+
+
+def _sizes(program: torch.export.ExportedProgram) -> str:
+    """The inputs of a program in words: a letter for each size that may differ from the traced batch's, and what is fixed."""
+    letters: dict[str, str] = {}  # by PyTorch's name of a size
+    inputs, fixed = [], []
+    for node in program.graph.nodes:
+        value = node.meta.get("val")
+        if node.op == "placeholder" and node.name in program.graph_signature.user_inputs and isinstance(value, torch.Tensor):
+            sizes = [_lettered(str(size), letters) for size in value.shape]
+            inputs.append(f"{node.name} {str(value.dtype).removeprefix('torch.')} ({', '.join(sizes)})")
+            fixed += [f"axis {axis} of {node.name} at {size}" for axis, size in enumerate(sizes) if size.isdigit()]
+    ranges = {letters[str(name)]: range for name, range in program.range_constraints.items() if str(name) in letters}
+    limits = {letter: _limits(range) for letter, range in ranges.items()}
+    free = [letter for letter in letters.values() if not limits.get(letter)]
+    told = [f"{', '.join(free)} of any size"] if free else []
+    told += [f"{letter}{limit}" for letter, limit in limits.items() if limit]
+    text = ", ".join(inputs) + (f" with {', '.join(told)}" if told else "")
+    return f"{text}; fixed: {', '.join(fixed)}" if fixed else text
+
+
+def _lettered(size: str, letters: dict[str, str]) -> str:
+    """A size such as s77 or 2*s77 + 1 with A or another letter in place of PyTorch's name."""
+    return re.sub(r"\b[su]\d+\b", lambda name: letters.setdefault(name[0], ascii_uppercase[len(letters) % 26]), size)
+
+
+def _limits(range: Any) -> str:
+    """What limits a size. One that is said to be 2 or more may be 1: this is what PyTorch assumes of every open size."""
+    lower = f" from {range.lower}" if range.lower > 2 else ""
+    return lower if str(range.upper) == "int_oo" else f"{lower} up to {range.upper}"
 
 
 @contextmanager
@@ -163,15 +267,25 @@ def first_call(model: torch.nn.Module) -> Iterator[list[Call]]:
         hook.remove()
 
 
-def _words(call: Call) -> str:
-    """The arguments of a call in words: types and shapes."""
-
-    def words(value: Any) -> str:
-        return f"<{value.dtype}, such as {list(value.shape)}>" if isinstance(value, torch.Tensor) else repr(value)
-
+def _arguments(model: torch.nn.Module, call: Call) -> str:
+    """A call's arguments as code: tensors by the names of forward's parameters."""
     args, kwargs = call
-    return ", ".join([*map(words, args), *(f"{name}={words(value)}" for name, value in kwargs.items())])
+    names = iter(inspect.signature(model.forward).parameters)
+
+    def code(name: str, value: Any) -> str:
+        if isinstance(value, torch.Tensor):
+            return name
+        return repr(value) if isinstance(value, (int, float, str, NoneType)) else "..."
+
+    positional = [code(next(names, "input"), value) for value in args]
+    return ", ".join([*positional, *(f"{name}={code(name, value)}" for name, value in kwargs.items())])
 
 
-def _short(error: Exception) -> str:
-    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
+def _short(error: BaseException) -> str:
+    """The first line of an error, or of its cause, and the line of the config that led to it, if one did."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    text = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
+    packages = str(Path(torch.__file__).parent.parent)
+    frames = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith((packages, __file__))]
+    return f"{text} ({frames[-1].filename}, line {frames[-1].lineno}: {frames[-1].line})" if frames else text

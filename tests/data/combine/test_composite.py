@@ -3,10 +3,12 @@
 import os
 import re
 import signal
+import sys
 import textwrap
+import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from launching import ROOT
 from hvdtrain.data.combine.map import MapDataset
 from hvdtrain.data.combine.meta import tag_blocks
 from hvdtrain.data.combine.union import FilesDataset
+from hvdtrain.data.combine.workers import ThreadErrors, Workers
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.formats.synthetic import SYMBOLS, answers
 from hvdtrain.data.hdf.writer import HDFWriter
@@ -361,6 +364,52 @@ def test_workers_do_the_work_and_end(tmp_path: Path) -> None:
     for process in found:
         with pytest.raises(ProcessLookupError):
             os.kill(process, 0)
+
+
+def test_workers_end_at_once_while_processes_live_that_were_forked_later() -> None:
+    """Those keep the pipes open whose closing would end them."""
+    both = [Workers[int](1, lambda number: number + 1) for _ in range(2)]
+    for workers in both:
+        workers.start()
+    processes = [process for workers in both for process in workers._processes]
+    began = time.monotonic()
+    for workers in both:
+        assert workers.results([1]) == [2]
+        workers.close()
+    assert time.monotonic() - began < 4.5
+    assert [process.exitcode for process in processes] == [0, 0]
+
+
+def planted() -> None:
+    raise ValueError("planted")
+
+
+def hidden() -> None:
+    """As RETURNN's threads end after an error."""
+    try:
+        planted()
+    except ValueError:
+        sys.exit(1)
+
+
+@pytest.mark.parametrize("fails", [planted, hidden])
+def test_an_error_in_a_thread_is_raised_where_the_main_thread_waits(fails: Callable[[], None]) -> None:
+    errors = ThreadErrors()
+
+    def work(target: Callable[[], None]) -> str:
+        errors.watch()
+        with errors.raised():
+            threading.Thread(target=target).start()
+            while target is not sys.exit:
+                threading.Event().wait(600)
+        return "nothing has failed"
+
+    workers = Workers(1, work)
+    workers.start()
+    assert workers.results([sys.exit]) == ["nothing has failed"]
+    with pytest.raises(RuntimeError, match=r"ValueError: planted(.|\n)*ThreadFailed"):
+        workers.results([fails])
+    workers.close()
 
 
 def test_a_worker_that_dies_is_told(tmp_path: Path) -> None:

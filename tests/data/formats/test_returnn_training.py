@@ -6,8 +6,7 @@ import pickle
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from io import BytesIO
 from pathlib import Path
@@ -18,84 +17,21 @@ import numpy
 import pytest
 from launching import TOY
 from returnn.config import Config, get_global_config, set_global_config
-from returnn.datasets.basic import init_dataset
 from returnn.datasets.hdf import NextGenHDFDataset
+from returnn_epochs import assert_equal, by_returnn, hdf, opened, read
 from trainings import Run, Trained, assert_same, trains
 
 from hvdtrain.comm.base import SingleCommunicator
-from hvdtrain.data.dataset import Dataset, Scanning
 from hvdtrain.data.feed import Feed, feed_lines
 from hvdtrain.data.formats.found_lengths import identity_of
-from hvdtrain.data.formats.returnn_reading import in_one_process
-from hvdtrain.data.formats.returnn_stream import ReturnnDataset
-from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.data.kinds import BY_RETURNN, KINDS, OWN
 from hvdtrain.data.plan.epoch import BatchKeys
-from hvdtrain.data.sources import OpeningContext, open_dataset, parse
+from hvdtrain.data.sources import open_dataset, parse
 from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.session import open_feeds
 from hvdtrain.settings import read_settings
 
-Item = tuple[str, dict[str, Any]]
 WORDS = "eins zwei drei vier".split()
-
-
-def by_returnn(options: dict[str, Any], epoch: int) -> list[Item]:
-    """An epoch's sequences, as RETURNN itself reads them in this process."""
-    ReturnnDataset({"class": "Task12AXDataset", "num_seqs": 1}).begin_epoch(1)  # sets up what RETURNN wants to find
-    if options["class"] == "DistributeFilesDataset":
-        options = in_one_process(options)  # its process would need what is in RETURNN's global config by now
-    dataset = init_dataset(options)
-    dataset.init_seq_order(epoch)
-    items = []
-    while dataset.is_less_than_num_seqs(len(items)):
-        number = len(items)
-        dataset.load_seqs(number, number + 1)
-        items.append((dataset.get_tag(number), {key: dataset.get_data(number, key) for key in dataset.get_data_keys()}))
-    return items
-
-
-@contextmanager
-def opened(value: dict[str, Any], folder: Path | None = None, scans: list[str] | None = None, size: int = 1) -> Iterator[Dataset]:
-    """The dataset, as a training opens it. `scans` gets what is read for its lengths."""
-
-    @contextmanager
-    def progress(what: str, total: int | None) -> Iterator[Callable[[int], None]]:
-        if scans is not None:
-            scans.append(what)
-        yield lambda number: None
-
-    spec, problems = parse("train", value, {})
-    assert spec is not None, problems
-    dataset = open_dataset(spec, OpeningContext(scanning=Scanning(folder, 0, size, progress)))
-    try:
-        yield dataset
-    finally:
-        dataset.close()
-
-
-def read(
-    dataset: Dataset, epoch: int, rank: int = 0, size: int = 1, position: int = 0, order: dict[str, Any] | None = None
-) -> list[Item]:
-    """What training on a rank sees in an epoch from some batch on, in the dataset's own order or by the keys of one."""
-    spec, _ = parse("train", {"class": "Task12AXDataset", "num_seqs": 1, **(order or {})}, {})
-    assert spec is not None
-    feed = Feed("train", dataset, spec.order, BatchKeys(max_seqs=3), rank, size)
-    items = []
-    with feed.read(feed.share(feed.plan(epoch), position), epoch) as batches:
-        for batch in batches:
-            assert batch.seq_tags is not None
-            for row, tag in enumerate(batch.seq_tags()):
-                items.append((tag, {key: padded.values[row, : padded.seq_lens[row]] for key, padded in batch.data.items()}))
-    return items
-
-
-def assert_equal(ours: list[Item], theirs: list[Item]) -> None:
-    assert [tag for tag, _ in ours] == [tag for tag, _ in theirs]
-    for (tag, one), (_, other) in zip(ours, theirs, strict=True):
-        assert one.keys() == other.keys()
-        for key, values in other.items():
-            assert one[key].reshape(-1).tolist() == numpy.asarray(values).reshape(-1).tolist(), (tag, key)
 
 
 def lm(folder: Path) -> dict[str, Any]:
@@ -121,7 +57,13 @@ def translation(folder: Path) -> dict[str, Any]:
         lines = [" ".join(rng.choice(WORDS, rng.randint(1, 7))) for _ in range(17)]
         (folder / f"{side}.train").write_text("\n".join(lines) + "\n", encoding="utf-8")
         (folder / f"{side}.vocab.pkl").write_bytes(pickle.dumps({word: number for number, word in enumerate(WORDS)}))
-    return {"class": "TranslationDataset", "path": str(folder), "file_postfix": "train", "seq_ordering": "random"}
+    return {
+        "class": "TranslationDataset",
+        "path": str(folder),
+        "file_postfix": "train",
+        "seq_ordering": "random",
+        "partition_epoch": 2,
+    }
 
 
 def ogg_zip(folder: Path) -> dict[str, Any]:
@@ -130,7 +72,7 @@ def ogg_zip(folder: Path) -> dict[str, Any]:
     rng = numpy.random.RandomState(3)
     entries = []
     with zipfile.ZipFile(folder / "corpus.zip", "w") as archive:
-        for number in range(9):
+        for number in range(13):
             samples = rng.randint(200, 900)
             audio = BytesIO()
             soundfile.write(audio, rng.uniform(-0.5, 0.5, samples), 16000, format="WAV")
@@ -140,16 +82,9 @@ def ogg_zip(folder: Path) -> dict[str, Any]:
     targets = {"class": "Utf8ByteTargets"}
     audio_keys = {"features": "raw", "sample_rate": 16000, "peak_normalization": False}
     return {"class": "OggZipDataset", "path": str(folder / "corpus.zip"), "audio": audio_keys, "targets": targets} | {
-        "seq_ordering": "laplace:.3"
+        "seq_ordering": "laplace:.3",
+        "partition_epoch": 2,
     }
-
-
-def hdf(folder: Path, name: str = "a", first: int = 0, count: int = 20) -> str:
-    with HDFWriter(folder / f"{name}.hdf", overwrite=True) as writer:
-        for number in range(first, first + count):
-            frames = numpy.full((1 + number % 5, 2), number, "float32")
-            writer.add(f"seq-{number}", {"data": frames, "classes": numpy.arange(number % 3 + 1, dtype="int32")})
-    return str(folder / f"{name}.hdf")
 
 
 def noisy(sequence: Any, *, rng: numpy.random.RandomState, **_: object) -> Any:
@@ -162,6 +97,12 @@ def noisy(sequence: Any, *, rng: numpy.random.RandomState, **_: object) -> Any:
 def mapped(folder: Path) -> dict[str, Any]:
     inside = {"class": "HDFDataset", "files": [hdf(folder)], "seq_ordering": "random"}
     return {"class": "PostprocessingDataset", "dataset": inside, "map_seq": noisy}
+
+
+def mapped_parts(folder: Path) -> dict[str, Any]:
+    """The parts are those of the dataset inside."""
+    options = mapped(folder)
+    return {**options, "dataset": {**options["dataset"], "partition_epoch": 2}}
 
 
 def twice(sequences: Any, **_: object) -> Any:
@@ -218,15 +159,17 @@ def factored(folder: Path) -> dict[str, Any]:
         "path": str(folder),
         "file_postfix": "train",
         "seq_ordering": "random",
+        "partition_epoch": 2,
     } | factors
 
 
 def searched(folder: Path) -> dict[str, Any]:
-    (folder / "search.py").write_text(repr({f"seq-{number}": " ".join(WORDS[: 1 + number % 4]) for number in range(9)}))
+    (folder / "search.py").write_text(repr({f"seq-{number}": " ".join(WORDS[: 1 + number % 4]) for number in range(17)}))
     (folder / "vocabulary.txt").write_text(repr({word: number for number, word in enumerate([*WORDS, "<unk>"])}))
     vocabulary = {"class": "Vocabulary", "vocab_file": str(folder / "vocabulary.txt"), "unknown_label": "<unk>"}
     return {"class": "TextDictDataset", "filename": str(folder / "search.py"), "item_format": "single", "vocab": vocabulary} | {
-        "seq_ordering": "random"
+        "seq_ordering": "random",
+        "partition_epoch": 2,
     }
 
 
@@ -235,7 +178,7 @@ def in_pairs(folder: Path) -> dict[str, Any]:
     (folder / "lengths.py").write_text(repr({f"seq-{number}": 1 + number % 5 for number in range(20)}))
     lists = {"seq_list_file": str(folder / "pairs"), "seq_len_file": str(folder / "lengths.py")}
     inside = {"class": "HDFDataset", "files": [hdf(folder)]}
-    return {"class": "ConcatSeqsDataset", "dataset": inside, "seq_ordering": "random"} | lists
+    return {"class": "ConcatSeqsDataset", "dataset": inside, "seq_ordering": "random", "partition_epoch": 2} | lists
 
 
 def arrays() -> list[dict[str, Any]]:
@@ -249,7 +192,13 @@ def arrays() -> list[dict[str, Any]]:
 
 def static(folder: Path) -> dict[str, Any]:
     dims = {"input_dim": 2, "output_dim": {"data": (2, 2), "classes": (3, 1)}}
-    return {"class": "StaticDataset", "data": arrays(), "target_list": ["classes"], "seq_ordering": "random"} | dims
+    return {
+        "class": "StaticDataset",
+        "data": arrays(),
+        "target_list": ["classes"],
+        "seq_ordering": "random",
+        "partition_epoch": 2,
+    } | dims
 
 
 def map_style(folder: Path) -> dict[str, Any]:
@@ -259,14 +208,14 @@ def map_style(folder: Path) -> dict[str, Any]:
         types = {"data": {"shape": (None, 2)}, "classes": {"shape": (None,), "dim": 3, "sparse": True}}
         return FromListDataset(arrays(), sort_data_key="data", data_types=types)
 
-    return {"class": "MapDatasetWrapper", "map_dataset": make, "seq_ordering": "laplace:.2"}
+    return {"class": "MapDatasetWrapper", "map_dataset": make, "seq_ordering": "laplace:.2", "partition_epoch": 2}
 
 
 def generated(name: str, **options: Any) -> Callable[[Path], dict[str, Any]]:
     """A class that makes up its sequences."""
 
     def maker(folder: Path) -> dict[str, Any]:
-        return {"class": name, "num_seqs": 9, **options}
+        return {"class": name, "num_seqs": 17, "partition_epoch": 2, **options}
 
     maker.__name__ = name
     return maker
@@ -275,7 +224,7 @@ def generated(name: str, **options: Any) -> Callable[[Path], dict[str, Any]]:
 SEQ_LEN, DIMS = {"data": 7, "classes": 3}, {"data": 3, "classes": 4}
 TEMPLATE = {"data": {"shape": (None, 3)}, "classes": {"shape": (None,), "dim": 4, "sparse": True}}
 MAKERS = [
-    *(lm, translation, ogg_zip, mapped, streamed, distributed, several_epochs, variable, joined),
+    *(lm, translation, ogg_zip, mapped, mapped_parts, streamed, distributed, several_epochs, variable, joined),
     *(factored, searched, in_pairs, static, map_style),
     generated("CopyTaskDataset", nsymbols=5, minlen=2, maxlen=6, maxlen_epoch_factor=1.0),
     generated("TaskEpisodicCopyDataset"),
@@ -479,8 +428,14 @@ def test_every_dataset_of_returnn_is_known() -> None:
     found: set[str] = set()
     while more := {name for name, own in bases.items() if own & {"Dataset", *found}} - found:
         found |= more
-    parts = {"CachedDataset", "CachedDataset2", "DatasetWithTimeContext", "GeneratingDataset", "SingleStreamPipeDataset"}
-    parts |= {"SprintDatasetBase", "StereoDataset"}
+    parts = {
+        "CachedDataset",
+        "CachedDataset2",
+        "GeneratingDataset",
+        "SingleStreamPipeDataset",
+        "SprintDatasetBase",
+        "StereoDataset",
+    }
     assert found - parts - {*KINDS, *OWN, *BY_RETURNN, "MultiProcDataset"} == set()
 
 

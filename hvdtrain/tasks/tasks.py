@@ -99,8 +99,11 @@ def clean_up_all(settings: Settings) -> None:
 
         def remove() -> None:
             history = _history(prefix.parent / "scores.jsonl")
+            before = checkpoints.finished()
             clean_up(checkpoints, rule, {record.epoch: record.scores for record in history})
             BestModel(checkpoints, wanted_of(settings.measure), higher).note(history)
+            if checkpoints.finished() == before:
+                say(3, f"{prefix}: of {len(before)} models, none is to be deleted.")
 
         on_rank_zero(comm, remove, name="clean_up")
 

@@ -221,7 +221,9 @@ def check(source: Source, names: list[str]) -> Settings:
     values = {ALIASES.get(name, name): source.values[name] for name in by_origin}
     values = _without_training(values)
     origins = {ALIASES.get(name, name): source.origins[name] for name in by_origin}
-    problems = [*source.problems, *unknown(source, [*names, *ALIASES], UNSUPPORTED, is_no_op, READ_BY_RETURNN)]
+    dicts = [*DICTS.items(), *(("train", section) for section in DATASET_SECTIONS)]
+    inside = {each.name: f"{place}.{each.name}" for place, section in dicts for each in declared(section)}
+    problems = [*source.problems, *unknown(source, [*names, *ALIASES], UNSUPPORTED, is_no_op, READ_BY_RETURNN, inside)]
     for other, name in ALIASES.items():
         if other in source.values and name in source.values and origins[name] != COMMAND_LINE:
             problems.append(f"{other}: expected either {other} or {name}, which mean the same, got both")

@@ -17,6 +17,8 @@ from hvdtrain.errors import ConfigError
 
 S = TypeVar("S")
 
+NONE_BY_NAME: Mapping[str, str] = {}
+
 
 def build(section: type[S], values: dict[str, Any], where: str, origins: dict[str, str]) -> tuple[S | None, list[str]]:
     """Build a section from the values.
@@ -78,6 +80,7 @@ def unknown(
     foreign: Mapping[str, str],
     is_no_op: Callable[[str, Any], bool],
     others: Container[str] = (),
+    inside: Mapping[str, str] = NONE_BY_NAME,
 ) -> list[str]:
     """Problems with names that are not keys: misspelt keys, unsupported keys of RETURNN, unused overrides.
 
@@ -89,6 +92,7 @@ def unknown(
         foreign: unsupported keys of RETURNN that would change the training, with what to do instead.
         is_no_op: whether a value of such a key asks for nothing.
         others: further names that are no mistakes.
+        inside: where keys stand that are entries of dicts, such as 'train.seq_ordering'.
     """
     problems = []
     keys = list(known)
@@ -103,7 +107,8 @@ def unknown(
         elif match and (origin == COMMAND_LINE or not source.for_returnn):
             problems.append(f"{name}: unknown key in {origin} (did you mean {match}?)")
         elif name in source.unused and origin == COMMAND_LINE:
-            problems.append(f"{name}: unknown key in {origin} (it is not a key, and the config does not mention it)")
+            hint = f"did you mean {inside[name]}?" if name in inside else "it is not a key, and the config does not mention it"
+            problems.append(f"{name}: unknown key in {origin} ({hint})")
     return problems
 
 
@@ -188,9 +193,6 @@ class Made:
     label: str
     kind: Any
     make: Callable[[], Any]
-
-
-NONE_BY_NAME: Mapping[str, str] = {}
 
 
 def objects_of(

@@ -297,6 +297,10 @@ def test_an_override_that_nobody_reads_is_a_mistake(tmp_path: Path) -> None:
     assert problems(tmp_path, hidden_size="128") == [
         "hidden_size: unknown key in the command line (it is not a key, and the config does not mention it)"
     ]
+    assert problems(tmp_path, seq_ordering="random", init_method="env://") == [
+        "seq_ordering: unknown key in the command line (did you mean train.seq_ordering?)",
+        "init_method: unknown key in the command line (did you mean torch_distributed.init_method?)",
+    ]
     assert settings(tmp_path, "layers = config.int('hidden_size', 3)\n", hidden_size="128").run.model == "exp/model"
     assert settings(tmp_path, "hidden_size = 64\n", hidden_size="128").run.model == "exp/model"
 

@@ -104,7 +104,7 @@ def run_command(arguments: list[str] | None) -> int:
         _, module = COMMANDS[given[0]]
         status: int = importlib.import_module(module).main(given[1:])
         return status
-    if not arguments or {"-h", "--help"} & set(arguments):
+    if not arguments or {"-h", "--help"} & set(arguments) or (arguments == ["help"] and not Path("help").exists()):
         print(help_text() if arguments else USAGE)
         return 0 if arguments else 2
     if "--version" in arguments:

@@ -343,8 +343,9 @@ class Engine:
         made_from = self._train.made_from(current.epoch)
         if current.fingerprints and current.fingerprints != made:
             changed = changed_since(current.order_version, self._train.order_keys, current.epoch)
-            why = f"{changed}: go on with the version of hvdtrain that wrote the checkpoint" if changed else UNCHANGED_KEYS
             differing = differences(current.made_from, made_from)
+            same = "go on with what was expected" if differing else UNCHANGED_KEYS
+            why = f"{changed}: go on with the version of hvdtrain that wrote the checkpoint" if changed else same
             error = CheckpointError(
                 f"epoch {current.epoch}: expected the batches it began with, got others after {current.position} of them"
                 f"{differing and ': '}{differing} ({why}, or remove the checkpoint within the epoch to repeat the epoch from its "

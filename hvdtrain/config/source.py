@@ -261,11 +261,11 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
-        close = get_close_matches(path.name, [each.name for each in path.parent.glob("*")], n=1, cutoff=0.8)
+        there = [each.name for each in path.parent.glob("*")] if isinstance(error, FileNotFoundError) else []
+        close = get_close_matches(path.name, there, n=1, cutoff=0.8)
         hint = f" (did you mean {path.parent / close[0]}?)" if close else ""
-        hint = hint or (
-            "" if path.suffix else f" (python -m hvdtrain CONFIG trains; for the key {path.name}, write ++{path.name})"
-        )
+        key = f" (python -m hvdtrain CONFIG trains, --help lists the commands; for the key {path.name}, write ++{path.name})"
+        hint = hint or ("" if path.suffix else key)
         raise ConfigError([f"{path}: expected a config file, got: {error.strerror}{hint}"]) from None
     except UnicodeDecodeError:
         raise ConfigError([f"{path}: expected a Python or JSON file, got bytes that are not UTF-8"]) from None

@@ -802,6 +802,9 @@ def test_a_config_with_a_commands_name_and_a_misspelt_command(tmp_path: Path) ->
     assert as_config.returncode == 2
     assert "num_epochs: expected an integer" in as_config.stderr
     assert "hvdtrain dump: error" in run("-m", "hvdtrain", "dump", folder=tmp_path).stderr
+    assert run("-m", "hvdtrain", "help", folder=tmp_path).stdout.startswith("usage: python -m hvdtrain CONFIG")
+    task = run("-m", "hvdtrain", "train", "config.py", folder=tmp_path)
+    assert "train: expected a config file, got: No such file or directory (python -m hvdtrain CONFIG trains, " in task.stderr
     near = run("-m", "hvdtrain", "./dmp", folder=tmp_path)
     assert near.stderr.endswith("dmp: expected a config file, got: No such file or directory (did you mean dump?)\n")
     misspelt = run("-m", "hvdtrain", "dmup", "a.hdf", "b.hdf", folder=tmp_path)

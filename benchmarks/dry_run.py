@@ -52,7 +52,7 @@ def main() -> None:
             epoch = json.loads(Path(folder, "scores.jsonl").read_text())
         parts = {
             name: int(steps) * float(each)
-            for name, steps, each in re.findall(r"estimate: (\w+): .*\((\d+) steps of (\S+) s", out)
+            for name, steps, each in re.findall(r"estimate: (\w+): .*\((\d+) steps? of (\S+) s", out)
         }
         estimated_memory = float(re.findall(r"estimate: memory: ([\d.]+) MB", out)[0])
         training, taken = parts.pop("train"), epoch["elapsed"]

@@ -2,6 +2,10 @@
 
 import sys
 
-from hvdtrain.cli import main
+try:
+    from hvdtrain.cli import main
 
-sys.exit(main())
+    status = main()
+except KeyboardInterrupt:  # while hvdtrain itself is imported
+    status = 130
+sys.exit(status)

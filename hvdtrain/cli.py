@@ -84,6 +84,16 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the program; return its exit status: 0, 1 for a crash, 2 for what the user can mend, 75 where training was stopped and
     is to be continued, 130 after Ctrl-C (docs/resuming.md).
     """
+    try:
+        return run_command(arguments)
+    except KeyboardInterrupt:  # while a config is read, which may import a framework
+        if launch.launch().rank == 0:
+            print("interrupted", file=sys.stderr, flush=True)
+        return 130
+
+
+def run_command(arguments: list[str] | None) -> int:
+    """As `main`. Raises: KeyboardInterrupt."""
     words = completion.words_to_complete(launch.environment())
     if words is not None:
         return complete(words)

@@ -167,7 +167,7 @@ class Settings:
     without_effect: tuple[str, ...]
     """Names that RETURNN would read from the config, with what to set instead where there is something."""
     misspelt: tuple[str, ...]
-    """Messages about names in a config for RETURNN that look like misspelt keys: RETURNN ignores them, too."""
+    """Messages about names that look like misspelt keys in a config for RETURNN, which ignores them, or like misplaced ones."""
     origins: Mapping[str, str]
     """By key, where its value comes from. Keys with their default value are not listed."""
     texts: Mapping[str, str]
@@ -241,6 +241,7 @@ def check(source: Source, names: list[str]) -> Settings:
         problems += more
     if problems:
         raise ConfigError(problems)
+    derived["misspelt"] += _misplaced(derived["datasets"], source)
     return Settings(
         **{name: built[kind] for name, kind in SECTIONS_BY_NAME.items()},
         **derived,
@@ -398,6 +399,17 @@ def _misspelt(sections: Sections, source: Source) -> tuple[tuple[str, ...], list
     found = resembling(source, [key.name for key in all_keys()], others)
     rule = "neither RETURNN nor hvdtrain reads it"
     return tuple(f"{name} in {source.origins[name]}: {rule} (did you mean {key}?)" for name, key in found.items()), []
+
+
+def _misplaced(datasets: Iterable[DatasetSpec], source: Source) -> tuple[str, ...]:
+    """Messages about keys of datasets that are outside of a dataset's dict, unless a dataset has that value, too."""
+    orders = [spec.order for dataset in datasets for spec in dataset.all()]
+    given = {key.name: source.values[key.name] for key in declared(OrderKeys) if key.name in source.values}
+    return tuple(
+        f'{name} in {source.origins[name]}: read in the dict of a dataset only, such as train = {{"class": ..., "{name}": ...}}'
+        for name, value in given.items()
+        if not any(getattr(order, name) == value for order in orders)
+    )
 
 
 DERIVED: dict[str, Callable[[Sections, Source], tuple[Any, list[str]]]] = {

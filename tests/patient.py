@@ -26,16 +26,19 @@ def work(how: str, progress: Callable[[int], None]) -> int:
     return 10 + comm.rank
 
 
-comm = open_horovod("torch")
-for how in sys.argv[1:]:
-    with Watchdog(PATIENCE, comm.rank) as watchdog:
-        try:
-            done = run_with_heartbeat(comm, partial(work, how), lambda numbers: watchdog.beat("working", "steps"), name="work")
-            print(f"{comm.rank} {how} {done}\n", end="", flush=True)  # in one piece
-        except DataError as error:
-            print(f"{comm.rank} {how} {error} {error.on_every_rank}\n", end="", flush=True)
-if comm.rank == 1:
-    time.sleep(2)
-    print("1 closes\n", end="", flush=True)
-comm.close()
-sys.exit(75)
+if __name__ == "__main__":  # the search for doctests imports it, too
+    comm = open_horovod("torch")
+    for how in sys.argv[1:]:
+        with Watchdog(PATIENCE, comm.rank) as watchdog:
+            try:
+                done = run_with_heartbeat(
+                    comm, partial(work, how), lambda numbers: watchdog.beat("working", "steps"), name="work"
+                )
+                print(f"{comm.rank} {how} {done}\n", end="", flush=True)  # in one piece
+            except DataError as error:
+                print(f"{comm.rank} {how} {error} {error.on_every_rank}\n", end="", flush=True)
+    if comm.rank == 1:
+        time.sleep(2)
+        print("1 closes\n", end="", flush=True)
+    comm.close()
+    sys.exit(75)

@@ -111,6 +111,11 @@ class CheckpointFolder:
         """The finished epochs that have a model, in order."""
         return list(dict.fromkeys(found.epoch for found in self._found() if found.step is None))
 
+    def other_model(self) -> Path | None:
+        """A file of a training whose model has another prefix in the same folder; None: there is none."""
+        names = sorted(path for path in self._files() if re.search(r"\.\d+(\.step-\d+)?\.opt\.\w+$", path.name))
+        return next((path for path in names if not path.name.startswith(f"{self.prefix.name}.")), None)
+
     def newest(self) -> Checkpoint | None:
         """The last checkpoint that training can continue from: one with an optimizer file."""
         return next((found for found in reversed(self._found()) if found.optimizer_file.exists()), None)

@@ -133,8 +133,14 @@ def start_of_training(keys: StartKeys, folder: CheckpointFolder) -> Start:
     if newest is None and keys.start_epoch == "auto":
         _refuse_other_frameworks(folder)
     remark = None if newest is None else f"start_epoch is 1: what is in {newest.model_file} is not used and will be replaced"
+    if newest is None and (other := folder.other_model()) is not None:
+        remark = (
+            f"model: {folder.folder} has another model, too ({other.name}); scores.jsonl and best.json are about the latest "
+            "training only (give each `model` a folder of its own)"
+        )
     if keys.import_model_train_epoch1 is not None:
-        return Start(model_file=_file(keys.import_model_train_epoch1, folder), epoch=0, remark=remark)
+        file = _file(keys.import_model_train_epoch1, folder, "import_model_train_epoch1")
+        return Start(model_file=file, epoch=0, remark=remark)
     if keys.load is not None:
         file = model_file(keys, folder)
         return Start(model_file=file, epoch=0 if keys.start_epoch == 1 else None, remark=remark)
@@ -187,12 +193,12 @@ def _existing(checkpoint: Checkpoint) -> Checkpoint:
     return checkpoint
 
 
-def _file(name: str, folder: CheckpointFolder) -> Path:
+def _file(name: str, folder: CheckpointFolder, key: str = "load") -> Path:
     candidates = [Path(name), *(Path(f"{name}.{suffix}") for suffix in folder.model_suffixes)]
     for candidate in candidates:
         if candidate.is_file():
             return candidate
-    raise CheckpointError(f"load: expected a model file, got none of {', '.join(map(str, candidates))}")
+    raise CheckpointError(f"{key}: expected a model file, got none of {', '.join(map(str, candidates))}")
 
 
 def resume(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
@@ -18,6 +19,7 @@ from hvdtrain.doctor.findings import (
     check_clocks,
     check_networks,
     differences,
+    folded,
     lines,
     merged,
     ok,
@@ -40,6 +42,7 @@ from hvdtrain.doctor.ranks import (
 )
 from hvdtrain.doctor.scaling import predicted
 from hvdtrain.errors import HvdtrainError
+from hvdtrain.runtime.log import terminal_of
 from hvdtrain.settings import Settings
 from hvdtrain.training.predict import parse_placements
 
@@ -172,6 +175,8 @@ def _finish(options: argparse.Namespace, reports: Sequence[HostReport], together
         print(json.dumps([asdict(report) for report in whole]), flush=True)
     elif not quiet:
         text = lines(reports) + lines([HostReport("", list(together))])
+        if (window := terminal_of(sys.stdout)) is not None:
+            text = folded(text, os.get_terminal_size(window).columns)
         print("\n".join([*text, summary(finding for finding, _ in merged(whole))]), flush=True)
     return 2 if "problem" in levels else 1 if options.strict and "warning" in levels else 0
 

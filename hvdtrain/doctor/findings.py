@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -67,6 +68,10 @@ def merged(reports: Sequence[HostReport]) -> list[tuple[Finding, list[str]]]:
     return list(hosts.items())
 
 
+INDENT = 9 * " "
+"""Of further lines of a finding: the width of the column of levels."""
+
+
 def lines(reports: Sequence[HostReport]) -> list[str]:
     """The report. A finding of several hosts is one line, which names the hosts unless it is true for all.
 
@@ -79,8 +84,23 @@ def lines(reports: Sequence[HostReport]) -> list[str]:
     for finding, hosts in merged(reports):
         where = f"{', '.join(hosts)}: " if len(hosts) < len(reports) else ""
         hint = f" ({finding.fix})" if finding.fix else ""
-        text.append(f"{finding.level:8} {where}{finding.about}: {finding.text}{hint}".replace("\n", "\n" + 9 * " "))
+        text.append(f"{finding.level:8} {where}{finding.about}: {finding.text}{hint}".replace("\n", "\n" + INDENT))
     return text
+
+
+def folded(text: Iterable[str], columns: int) -> list[str]:
+    """Lines of a report for a terminal, broken between words. Tables, which are indented further, stay as they are.
+
+    >>> print("\\n".join(folded(["ok       limits: 20000 open files, 96365 processes"], 40)))
+    ok       limits: 20000 open files, 96365
+             processes
+    """
+    found = []
+    for line in "\n".join(text).split("\n"):
+        is_table = line.startswith(INDENT + " ")
+        wrapped = textwrap.wrap(line, columns, subsequent_indent=INDENT, break_long_words=False, break_on_hyphens=False)
+        found += [line] if is_table else wrapped
+    return found
 
 
 def summary(findings: Iterable[Finding]) -> str:

@@ -20,7 +20,7 @@ from hvdtrain.report import plots
 from hvdtrain.report.epoch import held_up
 from hvdtrain.report.plots import Figure, finite, split
 from hvdtrain.report.runs import Run
-from hvdtrain.runtime.timer import clock_text
+from hvdtrain.runtime.timer import duration_text
 
 POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; connect-src 'self'; "
@@ -154,7 +154,7 @@ def _tiles(run: Run) -> str:
     bar = f"<i class=bar><i style='width:{share:.1%}'></i></i>" if share is not None else ""
     tiles.append(_tile("epochs", f"{done}", f"of {wanted}" if share is not None else "", "", bar))
     seconds = sum(plots.seconds_of(epoch) for epoch in run.epochs)
-    tiles.append(_tile("time", _time(seconds), f"{seconds / len(run.epochs):.3g} s per epoch" if run.epochs else ""))
+    tiles.append(_tile("time", duration_text(seconds), f"{seconds / len(run.epochs):.3g} s per epoch" if run.epochs else ""))
     for figure in plots.speed_figures([run]):
         values = [value for curve in figure.panels[0].curves[-1:] for value in curve.y if value is not None]
         if figure.name == "speed":
@@ -176,15 +176,6 @@ def _tile(name: str, value: str, note: str, look: str = "", more: str = "") -> s
         f"<div class='tile {look}'><span class=note>{escape(name)}</span><b>{escape(value)}</b>"
         f"<span class=note>{escape(note)}</span>{more}</div>"
     )
-
-
-def _time(seconds: float) -> str:
-    """Seconds as text.
-
-    >>> _time(0.4123), _time(91.2)
-    ('0.41 s', '0:01:31')
-    """
-    return f"{seconds:.2g} s" if seconds < 10 else clock_text(seconds)
 
 
 def _count(number: int) -> str:
@@ -223,7 +214,7 @@ def _compared(runs: list[Run]) -> str:
         seconds = sum(plots.seconds_of(epoch) for epoch in run.epochs)
         rate = plots.sequences_per_second(run.epochs[-1]) if run.epochs else None
         cells = [f"{_dot(number)}{escape(run.name)}", str(run.epochs[-1]["epoch"] if run.epochs else 0), str(_ranks(run))]
-        cells += [_time(seconds), f"{rate:,.4g}" if rate else ""]
+        cells += [duration_text(seconds), f"{rate:,.4g}" if rate else ""]
         for name in names:
             found = best[name][number]
             text = f"{found[1]:.4g} <small class=note>epoch {found[0]}</small>" if found else ""
@@ -259,7 +250,7 @@ def _epochs(runs: list[Run]) -> str:
         best = {name: (run.best(name) or (None,))[0] for name in names if split(name)[0] != "train"}
         rows = []
         for epoch in run.epochs:
-            row = [str(epoch["epoch"]), str(epoch.get("steps", "")), _time(epoch.get("elapsed") or 0.0)]
+            row = [str(epoch["epoch"]), str(epoch.get("steps", "")), duration_text(epoch.get("elapsed") or 0.0)]
             row += [_number(epoch.get("computing"), ".1%"), _number(epoch.get("learning_rate"), ".4g")]
             if any("sent" in one for one in run.epochs) and _ranks(run) > 1:
                 row.append(size_text(epoch.get("sent") or 0))

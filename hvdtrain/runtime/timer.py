@@ -114,3 +114,12 @@ def clock_text(seconds: float) -> str:
     """
     whole = int(seconds)
     return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
+
+
+def duration_text(seconds: float) -> str:
+    """Format seconds as h:mm:ss, or with a fraction if there are few.
+
+    >>> duration_text(91.2), duration_text(0.4123)
+    ('0:01:31', '0.41 s')
+    """
+    return f"{seconds:.2g} s" if seconds < 9.95 else clock_text(seconds)

@@ -33,7 +33,7 @@ from hvdtrain.report.steps import Reporters
 from hvdtrain.run import announce, gather_hosts, is_done, open_pace, open_rates, open_trackers, wrong_scores
 from hvdtrain.runtime.log import open_log, say, silence
 from hvdtrain.runtime.scores import of_dataset, text
-from hvdtrain.runtime.timer import clock_text
+from hvdtrain.runtime.timer import clock_text, duration_text
 from hvdtrain.schedule.history import EpochRecord, wanted_of
 from hvdtrain.session import Session, open_communicator, open_session, writing_nothing
 from hvdtrain.settings import Settings
@@ -99,8 +99,11 @@ def clean_up_all(settings: Settings) -> None:
 
         def remove() -> None:
             history = _history(prefix.parent / "scores.jsonl")
+            before = checkpoints.finished()
             clean_up(checkpoints, rule, {record.epoch: record.scores for record in history})
             BestModel(checkpoints, wanted_of(settings.measure), higher).note(history)
+            if checkpoints.finished() == before:
+                say(3, f"{prefix}: of {len(before)} models, none is to be deleted.")
 
         on_rank_zero(comm, remove, name="clean_up")
 
@@ -280,11 +283,11 @@ def _time_lines(parts: list[Part], ranks: int, epochs: int) -> list[str]:
         computing, reading = (seconds / max(1, part.steps) for seconds in (part.computing, part.reading))
         slow = f", held up by reading, {reading:.3g} s each" if reading > computing else ""
         each = f"{part.steps} step{'s' if part.steps != 1 else ''} of {computing:.3g} s{slow}"
-        lines.append(f"estimate: {part.name}: {clock_text(part.seconds)} ({each})")
+        lines.append(f"estimate: {part.name}: {duration_text(part.seconds)} ({each})")
     epoch = sum(part.seconds for part in parts)
     where = f"{ranks} rank{'s' if ranks > 1 else ''}"
-    more = f"; {epochs} epochs: {clock_text(epochs * epoch)}" if epochs > 1 else ""
-    lines.append(f"estimate: an epoch on {where}: {clock_text(epoch)}, without saving{more}")
+    more = f"; {epochs} epochs: {duration_text(epochs * epoch)}" if epochs > 1 else ""
+    lines.append(f"estimate: an epoch on {where}: {duration_text(epoch)}, without saving{more}")
     return [*lines, "estimate: padding: " + ", ".join(f"{name} {share:.1%}" for name, share in train.padding.items())]
 
 

@@ -59,6 +59,17 @@ def test_a_model_that_another_framework_trained_is_refused(tmp_path: Path, kind:
     assert start_of_training(StartKeys(), folder).checkpoint == folder.at(1)
 
 
+def test_a_new_model_in_the_folder_of_another_one_is_told(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path / "two")
+    assert start_of_training(StartKeys(), folder).remark is None
+    for name in ("one.003.opt.pt", "one.003.pt"):
+        (tmp_path / name).touch()
+    assert "has another model, too (one.003.opt.pt); scores.jsonl" in str(start_of_training(StartKeys(), folder).remark)
+    for name in ("two.001.opt.pt", "two.001.pt"):
+        (tmp_path / name).touch()
+    assert start_of_training(StartKeys(), folder) == Start(folder.at(1))
+
+
 def test_load_goes_on_after_the_models_epoch_and_steps(
     corpus: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -139,6 +150,8 @@ def test_a_checkpoint_with_code_in_it_is_refused(corpus: Path, tmp_path: Path) -
     for name in ("load", "import_model_train_epoch1"):
         with pytest.raises(CheckpointError, match=r"evil.pt: expected a whole checkpoint"):
             run(corpus, tmp_path / "new", **{name: tmp_path / "evil.pt"})
+        with pytest.raises(CheckpointError, match=f"^{name}: expected a model file, got none of .*nothing.pt, "):
+            run(corpus, tmp_path / "new", **{name: tmp_path / "nothing.pt"})
 
 
 def test_preload_takes_named_parameters_over(corpus: Path, trained: Path, tmp_path: Path) -> None:

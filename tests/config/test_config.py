@@ -779,6 +779,13 @@ def test_other_commands_know_how_keys_are_written(given: list[str], hint: str, c
     assert hint in capsys.readouterr().err
 
 
+def test_ctrl_c_while_a_config_is_read_shows_no_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path, "raise KeyboardInterrupt  # which Python raises on Ctrl-C\n")
+    for arguments in ([str(path)], ["prove", str(path)], ["submit", str(path), "--scheduler", "mpi"]):
+        assert main(arguments) == 130
+        assert "interrupted" in capsys.readouterr().err
+
+
 def test_a_report_knows_its_options(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         report_parser().parse_args(["folder", "--ot", "page.html"])
@@ -812,6 +819,14 @@ def test_datasets_that_stand_in_each_others_way(tmp_path: Path) -> None:
     found = problems(tmp_path, "train = None\ndev = 'dev.hdf'\neval_datasets = {'dev': 'other.hdf'}\n")
     assert "train: expected a dataset dict or HDF files, got None" in found
     assert "eval_datasets.dev: expected a name other than train, dev, eval, got 'dev'" in found
+
+
+def test_keys_of_a_dataset_outside_of_its_dict_are_told(tmp_path: Path) -> None:
+    used = "partition_epoch = 3\ntrain = {'class': 'HDFDataset', 'files': ['a.hdf'], 'partition_epoch': partition_epoch}\n"
+    assert settings(tmp_path, used).misspelt == ()
+    assert settings(tmp_path, "seq_ordering = 'random'\n").misspelt == (
+        'seq_ordering in config.py: read in the dict of a dataset only, such as train = {"class": ..., "seq_ordering": ...}',
+    )
 
 
 def test_both_names_of_a_key_and_keys_of_returnn_that_ask_for_nothing(tmp_path: Path) -> None:

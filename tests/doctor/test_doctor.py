@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from launching import ROOT, TOY, Finished, launch
+from terminal import Terminal, screen
 
 from hvdtrain.doctor import host as doctor_config
 from hvdtrain.doctor.findings import Finding
@@ -280,3 +281,12 @@ def test_files_of_nested_datasets(corpus: Path, tmp_path: Path) -> None:
     }
     settings = read_settings([TOY], overrides)
     assert [str(path) for path in doctor_config.hdf_files(settings)] == [train, dev, even]
+
+
+def test_in_a_terminal_lines_are_broken_between_words(tmp_path: Path) -> None:
+    terminal = Terminal(tmp_path, ["-m", "hvdtrain", "doctor"], columns=60)
+    assert terminal.read_to_end() in (0, 2), terminal.text
+    report = screen(terminal.text)
+    [packages] = [number for number, line in enumerate(report) if line.startswith("ok       packages: ")]
+    assert len(report[packages]) <= 60
+    assert re.match(r" {9}\S", report[packages + 1])

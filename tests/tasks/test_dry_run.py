@@ -69,9 +69,9 @@ def check_estimate(ended: Finished, ranks: int) -> None:
     assert ended.status == 0, ended.err
     assert re.search(r"^dry run: largest batch: \d+ sequences, padded frames: \d+ of data", ended.out, flags=re.M)
     steps = {None: 20, 1: 20, 2: 20}[ranks]
-    assert re.search(rf"^estimate: train: 0:00:\d\d \({steps} steps of [\d.e-]+ s", ended.out, flags=re.M), ended.out
-    assert re.search(r"^estimate: dev: 0:00:\d\d \(\d+ steps of [\d.e-]+ s", ended.out, flags=re.M), ended.out
-    assert re.search(rf"^estimate: an epoch on {ranks} ranks?: 0:00:\d\d", ended.out, flags=re.M), ended.out
+    assert re.search(rf"^estimate: train: [\d.e-]+ s \({steps} steps of [\d.e-]+ s", ended.out, flags=re.M), ended.out
+    assert re.search(r"^estimate: dev: [\d.e-]+ s \(\d+ steps? of [\d.e-]+ s", ended.out, flags=re.M), ended.out
+    assert re.search(rf"^estimate: an epoch on {ranks} ranks?: [\d.e-]+ s, without", ended.out, flags=re.M), ended.out
     assert re.search(r"^estimate: padding: data [\d.]+%, classes [\d.]+%", ended.out, flags=re.M)
     memory = re.search(r"^estimate: memory: ([\d.]+) (MB|GB)", ended.out, flags=re.M)
     assert memory
@@ -153,11 +153,10 @@ def test_what_a_step_takes(corpus: Path, tmp_path: Path, slow: str) -> None:
     ended = hvdtrain(TOY, keys, options=["--dry-run"])
     assert ended.status == 0, ended.err
     found = re.search(
-        r"^estimate: train: 0:00:0(\d) \(20 steps of ([\d.]+) s(?:, held up by reading, ([\d.]+) s each)?\)", ended.out, re.M
+        r"^estimate: train: ([\d.]+) s \(20 steps of ([\d.]+) s(?:, held up by reading, ([\d.]+) s each)?\)", ended.out, re.M
     )
     assert found, ended.out
     seconds, step, reading = found.groups()
     assert (reading is None) == (slow == "compute")
     assert 0.09 < float(reading or step) < 0.25
-    whole = 20 * float(reading or step)  # of a figure with three digits
-    assert int(whole - 0.02) <= int(seconds) <= int(whole + 0.02)
+    assert float(seconds) == pytest.approx(20 * float(reading or step), rel=0.05)  # of two and of three digits

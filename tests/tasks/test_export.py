@@ -69,7 +69,7 @@ def test_a_pytorch_model_in_every_form(corpus: Path, exportable: Path) -> None:
     ended = export(TOY, corpus, exportable, "--epoch", "best")
     assert ended.status == 0, ended.err
     folder = exportable / "export-001"
-    sizes = "frames float32 (A, B, 4), mask bool (C, D) with any A, B, C, D; fixed: axis 2 of frames at 4"
+    sizes = "frames float32 (A, B, 4), mask bool (C, D) with A, B, C, D of any size; fixed: axis 2 of frames at 4"
     assert f"{folder / 'model.pt2'} takes {sizes}\n" in ended.out, ended.out
     weights = torch.load(folder / "state_dict.pt", weights_only=True)
     stored = torch.load(exportable / "model.001.pt", weights_only=True)["model"]
@@ -142,7 +142,7 @@ def test_recurrent_layers_take_any_length(tmp_path: Path) -> None:
     torch.manual_seed(1)
     model = Recurrent()
     written = export_model(model, lambda: model(torch.randn(3, 7, 4)), tmp_path)
-    takes = "frames float32 (A, B, 4) with any A, B; fixed: axis 2 of frames at 4"
+    takes = "frames float32 (A, B, 4) with A, B of any size; fixed: axis 2 of frames at 4"
     assert [(one.problem, one.takes) for one in written] == [(None, ""), (None, takes), (None, takes)]
     program = torch.export.load(tmp_path / "model.pt2").module()
     session = onnx.reference.ReferenceEvaluator(str(tmp_path / "model.onnx"))
@@ -162,7 +162,7 @@ def test_a_recurrent_layer_that_goes_on_from_a_state(tmp_path: Path) -> None:
     model = Recurrent()
     written = export_model(model, lambda: model(torch.randn(3, 7, 4), state=torch.randn(2, 3, 6)), tmp_path)
     assert "outputs = model(frames, state=state)" in written[1].how_to_load
-    assert written[1].takes.startswith("frames float32 (A, B, 4), state float32 (2, A, 6) with any A, B; fixed: ")
+    assert written[1].takes.startswith("frames float32 (A, B, 4), state float32 (2, A, 6) with A, B of any size; fixed: ")
     frames, state = torch.randn(5, 2, 4), torch.randn(2, 5, 6)
     program = torch.export.load(tmp_path / "model.pt2").module()
     with torch.no_grad():
@@ -214,9 +214,11 @@ def test_sizes_that_are_fixed_or_limited_are_told(tmp_path: Path, recwarn: pytes
             failed = export_model(model, lambda: model(frames, threshold=1.0), tmp_path)
     finally:
         logging.getLogger("torch").removeHandler(handler)
-    assert {one.takes for one in limited[1:]} == {"frames float32 (A, B, 4) with any A, B up to 50; fixed: axis 2 of frames at 4"}
+    assert {one.takes for one in limited[1:]} == {
+        "frames float32 (A, B, 4) with A of any size, B up to 50; fixed: axis 2 of frames at 4"
+    }
     assert {one.takes for one in fixed[1:]} == {
-        "frames float32 (A, 7, 4) with any A; fixed: axis 1 of frames at 7, axis 2 of frames at 4"
+        "frames float32 (A, 7, 4) with A of any size; fixed: axis 1 of frames at 7, axis 2 of frames at 4"
     }
     assert failed[1].problem is not None
     assert failed[1].problem.startswith("GuardOnDataDependentSymNode: Could not guard on data-dependent expression ")

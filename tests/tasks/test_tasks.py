@@ -144,3 +144,5 @@ def test_cleanup_is_a_task(after_training: tuple[Path, dict[str, object]], tmp_p
     assert cleaned.status == 0, cleaned.err
     assert "We will delete the models of epochs [1, 4, 5, 6]." in cleaned.out
     assert sorted(path.name for path in tmp_path.glob("model.*")) == [f"model.00{epoch}.{suffix}" for epoch in (2, 3, 7)]
+    again = run(config, {**keys, "task": "cleanup_old_models", "model": tmp_path / "model", "cleanup_old_models": rule})
+    assert f"{tmp_path}/model: of 3 models, none is to be deleted." in again.out

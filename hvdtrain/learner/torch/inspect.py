@@ -111,12 +111,12 @@ def export_model(model: torch.nn.Module, evaluate: Callable[[], None], folder: P
     model.eval()
     if not calls:
         return [*written, Exported(PROGRAM, NOT_CALLED), Exported(ONNX, NOT_CALLED)]
-    with _quiet(), _whole_recurrent_layers():
+    with _quiet(), whole_recurrent_layers():
         try:
             program = _program(model, calls[0])
             torch.export.save(program, folder / PROGRAM)
         except Exception as error:  # whatever torch.export has to say of the config's model
-            return [*written, Exported(PROGRAM, _short(error)), Exported(ONNX, f"it is made of {PROGRAM}")]
+            return [*written, Exported(PROGRAM, _short(error)), Exported(ONNX, f"it is made from {PROGRAM}")]
         run = f'model = torch.export.load("{PROGRAM}").module()\noutputs = model({_arguments(model, calls[0])})'
         sizes = _sizes(program)
         return [*written, Exported(PROGRAM, None, f"import torch\n\n{run}", sizes), _onnx(program, folder / ONNX, sizes)]
@@ -165,7 +165,7 @@ def _onnx(program: torch.export.ExportedProgram, file: Path, sizes: str) -> Expo
 
 
 @contextmanager
-def _whole_recurrent_layers() -> Iterator[None]:
+def whole_recurrent_layers() -> Iterator[None]:
     """Inside the `with` block, a traced GRU, LSTM or RNN remains one operation, which takes sequences of any length.
 
     PyTorch computes it frame by frame in order to know the shapes of its results, which makes the length of the traced batch a
@@ -234,7 +234,7 @@ def _sizes(program: torch.export.ExportedProgram) -> str:
     ranges = {letters[str(name)]: range for name, range in program.range_constraints.items() if str(name) in letters}
     limits = {letter: _limits(range) for letter, range in ranges.items()}
     free = [letter for letter in letters.values() if not limits.get(letter)]
-    told = [f"any {', '.join(free)}"] if free else []
+    told = [f"{', '.join(free)} of any size"] if free else []
     told += [f"{letter}{limit}" for letter, limit in limits.items() if limit]
     text = ", ".join(inputs) + (f" with {', '.join(told)}" if told else "")
     return f"{text}; fixed: {', '.join(fixed)}" if fixed else text

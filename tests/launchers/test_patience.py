@@ -52,7 +52,8 @@ class Slow:
 
 
 def track_epoch(*, epoch, **_):
-    time.sleep(seconds)
+    if epoch == 1:
+        time.sleep(seconds)
 
 
 callbacks = Slow
@@ -104,9 +105,9 @@ SLOW: dict[str, object] = {"seconds": 6, "watchdog_timeout": 4, "use_horovod": 1
 
 def test_callbacks_and_trackers_have_time(corpus: Path, tmp_path: Path) -> None:
     """On one rank, while the other one waits: longer than the watchdog's patience."""
-    finished = with_slow_parts(corpus, tmp_path, 2, num_epochs=9, **SLOW)
+    finished = with_slow_parts(corpus, tmp_path, 2, num_epochs=99, **SLOW)
     assert finished.status == 75, finished.err
-    assert finished.err.startswith("stopped by a callback (a test) in epoch 2"), finished.err
+    assert finished.err.startswith("stopped by a callback (a test) in epoch "), finished.err
     assert "watchdog_timeout" not in finished.err
     assert "in vain" not in finished.err
     assert sorted(path.name for path in tmp_path.glob("record.stopped.*")) == ["record.stopped.0", "record.stopped.1"]

@@ -17,7 +17,7 @@ import numpy
 from hvdtrain.config.keys import ALONE, Rule, Section, Sections, key, not_negative, positive
 from hvdtrain.data.plan.bounds import BLOCK, Limits, blocks_of, bounds, grouped_by_cost, rearranged, shuffled
 from hvdtrain.data.plan.chunks import Chunks, select_by_length
-from hvdtrain.data.plan.order import OrderKeys, order, order_in_windows, part_of, seed_of
+from hvdtrain.data.plan.order import OrderKeys, called, order, order_in_windows, part_of, seed_of
 from hvdtrain.data.types import Array
 from hvdtrain.errors import DataError
 
@@ -175,7 +175,7 @@ def _called(name: str, value: Any, epoch: int) -> Any:
     """A size, or what the function of the config returns for an epoch. Raises: DataError."""
     if not callable(value):
         return value
-    size = value(epoch=epoch)
+    size = called(name, value, epoch)
     members = list(size.values()) if isinstance(size, dict) and name == "batch_size" else [size]
     numbers = [isinstance(member, (int, numpy.integer)) and not isinstance(member, bool) for member in members]
     if size is not None and not (all(numbers) and all(member > 0 or (name, member) == ("max_seqs", -1) for member in members)):

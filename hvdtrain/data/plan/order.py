@@ -5,6 +5,7 @@ Everything here is a pure function of the lengths, the settings and the epoch.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
@@ -189,13 +190,27 @@ def method_of(keys: OrderKeys, epoch: int) -> Method:
     """The method that orders the sequences of an epoch. Raises: DataError, if a function of the config returns an unknown one."""
     text = keys.seq_ordering
     if callable(text):
-        text = text(epoch=epoch)
+        text = called("seq_ordering", text, epoch)
         if not isinstance(text, str) or not is_order(text):
             raise DataError(
                 f"seq_ordering: expected the function to return one of {', '.join(METHODS)} "
                 f"(with :NUMBER or :.NUMBER where it takes one), got {text!r} for epoch {epoch}"
             )
     return parse(text)
+
+
+def called(name: str, function: Callable[..., Any], epoch: int) -> Any:
+    """What a function of the config returns for an epoch. Raises: DataError, if it does not take the epoch."""
+    try:
+        inspect.signature(function).bind(epoch=epoch)
+    except TypeError:
+        raise DataError(
+            f"{name}: expected a function that takes epoch=... (such as def {name}(*, epoch, **_)), got one with the arguments "
+            f"{inspect.signature(function)}"
+        ) from None
+    except ValueError:  # of a function in C, which has no signature
+        pass
+    return function(epoch=epoch)
 
 
 def changed_since(version: int, keys: OrderKeys, epoch: int) -> str:

@@ -24,7 +24,7 @@ import numpy
 from hvdtrain.data.plan.bounds import BLOCK
 from hvdtrain.data.plan.chunks import Chunks
 from hvdtrain.data.plan.epoch import BatchKeys, Plan, crc32, plan
-from hvdtrain.data.plan.order import OrderKeys, method_of, part_of, seed_of
+from hvdtrain.data.plan.order import OrderKeys, called, method_of, part_of, seed_of
 from hvdtrain.data.types import Array
 
 WORTHWHILE = 1_000_000
@@ -69,7 +69,9 @@ class PlanInputs:
         """By name of a key or of what else determines the plan, its value as text. Raises: DataError."""
         order, batches, limits = self.order_keys, self.batch_keys, self.batch_keys.limits(self.epoch)
         named = {
-            "seq_ordering": order.seq_ordering(epoch=self.epoch) if callable(order.seq_ordering) else order.seq_ordering,
+            "seq_ordering": called("seq_ordering", order.seq_ordering, self.epoch)
+            if callable(order.seq_ordering)
+            else order.seq_ordering,
             **{name: getattr(order, name) for name in ("partition_epoch", "partition_by", "repeat_epoch")},
             "the seed of the order": seed_of(order, self.epoch),
             "batch_size per rank": limits.batch_size,

@@ -238,3 +238,13 @@ def test_a_million_sequences_are_planned_within_seconds() -> None:
     made = plan(lengths, OrderKeys(seq_ordering="laplace:.1000"), keys, 1)
     made.padding(lengths)
     assert time.process_time() - began < 10
+
+
+def test_functions_of_the_epoch_have_to_take_it() -> None:
+    lengths = {"data": numpy.arange(1, 5, dtype=numpy.int32)}
+    with pytest.raises(
+        DataError, match=r"^seq_ordering: expected a function that takes epoch=.*, got one with the arguments \(\)$"
+    ):
+        plan(lengths, OrderKeys(seq_ordering=lambda: "random"), BatchKeys(max_seqs=2), 1)
+    with pytest.raises(DataError, match=r"^batch_size: expected a function that takes epoch=.*with the arguments \(number\)$"):
+        plan(lengths, OrderKeys(), BatchKeys(batch_size=lambda number: 5), 1)

@@ -169,6 +169,27 @@ def test_a_recurrent_layer_that_goes_on_from_a_state(tmp_path: Path) -> None:
         torch.testing.assert_close(tuple(program(frames, state=state)), model(frames, state))
 
 
+class Halved(nn.Module):
+    """Joins two frames each, so that it takes even lengths only."""
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        torch._check(batch["frames"].shape[1] % 2 == 0)
+        return batch["frames"][:, ::2] + batch["frames"][:, 1::2]
+
+
+def test_conditions_on_sizes_are_told(tmp_path: Path) -> None:
+    model = Halved()
+    written = export_model(model, lambda: model({"frames": torch.randn(3, 8, 4)}), tmp_path)
+    assert written[1].takes.startswith("batch_frames float32 (A, B, C) with A, B, C of any size; ")
+    assert "; conditions: " in written[1].takes
+    assert "(B % 2) == 0" in written[1].takes
+    program = torch.export.load(tmp_path / "model.pt2").module()
+    frames = torch.randn(2, 6, 4)
+    torch.testing.assert_close(program({"frames": frames}), model({"frames": frames}))
+    with pytest.raises(AssertionError, match="Guard failed"):
+        program({"frames": frames[:, :5]})
+
+
 @pytest.mark.parametrize(
     ("layer", "problem"),
     [

@@ -8,7 +8,7 @@ import logging
 import re
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, redirect_stderr
 from io import StringIO
 from pathlib import Path
@@ -225,19 +225,41 @@ def _sizes(program: torch.export.ExportedProgram) -> str:
     """The inputs of a program in words: a letter for each size that may differ from the traced batch's, and what is fixed."""
     letters: dict[str, str] = {}  # by PyTorch's name of a size
     inputs, fixed = [], []
+    by_place: dict[str, str] = {}  # x[0]: A
     for node in program.graph.nodes:
         value = node.meta.get("val")
         if node.op == "placeholder" and node.name in program.graph_signature.user_inputs and isinstance(value, torch.Tensor):
             sizes = [_lettered(str(size), letters) for size in value.shape]
             inputs.append(f"{node.name} {str(value.dtype).removeprefix('torch.')} ({', '.join(sizes)})")
             fixed += [f"axis {axis} of {node.name} at {size}" for axis, size in enumerate(sizes) if size.isdigit()]
+            by_place |= {f"{node.name}[{axis}]": size for axis, size in enumerate(sizes)}
     ranges = {letters[str(name)]: range for name, range in program.range_constraints.items() if str(name) in letters}
     limits = {letter: _limits(range) for letter, range in ranges.items()}
     free = [letter for letter in letters.values() if not limits.get(letter)]
     told = [f"{', '.join(free)} of any size"] if free else []
     told += [f"{letter}{limit}" for letter, limit in limits.items() if limit]
-    text = ", ".join(inputs) + (f" with {', '.join(told)}" if told else "")
-    return f"{text}; fixed: {', '.join(fixed)}" if fixed else text
+    parts = [", ".join(inputs) + (f" with {', '.join(told)}" if told else "")]
+    parts += [f"fixed: {', '.join(fixed)}"] if fixed else []
+    conditions = _conditions(getattr(program, "_guards_code", []), by_place)
+    parts += [f"conditions: {', '.join(conditions)}"] if conditions else []
+    return "; ".join(parts)
+
+
+def _conditions(guards: Sequence[str], by_place: dict[str, str]) -> list[str]:
+    """What a program checks of its inputs beyond single sizes and equal ones, such as (B % 2) == 0: the first few conditions.
+
+    Args:
+        guards: with sizes as PyTorch writes them: L['x'].size()[1].
+        by_place: what to write instead, by input and axis, as x[1].
+    """
+
+    def written(found: re.Match[str]) -> str:
+        name = "_".join(re.findall(r"\w+", found[1]))  # as PyTorch names an input that is within another one
+        return by_place.get(f"{name}[{found[2]}]", found[0])
+
+    sums = [guard for guard in guards if re.search(r"[%*/+]", guard)]
+    texts = [re.sub(r"L((?:\[[^]]+\])+)\.size\(\)\[(\d+)\]", written, guard) for guard in sums]
+    return [*texts[:3], *([f"{len(texts) - 3} more"] if len(texts) > 3 else [])]
 
 
 def _lettered(size: str, letters: dict[str, str]) -> str:

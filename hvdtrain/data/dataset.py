@@ -265,7 +265,22 @@ def is_map_style(value: Any) -> bool:
     streaming = sys.modules.get("torch.utils.data")
     if isinstance(value, (str, bytes, Mapping, type)) or (streaming and isinstance(value, streaming.IterableDataset)):
         return False
-    return hasattr(type(value), "__len__") and hasattr(type(value), "__getitem__")
+    return not _lacking(value)
+
+
+def describe(value: Any) -> str:
+    """A value that is no dataset, for messages.
+
+    >>> describe(5), describe({1, 2})
+    ('int', 'set without __getitem__')
+    """
+    lacking = _lacking(value)
+    return f"{type(value).__name__} without {lacking[0]}" if len(lacking) == 1 else type(value).__name__
+
+
+def _lacking(value: Any) -> list[str]:
+    """What a value does not have of a map-style dataset."""
+    return [name for name in ("__len__", "__getitem__") if not hasattr(type(value), name)]
 
 
 def as_source(where: str, opened: Any, converted: Callable[[int, Any], Item]) -> SequenceSource:

@@ -16,7 +16,7 @@ from hvdtrain.config.check import build, closest, did_you_mean, unknown_options
 from hvdtrain.config.keys import REQUIRED, Rule, Section, declared, key, parsed_by
 from hvdtrain.config.source import is_reference, resolve
 from hvdtrain.data.combine.cache import Budget, with_cache
-from hvdtrain.data.dataset import Dataset, DatasetKeys, Scanning, SequenceSource, as_dataset, is_map_style
+from hvdtrain.data.dataset import Dataset, DatasetKeys, Scanning, SequenceSource, as_dataset, describe, is_map_style
 from hvdtrain.data.files import parse_sizes
 from hvdtrain.data.formats.items import ItemsDataset
 from hvdtrain.data.formats.iterable import IterableDataset, is_iterable, needs_epoch
@@ -171,7 +171,7 @@ def parse(name: str, value: Any, defaults: Mapping[str, Any]) -> tuple[DatasetSp
     elif not isinstance(value, dict) and not callable(value) and not isinstance(value, str):
         return None, [
             f"{name}: expected a dataset dict, HDF files, or an object that can be iterated over or has __len__ and __getitem__, "
-            f"got {_described(value)}"
+            f"got {describe(value)}"
         ]
     elif not isinstance(value, dict):
         value = {"class": value}
@@ -212,12 +212,6 @@ def _place(error: Exception) -> str:
     """Where an exception of a config's function was raised, for messages."""
     frames = traceback.extract_tb(error.__traceback__)[1:]  # without that of the call itself
     return f" ({basename(frames[-1].filename)}, line {frames[-1].lineno})" if frames else ""
-
-
-def _described(value: Any) -> str:
-    """A value that is no dataset, for messages."""
-    lacking = [name for name in ("__len__", "__getitem__") if not hasattr(type(value), name)]
-    return f"{type(value).__name__} without {lacking[0]}" if len(lacking) == 1 else type(value).__name__
 
 
 def is_made(value: Any) -> bool:

@@ -294,5 +294,5 @@ def test_ranks_train_on_copies_that_one_of_them_made(corpus: Path, tmp_path: Pat
     assert second.status == 0, second.err
     # There is room for one file, once the copies of the first training have gone: its losses are the same in any case.
     assert second.out.count("not copied, but read from its original path: ") == 1
-    lines = [[line.split(", elapsed")[0] for line in text.split("\n") if "score" in line] for text in (first.out, second.out)]
+    lines = [[line.split(", elapsed")[0] for line in text.split("\n") if " score: " in line] for text in (first.out, second.out)]
     assert lines[0] == lines[1] != []

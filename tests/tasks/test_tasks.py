@@ -126,8 +126,8 @@ def test_a_function_of_the_config_is_a_task(after_training: tuple[Path, dict[str
     assert "task: expected config:NAME with the name of a function in the config, got 'config:bye'" in wrong.err
     unknown = run(config, {**keys, "task": "sing"})
     assert (
-        "task: expected one of train, dry_run, summary, eval, forward, search, cleanup_old_models, config:NAME, got 'sing'"
-        in unknown.err
+        "task: expected one of train, dry_run, summary, eval, forward, search, cleanup_old_models, config:NAME "
+        "(export is a command: python -m hvdtrain export CONFIG), got 'sing'" in unknown.err
     )
 
 

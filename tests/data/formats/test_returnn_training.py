@@ -513,7 +513,9 @@ def test_what_needs_another_order_is_refused(tmp_path: Path, more: dict[str, Any
         train["datasets"] = {"a": {"class": "ReturnnDataset", "dataset": inner}}
     keys = {"model": str(tmp_path / "model"), "learning_rate": 0.1, "max_seqs": 3, "lengths_dir": None, **more, "train": train}
     lines = [f"{name} = {value!r}" for name, value in keys.items()]
-    (tmp_path / "config.py").write_text("\n".join([*lines, "def get_model(): ...", "def train_step(): ..."]), encoding="utf-8")
+    (tmp_path / "config.py").write_text(
+        "\n".join([*lines, "def get_model(**_): ...", "def train_step(**_): ..."]), encoding="utf-8"
+    )
     with pytest.raises((ConfigError, DataError)) as raised:
         open_feeds(read_settings([tmp_path / "config.py"], {}), SingleCommunicator())
     assert message in str(raised.value)

@@ -233,7 +233,9 @@ class Heartbeats:
         if not self.decides:
             return self._answer
         self._look_for_gone()
-        return judge(self._signs(own), self._silent(), self._gone | self._lost if self.together else ())
+        # Ranks end in an orderly way once all of them are about to: who is slower then waits for nobody.
+        in_vain = self.together and not self._ended
+        return judge(self._signs(own), self._silent(), self._gone | self._lost if in_vain else ())
 
     def _look_for_gone(self) -> None:
         """Find out which ranks have ended without a word: those of this host have no process any more, and of silent ones

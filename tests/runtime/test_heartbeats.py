@@ -112,6 +112,14 @@ def test_a_rank_that_has_failed_is_not_waited_for(ranks: list[Heartbeats]) -> No
     assert ranks[2].conclude(JUST_WAITS) == Verdict(gone=(0,), ends=True)
 
 
+def test_who_is_slow_to_disconnect_does_not_take_the_others_for_gone(ranks: list[Heartbeats]) -> None:
+    until(ranks, [FINE, FINE, FINE], {0: None, 1: None, 2: None})
+    ranks[1].tell(FAILED)
+    until(ranks, [JUST_WAITS, None, FINE], {0: Verdict(gone=(1,), ends=True)})
+    ranks[2].tell(ENDED)  # as all ranks are about to
+    until(ranks, [JUST_WAITS, None, None], {0: None})
+
+
 def test_a_rank_that_ended_without_a_word_is_not_waited_for(ranks: list[Heartbeats], monkeypatch: pytest.MonkeyPatch) -> None:
     """Its port tells. One that is stopped has it, still."""
     until(ranks, [FINE, FINE, FINE], {0: None, 1: None, 2: None})

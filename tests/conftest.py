@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy
 import pytest
-from launching import hvdtrain, in_turn, launch, torchrun
+from launching import finish, hvdtrain, in_turn, launch, torchrun
 from terminal import Terminal
 from trainings import Trained
 
@@ -154,7 +154,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: (item.get_closest_marker("quiet") is None, not item.path.name.startswith("test_tensorflow")))
 
 
-STARTERS = {launch, torchrun, hvdtrain, subprocess.run, subprocess.Popen, Terminal, Trained.__call__}
+STARTERS = {finish, launch, torchrun, hvdtrain, subprocess.run, subprocess.Popen, Terminal, Trained.__call__}
 
 
 def starts_programs(item: pytest.Item) -> bool:

@@ -204,16 +204,20 @@ class CheckpointFolder:
     def _remove_unfinished(self) -> None:
         """Remove the unfinished files that a killed run left behind."""
         for path in self._files():
-            if not path.name.startswith(f"{self.prefix.name}.") or not path.name.endswith(UNFINISHED):
-                continue
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
+            if path.name.startswith(f"{self.prefix.name}.") and path.name.endswith(UNFINISHED):
+                remove_whole(path)
 
     def _files(self) -> list[Path]:
         folder = self.prefix.parent
         return list(folder.iterdir()) if folder.is_dir() else []
+
+
+def remove_whole(path: Path) -> None:
+    """Remove a file, if it is there, or a folder with all that is in it. Raises: OSError."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _is_returnns(optimizer_file: Path) -> bool:

@@ -112,6 +112,10 @@ class DatasetSpec:
         for dataset in self.datasets:
             yield from dataset.all()
 
+    def repeatable(self, opened: Any) -> Any:
+        """What `open` returned; in place of an iterator, which has one epoch only, the function of the config that made it."""
+        return self.maker() if self.maker is not None and isinstance(opened, Iterator) else opened
+
 
 @dataclass(frozen=True)
 class OpeningContext:
@@ -235,8 +239,7 @@ def open_dataset(spec: DatasetSpec, context: OpeningContext | None = None) -> Da
     if dataset is None and is_map_style(opened):
         dataset = ItemsDataset(spec.name, opened, context.scanning)
     if dataset is None and is_iterable(opened):
-        again = spec.maker() if spec.maker is not None and isinstance(opened, Iterator) else opened
-        dataset = IterableDataset(again).to_train_on(spec.name, context.scanning)
+        dataset = IterableDataset(spec.repeatable(opened)).to_train_on(spec.name, context.scanning)
     if dataset is None:
         raise DataError(
             f"{spec.name}: expected a dataset that knows the lengths of its sequences, has __len__ and __getitem__, or can be "

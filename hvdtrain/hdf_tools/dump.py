@@ -35,7 +35,6 @@ from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError, DataError, HvdtrainError, PeerFailure
 from hvdtrain.returnn_layer.imports import Layer
 from hvdtrain.runtime.log import noted, watched
-from hvdtrain.settings import all_keys
 
 DESCRIPTION = "Convert a dataset into an HDF file in RETURNN's layout. Without --compression the file can be memory-mapped."
 
@@ -140,11 +139,15 @@ def find_dataset(source: str, name: str, overrides: dict[str, str]) -> DatasetSp
     elif is_config:
         loaded = load([Path(source)], overrides, {}, Layer.unless_installed())
         values = loaded.values
-        problems = list(loaded.problems)
-        for key in loaded.unused:
-            if key not in (keys := [each.name for each in all_keys()]):
-                problems.append(f"{key}: unknown key in {COMMAND_LINE}{did_you_mean(key, [*values.keys() - {key}, *keys])}")
-        if problems:
+        from hvdtrain.settings import all_keys  # here, so that --help does not import it
+
+        keys = [each.name for each in all_keys()]
+        misspelt = [
+            f"{name}: unknown key in {COMMAND_LINE}{did_you_mean(name, [*values.keys() - {name}, *keys])}"
+            for name in loaded.unused
+            if name not in keys
+        ]
+        if problems := [*loaded.problems, *misspelt]:
             raise ConfigError(problems)
         named: dict[str, Any] = {key: values[key] for key in ("train", "dev", "eval") if key in values}
         named |= values.get("eval_datasets") or {}
@@ -219,7 +222,7 @@ def open_source(spec: DatasetSpec, epoch: int) -> Source:
         return Source(len(indices), partial(_by_index, dataset, indices), labels, dims)
     if not isinstance(opened, SequenceSource) and is_iterable(opened):
         refuse_batches(spec.name, opened)
-        again = spec.maker() if spec.maker is not None and isinstance(opened, Iterator) else opened
+        again = spec.repeatable(opened)
         opened = IterableDataset(again) if takes_epoch(again) else opened
     source = as_source(spec.name, opened, ItemForm(spec.name).sequence)
     given = non_default(spec.order)

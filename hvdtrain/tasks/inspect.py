@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from hvdtrain.checkpoint.folder import remove_whole
 from hvdtrain.cli import exit_status
 from hvdtrain.config.source import command_parser, parse_command_line, split_overrides
 from hvdtrain.data.feed import naming
@@ -79,7 +79,7 @@ def export(settings: Settings, out: Path | None) -> None:
                     written = session.learner.export(batch, folder)
             for one in written:
                 if one.problem is not None:
-                    _remove(folder / one.name)  # what an earlier export wrote there is not this model
+                    remove_whole(folder / one.name)  # what an earlier export wrote there is not this model
             (folder / "README.md").write_text(_how_to_load(settings, epoch, written), encoding="utf-8")
         except OSError as error:
             raise CheckpointError(f"{folder}: expected a folder that can be written to, got: {error}") from None
@@ -87,13 +87,6 @@ def export(settings: Settings, out: Path | None) -> None:
             note = f" takes {one.takes}" if one.takes else ""
             say(1, f"{folder / one.name}" + (note if one.problem is None else f": not written: {one.problem}"))
         say(1, f"{folder / 'README.md'} says how to load it")
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def _how_to_load(settings: Settings, epoch: int, written: Sequence[Exported]) -> str:

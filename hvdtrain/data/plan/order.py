@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy
 
-from hvdtrain.config.keys import Rule, key, not_negative, positive
+from hvdtrain.config.keys import Rule, key, misfit, not_negative, positive
 from hvdtrain.data.types import Array
 from hvdtrain.errors import DataError
 
@@ -201,15 +201,11 @@ def method_of(keys: OrderKeys, epoch: int) -> Method:
 
 def called(name: str, function: Callable[..., Any], epoch: int) -> Any:
     """What a function of the config returns for an epoch. Raises: DataError, if it does not take the epoch."""
-    try:
-        inspect.signature(function).bind(epoch=epoch)
-    except TypeError:
+    if misfit(function, "*, epoch, **_"):
         raise DataError(
             f"{name}: expected a function that takes epoch=... (such as def {name}(*, epoch, **_)), got one with the arguments "
-            f"{inspect.signature(function)}"
-        ) from None
-    except ValueError:  # of a function in C, which has no signature
-        pass
+            f"{inspect.signature(function, follow_wrapped=False)}"
+        )
     return function(epoch=epoch)
 
 

@@ -1,5 +1,6 @@
 """The plan of an epoch: batches and who gets which."""
 
+import functools
 import time
 
 import numpy
@@ -248,3 +249,9 @@ def test_functions_of_the_epoch_have_to_take_it() -> None:
         plan(lengths, OrderKeys(seq_ordering=lambda: "random"), BatchKeys(max_seqs=2), 1)
     with pytest.raises(DataError, match=r"^batch_size: expected a function that takes epoch=.*with the arguments \(number\)$"):
         plan(lengths, OrderKeys(), BatchKeys(batch_size=lambda number: 5), 1)
+
+    @functools.wraps(len)
+    def decorated(*, epoch: int) -> int:
+        return epoch + 1
+
+    assert plan(lengths, OrderKeys(), BatchKeys(max_seqs=decorated), 1).num_batches == 2

@@ -55,13 +55,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Tell how to repeat what is random (a header would not be printed with -q)."""
     reports = [report for kind in ("passed", "failed") for report in terminalreporter.getreports(kind)]
-    if any("test_damaged.py" in report.nodeid for report in reports):
+    if any("fuzz" in report.keywords for report in reports):
         seed = os.environ["HVDTRAIN_FUZZ_SEED"]
-        terminalreporter.write_line(f"tests/data/hdf/test_damaged.py: HVDTRAIN_FUZZ_SEED={seed} makes the same files again")
+        terminalreporter.write_line(f"tests marked fuzz: HVDTRAIN_FUZZ_SEED={seed} makes the same cases again")
 
 
 def pytest_configure() -> None:
-    """Every run damages files (tests/data/hdf/test_damaged.py) in other ways; its workers do it in the same.
+    """Every run draws other random cases (tests marked fuzz, fuzzing.py); its workers draw the same.
 
     A shell without job control has background commands ignore SIGINT, and their children after them: `make test &`.
     """

@@ -14,18 +14,20 @@ from pathlib import Path
 import h5py
 import numpy
 import pytest
+from fuzzing import SEED, cases
 from hdf_files import CLASSES, EXPECTED, FRAMES, contents, put, write
 
 from hvdtrain.data.hdf.dataset import open_hdf
 from hvdtrain.errors import DataError
 
-SEED = int(os.environ["HVDTRAIN_FUZZ_SEED"])
-NUMBER = 135
+NUMBER = cases(135)
 """Files that are cut off, and as many with flipped bits; with the claims, 300."""
 
 SECONDS = 5
 MEMORY = 8 << 30
 """Bytes of address space, beside what PyTorch and its friends have taken."""
+
+pytestmark = pytest.mark.fuzz
 
 LAYOUTS: list[dict[str, object]] = [
     {},

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from hvdtrain.checkpoint.progress import EpochProgress
 from hvdtrain.data.feed import naming
 from hvdtrain.data.plan.epoch import Plan
-from hvdtrain.data.plan.order import ORDER_VERSION, changed_since
+from hvdtrain.data.plan.order_keys import ORDER_VERSION, changed_since
 from hvdtrain.data.plan.shared import differences
 from hvdtrain.data.types import Batch
 from hvdtrain.errors import CheckpointError, DataError, HvdtrainError

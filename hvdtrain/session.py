@@ -31,10 +31,12 @@ from hvdtrain.data.copies import Copies, CopyFolder, copy_files
 from hvdtrain.data.dataset import Scanning
 from hvdtrain.data.feed import Feed, copy_lines
 from hvdtrain.data.files import Unchanged, parse_size, parse_sizes, size_text
-from hvdtrain.data.plan.chunks import cut, keys_of, listed
-from hvdtrain.data.plan.chunks import parse as parse_chunking
-from hvdtrain.data.plan.epoch import BatchKeys
-from hvdtrain.data.sources import DatasetSpec, OpeningContext, open_dataset
+from hvdtrain.data.keys import DatasetSpec
+from hvdtrain.data.plan.batch_keys import BatchKeys
+from hvdtrain.data.plan.chunk_keys import keys_of
+from hvdtrain.data.plan.chunk_keys import parse as parse_chunking
+from hvdtrain.data.plan.chunks import cut, listed
+from hvdtrain.data.sources import OpeningContext, open_dataset
 from hvdtrain.errors import DataError, HvdtrainError, LaunchError
 from hvdtrain.learner.base import Learner
 from hvdtrain.learner.frameworks import FRAMEWORKS, BuildOptions

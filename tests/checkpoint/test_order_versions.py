@@ -9,8 +9,8 @@ import torch
 
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.plan import order
-from hvdtrain.data.plan.epoch import BatchKeys
-from hvdtrain.data.plan.order import OrderKeys
+from hvdtrain.data.plan.batch_keys import BatchKeys
+from hvdtrain.data.plan.order_keys import OrderKeys
 from hvdtrain.data.plan.shared import differences
 from hvdtrain.data.sources import open_dataset, parse
 from hvdtrain.errors import CheckpointError

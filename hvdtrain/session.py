@@ -133,7 +133,7 @@ def _open(settings: Settings, purpose: Purpose, comm: Communicator, watched: Exi
         heartbeats = meet(
             comm.rank,
             names_of_this_host() if comm.rank == 0 else (),
-            lambda contact: comm.gather(contact, name="watchdog"),
+            lambda value: comm.gather(value, name="watchdog"),
             together=not is_elastic(launch.environment()),
             restarts=restarts_of_torchrun(launch.environment()) > 0,
         )

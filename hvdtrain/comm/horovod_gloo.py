@@ -72,6 +72,11 @@ class Job:
     tasks: tuple[int, ...]
 
     @property
+    def is_on_one_host(self) -> bool:
+        """Whether all ranks are: they meet on the loopback address, which no other host reaches."""
+        return len(set(self.hosts)) == 1
+
+    @property
     def ports(self) -> list[int]:
         """The ports on which rank 0 may serve: the same on all ranks of a job, and most likely not those of another job."""
         first = zlib.crc32(self.name.encode()) * CHOICES % NUM_PORTS
@@ -105,7 +110,7 @@ def gloo_environment(environ: Mapping[str, str]) -> dict[str, str]:
     if job.rank == 0:
         address, port = "127.0.0.1", serve(job)
     else:
-        address = address_of(job.hosts[0])
+        address = "127.0.0.1" if job.is_on_one_host else address_of(job.hosts[0])
         port = find(job, address)
     other = next((host for host in job.hosts if host != job.hosts[job.node]), None)
     interface = "lo" if other is None else interface_towards(address_of(other))
@@ -167,7 +172,7 @@ def serve(job: Job) -> int:
 
     for port in job.ports:
         try:
-            server = RendezvousHTTPServer(("", port), RendezvousHandler, False)
+            server = RendezvousHTTPServer(("127.0.0.1" if job.is_on_one_host else "", port), RendezvousHandler, False)
         except OSError:  # the port is in use
             continue
         hosts = [HostInfo(host, tasks) for host, tasks in zip(job.hosts, job.tasks, strict=True)]

@@ -24,7 +24,7 @@ from hvdtrain.runtime.interrupt import BY_CTRL_C, TO_BE_CONTINUED, Stopped
 from hvdtrain.runtime.log import say
 from hvdtrain.runtime.scores import Scores, of_dataset
 from hvdtrain.schedule.history import EpochRecord
-from hvdtrain.schedule.measure import completed, minimized_in, with_totals
+from hvdtrain.schedule.measure import complete_history, minimized_in, with_totals
 from hvdtrain.session import Session
 from hvdtrain.training.agreement import INTERVAL, INTERVAL_APART, Ballot, Wishes, completed_share, plan_together
 from hvdtrain.training.callbacks import EVENTS, Callbacks, Training
@@ -193,7 +193,7 @@ class Engine:
             losses=losses,
         )
         progress.epoch, progress.current, progress.report = epoch, None, as_line(report)
-        progress.history = [*completed(progress.history, losses), EpochRecord(epoch, epoch_rate, scores, losses)]
+        progress.history = [*complete_history(progress.history, losses), EpochRecord(epoch, epoch_rate, scores, losses)]
         mistake = self._pace.mistake(progress.history)
         if mistake is not None or self._is_to_be_saved(epoch):
             self._save()

@@ -96,7 +96,7 @@ def with_totals(scores: Mapping[str, float], losses: Mapping[str, float]) -> dic
     return totals
 
 
-def completed(history: Iterable[EpochRecord], losses: Mapping[str, float]) -> list[EpochRecord]:
+def complete_history(history: Iterable[EpochRecord], losses: Mapping[str, float]) -> list[EpochRecord]:
     """The history with the sums of epochs of which it is not known what they minimized: of earlier releases, or of RETURNN."""
     return [
         record if record.losses else replace(record, scores=with_totals(record.scores, losses), losses=dict(losses))

@@ -3,7 +3,7 @@
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.schedule.measure import (
     Measure,
-    completed,
+    complete_history,
     error_key,
     rises,
     unclear_line,
@@ -60,7 +60,7 @@ def test_epochs_of_earlier_releases_get_the_sums_too() -> None:
     """Otherwise the best of them would be forgotten."""
     losses = {"ce": 1.0, "ctc": 0.5}
     older = [EpochRecord(1, 0.1, {"dev_loss_ce": 0.1, "dev_loss_ctc": 0.1}), EpochRecord(2, 0.1, {"dev_score": 3.0})]
-    history = [*completed(older, losses), record(3, losses, ce=1.0, ctc=1.0)]
+    history = [*complete_history(older, losses), record(3, losses, ce=1.0, ctc=1.0)]
     found = Measure().best(history)
     assert found is not None
     assert found.epoch == 1

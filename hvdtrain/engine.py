@@ -24,6 +24,7 @@ from hvdtrain.runtime.interrupt import BY_CTRL_C, TO_BE_CONTINUED, Stopped
 from hvdtrain.runtime.log import say
 from hvdtrain.runtime.scores import Scores, of_dataset
 from hvdtrain.schedule.history import EpochRecord
+from hvdtrain.schedule.measure import complete_history, minimized_in, with_totals
 from hvdtrain.session import Session
 from hvdtrain.training.agreement import INTERVAL, INTERVAL_APART, Ballot, Wishes, completed_share, plan_together
 from hvdtrain.training.callbacks import EVENTS, Callbacks, Training
@@ -166,7 +167,8 @@ class Engine:
         if epoch == 1:
             self._warn_of_means(plan, current)
         scores = of_dataset("train", current.scores.means())
-        scores = self._evaluate(current, scores)
+        losses = current.scores.scales() or dict(minimized_in(progress.history))
+        scores = self._training.scores = with_totals(self._evaluate(current, scores), losses)
         self._tell("on_epoch_end")
 
         rates = current.rates
@@ -188,9 +190,10 @@ class Engine:
             seconds_before=before,
             learning_rates=rates.summary(),
             epoch_learning_rate=None if epoch_rate == learning_rate else epoch_rate,
+            losses=losses,
         )
         progress.epoch, progress.current, progress.report = epoch, None, as_line(report)
-        progress.history.append(EpochRecord(epoch, epoch_rate, scores))
+        progress.history = [*complete_history(progress.history, losses), EpochRecord(epoch, epoch_rate, scores, losses)]
         mistake = self._pace.mistake(progress.history)
         if mistake is not None or self._is_to_be_saved(epoch):
             self._save()

@@ -46,7 +46,6 @@ from hvdtrain.runtime.interrupt import Interrupt
 from hvdtrain.runtime.log import SCREEN, open_log, open_terminal, say
 from hvdtrain.runtime.timer import Timer
 from hvdtrain.runtime.watchdog import Ending, Watchdog
-from hvdtrain.schedule.history import wanted_of
 from hvdtrain.settings import Settings
 
 Purpose = Literal["train", "dry_run", "evaluate", "forward", "export", "measure"]
@@ -153,7 +152,7 @@ def _open(settings: Settings, purpose: Purpose, comm: Communicator, watched: Exi
         Path(settings.run.model), FRAMEWORKS[settings.run.backend].suffix, settings.saving.checkpoint_format
     )
     higher = settings.scoring.higher_is_better
-    best = BestModel(checkpoints, wanted_of(settings.measure), higher)
+    best = BestModel(checkpoints, settings.measure)
     saver = Saver(
         comm,
         learner.state,

@@ -49,7 +49,8 @@ from hvdtrain.returnn_layer.adapter import adapted, layer_for_config
 from hvdtrain.returnn_layer.names import ALIASES, READ_BY_RETURNN, UNSUPPORTED, is_no_op, without_effect
 from hvdtrain.runtime.interrupt import InterruptKeys
 from hvdtrain.runtime.log import LogKeys
-from hvdtrain.schedule.history import EarlyStoppingKeys, ScoreKeys, wanted_of
+from hvdtrain.schedule.early_stopping import EarlyStoppingKeys
+from hvdtrain.schedule.measure import Measure, ScoreKeys, wanted_of
 from hvdtrain.schedule.rates import NewbobKeys, ScheduleKeys
 from hvdtrain.schedule.steps import StepSchedule, make_schedule
 from hvdtrain.training.callbacks import CallbackKeys
@@ -179,9 +180,10 @@ class Settings:
         return self.datasets[0]
 
     @property
-    def measure(self) -> str | list[str] | None:
-        """The score that compares epochs, or several of which the first that exists does; None: the one that newbob uses."""
-        return self.ending.early_stopping_measure or self.newbob.learning_rate_control_error_measure
+    def measure(self) -> Measure:
+        """How epochs are compared."""
+        wanted = self.ending.early_stopping_measure or self.newbob.learning_rate_control_error_measure
+        return Measure(wanted_of(wanted), self.scoring.higher_is_better)
 
     @property
     def evaluations(self) -> tuple[DatasetSpec, ...]:

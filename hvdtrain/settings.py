@@ -32,6 +32,7 @@ from hvdtrain.config.keys import (
 )
 from hvdtrain.config.source import COMMAND_LINE, Source, load
 from hvdtrain.data.copies import CopyKeys
+from hvdtrain.data.expected import Expected, expected_of
 from hvdtrain.data.kinds import KINDS
 from hvdtrain.data.plan.chunks import ChunkKeys
 from hvdtrain.data.plan.epoch import BatchKeys
@@ -163,6 +164,8 @@ class Settings:
     datasets: tuple[DatasetSpec, ...]
     """Train first, then those that are evaluated after every epoch."""
     forward: DatasetSpec | None
+    expected: Mapping[str, Expected]
+    """By data key, what `extern_data` says of it."""
     function: Callable[[], Any] | None
     without_effect: tuple[str, ...]
     """Names that RETURNN would read from the config, with what to set instead where there is something."""
@@ -379,6 +382,13 @@ def _forward_data(sections: Sections, source: Source) -> tuple[DatasetSpec | Non
     return keys.forwarded(run.task)
 
 
+def _expected(sections: Sections, source: Source) -> tuple[Mapping[str, Expected], list[str]]:
+    """What `extern_data` says. In a config for RETURNN, its own rules hold for what is a problem, and for types of numbers."""
+    keys = sections.get(DataKeys)
+    found, problems = expected_of(None if keys is None else keys.extern_data, exact=not source.for_returnn)
+    return found, [] if source.for_returnn else problems
+
+
 def _function(sections: Sections, source: Source) -> tuple[Callable[[], Any] | None, list[str]]:
     """The function of the config that is the task; None: the task is another one."""
     run = sections.get(RunKeys)
@@ -418,6 +428,7 @@ DERIVED: dict[str, Callable[[Sections, Source], tuple[Any, list[str]]]] = {
     "step_schedule": _step_schedule,
     "datasets": _datasets,
     "forward": _forward_data,
+    "expected": _expected,
     "function": _function,
     "without_effect": _without_effect,
     "misspelt": _misspelt,

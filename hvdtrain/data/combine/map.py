@@ -19,7 +19,7 @@ from hvdtrain.config.check import build, unknown_options
 from hvdtrain.config.keys import REQUIRED, key, not_negative, positive
 from hvdtrain.config.source import is_reference, resolve
 from hvdtrain.data.combine.workers import Workers
-from hvdtrain.data.dataset import Dataset, DatasetKeys
+from hvdtrain.data.dataset import Dataset, DatasetKeys, iterator_ended
 from hvdtrain.data.types import Array, Stream
 from hvdtrain.errors import DataError
 
@@ -164,6 +164,8 @@ class MapDataset(Dataset):
             arguments["rng"] = _generator(self._seed, self._epoch, index)
         try:
             made = self._map_seq(dict(arrays), **arguments)
+        except StopIteration as error:
+            raise iterator_ended(f"{self._where}.map_seq, sequence {index}", error) from error
         except Exception as error:
             error.add_note(f"in {self._where}.map_seq, sequence {index}")
             raise

@@ -27,7 +27,7 @@ export PYTHONDONTWRITEBYTECODE =
 # Three workers: tests that wait for processes leave a core idle. With two threads each, they would get in each other's way.
 PYTEST = OMP_NUM_THREADS=1 $(PYTHON_OF_VENV) -m pytest -n 3 --dist loadscope --durations 10
 
-.PHONY: setup setup-tests data train test test-launchers test-gpu test-soak fuzz check format docs benchmark benchmark-data clean
+.PHONY: setup setup-tests data train test test-launchers test-gpu test-soak fuzz check format docs help-time benchmark benchmark-data clean
 
 setup:
 	@bash tools/setup.sh
@@ -89,6 +89,10 @@ format: setup
 
 docs: setup
 	$(PYTHON_OF_VENV) tools/keys_page.py > docs/keys.md
+
+# How long --help takes, as a multiple of "import numpy". Above 2, something that --help does not need is imported.
+help-time: setup
+	@PYTHONDONTWRITEBYTECODE= $(PYTHON_OF_VENV) tools/help_time.py
 
 benchmark: data
 	$(PYTHON_OF_VENV) benchmarks/training_loops.py

@@ -11,7 +11,7 @@ from hvdtrain.checkpoint.progress import EpochProgress
 from hvdtrain.comm.base import together
 from hvdtrain.data.feed import naming
 from hvdtrain.data.plan.epoch import Plan
-from hvdtrain.data.plan.order import ORDER_VERSION, changed_since
+from hvdtrain.data.plan.order_keys import ORDER_VERSION, changed_since
 from hvdtrain.data.plan.shared import differences
 from hvdtrain.data.types import Batch
 from hvdtrain.errors import CheckpointError, DataError, HvdtrainError
@@ -25,9 +25,10 @@ from hvdtrain.runtime.interrupt import BY_CTRL_C, TO_BE_CONTINUED, Stopped
 from hvdtrain.runtime.log import say
 from hvdtrain.runtime.scores import Scores, of_dataset
 from hvdtrain.schedule.history import EpochRecord
+from hvdtrain.schedule.measure import complete_history, minimized_in, with_totals
 from hvdtrain.session import Session
 from hvdtrain.training.account import Account
-from hvdtrain.training.agreement import INTERVAL, INTERVAL_APART, Ballot, Wishes, plan_together
+from hvdtrain.training.agreement import INTERVAL, INTERVAL_APART, Ballot, Wishes, completed_share, plan_together
 from hvdtrain.training.callbacks import EVENTS, Callbacks, Training
 from hvdtrain.training.evaluation import evaluate, not_finite
 from hvdtrain.training.step_log import Listener, StepLog, StepReport, Tally
@@ -44,7 +45,8 @@ class Rates:
     """The learning rate: `of_epoch(epoch, history)` before an epoch, `of_step(step, epoch_continuous, epoch_rate)` for an update.
 
     `of_step` gives the rate that the optimizer uses for the update that ends a step, scaled by the number of ranks if
-    `horovod_scale_lr` asks for it. `step` is the number of steps done before it.
+    `horovod_scale_lr` asks for it. `step` is the number of steps done before it; `epoch_continuous` the number of epochs done
+    before the first step of the update, of the current epoch the share of its sequences.
     """
 
     of_epoch: Callable[[int, list[EpochRecord]], float]
@@ -157,18 +159,19 @@ class Engine:
         self._session.watchdog.beat(f"epoch {epoch}, planning", "planning")
         plan = plan_together(self._comm, self._train, epoch)
         self._session.watchdog.beat(f"epoch {epoch}, before its steps", "between")
-        done = current.position / plan.num_batches if plan.num_batches else 0.0
-        effective = self._rates.of_step(progress.step, epoch - 1.0 + done, epoch_rate)
+        completed = completed_share(self._comm, self._train, plan, self._learner.numbers)
+        effective = self._rates.of_step(progress.step, epoch - 1.0 + completed(current.position), epoch_rate)
         say(4, f"start epoch {epoch} global train step {progress.step} with effective learning rate {effective:.6g} ...")
         self._training.learning_rate = effective
         self._tell("on_epoch_begin")
 
         if not current.trained:
-            self._train_epoch(plan, current, epoch_rate, effective)
+            self._train_epoch(plan, current, completed, epoch_rate, effective)
         if epoch == 1:
             self._warn_of_means(plan, current)
         scores = of_dataset("train", current.scores.means())
-        scores = self._evaluate(current, scores)
+        losses = current.scores.scales() or dict(minimized_in(progress.history))
+        scores = self._training.scores = with_totals(self._evaluate(current, scores), losses)
         self._tell("on_epoch_end")
 
         rates = current.rates
@@ -190,9 +193,10 @@ class Engine:
             seconds_before=before,
             learning_rates=rates.summary(),
             epoch_learning_rate=None if epoch_rate == learning_rate else epoch_rate,
+            losses=losses,
         )
         progress.epoch, progress.current, progress.report = epoch, None, as_line(report)
-        progress.history.append(EpochRecord(epoch, epoch_rate, scores))
+        progress.history = [*complete_history(progress.history, losses), EpochRecord(epoch, epoch_rate, scores, losses)]
         mistake = self._pace.mistake(progress.history)
         if mistake is not None or self._is_to_be_saved(epoch):
             self._save()
@@ -209,10 +213,13 @@ class Engine:
             self._finish()
             raise mistake
 
-    def _train_epoch(self, plan: Plan, current: EpochProgress, epoch_rate: float, first_rate: float) -> None:
+    def _train_epoch(
+        self, plan: Plan, current: EpochProgress, completed: Callable[[int], float], epoch_rate: float, first_rate: float
+    ) -> None:
         """Collective. The steps of an epoch that are not done yet. Afterwards `current` has the scores of all ranks.
 
         Args:
+            completed: the share of the epoch's sequences that precede a position.
             first_rate: the effective learning rate with which the epoch begins, or goes on.
         """
         progress = self._progress
@@ -220,11 +227,10 @@ class Engine:
         counts = self._agree_on_rounds(plan, len(share), current)
         rounds = max(counts)
         shared = self._train.distribution == "shard"
-        total = current.position + (sum(counts) if shared else rounds)
         rate = current.rates.last if current.rates.updates else None  # of the last update
 
         def epoch_continuous() -> float:
-            return current.epoch - 1 + current.position / total
+            return current.epoch - 1 + completed(current.position)
 
         def next_group_size() -> int:
             return self._pace.rounds_per_update(current.epoch, epoch_continuous(), progress.step)
@@ -235,19 +241,21 @@ class Engine:
         self._account = Account(self._train, plan, current.position)
         with self._train.read(share, current.epoch, self._learner.staging) as batches:
             for group in groups(rounds, next_group_size):  # the steps of one update
+                # Before the first of them: an update is at the same place however many batches its sequences are divided into.
+                begun = epoch_continuous()
                 for done in group:
                     batch = self._next(batches, current)
                     with self._timer.span("compute"), naming(batch):
                         self._learner.backward(batch, "update" if done == group[-1] else "accumulate")
                         if done == group[-1]:
-                            rate = self._rates.of_step(progress.step, epoch_continuous(), epoch_rate)
+                            rate = self._rates.of_step(progress.step, begun, epoch_rate)
                             self._learner.update(rate)
                             self._training.learning_rate = rate
                             current.rates.add(rate)
                     progress.step += 1
                     current.position += sum(count > done for count in counts) if shared else 1
                     number = progress.step - current.first_step
-                    self._step_log.step(StepReport(number, current.position / total, rate, batch, self._tally))
+                    self._step_log.step(StepReport(number, completed(current.position), rate, batch, self._tally))
                     self._callbacks.tell("on_step_end", self._training)
                 ranks_with_batch = sum(count > group[0] for count in counts)  # who has any has one in the group's first step
                 update = FinishedUpdate(len(share) > group[0], ranks_with_batch, progress.step, rate or 0.0)

@@ -12,15 +12,14 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy
 
-from hvdtrain.config.keys import REQUIRED, key
 from hvdtrain.data.types import Array, Batch, Padded, Stream, pad
 from hvdtrain.errors import DataError
 
@@ -229,46 +228,6 @@ def concatenated_tag_bytes(start: int, stop: int, bounds: Sequence[int] | Array,
         if begin < end:
             parts.append(read(part, begin - int(bounds[part]), end - int(bounds[part])))
     return numpy.concatenate(parts) if parts else numpy.zeros(0, dtype="S1")
-
-
-class DatasetKeys:
-    """The base of every kind's keys: what the code that opens a dataset asks them."""
-
-    def problems(self) -> list[str]:
-        """What is wrong between the keys."""
-        return []
-
-    def data_files(self) -> tuple[str, ...]:
-        """The files that the dataset reads itself, without those of datasets inside it."""
-        return ()
-
-    def files_to_copy(self) -> tuple[str, ...]:
-        """Those of `data_files` that may be read from a copy in `cache_dir`."""
-        return self.data_files()
-
-    def reading_from(self, copies: Mapping[str, str]) -> Self:
-        """The keys with the files replaced that have a copy, by name of the file."""
-        return self
-
-    def num_readers(self) -> int:
-        """The number of processes that read the datasets inside, each with a cache of its own."""
-        return 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class FileDatasetKeys(DatasetKeys):
-    """The base of the keys of kinds that read files."""
-
-    files: str | list[str] = key(REQUIRED, "the HDF file, or a list of files that are read as one dataset")
-
-    def problems(self) -> list[str]:
-        return [] if self.files else ["files: expected at least one file, got none"]
-
-    def data_files(self) -> tuple[str, ...]:
-        return (self.files,) if isinstance(self.files, str) else tuple(self.files)
-
-    def reading_from(self, copies: Mapping[str, str]) -> Self:
-        return replace(self, files=[copies.get(path, path) for path in self.data_files()])
 
 
 def as_dataset(opened: Any) -> Dataset | None:

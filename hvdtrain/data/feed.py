@@ -22,10 +22,11 @@ from hvdtrain.data.dataset import Dataset, iterator_ended
 from hvdtrain.data.expected import BatchCheck, Expected
 from hvdtrain.data.files import Unchanged, size_text
 from hvdtrain.data.identity import Part
+from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.data.plan.bounds import BLOCK, too_long
 from hvdtrain.data.plan.chunks import ChunkedDataset, Chunks, epoch_subset, select_by_length
-from hvdtrain.data.plan.epoch import BatchKeys, Plan
-from hvdtrain.data.plan.order import OrderKeys, full_epoch
+from hvdtrain.data.plan.epoch import Plan
+from hvdtrain.data.plan.order_keys import OrderKeys, full_epoch
 from hvdtrain.data.plan.shared import PlanInputs
 from hvdtrain.data.types import Array, Batch
 from hvdtrain.errors import DataError, HvdtrainError

@@ -80,8 +80,8 @@ def pad(sequences: Sequence[Array], named: Callable[[int], str] = "row {}".forma
     for number, (row, sequence) in enumerate(zip(values, sequences, strict=True)):
         if sequence.shape[1:] != first.shape[1:] or (sequence.dtype != first.dtype and not _holds(first.dtype, sequence)):
             raise DataError(
-                f"{named(number)}: expected {first.dtype} of shape {first.shape[1:]} in every frame, as the batch's first sequence "
-                f"has, got {sequence.dtype} of shape {sequence.shape[1:]}"
+                f"{named(number)}: expected {first.dtype} of shape {first.shape[1:]} in every frame, as the first one of the "
+                f"batch has, got {sequence.dtype} of shape {sequence.shape[1:]}"
             )
         row[: len(sequence)] = sequence
     return Padded(values, seq_lens)

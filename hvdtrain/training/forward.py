@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.comm.base import Communicator, together, together_with_message
-from hvdtrain.config.keys import Section, key
 from hvdtrain.config.source import as_function
 from hvdtrain.data.feed import Feed, naming
 from hvdtrain.data.types import Array
@@ -20,19 +19,7 @@ from hvdtrain.learner.base import Learner, Outputs
 from hvdtrain.runtime.watchdog import Watchdog
 from hvdtrain.training.account import Account
 from hvdtrain.training.agreement import INTERVAL_OF_TASKS, Ballot, Wishes, plan_together
-
-
-@dataclass(frozen=True, kw_only=True)
-class ForwardKeys(Section):
-    """Where the outputs of the tasks forward and search go: into a file, to a callback, or both."""
-
-    output_file: str | None = key(None, "an HDF file for the outputs that forward_step marks; it must not exist yet")
-    forward_callback: Any = key(
-        None,
-        "an object, or a function or class that makes one, with the methods init(*, model), process_seq(*, seq_tag, outputs) "
-        "and finish(); called on rank 0, sequence by sequence in the dataset's order; in JSON 'module:name'",
-    )
-
+from hvdtrain.training.keys import ForwardKeys
 
 SLICE = 1.0
 """For about this many seconds rank 0 hands outputs on until the ranks meet: the others wait, and the watchdog wants progress."""

@@ -29,6 +29,7 @@ from hvdtrain.config.source import as_function
 from hvdtrain.data.combine.cache import Budget, host_memory
 from hvdtrain.data.copies import Copies, CopyFolder, copy_files
 from hvdtrain.data.dataset import Scanning
+from hvdtrain.data.expected import check_lengths, check_streams
 from hvdtrain.data.feed import Feed, copy_lines
 from hvdtrain.data.files import Unchanged, parse_size, parse_sizes, size_text
 from hvdtrain.data.keys import DatasetSpec
@@ -358,6 +359,8 @@ def open_some(
         files = Unchanged(copies.get(path, path) if path in part.copied else path for part in spec.all() for path in part.files)
         context = OpeningContext(budget, copies, scanning)
         dataset = open_dataset(spec, context)
+        check_lengths(spec.name, dataset)
+        check_streams(spec.name, dataset.streams, spec.files, settings.expected)
         if not any(lengths.any() for lengths in dataset.lengths.values()):
             raise DataError(f"{spec.name}: expected frames, got {dataset.num_sequences} sequences, all of length 0")
         opened = Feed(
@@ -373,6 +376,7 @@ def open_some(
             files=files,
             budget=budget,
             parts=context.parts,
+            expected=settings.expected,
         )
         if dataset.own_order:
             _check_own_order(opened, chunked=training and parse_chunking(settings.chunks.chunking) is not None)

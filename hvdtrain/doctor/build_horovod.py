@@ -123,9 +123,8 @@ def error_lines(log: str, limit: int = 12) -> list[str]:
             found.setdefault(text, [])
     if not found:
         return lines[-20:]
-    shown = list(found.items())[:limit]
-    text = [each for line, more in shown for each in (line, *more)]
-    return [*text, *([f"... and {len(found) - limit} more"] if len(found) > limit else [])]
+    shown = [each for line, more in list(found.items())[:limit] for each in (line, *more)]
+    return [*shown, *([f"... and {len(found) - limit} more"] if len(found) > limit else [])]
 
 
 def _install_only(place: Path, frameworks: list[str], log: Path) -> int:

@@ -185,7 +185,9 @@ def choose_cuda(frameworks: list[str], environment: Mapping[str, str]) -> CudaCh
     else:
         missing = missing_of_cuda(home)
         if missing is None:
-            return CudaChoice(version, nccl_home())
+            nccl = nccl_home()
+            note = "" if nccl else "building without NCCL: found no nccl.h with libnccl.so or libnccl_static.a (libnccl-dev)"
+            return CudaChoice(version, nccl, note)
         problem = f"an incomplete CUDA toolkit in {home}: {missing}"
     if asked:
         name = asked[0]
@@ -231,13 +233,17 @@ def missing_of_cuda(home: Path) -> str | None:
 
 
 def nccl_home() -> Path | None:
-    """The folder with include/nccl.h, where CUDA's compiler is there too; None on a machine without."""
+    """The folder with NCCL's header and a library to link with, where CUDA's compiler is there too; None on a machine without.
+
+    The package nvidia-nccl-cu13 has libnccl.so.2 only, which Horovod's CMake does not link with.
+    """
     if not shutil.which("nvcc"):
         return None
     wheel = find_spec("nvidia.nccl") if find_spec("nvidia") else None
     places = [Path(place) for place in (wheel.submodule_search_locations or [])] if wheel else []
     for place in [*places, Path("/usr"), Path("/usr/local"), Path("/usr/local/cuda")]:
-        if (place / "include/nccl.h").exists():
+        libraries = [*place.glob("lib*/libnccl*"), *place.glob("lib/*/libnccl*")]
+        if (place / "include/nccl.h").exists() and {"libnccl.so", "libnccl_static.a"} & {path.name for path in libraries}:
             return place
     return None
 

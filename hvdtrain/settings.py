@@ -107,8 +107,8 @@ class RunKeys(Section):
     watchdog_timeout: float | None = key(
         None,
         "end the job when a rank makes no progress for this many seconds; None: for 20 times the longest step, evaluation step "
-        "or saving so far, at least 60 s, and 1800 s where none is known yet (while the job starts or ends, and in callbacks, at "
-        "least 1800 s in any case)",
+        "or saving so far, at least 60 s; at least 300 s after the first one, and 1800 s where none is known yet (while the "
+        "job starts or ends, and in callbacks, at least 1800 s in any case)",
         positive,
     )
     predict_ranks: int | str | tuple[Any, ...] | list[Any] | None = key(
@@ -160,6 +160,8 @@ class Settings:
     datasets: tuple[DatasetSpec, ...]
     """Train first, then those that are evaluated after every epoch."""
     forward: DatasetSpec | None
+    expected: Mapping[str, Any]
+    """By data key, what `extern_data` says of it: `hvdtrain.data.expected.Expected`."""
     function: Callable[[], Any] | None
     without_effect: tuple[str, ...]
     """Names that RETURNN would read from the config, with what to set instead where there is something."""
@@ -381,6 +383,17 @@ def _forward_data(sections: Sections, source: Source) -> tuple[DatasetSpec | Non
     return forwarded(keys, run.task)
 
 
+def _expected(sections: Sections, source: Source) -> tuple[Mapping[str, Any], list[str]]:
+    """What `extern_data` says. In a config for RETURNN, its own rules hold for what is a problem, and for types of numbers."""
+    keys = sections.get(DataKeys)
+    if keys is None or keys.extern_data is None:
+        return {}, []
+    from hvdtrain.data.expected import expected_of  # here, as in _datasets
+
+    found, problems = expected_of(keys.extern_data, exact=not source.for_returnn)
+    return found, [] if source.for_returnn else problems
+
+
 def _function(sections: Sections, source: Source) -> tuple[Callable[[], Any] | None, list[str]]:
     """The function of the config that is the task; None: the task is another one."""
     run = sections.get(RunKeys)
@@ -420,6 +433,7 @@ DERIVED: dict[str, Callable[[Sections, Source], tuple[Any, list[str]]]] = {
     "step_schedule": _step_schedule,
     "datasets": _datasets,
     "forward": _forward_data,
+    "expected": _expected,
     "function": _function,
     "without_effect": _without_effect,
     "misspelt": _misspelt,

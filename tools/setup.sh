@@ -5,7 +5,7 @@
 #   PYTHON=python3.12 make setup     another interpreter (3.11 or newer)
 #   WHEEL_DIR=/shared make setup     where the built wheel of Horovod is kept and looked for (default: ~/.cache/hvdtrain/wheels)
 #   DEVICE=cuda make setup           frameworks with CUDA, or cpu: without (default: cuda where nvidia-smi lists a GPU)
-#   EXTRAS=mpi,report make setup     extras of setup.py other than all that the demo and the tests need
+#   EXTRAS=mpi,report make setup     extras of pyproject.toml other than all that the demo and the tests need
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -17,7 +17,7 @@ TORCH_VERSION=2.13.0
 TENSORFLOW_VERSION=2.21.0
 
 # What the stamp must say for the environment to be up to date: this script, the package list, how Horovod is compiled.
-wanted=$(cat tools/setup.sh setup.py hvdtrain/doctor/horovod_recipe.py hvdtrain/doctor/horovod.cmake | sha256sum | cut -d" " -f1)
+wanted=$(cat tools/setup.sh pyproject.toml setup.py hvdtrain/doctor/horovod_recipe.py hvdtrain/doctor/horovod.cmake | sha256sum | cut -d' ' -f1)
 if [ -f "$STAMP" ] && [ "$(cat "$STAMP")" = "$wanted" ] && command -v mpirun >/dev/null && [ -x "$VENV/bin/python" ]; then
     exit 0
 fi

@@ -27,6 +27,9 @@ TRIED = {"torch": "2.15.0", "tensorflow": "2.21.0", "python": "3.13", "compiler"
 
 FRAMEWORKS = ("torch", "tensorflow")
 
+# A line of the compiler's or the linker's, not of pip's summary.
+ERROR = re.compile(r"\b(fatal )?error: (?!subprocess-exited|metadata-generation)\S|undefined reference to|cannot find -l")
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Build Horovod, or take the wheel of an earlier build, install it and try it out; return the exit status."""
@@ -108,18 +111,11 @@ def error_lines(log: str, limit: int = 12) -> list[str]:
     for number, line in enumerate(lines):
         text = line.lstrip()
         if text.startswith("CMake Error"):
-            # What belongs to it is indented further than it, which pip may have indented already.
-            indent = len(line) - len(text) + 2
-            rest = lines[number + 1 : number + 12]
-            end = next((index for index, more in enumerate(rest) if more.strip() and more[:indent].strip()), len(rest))
-            found.setdefault(text, [f"  {more.strip()}" for more in rest[:end] if more.strip()])
-        elif (
-            re.search(
-                r"\b(fatal )?error: (?!subprocess-exited|metadata-generation)\S|undefined reference to|cannot find -l", line
-            )
-            or line.startswith("ERROR: ")
-            and "Failed" not in line
-        ):
+            more = [each.strip() for each in lines[number + 1 : number + 12] if each.strip()]
+            ends = ("--", "CMake", "Call Stack", "See also")
+            end = next((index for index, each in enumerate(more) if each.startswith(ends)), len(more))
+            found.setdefault(text, [f"  {each}" for each in more[: min(end, 6)]])
+        elif ERROR.search(line) or (line.startswith("ERROR: ") and "Failed" not in line):
             found.setdefault(text, [])
     if not found:
         return lines[-20:]

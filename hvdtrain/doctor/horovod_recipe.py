@@ -70,7 +70,7 @@ template <class T> struct span {
 # The headers of the toolkit that Horovod, and those of torch that it includes, ask for.
 CUDA_HEADERS = ("cuda.h", "cuda_runtime.h", "cuda_runtime_api.h", "cuda_fp16.h")
 
-# As Horovod's CMakeLists.txt looks for CUDA, with nothing else around it.
+# As Horovod's CMakeLists.txt looks for CUDA, and its FindPytorch.cmake for the libraries of torch's extensions with CUDA.
 CUDA_PROBE = """\
 cmake_minimum_required(VERSION 3.13)
 project(probe CXX)
@@ -81,15 +81,16 @@ if(NOT CMAKE_CUDA_COMPILER)
 endif()
 enable_language(CUDA)
 find_package(CUDAToolkit REQUIRED)
-foreach(header HEADERS)
+foreach(header @HEADERS@)
     unset(found CACHE)
     find_path(found ${header} PATHS ${CUDAToolkit_INCLUDE_DIRS} ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
     if(NOT found)
         message(FATAL_ERROR "${header} is missing")
     endif()
 endforeach()
-if(NOT TARGET CUDA::cudart_static AND NOT TARGET CUDA::cudart)
-    message(FATAL_ERROR "libcudart is missing")
+find_library(cudart cudart HINTS @HOME@/lib64 @HOME@/lib)
+if(NOT cudart)
+    message(FATAL_ERROR "libcudart.so is missing (CUDA_HOME names another toolkit)")
 endif()
 """
 
@@ -224,7 +225,9 @@ def missing_of_cuda(home: Path) -> str | None:
     if not shutil.which("nvcc") and not (home / "bin/nvcc").exists():
         return "nvcc is missing"
     with tempfile.TemporaryDirectory(prefix="hvdtrain-cuda-") as folder:
-        (Path(folder) / "CMakeLists.txt").write_text(CUDA_PROBE.replace("HEADERS", " ".join(CUDA_HEADERS)))
+        (Path(folder) / "CMakeLists.txt").write_text(
+            CUDA_PROBE.replace("@HEADERS@", " ".join(CUDA_HEADERS)).replace("@HOME@", str(home))
+        )
         tried = subprocess.run(["cmake", "-S", folder, "-B", f"{folder}/build"], capture_output=True, text=True)
     if tried.returncode == 0:
         return None

@@ -4,12 +4,20 @@
 #   docker build -t hvdtrain .
 #   docker build -t hvdtrain:cuda --build-arg BASE=nvidia/cuda:12.8.1-devel-ubuntu24.04 --build-arg DEVICE=cuda .
 #
+# A wheel of Horovod that is there already, built on a cluster with the same versions (docs/installing.md):
+#
+#   docker build -t hvdtrain --build-context wheels=/shared/wheels --build-arg WHEEL=/wheels .
+#
 # tools/setup.sh installs everything, as it does without a container.
 ARG BASE=debian:12-slim
+
+# Empty, unless --build-context names a folder to take its place.
+FROM scratch AS wheels
 
 FROM ${BASE} AS build
 ARG DEVICE=cpu
 ARG EXTRAS=mpi,hdf,huggingface,returnn,report
+ARG WHEEL=
 RUN apt-get update \
     && DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends \
         ca-certificates cmake g++ libopenmpi-dev make openmpi-bin python3 python3-dev python3-venv \
@@ -19,7 +27,8 @@ COPY pyproject.toml setup.py README.md ./
 COPY tools/setup.sh tools/
 COPY hvdtrain hvdtrain
 # The cache keeps pip's downloads and the wheel of Horovod from one build of the image to the next.
-RUN --mount=type=cache,target=/root/.cache DEVICE=${DEVICE} EXTRAS=${EXTRAS} bash tools/setup.sh
+RUN --mount=type=cache,target=/root/.cache --mount=type=bind,from=wheels,target=/wheels \
+    DEVICE=${DEVICE} EXTRAS=${EXTRAS} WHEEL=${WHEEL} bash tools/setup.sh
 
 FROM ${BASE}
 # sshd is for mpirun on several hosts: Kubeflow's operator for MPI starts it in each worker, with keys in /root/.ssh.

@@ -3,6 +3,7 @@
 # and Horovod built against them. Instant when nothing is missing. Logs: .venv/setup-logs/.
 #
 #   PYTHON=python3.12 make setup     another interpreter (3.11 or newer)
+#   WHEEL=/shared/wheels make setup  Horovod's wheel from there, built on another machine; then no compiler is needed
 #   WHEEL_DIR=/shared make setup     where the built wheel of Horovod is kept and looked for (default: ~/.cache/hvdtrain/wheels)
 #   DEVICE=cuda make setup           frameworks with CUDA, or cpu: without (default: cuda where nvidia-smi lists a GPU)
 #   EXTRAS=mpi,report make setup     extras of pyproject.toml other than all that the demo and the tests need
@@ -43,10 +44,12 @@ run() {
 # --- system packages -------------------------------------------------------------------------------------------------
 packages=()
 command -v mpirun >/dev/null || packages+=(openmpi-bin)
-command -v mpicxx >/dev/null || packages+=(libopenmpi-dev)
-command -v g++ >/dev/null || packages+=(g++)
-command -v cmake >/dev/null || packages+=(cmake)
-command -v make >/dev/null || packages+=(make)
+if [ -z "${WHEEL:-}" ]; then
+    command -v mpicxx >/dev/null || packages+=(libopenmpi-dev)
+    command -v g++ >/dev/null || packages+=(g++)
+    command -v cmake >/dev/null || packages+=(cmake)
+    command -v make >/dev/null || packages+=(make)
+fi
 if ! command -v "$PYTHON" >/dev/null; then
     packages+=(python3 python3-venv python3-dev)
 else
@@ -137,7 +140,7 @@ until_fetched tensorflow-is-here
 run tensorflow "installing ${tensorflow}" pip install --find-links $fetched/tensorflow "$tensorflow" "${others[@]}"
 
 # --- Horovod ---------------------------------------------------------------------------------------------------------
-$VENV/bin/python -m hvdtrain build-horovod --log $LOGS/horovod.log ${WHEEL_DIR:+--wheel-dir "$WHEEL_DIR"}
+$VENV/bin/python -m hvdtrain build-horovod --log $LOGS/horovod.log ${WHEEL:+--install "$WHEEL"} ${WHEEL_DIR:+--wheel-dir "$WHEEL_DIR"}
 
 # --- the other packages ----------------------------------------------------------------------------------------------
 wait $fetching || true

@@ -53,7 +53,7 @@ def test_the_packages_are_those_of_the_setup_script() -> None:
 
 def test_its_commands_and_sshds_settings(tmp_path: Path) -> None:
     for run in arguments_of("RUN"):
-        command = re.sub(r"^--mount=\S+ ", "", run)
+        command = re.sub(r"^(--mount=\S+\s+)+", "", run)
         assert subprocess.run(["bash", "-n", "-c", command]).returncode == 0, run
     [settings] = [run for run in arguments_of("RUN") if "sshd_config.d" in run]
     here = settings.replace("/etc/ssh/", f"{tmp_path}/")
@@ -72,3 +72,36 @@ def test_its_commands_and_sshds_settings(tmp_path: Path) -> None:
     assert "strictmodes no" in read.stdout.splitlines(), read.stderr
     asked = subprocess.run(["ssh", "-G", "-F", tmp_path / "ssh_config.d/hvdtrain.conf", "host"], capture_output=True, text=True)
     assert "userknownhostsfile /dev/null" in asked.stdout.splitlines(), asked.stderr
+
+
+def section(name: str) -> list[str]:
+    """The lines of a section of Apptainer's definition file."""
+    text = (ROOT / "apptainer.def").read_text().partition(f"\n%{name}\n")[2]
+    return [line.strip() for line in re.split(r"\n%\w+\n", text)[0].splitlines() if line.strip()]
+
+
+def test_apptainers_definition_has_the_same_files_packages_and_extras(tmp_path: Path) -> None:
+    copied = {source for line in arguments_of("COPY") if not line.startswith("--from") for source in line.split()[:-1]}
+    files = dict(line.split() for line in section("files"))
+    assert set(files) == copied
+    assert files == {source: f"/opt/hvdtrain/{source}" for source in files}
+    commands = "\n".join(section("post"))
+    [packages] = re.findall(r"--no-install-recommends \\\n(.*)", commands)
+    build, _ = (run for run in arguments_of("RUN") if "apt-get install" in run)
+    assert set(packages.split()) < set(build.split())
+    assert (
+        f"ARG {next(line for line in section('arguments') if line.startswith('extras')).replace('extras', 'EXTRAS')}"
+        in INSTRUCTIONS
+    )
+    names = {line.partition("=")[0] for line in section("arguments")}
+    assert set(re.findall(r"{{ (\w+) }}", (ROOT / "apptainer.def").read_text())) == names
+    for part in ("post", "environment", "runscript", "test"):
+        assert subprocess.run(["sh", "-n", "-c", "\n".join(section(part))]).returncode == 0
+
+
+def test_a_wheel_that_is_there_needs_no_compiler() -> None:
+    """Of tools/setup.sh: with WHEEL, the compiler's packages are not asked for, and the wheel is installed."""
+    text = (ROOT / "tools/setup.sh").read_text()
+    [compilers] = re.findall(r'if \[ -z "\${WHEEL:-}" \]; then\n(.*?)\nfi\n', text, re.DOTALL)
+    assert set(re.findall(r"packages\+=\((.*?)\)", compilers)) == {"libopenmpi-dev", "g++", "cmake", "make"}
+    assert '${WHEEL:+--install "$WHEEL"}' in text

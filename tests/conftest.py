@@ -1,7 +1,9 @@
 """What several tests need: a small corpus of sequences of different lengths."""
 
 import ast
+import contextlib
 import gc
+import importlib
 import inspect
 import os
 import random
@@ -22,6 +24,11 @@ from trainings import Trained
 
 from hvdtrain.config.source import SELDOM
 from hvdtrain.data.hdf.writer import HDFWriter
+
+# torch with CUDA imports triton, which ends in a segmentation fault in a process that has TensorFlow loaded, since both bring LLVM.
+# The other order works. A training loads one framework only, but a worker runs the tests of both.
+with contextlib.suppress(ImportError):
+    importlib.import_module("triton")
 
 USUAL = gc.get_threshold()
 gc.set_threshold(*SELDOM)  # until the tests are collected: their modules import PyTorch and TensorFlow

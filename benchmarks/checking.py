@@ -55,7 +55,7 @@ def main() -> None:
             pairs = [(load(False), load(True)) for _ in range(options.repetitions)]
             without, within = (median(times) for times in zip(*pairs, strict=True))
             print(
-                f"{model_file} with Adam's state: {without:.3f} s without checks, {within:.3f} s with them ({within / without - 1:+.1%})"
+                f"{model_file} with Adam's state: {without:.3f} s without checks, {within:.3f} s with ({within / without - 1:+.1%})"
             )
         for file in sorted(folder.iterdir()):
             began = time.perf_counter()

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -108,11 +108,29 @@ def never(wanted: list[Launch], failed: Mapping[int, int]) -> list[Launch]:
     return []
 
 
-def run(wanted: list[Launch], arguments: list[str], environ: Mapping[str, str], again: Again = never) -> int:
-    """Start `python -m hvdtrain ARGUMENTS` once per launch; return the highest exit status.
+PROGRAM = ("-m", "hvdtrain")
+"""Of Python's arguments, those that start the command line."""
+
+
+def run(
+    wanted: list[Launch],
+    arguments: Sequence[str],
+    environ: Mapping[str, str],
+    again: Again = never,
+    *,
+    program: Sequence[str] = PROGRAM,
+    signals_to_forward: Sequence[signal.Signals] = FORWARDED_SIGNALS,
+    report: Callable[[str], object] = sys.stderr.write,
+    while_waiting: Callable[[], None] = lambda: None,
+) -> int:
+    """Start `python PROGRAM ARGUMENTS` once per launch; return the highest exit status.
 
     Signals are forwarded to the processes. If one of them fails, the others are ended within seconds, and unless a signal came,
     those start that `again` returns; if this process is killed, they end by themselves.
+
+    Args:
+        report: gets lines about processes that did not say themselves how they ended.
+        while_waiting: called again and again until the processes have ended.
     """
     with tempfile.TemporaryDirectory(prefix="hvdtrain-") as folder:
         shared = dict(environ) | {PARENT: str(os.getpid())}
@@ -125,27 +143,29 @@ def run(wanted: list[Launch], arguments: list[str], environ: Mapping[str, str], 
             signals.append(number)
             _signal(children, number)
 
-        previous = {number: signal.signal(number, forward) for number in FORWARDED_SIGNALS}
+        previous = {number: signal.signal(number, forward) for number in signals_to_forward}
         try:
             while True:
                 for started in wanted:
                     # In a session of its own, so that the terminal's Ctrl-C reaches this process only, which forwards it once.
                     children.append(
                         subprocess.Popen(
-                            [sys.executable, "-m", "hvdtrain", *arguments],
+                            [sys.executable, *program, *arguments],
                             env=shared | variables(started),
                             start_new_session=True,
                         )
                     )
                 for number in signals:  # that came before all had been started
                     _signal(children, number)
-                failed = _wait(children, wanted, signals)
+                failed = _wait(children, wanted, signals, report, while_waiting)
                 wanted = again(wanted, failed) if failed and not signals else []
                 if not wanted:
                     return max(map(_exit_status, failed.values()), default=0)
                 children.clear()
         finally:
             _signal([child for child in children if child.poll() is None], signal.SIGKILL)
+            for child in children:
+                child.wait()
             for number, handler in previous.items():
                 signal.signal(number, handler)
 
@@ -210,12 +230,19 @@ def _exit_status(status: int) -> int:
     return 128 - status if status < 0 else 1 if status in (PEER_FAILED, HUNG) else status
 
 
-def _wait(children: list[subprocess.Popen[bytes]], wanted: list[Launch], signals: list[int]) -> dict[int, int]:
+def _wait(
+    children: list[subprocess.Popen[bytes]],
+    wanted: list[Launch],
+    signals: list[int],
+    report: Callable[[str], object],
+    while_waiting: Callable[[], None],
+) -> dict[int, int]:
     """Wait until all processes have ended; if one fails, end the others. By rank, the exit statuses of those that failed."""
     kills_before = out_of_memory()
     while all(child.poll() in (None, 0) for child in children):
         if all(child.returncode == 0 for child in children):
             return {}
+        while_waiting()
         time.sleep(POLL_INTERVAL)
     failed: dict[int, int] = {}
     for seconds in (0.0, REPORT_TIMEOUT):  # the first ones at once, as the others fail because of them
@@ -223,7 +250,7 @@ def _wait(children: list[subprocess.Popen[bytes]], wanted: list[Launch], signals
         ended = {one.rank: child.returncode for one, child in zip(wanted, children, strict=True) if child.poll() not in (None, 0)}
         for rank, status in sorted(ended.items() - failed.items()):
             if -status not in signals and (how := how_it_ended(status, out_of_memory() > kills_before)) is not None:
-                sys.stderr.write(f"rank {rank} of {wanted[0].size}: {how}\n")
+                report(f"rank {rank} of {wanted[0].size}: {how}\n")
         failed = ended
     _signal(children, signal.SIGTERM)
     _wait_at_most(children, TERMINATE_TIMEOUT)

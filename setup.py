@@ -40,7 +40,19 @@ setup(
         "export": ["onnx>=1.16", "onnxscript>=0.2"],  # what hvdtrain export needs for ONNX
         "benchmark": ["returnn>=1.20250101", "dm-tree>=0.1.8", "hdf5plugin>=4.1"],  # what benchmarks/ compare with
         "peers": ["lightning>=2.4", "accelerate>=1.0", "returnn>=1.20250101", "dm-tree>=0.1.8"],  # benchmarks/peers
-        "dev": ["jsonschema>=4.20", "mypy>=1.10", "pytest>=8.0", "pytest-xdist>=3.6", "pyyaml", "ruff>=0.5"],
+        "dev": [
+            "jsonschema>=4.20",
+            "mypy>=1.10",
+            "pytest>=8.0",
+            "pytest-xdist>=3.6",
+            "pyyaml",
+            "ruff>=0.5",
+            "nbclient>=0.10",
+            "nbformat>=5.10",
+            "ipykernel>=6.29",
+            "ipywidgets>=8.1",
+            "optuna>=4.0",
+        ],
     },
     entry_points={"console_scripts": ["hvdtrain = hvdtrain.cli:main"]},
 )

@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import random
+import re
 import signal
 import sys
 import threading
@@ -323,5 +324,54 @@ def test_an_error_of_a_rank_is_raised_with_its_traceback(tmp_path: Path) -> None
     with pytest.raises(FloatingPointError, match="of rank 1") as raised:
         hvdtrain.train(config, ranks=2, num_epochs=1, model=str(tmp_path / "model"))
     assert state_of_the_process() == before
-    assert raised.value.__notes__ == ["on rank 1 of 2"]
+    assert raised.value.__notes__[-1] == "on rank 1 of 2"
     assert 'in train_step\n    raise FloatingPointError("of rank 1")' in str(raised.value.__cause__)
+
+
+def test_the_examples_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In order, as one program, whose config has less data; the study with Optuna is among them."""
+    text = (ROOT / "docs" / "python_api.md").read_text()
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "smallest.py").write_text(SMALLEST.read_text().replace("5500", "600"))
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    for block in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL):
+        exec(block, names)
+        assert lines_of(tmp_path / "exp" / "a")
+    assert isinstance(names["model"], nn.Module)
+    assert lines_of(tmp_path / "exp" / "two") == [dict(lines_of(tmp_path / "exp" / "two")[0])]
+    assert len(names["study"].trials) == 3
+    for trial in names["study"].trials:
+        scores = [line["dev_loss_ce"] for line in lines_of(tmp_path / "exp" / "study" / str(trial.number))]
+        assert trial.value == min(scores)
+    assert len({trial.value for trial in names["study"].trials}) == 3
+
+
+NOTEBOOK = """
+import sys
+sys.path.insert(0, {tests!r})
+import threading
+from pathlib import Path
+import hvdtrain
+from test_api import keys_of
+result = hvdtrain.train(keys_of(Path({folder!r})), num_epochs=2, log_interval_steps=1, callbacks=Slow())
+print(result.scores, [thread.name for thread in threading.enumerate() if "watchdog" in thread.name])
+"""
+
+
+def test_a_notebook_trains_and_shows_a_bar(tmp_path: Path) -> None:
+    import nbclient
+    import nbformat
+
+    slow = "import time\nclass Slow:\n    def on_step_end(self, training):\n        time.sleep(0.05)"  # bars come after 0.2 s
+    cells = [slow, NOTEBOOK.format(tests=str(ROOT / "tests"), folder=str(tmp_path)), "result.model"]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": tmp_path}}).execute()
+    [shown] = [output for output in notebook.cells[1].outputs if output.output_type == "stream" and output.name == "stdout"]
+    assert "dev_loss_ce" in shown.text
+    bars = [output.data for output in notebook.cells[1].outputs if output.output_type == "display_data"]
+    assert any("application/vnd.jupyter.widget-view+json" in bar for bar in bars)
+    widgets = notebook.metadata.widgets["application/vnd.jupyter.widget-state+json"]["state"]
+    values = [str(widget["state"].get("value")).replace("\u2007", " ") for widget in widgets.values()]
+    assert {"epoch 1: 100%", "epoch 2: 100%"} <= set(values), values
+    assert "Embedding" in str(notebook.cells[2].outputs)

@@ -148,7 +148,7 @@ class StepLog:
         self._what = f"train epoch {epoch}" if dataset is None else f"epoch {epoch} {dataset!r} eval"
         self._short = f"epoch {epoch}" if dataset is None else f"epoch {epoch} {dataset}"
         self._rounds, self._elapsed = rounds, elapsed
-        self._done = 0
+        self._done = self._number = 0
         self._losses = ""
         self._began = self._told = self._drawn = time.perf_counter()
 
@@ -156,6 +156,7 @@ class StepLog:
         """One more step is done."""
         now = time.perf_counter()
         self._done += 1
+        self._number = report.number
         tell = now - self._told >= self._interval if self._every is None else report.number % self._every == 0
         self._untold = None if tell or self._listener is None else report
         draw = self._terminal is not None and now - self._drawn >= EVERY
@@ -196,8 +197,9 @@ class StepLog:
         self.end()
 
     def end(self) -> None:
-        """The epoch's training or the evaluation is over: remove the bar."""
+        """The epoch's training or the evaluation is over: remove the bar, or in a notebook end it."""
         if self._bar is not None:
+            self._bar.n = self._number  # a notebook keeps the bar
             self._bar.close()
             self._bar = None
 

@@ -16,7 +16,7 @@ from typing import Literal
 
 import numpy
 
-from hvdtrain.comm.base import Communicator, Tensor, together, together_with_message
+from hvdtrain.comm.base import Communicator, Tensor, all_reduce, together, together_with_message
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.data.plan.shared import WORTHWHILE, Offer, mapped, offered
@@ -63,6 +63,32 @@ def plan_together(comm: Communicator, feed: Feed, epoch: int) -> Plan:
             return next((plan for plan in found if plan is not None), None) or feed.plan(epoch)
 
         return together(comm, second, name=f"map_plan_{feed.name}")
+
+
+def completed_share(
+    comm: Communicator, feed: Feed, plan: Plan, tensor: Callable[[Sequence[float]], Tensor]
+) -> Callable[[int], float]:
+    """Collective. The share of an epoch's sequences (or chunks) that precede a position in it, from 0 to 1, as a function.
+
+    Counted in batches, it would depend on the number of ranks wherever batches differ in size: in the last step of an epoch, in
+    which some ranks may have none, and with batches that are limited by their frames.
+
+    Args:
+        feed: whose ranks share a plan, or have a plan each; a position is the number of batches that all ranks together, or each
+            of them, have done.
+        tensor: makes a tensor that can be sent to other ranks (`Learner.numbers`).
+    """
+    done = plan.bounds
+    if feed.distribution != "shard" and comm.size > 1:
+        rounds = max(comm.gather(plan.num_batches, name="rounds"))
+        own = plan.bounds[numpy.minimum(numpy.arange(rounds + 1), plan.num_batches)]
+        [sums] = all_reduce(comm, [tensor(own.tolist())], "sum", name="completed")  # the same rate on all ranks
+        done = numpy.asarray(sums)
+
+    def completed(position: int) -> float:
+        return float(done[min(position, len(done) - 1)]) / float(done[-1]) if done[-1] else 0.0
+
+    return completed
 
 
 INTERVAL = 0.1

@@ -26,9 +26,11 @@ def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
     # 231 sequences in batches of 5 are 47. An update takes 6 of them, the last one 5: of 2 ranks one lacks its last batch.
     accumulated = {"max_seqs": 5, "accum_grad_multiple_step": 6 // size}
     for losses in ("sum", "mean", "several"):
-        made[f"{losses}.apart"] = {"losses": losses, **accumulated, "gradient_clip_global_norm": 5.0}
+        same = {"losses": losses, "gradient_clip_global_norm": 5.0}
+        same |= {"learning_rate_schedule": "one_cycle"} if losses == "mean" else {}
+        made[f"{losses}.apart"] = {**same, **accumulated}
         if size == 1:
-            made[f"{losses}.whole"] = {"losses": losses, "max_seqs": 30, "gradient_clip_global_norm": 5.0}
+            made[f"{losses}.whole"] = {**same, "max_seqs": 30}
         else:
             made[f"{losses}.apart"]["timeline"] = folder / f"{losses}.timeline.json"
     plain = {"part": "even.hdf", "optimizer": {"class": "sgd"}, "max_seqs": 2, "accum_grad_multiple_step": 2}
@@ -68,6 +70,8 @@ def test_several_batches_are_one_larger_batch_on_any_number_of_ranks(results: Re
     assert_alike(alone.weights(f"{losses}.whole"), several.weights(f"{losses}.apart"))
     assert several.reports(f"{losses}.apart")[0]["steps"] == (47 if of.size == 1 else 24)  # a rank's batches, as in RETURNN
     assert several.scores(f"{losses}.apart")[0] == pytest.approx(alone.scores(f"{losses}.apart")[0], rel=1e-5)
+    rates = [made.reports(f"{losses}.{name}")[0].get("learning_rates") for made, name in ((alone, "whole"), (several, "apart"))]
+    assert rates[0] == rates[1], "an update's place in the epoch is that of its first sequence"
 
 
 @pytest.mark.parametrize("of", RUNS, ids=str)

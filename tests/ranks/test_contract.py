@@ -4,6 +4,7 @@ A new transport is a line in TRANSPORTS of tests/trainings.py and its runs in SE
 tests/toy/config.py in CONFIGS. SEVERAL covers every framework, transport and number of ranks; `make test-soak` has the rest.
 """
 
+import math
 import re
 import time
 from functools import partial
@@ -34,7 +35,12 @@ ALL = [*SEVERAL, *marked(AGAIN)]
 IN_PARTS = {"layers": "statistics", "optimizer": {"class": "adam"}}
 TRAININGS: dict[str, dict[str, object]] = {
     "sum": {"losses": "sum", "gradient_clip_global_norm": 50.0},
-    "mean": {"losses": "mean", "gradient_clip_global_norm": 1.0, "optimizer": {"class": "adam"}},
+    "mean": {
+        "losses": "mean",
+        "gradient_clip_global_norm": 1.0,
+        "optimizer": {"class": "adam"},
+        "learning_rate_schedule": "cosine",  # ends with the epoch, in the last step of which only one rank has a batch
+    },
     "several": {"losses": "several"},
     "mean_average": {"losses": "mean", "horovod_avg_grad": True},
     "grad_average": {"part": "even.hdf", "horovod_avg_grad": True, "optimizer": {"class": "sgd"}},
@@ -99,6 +105,14 @@ def test_weights_after_20_steps_do_not_depend_on_the_number_of_ranks(results: Re
         assert_alike(results(run.alone).weights(name), results(run).weights(name), 1e-5)
         assert results(run).scores(name)[-1] == pytest.approx(results(run.alone).scores(name)[-1], rel=1e-5)
         assert results(run).reports(name)[0]["steps"] == 20
+
+
+@pytest.mark.parametrize("run", ALL, ids=str)
+def test_the_rates_of_a_schedule_in_epochs_do_not_depend_on_the_number_of_ranks(results: ResultsOf, run: Run) -> None:
+    """To the last bit: 228 of 231 sequences precede the last update."""
+    one, several = (results(each).reports("mean")[0] for each in (run.alone, run))
+    assert one["learning_rate"] == 0.01 * 0.5 * (1 + math.cos(math.pi * 228 / 231))
+    assert several["learning_rates"] == one["learning_rates"]
 
 
 @pytest.mark.parametrize("run", [run for run in ALL if run not in of_torch(ALL)], ids=str)

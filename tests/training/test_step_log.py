@@ -81,7 +81,9 @@ def test_lines_in_a_pipe(corpus: Path, tmp_path: Path) -> None:
     assert "%|" not in ended.out + ended.err
     times = r"[\d.]+ sec/step, elapsed \d:\d\d:\d\d, exp. remaining \d:\d\d:\d\d, complete"
     of_training = re.findall(rf"^train epoch 1, step (\d+), ce [\d.]+, fer [\d.]+, {times} ([\d.]+)%$", ended.out, flags=re.M)
-    assert [(int(step), float(share)) for step, share in of_training] == [(step, 5.0 * step) for step in range(1, 21)]
+    assert [(int(step), float(share)) for step, share in of_training] == [
+        (step, round(100 * min(12 * step, 231) / 231, 2)) for step in range(1, 21)
+    ]
     of_dev = re.findall(rf"^epoch 1 'dev' eval, step (\d+), ce [\d.]+, fer [\d.]+, {times} ([\d.]+)%$", ended.out, flags=re.M)
     assert [int(step) for step, _ in of_dev] == list(range(1, 10))
     assert of_dev[-1][1] == "100.00"

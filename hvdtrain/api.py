@@ -34,7 +34,7 @@ from hvdtrain.run import Trained
 from hvdtrain.runtime.log import programs_log
 from hvdtrain.runtime.process import Process
 from hvdtrain.schedule.history import EpochRecord
-from hvdtrain.session import checkpoint_folder
+from hvdtrain.session import checkpoint_folder, open_session
 from hvdtrain.settings import TASKS, Settings, read_settings
 
 ConfigLike = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, Any]
@@ -289,8 +289,8 @@ def _load(settings: Settings, checkpoint: Path) -> Any:
         reduce=replace(settings.reduce, use_horovod=False, horovod_timeline=None),
         torch_distributed=None,
     )
-    with FRAMEWORKS[settings.run.backend].preserved():
-        return _to_evaluate(importlib.import_module("hvdtrain.tasks.inspect").load(settings))
+    with FRAMEWORKS[settings.run.backend].preserved(), open_session(settings, "load") as session:
+        return _to_evaluate(session.learner.model)
 
 
 def _best(settings: Settings, found: Mapping[str, Any] | None) -> Best | None:

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from hvdtrain.checkpoint.folder import remove_whole
 from hvdtrain.cli import exit_status
@@ -36,12 +35,6 @@ def summarize(settings: Settings) -> None:
                     shapes = session.learner.output_shapes(batch)
         for line in table(as_json(session.learner.layers(), shapes)):
             say(1, line)
-
-
-def load(settings: Settings) -> Any:
-    """The trained model that the config's keys `load` and `load_epoch` say, without data. Raises: HvdtrainError."""
-    with open_session(settings, "load") as session:
-        return session.learner.model
 
 
 USAGE = "python -m hvdtrain export CONFIG [CONFIG ...] [--epoch N] [--out FOLDER] [++KEY VALUE ...]"

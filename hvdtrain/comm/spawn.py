@@ -181,6 +181,7 @@ def on_rank(name: str) -> int:
         value = resolve(job.function)(**_arguments(job))
         if rank == 0:
             _write(folder / "result", packed(value))
+        local.note_end(launch.environment(), rank)
         return 0
     except PeerFailure:
         time.sleep(SECONDS_FOR_THE_CAUSE)

@@ -64,6 +64,7 @@ STOP_TIMEOUT = 60.0
 def processes(keys: LaunchKeys, started: Launch) -> list[Launch]:
     """The processes that this one has to start; empty if this process itself trains.
 
+    >>> from hvdtrain.comm.keys import LaunchKeys
     >>> [one.rank for one in processes(LaunchKeys(ngpu=2, dist_rank=1, dist_world_size=2), Launch(None))]
     [2, 3]
 

@@ -8,6 +8,7 @@ it has.
 from __future__ import annotations
 
 import sys
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, nullcontext
@@ -73,7 +74,11 @@ class Dataset(ABC):
     def padded(self, indices: Array) -> dict[str, Padded]:
         """Several sequences, padded to the longest. Override it where that is faster than one by one. Raises: DataError."""
         sequences = self.sequences(indices.tolist())
-        return {name: pad([sequence[name] for sequence in sequences]) for name in self.streams}
+
+        def named(name: str, row: int) -> str:
+            return f"sequence {self.tags([int(indices[row])])[0]!r}, data key {name!r}"
+
+        return {name: pad([sequence[name] for sequence in sequences], partial(named, name)) for name in self.streams}
 
     def batch(self, indices: Array) -> Batch:
         """A batch of the sequences with these indices, int64 of shape (batch,). Raises: DataError."""
@@ -174,6 +179,20 @@ class SequenceSource(ABC):
 
 Item = tuple[str, Mapping[str, Any]]
 """A sequence of a source: its tag, and its arrays by data key."""
+
+
+def iterator_ended(where: str, error: StopIteration) -> DataError:
+    """The error for a StopIteration that leaves code of the user's: Python would take it for the end of the data.
+
+    Args:
+        where: what was called, for which sequences.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" in {frames[-1].filename}, line {frames[-1].lineno}" if frames else ""
+    return DataError(
+        f"{where}: expected data, got a StopIteration{place}: an iterator that it asks for more with next() has ended (begin it "
+        "again there, or use itertools.cycle)"
+    )
 
 
 # Concatenation: what every dataset needs that consists of several parts, one after the other. `bounds` holds the index of the
@@ -284,7 +303,7 @@ class ForeignDataset(Dataset):
         self._ask("close", super().close)()
 
     def sequences(self, indices: Sequence[int]) -> list[dict[str, Array]]:
-        return self._ask("sequences", lambda indices: list(map(self._inner.sequence, indices)))(indices)  # type: ignore[no-any-return]
+        return self._ask("sequences", lambda indices: [self._inner.sequence(index) for index in indices])(indices)  # type: ignore[no-any-return]
 
     def padded(self, indices: Array) -> dict[str, Padded]:
         return self._ask("padded", super().padded)(indices)  # type: ignore[no-any-return]

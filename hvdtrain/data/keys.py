@@ -41,6 +41,11 @@ class DataKeys(Section):
         "None: they are found in every run",
     )
     eval_datasets: dict[str, Any] = key({}, "further datasets by name, evaluated after every epoch")
+    extern_data: Any = key(
+        None,
+        "what the data has to be like: by data key a dict with dim, and sparse, dtype (numpy's name) and shape (None is the time "
+        "axis) where they apply; every batch is compared with it before the model sees it, except for keys that it leaves out",
+    )
     forward_data: Any = key(None, "task forward: the data; None: eval")
     search_data: Any = key(None, "task search: the data; None: forward_data, or eval")
 

@@ -17,7 +17,7 @@ import numpy
 from hvdtrain.config.source import resolve
 from hvdtrain.data.combine.keys import MapDatasetKeys, OutputKeys
 from hvdtrain.data.combine.workers import Workers
-from hvdtrain.data.dataset import Dataset
+from hvdtrain.data.dataset import Dataset, iterator_ended
 from hvdtrain.data.types import Array, Stream
 from hvdtrain.errors import DataError
 
@@ -96,6 +96,8 @@ class MapDataset(Dataset):
             arguments["rng"] = _generator(self._seed, self._epoch, index)
         try:
             made = self._map_seq(dict(arrays), **arguments)
+        except StopIteration as error:
+            raise iterator_ended(f"{self._where}.map_seq, sequence {index}", error) from error
         except Exception as error:
             error.add_note(f"in {self._where}.map_seq, sequence {index}")
             raise

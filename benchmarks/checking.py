@@ -54,9 +54,8 @@ def main() -> None:
             load(True)
             pairs = [(load(False), load(True)) for _ in range(options.repetitions)]
             without, within = (median(times) for times in zip(*pairs, strict=True))
-            print(
-                f"{model_file} with Adam's state: {without:.3f} s without checks, {within:.3f} s with ({within / without - 1:+.1%})"
-            )
+            more = within / without - 1
+            print(f"{model_file} with Adam's state: {without:.3f} s without checks, {within:.3f} s with them ({more:+.1%})")
         for file in sorted(folder.iterdir()):
             began = time.perf_counter()
             damage(file)

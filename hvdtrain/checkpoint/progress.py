@@ -144,7 +144,7 @@ class BestModel:
             found = self.found(list(history))
             text = "" if found is None else json.dumps(found, indent=2) + "\n"
             try:
-                if (path.read_text(encoding="utf-8") if path.exists() else "") == text:
+                if (path.read_bytes() if path.exists() else b"") == text.encode():
                     return
                 if not text:
                     path.unlink()
@@ -192,7 +192,7 @@ def best_epoch(folder: Path) -> int:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         epoch, measure, higher = int(found["saved"]["epoch"]), str(found["measure"]), bool(found["higher_is_better"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         raise CheckpointError(
             f"{path}: expected the best epoch that has a model, got none (a training writes the file)"
         ) from None

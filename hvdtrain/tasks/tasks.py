@@ -27,8 +27,9 @@ from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.data.types import Array
 from hvdtrain.doctor.scaling import predicted, spread
 from hvdtrain.engine import Engine, Pace
-from hvdtrain.errors import ConfigError
+from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.learner.frameworks import FRAMEWORKS
+from hvdtrain.report.json_lines import NO_LINE
 from hvdtrain.report.steps import Reporters
 from hvdtrain.run import announce, gather_hosts, is_done, open_pace, open_rates, open_trackers, wrong_scores
 from hvdtrain.runtime.log import open_log, say, silence
@@ -115,14 +116,21 @@ def clean_up_all(settings: Settings) -> None:
 
 
 def _history(path: Path) -> list[EpochRecord]:
-    """The epochs in a scores.jsonl."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    epochs = [json.loads(line) for line in lines if line.endswith("}")]
-    scores = [{name: float(score) for name, score in epoch["scores"].items()} for epoch in epochs]
-    return [
-        EpochRecord(epoch["epoch"], epoch.get("learning_rate", 0.0), own, epoch.get("losses", {}))
-        for epoch, own in zip(epochs, scores, strict=True)
-    ]
+    """The epochs in a scores.jsonl. Raises: DataError, if a line is damaged, since models are removed by what it says."""
+    *lines, _ = path.read_bytes().split(b"\n") if path.exists() else [b""]
+    history = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            epoch = json.loads(line.decode("utf-8"))
+            scores = {name: float(score) for name, score in epoch["scores"].items()}
+            losses = {name: float(scale) for name, scale in epoch.get("losses", {}).items()}
+            history.append(EpochRecord(int(epoch["epoch"]), float(epoch.get("learning_rate", 0.0)), scores, losses))
+        except (*NO_LINE, AttributeError) as error:
+            raise DataError(
+                f"{path}, line {number}: expected the scores of an epoch, got a damaged line: {error!r} (without them, "
+                "the best models are not known; the command of the training sets the line aside)"
+            ) from None
+    return history
 
 
 @dataclass(frozen=True)

@@ -271,7 +271,8 @@ def open_communicator(settings: Settings) -> Iterator[Communicator]:
         from hvdtrain.comm.horovod import open_horovod, peer_failures  # imports a framework
 
         inside = peer_failures()  # TensorFlow's graphs exchange by themselves
-        comm = open_horovod(settings.run.backend, settings.reduce.horovod_timeline)
+        stays = not settings.process.is_own
+        comm = open_horovod(settings.run.backend, settings.reduce.horovod_timeline, stays)
     elif torch_keys is not None:
         from hvdtrain.comm.torch_dist import open_torch_distributed
 

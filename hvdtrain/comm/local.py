@@ -17,11 +17,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
-from hvdtrain.comm.keys import LaunchKeys
 from hvdtrain.comm.launch import Launch, variables
 from hvdtrain.comm.torch_rendezvous import HVDTRAIN_PLACE
 from hvdtrain.errors import LaunchError, TrainingError
+
+if TYPE_CHECKING:
+    from hvdtrain.comm.keys import LaunchKeys
 
 LAUNCHERS = {"slurm": "srun", "mpi": "mpirun"}
 """The launcher for each value of dist_launcher."""

@@ -62,7 +62,8 @@ def open_torch_distributed(backend: str | None, init_method: str | None, timeout
             "got none (set MASTER_ADDR and MASTER_PORT, or init_method to 'tcp://HOST:PORT' or 'file:///PATH')"
         )
     with _peer_failures():
-        store = meet(meeting_place, started.rank, started.size, min(timeout, MAX_START_TIMEOUT))
+        on_one_host = started.local_size == started.size
+        store = meet(meeting_place, started.rank, started.size, min(timeout, MAX_START_TIMEOUT), on_one_host)
         torch.distributed.init_process_group(
             chosen,
             store=PrefixStore("group", store),

@@ -10,6 +10,7 @@ token that was posted with the address; otherwise the address is stale, and the 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
@@ -70,11 +71,17 @@ Place = Address | Agent | SharedFile
 FIRST_PORT, PORTS = 20000, 10000
 """Ports for jobs without MASTER_PORT: below those that Linux assigns to outgoing connections (32768 and above)."""
 
+LOOPBACK = "127.0.0.1"
+"""Where the processes of a job on one host meet: no other host reaches it."""
+
 HVDTRAIN_PLACE = "HVDTRAIN_INIT_METHOD"
 """The variable with the rendezvous address of processes that hvdtrain itself started."""
 
 POLL_INTERVAL = 0.05
 """Seconds between two attempts to read or connect."""
+
+BACKLOG = 1024
+"""How many connections of ranks that start at the same time may wait."""
 
 REPORT_AFTER = 15.0
 """Seconds after which rank 0 reports which ranks it waits for."""
@@ -105,7 +112,7 @@ def place(environ: Mapping[str, str], started: Launch, init_method: str | None =
     if init_method == "env://" or port is None:
         return None
     if started.local_size == started.size > 1:
-        return Address(("127.0.0.1",), port)
+        return Address((LOOPBACK,), port)
     if started.launcher == "srun":
         return Address(_slurm_hosts(environ), port)
     return None
@@ -175,7 +182,7 @@ def names_of_this_host() -> list[str]:
         except OSError:
             pass  # there is only the loopback network
     outside = [address for address in addresses if not address.startswith(("127.", "::1"))]
-    return list(dict.fromkeys([name, *outside, "127.0.0.1"]))
+    return list(dict.fromkeys([name, *outside, LOOPBACK]))
 
 
 class Board(Protocol):
@@ -237,19 +244,21 @@ class MPIBoard:
         return mpi.from_rank_zero(None)
 
 
-def meet(place: Place | None, rank: int, size: int, timeout: float) -> Store:
+def meet(place: Place | None, rank: int, size: int, timeout: float, on_one_host: bool = False) -> Store:
     """Collective. Return a store that all ranks share, as soon as all of them are connected.
 
     Args:
         place: the rendezvous; None: rank 0 broadcasts its address over MPI.
         timeout: seconds to wait for the other ranks.
+        on_one_host: all ranks are: they meet on the loopback address, which no other host reaches.
 
     Raises:
         LaunchError: a rank is missing or present twice, or the ranks disagree on their number.
     """
     deadline = time.monotonic() + timeout
     if isinstance(place, Address):
-        store = _serve(place.port) if rank == 0 else _connect(place.hosts, place.port, deadline)
+        hosts = (LOOPBACK,) if on_one_host else place.hosts
+        store = _serve(place.port, on_one_host) if rank == 0 else _connect(hosts, place.port, deadline)
     else:
         board: Board
         if isinstance(place, SharedFile):
@@ -257,7 +266,8 @@ def meet(place: Place | None, rank: int, size: int, timeout: float) -> Store:
         else:
             board = MPIBoard() if place is None else AgentBoard(place, deadline)
         if rank == 0:
-            store = _serve_and_post(board, [place.host] if isinstance(place, Agent) else [])
+            names = [*names_of_this_host(), *([place.host] if isinstance(place, Agent) else [])]
+            store = _serve_and_post(board, [LOOPBACK] if on_one_host else names, on_one_host)
         else:
             store = _read_and_connect(board, deadline)
     if store is None:
@@ -271,18 +281,24 @@ def meet(place: Place | None, rank: int, size: int, timeout: float) -> Store:
     return store
 
 
-def _serve(port: int) -> TCPStore:
+def _serve(port: int, on_one_host: bool) -> TCPStore:
     from torch._C._distributed_c10d import TCPStore
 
-    with _quiet_port(port):
-        return TCPStore("127.0.0.1", port, None, True, timedelta(minutes=5), wait_for_workers=False)
+    patience = timedelta(minutes=5)
+    if not on_one_host:
+        with _quiet_port(port):
+            return TCPStore(LOOPBACK, port, None, True, patience, wait_for_workers=False)
+    # A TCPStore ignores the host that it is given and listens on all interfaces, unless it is given a socket that listens.
+    with _quiet_port(port), socket.create_server((LOOPBACK, port), backlog=BACKLOG) as server:
+        port = server.getsockname()[1]
+        return TCPStore(LOOPBACK, port, None, True, patience, wait_for_workers=False, master_listen_fd=server.detach())
 
 
-def _serve_and_post(board: Board, more_names: list[str]) -> TCPStore:
-    store = _serve(0)
+def _serve_and_post(board: Board, names: list[str], on_one_host: bool) -> TCPStore:
+    store = _serve(0, on_one_host)
     token = secrets.token_hex(8)
     store.set("token", token)
-    board.post(json.dumps({"hosts": [*names_of_this_host(), *more_names], "port": store.port, "token": token}))
+    board.post(json.dumps({"hosts": names, "port": store.port, "token": token}))
     return store
 
 
@@ -354,8 +370,8 @@ def _check_in(store: Store, place: Place | None, rank: int, size: int, deadline:
 def _quiet_port(port: int) -> Iterator[None]:
     try:
         yield
-    except RuntimeError as error:
-        if "EADDRINUSE" not in str(error):
+    except (RuntimeError, OSError) as error:
+        if "EADDRINUSE" not in str(error) and getattr(error, "errno", None) != errno.EADDRINUSE:
             raise
         raise LaunchError(
             f"expected port {port} of this host to be free for rank 0, got one in use (by another job, or was rank 0 started "

@@ -48,6 +48,12 @@ def minimized(losses: Mapping[str, Loss]) -> dict[str, Loss]:
     return {name: loss for name, loss in losses.items() if not loss.as_error and loss.scale != 0}
 
 
+def scales_of(losses: Mapping[str, Loss], train: bool) -> dict[str, float]:
+    """The losses and errors of a step in their order, each with the scale with which it is minimized; 0: it is not."""
+    scaled = minimized(losses) if train else {}
+    return {name: float(scaled[name].scale) if name in scaled else 0.0 for name in losses}
+
+
 def check_marked(losses: Mapping[str, Loss], is_tensor: Callable[[Any], bool]) -> None:
     """Raises: ConfigError, if train_step marked nothing, or something else than the framework's tensors."""
     if not losses:
@@ -185,9 +191,9 @@ class Transfer:
 
 @dataclass(frozen=True)
 class _Pending:
-    """A batch's sums and counts on their way from the device, and the names of the losses, with whether each is minimized."""
+    """A batch's sums and counts on their way from the device, and the names of the losses, with the scale of those minimized."""
 
-    names: Mapping[str, bool]
+    names: Mapping[str, float]
     numbers: Any
     step: int
     indices: Array
@@ -219,11 +225,11 @@ class PendingScores:
         self._not_finite: list[NotFinite] = []
         self._scores = Scores()
 
-    def add(self, names: Mapping[str, bool], numbers: Tensor, step: int, indices: Array) -> None:
+    def add(self, names: Mapping[str, float], numbers: Tensor, step: int, indices: Array) -> None:
         """Add a batch's numbers.
 
         Args:
-            names: of the losses and errors in the numbers' order, with whether each is minimized in this step.
+            names: of the losses and errors in the numbers' order, each with the scale with which this step minimizes it, or 0.
             step: steps done before this one in the whole training.
             indices: the batch's sequences in the dataset.
         """
@@ -268,11 +274,11 @@ class PendingScores:
         values = iter(self._transfer.read([batch.numbers for batch in batches]))
         for batch in batches:
             totals = [next(values) for _ in batch.names]
-            for (name, is_minimized), total in zip(batch.names.items(), totals, strict=True):
+            for (name, loss_scale), total in zip(batch.names.items(), totals, strict=True):
                 count = next(values)
                 if self._finite_only and not isfinite(total):
                     continue
-                self._scores.add(name, total, count)
-                if is_minimized and not isfinite(total) and len(self._not_finite) < MAX_NOT_FINITE:
+                self._scores.add(name, total, count, loss_scale)
+                if loss_scale and not isfinite(total) and len(self._not_finite) < MAX_NOT_FINITE:
                     found = NotFinite(batch.step, name, total, tuple(batch.indices.tolist()), self._find_not_finite())
                     self._not_finite.append(found)

@@ -32,6 +32,7 @@ class EpochReport:
         sent: bytes that rank 0 has handed to the network in these and as gradients.
         seconds_before: seconds of training that the epoch had taken when it was resumed; `elapsed` has them, `seconds` does not.
         learning_rates: where updates had different rates, the 'first', 'lowest', 'highest' and 'mean' of them; None: the same.
+        losses: those that are minimized, each with its scale; the sum of several is the score `total` of each dataset.
         epoch_learning_rate: the epoch's rate, before a rule for steps and `horovod_scale_lr` change it; None: they did not.
     """
 
@@ -51,6 +52,7 @@ class EpochReport:
     seconds_before: float = 0.0
     learning_rates: Mapping[str, float] | None = None
     epoch_learning_rate: float | None = None
+    losses: Mapping[str, float] = field(default_factory=dict)
 
     def lines(self, datasets: Sequence[str]) -> list[tuple[int, str]]:
         """The log lines of the epoch, each with the lowest verbosity that shows it.

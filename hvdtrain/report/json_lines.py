@@ -20,11 +20,11 @@ from hvdtrain.report.steps import StepRecord
 
 
 def as_line(report: EpochReport) -> dict[str, Any]:
-    """A report as it is written to the file, without what is None and seconds_before = 0; scores that are not finite become
-    strings.
+    """A report as it is written to the file, without what is None, seconds_before = 0 and no losses; scores that are not finite
+    become strings.
     """
     scores = {name: _finite(value) for name, value in report.scores.items()}
-    line = {**asdict(report), "scores": scores, "seconds_before": report.seconds_before or None}
+    line = {**asdict(report), "scores": scores, "seconds_before": report.seconds_before or None, "losses": report.losses or None}
     return {name: value for name, value in line.items() if value is not None}
 
 

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.errors import ConfigError, DataError
-from hvdtrain.schedule.history import error_key, is_higher_better
+from hvdtrain.schedule.history import EpochRecord
+from hvdtrain.schedule.measure import Measure, is_higher_better, wanted_of
 from hvdtrain.version import __version__
 
 PACKAGES = ("torch", "tensorflow", "tensorflow-cpu", "keras", "horovod", "mpi4py", "numpy", "h5py")
@@ -112,9 +113,10 @@ class Run:
 
     @property
     def measure(self) -> str | None:
-        """The score that tells which epoch is the best one: that of the config, or the one that newbob would use."""
-        wanted = self.setting("early_stopping_measure") or self.setting("learning_rate_control_error_measure") or []
-        return error_key(self.epochs[-1]["scores"], [wanted] if isinstance(wanted, str) else wanted) if self.epochs else None
+        """The score that tells which epoch is the best one: that of the config, or the loss that is minimized."""
+        wanted = self.setting("early_stopping_measure") or self.setting("learning_rate_control_error_measure")
+        history = [EpochRecord(one["epoch"], 0.0, one["scores"], one.get("losses") or {}) for one in self.epochs]
+        return Measure(wanted_of(wanted), self.setting("higher_is_better") or []).name(history)
 
     def is_higher_better(self, name: str) -> bool:
         """Whether the config counts a score as better where it is higher."""

@@ -18,8 +18,19 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
-from hvdtrain.runtime.peers import Address, Datagrams, Process, end_daemon_later, open_datagrams
+from hvdtrain.runtime.peers import (
+    LOOPBACK,
+    Address,
+    Datagrams,
+    Process,
+    authenticated,
+    body_of,
+    end_daemon_later,
+    network,
+    open_datagrams,
+)
 
 INTERVAL = 1.0
 """Seconds between two datagrams of a rank, in a job of up to MANY ranks; more in a larger one, so that rank 0 keeps up."""
@@ -52,7 +63,7 @@ class Contact:
     Attributes:
         names: names and addresses of its host; 127.0.0.1 may be among them.
         port: where it listens; None: it cannot.
-        token: what every datagram of the job begins with. Rank 0's is used.
+        token: a secret of the job, which authenticates its datagrams. Rank 0's is used.
     """
 
     host: str
@@ -169,6 +180,8 @@ class Heartbeats:
     _lost: set[int] = field(default_factory=set)  # their hosts do not answer
     _answer: Verdict | None = None  # of rank 0, on the others
     _told: Verdict | None = None  # what rank 0 last told everyone
+    _number_sent: int = 0
+    _number_received: dict[int, int] = field(default_factory=dict)  # by rank: an old datagram, sent again, is no sign of life
 
     @property
     def interval(self) -> float:
@@ -190,23 +203,25 @@ class Heartbeats:
                 self._take(*received)
 
     def _take(self, data: bytes, address: Address) -> None:
-        try:
-            token, sender, what = json.loads(data)
-            if token != self.contacts[0].token:
-                return
-            if what == ENDED:
-                self._heard.pop(sender, None)
-                self._ended.add(sender)
-            elif what == FAILED and sender != self.rank:
-                self._gone.add(sender)
-            elif self.rank == 0:
-                self._heard[sender] = _Heard(Sign(**what), time.monotonic(), address)
-                self._send(self._told and asdict(self._told), address)
-            else:
-                self._heard[0] = _Heard(None, time.monotonic(), address)
-                self._answer = what and Verdict(tuple(what["hanging"]), tuple(what["silent"]), tuple(what["gone"]), what["ends"])
-        except (ValueError, TypeError, KeyError, IndexError):  # of somebody else
+        # Nothing is parsed before it is known to be the job's own: whoever reaches the port could send what the parser chokes on.
+        if (body := body_of(self.contacts[0].token, data)) is None:
             return
+        sender, number, what = json.loads(body)
+        # What a stranger has recorded may come once more, or to another rank: rank 0 hears all others, which hear rank 0.
+        if number <= self._number_received.get(sender, 0) or (sender == 0) == (self.rank == 0):
+            return
+        self._number_received[sender] = number
+        if what == ENDED:
+            self._heard.pop(sender, None)
+            self._ended.add(sender)
+        elif what == FAILED:
+            self._gone.add(sender)
+        elif self.rank == 0:
+            self._heard[sender] = _Heard(Sign(**what), time.monotonic(), address)
+            self._send(self._told and asdict(self._told), address)
+        else:
+            self._heard[0] = _Heard(None, time.monotonic(), address)
+            self._answer = what and Verdict(tuple(what["hanging"]), tuple(what["silent"]), tuple(what["gone"]), what["ends"])
 
     def tell(self, sign: Sign | str) -> None:
         """Send rank 0 a sign of life, or ENDED or FAILED, of which rank 0 tells the others."""
@@ -220,7 +235,9 @@ class Heartbeats:
 
     def _send(self, what: object, address: Address) -> None:
         if self.datagrams is not None:
-            self.datagrams.send(json.dumps([self.contacts[0].token, self.rank, what]).encode(), address)
+            self._number_sent += 1
+            body = json.dumps([self.rank, self._number_sent, what]).encode()
+            self.datagrams.send(authenticated(self.contacts[0].token, body), address)
 
     def close(self) -> None:
         """Close the socket."""
@@ -373,31 +390,35 @@ class Heartbeats:
 
 
 def meet(
-    rank: int, names: Sequence[str], gather: Callable[[Contact], list[Contact]], together: bool = True, restarts: bool = False
+    rank: int, names: Sequence[str], gather: Callable[[Any], list[Any]], together: bool = True, restarts: bool = False
 ) -> Heartbeats:
     """Collective. Exchange addresses with the watchdogs of the other ranks.
+
+    Where all ranks are on one host, they listen on its loopback address, which no other host reaches.
 
     Args:
         names: names and addresses of this host.
         gather: gives every rank's value, by rank.
         together, restarts: see `Heartbeats`.
     """
-    datagrams = open_datagrams()
+    on_one_host = len(set(gather(network()))) == 1
+    datagrams = open_datagrams(LOOPBACK if on_one_host else "")
     port = None if datagrams is None else datagrams.port
-    contacts = gather(Contact(socket.gethostname(), Process.of(os.getpid()), tuple(names), port, secrets.token_hex(8)))
+    own = Contact(socket.gethostname(), Process.of(os.getpid()), tuple(names), port, secrets.token_hex())
+    contacts: list[Contact] = gather(own)
     if datagrams is not None and contacts[0].port is None:
         datagrams.close()
         datagrams = None
     met = Heartbeats(rank, contacts, datagrams, together=together, restarts=restarts)
     if rank != 0:
-        met.addresses = _addresses(contacts[0], local=0 in met._here())
+        met.addresses = _addresses(contacts[0], local=on_one_host or 0 in met._here())
     return met
 
 
 def _addresses(contact: Contact, local: bool) -> list[Address]:
     """Where a rank may be reached. Names are looked up here, once: without a name server, that takes many seconds."""
     found = []
-    for name in ("127.0.0.1",) if local else [name for name in contact.names if not name.startswith("127.")]:
+    for name in (LOOPBACK,) if local else [name for name in contact.names if not name.startswith("127.")]:
         with suppress(OSError):
             found.append((socket.gethostbyname(name), contact.port or 0))
     return list(dict.fromkeys(found))

@@ -8,12 +8,17 @@ from dataclasses import dataclass, field
 from math import fsum, isfinite, nan
 
 
-@dataclass(frozen=True)
+@dataclass
 class Sum:
-    """The sum of one loss or error in each batch, and the number of elements in each sum."""
+    """The sum of one loss or error in each batch, and the number of elements in each sum.
+
+    Attributes:
+        scale: with which the loss was minimized in the last of these batches; 0.0: it was not.
+    """
 
     totals: array[float] = field(default_factory=lambda: array("d"))
     counts: array[float] = field(default_factory=lambda: array("d"))
+    scale: float = 0.0
 
 
 class Scores:
@@ -32,9 +37,10 @@ class Scores:
     def __init__(self) -> None:
         self._sums: dict[str, Sum] = {}
 
-    def add(self, name: str, total: float, count: float) -> None:
-        """Add a batch: the sum of `name` over its `count` elements is `total`."""
+    def add(self, name: str, total: float, count: float, scale: float = 0.0) -> None:
+        """Add a batch: the sum of `name` over its `count` elements is `total`; minimized with a scale, if that is not zero."""
         entry = self._sums.setdefault(name, Sum())
+        entry.scale = scale or entry.scale
         entry.totals.append(total)
         entry.counts.append(count)
 
@@ -46,6 +52,10 @@ class Scores:
         """The number of elements of each mean."""
         return {name: _sum(entry.counts) for name, entry in sorted(self._sums.items())}
 
+    def scales(self) -> dict[str, float]:
+        """The losses that were minimized, each with its scale."""
+        return {name: entry.scale for name, entry in sorted(self._sums.items()) if entry.scale}
+
     @staticmethod
     def merged(parts: Iterable[Scores]) -> Scores:
         """Combine the batches of all `parts`."""
@@ -55,25 +65,26 @@ class Scores:
                 into = result._sums.setdefault(name, Sum())
                 into.totals.extend(entry.totals)
                 into.counts.extend(entry.counts)
+                into.scale = entry.scale or into.scale
         return result
 
     def compact(self) -> Scores:
         """Reduce each sum to a few numbers. The means stay identical to the last bit, whatever is added later."""
         result = Scores()
         for name, entry in self._items():
-            result._sums[name] = Sum(array("d", _partials(entry.totals)), array("d", _partials(entry.counts)))
+            result._sums[name] = Sum(array("d", _partials(entry.totals)), array("d", _partials(entry.counts)), entry.scale)
         return result
 
     def state(self) -> dict[str, list[list[float]]]:
         """Return all sums and counts as lists, for a checkpoint."""
-        return {name: [list(entry.totals), list(entry.counts)] for name, entry in self._items()}
+        return {name: [list(entry.totals), list(entry.counts), [entry.scale]] for name, entry in self._items()}
 
     @staticmethod
     def from_state(state: Mapping[str, list[list[float]]]) -> Scores:
         """Restore what `state` returned."""
         result = Scores()
-        for name, (totals, counts) in state.items():
-            result._sums[name] = Sum(array("d", totals), array("d", counts))
+        for name, (totals, counts, *scale) in state.items():  # earlier releases stored no scale
+            result._sums[name] = Sum(array("d", totals), array("d", counts), scale[0][0] if scale else 0.0)
         return result
 
     def _items(self) -> Iterator[tuple[str, Sum]]:

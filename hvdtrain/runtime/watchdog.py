@@ -116,6 +116,8 @@ class Watchdog:
         self._phase: Phase = "start-up"
         self._done = threading.Event()
         self._telling = threading.Lock()  # so that the last word is that this rank has ended
+        self._looked = self._last_beat
+        self._told = -math.inf
         self._reported_at: float | None = None
         self._has_shown_its_stack = False
 
@@ -143,25 +145,35 @@ class Watchdog:
             self._heartbeats.tell(ENDED if is_orderly else FAILED)
 
     def _watch(self) -> None:
-        looked = time.monotonic()
-        told = -math.inf
+        self._looked = time.monotonic()
+        has_failed = False
         while not self._done.is_set():
-            now = time.monotonic()
-            suspended = now - looked > 10 * self._interval + 5  # the whole process, by SIGSTOP or the batch system
-            looked = now
-            if suspended:
-                self._last_beat = now
-                self._heartbeats.forgive()
-            own = self._sign()
-            if own.overdue or now - told >= self._heartbeats.interval:
-                with self._telling:
-                    if not self._done.is_set():
-                        self._heartbeats.tell(own)
-                told = now
-            if not suspended:
-                self._act(self._heartbeats.conclude(own), own)
-            self._heartbeats.listen(self._interval)
+            try:
+                self._look()
+            except Exception as error:  # a dead watchdog would let the job hang: it goes on, whatever it meets
+                if not has_failed:
+                    has_failed = True
+                    _print(f"rank {self._rank}: the watchdog met an error and goes on watching: {error!r}")
+                self._done.wait(self._interval)
         self._heartbeats.close()
+
+    def _look(self) -> None:
+        """Tell the others how this rank is, act on what all of them say, and listen to them for an interval."""
+        now = time.monotonic()
+        suspended = now - self._looked > 10 * self._interval + 5  # the whole process, by SIGSTOP or the batch system
+        self._looked = now
+        if suspended:
+            self._last_beat = now
+            self._heartbeats.forgive()
+        own = self._sign()
+        if own.overdue or now - self._told >= self._heartbeats.interval:
+            with self._telling:
+                if not self._done.is_set():
+                    self._heartbeats.tell(own)
+            self._told = now
+        if not suspended:
+            self._act(self._heartbeats.conclude(own), own)
+        self._heartbeats.listen(self._interval)
 
     def _sign(self) -> Sign:
         idle = time.monotonic() - self._last_beat

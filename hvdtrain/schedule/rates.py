@@ -11,10 +11,9 @@ from math import copysign, inf, isfinite
 from statistics import fmean
 from typing import Any, Literal
 
-import numpy
-
 from hvdtrain.config.keys import ALONE, Rule, Section, Sections, key, not_negative, positive
-from hvdtrain.schedule.history import EpochRecord, error_key, wanted_of
+from hvdtrain.schedule.history import EpochRecord
+from hvdtrain.schedule.measure import error_key, minimized_in, wanted_of
 
 Control = Literal["constant", "newbob", "newbob_rel", "newbob_relative", "newbob_abs", "newbob_multi_epoch"]
 
@@ -26,7 +25,7 @@ class ScheduleKeys(Section):
     learning_rate: float | None = key(
         None, "the learning rate of the first epoch; required unless learning_rates is set", not_negative
     )
-    learning_rates: list[float] | dict[int, float] | numpy.ndarray[Any, Any] | None = key(
+    learning_rates: list[float] | dict[int, float] | None = key(
         None,
         "the learning rates of epochs 1, 2, ..., or a dict {epoch: rate}; other epochs keep the last rate, or use "
         "learning_rate_control",
@@ -79,7 +78,8 @@ class NewbobKeys(Section):
     learning_rate_control_error_measure: str | list[str] | None = key(
         None,
         "newbob: the score it uses as error, such as dev_loss_ce, or a list, of which it uses the first that exists; "
-        "None: the first dev score by name. One whose higher values are better is named in higher_is_better",
+        "None: the loss that is minimized, of several their sum, dev_loss_total. One whose higher values are better is named in "
+        "higher_is_better",
     )
     learning_rate_control_relative_error_relative_lr: bool = key(
         False, "newbob: divide the relative error by the ratio of the current to the first learning rate"
@@ -180,7 +180,8 @@ def relative_change(keys: NewbobKeys, first: float, pair: Sequence[EpochRecord])
 def _errors(keys: NewbobKeys, pair: Sequence[EpochRecord]) -> tuple[float, float] | None:
     """The errors of two epochs; None unless the same score is the error of both."""
     wanted = wanted_of(keys.learning_rate_control_error_measure)
-    names = [error_key(record.scores, wanted) for record in pair]
+    losses = minimized_in(pair)
+    names = [error_key(record.scores, wanted, losses) for record in pair]
     if len(names) < 2 or names[0] is None or names[0] != names[1]:
         return None
     return pair[0].scores[names[0]], pair[1].scores[names[0]]

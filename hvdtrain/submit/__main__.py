@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 import shutil
 import subprocess
@@ -16,6 +17,7 @@ from hvdtrain.settings import Settings, read_settings
 from hvdtrain.submit.job import Job, choose_launcher, megabytes_of, seconds_of
 from hvdtrain.submit.kubernetes import kubernetes_manifest
 from hvdtrain.submit.schedulers import lsf_script, pbs_script, plain_script, sge_script, slurm_script
+from hvdtrain.submit.texts import problems_of
 
 USAGE = """\
 python -m hvdtrain submit CONFIG [CONFIG ...] --scheduler slurm|sge|pbs|lsf|mpi [options] [++KEY VALUE ...]
@@ -63,6 +65,9 @@ SUBMITTERS = {
 NOT_FOR = {"mpi": ("memory", "time", "queue", "account", "option"), "kubernetes": ("option", "output", "export")}
 """Options that a scheduler has no counterpart of."""
 
+IN_OPTIONS = {"sge": ("--name", "--queue", "--account", "--output", "--folder"), "mpi": (), "kubernetes": ()}
+"""Options whose values a scheduler reads from a comment, where others do."""
+
 CORES: dict[str, int | None] = {"sge": 1, "mpi": None}
 """Of a rank, where the command does not say. SGE counts in slots: a rank is one of them unless more are asked for."""
 
@@ -82,7 +87,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     script = WRITERS[options.scheduler](job)
     if options.out is not None:
-        options.out.write_text(script)
+        options.out.write_text(script, encoding="utf-8")
     if not options.submit:
         print(script, end="") if options.out is None else print(f"wrote {options.out}")
         return 0
@@ -133,6 +138,9 @@ def job_of(options: argparse.Namespace, settings: Settings, overrides: list[str]
         problems.append(
             "--image: expected a container image with hvdtrain for kubernetes, got none (docs/installing.md builds one)"
         )
+    folder = options.folder or str(Path.cwd())
+    texts = texts_of(options, overrides) | {"--hosts": list(hosts), "--folder": [folder]}
+    problems += problems_of(texts, IN_OPTIONS.get(options.scheduler, ("--name", "--queue", "--account", "--output")))
     volumes = [each.partition(":") for each in options.volume]
     for claim, _, path in volumes:
         if not claim or not path.startswith("/"):
@@ -160,14 +168,15 @@ def job_of(options: argparse.Namespace, settings: Settings, overrides: list[str]
         )
     if problems:
         raise ConfigError(problems)
-    configs = [each if "/" in each or "." in each else f"./{each}" for each in options.configs]  # no command's name
+    # Neither a command's name nor an option.
+    configs = [each if ("/" in each or "." in each) and not each.startswith("-") else f"./{each}" for each in options.configs]
     return Job(
-        name=options.name or Path(options.configs[0]).stem,
+        name=options.name or name_of(options.configs[0]),
         scheduler=options.scheduler,
         launcher=launcher,
         arguments=(*configs, *overrides),
         python=options.python or ("python" if options.scheduler == "kubernetes" else sys.executable),
-        folder=options.folder or str(Path.cwd()),
+        folder=f"./{folder}" if folder.startswith("-") else folder,
         written_by=f"python -m hvdtrain submit {shlex.join(given)}",
         nodes=options.nodes,
         tasks_per_node=options.tasks_per_node,
@@ -191,6 +200,31 @@ def job_of(options: argparse.Namespace, settings: Settings, overrides: list[str]
         image=options.image,
         volumes=tuple((claim, path) for claim, _, path in volumes),
     )
+
+
+def texts_of(options: argparse.Namespace, overrides: list[str]) -> dict[str, list[str]]:
+    """All values of the command line that end up in the script, by option or key."""
+    texts = {
+        f"--{name.replace('_', '-')}": [value] if isinstance(value, str) else value
+        for name, value in vars(options).items()
+        if value and isinstance(value, str | list) and name != "configs"
+    }
+    texts["CONFIG"] = options.configs
+    key = "++"
+    for word in overrides:
+        if word.startswith("++"):
+            key = word if word.isprintable() else "++KEY"
+        texts.setdefault(key, []).append(word)
+    return texts
+
+
+def name_of(config: str) -> str:
+    """A job's name, after its config.
+
+    >>> name_of("my configs/large (2).py"), name_of("-.py")
+    ('large-2', 'hvdtrain')
+    """
+    return re.sub(r"[^A-Za-z0-9_.+-]+", "-", Path(config).stem).strip("-.+") or "hvdtrain"
 
 
 def submit(script: str, command: list[str]) -> int:

@@ -214,10 +214,12 @@ def environment_lines(job: Job) -> list[str]:
     if job.cpus_per_task is not None:
         lines.append(f"export OMP_NUM_THREADS={job.cpus_per_task}  # per rank")
     if job.interface:
-        lines.append(f"export NCCL_SOCKET_IFNAME={job.interface}  # beginnings of names; =name is exact, ^name excludes")
+        lines.append(
+            f"export NCCL_SOCKET_IFNAME={quoted([job.interface])}  # beginnings of names; =name is exact, ^name excludes"
+        )
         if "," not in job.interface and not job.interface.startswith(("^", "=")):
             names = "HOROVOD_GLOO_IFACE" if job.launcher != "torchrun" else "GLOO_SOCKET_IFNAME"
-            lines.append(f"export {names}={job.interface}  # the whole name")
+            lines.append(f"export {names}={quoted([job.interface])}  # the whole name")
     if job.launcher == "torchrun":
         lines.append("export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # or restarted ranks find the addresses of dead ones")
     return lines
@@ -260,11 +262,12 @@ def mpirun(job: Job, hosts: Sequence[str]) -> list[str]:
         exported.append("OMP_NUM_THREADS")
     if job.interface:
         exported.append("NCCL_SOCKET_IFNAME")
-    words += [f"-x {name}" for name in dict.fromkeys(exported)]
+    words += [f"-x {quoted([name])}" for name in dict.fromkeys(exported)]
     words += [f"${{{name}:+-x {name}}}" for name in IF_SET if name not in exported]
     if job.nodes > 1:
         if job.interface and not job.interface.startswith(("^", "=")):
-            words.append(f"--mca oob_tcp_if_include {job.interface} --mca btl_tcp_if_include {job.interface}")
+            interface = quoted([job.interface])
+            words.append(f"--mca oob_tcp_if_include {interface} --mca btl_tcp_if_include {interface}")
         words.append(KEEPALIVE)
     if job.gpus_per_node:
         words.append("-mca pml ob1 -mca btl ^openib")  # NCCL moves the gradients

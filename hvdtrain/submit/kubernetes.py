@@ -149,7 +149,7 @@ def yaml_lines(value: Any, indent: str = "") -> list[str]:
     for key, entry in entries:
         start = f"{indent}- " if key is None else f"{indent}{_scalar(key)}: "
         if isinstance(entry, str) and entry.endswith("\n"):
-            lines += [f"{start}|", *(f"{indent}  {line}" if line else "" for line in entry.splitlines())]
+            lines += [f"{start}|", *(f"{indent}  {line}" if line else "" for line in entry.removesuffix("\n").split("\n"))]
         elif isinstance(entry, (dict, list)) and entry:
             inner = yaml_lines(entry, indent + ("  " if key is None or isinstance(entry, dict) else ""))
             lines += [start.rstrip(), *inner] if key is not None else [start + inner[0].removeprefix(f"{indent}  "), *inner[1:]]
@@ -169,4 +169,4 @@ def _scalar(text: str) -> str:
         "off",
         "null",
     )
-    return text if plain and text not in ("y", "n", "Y", "N") else json.dumps(text)
+    return text if plain and text not in ("y", "n", "Y", "N") else json.dumps(text, ensure_ascii=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hvdtrain.submit.job import STOPPED, Job, clock, command, doctor_lines, environment_lines, memory_text, waiting
+from hvdtrain.submit.texts import option_text
 
 AGENT = 'agent=$(command -v blaunch) && export OMPI_MCA_plm_rsh_agent="$agent"'
 """LSF's blaunch starts mpirun's daemons. It is named with its folder, since the daemons look for it, too."""
@@ -30,9 +31,9 @@ def slurm_head(job: Job) -> list[str]:
         "gpus-per-node": job.gpus_per_node or None,
         "mem": memory_text(job.memory) if job.memory else None,
         "time": clock(job.seconds) if job.seconds else None,
-        "partition": job.queue,
-        "account": job.account,
-        "output": f"{job.output}/{job.name}-%j.out",
+        "partition": job.queue and option_text(job.queue),
+        "account": job.account and option_text(job.account),
+        "output": option_text(f"{job.output}/{job.name}-%j.out"),
     }
     lines = [f"#SBATCH --{name}={value}" for name, value in options.items() if value is not None]
     if job.seconds:
@@ -98,7 +99,8 @@ def sge_script(job: Job) -> str:
 
 def sge_head(job: Job) -> list[str]:
     """The options for qsub. Resources are counted for each slot, which is a core."""
-    lines = ["#$ -S /bin/bash", f"#$ -N {job.name}", f"#$ -wd {job.folder}", "#$ -j y", f"#$ -o {job.output}/"]
+    lines = ["#$ -S /bin/bash", f"#$ -N {job.name}", f"#$ -wd {option_text(job.folder)}"]
+    lines += ["#$ -j y", f"#$ -o {option_text(f'{job.output}/')}"]
     if job.nodes * job.slots > 1:
         lines += [f"# A slot is a core: {job.slots} for each host.", f"#$ -pe {job.parallel_environment} {job.nodes * job.slots}"]
     if job.seconds:
@@ -118,9 +120,9 @@ def sge_head(job: Job) -> list[str]:
         lines += [f"# For each slot, {memory_text(job.memory)} for each host; mapped HDF files and CUDA's address space count:"]
         lines += [f"#$ -l h_vmem={memory_text(share)}"]
     if job.queue:
-        lines.append(f"#$ -q {job.queue}")
+        lines.append(f"#$ -q {option_text(job.queue)}")
     if job.account:
-        lines.append(f"#$ -A {job.account}")
+        lines.append(f"#$ -A {option_text(job.account)}")
     if job.seconds or job.requeue:
         lines += ["# SIGUSR2 comes before the job is killed:", "#$ -notify"]
     lines.append(f"#$ -r {'y' if job.requeue else 'n'}")
@@ -145,9 +147,9 @@ def pbs_script(job: Job) -> str:
     head = ["#PBS -S /bin/bash", f"#PBS -N {job.name}", f"#PBS -l select={':'.join(chunk)}"]
     head += ["#PBS -l place=scatter"] if job.nodes > 1 else []
     head += [f"#PBS -l walltime={clock(job.seconds)}"] if job.seconds else []
-    head += [f"#PBS -q {job.queue}"] if job.queue else []
-    head += [f"#PBS -A {job.account}"] if job.account else []
-    head += [f"#PBS -o {job.output}/", "#PBS -j oe", "#PBS -k oed"]
+    head += [f"#PBS -q {option_text(job.queue)}"] if job.queue else []
+    head += [f"#PBS -A {option_text(job.account)}"] if job.account else []
+    head += [f"#PBS -o {option_text(f'{job.output}/')}", "#PBS -j oe", "#PBS -k oed"]
     head += [f"#PBS -r {'y' if job.requeue else 'n'}", *(f"#PBS {option}" for option in job.options)]
     lines, hosts = environment_lines(job), _hosts_of(job, "$PBS_NODEFILE")
     if hosts:
@@ -169,9 +171,9 @@ def lsf_script(job: Job) -> str:
     head += [f'#BSUB -R "rusage[mem={memory_text(job.memory, "GB", "MB")}/host]"'] if job.memory else []
     head += [f'#BSUB -gpu "num={job.gpus_per_node}/host:j_exclusive=yes"'] if job.gpus_per_node else []
     head += [f"#BSUB -W {clock(job.seconds + 59)[:-3]}"] if job.seconds else []
-    head += [f"#BSUB -q {job.queue}"] if job.queue else []
-    head += [f"#BSUB -P {job.account}"] if job.account else []
-    head += [f"#BSUB -o {job.output}/{job.name}-%J.out"]
+    head += [f"#BSUB -q {option_text(job.queue)}"] if job.queue else []
+    head += [f"#BSUB -P {option_text(job.account)}"] if job.account else []
+    head += [f"#BSUB -o {option_text(f'{job.output}/{job.name}-%J.out')}"]
     head += ["#BSUB -r", f'#BSUB -Q "{STOPPED}"'] if job.requeue else []
     head += [f"#BSUB {option}" for option in job.options]
     lines, hosts = environment_lines(job), _hosts_of(job, "$LSB_DJOB_HOSTFILE")

@@ -34,13 +34,14 @@ from hvdtrain.run import announce, gather_hosts, is_done, open_pace, open_rates,
 from hvdtrain.runtime.log import open_log, say, silence
 from hvdtrain.runtime.scores import of_dataset, text
 from hvdtrain.runtime.timer import clock_text, duration_text
-from hvdtrain.schedule.history import EpochRecord, wanted_of
+from hvdtrain.schedule.history import EpochRecord
+from hvdtrain.schedule.measure import unclear_line, with_totals, wrong_directions
 from hvdtrain.session import Session, open_communicator, open_session, writing_nothing
 from hvdtrain.settings import Settings
 from hvdtrain.training.agreement import INTERVAL_OF_TASKS, Ballot, Wishes, plan_together
 from hvdtrain.training.evaluation import evaluate
 from hvdtrain.training.forward import forward
-from hvdtrain.training.predict import parse_placements
+from hvdtrain.training.keys import parse_placements
 from hvdtrain.training.step_log import StepLog, open_step_log
 
 SECONDS = 10.0
@@ -99,9 +100,11 @@ def clean_up_all(settings: Settings) -> None:
 
         def remove() -> None:
             history = _history(prefix.parent / "scores.jsonl")
+            if rule.keep_best_n and (problems := wrong_directions(history, {}, True, higher, settings.origins)):
+                raise ConfigError(problems)
             before = checkpoints.finished()
             clean_up(checkpoints, rule, {record.epoch: record.scores for record in history})
-            BestModel(checkpoints, wanted_of(settings.measure), higher).note(history)
+            BestModel(checkpoints, settings.measure).note(history)
             if checkpoints.finished() == before:
                 say(3, f"{prefix}: of {len(before)} models, none is to be deleted.")
 
@@ -113,7 +116,10 @@ def _history(path: Path) -> list[EpochRecord]:
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     epochs = [json.loads(line) for line in lines if line.endswith("}")]
     scores = [{name: float(score) for name, score in epoch["scores"].items()} for epoch in epochs]
-    return [EpochRecord(epoch["epoch"], epoch.get("learning_rate", 0.0), own) for epoch, own in zip(epochs, scores, strict=True)]
+    return [
+        EpochRecord(epoch["epoch"], epoch.get("learning_rate", 0.0), own, epoch.get("losses", {}))
+        for epoch, own in zip(epochs, scores, strict=True)
+    ]
 
 
 @dataclass(frozen=True)
@@ -165,14 +171,19 @@ def _estimate(settings: Settings, comm: Communicator) -> bool:
             return False
         epoch = session.progress.epoch + 1
         with silence():  # the scores and slow ranks of these few steps mean nothing
-            scores: dict[str, float] = {}
-            parts = [_measured(session, session.feeds[0], epoch, _trainer(settings, session, pace, scores), closing=1)]
-            parts += [_measured(session, feed, epoch, _evaluator(session, epoch, scores)) for feed in session.feeds[1:]]
+            tried, evaluated = EpochRecord(epoch, 0.0), dict[str, float]()
+            parts = [_measured(session, session.feeds[0], epoch, _trainer(settings, session, pace, tried), closing=1)]
+            parts += [_measured(session, feed, epoch, _evaluator(session, epoch, evaluated)) for feed in session.feeds[1:]]
+            tried.scores.update(with_totals(evaluated, tried.losses))
         for line in [*_time_lines(parts, comm.size, pace.num_epochs - epoch + 1), *_memory_lines(session)]:
             say(1, line)
-        mistake = wrong_scores(settings, [*session.progress.history, EpochRecord(epoch, 0.0, scores)], is_saved=False)
+        history = [*session.progress.history, tried]
+        say(3, f"the best epoch will be that of {settings.measure.describe(history)}")
+        mistake = wrong_scores(settings, history, is_saved=False)
         if mistake is not None:
             raise mistake
+        if (unclear := unclear_line(history, settings.measure)) is not None:
+            say(2, unclear)
     return True
 
 
@@ -189,11 +200,11 @@ Run = Callable[[Feed], float]
 """Runs over the batches that a feed selects; returns the seconds it took."""
 
 
-def _trainer(settings: Settings, session: Session, pace: Pace, scores: dict[str, float]) -> Run:
+def _trainer(settings: Settings, session: Session, pace: Pace, record: EpochRecord) -> Run:
     """Trains with the engine. Measures everything in a step but waiting for data, without the last step.
 
     Args:
-        scores: receives those of an epoch by name.
+        record: receives the scores and losses.
     """
     progress = session.progress
     one_epoch = replace(pace, num_epochs=progress.epoch + 1, save_steps=None, save_minutes=None)
@@ -208,7 +219,8 @@ def _trainer(settings: Settings, session: Session, pace: Pace, scores: dict[str,
         fresh = Progress(progress.step, progress.epoch, list(progress.history))
         tried = replace(session, feeds=[feed], saver=Unsaved(), progress=fresh)
         Engine(tried, open_rates(settings, session.comm.size), one_epoch, Reporters(), StepLog(), note).run()
-        scores.update(fresh.history[-1].scores)
+        record.scores.update(fresh.history[-1].scores)
+        record.losses.update(fresh.history[-1].losses)
         return begins[-1] - begins[0] if begins else 0.0
 
     return run

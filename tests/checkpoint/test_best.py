@@ -15,7 +15,9 @@ from hvdtrain.checkpoint.folder import CheckpointFolder, CleanupRule
 from hvdtrain.checkpoint.progress import BestModel, best_epoch
 from hvdtrain.errors import CheckpointError, ConfigError
 from hvdtrain.run import train
-from hvdtrain.schedule.history import EarlyStoppingKeys, EpochRecord, as_errors, best_of, ends_early, missing_scores
+from hvdtrain.schedule.early_stopping import EarlyStoppingKeys, ends_early
+from hvdtrain.schedule.history import EpochRecord
+from hvdtrain.schedule.measure import Measure, as_errors, best_of, missing_scores
 from hvdtrain.schedule.rates import NewbobKeys, ScheduleKeys, epoch_learning_rate
 from hvdtrain.settings import Settings, read_settings
 from hvdtrain.tasks.tasks import dry_run
@@ -52,11 +54,11 @@ def test_the_best_epoch_is_the_first_with_the_best_score() -> None:
 def test_early_stopping_of_a_score_that_rises() -> None:
     keys = EarlyStoppingKeys(early_stopping_patience=2, early_stopping_measure="dev_loss_bleu")
     history = history_of(20.0, 30.0, 25.0, 26.0)
-    assert ends_early(keys, history[:3], None, ["bleu"]) is None
+    assert ends_early(keys, history[:3], Measure(["dev_loss_bleu"], ["bleu"])) is None
     told = "dev_loss_bleu was best after epoch 2 (30), early_stopping_patience is 2"
-    assert ends_early(keys, history, None, ["bleu"]) == told
+    assert ends_early(keys, history, Measure(["dev_loss_bleu"], ["bleu"])) == told
     strict = EarlyStoppingKeys(early_stopping_patience=2, early_stopping_min_difference=15.0)
-    assert ends_early(strict, history[:3], "dev_loss_bleu", ["bleu"]) is not None
+    assert ends_early(strict, history[:3], Measure(["dev_loss_bleu"], ["bleu"])) is not None
 
 
 def test_newbob_of_a_score_that_rises() -> None:
@@ -96,7 +98,7 @@ def test_a_wrong_name_costs_no_epoch(corpus: Path, tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as caught:
             run(corpus, tmp_path / name, **given, **{name: "dev_loss_accuracy"}, higher_is_better=["bleu"])
         there = "expected one of the scores dev_loss_ce, dev_loss_fer, train_loss_ce, train_loss_fer, got"
-        saved = "(epoch 1 is saved: with another name, the same command goes on after it)"
+        saved = "(epoch 1 is saved: with other keys, the same command goes on after it)"
         assert caught.value.problems == [
             f"{name}: {there} 'dev_loss_accuracy' in the command line",
             f"higher_is_better: {there} 'bleu' in the command line {saved}",
@@ -162,7 +164,7 @@ def test_the_best_epoch_whose_model_is_there(corpus: Path, tmp_path: Path) -> No
     assert f"Loaded {tmp_path / 'model.002.pt'}" in ended.out
     for name in ("model.002.pt", "model.003.pt"):
         (tmp_path / name).unlink()
-    model = BestModel(CheckpointFolder(tmp_path / "model"), [], [])
+    model = BestModel(CheckpointFolder(tmp_path / "model"), Measure())
     model.note(history_of(1.0))
     assert (best_in(tmp_path)["epoch"], best_in(tmp_path)["saved"]) == (1, None)
     with pytest.raises(CheckpointError, match=r"best.json: expected the best epoch that has a model, got none"):
@@ -199,6 +201,62 @@ def train_step(*, model, extern_data, _train_step=train_step, **_):
     wrong = hvdtrain.get_run_ctx().losses["fer"].value
     hvdtrain.get_run_ctx().mark_as_loss(1 - wrong.float(), "accuracy", as_error=True)
 """
+
+
+def test_the_worst_epoch_is_not_the_best(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Accuracy comes first by name, and is best where it is highest."""
+    config = tmp_path / "config.py"
+    config.write_text(TOY.read_text() + ACCURACY)
+
+    def started(folder: str, task: Callable[[Settings], object] = train, **overrides: object) -> str:
+        texts = {"corpus": corpus, "evaluated": True, "model": tmp_path / folder / "model", "num_epochs": 3, **overrides}
+        task(read_settings([config], {name: str(value) for name, value in texts.items()}))
+        return capsys.readouterr().out
+
+    out = started("plain", cleanup_old_models=False)
+    scores = [json.loads(line) for line in (tmp_path / "plain" / "scores.jsonl").read_text().splitlines()]
+    best_epoch_of = min(scores, key=lambda line: line["scores"]["dev_loss_ce"])["epoch"]
+    assert (best_in(tmp_path / "plain")["measure"], best_in(tmp_path / "plain")["epoch"]) == ("dev_loss_ce", best_epoch_of)
+    assert scores[0]["losses"] == {"ce": 1.0}
+    assert "the best epoch is that of the loss that is minimized, lower is better\n" in out
+    assert f"epoch 1 is the best so far: dev_loss_ce {scores[0]['scores']['dev_loss_ce']:.4g}, lower is better\n" in out
+    assert out.count("higher_is_better = ['accuracy']") == 1, "one warning"
+
+    for name, given in {
+        "early_stopping_measure": "dev_loss_accuracy",
+        "learning_rate_control_error_measure": "dev_loss_accuracy",
+        "cleanup_old_models": True,
+    }.items():
+        with pytest.raises(ConfigError, match=rf"{name}: .*'dev_loss_accuracy'.* whose name says") as caught:
+            started(name, **{name: given})
+        assert "(epoch 1 is saved: with other keys, the same command goes on after it)" in caught.value.problems[0]
+        assert len((tmp_path / name / "scores.jsonl").read_text().splitlines()) == 1
+    with pytest.raises(ConfigError, match="cleanup_old_models: .*'dev_loss_accuracy'"):
+        started("dry", dry_run, cleanup_old_models=True)
+    with pytest.raises(ConfigError, match="early_stopping_measure: .*'dev_loss_accuracy'"):
+        started("plain", early_stopping_measure="dev_loss_accuracy", num_epochs=4)
+    assert not (tmp_path / "plain" / "model.004.pt").exists(), "what the checkpoint knows is an error before training"
+    cleaned = {"corpus": corpus, "model": tmp_path / "plain" / "model", "task": "cleanup_old_models"}
+    ended = hvdtrain(config, cleaned)
+    assert (ended.status, ended.err.count("cleanup_old_models: expected a score whose lower")) == (2, 1)
+    out = started("plain", num_epochs=4, early_stopping_measure="dev_loss_accuracy", higher_is_better=["accuracy"])
+    assert "the best epoch is that of dev_loss_accuracy, higher is better\n" in out
+
+    written = best_in(tmp_path / "plain")
+    (tmp_path / "plain" / "best.json").write_text(json.dumps({**written, "higher_is_better": False}))
+    with pytest.raises(CheckpointError, match="best.json: .*'dev_loss_accuracy'.*higher_is_better = "):
+        best_epoch(tmp_path / "plain")
+
+
+def test_several_losses_are_compared_by_their_sum(corpus: Path, tmp_path: Path) -> None:
+    run(corpus, tmp_path, num_epochs=2, losses="several")
+    for line in (tmp_path / "scores.jsonl").read_text().splitlines():
+        scores = json.loads(line)["scores"]
+        parts = [(1.0, "ce"), (0.1, "energy"), (0.001, "first")]
+        for dataset in ("train", "dev"):
+            total = sum(scale * scores[f"{dataset}_loss_{name}"] for scale, name in parts)
+            assert scores[f"{dataset}_loss_total"] == pytest.approx(total, rel=1e-12)
+    assert best_in(tmp_path)["measure"] == "dev_loss_total"
 
 
 def test_the_example_in_the_docs(corpus: Path, tmp_path: Path) -> None:

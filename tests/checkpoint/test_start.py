@@ -11,11 +11,14 @@ import torch
 from launching import TOY
 
 from hvdtrain.checkpoint.folder import CheckpointFolder, CleanupRule, parse_rule
-from hvdtrain.checkpoint.start import Start, StartKeys, start_of_training
+from hvdtrain.checkpoint.keys import StartKeys
+from hvdtrain.checkpoint.start import Start, start_of_training
 from hvdtrain.errors import CheckpointError, ConfigError, TrainingError
 from hvdtrain.run import train
+from hvdtrain.schedule.early_stopping import EarlyStoppingKeys, ends_early
 from hvdtrain.schedule.file import read_learning_rate_file
-from hvdtrain.schedule.history import EarlyStoppingKeys, EpochRecord, ends_early
+from hvdtrain.schedule.history import EpochRecord
+from hvdtrain.schedule.measure import Measure
 from hvdtrain.settings import read_settings
 
 
@@ -229,12 +232,12 @@ def test_early_stopping() -> None:
     keys = EarlyStoppingKeys(early_stopping_patience=2)
     scores = [3.0, 2.0, 2.5, 1.9, 2.0, 1.95]
     history = [EpochRecord(epoch, 0.1, {"dev_loss_ce": score}) for epoch, score in enumerate(scores, start=1)]
-    ends = [ends_early(keys, history[:epoch]) is not None for epoch in range(7)]
+    ends = [ends_early(keys, history[:epoch], Measure()) is not None for epoch in range(7)]
     assert ends == [False, False, False, False, False, False, True]
-    assert ends_early(keys, history) == "dev_loss_ce was best after epoch 4 (1.9), early_stopping_patience is 2"
+    assert ends_early(keys, history, Measure()) == "dev_loss_ce was best after epoch 4 (1.9), early_stopping_patience is 2"
     strict = EarlyStoppingKeys(early_stopping_patience=2, early_stopping_min_difference=0.5)
-    assert ends_early(strict, history[:4]) == "dev_loss_ce was best after epoch 2 (2), early_stopping_patience is 2"
-    assert ends_early(EarlyStoppingKeys(), history) is None
+    assert ends_early(strict, history[:4], Measure()) == "dev_loss_ce was best after epoch 2 (2), early_stopping_patience is 2"
+    assert ends_early(EarlyStoppingKeys(), history, Measure()) is None
 
 
 def test_a_training_that_ended_early_stays_ended(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -34,10 +34,24 @@ def test_a_script_for_slurm_trains(hosts: Hosts, work: Path, alone: dict[str, fl
 
 
 def test_a_script_for_slurm_with_torchrun(hosts: Hosts, work: Path, alone: dict[str, float]) -> None:
-    """One agent a node, which meet on the first node at a port that depends on the job."""
-    job = submit(hosts, work, *SIZE, "--time", "10", "--interface", "eth0", "++corpus", ".", "++torch_distributed", "{}")
+    """One agent a node, which meet on the first node at a port that depends on the job. Slurm reads a name with a space."""
+    job = submit(
+        hosts,
+        work,
+        *SIZE,
+        "--output",
+        "my logs",
+        "--time",
+        "10",
+        "--interface",
+        "eth0",
+        "++corpus",
+        ".",
+        "++torch_distributed",
+        "{}",
+    )
     status = wait_for_job(hosts, job, 240)
-    printed = (work / f"job-{job}.out").read_text()
+    printed = (work / "my logs" / f"job-{job}.out").read_text()
     assert status == 0, printed
     assert "torch: 4 ranks, 2 on host1 (CPU), 2 on host2 (CPU)" in printed
     assert scores(work / "exp") == pytest.approx(alone, rel=1e-5)

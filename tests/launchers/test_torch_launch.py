@@ -1,6 +1,7 @@
 """Every way of starting torch.distributed's processes, and what happens when one of them fails."""
 
 import os
+import random
 import re
 import signal
 import subprocess
@@ -8,12 +9,15 @@ import sys
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from fuzzing import SEED
 from launching import EMPTY, FAST, ROOT, TOY, Finished, clean_environment, hvdtrain, launch, torchrun, trainings
+from strangers import strangers
 
-from hvdtrain.comm.torch_rendezvous import SharedFile, meet
+from hvdtrain.comm.torch_rendezvous import Address, SharedFile, meet
 from hvdtrain.errors import ConfigError, LaunchError
 from hvdtrain.settings import read_settings
 
@@ -136,6 +140,22 @@ def test_a_file_of_an_earlier_run_does_no_harm(tmp_path: Path) -> None:
     assert not path.exists()
 
 
+@pytest.mark.parametrize("on_one_host", [True, False])
+def test_where_the_store_listens(tmp_path: Path, on_one_host: bool) -> None:
+    """On one host, where no other one reaches it: torch's store takes commands from anybody."""
+    for place in (SharedFile(tmp_path / "meet"), Address(("localhost",), port(0))):
+        with ThreadPoolExecutor(2) as pool:
+            stores = [running.result() for running in [pool.submit(meet, place, rank, 2, 60.0, on_one_host) for rank in (0, 1)]]
+        stores[1].set("said", "by rank 1")
+        assert stores[0].get("said") == b"by rank 1"
+        lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+        local = {parts[1].split(":")[0] for parts in lines if parts[1].endswith(f":{stores[0].port:04X}") and parts[3] == "0A"}
+        assert (local == {"0100007F"}) == on_one_host, local
+        if isinstance(place, Address) and on_one_host:
+            with pytest.raises(LaunchError, match=f"expected port {place.port} of this host to be free"):
+                meet(place, 0, 2, 60.0, on_one_host)
+
+
 def test_a_rank_given_twice_and_other_numbers_of_processes_are_found_out(tmp_path: Path) -> None:
     for told in meeting(tmp_path / "twice", [(0, 3), (1, 3), (1, 3)]):
         assert "expected distinct ranks, got rank 1 twice" in told
@@ -219,7 +239,7 @@ def wait_for(path: Path) -> None:
     [
         ("raise", "ngpu"),
         ("kill", "ngpu"),
-        ("SIGSTOP", "torchrun"),
+        pytest.param("SIGSTOP", "torchrun", marks=pytest.mark.fuzz),
         pytest.param("SIGSTOP", "ngpu", marks=pytest.mark.again),
         pytest.param("raise", "torchrun", marks=pytest.mark.again),
         pytest.param("kill", "torchrun", marks=pytest.mark.again),
@@ -229,10 +249,13 @@ def test_a_rank_that_fails_ends_the_job(corpus: Path, tmp_path: Path, launcher: 
     keys = {"fault": f"{fault},1,3", "record": tmp_path / "record", "part": "train.hdf", "max_seqs": 4}
     if fault == "SIGSTOP":
         keys["watchdog_timeout"] = 15
-    if launcher == "ngpu":
-        finished = launch(command(corpus, tmp_path, ngpu=2, **keys))
-    else:
-        finished = torchrun(command(corpus, tmp_path, torch_distributed={}, **keys), 2)
+    # Whatever strangers send to the watchdogs, they find a rank that is stopped.
+    with strangers(tmp_path, random.Random(SEED)) if fault == "SIGSTOP" else nullcontext(set()) as reached:
+        if launcher == "ngpu":
+            finished = launch(command(corpus, tmp_path, ngpu=2, **keys))
+        else:
+            finished = torchrun(command(corpus, tmp_path, torch_distributed={}, **keys), 2)
+    assert {host for host, _ in reached} == ({"127.0.0.1"} if fault == "SIGSTOP" else set())
     seconds = time.time() - float((tmp_path / "record.fault").read_text())
     assert seconds < PATIENCE + (15 if fault == "SIGSTOP" else 0)  # torchrun alone waits 30 s for a rank that is stopped
     assert finished.status != 0

@@ -1,6 +1,7 @@
 """What the watchdogs of several ranks tell each other, over real datagrams."""
 
 import os
+import random
 import resource
 import signal
 import socket
@@ -11,12 +12,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+from fuzzing import SEED, cases
 from launching import ROOT
+from strangers import hostile
 from thread_ranks import on_ranks
 
 from hvdtrain.runtime import heartbeats, peers
 from hvdtrain.runtime.heartbeats import ENDED, FAILED, Contact, Heartbeats, Sign, Verdict, judge, meet
-from hvdtrain.runtime.peers import Datagrams, Process
+from hvdtrain.runtime.peers import LOOPBACK, Datagrams, Process
 
 PATIENCE = 60.0
 FINE = Sign("epoch 1, step 5", 0.1, 6, False, False)
@@ -154,14 +157,16 @@ def test_a_rank_of_the_same_host_that_has_ended_is_seen_without_datagrams() -> N
     assert Heartbeats(0, elsewhere).conclude(JUST_WAITS) is None
 
 
+def elsewhere(own: Contact | str, rank: int) -> Contact | str:
+    """What a rank says of itself, or of its network first, as if it was on a host of its own."""
+    return replace(own, host=f"host{rank}") if isinstance(own, Contact) else f"network {rank}"
+
+
 def test_names_are_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a name server, each time would take many seconds."""
 
-    def gathered(own: Contact, rank: int) -> Contact:
-        return replace(own, host=f"host{rank}")
-
     ranks = on_ranks(
-        2, lambda comm: meet(comm.rank, ["localhost"], lambda own: comm.gather(gathered(own, comm.rank), name="watchdog"))
+        2, lambda comm: meet(comm.rank, ["localhost"], lambda own: comm.gather(elsewhere(own, comm.rank), name="watchdog"))
     )
 
     def refuse(name: str) -> str:
@@ -291,12 +296,44 @@ def test_a_host_behind_a_firewall_that_never_answers_is_not_lost(monkeypatch: py
     behind.close()
 
 
-def test_what_others_send_is_no_concern_of_theirs(ranks: list[Heartbeats]) -> None:
-    port = ranks[0].contacts[0].port
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as other:
-        for data in (b"", b"\xff", b"[]", b"1", b'["token", 1, "ended"]', f'["{ranks[0].contacts[0].token}", 1, 5]'.encode()):
-            other.sendto(data, ("127.0.0.1", port or 0))
-    until(ranks, [FINE, FINE, FINE], {0: None, 1: None, 2: None})
+def send_to_all(ranks: list[Heartbeats], datagrams: list[bytes]) -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
+        for datagram in datagrams:
+            for contact in ranks[0].contacts:
+                stranger.sendto(datagram, (LOOPBACK, contact.port or 0))
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("case", range(cases(3)))
+def test_what_strangers_send_is_not_even_parsed(ranks: list[Heartbeats], monkeypatch: pytest.MonkeyPatch, case: int) -> None:
+    """Valid signs of life count still, and a rank that gives none is found, though those that it gave are sent again."""
+    generator = random.Random(SEED + case)
+    recorded: list[bytes] = []
+    send = Datagrams.send
+    monkeypatch.setattr(Datagrams, "send", lambda self, data, address: (recorded.append(data), send(self, data, address)))
+    until_they_meet(ranks)
+    monkeypatch.setattr(Datagrams, "send", send)
+    known = [datagram for datagram in recorded if datagram]
+    nested = [b"[" * 2000, known[0][:32] + b"[" * 2000]
+    send_to_all(ranks, nested + [hostile(generator, known) for _ in range(30)])
+    until(ranks, [WAITS, HANGS, WAITS], dict.fromkeys(range(3), Verdict((1,))))
+    until(ranks, [FINE, FINE, FINE], dict.fromkeys(range(3)))
+    monkeypatch.setattr(heartbeats, "SILENT", 0.5)
+    deadline = time.monotonic() + PATIENCE
+    while ranks[0].conclude(WAITS) != Verdict(silent=(1,)):
+        assert time.monotonic() < deadline
+        send_to_all(ranks, known)
+        ranks[2].tell(WAITS)
+        for rank in (ranks[0], ranks[2]):
+            rank.listen(0.02)
+
+
+def test_ranks_of_one_host_listen_where_no_other_host_reaches_them(ranks: list[Heartbeats]) -> None:
+    assert {rank.datagrams and rank.datagrams.host for rank in ranks} == {LOOPBACK}
+    apart = on_ranks(2, lambda comm: meet(comm.rank, [LOOPBACK], lambda own: comm.gather(elsewhere(own, comm.rank), name="meet")))
+    assert {rank.datagrams and rank.datagrams.host for rank in apart} == {"0.0.0.0"}
+    for rank in apart:
+        rank.close()
 
 
 def test_who_is_behind_hangs_where_no_rank_is_seen_to_wait() -> None:

@@ -121,6 +121,21 @@ with watchdog.Watchdog(None, 0):
         process.communicate(timeout=60)
 
 
+def test_an_error_of_its_own_does_not_end_it() -> None:
+    ended = run("""
+from hvdtrain.runtime.heartbeats import Heartbeats
+class Broken(Heartbeats):
+    def listen(self, seconds):
+        raise RecursionError("planted")
+with watchdog.Watchdog(0.5, 3, Broken(3)) as dog:
+    dog.beat("step 3", "steps")
+    time.sleep(30)
+""")
+    assert ended.returncode == 1
+    assert ended.stderr.count("rank 3: the watchdog met an error and goes on watching: RecursionError('planted')") == 1
+    assert "rank 3: no progress for " in ended.stderr
+
+
 @pytest.mark.parametrize("is_broken", [False, True])
 def test_it_ends_a_process_whose_stderr_is_no_file(is_broken: bool) -> None:
     """As in a notebook, or where a test has put something in its place."""

@@ -91,6 +91,6 @@ def test_what_returnn_wrote_is_read(tmp_path: Path) -> None:
     theirs.save()
     # Epochs 3 and 4 have a rate and no scores yet.
     assert [asdict(record) for record in read_learning_rate_file(path)] == [
-        {"epoch": record.epoch, "learning_rate": rate, "scores": record.scores}
+        {"epoch": record.epoch, "learning_rate": rate, "scores": record.scores, "losses": {}}
         for record, rate in zip(RECORDS, [0.1, 0.2], strict=True)
     ]

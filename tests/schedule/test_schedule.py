@@ -5,7 +5,8 @@ from dataclasses import fields
 import numpy
 import pytest
 
-from hvdtrain.schedule.history import EpochRecord, error_key
+from hvdtrain.schedule.history import EpochRecord
+from hvdtrain.schedule.measure import error_key
 from hvdtrain.schedule.rates import NewbobKeys, ScheduleKeys, epoch_learning_rate
 
 

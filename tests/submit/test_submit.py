@@ -237,6 +237,16 @@ def test_mistakes_are_told_before_anything_is_submitted() -> None:
     assert "--max-restarts: expected torchrun (++torch_distributed {}) and --scheduler slurm, got mpirun and slurm" in again.err
     late = submit(G2P, *"--scheduler slurm --time 5 --stop-before 300".split())
     assert "--stop-before: expected at least 180 s less than --time (300 s), which starting may take, got 300" in late.err
+    lines = submit(G2P, *"--scheduler slurm --name j#b --hosts h1;h2".split(), "--setup", "a\nb")
+    for problem in (
+        "--name: expected letters, digits and any of _.+-, got 'j#b'",
+        "--hosts: expected names of hosts, got 'h1;h2'",
+        "--setup: expected one line without control characters, got 'a\\nb'",
+    ):
+        assert problem in lines.err
+    json_of_two_lines = submit(G2P, "--scheduler", "slurm", "++model", '[1,\n"$(b)"]')
+    assert json_of_two_lines.status == 2
+    assert "++model: expected one line without control characters, got '[1,\\n\"$(b)\"]'" in json_of_two_lines.err
     nowhere = launch(["-m", "hvdtrain", "submit", G2P, "--scheduler", "sge", "--submit"], environment={"PATH": "/nowhere"})
     assert nowhere.status == 1
     assert "--submit: expected qsub in PATH, got none" in nowhere.err

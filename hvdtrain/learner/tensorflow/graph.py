@@ -12,7 +12,7 @@ from tensorflow.python.framework.config import is_op_determinism_enabled
 from hvdtrain.context import Loss, RunContext, running
 from hvdtrain.data.types import Batch
 from hvdtrain.errors import ConfigError
-from hvdtrain.learner.meter import TINY, check_marked, check_outputs, check_same, minimized, normalized, nothing_to_minimize
+from hvdtrain.learner.meter import TINY, check_marked, check_outputs, check_same, normalized, nothing_to_minimize, scales_of
 from hvdtrain.learner.precision import LossScale
 from hvdtrain.learner.reducer import Reducer
 from hvdtrain.learner.tensorflow.gradients import (
@@ -55,11 +55,11 @@ class Traced:
     """A graph.
 
     Attributes:
-        names: of the losses that it computes, with whether each is minimized.
+        names: of the losses that it computes, each with the scale with which it is minimized, or 0.
     """
 
     function: Callable[..., Any]
-    names: dict[str, bool]
+    names: dict[str, float]
 
 
 Reduced = tuple[list[Any], tf.Tensor, tf.Tensor]
@@ -117,15 +117,15 @@ class StepGraphs:
             raise RuntimeError("update() before the first backward()")
         return self._exchange
 
-    def train(self, batch: Batch, epoch: int, step: int, seeds: Any) -> tuple[dict[str, bool], tf.Tensor, Reduced]:
+    def train(self, batch: Batch, epoch: int, step: int, seeds: Any) -> tuple[dict[str, float], tf.Tensor, Reduced]:
         """Collective. Forward, backward, and the exchange of gradients.
 
         Args:
             seeds: for the model's generators of random numbers; uint32 of shape (generators,).
 
         Returns:
-            The losses' names with whether each is minimized, their sums and counts of shape (2 * losses,), and what the update
-            applies.
+            The losses' names, each with the scale with which it is minimized, or 0; their sums and counts of shape (2 * losses,);
+            and what the update applies.
         """
         traced, arguments = self._graph(batch, self._train, epoch, step, tf.constant(seeds, tf.uint32), self._scale_now())
         numbers, reduced = traced.function(*arguments)
@@ -133,7 +133,7 @@ class StepGraphs:
 
     def collect(
         self, batch: Batch, epoch: int, step: int, seeds: Any, before: Accumulated | None
-    ) -> tuple[dict[str, bool], tf.Tensor, Accumulated]:
+    ) -> tuple[dict[str, float], tf.Tensor, Accumulated]:
         """Forward and backward of a batch that is one of several for an update. Its gradients are not sent yet.
 
         Args:
@@ -161,7 +161,7 @@ class StepGraphs:
             self._sends[kind] = graph.get_concrete_function(*self._accumulated.specs(sets, self.exchange))
         return self._sends[kind](*accumulated)
 
-    def evaluate(self, batch: Batch, epoch: int, step: int) -> tuple[dict[str, bool], tf.Tensor]:
+    def evaluate(self, batch: Batch, epoch: int, step: int) -> tuple[dict[str, float], tf.Tensor]:
         """The losses' names, their sums and counts."""
         traced, arguments = self._graph(batch, self._evaluate, epoch, step)
         return traced.names, traced.function(*arguments)
@@ -189,7 +189,7 @@ class StepGraphs:
         reduced = function == self._train and self.updates_without_batch
         traced = self._steps.get((function.__name__, reduced, kinds))
         if traced is None:
-            names: dict[str, bool] = {}
+            names: dict[str, float] = {}
             specs = [{key: specs_of(values) for key, (values, _) in data.items()}]
             specs += [tf.TensorSpec(argument.shape, argument.dtype) for argument in arguments[1:]]
             graph = tf.function(lambda *inputs: function(names, *inputs), autograph=False).get_concrete_function(*specs)
@@ -205,7 +205,7 @@ class StepGraphs:
         return scaled * tf.cast(scale, scaled.dtype)
 
     def _train(
-        self, names: dict[str, bool], data: Any, epoch: tf.Tensor, step: tf.Tensor, seeds: tf.Tensor, scale: tf.Tensor
+        self, names: dict[str, float], data: Any, epoch: tf.Tensor, step: tf.Tensor, seeds: tf.Tensor, scale: tf.Tensor
     ) -> Any:
         """The graph of `train`."""
         set_generators(self._model_variables.generators, seeds)
@@ -226,7 +226,7 @@ class StepGraphs:
         return numbers_of(losses), self._reduce(local, counts, waited)
 
     def _collect(
-        self, names: dict[str, bool], data: Any, epoch: tf.Tensor, step: tf.Tensor, seeds: tf.Tensor, scale: tf.Tensor
+        self, names: dict[str, float], data: Any, epoch: tf.Tensor, step: tf.Tensor, seeds: tf.Tensor, scale: tf.Tensor
     ) -> Any:
         """The graph of `collect`."""
         set_generators(self._model_variables.generators, seeds)
@@ -249,11 +249,11 @@ class StepGraphs:
             counts, waited = _timed(self._gradients.exchange_counts, counts)
         return self._reduce(combined(sets, counts), counts, waited)
 
-    def _evaluate(self, names: dict[str, bool], data: Any, epoch: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
+    def _evaluate(self, names: dict[str, float], data: Any, epoch: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
         """The graph of `evaluate`."""
         return numbers_of(self._losses(names, data, epoch, step, train=False))
 
-    def _forward(self, names: dict[str, bool], data: Any, epoch: tf.Tensor, step: tf.Tensor) -> Any:
+    def _forward(self, names: dict[str, float], data: Any, epoch: tf.Tensor, step: tf.Tensor) -> Any:
         """The graph of `forward`."""
         if self._functions.forward_step is None:
             raise ConfigError(["forward_step: expected a function in the config, got nothing"])
@@ -262,7 +262,7 @@ class StepGraphs:
         check_outputs(context.outputs)
         return {name: (tf.convert_to_tensor(output.value), output.seq_lens) for name, output in context.outputs.items()}
 
-    def _losses(self, names: dict[str, bool], data: Any, epoch: tf.Tensor, step: tf.Tensor, train: bool) -> dict[str, Loss]:
+    def _losses(self, names: dict[str, float], data: Any, epoch: tf.Tensor, step: tf.Tensor, train: bool) -> dict[str, Loss]:
         """Run the config's train_step."""
         self.traces += 1
         with running(RunContext(epoch, step, train)) as context:  # epoch and step are tensors of the graph
@@ -274,7 +274,7 @@ class StepGraphs:
                 [f"get_model: expected a model that has all of its variables, got {after - before} more in train_step "
                  "(Keras layers get theirs when they are first called: call the model once in get_model)"]
             )  # fmt: skip
-        names.update({name: train and name in minimized(context.losses) for name in context.losses})
+        names.update(scales_of(context.losses, train))
         return context.losses
 
     def _reduce(self, gradients: list[Gradient], counts: tf.Tensor, waited: tf.Tensor) -> Reduced:

@@ -23,7 +23,7 @@ from hvdtrain.learner.meter import (
     by_sequence,
     check_marked,
     check_outputs,
-    minimized,
+    scales_of,
 )
 from hvdtrain.learner.optimizer import Clipping
 from hvdtrain.learner.precision import GradientCheck, LossScale
@@ -203,8 +203,7 @@ class TorchLearner:
 
     def _record(self, losses: dict[str, Loss], batch: Batch, train: bool) -> None:
         """Add a batch's losses to the scores."""
-        names = {name: train and name in minimized(losses) for name in losses}
-        self.meter.scores.add(names, numbers_of(losses, self._device), self._step, batch.indices)
+        self.meter.scores.add(scales_of(losses, train), numbers_of(losses, self._device), self._step, batch.indices)
 
     def _finish_batch_norms(self, batch: Batch | None, forward: bool) -> None:
         """Collective, if BatchNorms are synchronized. A rank without a batch takes part in what the others exchange."""

@@ -1,0 +1,44 @@
+"""Whether training ends before its last epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hvdtrain.config.keys import Section, key, not_negative, positive
+from hvdtrain.schedule.history import EpochRecord
+from hvdtrain.schedule.measure import Measure
+
+
+@dataclass(frozen=True, kw_only=True)
+class EarlyStoppingKeys(Section):
+    """When training ends before its last epoch."""
+
+    early_stopping_patience: int | None = key(
+        None, "end training after N consecutive epochs without a better score; None: never", positive
+    )
+    early_stopping_measure: str | None = key(
+        None,
+        "the score by which epochs are compared, such as dev_loss_ce, also for best.json; None: that of newbob, if it has one, "
+        "else the loss that is minimized (of several, their sum: dev_loss_total). Lower is better, but see higher_is_better",
+    )
+    early_stopping_min_difference: float = key(0.0, "an epoch is better if its score is better by more than this", not_negative)
+    stop_on_nonfinite_train_score: bool = key(
+        True, "end with an error when a training loss is not finite, reporting rank, step, sequences and parameters"
+    )
+
+
+def ends_early(keys: EarlyStoppingKeys, history: Sequence[EpochRecord], measure: Measure) -> str | None:
+    """The reason to end training after the epochs of a history, for the log; None: training continues.
+
+    Args:
+        history: the finished epochs, oldest first.
+        measure: compares them.
+    """
+    if keys.early_stopping_patience is None or not history:
+        return None
+    name, best = measure.name(history), measure.best(history, keys.early_stopping_min_difference)
+    if name is None or best is None or history[-1].epoch - best.epoch < keys.early_stopping_patience:
+        return None
+    patience = keys.early_stopping_patience
+    return f"{name} was best after epoch {best.epoch} ({best.scores[name]:.4g}), early_stopping_patience is {patience}"

@@ -1,0 +1,304 @@
+"""Which score compares epochs, whether it is better if it is lower or higher, and which epoch is the best.
+
+Unless a key names a score, it is the loss that is minimized: the only one, or the sum of several, each times its scale.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf, isnan
+
+from hvdtrain.config.check import did_you_mean
+from hvdtrain.config.keys import Section, key
+from hvdtrain.schedule.history import META, EpochRecord
+
+TOTALS = ("total", "total_minimized")
+"""The names of the sum of the losses that are minimized; the second one where train_step has a score of the first name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreKeys(Section):
+    """Which scores are better if they are higher; all others are better if they are lower."""
+
+    higher_is_better: list[str] = key(
+        [],
+        "scores whose higher values are better, such as ['accuracy', 'bleu']: names that train_step marks, or single scores "
+        "(dev_loss_bleu); for newbob, early stopping, best.json and cleanup_old_models",
+    )
+
+
+@dataclass(frozen=True)
+class Measure:
+    """How epochs are compared.
+
+    Attributes:
+        wanted: the names in the config, of which the first score that exists is used; empty: the loss that is minimized.
+        higher: the key higher_is_better.
+
+    >>> history = [EpochRecord(1, 0.1, {"dev_loss_accuracy": 0.8, "dev_loss_ce": 0.4}, {"ce": 1.0})]
+    >>> Measure().describe(history), Measure(["dev_loss_accuracy"], ["accuracy"]).describe(history)
+    ('dev_loss_ce, lower is better', 'dev_loss_accuracy, higher is better')
+    """
+
+    wanted: Sequence[str] = ()
+    higher: Collection[str] = ()
+
+    def name(self, history: Sequence[EpochRecord]) -> str | None:
+        """The score that compares the epochs; None if none has it."""
+        losses = minimized_in(history)
+        names = (error_key(record.scores, self.wanted, losses, self.higher) for record in reversed(history))
+        return next((name for name in names if name is not None), None)
+
+    def best(self, history: Sequence[EpochRecord], min_difference: float = 0.0) -> EpochRecord | None:
+        """The best epoch, the first of several that are equally good; None if no epoch has the score."""
+        name = self.name(history)
+        return None if name is None else best_of(history, name, self.higher, min_difference)
+
+    def is_higher_better(self, name: str) -> bool:
+        """Whether higher values of a score are better."""
+        return is_higher_better(name, self.higher)
+
+    def describe(self, history: Sequence[EpochRecord]) -> str:
+        """Score and direction, for the log."""
+        name = self.name(history)
+        if name is None and not self.wanted:
+            return "the loss that is minimized, lower is better"
+        name = name or self.wanted[0]
+        return f"{name}, {self.direction(name)}"
+
+    def direction(self, name: str) -> str:
+        """Which values of a score are better, for the log."""
+        return f"{'higher' if self.is_higher_better(name) else 'lower'} is better"
+
+
+def minimized_in(history: Iterable[EpochRecord]) -> Mapping[str, float]:
+    """The losses that the last epoch of which it is known has minimized, each with its scale."""
+    return next((record.losses for record in reversed(list(history)) if record.losses), {})
+
+
+def with_totals(scores: Mapping[str, float], losses: Mapping[str, float]) -> dict[str, float]:
+    """The scores of an epoch, and for each dataset the sum of the losses that are minimized, times their scales.
+
+    A dataset with a single one of them needs no sum, unless the scale is negative: the sum then is better if it is lower, too.
+
+    >>> with_totals({"dev_loss_ce": 1.0, "dev_loss_ctc": 2.0, "dev_loss_fer": 0.5}, {"ce": 1.0, "ctc": 0.25})
+    {'dev_loss_ce': 1.0, 'dev_loss_ctc': 2.0, 'dev_loss_fer': 0.5, 'dev_loss_total': 1.5}
+    """
+    totals = dict(scores)
+    names = {name.partition("_loss_")[2] for name in scores}
+    total = total_name(names)
+    for dataset in dict.fromkeys(name.partition("_loss_")[0] for name in scores if "_loss_" in name):
+        parts = {name: scale for name, scale in losses.items() if f"{dataset}_loss_{name}" in scores}
+        if len(parts) > 1 or any(scale < 0 for scale in parts.values()):
+            totals[f"{dataset}_loss_{total}"] = sum(scale * scores[f"{dataset}_loss_{name}"] for name, scale in parts.items())
+    return totals
+
+
+def complete_history(history: Iterable[EpochRecord], losses: Mapping[str, float]) -> list[EpochRecord]:
+    """The history with the sums of epochs of which it is not known what they minimized: of earlier releases, or of RETURNN."""
+    return [
+        record if record.losses else replace(record, scores=with_totals(record.scores, losses), losses=dict(losses))
+        for record in history
+    ]
+
+
+def total_name(names: Collection[str]) -> str:
+    """What the sum is called, where train_step marks scores of these names."""
+    return TOTALS[1] if TOTALS[0] in names else TOTALS[0]
+
+
+def is_higher_better(score: str, names: Collection[str]) -> bool:
+    """Whether the key `higher_is_better` names a score.
+
+    >>> is_higher_better("dev_loss_bleu", ["bleu"]), is_higher_better("dev_loss_ce", ["bleu"])
+    (True, False)
+    """
+    return score in names or score.partition("_loss_")[2] in names
+
+
+def as_errors(history: list[EpochRecord], higher: Collection[str]) -> list[EpochRecord]:
+    """The same history with the scores negated whose higher values are better, so that lower ones are."""
+    if not higher:
+        return history
+    return [replace(record, scores=errors_of(record.scores, higher)) for record in history]
+
+
+def errors_of(scores: Mapping[str, float], higher: Collection[str]) -> dict[str, float]:
+    """The same scores, negated where higher values are better."""
+    return {name: -score if is_higher_better(name, higher) else score for name, score in scores.items()}
+
+
+def best_of(
+    history: Iterable[EpochRecord], score: str, higher: Collection[str], min_difference: float = 0.0
+) -> EpochRecord | None:
+    """The first epoch with the best value of a score; None if no epoch has it.
+
+    Args:
+        min_difference: an epoch is better if its score is by more than this.
+    """
+    best: EpochRecord | None = None
+    lowest = inf
+    for record in history:
+        error = errors_of(record.scores, higher).get(score, inf)
+        if score in record.scores and (best is None or error < lowest - min_difference):
+            best, lowest = record, inf if isnan(error) else error
+    return best
+
+
+def wanted_of(measure: str | Sequence[str] | None) -> list[str]:
+    """The names in a key that names a score, or several of which the first that exists is used."""
+    return [measure] if isinstance(measure, str) else list(measure or ())
+
+
+def error_key(
+    scores: Mapping[str, float],
+    wanted: Sequence[str] = (),
+    losses: Mapping[str, float] | None = None,
+    higher: Collection[str] = (),
+) -> str | None:
+    """The score that controls the learning rate; None if there are no scores.
+
+    The first of the wanted ones that exists (each also with the suffix `_output`, the name of a network's main output), and None
+    if none of them does, where RETURNN takes another score. If none is wanted, the loss that is minimized, or the sum of several:
+    of dev, else of the first other dataset by name, else of train. If it is not known which losses are minimized, as in a history
+    of RETURNN's, RETURNN's choice: dev_score, the first dev score in alphabetical order, train_score, the first score in
+    alphabetical order; without those whose names say that higher is better, unless `higher` has them.
+
+    Args:
+        losses: those that are minimized, with their scales; the scores have their sums (`with_totals`).
+
+    >>> error_key({"train_loss_ce": 1.0, "dev_loss_wer": 0.2, "dev_loss_ce": 1.1})
+    'dev_loss_ce'
+    >>> error_key({"train_loss_ce": 1.0, "dev_loss_accuracy": 0.2, "dev_loss_ce": 1.1}, losses={"ce": 1.0})
+    'dev_loss_ce'
+    >>> error_key({"dev_loss_wer": 0.2, "dev_loss_ce": 1.1}, ["dev_loss_wer"])
+    'dev_loss_wer'
+    """
+    names = sorted(name for name in scores if not name.startswith(META))
+    if wanted:
+        return next((name for one in wanted for name in (one, f"{one}_output") if name in names), None)
+    if losses and (name := _minimized(names, losses)) is not None:
+        return name
+    names = [name for name in names if is_higher_better(name, higher) or not rises(base_of(name))] or names
+    candidates = ["dev_score", "dev_score_output"]
+    candidates += [name for name in names if name == "dev_score_output/output" or name.startswith("dev_score_output/output_")]
+    candidates += [name for name in names if name.startswith("dev_score_output/")]
+    candidates += [name for name in names if name.startswith("dev_")]
+    candidates += ["train_score", "train_score_output", *names]
+    return next((name for name in candidates if name in names), None)
+
+
+def _minimized(names: Sequence[str], losses: Mapping[str, float]) -> str | None:
+    """The score of the loss that is minimized, or of the sum of several."""
+    datasets = {name.partition("_loss_")[0] for name in names if "_loss_" in name}
+    for dataset in sorted(datasets, key=lambda dataset: (dataset != "dev", dataset == "train", dataset)):
+        parts = [f"{dataset}_loss_{name}" for name in losses if f"{dataset}_loss_{name}" in names]
+        totals = [f"{dataset}_loss_{name}" for name in reversed(TOTALS) if f"{dataset}_loss_{name}" in names]
+        if len(parts) == 1 and losses[base_of(parts[0])] > 0:
+            return parts[0]
+        if parts and totals:
+            return totals[0]
+    return None
+
+
+def missing_scores(
+    history: Sequence[EpochRecord],
+    measures: Mapping[str, str | Sequence[str] | None],
+    higher: Collection[str],
+    origins: Mapping[str, str],
+) -> list[str]:
+    """Problems with keys that name scores which none of the finished epochs has, with the scores that there are.
+
+    Args:
+        measures: by key, the name of a score, or several of which one has to be there.
+        higher: the key higher_is_better, of which all have to be there.
+        origins: by key, where it is set.
+    """
+    there = sorted({name for record in history for name in record.scores if not name.startswith(META)})
+    wanted = [(key, wanted_of(measure)) for key, measure in measures.items()]
+    missing = [(key, names) for key, names in wanted if names and error_key(dict.fromkeys(there, 0.0), names) is None]
+    missing += [("higher_is_better", [name]) for name in higher if not any(is_higher_better(one, [name]) for one in there)]
+    return [
+        f"{key}: expected one of the scores {', '.join(there)}, got {' or '.join(map(repr, names))} in "
+        f"{origins.get(key, 'the config')}{did_you_mean(names[0], there)}"
+        for key, names in missing
+    ]
+
+
+RISING = frozenset(
+    "acc accuracy accuracies auc auroc auprc bleu sacrebleu chrf cider coverage dice f1 fmeasure fscore hits iou kappa map mcc "
+    "meteor miou mos mrr ndcg pearson pesq precision psnr r2 recall reward rouge sdr sisdr sisnr snr spearman ssim stoi".split()
+)
+"""Words in the name of a score that say that higher values are better. Digits behind them do not matter: bleu4, top5_acc."""
+
+FALLING = frozenset("ce cer cost distance err error errors inverse loss neg negative nll per ter wer xent".split())
+"""Words in a name that say the opposite, whatever else is in it: bleu_loss, accuracy_error."""
+
+
+def base_of(score: str) -> str:
+    """The name that train_step gave a score: `bleu` for `dev_loss_bleu`."""
+    return score.partition("_loss_")[2] or score
+
+
+def rises(name: str) -> bool:
+    """Whether the name of a score says that higher values are better.
+
+    >>> [name for name in ("acc", "frameAccuracy", "BLEU4", "dice_loss", "map_error", "fer", "top5-acc") if rises(name)]
+    ['acc', 'frameAccuracy', 'BLEU4', 'top5-acc']
+    """
+    words = re.findall(r"[a-z0-9]+", f"{name} {re.sub(r'(?<=[a-z])(?=[A-Z])', ' ', name)}".lower())
+    words += [word.rstrip("0123456789") for word in words]
+    return bool(RISING.intersection(words)) and not FALLING.intersection(words)
+
+
+def unclear_scores(history: Sequence[EpochRecord], higher: Collection[str]) -> list[str]:
+    """The scores of the last epoch whose names say that higher values are better, though `higher_is_better` does not.
+
+    A loss that is minimized is better if it is lower, whatever its name.
+    """
+    losses = minimized_in(history)
+    names = history[-1].scores if history else {}
+    return sorted(
+        name for name in names if rises(base_of(name)) and base_of(name) not in losses and not is_higher_better(name, higher)
+    )
+
+
+def wrong_directions(
+    history: Sequence[EpochRecord],
+    measures: Mapping[str, str | Sequence[str] | None],
+    keeps_best: bool,
+    higher: Collection[str],
+    origins: Mapping[str, str],
+) -> list[str]:
+    """Problems with keys that would take the worst epochs for the best ones: they use scores of `unclear_scores`.
+
+    Args:
+        measures: by key, the name of a score, or several of which the first that exists is used.
+        keeps_best: whether cleanup_old_models keeps the best models, which it does by every score.
+        origins: by key, where it is set.
+    """
+    unclear = unclear_scores(history, higher)
+    used = {key: error_key(history[-1].scores, wanted_of(measure)) for key, measure in measures.items() if measure and history}
+    if keeps_best and unclear:
+        used["cleanup_old_models"] = next((name for name in unclear if not name.startswith("train_")), unclear[0])
+    return [
+        f"{key}: expected a score whose lower values are better, or one in higher_is_better, got {name!r} in "
+        f"{origins.get(key, 'the config')}, whose name says that higher values are better ({_remedy(name)})"
+        for key, name in used.items()
+        if name in unclear
+    ]
+
+
+def unclear_line(history: Sequence[EpochRecord], measure: Measure) -> str | None:
+    """The warning about scores of `unclear_scores` that no key uses; None: there are none."""
+    names = list(dict.fromkeys(map(base_of, unclear_scores(history, measure.higher))))
+    if not names:
+        return None
+    return f"{', '.join(names)}: the name says that higher values are better, so no epoch is the best by it ({_remedy(*names)})"
+
+
+def _remedy(*scores: str) -> str:
+    names = list(dict.fromkeys(map(base_of, scores)))
+    return f"set higher_is_better = {names}, or if lower is better, give it another name in train_step: {names[0]}_error"

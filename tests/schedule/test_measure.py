@@ -1,0 +1,111 @@
+"""Which score compares epochs, and in which direction."""
+
+from hvdtrain.schedule.history import EpochRecord
+from hvdtrain.schedule.measure import (
+    Measure,
+    complete_history,
+    error_key,
+    rises,
+    unclear_line,
+    unclear_scores,
+    with_totals,
+    wrong_directions,
+)
+from hvdtrain.schedule.rates import NewbobKeys, ScheduleKeys, epoch_learning_rate
+
+
+def record(epoch: int, losses: dict[str, float], **scores: float) -> EpochRecord:
+    scores = {f"dev_loss_{name}": value for name, value in scores.items()}
+    return EpochRecord(epoch, 0.8, with_totals(scores, losses), losses)
+
+
+def test_epochs_are_compared_by_the_loss_that_is_minimized() -> None:
+    history = [record(1, {"ce": 1.0}, accuracy=0.92, ce=0.5), record(2, {"ce": 1.0}, accuracy=0.93, ce=0.4)]
+    measure = Measure()
+    assert measure.name(history) == "dev_loss_ce"
+    found = measure.best(history)
+    assert found is not None
+    assert found.epoch == 2, "by name, it would be accuracy, of which the first epoch has the lowest"
+    assert Measure(["dev_loss_wer", "dev_loss_accuracy"], ["accuracy"]).name(history) == "dev_loss_accuracy"
+    only_train = [EpochRecord(1, 0.1, {"train_loss_b": 1.0, "train_loss_a": 0.5}, {"b": 1.0})]
+    assert measure.name(only_train) == "train_loss_b"
+    of_others = {"train_loss_ce": 1.0, "test_loss_ce": 1.0, "eval_loss_ce": 1.0}
+    assert error_key(of_others, losses={"ce": 1.0}) == "eval_loss_ce"
+    assert error_key({**of_others, "dev_loss_fer": 1.0}, losses={"ce": 1.0}) == "eval_loss_ce"
+
+
+def test_several_losses_are_compared_by_their_sum() -> None:
+    losses = {"ce": 1.0, "ctc": 0.5}
+    history = [record(1, losses, aux=0.0, ce=1.0, ctc=4.0), record(2, losses, aux=9.0, ce=1.1, ctc=2.0)]
+    assert [one.scores["dev_loss_total"] for one in history] == [3.0, 2.1]
+    assert Measure().name(history) == "dev_loss_total"
+    found = Measure().best(history)
+    assert found is not None
+    assert found.epoch == 2
+    own = record(1, losses, total=7.0, ce=1.0, ctc=2.0)
+    assert own.scores["dev_loss_total"] == 7.0, "a score of the config's keeps its name"
+    assert own.scores["dev_loss_total_minimized"] == 2.0
+    assert Measure().name([own]) == "dev_loss_total_minimized"
+    assert Measure().name([record(1, losses, ce=1.0)]) == "dev_loss_ce", "ctc is computed in training only"
+
+
+def test_a_loss_whose_negative_is_minimized() -> None:
+    history = [record(epoch, {"likelihood": -1.0}, likelihood=value) for epoch, value in ((1, -9.0), (2, -3.0), (3, -5.0))]
+    found = Measure().best(history)
+    assert found is not None
+    assert (Measure().name(history), found.epoch) == ("dev_loss_total", 2)
+
+
+def test_epochs_of_earlier_releases_get_the_sums_too() -> None:
+    """Otherwise the best of them would be forgotten."""
+    losses = {"ce": 1.0, "ctc": 0.5}
+    older = [EpochRecord(1, 0.1, {"dev_loss_ce": 0.1, "dev_loss_ctc": 0.1}), EpochRecord(2, 0.1, {"dev_score": 3.0})]
+    history = [*complete_history(older, losses), record(3, losses, ce=1.0, ctc=1.0)]
+    found = Measure().best(history)
+    assert found is not None
+    assert found.epoch == 1
+    assert history[1].scores == {"dev_score": 3.0}
+    assert older[0].losses == {}
+
+
+def test_newbob_follows_the_loss_that_is_minimized() -> None:
+    keys = ScheduleKeys(learning_rate_control="newbob", learning_rate=0.8)
+    history = [record(1, {"ce": 1.0}, accuracy=0.9, ce=0.5), record(2, {"ce": 1.0}, accuracy=0.95, ce=0.4)]
+    assert epoch_learning_rate(keys, NewbobKeys(), 3, history) == 0.8, "it is better"
+    assert epoch_learning_rate(keys, NewbobKeys(), 3, history[::-1]) == 0.4
+
+
+def test_what_returnn_wrote_is_compared_as_by_returnn() -> None:
+    assert error_key({"dev_error": 0.1, "dev_score": 0.5, "train_score": 0.7}) == "dev_score"
+    assert error_key({"dev_loss_b": 0.1, "dev_loss_a": 0.5}) == "dev_loss_a"
+    assert error_key({"dev_loss_acc": 0.1, "dev_loss_ce": 0.5}) == "dev_loss_ce", "but no score whose direction is unclear"
+    assert error_key({"dev_loss_acc": 0.1}) == "dev_loss_acc"
+
+
+def test_names_that_say_that_higher_is_better() -> None:
+    higher = "acc accuracy frame_accuracy bleu BLEU4 f1 macro-F1 auc valAuc top1_acc recall@5 mIoU psnr ROUGE-L".split()
+    lower = "ce ctc fer wer loss backward accuracy_error bleu_loss neg_f1 face mapping total precise mae nll_top1_acc".split()
+    assert [name for name in higher if not rises(name)] == []
+    assert [name for name in lower if rises(name)] == []
+
+
+def test_a_key_that_would_take_the_worst_epoch_for_the_best() -> None:
+    history = [record(1, {"ce": 1.0}, accuracy=0.9, ce=0.5, bleu=3.0)]
+    measures = {"early_stopping_measure": "dev_loss_accuracy", "learning_rate_control_error_measure": "dev_loss_ce"}
+    [problem] = wrong_directions(history, measures, False, ["bleu"], {"early_stopping_measure": "config.py"})
+    assert problem == (
+        "early_stopping_measure: expected a score whose lower values are better, or one in higher_is_better, got "
+        "'dev_loss_accuracy' in config.py, whose name says that higher values are better (set higher_is_better = ['accuracy'], "
+        "or if lower is better, give it another name in train_step: accuracy_error)"
+    )
+    assert wrong_directions(history, measures, True, ["bleu", "dev_loss_accuracy"], {}) == []
+    [problem] = wrong_directions(history, {}, True, ["accuracy"], {})
+    assert problem.startswith("cleanup_old_models: ")
+    assert "'dev_loss_bleu'" in problem
+    assert wrong_directions([], measures, True, [], {}) == []
+    line = unclear_line(history, Measure())
+    assert line is not None
+    assert line.startswith("accuracy, bleu: ")
+    assert "higher_is_better = ['accuracy', 'bleu']" in line
+    assert unclear_line(history, Measure(higher=["accuracy", "bleu"])) is None
+    assert unclear_scores([record(1, {"dice": 1.0}, dice=0.2)], []) == [], "what is minimized is better if it is lower"

@@ -65,6 +65,7 @@ class Progress:
     current: the epoch after it, if it has begun.
     report: the last finished epoch's line in scores.jsonl.
     data: by name of a dataset, what identifies its data.
+    keys: by name, the values of the keys that determine what is computed; empty in checkpoints of before.
     """
 
     step: int = 0
@@ -73,6 +74,7 @@ class Progress:
     current: EpochProgress | None = None
     report: dict[str, Any] | None = None
     data: dict[str, list[Identity]] = field(default_factory=dict)
+    keys: dict[str, str] = field(default_factory=dict)
 
     def state(self) -> dict[str, Any]:
         """As plain numbers, texts, lists and dicts. `epoch` is that of the checkpoint's name: finished or current."""
@@ -86,6 +88,7 @@ class Progress:
             "within": current,
             "report": self.report,
             "data": self.data,
+            "keys": self.keys,
         }
 
     @staticmethod
@@ -103,6 +106,7 @@ class Progress:
             current=current,
             report=state.get("report"),
             data=state.get("data") or {},
+            keys=state.get("keys") or {},
         )
 
     def describe(self) -> str:

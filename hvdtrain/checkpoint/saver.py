@@ -172,7 +172,7 @@ class Saver:
         self.share()
         progress = Progress.from_state(state)
         if epoch is None:
-            return replace(progress, current=None, data={})
+            return replace(progress, current=None, data={}, keys={})
         history = [record for record in progress.history if record.epoch <= epoch]
         return Progress(step=progress.step if epoch else 0, epoch=epoch, history=history)
 

@@ -89,7 +89,7 @@ class OptimizerOptions:
 
     def _add_state(self, group: Mapping[str, Any], entries: Sequence[str]) -> None:
         """Add what an option of torch's classes that is new needs of each parameter, as it begins; SGD adds it by itself."""
-        made = self._optimizer if isinstance(self._optimizer, torch.optim.Optimizer) else self._optimizer.inner
+        made = self._optimizer.inner if isinstance(self._optimizer, ShardedOptimizer) else self._optimizer
         if not type(made).__module__.startswith("torch.") or isinstance(made, torch.optim.SGD):
             return
         for parameter in group["params"]:

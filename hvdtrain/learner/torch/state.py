@@ -240,7 +240,7 @@ class TorchState:
         sources = [[place] * len(names) for place, names in enumerate(own)]
         if self._stored_names is not None and all(name for group in own for name in group):
             stored, sources = regrouped(stored, self._stored_names, own)
-        of_each = [[before[source] for source in group] for group in sources]
+        of_each = [[before[source] if source < len(before) else {} for source in group] for group in sources]
         return self._options.load(stored, of_each, is_of_class, own)
 
     def _optimizer_name(self) -> str:

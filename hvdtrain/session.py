@@ -39,7 +39,7 @@ from hvdtrain.data.plan.chunk_keys import keys_of
 from hvdtrain.data.plan.chunk_keys import parse as parse_chunking
 from hvdtrain.data.plan.chunks import cut, listed
 from hvdtrain.data.sources import OpeningContext, open_dataset
-from hvdtrain.errors import DataError, HvdtrainError, LaunchError
+from hvdtrain.errors import DataError, HvdtrainError, LaunchError, PeerFailure
 from hvdtrain.learner.base import Learner
 from hvdtrain.learner.frameworks import FRAMEWORKS, BuildOptions
 from hvdtrain.learner.reducer import Reducer
@@ -94,18 +94,31 @@ def open_session(settings: Settings, purpose: Purpose, comm: Communicator | None
     Raises:
         HvdtrainError: a mistake in the config, a data file or a checkpoint, on all ranks alike.
     """
-    with (
-        ExitStack() as watched,  # ends behind the connection: a rank may hang where the ranks disconnect, too
-        open_communicator(settings) if comm is None else nullcontext(comm) as connection,
-        ExitStack() as stack,
-    ):
-        session = _open(settings, purpose, connection, watched, stack)
+    with ExitStack() as watched:  # ends behind the connection: a rank may hang where the ranks disconnect, too
+        session: Session | None = None
         try:
-            yield session
-        finally:
-            session.watchdog.beat("closing the job", "unhurried")
-        for feed in session.feeds:
-            feed.dataset.close()
+            with open_communicator(settings) if comm is None else nullcontext(comm) as connection, ExitStack() as stack:
+                session = _open(settings, purpose, connection, watched, stack)
+                try:
+                    yield session
+                finally:
+                    session.watchdog.beat("closing the job", "unhurried")
+                for feed in session.feeds:
+                    feed.dataset.close()
+        except PeerFailure as failure:
+            if session is not None:
+                failure.seen = (*session.watchdog.ended_ranks(), *changed_files(session.feeds))
+            raise
+
+
+def changed_files(feeds: Iterable[Feed]) -> Iterator[str]:
+    """Which data files are not those of the start any more: one that was truncated has killed the rank that read it (SIGBUS)."""
+    for feed in feeds:
+        try:
+            if feed.files is not None:
+                feed.files.check()
+        except DataError as error:
+            yield str(error)
 
 
 def _open(settings: Settings, purpose: Purpose, comm: Communicator, watched: ExitStack, stack: ExitStack) -> Session:

@@ -108,8 +108,8 @@ class RunKeys(Section):
     watchdog_timeout: float | None = key(
         None,
         "end the job when a rank makes no progress for this many seconds; None: for 20 times the longest step, evaluation step "
-        "or saving so far, at least 60 s, and 1800 s where none is known yet (while the job starts or ends, and in callbacks, at "
-        "least 1800 s in any case)",
+        "or saving so far, at least 60 s; at least 300 s after the first one, and 1800 s where none is known yet (while the "
+        "job starts or ends, and in callbacks, at least 1800 s in any case)",
         positive,
     )
     predict_ranks: int | str | tuple[Any, ...] | list[Any] | None = key(

@@ -43,10 +43,11 @@ from hvdtrain.learner.base import Learner
 from hvdtrain.learner.frameworks import FRAMEWORKS, BuildOptions
 from hvdtrain.learner.reducer import Reducer
 from hvdtrain.runtime.heartbeats import meet
-from hvdtrain.runtime.interrupt import Interrupt
+from hvdtrain.runtime.interrupt import Interrupt, Stopped
 from hvdtrain.runtime.log import SCREEN, open_log, open_terminal, say
+from hvdtrain.runtime.peers import print_through_mpirun
 from hvdtrain.runtime.timer import Timer
-from hvdtrain.runtime.watchdog import Ending, Watchdog
+from hvdtrain.runtime.watchdog import SECONDS_TO_END, Ending, Watchdog
 from hvdtrain.settings import Settings
 
 Purpose = Literal["train", "dry_run", "evaluate", "forward", "export", "measure"]
@@ -83,6 +84,13 @@ class Session:
     progress: Progress
 
 
+BY_MPIRUN = (
+    "SIGTERM from mpirun, as after Ctrl-C: it kills the ranks a second later and returns 1. Saving a checkpoint, if there is "
+    "time (kill -USR1 PID-OF-MPIRUN leaves time for it, and returns 75)"
+)
+"""Printed at once, as nobody knows whether there is time."""
+
+
 @contextmanager
 def open_session(settings: Settings, purpose: Purpose, comm: Communicator | None = None) -> Iterator[Session]:
     """Collective. Connect the ranks, open the data, build the model and load what the purpose needs.
@@ -100,13 +108,17 @@ def open_session(settings: Settings, purpose: Purpose, comm: Communicator | None
                 session = _open(settings, purpose, connection, watched, stack)
                 try:
                     yield session
+                except Stopped as stopped:
+                    if connection.rank == 0 and session.interrupt.reason == "SIGTERM":
+                        stopped.is_printed = print_through_mpirun(str(stopped))
+                    raise
                 finally:
                     session.watchdog.beat("closing the job", "unhurried")
                 for feed in session.feeds:
                     feed.dataset.close()
         except PeerFailure as failure:
             if session is not None:
-                failure.seen = (*session.watchdog.ended_ranks(), *changed_files(session.feeds))
+                failure.seen = (*session.watchdog.ended_ranks(SECONDS_TO_END), *changed_files(session.feeds))
             raise
 
 
@@ -154,6 +166,9 @@ def _open(settings: Settings, purpose: Purpose, comm: Communicator, watched: Exi
             restarts=restarts_of_torchrun(launch.environment()) > 0,
         )
     watchdog = watched.enter_context(Watchdog(patience, comm.rank, heartbeats, ending()))
+    if comm.rank == 0:
+        # mpirun also sends SIGTERM after a rank has failed, which it reports itself.
+        interrupt.on_sigterm = lambda: print_through_mpirun(BY_MPIRUN) if not watchdog.ended_ranks(0.0) else None
     feeds = _open_data(settings, purpose, comm, watchdog, stack)
     watchdog.beat("building the model")
     if purpose in WITH_TRAINED:  # the model's file has the average over time

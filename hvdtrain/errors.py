@@ -49,6 +49,10 @@ class CheckpointError(HvdtrainError):
     """A checkpoint is missing, damaged or belongs to another model. The message names the file."""
 
 
+class DamagedCheckpoint(CheckpointError):
+    """A checkpoint's file is not as it was written, or does not belong to the other files."""
+
+
 class TrainingError(HvdtrainError):
     """Training cannot continue, for instance because a loss is not finite."""
 

@@ -66,6 +66,7 @@ class Progress:
     report: the last finished epoch's line in scores.jsonl.
     data: by name of a dataset, what identifies its data.
     keys: by name, the values of the keys that determine what is computed; empty in checkpoints of before.
+    file: the model's file from which training goes on; None: training began anew. It is not stored.
     """
 
     step: int = 0
@@ -75,6 +76,7 @@ class Progress:
     report: dict[str, Any] | None = None
     data: dict[str, list[Identity]] = field(default_factory=dict)
     keys: dict[str, str] = field(default_factory=dict)
+    file: Path | None = None
 
     def state(self) -> dict[str, Any]:
         """As plain numbers, texts, lists and dicts. `epoch` is that of the checkpoint's name: finished or current."""

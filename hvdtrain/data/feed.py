@@ -344,6 +344,8 @@ FEW_TAGS = 5
 WANTS_LONG = re.compile(r"\bLong\b|not implemented for '(Int|Short|Char|Byte)'")
 """What PyTorch says of class indices that are not int64."""
 
+MAKES_BATCHES = "hvdtrain makes the batches; give it items that are single sequences"
+
 TENSORS = "extern_data[KEY] has raw_tensor (batch, time, ...), seq_lens (batch,) and mask (batch, time)"
 
 
@@ -374,6 +376,9 @@ def _advice(error: Exception, batch: Batch) -> str | None:
         return f"extern_data is a dict: extern_data[{error.name!r}]"
     if isinstance(error, (AttributeError, TypeError, ValueError)) and re.search(r"\b(Torch|TensorFlow)Data\b", str(error)):
         return TENSORS
+    sizes = [set(each.seq_lens.tolist()) for each in batch.data.values()]
+    if any(each.values.ndim > 3 for each in batch.data.values()) and all(len(size) == 1 and size != {1} for size in sizes):
+        return f"if items have {max(sizes[0])} frames because they are batches: {MAKES_BATCHES}"
     single = [key for key, each in batch.data.items() if each.values.ndim == 2 and each.values.shape[1] == 1]
     if single and isinstance(error, (RuntimeError, ValueError)) and re.search("target|labels", str(error)):
         return f"{single[0]} is one number per sequence, of shape (batch, 1): raw_tensor[:, 0] has shape (batch,)"

@@ -18,6 +18,7 @@ import numpy
 from hvdtrain.data.combine.workers import Workers
 from hvdtrain.data.dataset import Dataset, Item, Scanning
 from hvdtrain.data.formats.found_lengths import HEAD_START, About, Found, LengthsFile
+from hvdtrain.data.formats.items import like_batches
 from hvdtrain.data.formats.returnn_reading import Part, Question
 from hvdtrain.data.types import Array
 from hvdtrain.errors import DataError
@@ -342,7 +343,7 @@ class StreamedDataset(Dataset):
         return f"read {by} ({self._reader.about.name})"
 
     def warnings(self) -> list[str]:
-        return self._reader.warnings()
+        return self._reader.warnings() + ([] if self.window is None else like_batches(self.lengths))
 
     def _checked(self, index: int, tag: str, arrays: Mapping[str, Array]) -> dict[str, Array]:
         """A sequence, checked against the lengths that batches were planned with. Raises: DataError."""

@@ -8,9 +8,11 @@ from __future__ import annotations
 import queue
 import re
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from os.path import abspath
 from typing import Generic, Literal, Protocol, TypeVar
 
 import numpy
@@ -252,6 +254,7 @@ def feed_lines(feed: Feed, local_size: int = 1) -> list[Line]:
     lines = [
         (4, "; ".join(parts)),
         *((2, f"{feed.name}: {text}") for text in feed.dataset.warnings()),
+        *((2, f"{feed.name}: {path} is in the list of files {times} times") for path, times in _repeated_files(feed)),
         *_cache_lines(feed, local_size),
     ]
     used = numpy.arange(feed.dataset.num_sequences) if feed.subset is None else feed.subset
@@ -277,6 +280,11 @@ def feed_lines(feed: Feed, local_size: int = 1) -> list[Line]:
     if alone:
         lines.append((2, f"{feed.name}: {alone} sequences are longer than batch_size allows and make batches of their own"))
     return lines
+
+
+def _repeated_files(feed: Feed) -> list[tuple[str, int]]:
+    """Files that a dataset reads more than once, such as where patterns of names overlap: their sequences count as often."""
+    return [(path, times) for part in feed.parts for path, times in Counter(map(abspath, part.files)).items() if times > 1]
 
 
 def _cache_lines(feed: Feed, local_size: int) -> list[Line]:

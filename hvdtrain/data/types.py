@@ -74,7 +74,8 @@ def pad(sequences: Sequence[Array], named: Callable[[int], str] = "row {}".forma
     """
     seq_lens = numpy.fromiter((len(sequence) for sequence in sequences), dtype=numpy.int32, count=len(sequences))
     first = sequences[0]
-    values = numpy.zeros((len(sequences), int(seq_lens.max()), *first.shape[1:]), dtype=first.dtype)
+    dtype = first.dtype.newbyteorder("=")  # frameworks have tensors of this machine's byte order only
+    values = numpy.zeros((len(sequences), int(seq_lens.max()), *first.shape[1:]), dtype=dtype)
     if first.dtype == object:
         values[:] = ""  # strings
     for number, (row, sequence) in enumerate(zip(values, sequences, strict=True)):

@@ -94,8 +94,10 @@ class MapDataset(Dataset):
             arguments["index"] = index
         if "rng" in self._arguments:
             arguments["rng"] = _generator(self._seed, self._epoch, index)
+        # An item may be the user's own array, and a cache keeps it: what map_seq changes in place would change again next time.
+        given = {name: values.copy() if values.flags.writeable else values for name, values in arrays.items()}
         try:
-            made = self._map_seq(dict(arrays), **arguments)
+            made = self._map_seq(given, **arguments)
         except StopIteration as error:
             raise iterator_ended(f"{self._where}.map_seq, sequence {index}", error) from error
         except Exception as error:

@@ -66,10 +66,11 @@ class Workers(Generic[Question]):
         context = multiprocessing.get_context("fork")  # they inherit all they need: nothing is pickled
         # The kernel goes by the thread that forks, and other threads may end before the process does.
         parent = os.getpid() if threading.current_thread() is threading.main_thread() else None
-        # Where an error ends the program, nobody closes them, and Python would wait for them before it closes the pipes.
-        atexit.register(self.close)
         for number in range(self._count):
             self._fork(context, number, parent)
+        # Where an error ends the program, nobody closes them, and Python would wait for them before it closes the pipes. What is
+        # registered last comes first: multiprocessing's own function, which waits, is registered when a process starts.
+        atexit.register(self.close)
         for number in range(self._count):
             for _ in range(STARTS - 1):
                 if self._has_begun(number):

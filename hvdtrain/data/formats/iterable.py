@@ -218,6 +218,15 @@ class IterableReading:
                 raise DataError(f"{self._where}: expected item {number} of epoch {epoch} of {self._name}, got only {self._next}")
         return [self._form.sequence(number, self._held[number]) for number in numbers]
 
+    def goes_on(self, epoch: int) -> bool:
+        """Whether there is an item after the last one that was read, if the epoch is all of the iterable."""
+        if self._epoch_size is not None or epoch != self._epoch or self._iterator is None:
+            return False
+        if self._advance() is END:
+            return False
+        self._epoch = 0  # that item is gone: the next question begins anew
+        return True
+
     def skip(self, epoch: int, number: int) -> int:
         """As of `Reading`: to the window of an item."""
         first = number // self._window * self._window

@@ -115,6 +115,12 @@ class Reader:
             answers = self._pool.results(questions)
         return [item for items in answers for item in items]
 
+    def goes_on(self, epoch: int) -> bool:
+        """Whether an epoch of an iterable has more items than those that were read of it: nothing would be trained on them."""
+        with self._lock:
+            [more] = self._pool.results([("goes_on", epoch)])
+        return bool(more)
+
     def close(self) -> None:
         """End the processes."""
         for workers in {id(each): each for each in (self._workers, self._pool)}.values():
@@ -327,6 +333,11 @@ class StreamedDataset(Dataset):
 
     def sequences(self, indices: Sequence[int]) -> list[dict[str, Array]]:
         items = self._reader.read(self._epoch, indices)
+        if self.window is not None and max(indices) == self.num_sequences - 1 and self._reader.goes_on(self._epoch):
+            raise DataError(
+                f"{self._reader.where}: expected {self._reader.about.name} to end after the {self.num_sequences} sequences "
+                f"that it had when their lengths were found, got more ({self._advice(False)})"
+            )
         return [self._checked(index, *item) for index, item in zip(indices, items, strict=True)]
 
     def tags(self, indices: Sequence[int]) -> list[str]:

@@ -225,11 +225,16 @@ class Feed:
             Batch
         ]:  # a generator: a StopIteration of the user's code ends it with an error, and map would stop
             for indices in share:
+                some = ", ".join(map(str, indices[:FEW_TAGS].tolist())) + (", ..." if len(indices) > FEW_TAGS else "")
                 try:
                     batch = checked(dataset.batch(indices), indices)
                 except StopIteration as error:
-                    some = ", ".join(map(str, indices[:FEW_TAGS].tolist())) + (", ..." if len(indices) > FEW_TAGS else "")
                     raise iterator_ended(f"{self.name}, sequences {some}", error) from error
+                except HvdtrainError:
+                    raise
+                except BaseException as error:
+                    error.add_note(f"in a batch of {self.name}, sequences {some}")
+                    raise
                 yield batch if staging is None else staging.pin(batch)
 
         return ReadAhead(batches(), begin=None if staging is None else staging.send)

@@ -100,7 +100,7 @@ class MapDataset(Dataset):
             made = self._map_seq(given, **arguments)
         except StopIteration as error:
             raise iterator_ended(f"{self._where}.map_seq, sequence {index}", error) from error
-        except Exception as error:
+        except BaseException as error:  # a SystemExit, too, which has no message of its own
             error.add_note(f"in {self._where}.map_seq, sequence {index}")
             raise
         if not isinstance(made, dict):

@@ -202,7 +202,7 @@ class ItemsDataset(Dataset):
             item = self._items[index]
         except StopIteration as error:
             raise iterator_ended(f"{self._where}, item {index}", error) from error
-        except Exception as error:
+        except BaseException as error:  # a SystemExit, too, which has no message of its own
             error.add_note(f"(in item {index} of {self._where})")
             raise
         return self._form.arrays(index, item)

@@ -287,6 +287,9 @@ class IterableReading:
                 if not is_end(ended):
                     where = f"{self._where}: item {self._next} of epoch {self._epoch} of {self._name}"
                     raise iterator_ended(where, ended) from ended
+            except BaseException as error:
+                error.add_note(f"in item {self._next} of epoch {self._epoch} of {self._name}, {self._where}")
+                raise
             else:
                 self._position += 1
                 return item

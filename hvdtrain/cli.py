@@ -202,6 +202,7 @@ def exit_status(work: Callable[[], None], interrupted: str = INTERRUPTED) -> int
     local.end_with_launcher(launch.environment())
     try:
         work()
+        local.note_end(launch.environment(), rank)
         return 0
     except PeerFailure as error:
         status = local.PEER_FAILED if launch.launch().launcher == "hvdtrain" else error.status
@@ -228,10 +229,9 @@ def exit_status(work: Callable[[], None], interrupted: str = INTERRUPTED) -> int
 
 def restarts(settings: Settings) -> local.Restarts:
     """Which of the processes that hvdtrain starts itself are started again."""
-    from hvdtrain.checkpoint.folder import CheckpointFolder
-    from hvdtrain.learner.frameworks import FRAMEWORKS
+    from hvdtrain.session import checkpoint_folder
 
-    checkpoints = CheckpointFolder(Path(settings.run.model), FRAMEWORKS[settings.run.backend].suffix)
+    checkpoints = checkpoint_folder(settings)
 
     def newest() -> Path | None:
         found = checkpoints.newest()

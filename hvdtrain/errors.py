@@ -47,6 +47,10 @@ class CheckpointError(HvdtrainError):
     """A checkpoint is missing, damaged or belongs to another model. The message names the file."""
 
 
+class DamagedCheckpoint(CheckpointError):
+    """A checkpoint's file is not as it was written, or does not belong to the other files."""
+
+
 class TrainingError(HvdtrainError):
     """Training cannot continue, for instance because a loss is not finite."""
 
@@ -56,7 +60,15 @@ class LaunchError(HvdtrainError):
 
 
 class PeerFailure(HvdtrainError):
-    """Another rank failed while this one was waiting for it; this rank has no error of its own to report."""
+    """Another rank failed while this one was waiting for it; this rank has no error of its own to report.
+
+    Attributes:
+        seen: what this rank can see of the cause. A process that was killed, or that has called os._exit, has said nothing.
+    """
 
     status = 1
     would_repeat = False
+    seen: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return ": ".join([super().__str__(), *(["; ".join(self.seen)] if self.seen else [])])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Number
 from pathlib import Path, PurePath
@@ -27,7 +27,7 @@ from hvdtrain.config.keys import (
     parsed_by,
     positive,
 )
-from hvdtrain.config.source import COMMAND_LINE, Source, load
+from hvdtrain.config.source import COMMAND_LINE, OVERRIDING, Config, Source, load
 from hvdtrain.data.copies import CopyKeys
 from hvdtrain.data.keys import DataKeys, DatasetSpec
 from hvdtrain.data.kinds import KINDS
@@ -49,6 +49,7 @@ from hvdtrain.returnn_layer.adapter import adapted, layer_for_config
 from hvdtrain.returnn_layer.names import ALIASES, READ_BY_RETURNN, UNSUPPORTED, is_no_op, without_effect
 from hvdtrain.runtime.interrupt import InterruptKeys
 from hvdtrain.runtime.log import LogKeys
+from hvdtrain.runtime.process import OWN, Process
 from hvdtrain.schedule.early_stopping import EarlyStoppingKeys
 from hvdtrain.schedule.measure import Measure, ScoreKeys, wanted_of
 from hvdtrain.schedule.rates import NewbobKeys, ScheduleKeys
@@ -107,8 +108,8 @@ class RunKeys(Section):
     watchdog_timeout: float | None = key(
         None,
         "end the job when a rank makes no progress for this many seconds; None: for 20 times the longest step, evaluation step "
-        "or saving so far, at least 60 s, and 1800 s where none is known yet (while the job starts or ends, and in callbacks, at "
-        "least 1800 s in any case)",
+        "or saving so far, at least 60 s; at least 300 s after the first one, and 1800 s where none is known yet (while the "
+        "job starts or ends, and in callbacks, at least 1800 s in any case)",
         positive,
     )
     predict_ranks: int | str | tuple[Any, ...] | list[Any] | None = key(
@@ -171,6 +172,8 @@ class Settings:
     """By key, where its value comes from. Keys with their default value are not listed."""
     texts: Mapping[str, str]
     """The text of each config file, by its path."""
+    process: Process = OWN
+    """What hvdtrain may change of the process that it runs in."""
 
     @property
     def files(self) -> list[Path]:
@@ -205,19 +208,28 @@ def all_keys() -> list[Key]:
     return [declared_key for section in SECTIONS for declared_key in declared(section)]
 
 
-def read_settings(paths: list[Path], overrides: Mapping[str, str]) -> Settings:
-    """Read config files under overrides from the command line. Raises: ConfigError, with all problems."""
+def read_settings(configs: Sequence[Config], overrides: Mapping[str, Any], origin: str = COMMAND_LINE) -> Settings:
+    """Read configs under overrides.
+
+    Args:
+        configs: files, or keys and values.
+        origin: of the overrides: the command line, whose values are texts, or a call, whose values are Python's.
+
+    Raises:
+        ConfigError: with all problems.
+    """
     keys = {declared_key.name: declared_key for declared_key in all_keys()}
     names = {ALIASES.get(name, name): text for name, text in overrides.items()}
     layer = layer_for_config()
-    source = load(paths, names, {name: declared_key.type for name, declared_key in keys.items()}, layer.builtins)
+    types = {name: declared_key.type for name, declared_key in keys.items()}
+    source = load(configs, names, types, layer.builtins, origin)
     return check(adapted(source, layer), list(keys))
 
 
 def check(source: Source, names: list[str]) -> Settings:
     """Turn names and values into sections. Raises: ConfigError, with all problems."""
     # What the command line says under one of a key's names wins over what a file says under the other.
-    by_origin = sorted(source.values, key=lambda name: source.origins[name] == COMMAND_LINE)
+    by_origin = sorted(source.values, key=lambda name: source.origins[name] in OVERRIDING)
     values = {ALIASES.get(name, name): source.values[name] for name in by_origin}
     values = _without_training(values)
     origins = {ALIASES.get(name, name): source.origins[name] for name in by_origin}
@@ -225,7 +237,7 @@ def check(source: Source, names: list[str]) -> Settings:
     inside = {each.name: f"{place}.{each.name}" for place, section in dicts for each in declared(section)}
     problems = [*source.problems, *unknown(source, [*names, *ALIASES], UNSUPPORTED, is_no_op, READ_BY_RETURNN, inside)]
     for other, name in ALIASES.items():
-        if other in source.values and name in source.values and origins[name] != COMMAND_LINE:
+        if other in source.values and name in source.values and origins[name] not in OVERRIDING:
             problems.append(f"{other}: expected either {other} or {name}, which mean the same, got both")
     built: dict[type, Any] = {}
     found: dict[type, list[str]] = {}

@@ -13,8 +13,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -34,13 +35,17 @@ FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR
 PARENT = "HVDTRAIN_PARENT"
 """The environment variable with the process id of the launcher."""
 
+ENDED = "HVDTRAIN_ENDED"
+"""The environment variable with the beginning of the names of files by which processes tell this launcher that their work is
+done: an exit status of 0 alone, as of `os._exit(0)`, does not."""
+
 PEER_FAILED = 76
 """Exit status of a process of hvdtrain's launcher that ends only because another one has failed. The launcher returns 1."""
 
 HUNG = 77
 """Exit status of a process of hvdtrain's launcher that its watchdog has ended, as it hung. The launcher returns 1."""
 
-REPORTED = (0, 1, 2, 75, PEER_FAILED, HUNG, 130)
+REPORTED = (1, 2, 75, PEER_FAILED, HUNG, 130)
 """The exit statuses of processes that say themselves how they end."""
 
 POLL_INTERVAL = 0.05
@@ -59,6 +64,7 @@ STOP_TIMEOUT = 60.0
 def processes(keys: LaunchKeys, started: Launch) -> list[Launch]:
     """The processes that this one has to start; empty if this process itself trains.
 
+    >>> from hvdtrain.comm.keys import LaunchKeys
     >>> [one.rank for one in processes(LaunchKeys(ngpu=2, dist_rank=1, dist_world_size=2), Launch(None))]
     [2, 3]
 
@@ -111,14 +117,32 @@ def never(wanted: list[Launch], failed: Mapping[int, int]) -> list[Launch]:
     return []
 
 
-def run(wanted: list[Launch], arguments: list[str], environ: Mapping[str, str], again: Again = never) -> int:
-    """Start `python -m hvdtrain ARGUMENTS` once per launch; return the highest exit status.
+PROGRAM = ("-m", "hvdtrain")
+"""Of Python's arguments, those that start the command line."""
+
+
+def run(
+    wanted: list[Launch],
+    arguments: Sequence[str],
+    environ: Mapping[str, str],
+    again: Again = never,
+    *,
+    program: Sequence[str] = PROGRAM,
+    signals_to_forward: Sequence[signal.Signals] = FORWARDED_SIGNALS,
+    report: Callable[[str], object] = sys.stderr.write,
+    while_waiting: Callable[[], None] = lambda: None,
+) -> int:
+    """Start `python PROGRAM ARGUMENTS` once per launch; return the highest exit status.
 
     Signals are forwarded to the processes. If one of them fails, the others are ended within seconds, and unless a signal came,
     those start that `again` returns; if this process is killed, they end by themselves.
+
+    Args:
+        report: gets lines about processes that did not say themselves how they ended.
+        while_waiting: called again and again until the processes have ended.
     """
     with tempfile.TemporaryDirectory(prefix="hvdtrain-") as folder:
-        shared = dict(environ) | {PARENT: str(os.getpid())}
+        shared = dict(environ) | {PARENT: str(os.getpid()), ENDED: f"{folder}/ended"}
         if len(wanted) == wanted[0].size:  # all processes of the job are on this host
             shared[HVDTRAIN_PLACE] = f"file://{folder}/address"
         children: list[subprocess.Popen[bytes]] = []
@@ -128,29 +152,40 @@ def run(wanted: list[Launch], arguments: list[str], environ: Mapping[str, str], 
             signals.append(number)
             _signal(children, number)
 
-        previous = {number: signal.signal(number, forward) for number in FORWARDED_SIGNALS}
+        previous = {number: signal.signal(number, forward) for number in signals_to_forward}
         try:
             while True:
+                for mark in Path(folder).glob("ended.*"):  # of a former start
+                    mark.unlink()
                 for started in wanted:
                     # In a session of its own, so that the terminal's Ctrl-C reaches this process only, which forwards it once.
                     children.append(
                         subprocess.Popen(
-                            [sys.executable, "-m", "hvdtrain", *arguments],
+                            [sys.executable, *program, *arguments],
                             env=shared | variables(started),
                             start_new_session=True,
                         )
                     )
                 for number in signals:  # that came before all had been started
                     _signal(children, number)
-                failed = _wait(children, wanted, signals)
+                is_done = partial(_has_ended, Path(folder))
+                failed = _wait(children, wanted, signals, is_done, report, while_waiting)
                 wanted = again(wanted, failed) if failed and not signals else []
                 if not wanted:
                     return max(map(_exit_status, failed.values()), default=0)
                 children.clear()
         finally:
             _signal([child for child in children if child.poll() is None], signal.SIGKILL)
+            for child in children:
+                child.wait()
             for number, handler in previous.items():
                 signal.signal(number, handler)
+
+
+def note_end(environ: Mapping[str, str], rank: int) -> None:
+    """Tell hvdtrain's launcher, if it started this process, that the work is done."""
+    if ENDED in environ:
+        Path(f"{environ[ENDED]}.{rank}").touch()
 
 
 def end_with_launcher(environ: Mapping[str, str]) -> None:
@@ -184,7 +219,7 @@ def _launcher(environ: Mapping[str, str]) -> int | None:
 
 
 def how_it_ended(status: int, out_of_memory: bool) -> str | None:
-    """How a process ended that had no chance to say it; None: it has said it itself.
+    """How a process ended that has failed and had no chance to say it; None: it has said it itself.
 
     Args:
         status: as of `subprocess`: negative after a signal.
@@ -192,9 +227,14 @@ def how_it_ended(status: int, out_of_memory: bool) -> str | None:
 
     >>> how_it_ended(-9, True), how_it_ended(3, False), how_it_ended(1, False)
     ('ended by signal 9 (SIGKILL): the kernel ran out of memory', 'ended with exit status 3', None)
+    >>> how_it_ended(0, False)
+    'ended with exit status 0 before its work was done (by os._exit?)'
     """
+    if status == 0:
+        return "ended with exit status 0 before its work was done (by os._exit?)"
     if status < 0:
         why = ": the kernel ran out of memory" if out_of_memory and -status == signal.SIGKILL else ""
+        why = ": a mapped file was cut off meanwhile, or its disk failed" if -status == signal.SIGBUS else why
         return f"ended by signal {-status} ({signal.Signals(-status).name}){why}"
     return None if status in REPORTED else f"ended with exit status {status}"
 
@@ -210,23 +250,46 @@ def out_of_memory() -> int:
 
 def _exit_status(status: int) -> int:
     """As shells do it, from that of `subprocess`."""
-    return 128 - status if status < 0 else 1 if status in (PEER_FAILED, HUNG) else status
+    return 128 - status if status < 0 else 1 if status in (0, PEER_FAILED, HUNG) else status
 
 
-def _wait(children: list[subprocess.Popen[bytes]], wanted: list[Launch], signals: list[int]) -> dict[int, int]:
-    """Wait until all processes have ended; if one fails, end the others. By rank, the exit statuses of those that failed."""
+def _has_ended(folder: Path, rank: int) -> bool:
+    return (folder / f"ended.{rank}").exists()
+
+
+def _wait(
+    children: list[subprocess.Popen[bytes]],
+    wanted: list[Launch],
+    signals: list[int],
+    is_done: Callable[[int], bool],
+    report: Callable[[str], object],
+    while_waiting: Callable[[], None],
+) -> dict[int, int]:
+    """Wait until all processes have ended; if one fails, end the others. By rank, the exit statuses of those that failed.
+
+    Args:
+        is_done: whether a rank has said that its work is done; ends with 0 without it are failures, too.
+        report, while_waiting: as of `run`.
+    """
     kills_before = out_of_memory()
-    while all(child.poll() in (None, 0) for child in children):
+
+    def statuses() -> dict[int, int]:
+        """Of those that have failed so far."""
+        ended = {one.rank: child.poll() for one, child in zip(wanted, children, strict=True)}
+        return {rank: status for rank, status in ended.items() if status or (status == 0 and not is_done(rank))}
+
+    while not (failed := statuses()):
         if all(child.returncode == 0 for child in children):
             return {}
+        while_waiting()
         time.sleep(POLL_INTERVAL)
-    failed: dict[int, int] = {}
+    failed = {}
     for seconds in (0.0, REPORT_TIMEOUT):  # the first ones at once, as the others fail because of them
         _wait_at_most(children, seconds)
-        ended = {one.rank: child.returncode for one, child in zip(wanted, children, strict=True) if child.poll() not in (None, 0)}
+        ended = statuses()
         for rank, status in sorted(ended.items() - failed.items()):
             if -status not in signals and (how := how_it_ended(status, out_of_memory() > kills_before)) is not None:
-                sys.stderr.write(f"rank {rank} of {wanted[0].size}: {how}\n")
+                report(f"rank {rank} of {wanted[0].size}: {how}\n")
         failed = ended
     _signal(children, signal.SIGTERM)
     _wait_at_most(children, TERMINATE_TIMEOUT)

@@ -30,7 +30,7 @@ from hvdtrain.data.plan.chunks import ChunkedDataset, Chunks, epoch_subset, sele
 from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.data.plan.order_keys import OrderKeys, full_epoch
 from hvdtrain.data.plan.shared import PlanInputs
-from hvdtrain.data.types import Array, Batch
+from hvdtrain.data.types import Array, Batch, UnlikeError
 from hvdtrain.errors import DataError, HvdtrainError
 
 T = TypeVar("T")
@@ -230,6 +230,8 @@ class Feed:
                     batch = checked(dataset.batch(indices), indices)
                 except StopIteration as error:
                     raise iterator_ended(f"{self.name}, sequences {some}", error) from error
+                except UnlikeError as error:
+                    raise DataError(f"{self.name}: {error}") from None
                 except HvdtrainError:
                     raise
                 except BaseException as error:

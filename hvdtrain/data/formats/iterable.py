@@ -156,8 +156,8 @@ class IterableReading:
     def about(self, epoch: int) -> tuple[str, int, Mapping[str, Stream]]:
         """As of `Reading`."""
         self._begin(epoch)
-        first = next(self._rest(), None)
-        if first is None:
+        first = next(self._rest(), END)
+        if first is END:
             raise DataError(f"{self._where}: expected at least one item in epoch {epoch} of {self._name}, got none")
         self._form.sequence(0, first)
         return self._name, 1, self.streams()

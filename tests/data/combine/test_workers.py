@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -54,7 +56,7 @@ import os, signal, sys, time
 from hvdtrain.data.combine.workers import Workers
 
 def work(question):
-    print(os.getpid(), flush=True)
+    open(os.path.join(sys.argv[1], str(os.getpid())), "w").close()
     time.sleep(600)
 
 made, later = Workers(1, work), Workers(1, work)  # the later one has a copy of the first one's pipe
@@ -62,24 +64,18 @@ made.start()
 later.start()
 made._ask(0, 1)
 later._ask(0, 1)
-time.sleep(1)
+while len(os.listdir(sys.argv[1])) < 2:
+    time.sleep(0.01)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
 def test_processes_that_are_busy_end_with_their_parent(tmp_path: Path) -> None:
     (tmp_path / "busy.py").write_text(BUSY)
-    (tmp_path / "out").touch()
-    finished = launch(
-        [
-            "-c",
-            f"import subprocess, sys; p = subprocess.run([sys.executable, {str(tmp_path / 'busy.py')!r}], "
-            f"stdout=open({str(tmp_path / 'out')!r}, 'w')); print(p.returncode)",
-        ],
-        timeout=60,
-    )
-    assert finished.out == f"{-signal.SIGKILL}\n", finished.err
-    pids = [int(line) for line in (tmp_path / "out").read_text().split()]
+    (tmp_path / "pids").mkdir()
+    process = subprocess.run([sys.executable, tmp_path / "busy.py", tmp_path / "pids"], timeout=60, stdin=subprocess.DEVNULL)
+    assert process.returncode == -signal.SIGKILL
+    pids = [int(path.name) for path in (tmp_path / "pids").iterdir()]
     assert len(pids) == 2
     until = time.monotonic() + 5
     while time.monotonic() < until and any(is_running(pid) for pid in pids):

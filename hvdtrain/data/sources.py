@@ -62,11 +62,14 @@ class DataKeys(Section):
         if self.train is None:
             problems.append("train: expected a dataset dict or HDF files, got None")
         named = {"train": self.train, "dev": self.dev, "eval": self.eval}
-        for name in self.eval_datasets:
-            if name in named:
-                problems.append(f"eval_datasets.{name}: expected a name other than {', '.join(named)}, got {name!r}")
+        if "train" in self.eval_datasets:
+            problems.append("eval_datasets.train: expected a name other than train, whose scores are those of the training")
+        for name in ("dev", "eval"):
+            if name in self.eval_datasets and named[name] is not None and repr(named[name]) != repr(self.eval_datasets[name]):
+                problems.append(f"eval_datasets.{name}: expected either it or the key {name}, got both, and two datasets")
         specs: dict[str, DatasetSpec] = {}
-        for name, value in {**self.eval_datasets, **named}.items():
+        given = {name: value for name, value in named.items() if value is not None or name not in self.eval_datasets}
+        for name, value in {**self.eval_datasets, **given}.items():
             if value is not None:
                 ordering = self.batching if name == "train" else "sorted"
                 spec, more = parse(name, value, {} if ordering is None else {"seq_ordering": ordering})

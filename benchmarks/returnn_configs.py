@@ -9,11 +9,13 @@ Every file below FOLDER (or FOLDER itself, if it is a file) that sets `backend =
    any call, since the cluster's folders in `sys.path` do not exist elsewhere;
 2. trained for three steps by hvdtrain, and by the installed RETURNN, with data made up from `extern_data`: the text of the
    config, followed by lines that replace the data, `model`, `device` and what names files of the cluster. If its code cannot be
-   imported (also not with --path), a model with one parameter takes the place of its own, so that the keys are tried anyway. A
-   config with the task forward is run on a checkpoint of a model that the script has initialized.
+   imported (also not with --path), a model with one parameter takes the place of its own, so that the keys are tried anyway.
+   Sequences have a few labels, and if both programs fail with that, a label for every frame. A config with the task forward
+   is run on a checkpoint of a model that the script has initialized.
 
-A config that hvdtrain refuses is refused *rightly* if RETURNN fails on the same text, too, and otherwise *wrongly*. Nothing that
-is read here belongs to hvdtrain: fetch the configs from public repositories, such as rwth-i6/returnn-experiments.
+A config that hvdtrain refuses, or whose training fails here only, is refused *wrongly* if RETURNN trains with it, and *rightly*
+if RETURNN fails, too. Nothing that is read here belongs to hvdtrain: fetch the configs from public repositories, such as
+rwth-i6/returnn-experiments.
 """
 
 from __future__ import annotations
@@ -75,7 +77,7 @@ num_epochs = 1
 max_seqs = {max_seqs}
 log = None
 dry_run = use_dummy_datasets = False
-torch_dataloader_opts = {{}}
+torch_dataloader_opts = {{"num_workers": 0}}
 torch_distributed, use_horovod = None, False
 preload_from_files, import_model_train_epoch1, load = {{}}, None, None
 min_seq_length, max_seq_length = 0, None
@@ -175,7 +177,7 @@ def loaded(file: Path, placeholders: Placeholders) -> tuple[Source, Any]:
                 raise
 
 
-def made_up(extern_data: Mapping[str, Any], folder: Path) -> str:
+def made_up(extern_data: Mapping[str, Any], folder: Path, *, a_label_per_frame: bool) -> str:
     """Write sequences that fit `extern_data`. Returns: the name of the file."""
     from returnn.torch.data.extern_data import extern_data_template_from_config_opts
 
@@ -188,7 +190,7 @@ def made_up(extern_data: Mapping[str, Any], folder: Path) -> str:
             for name, template in templates.data.items():
                 sizes = [dim.dimension for dim in template.dims if not dim.is_batch_dim()]
                 is_label = template.sparse_dim is not None or template.dtype.startswith(("int", "uint"))
-                length = 6 if is_label else 16_000 if sizes[1:] in ([], [1]) else 120
+                length = 6 if is_label and not a_label_per_frame else 16_000 if not is_label and sizes[1:] in ([], [1]) else 120
                 shape = [length + number if size is None else size for size in sizes] or [1]
                 classes = template.sparse_dim.dimension if template.sparse_dim is not None else None
                 values = numbers.integers(1, classes or 20, shape) if is_label else numbers.normal(size=shape) * 0.1
@@ -197,14 +199,14 @@ def made_up(extern_data: Mapping[str, Any], folder: Path) -> str:
     return str(file)
 
 
-def replaced_text(file: Path, source: Source, folder: Path, small_model: bool) -> str:
+def replaced_text(file: Path, source: Source, folder: Path, *, small_model: bool, a_label_per_frame: bool) -> str:
     """The text of the config with other data, and with a small model if its own cannot be imported."""
     values = source.values
     extern_data = values.get("extern_data") or {
         "data": {"dim": values.get("num_inputs")},
         **{name: {"dim": dim, "sparse": True} for name, dim in (values.get("num_outputs") or {}).items()},
     }
-    dataset = {"class": "HDFDataset", "files": [made_up(extern_data, folder)]}
+    dataset = {"class": "HDFDataset", "files": [made_up(extern_data, folder, a_label_per_frame=a_label_per_frame)]}
     lines = [REPLACED.format(folder=str(folder), max_seqs=SEQUENCES_PER_STEP), f"extern_data = extern_data or {extern_data!r}"]
     if "extern_data" in values:
         lines.pop()
@@ -269,15 +271,16 @@ class Outcome:
     @property
     def verdict(self) -> str:
         """One of `VERDICTS`."""
-        refused = bool(self.problems) or self.hvdtrain not in (None, "trains")
         if self.error is not None:
             return "its own code fails"
-        if not refused:
+        if not self.problems and self.hvdtrain in (None, "trains"):
             return "reads" if self.hvdtrain is None else "trains"
-        return "refused wrongly" if self.returnn in (None, "trains") else "refused rightly"
+        if self.returnn in (None, "trains"):
+            return "refused wrongly"
+        return "refused rightly" if self.problems else "fails with both"
 
 
-VERDICTS = ("trains", "reads", "refused rightly", "refused wrongly", "its own code fails")
+VERDICTS = ("trains", "reads", "refused rightly", "refused wrongly", "fails with both", "its own code fails")
 
 
 def examine(file: Path, folder: Path, only_read: bool) -> Outcome:
@@ -297,13 +300,19 @@ def examine(file: Path, folder: Path, only_read: bool) -> Outcome:
         outcome.problems = list(error.problems)
     if only_read:
         return outcome
-    text = replaced_text(file, source, folder, small_model=bool(placeholders.missing))
     environment = {**os.environ, MISSING: json.dumps(placeholders.missing), "OMP_NUM_THREADS": "1"}
-    for program in PROGRAMS:
-        own = folder / program
-        own.mkdir()
-        (own / "returnn.config").write_text(text.replace(f'{str(folder)!r} + "/model"', f'{str(own)!r} + "/model"'))
-        setattr(outcome, program, _run(PROGRAMS[program](outcome.task), own, environment))
+    for a_label_per_frame in (False, True):
+        inside = folder / f"labels-{a_label_per_frame}"
+        inside.mkdir()
+        small = bool(placeholders.missing)
+        text = replaced_text(file, source, inside, small_model=small, a_label_per_frame=a_label_per_frame)
+        for program in PROGRAMS:
+            own = inside / program
+            own.mkdir()
+            (own / "returnn.config").write_text(text.replace(f'{str(inside)!r} + "/model"', f'{str(own)!r} + "/model"'))
+            setattr(outcome, program, _run(PROGRAMS[program](outcome.task), own, environment))
+        if "trains" in (outcome.hvdtrain, outcome.returnn):
+            break
     return outcome
 
 

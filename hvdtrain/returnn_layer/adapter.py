@@ -185,6 +185,8 @@ def with_older_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
     except (TypeError, ValueError):
         return function
     wanted = OLDER.keys() & named.keys()
+    if "extern_data" in named:
+        wanted = {name for name in wanted if named[name].default is inspect.Parameter.empty}
     if not wanted:
         return function
     if "extern_data" in named:

@@ -120,7 +120,9 @@ def is_no_op(name: str, value: Any) -> bool:
         return True
     if isinstance(value, str) and value.lower() in OFF_WORDS:
         return True
-    if isinstance(value, (str, Number, list, tuple, dict)) and not isinstance(value, bool) and not value:
+    if isinstance(value, (str, Number)) and not isinstance(value, bool) and not value:
+        return True
+    if isinstance(value, (list, tuple, dict)) and not value and name in UNSUPPORTED:
         return True
     return not isinstance(value, bool) and any(type(value) is type(no_op) and value == no_op for no_op in NO_OPS.get(name, ()))
 

@@ -75,24 +75,21 @@ def test_every_value_that_means_off_is_taken(tmp_path: Path, name: str) -> None:
         assert rejected(tmp_path, name, value) == [], value
 
 
+NOT_TRIED = {"backend", "batch_size", "cache_size", "device", "log", "max_seqs", "model", "optimizer", "random_seed", "train"}
+"""Keys that a training needs, or whose defaults in the source are what RETURNN goes on with, and no values of the key."""
+
+
 def test_returnns_own_defaults_are_taken(tmp_path: Path) -> None:
-    """Those that its source says as constants. Some are not the value of the key, but what RETURNN goes on with."""
-    others = {("batch_size", "-1"), ("max_seqs", "0"), ("backend", "''"), ("train", "''"), ("log", "[]")}
-    others |= {("search_data", "'eval'"), ("forward_data", "'eval'"), ("learning_rate_file", "'None'")}
-    own = {ALIASES.get(key.name, key.name) for key in all_keys()} | set(ALIASES)
-    tried = 0
+    """Those that its source says as constants."""
+    own = ({key.name for key in all_keys()} | set(ALIASES)) - NOT_TRIED
+    tried, refused = 0, {}
     for name, found in tool().reads().items():
-        for _, default in found:
-            if (
-                name not in own
-                or (name, default) in others
-                or not re.fullmatch(r"'[^']*'|-?[\d.e-]+|None|True|False|\{\}|\[\]", default)
-            ):
-                continue
-            if default == "None" and name in {"backend", "batch_size", "device", "model", "train", "random_seed", "optimizer"}:
-                continue  # None says that it has to be set, or is the default here as well
-            tried += 1
-            assert rejected(tmp_path, name, ast.literal_eval(default)) == [], (name, default)
+        for _, default in found if name in own else ():
+            if re.fullmatch(r"'[^']*'|-?[\d.e-]+|None|True|False|\{\}|\[\]", default):
+                tried += 1
+                if problems := rejected(tmp_path, name, ast.literal_eval(default)):
+                    refused[name, default] = problems
+    assert refused == {}
     assert tried > 50
 
 
@@ -239,11 +236,11 @@ def test_code_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.Monkey
     (recipe / "older.py").write_text("def first():\n    pass\n")
     monkeypatch.syspath_prepend(tmp_path / "recipe")
     for line, expected in {
-        "import some_recipe.net": rf"my.config, line 13: ModuleNotFoundError: No module named 'some_recipe.parts', imported by "
+        "import some_recipe.net": rf"my.config, line 12: ModuleNotFoundError: No module named 'some_recipe.parts', imported by "
         rf"{recipe}/net.py, line 2; looked in the package some_recipe: {recipe} .add its folder to PYTHONPATH",
-        "sys.path.append('/not/there')\nimport some_thing_else": r"No module named 'some_thing_else', imported by .*/my.config, line 14; "
-        r"looked in sys.path: ",
-        "from some_recipe.older import second": rf"cannot import name 'second'.*, imported by .*/my.config, line 13 "
+        "sys.path.append('/not/there')\nimport some_thing_else": "No module named 'some_thing_else', imported by .*/my.config, "
+        "line 13; looked in sys.path: ",
+        "from some_recipe.older import second": rf"cannot import name 'second'.*, imported by .*/my.config, line 12 "
         rf".that module is {recipe}/older.py: another version",
     }.items():
         with pytest.raises(ConfigError, match=expected):

@@ -15,7 +15,7 @@ RUN apt-get update \
         ca-certificates cmake g++ libopenmpi-dev make openmpi-bin python3 python3-dev python3-venv \
     && rm -rf /var/lib/apt/lists/*
 WORKDIR /opt/hvdtrain
-COPY setup.py README.md ./
+COPY pyproject.toml setup.py README.md ./
 COPY tools/setup.sh tools/
 COPY hvdtrain hvdtrain
 # The cache keeps pip's downloads and the wheel of Horovod from one build of the image to the next.

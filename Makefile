@@ -27,7 +27,7 @@ export PYTHONDONTWRITEBYTECODE =
 # Three workers: tests that wait for processes leave a core idle. With two threads each, they would get in each other's way.
 PYTEST = OMP_NUM_THREADS=1 $(PYTHON_OF_VENV) -m pytest -n 3 --dist loadscope --durations 10
 
-.PHONY: setup setup-tests data train test test-launchers test-gpu test-soak fuzz check format docs benchmark benchmark-data clean
+.PHONY: setup setup-tests data train test test-launchers test-gpu test-soak fuzz check format docs help-time benchmark benchmark-data clean
 
 setup:
 	@bash tools/setup.sh
@@ -90,12 +90,16 @@ format: setup
 docs: setup
 	$(PYTHON_OF_VENV) tools/keys_page.py > docs/keys.md
 
+# How long --help takes, as a multiple of "import numpy". Above 2, something that --help does not need is imported.
+help-time: setup
+	@PYTHONDONTWRITEBYTECODE= $(PYTHON_OF_VENV) tools/help_time.py
+
 benchmark: data
 	$(PYTHON_OF_VENV) benchmarks/training_loops.py
 
 # Reading speed: all benchmarks in turn, some minutes in total on a quiet machine. Each has --help with options for its size.
 DATA_BENCHMARKS = opening long_sequences short_sequences two_readers caching hdf_layouts hdf_alignment join_by_tag planning \
-	balance computing_time
+	balance computing_time checks
 
 benchmark-data: data
 	@$(PYTHON_OF_VENV) -c "import returnn" 2>/dev/null || $(PYTHON_OF_VENV) -m pip install --quiet --editable ".[benchmark]"

@@ -14,8 +14,9 @@ import numpy
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from hvdtrain.data.plan.epoch import BatchKeys, Plan, plan  # noqa: E402
-from hvdtrain.data.plan.order import OrderKeys  # noqa: E402  # found through the line above
+from hvdtrain.data.plan.batch_keys import BatchKeys  # noqa: E402
+from hvdtrain.data.plan.epoch import Plan, plan  # noqa: E402
+from hvdtrain.data.plan.order_keys import OrderKeys  # noqa: E402  # found through the line above
 
 
 def main() -> int:

@@ -27,8 +27,8 @@ from measuring import machine
 from hvdtrain.comm.mpi import Peers, open_peers
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.feed import Feed
-from hvdtrain.data.plan.epoch import BatchKeys
-from hvdtrain.data.plan.order import OrderKeys
+from hvdtrain.data.plan.batch_keys import BatchKeys
+from hvdtrain.data.plan.order_keys import OrderKeys
 from hvdtrain.training.agreement import plan_together
 
 LIMITS: dict[str, dict[str, Any]] = {

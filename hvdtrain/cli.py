@@ -202,6 +202,7 @@ def exit_status(work: Callable[[], None], interrupted: str = INTERRUPTED) -> int
     local.end_with_launcher(launch.environment())
     try:
         work()
+        local.note_end(launch.environment(), rank)
         return 0
     except PeerFailure as error:
         status = local.PEER_FAILED if launch.launch().launcher == "hvdtrain" else error.status

@@ -8,9 +8,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from hvdtrain.checkpoint.progress import EpochProgress
+from hvdtrain.comm.base import together
 from hvdtrain.data.feed import naming
 from hvdtrain.data.plan.epoch import Plan
-from hvdtrain.data.plan.order import ORDER_VERSION, changed_since
+from hvdtrain.data.plan.order_keys import ORDER_VERSION, changed_since
 from hvdtrain.data.plan.shared import differences
 from hvdtrain.data.types import Batch
 from hvdtrain.errors import CheckpointError, DataError, HvdtrainError
@@ -26,6 +27,7 @@ from hvdtrain.runtime.scores import Scores, of_dataset
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.schedule.measure import complete_history, minimized_in, with_totals
 from hvdtrain.session import Session
+from hvdtrain.training.account import Account
 from hvdtrain.training.agreement import INTERVAL, INTERVAL_APART, Ballot, Wishes, completed_share, plan_together
 from hvdtrain.training.callbacks import EVENTS, Callbacks, Training
 from hvdtrain.training.evaluation import evaluate, not_finite
@@ -115,6 +117,7 @@ class Engine:
         interval = INTERVAL if session.reducer.meets_every_update else INTERVAL_APART
         self._ballot = Ballot(session.comm, session.learner.numbers, interval)
         self._tally = Tally(session.learner.meter)  # this rank's scores that the ranks have not gathered yet
+        self._account: Account | None = None  # of the batches in these scores, within an epoch
         self._not_finite: list[NotFinite] = []
         self._counted_until = 0.0  # the time up to which the epoch's seconds are counted
         self._counted_sync = 0.0  # the seconds of parameter averaging that are counted
@@ -235,6 +238,7 @@ class Engine:
         self._step_log.begin(current.epoch, None, rounds, self._elapsed(current), self._listener(plan, current, first_rate))
         self._learner.begin_epoch(current.epoch, progress.step)
         self._session.reducer.begin_epoch(self._learner.state, self._epoch_start(current, rounds, next_group_size(), first_rate))
+        self._account = Account(self._train, plan, current.position)
         with self._train.read(share, current.epoch, self._learner.staging) as batches:
             for group in groups(rounds, next_group_size):  # the steps of one update
                 # Before the first of them: an update is at the same place however many batches its sequences are divided into.
@@ -331,7 +335,8 @@ class Engine:
         self._session.watchdog.beat(f"epoch {current.epoch}, step {self._progress.step - current.first_step}", "steps")
         with self._timer.span("data wait"):
             batch = next(batches, None)
-        if batch is not None:
+        if batch is not None and self._account is not None:
+            self._account.add(batch.indices)
             self._trace(current.epoch, self._progress.step, batch.indices)
         return batch
 
@@ -407,7 +412,12 @@ class Engine:
         raise stopped
 
     def _save(self) -> None:
-        """Collective. Write a checkpoint; one within an epoch has the epoch's scores and seconds so far."""
+        """Collective. Write a checkpoint; one within an epoch has the epoch's scores and seconds so far.
+
+        Raises:
+            DataError: a data file was changed, perhaps before the model was trained on it; nothing is written.
+        """
+        together(self._comm, self._check_files, name="files")
         current = self._progress.current
         if current is not None and not current.trained:
             self._gather_scores(current)
@@ -421,6 +431,12 @@ class Engine:
         if checkpoint is not None:
             self._training.checkpoint = checkpoint.model_file
             self._tell("on_save")
+
+    def _check_files(self) -> None:
+        """Raises: DataError, if a data file has changed since the start. The plan of the next epoch would find it, too."""
+        for feed in (self._train, *self._evaluations):
+            if feed.files is not None:
+                feed.files.check()
 
     def _is_save_due(self) -> bool:
         """Whether the last checkpoint is too old, by the clock of rank 0."""
@@ -460,14 +476,18 @@ class Engine:
 
         Raises:
             TrainingError: a loss is not a finite number, or too many updates in a row were skipped.
+            DataError: the ranks did not train on what was planned.
         """
         self._learner.settle()
         own = self._tally.take_all()
         self._not_finite += self._learner.meter.take_not_finite()
-        gathered = self._comm.gather((own, bool(self._not_finite)), name="train_scores")
-        current.scores = Scores.merged([current.scores, *(scores for scores, _ in gathered)]).compact()
-        if self._pace.finite and any(broken for _, broken in gathered):
+        used = None if self._account is None else self._account.take(current.position)
+        gathered = self._comm.gather((own, bool(self._not_finite), used), name="train_scores")
+        current.scores = Scores.merged([current.scores, *(scores for scores, *_ in gathered)]).compact()
+        if self._pace.finite and any(broken for _, broken, _ in gathered):
             raise self._not_finite_error(current)
+        if self._account is not None:
+            self._account.check(f"epoch {current.epoch}", [entry for *_, entry in gathered if entry is not None])
 
     def _not_finite_error(self, current: EpochProgress) -> HvdtrainError:
         """Collective."""

@@ -56,7 +56,15 @@ class LaunchError(HvdtrainError):
 
 
 class PeerFailure(HvdtrainError):
-    """Another rank failed while this one was waiting for it; this rank has no error of its own to report."""
+    """Another rank failed while this one was waiting for it; this rank has no error of its own to report.
+
+    Attributes:
+        seen: what this rank can see of the cause. A process that was killed, or that has called os._exit, has said nothing.
+    """
 
     status = 1
     would_repeat = False
+    seen: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return ": ".join([super().__str__(), *(["; ".join(self.seen)] if self.seen else [])])

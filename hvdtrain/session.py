@@ -29,13 +29,16 @@ from hvdtrain.config.source import as_function
 from hvdtrain.data.combine.cache import Budget, host_memory
 from hvdtrain.data.copies import Copies, CopyFolder, copy_files
 from hvdtrain.data.dataset import Scanning
+from hvdtrain.data.expected import check_lengths, check_streams
 from hvdtrain.data.feed import Feed, copy_lines
 from hvdtrain.data.files import Unchanged, parse_size, parse_sizes, size_text
-from hvdtrain.data.plan.chunks import cut, keys_of, listed
-from hvdtrain.data.plan.chunks import parse as parse_chunking
-from hvdtrain.data.plan.epoch import BatchKeys
-from hvdtrain.data.sources import DatasetSpec, OpeningContext, open_dataset
-from hvdtrain.errors import DataError, HvdtrainError, LaunchError
+from hvdtrain.data.keys import DatasetSpec
+from hvdtrain.data.plan.batch_keys import BatchKeys
+from hvdtrain.data.plan.chunk_keys import keys_of
+from hvdtrain.data.plan.chunk_keys import parse as parse_chunking
+from hvdtrain.data.plan.chunks import cut, listed
+from hvdtrain.data.sources import OpeningContext, open_dataset
+from hvdtrain.errors import DataError, HvdtrainError, LaunchError, PeerFailure
 from hvdtrain.learner.base import Learner
 from hvdtrain.learner.frameworks import FRAMEWORKS, BuildOptions
 from hvdtrain.learner.reducer import Reducer
@@ -90,18 +93,31 @@ def open_session(settings: Settings, purpose: Purpose, comm: Communicator | None
     Raises:
         HvdtrainError: a mistake in the config, a data file or a checkpoint, on all ranks alike.
     """
-    with (
-        ExitStack() as watched,  # ends behind the connection: a rank may hang where the ranks disconnect, too
-        open_communicator(settings) if comm is None else nullcontext(comm) as connection,
-        ExitStack() as stack,
-    ):
-        session = _open(settings, purpose, connection, watched, stack)
+    with ExitStack() as watched:  # ends behind the connection: a rank may hang where the ranks disconnect, too
+        session: Session | None = None
         try:
-            yield session
-        finally:
-            session.watchdog.beat("closing the job", "unhurried")
-        for feed in session.feeds:
-            feed.dataset.close()
+            with open_communicator(settings) if comm is None else nullcontext(comm) as connection, ExitStack() as stack:
+                session = _open(settings, purpose, connection, watched, stack)
+                try:
+                    yield session
+                finally:
+                    session.watchdog.beat("closing the job", "unhurried")
+                for feed in session.feeds:
+                    feed.dataset.close()
+        except PeerFailure as failure:
+            if session is not None:
+                failure.seen = (*session.watchdog.ended_ranks(), *changed_files(session.feeds))
+            raise
+
+
+def changed_files(feeds: Iterable[Feed]) -> Iterator[str]:
+    """Which data files are not those of the start any more: one that was truncated has killed the rank that read it (SIGBUS)."""
+    for feed in feeds:
+        try:
+            if feed.files is not None:
+                feed.files.check()
+        except DataError as error:
+            yield str(error)
 
 
 def _open(settings: Settings, purpose: Purpose, comm: Communicator, watched: ExitStack, stack: ExitStack) -> Session:
@@ -343,6 +359,8 @@ def open_some(
         files = Unchanged(copies.get(path, path) if path in part.copied else path for part in spec.all() for path in part.files)
         context = OpeningContext(budget, copies, scanning)
         dataset = open_dataset(spec, context)
+        check_lengths(spec.name, dataset)
+        check_streams(spec.name, dataset.streams, spec.files, settings.expected)
         if not any(lengths.any() for lengths in dataset.lengths.values()):
             raise DataError(f"{spec.name}: expected frames, got {dataset.num_sequences} sequences, all of length 0")
         opened = Feed(
@@ -358,6 +376,7 @@ def open_some(
             files=files,
             budget=budget,
             parts=context.parts,
+            expected=settings.expected,
         )
         if dataset.own_order:
             _check_own_order(opened, chunked=training and parse_chunking(settings.chunks.chunking) is not None)

@@ -10,10 +10,7 @@ from pathlib import Path, PurePath
 from types import NoneType
 from typing import Any, get_type_hints
 
-import numpy
-
-from hvdtrain.checkpoint.saver import SavingKeys
-from hvdtrain.checkpoint.start import StartKeys
+from hvdtrain.checkpoint.keys import SavingKeys, StartKeys
 from hvdtrain.comm.keys import LaunchKeys, TorchDistributedKeys, merged
 from hvdtrain.config.check import build, resembling, unknown, unsupported
 from hvdtrain.config.keys import (
@@ -32,11 +29,11 @@ from hvdtrain.config.keys import (
 )
 from hvdtrain.config.source import COMMAND_LINE, Source, load
 from hvdtrain.data.copies import CopyKeys
+from hvdtrain.data.keys import DataKeys, DatasetSpec
 from hvdtrain.data.kinds import KINDS
-from hvdtrain.data.plan.chunks import ChunkKeys
-from hvdtrain.data.plan.epoch import BatchKeys
-from hvdtrain.data.plan.order import OrderKeys, is_random
-from hvdtrain.data.sources import DataKeys, DatasetSpec
+from hvdtrain.data.plan.batch_keys import BatchKeys
+from hvdtrain.data.plan.chunk_keys import ChunkKeys
+from hvdtrain.data.plan.order_keys import OrderKeys, is_random
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.learner.frameworks import FRAMEWORKS, Feature
@@ -47,7 +44,7 @@ from hvdtrain.learner.reduce import ReduceKeys, reduce_type
 from hvdtrain.learner.steps import AccumulationKeys
 from hvdtrain.learner.sync_interval import SyncRuleKeys
 from hvdtrain.learner.wire import compression
-from hvdtrain.report.trackers import TrackerKeys
+from hvdtrain.report.keys import TrackerKeys
 from hvdtrain.returnn_layer.adapter import adapted, layer_for_config
 from hvdtrain.returnn_layer.names import ALIASES, BY_VALUES, READ_BY_RETURNN, UNSUPPORTED, is_no_op, without_effect
 from hvdtrain.returnn_layer.values import ignored_by_returnn, understood
@@ -58,8 +55,7 @@ from hvdtrain.schedule.measure import FALLBACK, Measure, ScoreKeys, wanted_of
 from hvdtrain.schedule.rates import NewbobKeys, ScheduleKeys
 from hvdtrain.schedule.steps import StepSchedule, make_schedule
 from hvdtrain.training.callbacks import CallbackKeys
-from hvdtrain.training.forward import ForwardKeys
-from hvdtrain.training.predict import parse_placements
+from hvdtrain.training.keys import ForwardKeys, parse_placements
 from hvdtrain.training.trace import TraceKeys
 
 TASKS = {
@@ -112,8 +108,8 @@ class RunKeys(Section):
     watchdog_timeout: float | None = key(
         None,
         "end the job when a rank makes no progress for this many seconds; None: for 20 times the longest step, evaluation step "
-        "or saving so far, at least 60 s, and 1800 s where none is known yet (while the job starts or ends, and in callbacks, at "
-        "least 1800 s in any case)",
+        "or saving so far, at least 60 s; at least 300 s after the first one, and 1800 s where none is known yet (while the "
+        "job starts or ends, and in callbacks, at least 1800 s in any case)",
         positive,
     )
     predict_ranks: int | str | tuple[Any, ...] | list[Any] | None = key(
@@ -165,6 +161,8 @@ class Settings:
     datasets: tuple[DatasetSpec, ...]
     """Train first, then those that are evaluated after every epoch."""
     forward: DatasetSpec | None
+    expected: Mapping[str, Any]
+    """By data key, what `extern_data` says of it: `hvdtrain.data.expected.Expected`."""
     function: Callable[[], Any] | None
     without_effect: tuple[str, ...]
     """Names that RETURNN would read from the config, with what to set instead where there is something."""
@@ -369,7 +367,9 @@ def _datasets(sections: Sections, source: Source) -> tuple[tuple[DatasetSpec, ..
     keys, reduce = sections.get(DataKeys), sections.get(ReduceKeys)
     if keys is None:
         return (), []
-    specs, problems = keys.datasets()
+    from hvdtrain.data.sources import datasets_of  # here: `--help` lists the keys and takes no numpy, which checking data does
+
+    specs, problems = datasets_of(keys)
     apart = reduce is not None and reduce.horovod_dataset_distribution == "random_seed_offset"
     if apart and specs and specs[0].name == "train" and not is_random(specs[0].order):
         problems.append(
@@ -402,7 +402,20 @@ def _forward_data(sections: Sections, source: Source) -> tuple[DatasetSpec | Non
     keys, run = sections.get(DataKeys), sections.get(RunKeys)
     if keys is None or run is None or run.task not in ("forward", "search"):
         return None, []
-    return keys.forwarded(run.task)
+    from hvdtrain.data.sources import forwarded  # here, as in _datasets
+
+    return forwarded(keys, run.task)
+
+
+def _expected(sections: Sections, source: Source) -> tuple[Mapping[str, Any], list[str]]:
+    """What `extern_data` says. In a config for RETURNN, its own rules hold for what is a problem, and for types of numbers."""
+    keys = sections.get(DataKeys)
+    if keys is None or keys.extern_data is None:
+        return {}, []
+    from hvdtrain.data.expected import expected_of  # here, as in _datasets
+
+    found, problems = expected_of(keys.extern_data, exact=not source.for_returnn)
+    return found, [] if source.for_returnn else problems
 
 
 def _function(sections: Sections, source: Source) -> tuple[Callable[[], Any] | None, list[str]]:
@@ -444,6 +457,7 @@ DERIVED: dict[str, Callable[[Sections, Source], tuple[Any, list[str]]]] = {
     "step_schedule": _step_schedule,
     "datasets": _datasets,
     "forward": _forward_data,
+    "expected": _expected,
     "function": _function,
     "without_effect": _without_effect,
     "misspelt": _misspelt,
@@ -478,8 +492,6 @@ def effective(settings: Settings) -> Iterator[Effective]:
         title = (section.__doc__ or "").splitlines()[0].rstrip(".")
         for declared_key in declared(section):
             value = getattr(sections[section], declared_key.name)
-            if isinstance(value, numpy.ndarray) and value.ndim == 1:
-                value = value.tolist()  # learning rates, and no data, which has at least two axes
             yield Effective(title, declared_key.name, shown(value), settings.origins.get(declared_key.name, DEFAULT))
 
 
@@ -506,6 +518,7 @@ FEW = LONG // 5
 def shown(value: Any) -> str:
     """A value as text: of arrays the type and shape, of objects the class, of long lists the beginning.
 
+    >>> import numpy
     >>> shown({"class": "adam", "check": print}), shown([1, "2G"]), shown(numpy.zeros((17, 6), "float32"))
     ("{'class': 'adam', 'check': <function print>}", "[1, '2G']", '<float32 (17, 6)>')
     """
@@ -522,15 +535,20 @@ def shown(value: Any) -> str:
         code = getattr(getattr(value, "__wrapped__", value), "__code__", None)
         where = f" in {os.path.basename(code.co_filename)}" if code is not None else ""
         return f"<{'class' if isinstance(value, type) else 'function'} {value.__name__}{where}>"
-    if isinstance(value, SHORT):
+    if isinstance(value, SHORT) or (_is_numpys(value) and not hasattr(value, "__setitem__")):  # a scalar, and no array
         return repr(value)
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"<{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}>"
     return f"<{type(value).__name__}>"
 
 
-SHORT = (NoneType, Number, numpy.generic, PurePath, range)
-"""Types whose values are shown as Python writes them."""
+SHORT = (NoneType, Number, PurePath, range)
+"""Types whose values are shown as Python writes them, besides numpy's scalars."""
+
+
+def _is_numpys(value: Any) -> bool:
+    """Whether a value is of one of numpy's types. It asks without importing numpy, which `--help` does not."""
+    return type(value).__module__ == "numpy"
 
 
 def _beginning(members: Iterable[str], count: int) -> str:

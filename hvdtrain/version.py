@@ -1,3 +1,3 @@
-"""The version, in a file that imports nothing: setup.py and `--version` read it."""
+"""The version, in a file that imports nothing: pyproject.toml and `--version` read it."""
 
-__version__ = "0.1.0"
+__version__ = "1.0.0"

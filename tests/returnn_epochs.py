@@ -16,7 +16,7 @@ from hvdtrain.data.feed import Feed
 from hvdtrain.data.formats.returnn_reading import in_one_process
 from hvdtrain.data.formats.returnn_stream import ReturnnDataset
 from hvdtrain.data.hdf.writer import HDFWriter
-from hvdtrain.data.plan.epoch import BatchKeys
+from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.data.sources import OpeningContext, open_dataset, parse
 
 Item = tuple[str, dict[str, Any]]

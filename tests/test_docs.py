@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from launching import ROOT, hvdtrain, launch
 
+from hvdtrain.version import __version__
+
 DOCUMENTS = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")),
     *sorted((ROOT / "docs").glob("*.md")),
@@ -73,7 +75,23 @@ def test_the_commands_of_the_readme_print_what_it_says(tmp_path: Path) -> None:
 
 
 def test_version_and_help() -> None:
-    assert launch(["-m", "hvdtrain", "--version"]).out.startswith("hvdtrain 0.")
+    assert launch(["-m", "hvdtrain", "--version"]).out == f"hvdtrain {__version__}\n"
     finished = launch(["-m", "hvdtrain"])
     assert finished.status == 2
     assert "usage: python -m hvdtrain CONFIG" in finished.out
+
+
+def test_every_test_that_the_page_of_checks_names_exists() -> None:
+    """docs/trust.md makes no claim that no test holds."""
+    rows = re.findall(r"^\|(?!--)(.*)\|$", (ROOT / "docs" / "trust.md").read_text(), flags=re.MULTILINE)[1:]
+    defined = {
+        name
+        for path in (ROOT / "tests").rglob("test_*.py")
+        for name in re.findall(r"^def (test_\w+)\(", path.read_text(), re.MULTILINE)
+    }
+    assert len(rows) > 3
+    for row in rows:
+        *_, tests = row.split("|")
+        named = re.findall(r"`(test_\w+)`", tests)
+        assert named, row
+        assert set(named) <= defined, f"{set(named) - defined} in {row}"

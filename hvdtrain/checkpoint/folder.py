@@ -10,7 +10,7 @@ import re
 import shutil
 import zipfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import isnan
 from pathlib import Path
@@ -137,7 +137,7 @@ class CheckpointFolder:
     def save_own(self, file: Path, write: Callable[[Path], None]) -> None:
         """Write one rank's own file of a checkpoint that is being written. Raises: CheckpointError."""
         unfinished = file.with_name(file.name + UNFINISHED)
-        with _checkpoint_error(file):
+        with _checkpoint_error(file, [unfinished]):
             write(unfinished)
             _to_disk(unfinished)
             os.replace(unfinished, file)
@@ -156,7 +156,7 @@ class CheckpointFolder:
         unfinished = [path.with_name(path.name + UNFINISHED) for path in (target.model_file, target.optimizer_file)]
         try:
             self.prepare(target)
-            with _checkpoint_error(target.model_file):
+            with _checkpoint_error(target.model_file, unfinished):
                 write(unfinished[0], unfinished[1])
                 for path in unfinished:
                     _to_disk(path)
@@ -231,12 +231,43 @@ def _is_returnns(optimizer_file: Path) -> bool:
 
 
 @contextmanager
-def _checkpoint_error(file: Path) -> Iterator[None]:
-    """Translate errors while writing a checkpoint into CheckpointError with the file and the cause."""
+def _checkpoint_error(file: Path, unfinished: Sequence[Path] = ()) -> Iterator[None]:
+    """Translate errors while writing a checkpoint into CheckpointError with the file and the cause.
+
+    Args:
+        unfinished: what is written under temporary names.
+    """
     try:
         yield
-    except (OSError, RuntimeError) as error:  # torch raises RuntimeError if the disk is full
+    except OSError as error:
         raise CheckpointError(f"{file}: expected to write a checkpoint, got: {error}") from error
+    except RuntimeError as error:
+        why = _why_not([*unfinished, file.with_name(f"{file.name}.probe{UNFINISHED}")]) or str(error)
+        raise CheckpointError(f"{file}: expected to write a checkpoint, got: {why}") from error
+
+
+PROBE = 4 << 20
+"""Bytes to write in order to learn why writing failed. What is left on a full disk is less."""
+
+
+def _why_not(files: Sequence[Path]) -> str | None:
+    """Why files cannot be written; None: they can. torch's writer says of a full disk that it is at an unexpected position only,
+    so the disk itself is asked, by writing more to what is there, and to a new file.
+    """
+    for path in files:
+        is_new = not path.exists()
+        try:
+            with path.open("ab") as probe:
+                probe.write(bytes(PROBE))
+                probe.flush()
+                os.fsync(probe.fileno())
+        except OSError as error:
+            return str(error)
+        finally:
+            with suppress(OSError):
+                if is_new:
+                    path.unlink(missing_ok=True)
+    return None
 
 
 def _to_disk(path: Path) -> None:

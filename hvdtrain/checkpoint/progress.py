@@ -13,7 +13,7 @@ from typing import Any
 
 from hvdtrain.checkpoint.folder import CheckpointFolder
 from hvdtrain.data.identity import Identity
-from hvdtrain.data.plan.order import ORDER_VERSION
+from hvdtrain.data.plan.order_keys import ORDER_VERSION
 from hvdtrain.errors import CheckpointError
 from hvdtrain.runtime.log import say
 from hvdtrain.runtime.scores import Scores

@@ -4,59 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from hvdtrain.checkpoint.folder import PATTERN, Checkpoint, CheckpointFolder, CleanupRule, parse_rule
+from hvdtrain.checkpoint.folder import PATTERN, Checkpoint, CheckpointFolder, CleanupRule
 from hvdtrain.checkpoint.preload import Preload, take_over
 from hvdtrain.checkpoint.progress import BestModel, Progress
 from hvdtrain.comm.base import Communicator, Tensor, on_rank_zero, together
-from hvdtrain.config.keys import ALONE, Section, Sections, key, positive
-from hvdtrain.errors import CheckpointError, ConfigError
+from hvdtrain.errors import CheckpointError
 from hvdtrain.learner.base import Kind, State, StatePart
-from hvdtrain.learner.model_format import SAFETENSORS, missing_package
 from hvdtrain.learner.reducer import Reducer
 from hvdtrain.runtime.log import say
 
 MODEL_KINDS: tuple[Kind, ...] = ("parameters", "frozen", "statistics", "counters")
 """All tensors of a model."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SavingKeys(Section):
-    """When checkpoints are written, and which are kept."""
-
-    save_interval: int = key(1, "save after every N epochs, and after the last one", positive)
-    save_interval_steps: int | None = key(None, "save within an epoch, too, after every N steps of the whole training", positive)
-    save_interval_minutes: float | None = key(
-        None, "save within an epoch, too, when the last checkpoint is N minutes old; 15 is a good value on a cluster", positive
-    )
-
-    save_in_background: bool = key(
-        False, "continue training while rank 0 writes a copy of the model and the optimizer, which takes as much memory again"
-    )
-    checkpoint_format: Literal["pt", "npz", "safetensors"] | None = key(
-        None,
-        "the format of the model's file: 'safetensors', which many programs read and in which there is no code (needs the extra "
-        "safetensors); None: 'pt' with PyTorch, 'npz' with TensorFlow. Other files of a checkpoint are in the framework's own",
-    )
-    cleanup_old_models: bool | dict[str, Any] = key(
-        False,
-        "after every epoch, remove all models but the last, the best, and some of earlier epochs; or a dict of keep_last_n (2), "
-        "keep_best_n (4, by each score), keep (a list of epochs, such as []; if it is left out, RETURNN's pattern, such as every "
-        "4th epoch of the first 10 and every 20th of the first 50)",
-    )
-
-    def problems(self, others: Sections = ALONE) -> list[str]:
-        try:
-            parse_rule(self.cleanup_old_models)
-        except ConfigError as error:
-            return [*error.problems, *self._format_problems()]
-        return self._format_problems()
-
-    def _format_problems(self) -> list[str]:
-        return missing_package("checkpoint_format") if self.checkpoint_format == SAFETENSORS else []
 
 
 class Saves(Protocol):

@@ -8,97 +8,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hvdtrain.checkpoint.folder import Checkpoint, CheckpointFolder
+from hvdtrain.checkpoint.keys import StartKeys
 from hvdtrain.checkpoint.preload import parse_preloads
 from hvdtrain.checkpoint.progress import Progress, best_epoch
 from hvdtrain.checkpoint.saver import Saver
 from hvdtrain.comm.base import Communicator, on_rank_zero
-from hvdtrain.comm.keys import LaunchKeys
-from hvdtrain.config.keys import ALONE, Section, Sections, key, misfit, positive
-from hvdtrain.config.source import as_function, is_reference
+from hvdtrain.config.source import as_function
 from hvdtrain.data.identity import Identity, Part, changes, identify, rewritten
 from hvdtrain.errors import CheckpointError, ConfigError
 from hvdtrain.learner.frameworks import FRAMEWORKS
-from hvdtrain.learner.model_format import is_safetensors, missing_package
 from hvdtrain.runtime.log import say
 from hvdtrain.schedule.file import read_learning_rate_file
-
-
-@dataclass(frozen=True, kw_only=True)
-class StartKeys(Section):
-    """Which model to start from. Unless start_epoch is set, a training with checkpoints continues from the newest one."""
-
-    start_epoch: int | Literal["auto"] = key(
-        "auto",
-        "the first epoch: training continues from the checkpoint of the epoch before; 1: start anew and replace what is there",
-        positive,
-    )
-    load: str | None = key(
-        None,
-        "a model file, with or without its suffix, or with load_epoch the prefix of its name: the model to evaluate; a training "
-        "without a checkpoint continues after its epoch",
-    )
-    load_epoch: int | Literal["best"] | None = key(
-        None,
-        "the epoch of `load`, or of `model` if load is not set; 'best': the best one that has a model, by best.json",
-        positive,
-    )
-    import_model_train_epoch1: str | None = key(
-        None, "a model file with the initial parameters, for a training without a checkpoint, which starts at epoch 1"
-    )
-    fresh_optimizer: bool = key(
-        False,
-        "continue from a checkpoint with new optimizer state, for instance after the optimizer was changed; with ema_decay, from "
-        "the averaged weights. Give it on the command line, once: in the config, it holds for every start",
-    )
-    accept_changed_data: bool = key(
-        False,
-        "continue within an epoch although train is not the data that the epoch began with. Give it on the command line, once",
-    )
-    preload_from_files: dict[str, Any] = key(
-        {},
-        "parameters to load from other models: for each name a dict of filename, prefix, init_for_train, ignore_missing, "
-        "ignore_params, ignore_params_prefixes, var_name_mapping, checkpoint_key, pattern, custom_missing_load_func "
-        "(docs/resuming.md)",
-    )
-
-    load_model_post_hooks: list[Any] | tuple[Any, ...] | None = key(
-        None,
-        "RETURNN's hooks: functions (*, model, **_) that every rank calls with the model once it is made and loaded, at every "
-        "start of a training, an evaluation or forward; they may change values, but not which parameters are trained",
-        needs="torch",
-    )
-
-    def problems(self, others: Sections = ALONE) -> list[str]:
-        for number, hook in enumerate(self.load_model_post_hooks or ()):
-            if not callable(hook) and not is_reference(hook):
-                return [f"load_model_post_hooks[{number}]: expected a function or 'module:name', got {hook!r}"]
-            if wrong := "" if isinstance(hook, str) else misfit(hook, "*, model, **_"):
-                return [f"load_model_post_hooks[{number}]: expected a function (*, model, **_), got {wrong}"]
-        try:
-            parse_preloads(self.preload_from_files)
-        except ConfigError as error:
-            return error.problems
-        files = {"load": self.load, "import_model_train_epoch1": self.import_model_train_epoch1}
-        files |= {f"preload_from_files.{one.name}": one.filename for one in parse_preloads(self.preload_from_files)}
-        needing = [name for name, file in files.items() if file is not None and is_safetensors(file)]
-        if missing := [problem for name in needing for problem in missing_package(name)]:
-            return missing
-        launch = others.get(LaunchKeys)
-        return self.restart_problems() if launch is not None and launch.max_restarts else []
-
-    def restart_problems(self) -> list[str]:
-        """Problems with keys that hold for every start, if a launcher may start the job again."""
-        held = {
-            "start_epoch": self.start_epoch if self.start_epoch != "auto" else None,
-            "load_epoch": self.load_epoch if self.load is None else None,
-            "fresh_optimizer": self.fresh_optimizer or None,
-        }
-        return [
-            f"{name}: expected its default where ranks may be restarted, got {value!r}: every restart would do that again (train "
-            "without restarts until there is a checkpoint, then leave it out)"
-            for name, value in held.items()
-            if value is not None
-        ]
 
 
 @dataclass(frozen=True)

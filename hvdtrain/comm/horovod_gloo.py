@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import array
 import fcntl
-import http.client
 import os
 import re
 import signal
@@ -201,10 +200,19 @@ def find(job: Job, address: str, timeout: float = RENDEZVOUS_TIMEOUT) -> int:
 
 def _ask(address: str, port: int) -> bytes | None:
     """The name of the job whose rendezvous server listens on this port; None if there is no server."""
-    connection = http.client.HTTPConnection(address, port, timeout=5)  # unlike urllib, it uses no proxy
+    answer = _answer(address, port, "GET", "/hvdtrain/job", None, timeout=5)
+    return None if answer is None else answer[1]
+
+
+def _answer(address: str, port: int, method: str, path: str, body: str | None, timeout: float) -> tuple[int, bytes] | None:
+    """The status and the content that an HTTP server answers with; None if it does not answer."""
+    import http.client  # here: every start of the program imports this file, but only jobs over Gloo talk to a server
+
+    connection = http.client.HTTPConnection(address, port, timeout=timeout)  # unlike urllib, it uses no proxy
     try:
-        connection.request("GET", "/hvdtrain/job")
-        return connection.getresponse().read()
+        connection.request(method, path, body)
+        response = connection.getresponse()
+        return response.status, response.read()
     except (OSError, http.client.HTTPException):
         return None
     finally:
@@ -339,13 +347,8 @@ def _put(environ: Mapping[str, str], name: str, value: str) -> None:
 def _request(environ: Mapping[str, str], method: str, path: str, body: str | None, timeout: float) -> tuple[int, bytes]:
     address, port = environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"], int(environ["HOROVOD_GLOO_RENDEZVOUS_PORT"])
     for pause in (0.2, 1.0, 0.0):
-        connection = http.client.HTTPConnection(address, port, timeout=timeout)  # unlike urllib, it uses no proxy
-        try:
-            connection.request(method, path, body)
-            response = connection.getresponse()
-            return response.status, response.read()
-        except (OSError, http.client.HTTPException):
-            time.sleep(pause)
-        finally:
-            connection.close()
+        answer = _answer(address, port, method, path, body, timeout)
+        if answer is not None:
+            return answer
+        time.sleep(pause)
     return 0, b""

@@ -17,11 +17,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
-from hvdtrain.comm.keys import LaunchKeys
 from hvdtrain.comm.launch import Launch, variables
 from hvdtrain.comm.torch_rendezvous import HVDTRAIN_PLACE
 from hvdtrain.errors import LaunchError, TrainingError
+
+if TYPE_CHECKING:
+    from hvdtrain.comm.keys import LaunchKeys
 
 LAUNCHERS = {"slurm": "srun", "mpi": "mpirun"}
 """The launcher for each value of dist_launcher."""
@@ -31,13 +34,17 @@ FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR
 PARENT = "HVDTRAIN_PARENT"
 """The environment variable with the process id of the launcher."""
 
+ENDED = "HVDTRAIN_ENDED"
+"""The environment variable with the beginning of the names of files by which processes tell this launcher that their work is
+done: an exit status of 0 alone, as of `os._exit(0)`, does not."""
+
 PEER_FAILED = 76
 """Exit status of a process of hvdtrain's launcher that ends only because another one has failed. The launcher returns 1."""
 
 HUNG = 77
 """Exit status of a process of hvdtrain's launcher that its watchdog has ended, as it hung. The launcher returns 1."""
 
-REPORTED = (0, 1, 2, 75, PEER_FAILED, HUNG, 130)
+REPORTED = (1, 2, 75, PEER_FAILED, HUNG, 130)
 """The exit statuses of processes that say themselves how they end."""
 
 POLL_INTERVAL = 0.05
@@ -56,6 +63,7 @@ STOP_TIMEOUT = 60.0
 def processes(keys: LaunchKeys, started: Launch) -> list[Launch]:
     """The processes that this one has to start; empty if this process itself trains.
 
+    >>> from hvdtrain.comm.keys import LaunchKeys
     >>> [one.rank for one in processes(LaunchKeys(ngpu=2, dist_rank=1, dist_world_size=2), Launch(None))]
     [2, 3]
 
@@ -115,7 +123,7 @@ def run(wanted: list[Launch], arguments: list[str], environ: Mapping[str, str], 
     those start that `again` returns; if this process is killed, they end by themselves.
     """
     with tempfile.TemporaryDirectory(prefix="hvdtrain-") as folder:
-        shared = dict(environ) | {PARENT: str(os.getpid())}
+        shared = dict(environ) | {PARENT: str(os.getpid()), ENDED: f"{folder}/ended"}
         if len(wanted) == wanted[0].size:  # all processes of the job are on this host
             shared[HVDTRAIN_PLACE] = f"file://{folder}/address"
         children: list[subprocess.Popen[bytes]] = []
@@ -128,6 +136,8 @@ def run(wanted: list[Launch], arguments: list[str], environ: Mapping[str, str], 
         previous = {number: signal.signal(number, forward) for number in FORWARDED_SIGNALS}
         try:
             while True:
+                for mark in Path(folder).glob("ended.*"):  # of a former start
+                    mark.unlink()
                 for started in wanted:
                     # In a session of its own, so that the terminal's Ctrl-C reaches this process only, which forwards it once.
                     children.append(
@@ -139,7 +149,7 @@ def run(wanted: list[Launch], arguments: list[str], environ: Mapping[str, str], 
                     )
                 for number in signals:  # that came before all had been started
                     _signal(children, number)
-                failed = _wait(children, wanted, signals)
+                failed = _wait(children, wanted, signals, lambda rank: Path(f"{folder}/ended.{rank}").exists())
                 wanted = again(wanted, failed) if failed and not signals else []
                 if not wanted:
                     return max(map(_exit_status, failed.values()), default=0)
@@ -148,6 +158,12 @@ def run(wanted: list[Launch], arguments: list[str], environ: Mapping[str, str], 
             _signal([child for child in children if child.poll() is None], signal.SIGKILL)
             for number, handler in previous.items():
                 signal.signal(number, handler)
+
+
+def note_end(environ: Mapping[str, str], rank: int) -> None:
+    """Tell hvdtrain's launcher, if it started this process, that the work is done."""
+    if ENDED in environ:
+        Path(f"{environ[ENDED]}.{rank}").touch()
 
 
 def end_with_launcher(environ: Mapping[str, str]) -> None:
@@ -181,7 +197,7 @@ def _launcher(environ: Mapping[str, str]) -> int | None:
 
 
 def how_it_ended(status: int, out_of_memory: bool) -> str | None:
-    """How a process ended that had no chance to say it; None: it has said it itself.
+    """How a process ended that has failed and had no chance to say it; None: it has said it itself.
 
     Args:
         status: as of `subprocess`: negative after a signal.
@@ -189,9 +205,14 @@ def how_it_ended(status: int, out_of_memory: bool) -> str | None:
 
     >>> how_it_ended(-9, True), how_it_ended(3, False), how_it_ended(1, False)
     ('ended by signal 9 (SIGKILL): the kernel ran out of memory', 'ended with exit status 3', None)
+    >>> how_it_ended(0, False)
+    'ended with exit status 0 before its work was done (by os._exit?)'
     """
+    if status == 0:
+        return "ended with exit status 0 before its work was done (by os._exit?)"
     if status < 0:
         why = ": the kernel ran out of memory" if out_of_memory and -status == signal.SIGKILL else ""
+        why = ": a mapped file was cut off meanwhile, or its disk failed" if -status == signal.SIGBUS else why
         return f"ended by signal {-status} ({signal.Signals(-status).name}){why}"
     return None if status in REPORTED else f"ended with exit status {status}"
 
@@ -207,20 +228,32 @@ def out_of_memory() -> int:
 
 def _exit_status(status: int) -> int:
     """As shells do it, from that of `subprocess`."""
-    return 128 - status if status < 0 else 1 if status in (PEER_FAILED, HUNG) else status
+    return 128 - status if status < 0 else 1 if status in (0, PEER_FAILED, HUNG) else status
 
 
-def _wait(children: list[subprocess.Popen[bytes]], wanted: list[Launch], signals: list[int]) -> dict[int, int]:
-    """Wait until all processes have ended; if one fails, end the others. By rank, the exit statuses of those that failed."""
+def _wait(
+    children: list[subprocess.Popen[bytes]], wanted: list[Launch], signals: list[int], is_done: Callable[[int], bool]
+) -> dict[int, int]:
+    """Wait until all processes have ended; if one fails, end the others. By rank, the exit statuses of those that failed.
+
+    Args:
+        is_done: whether a rank has said that its work is done; ends with 0 without it are failures, too.
+    """
     kills_before = out_of_memory()
-    while all(child.poll() in (None, 0) for child in children):
+
+    def statuses() -> dict[int, int]:
+        """Of those that have failed so far."""
+        ended = {one.rank: child.poll() for one, child in zip(wanted, children, strict=True)}
+        return {rank: status for rank, status in ended.items() if status or (status == 0 and not is_done(rank))}
+
+    while not (failed := statuses()):
         if all(child.returncode == 0 for child in children):
             return {}
         time.sleep(POLL_INTERVAL)
-    failed: dict[int, int] = {}
+    failed = {}
     for seconds in (0.0, REPORT_TIMEOUT):  # the first ones at once, as the others fail because of them
         _wait_at_most(children, seconds)
-        ended = {one.rank: child.returncode for one, child in zip(wanted, children, strict=True) if child.poll() not in (None, 0)}
+        ended = statuses()
         for rank, status in sorted(ended.items() - failed.items()):
             if -status not in signals and (how := how_it_ended(status, out_of_memory() > kills_before)) is not None:
                 sys.stderr.write(f"rank {rank} of {wanted[0].size}: {how}\n")

@@ -8,9 +8,10 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, TextIO, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, TextIO, get_args, get_origin
 
-from hvdtrain.config.keys import Key
+if TYPE_CHECKING:
+    from hvdtrain.config.keys import Key
 
 ASKED = "_ARGCOMPLETE"
 """The variable by which a shell asks. Its value is the number of the word before the first argument."""

@@ -296,6 +296,8 @@ def _converted(value: Any, expected: Any) -> Any:
             return value
         raise Mismatch(words_of(expected))
     if origin in (str, list, tuple, dict, type(None)):
+        if origin is list and getattr(value, "ndim", 0) == 1 and hasattr(value, "tolist"):  # an array or a tensor
+            value = value.tolist()
         if origin is list and isinstance(value, (list, tuple)):
             member = (*get_args(expected), Any)[0]
             return [_converted(one, member) for one in value]

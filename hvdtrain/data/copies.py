@@ -21,7 +21,6 @@ import os
 import re
 import socket
 import time
-import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -84,7 +83,7 @@ class CopyFolder:
         self._budget = budget
         self._lock: int | None = None
         self._own: int | None = None
-        self._own_name = f"process-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self._own_name = f"process-{socket.gethostname()}-{os.getpid()}-{os.urandom(4).hex()}"
 
     def open(self) -> None:
         """Create the folder, if there is none, and register this process in it. Raises: NotCopied."""

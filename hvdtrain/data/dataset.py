@@ -8,18 +8,18 @@ it has.
 from __future__ import annotations
 
 import sys
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy
 
-from hvdtrain.config.keys import REQUIRED, key
 from hvdtrain.data.types import Array, Batch, Padded, Stream, pad
 from hvdtrain.errors import DataError
 
@@ -74,7 +74,11 @@ class Dataset(ABC):
     def padded(self, indices: Array) -> dict[str, Padded]:
         """Several sequences, padded to the longest. Override it where that is faster than one by one. Raises: DataError."""
         sequences = self.sequences(indices.tolist())
-        return {name: pad([sequence[name] for sequence in sequences]) for name in self.streams}
+
+        def named(name: str, row: int) -> str:
+            return f"sequence {self.tags([int(indices[row])])[0]!r}, data key {name!r}"
+
+        return {name: pad([sequence[name] for sequence in sequences], partial(named, name)) for name in self.streams}
 
     def batch(self, indices: Array) -> Batch:
         """A batch of the sequences with these indices, int64 of shape (batch,). Raises: DataError."""
@@ -177,6 +181,20 @@ Item = tuple[str, Mapping[str, Any]]
 """A sequence of a source: its tag, and its arrays by data key."""
 
 
+def iterator_ended(where: str, error: StopIteration) -> DataError:
+    """The error for a StopIteration that leaves code of the user's: Python would take it for the end of the data.
+
+    Args:
+        where: what was called, for which sequences.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" in {frames[-1].filename}, line {frames[-1].lineno}" if frames else ""
+    return DataError(
+        f"{where}: expected data, got a StopIteration{place}: an iterator that it asks for more with next() has ended (begin it "
+        "again there, or use itertools.cycle)"
+    )
+
+
 # Concatenation: what every dataset needs that consists of several parts, one after the other. `bounds` holds the index of the
 # first sequence of every part, then the number of sequences.
 
@@ -210,46 +228,6 @@ def concatenated_tag_bytes(start: int, stop: int, bounds: Sequence[int] | Array,
         if begin < end:
             parts.append(read(part, begin - int(bounds[part]), end - int(bounds[part])))
     return numpy.concatenate(parts) if parts else numpy.zeros(0, dtype="S1")
-
-
-class DatasetKeys:
-    """The base of every kind's keys: what the code that opens a dataset asks them."""
-
-    def problems(self) -> list[str]:
-        """What is wrong between the keys."""
-        return []
-
-    def data_files(self) -> tuple[str, ...]:
-        """The files that the dataset reads itself, without those of datasets inside it."""
-        return ()
-
-    def files_to_copy(self) -> tuple[str, ...]:
-        """Those of `data_files` that may be read from a copy in `cache_dir`."""
-        return self.data_files()
-
-    def reading_from(self, copies: Mapping[str, str]) -> Self:
-        """The keys with the files replaced that have a copy, by name of the file."""
-        return self
-
-    def num_readers(self) -> int:
-        """The number of processes that read the datasets inside, each with a cache of its own."""
-        return 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class FileDatasetKeys(DatasetKeys):
-    """The base of the keys of kinds that read files."""
-
-    files: str | list[str] = key(REQUIRED, "the HDF file, or a list of files that are read as one dataset")
-
-    def problems(self) -> list[str]:
-        return [] if self.files else ["files: expected at least one file, got none"]
-
-    def data_files(self) -> tuple[str, ...]:
-        return (self.files,) if isinstance(self.files, str) else tuple(self.files)
-
-    def reading_from(self, copies: Mapping[str, str]) -> Self:
-        return replace(self, files=[copies.get(path, path) for path in self.data_files()])
 
 
 def as_dataset(opened: Any) -> Dataset | None:
@@ -325,7 +303,7 @@ class ForeignDataset(Dataset):
         self._ask("close", super().close)()
 
     def sequences(self, indices: Sequence[int]) -> list[dict[str, Array]]:
-        return self._ask("sequences", lambda indices: list(map(self._inner.sequence, indices)))(indices)  # type: ignore[no-any-return]
+        return self._ask("sequences", lambda indices: [self._inner.sequence(index) for index in indices])(indices)  # type: ignore[no-any-return]
 
     def padded(self, indices: Array) -> dict[str, Padded]:
         return self._ask("padded", super().padded)(indices)  # type: ignore[no-any-return]

@@ -10,7 +10,7 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Generic, Literal, Protocol, TypeVar
 
 import numpy
@@ -18,13 +18,15 @@ import numpy
 from hvdtrain.config.check import did_you_mean
 from hvdtrain.data.combine.cache import Budget, frame_size
 from hvdtrain.data.copies import Copies
-from hvdtrain.data.dataset import Dataset
+from hvdtrain.data.dataset import Dataset, iterator_ended
+from hvdtrain.data.expected import BatchCheck, Expected
 from hvdtrain.data.files import Unchanged, size_text
 from hvdtrain.data.identity import Part
+from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.data.plan.bounds import BLOCK, too_long
 from hvdtrain.data.plan.chunks import ChunkedDataset, Chunks, epoch_subset, select_by_length
-from hvdtrain.data.plan.epoch import BatchKeys, Plan
-from hvdtrain.data.plan.order import OrderKeys, full_epoch
+from hvdtrain.data.plan.epoch import Plan
+from hvdtrain.data.plan.order_keys import OrderKeys, full_epoch
 from hvdtrain.data.plan.shared import PlanInputs
 from hvdtrain.data.types import Array, Batch
 from hvdtrain.errors import DataError, HvdtrainError
@@ -123,6 +125,7 @@ class Feed:
         budget: the memory in which the dataset caches sequences.
         only: what to do instead of an epoch's plan; None: all of it.
         parts: the datasets that the dataset consists of, which identify its data.
+        expected: by data key, what the config says of the data, with which every batch is compared.
     """
 
     name: str
@@ -138,6 +141,7 @@ class Feed:
     budget: Budget | None = None
     only: Plan | None = None
     parts: Sequence[Part] = ()
+    expected: Mapping[str, Expected] = field(default_factory=dict)
 
     @property
     def lengths(self) -> Mapping[str, Array]:
@@ -206,14 +210,27 @@ class Feed:
 
         Args:
             staging: the learner's; None: batches are not copied to a device ahead.
+
+        A batch that is not what was planned, or not what the dataset or the config says, is raised as a DataError.
         """
         dataset = self.dataset.at_epoch(epoch)
         if self.chunks is not None:
             dataset = ChunkedDataset(dataset, self.chunks)
-        batches = map(dataset.batch, share)
-        if staging is None:
-            return ReadAhead(batches)
-        return ReadAhead(map(staging.pin, batches), begin=staging.send)
+        of_files = bool(self.parts) and all(part.files for part in self.parts) and not self.dataset.varies
+        checked = BatchCheck(self.name, dataset, self.lengths_in(epoch), self.parts, self.expected, of_files)
+
+        def batches() -> Iterator[
+            Batch
+        ]:  # a generator: a StopIteration of the user's code ends it with an error, and map would stop
+            for indices in share:
+                try:
+                    batch = checked(dataset.batch(indices), indices)
+                except StopIteration as error:
+                    some = ", ".join(map(str, indices[:FEW_TAGS].tolist())) + (", ..." if len(indices) > FEW_TAGS else "")
+                    raise iterator_ended(f"{self.name}, sequences {some}", error) from error
+                yield batch if staging is None else staging.pin(batch)
+
+        return ReadAhead(batches(), begin=None if staging is None else staging.send)
 
 
 def feed_lines(feed: Feed, local_size: int = 1) -> list[Line]:

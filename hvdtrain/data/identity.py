@@ -14,12 +14,13 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy
 
-from hvdtrain.data.dataset import Dataset
-from hvdtrain.data.types import Array
+if TYPE_CHECKING:
+    from hvdtrain.data.dataset import Dataset
+    from hvdtrain.data.types import Array
 
 Identity = dict[str, Any]
 """Of a dataset, in plain values:

@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import Any
 
-from hvdtrain.config.keys import REQUIRED, key
-from hvdtrain.data.combine.map import MapDatasetKeys, open_map
-from hvdtrain.data.combine.meta import MetaDatasetKeys, open_meta
-from hvdtrain.data.combine.union import (
-    CombinedDatasetKeys,
-    ConcatDatasetKeys,
-    FilesDatasetKeys,
-    open_combined,
-    open_concat,
-    open_files,
-)
-from hvdtrain.data.dataset import Dataset, DatasetKeys, FileDatasetKeys
-from hvdtrain.data.formats.synthetic import DummyDatasetKeys, Task12AXDatasetKeys, open_dummy, open_task12ax
-from hvdtrain.data.types import External
+from hvdtrain.config.keys import REQUIRED, key, not_negative, positive
+from hvdtrain.data.combine.keys import CombinedDatasetKeys, ConcatDatasetKeys, FilesDatasetKeys, MapDatasetKeys, MetaDatasetKeys
+from hvdtrain.data.keys import DatasetKeys, FileDatasetKeys
 
 OWN = {
     "FolderDataset": "hvdtrain.data.formats.folder:FolderDataset",
@@ -64,50 +53,59 @@ class NextGenHDFDatasetKeys(FileDatasetKeys):
     input_stream_name: str = key(REQUIRED, "the stream that is the data key 'data'; the others have their own names")
 
 
+@dataclass(frozen=True, kw_only=True)
+class DummyDatasetKeys(DatasetKeys):
+    """Keys of a dataset dict with `"class": "DummyDataset"`: meaningless numbers."""
+
+    input_dim: int = key(REQUIRED, "dimension of the vectors in 'data'", positive)
+    output_dim: int = key(REQUIRED, "number of classes in 'classes'", positive)
+    num_seqs: int = key(REQUIRED, "number of sequences", positive)
+    seq_len: int | dict[str, int] = key(
+        2, "frames of every sequence, or a dict with the frames of 'data' and 'classes'", positive
+    )
+
+    def problems(self) -> list[str]:
+        if not isinstance(self.seq_len, dict):
+            return []
+        right = self.seq_len.keys() == {"data", "classes"} and min(self.seq_len.values()) >= 0
+        expected = "seq_len: expected zero or a positive number for 'data' and for 'classes'"
+        return [] if right else [f"{expected}, got {self.seq_len}"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task12AXDatasetKeys(DatasetKeys):
+    """Keys of a dataset dict with `"class": "Task12AXDataset"`: a synthetic memory task."""
+
+    num_seqs: int = key(REQUIRED, "number of sequences, each of 10 to 99 frames", positive)
+    fixed_random_seed: int = key(1, "seed of the sequences, which are the same in every epoch", not_negative)
+
+
 @dataclass(frozen=True)
 class Kind:
     """A class of datasets.
 
     Attributes:
         keys: the dataclass of its keys. The keys `dataset` and `datasets` hold the datasets inside it.
-        open: opens it, given its config key (for messages), its keys, and the open datasets inside it by name.
+        open: 'module:function' that opens it, given its config key (for messages), its keys, and the open datasets inside it by
+            name; imported when a dataset is opened.
         order_from: the name of the dataset inside it whose order keys apply to the whole; None: there is none.
     """
 
     keys: type[DatasetKeys]
-    open: Callable[[str, Any, Mapping[str, Dataset]], Dataset]
+    open: str
     order_from: Callable[[Any], str | None] = lambda keys: None
 
 
-def _open_hdf(where: str, keys: HDFDatasetKeys, datasets: Mapping[str, Dataset]) -> Dataset:
-    from hvdtrain.data.hdf.dataset import open_hdf  # here, so that `--help` does not import h5py
-
-    external: External = "follow" if keys.allow_external else "refuse"
-    return open_hdf(keys.data_files(), external)
-
-
-def _open_files(where: str, keys: FilesDatasetKeys, datasets: Mapping[str, Dataset]) -> Dataset:
-    from hvdtrain.data.hdf.dataset import open_hdf
-
-    return open_files(where, keys, lambda path: open_hdf([path]))
-
-
-def _open_next_gen(where: str, keys: NextGenHDFDatasetKeys, datasets: Mapping[str, Dataset]) -> Dataset:
-    from hvdtrain.data.hdf.nextgen import open_next_gen
-
-    return open_next_gen(where, keys.data_files(), keys.input_stream_name)
-
-
 KINDS: dict[str, Kind] = {
-    "HDFDataset": Kind(HDFDatasetKeys, _open_hdf),
-    "NextGenHDFDataset": Kind(NextGenHDFDatasetKeys, _open_next_gen),
-    "FilesDataset": Kind(FilesDatasetKeys, _open_files),
-    "MetaDataset": Kind(MetaDatasetKeys, open_meta, lambda keys: keys.control),
-    "CombinedDataset": Kind(CombinedDatasetKeys, open_combined),
-    "ConcatDataset": Kind(ConcatDatasetKeys, open_concat),
-    "MapDataset": Kind(MapDatasetKeys, open_map, lambda keys: "dataset"),
-    "Task12AXDataset": Kind(Task12AXDatasetKeys, open_task12ax),
-    "DummyDataset": Kind(DummyDatasetKeys, open_dummy),
+    "HDFDataset": Kind(HDFDatasetKeys, "hvdtrain.data.hdf.dataset:open_hdf_dataset"),
+    "NextGenHDFDataset": Kind(NextGenHDFDatasetKeys, "hvdtrain.data.hdf.nextgen:open_next_gen"),
+    "FilesDataset": Kind(FilesDatasetKeys, "hvdtrain.data.hdf.dataset:open_files_dataset"),
+    "MetaDataset": Kind(MetaDatasetKeys, "hvdtrain.data.combine.meta:open_meta", lambda keys: keys.control),
+    "CombinedDataset": Kind(CombinedDatasetKeys, "hvdtrain.data.combine.union:open_combined"),
+    "ConcatDataset": Kind(ConcatDatasetKeys, "hvdtrain.data.combine.union:open_concat"),
+    "MapDataset": Kind(MapDatasetKeys, "hvdtrain.data.combine.map:open_map", lambda keys: "dataset"),
+    "Task12AXDataset": Kind(Task12AXDatasetKeys, "hvdtrain.data.formats.synthetic:open_task12ax"),
+    "DummyDataset": Kind(DummyDatasetKeys, "hvdtrain.data.formats.synthetic:open_dummy"),
 }
 """The classes of datasets, by the name that a dataset dict has as 'class'."""
 

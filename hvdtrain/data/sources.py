@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -13,111 +13,49 @@ from os.path import basename
 from typing import Any
 
 from hvdtrain.config.check import build, closest, did_you_mean, unknown_options
-from hvdtrain.config.keys import REQUIRED, Rule, Section, declared, key, parsed_by
+from hvdtrain.config.keys import declared
 from hvdtrain.config.source import is_reference, resolve
 from hvdtrain.data.combine.cache import Budget, with_cache
-from hvdtrain.data.dataset import Dataset, DatasetKeys, Scanning, SequenceSource, as_dataset, describe, is_map_style
-from hvdtrain.data.files import parse_sizes
+from hvdtrain.data.dataset import Dataset, Scanning, SequenceSource, as_dataset, describe, is_map_style
 from hvdtrain.data.formats.items import ItemsDataset
 from hvdtrain.data.formats.iterable import IterableDataset, is_iterable, needs_epoch
 from hvdtrain.data.formats.returnn_reading import inner_of_multi_proc
 from hvdtrain.data.identity import Part
+from hvdtrain.data.keys import DataKeys, DatasetKeys, DatasetSpec
 from hvdtrain.data.kinds import BY_RETURNN, KINDS, ONE_BY_ONE, OWN, Kind, take_returnn_entries
-from hvdtrain.data.plan.order import OrderKeys, is_order, non_default
+from hvdtrain.data.plan.order_keys import OrderKeys, non_default
 from hvdtrain.errors import ConfigError, DataError
 
 
-@dataclass(frozen=True, kw_only=True)
-class DataKeys(Section):
-    """What is trained and evaluated on: dicts with a class, HDF files, or functions that return one of these."""
-
-    train: Any = key(REQUIRED, "the training data: a dataset dict, or HDF files (not for the tasks forward and search)")
-    batching: str | Callable[..., str] | None = key(
-        None,
-        "seq_ordering of train where its dict says none (RETURNN's older key)",
-        Rule("an order as in seq_ordering", is_order),
-        form="*, epoch, **_",
-    )
-    dev: Any = key(None, "evaluated after every epoch; seq_ordering is sorted unless the dict says otherwise")
-    eval: Any = key(None, "evaluated after every epoch, like dev")
-    cache_size: int | str | list[int | str] = key(
-        0,
-        "memory in which a rank keeps what it read of train, dev, eval (one size or up to three): 0 none, '2G' a budget with "
-        "K, M or G, -1 everything; memory-mapped files need none",
-        Rule("sizes such as 0, '512M', -1, or up to three of them", parsed_by(parse_sizes)),
-    )
-    lengths_dir: str | None = key(
-        "~/.cache/hvdtrain/lengths",
-        "folder for the lengths of sequences that only reading the data tells (iterables, items that take long to read, datasets "
-        "that RETURNN reads); jobs may share it; "
-        "None: they are found in every run",
-    )
-    eval_datasets: dict[str, Any] = key({}, "further datasets by name, evaluated after every epoch")
-    forward_data: Any = key(None, "task forward: the data; None: eval")
-    search_data: Any = key(None, "task search: the data; None: forward_data, or eval")
-
-    def datasets(self) -> tuple[tuple[DatasetSpec, ...], list[str]]:
-        """The datasets that are given, train first, and the problems with them."""
-        problems = []
-        if self.train is None:
-            problems.append("train: expected a dataset dict or HDF files, got None")
-        named = {"train": self.train, "dev": self.dev, "eval": self.eval}
-        if "train" in self.eval_datasets:
-            problems.append("eval_datasets.train: expected a name other than train, whose scores are those of the training")
-        for name in ("dev", "eval"):
-            if name in self.eval_datasets and named[name] is not None and repr(named[name]) != repr(self.eval_datasets[name]):
-                problems.append(f"eval_datasets.{name}: expected either it or the key {name}, got both, and two datasets")
-        specs: dict[str, DatasetSpec] = {}
-        given = {name: value for name, value in named.items() if value is not None or name not in self.eval_datasets}
-        for name, value in {**self.eval_datasets, **given}.items():
-            if value is not None:
-                ordering = self.batching if name == "train" else "sorted"
-                spec, more = parse(name, value, {} if ordering is None else {"seq_ordering": ordering})
-                problems += more
-                specs |= {} if spec is None else {name: spec}
-        return tuple(specs[name] for name in dict.fromkeys((*named, *self.eval_datasets)) if name in specs), problems
-
-    def forwarded(self, task: str) -> tuple[DatasetSpec | None, list[str]]:
-        """The dataset of the tasks forward and search, and the problems with it."""
-        search_data = self.search_data if task == "search" else None
-        for name, value in {"search_data": search_data, "forward_data": self.forward_data, "eval": self.eval}.items():
-            if value is not None:
-                return parse(name, value, {"seq_ordering": "sorted_reverse"})
-        return None, [f"{task}_data: expected a dataset dict or HDF files for the task {task}, got None"]
+def datasets_of(keys: DataKeys) -> tuple[tuple[DatasetSpec, ...], list[str]]:
+    """The datasets that are given, train first, and the problems with them."""
+    problems = []
+    if keys.train is None:
+        problems.append("train: expected a dataset dict or HDF files, got None")
+    named = {"train": keys.train, "dev": keys.dev, "eval": keys.eval}
+    if "train" in keys.eval_datasets:
+        problems.append("eval_datasets.train: expected a name other than train, whose scores are those of the training")
+    for name in ("dev", "eval"):
+        if name in keys.eval_datasets and named[name] is not None and repr(named[name]) != repr(keys.eval_datasets[name]):
+            problems.append(f"eval_datasets.{name}: expected either it or the key {name}, got both, and two datasets")
+    specs: dict[str, DatasetSpec] = {}
+    given = {name: value for name, value in named.items() if value is not None or name not in keys.eval_datasets}
+    for name, value in {**keys.eval_datasets, **given}.items():
+        if value is not None:
+            ordering = keys.batching if name == "train" else "sorted"
+            spec, more = parse(name, value, {} if ordering is None else {"seq_ordering": ordering})
+            problems += more
+            specs |= {} if spec is None else {name: spec}
+    return tuple(specs[name] for name in dict.fromkeys((*named, *keys.eval_datasets)) if name in specs), problems
 
 
-@dataclass(frozen=True)
-class DatasetSpec:
-    """A checked dataset dict: how to open it, and how its sequences are ordered.
-
-    Attributes:
-        name: the config key ('train', 'dev', ..., 'train.datasets.text' inside another dataset).
-        open: opens the dataset or source, with an OpeningContext as optional argument. Raises: DataError.
-        files: the data files that it reads itself.
-        copied: those of the files that may be read from a copy.
-        datasets: the datasets inside it.
-        maker: returns the config's class or function with the other entries of the dict as arguments; None: it is no such dict.
-        cache_byte_size: the bytes that a rank may cache of it, if its dict says so (RETURNN's key), instead of `cache_size`.
-    """
-
-    name: str
-    open: Callable[..., Any]
-    order: OrderKeys
-    files: tuple[str, ...] = ()
-    copied: tuple[str, ...] = ()
-    datasets: tuple[DatasetSpec, ...] = ()
-    cache_byte_size: int | None = None
-    maker: Callable[[], partial[Any]] | None = None
-
-    def all(self) -> Iterator[DatasetSpec]:
-        """This dataset and all datasets inside it."""
-        yield self
-        for dataset in self.datasets:
-            yield from dataset.all()
-
-    def repeatable(self, opened: Any) -> Any:
-        """What `open` returned; in place of an iterator, which has one epoch only, the function of the config that made it."""
-        return self.maker() if self.maker is not None and isinstance(opened, Iterator) else opened
+def forwarded(keys: DataKeys, task: str) -> tuple[DatasetSpec | None, list[str]]:
+    """The dataset of the tasks forward and search, and the problems with it."""
+    search_data = keys.search_data if task == "search" else None
+    for name, value in {"search_data": search_data, "forward_data": keys.forward_data, "eval": keys.eval}.items():
+        if value is not None:
+            return parse(name, value, {"seq_ordering": "sorted_reverse"})
+    return None, [f"{task}_data: expected a dataset dict or HDF files for the task {task}, got None"]
 
 
 @dataclass(frozen=True)
@@ -392,7 +330,7 @@ def _open_kind(name: str, kind: Kind, keys: DatasetKeys, inside: Mapping[str, Da
                     f'{{"class": "ReturnnDataset", "dataset": ...}}; an iterable: convert it once with hvdtrain dump)'
                 )
         try:
-            dataset = kind.open(name, keys, datasets)
+            dataset: Dataset = resolve(kind.open)(name, keys, datasets)
         except DataError as error:
             originals = [path for path, copy in copies.items() if copy in str(error)]
             if not originals:

@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 import numpy
 
+from hvdtrain.errors import DataError
+
 Array = numpy.ndarray[Any, Any]
 
 External = Literal["refuse", "follow"]
@@ -61,16 +63,35 @@ class Batch:
     seq_tags: Callable[[], list[str]] | None = None
 
 
-def pad(sequences: Sequence[Array]) -> Padded:
-    """Arrays of shape (time, ...) that differ in time only, as one array of shape (batch, time, ...), padded with zeros."""
+def pad(sequences: Sequence[Array], named: Callable[[int], str] = "row {}".format) -> Padded:
+    """Arrays of shape (time, ...) that differ in time only, as one array of shape (batch, time, ...), padded with zeros.
+
+    Args:
+        named: given the number of an array, what it is, for messages.
+
+    Raises:
+        DataError: they differ in the shape of a frame, or in the kind of numbers: numpy would repeat, round or cut them.
+    """
     seq_lens = numpy.fromiter((len(sequence) for sequence in sequences), dtype=numpy.int32, count=len(sequences))
     first = sequences[0]
     values = numpy.zeros((len(sequences), int(seq_lens.max()), *first.shape[1:]), dtype=first.dtype)
     if first.dtype == object:
         values[:] = ""  # strings
-    for row, sequence in zip(values, sequences, strict=True):
+    for number, (row, sequence) in enumerate(zip(values, sequences, strict=True)):
+        if sequence.shape[1:] != first.shape[1:] or (sequence.dtype != first.dtype and not _holds(first.dtype, sequence)):
+            raise DataError(
+                f"{named(number)}: expected {first.dtype} of shape {first.shape[1:]} in every frame, as the first one of the "
+                f"batch has, got {sequence.dtype} of shape {sequence.shape[1:]}"
+            )
         row[: len(sequence)] = sequence
     return Padded(values, seq_lens)
+
+
+def _holds(dtype: numpy.dtype[Any], values: Array) -> bool:
+    """Whether an array of this type can have these values, up to the rounding of floating-point numbers."""
+    if not numpy.can_cast(values.dtype, dtype, "same_kind"):
+        return False
+    return dtype.kind not in "iu" or numpy.array_equal(values.astype(dtype), values)
 
 
 def merged(streams: Mapping[str, Stream], size: int, parts: Sequence[tuple[Array, Mapping[str, Padded]]]) -> dict[str, Padded]:

@@ -44,7 +44,7 @@ from hvdtrain.doctor.scaling import predicted
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.runtime.log import terminal_of
 from hvdtrain.settings import Settings
-from hvdtrain.training.predict import parse_placements
+from hvdtrain.training.keys import parse_placements
 
 USAGE = """\
 python -m hvdtrain doctor [options] [CONFIG ... [++KEY VALUE ...]]

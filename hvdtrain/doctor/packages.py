@@ -83,7 +83,7 @@ AT_LEAST = {
     "horovod": "0.28.1",
     "mpi4py": "4.0",
 }
-"""The oldest versions that are known to work; setup.py has the same."""
+"""The oldest versions that are known to work; pyproject.toml has the same."""
 
 OTHER_NAMES = {"tensorflow": ("tensorflow", "tensorflow-cpu")}
 """Distributions that provide a package."""

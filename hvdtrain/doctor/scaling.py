@@ -24,10 +24,10 @@ from hvdtrain.learner.steps import rounds_per_update
 from hvdtrain.session import open_session
 from hvdtrain.settings import Settings
 from hvdtrain.training.agreement import plan_together
+from hvdtrain.training.keys import Placement
 from hvdtrain.training.predict import (
     Exchange,
     Measured,
-    Placement,
     Prediction,
     Work,
     best,

@@ -28,9 +28,11 @@ from hvdtrain.data.formats.iterable import IterableDataset, is_iterable, refuse_
 from hvdtrain.data.hdf.compression import NAMES as COMPRESSIONS
 from hvdtrain.data.hdf.dataset import open_hdf
 from hvdtrain.data.hdf.writer import UNKNOWN_DIM, HDFWriter
+from hvdtrain.data.keys import DatasetSpec
 from hvdtrain.data.plan.chunks import epoch_subset, listed
-from hvdtrain.data.plan.order import OrderKeys, full_epoch, non_default, order
-from hvdtrain.data.sources import DatasetSpec, parse
+from hvdtrain.data.plan.order import order
+from hvdtrain.data.plan.order_keys import OrderKeys, full_epoch, non_default
+from hvdtrain.data.sources import parse
 from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError, DataError, HvdtrainError, PeerFailure
 from hvdtrain.returnn_layer.imports import Layer

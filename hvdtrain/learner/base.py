@@ -11,14 +11,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from hvdtrain.comm.base import Tensor
 from hvdtrain.config.keys import ALONE, REQUIRED, Section, Sections, key, not_negative, positive, share
-from hvdtrain.data.feed import Staging
-from hvdtrain.data.types import Array, Batch
 from hvdtrain.errors import CheckpointError
-from hvdtrain.runtime.scores import Scores
+
+if TYPE_CHECKING:
+    from hvdtrain.data.feed import Staging
+    from hvdtrain.data.types import Array, Batch
+    from hvdtrain.runtime.scores import Scores
 
 Then = Literal["accumulate", "update"]
 """What follows a batch's backward pass: the next batch of the same update, or the update."""
@@ -33,14 +35,14 @@ StatePart = Kind | Literal["optimizer", "kept"]
 NEW_OPTIMIZER = "(go on with the optimizer that the training began with, or with a new one: ++fresh_optimizer 1)"
 """What to do about the state of another optimizer."""
 
-Observer = Callable[[Iterator[tuple[str, Array]]], None]
+Observer = Callable[[Iterator[tuple[str, "Array"]]], None]
 """Gets arrays by name."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 """The shapes of parameters and buffers, by name."""
 
 
-class Outputs(dict[str, Array]):
+class Outputs(dict[str, "Array"]):
     """The outputs of a sequence by name.
 
     Attributes:

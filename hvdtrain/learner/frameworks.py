@@ -11,12 +11,14 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from hvdtrain.comm.base import SMALL_BUCKET, Communicator
-from hvdtrain.learner.base import Learner, LearnerKeys, PreloadFunction, Profiler
 from hvdtrain.learner.precision import FLOAT32, Precision
-from hvdtrain.learner.reducer import Reducer
+
+if TYPE_CHECKING:
+    from hvdtrain.learner.base import Learner, LearnerKeys, PreloadFunction, Profiler
+    from hvdtrain.learner.reducer import Reducer
 
 Feature = Literal["torch.distributed", "constant parameters", "powersgd"]
 """What only some frameworks can do and no single key asks for: torch.distributed is also used with `ngpu`; constant parameters

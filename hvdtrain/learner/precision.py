@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
-
-import numpy
+from typing import TYPE_CHECKING, Any, Literal
 
 from hvdtrain.config.check import did_you_mean
 from hvdtrain.config.keys import ALONE, Section, Sections, key
-from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError, TrainingError
 from hvdtrain.runtime.log import say
+
+if TYPE_CHECKING:
+    from hvdtrain.data.types import Array
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -27,7 +27,7 @@ to the upper end of the range, 65504, than those of a mean: from 65536, more upd
 MAX_SKIPPED = 20
 """Updates in a row that may be skipped with a loss scale below 1, if the config does not say how many."""
 
-WIDER = {"uint16": numpy.int32, "uint32": numpy.int64}
+WIDER = {"uint16": "int32", "uint32": "int64"}
 """Types that frameworks hardly support, and those that replace them."""
 
 

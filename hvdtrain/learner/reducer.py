@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from hvdtrain.comm.base import Communicator, Op, Tensor, all_reduce
-from hvdtrain.learner.base import Kind, ModelState, StatePart
-from hvdtrain.learner.wire import Sent, Wire
-from hvdtrain.runtime.timer import Timer
+
+if TYPE_CHECKING:
+    from hvdtrain.learner.base import Kind, ModelState, StatePart
+    from hvdtrain.learner.wire import Sent, Wire
+    from hvdtrain.runtime.timer import Timer
 
 T = TypeVar("T")
 

@@ -1,4 +1,4 @@
-"""What follows from the number of a step: how many steps an update accumulates gradients over, and the seeds of random numbers.
+"""What follows from the number of a step: how many steps an update accumulates gradients over.
 
 And from the number of updates, what a moving average of the weights keeps.
 """
@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
 from numbers import Integral
-
-import numpy
+from typing import TYPE_CHECKING
 
 from hvdtrain.config.keys import Section, key, positive
 from hvdtrain.config.source import as_function
-from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    pass
 
 RoundsPerUpdate = Callable[[int, float, int], int]
 """(epoch, epoch_continuous, global_train_step) -> the number of steps (rounds, in which every rank takes a batch) whose gradients
@@ -87,27 +88,3 @@ def kept(decay: float, done: int, updates: int) -> float:
     (0.1, 0.5, 0.125)
     """
     return prod(min(decay, (1 + number) / (10 + number)) for number in range(done, done + updates))
-
-
-def mixed_seed(*parts: int) -> int:
-    """A seed of 32 bits mixed from the parts, such as (seed, rank, step)."""
-    return int(numpy.random.SeedSequence(parts).generate_state(1)[0])
-
-
-def mixed_seeds(count: int, *parts: int) -> Array:
-    """N different seeds mixed from the parts; uint32 of shape (count,)."""
-    return numpy.random.SeedSequence(parts).generate_state(count)
-
-
-STREAM = 0x6E6F697365
-"""Separates the noise from dropout, whose seeds come from the same seed, rank and step."""
-
-
-def noise_seeds(seed: int, rank: int | None, step: int) -> Array:
-    """The seeds of one update's noise; uint32 of shape (2,). A training that continues from a checkpoint gets the same ones.
-
-    Args:
-        rank: None: the noise is the same on all ranks, as the gradients are.
-        step: steps done in the whole training before the last step of this update.
-    """
-    return mixed_seeds(2, seed, 0 if rank is None else 1 + rank, step, STREAM)

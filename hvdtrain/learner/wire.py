@@ -9,11 +9,13 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hvdtrain.comm.base import Communicator, Narrow, Op, Tensor
 from hvdtrain.config.keys import Section, key, one_of, positive
-from hvdtrain.learner.base import ModelState
+
+if TYPE_CHECKING:
+    from hvdtrain.comm.base import Communicator, Narrow, Op, Tensor
+    from hvdtrain.learner.base import ModelState
 
 
 @dataclass(frozen=True)

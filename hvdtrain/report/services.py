@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from hvdtrain.errors import ConfigError
-from hvdtrain.report.runs import Start
+
+if TYPE_CHECKING:
+    from hvdtrain.report.runs import Start
 
 Status = Literal["finished", "stopped", "failed"]
 """How a training ended: after its last epoch or by early stopping; with a checkpoint from which it can go on; with an error."""

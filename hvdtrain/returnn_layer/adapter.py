@@ -14,8 +14,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import numpy
-
 from hvdtrain.config.source import Source
 from hvdtrain.context import get_run_ctx
 from hvdtrain.errors import ConfigError
@@ -173,6 +171,8 @@ class Callback:
 
 def _sized(dim: Dim, size: int) -> Dim:
     """A dim like `dim` with the size of one sequence."""
+    import numpy  # here, so that `--help` does without it
+
     from hvdtrain.returnn_layer.tensors import Dim, Tensor
 
     return Dim(Tensor(dim.name, [], "int32", raw_tensor=numpy.array(size, dtype=numpy.int32)), name=dim.name, kind=dim.kind)

@@ -269,6 +269,25 @@ class Heartbeats:
             else:
                 self.datagrams.probe(heard.address)
 
+    def wait_for_ended(self, seconds: float) -> list[str]:
+        """Which ranks have ended, after a collective has failed because of one; waits until there is one, for so long at most.
+
+        Unlike the other methods, this one is for any thread, while the watchdog's receives what the hosts answer.
+        """
+        began = time.monotonic()
+        while True:
+            found = self._gone | {rank for rank in self._here() if self.contacts[rank].process.has_ended()}
+            for rank, heard in list(self._heard.items()):
+                if self.datagrams is not None:
+                    found |= {rank} if self.datagrams.refused.get(heard.address, -math.inf) > began else set()
+                    self.datagrams.probe(heard.address)
+            if found - self._ended or time.monotonic() - began > seconds:
+                return [self._has_ended(rank) for rank in sorted(found - self._ended)][:SHOWN]
+            time.sleep(0.05)
+
+    def _has_ended(self, rank: int) -> str:
+        return f"rank {rank} on {self.contacts[rank].host} has ended"
+
     def _look_for_lost(self) -> None:
         """Find out which silent ranks are on hosts that do not answer any more.
 
@@ -321,7 +340,7 @@ class Heartbeats:
         if len(self.contacts) < 2 or (not verdict.silent and not verdict.gone and (self.rank != 0 or not self._heard)):
             return None
         if verdict.gone:
-            ended = [f"rank {rank} on {self.contacts[rank].host} has ended" for rank in verdict.gone if rank not in self._lost]
+            ended = [self._has_ended(rank) for rank in verdict.gone if rank not in self._lost]
             them = "it" if len(verdict.gone) == 1 else "them"
             return f"{'; '.join([*ended[:SHOWN], *self._of_lost()])}: the other ranks wait for {them} in vain, and end, too"
         signs = self._signs(own)

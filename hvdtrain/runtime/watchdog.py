@@ -23,8 +23,14 @@ the user's code takes; 'finishing' waits for what is saved in the background; 'b
 UNKNOWN = 1800.0
 """Seconds without progress that are allowed while nothing is known of a phase; in the first two, always."""
 
+SECOND = 300.0
+"""At least so many are allowed while only its first interval is known, in which frameworks compile."""
+
 WAITS_IN = ("horovod.", "hvdtrain.comm.", "torch.distributed.", "torch.cuda.", "tensorflow.python.eager.")
 """The modules in which a rank waits for others. TensorFlow's graphs contain the collectives."""
+
+SECONDS_TO_END = 1.0
+"""How long a process whose connections are closed may take to be gone. Launchers end those that are left soon after."""
 
 LEAST, TIMES = 60.0, 20.0
 """Afterwards: this many seconds, or this many times the longest interval between two signs of progress so far."""
@@ -49,8 +55,8 @@ class Ending:
 class Patience:
     """For how long a rank may be silent, by phase.
 
-    The first interval of a phase does not count: frameworks compile in it. Nothing is compiled for a plan, and that of the
-    training, which is often the longest one, comes first.
+    The first interval of a phase counts only until the second one is known: frameworks compile in it. Nothing is compiled for a
+    plan, and that of the training, which is often the longest one, comes first.
 
     Args:
         fixed: the seconds instead, in all phases but the first two, which no step's time says anything about.
@@ -58,7 +64,10 @@ class Patience:
     >>> patience = Patience()
     >>> patience.allowed("steps")
     1800.0
-    >>> for seconds in (100.0, 0.5, 4.0):
+    >>> patience.learn("steps", 100.0)
+    >>> patience.allowed("steps")
+    2000.0
+    >>> for seconds in (0.5, 4.0):
     ...     patience.learn("steps", seconds)
     >>> patience.allowed("steps"), patience.allowed("evaluation"), Patience(fixed=15.0).allowed("steps")
     (80.0, 1800.0, 15.0)
@@ -68,12 +77,15 @@ class Patience:
     """
 
     fixed: float | None = None
+    _first: dict[Phase, float] = field(default_factory=dict)
     _longest: dict[Phase, float] = field(default_factory=dict)
 
     def learn(self, phase: Phase, seconds: float) -> None:
         """Take note of an interval between two signs of progress."""
-        counts = phase in self._longest or phase == "planning"
-        self._longest[phase] = max(self._longest.get(phase, 0.0), seconds) if counts else 0.0
+        if phase in self._first or phase == "planning":
+            self._longest[phase] = max(self._longest.get(phase, 0.0), seconds)
+        else:
+            self._first[phase] = seconds
 
     def allowed(self, phase: Phase) -> float:
         """Seconds."""
@@ -81,8 +93,9 @@ class Patience:
             return UNKNOWN if self.fixed is None else max(UNKNOWN, self.fixed)
         if self.fixed is not None:
             return self.fixed
-        longest = self._longest.get(phase, 0.0)
-        return max(LEAST, TIMES * longest) if longest else UNKNOWN
+        if phase in self._longest:
+            return max(LEAST, TIMES * self._longest[phase])
+        return max(SECOND, TIMES * self._first[phase]) if phase in self._first else UNKNOWN
 
     @property
     def of_silence(self) -> float:
@@ -128,6 +141,10 @@ class Watchdog:
         self._last_beat = now
         self._beats += 1
         self._activity, self._phase = activity, phase
+
+    def ended_ranks(self) -> list[str]:
+        """Which other ranks have ended, after a collective has failed because of one."""
+        return self._heartbeats.wait_for_ended(SECONDS_TO_END) if self._heartbeats.together else []
 
     def __enter__(self) -> Watchdog:
         if sys.__stderr__ is not None:  # print Python's stack if native code crashes or a mapped file was truncated (SIGBUS)

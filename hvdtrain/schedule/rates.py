@@ -11,8 +11,6 @@ from math import copysign, inf, isfinite
 from statistics import fmean
 from typing import Any, Literal
 
-import numpy
-
 from hvdtrain.config.keys import ALONE, Rule, Section, Sections, key, not_negative, positive
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.schedule.measure import error_key, minimized_in, wanted_of
@@ -27,7 +25,7 @@ class ScheduleKeys(Section):
     learning_rate: float | None = key(
         None, "the learning rate of the first epoch; required unless learning_rates is set", not_negative
     )
-    learning_rates: list[float] | dict[int, float] | numpy.ndarray[Any, Any] | None = key(
+    learning_rates: list[float] | dict[int, float] | None = key(
         None,
         "the learning rates of epochs 1, 2, ..., or a dict {epoch: rate}; other epochs keep the last rate, or use "
         "learning_rate_control",

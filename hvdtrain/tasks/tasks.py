@@ -41,7 +41,7 @@ from hvdtrain.settings import Settings
 from hvdtrain.training.agreement import INTERVAL_OF_TASKS, Ballot, Wishes, plan_together
 from hvdtrain.training.evaluation import evaluate
 from hvdtrain.training.forward import forward
-from hvdtrain.training.predict import parse_placements
+from hvdtrain.training.keys import parse_placements
 from hvdtrain.training.step_log import StepLog, open_step_log
 
 SECONDS = 10.0

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from hvdtrain.comm.base import Communicator
 from hvdtrain.config.check import objects_of
 from hvdtrain.config.keys import ALONE, Section, Sections, key
 from hvdtrain.config.source import as_function
-from hvdtrain.learner.base import Learner
-from hvdtrain.schedule.history import EpochRecord
+
+if TYPE_CHECKING:
+    from hvdtrain.comm.base import Communicator
+    from hvdtrain.learner.base import Learner
+    from hvdtrain.schedule.history import EpochRecord
 
 EVENTS = {
     "on_train_begin": "before the first epoch, of this start of the program",

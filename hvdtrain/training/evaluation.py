@@ -13,6 +13,7 @@ from hvdtrain.errors import TrainingError
 from hvdtrain.learner.base import Learner, NotFinite
 from hvdtrain.runtime.scores import Scores
 from hvdtrain.runtime.watchdog import Watchdog
+from hvdtrain.training.account import Account
 from hvdtrain.training.agreement import plan_together
 from hvdtrain.training.step_log import StepLog, StepReport, Tally
 
@@ -31,11 +32,15 @@ def evaluate(
 
     Args:
         after_step: called by all ranks after each step, in which every rank evaluates a batch if it has one left.
+
+    Raises:
+        DataError: the ranks did not evaluate what was planned.
     """
     watchdog.beat(f"epoch {epoch}, planning the evaluation of {feed.name}", "planning")
     plan = plan_together(comm, feed, epoch)
     steps = -(-plan.num_batches // comm.size)
     tally = Tally(learner.meter)
+    account = Account(feed, plan)
     step_log.begin(epoch, feed.name, steps)
     with feed.read(feed.share(plan), epoch, learner.staging) as batches:
         for number in range(1, steps + 1):
@@ -44,10 +49,13 @@ def evaluate(
             if batch is not None:
                 with naming(batch):
                     learner.evaluate(batch)
+                account.add(batch.indices)
             step_log.step(StepReport(number, number / steps, None, batch, tally))
             after_step()
     step_log.end()
-    return Scores.merged(comm.gather(tally.take_all(), name=f"scores.{feed.name}")).means()
+    gathered = comm.gather((tally.take_all(), account.take(plan.num_batches)), name=f"scores.{feed.name}")
+    account.check(f"evaluation of epoch {epoch}", [used for _, used in gathered])
+    return Scores.merged(scores for scores, _ in gathered).means()
 
 
 HEAD = (

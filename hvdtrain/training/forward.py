@@ -11,27 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.comm.base import Communicator, together, together_with_message
-from hvdtrain.config.keys import Section, key
 from hvdtrain.config.source import as_function
 from hvdtrain.data.feed import Feed, naming
 from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.learner.base import Learner, Outputs
 from hvdtrain.runtime.watchdog import Watchdog
+from hvdtrain.training.account import Account
 from hvdtrain.training.agreement import INTERVAL_OF_TASKS, Ballot, Wishes, plan_together
-
-
-@dataclass(frozen=True, kw_only=True)
-class ForwardKeys(Section):
-    """Where the outputs of the tasks forward and search go: into a file, to a callback, or both."""
-
-    output_file: str | None = key(None, "an HDF file for the outputs that forward_step marks; it must not exist yet")
-    forward_callback: Any = key(
-        None,
-        "an object, or a function or class that makes one, with the methods init(*, model), process_seq(*, seq_tag, outputs) "
-        "and finish(); called on rank 0, sequence by sequence in the dataset's order; in JSON 'module:name'",
-    )
-
+from hvdtrain.training.keys import ForwardKeys
 
 SLICE = 1.0
 """For about this many seconds rank 0 hands outputs on until the ranks meet: the others wait, and the watchdog wants progress."""
@@ -73,13 +61,13 @@ def forward(
 
     Raises:
         ConfigError: neither output_file nor forward_callback is set, or forward_step marks no output.
-        DataError: the HDF file exists or cannot be written.
+        DataError: the HDF file exists or cannot be written, or the ranks did not go through what was planned.
     """
     callback = together(comm, lambda: _callback(keys) if comm.rank == 0 else _check(keys), name="forward_callback")
     if callback is not None:
         callback.init(model=learner.model)
     plan = plan_together(comm, feed, epoch)
-    share = feed.share(plan)
+    share, account = feed.share(plan), Account(feed, plan)
     spool = together(comm, lambda: _open_spool(spool_prefix, comm.rank), name="open_spool")
     try:
         ballot = Ballot(comm, learner.numbers, INTERVAL_OF_TASKS)
@@ -92,10 +80,13 @@ def forward(
                         by_sequence = learner.forward(batch)
                     for index, outputs in zip(batch.indices.tolist(), by_sequence, strict=True):
                         spool.add(index, outputs)
+                    account.add(batch.indices)
                 ballot.step(Wishes)
         ballot.finish()
         spool.close()
-        spools = comm.gather((spool.path, spool.places), name="spools")
+        gathered = comm.gather((spool.path, spool.places, account.take(plan.num_batches)), name="spools")
+        account.check("forward", [used for *_, used in gathered])
+        spools = [(path, places) for path, places, _ in gathered]
         total = sum(len(places) for _, places in spools)
         done = 0
         with closing(_hand_on(feed, spools, callback, keys)) as work:

@@ -7,15 +7,14 @@ a rank that is always slow, what it waits for the exchange, and what it waits fo
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist, fmean, pstdev
-from typing import Any
 
 import numpy
 
 from hvdtrain.data.types import Array
+from hvdtrain.training.keys import Placement
 
 BACKWARD = 2 / 3
 """The share of a step's computing in which gradients can be sent: backward takes about twice as long as forward."""
@@ -25,35 +24,6 @@ NEARLY = 0.95
 
 MUCH = 0.1
 """A share of the step from which something other than computing limits it."""
-
-
-@dataclass(frozen=True)
-class Placement:
-    """A number of ranks, and how many of them are on each host; None: as many as in the measurement."""
-
-    ranks: int
-    per_host: int | None = None
-
-    def __str__(self) -> str:
-        return str(self.ranks) if self.per_host is None else f"{self.ranks}:{self.per_host}"
-
-
-def parse_placements(value: Any) -> list[Placement]:
-    """Parse the key `predict_ranks`: 8, (2, 8), '2,8,64:4' (64 ranks, 4 on each host). Raises: ValueError, TypeError.
-
-    >>> [str(one) for one in parse_placements("2, 8,64:4")], parse_placements((2, 8)) == parse_placements("2,8")
-    (['2', '8', '64:4'], True)
-    """
-    parts = value.split(",") if isinstance(value, str) else list(value) if isinstance(value, (list, tuple)) else [value]
-    placements = []
-    for part in parts:
-        found = re.fullmatch(r"([1-9]\d*)(?::([1-9]\d*))?", str(part).strip())
-        if found is None or isinstance(part, bool):
-            raise ValueError(value)
-        placements.append(Placement(int(found[1]), int(found[2]) if found[2] else None))
-    if not placements:
-        raise ValueError(value)
-    return placements
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,17 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hvdtrain.config.keys import Section, key, positive
-from hvdtrain.data.types import Array
-from hvdtrain.learner.base import Profiler
 from hvdtrain.runtime.log import say
-from hvdtrain.runtime.timer import Timer
 
-Note = Callable[[int, int, Array], None]
+if TYPE_CHECKING:
+    from hvdtrain.data.types import Array
+    from hvdtrain.learner.base import Profiler
+    from hvdtrain.runtime.timer import Timer
+
+Note = Callable[[int, int, "Array"], None]
 """Records the epoch, the number of steps done before this one in the whole training, and the indices of this rank's sequences."""
 
 

@@ -1,5 +1,6 @@
 """Checkpoints: whole or not there."""
 
+import resource
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,30 @@ def test_a_write_that_fails_leaves_the_older_checkpoint_and_nothing_else(tmp_pat
     assert str(caught.value) == f"{tmp_path / 'net.002.pt'}: expected to write a checkpoint, got: {error}"
     assert names(tmp_path) == ["net.001.opt.pt", "net.001.pt"]
     assert checkpoints.newest() == checkpoints.at(1)
+
+
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    """As far as a test can fill one; torch says `unexpected pos 64 vs 0`."""
+
+    def too_much(model_file: Path, optimizer_file: Path) -> None:
+        torch.save({"step": 1}, optimizer_file)
+        torch.save({"weight": torch.zeros(1_000_000)}, model_file)
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, hard))
+    checkpoints = CheckpointFolder(tmp_path / "net")
+    try:
+        for save in (
+            lambda: checkpoints.save(1, too_much),
+            lambda: checkpoints.save_own(tmp_path / "net.own", lambda path: too_much(path, path)),
+        ):
+            with pytest.raises(
+                CheckpointError, match=rf"^{tmp_path}/net\.\S+: expected to write a checkpoint, got: .*File too large"
+            ):
+                save()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not [name for name in names(tmp_path) if not name.endswith(UNFINISHED)]
 
 
 def test_a_write_that_makes_only_one_file_is_no_checkpoint(tmp_path: Path) -> None:

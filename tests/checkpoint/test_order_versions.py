@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from hvdtrain.data.feed import Feed
-from hvdtrain.data.plan import order
-from hvdtrain.data.plan.epoch import BatchKeys
-from hvdtrain.data.plan.order import OrderKeys
+from hvdtrain.data.plan import order, order_keys
+from hvdtrain.data.plan.batch_keys import BatchKeys
+from hvdtrain.data.plan.order_keys import OrderKeys
 from hvdtrain.data.plan.shared import differences
 from hvdtrain.data.sources import open_dataset, parse
 from hvdtrain.errors import CheckpointError
@@ -53,7 +53,7 @@ def written_by_version_1(folder: Path, monkeypatch: pytest.MonkeyPatch, fails: i
     for file in folder.glob("model*.pt"):
         contents = torch.load(file, weights_only=True)
         if contents["within"] is not None:
-            assert contents["within"].pop("order_version") == order.ORDER_VERSION
+            assert contents["within"].pop("order_version") == order_keys.ORDER_VERSION
             torch.save(contents, file)
     return path
 

@@ -11,7 +11,8 @@ import torch
 from launching import TOY
 
 from hvdtrain.checkpoint.folder import CheckpointFolder, CleanupRule, parse_rule
-from hvdtrain.checkpoint.start import Start, StartKeys, start_of_training
+from hvdtrain.checkpoint.keys import StartKeys
+from hvdtrain.checkpoint.start import Start, start_of_training
 from hvdtrain.errors import CheckpointError, ConfigError, TrainingError
 from hvdtrain.run import train
 from hvdtrain.schedule.early_stopping import EarlyStoppingKeys, ends_early

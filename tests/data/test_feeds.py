@@ -8,7 +8,7 @@ import pytest
 
 from hvdtrain.comm.base import SingleCommunicator
 from hvdtrain.data.feed import Feed, batch_lines, feed_lines
-from hvdtrain.data.plan.epoch import BatchKeys
+from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.report.epoch import EpochReport
 from hvdtrain.returnn_layer.names import UNSUPPORTED

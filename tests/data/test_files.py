@@ -146,13 +146,35 @@ def train_on_a_file_that_changes_in_epoch_2(corpus: Path, folder: Path, change: 
     return hvdtrain(folder / "config.py", overrides, ranks=2)
 
 
-def test_training_ends_before_the_epoch_in_which_it_would_read_another_file(corpus: Path, tmp_path: Path) -> None:
+def test_training_ends_before_it_saves_the_epoch_in_which_a_file_was_replaced(corpus: Path, tmp_path: Path) -> None:
     finished = train_on_a_file_that_changes_in_epoch_2(corpus, tmp_path, "replace")
     assert finished.status == 2, finished.err
-    assert "train epoch 2, finished after" in finished.out  # it could be read as it was
-    assert "start epoch 3" not in finished.out
+    assert "start epoch 2" in finished.out
+    assert [path.name for path in sorted(tmp_path.glob("model.*")) if path.name.startswith("model.002")] == []
     message = f"{tmp_path}/train.hdf: expected the file that was opened at the start, got another file in its place"
     assert message in finished.err
+
+
+@pytest.mark.parametrize("name", ["train.hdf", "dev.hdf"])
+def test_data_that_changes_in_the_only_epoch_is_not_the_data_of_a_model(name: str, corpus: Path, tmp_path: Path) -> None:
+    for each in ("train.hdf", "dev.hdf"):
+        shutil.copy(corpus / each, tmp_path / each)
+    (tmp_path / "config.py").write_text(f"""
+import os
+# Reads the keys corpus, evaluated and starts_fast.
+exec(open({str(TOY)!r}).read())
+step = train_step
+def train_step(**given):
+    step(**given)
+    if not hvdtrain.get_run_ctx().train_flag:
+        os.utime(corpus / {name!r}, (0, 0))  # after the plan of the evaluation was made
+""")
+    overrides = {"corpus": tmp_path, "model": tmp_path / "model", "evaluated": True, "num_epochs": 1, **FAST}
+    finished = hvdtrain(tmp_path / "config.py", overrides)
+    assert finished.status == 2, finished.out
+    assert f"{tmp_path}/{name}: expected the file that was opened at the start, got one that was modified at" in finished.err
+    assert not list(tmp_path.glob("model*pt"))
+    assert not (tmp_path / "scores.jsonl").exists() or not (tmp_path / "scores.jsonl").read_text()
 
 
 def test_a_crash_says_that_the_data_was_changed_meanwhile(corpus: Path, tmp_path: Path) -> None:

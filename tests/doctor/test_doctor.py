@@ -265,8 +265,8 @@ def test_interfaces_are_those_of_the_kernel() -> None:
     assert not loopback.leads_out
 
 
-def test_oldest_versions_are_those_of_setup_py() -> None:
-    text = (ROOT / "setup.py").read_text()
+def test_oldest_versions_are_those_of_the_extras() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
     for package, oldest in AT_LEAST.items():
         assert re.search(rf'"{package}[>=]=([\d.]+)"', text)[1] == oldest, package
 

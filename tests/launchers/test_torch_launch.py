@@ -3,6 +3,7 @@
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -239,6 +240,7 @@ def wait_for(path: Path) -> None:
     [
         ("raise", "ngpu"),
         ("kill", "ngpu"),
+        ("exit0", "ngpu"),
         pytest.param("SIGSTOP", "torchrun", marks=pytest.mark.fuzz),
         pytest.param("SIGSTOP", "ngpu", marks=pytest.mark.again),
         pytest.param("raise", "torchrun", marks=pytest.mark.again),
@@ -267,10 +269,29 @@ def test_a_rank_that_fails_ends_the_job(corpus: Path, tmp_path: Path, launcher: 
         stopped = r"rank 1 on \S+ has given no sign of life for \d+ s \(last in .*\): its process \d+ is stopped \(SIGSTOP\)\n"
         assert re.search(stopped, finished.err)
         assert "its threads:" not in finished.err
-    if launcher == "ngpu" and fault != "raise":
+    if fault in ("kill", "exit0"):
+        assert re.search(r"rank 0 of 2: stopped, because another rank failed: rank 1 on \S+ has ended\n", finished.err)
+    if fault == "exit0":
+        assert "rank 1 of 2: ended with exit status 0 before its work was done (by os._exit?)\n" in finished.err
+        assert finished.status == 1
+    elif launcher == "ngpu" and fault != "raise":
         first = finished.err.index("rank 1 of 2: ended by signal 9 (SIGKILL)")
         assert "because another rank failed" not in finished.err[:first]
         assert finished.status == 137
+
+
+def test_a_mapped_file_that_is_cut_off_is_named(corpus: Path, tmp_path: Path) -> None:
+    """The rank that reads what is not there any more is ended by SIGBUS, and the other one looks; so does the next start."""
+    shutil.copytree(corpus, tmp_path / "corpus")
+    file = tmp_path / "corpus" / "train.hdf"
+    keys = {"record": tmp_path / "record", "part": "train.hdf", "max_seqs": 4, "ngpu": 2}
+    finished = launch(command(tmp_path / "corpus", tmp_path, fault="cut,1,3", **keys))
+    assert finished.status != 0
+    named = f"{file}: expected the file that was opened at the start, got one of 4096 bytes instead of "
+    assert named in finished.err, finished.err
+    again = launch(command(tmp_path / "corpus", tmp_path, **keys))
+    assert again.status == 2
+    assert f"{file}: expected a whole HDF5 file" in again.err
 
 
 def test_timeout_sec_ends_a_wait_for_a_rank_that_hangs(corpus: Path, tmp_path: Path) -> None:

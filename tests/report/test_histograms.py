@@ -8,7 +8,8 @@ from tensorboard.data_compat import migrate_value
 from tensorboard_events import events
 from trainings import Run, Trained, trains
 
-from hvdtrain.report.trackers import TrackerKeys, histogram
+from hvdtrain.report.keys import TrackerKeys
+from hvdtrain.report.trackers import histogram
 
 
 def histograms(folder: Path) -> list[dict[str, object]]:

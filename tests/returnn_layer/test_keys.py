@@ -12,7 +12,7 @@ from hvdtrain.comm.base import SingleCommunicator
 from hvdtrain.config.keys import declared
 from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.data.kinds import RETURNN_ENTRIES
-from hvdtrain.data.plan.order import OrderKeys
+from hvdtrain.data.plan.order_keys import OrderKeys
 from hvdtrain.data.sources import parse
 from hvdtrain.errors import ConfigError
 from hvdtrain.returnn_layer.names import ALIASES, ELSEWHERE, NO_OPS, READ_BY_RETURNN, UNSUPPORTED

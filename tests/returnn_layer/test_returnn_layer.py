@@ -12,7 +12,7 @@ import pytest
 from launching import ROOT, hvdtrain, launch, torchrun
 
 from hvdtrain.data.hdf.dataset import open_hdf
-from hvdtrain.errors import ConfigError
+from hvdtrain.errors import ConfigError, HvdtrainError
 from hvdtrain.run import train
 from hvdtrain.settings import print_config, read_settings
 
@@ -218,13 +218,16 @@ def test_what_is_not_there_is_told_in_a_step(tmp_path: Path, body: str, message:
 @pytest.mark.parametrize(
     ("extern_data", "message"),
     [
-        ({"data": {"dim": 8}}, r"extern_data.data: expected data of shape \(batch, data:time, 8\), got \(3, \d+, 9\)"),
-        ({"data": {"dim": 9, "sparse": True}}, r"extern_data.data: expected data of shape \(batch, data:time\)"),
+        ({"data": {"dim": 8}}, r"train: expected frames of shape \(8,\), got \(9,\) in 'data' \(extern_data.data says so\)"),
+        (
+            {"data": {"dim": 9, "sparse": True}},
+            r"train: expected class indices, got float32 in 'data' \(extern_data.data says so\)",
+        ),
         ({"words": {"dim": 9}}, r"extern_data.words: expected one of the dataset's data keys \(data, classes\)"),
     ],
 )
 def test_data_that_is_not_as_extern_data_says(tmp_path: Path, extern_data: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(HvdtrainError, match=message):
         train(read_settings([written(tmp_path, f"extern_data = {extern_data}")], {}))
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from launching import ROOT
 
+from hvdtrain.version import __version__
+
 INSTRUCTIONS = re.sub(r"\\\n|^#.*\n", "", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE).splitlines()
 INSTRUCTIONS = [line for line in INSTRUCTIONS if line.strip()]
 
@@ -32,7 +34,7 @@ def test_what_is_copied_is_there_and_enough(tmp_path: Path) -> None:
                 (tmp_path / target).mkdir(exist_ok=True)
                 shutil.copy(ROOT / source, tmp_path / target)
     described = subprocess.run([sys.executable, "setup.py", "--name", "--version"], cwd=tmp_path, capture_output=True, text=True)
-    assert described.stdout.splitlines()[-2:] == ["hvdtrain", "0.1.0"], described.stderr
+    assert described.stdout.splitlines()[-2:] == ["hvdtrain", __version__], described.stderr
     recipe = (tmp_path / "tools/setup.sh").read_text()
     for name in re.findall(r"(?<=\s)(?:hvdtrain|tools)/[\w./]+", recipe):
         assert (tmp_path / name).exists(), f"tools/setup.sh reads {name}"
@@ -46,7 +48,7 @@ def test_the_packages_are_those_of_the_setup_script() -> None:
     assert {"openmpi-bin", "python3", "openssh-server"} <= final
     extras = re.search(r"EXTRAS=(\S+)", "\n".join(arguments_of("ARG")))
     assert extras is not None
-    assert not [name for name in extras[1].split(",") if f'"{name}": [' not in (ROOT / "setup.py").read_text()]
+    assert not [name for name in extras[1].split(",") if f"\n{name} = [" not in (ROOT / "pyproject.toml").read_text()]
 
 
 def test_its_commands_and_sshds_settings(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from launching import ROOT, TOY, Finished, launch
 from hvdtrain.errors import ConfigError
 from hvdtrain.submit.__main__ import main
 from hvdtrain.submit.job import choose_launcher, seconds_of
+from hvdtrain.version import __version__
 
 G2P = "configs/g2p.py"
 TORCH = ["++torch_distributed", "{}"]
@@ -293,7 +294,7 @@ def test_the_plain_script_trains(corpus: Path, tmp_path: Path) -> None:
     done = subprocess.run(["bash", tmp_path / "job.sh"], env=OF_A_USER, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "0 problems" in done.stdout
-    assert "hvdtrain 0.1.0, torch: 2 ranks, 2 on" in done.stdout
+    assert f"hvdtrain {__version__}, torch: 2 ranks, 2 on" in done.stdout
     assert (tmp_path / "model.001.pt").exists()
 
 

@@ -7,7 +7,8 @@ import numpy
 import pytest
 from launching import FAST, TOY, Finished, hvdtrain, torchrun
 
-from hvdtrain.data.plan.bounds import Limits, bounds
+from hvdtrain.data.plan.batch_keys import Limits
+from hvdtrain.data.plan.bounds import bounds
 from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.tasks.tasks import Rounds
 

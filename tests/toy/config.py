@@ -216,6 +216,10 @@ def fail():
         raise RuntimeError("planted by the test")
     if fault == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "exit0":
+        os._exit(0)
+    if fault == "cut":
+        os.truncate(corpus / "train.hdf", 4096)
     if fault == "mistake":
         for _ in range(2):
             hvdtrain.get_run_ctx().mark_as_loss(torch.zeros(1), "twice")

@@ -7,18 +7,17 @@ import numpy
 import pytest
 
 from hvdtrain.doctor.scaling import fit, lines
+from hvdtrain.training.keys import Placement, parse_placements
 from hvdtrain.training.predict import (
     METHODS,
     Exchange,
     Measured,
     Method,
-    Placement,
     Prediction,
     Work,
     best,
     expected_maximum,
     largest_share,
-    parse_placements,
     predict,
     slowdown,
 )

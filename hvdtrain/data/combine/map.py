@@ -9,85 +9,17 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import numpy
 
-from hvdtrain.config.check import build, unknown_options
-from hvdtrain.config.keys import REQUIRED, key, not_negative, positive
-from hvdtrain.config.source import is_reference, resolve
+from hvdtrain.config.source import resolve
+from hvdtrain.data.combine.keys import MapDatasetKeys, OutputKeys
 from hvdtrain.data.combine.workers import Workers
-from hvdtrain.data.dataset import Dataset, DatasetKeys
+from hvdtrain.data.dataset import Dataset, iterator_ended
 from hvdtrain.data.types import Array, Stream
 from hvdtrain.errors import DataError
-
-
-@dataclass(frozen=True, kw_only=True)
-class OutputKeys:
-    """An entry of `map_outputs`."""
-
-    dim: int = key(REQUIRED, "features, or classes of sparse data", positive)
-    sparse: bool = key(False, "whether a frame is a class index instead of a vector")
-    dtype: str | None = key(None, "numpy's name of the type; None: int32 for sparse data, else float32")
-
-    def problems(self) -> list[str]:
-        """What is wrong between the keys."""
-        try:
-            kind = numpy.dtype(self.dtype or "float32").kind
-        except TypeError:
-            return [f"dtype: expected numpy's name of a type, got {self.dtype!r}"]
-        if self.sparse and self.dtype is not None and kind not in "iu":
-            return [f"dtype: expected an integer type for sparse data, got {self.dtype!r}"]
-        return []
-
-    def stream(self) -> Stream:
-        """What the entry describes."""
-        dtype = numpy.dtype(self.dtype or ("int32" if self.sparse else "float32"))
-        return Stream(dtype, () if self.sparse else (self.dim,), self.dim, self.sparse)
-
-
-@dataclass(frozen=True, kw_only=True)
-class MapDatasetKeys(DatasetKeys):
-    """Keys of a dataset dict with `"class": "MapDataset"`: a function applied to every sequence of a dataset."""
-
-    dataset: Any = key(REQUIRED, "the dataset whose sequences are changed: a dataset dict or HDF files; its order keys hold")
-    map_seq: Callable[..., Any] | str = key(
-        REQUIRED,
-        "function ({data key: array}, *, epoch, index, rng, **_) that returns such a dict; or 'module:name'. The arrays may be "
-        "read-only; index is that of the sequence, rng a numpy.random.RandomState of its own for every sequence and epoch; only "
-        "the arguments that the function accepts are passed",
-    )
-    map_outputs: dict[str, Any] | None = key(
-        None, "by data key that map_seq returns: a dict with dim, sparse (default False), dtype; None: the same as before"
-    )
-    map_lengths: Callable[..., Any] | str | None = key(
-        None,
-        "function ({data key: lengths of all sequences}, *, epoch, **_) that returns the lengths after map_seq as such a dict; "
-        "if it takes the epoch, it is called for each, else once; None: map_seq changes no length",
-    )
-    map_seed: int = key(0, "seed of the random numbers in rng", not_negative)
-    num_workers: int = key(
-        0, "worker processes that share the sequences of a batch; 0: none, map_seq runs in the process that reads", not_negative
-    )
-
-    def problems(self) -> list[str]:
-        problems = []
-        for name, function in (("map_seq", self.map_seq), ("map_lengths", self.map_lengths)):
-            if isinstance(function, str) and not is_reference(function):
-                problems.append(f"{name}: expected a function, 'module:name' or 'file.py:name', got {function!r}")
-        for name, entry in (self.map_outputs or {}).items():
-            if not isinstance(entry, dict):
-                problems.append(f"map_outputs.{name}: expected a dict with dim, sparse, dtype, got {entry!r}")
-                continue
-            made, more = build(OutputKeys, entry, f"map_outputs.{name}.", {})
-            problems += more + unknown_options(f"map_outputs.{name}.", entry, OutputKeys, "an entry of map_outputs")
-            problems += [f"map_outputs.{name}.{problem}" for problem in (made.problems() if made is not None else [])]
-        return problems
-
-    def num_readers(self) -> int:
-        return max(1, self.num_workers)
 
 
 class MapDataset(Dataset):
@@ -164,6 +96,8 @@ class MapDataset(Dataset):
             arguments["rng"] = _generator(self._seed, self._epoch, index)
         try:
             made = self._map_seq(dict(arrays), **arguments)
+        except StopIteration as error:
+            raise iterator_ended(f"{self._where}.map_seq, sequence {index}", error) from error
         except Exception as error:
             error.add_note(f"in {self._where}.map_seq, sequence {index}")
             raise
@@ -249,7 +183,7 @@ def open_map(where: str, keys: MapDatasetKeys, datasets: Mapping[str, Dataset]) 
     dataset = datasets["dataset"]
     streams = dict(dataset.streams)
     if keys.map_outputs is not None:
-        streams = {name: OutputKeys(**entry).stream() for name, entry in keys.map_outputs.items()}
+        streams = {name: _stream(OutputKeys(**entry)) for name, entry in keys.map_outputs.items()}
     map_seq = _function(f"{where}.map_seq", keys.map_seq)
     map_lengths = _function(f"{where}.map_lengths", keys.map_lengths) if keys.map_lengths is not None else None
     takes_epoch = map_lengths is not None and bool(accepted_arguments(map_lengths, ("epoch",)))
@@ -291,3 +225,9 @@ def _checked_lengths(where: str, lengths: Any, num_sequences: int, streams: Mapp
             )
         result[name] = column.astype(numpy.int32)
     return result
+
+
+def _stream(entry: OutputKeys) -> Stream:
+    """What an entry of `map_outputs` describes."""
+    dtype = numpy.dtype(entry.dtype or ("int32" if entry.sparse else "float32"))
+    return Stream(dtype, () if entry.sparse else (entry.dim,), entry.dim, entry.sparse)

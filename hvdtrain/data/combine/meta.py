@@ -7,13 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
-from typing import Any
 
 import numpy
 
-from hvdtrain.config.keys import REQUIRED, key
-from hvdtrain.data.dataset import Dataset, DatasetKeys
+from hvdtrain.data.combine.keys import MetaDatasetKeys
+from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.types import Array, Padded
 from hvdtrain.errors import DataError
 
@@ -160,37 +158,6 @@ def _repeated(numbers: Array) -> Array:
 
 def _text(tag: bytes) -> str:
     return tag.decode("utf-8", errors="replace")
-
-
-@dataclass(frozen=True, kw_only=True)
-class MetaDatasetKeys(DatasetKeys):
-    """Keys of a dataset dict with `"class": "MetaDataset"`: data keys of several datasets, joined by tag."""
-
-    datasets: dict[str, Any] = key(REQUIRED, "the datasets by name, each a dataset dict or HDF files")
-    data_map: dict[str, Any] = key(REQUIRED, "by data key: (name of the dataset, data key there)")
-    seq_order_control_dataset: str | None = key(
-        None, "the dataset whose sequences, and whose order keys, are used; None: the first one in `datasets`"
-    )
-
-    @property
-    def control(self) -> str:
-        """The name of the dataset that determines which sequences there are."""
-        return self.seq_order_control_dataset or next(iter(self.datasets))
-
-    def problems(self) -> list[str]:
-        problems = [] if self.datasets else ["datasets: expected at least one dataset, got none"]
-        if not self.data_map:
-            problems.append("data_map: expected at least one data key, got none")
-        names = ", ".join(map(str, self.datasets))
-        for data_key, source in self.data_map.items():
-            pair = isinstance(source, (tuple, list)) and len(source) == 2 and all(isinstance(part, str) for part in source)
-            if not pair:
-                problems.append(f"data_map.{data_key}: expected (name of a dataset, data key there), got {source!r}")
-            elif source[0] not in self.datasets:
-                problems.append(f"data_map.{data_key}: expected a dataset of {names}, got {source[0]!r}")
-        if self.seq_order_control_dataset not in (None, *self.datasets):
-            problems.append(f"seq_order_control_dataset: expected one of {names}, got {self.seq_order_control_dataset!r}")
-        return problems
 
 
 class MetaDataset(Dataset):

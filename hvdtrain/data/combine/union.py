@@ -5,66 +5,14 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import numpy
 
-from hvdtrain.config.keys import REQUIRED, key, positive
-from hvdtrain.data.dataset import Dataset, DatasetKeys, FileDatasetKeys, concatenated_tag_bytes, concatenated_tags, split
+from hvdtrain.data.combine.keys import CombinedDatasetKeys, ConcatDatasetKeys, FilesDatasetKeys
+from hvdtrain.data.dataset import Dataset, concatenated_tag_bytes, concatenated_tags, split
 from hvdtrain.data.types import Array, Padded, Stream, merged
 from hvdtrain.errors import DataError
-
-
-@dataclass(frozen=True, kw_only=True)
-class CombinedDatasetKeys(DatasetKeys):
-    """Keys of a dataset dict with `"class": "CombinedDataset"`: the sequences of datasets with different data keys."""
-
-    datasets: dict[str, Any] = key(REQUIRED, "the datasets by name, each a dataset dict or HDF files")
-    sampling_sizes: int | dict[str, int] | None = key(
-        None,
-        "the number of sequences to take of each dataset in a full epoch instead of all, continuing where the last one "
-        "ended; by name, "
-        "or the same number for all",
-        positive,
-    )
-    data_map: dict[Any, str] = key(
-        REQUIRED, "by (name of the dataset, data key there): the data key here; it is empty for sequences of other datasets"
-    )
-
-    def problems(self) -> list[str]:
-        problems = [] if self.datasets else ["datasets: expected at least one dataset, got none"]
-        if not self.data_map:
-            problems.append("data_map: expected at least one data key, got none")
-        names = ", ".join(map(str, self.datasets))
-        for source in self.data_map:
-            if not (isinstance(source, tuple) and len(source) == 2 and all(isinstance(part, str) for part in source)):
-                problems.append(f"data_map: expected (name of a dataset, data key there): data key here, got {source!r}")
-            elif source[0] not in self.datasets:
-                problems.append(f"data_map: expected a dataset of {names}, got {source[0]!r} in {source!r}")
-        pairs = [(source[0], here) for source, here in self.data_map.items() if isinstance(source, tuple) and source]
-        for name, here in sorted({pair for pair in pairs if pairs.count(pair) > 1}, key=str):
-            problems.append(f"data_map: expected {here!r} once for dataset {name}, got it several times")
-        if isinstance(self.sampling_sizes, dict):
-            if self.sampling_sizes.keys() != self.datasets.keys():
-                problems.append(f"sampling_sizes: expected a number for each of {names}, got {self.sampling_sizes}")
-            elif any(not isinstance(size, int) or size < 1 for size in self.sampling_sizes.values()):
-                problems.append(f"sampling_sizes: expected a positive integer for each, got {self.sampling_sizes}")
-        mapped = {name for name, _ in pairs}
-        for name in self.datasets:
-            if pairs and name not in mapped:
-                problems.append(f"data_map: expected a data key of every dataset, got none of {name}")
-        return problems
-
-
-@dataclass(frozen=True, kw_only=True)
-class ConcatDatasetKeys(DatasetKeys):
-    """Keys of a dataset dict with `"class": "ConcatDataset"`: corpora with the same data keys, one after the other."""
-
-    datasets: list[Any] = key(REQUIRED, "the datasets, each a dataset dict or HDF files, with the data keys of the first one")
-
-    def problems(self) -> list[str]:
-        return [] if self.datasets else ["datasets: expected at least one dataset, got none"]
 
 
 class UnionDataset(Dataset):
@@ -236,14 +184,6 @@ def common_stream(where: str, given: Mapping[str, Stream]) -> Stream:
 
 def _words(stream: Stream) -> str:
     return f"{'class indices' if stream.sparse else 'frames'} of shape {stream.shape} and dimension {stream.dim}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class FilesDatasetKeys(FileDatasetKeys):
-    """Keys of a dataset dict with `"class": "FilesDataset"`: thousands of HDF files, opened when they are needed."""
-
-    files: list[str] = key(REQUIRED, "the HDF files")
-    max_open_files: int = key(32, "the number of files that are open at a time", positive)
 
 
 class FilesDataset(Dataset):

@@ -14,7 +14,7 @@ from typing import Any
 import numpy
 
 from hvdtrain.data.combine.workers import AHEAD, Workers
-from hvdtrain.data.dataset import Dataset, Item, Scanning
+from hvdtrain.data.dataset import Dataset, Item, Scanning, iterator_ended
 from hvdtrain.data.formats.found_lengths import HEAD_START, About, Found, LengthsFile, identity_of
 from hvdtrain.data.types import Array, Stream
 from hvdtrain.errors import DataError
@@ -189,6 +189,8 @@ class ItemsDataset(Dataset):
         """The tag, if there is one, and the arrays of an item. Raises: DataError."""
         try:
             item = self._items[index]
+        except StopIteration as error:
+            raise iterator_ended(f"{self._where}, item {index}", error) from error
         except Exception as error:
             error.add_note(f"(in item {index} of {self._where})")
             raise

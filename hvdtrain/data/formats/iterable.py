@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import time
+import traceback
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -18,7 +19,7 @@ from typing import Any
 import numpy
 
 from hvdtrain.config.source import is_reference, resolve
-from hvdtrain.data.dataset import Dataset, Item, Scanning, SequenceSource
+from hvdtrain.data.dataset import Dataset, Item, Scanning, SequenceSource, iterator_ended
 from hvdtrain.data.formats.found_lengths import identity_of
 from hvdtrain.data.formats.items import ItemForm
 from hvdtrain.data.formats.returnn_reading import SCAN_SECONDS, Part, Question
@@ -271,8 +272,13 @@ class IterableReading:
                         f"{type(made).__name__}"
                     )
                 self._iterator = self._latest = made
-            item = next(self._iterator, END)
-            if item is not END:
+            try:
+                item = next(self._iterator)
+            except StopIteration as ended:
+                if not is_end(ended):
+                    where = f"{self._where}: item {self._next} of epoch {self._epoch} of {self._name}"
+                    raise iterator_ended(where, ended) from ended
+            else:
                 self._position += 1
                 return item
             if self._epoch_size is None or self._position == 0:
@@ -287,6 +293,17 @@ class End:
 
 END = End()
 """In place of an item after the last one."""
+
+
+def is_end(error: StopIteration) -> bool:
+    """Whether a StopIteration that `next` raised is the end of the iterator, and not that of another one which code inside asked.
+
+    An iterator ends in its own `__next__`, which may be decorated, or in C. A function that map, say, calls, or `__getitem__` of
+    a DataLoader's dataset, has no say in that.
+    """
+    frames = [frame.name for frame in traceback.extract_tb(error.__traceback__)[1:]]  # without that of the caller
+    is_own = not frames or frames[0] == "__next__" or (frames[0] == "wrapper" and "__next__" in frames)
+    return is_own and "__getitem__" not in frames
 
 
 def is_iterable(value: Any) -> bool:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy
 
-from hvdtrain.config.keys import REQUIRED, key, not_negative, positive
-from hvdtrain.data.dataset import Dataset, DatasetKeys
+from hvdtrain.data.dataset import Dataset
+from hvdtrain.data.kinds import DummyDatasetKeys, Task12AXDatasetKeys
 from hvdtrain.data.types import Array, Stream
 
 SYMBOLS = "123ABCXYZ"
@@ -26,25 +25,6 @@ class SyntheticDataset(Dataset):
 
     def tags(self, indices: Sequence[int]) -> list[str]:
         return [f"seq-{index}" for index in indices]
-
-
-@dataclass(frozen=True, kw_only=True)
-class DummyDatasetKeys(DatasetKeys):
-    """Keys of a dataset dict with `"class": "DummyDataset"`: meaningless numbers."""
-
-    input_dim: int = key(REQUIRED, "dimension of the vectors in 'data'", positive)
-    output_dim: int = key(REQUIRED, "number of classes in 'classes'", positive)
-    num_seqs: int = key(REQUIRED, "number of sequences", positive)
-    seq_len: int | dict[str, int] = key(
-        2, "frames of every sequence, or a dict with the frames of 'data' and 'classes'", positive
-    )
-
-    def problems(self) -> list[str]:
-        if not isinstance(self.seq_len, dict):
-            return []
-        right = self.seq_len.keys() == {"data", "classes"} and min(self.seq_len.values()) >= 0
-        expected = "seq_len: expected zero or a positive number for 'data' and for 'classes'"
-        return [] if right else [f"{expected}, got {self.seq_len}"]
 
 
 class DummyDataset(SyntheticDataset):
@@ -68,14 +48,6 @@ def open_dummy(where: str, keys: DummyDatasetKeys, datasets: Mapping[str, Datase
     """Open a DummyDataset."""
     frames = keys.seq_len if isinstance(keys.seq_len, dict) else {"data": keys.seq_len, "classes": keys.seq_len}
     return DummyDataset(keys.input_dim, keys.output_dim, keys.num_seqs, frames)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Task12AXDatasetKeys(DatasetKeys):
-    """Keys of a dataset dict with `"class": "Task12AXDataset"`: a synthetic memory task."""
-
-    num_seqs: int = key(REQUIRED, "number of sequences, each of 10 to 99 frames", positive)
-    fixed_random_seed: int = key(1, "seed of the sequences, which are the same in every epoch", not_negative)
 
 
 class Task12AXDataset(SyntheticDataset):

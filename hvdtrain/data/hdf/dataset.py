@@ -11,7 +11,7 @@ import math
 import os
 import weakref
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ from typing import Any
 import h5py
 import numpy
 
+from hvdtrain.data.combine.keys import FilesDatasetKeys
+from hvdtrain.data.combine.union import open_files
 from hvdtrain.data.dataset import Dataset, concatenated_tag_bytes, concatenated_tags
 from hvdtrain.data.files import Identity, check_same, identity
 from hvdtrain.data.hdf.compression import load_filters
@@ -35,6 +37,7 @@ from hvdtrain.data.hdf.layouts import (
     strings_in,
     texts_of,
 )
+from hvdtrain.data.kinds import HDFDatasetKeys
 from hvdtrain.data.types import Array, External, Padded, Stream, pad
 from hvdtrain.errors import DataError
 
@@ -396,3 +399,13 @@ def open_hdf(paths: Sequence[str | os.PathLike[str]], external: External = "refu
     if not files:
         raise DataError("HDFDataset: expected at least one file, got none")
     return HDFDataset(files)
+
+
+def open_hdf_dataset(where: str, keys: HDFDatasetKeys, datasets: Mapping[str, Dataset]) -> Dataset:
+    """Open what the dict of an HDFDataset describes. Raises: DataError."""
+    return open_hdf(keys.data_files(), "follow" if keys.allow_external else "refuse")
+
+
+def open_files_dataset(where: str, keys: FilesDatasetKeys, datasets: Mapping[str, Dataset]) -> Dataset:
+    """Open what the dict of a FilesDataset describes. Raises: DataError."""
+    return open_files(where, keys, lambda path: open_hdf([path]))

@@ -7,7 +7,7 @@ The attribute `parser` of a stream says what its datasets hold: `feature_sequenc
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ import numpy
 from hvdtrain.data.combine.union import concatenated
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.hdf.layouts import check_links, checked, file_size, linked, member, names_in, open_file, strings_in, texts_of
+from hvdtrain.data.kinds import NextGenHDFDatasetKeys
 from hvdtrain.data.types import Array, Stream
 from hvdtrain.errors import DataError
 
@@ -177,7 +178,8 @@ def _values(source: _Source, stored: Array) -> Array:
     return frames.reshape(-1)
 
 
-def open_next_gen(where: str, paths: Sequence[str], input_stream_name: str) -> Dataset:
+def open_next_gen(where: str, keys: NextGenHDFDatasetKeys, datasets: Mapping[str, Dataset]) -> Dataset:
     """Open files as one dataset. Raises: DataError, if one is bad or does not match the first one."""
-    files = {f"{path} (file {number})": NextGenFile(Path(path), input_stream_name) for number, path in enumerate(paths)}
+    paths, name = keys.data_files(), keys.input_stream_name
+    files = {f"{path} (file {number})": NextGenFile(Path(path), name) for number, path in enumerate(paths)}
     return concatenated(where, files) if len(files) > 1 else next(iter(files.values()))

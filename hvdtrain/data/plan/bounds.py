@@ -3,36 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 import numpy
 
+from hvdtrain.data.plan.batch_keys import Limit, Limits
 from hvdtrain.data.types import Array
-
-Limit = int | Mapping[str, int] | None
-"""A limit for every data key, by data key, or none."""
 
 NO_LIMIT = 2**62
 
 BLOCK = 2**18
 """How many sequences are converted to Python's numbers at once: a list takes up to ten times the memory of an array."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """The limits of a batch. Each is checked for every data key that it applies to.
-
-    Attributes:
-        batch_size: maximal number of padded frames (longest sequence times number of sequences).
-        max_seqs: maximal number of sequences.
-        packed_batch_size: maximal number of frames without padding.
-        max_pad_size: maximal number of frames of padding.
-    """
-
-    batch_size: Limit = None
-    max_seqs: int | None = None
-    packed_batch_size: Limit = None
-    max_pad_size: Limit = None
 
 
 def bounds(lengths: Mapping[str, Array], indices: Array, limits: Limits) -> Array:

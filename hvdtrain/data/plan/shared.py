@@ -21,10 +21,11 @@ from pathlib import Path
 
 import numpy
 
+from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.data.plan.bounds import BLOCK
 from hvdtrain.data.plan.chunks import Chunks
-from hvdtrain.data.plan.epoch import BatchKeys, Plan, crc32, plan
-from hvdtrain.data.plan.order import OrderKeys, called, method_of, part_of, seed_of
+from hvdtrain.data.plan.epoch import Plan, crc32, plan
+from hvdtrain.data.plan.order_keys import OrderKeys, called, method_of, part_of, seed_of
 from hvdtrain.data.types import Array
 
 WORTHWHILE = 1_000_000

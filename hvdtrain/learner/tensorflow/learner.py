@@ -20,7 +20,7 @@ from hvdtrain.learner.meter import LearnerMeter, PendingScores, Transfer, by_seq
 from hvdtrain.learner.optimizer import Clipping
 from hvdtrain.learner.precision import Dtype, GradientCheck, LossScale, Precision
 from hvdtrain.learner.reducer import Reducer
-from hvdtrain.learner.steps import mixed_seed, mixed_seeds, noise_seeds
+from hvdtrain.learner.seeds import mixed_seed, mixed_seeds, noise_seeds
 from hvdtrain.learner.tensorflow.gradients import Accumulated, GraphGradients
 from hvdtrain.learner.tensorflow.graph import ConfigFunctions, StepGraphs
 from hvdtrain.learner.tensorflow.inspect import described, export_model

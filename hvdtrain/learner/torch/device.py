@@ -20,7 +20,7 @@ from hvdtrain.config.check import did_you_mean
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.optimizer import class_names
 from hvdtrain.learner.precision import Dtype
-from hvdtrain.learner.steps import mixed_seed
+from hvdtrain.learner.seeds import mixed_seed
 from hvdtrain.runtime.log import say
 
 

@@ -14,7 +14,7 @@ import torch
 from hvdtrain.data.types import Array
 from hvdtrain.learner.optimizer import Clipping
 from hvdtrain.learner.precision import LARGEST, GradientCheck, LossScale
-from hvdtrain.learner.steps import noise_seeds
+from hvdtrain.learner.seeds import noise_seeds
 from hvdtrain.learner.torch.device import OnTheWay
 from hvdtrain.learner.torch.optimizer import ShardedOptimizer, take_multipliers
 from hvdtrain.learner.torch.tensors import trained_of

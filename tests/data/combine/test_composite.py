@@ -24,8 +24,9 @@ from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.formats.synthetic import SYMBOLS, answers
 from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.data.kinds import KINDS
-from hvdtrain.data.plan.epoch import BatchKeys, plan
-from hvdtrain.data.plan.order import OrderKeys
+from hvdtrain.data.plan.batch_keys import BatchKeys
+from hvdtrain.data.plan.epoch import plan
+from hvdtrain.data.plan.order_keys import OrderKeys
 from hvdtrain.data.sources import open_dataset, parse
 from hvdtrain.errors import DataError
 

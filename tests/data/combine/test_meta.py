@@ -8,7 +8,8 @@ import numpy
 import pytest
 
 from hvdtrain.data.combine import meta as meta_module
-from hvdtrain.data.combine.meta import MetaDataset, MetaDatasetKeys, TagIndex, hashes, open_meta
+from hvdtrain.data.combine.keys import MetaDatasetKeys
+from hvdtrain.data.combine.meta import MetaDataset, TagIndex, hashes, open_meta
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.data.sources import open_dataset, parse

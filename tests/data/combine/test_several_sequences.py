@@ -10,7 +10,8 @@ import pytest
 
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.hdf.writer import HDFWriter
-from hvdtrain.data.plan.chunks import ChunkedDataset, ChunkKeys, cut
+from hvdtrain.data.plan.chunk_keys import ChunkKeys
+from hvdtrain.data.plan.chunks import ChunkedDataset, cut
 from hvdtrain.data.sources import open_dataset, parse
 
 

@@ -18,8 +18,9 @@ from hvdtrain.comm.base import SingleCommunicator
 from hvdtrain.config.source import load, resolve
 from hvdtrain.data.dataset import Dataset, Scanning, is_map_style
 from hvdtrain.data.feed import Feed
-from hvdtrain.data.plan.epoch import BatchKeys
-from hvdtrain.data.plan.order import OrderKeys, order
+from hvdtrain.data.plan.batch_keys import BatchKeys
+from hvdtrain.data.plan.order import order
+from hvdtrain.data.plan.order_keys import OrderKeys
 from hvdtrain.data.sources import OpeningContext, open_dataset, parse
 from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.session import open_feeds

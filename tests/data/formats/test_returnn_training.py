@@ -25,7 +25,7 @@ from hvdtrain.comm.base import SingleCommunicator
 from hvdtrain.data.feed import Feed, feed_lines
 from hvdtrain.data.formats.found_lengths import identity_of
 from hvdtrain.data.kinds import BY_RETURNN, KINDS, OWN
-from hvdtrain.data.plan.epoch import BatchKeys
+from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.data.sources import open_dataset, parse
 from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.session import open_feeds

@@ -4,9 +4,10 @@ import numpy
 import pytest
 from launching import ROOT, launch
 
+from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.data.plan.bounds import grouped_by_cost, rearranged, shuffled
-from hvdtrain.data.plan.epoch import BatchKeys, Plan, plan
-from hvdtrain.data.plan.order import OrderKeys
+from hvdtrain.data.plan.epoch import Plan, plan
+from hvdtrain.data.plan.order_keys import OrderKeys
 
 RANDOM = OrderKeys(seq_ordering="random")
 

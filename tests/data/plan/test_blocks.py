@@ -4,8 +4,9 @@ import numpy
 import pytest
 
 from hvdtrain.data.plan import bounds, epoch, order
-from hvdtrain.data.plan.epoch import BatchKeys, Plan, plan
-from hvdtrain.data.plan.order import OrderKeys
+from hvdtrain.data.plan.batch_keys import BatchKeys
+from hvdtrain.data.plan.epoch import Plan, plan
+from hvdtrain.data.plan.order_keys import OrderKeys
 
 LENGTHS = {
     "data": numpy.random.default_rng(0).integers(0, 60, 500).astype(numpy.int32),

@@ -5,7 +5,8 @@ import time
 import numpy
 import pytest
 
-from hvdtrain.data.plan.bounds import Limits, bounds, too_long
+from hvdtrain.data.plan.batch_keys import Limits
+from hvdtrain.data.plan.bounds import bounds, too_long
 
 LENGTHS = numpy.array([5, 3, 9, 1, 7, 2, 8, 4, 6, 10, 5, 3], dtype=numpy.int32)
 

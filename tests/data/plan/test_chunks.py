@@ -9,9 +9,11 @@ import pytest
 from hvdtrain.config.check import build
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.feed import Feed
-from hvdtrain.data.plan.chunks import ChunkKeys, Chunks, Cut, cut, keys_of, parse
-from hvdtrain.data.plan.epoch import BatchKeys, plan
-from hvdtrain.data.plan.order import OrderKeys
+from hvdtrain.data.plan.batch_keys import BatchKeys
+from hvdtrain.data.plan.chunk_keys import ChunkKeys, Cut, keys_of, parse
+from hvdtrain.data.plan.chunks import Chunks, cut
+from hvdtrain.data.plan.epoch import plan
+from hvdtrain.data.plan.order_keys import OrderKeys
 from hvdtrain.data.types import Stream
 from hvdtrain.errors import DataError
 

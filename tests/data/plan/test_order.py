@@ -4,7 +4,8 @@ import numpy
 import pytest
 
 from hvdtrain.config.check import build
-from hvdtrain.data.plan.order import BLOCKS_TOGETHER, METHODS, Method, OrderKeys, order, parse
+from hvdtrain.data.plan.order import BLOCKS_TOGETHER, order
+from hvdtrain.data.plan.order_keys import METHODS, Method, OrderKeys, parse
 from hvdtrain.errors import DataError
 
 LENGTHS = numpy.array([5, 3, 9, 1, 7, 2, 8, 4, 6, 10, 5, 3], dtype=numpy.int32)

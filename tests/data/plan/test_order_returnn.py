@@ -12,8 +12,9 @@ from returnn.datasets.hdf import HDFDataset
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.hdf.dataset import open_hdf
-from hvdtrain.data.plan.epoch import BatchKeys
-from hvdtrain.data.plan.order import METHODS, WITH_BINS, OrderKeys, order
+from hvdtrain.data.plan.batch_keys import BatchKeys
+from hvdtrain.data.plan.order import order
+from hvdtrain.data.plan.order_keys import METHODS, WITH_BINS, OrderKeys
 from hvdtrain.data.sources import open_dataset, parse
 from hvdtrain.errors import DataError
 

@@ -6,9 +6,10 @@ import time
 import numpy
 import pytest
 
-from hvdtrain.data.plan.bounds import Limits, bounds
-from hvdtrain.data.plan.epoch import BatchKeys, Plan, plan
-from hvdtrain.data.plan.order import OrderKeys
+from hvdtrain.data.plan.batch_keys import BatchKeys, Limits
+from hvdtrain.data.plan.bounds import bounds
+from hvdtrain.data.plan.epoch import Plan, plan
+from hvdtrain.data.plan.order_keys import OrderKeys
 from hvdtrain.errors import DataError
 
 LENGTHS = numpy.array([5, 3, 9, 1, 7, 2, 8, 4, 6, 10, 5, 3], dtype=numpy.int32)

@@ -19,9 +19,11 @@ from hvdtrain.data.combine.cache import Budget
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.plan import shared
-from hvdtrain.data.plan.chunks import ChunkKeys, cut
-from hvdtrain.data.plan.epoch import BatchKeys, Plan
-from hvdtrain.data.plan.order import OrderKeys
+from hvdtrain.data.plan.batch_keys import BatchKeys
+from hvdtrain.data.plan.chunk_keys import ChunkKeys
+from hvdtrain.data.plan.chunks import cut
+from hvdtrain.data.plan.epoch import Plan
+from hvdtrain.data.plan.order_keys import OrderKeys
 from hvdtrain.data.plan.shared import Offer, PlanInputs, mapped, offered
 from hvdtrain.errors import DataError
 from hvdtrain.training import agreement

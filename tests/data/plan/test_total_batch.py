@@ -7,8 +7,9 @@ import numpy
 import pytest
 from launching import TOY
 
-from hvdtrain.data.plan.epoch import BatchKeys, plan
-from hvdtrain.data.plan.order import OrderKeys
+from hvdtrain.data.plan.batch_keys import BatchKeys
+from hvdtrain.data.plan.epoch import plan
+from hvdtrain.data.plan.order_keys import OrderKeys
 from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.settings import read_settings
 

@@ -1,0 +1,165 @@
+"""The keys of datasets that are made of other datasets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from hvdtrain.config.check import build, unknown_options
+from hvdtrain.config.keys import REQUIRED, key, not_negative, positive
+from hvdtrain.config.source import is_reference
+from hvdtrain.data.keys import DatasetKeys, FileDatasetKeys
+
+
+@dataclass(frozen=True, kw_only=True)
+class CombinedDatasetKeys(DatasetKeys):
+    """Keys of a dataset dict with `"class": "CombinedDataset"`: the sequences of datasets with different data keys."""
+
+    datasets: dict[str, Any] = key(REQUIRED, "the datasets by name, each a dataset dict or HDF files")
+    sampling_sizes: int | dict[str, int] | None = key(
+        None,
+        "the number of sequences to take of each dataset in a full epoch instead of all, continuing where the last one "
+        "ended; by name, "
+        "or the same number for all",
+        positive,
+    )
+    data_map: dict[Any, str] = key(
+        REQUIRED, "by (name of the dataset, data key there): the data key here; it is empty for sequences of other datasets"
+    )
+
+    def problems(self) -> list[str]:
+        problems = [] if self.datasets else ["datasets: expected at least one dataset, got none"]
+        if not self.data_map:
+            problems.append("data_map: expected at least one data key, got none")
+        names = ", ".join(map(str, self.datasets))
+        for source in self.data_map:
+            if not (isinstance(source, tuple) and len(source) == 2 and all(isinstance(part, str) for part in source)):
+                problems.append(f"data_map: expected (name of a dataset, data key there): data key here, got {source!r}")
+            elif source[0] not in self.datasets:
+                problems.append(f"data_map: expected a dataset of {names}, got {source[0]!r} in {source!r}")
+        pairs = [(source[0], here) for source, here in self.data_map.items() if isinstance(source, tuple) and source]
+        for name, here in sorted({pair for pair in pairs if pairs.count(pair) > 1}, key=str):
+            problems.append(f"data_map: expected {here!r} once for dataset {name}, got it several times")
+        if isinstance(self.sampling_sizes, dict):
+            if self.sampling_sizes.keys() != self.datasets.keys():
+                problems.append(f"sampling_sizes: expected a number for each of {names}, got {self.sampling_sizes}")
+            elif any(not isinstance(size, int) or size < 1 for size in self.sampling_sizes.values()):
+                problems.append(f"sampling_sizes: expected a positive integer for each, got {self.sampling_sizes}")
+        mapped = {name for name, _ in pairs}
+        for name in self.datasets:
+            if pairs and name not in mapped:
+                problems.append(f"data_map: expected a data key of every dataset, got none of {name}")
+        return problems
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConcatDatasetKeys(DatasetKeys):
+    """Keys of a dataset dict with `"class": "ConcatDataset"`: corpora with the same data keys, one after the other."""
+
+    datasets: list[Any] = key(REQUIRED, "the datasets, each a dataset dict or HDF files, with the data keys of the first one")
+
+    def problems(self) -> list[str]:
+        return [] if self.datasets else ["datasets: expected at least one dataset, got none"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FilesDatasetKeys(FileDatasetKeys):
+    """Keys of a dataset dict with `"class": "FilesDataset"`: thousands of HDF files, opened when they are needed."""
+
+    files: list[str] = key(REQUIRED, "the HDF files")
+    max_open_files: int = key(32, "the number of files that are open at a time", positive)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetaDatasetKeys(DatasetKeys):
+    """Keys of a dataset dict with `"class": "MetaDataset"`: data keys of several datasets, joined by tag."""
+
+    datasets: dict[str, Any] = key(REQUIRED, "the datasets by name, each a dataset dict or HDF files")
+    data_map: dict[str, Any] = key(REQUIRED, "by data key: (name of the dataset, data key there)")
+    seq_order_control_dataset: str | None = key(
+        None, "the dataset whose sequences, and whose order keys, are used; None: the first one in `datasets`"
+    )
+
+    @property
+    def control(self) -> str:
+        """The name of the dataset that determines which sequences there are."""
+        return self.seq_order_control_dataset or next(iter(self.datasets))
+
+    def problems(self) -> list[str]:
+        problems = [] if self.datasets else ["datasets: expected at least one dataset, got none"]
+        if not self.data_map:
+            problems.append("data_map: expected at least one data key, got none")
+        names = ", ".join(map(str, self.datasets))
+        for data_key, source in self.data_map.items():
+            pair = isinstance(source, (tuple, list)) and len(source) == 2 and all(isinstance(part, str) for part in source)
+            if not pair:
+                problems.append(f"data_map.{data_key}: expected (name of a dataset, data key there), got {source!r}")
+            elif source[0] not in self.datasets:
+                problems.append(f"data_map.{data_key}: expected a dataset of {names}, got {source[0]!r}")
+        if self.seq_order_control_dataset not in (None, *self.datasets):
+            problems.append(f"seq_order_control_dataset: expected one of {names}, got {self.seq_order_control_dataset!r}")
+        return problems
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputKeys:
+    """An entry of `map_outputs`."""
+
+    dim: int = key(REQUIRED, "features, or classes of sparse data", positive)
+    sparse: bool = key(False, "whether a frame is a class index instead of a vector")
+    dtype: str | None = key(None, "numpy's name of the type; None: int32 for sparse data, else float32")
+
+    def problems(self) -> list[str]:
+        """What is wrong between the keys."""
+        import numpy  # not at the top: `--help` imports this file
+
+        try:
+            kind = numpy.dtype(self.dtype or "float32").kind
+        except TypeError:
+            return [f"dtype: expected numpy's name of a type, got {self.dtype!r}"]
+        if self.sparse and self.dtype is not None and kind not in "iu":
+            return [f"dtype: expected an integer type for sparse data, got {self.dtype!r}"]
+        return []
+
+
+@dataclass(frozen=True, kw_only=True)
+class MapDatasetKeys(DatasetKeys):
+    """Keys of a dataset dict with `"class": "MapDataset"`: a function applied to every sequence of a dataset."""
+
+    dataset: Any = key(REQUIRED, "the dataset whose sequences are changed: a dataset dict or HDF files; its order keys hold")
+    map_seq: Callable[..., Any] | str = key(
+        REQUIRED,
+        "function ({data key: array}, *, epoch, index, rng, **_) that returns such a dict; or 'module:name'. The arrays may be "
+        "read-only; index is that of the sequence, rng a numpy.random.RandomState of its own for every sequence and epoch; only "
+        "the arguments that the function accepts are passed",
+    )
+    map_outputs: dict[str, Any] | None = key(
+        None, "by data key that map_seq returns: a dict with dim, sparse (default False), dtype; None: the same as before"
+    )
+    map_lengths: Callable[..., Any] | str | None = key(
+        None,
+        "function ({data key: lengths of all sequences}, *, epoch, **_) that returns the lengths after map_seq as such a dict; "
+        "if it takes the epoch, it is called for each, else once; None: map_seq changes no length",
+    )
+    map_seed: int = key(0, "seed of the random numbers in rng", not_negative)
+    num_workers: int = key(
+        0, "worker processes that share the sequences of a batch; 0: none, map_seq runs in the process that reads", not_negative
+    )
+
+    def problems(self) -> list[str]:
+        problems = []
+        for name, function in (("map_seq", self.map_seq), ("map_lengths", self.map_lengths)):
+            if isinstance(function, str) and not is_reference(function):
+                problems.append(f"{name}: expected a function, 'module:name' or 'file.py:name', got {function!r}")
+        for name, entry in (self.map_outputs or {}).items():
+            if not isinstance(entry, dict):
+                problems.append(f"map_outputs.{name}: expected a dict with dim, sparse, dtype, got {entry!r}")
+                continue
+            made, more = build(OutputKeys, entry, f"map_outputs.{name}.", {})
+            problems += more + unknown_options(f"map_outputs.{name}.", entry, OutputKeys, "an entry of map_outputs")
+            problems += [f"map_outputs.{name}.{problem}" for problem in (made.problems() if made is not None else [])]
+        return problems
+
+    def num_readers(self) -> int:
+        return max(1, self.num_workers)

@@ -1,0 +1,253 @@
+"""What batches have to be like: as the dataset says, as the plan was made for, and as `extern_data` of the config says.
+
+Every batch is compared with that before the model sees it, in the thread that reads ahead. A model would fail with a traceback
+that names no file, or go on with data that was cut, repeated, or of another kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy
+
+from hvdtrain.data.dataset import Dataset
+from hvdtrain.data.identity import Part
+from hvdtrain.data.types import Array, Batch, Stream
+from hvdtrain.errors import DataError
+
+IGNORED_CLASSES = (-1, -100)
+"""Numbers that are no class, but mark frames without one: the usual values of `ignore_index`."""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """An entry of `extern_data`. What is None is not checked.
+
+    Attributes:
+        shape: of a frame; () for class indices.
+        dim: the number of classes of sparse data.
+        exact: whether floating-point numbers have to have this very type, or just any type of them.
+    """
+
+    sparse: bool
+    shape: tuple[int | None, ...] | None = None
+    dim: int | None = None
+    dtype: numpy.dtype[Any] | None = None
+    exact: bool = True
+
+    def misfit(self, stream: Stream) -> str | None:
+        """What does not fit, as 'expected ..., got ...'; None: all fits."""
+        kind = stream.dtype.kind
+        if self.sparse and kind not in "iu":
+            return f"expected class indices, got {stream.dtype}"
+        if self.dtype is not None and self.dtype.kind in "fc" and kind != self.dtype.kind:
+            return f"expected {self.dtype}, got {stream.dtype}"
+        if self.dtype is not None and self.dtype.kind in "fc" and self.exact and stream.dtype != self.dtype:
+            return f"expected {self.dtype}, got {stream.dtype}"
+        if self.dtype is not None and self.dtype.kind in "iu" and kind not in "iu":
+            return f"expected {self.dtype}, got {stream.dtype}"
+        if self.shape is not None and (
+            len(self.shape) != len(stream.shape)
+            or any(size not in (None, real) for size, real in zip(self.shape, stream.shape, strict=True))
+        ):
+            return f"expected frames of shape {_text(self.shape)}, got {_text(stream.shape)}"
+        return None
+
+
+def _text(shape: Sequence[int | None]) -> str:
+    return f"({', '.join('any' if size is None else str(size) for size in shape)}{',' if len(shape) == 1 else ''})"
+
+
+def expected_of(extern_data: Any, exact: bool = True) -> tuple[dict[str, Expected], list[str]]:
+    """What `extern_data` says of each data key, and the problems with it.
+
+    RETURNN's forms of an entry are understood as far as they tell the shape of a frame; what they leave open is not checked.
+
+    Args:
+        exact: as of `Expected`.
+
+    >>> expected_of({"data": {"dim": 9}})[0]["data"].shape, expected_of({"classes": {"dim": 5, "sparse": True}})[0]["classes"].dim
+    ((9,), 5)
+    >>> expected_of({"data": 9})[1]
+    ["extern_data.data: expected a dict such as {'dim': 9}, got 9"]
+    """
+    if extern_data is None:
+        return {}, []
+    if not isinstance(extern_data, Mapping):
+        return {}, [f"extern_data: expected a dict of dicts by data key, got {extern_data!r}"]
+    made, problems = {}, []
+    for name, entry in extern_data.items():
+        if name == "seq_tag":
+            continue
+        if not isinstance(entry, Mapping):
+            if getattr(entry, "dims", None) is None:  # RETURNN's Tensor, whose dims say it
+                problems.append(f"extern_data.{name}: expected a dict such as {{'dim': 9}}, got {entry!r}")
+                continue
+            entry = {name: getattr(entry, name, None) for name in ("dims", "dtype", "sparse_dim")}
+        try:
+            made[name] = _expected(entry, exact)
+        except (TypeError, ValueError) as error:
+            problems.append(f"extern_data.{name}: {error}")
+    return made, problems
+
+
+def _expected(entry: Mapping[str, Any], exact: bool) -> Expected:
+    """Raises: TypeError, ValueError."""
+    sparse_dim = _size(entry.get("sparse_dim"))
+    sparse = bool(entry.get("sparse", entry.get("sparse_dim") is not None))
+    dim = _size(entry.get("dim"))
+    dtype = entry.get("dtype")
+    is_number = isinstance(dtype, str) and dtype != "string"
+    try:
+        made = numpy.dtype(dtype) if is_number else None
+    except TypeError:
+        if dtype != "bfloat16":
+            raise ValueError(f"dtype: expected numpy's name of a type, got {dtype!r}") from None
+        made = None
+    sparse_dim = sparse_dim if sparse_dim is not None else dim if sparse else None
+    return Expected(sparse, _frame_shape(entry, sparse, dim), sparse_dim, made, exact)
+
+
+def _frame_shape(entry: Mapping[str, Any], sparse: bool, dim: int | None) -> tuple[int | None, ...] | None:
+    """The shape of a frame; None: the entry has no time axis behind that of the batch, or does not say."""
+    dims = entry.get("dims", entry.get("dim_tags"))
+    shape = entry.get("shape")
+    if dims is not None:
+        sizes = [_size(one) for one in dims]
+        return tuple(sizes[2:]) if len(sizes) > 1 and sizes[1] is None else None
+    if entry.get("time_dim_axis", 1) != 1 or entry.get("batch_dim_axis", 0) != 0:
+        return None
+    if shape is not None:
+        sizes = [_size(one) for one in shape]
+        return tuple(sizes[1:]) if sizes and sizes[0] is None else None
+    if sparse:
+        return ()
+    if dim is None and _size(entry.get("feature_dim")) is None:
+        return None
+    return (dim if dim is not None else _size(entry.get("feature_dim")),)
+
+
+def _size(value: Any) -> int | None:
+    """A number; that of RETURNN's Dim, if it has one. Raises: ValueError."""
+    value = getattr(value, "dimension", value)
+    if value is None or (isinstance(value, (int, numpy.integer)) and not isinstance(value, bool) and value >= 0):
+        return None if value is None else int(value)
+    raise ValueError(f"expected sizes that are numbers or None, got {value!r}")
+
+
+def check_streams(name: str, streams: Mapping[str, Stream], files: Sequence[str], expected: Mapping[str, Expected]) -> None:
+    """Compare what a dataset says of its data with `extern_data`. Raises: DataError."""
+    for key, wanted in expected.items():
+        if key in streams and (misfit := wanted.misfit(streams[key])) is not None:
+            raise DataError(f"{_source(name, files)}: {misfit} in {key!r} (extern_data.{key} says so)")
+
+
+def check_lengths(name: str, dataset: Dataset) -> None:
+    """Whether the lengths are such that batches can be planned. Raises: DataError."""
+    number = dataset.num_sequences
+    if set(dataset.lengths) != set(dataset.streams):
+        raise DataError(
+            f"{name}: expected lengths of {_keys(dataset.streams)}, as of streams, got those of {_keys(dataset.lengths)}"
+        )
+    for key, column in dataset.lengths.items():
+        if not isinstance(column, numpy.ndarray) or column.dtype.kind not in "iu" or column.shape != (number,):
+            got = f"{column.dtype} of shape {column.shape}" if isinstance(column, numpy.ndarray) else type(column).__name__
+            raise DataError(f"{name}: expected lengths of {key!r} as an array of {number} integers, got {got}")
+        if number and int(column.min()) < 0:
+            raise DataError(
+                f"{name}: expected lengths of {key!r} of 0 or more, got {int(column.min())} for sequence {int(column.argmin())}"
+            )
+
+
+def _keys(names: Mapping[str, Any]) -> str:
+    return ", ".join(map(repr, names)) or "nothing"
+
+
+def _source(name: str, files: Sequence[str]) -> str:
+    """The dataset, and its files if it has any."""
+    more = f" and {len(files) - 3} more files" if len(files) > 3 else ""
+    return f"{name} ({', '.join(files[:3])}{more})" if files else name
+
+
+@dataclass(frozen=True)
+class BatchCheck:
+    """Compares every batch with what it has to be like.
+
+    Attributes:
+        name: of the dataset, for messages.
+        dataset: that makes the batches.
+        lengths: with which the batches were planned.
+        parts: the datasets inside it, for messages.
+        expected: by data key, what the config says.
+        has_classes_of_files: whether all of it comes from files as it is, so that their numbers of classes hold.
+    """
+
+    name: str
+    dataset: Dataset
+    lengths: Mapping[str, Array]
+    parts: Sequence[Part] = ()
+    expected: Mapping[str, Expected] = field(default_factory=dict)
+    has_classes_of_files: bool = False
+
+    def __call__(self, batch: Batch, indices: Array) -> Batch:
+        """The batch, if it is as expected.
+
+        Args:
+            indices: of the sequences (or chunks) that were asked for.
+
+        Raises:
+            DataError: it is not.
+        """
+        for key, stream in self.dataset.streams.items():
+            if key not in batch.data:
+                raise self._error(batch, indices, 0, key, f"expected it in every batch, got only {_keys(batch.data)}")
+            values, seq_lens = batch.data[key].values, batch.data[key].seq_lens
+            planned = self.lengths[key][indices]
+            if len(values) != len(indices) or len(seq_lens) != len(indices):
+                raise self._error(batch, indices, 0, key, f"expected {len(indices)} sequences in a batch, got {len(values)}")
+            if not numpy.array_equal(seq_lens, planned):
+                row = int(numpy.flatnonzero(numpy.asarray(seq_lens) != planned)[0])
+                raise self._error(
+                    batch,
+                    indices,
+                    row,
+                    key,
+                    f"expected {int(planned[row])} frames, as the batches were planned with, got {int(seq_lens[row])}",
+                )
+            if values.shape[1] < int(planned.max()) or values.shape[2:] != stream.shape:
+                got = f"frames of shape {values.shape[2:]}" if values.shape[2:] != stream.shape else f"{values.shape[1]} frames"
+                raise self._error(batch, indices, 0, key, f"expected frames of shape {stream.shape}, got {got}")
+            if values.dtype != stream.dtype and not numpy.can_cast(values.dtype, stream.dtype, "same_kind"):
+                raise self._error(batch, indices, 0, key, f"expected {stream.dtype}, got {values.dtype}")
+            if stream.sparse:
+                self._check_classes(batch, indices, key)
+        return batch
+
+    def _check_classes(self, batch: Batch, indices: Array, key: str) -> None:
+        """Whether all are classes that there are. Raises: DataError."""
+        values, seq_lens = batch.data[key].values, numpy.asarray(batch.data[key].seq_lens)
+        dim, says = self.dataset.streams[key].dim, "the file"
+        is_known = dim > 1 and self.has_classes_of_files
+        if (wanted := self.expected.get(key)) is not None and wanted.dim is not None:
+            dim, says, is_known = wanted.dim, f"extern_data.{key}", True
+        if not is_known or not values.size or (int(values.max()) < dim and int(values.min()) >= 0):
+            return
+        wrong = (values >= dim) | ((values < 0) & ~numpy.isin(values, IGNORED_CLASSES))
+        wrong &= numpy.arange(values.shape[1]) < seq_lens[:, None]
+        if wrong.any():
+            row, frame = (int(place) for place in numpy.argwhere(wrong)[0])
+            what = f"expected classes from 0 to {dim - 1}, as {says} says, got {values[row, frame]} in frame {frame}"
+            raise self._error(batch, indices, row, key, what)
+
+    def _error(self, batch: Batch, indices: Array, row: int, key: str, what: str) -> DataError:
+        """An error that names file, data key and sequence."""
+        try:
+            [tag] = self.dataset.tags([int(indices[row])])
+        except Exception:  # what names the sequences may be what is broken
+            tag = f"number {int(indices[row])}"
+        files = list(dict.fromkeys(path for part in self.parts for path in part.files))
+        if len(self.parts) == 1 and (file := self.parts[0].file_of(int(batch.indices[row]))) is not None:
+            files = [file]
+        return DataError(f"{_source(self.name, files)}: sequence {tag!r}, data key {key!r}: {what}")

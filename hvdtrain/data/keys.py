@@ -1,0 +1,124 @@
+"""What a config says about data: the keys at its top level, the base of those in a dataset's dict, and a checked dict.
+
+Declarations only: `data/sources.py` checks datasets and opens them, which takes numpy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Self
+
+from hvdtrain.config.keys import REQUIRED, Rule, Section, key, parsed_by
+from hvdtrain.data.files import parse_sizes
+from hvdtrain.data.plan.order_keys import OrderKeys, is_order
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataKeys(Section):
+    """What is trained and evaluated on: dicts with a class, HDF files, or functions that return one of these."""
+
+    train: Any = key(REQUIRED, "the training data: a dataset dict, or HDF files (not for the tasks forward and search)")
+    batching: str | Callable[..., str] | None = key(
+        None,
+        "seq_ordering of train where its dict says none (RETURNN's older key)",
+        Rule("an order as in seq_ordering", is_order),
+        form="*, epoch, **_",
+    )
+    dev: Any = key(None, "evaluated after every epoch; seq_ordering is sorted unless the dict says otherwise")
+    eval: Any = key(None, "evaluated after every epoch, like dev")
+    cache_size: int | str | list[int | str] = key(
+        0,
+        "memory in which a rank keeps what it read of train, dev, eval (one size or up to three): 0 none, '2G' a budget with "
+        "K, M or G, -1 everything; memory-mapped files need none",
+        Rule("sizes such as 0, '512M', -1, or up to three of them", parsed_by(parse_sizes)),
+    )
+    lengths_dir: str | None = key(
+        "~/.cache/hvdtrain/lengths",
+        "folder for the lengths of sequences that only reading the data tells (iterables, items that take long to read, datasets "
+        "that RETURNN reads); jobs may share it; "
+        "None: they are found in every run",
+    )
+    eval_datasets: dict[str, Any] = key({}, "further datasets by name, evaluated after every epoch")
+    extern_data: Any = key(
+        None,
+        "what the data has to be like: by data key a dict with dim, and sparse, dtype (numpy's name) and shape (None is the time "
+        "axis) where they apply; every batch is compared with it before the model sees it, except for keys that it leaves out",
+    )
+    forward_data: Any = key(None, "task forward: the data; None: eval")
+    search_data: Any = key(None, "task search: the data; None: forward_data, or eval")
+
+
+class DatasetKeys:
+    """The base of every kind's keys: what the code that opens a dataset asks them."""
+
+    def problems(self) -> list[str]:
+        """What is wrong between the keys."""
+        return []
+
+    def data_files(self) -> tuple[str, ...]:
+        """The files that the dataset reads itself, without those of datasets inside it."""
+        return ()
+
+    def files_to_copy(self) -> tuple[str, ...]:
+        """Those of `data_files` that may be read from a copy in `cache_dir`."""
+        return self.data_files()
+
+    def reading_from(self, copies: Mapping[str, str]) -> Self:
+        """The keys with the files replaced that have a copy, by name of the file."""
+        return self
+
+    def num_readers(self) -> int:
+        """The number of processes that read the datasets inside, each with a cache of its own."""
+        return 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileDatasetKeys(DatasetKeys):
+    """The base of the keys of kinds that read files."""
+
+    files: str | list[str] = key(REQUIRED, "the HDF file, or a list of files that are read as one dataset")
+
+    def problems(self) -> list[str]:
+        return [] if self.files else ["files: expected at least one file, got none"]
+
+    def data_files(self) -> tuple[str, ...]:
+        return (self.files,) if isinstance(self.files, str) else tuple(self.files)
+
+    def reading_from(self, copies: Mapping[str, str]) -> Self:
+        return replace(self, files=[copies.get(path, path) for path in self.data_files()])
+
+
+@dataclass(frozen=True)
+class DatasetSpec:
+    """A checked dataset dict: how to open it, and how its sequences are ordered.
+
+    Attributes:
+        name: the config key ('train', 'dev', ..., 'train.datasets.text' inside another dataset).
+        open: opens the dataset or source, with an OpeningContext as optional argument. Raises: DataError.
+        files: the data files that it reads itself.
+        copied: those of the files that may be read from a copy.
+        datasets: the datasets inside it.
+        maker: returns the config's class or function with the other entries of the dict as arguments; None: it is no such dict.
+        cache_byte_size: the bytes that a rank may cache of it, if its dict says so (RETURNN's key), instead of `cache_size`.
+    """
+
+    name: str
+    open: Callable[..., Any]
+    order: OrderKeys
+    files: tuple[str, ...] = ()
+    copied: tuple[str, ...] = ()
+    datasets: tuple[DatasetSpec, ...] = ()
+    cache_byte_size: int | None = None
+    maker: Callable[[], partial[Any]] | None = None
+
+    def all(self) -> Iterator[DatasetSpec]:
+        """This dataset and all datasets inside it."""
+        yield self
+        for dataset in self.datasets:
+            yield from dataset.all()
+
+    def repeatable(self, opened: Any) -> Any:
+        """What `open` returned; in place of an iterator, which has one epoch only, the function of the config that made it."""
+        return self.maker() if self.maker is not None and isinstance(opened, Iterator) else opened

@@ -1,0 +1,200 @@
+"""The keys of batches, and the limits that they set in an epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from numbers import Integral
+from typing import Any
+
+from hvdtrain.config.keys import ALONE, Rule, Section, Sections, key, not_negative, positive
+from hvdtrain.data.plan.order_keys import called
+from hvdtrain.errors import DataError
+
+Limit = int | Mapping[str, int] | None
+"""A limit for every data key, by data key, or none."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The limits of a batch. Each is checked for every data key that it applies to.
+
+    Attributes:
+        batch_size: maximal number of padded frames (longest sequence times number of sequences).
+        max_seqs: maximal number of sequences.
+        packed_batch_size: maximal number of frames without padding.
+        max_pad_size: maximal number of frames of padding.
+    """
+
+    batch_size: Limit = None
+    max_seqs: int | None = None
+    packed_batch_size: Limit = None
+    max_pad_size: Limit = None
+
+
+Size = int | dict[str, int] | Callable[..., Any] | None
+
+
+Frames = int | dict[str, int] | None
+
+
+positive_or_unlimited = Rule("a positive number, or -1 for no limit", lambda value: value > 0 or value == -1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchKeys(Section):
+    """How sequences are gathered into batches. Sizes are per rank."""
+
+    batch_size: Size = key(
+        None,
+        "maximal number of padded frames in a rank's batch (longest sequence times number of sequences), for every "
+        "data key or by key, or a "
+        "function {form} that returns it; None: no limit",
+        positive,
+        form="*, epoch, **_",
+    )
+    batch_size_train: Size = key(None, "batch_size in training, if it differs", positive, form="*, epoch, **_")
+    batch_size_dev: Size = key(None, "batch_size in evaluation, if it differs", positive, form="*, epoch, **_")
+    max_seqs: int | Callable[..., Any] | None = key(
+        None,
+        "maximal number of sequences in a rank's batch, or a function {form} that returns it; None or -1: no limit",
+        positive_or_unlimited,
+        form="*, epoch, **_",
+    )
+    max_seqs_train: int | Callable[..., Any] | None = key(
+        None, "max_seqs in training, if it differs", positive_or_unlimited, form="*, epoch, **_"
+    )
+    max_seqs_dev: int | Callable[..., Any] | None = key(
+        None, "max_seqs in evaluation, if it differs", positive_or_unlimited, form="*, epoch, **_"
+    )
+    batch_size_total: int | dict[str, int] | None = key(
+        None,
+        "batch_size for the batches of all ranks together, as in ESPnet2: the batch_size of a rank is this divided by "
+        "the number of ranks",
+        positive,
+    )
+    max_seqs_total: int | None = key(None, "max_seqs for the batches of all ranks together, in the same way", positive)
+    packed_batch_size: Frames = key(
+        None, "maximal number of frames in a rank's batch without the padding, for every data key or by key", positive
+    )
+    max_pad_size: Frames = key(
+        None,
+        "maximal number of frames of padding in a rank's batch (padded minus real frames), for every data key or by key",
+        not_negative,
+    )
+    max_seq_length: Frames = key(
+        None,
+        "drop sequences with more frames in any data key, or by key, in training and evaluation, before they are cut "
+        "into chunks; "
+        "None or 0: no limit",
+        not_negative,
+    )
+    min_seq_length: Frames = key(None, "drop sequences with fewer frames, like max_seq_length", not_negative)
+    shuffle_batches: bool = key(
+        False, "train on the batches of an epoch in random order, from the same seed as the order of the sequences"
+    )
+    online_shuffle_batches: int | dict[str, int] | None = key(
+        None,
+        "RETURNN's key: train on N batches after the other in random order, then on the next N, so that batches stay near their "
+        "place in the order of the sequences; a number, or {'buffer_size': N}",
+        positive,
+    )
+    balance_ranks: int = key(
+        0,
+        "give the ranks batches of similar size in every step: the batches of an epoch come in groups of this many of "
+        "similar size, the "
+        "groups in random order; set it to the number of ranks or a multiple of it; 0: off",
+        not_negative,
+    )
+
+    def problems(self, others: Sections = ALONE) -> list[str]:
+        for total, own in (("batch_size_total", "batch_size"), ("max_seqs_total", "max_seqs")):
+            if getattr(self, total) is not None and (getattr(self, own) is not None or getattr(self, f"{own}_train") is not None):
+                return [f"{total}: expected either {total} (of all ranks) or {own} (of each rank), got both"]
+        if not self.of_training().has_limit and self.batch_size_total is None and self.max_seqs_total is None:
+            return ["batch_size: expected batch_size or max_seqs (one of them at least), got neither"]
+        if not self.of_evaluation().has_limit and self.batch_size_total is None and self.max_seqs_total is None:
+            return ["batch_size_dev: expected batch_size_dev or max_seqs_dev, where training has keys of its own, got neither"]
+        found = []
+        if isinstance(self.online_shuffle_batches, dict) and list(self.online_shuffle_batches) != ["buffer_size"]:
+            found.append(f"online_shuffle_batches: expected a number or {{'buffer_size': N}}, got {self.online_shuffle_batches}")
+        found += _problems_by_key("online_shuffle_batches", self.online_shuffle_batches, "a positive integer", 1)
+        if self.shuffle_window and (self.shuffle_batches or self.balance_ranks):
+            other = "shuffle_batches" if self.shuffle_batches else "balance_ranks"
+            found.append(f"online_shuffle_batches: expected either it or {other}, which order all batches of an epoch, got both")
+        for name in ("batch_size", "batch_size_train", "batch_size_dev", "batch_size_total", "packed_batch_size"):
+            found += _problems_by_key(name, getattr(self, name), "a positive integer", 1)
+        for name in ("max_pad_size", "max_seq_length", "min_seq_length"):
+            found += _problems_by_key(name, getattr(self, name), "zero or a positive integer", 0)
+        return found
+
+    @property
+    def shuffle_window(self) -> int:
+        """The number of consecutive batches that `online_shuffle_batches` puts in random order; 0: it is off."""
+        given = self.online_shuffle_batches
+        return (given.get("buffer_size", 0) if isinstance(given, dict) else given) or 0
+
+    @property
+    def has_limit(self) -> bool:
+        """Whether a key limits the size of a batch."""
+        return self.batch_size is not None or self.max_seqs not in (None, -1) or self.packed_batch_size is not None
+
+    def of_each_of(self, ranks: int) -> BatchKeys:
+        """The keys of each of several ranks. Raises: DataError, if there is less than one sequence for each."""
+        if self.max_seqs_total is not None and self.max_seqs_total < ranks:
+            raise DataError(
+                f"max_seqs_total: expected at least one sequence for each of {ranks} ranks, got {self.max_seqs_total}"
+            )
+        total = self.batch_size_total
+        if isinstance(total, dict):
+            total = {name: max(1, size // ranks) for name, size in total.items()}
+        return replace(
+            self,
+            batch_size=self.batch_size if total is None else total if isinstance(total, dict) else max(1, total // ranks),
+            max_seqs=self.max_seqs if self.max_seqs_total is None else self.max_seqs_total // ranks,
+            batch_size_total=None,
+            max_seqs_total=None,
+        )
+
+    def of_training(self) -> BatchKeys:
+        """The keys that apply in training."""
+        return self._with(self.batch_size_train, self.max_seqs_train)
+
+    def of_evaluation(self) -> BatchKeys:
+        """The keys that apply in evaluation, where batches stay in order."""
+        own = self._with(self.batch_size_dev, self.max_seqs_dev)
+        return replace(own, shuffle_batches=False, balance_ranks=0, online_shuffle_batches=None)
+
+    def limits(self, epoch: int) -> Limits:
+        """The limits of the batches of an epoch. Raises: DataError, if a function of the config returns no size."""
+        batch_size = _called("batch_size", self.batch_size, epoch)
+        max_seqs = _called("max_seqs", self.max_seqs, epoch)
+        return Limits(batch_size, None if max_seqs == -1 else max_seqs, self.packed_batch_size, self.max_pad_size)
+
+    def _with(self, batch_size: Size, max_seqs: int | Callable[..., Any] | None) -> BatchKeys:
+        return replace(
+            self,
+            batch_size=self.batch_size if batch_size is None else batch_size,
+            max_seqs=self.max_seqs if max_seqs is None else max_seqs,
+        )
+
+
+def _problems_by_key(name: str, value: object, rule: str, least: int) -> list[str]:
+    if isinstance(value, dict) and any(not isinstance(size, int) or size < least for size in value.values()):
+        return [f"{name}: expected {rule} for every data key, got {value}"]
+    return []
+
+
+def _called(name: str, value: Any, epoch: int) -> Any:
+    """A size, or what the function of the config returns for an epoch. Raises: DataError."""
+    if not callable(value):
+        return value
+    size = called(name, value, epoch)
+    members = list(size.values()) if isinstance(size, dict) and name == "batch_size" else [size]
+    numbers = [isinstance(member, Integral) and not isinstance(member, bool) for member in members]
+    if size is not None and not (all(numbers) and all(member > 0 or (name, member) == ("max_seqs", -1) for member in members)):
+        rule = "a positive integer, a dict of them or None" if name == "batch_size" else "a positive integer, -1 or None"
+        raise DataError(f"{name}: expected the function to return {rule}, got {size!r} for epoch {epoch}")
+    if isinstance(size, dict):
+        return {key: int(member) for key, member in size.items()}
+    return None if size is None else int(size)

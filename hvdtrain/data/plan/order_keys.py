@@ -1,0 +1,185 @@
+"""The keys of an epoch's order, and what they say about an epoch: its method, its seed, its part of the data.
+
+Without numpy, like every file that declares keys: `--help` imports them all.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from hvdtrain.config.keys import Rule, key, misfit, not_negative, positive
+from hvdtrain.errors import DataError
+
+METHODS = (
+    "default",
+    "reverse",
+    "default_every_n",
+    "sorted",
+    "sorted_reverse",
+    "random",
+    "random_sample",
+    "sort_bin_shuffle",
+    "sort_bin_shuffle_x2",
+    "laplace",
+    "random_blocks",
+)
+
+
+WITH_BINS = ("sort_bin_shuffle", "sort_bin_shuffle_x2", "laplace")
+
+
+CHANGES = {2: ("laplace", "laplace cuts its bins as RETURNN does now; before, the first bins were longer by one sequence")}
+"""By version of the orders, the method that changed with it, and how."""
+
+
+ORDER_VERSION = max(CHANGES)
+"""Checkpoints within an epoch hold it, so that a training can say why an epoch has other batches now than it began with."""
+
+
+def is_order(method: object) -> bool:
+    """Whether a value of the key seq_ordering is a function, or a text that `parse` accepts."""
+    if callable(method):
+        return True
+    try:
+        parse(str(method))
+    except ValueError:
+        return False
+    return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class OrderKeys:
+    """The order of a dataset's sequences and how they are cut into epochs. Keys inside the dicts `train`, `dev`, ..."""
+
+    seq_ordering: str | Callable[..., str] = key(
+        "default",
+        "order of the sequences: default, reverse, default_every_n:N, sorted, sorted_reverse, random, random_sample, "
+        "sort_bin_shuffle, sort_bin_shuffle_x2, laplace (these three take :BINS or :.SEQUENCES_PER_BIN), "
+        "random_blocks:SEQUENCES_PER_BLOCK; or a function {form} that returns one of these",
+        Rule(f"one of {', '.join(METHODS)}, with :NUMBER or :.NUMBER where it takes one", is_order),
+        form="*, epoch, **_",
+    )
+    seq_list_filter_file: str | None = key(
+        None, "use only the sequences whose tags this file lists, one per line (text, or .gz); applied before partition_epoch"
+    )
+    partition_epoch: int = key(1, "cut the ordered sequences into this many parts; an epoch is one part", positive)
+    partition_by: Literal["sequences", "files"] = key(
+        "sequences",
+        "what partition_epoch cuts: with 'files' an epoch consists of some of the dataset's files, which come in random order if "
+        "seq_ordering is random; their sequences are ordered by seq_ordering",
+    )
+    repeat_epoch: int = key(1, "how many times an epoch goes through its sequences", positive)
+    fixed_random_seed: int | None = key(None, "the same random order in every epoch, from this seed", not_negative)
+    random_seed_offset: int = key(0, "added to the seed of the order, which is the number of the full epoch", not_negative)
+
+
+@dataclass(frozen=True)
+class Method:
+    """A parsed `seq_ordering`: its name, the number of bins or sequences per bin, and for how many full epochs an order
+    is kept."""
+
+    name: str
+    bins: int | None = None
+    per_bin: int | None = None
+    keep: int = 1
+
+    @property
+    def is_random(self) -> bool:
+        """Whether the order depends on the seed."""
+        return "random" in self.name or self.name in WITH_BINS
+
+
+def parse(text: str) -> Method:
+    """Parse `laplace:.1000`, `random:3`, ... Raises: ValueError.
+
+    The number after `random:`, and the last number of the others, is for how many full epochs an order is kept.
+
+    >>> parse("laplace:.1000")
+    Method(name='laplace', bins=None, per_bin=1000, keep=1)
+    """
+    name, *numbers = text.split(":")
+    if name not in METHODS:
+        raise ValueError(text)
+    bins = per_bin = None
+    if name in WITH_BINS and numbers:
+        first = numbers.pop(0)
+        if first.startswith("."):
+            per_bin = int(first[1:])
+        else:
+            bins = int(first)
+    if name in ("default_every_n", "random_blocks"):
+        if not numbers:
+            raise ValueError(text)
+        number = int(numbers.pop(0))
+        bins, per_bin = (number, None) if name == "default_every_n" else (None, number)
+    keep = int(numbers.pop(0)) if numbers and name in ("random", "random_sample", "random_blocks", *WITH_BINS) else 1
+    if numbers or min(number for number in (bins, per_bin, keep, 1) if number is not None) < 1:
+        raise ValueError(text)
+    return Method(name, bins, per_bin, keep)
+
+
+def non_default(keys: OrderKeys) -> dict[str, Any]:
+    """The order keys whose value differs from the default."""
+    default = OrderKeys()
+    names = [field.name for field in fields(OrderKeys)]
+    return {name: getattr(keys, name) for name in names if getattr(keys, name) != getattr(default, name)}
+
+
+def is_random(keys: OrderKeys) -> bool:
+    """Whether the order depends on the seed, or may depend on it: what a function returns is not known in advance."""
+    if callable(keys.seq_ordering):
+        return True
+    return keys.fixed_random_seed is None and parse(keys.seq_ordering).is_random
+
+
+def method_of(keys: OrderKeys, epoch: int) -> Method:
+    """The method that orders the sequences of an epoch. Raises: DataError, if a function of the config returns an unknown one."""
+    text = keys.seq_ordering
+    if callable(text):
+        text = called("seq_ordering", text, epoch)
+        if not isinstance(text, str) or not is_order(text):
+            raise DataError(
+                f"seq_ordering: expected the function to return one of {', '.join(METHODS)} "
+                f"(with :NUMBER or :.NUMBER where it takes one), got {text!r} for epoch {epoch}"
+            )
+    return parse(text)
+
+
+def called(name: str, function: Callable[..., Any], epoch: int) -> Any:
+    """What a function of the config returns for an epoch. Raises: DataError, if it does not take the epoch."""
+    if misfit(function, "*, epoch, **_"):
+        raise DataError(
+            f"{name}: expected a function that takes epoch=... (such as def {name}(*, epoch, **_)), got one with the arguments "
+            f"{inspect.signature(function, follow_wrapped=False)}"
+        )
+    return function(epoch=epoch)
+
+
+def changed_since(version: int, keys: OrderKeys, epoch: int) -> str:
+    """How the order of an epoch has changed since a version of the orders; '' if it has not. Raises: DataError.
+
+    >>> changed_since(1, OrderKeys(seq_ordering="random"), 3)
+    ''
+    """
+    method = method_of(keys, epoch).name
+    return "; ".join(how for number, (changed, how) in CHANGES.items() if number > version and changed == method)
+
+
+def seed_of(keys: OrderKeys, epoch: int) -> int:
+    """The seed of an epoch's order, the same for all parts of a full epoch, and for all full epochs that keep the order."""
+    if keys.fixed_random_seed is not None:
+        return keys.fixed_random_seed
+    return (full_epoch(keys, epoch) - 1) // method_of(keys, epoch).keep + 1 + keys.random_seed_offset
+
+
+def full_epoch(keys: OrderKeys, epoch: int) -> int:
+    """The number of the full epoch (counted from 1) that an epoch is a part of: `partition_epoch` epochs make a full one."""
+    return (epoch - 1) // keys.partition_epoch + 1
+
+
+def part_of(keys: OrderKeys, epoch: int) -> int:
+    """Which part of the full epoch an epoch is, counted from 0."""
+    return (epoch - 1) % keys.partition_epoch

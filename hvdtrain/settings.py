@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Number
 from pathlib import Path, PurePath
@@ -27,7 +27,7 @@ from hvdtrain.config.keys import (
     parsed_by,
     positive,
 )
-from hvdtrain.config.source import COMMAND_LINE, Source, load
+from hvdtrain.config.source import COMMAND_LINE, OVERRIDING, Config, Source, load
 from hvdtrain.data.copies import CopyKeys
 from hvdtrain.data.keys import DataKeys, DatasetSpec
 from hvdtrain.data.kinds import KINDS
@@ -50,6 +50,7 @@ from hvdtrain.returnn_layer.names import ALIASES, BY_VALUES, READ_BY_RETURNN, UN
 from hvdtrain.returnn_layer.values import ignored_by_returnn, understood
 from hvdtrain.runtime.interrupt import InterruptKeys
 from hvdtrain.runtime.log import LogKeys
+from hvdtrain.runtime.process import OWN, Process
 from hvdtrain.schedule.early_stopping import EarlyStoppingKeys
 from hvdtrain.schedule.measure import FALLBACK, Measure, ScoreKeys, wanted_of
 from hvdtrain.schedule.rates import NewbobKeys, ScheduleKeys
@@ -172,6 +173,8 @@ class Settings:
     """By key, where its value comes from. Keys with their default value are not listed."""
     texts: Mapping[str, str]
     """The text of each config file, by its path."""
+    process: Process = OWN
+    """What hvdtrain may change of the process that it runs in."""
 
     @property
     def files(self) -> list[Path]:
@@ -210,19 +213,28 @@ BOOLEAN_KEYS = frozenset(declared_key.name for declared_key in all_keys() if dec
 """The keys that are true or false."""
 
 
-def read_settings(paths: list[Path], overrides: Mapping[str, str]) -> Settings:
-    """Read config files under overrides from the command line. Raises: ConfigError, with all problems."""
+def read_settings(configs: Sequence[Config], overrides: Mapping[str, Any], origin: str = COMMAND_LINE) -> Settings:
+    """Read configs under overrides.
+
+    Args:
+        configs: files, or keys and values.
+        origin: of the overrides: the command line, whose values are texts, or a call, whose values are Python's.
+
+    Raises:
+        ConfigError: with all problems.
+    """
     keys = {declared_key.name: declared_key for declared_key in all_keys()}
     names = {ALIASES.get(name, name): text for name, text in overrides.items()}
     layer = layer_for_config()
-    source = load(paths, names, {name: declared_key.type for name, declared_key in keys.items()}, layer.builtins)
+    types = {name: declared_key.type for name, declared_key in keys.items()}
+    source = load(configs, names, types, layer.builtins, origin)
     return check(adapted(source, layer), list(keys))
 
 
 def check(source: Source, names: list[str]) -> Settings:
     """Turn names and values into sections. Raises: ConfigError, with all problems."""
     # What the command line says under one of a key's names wins over what a file says under the other.
-    by_origin = sorted(source.values, key=lambda name: source.origins[name] == COMMAND_LINE)
+    by_origin = sorted(source.values, key=lambda name: source.origins[name] in OVERRIDING)
     values = {ALIASES.get(name, name): source.values[name] for name in by_origin}
     origins = {ALIASES.get(name, name): source.origins[name] for name in by_origin}
     values, remarks = understood(values, origins, BOOLEAN_KEYS, for_returnn=source.for_returnn)
@@ -237,7 +249,7 @@ def check(source: Source, names: list[str]) -> Settings:
         *unknown(replace(source, values=_given(values, source)), [*names, *ALIASES], refused, is_no_op, others, inside),
     ]
     for other, name in ALIASES.items():
-        if other in source.values and name in source.values and origins[name] != COMMAND_LINE:
+        if other in source.values and name in source.values and origins[name] not in OVERRIDING:
             problems.append(f"{other}: expected either {other} or {name}, which mean the same, got both")
     built: dict[type, Any] = {}
     found: dict[type, list[str]] = {}

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from numbers import Real
 from typing import Any
 
-from hvdtrain.config.source import COMMAND_LINE
+from hvdtrain.config.source import OVERRIDING
 from hvdtrain.returnn_layer.names import is_no_op
 from hvdtrain.schedule.measure import FALLBACK
 
@@ -127,7 +127,7 @@ def understood(
             else:
                 taken[name] = meaning
     both = taken.get("use_horovod") and "torch_distributed" in taken
-    if both and COMMAND_LINE not in (origins.get("use_horovod"), origins.get("torch_distributed")):
+    if both and not {origins.get("use_horovod"), origins.get("torch_distributed")}.intersection(OVERRIDING):
         taken["use_horovod"] = False
         remarks.append("use_horovod: without effect beside torch_distributed, which connects the ranks, as in RETURNN")
     for task in ("forward", "search"):

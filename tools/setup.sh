@@ -16,8 +16,8 @@ PYTHON=${PYTHON:-python3}
 TORCH_VERSION=2.13.0
 TENSORFLOW_VERSION=2.21.0
 
-# What the stamp must say for the environment to be up to date: this script, the package list, the Horovod recipe.
-wanted=$(cat tools/setup.sh pyproject.toml setup.py hvdtrain/doctor/build_horovod.py hvdtrain/doctor/horovod.cmake | sha256sum | cut -d' ' -f1)
+# What the stamp must say for the environment to be up to date: this script, the package list, how Horovod is compiled.
+wanted=$(cat tools/setup.sh pyproject.toml setup.py hvdtrain/doctor/horovod_recipe.py hvdtrain/doctor/horovod.cmake | sha256sum | cut -d' ' -f1)
 if [ -f "$STAMP" ] && [ "$(cat "$STAMP")" = "$wanted" ] && command -v mpirun >/dev/null && [ -x "$VENV/bin/python" ]; then
     exit 0
 fi
@@ -123,6 +123,15 @@ if [ -n "$new" ]; then fetch; fi >$LOGS/fetch.log 2>&1 & # an older environment 
 set +m
 fetching=$!
 trap 'kill -- -$fetching 2>/dev/null || true; rm -rf $fetched' EXIT
+# Say it before the download, which takes minutes and disk space.
+if [ "$DEVICE" = cpu ] && [ ${#torch_index[@]} = 0 ] && [ "$(uname -m)" = x86_64 ] &&
+    ! $VENV/bin/python -c "import importlib.metadata as m, sys; sys.exit(m.version('torch').split('+')[0] != '$TORCH_VERSION')" 2>/dev/null &&
+    ! pip index versions torch 2>/dev/null | grep -qF "$TORCH_VERSION+cpu"; then
+    echo "setup: pip finds no CPU build of torch $TORCH_VERSION, and $cpu_index cannot be reached: PyPI's build"
+    echo "setup: is installed, which works on CPUs, too, but downloads gigabytes of CUDA. To avoid that: stop here, download"
+    echo "setup: torch-$TORCH_VERSION+cpu for $("$PYTHON" --version) from $cpu_index/torch/ into a folder, and run"
+    echo "setup:     PIP_FIND_LINKS=FOLDER make setup"
+fi
 run torch "installing torch $TORCH_VERSION" pip install "torch==$TORCH_VERSION" ${torch_index[@]+"${torch_index[@]}"}
 until_fetched tensorflow-is-here
 run tensorflow "installing ${tensorflow}" pip install --find-links $fetched/tensorflow "$tensorflow" "${others[@]}"

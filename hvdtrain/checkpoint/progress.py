@@ -65,6 +65,7 @@ class Progress:
     current: the epoch after it, if it has begun.
     report: the last finished epoch's line in scores.jsonl.
     data: by name of a dataset, what identifies its data.
+    file: the model's file from which training goes on; None: training began anew. It is not stored.
     """
 
     step: int = 0
@@ -73,6 +74,7 @@ class Progress:
     current: EpochProgress | None = None
     report: dict[str, Any] | None = None
     data: dict[str, list[Identity]] = field(default_factory=dict)
+    file: Path | None = None
 
     def state(self) -> dict[str, Any]:
         """As plain numbers, texts, lists and dicts. `epoch` is that of the checkpoint's name: finished or current."""

@@ -33,11 +33,14 @@ def datasets_of(keys: DataKeys) -> tuple[tuple[DatasetSpec, ...], list[str]]:
     if keys.train is None:
         problems.append("train: expected a dataset dict or HDF files, got None")
     named = {"train": keys.train, "dev": keys.dev, "eval": keys.eval}
-    for name in keys.eval_datasets:
-        if name in named:
-            problems.append(f"eval_datasets.{name}: expected a name other than {', '.join(named)}, got {name!r}")
+    if "train" in keys.eval_datasets:
+        problems.append("eval_datasets.train: expected a name other than train, whose scores are those of the training")
+    for name in ("dev", "eval"):
+        if name in keys.eval_datasets and named[name] is not None and repr(named[name]) != repr(keys.eval_datasets[name]):
+            problems.append(f"eval_datasets.{name}: expected either it or the key {name}, got both, and two datasets")
     specs: dict[str, DatasetSpec] = {}
-    for name, value in {**keys.eval_datasets, **named}.items():
+    given = {name: value for name, value in named.items() if value is not None or name not in keys.eval_datasets}
+    for name, value in {**keys.eval_datasets, **given}.items():
         if value is not None:
             ordering = keys.batching if name == "train" else "sorted"
             spec, more = parse(name, value, {} if ordering is None else {"seq_ordering": ordering})

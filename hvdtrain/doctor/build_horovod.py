@@ -1,59 +1,31 @@
 """Build and install Horovod for the frameworks of this Python environment: `python -m hvdtrain build-horovod`.
 
-Horovod 0.28.1 is the last release and older than today's frameworks. Three things make its unedited source build:
-pip must not isolate the build (Horovod compiles against the torch and tensorflow that are installed), every file must be
-C++17 (the sources ask for C++14, which torch's headers refuse), and Horovod's XLA kernels must stay out (the TensorFlow
-wheel does not carry all headers they include). A wrapper around the C++ compiler sees to the last two.
-
-Two more reduce the processor time to less than a third: no debug information, and horovod.cmake, which makes CMake compile
-the files that both frameworks' libraries share only once. The wheel is kept for the next environment with the same versions.
+horovod_recipe.py has what makes its sources compile, and horovod_wheel.py the wheels that are kept or copied to other machines.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import importlib
-import importlib.metadata
-import json
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
+from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 
-HOROVOD_VERSION = "0.28.1"
-HOROVOD_CMAKE = Path(__file__).with_name("horovod.cmake")
+from hvdtrain.doctor.horovod_recipe import HOROVOD_VERSION, CannotBuild, CudaChoice, choose_cuda, cxx_standard, write_wrappers
+from hvdtrain.doctor.horovod_wheel import built_for, kept, label, misfits
+from hvdtrain.doctor.packages import is_older
 
-# The last -std and the last -g win. xla_mpi_ops.cc compiles to nothing where TensorFlow is older than 2.6.
-COMPILER_WRAPPER = """\
-#!/bin/sh
-case "$*" in
-    *xla_mpi_ops.cc*) exec g++ "$@" -std=c++17 -g0 -UTENSORFLOW_VERSION -DTENSORFLOW_VERSION=2005000000 ;;
-    *) exec g++ "$@" -std=c++17 -g0 ;;
-esac
-"""
+# The newest versions that a build was tried with (docs/installing.md has the table). Newer ones are tried, and a line says so.
+TRIED = {"torch": "2.15.0", "tensorflow": "2.21.0", "python": "3.13", "compiler": "14.2", "mpi": "5.0.7"}
 
-# Horovod's setup.py starts $HOROVOD_CMAKE twice: to configure, which reads horovod.cmake, too, and to build.
-CMAKE_WRAPPER = """\
-#!/bin/sh
-case "$1" in
-    --build) exec {cmake} "$@" ;;
-    *) exec {cmake} "$@" -DCMAKE_PROJECT_horovod_INCLUDE={include} ;;
-esac
-"""
-
-# The environment variables that change the build, besides HOROVOD_*.
-BUILD_VARIABLES = ("CFLAGS", "CPPFLAGS", "CXXFLAGS", "LDFLAGS", "CMAKE_PREFIX_PATH", "MPI_HOME", "CCL_ROOT")
-
-# Instructions that Horovod's build uses if the processor supports them.
-PROCESSOR_FLAGS = ("avx", "f16c", "fma")
+FRAMEWORKS = ("torch", "tensorflow")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -61,82 +33,178 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m hvdtrain build-horovod",
         description=f"Build Horovod {HOROVOD_VERSION} for the torch and tensorflow of this Python, with MPI and Gloo "
-        "(and NCCL where CUDA's compiler and NCCL's headers are found). Takes less than two minutes on two cores, or seconds "
-        "with the wheel of an earlier build for the same versions.",
+        "(and CUDA and NCCL where torch has CUDA and its compiler and headers are found). Takes less than two minutes on two "
+        "cores, or seconds with the wheel of an earlier build for the same versions.",
     )
     parser.add_argument("--log", type=Path, default=Path("horovod-build.log"), help="where the build's output goes")
-    parser.add_argument("--wheel-dir", type=Path, help=f"where built wheels are kept (default: {_default_wheel_dir()})")
+    parser.add_argument(
+        "--wheel-dir",
+        type=Path,
+        help="where built wheels are kept and looked for; a wheel for these versions is there afterwards, to be installed on "
+        f"other machines (default: {_default_wheel_dir()})",
+    )
+    parser.add_argument(
+        "--install",
+        type=Path,
+        metavar="WHEEL",
+        help="install this wheel, or the one in this folder that fits; build nothing. If none fits, tell why",
+    )
     parser.add_argument(
         "--force", action="store_true", help="build again even if the installed Horovod works, or a wheel is kept"
     )
     options = parser.parse_args(arguments)
-    frameworks = [name for name in ("torch", "tensorflow") if find_spec(name)]
+    frameworks = [name for name in FRAMEWORKS if find_spec(name)]
+    if options.install:
+        return _install_only(options.install, frameworks, options.log)
     missing = _missing(frameworks)
     if missing:
-        print("\n".join(["Horovod cannot be built yet:", *missing]), file=sys.stderr)
-        return 1
-    if not options.force and _problem(frameworks) is None:
-        print(f"Horovod {HOROVOD_VERSION} is installed and works with {' and '.join(frameworks)}")
-        return 0
-    versions = built_for(frameworks)
+        return _refuse(missing)
+    works = not options.force and _problem(frameworks) is None
+    if works and options.wheel_dir is None:
+        return _works(frameworks, what="is installed and works")
+    try:
+        cuda = choose_cuda(frameworks, os.environ)
+    except CannotBuild as error:
+        return _refuse([str(error)])
+    versions = built_for(frameworks, cuda, os.environ)
     wheel_dir = options.wheel_dir or _default_wheel_dir()
-    wheel = None if options.force else next(_folder(wheel_dir, versions).glob("*.whl"), None)
-    if wheel and _install(wheel, options.log) and _problem(frameworks) is None:
-        print(f"Horovod {HOROVOD_VERSION} works with {' and '.join(frameworks)}: the wheel of an earlier build, {wheel}")
-        return 0
+    places = [wheel_dir, _default_wheel_dir()]
+    wheel = None if options.force else next((found for place in places if (found := kept(place, versions))), None)
+    if wheel and (works or (_install(wheel, options.log) and _problem(frameworks) is None)):
+        copied = wheel.parent == wheel_dir or _copied(wheel, wheel_dir)
+        return _works(frameworks, wheel) if copied else 1
     problem = _unwritable(wheel_dir)
     if problem and options.wheel_dir:
         print(f"--wheel-dir: expected a folder that can be written, got {problem}", file=sys.stderr)
         return 1
     if problem:
         print(f"the wheel will not be kept: {problem}")
+    return _build_and_install(frameworks, cuda, versions, None if problem else wheel_dir, options.log)
+
+
+def newer_than_tried(versions: dict[str, str]) -> list[str]:
+    """Lines about the versions that are newer than any that a build was tried with.
+
+    >>> newer_than_tried({"torch": "torch 2.15.0+cu132", "compiler": "g++ (Debian 15.1.0-3) 15.1.0", "mpi": "Open MPI 5.0.7"})
+    ['g++ 15.1.0 is newer than 14.2, the newest that this was tried with: trying']
+    """
+    lines = []
+    for name, newest in TRIED.items():
+        found = re.search(r"[\d.]*\d(?=\S*$)" if name == "compiler" else r"\d[\d.]*", versions.get(name, ""))
+        numbers = ".".join(found[0].split(".")[: newest.count(".") + 1]) if found else ""
+        foreign = name == "mpi" and not versions.get(name, "").startswith("Open MPI")
+        if found and not foreign and is_older(newest, numbers):
+            called = {"compiler": "g++", "mpi": "Open MPI", "python": "Python"}.get(name, name)
+            lines.append(f"{called} {found[0]} is newer than {newest}, the newest that this was tried with: trying")
+    return lines
+
+
+def error_lines(log: str, limit: int = 12) -> list[str]:
+    """The lines of a build's log that tell what went wrong: the compiler's, linker's, CMake's and pip's own errors, each once,
+    with what belongs to them. In a parallel build they are far from the log's end. Without any, the log's last 20 lines.
+    """
+    lines = log.splitlines()
+    found: dict[str, list[str]] = {}
+    for number, line in enumerate(lines):
+        text = line.lstrip()
+        if text.startswith("CMake Error"):
+            # What belongs to it is indented further than it, which pip may have indented already.
+            indent = len(line) - len(text) + 2
+            rest = lines[number + 1 : number + 12]
+            end = next((index for index, more in enumerate(rest) if more.strip() and more[:indent].strip()), len(rest))
+            found.setdefault(text, [f"  {more.strip()}" for more in rest[:end] if more.strip()])
+        elif (
+            re.search(
+                r"\b(fatal )?error: (?!subprocess-exited|metadata-generation)\S|undefined reference to|cannot find -l", line
+            )
+            or line.startswith("ERROR: ")
+            and "Failed" not in line
+        ):
+            found.setdefault(text, [])
+    if not found:
+        return lines[-20:]
+    shown = [each for line, more in list(found.items())[:limit] for each in (line, *more)]
+    return [*shown, *([f"... and {len(found) - limit} more"] if len(found) > limit else [])]
+
+
+def _install_only(place: Path, frameworks: list[str], log: Path) -> int:
+    """Install the wheel, or the wheel of a folder, that fits this machine; tell why if none does."""
+    wheels = sorted(place.glob("horovod-*.whl")) if place.is_dir() else [place]
+    if not wheels or not wheels[0].exists():
+        print(f"--install: expected a wheel that build-horovod made, or a folder with one, got {place}", file=sys.stderr)
+        return 1
+    if not frameworks:
+        return _refuse(_missing(frameworks)[:1])
+    try:
+        here = built_for(frameworks, choose_cuda(frameworks, os.environ), os.environ)
+    except CannotBuild as error:
+        return _refuse([str(error)])
+    reasons = {wheel: misfits(wheel, here) for wheel in wheels}
+    fitting = [wheel for wheel, why in reasons.items() if not why]
+    if not fitting:
+        lines = [f"  {wheel.name}:\n    " + "\n    ".join(why) for wheel, why in reasons.items()]
+        print(
+            "\n".join([f"no wheel fits that is in {place}:" if place.is_dir() else "this wheel does not fit:", *lines]),
+            file=sys.stderr,
+        )
+        return 1
+    newest = max(fitting, key=lambda wheel: wheel.stat().st_mtime)
+    if not _install(newest, log):
+        return _failed(log, "installing the wheel failed")
+    broken = _problem(frameworks)
+    if broken:
+        print(f"{newest} was installed but does not work:\n{broken}", file=sys.stderr)
+        return 1
+    return _works(frameworks, newest)
+
+
+def _build_and_install(
+    frameworks: list[str], cuda: CudaChoice, versions: dict[str, str], wheel_dir: Path | None, log: Path
+) -> int:
+    """Build Horovod, install it and try it out; keep the wheel where a folder is given. Return the exit status."""
+    try:
+        standard, why = cxx_standard(frameworks)
+    except CannotBuild as error:
+        return _refuse([str(error)])
+    for line in [*newer_than_tried(versions), *([cuda.note] if cuda.note else []), f"compiling as {why}"]:
+        print(line, flush=True)
     with tempfile.TemporaryDirectory(prefix="hvdtrain-horovod-") as folder:
-        wheel = _build(frameworks, options.log, Path(folder))
-        if wheel is None or not _install(wheel, options.log):
-            print(_what_failed(options.log), file=sys.stderr)
-            print(f"\nbuilding Horovod failed; the whole log: {options.log}", file=sys.stderr)
-            return 1
-        broken = _problem(frameworks)
-        if broken:
-            print(f"Horovod was built but does not work:\n{broken}\nThe build's log: {options.log}", file=sys.stderr)
-            return 1
-        print(f"Horovod {HOROVOD_VERSION} works with {' and '.join(frameworks)}")
-        if not problem:
-            _keep(wheel, _folder(wheel_dir, versions), versions)
+        wheel = _build(frameworks, standard, cuda, log, Path(folder))
+        if wheel is None:
+            return _failed(log, "building Horovod failed")
+        if wheel_dir:
+            try:
+                wheel = label(wheel, versions, wheel_dir)
+            except OSError as error:
+                print(f"the wheel is not kept: {error}")
+        if not _install(wheel, log):
+            return _failed(log, "installing Horovod failed")
+    broken = _problem(frameworks)
+    if broken:
+        if wheel.parent == wheel_dir:
+            wheel.unlink()
+        print(f"Horovod was built but does not work:\n{broken}\nThe build's log: {log}", file=sys.stderr)
+        return 1
+    return _works(frameworks, wheel if wheel.parent == wheel_dir else None)
+
+
+def _works(frameworks: list[str], wheel: Path | None = None, what: str = "works") -> int:
+    print(f"Horovod {HOROVOD_VERSION} {what} with {' and '.join(frameworks)}{f': the wheel {wheel}' if wheel else ''}")
     return 0
 
 
-def built_for(frameworks: list[str]) -> dict[str, str]:
-    """Everything that a wheel of Horovod depends on, by name; a kept wheel is installed only if all values are equal."""
-    recipe = Path(__file__).read_bytes() + HOROVOD_CMAKE.read_bytes()
-    found = {
-        "horovod": HOROVOD_VERSION,
-        "recipe": hashlib.sha256(recipe).hexdigest()[:16],
-        "python": f"{sys.version.split()[0]} {sysconfig.get_config_var('EXT_SUFFIX')}",
-        "compiler": _first_line("g++", "--version"),
-        "libc": (os.confstr("CS_GNU_LIBC_VERSION") or "") if "CS_GNU_LIBC_VERSION" in os.confstr_names else "",
-        "mpi": f"{shutil.which('mpicxx')} {_first_line('mpicxx', '--showme:version')} {_first_line('mpirun', '--version')}",
-        "processor": " ".join(_processor_flags()),
-    }
-    nccl = _nccl_home()
-    if nccl:
-        header = (nccl / "include/nccl.h").read_bytes()
-        found["nccl"] = f"{nccl} {hashlib.sha256(header).hexdigest()[:16]}"
-        found["cuda"] = subprocess.run(["nvcc", "--version"], capture_output=True, text=True).stdout
-    for framework in frameworks:
-        found[framework] = _version(framework)
-    found |= {name: os.environ[name] for name in sorted(os.environ) if name in BUILD_VARIABLES or name.startswith("HOROVOD_")}
-    return found
+def _refuse(lines: Iterable[str]) -> int:
+    print("\n".join(["Horovod cannot be built yet:", *lines]), file=sys.stderr)
+    return 1
+
+
+def _failed(log: Path, what: str) -> int:
+    print("\n".join([*error_lines(log.read_text(errors="replace")), "", f"{what}; the whole log: {log}"]), file=sys.stderr)
+    return 1
 
 
 def _default_wheel_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "hvdtrain/wheels"
-
-
-def _folder(wheel_dir: Path, versions: dict[str, str]) -> Path:
-    """The folder in wheel_dir of the wheel that was built for these versions."""
-    key = hashlib.sha256(json.dumps(versions, sort_keys=True).encode()).hexdigest()[:16]
-    return wheel_dir / f"horovod-{HOROVOD_VERSION}-{key}"
 
 
 def _unwritable(wheel_dir: Path) -> str | None:
@@ -148,46 +216,27 @@ def _unwritable(wheel_dir: Path) -> str | None:
     return None if os.access(wheel_dir, os.W_OK) else f"{wheel_dir}, which cannot be written"
 
 
-def _keep(wheel: Path, folder: Path, versions: dict[str, str]) -> None:
-    """Copy the wheel into the folder, with the versions it was built for. The wheel is renamed into place, since another build
-    may read it at the same time. An error such as a full disk is only reported, since Horovod is already installed.
-    """
+def _copied(wheel: Path, wheel_dir: Path) -> bool:
+    """Whether the wheel is in the folder, too, now."""
+    problem = _unwritable(wheel_dir)
     try:
-        folder.mkdir(exist_ok=True)
-        (folder / "built-for.json").write_text(json.dumps(versions, indent=4) + "\n")
-        with tempfile.TemporaryDirectory(prefix=".new-", dir=folder) as new:
-            os.replace(shutil.copy(wheel, new), folder / wheel.name)
+        if problem is None:
+            shutil.copy(wheel, wheel_dir)
     except OSError as error:
-        print(f"the wheel is not kept: {error}")
-
-
-def _version(package: str) -> str:
-    """The version of a framework, whichever package brings it (tensorflow-cpu has the module tensorflow)."""
-    packages = importlib.metadata.packages_distributions().get(package, [package])
-    return " ".join(f"{name} {importlib.metadata.version(name)}" for name in sorted(set(packages)))
-
-
-def _first_line(*command: str) -> str:
-    if not shutil.which(command[0]):
-        return ""
-    lines = subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
-    return lines[0] if lines else ""
-
-
-def _processor_flags() -> list[str]:
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return []
-    flags = re.search(r"^flags\s*:(.*)$", text, re.MULTILINE)
-    return [os.uname().machine, *(flag for flag in PROCESSOR_FLAGS if flags and flag in flags[1].split())]
+        problem = str(error)
+    if problem:
+        print(f"--wheel-dir: expected a folder that can be written, got {problem}", file=sys.stderr)
+    return problem is None
 
 
 def _missing(frameworks: list[str]) -> list[str]:
     """What has to be installed before Horovod can be built, one line each."""
     lines = []
     if not frameworks:
-        lines.append("  no framework is installed: pip install torch (or tensorflow)")
+        lines.append(
+            "  no framework is installed: pip install torch (or tensorflow-cpu). PyPI's torch for Linux carries gigabytes of "
+            "CUDA; without: pip install torch --index-url https://download.pytorch.org/whl/cpu"
+        )
     for program, package in (("g++", "g++"), ("cmake", "cmake"), ("make", "make"), ("mpicxx", "libopenmpi-dev openmpi-bin")):
         if not shutil.which(program):
             lines.append(f"  {program} is not installed: apt-get install {package}")
@@ -210,28 +259,26 @@ def _problem(frameworks: list[str]) -> str | None:
     return None
 
 
-def _build(frameworks: list[str], log: Path, folder: Path) -> Path | None:
+def _build(frameworks: list[str], standard: int, cuda: CudaChoice, log: Path, folder: Path) -> Path | None:
     """Let pip build the wheel in the folder with the settings Horovod needs, showing how far the compiler has come."""
+    with_cuda = cuda.version != "none"
     environment = dict(
         os.environ,
-        CXX=str(_script(folder / "g++-17", COMPILER_WRAPPER)),
+        **write_wrappers(folder, os.environ.get("HOROVOD_CMAKE", "cmake"), standard, with_cuda),
         HOROVOD_WITH_MPI="1",
         HOROVOD_WITH_GLOO="1",
         HOROVOD_WITHOUT_MXNET="1",
         MAKEFLAGS=f"-j{len(os.sched_getaffinity(0))}",
     )
-    cmake = shlex.quote(os.environ.get("HOROVOD_CMAKE", "cmake"))
-    wrapper = CMAKE_WRAPPER.format(cmake=cmake, include=shlex.quote(str(HOROVOD_CMAKE)))
-    environment["HOROVOD_CMAKE"] = str(_script(folder / "cmake", wrapper))
     for framework, name in (("torch", "PYTORCH"), ("tensorflow", "TENSORFLOW")):
         environment[f"HOROVOD_WITH{'' if framework in frameworks else 'OUT'}_{name}"] = "1"
-    nccl = _nccl_home()
-    if nccl:
-        environment.update(HOROVOD_GPU_OPERATIONS="NCCL", HOROVOD_NCCL_HOME=str(nccl))
+    if cuda.nccl:
+        environment.update(HOROVOD_GPU_OPERATIONS="NCCL", HOROVOD_NCCL_HOME=str(cuda.nccl))
     # pip keeps built wheels itself, but by version only, so that it would hand out one that was built for other frameworks.
     command = [sys.executable, "-m", "pip", "wheel", "-v", "--no-build-isolation", "--no-binary", "horovod", "--no-cache-dir"]
     command += ["--no-deps", "--wheel-dir", str(folder), f"horovod=={HOROVOD_VERSION}"]
-    what = f"building Horovod {HOROVOD_VERSION} for {' and '.join(frameworks)} with MPI, Gloo{', NCCL' if nccl else ''}"
+    libraries = f"MPI, Gloo{', CUDA' if with_cuda else ''}{', NCCL' if cuda.nccl else ''}"
+    what = f"building Horovod {HOROVOD_VERSION} for {' and '.join(frameworks)} with {libraries}"
     log.parent.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     with log.open("w") as output:
@@ -254,37 +301,11 @@ def _install(wheel: Path, log: Path) -> bool:
     return True
 
 
-def _what_failed(log: Path) -> str:
-    """The first errors in the log, which are far from its end after a parallel build, and its last lines."""
-    lines = log.read_text(errors="replace").splitlines()
-    end = len(lines) - 20
-    errors = [line for line in lines[: max(end, 0)] if re.search(r"\berror:|CMake Error", line)][:5]
-    return "\n".join([*errors, *(["..."] if errors else []), *lines[max(end, 0) :]])
-
-
-def _script(path: Path, text: str) -> Path:
-    path.write_text(text)
-    path.chmod(0o755)
-    return path
-
-
 def _show(what: str, log: Path, seconds: float) -> None:
     """On a terminal: one line that is written over, with make's own percentage."""
     if sys.stdout.isatty():
         done = re.findall(r"\[ *(\d+)%\]", log.read_text(errors="replace"))
         print(f"\r{what} ... {done[-1] if done else 0} % after {seconds:.0f} s ", end="", flush=True)
-
-
-def _nccl_home() -> Path | None:
-    """The folder with include/nccl.h, where CUDA's compiler is there too; None on a machine without."""
-    if not shutil.which("nvcc"):
-        return None
-    wheel = find_spec("nvidia.nccl") if find_spec("nvidia") else None
-    places = [Path(place) for place in (wheel.submodule_search_locations or [])] if wheel else []
-    for place in [*places, Path("/usr"), Path("/usr/local"), Path("/usr/local/cuda")]:
-        if (place / "include/nccl.h").exists():
-            return place
-    return None
 
 
 if __name__ == "__main__":

@@ -1,12 +1,27 @@
 # Compiles once what Horovod's build compiles once per framework. CMake includes this file right after Horovod's project().
 #
 # Horovod adds its 30 common files to the library of each framework, and builds Gloo for each library. With current
-# frameworks both compilations are the same: C++17, one ABI, TensorFlow's Eigen. Here the common files become one object
-# library that both link, compiled in a few large files (a unity build), since most of the time goes into the headers that
-# all of them include. The frameworks' own files become object libraries, too: make compiles the files of a library only
+# frameworks both compilations are the same: one C++ standard, one ABI, TensorFlow's Eigen. Here the common files become one
+# object library that both link, compiled in a few large files (a unity build), since most of the time goes into the headers
+# that all of them include. The frameworks' own files become object libraries, too: make compiles the files of a library only
 # after the libraries it depends on, and PyTorch's binding, the largest file, has to start first.
 #
-# Horovod's build is not changed with CUDA or ROCm (which add files), with two ABIs, or with an old CMake.
+# CMake finds these modules first. For a torch with CUDA, Horovod's FindPytorch.cmake turns CUDA on wherever torch finds a CUDA
+# toolkit: CUDA is removed from what it has found. With CUDA, CMake's own FindCUDAToolkit takes the place of Horovod's copy of
+# 2020, which does not find the headers and libraries of a toolkit whose nvcc is a script elsewhere.
+list(PREPEND CMAKE_MODULE_PATH ${CMAKE_BINARY_DIR}/hvdtrain)
+if(HVDTRAIN_WITHOUT_CUDA)
+    file(WRITE ${CMAKE_BINARY_DIR}/hvdtrain/FindPytorch.cmake [[
+include(${PROJECT_SOURCE_DIR}/cmake/Modules/FindPytorch.cmake)
+set(Pytorch_CUDA FALSE)
+list(FILTER Pytorch_LIBRARIES EXCLUDE REGEX "cuda|NOTFOUND")
+]])
+elseif(EXISTS ${CMAKE_ROOT}/Modules/FindCUDAToolkit.cmake)
+    file(WRITE ${CMAKE_BINARY_DIR}/hvdtrain/FindCUDAToolkit.cmake
+        "include(\${CMAKE_ROOT}/Modules/FindCUDAToolkit.cmake)\n")
+endif()
+
+# The rest is not done with CUDA or ROCm (which add files), with two ABIs, or with an old CMake.
 if(CMAKE_VERSION VERSION_LESS 3.20)
     return()
 endif()

@@ -51,16 +51,17 @@ FEWEST, MOST = 4, 50
 """The limits on the number of measured steps."""
 
 
-def evaluate_all(settings: Settings) -> None:
-    """Evaluate a trained model on dev, eval and eval_datasets. Raises: HvdtrainError."""
+def evaluate_all(settings: Settings) -> dict[str, float]:
+    """Evaluate a trained model on dev, eval and eval_datasets; return the scores ('dev_loss_ce'). Raises: HvdtrainError."""
     if not settings.evaluations:
         raise ConfigError(["task: expected dev, eval or eval_datasets for the task eval, got none of them"])
     with (
         open_session(settings, "evaluate") as session,
-        open_step_log(settings.log, session.comm.rank) as step_log,
+        open_step_log(settings.log, session.comm.rank, settings.process) as step_log,
     ):
         epoch = session.progress.epoch
         lines = []
+        scores: dict[str, float] = {}
         ballot = Ballot(session.comm, session.learner.numbers, INTERVAL_OF_TASKS)
         for feed in session.feeds:
             means = evaluate(
@@ -73,8 +74,10 @@ def evaluate_all(settings: Settings) -> None:
                 step_log=step_log,
             )
             lines.append(f"{feed.name}: {text(means)}")
+            scores |= of_dataset(feed.name, means)
         ballot.finish()
         say(1, f"epoch {epoch} evaluation: {'; '.join(lines)}")
+        return scores
 
 
 def forward_all(settings: Settings) -> None:

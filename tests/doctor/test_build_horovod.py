@@ -1,4 +1,4 @@
-"""What of building Horovod answers in a second: what a kept wheel is for, and what is said when it cannot be built. `make setup`
+"""What of building Horovod answers in a second: what is left alone, and what is said when it cannot be built. `make setup`
 builds it, and every test under mpirun trains with it.
 """
 
@@ -7,8 +7,7 @@ import shutil
 import subprocess
 import sys
 
-from hvdtrain.doctor import build_horovod
-from hvdtrain.doctor.build_horovod import built_for
+from hvdtrain.doctor.build_horovod import error_lines, newer_than_tried
 
 
 def build(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -18,11 +17,11 @@ def build(*arguments: str, **environment: str) -> subprocess.CompletedProcess[st
 
 def test_an_installed_horovod_that_works_is_left_alone(tmp_path):
     log = tmp_path / "log"
-    finished = build("--log", str(log), "--wheel-dir", str(tmp_path / "wheels"))
+    finished = build("--log", str(log), XDG_CACHE_HOME=str(tmp_path / "cache"))
     assert finished.returncode == 0
     assert "is installed and works with torch and tensorflow" in finished.stdout
     assert not log.exists()
-    assert not (tmp_path / "wheels").exists()
+    assert not (tmp_path / "cache/hvdtrain").exists()
 
 
 def test_each_missing_program_is_named_with_its_package(tmp_path):
@@ -45,37 +44,57 @@ def test_a_folder_for_wheels_that_cannot_be_made_is_told_before_the_build(tmp_pa
     assert not (tmp_path / "log").exists()
 
 
-def test_a_wheel_is_for_the_frameworks_the_flags_and_the_processor_it_was_built_with(monkeypatch):
-    both = built_for(["torch", "tensorflow"])
-    assert both["torch"].startswith("torch 2.")
-    assert both["tensorflow"].split()[0].startswith("tensorflow")
-    assert "Open MPI" in both["mpi"]
-    assert both["processor"].split()[0] == os.uname().machine
-    assert built_for(["torch"]) == {name: value for name, value in both.items() if name != "tensorflow"}
-    monkeypatch.setenv("CXXFLAGS", "-O1")
-    monkeypatch.setenv("HOROVOD_WITHOUT_GLOO", "1")
-    assert built_for(["torch", "tensorflow"]) == {**both, "CXXFLAGS": "-O1", "HOROVOD_WITHOUT_GLOO": "1"}
+# A log as make and pip leave it: two compilers at work, the linker, then pip's summary.
+LOG = """\
+cc x.cc
+/b/x.cc:1:1: error: 'logic_error' is not a member of 'std'
+    1 | throw std::logic_error("");
+/b/y.cc:7:2: error: #error C++20 or later compatible compiler is required to use ATen.
+/b/x.cc:1:1: error: 'logic_error' is not a member of 'std'
+  CMake Error at /usr/share/cmake/FindPackageHandleStandardArgs.cmake:230 (message):
+    Could NOT find CUDAToolkit (missing: CUDA_CUDART)
+
+  Call Stack (most recent call first):
+  CMakeLists.txt:1 (find_package)
+
+  except ImportError as error:
+-- Configuring incomplete, errors occurred!
+/usr/bin/ld: cannot find -ltorch
+"""
 
 
-def test_a_wheel_is_kept_for_its_versions_alone(tmp_path):
-    (tmp_path / "wheels").mkdir()
-    wheel = tmp_path / "horovod-0.28.1-py3-none-any.whl"
-    wheel.write_bytes(b"first")
-    of_torch = build_horovod._folder(tmp_path / "wheels", {"torch": "2.13"})
-    other = build_horovod._folder(tmp_path / "wheels", {"torch": "2.14"})
-    build_horovod._keep(wheel, of_torch, {"torch": "2.13"})
-    wheel.write_bytes(b"second")
-    build_horovod._keep(wheel, of_torch, {"torch": "2.13"})
-    assert sorted(path.name for path in of_torch.iterdir()) == ["built-for.json", wheel.name]
-    assert (of_torch / wheel.name).read_bytes() == b"second"
-    assert other.parent == of_torch.parent
-    assert not other.exists()
+def test_the_errors_of_compiler_cmake_and_linker_are_shown_though_much_follows():
+    lines = error_lines(
+        LOG + "\n".join([*map(str, range(100)), "  error: subprocess-exited-with-error", "ERROR: Failed building"])
+    )
+    assert lines == [
+        "/b/x.cc:1:1: error: 'logic_error' is not a member of 'std'",
+        "/b/y.cc:7:2: error: #error C++20 or later compatible compiler is required to use ATen.",
+        "CMake Error at /usr/share/cmake/FindPackageHandleStandardArgs.cmake:230 (message):",
+        "  Could NOT find CUDAToolkit (missing: CUDA_CUDART)",
+        "/usr/bin/ld: cannot find -ltorch",
+    ]
+    many = error_lines("\n".join(f"x.cc:{number}: error: wrong" for number in range(105)))
+    assert len(many) == 13
+    assert many[-1] == "... and 93 more"
+    assert error_lines("\n".join(map(str, range(100)))) == [str(number) for number in range(80, 100)]
+    assert error_lines("ERROR: No matching distribution found for horovod==0.28.1\nthe end") == [
+        "ERROR: No matching distribution found for horovod==0.28.1"
+    ]
 
 
-def test_the_first_error_is_shown_though_much_follows(tmp_path):
-    log = tmp_path / "log"
-    log.write_text("\n".join(["cc x.cc", "x.cc:1:1: error: no such thing", *map(str, range(100)), "pip: it failed"]))
-    lines = build_horovod._what_failed(log).splitlines()
-    assert lines[:2] == ["x.cc:1:1: error: no such thing", "..."]
-    assert lines[-1] == "pip: it failed"
-    assert len(lines) == 22
+def test_what_is_newer_than_anything_tried_is_told():
+    tried = {"torch": "torch 2.15.0+cu132", "tensorflow": "tensorflow_cpu 2.21.0", "python": "3.13.9", "mpi": "Open MPI 5.0.7"}
+    assert newer_than_tried({**tried, "compiler": "g++ (Debian 14.2.0-19) 14.2.0"}) == []
+    assert newer_than_tried({"torch": "torch 2.16.0", "python": "3.14.0", "mpi": "MPICH 9.0"}) == [
+        "torch 2.16.0 is newer than 2.15.0, the newest that this was tried with: trying",
+        "Python 3.14.0 is newer than 3.13, the newest that this was tried with: trying",
+    ]
+
+
+def test_a_log_of_a_real_failure_ends_with_the_compilers_own_lines(tmp_path):
+    """Horovod's build fails while CMake configures: that takes seconds."""
+    finished = build("--force", "--log", str(tmp_path / "log"), XDG_CACHE_HOME=str(tmp_path), HOROVOD_CMAKE="/bin/false")
+    assert finished.returncode == 1
+    assert "building Horovod failed; the whole log: " in finished.stderr
+    assert "returned non-zero exit status 1" in finished.stderr

@@ -3,7 +3,7 @@ weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,23 @@ from typing import Any
 import torch
 
 from hvdtrain.data.types import Array
-from hvdtrain.errors import CheckpointError
-from hvdtrain.learner.base import NEW_OPTIMIZER, Kind, MakeMissing, PreloadNames, Shapes, StatePart, check_made
+from hvdtrain.errors import CheckpointError, DamagedCheckpoint
+from hvdtrain.learner.base import (
+    NEW_OPTIMIZER,
+    NO_MARKS,
+    Kind,
+    MakeMissing,
+    Marks,
+    PreloadNames,
+    Shapes,
+    StatePart,
+    check_made,
+)
+from hvdtrain.learner.integrity import check_own, check_same_save
 from hvdtrain.learner.model_format import is_safetensors
 from hvdtrain.learner.precision import LossScale
 from hvdtrain.learner.steps import kept
-from hvdtrain.learner.torch.model_file import place_of, read_file, write_model
+from hvdtrain.learner.torch.model_file import place_of, read_file, write_file, write_model
 from hvdtrain.learner.torch.optimizer import ShardedOptimizer, in_own_order, names_by_group
 from hvdtrain.learner.torch.tensors import trained_of
 from hvdtrain.learner.torch.update import Optimizer
@@ -110,7 +121,7 @@ class TorchState:
 
     def save(self, model_file: Path, optimizer_file: Path, progress: dict[str, Any], snapshot: Any | None = None) -> None:
         model, optimizer = self._contents() if snapshot is None else snapshot
-        torch.save({**optimizer, **progress}, optimizer_file)
+        write_file(optimizer_file, {**optimizer, **progress})
         write_model(model_file, model, progress, self._model_format)
 
     def snapshot(self) -> tuple[Any, Any]:
@@ -138,25 +149,31 @@ class TorchState:
         try:
             own = self._model.state_dict()
             self._model.load_state_dict(stored.pop("model") | {name: own[name] for name in self._constants})
-        except (KeyError, RuntimeError) as error:
+        except (AttributeError, KeyError, RuntimeError, TypeError) as error:
             raise CheckpointError(f"{model_file}: expected the parameters of this config's model, got others: {error}") from None
         if optimizer_file is not None:
             more = read_file(optimizer_file, self._device)
+            check_same_save(model_file, stored, optimizer_file, more)
             self._load_optimizer(more, optimizer_file)
-            self._load_trained(more.get(TRAINED), more.get(AVERAGED, 0))
-            self.shared, self.own = more.get(SHARED, {}), more.get(OWN, {})
+            self._load_trained(more.get(TRAINED), more.get(AVERAGED, 0), optimizer_file)
+            self.shared, self.own = lists_in(more, SHARED, optimizer_file), lists_in(more, OWN, optimizer_file)
         return stored
 
-    def _load_trained(self, trained: dict[str, torch.Tensor] | None, updates: int) -> None:
+    def _load_trained(self, trained: dict[str, torch.Tensor] | None, updates: int, file: Path) -> None:
         """Continue from the trained weights if the model's file has their moving average."""
         if trained is None:
             return
-        if self._average is not None:
-            self._average.start(updates)
-        with torch.no_grad():
-            for name, parameter in zip(self._trained_names(), self._trained, strict=True):
-                if name in trained:
-                    parameter.copy_(trained[name])
+        try:
+            if self._average is not None:
+                self._average.start(int(updates))
+            with torch.no_grad():
+                for name, parameter in zip(self._trained_names(), self._trained, strict=True):
+                    if name in trained:
+                        parameter.copy_(trained[name])
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise DamagedCheckpoint(
+                f"{file}: expected the weights that were trained in {TRAINED!r}, got others: {error}"
+            ) from None
 
     def preload(
         self, file: Path, entry: str | None, choose: Callable[[Shapes, Shapes], PreloadNames], make: MakeMissing | None
@@ -167,21 +184,27 @@ class TorchState:
             self._average.adopt({id(parameter) for name, parameter in named if name in taken})
         return ours, taken
 
-    def save_own(self, file: Path, parts: Sequence[StatePart]) -> None:
-        own: dict[str, Any] = {}
+    def save_own(self, file: Path, parts: Sequence[StatePart], marks: Marks = NO_MARKS) -> None:
+        own: dict[str, Any] = dict(marks)
         for part in parts:
             if part != "optimizer" and part != "kept":
                 own[part] = [tensor.detach() for tensor in self._tensors(part)]
         if "optimizer" in parts:
             own |= self._optimizer_state()
-        torch.save(own | ({OWN: self.own} if self.own else {}), file)
+        write_file(file, own | ({OWN: self.own} if self.own else {}))
 
-    def load_own(self, file: Path) -> None:
+    def load_own(self, file: Path, parts: Sequence[StatePart], marks: Marks = NO_MARKS) -> None:
         own = read_file(file, self._device)
-        self.own = own.pop(OWN, {})
-        self._load_optimizer({name: own.pop(name) for name in ("optimizer", OPTIMIZER_CLASS, "loss_scale") if name in own}, file)
-        for kind, stored in own.items():
-            self.map_tensors(kind, lambda _, stored=stored: stored)  # type: ignore[arg-type, misc]
+        check_own(file, own, [part for part in parts if part != "kept"], marks)
+        self.own = lists_in(own, OWN, file)
+        if "optimizer" in parts:
+            self._load_optimizer(own, file)
+        for part in parts:
+            if part != "optimizer" and part != "kept":
+                try:
+                    self.map_tensors(part, lambda _, stored=own[part]: stored)  # type: ignore[misc]
+                except (RuntimeError, TypeError, ValueError) as error:
+                    raise DamagedCheckpoint(f"{file}: expected the {part} of this config's model, got others: {error}") from None
 
     def _saved(self) -> dict[str, torch.Tensor]:
         """The model's tensors that a checkpoint holds."""
@@ -193,17 +216,18 @@ class TorchState:
 
     def _load_optimizer(self, state: dict[str, Any], file: Path) -> None:
         own = self._optimizer_name()
+        if "optimizer" not in state:
+            raise DamagedCheckpoint(f"{file}: expected the state of the optimizer {own}, got a file without 'optimizer'")
         stored = state.get(OPTIMIZER_CLASS, own)
         if stored != own:
             raise CheckpointError(f"{file}: expected the state of the optimizer {own}, got that of {stored} {NEW_OPTIMIZER}")
         try:
             if RETURNN in state and state.get("param_names") is not None:
                 state["optimizer"] = in_own_order(state["optimizer"], state["param_names"], self._names_by_group())
-            if "optimizer" in state:
-                self._optimizer.load_state_dict(_steps_on_cpu(state["optimizer"], self._optimizer))
+            self._optimizer.load_state_dict(_steps_on_cpu(state["optimizer"], self._optimizer))
             if self._scale is not None and "loss_scale" in state:
                 self._scale.restore(state["loss_scale"])
-        except (KeyError, ValueError) as error:
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"{file}: expected the state of {own} for this model, got another: {error} {NEW_OPTIMIZER}"
             ) from None
@@ -312,6 +336,16 @@ def preload(
         for name, value in values.items():
             ours[name].copy_(value)
     return list(ours), list(values)
+
+
+def lists_in(stored: Mapping[str, Any], name: str, file: Path) -> dict[str, list[torch.Tensor]]:
+    """An entry with lists of tensors by name; none without the entry. Raises: DamagedCheckpoint."""
+    lists = stored.get(name, {})
+    if not isinstance(lists, dict) or not all(
+        isinstance(one, list) and all(isinstance(tensor, torch.Tensor) for tensor in one) for one in lists.values()
+    ):
+        raise DamagedCheckpoint(f"{file}: expected lists of tensors in its entry {name!r}, got others")
+    return lists
 
 
 def _shapes(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:

@@ -495,11 +495,19 @@ def open_feeds(
                 f"{other.name}: expected the data keys of train ({', '.join(feeds[0].dataset.streams)}), "
                 f"got none called {', '.join(missing)}"
             )
+    there = feeds[0].dataset.streams
     for name, keys in {**_limits_by_key(settings.batch), "chunking": keys_of(settings.chunks)}.items():
-        for key in keys:
-            if key not in feeds[0].dataset.streams:
-                raise DataError(f"{name}: expected data keys of train ({', '.join(feeds[0].dataset.streams)}), got {key!r}")
+        absent = [key for key in keys if key not in there]
+        if absent and (len(absent) == len(keys)) and name not in LIMITS_OF_LENGTHS:
+            raise DataError(f"{name}: expected data keys of train ({', '.join(there)}), got {absent[0]!r}")
+        if absent:
+            say(2, f"{name}: without effect for {', '.join(map(repr, absent))}: the data keys of train are {', '.join(there)}")
     return feeds
+
+
+LIMITS_OF_LENGTHS = ("max_seq_length", "min_seq_length", "max_pad_size")
+"""Keys with limits by data key, which hold for the data keys that a dataset has, as in RETURNN. A limit of a batch that holds for
+none would make batches of any size."""
 
 
 def _limits_by_key(keys: BatchKeys) -> dict[str, list[str]]:

@@ -220,6 +220,8 @@ def exit_status(work: Callable[[], None], interrupted: str = INTERRUPTED) -> int
             horovod_gloo.start_again(launch.environment(), after_stop=True)
             # Not for a change of hosts: all ranks end, or this one only.
             return _fail(str(error), rank, error.status, error.on_every_rank, would_repeat=False)
+        if error.is_printed:
+            return error.status
         return _fail(str(error), rank, error.status, error.on_every_rank, error.would_repeat)
     except KeyboardInterrupt:
         return _fail(interrupted, rank, status=130, everywhere=True)

@@ -42,7 +42,7 @@ from hvdtrain.runtime.log import say
 from hvdtrain.schedule.early_stopping import ends_early
 from hvdtrain.schedule.file import LearningRateFile, epoch_meta, epoch_rate
 from hvdtrain.schedule.history import EpochRecord
-from hvdtrain.schedule.measure import as_errors, missing_scores, unclear_line, wrong_directions
+from hvdtrain.schedule.measure import as_errors, fallback_line, missing_scores, unclear_line, wrong_directions
 from hvdtrain.schedule.rates import epoch_learning_rate
 from hvdtrain.session import Session, checkpoint_folder, open_session
 from hvdtrain.settings import Settings, effective
@@ -356,8 +356,9 @@ class BestReporter:
     def epoch(self, report: EpochReport) -> None:
         history, measure = self._session.progress.history, self._session.best.measure
         best, name = measure.best(history), measure.name(history)
-        if self._is_first and (line := unclear_line(history, measure)) is not None:
-            say(2, line)
+        for line in (unclear_line(history, measure), fallback_line(history, measure)) if self._is_first else ():
+            if line is not None:
+                say(2, line)
         if best is not None and name is not None and best.epoch == report.epoch:
             say(3, f"epoch {best.epoch} is the best so far: {name} {best.scores[name]:.4g}, {measure.direction(name)}")
         self._is_first = False

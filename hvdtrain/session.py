@@ -14,6 +14,7 @@ from math import inf
 from pathlib import Path
 from typing import Literal
 
+from hvdtrain.checkpoint.changed_keys import changed_key_lines
 from hvdtrain.checkpoint.folder import CheckpointFolder, parse_rule
 from hvdtrain.checkpoint.lock import only_training_of
 from hvdtrain.checkpoint.preload import constant_preloads, take_over
@@ -43,10 +44,11 @@ from hvdtrain.learner.base import Learner
 from hvdtrain.learner.frameworks import FRAMEWORKS, BuildOptions
 from hvdtrain.learner.reducer import Reducer
 from hvdtrain.runtime.heartbeats import meet
-from hvdtrain.runtime.interrupt import Interrupt
+from hvdtrain.runtime.interrupt import Interrupt, Stopped
 from hvdtrain.runtime.log import SCREEN, open_log, open_terminal, say
+from hvdtrain.runtime.peers import print_through_mpirun
 from hvdtrain.runtime.timer import Timer
-from hvdtrain.runtime.watchdog import Ending, Watchdog
+from hvdtrain.runtime.watchdog import SECONDS_TO_END, Ending, Watchdog
 from hvdtrain.settings import Settings
 
 Purpose = Literal["train", "dry_run", "evaluate", "forward", "export", "load", "measure"]
@@ -83,6 +85,13 @@ class Session:
     progress: Progress
 
 
+BY_MPIRUN = (
+    "SIGTERM from mpirun, as after Ctrl-C: it kills the ranks a second later and returns 1. Saving a checkpoint, if there is "
+    "time (kill -USR1 PID-OF-MPIRUN leaves time for it, and returns 75)"
+)
+"""Printed at once, as nobody knows whether there is time."""
+
+
 @contextmanager
 def open_session(settings: Settings, purpose: Purpose, comm: Communicator | None = None) -> Iterator[Session]:
     """Collective. Connect the ranks, open the data, build the model and load what the purpose needs.
@@ -103,13 +112,17 @@ def open_session(settings: Settings, purpose: Purpose, comm: Communicator | None
                         open_feeds.callback(close, session.feeds)
                     try:
                         yield session
+                    except Stopped as stopped:
+                        if connection.rank == 0 and session.interrupt.reason == "SIGTERM":
+                            stopped.is_printed = print_through_mpirun(str(stopped))
+                        raise
                     finally:
                         session.watchdog.beat("closing the job", "unhurried")
                     if settings.process.is_own:
                         close(session.feeds)
         except PeerFailure as failure:
             if session is not None:
-                failure.seen = (*session.watchdog.ended_ranks(), *changed_files(session.feeds))
+                failure.seen = (*session.watchdog.ended_ranks(SECONDS_TO_END), *changed_files(session.feeds))
             raise
 
 
@@ -166,6 +179,9 @@ def _open(settings: Settings, purpose: Purpose, comm: Communicator, watched: Exi
             restarts=restarts_of_torchrun(launch.environment()) > 0,
         )
     watchdog = watched.enter_context(Watchdog(patience, comm.rank, heartbeats, ending(), settings.process.is_own))
+    if comm.rank == 0:
+        # mpirun also sends SIGTERM after a rank has failed, which it reports itself.
+        interrupt.on_sigterm = lambda: print_through_mpirun(BY_MPIRUN) if not watchdog.ended_ranks(0.0) else None
     feeds = _open_data(settings, purpose, comm, watchdog, stack)
     watchdog.beat("building the model")
     if purpose in WITH_TRAINED:  # the model's file has the average over time
@@ -193,6 +209,10 @@ def _open(settings: Settings, purpose: Purpose, comm: Communicator, watched: Exi
     progress = Progress()
     if purpose in ("train", "dry_run"):
         progress = resume(comm, saver, checkpoints, settings.start, settings.schedule.learning_rate_file)
+        keys = settings.of_results
+        for line in changed_key_lines(progress.keys, keys, has_history=bool(progress.history)):
+            say(3, line)
+        progress.keys = keys
         watchdog.beat("comparing the data with that of the checkpoint")
         check_data(comm, progress, {feed.name: feed.parts for feed in feeds}, settings.start.accept_changed_data)
     elif purpose in WITH_TRAINED:
@@ -271,7 +291,8 @@ def open_communicator(settings: Settings) -> Iterator[Communicator]:
         from hvdtrain.comm.horovod import open_horovod, peer_failures  # imports a framework
 
         inside = peer_failures()  # TensorFlow's graphs exchange by themselves
-        comm = open_horovod(settings.run.backend, settings.reduce.horovod_timeline)
+        stays = not settings.process.is_own
+        comm = open_horovod(settings.run.backend, settings.reduce.horovod_timeline, stays)
     elif torch_keys is not None:
         from hvdtrain.comm.torch_dist import open_torch_distributed
 
@@ -475,11 +496,19 @@ def open_feeds(
                 f"{other.name}: expected the data keys of train ({', '.join(feeds[0].dataset.streams)}), "
                 f"got none called {', '.join(missing)}"
             )
+    there = feeds[0].dataset.streams
     for name, keys in {**_limits_by_key(settings.batch), "chunking": keys_of(settings.chunks)}.items():
-        for key in keys:
-            if key not in feeds[0].dataset.streams:
-                raise DataError(f"{name}: expected data keys of train ({', '.join(feeds[0].dataset.streams)}), got {key!r}")
+        absent = [key for key in keys if key not in there]
+        if absent and (len(absent) == len(keys)) and name not in LIMITS_OF_LENGTHS:
+            raise DataError(f"{name}: expected data keys of train ({', '.join(there)}), got {absent[0]!r}")
+        if absent:
+            say(2, f"{name}: without effect for {', '.join(map(repr, absent))}: the data keys of train are {', '.join(there)}")
     return feeds
+
+
+LIMITS_OF_LENGTHS = ("max_seq_length", "min_seq_length", "max_pad_size")
+"""Keys with limits by data key, which hold for the data keys that a dataset has, as in RETURNN. A limit of a batch that holds for
+none would make batches of any size."""
 
 
 def _limits_by_key(keys: BatchKeys) -> dict[str, list[str]]:

@@ -90,8 +90,12 @@ def model_file(keys: StartKeys, folder: CheckpointFolder) -> Path:
             return _file(keys.load, folder)
         return _file(f"{keys.load}.{_epoch(keys.load_epoch, Path(keys.load).parent):03d}", folder)
     epoch = _epoch(keys.load_epoch, folder.folder) if keys.load_epoch is not None else max(folder.finished(), default=None)
+    if epoch is None and keys.import_model_train_epoch1 is not None:
+        return _file(keys.import_model_train_epoch1, folder, "import_model_train_epoch1")
     if epoch is None:
-        raise CheckpointError(f"load: expected a trained model, got no file such as {folder.at(1).model_file}")
+        raise CheckpointError(
+            f"load: expected a trained model, got no file such as {folder.at(1).model_file} (set load to a model file)"
+        )
     if not folder.at(epoch).model_file.exists():
         raise CheckpointError(
             f"load_epoch: expected an epoch that has a model, got {epoch}: there is no {folder.at(epoch).model_file}"

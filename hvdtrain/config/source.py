@@ -26,6 +26,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from hvdtrain.config.keys import text_value
+from hvdtrain.config.missing import import_failure
 from hvdtrain.errors import ConfigError
 
 COMMAND_LINE = "the command line"
@@ -33,6 +34,8 @@ CALL = "the call"
 OVERRIDING = (COMMAND_LINE, CALL)
 """Origins of overrides: of the command line as text, and of a program that calls hvdtrain as Python's values."""
 MODULE_NAME = "__hvdtrain_config__"
+OUR_FILES = (str(Path(__file__).parent.parent),)
+"""How the names of this package's files begin."""
 
 
 OPTIONS = ("-h", "--help", "--dry-run", "--summary", "--overfit-batches", "--print-config", "--version")
@@ -331,7 +334,8 @@ def _run_python(
         raise
     except Exception as error:
         line = _line_in(path, error)
-        raise ConfigError([f"{path.name}{line}: {type(error).__name__}: {error}"]) from error
+        what = import_failure(error, OUR_FILES) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
+        raise ConfigError([f"{path.name}{line}: {what}"]) from error
     loaded = {
         name: value
         for name, value in names.items()

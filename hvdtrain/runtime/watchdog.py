@@ -153,9 +153,9 @@ class Watchdog:
         self._beats += 1
         self._activity, self._phase = activity, phase
 
-    def ended_ranks(self) -> list[str]:
-        """Which other ranks have ended, after a collective has failed because of one."""
-        return self._heartbeats.wait_for_ended(SECONDS_TO_END) if self._heartbeats.together else []
+    def ended_ranks(self, seconds: float) -> list[str]:
+        """Which other ranks have ended; waits for so long at most until there is one."""
+        return self._heartbeats.wait_for_ended(seconds) if self._heartbeats.together else []
 
     def __enter__(self) -> Watchdog:
         if (

@@ -109,6 +109,10 @@ def parse(name: str, value: Any, defaults: Mapping[str, Any]) -> tuple[DatasetSp
         value = [value]
     elif isinstance(value, str) and not is_reference(value):
         value = [part.strip() for part in value.split(",")]
+        if not all(value):
+            return None, [
+                f"{name}: expected the names of HDF files, separated by commas, got an empty one in {', '.join(value)!r}"
+            ]
     if isinstance(value, (list, tuple)):
         if not value:
             return None, [f"{name}: expected at least one sequence or file, got an empty {type(value).__name__}"]

@@ -22,9 +22,9 @@ from typing import Any
 
 import numpy
 
-from hvdtrain.checkpoint.folder import CheckpointFolder
 from hvdtrain.cli import restarts
 from hvdtrain.comm import launch, local
+from hvdtrain.comm.base import SingleCommunicator, connected
 from hvdtrain.comm.launch import Launch
 from hvdtrain.comm.spawn import NotImportable, call_on_ranks, packed
 from hvdtrain.config.source import CALL, MODULE_NAME, OVERRIDING, Config
@@ -34,7 +34,7 @@ from hvdtrain.run import Trained
 from hvdtrain.runtime.log import programs_log
 from hvdtrain.runtime.process import Process
 from hvdtrain.schedule.history import EpochRecord
-from hvdtrain.session import checkpoint_folder, open_session
+from hvdtrain.session import open_session
 from hvdtrain.settings import TASKS, Settings, read_settings
 
 ConfigLike = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, Any]
@@ -112,10 +112,9 @@ def train(config: ConfigLike | None = None, *, ranks: int | None = None, handle_
         Exception: what a function of the config raises. Of a rank of its own, the cause is the traceback there.
     """
     job = _Job(config, keys | {"task": "train"}, ranks, handle_signals)
-    settings, trained = job.run()
-    return Result(
-        trained["history"], _best(settings, trained["best"]), trained["checkpoint"], trained["num_epochs"], trained["model"]
-    )
+    trained = job.run()
+    best = _best(trained["checkpoint"].parent, trained["best"])
+    return Result(trained["history"], best, trained["checkpoint"], trained["num_epochs"], trained["model"])
 
 
 def evaluate(
@@ -130,7 +129,7 @@ def evaluate(
     Raises:
         HvdtrainError: a mistake in the config, the data or a checkpoint.
     """
-    _, scores = _Job(config, keys | {"task": "eval"} | _keys_of(checkpoint), ranks).run()
+    scores = _Job(config, keys | {"task": "eval"} | _keys_of(checkpoint), ranks).run()
     return dict(scores)
 
 
@@ -145,12 +144,12 @@ def forward(
 
     Returns:
         For each sequence, in the dataset's order, its tag and what forward_step marks, by name, as numpy arrays of shape
-        (frames, ...). Empty if `output_file` or `forward_callback` takes the outputs.
+        (frames, ...). Empty if `output_file` or `forward_callback` takes the outputs, and in a process that is a rank but 0.
 
     Raises:
         HvdtrainError: a mistake in the config, the data or a checkpoint.
     """
-    _, outputs = _Job(config, keys | {"task": "forward"} | _keys_of(checkpoint), ranks).run()
+    outputs = _Job(config, keys | {"task": "forward"} | _keys_of(checkpoint), ranks).run()
     return list(outputs)
 
 
@@ -185,8 +184,8 @@ class _Job:
     ranks: int | None = None
     handles_signals: bool = False
 
-    def run(self) -> tuple[Settings, Any]:
-        """The settings, and what the task returns. Raises: HvdtrainError."""
+    def run(self) -> Any:
+        """What the task returns. Raises: HvdtrainError."""
         configs = _configs(self.config)
         if self.ranks is not None and (not isinstance(self.ranks, int) or isinstance(self.ranks, bool) or self.ranks < 1):
             raise ConfigError([f"ranks: expected a positive number, got {self.ranks!r} in the call"])
@@ -195,17 +194,17 @@ class _Job:
             wanted = _to_start(settings, self.ranks)
             if not wanted:
                 process = Process(is_own=False, handles_signals=self.handles_signals, prints_log=False)
-                return settings, _done(replace(settings, process=process))
-            values = self._importable(configs)
+                return _done(replace(settings, process=process))
+            self._check_importable(configs)
             arguments = {"configs": configs, "keys": {**self.keys, "ngpu": wanted[0].size}}
             again = restarts(settings)
-            returned = call_on_ranks(wanted, "hvdtrain.api:_on_rank", arguments | values, again, self.handles_signals)
+            returned = call_on_ranks(wanted, "hvdtrain.api:_on_rank", arguments, again, self.handles_signals)
             if settings.run.task == "train":
                 returned["model"] = partial(_reloaded, configs, self.keys, returned["checkpoint"])
-            return settings, returned
+            return returned
 
-    def _importable(self, configs: Sequence[Config]) -> dict[str, Any]:
-        """Nothing, if ranks of their own can get all values. Raises: ConfigError."""
+    def _check_importable(self, configs: Sequence[Config]) -> None:
+        """Raises: ConfigError, if ranks of their own cannot get all values."""
         problems = []
         for values in (*(one for one in configs if not isinstance(one, Path)), self.keys):
             for name, value in values.items():
@@ -218,7 +217,6 @@ class _Job:
                     )
         if problems:
             raise ConfigError(problems)
-        return {}
 
 
 def _on_rank(configs: Sequence[Config], keys: Mapping[str, Any]) -> Any:
@@ -289,15 +287,16 @@ def _load(settings: Settings, checkpoint: Path) -> Any:
         reduce=replace(settings.reduce, use_horovod=False, horovod_timeline=None),
         torch_distributed=None,
     )
-    with FRAMEWORKS[settings.run.backend].preserved(), open_session(settings, "load") as session:
+    started = launch.launch()
+    comm = SingleCommunicator(started.local_rank, started.local_size)  # also in a process that mpirun started
+    with FRAMEWORKS[settings.run.backend].preserved(), connected(comm), open_session(settings, "load", comm) as session:
         return _to_evaluate(session.learner.model)
 
 
-def _best(settings: Settings, found: Mapping[str, Any] | None) -> Best | None:
+def _best(folder: Path, found: Mapping[str, Any] | None) -> Best | None:
     if found is None:
         return None
-    folder: CheckpointFolder = checkpoint_folder(settings)
-    file = None if found["file"] is None else (folder.folder / found["file"]).absolute()
+    file = None if found["file"] is None else folder / found["file"]
     scores = {name: float(score) for name, score in found["scores"].items()}
     return Best(found["epoch"], found["measure"], float(found["score"]), scores, file)
 

@@ -14,6 +14,7 @@ from math import inf
 from pathlib import Path
 from typing import Literal
 
+from hvdtrain.checkpoint.changed_keys import changed_key_lines
 from hvdtrain.checkpoint.folder import CheckpointFolder, parse_rule
 from hvdtrain.checkpoint.lock import only_training_of
 from hvdtrain.checkpoint.preload import constant_preloads, take_over
@@ -208,6 +209,10 @@ def _open(settings: Settings, purpose: Purpose, comm: Communicator, watched: Exi
     progress = Progress()
     if purpose in ("train", "dry_run"):
         progress = resume(comm, saver, checkpoints, settings.start, settings.schedule.learning_rate_file)
+        keys = settings.of_results
+        for line in changed_key_lines(progress.keys, keys, has_history=bool(progress.history)):
+            say(3, line)
+        progress.keys = keys
         watchdog.beat("comparing the data with that of the checkpoint")
         check_data(comm, progress, {feed.name: feed.parts for feed in feeds}, settings.start.accept_changed_data)
     elif purpose in WITH_TRAINED:
@@ -286,7 +291,8 @@ def open_communicator(settings: Settings) -> Iterator[Communicator]:
         from hvdtrain.comm.horovod import open_horovod, peer_failures  # imports a framework
 
         inside = peer_failures()  # TensorFlow's graphs exchange by themselves
-        comm = open_horovod(settings.run.backend, settings.reduce.horovod_timeline)
+        stays = not settings.process.is_own
+        comm = open_horovod(settings.run.backend, settings.reduce.horovod_timeline, stays)
     elif torch_keys is not None:
         from hvdtrain.comm.torch_dist import open_torch_distributed
 

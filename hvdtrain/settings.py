@@ -10,6 +10,7 @@ from pathlib import Path, PurePath
 from types import NoneType
 from typing import Any, get_type_hints
 
+from hvdtrain.checkpoint.changed_keys import noted_keys
 from hvdtrain.checkpoint.keys import SavingKeys, StartKeys
 from hvdtrain.comm.keys import LaunchKeys, TorchDistributedKeys, merged
 from hvdtrain.config.check import build, resembling, unknown, unsupported
@@ -190,6 +191,25 @@ class Settings:
         """How epochs are compared."""
         wanted = self.ending.early_stopping_measure or self.newbob.learning_rate_control_error_measure
         return Measure(wanted_of(wanted), self.scoring.higher_is_better)
+
+    @property
+    def of_results(self) -> dict[str, str]:
+        """By name, the values of the keys that determine what a training computes, as text."""
+        sections = (
+            self.batch,
+            self.chunks,
+            self.learner,
+            self.precision,
+            self.accumulation,
+            self.schedule,
+            self.newbob,
+            self.reduce,
+        )
+        found = noted_keys([*(("", section) for section in sections), ("train.", self.train.order)])
+        found["random_seed"] = str(self.run.random_seed)
+        if self.step_schedule is not None or self.schedule.dynamic_learning_rate is not None:
+            found["num_epochs"] = str(self.run.num_epochs)
+        return found
 
     @property
     def evaluations(self) -> tuple[DatasetSpec, ...]:

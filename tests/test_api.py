@@ -142,6 +142,14 @@ def test_the_best_epoch_is_that_of_best_json(tmp_path: Path) -> None:
     assert all(torch.equal(saved[name], tensor) for name, tensor in loaded.state_dict().items())
 
 
+def test_the_files_of_overfit_batches_are_found(tmp_path: Path) -> None:
+    result = hvdtrain.train(keys_of(tmp_path, overfit_batches=1))
+    assert result.best is not None
+    assert result.best.checkpoint is not None
+    assert result.best.checkpoint.exists()
+    assert result.checkpoint == tmp_path / "overfit" / "model.002.pt"
+
+
 def test_the_model_of_a_moving_average_is_what_was_evaluated(tmp_path: Path) -> None:
     result = hvdtrain.train(keys_of(tmp_path, ema_decay=0.9))
     saved = torch.load(result.checkpoint)["model"]
@@ -375,3 +383,26 @@ def test_a_notebook_trains_and_shows_a_bar(tmp_path: Path) -> None:
     values = [str(widget["state"].get("value")).replace("\u2007", " ") for widget in widgets.values()]
     assert {"epoch 1: 100%", "epoch 2: 100%"} <= set(values), values
     assert "Embedding" in str(notebook.cells[2].outputs)
+
+
+PROGRAM = """
+import sys
+import hvdtrain
+
+for name in ("first", "second"):
+    result = hvdtrain.train(sys.argv[1], use_horovod=True, num_epochs=1, model=f"{sys.argv[2]}/{name}/model")
+    loaded = hvdtrain.load_model(result.checkpoint, sys.argv[1], model="other/model")
+    assert all((loaded.state_dict()[name] == tensor).all() for name, tensor in result.model.state_dict().items())
+    print(hvdtrain.rank(), result.scores["dev_loss_ce"], result.checkpoint.name, flush=True)
+"""
+
+
+def test_the_processes_of_mpirun_are_ranks_and_train_twice(tmp_path: Path) -> None:
+    config, program = small_config(tmp_path), tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    finished = launch([program, config, tmp_path], ranks=2)
+    assert finished.status == 0, finished.err
+    first, second = lines_of(tmp_path / "first"), lines_of(tmp_path / "second")
+    assert first == second
+    expected = [f"{rank} {first[-1]['dev_loss_ce']} model.001.pt" for rank in (0, 0, 1, 1)]
+    assert sorted(finished.out.splitlines()) == expected

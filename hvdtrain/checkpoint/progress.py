@@ -65,6 +65,7 @@ class Progress:
     current: the epoch after it, if it has begun.
     report: the last finished epoch's line in scores.jsonl.
     data: by name of a dataset, what identifies its data.
+    keys: by name, the values of the keys that determine what is computed; empty in checkpoints of before.
     file: the model's file from which training goes on; None: training began anew. It is not stored.
     """
 
@@ -74,6 +75,7 @@ class Progress:
     current: EpochProgress | None = None
     report: dict[str, Any] | None = None
     data: dict[str, list[Identity]] = field(default_factory=dict)
+    keys: dict[str, str] = field(default_factory=dict)
     file: Path | None = None
 
     def state(self) -> dict[str, Any]:
@@ -88,6 +90,7 @@ class Progress:
             "within": current,
             "report": self.report,
             "data": self.data,
+            "keys": self.keys,
         }
 
     @staticmethod
@@ -105,6 +108,7 @@ class Progress:
             current=current,
             report=state.get("report"),
             data=state.get("data") or {},
+            keys=state.get("keys") or {},
         )
 
     def describe(self) -> str:

@@ -201,7 +201,7 @@ class Saver:
         progress = together(self._comm, lambda: read_progress(self._state.load(file, None), file), name="load_model")
         self.share()
         if epoch is None:
-            return replace(progress, current=None, data={})
+            return replace(progress, current=None, data={}, keys={})
         history = [record for record in progress.history if record.epoch <= epoch]
         return Progress(step=progress.step if epoch else 0, epoch=epoch, history=history)
 

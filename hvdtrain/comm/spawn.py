@@ -13,6 +13,7 @@ import os
 import pickle
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Mapping
@@ -98,6 +99,7 @@ def call_on_ranks(
         job = _Job(sys.path, LOGGER.getEffectiveLevel(), function, packed(dict(arguments)))
         (folder / "job").write_bytes(pickle.dumps(job))
         said: list[str] = []
+        is_main = threading.current_thread() is threading.main_thread()  # Python sets signal handlers only there
         with _Log(folder / "log") as log:
             status = local.run(
                 wanted,
@@ -105,7 +107,7 @@ def call_on_ranks(
                 launch.environment(),
                 again,
                 program=PROGRAM,
-                signals_to_forward=local.FORWARDED_SIGNALS if signals else (),
+                signals_to_forward=local.FORWARDED_SIGNALS if signals and is_main else (),
                 report=said.append,
                 while_waiting=log.take,
             )

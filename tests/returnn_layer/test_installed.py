@@ -11,7 +11,8 @@ from returnn.config import get_global_config
 from returnn.tensor import Tensor
 
 from hvdtrain.errors import ConfigError, DataError
-from hvdtrain.learner.torch.optimizer import in_own_order, make_optimizer
+from hvdtrain.learner.torch.optimizer import make_optimizer
+from hvdtrain.learner.torch.optimizer_state import regrouped
 from hvdtrain.returnn_layer.imports import Installed
 from hvdtrain.run import train
 from hvdtrain.settings import Settings, read_settings
@@ -249,14 +250,16 @@ def test_a_state_in_another_order_is_put_into_ours() -> None:
         "param_groups": [{"params": [0, 1, 2], "eps": 1}, {"params": [], "eps": 2}, {"params": [3], "eps": 3}],
     }
     names = ["a", "b", "c", "d"]
-    assert in_own_order(stored, names, [["c", "a"], ["d"]]) == {
+    ours, sources = regrouped(stored, names, [["c", "a"], ["d"]])
+    assert ours == {
         "state": {1: "of a", 0: "of c", 2: "of d"},
         "param_groups": [{"params": [0, 1], "eps": 1}, {"params": [2], "eps": 3}],
     }
-    with pytest.raises(ValueError, match="expected the same groups of parameters, got others with d"):
-        in_own_order(stored, names, [["c", "a", "d"]])
-    with pytest.raises(ValueError, match="got others with e"):
-        in_own_order(stored, names, [["c", "a", "b", "e"], ["d"]])
+    assert sources == [[0, 0], [2]]
+    moved, _ = regrouped(stored, names, [["d", "c", "a"]])
+    assert moved == {"state": {0: "of d", 1: "of c", 2: "of a"}, "param_groups": [{"params": [0, 1, 2], "eps": 3}]}
+    with pytest.raises(ValueError, match="expected that of all trained parameters, got none for e"):
+        regrouped(stored, names, [["c", "a", "b", "e"], ["d"]])
 
 
 def test_a_batch_dim_of_the_configs_own(tmp_path: Path) -> None:

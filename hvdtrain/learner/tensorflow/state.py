@@ -28,13 +28,18 @@ from hvdtrain.learner.base import (
 )
 from hvdtrain.learner.integrity import check_own, check_same_save
 from hvdtrain.learner.model_format import SAFETENSORS, header, is_safetensors, progress_of, reading, unreadable, writing
+from hvdtrain.learner.optimizer import changed_options, option_texts
 from hvdtrain.learner.precision import LossScale
 from hvdtrain.learner.steps import kept
 from hvdtrain.learner.tensorflow.tensors import ModelVariables, array_of, assign, exchangeable, tensorflow_variable
+from hvdtrain.runtime.log import say
 
 TRAINED, AVERAGED = "trained/", "averaged_updates"
 """In the optimizer's file if a moving average is kept: the prefix of the trained weights' names, and the number of updates that
 the average has followed."""
+
+OPTIONS = "optimizer_options"
+"""Beside the arrays of the optimizer's file: its options as text."""
 
 SHARED, OWN = "reducer_shared/", "reducer_own/"
 """The prefixes of the tensors that the reducer keeps: those that all ranks have, in the optimizer's file, and this rank's."""
@@ -59,6 +64,8 @@ class TensorFlowState:
     ) -> None:
         self._variables = variables
         self._optimizer = optimizer
+        options = {name: value for name, value in optimizer.get_config().items() if name not in ("name", "learning_rate")}
+        self._options = option_texts(options)  # a Keras optimizer keeps its own, whatever state it loads
         self._average = average
         self._scale = scale
         self._model_format = model_format
@@ -113,7 +120,8 @@ class TensorFlowState:
             model |= averages
             optimizer |= {f"{TRAINED}{name}": array for name, array in trained.items()}
             optimizer[AVERAGED] = numpy.array(self._average.updates)
-        return model, optimizer | listed_arrays(SHARED, self.shared) | listed_arrays(OWN, self.own), self._scale_state()
+        more = {OPTIONS: self._options, **self._scale_state()}
+        return model, optimizer | listed_arrays(SHARED, self.shared) | listed_arrays(OWN, self.own), more
 
     def load(self, model_file: Path, optimizer_file: Path | None) -> dict[str, Any]:
         arrays, progress = read_arrays(model_file)
@@ -126,6 +134,8 @@ class TensorFlowState:
             updates = int(arrays.pop(AVERAGED, 0))
             self.shared, self.own = take_lists(arrays, SHARED), take_lists(arrays, OWN)
             self._load_optimizer(arrays, more, optimizer_file)
+            for line in changed_options(more.get(OPTIONS, {}), self._options).values():
+                say(3, line)
             self._load_trained({name.removeprefix(TRAINED): array for name, array in trained.items()}, updates)
         return progress
 

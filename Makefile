@@ -4,6 +4,7 @@
 # make test-launchers   the tests of launchers, stops, faults and restarts, on this host and, as root, on several with Slurm
 # make test-gpu   the tests that need a CUDA device; skipped with a line where there is none
 # make fuzz    random files, configs, logs, datagrams: many times what make test draws (TIMES=20), with a new seed, which it prints
+# make soak-faults  the table of faults and launchers in docs/resuming.md: each fault has to be named, or training goes on
 # make test-soak   tests of rare failures, repeated many times, and what make test proves on fewer ranks or with fewer launchers
 # Every target first sets up the environment if it is missing; see tools/setup.sh.
 
@@ -27,7 +28,7 @@ export PYTHONDONTWRITEBYTECODE =
 # Three workers: tests that wait for processes leave a core idle. With two threads each, they would get in each other's way.
 PYTEST = OMP_NUM_THREADS=1 $(PYTHON_OF_VENV) -m pytest -n 3 --dist loadscope --durations 10
 
-.PHONY: setup setup-tests data train test test-launchers test-gpu test-soak fuzz check format docs help-time benchmark benchmark-data clean
+.PHONY: setup setup-tests data train test test-launchers test-gpu test-soak soak-faults fuzz check format docs help-time benchmark benchmark-data clean
 
 setup:
 	@bash tools/setup.sh
@@ -72,6 +73,9 @@ test-gpu: setup
 
 test-soak: setup data $(RETURNN_DEMOS)
 	$(PYTHON_OF_VENV) -m pytest -m "soak or again" --soak --durations 10
+
+soak-faults: setup
+	$(PYTHON_OF_VENV) benchmarks/faults.py
 
 TIMES = 20
 fuzz: setup data

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Measure how long a job takes to end after a fault, or to go on, for every launcher that this machine has.
+"""Measure how long a job takes to end after a fault, or to go on, for every launcher that this machine has, and whether the fault
+is named. The exit status is 1 if a fault has another outcome than fault_rows.py expects, which the table shows in bold letters.
 
 A training on several ranks of this host runs until the fault happens. The job has ended when its launcher and all of its ranks
 are gone, and so that no process outlives a fault unnoticed, the table says how many ranks were left after --patience seconds.
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import re
 import shutil
 import signal
 import socket
@@ -21,11 +23,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import suppress
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from fault_rows import ROWS, Place
 from measuring import ROOT, machine
 
 sys.path.insert(0, str(ROOT))
@@ -33,47 +37,43 @@ sys.path.insert(0, str(ROOT))
 from hvdtrain.training.trace import has_begun  # noqa: E402  # found through the line above
 
 CONFIG = """
-import os, signal, time
+import sys, time
 from pathlib import Path
 import torch
 from torch import nn
 import hvdtrain
 
-train = {"class": "Task12AXDataset", "num_seqs": 400}
+folder, fault = Path(config.value("folder")), config.value("fault")
+sys.path.insert(0, config.value("benchmarks"))
+from fault_rows import ROWS, Place
+
+def slowly(sequence, **_):
+    while hvdtrain.rank() == 1 and (folder / "blocked").exists():
+        time.sleep(1)
+    return sequence
+
+train = {"class": "MapDataset", "dataset": {"class": "HDFDataset", "files": str(folder / "train.hdf")}, "map_seq": slowly}
 max_seqs, num_epochs, num_threads, learning_rate, log_verbosity = 10, 10**6, 1, 0.01, 1
-fault, begun = config.value("fault"), Path(config.value("begun"))
 
 def get_model(**_):
     return nn.Linear(9, 2)
 
 def train_step(*, model, extern_data, **_):
     context = hvdtrain.get_run_ctx()
+    begun = folder / "begun"
     if hvdtrain.rank() == 1 and context.epoch == 2 and not begun.exists():
         written = begun.with_suffix(".new")
         written.write_text(str(time.time()))
         written.rename(begun)
-        if fault == "raise":
-            raise RuntimeError("planted")
-        if fault == "exit":
-            os._exit(3)
-        if fault == "hang":
-            time.sleep(3600)
-        if fault in ("SIGKILL", "SIGSTOP"):
-            os.kill(os.getpid(), getattr(signal, fault))
+        if ROWS[fault].within:
+            ROWS[fault].happen(Place(folder))
     data, classes = extern_data["data"], extern_data["classes"]
     scores = model(data.raw_tensor)
+    if hvdtrain.rank() == 1 and (folder / "nan").exists():
+        scores = scores * float("nan")
     loss = nn.functional.cross_entropy(scores[data.mask], classes.raw_tensor[classes.mask].long(), reduction="none")
     hvdtrain.get_run_ctx().mark_as_loss(loss, "ce")
 """
-
-FAULTS = {
-    "raise": "a rank raises an exception",
-    "exit": "`os._exit(3)` of a rank",
-    "SIGKILL": "SIGKILL of a rank",
-    "SIGSTOP": "SIGSTOP of a rank, `++watchdog_timeout 10`",
-    "hang": "a rank hangs, `++watchdog_timeout 10`",
-    "launcher": "SIGKILL of the launcher",
-}
 
 
 @dataclass(frozen=True)
@@ -99,12 +99,15 @@ def launchers(ranks: int) -> dict[str, Launcher]:
     has_horovod = importlib.util.find_spec("horovod") is not None
     if shutil.which("mpirun") and has_horovod:
         mpirun = ["mpirun", "-np", str(ranks), "--bind-to", "none", "--oversubscribe", sys.executable]
-        found["mpirun, Horovod"] = Launcher(lambda _: mpirun, ("++use_horovod", "1"))
+        found["mpirun"] = Launcher(lambda _: mpirun, ("++use_horovod", "1"))
     if shutil.which("srun") and "SLURM_JOB_ID" in os.environ and has_horovod:
         for option in ("--mpi=pmix", "--mpi=none"):
             srun = ["srun", "-K", option, "-n", str(ranks), sys.executable]
             name = f"`srun -K {option}`"
             found[name] = Launcher(lambda _, srun=srun: srun, ("++use_horovod", "1"))
+    if has_horovod:
+        static = [sys.executable, "-m", "horovod.runner.launch", "--gloo", "--network-interface", "lo", "-np", str(ranks)]
+        found["horovodrun"] = Launcher(lambda _: [*static, sys.executable], ("++use_horovod", "1"))
     found["torchrun"] = Launcher(lambda _: agent, ("++torch_distributed", "{}"))
     found[f"`++ngpu {ranks}`"] = Launcher(lambda _: [sys.executable], local)
     again = [*agent, "--max-restarts", "3"]
@@ -124,15 +127,38 @@ def horovodrun(folder: Path) -> list[str]:
     return [*driver, "--blacklist-cooldown-range", "300", "600", "--host-discovery-script", str(script), sys.executable]
 
 
-def seconds_to_end(launcher: Launcher, fault: str, patience: float, verbose: bool) -> str:
-    """Run a job with a fault; how long it took to end, and with which exit status, or to go on."""
+@contextmanager
+def prepared(has_disk: bool) -> Iterator[Path]:
+    """A folder with the config and the data, and where it is needed a small disk for the model."""
     with tempfile.TemporaryDirectory(prefix="faults-") as name:
         folder = Path(name)
         (folder / "config.py").write_text(CONFIG)
+        dump = [
+            sys.executable,
+            "-m",
+            "hvdtrain",
+            "dump",
+            "{'class': 'Task12AXDataset', 'num_seqs': 400}",
+            str(folder / "train.hdf"),
+        ]
+        subprocess.run(dump, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+        (folder / "disk").mkdir()
+        if has_disk:
+            subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "faults", str(folder / "disk")], check=True)
+        try:
+            yield folder
+        finally:
+            if has_disk:
+                subprocess.run(["umount", "-l", str(folder / "disk")], check=True)
+
+
+def outcome(launcher: Launcher, fault: str, patience: float, verbose: bool) -> tuple[str, bool]:
+    """Run a job with a fault: how long it took to end, with which exit status, or to go on; and whether that is as expected."""
+    row = ROWS[fault]
+    with prepared(row.needs_root) as folder:
         trace = folder / "trace"
-        keys = {"fault": fault, "begun": folder / "begun", "model": folder / "model", "watchdog_timeout": 10}
-        if launcher.left:
-            keys["trace_sequences"] = trace
+        keys = {"fault": fault, "folder": folder, "benchmarks": Path(__file__).parent, "model": folder / "disk" / "model"}
+        keys |= {"watchdog_timeout": 10} | ({"trace_sequences": trace} if launcher.left else {})
         arguments = [text for key, value in keys.items() for text in (f"++{key}", str(value))]
         environment = {**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
         environment["PYTHONPATH"] = str(ROOT)
@@ -148,9 +174,9 @@ def seconds_to_end(launcher: Launcher, fault: str, patience: float, verbose: boo
                 if process.poll() is not None:
                     raise SystemExit(f"expected a training, got: {(folder / 'printed').read_text()}")
                 time.sleep(0.01)
-            if fault == "launcher":
+            if not row.within:
                 (folder / "begun").write_text(str(time.time()))
-                process.kill()
+                row.happen(Place(folder, process.pid))
             began = float((folder / "begun").read_text())
             goes_on = False
             while (process.poll() is None or ranks_of(folder)) and time.time() - began < patience and not goes_on:
@@ -163,16 +189,31 @@ def seconds_to_end(launcher: Launcher, fault: str, patience: float, verbose: boo
             for rank in left:
                 end(rank)
             status = process.wait()
+        text = (folder / "printed").read_text(errors="replace")
         if verbose:
-            print((folder / "printed").read_text(), file=sys.stderr)
-        if goes_on:
-            return f"{seconds:.1f} s to the next step"
-        if left:
-            return f"{len(left)} processes left after {patience:.0f} s"
-        if fault == "launcher":
-            saved = any(".step-" in path.name for path in folder.glob("model.*"))
-            return f"{seconds:.1f} s, {'with' if saved else 'without'} a checkpoint of the moment"
-        return f"{seconds:.1f} s, status {status}"
+            print(text, file=sys.stderr)
+        damaged = [path.name for path in (folder / "disk").glob("model.*.pt") if not is_whole(path)]
+        saved = any(".step-" in path.name for path in (folder / "disk").glob("model.*"))
+    if goes_on:
+        return f"{seconds:.1f} s to the next step", True
+    if left:
+        return f"**{len(left)} processes left** after {patience:.0f} s", False
+    cell = f"{seconds:.1f} s, " + (
+        f"status {status}" if row.within else f"{'with' if saved else 'without'} a checkpoint of the moment"
+    )
+    wrong = [f"**damaged: {', '.join(damaged)}**"] if damaged else []
+    wrong += ["**status 0**"] if status == 0 else []
+    wrong += ["**not named**"] if row.names is not None and re.search(row.names, text) is None else []
+    return ", ".join([cell, *wrong]), not wrong
+
+
+def is_whole(path: Path) -> bool:
+    """Whether a checkpoint, which is a zip file, has all of its bytes."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return archive.testzip() is None
+    except (OSError, zipfile.BadZipFile):
+        return False
 
 
 def end(pid: int) -> None:
@@ -193,22 +234,30 @@ def ranks_of(folder: Path) -> list[int]:
     return found
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=3)
-    parser.add_argument("--faults", nargs="+", choices=list(FAULTS), default=list(FAULTS))
-    parser.add_argument("--launchers", nargs="+", help="beginnings of their names (default: all that are there)")
+    parser.add_argument("--faults", nargs="+", choices=list(ROWS), default=list(ROWS))
+    parser.add_argument("--launchers", nargs="+", help="names, or beginnings of names (default: all that are there)")
     parser.add_argument("--patience", type=float, default=90.0, help="seconds after which processes that are left are ended (90)")
     parser.add_argument("--verbose", action="store_true", help="also what the jobs print, to stderr")
     options = parser.parse_args()
     commands = launchers(options.ranks)
     if options.launchers:
-        commands = {name: each for name, each in commands.items() if name.strip("`+").startswith(tuple(options.launchers))}
-    print(f"{options.ranks} ranks; {machine()}\n\n| fault | {' | '.join(commands)} |\n|---|{'---|' * len(commands)}")
+        plain = {name: name.replace("`", "").lstrip("+") for name in commands}
+        exact = set(options.launchers) & set(plain.values())
+        others = tuple(set(options.launchers) - exact) or ("-",)
+        commands = {name: each for name, each in commands.items() if plain[name] in exact or plain[name].startswith(others)}
+    print(f"{options.ranks} ranks; {machine()}\n\n| fault | {' | '.join(commands)} |\n|---|{'---|' * len(commands)}", flush=True)
+    good = True
     for fault in options.faults:
-        cells = [seconds_to_end(command, fault, options.patience, options.verbose) for command in commands.values()]
-        print(f"| {FAULTS[fault]} | {' | '.join(cells)} |", flush=True)
+        if ROWS[fault].needs_root and os.geteuid() != 0:
+            continue
+        cells = [outcome(command, fault, options.patience, options.verbose) for command in commands.values()]
+        good &= all(is_expected for _, is_expected in cells)
+        print(f"| {ROWS[fault].text} | {' | '.join(text for text, _ in cells)} |", flush=True)
+    return 0 if good else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

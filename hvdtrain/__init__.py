@@ -1,16 +1,41 @@
 """A config-driven trainer for sequence models that scales with Horovod.
 
 A config can call `rank()` and `size()` anywhere, `run_on_main()` and `all_reduce()` in functions that every rank calls, and
-`get_run_ctx()` in train_step and forward_step.
+`get_run_ctx()` in train_step and forward_step. Other programs call `train`, `evaluate`, `forward` and `load_model`.
 """
+
+from typing import TYPE_CHECKING, Any
 
 from hvdtrain.comm.base import reduce_values as all_reduce
 from hvdtrain.comm.base import run_on_main
 from hvdtrain.comm.launch import launch as _launch
 from hvdtrain.context import get_run_ctx
+from hvdtrain.errors import ConfigError, HvdtrainError
 from hvdtrain.version import __version__
 
-__all__ = ["__version__", "all_reduce", "get_run_ctx", "rank", "run_on_main", "size"]
+if TYPE_CHECKING:
+    from hvdtrain.api import Best, Result, evaluate, forward, load_model, train
+
+__all__ = [
+    "Best", "ConfigError", "HvdtrainError", "Result", "__version__", "all_reduce",
+    "evaluate", "forward", "get_run_ctx", "load_model", "rank",
+    "run_on_main", "size", "train",
+]  # fmt: skip
+
+FOR_PROGRAMS = ("Best", "Result", "evaluate", "forward", "load_model", "train")
+"""What programs call is imported when it is asked for: a config does not need it, and it needs nearly all of hvdtrain."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in FOR_PROGRAMS:
+        import hvdtrain.api
+
+        return getattr(hvdtrain.api, name)
+    raise AttributeError(f"module 'hvdtrain' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *FOR_PROGRAMS})
 
 
 def rank() -> int:

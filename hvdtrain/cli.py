@@ -220,6 +220,8 @@ def exit_status(work: Callable[[], None], interrupted: str = INTERRUPTED) -> int
             horovod_gloo.start_again(launch.environment(), after_stop=True)
             # Not for a change of hosts: all ranks end, or this one only.
             return _fail(str(error), rank, error.status, error.on_every_rank, would_repeat=False)
+        if error.is_printed:
+            return error.status
         return _fail(str(error), rank, error.status, error.on_every_rank, error.would_repeat)
     except KeyboardInterrupt:
         return _fail(interrupted, rank, status=130, everywhere=True)
@@ -229,10 +231,9 @@ def exit_status(work: Callable[[], None], interrupted: str = INTERRUPTED) -> int
 
 def restarts(settings: Settings) -> local.Restarts:
     """Which of the processes that hvdtrain starts itself are started again."""
-    from hvdtrain.checkpoint.folder import CheckpointFolder
-    from hvdtrain.learner.frameworks import FRAMEWORKS
+    from hvdtrain.session import checkpoint_folder
 
-    checkpoints = CheckpointFolder(Path(settings.run.model), FRAMEWORKS[settings.run.backend].suffix)
+    checkpoints = checkpoint_folder(settings)
 
     def newest() -> Path | None:
         found = checkpoints.newest()

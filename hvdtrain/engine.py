@@ -342,8 +342,8 @@ class Engine:
 
     def _agree_on_rounds(self, plan: Plan, own: int, current: EpochProgress) -> list[int]:
         """Collective. The number of batches each rank has left. Checks that all ranks planned the same epoch, as at its begin."""
-        answers = self._comm.gather((own, plan.fingerprint()), name="plan")
-        made = [fingerprint for _, fingerprint in answers]
+        answers = self._comm.gather((own, plan.fingerprint(), plan.num_batches), name="plan")
+        made = [fingerprint for _, fingerprint, _ in answers]
         error: HvdtrainError | None = None
         if self._train.distribution == "shard":
             others = [rank for rank, fingerprint in enumerate(made) if fingerprint != made[0]]
@@ -364,11 +364,16 @@ class Engine:
                 f"{differing and ': '}{differing} ({why}, or remove the checkpoint within the epoch to repeat the epoch from its "
                 "beginning)"
             )
+        elif current.position > (most := max(num_batches for _, _, num_batches in answers)):
+            error = CheckpointError(
+                f"{self._progress.file}: expected a position of at most {most}, the batches of epoch {current.epoch}, got "
+                f"{current.position} (remove the checkpoint within the epoch to repeat the epoch from its beginning)"
+            )
         if error is not None:
             error.on_every_rank = True
             raise error
         current.fingerprints, current.order_version, current.made_from = made, ORDER_VERSION, made_from
-        return [count for count, _ in answers]
+        return [count for count, _, _ in answers]
 
     def _check(self, current: EpochProgress) -> None:
         """Collective. After every update and every step of an evaluation: save, stop or give up if a rank wants that."""

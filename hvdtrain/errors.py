@@ -12,11 +12,13 @@ class HvdtrainError(Exception):
         on_every_rank: all ranks raise the same error together, so that it is enough if one of them shows it.
         status: the program's exit status.
         would_repeat: the same would happen if the launcher started the ranks again.
+        is_printed: the user has seen it.
     """
 
     on_every_rank = False
     status = 2
     would_repeat = True
+    is_printed = False
 
     def of_rank(self, rank: int) -> HvdtrainError:
         """The same error with the rank in its message, for an error that only this rank has."""
@@ -45,6 +47,10 @@ class DataError(HvdtrainError):
 
 class CheckpointError(HvdtrainError):
     """A checkpoint is missing, damaged or belongs to another model. The message names the file."""
+
+
+class DamagedCheckpoint(CheckpointError):
+    """A checkpoint's file is not as it was written, or does not belong to the other files."""
 
 
 class TrainingError(HvdtrainError):

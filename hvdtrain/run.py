@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy
 
@@ -41,9 +42,9 @@ from hvdtrain.runtime.log import say
 from hvdtrain.schedule.early_stopping import ends_early
 from hvdtrain.schedule.file import LearningRateFile, epoch_meta, epoch_rate
 from hvdtrain.schedule.history import EpochRecord
-from hvdtrain.schedule.measure import as_errors, missing_scores, unclear_line, wrong_directions
+from hvdtrain.schedule.measure import as_errors, fallback_line, missing_scores, unclear_line, wrong_directions
 from hvdtrain.schedule.rates import epoch_learning_rate
-from hvdtrain.session import Session, open_session
+from hvdtrain.session import Session, checkpoint_folder, open_session
 from hvdtrain.settings import Settings, effective
 from hvdtrain.training.agreement import plan_together
 from hvdtrain.training.step_log import open_step_log
@@ -51,8 +52,26 @@ from hvdtrain.training.trace import Note, OfRank, Profile, Trace, TraceKeys, no_
 from hvdtrain.version import __version__
 
 
-def train(settings: Settings, comm: Communicator | None = None) -> Learner:
-    """Train as the config says, from the newest checkpoint on; return what was trained.
+@dataclass(frozen=True)
+class Trained:
+    """What a training leaves, on every rank.
+
+    Attributes:
+        history: of all finished epochs, also of those that an earlier start trained.
+        best: what best.json says (`checkpoint/progress.py`); None: no epoch has a score.
+        checkpoint: the file with the last epoch's model.
+        num_epochs: how many of the epochs this start has finished.
+    """
+
+    learner: Learner
+    history: Sequence[EpochRecord]
+    best: Mapping[str, Any] | None
+    checkpoint: Path
+    num_epochs: int
+
+
+def train(settings: Settings, comm: Communicator | None = None) -> Trained:
+    """Train as the config says, from the newest checkpoint on.
 
     Args:
         comm: ranks that are connected already; None: connect them as the config says.
@@ -62,10 +81,14 @@ def train(settings: Settings, comm: Communicator | None = None) -> Learner:
     """
     if settings.run.overfit_batches is not None:
         settings = in_folder_of_its_own(settings)
-    with open_session(settings, "train", comm) as session, open_step_log(settings.log, session.comm.rank) as step_log:
+    with (
+        open_session(settings, "train", comm) as session,
+        open_step_log(settings.log, session.comm.rank, settings.process) as step_log,
+    ):
         if settings.run.overfit_batches is not None:
             session = overfitting(session, settings.run.overfit_batches)
         pace = replace(open_pace(settings), mistake=partial(wrong_scores, settings))
+        before = session.progress.epoch
         hosts = gather_hosts(session)
         announce(settings, session, pace, hosts)
         refuse_wrong_directions(settings, session.progress.history)
@@ -83,7 +106,10 @@ def train(settings: Settings, comm: Communicator | None = None) -> Learner:
                 profiled(settings, session, open_trace(session, settings.trace)) as trace,
             ):
                 Engine(session, rates, pace, reporters.and_(trackers), step_log, trace, callbacks).run()
-    return session.learner
+        progress = session.progress
+        checkpoint = checkpoint_folder(settings).at(progress.epoch).model_file
+        best = session.best.found(progress.history)
+        return Trained(session.learner, list(progress.history), best, checkpoint, progress.epoch - before)
 
 
 def in_folder_of_its_own(settings: Settings) -> Settings:
@@ -330,8 +356,9 @@ class BestReporter:
     def epoch(self, report: EpochReport) -> None:
         history, measure = self._session.progress.history, self._session.best.measure
         best, name = measure.best(history), measure.name(history)
-        if self._is_first and (line := unclear_line(history, measure)) is not None:
-            say(2, line)
+        for line in (unclear_line(history, measure), fallback_line(history, measure)) if self._is_first else ():
+            if line is not None:
+                say(2, line)
         if best is not None and name is not None and best.epoch == report.epoch:
             say(3, f"epoch {best.epoch} is the best so far: {name} {best.scores[name]:.4g}, {measure.direction(name)}")
         self._is_first = False
@@ -395,7 +422,9 @@ def announce(settings: Settings, session: Session, pace: Pace, hosts: list[Host]
     say(3, f"the best epoch is that of {settings.measure.describe(progress.history)}")
     if is_done(progress, pace):
         early = pace.ends_early(progress.history)
-        say(3, f"Already trained until final epoch {progress.epoch}, nothing to do{f': {early}' if early else ''}.")
+        # A program that varies keys, and not the folder, would take these for results of its keys.
+        level = 3 if settings.process.is_own else 2
+        say(level, f"Already trained until final epoch {progress.epoch}, nothing to do{f': {early}' if early else ''}.")
 
 
 def record_start(settings: Settings, session: Session, hosts: list[Host]) -> Start:

@@ -14,6 +14,7 @@ from math import inf
 from pathlib import Path
 from typing import Literal
 
+from hvdtrain.checkpoint.changed_keys import changed_key_lines
 from hvdtrain.checkpoint.folder import CheckpointFolder, parse_rule
 from hvdtrain.checkpoint.lock import only_training_of
 from hvdtrain.checkpoint.preload import constant_preloads, take_over
@@ -43,20 +44,21 @@ from hvdtrain.learner.base import Learner
 from hvdtrain.learner.frameworks import FRAMEWORKS, BuildOptions
 from hvdtrain.learner.reducer import Reducer
 from hvdtrain.runtime.heartbeats import meet
-from hvdtrain.runtime.interrupt import Interrupt
+from hvdtrain.runtime.interrupt import Interrupt, Stopped
 from hvdtrain.runtime.log import SCREEN, open_log, open_terminal, say
+from hvdtrain.runtime.peers import print_through_mpirun
 from hvdtrain.runtime.timer import Timer
-from hvdtrain.runtime.watchdog import Ending, Watchdog
+from hvdtrain.runtime.watchdog import SECONDS_TO_END, Ending, Watchdog
 from hvdtrain.settings import Settings
 
-Purpose = Literal["train", "dry_run", "evaluate", "forward", "export", "measure"]
-"""What a job is opened for: to train; to train a few batches and write nothing; to evaluate, forward or export a trained model;
-to measure steps of a new model."""
+Purpose = Literal["train", "dry_run", "evaluate", "forward", "export", "load", "measure"]
+"""What a job is opened for: to train; to train a few batches and write nothing; to evaluate, forward or export a trained model,
+or to load it, without data; to measure steps of a new model."""
 
 SECONDS_TO_GO_ON = 120.0
 """How long Horovod's elastic driver and Gloo have until a rank that waited for one that hung goes on without it."""
 
-WITH_TRAINED = ("evaluate", "forward", "export")
+WITH_TRAINED = ("evaluate", "forward", "export", "load")
 """The purposes that use a trained model."""
 
 
@@ -83,6 +85,13 @@ class Session:
     progress: Progress
 
 
+BY_MPIRUN = (
+    "SIGTERM from mpirun, as after Ctrl-C: it kills the ranks a second later and returns 1. Saving a checkpoint, if there is "
+    "time (kill -USR1 PID-OF-MPIRUN leaves time for it, and returns 75)"
+)
+"""Printed at once, as nobody knows whether there is time."""
+
+
 @contextmanager
 def open_session(settings: Settings, purpose: Purpose, comm: Communicator | None = None) -> Iterator[Session]:
     """Collective. Connect the ranks, open the data, build the model and load what the purpose needs.
@@ -98,15 +107,22 @@ def open_session(settings: Settings, purpose: Purpose, comm: Communicator | None
         try:
             with open_communicator(settings) if comm is None else nullcontext(comm) as connection, ExitStack() as stack:
                 session = _open(settings, purpose, connection, watched, stack)
-                try:
-                    yield session
-                finally:
-                    session.watchdog.beat("closing the job", "unhurried")
-                for feed in session.feeds:
-                    feed.dataset.close()
+                with ExitStack() as open_feeds:
+                    if not settings.process.is_own:  # a process of hvdtrain's own ends with an error, and its workers with it
+                        open_feeds.callback(close, session.feeds)
+                    try:
+                        yield session
+                    except Stopped as stopped:
+                        if connection.rank == 0 and session.interrupt.reason == "SIGTERM":
+                            stopped.is_printed = print_through_mpirun(str(stopped))
+                        raise
+                    finally:
+                        session.watchdog.beat("closing the job", "unhurried")
+                    if settings.process.is_own:
+                        close(session.feeds)
         except PeerFailure as failure:
             if session is not None:
-                failure.seen = (*session.watchdog.ended_ranks(), *changed_files(session.feeds))
+                failure.seen = (*session.watchdog.ended_ranks(SECONDS_TO_END), *changed_files(session.feeds))
             raise
 
 
@@ -120,6 +136,12 @@ def changed_files(feeds: Iterable[Feed]) -> Iterator[str]:
             yield str(error)
 
 
+def close(feeds: Iterable[Feed]) -> None:
+    """Close the datasets."""
+    for feed in feeds:
+        feed.dataset.close()
+
+
 def _open(settings: Settings, purpose: Purpose, comm: Communicator, watched: ExitStack, stack: ExitStack) -> Session:
     """Collective. Open everything but the connection.
 
@@ -130,10 +152,10 @@ def _open(settings: Settings, purpose: Purpose, comm: Communicator, watched: Exi
     if restarts_of_torchrun(launch.environment()):
         together(comm, lambda: refuse_to_repeat(launch.environment()), name="former_failure")
     interrupt = Interrupt(settings.interrupt.seconds if purpose == "train" else None)
-    if purpose == "train":
+    if purpose == "train" and settings.process.handles_signals:
         stack.enter_context(interrupt)
     if purpose != "measure":
-        together(comm, lambda: open_log(settings.log, comm.rank, comm.size), name="open_log")
+        together(comm, lambda: open_log(settings.log, comm.rank, comm.size, settings.process), name="open_log")
         for message in settings.misspelt:
             say(2, message)
         if settings.without_effect:
@@ -143,7 +165,10 @@ def _open(settings: Settings, purpose: Purpose, comm: Communicator, watched: Exi
     if purpose == "train":
         lock = only_training_of(Path(settings.run.model))
         together(comm, lambda: stack.enter_context(lock) if comm.rank == 0 else None, name="lock")
-    patience = inf if purpose == "measure" else settings.run.watchdog_timeout  # measurements have deadlines of their own
+    # Measurements have deadlines of their own. Alone in a program's process, nothing waits for a step that takes long, as in a
+    # debugger.
+    unwatched = purpose == "measure" or (comm.size == 1 and not settings.process.is_own and settings.run.watchdog_timeout is None)
+    patience = inf if unwatched else settings.run.watchdog_timeout
     heartbeats = None
     if comm.size > 1 and purpose != "measure":
         heartbeats = meet(
@@ -153,7 +178,10 @@ def _open(settings: Settings, purpose: Purpose, comm: Communicator, watched: Exi
             together=not is_elastic(launch.environment()),
             restarts=restarts_of_torchrun(launch.environment()) > 0,
         )
-    watchdog = watched.enter_context(Watchdog(patience, comm.rank, heartbeats, ending()))
+    watchdog = watched.enter_context(Watchdog(patience, comm.rank, heartbeats, ending(), settings.process.is_own))
+    if comm.rank == 0:
+        # mpirun also sends SIGTERM after a rank has failed, which it reports itself.
+        interrupt.on_sigterm = lambda: print_through_mpirun(BY_MPIRUN) if not watchdog.ended_ranks(0.0) else None
     feeds = _open_data(settings, purpose, comm, watchdog, stack)
     watchdog.beat("building the model")
     if purpose in WITH_TRAINED:  # the model's file has the average over time
@@ -162,24 +190,29 @@ def _open(settings: Settings, purpose: Purpose, comm: Communicator, watched: Exi
     reducer = settings.reduce.reducer(comm, timer)
     learner = together(comm, lambda: build_learner(settings, reducer, comm), name="build_learner")
     watchdog.beat("loading and sharing the weights")
-    checkpoints = CheckpointFolder(
-        Path(settings.run.model), FRAMEWORKS[settings.run.backend].suffix, settings.saving.checkpoint_format
-    )
+    checkpoints = checkpoint_folder(settings)
     higher = settings.scoring.higher_is_better
     best = BestModel(checkpoints, settings.measure)
+    background = ThreadPoolExecutor(1, "saving") if settings.saving.save_in_background else None
+    if background is not None:
+        stack.callback(background.shutdown, wait=not settings.process.is_own)  # else the process's end waits for it
     saver = Saver(
         comm,
         learner.state,
         reducer,
         checkpoints,
-        feeds[0].distribution,
+        feeds[0].distribution if feeds else "shard",
         cleanup=parse_rule(settings.saving.cleanup_old_models, higher),
-        background=ThreadPoolExecutor(1, "saving") if settings.saving.save_in_background else None,
+        background=background,
         best=best,
     )
     progress = Progress()
     if purpose in ("train", "dry_run"):
         progress = resume(comm, saver, checkpoints, settings.start, settings.schedule.learning_rate_file)
+        keys = settings.of_results
+        for line in changed_key_lines(progress.keys, keys, has_history=bool(progress.history)):
+            say(3, line)
+        progress.keys = keys
         watchdog.beat("comparing the data with that of the checkpoint")
         check_data(comm, progress, {feed.name: feed.parts for feed in feeds}, settings.start.accept_changed_data)
     elif purpose in WITH_TRAINED:
@@ -193,11 +226,17 @@ def _open(settings: Settings, purpose: Purpose, comm: Communicator, watched: Exi
     return Session(comm, timer, watchdog, interrupt, feeds, learner, reducer, saver, best, progress)
 
 
+def checkpoint_folder(settings: Settings) -> CheckpointFolder:
+    """Where the training's checkpoints are."""
+    suffix = FRAMEWORKS[settings.run.backend].suffix
+    return CheckpointFolder(Path(settings.run.model), suffix, settings.saving.checkpoint_format)
+
+
 def _open_data(settings: Settings, purpose: Purpose, comm: Communicator, watchdog: Watchdog, stack: ExitStack) -> list[Feed]:
     """Collective. The datasets that the purpose needs. Raises: DataError."""
     if purpose in WITH_TRAINED:
         one = settings.datasets[:2][-1:]  # an evaluated dataset where there is one
-        specs = {"evaluate": settings.evaluations, "forward": (settings.forward,), "export": one}[purpose]
+        specs = {"evaluate": settings.evaluations, "forward": (settings.forward,), "export": one, "load": ()}[purpose]
         watchdog.beat("opening the datasets")
         there = [spec for spec in specs if spec is not None]
         return together(comm, lambda: open_some(settings, comm, there, watchdog=watchdog), name="open_feeds")
@@ -252,7 +291,8 @@ def open_communicator(settings: Settings) -> Iterator[Communicator]:
         from hvdtrain.comm.horovod import open_horovod, peer_failures  # imports a framework
 
         inside = peer_failures()  # TensorFlow's graphs exchange by themselves
-        comm = open_horovod(settings.run.backend, settings.reduce.horovod_timeline)
+        stays = not settings.process.is_own
+        comm = open_horovod(settings.run.backend, settings.reduce.horovod_timeline, stays)
     elif torch_keys is not None:
         from hvdtrain.comm.torch_dist import open_torch_distributed
 
@@ -456,11 +496,19 @@ def open_feeds(
                 f"{other.name}: expected the data keys of train ({', '.join(feeds[0].dataset.streams)}), "
                 f"got none called {', '.join(missing)}"
             )
+    there = feeds[0].dataset.streams
     for name, keys in {**_limits_by_key(settings.batch), "chunking": keys_of(settings.chunks)}.items():
-        for key in keys:
-            if key not in feeds[0].dataset.streams:
-                raise DataError(f"{name}: expected data keys of train ({', '.join(feeds[0].dataset.streams)}), got {key!r}")
+        absent = [key for key in keys if key not in there]
+        if absent and (len(absent) == len(keys)) and name not in LIMITS_OF_LENGTHS:
+            raise DataError(f"{name}: expected data keys of train ({', '.join(there)}), got {absent[0]!r}")
+        if absent:
+            say(2, f"{name}: without effect for {', '.join(map(repr, absent))}: the data keys of train are {', '.join(there)}")
     return feeds
+
+
+LIMITS_OF_LENGTHS = ("max_seq_length", "min_seq_length", "max_pad_size")
+"""Keys with limits by data key, which hold for the data keys that a dataset has, as in RETURNN. A limit of a batch that holds for
+none would make batches of any size."""
 
 
 def _limits_by_key(keys: BatchKeys) -> dict[str, list[str]]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Number
 from pathlib import Path, PurePath
 from types import NoneType
 from typing import Any, get_type_hints
 
+from hvdtrain.checkpoint.changed_keys import noted_keys
 from hvdtrain.checkpoint.keys import SavingKeys, StartKeys
 from hvdtrain.comm.keys import LaunchKeys, TorchDistributedKeys, merged
 from hvdtrain.config.check import build, resembling, unknown, unsupported
@@ -27,7 +28,7 @@ from hvdtrain.config.keys import (
     parsed_by,
     positive,
 )
-from hvdtrain.config.source import COMMAND_LINE, Source, load
+from hvdtrain.config.source import COMMAND_LINE, OVERRIDING, Config, Source, load
 from hvdtrain.data.copies import CopyKeys
 from hvdtrain.data.keys import DataKeys, DatasetSpec
 from hvdtrain.data.kinds import KINDS
@@ -46,11 +47,13 @@ from hvdtrain.learner.sync_interval import SyncRuleKeys
 from hvdtrain.learner.wire import compression
 from hvdtrain.report.keys import TrackerKeys
 from hvdtrain.returnn_layer.adapter import adapted, layer_for_config
-from hvdtrain.returnn_layer.names import ALIASES, READ_BY_RETURNN, UNSUPPORTED, is_no_op, without_effect
+from hvdtrain.returnn_layer.names import ALIASES, BY_VALUES, READ_BY_RETURNN, UNSUPPORTED, is_no_op, without_effect
+from hvdtrain.returnn_layer.values import ignored_by_returnn, understood
 from hvdtrain.runtime.interrupt import InterruptKeys
 from hvdtrain.runtime.log import LogKeys
+from hvdtrain.runtime.process import OWN, Process
 from hvdtrain.schedule.early_stopping import EarlyStoppingKeys
-from hvdtrain.schedule.measure import Measure, ScoreKeys, wanted_of
+from hvdtrain.schedule.measure import FALLBACK, Measure, ScoreKeys, wanted_of
 from hvdtrain.schedule.rates import NewbobKeys, ScheduleKeys
 from hvdtrain.schedule.steps import StepSchedule, make_schedule
 from hvdtrain.training.callbacks import CallbackKeys
@@ -171,6 +174,8 @@ class Settings:
     """By key, where its value comes from. Keys with their default value are not listed."""
     texts: Mapping[str, str]
     """The text of each config file, by its path."""
+    process: Process = OWN
+    """What hvdtrain may change of the process that it runs in."""
 
     @property
     def files(self) -> list[Path]:
@@ -186,6 +191,25 @@ class Settings:
         """How epochs are compared."""
         wanted = self.ending.early_stopping_measure or self.newbob.learning_rate_control_error_measure
         return Measure(wanted_of(wanted), self.scoring.higher_is_better)
+
+    @property
+    def of_results(self) -> dict[str, str]:
+        """By name, the values of the keys that determine what a training computes, as text."""
+        sections = (
+            self.batch,
+            self.chunks,
+            self.learner,
+            self.precision,
+            self.accumulation,
+            self.schedule,
+            self.newbob,
+            self.reduce,
+        )
+        found = noted_keys([*(("", section) for section in sections), ("train.", self.train.order)])
+        found["random_seed"] = str(self.run.random_seed)
+        if self.step_schedule is not None or self.schedule.dynamic_learning_rate is not None:
+            found["num_epochs"] = str(self.run.num_epochs)
+        return found
 
     @property
     def evaluations(self) -> tuple[DatasetSpec, ...]:
@@ -205,27 +229,47 @@ def all_keys() -> list[Key]:
     return [declared_key for section in SECTIONS for declared_key in declared(section)]
 
 
-def read_settings(paths: list[Path], overrides: Mapping[str, str]) -> Settings:
-    """Read config files under overrides from the command line. Raises: ConfigError, with all problems."""
+BOOLEAN_KEYS = frozenset(declared_key.name for declared_key in all_keys() if declared_key.type is bool)
+"""The keys that are true or false."""
+
+
+def read_settings(configs: Sequence[Config], overrides: Mapping[str, Any], origin: str = COMMAND_LINE) -> Settings:
+    """Read configs under overrides.
+
+    Args:
+        configs: files, or keys and values.
+        origin: of the overrides: the command line, whose values are texts, or a call, whose values are Python's.
+
+    Raises:
+        ConfigError: with all problems.
+    """
     keys = {declared_key.name: declared_key for declared_key in all_keys()}
     names = {ALIASES.get(name, name): text for name, text in overrides.items()}
     layer = layer_for_config()
-    source = load(paths, names, {name: declared_key.type for name, declared_key in keys.items()}, layer.builtins)
+    types = {name: declared_key.type for name, declared_key in keys.items()}
+    source = load(configs, names, types, layer.builtins, origin)
     return check(adapted(source, layer), list(keys))
 
 
 def check(source: Source, names: list[str]) -> Settings:
     """Turn names and values into sections. Raises: ConfigError, with all problems."""
     # What the command line says under one of a key's names wins over what a file says under the other.
-    by_origin = sorted(source.values, key=lambda name: source.origins[name] == COMMAND_LINE)
+    by_origin = sorted(source.values, key=lambda name: source.origins[name] in OVERRIDING)
     values = {ALIASES.get(name, name): source.values[name] for name in by_origin}
-    values = _without_training(values)
     origins = {ALIASES.get(name, name): source.origins[name] for name in by_origin}
+    values, remarks = understood(values, origins, BOOLEAN_KEYS, for_returnn=source.for_returnn)
+    values = _without_training(values)
+    ignored = ignored_by_returnn(values) if source.for_returnn else ()
     dicts = [*DICTS.items(), *(("train", section) for section in DATASET_SECTIONS)]
     inside = {each.name: f"{place}.{each.name}" for place, section in dicts for each in declared(section)}
-    problems = [*source.problems, *unknown(source, [*names, *ALIASES], UNSUPPORTED, is_no_op, READ_BY_RETURNN, inside)]
+    refused = {name: hint for name, hint in UNSUPPORTED.items() if name not in ignored}
+    others = READ_BY_RETURNN.union(BY_VALUES, ignored)
+    problems = [
+        *source.problems,
+        *unknown(replace(source, values=_given(values, source)), [*names, *ALIASES], refused, is_no_op, others, inside),
+    ]
     for other, name in ALIASES.items():
-        if other in source.values and name in source.values and origins[name] != COMMAND_LINE:
+        if other in source.values and name in source.values and origins[name] not in OVERRIDING:
             problems.append(f"{other}: expected either {other} or {name}, which mean the same, got both")
     built: dict[type, Any] = {}
     found: dict[type, list[str]] = {}
@@ -243,7 +287,8 @@ def check(source: Source, names: list[str]) -> Settings:
         problems += more
     if problems:
         raise ConfigError(problems)
-    derived["misspelt"] += _misplaced(derived["datasets"], source)
+    derived["misspelt"] += (*remarks, *_misplaced(derived["datasets"], source))
+    derived["without_effect"] += ignored
     return Settings(
         **{name: built[kind] for name, kind in SECTIONS_BY_NAME.items()},
         **derived,
@@ -253,9 +298,20 @@ def check(source: Source, names: list[str]) -> Settings:
     )
 
 
+def _given(values: Mapping[str, Any], source: Source) -> dict[str, Any]:
+    """The values of a config's own names, as they are understood: without those that are off."""
+    return {name: values.get(ALIASES.get(name, name)) for name in source.values}
+
+
 def _without_training(values: dict[str, Any]) -> dict[str, Any]:
-    """The values, in which a task that does not train has something for the keys that only training uses."""
-    if values.get("task") not in ("forward", "search"):
+    """The values, in which a task that does not train has something for the keys that only training uses.
+
+    Such a task writes no checkpoint, so `model` may be missing; files then go to the working folder.
+    """
+    task = values.get("task")
+    if values.get("model") in (None, "") and task in ("forward", "search", "eval", "dry_run"):
+        values = {**values, "model": os.path.join(os.curdir, task)}
+    if task not in ("forward", "search"):
         return values
     unused: dict[str, Any] = {"train": {"class": "DummyDataset", "input_dim": 1, "output_dim": 1, "num_seqs": 1}}  # not opened
     if values.get("forward_step") is not None:
@@ -369,7 +425,7 @@ def _impossible_measures(sections: Sections, source: Source, specs: tuple[Datase
         f"{key}: expected the score of a dataset, {' or '.join(f'{start}NAME' for start in possible)}, got "
         f"{' or '.join(map(repr, wanted_of(measure)))} in {source.origins.get(key, 'the config')}"
         for key, measure in measures.items()
-        if measure and not any(name.startswith(start) for name in wanted_of(measure) for start in possible)
+        if measure and not any(name == FALLBACK or name.startswith(start) for name in wanted_of(measure) for start in possible)
     ]
 
 

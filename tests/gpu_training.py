@@ -94,7 +94,7 @@ def trained(
     config.write_text(CONFIG.format(folder=folder, corpus=corpus, losses=losses))
     settings = read_settings([config], {name: str(value) for name, value in keys.items()})
     LISTENERS[:] = [listener]
-    learner = train(settings)
+    learner = train(settings).learner
     tensors = dict(learner.state.named_parameters()) | {"means": numpy.asarray(learner.model.norm.running_mean.cpu())}
     return tensors, [json.loads(line) for line in (folder / "scores.jsonl").read_text().splitlines()]
 

@@ -56,6 +56,10 @@ class Checkpoint:
     def optimizer_file(self) -> Path:
         return self._file(".opt")
 
+    def describe(self) -> str:
+        """Where training stands, in words."""
+        return f"after epoch {self.epoch}" if self.step is None else f"in epoch {self.epoch}, after step {self.step} of all"
+
     def own_file(self, rank: int, size: int) -> Path:
         """The file with the state that only this rank has."""
         return self._file(f".rank-{rank}-of-{size}")
@@ -119,6 +123,10 @@ class CheckpointFolder:
     def newest(self) -> Checkpoint | None:
         """The last checkpoint that training can continue from: one with an optimizer file."""
         return next((found for found in reversed(self._found()) if found.optimizer_file.exists()), None)
+
+    def older(self, than: Checkpoint) -> list[Checkpoint]:
+        """All checkpoints before another one, with their optimizers or without, newest first."""
+        return [found for found in reversed(self._found()) if found.age < than.age]
 
     def prepare(self, target: Checkpoint) -> None:
         """Create the folder, and remove the model of an existing checkpoint of this name, in any format, before it is written.

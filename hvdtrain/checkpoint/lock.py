@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import socket
+import stat
 import threading
 import time
 from collections.abc import Iterator
@@ -16,12 +17,16 @@ from pathlib import Path
 
 from hvdtrain.comm.launch import launch
 from hvdtrain.errors import CheckpointError, ConfigError
+from hvdtrain.runtime.log import say
 
 PATIENCE = 5.0
 """Seconds to wait for a training that is just ending."""
 
 BEAT = 10.0
 """Seconds between two signs of life, where the file system has no locks. Without one for three times as long, a job is dead."""
+
+LOOK = 1.0
+"""Seconds between two looks whether a lock's file is still there."""
 
 HELD = (errno.EAGAIN, errno.EACCES)
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
@@ -68,22 +73,23 @@ def only_training_of(model: Path, patience: float = PATIENCE, beat: float = BEAT
         stop = _beat(path, beat) if file is None else None
     except OSError as error:
         raise ConfigError([f"model: expected a folder that can be written to, got {path.parent}: {error.strerror}"]) from None
+    guard = None if file is None else Guard(path, file)
     try:
         yield
     finally:
         if stop is not None:
             stop.set()
-        with suppress(OSError):
-            path.unlink()
-        if file is not None:
-            os.close(file)
+            with suppress(OSError):
+                path.unlink()
+        if guard is not None:
+            guard.release()
 
 
 def _acquire(path: Path, patience: float) -> int | None:
     """The file, locked; None: the file system has no locks. Raises: CheckpointError, OSError."""
     deadline = time.monotonic() + patience
     while True:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        file = _open(path)
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_at(file, path):
@@ -104,10 +110,95 @@ def _acquire(path: Path, patience: float) -> int | None:
         os.close(file)
 
 
+class Guard:
+    """Holds a lock, and takes it again if its file is deleted or replaced: a second job would lock a file of its own.
+
+    Args:
+        file: the locked file that is at `path`.
+    """
+
+    def __init__(self, path: Path, file: int, beat: float = LOOK) -> None:
+        self._path = path
+        self._files = [file]  # POSIX frees the lock of a file when any descriptor of it is closed, so all stay open
+        self._told = False
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, args=(beat,), name="model lock", daemon=True)
+        self._thread.start()
+
+    def _watch(self, beat: float) -> None:
+        while not self._stop.wait(beat):
+            with suppress(OSError, CheckpointError):
+                if not _is_at(self._files[-1], self._path):
+                    self._take_again()
+
+    def _take_again(self) -> None:
+        """Lock the file that now has the name; if another job has, the log says so. Raises: OSError, CheckpointError."""
+        file = _open(self._path)
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(file)
+            if error.errno in HELD and not self._told:
+                self._told = True
+                say(
+                    1, f"{self._path} was deleted while this job held it, and another job trains now, too: {_refused(self._path)}"
+                )
+            return
+        os.ftruncate(file, 0)
+        os.write(file, _text(_own_holder()).encode())
+        self._files.append(file)
+        say(2, f"{self._path} was deleted or replaced by someone; this job, which trains the model, has made it anew")
+
+    def release(self) -> None:
+        """Remove the file, unless it is another job's, and free the lock."""
+        self._stop.set()
+        self._thread.join()
+        with suppress(OSError):
+            if _is_at(self._files[-1], self._path):
+                self._path.unlink()
+        for file in self._files:
+            os.close(file)
+
+
+def _open(path: Path) -> int:
+    """The file, as it is or a new one.
+
+    Raises:
+        CheckpointError: it is no file of its own: a link's target would be overwritten, and a pipe would be waited for.
+        OSError
+    """
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
+            raise
+        raise _no_file(path) from None
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise _no_file(path)
+    return file
+
+
+def _no_file(path: Path) -> CheckpointError:
+    mode = path.lstat().st_mode
+    what = "a link" if stat.S_ISLNK(mode) else "a folder" if stat.S_ISDIR(mode) else "a pipe, socket or device"
+    return CheckpointError(f"model: expected {path} to be a file, got {what} (remove it)")
+
+
+def _write(path: Path, text: str) -> None:
+    """Replace what is in the file. Raises: CheckpointError, OSError."""
+    file = _open(path)
+    try:
+        os.ftruncate(file, 0)
+        os.write(file, text.encode())
+    finally:
+        os.close(file)
+
+
 def _is_at(file: int, path: Path) -> bool:
     """Whether a file still has its name: the one who held it removes it at the end."""
     try:
-        return os.path.samestat(os.fstat(file), path.stat())
+        return os.path.samestat(os.fstat(file), path.lstat())
     except FileNotFoundError:
         return False
 
@@ -127,7 +218,7 @@ def _beat(path: Path, beat: float) -> threading.Event:
             if path.exists() and path.stat().st_mtime_ns != before:
                 raise _refused(path)
     own = _text(own_holder)
-    path.write_text(own, encoding="utf-8")
+    _write(path, own)
     time.sleep(beat / 10)
     if path.read_text(encoding="utf-8") != own:  # another job started at the same moment
         raise _refused(path)
@@ -154,9 +245,17 @@ def _text(holder: Holder) -> str:
 def _holder(path: Path) -> Holder | None:
     """Who wrote the file, if that can be read."""
     try:
-        return Holder(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+        file = _open_to_read(path)
+        try:
+            return Holder(**json.loads(os.read(file, 4096).decode()))
+        finally:
+            os.close(file)
+    except (OSError, ValueError, TypeError, RecursionError):
         return None
+
+
+def _open_to_read(path: Path) -> int:
+    return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 def _refused(path: Path) -> CheckpointError:

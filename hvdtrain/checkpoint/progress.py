@@ -65,6 +65,8 @@ class Progress:
     current: the epoch after it, if it has begun.
     report: the last finished epoch's line in scores.jsonl.
     data: by name of a dataset, what identifies its data.
+    keys: by name, the values of the keys that determine what is computed; empty in checkpoints of before.
+    file: the model's file from which training goes on; None: training began anew. It is not stored.
     """
 
     step: int = 0
@@ -73,6 +75,8 @@ class Progress:
     current: EpochProgress | None = None
     report: dict[str, Any] | None = None
     data: dict[str, list[Identity]] = field(default_factory=dict)
+    keys: dict[str, str] = field(default_factory=dict)
+    file: Path | None = None
 
     def state(self) -> dict[str, Any]:
         """As plain numbers, texts, lists and dicts. `epoch` is that of the checkpoint's name: finished or current."""
@@ -86,6 +90,7 @@ class Progress:
             "within": current,
             "report": self.report,
             "data": self.data,
+            "keys": self.keys,
         }
 
     @staticmethod
@@ -103,6 +108,7 @@ class Progress:
             current=current,
             report=state.get("report"),
             data=state.get("data") or {},
+            keys=state.get("keys") or {},
         )
 
     def describe(self) -> str:
@@ -142,7 +148,7 @@ class BestModel:
             found = self.found(list(history))
             text = "" if found is None else json.dumps(found, indent=2) + "\n"
             try:
-                if (path.read_text(encoding="utf-8") if path.exists() else "") == text:
+                if (path.read_bytes() if path.exists() else b"") == text.encode():
                     return
                 if not text:
                     path.unlink()
@@ -190,7 +196,7 @@ def best_epoch(folder: Path) -> int:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         epoch, measure, higher = int(found["saved"]["epoch"]), str(found["measure"]), bool(found["higher_is_better"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         raise CheckpointError(
             f"{path}: expected the best epoch that has a model, got none (a training writes the file)"
         ) from None

@@ -11,9 +11,11 @@ from typing import Any, Literal, Protocol
 from hvdtrain.checkpoint.folder import PATTERN, Checkpoint, CheckpointFolder, CleanupRule
 from hvdtrain.checkpoint.preload import Preload, take_over
 from hvdtrain.checkpoint.progress import BestModel, Progress
+from hvdtrain.checkpoint.stored import read_progress
 from hvdtrain.comm.base import Communicator, Tensor, on_rank_zero, together
-from hvdtrain.errors import CheckpointError
-from hvdtrain.learner.base import Kind, State, StatePart
+from hvdtrain.errors import CheckpointError, DamagedCheckpoint
+from hvdtrain.learner.base import NO_MARKS, Kind, State, StatePart
+from hvdtrain.learner.integrity import SAVE_ID, damage, new_save_id
 from hvdtrain.learner.reducer import Reducer
 from hvdtrain.runtime.log import say
 
@@ -84,19 +86,22 @@ class Saver:
         target = self._checkpoints.new(progress.epoch if progress.current is None else progress.current.epoch, step)
         self._reducer.settle(self._state)
         own = self._own_parts()
+        gathered = self._comm.gather((self._reducer.state(), new_save_id()), name="reducer_state")
+        marks = {SAVE_ID: gathered[0][1]}
         stored = {
             **progress.state(),
+            **marks,
             "size": self._comm.size,
             "distribution": self._distribution,
             "own": list(own),
-            "reducer": self._comm.gather(self._reducer.state(), name="reducer_state"),
+            "reducer": [state for state, _ in gathered],
         }
         if own:
             file = target.own_file(self._comm.rank, self._comm.size)
             on_rank_zero(self._comm, lambda: self._checkpoints.prepare(target), name="prepare_save")
             together(
                 self._comm,
-                lambda: self._checkpoints.save_own(file, lambda path: self._state.save_own(path, own)),
+                lambda: self._checkpoints.save_own(file, lambda path: self._state.save_own(path, own, marks)),
                 name="save_own",
             )
 
@@ -140,10 +145,8 @@ class Saver:
         Raises:
             CheckpointError: a rank cannot read it, or the number of ranks has to be the one it was written by.
         """
-        files = checkpoint.model_file, None if fresh_optimizer else checkpoint.optimizer_file
-        state = together(self._comm, lambda: self._state.load(*files), name="load_checkpoint")
+        state, progress = together(self._comm, lambda: self._read(checkpoint, fresh_optimizer), name="load_checkpoint")
         self.share()
-        progress = Progress.from_state(state)
         if state.get("size") == self._comm.size:
             if not fresh_optimizer:
                 self._load_own(checkpoint, state)
@@ -156,8 +159,35 @@ class Saver:
             error.on_every_rank = True
             raise error
         elif state.get("reducer"):
-            self._reducer.restore(state["reducer"][0], same_ranks=False)
+            self._restore(checkpoint, state["reducer"][0], same_ranks=False)
         return progress
+
+    def _read(self, checkpoint: Checkpoint, fresh_optimizer: bool = False) -> tuple[dict[str, Any], Progress]:
+        """Load this rank's model and optimizer; what else is in the files. Raises: CheckpointError."""
+        file = checkpoint.model_file
+        state = self._state.load(file, None if fresh_optimizer else checkpoint.optimizer_file)
+        progress = replace(read_progress(state, file), file=file)
+        if missing := [name for name in ("epoch", "step") if state.get(name) is None]:
+            raise DamagedCheckpoint(
+                f"{file}: expected where the training stands, got a file without {' and '.join(missing)} (to begin with its "
+                "weights only, give the key `model` another folder, and import_model_train_epoch1 this file)"
+            )
+        if state["epoch"] != checkpoint.epoch or (progress.current is None) != (checkpoint.step is None):
+            raise DamagedCheckpoint(
+                f"{file}: expected the state {checkpoint.describe()}, as its name says, got that {progress.describe()} (was the "
+                "file renamed?)"
+            )
+        return state, progress
+
+    def is_whole(self, checkpoint: Checkpoint, model_only: bool = False) -> bool:
+        """Whether training could continue from a checkpoint, or from its model. It is loaded for that, on this rank only."""
+        try:
+            state, _ = self._read(checkpoint, fresh_optimizer=model_only)
+        except CheckpointError:
+            return False
+        ranks = range(state.get("size", 1)) if state.get("own") and not model_only else ()
+        own = [checkpoint.own_file(rank, state["size"]) for rank in ranks]
+        return all(file.exists() and damage(file) is None for file in own)
 
     def load_model(self, file: Path, epoch: int | None) -> Progress:
         """Collective. Load a model without its optimizer.
@@ -168,11 +198,10 @@ class Saver:
         Raises:
             CheckpointError: a rank cannot read it.
         """
-        state = together(self._comm, lambda: self._state.load(file, None), name="load_model")
+        progress = together(self._comm, lambda: read_progress(self._state.load(file, None), file), name="load_model")
         self.share()
-        progress = Progress.from_state(state)
         if epoch is None:
-            return replace(progress, current=None, data={})
+            return replace(progress, current=None, data={}, keys={})
         history = [record for record in progress.history if record.epoch <= epoch]
         return Progress(step=progress.step if epoch else 0, epoch=epoch, history=history)
 
@@ -196,10 +225,25 @@ class Saver:
         return self._comm.broadcast(tensors, name=f"initial_{kind}")
 
     def _load_own(self, checkpoint: Checkpoint, state: dict[str, Any]) -> None:
-        if state["own"]:
+        if parts := state.get("own"):
             file = checkpoint.own_file(self._comm.rank, self._comm.size)
-            together(self._comm, lambda: self._state.load_own(file), name="load_own")
-        self._reducer.restore(state["reducer"][self._comm.rank])
+            marks = {SAVE_ID: state[SAVE_ID]} if SAVE_ID in state else NO_MARKS
+            together(self._comm, lambda: self._state.load_own(file, parts, marks), name="load_own")
+        if reducer := state.get("reducer"):
+            self._restore(checkpoint, reducer[self._comm.rank])
+
+    def _restore(self, checkpoint: Checkpoint, state: dict[str, Any], same_ranks: bool = True) -> None:
+        """Collective. Give the reducer its state. Raises: CheckpointError."""
+
+        def restore() -> None:
+            try:
+                self._reducer.restore(state, same_ranks)
+            except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+                raise DamagedCheckpoint(
+                    f"{checkpoint.model_file}: expected the state of this config's reducer in 'reducer', got another: {error!r}"
+                ) from None
+
+        together(self._comm, restore, name="restore_reducer")
 
     def _note_best(self, progress: Progress) -> None:
         if self._best is not None:

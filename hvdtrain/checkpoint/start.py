@@ -15,7 +15,7 @@ from hvdtrain.checkpoint.saver import Saver
 from hvdtrain.comm.base import Communicator, on_rank_zero
 from hvdtrain.config.source import as_function
 from hvdtrain.data.identity import Identity, Part, changes, identify, rewritten
-from hvdtrain.errors import CheckpointError, ConfigError
+from hvdtrain.errors import CheckpointError, ConfigError, DamagedCheckpoint
 from hvdtrain.learner.frameworks import FRAMEWORKS
 from hvdtrain.runtime.log import say
 from hvdtrain.schedule.file import read_learning_rate_file
@@ -90,8 +90,12 @@ def model_file(keys: StartKeys, folder: CheckpointFolder) -> Path:
             return _file(keys.load, folder)
         return _file(f"{keys.load}.{_epoch(keys.load_epoch, Path(keys.load).parent):03d}", folder)
     epoch = _epoch(keys.load_epoch, folder.folder) if keys.load_epoch is not None else max(folder.finished(), default=None)
+    if epoch is None and keys.import_model_train_epoch1 is not None:
+        return _file(keys.import_model_train_epoch1, folder, "import_model_train_epoch1")
     if epoch is None:
-        raise CheckpointError(f"load: expected a trained model, got no file such as {folder.at(1).model_file}")
+        raise CheckpointError(
+            f"load: expected a trained model, got no file such as {folder.at(1).model_file} (set load to a model file)"
+        )
     if not folder.at(epoch).model_file.exists():
         raise CheckpointError(
             f"load_epoch: expected an epoch that has a model, got {epoch}: there is no {folder.at(epoch).model_file}"
@@ -138,7 +142,7 @@ def resume(
         say(2, start.remark)
     progress = Progress()
     if start.checkpoint is not None:
-        progress = saver.load(start.checkpoint, keys.fresh_optimizer)
+        progress = _load(comm, saver, checkpoints, start.checkpoint, keys.fresh_optimizer)
         what = ", with a new optimizer" if keys.fresh_optimizer else ""
         say(3, f"Loaded {start.checkpoint.model_file}: training goes on {progress.describe()}{what}.")
     elif start.model_file is not None:
@@ -153,6 +157,35 @@ def resume(
     if fresh:
         saver.share()
     return progress
+
+
+def _load(
+    comm: Communicator, saver: Saver, checkpoints: CheckpointFolder, checkpoint: Checkpoint, fresh_optimizer: bool
+) -> Progress:
+    """Collective. Continue from a checkpoint; if it is damaged, the error says what else there is. Raises: CheckpointError."""
+    try:
+        return saver.load(checkpoint, fresh_optimizer)
+    except DamagedCheckpoint as error:
+        if not error.on_every_rank:
+            raise
+        advice = on_rank_zero(comm, lambda: _advice(saver, checkpoints, checkpoint), name="older_checkpoints")
+        damaged = DamagedCheckpoint(f"{error} ({advice})")
+        damaged.on_every_rank = True
+        raise damaged from None
+
+
+def _advice(saver: Saver, checkpoints: CheckpointFolder, damaged: Checkpoint) -> str:
+    """How to go on without a checkpoint."""
+    away = f"move {damaged.start.name}.* to another folder"
+    for older in checkpoints.older(damaged):
+        if older.optimizer_file.exists() and saver.is_whole(older):
+            return f"{older.model_file} is whole: {away}, and the same command goes on {older.describe()}"
+        if older.step is None and saver.is_whole(older, model_only=True):
+            return (
+                f"{older.model_file} is whole, but has no optimizer: ++start_epoch {older.epoch + 1} ++load {older.model_file} "
+                f"goes on after epoch {older.epoch} with a new one"
+            )
+    return f"no older checkpoint is whole: {away}, and the same command begins anew"
 
 
 def call_hooks(hooks: Sequence[Any], model: Any) -> None:

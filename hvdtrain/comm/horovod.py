@@ -45,7 +45,7 @@ OTHER_HINT = (
 )
 
 
-def open_horovod(framework: str, timeline: str | None = None) -> Communicator:
+def open_horovod(framework: str, timeline: str | None = None, stays: bool = False) -> Communicator:
     """Initialize Horovod and connect the processes.
 
     A single process gets a SingleCommunicator: Horovod would cost it milliseconds per step.
@@ -53,6 +53,8 @@ def open_horovod(framework: str, timeline: str | None = None) -> Communicator:
     Args:
         framework: "torch" or "tensorflow".
         timeline: path of Horovod's timeline, which rank 0 writes.
+        stays: the process may open it again. Horovod's shutdown ends MPI, which no process can begin twice, so it is left to the
+            end of the process.
 
     Raises:
         LaunchError: Horovod is not installed for the framework, or it connects other processes than the launcher started.
@@ -74,9 +76,10 @@ def open_horovod(framework: str, timeline: str | None = None) -> Communicator:
             f"Horovod ({HINTS.get(started.launcher or '', OTHER_HINT)})"
         )
     if binding.size() == 1:
-        binding.shutdown()
+        if not stays:
+            binding.shutdown()
         return SingleCommunicator()
-    return HorovodCommunicator(binding)
+    return HorovodCommunicator(binding, stays)
 
 
 class HorovodCommunicator:
@@ -87,8 +90,9 @@ class HorovodCommunicator:
     the operation, such as HorovodAllgather.
     """
 
-    def __init__(self, binding: ModuleType) -> None:
+    def __init__(self, binding: ModuleType, stays: bool = False) -> None:
         self._hvd: Any = binding
+        self._stays = stays
         self._asynchronous = hasattr(binding, "grouped_allreduce_async_")
         self.sent = 0
         self.rank: int = binding.rank()
@@ -162,7 +166,8 @@ class HorovodCommunicator:
 
     def close(self) -> None:
         self.gather(None, name="close")  # a launcher ends all ranks when one exits with a status, also who is still in a callback
-        self._hvd.shutdown()
+        if not self._stays:
+            self._hvd.shutdown()
 
     def _sendable(self, tensor: Tensor, narrow: Narrow | None) -> Tensor:
         """A tensor as Horovod can send it: it supports neither bfloat16, which is sent as float32, nor, with PyTorch, tensors

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 
@@ -176,6 +177,18 @@ def misses_lost_hosts(environ: Mapping[str, str]) -> bool:
 def environment() -> Mapping[str, str]:
     """This process's environment, for reading."""
     return os.environ
+
+
+@contextmanager
+def preserved_environment() -> Iterator[None]:
+    """Around jobs in a program's process: what they `put` into the environment is gone afterwards, and the rest as before."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update({name: value for name, value in before.items() if os.environ.get(name) != value})
 
 
 def put(variables: Mapping[str, str]) -> None:

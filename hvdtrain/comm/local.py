@@ -13,8 +13,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -116,11 +117,29 @@ def never(wanted: list[Launch], failed: Mapping[int, int]) -> list[Launch]:
     return []
 
 
-def run(wanted: list[Launch], arguments: list[str], environ: Mapping[str, str], again: Again = never) -> int:
-    """Start `python -m hvdtrain ARGUMENTS` once per launch; return the highest exit status.
+PROGRAM = ("-m", "hvdtrain")
+"""Of Python's arguments, those that start the command line."""
+
+
+def run(
+    wanted: list[Launch],
+    arguments: Sequence[str],
+    environ: Mapping[str, str],
+    again: Again = never,
+    *,
+    program: Sequence[str] = PROGRAM,
+    signals_to_forward: Sequence[signal.Signals] = FORWARDED_SIGNALS,
+    report: Callable[[str], object] = sys.stderr.write,
+    while_waiting: Callable[[], None] = lambda: None,
+) -> int:
+    """Start `python PROGRAM ARGUMENTS` once per launch; return the highest exit status.
 
     Signals are forwarded to the processes. If one of them fails, the others are ended within seconds, and unless a signal came,
     those start that `again` returns; if this process is killed, they end by themselves.
+
+    Args:
+        report: gets lines about processes that did not say themselves how they ended.
+        while_waiting: called again and again until the processes have ended.
     """
     with tempfile.TemporaryDirectory(prefix="hvdtrain-") as folder:
         shared = dict(environ) | {PARENT: str(os.getpid()), ENDED: f"{folder}/ended"}
@@ -133,7 +152,7 @@ def run(wanted: list[Launch], arguments: list[str], environ: Mapping[str, str], 
             signals.append(number)
             _signal(children, number)
 
-        previous = {number: signal.signal(number, forward) for number in FORWARDED_SIGNALS}
+        previous = {number: signal.signal(number, forward) for number in signals_to_forward}
         try:
             while True:
                 for mark in Path(folder).glob("ended.*"):  # of a former start
@@ -142,20 +161,23 @@ def run(wanted: list[Launch], arguments: list[str], environ: Mapping[str, str], 
                     # In a session of its own, so that the terminal's Ctrl-C reaches this process only, which forwards it once.
                     children.append(
                         subprocess.Popen(
-                            [sys.executable, "-m", "hvdtrain", *arguments],
+                            [sys.executable, *program, *arguments],
                             env=shared | variables(started),
                             start_new_session=True,
                         )
                     )
                 for number in signals:  # that came before all had been started
                     _signal(children, number)
-                failed = _wait(children, wanted, signals, lambda rank: Path(f"{folder}/ended.{rank}").exists())
+                is_done = partial(_has_ended, Path(folder))
+                failed = _wait(children, wanted, signals, is_done, report, while_waiting)
                 wanted = again(wanted, failed) if failed and not signals else []
                 if not wanted:
                     return max(map(_exit_status, failed.values()), default=0)
                 children.clear()
         finally:
             _signal([child for child in children if child.poll() is None], signal.SIGKILL)
+            for child in children:
+                child.wait()
             for number, handler in previous.items():
                 signal.signal(number, handler)
 
@@ -231,13 +253,23 @@ def _exit_status(status: int) -> int:
     return 128 - status if status < 0 else 1 if status in (0, PEER_FAILED, HUNG) else status
 
 
+def _has_ended(folder: Path, rank: int) -> bool:
+    return (folder / f"ended.{rank}").exists()
+
+
 def _wait(
-    children: list[subprocess.Popen[bytes]], wanted: list[Launch], signals: list[int], is_done: Callable[[int], bool]
+    children: list[subprocess.Popen[bytes]],
+    wanted: list[Launch],
+    signals: list[int],
+    is_done: Callable[[int], bool],
+    report: Callable[[str], object],
+    while_waiting: Callable[[], None],
 ) -> dict[int, int]:
     """Wait until all processes have ended; if one fails, end the others. By rank, the exit statuses of those that failed.
 
     Args:
         is_done: whether a rank has said that its work is done; ends with 0 without it are failures, too.
+        report, while_waiting: as of `run`.
     """
     kills_before = out_of_memory()
 
@@ -249,6 +281,7 @@ def _wait(
     while not (failed := statuses()):
         if all(child.returncode == 0 for child in children):
             return {}
+        while_waiting()
         time.sleep(POLL_INTERVAL)
     failed = {}
     for seconds in (0.0, REPORT_TIMEOUT):  # the first ones at once, as the others fail because of them
@@ -256,7 +289,7 @@ def _wait(
         ended = statuses()
         for rank, status in sorted(ended.items() - failed.items()):
             if -status not in signals and (how := how_it_ended(status, out_of_memory() > kills_before)) is not None:
-                sys.stderr.write(f"rank {rank} of {wanted[0].size}: {how}\n")
+                report(f"rank {rank} of {wanted[0].size}: {how}\n")
         failed = ended
     _signal(children, signal.SIGTERM)
     _wait_at_most(children, TERMINATE_TIMEOUT)

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from hvdtrain.config.keys import REQUIRED, Key, Mismatch, convert, declared, words_of
-from hvdtrain.config.source import COMMAND_LINE, Source, is_reference, resolve
+from hvdtrain.config.source import OVERRIDING, Source, is_reference, resolve
 from hvdtrain.errors import ConfigError
 
 S = TypeVar("S")
@@ -104,9 +104,9 @@ def unknown(
         if name in foreign:
             if not is_no_op(name, value):
                 problems.append(f"{name}: a key of RETURNN that is not supported, in {origin} ({foreign[name]})")
-        elif match and (origin == COMMAND_LINE or not source.for_returnn):
+        elif match and (origin in OVERRIDING or not source.for_returnn):
             problems.append(f"{name}: unknown key in {origin} (did you mean {match}?)")
-        elif name in source.unused and origin == COMMAND_LINE:
+        elif name in source.unused and origin in OVERRIDING:
             hint = f"did you mean {inside[name]}?" if name in inside else "it is not a key, and the config does not mention it"
             problems.append(f"{name}: unknown key in {origin} ({hint})")
     return problems
@@ -125,7 +125,7 @@ def resembling(source: Source, known: Iterable[str], others: Container[str]) -> 
     found = {}
     for name, value in source.values.items():
         own = name in keys or name in others or name.startswith("_") or isinstance(value, (ModuleType, type))
-        if not own and source.origins[name] != COMMAND_LINE and (match := closest(name, keys)):
+        if not own and source.origins[name] not in OVERRIDING and (match := closest(name, keys)):
             found[name] = match
     return found
 

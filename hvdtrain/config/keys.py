@@ -256,6 +256,10 @@ def _holds(rule: Rule, value: Any) -> bool:
         return True
 
 
+BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+"""RETURNN's spellings of a bool in a string, in lower case."""
+
+
 def _converted(value: Any, expected: Any) -> Any:
     origin = get_origin(expected) or expected
     if expected is Any:
@@ -281,6 +285,8 @@ def _converted(value: Any, expected: Any) -> Any:
     number = isinstance(value, numbers.Real) and not isinstance(value, bool)  # numpy's numbers are Reals, too
     if origin is bool and (isinstance(value, bool) or (number and value in (0, 1))):
         return bool(value)
+    if origin is bool and isinstance(value, str) and value.lower() in BOOLEANS:
+        return BOOLEANS[value.lower()]
     if origin is int and number and float(value).is_integer():
         return int(value)
     if origin is float and number:

@@ -26,10 +26,16 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from hvdtrain.config.keys import text_value
+from hvdtrain.config.missing import import_failure
 from hvdtrain.errors import ConfigError
 
 COMMAND_LINE = "the command line"
+CALL = "the call"
+OVERRIDING = (COMMAND_LINE, CALL)
+"""Origins of overrides: of the command line as text, and of a program that calls hvdtrain as Python's values."""
 MODULE_NAME = "__hvdtrain_config__"
+OUR_FILES = (str(Path(__file__).parent.parent),)
+"""How the names of this package's files begin."""
 
 
 OPTIONS = ("-h", "--help", "--dry-run", "--summary", "--overfit-batches", "--print-config", "--version")
@@ -170,7 +176,17 @@ Builtins = Callable[[dict[str, Any]], dict[str, Any]]
 """Returns the builtins for a config file, given its namespace."""
 
 
-def load(paths: list[Path], overrides: Mapping[str, str], types: Mapping[str, Any], builtins: Builtins | None = None) -> Source:
+Config = Path | Mapping[str, Any]
+"""A config file, or its keys and values."""
+
+
+def load(
+    configs: Sequence[Config],
+    overrides: Mapping[str, Any],
+    types: Mapping[str, Any],
+    builtins: Builtins | None = None,
+    origin: str = COMMAND_LINE,
+) -> Source:
     """Run or parse the config files in order, then apply the overrides.
 
     Later files take precedence over earlier ones, and overrides over all files. A Python file sees overrides without a dot
@@ -180,15 +196,21 @@ def load(paths: list[Path], overrides: Mapping[str, str], types: Mapping[str, An
         overrides: `++key value` as text; the key `train.seq_ordering` sets an entry of the dict `train`.
         types: types of the declared keys, which determine how the texts are parsed.
         builtins: None for Python's own.
+        origin: of the overrides, which are texts only if they come from the command line.
 
     Raises:
         ConfigError: a file is missing, cannot be parsed or raises an exception.
     """
-    top = {name: text_value(text, types.get(name, Any)) for name, text in overrides.items() if "." not in name}
+    parse = text_value if origin == COMMAND_LINE else _as_it_is
+    top = {name: parse(value, types.get(name, Any)) for name, value in overrides.items() if "." not in name}
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     texts: dict[str, str] = {}
-    for path in paths:
+    for path in configs:
+        if not isinstance(path, Path):
+            values.update(path)
+            origins.update(dict.fromkeys(path, "the dict of keys"))
+            continue
         text = texts[str(path)] = _read(path)
         if path.suffix == ".json" or text.lstrip().startswith("{"):
             loaded = _parse_json(path, text)
@@ -196,15 +218,19 @@ def load(paths: list[Path], overrides: Mapping[str, str], types: Mapping[str, An
             loaded = _run_python(path, text, values, top, builtins)
         values.update(loaded)
         origins.update(dict.fromkeys(loaded, path.name))
+    mentioned = {*values, *re.findall(r"\w+", "\n".join(texts.values()))}
     values.update(top)
-    origins.update(dict.fromkeys(top, COMMAND_LINE))
+    origins.update(dict.fromkeys(top, origin))
     problems = []
-    for name, text in overrides.items():
+    for name, value in overrides.items():
         if "." in name:
-            problems += _set_nested(values, origins, name, text)
-    mentioned = set(re.findall(r"\w+", "\n".join(texts.values())))
+            problems += _set_nested(values, origins, name, value, parse, origin)
     unused = tuple(name for name in top if name not in types and name not in mentioned)
     return Source(values, origins, unused, tuple(problems), texts)
+
+
+def _as_it_is(value: Any, expected: Any = Any) -> Any:
+    return value
 
 
 LARGE = frozenset(("torch", "torch._dynamo", "tensorflow", "keras"))
@@ -308,7 +334,8 @@ def _run_python(
         raise
     except Exception as error:
         line = _line_in(path, error)
-        raise ConfigError([f"{path.name}{line}: {type(error).__name__}: {error}"]) from error
+        what = import_failure(error, OUR_FILES) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
+        raise ConfigError([f"{path.name}{line}: {what}"]) from error
     loaded = {
         name: value
         for name, value in names.items()
@@ -347,24 +374,27 @@ def _line_in(path: Path, error: Exception) -> str:
     return f", line {lines[-1]}" if lines else ""
 
 
-def _set_nested(values: dict[str, Any], origins: dict[str, str], name: str, text: str) -> list[str]:
+def _set_nested(
+    values: dict[str, Any], origins: dict[str, str], name: str, value: Any, parse: Callable[[Any, Any], Any], origin: str
+) -> list[str]:
     """Set the entry `seq_ordering` in a copy of the dict `train`. Returns the problem, if there is one."""
     first, *path = name.split(".")
+    start = "++" if origin == COMMAND_LINE else ""
     inside: Any = values.get(first)
     if not isinstance(inside, dict):
         got = "nothing" if first not in values else type(inside).__name__
         close = get_close_matches(first, [each for each, value in values.items() if isinstance(value, dict)], n=1)
-        hint = f" (did you mean ++{'.'.join([*close, *path])}?)" if close else ""
-        return [f"++{name}: expected '{first}' to be a dict in the config, got {got}{hint}"]
+        hint = f" (did you mean {start}{'.'.join([*close, *path])}?)" if close else ""
+        return [f"{start}{name}: expected '{first}' to be a dict in the config, got {got}{hint}"]
     values[first] = inside = dict(inside)
     for part in path[:-1]:
         if not isinstance(inside.get(part), dict):
-            return [f"++{name}: expected '{part}' to be a dict inside '{first}', got {type(inside.get(part)).__name__}"]
+            return [f"{start}{name}: expected '{part}' to be a dict inside '{first}', got {type(inside.get(part)).__name__}"]
         inside[part] = dict(inside[part])
         inside = inside[part]
-    inside[path[-1]] = text_value(text, str if isinstance(inside.get(path[-1]), str) else Any)
-    if COMMAND_LINE not in origins[first]:
-        origins[first] = f"{origins[first]} and {COMMAND_LINE}"
+    inside[path[-1]] = parse(value, str if isinstance(inside.get(path[-1]), str) else Any)
+    if origin not in origins[first]:
+        origins[first] = f"{origins[first]} and {origin}"
     return []
 
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 import queue
 import re
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from os.path import abspath
 from typing import Generic, Literal, Protocol, TypeVar
 
 import numpy
@@ -28,7 +30,7 @@ from hvdtrain.data.plan.chunks import ChunkedDataset, Chunks, epoch_subset, sele
 from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.data.plan.order_keys import OrderKeys, full_epoch
 from hvdtrain.data.plan.shared import PlanInputs
-from hvdtrain.data.types import Array, Batch
+from hvdtrain.data.types import Array, Batch, UnlikeError
 from hvdtrain.errors import DataError, HvdtrainError
 
 T = TypeVar("T")
@@ -223,11 +225,18 @@ class Feed:
             Batch
         ]:  # a generator: a StopIteration of the user's code ends it with an error, and map would stop
             for indices in share:
+                some = ", ".join(map(str, indices[:FEW_TAGS].tolist())) + (", ..." if len(indices) > FEW_TAGS else "")
                 try:
                     batch = checked(dataset.batch(indices), indices)
                 except StopIteration as error:
-                    some = ", ".join(map(str, indices[:FEW_TAGS].tolist())) + (", ..." if len(indices) > FEW_TAGS else "")
                     raise iterator_ended(f"{self.name}, sequences {some}", error) from error
+                except UnlikeError as error:
+                    raise DataError(f"{self.name}: {error}") from None
+                except HvdtrainError:
+                    raise
+                except BaseException as error:
+                    error.add_note(f"in a batch of {self.name}, sequences {some}")
+                    raise
                 yield batch if staging is None else staging.pin(batch)
 
         return ReadAhead(batches(), begin=None if staging is None else staging.send)
@@ -252,6 +261,7 @@ def feed_lines(feed: Feed, local_size: int = 1) -> list[Line]:
     lines = [
         (4, "; ".join(parts)),
         *((2, f"{feed.name}: {text}") for text in feed.dataset.warnings()),
+        *((2, f"{feed.name}: {path} is in the list of files {times} times") for path, times in _repeated_files(feed)),
         *_cache_lines(feed, local_size),
     ]
     used = numpy.arange(feed.dataset.num_sequences) if feed.subset is None else feed.subset
@@ -277,6 +287,11 @@ def feed_lines(feed: Feed, local_size: int = 1) -> list[Line]:
     if alone:
         lines.append((2, f"{feed.name}: {alone} sequences are longer than batch_size allows and make batches of their own"))
     return lines
+
+
+def _repeated_files(feed: Feed) -> list[tuple[str, int]]:
+    """Files that a dataset reads more than once, such as where patterns of names overlap: their sequences count as often."""
+    return [(path, times) for part in feed.parts for path, times in Counter(map(abspath, part.files)).items() if times > 1]
 
 
 def _cache_lines(feed: Feed, local_size: int) -> list[Line]:
@@ -344,6 +359,8 @@ FEW_TAGS = 5
 WANTS_LONG = re.compile(r"\bLong\b|not implemented for '(Int|Short|Char|Byte)'")
 """What PyTorch says of class indices that are not int64."""
 
+MAKES_BATCHES = "hvdtrain makes the batches; give it items that are single sequences"
+
 TENSORS = "extern_data[KEY] has raw_tensor (batch, time, ...), seq_lens (batch,) and mask (batch, time)"
 
 
@@ -374,6 +391,9 @@ def _advice(error: Exception, batch: Batch) -> str | None:
         return f"extern_data is a dict: extern_data[{error.name!r}]"
     if isinstance(error, (AttributeError, TypeError, ValueError)) and re.search(r"\b(Torch|TensorFlow)Data\b", str(error)):
         return TENSORS
+    sizes = [set(each.seq_lens.tolist()) for each in batch.data.values()]
+    if any(each.values.ndim > 3 for each in batch.data.values()) and all(len(size) == 1 and size != {1} for size in sizes):
+        return f"if items have {max(sizes[0])} frames because they are batches: {MAKES_BATCHES}"
     single = [key for key, each in batch.data.items() if each.values.ndim == 2 and each.values.shape[1] == 1]
     if single and isinstance(error, (RuntimeError, ValueError)) and re.search("target|labels", str(error)):
         return f"{single[0]} is one number per sequence, of shape (batch, 1): raw_tensor[:, 0] has shape (batch,)"

@@ -33,11 +33,14 @@ def datasets_of(keys: DataKeys) -> tuple[tuple[DatasetSpec, ...], list[str]]:
     if keys.train is None:
         problems.append("train: expected a dataset dict or HDF files, got None")
     named = {"train": keys.train, "dev": keys.dev, "eval": keys.eval}
-    for name in keys.eval_datasets:
-        if name in named:
-            problems.append(f"eval_datasets.{name}: expected a name other than {', '.join(named)}, got {name!r}")
+    if "train" in keys.eval_datasets:
+        problems.append("eval_datasets.train: expected a name other than train, whose scores are those of the training")
+    for name in ("dev", "eval"):
+        if name in keys.eval_datasets and named[name] is not None and repr(named[name]) != repr(keys.eval_datasets[name]):
+            problems.append(f"eval_datasets.{name}: expected either it or the key {name}, got both, and two datasets")
     specs: dict[str, DatasetSpec] = {}
-    for name, value in {**keys.eval_datasets, **named}.items():
+    given = {name: value for name, value in named.items() if value is not None or name not in keys.eval_datasets}
+    for name, value in {**keys.eval_datasets, **given}.items():
         if value is not None:
             ordering = keys.batching if name == "train" else "sorted"
             spec, more = parse(name, value, {} if ordering is None else {"seq_ordering": ordering})
@@ -106,6 +109,10 @@ def parse(name: str, value: Any, defaults: Mapping[str, Any]) -> tuple[DatasetSp
         value = [value]
     elif isinstance(value, str) and not is_reference(value):
         value = [part.strip() for part in value.split(",")]
+        if not all(value):
+            return None, [
+                f"{name}: expected the names of HDF files, separated by commas, got an empty one in {', '.join(value)!r}"
+            ]
     if isinstance(value, (list, tuple)):
         if not value:
             return None, [f"{name}: expected at least one sequence or file, got an empty {type(value).__name__}"]

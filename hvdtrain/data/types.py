@@ -63,6 +63,10 @@ class Batch:
     seq_tags: Callable[[], list[str]] | None = None
 
 
+class UnlikeError(DataError):
+    """Sequences do not fit into a batch. The message names the sequence, but not the dataset, which is not known here."""
+
+
 def pad(sequences: Sequence[Array], named: Callable[[int], str] = "row {}".format) -> Padded:
     """Arrays of shape (time, ...) that differ in time only, as one array of shape (batch, time, ...), padded with zeros.
 
@@ -70,16 +74,17 @@ def pad(sequences: Sequence[Array], named: Callable[[int], str] = "row {}".forma
         named: given the number of an array, what it is, for messages.
 
     Raises:
-        DataError: they differ in the shape of a frame, or in the kind of numbers: numpy would repeat, round or cut them.
+        UnlikeError: they differ in the shape of a frame, or in the kind of numbers: numpy would repeat, round or cut them.
     """
     seq_lens = numpy.fromiter((len(sequence) for sequence in sequences), dtype=numpy.int32, count=len(sequences))
     first = sequences[0]
-    values = numpy.zeros((len(sequences), int(seq_lens.max()), *first.shape[1:]), dtype=first.dtype)
+    dtype = first.dtype.newbyteorder("=")  # frameworks have tensors of this machine's byte order only
+    values = numpy.zeros((len(sequences), int(seq_lens.max()), *first.shape[1:]), dtype=dtype)
     if first.dtype == object:
         values[:] = ""  # strings
     for number, (row, sequence) in enumerate(zip(values, sequences, strict=True)):
         if sequence.shape[1:] != first.shape[1:] or (sequence.dtype != first.dtype and not _holds(first.dtype, sequence)):
-            raise DataError(
+            raise UnlikeError(
                 f"{named(number)}: expected {first.dtype} of shape {first.shape[1:]} in every frame, as the first one of the "
                 f"batch has, got {sequence.dtype} of shape {sequence.shape[1:]}"
             )

@@ -35,6 +35,11 @@ StatePart = Kind | Literal["optimizer", "kept"]
 NEW_OPTIMIZER = "(go on with the optimizer that the training began with, or with a new one: ++fresh_optimizer 1)"
 """What to do about the state of another optimizer."""
 
+Marks = Mapping[str, str]
+"""Texts by name that say which checkpoint a rank's own file belongs to."""
+
+NO_MARKS: Marks = {}
+
 Observer = Callable[[Iterator[tuple[str, "Array"]]], None]
 """Gets arrays by name."""
 
@@ -230,12 +235,16 @@ class State(ModelState, Protocol):
         """
         ...
 
-    def save_own(self, file: Path, parts: Sequence[StatePart]) -> None:
+    def save_own(self, file: Path, parts: Sequence[StatePart], marks: Marks = NO_MARKS) -> None:
         """Write this rank's own tensors of some kinds, and its optimizer's state if that is one of the parts."""
         ...
 
-    def load_own(self, file: Path) -> None:
-        """Read what `save_own` wrote. Raises: CheckpointError."""
+    def load_own(self, file: Path, parts: Sequence[StatePart], marks: Marks = NO_MARKS) -> None:
+        """Read what `save_own` wrote.
+
+        Raises:
+            CheckpointError: it cannot be read, lacks one of the parts, or has other marks.
+        """
         ...
 
 

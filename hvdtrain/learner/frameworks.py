@@ -1,14 +1,16 @@
 """The frameworks that a config can choose with `backend`. A new one is a folder beside this file and a line in the table.
 
-The folder has `learner.py` with `build_learner(keys, reducer, options)`, `tensors.py` with `zeros`, `size` and `wait_for`, and
-`inspect.py` with `profiler(on_gpu)`. If devices and threads have to be chosen before anything is computed, `learner.py` has
-`prepare(device, local_rank, threads)`, too. A folder is imported when it is used, as importing a framework takes seconds.
+The folder has `learner.py` with `build_learner(keys, reducer, options)`, `tensors.py` with `zeros`, `size`, `wait_for` and
+`preserved`, and `inspect.py` with `profiler(on_gpu)`. If devices and threads have to be chosen before anything is computed,
+`learner.py` has `prepare(device, local_rank, threads)`, too. A folder is imported when it is used, as importing a framework
+takes seconds.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Literal
@@ -74,6 +76,11 @@ class Framework:
         """Choose device and number of threads, before the framework computes anything. Raises: ConfigError."""
         if self.prepares:
             self._module("learner").prepare(device, local_rank, threads)
+
+    def preserved(self) -> AbstractContextManager[None]:
+        """Around jobs in a program's process: what they change of the framework's own state is afterwards as before."""
+        made: Callable[[], AbstractContextManager[None]] = self._module("tensors").preserved
+        return made()
 
     def build(self, keys: LearnerKeys, reducer: Reducer, options: BuildOptions) -> Learner:
         """Build the config's model and optimizer. Raises: ConfigError."""

@@ -54,10 +54,18 @@ def scales_of(losses: Mapping[str, Loss], train: bool) -> dict[str, float]:
     return {name: float(scaled[name].scale) if name in scaled else 0.0 for name in losses}
 
 
-def check_marked(losses: Mapping[str, Loss]) -> None:
-    """Raises: ConfigError, if train_step marked nothing."""
+def check_marked(losses: Mapping[str, Loss], is_tensor: Callable[[Any], bool]) -> None:
+    """Raises: ConfigError, if train_step marked nothing, or something else than the framework's tensors."""
     if not losses:
         raise ConfigError(["train_step: expected a call of hvdtrain.get_run_ctx().mark_as_loss(...), got none"])
+    problems = [
+        f"train_step: expected a tensor with one number per element in mark_as_loss(..., {name!r}), got {loss.value!r:.60}, a "
+        f"{type(loss.value).__name__} (no .item(), float() or numpy: hvdtrain adds up the elements of all ranks)"
+        for name, loss in losses.items()
+        if not is_tensor(loss.value)
+    ]
+    if problems:
+        raise ConfigError(problems)
 
 
 def check_same(first: Normalized, own: Normalized) -> None:

@@ -1,14 +1,15 @@
 """Safetensors as the format of a model's file: what its header says, which is the same with every framework.
 
 The header's metadata has strings by name: `format`, the framework as Hugging Face's libraries name it; `hvdtrain`, the progress
-as JSON; and for each tensor that shares its memory with another one, the name under which both are stored, as
-`safetensors.torch.save_model` writes it.
+as JSON; `hvdtrain_checksum`, of the whole file; and for each tensor that shares its memory with another one, the name under which
+both are stored, as `safetensors.torch.save_model` writes it.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,7 +17,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.errors import CheckpointError
+from hvdtrain.errors import CheckpointError, DamagedCheckpoint
+from hvdtrain.learner.integrity import BLANK, CHECKSUM, checked, write_checksum
 
 SAFETENSORS = "safetensors"
 """The value of `checkpoint_format`, and the suffix of the files."""
@@ -45,28 +47,46 @@ def header(framework: str, progress: Mapping[str, Any]) -> dict[str, str]:
     Args:
         framework: "pt" or "tf".
     """
-    return {FORMAT: framework, PROGRESS: json.dumps(progress)}
+    return {FORMAT: framework, PROGRESS: json.dumps(progress), CHECKSUM: BLANK}
 
 
 def progress_of(metadata: Mapping[str, str] | None) -> dict[str, Any]:
     """The progress in a header; empty if another program wrote the file."""
-    progress: dict[str, Any] = json.loads((metadata or {}).get(PROGRESS, "{}"))
+    progress = json.loads((metadata or {}).get(PROGRESS, "{}"))
+    if not isinstance(progress, dict):
+        raise ValueError(f"the entry {PROGRESS!r} of its header is no dict")
     return progress
 
 
 @contextmanager
 def reading(file: Path) -> Iterator[None]:
-    """Translate errors while reading a file into CheckpointError."""
+    """Around the code that reads a file, which is checked meanwhile; translates errors into CheckpointError."""
     try:
-        yield
+        with checked(file):
+            yield
     except CheckpointError:
         raise
     except FileNotFoundError:
-        raise CheckpointError(f"{file}: expected a checkpoint's file, got: no such file") from None
+        raise DamagedCheckpoint(f"{file}: expected a checkpoint's file, got: no such file") from None
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and error.name == SAFETENSORS:
             raise CheckpointError(f"{file}: expected the package safetensors to read it, got none ({INSTALL})") from None
-        raise CheckpointError(f"{file}: expected a whole checkpoint, got one that cannot be read: {error}") from None
+        raise unreadable(file, error) from None
+
+
+def unreadable(file: Path, error: Exception) -> CheckpointError:
+    """The error for a file that cannot be read."""
+    text = str(error)
+    if "weights_only" in text or "WeightsUnpickler" in text:  # PyTorch advises to load it nevertheless
+        found = re.search(r"(?:GLOBAL|Unsupported class) (\S+)", text)
+        what = f"needs code to be read: {found.group(1)}" if found else "has more than that"
+        return DamagedCheckpoint(
+            f"{file}: expected tensors and plain values, got a file that {what}; hvdtrain never runs code of a file (and neither "
+            "should you, with weights_only=False, unless you trust who wrote it; a model's own tensors are saved by "
+            "torch.save({'model': model.state_dict()}, ...))"
+        )
+    lines = text.splitlines() or [type(error).__name__]
+    return DamagedCheckpoint(f"{file}: expected a whole checkpoint, got one that cannot be read: {lines[0]}")
 
 
 @contextmanager
@@ -86,6 +106,7 @@ def writing(file: Path) -> Iterator[Path]:
         yield folder / file.name
         file.touch()
         os.chmod(folder / file.name, file.stat().st_mode)
+        write_checksum(folder / file.name)
         os.replace(folder / file.name, file)
     except SafetensorError as error:
         raise OSError(str(error)) from error

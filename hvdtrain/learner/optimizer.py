@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -85,6 +86,38 @@ def _names(made: type) -> list[str] | None:
     return [name for name in dict.fromkeys(names) if name not in SET_BY_US]
 
 
+def option_texts(options: Mapping[str, Any]) -> dict[str, str]:
+    """Options of an optimizer as texts that a checkpoint can hold. What no text identifies (a function, a tensor) is left out.
+
+    >>> option_texts({"betas": [0.9, 0.95], "amsgrad": True, "rule": len})
+    {'betas': '(0.9, 0.95)', 'amsgrad': 'True'}
+    """
+    found = {name: _option_text(value) for name, value in options.items()}
+    return {name: text for name, text in found.items() if text is not None}
+
+
+def _option_text(value: Any) -> str | None:
+    if isinstance(value, (list, tuple)):
+        parts = [_option_text(part) for part in value]
+        return None if None in parts else f"({', '.join(str(part) for part in parts)})"
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return f"{value:g}" if float(f"{value:g}") == value else repr(float(value))
+    return repr(value) if value is None or isinstance(value, (bool, str)) else None
+
+
+def changed_options(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str]:
+    """By name, a line about each option that a checkpoint has another text of.
+
+    >>> changed_options({"eps": "1e-08", "lr": "1"}, {"eps": "0.001"})
+    {'eps': 'optimizer.eps: 0.001 from here on, 1e-08 in the checkpoint'}
+    """
+    return {
+        name: f"optimizer.{name}: {text} from here on, {before[name]} in the checkpoint"
+        for name, text in now.items()
+        if before.get(name, text) != text
+    }
+
+
 BLACKLIST = "weight_decay_modules_blacklist"
 INCLUDE = "weight_decay_custom_include_check"
 
@@ -98,13 +131,13 @@ class DecayRule:
         names: the same by the names of the classes.
         include: function (*, module, rf_module, full_param_name, param) that returns whether a parameter decays; None: by the
             rest.
-        biases: the endings of the names of biases.
+        biases: a regular expression that the names of biases match.
     """
 
     classes: tuple[type, ...]
     names: frozenset[str] = frozenset()
     include: Callable[..., bool | None] | None = None
-    biases: tuple[str, ...] = ("bias",)
+    biases: str = r"bias$|(^|[._])bias_[^.]*$"  # also nn.LSTM's bias_ih_l0 and bias_hh_l1_reverse
 
     def decays(self, module: Any, full_name: str, parameter: Any) -> bool:
         """Whether a module's parameter decays. Raises: ConfigError, if the config's function returns something else than a bool
@@ -117,7 +150,7 @@ class DecayRule:
             return chosen
         both = (module, rf_module)
         is_exempt = any(isinstance(one, self.classes) or not self.names.isdisjoint(class_names(one)) for one in both)
-        return not is_exempt and not full_name.endswith(self.biases)
+        return not is_exempt and not re.search(self.biases, full_name)
 
 
 def wrapped_rf_module(module: Any) -> Any | None:

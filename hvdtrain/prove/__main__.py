@@ -29,7 +29,7 @@ from hvdtrain.errors import ConfigError, HvdtrainError
 from hvdtrain.learner.frameworks import FRAMEWORKS
 from hvdtrain.prove.causes import Case, Probe, causes, checked
 from hvdtrain.prove.compare import Agreement, Record, compare, distance_words, means
-from hvdtrain.prove.training import Task, run_task
+from hvdtrain.prove.training import GlobalBatches, Task, run_task
 from hvdtrain.settings import Settings, read_settings
 
 USAGE = "python -m hvdtrain prove CONFIG [CONFIG ...] [options] [++KEY VALUE ...]"
@@ -124,7 +124,7 @@ def parser() -> argparse.ArgumentParser:
     add = made.add_argument
     add("configs", metavar="CONFIG", nargs="+", help="the config of the training")
     add("--ranks", default="1,2,3", help="numbers of ranks (default 1,2,3); the first is the measure of the others")
-    add("--steps", type=int, default=10, help="steps to train (default 10)")
+    add("--steps", type=int, default=10, help="steps to train (default 10): one half begins an epoch, the other half ends it")
     add("--transport", help="horovod, torch or horovod,torch (default: those that are installed and go with the framework)")
     help = f"relative difference that counts as a rounding error (default {TOLERANCE:g}, in half precision {TOLERANCE_HALF:g})"
     add("--tolerance", type=float, help=help)
@@ -197,12 +197,14 @@ def prove(job: Job, folder: Path) -> int:
         status = _diagnose(job, folder, differing)
         if status:
             return status
-    print("\n".join(table_lines(records[first], str(first), cases, job.dropout)))
+    batches = GlobalBatches.load(folder / "batches.npz")
+    print("\n".join(table_lines(records[first], str(first), cases, job.dropout, batches)))
     for case in differing.values():
         print("\n".join(difference_lines(case)))
     if differing:
         print("\n".join(cause_lines(list(differing.values()))))
     print("".join(f"{line}\n" for line in apart), end="")
+    print("\n".join(wrap(f"not covered: {not_covered(job, records[first], batches)}", WIDTH, subsequent_indent="  ")))
     agree = not differing and not apart
     print(f"prove: {'all runs agree' if agree else 'the runs differ'}")
     return 0 if agree else 1
@@ -289,16 +291,45 @@ def start(run: Run, arguments: Sequence[str], keys: Mapping[str, str]) -> int:
         raise
 
 
-def table_lines(first: Record, name: str, cases: Sequence[Case], dropout: bool) -> list[str]:
+def _begin(first: Record, batches: GlobalBatches) -> int:
+    """The steps before the stop, which waits for the end of an update."""
+    return len(first.losses) - batches.end
+
+
+def not_covered(job: Job, first: Record, batches: GlobalBatches) -> str:
+    """What was not trained or compared."""
+    parts = []
+    begin = _begin(first, batches)
+    if (end := batches.steps - batches.end) > begin:
+        parts.append(f"steps {begin + 1} to {end} (--steps {batches.steps} trains all)")
+    if not batches.end:
+        parts.append("the end of the epoch and a resume (--steps 2 or more)")
+    if not job.dropout:
+        parts.append("dropout")
+    if job.settings.reduce.horovod_dataset_distribution != "shard":
+        parts.append("orders of each rank's own")
+    return ", ".join(
+        [
+            *parts,
+            "later epochs, evaluation, buffers such as BatchNorm's averages, a resume on another number of ranks, other hosts",
+        ]
+    )
+
+
+def table_lines(first: Record, name: str, cases: Sequence[Case], dropout: bool, batches: GlobalBatches) -> list[str]:
     """How far each run agrees with the first.
 
     Args:
         first, name: the first run.
         dropout: whether it was left as it is.
+        batches: what was trained.
     """
-    largest = max(first.size, *(case.one.size for case in cases))
     head = f"{len(first.losses)} steps of {_span(first.num_sequences)} sequences, {len(first.rates)} updates"
-    lines = [f"{head}: the first batches of {largest} ranks{'' if dropout else '; dropout is switched off'}", ""]
+    places = f"steps 1 to {_begin(first, batches)}"
+    if batches.end:
+        places += f", a stop and a resume, steps {batches.steps - batches.end + 1} to {batches.steps}"
+    whose = f"{places} of the {batches.steps} of an epoch on {batches.ranks} ranks"
+    lines = [f"{head}: {whose}{'' if dropout else '; dropout is switched off'}", ""]
     rows = [[f"compared with {name}", "losses", "gradients", "weights", ""]]
     for case in cases:
         found = case.comparison

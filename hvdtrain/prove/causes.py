@@ -145,7 +145,7 @@ def _losses(learner: Learner, batch: Batch, dropout: bool) -> dict[str, float]:
     learner.begin_epoch(1, 0)
     learner.backward(batch)
     learner.update(0.0)
-    return {name: fsum(totals) for name, (totals, _) in learner.meter.take_scores().state().items()}
+    return {name: fsum(totals) for name, (totals, *_) in learner.meter.take_scores().state().items()}
 
 
 def _difference(one: dict[str, float], other: dict[str, float]) -> float:

@@ -1,7 +1,8 @@
 """What the ranks of one run do: train some steps with the engine itself, on given global batches, and write down what came out.
 
-The largest number of ranks takes the batches that its training would begin with. A step's batches on all of these ranks are a
-global batch; with fewer ranks, the same sequences are dealt to fewer, larger batches.
+The largest number of ranks takes the batches of its training's own plan. A step's batches on all of these ranks are a global
+batch; with fewer ranks, the same sequences are dealt to fewer, larger batches. A run trains the first steps of the epoch, writes
+a checkpoint, is opened anew from it, and trains the last steps: at their places in the epoch, with their learning rates.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import fsum
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy
 
 from hvdtrain.checkpoint.progress import Progress
-from hvdtrain.checkpoint.saver import Unsaved
+from hvdtrain.checkpoint.saver import Saves, Unsaved
+from hvdtrain.comm.base import Communicator
 from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.data.types import Array
 from hvdtrain.engine import Engine, Pace, Rates
@@ -27,56 +29,67 @@ from hvdtrain.prove.compare import Losses, Record, checksum, sketch, summed
 from hvdtrain.report.steps import Reporters
 from hvdtrain.run import open_pace, open_rates
 from hvdtrain.runtime.log import silence
-from hvdtrain.session import Session, open_session, writing_nothing
+from hvdtrain.session import Session, open_communicator, open_session, writing_nothing
 from hvdtrain.settings import Settings
 from hvdtrain.training.step_log import StepLog, StepReport
 
 
 @dataclass(frozen=True)
 class GlobalBatches:
-    """The batches of some steps.
+    """The batches of an epoch, and which of its steps are trained.
 
     Attributes:
-        plan: batch i is that of rank i % ranks in step i // ranks.
+        plan: batch i is that of rank i % ranks in step i // ranks; in the last step, some ranks may have none.
         ranks: the number of ranks that the batches were made for.
+        begin: the steps from the beginning of the epoch, after which the training is stopped and resumed.
+        end: the steps before the end of the epoch with which it goes on. Those in between are left out.
     """
 
     plan: Plan
     ranks: int
+    begin: int
+    end: int
 
     @property
     def steps(self) -> int:
-        return self.plan.num_batches // self.ranks
+        """All of the epoch."""
+        return -(-self.plan.num_batches // self.ranks)
 
     def dealt(self, size: int) -> Plan:
-        """The same sequences in each step, in N batches."""
+        """The same sequences in each step, in N batches; in the last step, as many as there are sequences."""
         if size == self.ranks:
             return self.plan
-        ends = self.plan.bounds[:: self.ranks]
-        cuts = [begin + numpy.arange(size) * (end - begin) // size for begin, end in zip(ends, ends[1:], strict=False)]
-        return Plan(self.plan.order, numpy.concatenate([*cuts, ends[-1:]]).astype(numpy.int64))
+        ends = numpy.append(self.plan.bounds[: -1 : self.ranks], self.plan.bounds[-1])
+        counts = numpy.diff(ends)
+        cuts = ends[:-1, None] + numpy.arange(size) * counts[:, None] // size
+        last = ends[-2] + numpy.arange(min(size, counts[-1])) * counts[-1] // min(size, counts[-1])
+        return Plan(self.plan.order, numpy.concatenate([cuts[:-1].reshape(-1), last, ends[-1:]]).astype(numpy.int64))
 
     def save(self, path: Path) -> None:
-        numpy.savez(path, order=self.plan.order, bounds=self.plan.bounds, ranks=self.ranks)
+        numpy.savez(path, order=self.plan.order, bounds=self.plan.bounds, ranks=self.ranks, begin=self.begin, end=self.end)
 
     @staticmethod
     def load(path: Path) -> GlobalBatches:
         with numpy.load(path, allow_pickle=False) as stored:
-            return GlobalBatches(Plan(stored["order"], stored["bounds"]), int(stored["ranks"]))
+            numbers = (int(stored[name]) for name in ("ranks", "begin", "end"))
+            return GlobalBatches(Plan(stored["order"], stored["bounds"]), *numbers)
 
 
-def first_steps(plan: Plan, ranks: int, steps: int) -> GlobalBatches:
-    """The first steps of an epoch in which every rank has a batch. Raises: DataError, on all ranks alike: there is none."""
-    found = min(steps, plan.num_batches // ranks)
-    if not found:
+def chosen_steps(plan: Plan, ranks: int, steps: int) -> GlobalBatches:
+    """The first and the last steps of an epoch.
+
+    Raises:
+        DataError: no step has a batch for each rank; on all ranks alike.
+    """
+    if plan.num_batches < ranks:
         error = DataError(
             f"train: expected at least {ranks} batches in an epoch for {ranks} ranks, got {plan.num_batches} "
             "(smaller max_seqs or batch_size, or fewer --ranks)"
         )
         error.on_every_rank = True
         raise error
-    bounds = plan.bounds[: found * ranks + 1]
-    return GlobalBatches(Plan(plan.order[: bounds[-1]], bounds), ranks)
+    found = min(steps, -(-plan.num_batches // ranks))
+    return GlobalBatches(plan, ranks, found - found // 2, found // 2)
 
 
 @dataclass(frozen=True)
@@ -126,39 +139,105 @@ def proving(settings: Settings, task: Task) -> Settings:
         start = replace(start, start_epoch="auto", load_epoch=None)
     return replace(
         settings,
-        run=replace(settings.run, model=str(Path(task.folder, "model"))),
         log=replace(settings.log, log_verbosity=0),
         start=start,
         datasets=settings.datasets[:1],
     )
 
 
+class Stop(Exception):
+    """A checkpoint is written: the training is to stop there, on all ranks."""
+
+
+class StoppingSaver:
+    """Saves, and stops the training with the first checkpoint within an epoch."""
+
+    def __init__(self, inner: Saves) -> None:
+        self._inner = inner
+
+    def save(self, progress: Progress) -> None:
+        if progress.current is not None:
+            self._inner.save(progress)
+            self._inner.finish()
+            raise Stop
+
+    def finish(self) -> None:
+        pass
+
+
 def train(settings: Settings, task: Task, name: str, accumulated: Record | None = None) -> None:
-    """Collective. Train, and write the record.
+    """Collective. Train the first steps of an epoch, stop, resume in the last ones, and write the record.
 
     Args:
         accumulated: train on the batches of this run's ranks one after another, with its learning rates.
     """
-    with open_session(settings, "dry_run") as session, silence():
-        comm = session.comm
-        if not task.dropout:
-            without_dropout(session.learner)
-        batches = _global_batches(session, task)
-        dealt = batches.dealt(comm.size if accumulated is None else accumulated.size)
-        feed = replace(session.feeds[0], distribution="shard", only=dealt)
-        recorder = Recorder(session)
-        session.learner.observer = recorder.gradients_of
-        pace = replace(open_pace(settings), num_epochs=session.progress.epoch + 1, save_steps=None, save_minutes=None)
-        pace = replace(pace, ends_early=lambda _: None)
-        rates = open_rates(settings, comm.size)
-        if accumulated is not None:
-            pace, rates = _accumulating(pace, accumulated.size), given(accumulated.rates, lambda: recorder.updates)
-        fresh = Progress(session.progress.step, session.progress.epoch, list(session.progress.history))
-        opened = replace(session, feeds=[feed], saver=Unsaved(), progress=fresh)
-        Engine(opened, rates, pace, Reporters(), recorder, recorder.note).run()
-        record = recorder.record(1 if accumulated is None else accumulated.size)
+    settings = replace(settings, run=replace(settings.run, model=str(Path(task.folder, name, "model"))))
+    with open_communicator(settings) as comm, silence():
+        recorder = Recorder(comm)
+        with open_session(settings, "dry_run", comm) as session:
+            batches = _global_batches(session, task)
+            pace = replace(_pace_of(settings, session), save_steps=session.progress.step + batches.begin * _per_step(accumulated))
+            fresh = Progress(session.progress.step, session.progress.epoch, list(session.progress.history))
+            stopped = _trained(session, settings, task, batches, pace, recorder, fresh, StoppingSaver(session.saver), accumulated)
+        if stopped:
+            with open_session(settings, "dry_run", comm) as session:  # with what it loads: model, optimizer, position
+                pace = replace(_pace_of(settings, session), save_steps=None)
+                _skip(session.progress, batches, comm.size, _per_step(accumulated))
+                _trained(session, settings, task, batches, pace, recorder, session.progress, Unsaved(), accumulated)
+        record = recorder.record(_per_step(accumulated))
         if comm.rank == 0:
             record.save(task.path(name))
+
+
+def _per_step(accumulated: Record | None) -> int:
+    """The number of batches that a rank takes for one step."""
+    return 1 if accumulated is None else accumulated.size
+
+
+def _pace_of(settings: Settings, session: Session) -> Pace:
+    pace = replace(open_pace(settings), num_epochs=session.progress.epoch + 1, save_minutes=None)
+    return replace(pace, ends_early=lambda _: None, mistake=lambda _: None)
+
+
+def _skip(progress: Progress, batches: GlobalBatches, size: int, per_step: int) -> None:
+    """Go on with the last steps of the epoch, if the training was not stopped in the midst of them."""
+    current = progress.current
+    if current is None:
+        return
+    ranks = size * per_step
+    skipped = batches.steps - batches.end - current.position // ranks
+    if skipped > 0:
+        current.position += skipped * ranks
+        progress.step += skipped * per_step
+
+
+def _trained(
+    session: Session,
+    settings: Settings,
+    task: Task,
+    batches: GlobalBatches,
+    pace: Pace,
+    recorder: Recorder,
+    progress: Progress,
+    saver: Saves,
+    accumulated: Record | None,
+) -> bool:
+    """Collective. Train until the end of the epoch, or until the saver stops it; whether it did."""
+    if not task.dropout:
+        without_dropout(session.learner)
+    dealt = batches.dealt(session.comm.size if accumulated is None else accumulated.size)
+    feed = replace(session.feeds[0], distribution="shard", only=dealt)
+    recorder.learner = session.learner
+    session.learner.observer = recorder.gradients_of
+    rates = open_rates(settings, session.comm.size)
+    if accumulated is not None:
+        pace, rates = _accumulating(pace, accumulated.size), given(accumulated.rates, lambda: recorder.updates)
+    opened = replace(session, feeds=[feed], saver=saver, progress=progress)
+    try:
+        Engine(opened, rates, pace, Reporters(), recorder, recorder.note).run()
+    except Stop:
+        return True
+    return False
 
 
 def _global_batches(session: Session, task: Task) -> GlobalBatches:
@@ -167,7 +246,7 @@ def _global_batches(session: Session, task: Task) -> GlobalBatches:
     comm, feed = session.comm, session.feeds[0]
     if comm.gather(path.exists(), name="prove.batches")[0]:
         return GlobalBatches.load(path)
-    batches = first_steps(replace(feed, distribution="shard").plan(session.progress.epoch + 1), comm.size, task.steps)
+    batches = chosen_steps(replace(feed, distribution="shard").plan(session.progress.epoch + 1), comm.size, task.steps)
     if comm.rank == 0:
         batches.save(path)
     return batches
@@ -192,12 +271,14 @@ class Recorder(StepLog):
     """Writes down what an engine does, as its log of steps, its trace, and the learner's observer.
 
     Attributes:
+        learner: of the session that trains now.
         updates: the number of updates done so far.
     """
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, comm: Communicator) -> None:
         super().__init__()
-        self._session = session
+        self._comm = comm
+        self.learner: Any = None
         self._step_losses: list[Losses] = []
         self._data: list[int] = []
         self._num_sequences: list[int] = []
@@ -210,9 +291,9 @@ class Recorder(StepLog):
 
     def note(self, epoch: int, step: int, indices: Array) -> None:
         """The engine is about to take a step: the weights are those after the updates before it."""
-        if self._session.comm.rank == 0 and self._weighed < self.updates:
+        if self._comm.rank == 0 and self._weighed < self.updates:
             self._weighed = self.updates
-            self._add(self._session.learner.state.named_parameters(), self._weights)
+            self._add(self.learner.state.named_parameters(), self._weights)
 
     def gradients_of(self, gradients: Iterable[tuple[str, Array]]) -> None:
         """The learner is about to apply reduced gradients."""
@@ -221,7 +302,7 @@ class Recorder(StepLog):
 
     def step(self, report: StepReport) -> None:
         scores = report.meter.take_scores().state()
-        self._step_losses.append({name: (fsum(totals), fsum(counts)) for name, (totals, counts) in scores.items()})
+        self._step_losses.append({name: (fsum(totals), fsum(counts)) for name, (totals, counts, *_) in scores.items()})
         self._data.append(0 if report.batch is None else checksum(report.batch))
         self._num_sequences.append(0 if report.batch is None else len(report.batch.indices))
         if len(self._rates) < self.updates and report.learning_rate is not None:
@@ -233,7 +314,7 @@ class Recorder(StepLog):
         Args:
             steps_of: the number of batches of a rank that count as one step.
         """
-        comm, learner = self._session.comm, self._session.learner
+        comm, learner = self._comm, self.learner
         self.note(0, 0, numpy.zeros(0))
         own = {name: zlib.crc32(values.tobytes()) for name, values in learner.state.named_parameters()}
         everybodys = comm.gather(own, name="prove.weights")
@@ -255,7 +336,7 @@ class Recorder(StepLog):
 
     def _all_gradients(self) -> dict[str, Array]:
         """Collective. The sketches of all gradients in the model's order: each rank adds those that no rank before it has."""
-        comm = self._session.comm
+        comm = self._comm
         names = comm.gather(list(self._gradients), name="prove.names")
         before = {name for those in names[: comm.rank] for name in those}
         mine = {name: numpy.stack(values) for name, values in self._gradients.items() if name not in before}
@@ -278,5 +359,5 @@ def _grouped(by_rank: Sequence[Sequence[T]], count: int) -> list[list[T]]:
         by_rank: for each rank, what it has for each of its batches.
         count: the number of batches of a rank that count as one step.
     """
-    steps = len(by_rank[0]) // count
+    steps = -(-len(by_rank[0]) // count)
     return [[each for rank in by_rank for each in rank[step * count : (step + 1) * count]] for step in range(steps)]

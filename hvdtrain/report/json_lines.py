@@ -8,8 +8,8 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import asdict
+from itertools import count
 from math import prod
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -17,6 +17,7 @@ from typing import IO, Any, TypeVar
 from hvdtrain.learner.base import Layer
 from hvdtrain.report.epoch import EpochReport
 from hvdtrain.report.steps import StepRecord
+from hvdtrain.runtime.log import say
 
 
 def as_line(report: EpochReport) -> dict[str, Any]:
@@ -94,22 +95,50 @@ def _finite(value: float | None) -> float | str | None:
 P = TypeVar("P")
 
 
+NO_LINE = (ValueError, KeyError, TypeError, OverflowError, RecursionError)
+"""What reading a line of JSON raises that is damaged: bytes that are not UTF-8, an infinite epoch, or brackets without end."""
+
+
 def _lines(path: Path, place: Callable[[Any], P]) -> list[tuple[P, str]]:
-    """The lines of a file, with what `place` finds in them; without those that are no JSON, or where it finds nothing."""
-    found = []
-    if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            with suppress(ValueError, KeyError, TypeError):
-                found.append((place(json.loads(line)), line))
+    """The lines of a file, with what `place` finds in them.
+
+    What is only a log does not keep a training from going on: a file with other lines is set aside under another name, but for
+    the last line, which a killed run may have left half written.
+    """
+    try:
+        *lines, last = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        _set_aside(path, f"it cannot be read: {error.strerror}")
+        return []
+    found, damaged = [], []
+    for number, line in enumerate([*lines, last], start=1):
+        try:
+            text = line.decode("utf-8")
+            found.append((place(json.loads(text)), text))
+        except NO_LINE:
+            damaged += [number] if number <= len(lines) else []
+    if damaged:
+        more = f" and {len(damaged) - 1} more" if len(damaged) > 1 else ""
+        _set_aside(path, f"line {damaged[0]}{more} cannot be read")
     return found
+
+
+def _set_aside(path: Path, why: str) -> None:
+    """Rename a file. Raises: OSError."""
+    names = (path.with_name(f"{path.name}.damaged{number or ''}") for number in count())
+    aside = next(name for name in names if not name.exists())
+    os.replace(path, aside)
+    say(2, f"{path}: {why}; it is kept as {aside.name}, and training goes on with what can be read")
 
 
 def _rewrite(path: Path, lines: list[str]) -> None:
     """Replace a file by one with these lines, unless it has them."""
-    wanted = "".join(f"{line}\n" for line in lines)
-    if (path.read_text(encoding="utf-8") if path.exists() else "") != wanted:
+    wanted = "".join(f"{line}\n" for line in lines).encode()
+    if (path.read_bytes() if path.exists() else b"") != wanted:
         unfinished = path.with_name(path.name + ".unfinished")
-        unfinished.write_text(wanted, encoding="utf-8")
+        unfinished.write_bytes(wanted)
         os.replace(unfinished, path)
 
 

@@ -23,10 +23,11 @@ from hvdtrain.report.runs import Run
 from hvdtrain.runtime.timer import duration_text
 
 POLICY = (
-    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; connect-src 'self'; "
-    "form-action 'none'"
+    "default-src 'none'; script-src {scripts}; style-src 'unsafe-inline'; img-src data: blob:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'"
 )
-"""What the page may load: nothing but itself, and its own server if it has one (data.json)."""
+"""What the page may load: nothing but itself, and its own server if it has one (data.json); and what it may run: its two scripts,
+by their checksums. Text that slipped through escaping could run nothing."""
 
 
 def chapters_of(runs: list[Run]) -> list[tuple[str, list[Figure], Run | None]]:
@@ -68,33 +69,46 @@ def page(runs: list[Run], *, live: bool = False) -> str:
     """
     shown = content(runs)
     here = Path(__file__).parent
+    script = (here / "page.js").read_text(encoding="utf-8")
+    packed, checksum = plotly_script()
+    policy = POLICY.format(scripts=f"{checksum_of(script)} {checksum}")
     sections = "\n".join(f"<section id={name}>{html}</section>" for name, html in shown["sections"].items())
     data = _json({name: value for name, value in shown.items() if name != "sections"})
     return f"""<!doctype html>
 <html lang=en><head><meta charset=utf-8><meta name=viewport content="width=device-width, initial-scale=1">
-<meta name=color-scheme content="light dark"><meta http-equiv=Content-Security-Policy content="{POLICY}">
+<meta name=color-scheme content="light dark"><meta http-equiv=Content-Security-Policy content="{policy}">
 <title>{escape(shown["title"])}</title><style>{(here / "page.css").read_text(encoding="utf-8")}</style></head>
 <body{" data-live" if live else ""}><main>
 {sections}
 </main>
 <noscript><p class=note>The figures need JavaScript.</p></noscript>
 <script type=application/json id=data>{data}</script>
-<script type=text/plain id=plotly>{plotly_script()}</script>
-<script>{(here / "page.js").read_text(encoding="utf-8")}</script>
+<script type=text/plain id=plotly>{packed}</script>
+<script>{script}</script>
 </body></html>
 """
 
 
+def checksum_of(script: str) -> str:
+    """A script as a content security policy names it."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
+
+
 @cache
-def plotly_script() -> str:
-    """The script of plotly, compressed with gzip, as base64: 2 MB instead of 5. Raises: ConfigError, if it is not installed."""
+def plotly_script() -> tuple[str, str]:
+    """The script of plotly, compressed with gzip, as base64: 2 MB instead of 5; and its checksum in a policy.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as error:
         raise ConfigError(
             [f'hvdtrain report: expected the package plotly, got: {error} (pip install "hvdtrain[report]")']
         ) from None
-    return base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode()
+    script = get_plotlyjs()
+    return base64.b64encode(gzip.compress(script.encode(), mtime=0)).decode(), checksum_of(script)
 
 
 def _json(value: Any) -> str:
@@ -250,7 +264,7 @@ def _epochs(runs: list[Run]) -> str:
         best = {name: (run.best(name) or (None,))[0] for name in names if split(name)[0] != "train"}
         rows = []
         for epoch in run.epochs:
-            row = [str(epoch["epoch"]), str(epoch.get("steps", "")), duration_text(epoch.get("elapsed") or 0.0)]
+            row = [str(epoch["epoch"]), _number(epoch.get("steps"), "g"), duration_text(epoch.get("elapsed") or 0.0)]
             row += [_number(epoch.get("computing"), ".1%"), _number(epoch.get("learning_rate"), ".4g")]
             if any("sent" in one for one in run.epochs) and _ranks(run) > 1:
                 row.append(size_text(epoch.get("sent") or 0))

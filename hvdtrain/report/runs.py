@@ -9,7 +9,7 @@ import shlex
 import sys
 import time
 from ast import literal_eval
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.errors import ConfigError, DataError
+from hvdtrain.report.json_lines import NO_LINE
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.schedule.measure import Measure, is_higher_better, wanted_of
 from hvdtrain.version import __version__
@@ -136,21 +137,41 @@ def read_runs(folders: list[Path], *, running: bool = False) -> list[Run]:
         running: whether a run may be without a finished epoch, since it is looked at while it trains.
 
     Raises:
-        DataError: scores.jsonl is missing or has no epoch, or a line of it is malformed.
+        DataError: scores.jsonl is missing, or no line of it has an epoch. Other damaged lines are a warning on stderr.
     """
     return [_read(folder, name, running) for folder, name in zip(folders, _names(folders), strict=True)]
 
 
 def _read(folder: Path, name: str, running: bool) -> Run:
     scores = folder / "scores.jsonl"
-    epochs = {line["epoch"]: line for line in _lines(scores)} if not running or scores.exists() else {}
-    if not epochs and not running:
-        raise DataError(f"{scores}: expected at least one finished epoch, got none")
-    starts = list(_lines(folder / "starts.jsonl")) if (folder / "starts.jsonl").exists() else []
-    summary = None
-    with suppress(OSError, ValueError):
+    lines, problems = _lines(scores) if not running or scores.exists() else ([], [])
+    epochs = {line["epoch"]: line for line in lines}
+    if not epochs and (problems or not running):
+        raise DataError(problems[0] if problems else f"{scores}: expected at least one finished epoch, got none")
+    starts, more = _lines(folder / "starts.jsonl", _start) if (folder / "starts.jsonl").exists() else ([], [])
+    for problem in () if running else (*problems, *more):
+        print(f"warning: {problem}; the page is without it", file=sys.stderr)  # noqa: T201 this is a command
+    return Run(name, [epochs[epoch] for epoch in sorted(epochs)], starts, read_steps(folder / "steps.jsonl"), _summary(folder))
+
+
+def _summary(folder: Path) -> Mapping[str, Any] | None:
+    """The model layer by layer; None if the file is not there, or damaged."""
+    with suppress(OSError, *NO_LINE, AttributeError):
         summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    return Run(name, [epochs[epoch] for epoch in sorted(epochs)], starts, read_steps(folder / "steps.jsonl"), summary)
+        layers = [
+            {
+                "name": str(row["name"]),
+                "type": str(row["type"]),
+                "num_parameters": int(row["num_parameters"]),
+                "num_trainable": int(row["num_trainable"]),
+                "parameters": [
+                    {"name": str(one["name"]), "shape": [int(size) for size in one["shape"]]} for one in row["parameters"]
+                ],
+            }
+            for row in summary["layers"]
+        ]
+        return {**summary, "num_parameters": int(summary["num_parameters"]), "layers": layers}
+    return None
 
 
 def read_steps(path: Path) -> list[dict[str, Any]]:
@@ -163,9 +184,11 @@ def read_steps(path: Path) -> list[dict[str, Any]]:
         return []
     found: list[dict[str, Any]] = []
     for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        with suppress(ValueError, KeyError, TypeError):
+        with suppress(*NO_LINE, AttributeError):
             line = json.loads(text)
             position = _position(line)
+            line = {name: value for name, value in line.items() if name not in STEP or _is_like(value, STEP[name])}
+            line["scores"] = {str(name): float(value) for name, value in line["scores"].items()}
             while found and _position(found[-1]) >= position:
                 found.pop()
             found.append(line)
@@ -178,24 +201,94 @@ def _position(line: Mapping[str, Any]) -> tuple[int, int]:
     return int(line["epoch"]), int(line["step"])
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file, without one at its end that is still being written. Raises: DataError."""
+def _epoch(line: Any) -> dict[str, Any]:
+    """A line of scores.jsonl as training writes it: entries of other types are left out. Raises one of `NO_LINE`."""
+    scores = {str(name): float(value) for name, value in dict(line["scores"]).items()}
+    kept = {name: value for name, value in line.items() if name in EPOCH and _is_like(value, EPOCH[name])}
+    if not kept.get("elapsed"):
+        kept.pop("computing", None)  # a share of nothing
+    if not kept.get("seconds"):
+        kept.pop("seconds", None)
+    return {"learning_rate": None, **kept, "epoch": int(line["epoch"]), "scores": scores}
+
+
+def _start(line: Any) -> dict[str, Any]:
+    """A line of starts.jsonl. Raises one of `NO_LINE`."""
+    if not isinstance(line, dict):
+        raise TypeError("no dict")
+    kept: dict[str, Any] = {name: value for name, value in line.items() if name not in START or _is_like(value, START[name])}
+    kept["settings"] = {name: pair for name, pair in (kept.get("settings") or {}).items() if pair and len(pair) == 2}
+    kept["hosts"] = [pair for pair in kept.get("hosts") or [] if pair and len(pair) == 2]
+    return kept
+
+
+NUMBER: Any = 0.0
+
+EPOCH: Mapping[str, Any] = {
+    **dict.fromkeys(("steps", "global_step", "elapsed", "computing", "learning_rate", "num_sequences", "loss_scale"), NUMBER),
+    **dict.fromkeys(("syncs", "sent", "seconds_before", "epoch_learning_rate"), NUMBER),
+    **dict.fromkeys(("padding", "learning_rates", "losses"), {"": NUMBER}),
+    "seconds": [{"": NUMBER}],
+}
+"""What the entries of a line of scores.jsonl look like."""
+
+STEP: Mapping[str, Any] = {
+    **dict.fromkeys(("progress", "elapsed", "learning_rate", "sequences_per_second", "memory", "computing", "data_wait"), NUMBER),
+    "frames_per_second": {"": NUMBER},
+}
+"""What the entries of a line of steps.jsonl look like, but for scores and the gradients' norm."""
+
+START: Mapping[str, Any] = {
+    **dict.fromkeys(("directory", "time", "command"), ""),
+    **dict.fromkeys(("first_epoch", "num_parameters"), NUMBER),
+    **dict.fromkeys(("texts", "versions"), {"": ""}),
+    "settings": {"": [""]},
+    "hosts": [[""]],
+}
+"""What the entries of a line of starts.jsonl look like."""
+
+
+def _is_like(value: Any, example: Any) -> bool:
+    """Whether a value is made of the same types as an example, or is None.
+
+    >>> _is_like([{"compute": 1.5}], [{"": 0.0}]), _is_like("<img>", 0.0), _is_like([["host", "CPU"]], [[""]])
+    (True, False, True)
+    """
+    if value is None:
+        return True
+    if isinstance(example, dict):
+        return isinstance(value, dict) and all(
+            one is not None and _is_like(one, inner) for inner in example.values() for one in value.values()
+        )
+    if isinstance(example, list):
+        return isinstance(value, list) and all(one is not None and _is_like(one, inner) for inner in example for one in value)
+    if isinstance(example, float):
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, str) and isinstance(example, str)
+
+
+def _lines(path: Path, sound: Callable[[Any], dict[str, Any]] = _epoch) -> tuple[list[dict[str, Any]], list[str]]:
+    """The lines of a file, without one at its end that is still being written, and what is wrong with those that are damaged.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
     try:
-        text = path.read_text(encoding="utf-8")
+        *lines, last = path.read_bytes().split(b"\n")
     except OSError as error:
         raise DataError(
             f"{path}: expected the file that a training writes beside its model, got: {error.strerror} "
             "(the folder is that of the key `model`)"
         ) from None
-    lines = []
-    for number, line in enumerate(text.splitlines(keepends=True), start=1):
+    found, problems = [], []
+    for number, line in enumerate([*lines, last], start=1):
         try:
-            lines.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            if not line.endswith("\n"):
+            found.append(sound(json.loads(line.decode("utf-8"))))
+        except (*NO_LINE, AttributeError) as error:
+            if number > len(lines):
                 break
-            raise DataError(f"{path}, line {number}: expected JSON, got: {error.msg}") from None
-    return lines
+            problems.append(f"{path}, line {number}: expected JSON, got: {getattr(error, 'msg', repr(error))}")
+    return found, problems
 
 
 def _names(folders: list[Path]) -> list[str]:

@@ -2,7 +2,7 @@
 
 Also steps in the form that RETURNN's first PyTorch engine called: `train_step(*, model, data, run_ctx, **_)`. `data` is a dict of
 raw tensors: 'x', and its sizes as 'x:size1'. Today's RETURNN passes a TensorDict as `extern_data` and no run context, but most
-public recipes are of this form.
+public recipes are of this form. A few also name `train_ctx` or `global_train_step` (`OLDER`).
 """
 
 from __future__ import annotations
@@ -184,13 +184,19 @@ def with_older_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
         named = inspect.signature(function).parameters
     except (TypeError, ValueError):
         return function
-    if "extern_data" in named or not {"data", "run_ctx"} & named.keys():
+    wanted = OLDER.keys() & named.keys()
+    if "extern_data" in named:
+        wanted = {name for name in wanted if named[name].default is inspect.Parameter.empty}
+    if not wanted:
         return function
+    if "extern_data" in named:
+        wanted |= {"extern_data"}
+    elif any(one.kind is one.VAR_KEYWORD for one in named.values()):
+        wanted |= {"data", "run_ctx"}
 
     def step(*, extern_data: Any, **others: Any) -> Any:
-        older = {"data": RawTensors(extern_data), "run_ctx": OlderRunCtx(extern_data)}
-        passes = older if any(one.kind is one.VAR_KEYWORD for one in named.values()) else older.keys() & named.keys()
-        return function(**{name: older[name] for name in passes}, **others)
+        older = {name: OLDER[name](extern_data) for name in wanted & OLDER.keys()}
+        return function(**older, **({"extern_data": extern_data} if "extern_data" in wanted else {}), **others)
 
     return functools.update_wrapper(step, function, updated=())
 
@@ -215,6 +221,15 @@ class RawTensors(dict[str, Any]):
         else:
             raise KeyError(f"{name!r}: expected one of {', '.join(self)}")
         return self[name]
+
+
+OLDER: dict[str, Callable[[Any], Any]] = {
+    "data": lambda extern_data: RawTensors(extern_data),
+    "run_ctx": lambda extern_data: OlderRunCtx(extern_data),
+    "train_ctx": lambda extern_data: OlderRunCtx(extern_data),
+    "global_train_step": lambda _: get_run_ctx().step,
+}
+"""Arguments that recipes for RETURNN name in their steps and that its engine of today does not pass, by the batch."""
 
 
 class OlderRunCtx:

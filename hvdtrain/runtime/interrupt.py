@@ -93,6 +93,9 @@ class Interrupt:
 
     Args:
         seconds: the time limit; None: no limit.
+
+    Attributes:
+        on_sigterm: what to do at once on SIGTERM, besides; it must not raise.
     """
 
     def __init__(self, seconds: float | None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -102,6 +105,7 @@ class Interrupt:
         self._defers_sigint = False
         self._parent = os.getppid()
         self._signal: signal.Signals | None = None
+        self.on_sigterm: Callable[[], object] = lambda: None
 
     def __enter__(self) -> Interrupt:
         if threading.current_thread() is threading.main_thread():  # Python sets signal handlers only there
@@ -132,4 +136,7 @@ class Interrupt:
         received = signal.Signals(number)
         if received == signal.SIGINT and (not self._defers_sigint or self._signal == signal.SIGINT):
             raise KeyboardInterrupt
+        is_first = self._signal is None
         self._signal = received
+        if received == signal.SIGTERM and is_first:
+            self.on_sigterm()

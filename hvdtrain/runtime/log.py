@@ -14,12 +14,14 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from hvdtrain.config.keys import ALONE, Rule, Section, Sections, key, not_negative, positive
 from hvdtrain.errors import ConfigError
+from hvdtrain.runtime.process import OWN, Process
 
 T = TypeVar("T")
 
@@ -32,6 +34,13 @@ DEFAULT_VERBOSITY = 3
 
 EVERY = 0.2
 """Seconds between two drawings of a progress bar."""
+
+BAR = "{l_bar}{bar:10}{r_bar}"
+"""tqdm's own format with a bar of a fixed width: the losses behind it would change the width with every line."""
+
+NARROW = "{desc}: {percentage:3.0f}% {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
+WIDE = 100
+"""The format in a terminal of fewer columns than that."""
 
 MPIRUN = ("mpirun", "mpiexec", "orterun", "prterun")
 """What Open MPI's launcher may be called."""
@@ -98,16 +107,18 @@ def say(level: int, message: str) -> None:
     LOGGER.log(LEVELS[level], message)
 
 
-def open_log(keys: LogKeys, rank: int, size: int) -> None:
-    """Open the log's targets: stdout and commands on rank 0, and files on every rank.
+def open_log(keys: LogKeys, rank: int, size: int, process: Process = OWN) -> None:
+    """Open the log's targets: stdout, or the program's logging, and commands on rank 0, and files on every rank.
 
     Raises:
         ConfigError: a file is not writable.
     """
+    program = None if process.prints_log else ToProgram()
     LOGGER.propagate = False
     for old in list(LOGGER.handlers):
         LOGGER.removeHandler(old)
-        old.close()
+        if process.prints_log:
+            old.close()
     LOGGER.addHandler(logging.NullHandler())
     LOGGER.setLevel(LEVELS[max(keys.targets.values())])
     for target, verbosity in keys.targets.items():
@@ -115,7 +126,7 @@ def open_log(keys: LogKeys, rank: int, size: int) -> None:
         if target.startswith("|") or target == SCREEN:
             if rank:
                 continue
-            handler = Screen() if target == SCREEN else Command(target[1:])
+            handler = Command(target[1:]) if target != SCREEN else Screen() if program is None else program
         else:
             path = rank_file(Path(target.replace("$date", time.strftime("%Y-%m-%d-%H-%M-%S"))), rank, size)
             try:
@@ -126,6 +137,46 @@ def open_log(keys: LogKeys, rank: int, size: int) -> None:
         handler.setLevel(LEVELS[verbosity])
         handler.setFormatter(logging.Formatter("%(message)s"))
         LOGGER.addHandler(handler)
+
+
+@contextmanager
+def programs_log() -> Iterator[None]:
+    """Around jobs in a program's process: afterwards its logger `hvdtrain` is as the program has configured it."""
+    handlers, level, propagate = list(LOGGER.handlers), LOGGER.level, LOGGER.propagate
+    try:
+        yield
+    finally:
+        for handler in set(LOGGER.handlers) - set(handlers):
+            handler.close()
+        LOGGER.handlers[:] = handlers
+        LOGGER.setLevel(level)
+        LOGGER.propagate = propagate
+
+
+TO_PROGRAM = {LEVELS[1]: logging.INFO}
+"""By level of a record, the one that a program's handlers get: scores come first in `log_verbosity`, but they are no errors."""
+
+
+class ToProgram(logging.Handler):
+    """Gives records to the handlers that the logger `hvdtrain`, and those above it, have when this is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._handlers = list(LOGGER.handlers)
+        self._above = LOGGER.parent if LOGGER.propagate else None
+        self._least = LOGGER.getEffectiveLevel()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        record = copy(record)
+        record.levelno = TO_PROGRAM.get(record.levelno, record.levelno)
+        record.levelname = logging.getLevelName(record.levelno)
+        if record.levelno < self._least:
+            return
+        for handler in self._handlers:
+            if record.levelno >= handler.level:
+                handler.handle(record)
+        if self._above is not None:
+            self._above.callHandlers(record)
 
 
 class Screen(logging.Handler):
@@ -219,15 +270,31 @@ def open_terminal(*streams: IO[str]) -> Iterator[Terminal | None]:
         return
     from tqdm import tqdm  # not needed by a program that draws no bar
 
-    tqdm.monitor_interval = 0  # no thread that wakes up a bar: ours are drawn when something happens
-    tqdm.set_lock(threading.RLock())  # tqdm's own would be shared among processes; only one process draws
     above = [LinesAbove(stream, found[0]) for stream in (sys.stdout, sys.stderr)]
-    with redirect_stdout(above[0]), redirect_stderr(above[1]):
+    with own_bars(tqdm), redirect_stdout(above[0]), redirect_stderr(above[1]):
         try:
             yield Terminal(*found)
         finally:
             for stream in above:
                 stream.end()
+
+
+@contextmanager
+def own_bars(tqdm: Any) -> Iterator[None]:
+    """Without tqdm's thread, which wakes up a bar (ours are drawn when something happens), and without its lock, which processes
+    share (only one process draws). Afterwards both are as before, for the bars of a calling program.
+    """
+    before = tqdm.monitor_interval, getattr(tqdm, "_lock", None)
+    tqdm.monitor_interval = 0
+    tqdm.set_lock(threading.RLock())
+    try:
+        yield
+    finally:
+        tqdm.monitor_interval = before[0]
+        if before[1] is None:
+            del tqdm._lock
+        else:
+            tqdm.set_lock(before[1])
 
 
 def terminal_of(stream: IO[str]) -> int | None:
@@ -273,6 +340,11 @@ class Terminal:
         bar = tqdm(items, file=self._stream, leave=False, mininterval=EVERY, smoothing=0, ncols=self.columns, **options)
         bar.dynamic_ncols = lambda _: (self.columns, None)  # tqdm's function asks the stream, whose size under mpirun is old
         return bar
+
+    @property
+    def bar_format(self) -> str:
+        """For tqdm: a terminal with few columns needs the space of the bar for the losses."""
+        return BAR if self.columns >= WIDE else NARROW
 
     @property
     def columns(self) -> int:

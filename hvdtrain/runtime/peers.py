@@ -78,7 +78,9 @@ class Process:
                 os.kill(self.pid, number)
 
 
-DAEMONS = ("mpirun", "mpiexec", "orterun", "orted", "prterun", "prted")
+MPIRUN = ("mpirun", "mpiexec", "orterun", "prterun")
+
+DAEMONS = (*MPIRUN, "orted", "prted")
 """What starts the ranks of Open MPI, and waits for ever for a host that it does not know to be lost."""
 
 END_LATER = 'sleep {seconds}; [ "$(cut -d " " -f 22 /proc/{pid}/stat)" = {began} ] && kill -KILL {pid}'
@@ -94,6 +96,22 @@ def end_daemon_later(seconds: float) -> None:
             command = END_LATER.format(seconds=seconds, pid=daemon.pid, began=daemon.began)
             nothing = subprocess.DEVNULL
             subprocess.Popen(["sh", "-c", command], stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True)
+
+
+def print_through_mpirun(text: str) -> bool:
+    """Print to the stderr of the mpirun that started this process on this host; whether that was possible.
+
+    While mpirun ends its ranks, after Ctrl-C or SIGTERM, it does not read what they print.
+    """
+    parent = os.getppid()
+    try:
+        if Path(f"/proc/{parent}/comm").read_text(encoding="utf-8").strip() not in MPIRUN:
+            return False
+        with open(f"/proc/{parent}/fd/2", "a", encoding="utf-8") as stderr:
+            print(text, file=stderr, flush=True)
+        return True
+    except OSError:
+        return False
 
 
 def _stat(pid: int) -> tuple[str, str]:

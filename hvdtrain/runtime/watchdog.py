@@ -114,9 +114,19 @@ class Watchdog:
         rank: this process's rank, for the message.
         heartbeats: what the ranks tell each other; None: this rank is watched alone.
         ending: how the processes end.
+        owns_process: print the stacks of this process when it crashes, and leave the thread to end by itself; else wait for it.
     """
 
-    def __init__(self, timeout: float | None, rank: int, heartbeats: Heartbeats | None = None, ending: Ending = Ending()) -> None:
+    def __init__(
+        self,
+        timeout: float | None,
+        rank: int,
+        heartbeats: Heartbeats | None = None,
+        ending: Ending = Ending(),
+        owns_process: bool = True,
+    ) -> None:
+        self._owns_process = owns_process
+        self._has_work = heartbeats is not None or timeout != math.inf
         self._ending = ending
         self._patience = Patience(timeout)
         self._interval = 1.0 if timeout is None else min(1.0, timeout / 10)
@@ -125,6 +135,7 @@ class Watchdog:
         self._last_beat = time.monotonic()
         self._beats = 0
         self._thread = threading.get_ident()
+        self._watcher = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._activity = "starting"
         self._phase: Phase = "start-up"
         self._done = threading.Event()
@@ -142,16 +153,19 @@ class Watchdog:
         self._beats += 1
         self._activity, self._phase = activity, phase
 
-    def ended_ranks(self) -> list[str]:
-        """Which other ranks have ended, after a collective has failed because of one."""
-        return self._heartbeats.wait_for_ended(SECONDS_TO_END) if self._heartbeats.together else []
+    def ended_ranks(self, seconds: float) -> list[str]:
+        """Which other ranks have ended; waits for so long at most until there is one."""
+        return self._heartbeats.wait_for_ended(seconds) if self._heartbeats.together else []
 
     def __enter__(self) -> Watchdog:
-        if sys.__stderr__ is not None:  # print Python's stack if native code crashes or a mapped file was truncated (SIGBUS)
+        if (
+            self._owns_process and sys.__stderr__ is not None
+        ):  # print Python's stack if native code crashes or a mapped file was truncated (SIGBUS)
             faulthandler.enable(sys.__stderr__)
             faulthandler.register(STACK_SIGNAL, sys.__stderr__, all_threads=True)
         self._thread = threading.get_ident()
-        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+        if self._has_work:
+            self._watcher.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -160,6 +174,8 @@ class Watchdog:
         with self._telling:
             self._done.set()
             self._heartbeats.tell(ENDED if is_orderly else FAILED)
+        if not self._owns_process and self._has_work:
+            self._watcher.join()
 
     def _watch(self) -> None:
         self._looked = time.monotonic()

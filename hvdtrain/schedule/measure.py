@@ -65,6 +65,8 @@ class Measure:
         name = self.name(history)
         if name is None and not self.wanted:
             return "the loss that is minimized, lower is better"
+        if name is None and FALLBACK in self.wanted:
+            return f"{self.wanted[0]}, or the loss that is minimized"
         name = name or self.wanted[0]
         return f"{name}, {self.direction(name)}"
 
@@ -152,6 +154,10 @@ def wanted_of(measure: str | Sequence[str] | None) -> list[str]:
     return [measure] if isinstance(measure, str) else list(measure or ())
 
 
+FALLBACK = "*"
+"""Behind the names of wanted scores, for a config that RETURNN would go on with: another score, if there is none of them."""
+
+
 def error_key(
     scores: Mapping[str, float],
     wanted: Sequence[str] = (),
@@ -161,10 +167,10 @@ def error_key(
     """The score that controls the learning rate; None if there are no scores.
 
     The first of the wanted ones that exists (each also with the suffix `_output`, the name of a network's main output), and None
-    if none of them does, where RETURNN takes another score. If none is wanted, the loss that is minimized, or the sum of several:
-    of dev, else of the first other dataset by name, else of train. If it is not known which losses are minimized, as in a history
-    of RETURNN's, RETURNN's choice: dev_score, the first dev score in alphabetical order, train_score, the first score in
-    alphabetical order; without those whose names say that higher is better, unless `higher` has them.
+    if none of them does. If none is wanted, or `FALLBACK` is behind those that are missing, the loss that is minimized, or the
+    sum of several: of dev, else of the first other dataset by name, else of train. If it is not known which losses are
+    minimized, as in a history of RETURNN's, RETURNN's choice: dev_score, the first dev score in alphabetical order, train_score,
+    the first score in alphabetical order; without those whose names say that higher is better, unless `higher` has them.
 
     Args:
         losses: those that are minimized, with their scales; the scores have their sums (`with_totals`).
@@ -177,8 +183,9 @@ def error_key(
     'dev_loss_wer'
     """
     names = sorted(name for name in scores if not name.startswith(META))
-    if wanted:
-        return next((name for one in wanted for name in (one, f"{one}_output") if name in names), None)
+    found = next((name for one in wanted for name in (one, f"{one}_output") if name in names), None)
+    if found is not None or (wanted and FALLBACK not in wanted):
+        return found
     if losses and (name := _minimized(names, losses)) is not None:
         return name
     names = [name for name in names if is_higher_better(name, higher) or not rises(base_of(name))] or names
@@ -302,3 +309,13 @@ def unclear_line(history: Sequence[EpochRecord], measure: Measure) -> str | None
 def _remedy(*scores: str) -> str:
     names = list(dict.fromkeys(map(base_of, scores)))
     return f"set higher_is_better = {names}, or if lower is better, give it another name in train_step: {names[0]}_error"
+
+
+def fallback_line(history: Sequence[EpochRecord], measure: Measure) -> str | None:
+    """The warning that another score is used than those that the config names; None: it is one of them."""
+    names = [name for name in measure.wanted if name != FALLBACK]
+    used = measure.name(history)
+    if FALLBACK not in measure.wanted or used is None or used.removesuffix("_output") in names or used in names:
+        return None
+    missing = " or ".join(map(repr, names))
+    return f"learning_rate_control_error_measure: there is no score {missing}, so {used} is used (RETURNN goes on, too)"

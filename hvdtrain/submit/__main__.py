@@ -8,7 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from hvdtrain.config.source import command_parser, parse_command_line, split_overrides
@@ -17,6 +17,7 @@ from hvdtrain.settings import Settings, read_settings
 from hvdtrain.submit.job import Job, choose_launcher, megabytes_of, seconds_of
 from hvdtrain.submit.kubernetes import kubernetes_manifest
 from hvdtrain.submit.schedulers import lsf_script, pbs_script, plain_script, sge_script, slurm_script
+from hvdtrain.submit.sweep import folder_problems, model_of, scheduler_problems, sweep_of
 from hvdtrain.submit.texts import problems_of
 
 USAGE = """\
@@ -81,7 +82,9 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(given)
     try:
         configs, overrides = parse_command_line([*options.configs, *overrides_given])
-        job = job_of(options, read_settings(configs, overrides), overrides_given, [*given, *overrides_given])
+        settings = read_settings(configs, overrides)
+        runs = runs_of(options.sweep, configs, overrides, settings)
+        job = job_of(options, settings, overrides_given, [*given, *overrides_given], runs)
     except HvdtrainError as error:
         print(error, file=sys.stderr)
         return 2
@@ -96,7 +99,37 @@ def main(arguments: list[str] | None = None) -> int:
     return submit(script, SUBMITTERS[options.scheduler])
 
 
-def job_of(options: argparse.Namespace, settings: Settings, overrides: list[str], given: list[str]) -> Job:
+def runs_of(
+    sweep: Sequence[str], configs: Sequence[Path], overrides: Mapping[str, str], settings: Settings
+) -> tuple[tuple[str, ...], ...]:
+    """The arguments of each run of a sweep, whose configs are checked one by one. Raises: ConfigError."""
+    runs, problems = sweep_of(sweep, overrides)
+    if not sweep or problems:
+        if problems:
+            raise ConfigError(problems)
+        return ()
+    models = [model_of(settings.run.model, run) for run in runs]
+    problems = folder_problems(models)
+    for run, model in zip(runs, models, strict=True):
+        try:
+            read_settings(configs, {**overrides, **run, "model": model})
+        except ConfigError as error:
+            problems += [problem for problem in error.problems if problem not in problems]
+    if problems:
+        raise ConfigError(problems)
+    return tuple(
+        (*(word for key, value in run.items() for word in (f"++{key}", value)), "++model", model)
+        for run, model in zip(runs, models, strict=True)
+    )
+
+
+def job_of(
+    options: argparse.Namespace,
+    settings: Settings,
+    overrides: list[str],
+    given: list[str],
+    runs: tuple[tuple[str, ...], ...] = (),
+) -> Job:
     """The job that the options and the config describe. Raises: ConfigError, with all problems."""
     problems = []
     for name in ("nodes", "tasks_per_node", "cpus_per_task", "stop_before"):
@@ -166,6 +199,8 @@ def job_of(options: argparse.Namespace, settings: Settings, overrides: list[str]
             f"--scheduler: expected slurm or kubernetes for torchrun on several hosts, got {options.scheduler} "
             "(torch_distributed runs under mpirun, too: --launcher mpirun)"
         )
+    if runs:
+        problems += scheduler_problems(options.scheduler, launcher, not options.no_requeue, options.max_restarts)
     if problems:
         raise ConfigError(problems)
     # Neither a command's name nor an option.
@@ -199,6 +234,7 @@ def job_of(options: argparse.Namespace, settings: Settings, overrides: list[str]
         doctor=options.doctor,
         image=options.image,
         volumes=tuple((claim, path) for claim, _, path in volumes),
+        runs=runs,
     )
 
 
@@ -268,6 +304,13 @@ def parser() -> argparse.ArgumentParser:
     add("--stop-before", type=int, default=300, help="seconds before it at which training stops with a checkpoint (default 300)")
     add("--no-requeue", action="store_true", help="do not put a training that was stopped back into the queue")
     add = made.add_argument_group("the scheduler").add_argument
+    add(
+        "--sweep",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE,VALUE",
+        help="a job array with a run for each value, each with a model folder of its own; several: each with each",
+    )
     add("--name", help="name of the job; default: the config's")
     add("--queue", help="the queue; Slurm: the partition")
     add("--account", help="the account to charge; LSF: the project; Kubernetes: the namespace")

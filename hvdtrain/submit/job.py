@@ -10,6 +10,7 @@ from typing import Literal
 
 from hvdtrain.comm.launch import KEEPALIVE
 from hvdtrain.errors import ConfigError
+from hvdtrain.submit.sweep import case_lines
 
 Launcher = Literal["python", "mpirun", "srun", "torchrun"]
 Scheduler = Literal["slurm", "sge", "pbs", "lsf", "kubernetes", "mpi"]
@@ -46,6 +47,7 @@ class Job:
         exports: names of variables that mpirun exports to all hosts, besides those that every job needs.
         options: options that are passed to the scheduler as they are, such as '--mem-per-gpu=8G'.
         image: of a container, for Kubernetes.
+        runs: for each job of an array, the arguments of its run; empty: it is a single job.
         volumes: claims of persistent volumes and where they are mounted, for Kubernetes.
     """
 
@@ -77,6 +79,7 @@ class Job:
     doctor: bool = False
     image: str | None = None
     volumes: tuple[tuple[str, str], ...] = ()
+    runs: tuple[tuple[str, ...], ...] = ()
 
     @property
     def tasks(self) -> int:
@@ -211,6 +214,8 @@ def quoted(words: Sequence[str]) -> str:
 def environment_lines(job: Job) -> list[str]:
     """Lines that set up the job's environment on the host where the script runs."""
     lines = [f"cd {quoted([job.folder])} || exit", *job.setup]
+    if job.runs:
+        lines += case_lines(job.scheduler, job.runs)
     if job.cpus_per_task is not None:
         lines.append(f"export OMP_NUM_THREADS={job.cpus_per_task}  # per rank")
     if job.interface:
@@ -238,7 +243,7 @@ def command(job: Job, hosts: Sequence[str] = (), before: Sequence[str] = ()) -> 
         before: arguments before the config: another command of hvdtrain's, with its options.
     """
     python = quoted([job.python])
-    program = quoted(["-m", "hvdtrain", *before, *job.arguments])
+    program = quoted(["-m", "hvdtrain", *before, *job.arguments]) + (' "${sweep[@]}"' if job.runs else "")
     if job.launcher == "python":
         return f"{python} {program}"
     if job.launcher == "mpirun":

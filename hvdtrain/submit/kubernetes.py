@@ -68,6 +68,11 @@ def plain_job(job: Job) -> dict[str, Any]:
     policy = run_policy(replace(job, queue=None))
     template = _template(job, resources(job), script(job))
     template["spec"]["restartPolicy"] = "Never"
+    if job.runs:
+        policy |= {"completionMode": "Indexed", "completions": len(job.runs), "parallelism": len(job.runs)}
+        policy["backoffLimit"] *= len(job.runs)  # of all runs together
+        if "activeDeadlineSeconds" in policy:  # of each pod: a run may have to wait for others
+            template["spec"]["activeDeadlineSeconds"] = policy.pop("activeDeadlineSeconds")
     metadata = _metadata(job)
     if job.queue:
         metadata["labels"] = {"kueue.x-k8s.io/queue-name": job.queue}

@@ -33,7 +33,8 @@ def slurm_head(job: Job) -> list[str]:
         "time": clock(job.seconds) if job.seconds else None,
         "partition": job.queue and option_text(job.queue),
         "account": job.account and option_text(job.account),
-        "output": option_text(f"{job.output}/{job.name}-%j.out"),
+        "array": f"1-{len(job.runs)}" if job.runs else None,
+        "output": option_text(f"{job.output}/{job.name}-{'%A_%a' if job.runs else '%j'}.out"),
     }
     lines = [f"#SBATCH --{name}={value}" for name, value in options.items() if value is not None]
     if job.seconds:
@@ -125,6 +126,7 @@ def sge_head(job: Job) -> list[str]:
         lines.append(f"#$ -A {option_text(job.account)}")
     if job.seconds or job.requeue:
         lines += ["# SIGUSR2 comes before the job is killed:", "#$ -notify"]
+    lines += [f"#$ -t 1-{len(job.runs)}"] if job.runs else []
     lines.append(f"#$ -r {'y' if job.requeue else 'n'}")
     return [*lines, *(f"#$ {option}" for option in job.options)]
 
@@ -150,7 +152,9 @@ def pbs_script(job: Job) -> str:
     head += [f"#PBS -q {option_text(job.queue)}"] if job.queue else []
     head += [f"#PBS -A {option_text(job.account)}"] if job.account else []
     head += [f"#PBS -o {option_text(f'{job.output}/')}", "#PBS -j oe", "#PBS -k oed"]
-    head += [f"#PBS -r {'y' if job.requeue else 'n'}", *(f"#PBS {option}" for option in job.options)]
+    head += [f"#PBS -J 1-{len(job.runs)}"] if job.runs else []
+    # An array that may not be started again after the loss of a host is refused.
+    head += [f"#PBS -r {'y' if job.requeue or job.runs else 'n'}", *(f"#PBS {option}" for option in job.options)]
     lines, hosts = environment_lines(job), _hosts_of(job, "$PBS_NODEFILE")
     if hosts:
         lines += ["# For an Open MPI without PBS's tm, which starts the ranks over ssh:", hosts]
@@ -166,14 +170,16 @@ def pbs_script(job: Job) -> str:
 
 def lsf_script(job: Job) -> str:
     """A script for bsub. A slot (-n; ptile: of a host) is a core. A job that ends with the status of -Q is requeued."""
-    head = [f"#BSUB -J {job.name}", f"#BSUB -n {job.nodes * job.slots}"]
+    head = [f'#BSUB -J "{job.name}[1-{len(job.runs)}]"' if job.runs else f"#BSUB -J {job.name}"]
+    head += [f"#BSUB -n {job.nodes * job.slots}"]
     head += [f'#BSUB -R "span[ptile={job.slots}]"']
     head += [f'#BSUB -R "rusage[mem={memory_text(job.memory, "GB", "MB")}/host]"'] if job.memory else []
     head += [f'#BSUB -gpu "num={job.gpus_per_node}/host:j_exclusive=yes"'] if job.gpus_per_node else []
     head += [f"#BSUB -W {clock(job.seconds + 59)[:-3]}"] if job.seconds else []
     head += [f"#BSUB -q {option_text(job.queue)}"] if job.queue else []
     head += [f"#BSUB -P {option_text(job.account)}"] if job.account else []
-    head += [f"#BSUB -o {option_text(f'{job.output}/{job.name}-%J.out')}"]
+    number = "%J-%I" if job.runs else "%J"
+    head += [f"#BSUB -o {option_text(f'{job.output}/{job.name}-{number}.out')}"]
     head += ["#BSUB -r", f'#BSUB -Q "{STOPPED}"'] if job.requeue else []
     head += [f"#BSUB {option}" for option in job.options]
     lines, hosts = environment_lines(job), _hosts_of(job, "$LSB_DJOB_HOSTFILE")

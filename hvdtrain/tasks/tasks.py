@@ -27,8 +27,9 @@ from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.data.types import Array
 from hvdtrain.doctor.scaling import predicted, spread
 from hvdtrain.engine import Engine, Pace
-from hvdtrain.errors import ConfigError
+from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.learner.frameworks import FRAMEWORKS
+from hvdtrain.report.json_lines import NO_LINE
 from hvdtrain.report.steps import Reporters
 from hvdtrain.run import announce, gather_hosts, is_done, open_pace, open_rates, open_trackers, wrong_scores
 from hvdtrain.runtime.log import open_log, say, silence
@@ -51,16 +52,17 @@ FEWEST, MOST = 4, 50
 """The limits on the number of measured steps."""
 
 
-def evaluate_all(settings: Settings) -> None:
-    """Evaluate a trained model on dev, eval and eval_datasets. Raises: HvdtrainError."""
+def evaluate_all(settings: Settings) -> dict[str, float]:
+    """Evaluate a trained model on dev, eval and eval_datasets; return the scores ('dev_loss_ce'). Raises: HvdtrainError."""
     if not settings.evaluations:
         raise ConfigError(["task: expected dev, eval or eval_datasets for the task eval, got none of them"])
     with (
         open_session(settings, "evaluate") as session,
-        open_step_log(settings.log, session.comm.rank) as step_log,
+        open_step_log(settings.log, session.comm.rank, settings.process) as step_log,
     ):
         epoch = session.progress.epoch
         lines = []
+        scores: dict[str, float] = {}
         ballot = Ballot(session.comm, session.learner.numbers, INTERVAL_OF_TASKS)
         for feed in session.feeds:
             means = evaluate(
@@ -73,8 +75,10 @@ def evaluate_all(settings: Settings) -> None:
                 step_log=step_log,
             )
             lines.append(f"{feed.name}: {text(means)}")
+            scores |= of_dataset(feed.name, means)
         ballot.finish()
         say(1, f"epoch {epoch} evaluation: {'; '.join(lines)}")
+        return scores
 
 
 def forward_all(settings: Settings) -> None:
@@ -112,14 +116,21 @@ def clean_up_all(settings: Settings) -> None:
 
 
 def _history(path: Path) -> list[EpochRecord]:
-    """The epochs in a scores.jsonl."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    epochs = [json.loads(line) for line in lines if line.endswith("}")]
-    scores = [{name: float(score) for name, score in epoch["scores"].items()} for epoch in epochs]
-    return [
-        EpochRecord(epoch["epoch"], epoch.get("learning_rate", 0.0), own, epoch.get("losses", {}))
-        for epoch, own in zip(epochs, scores, strict=True)
-    ]
+    """The epochs in a scores.jsonl. Raises: DataError, if a line is damaged, since models are removed by what it says."""
+    *lines, _ = path.read_bytes().split(b"\n") if path.exists() else [b""]
+    history = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            epoch = json.loads(line.decode("utf-8"))
+            scores = {name: float(score) for name, score in epoch["scores"].items()}
+            losses = {name: float(scale) for name, scale in epoch.get("losses", {}).items()}
+            history.append(EpochRecord(int(epoch["epoch"]), float(epoch.get("learning_rate", 0.0)), scores, losses))
+        except (*NO_LINE, AttributeError) as error:
+            raise DataError(
+                f"{path}, line {number}: expected the scores of an epoch, got a damaged line: {error!r} (without them, "
+                "the best models are not known; the command of the training sets the line aside)"
+            ) from None
+    return history
 
 
 @dataclass(frozen=True)

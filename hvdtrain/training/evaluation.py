@@ -11,6 +11,7 @@ from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.feed import Feed, naming
 from hvdtrain.errors import TrainingError
 from hvdtrain.learner.base import Learner, NotFinite
+from hvdtrain.runtime.log import say
 from hvdtrain.runtime.scores import Scores
 from hvdtrain.runtime.watchdog import Watchdog
 from hvdtrain.training.account import Account
@@ -55,7 +56,11 @@ def evaluate(
     step_log.end()
     gathered = comm.gather((tally.take_all(), account.take(plan.num_batches)), name=f"scores.{feed.name}")
     account.check(f"evaluation of epoch {epoch}", [used for _, used in gathered])
-    return Scores.merged(scores for scores, _ in gathered).means()
+    scores = Scores.merged(own for own, _ in gathered)
+    for name, count in scores.counts().items():
+        if count == 0:
+            say(2, f"{feed.name}: {name} has no value in epoch {epoch}: none of {len(plan.order)} sequences has an element of it")
+    return scores.means()
 
 
 HEAD = (

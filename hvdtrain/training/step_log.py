@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from math import inf
 from typing import Any, Protocol
@@ -13,15 +13,10 @@ from typing import Any, Protocol
 from hvdtrain.data.files import size_text
 from hvdtrain.data.types import Batch
 from hvdtrain.runtime.log import EVERY, SCREEN, LogKeys, Terminal, open_terminal, say
+from hvdtrain.runtime.notebook import Notebook, is_notebook, open_notebook
+from hvdtrain.runtime.process import OWN, Process
 from hvdtrain.runtime.scores import Scores, text
 from hvdtrain.runtime.timer import clock_text
-
-BAR = "{l_bar}{bar:10}{r_bar}"
-"""tqdm's own format with a bar of a fixed width: the losses behind it would change the width with every line."""
-
-NARROW = "{desc}: {percentage:3.0f}% {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
-WIDE = 100
-"""The format in a terminal of fewer columns than that, where the losses need the space of the bar."""
 
 
 class Measured(Protocol):
@@ -129,7 +124,7 @@ class StepLog:
     def __init__(
         self,
         interval: float = inf,
-        terminal: Terminal | None = None,
+        terminal: Terminal | Notebook | None = None,
         fields: Sequence[Field] = (),
         every: int | None = None,
     ) -> None:
@@ -153,7 +148,7 @@ class StepLog:
         self._what = f"train epoch {epoch}" if dataset is None else f"epoch {epoch} {dataset!r} eval"
         self._short = f"epoch {epoch}" if dataset is None else f"epoch {epoch} {dataset}"
         self._rounds, self._elapsed = rounds, elapsed
-        self._done = 0
+        self._done = self._number = 0
         self._losses = ""
         self._began = self._told = self._drawn = time.perf_counter()
 
@@ -161,6 +156,7 @@ class StepLog:
         """One more step is done."""
         now = time.perf_counter()
         self._done += 1
+        self._number = report.number
         tell = now - self._told >= self._interval if self._every is None else report.number % self._every == 0
         self._untold = None if tell or self._listener is None else report
         draw = self._terminal is not None and now - self._drawn >= EVERY
@@ -183,12 +179,13 @@ class StepLog:
             if self._bar is None:
                 before = report.number - self._done
                 total = before + self._rounds
-                self._bar = self._terminal.bar(desc=self._short, total=total, initial=before, unit="step", bar_format=BAR)
+                form = self._terminal.bar_format
+                self._bar = self._terminal.bar(desc=self._short, total=total, initial=before, unit="step", bar_format=form)
                 self._bar.start_t -= now - self._began
             self._bar.n = report.number
             rate = "" if report.learning_rate is None else f"learning rate {report.learning_rate:.3g}"
             columns = self._terminal.columns
-            self._bar.bar_format = BAR if columns >= WIDE else NARROW
+            self._bar.bar_format = self._terminal.bar_format
             self._bar.set_postfix_str("", refresh=False)
             self._bar.set_postfix_str(fitting([*self._losses.split(", "), rate], columns - len(str(self._bar))))
 
@@ -200,8 +197,9 @@ class StepLog:
         self.end()
 
     def end(self) -> None:
-        """The epoch's training or the evaluation is over: remove the bar."""
+        """The epoch's training or the evaluation is over: remove the bar, or in a notebook end it."""
         if self._bar is not None:
+            self._bar.n = self._number  # a notebook keeps the bar
             self._bar.close()
             self._bar = None
 
@@ -223,13 +221,15 @@ def _listed(parts: list[str]) -> str:
 
 
 @contextmanager
-def open_step_log(keys: LogKeys, rank: int) -> Iterator[StepLog]:
-    """Rank 0 logs the steps; with a bar if it prints to a terminal, unless `log_verbosity` asks for scores and warnings only."""
+def open_step_log(keys: LogKeys, rank: int, process: Process = OWN) -> Iterator[StepLog]:
+    """Rank 0 logs the steps; with a bar if it prints to a terminal or is a notebook's kernel, unless `log_verbosity` asks for
+    scores and warnings only.
+    """
     fields = [field for name, field in FIELDS.items() if getattr(keys, name)]
     if rank:
         yield StepLog()
-    elif keys.targets[SCREEN] >= 3:
-        with open_terminal(sys.stdout) as terminal:
+    elif keys.targets[SCREEN] >= 3 and (process.prints_log or not process.is_own):
+        with _place_of_bars(process) as terminal:
             log = StepLog(keys.log_interval, terminal, fields, keys.log_interval_steps)
             try:
                 yield log
@@ -237,3 +237,17 @@ def open_step_log(keys: LogKeys, rank: int) -> Iterator[StepLog]:
                 log.end()
     else:
         yield StepLog(keys.log_interval, fields=fields, every=keys.log_interval_steps)
+
+
+@contextmanager
+def _place_of_bars(process: Process) -> Iterator[Terminal | Notebook | None]:
+    if not process.is_own and is_notebook():
+        with open_notebook() as notebook:
+            yield notebook
+        return
+    with open_terminal(sys.stdout) as terminal, ExitStack() as inside:
+        if terminal is not None and not process.prints_log:
+            from tqdm.contrib.logging import logging_redirect_tqdm
+
+            inside.enter_context(logging_redirect_tqdm())  # lines of the program's log stand above the bar
+        yield terminal

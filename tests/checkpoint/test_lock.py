@@ -12,9 +12,10 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
+from fuzzing import cases, generator
 from launching import ROOT, TOY, hvdtrain
 
-from hvdtrain.checkpoint.lock import only_training_of
+from hvdtrain.checkpoint.lock import Guard, only_training_of
 from hvdtrain.errors import CheckpointError, ConfigError
 
 HOLD = "import sys, time; from pathlib import Path; from hvdtrain.checkpoint.lock import only_training_of; "
@@ -91,3 +92,53 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     lock = only_training_of(tmp_path / "file" / "exp" / "model")
     with pytest.raises(ConfigError, match=r"model: expected a folder that can be written to, got .*file/exp"), lock:
         pass
+
+
+def test_a_lock_that_is_deleted_is_taken_again(tmp_path: Path) -> None:
+    """Otherwise a second job would train the same model."""
+    lock = tmp_path / "model.lock"
+    attempt = HOLD + f"lock = only_training_of(Path({str(tmp_path)!r}, 'model'), patience=0.1); lock.__enter__()"
+    with only_training_of(tmp_path / "model"):
+        for delete in (lock.unlink, lambda: lock.rename(tmp_path / "moved"), lambda: os.replace(tmp_path / "moved", lock)):
+            delete()
+            time.sleep(2.5)  # to look at the file with open() would free this process's lock of it: so it is with POSIX
+            ended = subprocess.run([sys.executable, "-c", attempt], capture_output=True, text=True, cwd=ROOT, timeout=60)
+            assert f"got process {os.getpid()} on" in ended.stderr
+    assert not lock.exists()
+
+
+def test_another_jobs_lock_stays(tmp_path: Path, other: "subprocess.Popen[str]", caplog: pytest.LogCaptureFixture) -> None:
+    """Where a second job was faster, the first one says so, goes on, and leaves the second one's lock alone at its end."""
+    path = tmp_path / "exp" / "model.lock"
+    (tmp_path / "first").touch()
+    guard = Guard(path, os.open(tmp_path / "first", os.O_RDWR), beat=0.1)
+    time.sleep(1.0)
+    guard.release()
+    assert json.loads(path.read_text())["pid"] == other.pid
+    assert caplog.text.count("another job trains now, too: model: expected no other job that trains") == 1
+    other.kill()
+    other.wait()
+
+
+def test_what_is_no_file_is_no_lock(tmp_path: Path) -> None:
+    """A link's target is not overwritten, and nothing waits for the other end of a pipe."""
+    (tmp_path / "target").write_text("precious")
+    kinds = {"a link": lambda path: path.symlink_to(tmp_path / "target"), "a pipe": os.mkfifo, "a folder": Path.mkdir}
+    for what, make in kinds.items():
+        path = tmp_path / f"{what[2:]}.lock"
+        make(path)
+        lock = only_training_of(tmp_path / what[2:])
+        with pytest.raises(CheckpointError, match=rf"model: expected {path} to be a file, got {what}"), lock:
+            pass
+    assert (tmp_path / "target").read_text() == "precious"
+
+
+@pytest.mark.fuzz
+def test_random_bytes_in_a_lock_that_is_left_over(tmp_path: Path) -> None:
+    for case in range(cases(20)):
+        numbers = generator("lock", case)
+        text = numbers.choice([b"", b"[" * 5000, b"\xff\xfe", b'{"host": Infinity}', b'{"pid": []}', numbers.randbytes(100)])
+        (tmp_path / "model.lock").write_bytes(text)
+        with only_training_of(tmp_path / "model"):
+            assert json.loads((tmp_path / "model.lock").read_text())["pid"] == os.getpid()
+        assert not (tmp_path / "model.lock").exists()

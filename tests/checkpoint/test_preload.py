@@ -26,7 +26,7 @@ def settings_of(corpus: Path, model: Path, more: str, **overrides: object) -> Se
 
 def trained(settings: Settings) -> Learner:
     """The learner after a training."""
-    return train(settings)
+    return train(settings).learner
 
 
 def stored(file: Path) -> Weights:

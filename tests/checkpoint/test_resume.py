@@ -82,7 +82,7 @@ def test_another_optimizer_is_refused_and_a_new_one_begins_if_it_is_asked_for(co
     torch.save(contents, path)
     ended = hvdtrain(TOY, {**keys, "num_epochs": 2, "optimizer": {"class": "sgd", "momentum": 0.9}})
     assert ended.status == 2
-    assert "expected the state of the optimizer SGD, got that of another, which has no momentum, dampening" in ended.err
+    assert "expected the state of the optimizer SGD for this model, got another: it has no momentum, dampening" in ended.err
     fresh = {**keys, "num_epochs": 2, "optimizer": {"class": "sgd", "momentum": 0.9}, "fresh_optimizer": True}
     ended = hvdtrain(TOY, fresh)
     assert ended.status == 0, ended.err

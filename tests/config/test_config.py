@@ -504,7 +504,7 @@ def test_closest_key() -> None:
     assert closest("x", []) is None
 
 
-@pytest.mark.parametrize("name", UNSUPPORTED)
+@pytest.mark.parametrize("name", sorted(UNSUPPORTED.keys() - {"dry_run"}))
 def test_keys_of_returnn_that_would_change_the_training_are_mistakes(tmp_path: Path, name: str) -> None:
     (problem,) = problems(tmp_path, f"{name} = 2\n")
     assert problem == f"{name}: a key of RETURNN that is not supported, in config.py ({UNSUPPORTED[name]})"
@@ -530,7 +530,6 @@ def test_keys_of_returnn_that_would_change_the_training_are_mistakes(tmp_path: P
             "learning_rates = [0.1, 'x']",
             "learning_rates: expected a list of numbers or a dict of numbers or None, got [0.1, 'x']",
         ),
-        ("learning_rates = []", "learning_rates: expected at least one learning rate, got an empty list"),
         ("log = ['a', 3]", "log: expected a string or a list of strings or None, got ['a', 3] in config.py"),
         ("get_model = 3", "get_model: expected a function or a string, got 3 in config.py"),
         ("import numpy as get_model", "get_model: expected a function or a string, got <module 'numpy'"),
@@ -837,7 +836,7 @@ def test_no_key_is_declared_twice_and_every_one_is_documented() -> None:
 def test_datasets_that_stand_in_each_others_way(tmp_path: Path) -> None:
     found = problems(tmp_path, "train = None\ndev = 'dev.hdf'\neval_datasets = {'dev': 'other.hdf'}\n")
     assert "train: expected a dataset dict or HDF files, got None" in found
-    assert "eval_datasets.dev: expected a name other than train, dev, eval, got 'dev'" in found
+    assert "eval_datasets.dev: expected either it or the key dev, got both, and two datasets" in found
 
 
 def test_keys_of_a_dataset_outside_of_its_dict_are_told(tmp_path: Path) -> None:

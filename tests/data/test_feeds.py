@@ -97,7 +97,10 @@ def test_nothing_is_told_where_nothing_is_left_out(tmp_path: Path, corpus: Path)
     ("more", "expected"),
     [
         ("batch_size = {'x': 3}", "batch_size: expected data keys of train (data, classes, id), got 'x'"),
-        ("batch_size = 3\nmin_seq_length = {'x': 3}", "min_seq_length: expected data keys of train (data, classes, id), got 'x'"),
+        (
+            "batch_size = 3\npacked_batch_size = {'x': 3}",
+            "packed_batch_size: expected data keys of train (data, classes, id), got ",
+        ),
         ("batch_size = 3\nchunking = {'x': 3}", "chunking: expected data keys of train (data, classes, id), got 'x'"),
         (
             "batch_size = 3\ntrain['seq_list_filter_file'] = 'none'",
@@ -109,6 +112,14 @@ def test_data_keys_and_files_that_are_not_there(tmp_path: Path, corpus: Path, mo
     with pytest.raises(DataError) as caught:
         opened(tmp_path, corpus, more)
     assert str(caught.value).startswith(expected)
+
+
+def test_limits_of_data_keys_that_are_not_there(tmp_path: Path, corpus: Path) -> None:
+    """The batches are those without them, as in RETURNN."""
+    without, _ = opened(tmp_path, corpus, "max_seqs = 3\nmax_seq_length = {'data': 8}\nbatch_size = {'data': 60}")
+    absent = "max_seqs = 3\nmax_seq_length, min_seq_length = {'data': 8, 'x': 3}, {'x': 9}\nmax_pad_size = {'x': 0}\n"
+    train, _ = opened(tmp_path, corpus, absent + "batch_size = {'data': 60, 'x': 2}")
+    assert train.plan(1).fingerprint() == without.plan(1).fingerprint()
 
 
 def test_problems_of_the_new_keys_are_told_with_all_others(tmp_path: Path, corpus: Path) -> None:

@@ -88,3 +88,12 @@ def test_the_error_stays_where_the_tags_cannot_be_read() -> None:
     with pytest.raises(ValueError, match="broken") as caught, naming(replace(BATCH, seq_tags=tags)):
         raise ValueError("broken")
     assert caught.value.__notes__ == [TEXT.partition("; sequences")[0]]
+
+
+def test_items_that_are_batches() -> None:
+    images = Padded(numpy.zeros((2, 32, 1, 28, 28), numpy.float32), numpy.array([32, 32], numpy.int32))
+    labels = Padded(numpy.zeros((2, 32), numpy.int64), numpy.array([32, 32], numpy.int32))
+    batch = Batch({"data": images, "classes": labels}, numpy.arange(2))
+    with pytest.raises(RuntimeError) as caught, naming(batch):
+        torch.nn.Conv2d(1, 2, 3)(torch.from_numpy(images.values))
+    assert "if items have 32 frames because they are batches: hvdtrain makes the batches" in caught.value.__notes__[1]

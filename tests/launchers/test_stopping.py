@@ -87,19 +87,21 @@ def test_usr1_to_mpirun_stops_all_ranks_once(corpus: Path, tmp_path: Path) -> No
     assert len(saved_within(tmp_path)) == 1
 
 
-@pytest.mark.soak
-def test_sigterm_to_mpirun_leaves_time_for_a_checkpoint_where_it_is_told_to_wait(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("how", [pytest.param(signal.SIGTERM, marks=pytest.mark.soak), signal.SIGINT])
+def test_sigterm_and_ctrl_c_to_mpirun_leave_time_for_a_checkpoint_where_it_is_told_to_wait(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: signal.Signals
 ) -> None:
     """Twice these seconds: before mpirun sends SIGTERM to the ranks, and before it kills them. It does not read their output
     meanwhile: nothing may be printed, as a toy training prints 16 KB within seconds.
     """
     monkeypatch.setenv("OMPI_MCA_odls_base_sigkill_timeout", "5")
     process = start(tmp_path / "model", corpus, ranks=2, log_verbosity=0)
-    os.kill(process.pid, signal.SIGTERM)
-    process.communicate(timeout=100)
+    os.kill(process.pid, how)
+    _, err = process.communicate(timeout=100)
     assert process.returncode == 1
     assert len(saved_within(tmp_path)) == 1
+    assert err.count("SIGTERM from mpirun, as after Ctrl-C: it kills the ranks a second later and returns 1.") == 1, err
+    assert err.count("stopped by SIGTERM in epoch") == 1
 
 
 def test_the_time_limit_stops_all_ranks(corpus: Path, tmp_path: Path) -> None:

@@ -113,6 +113,10 @@ def test_a_normalized_loss_is_a_mean_and_a_scale_is_a_factor() -> None:
             lambda *, model, **_: [get_run_ctx().mark_as_loss(model.weight, "same") for _ in range(2)],
             "a unique name for every loss, got 'same' twice",
         ),
+        (
+            lambda **_: get_run_ctx().mark_as_loss(0.5, "ce"),
+            "a tensor with one number per element in mark_as_loss(..., 'ce'), got 0.5",
+        ),
     ],
 )
 def test_what_a_train_step_may_not_do(train_step: Callable[..., None], message: str) -> None:

@@ -115,9 +115,9 @@ def test_groups_that_cannot_be_right_are_refused() -> None:
         lambda model: list(model.parameters())
     )
     missing = wrong(lambda model: [{"params": model.linear.parameters()}])
-    assert "got others or another number of embedding.weight, norm.weight, norm.bias, own.scale (" in missing
+    assert "got none with embedding.weight, norm.weight, norm.bias, own.scale (requires_grad_(False)" in missing
     twice = wrong(lambda model: [{"params": model.parameters()}, {"params": [model.own.scale]}])
-    assert "number of own.scale (" in twice
+    assert "got own.scale twice" in twice
     foreign = wrong(lambda model: [{"params": [*model.parameters(), torch.nn.Parameter(torch.ones(1))]}])
     assert "a tensor that is no parameter of the model" in foreign
     options = wrong(lambda model: [{"params": model.parameters(), "weight_dekay": 0, "learning_rate_multiplier": -1}])
@@ -152,3 +152,14 @@ def test_a_multiplier_holds_for_its_group_and_is_the_configs_after_loading(tmp_p
         assert learner.model.norm.bias.tolist() == pytest.approx([-0.5 * (1 + (learner is second))] * 2)
         first.state.save(tmp_path / "model", tmp_path / "optimizer", {})
         second.state.load(tmp_path / "model", tmp_path / "optimizer")
+
+
+def test_biases_of_recurrent_layers_and_attention_do_not_decay() -> None:
+    """Their names do not end in "bias"."""
+    parts = {"gru": torch.nn.GRU(2, 2, 2, bidirectional=True), "cell": torch.nn.LSTMCell(2, 2)}
+    model = torch.nn.ModuleDict({**parts, "attention": torch.nn.MultiheadAttention(2, 1, add_bias_kv=True)})
+    made = make_optimizer({"class": "adamw", "weight_decay": 0.1}, model)
+    ids = {id(one) for group in made.param_groups if group["weight_decay"] for one in group["params"]}
+    names = [name for name, one in model.named_parameters() if id(one) in ids]
+    assert [name for name in names if "bias" in name] == []
+    assert len(names) == 8 + 2 + 2, "all of their matrices do"

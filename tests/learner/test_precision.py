@@ -202,7 +202,7 @@ def test_torch_leaves_an_update_out_where_the_scale_was_too_large_and_goes_on_fr
     made.state.save_own(tmp_path / "own", ["optimizer"])
     for load in (
         lambda one: one.state.load(tmp_path / "model", tmp_path / "optimizer"),
-        lambda one: one.state.load_own(tmp_path / "own"),
+        lambda one: one.state.load_own(tmp_path / "own", ["optimizer"]),
     ):
         again = learner(times(factor), Precision("float16"))
         load(again)

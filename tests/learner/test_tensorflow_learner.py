@@ -410,7 +410,7 @@ def test_a_rank_saves_what_it_has_of_its_own_and_takes_over_from_other_files(tmp
     made.update(0.1)
     made.state.save_own(tmp_path / "own.npz", ["parameters", "optimizer"])
     again = learner(optimizer="adam")
-    again.state.load_own(tmp_path / "own.npz")
+    again.state.load_own(tmp_path / "own.npz", ["parameters", "optimizer"])
     for one in (made, again):
         one.backward(BATCH)
         one.update(0.1)

@@ -163,6 +163,7 @@ def test_syncs_and_bytes_are_counted(results: ResultsOf, run: Run) -> None:
         assert report["sent"] >= 3 * size
         assert report["sent"] % 3 == 0
     [report] = results(run).reports("sum")
+    size += 4 * 5 if run.framework == "torch" else 0  # which rank has a gradient of which parameter
     assert (report["syncs"], report["sent"]) == (0, 20 * size)
     assert f"train epoch 1, exchange: {20 * size / 1024:.1f} KB sent by each rank" in results(run).out("sum")
     assert "train epoch 1, exchange: 3 syncs of parameters, " in results(run).out("param_every_7")

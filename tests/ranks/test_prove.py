@@ -1,6 +1,7 @@
 """`hvdtrain prove` on real ranks: a training that agrees, one that does not, one that fails."""
 
 import os
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -38,12 +39,20 @@ def prove(corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Pr
 def test_a_training_that_agrees_over_both_transports(prove: Prove, tmp_path: Path) -> None:
     """With an optimizer that looks back (with torch.distributed, each rank has a share of what it keeps), gradient accumulation
     and the config's own number of processes."""
-    keys = {"accum_grad_multiple_step": 2, "ngpu": 2, "torch_distributed": {"sharded": True}}
+    keys = {
+        "accum_grad_multiple_step": 2,
+        "ngpu": 2,
+        "torch_distributed": {"sharded": True},
+        "learning_rate_schedule": "one_cycle",
+    }
     ended = prove("--ranks 1,2 --steps 6 --tolerance 1e-5", **keys)
     assert ended.status == 0, ended.out + ended.err
     assert "run 1 of 3: 2 ranks over Horovod ..." in ended.out
     assert "run 2 of 3: 2 ranks over torch.distributed ..." in ended.out
-    assert "6 steps of 12 sequences, 3 updates: the first batches of 2 ranks" in ended.out
+    found = re.search(r"^7 steps of 3 to 12 sequences, 4 updates: (.*)$", ended.out, flags=re.M)
+    assert found is not None, ended.out
+    assert found[1] == "steps 1 to 4, a stop and a resume, steps 18 to 20 of the 20 of an epoch on 2 ranks"
+    assert "not covered: steps 5 to 17 (--steps 20 trains all), later epochs, evaluation," in ended.out
     rows = [line.split() for line in ended.out.splitlines() if line.startswith("2 ranks over") and line.endswith("agree")]
     assert len(rows) == 2
     assert ended.out.endswith("prove: all runs agree\n")

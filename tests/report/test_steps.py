@@ -222,13 +222,15 @@ def test_what_a_training_leaves(folder: Path) -> None:
 def test_the_learning_rate_is_the_one_that_was_used(folder: Path) -> None:
     reports = [json.loads(line) for line in (folder / "scores.jsonl").read_text().splitlines()]
     steps = reports[0]["steps"]
+    [chunks] = map(int, re.findall(r"^train: (\d+) chunks of", (folder / "log").read_text(), flags=re.M))
 
     def used(step: int) -> float:
-        """Of an update that comes after so many steps."""
+        """Of an update that comes after so many steps, of 24 chunks each but for an epoch's last."""
         if step < 10:
             return 0.01 * (step + 1) / 10
-        done = (step / steps) * (1 - 10 / step) if step else 0.0
-        return float(0.01 * 0.5 * (1 + numpy.cos(numpy.pi * done / (2 - 10 / steps))))
+        done = step // steps + 24 * (step % steps) / chunks
+        warmup = 10 * done / step  # in epochs
+        return float(0.01 * 0.5 * (1 + numpy.cos(numpy.pi * (done - warmup) / (2 - warmup))))
 
     for epoch, report in enumerate(reports):
         rates = [used(epoch * steps + step) for step in range(steps)]

@@ -93,6 +93,9 @@ def test_steps_name_the_older_arguments_that_they_take() -> None:
     def only_data(*, model: object, data: object) -> None: ...
     def todays(*, model: object, extern_data: object, data: object = None) -> None: ...
 
+    def with_step(*, extern_data: object, global_train_step: object) -> None: ...
+
+    assert with_older_arguments(with_step) is not with_step
     assert with_older_arguments(only_data) is not only_data
     assert with_older_arguments(todays) is todays
     assert with_older_arguments(print) is print

@@ -30,11 +30,13 @@ RICH = [
     *"--gpus-per-node 4 --cpus-per-task 8 --memory 64G --time 1-12:00:00 --interface eth0 --queue gpu --account me".split(),
 ]
 
+SWEEP = ["--sweep", "learning_rate=0.001,0.003", "--sweep", "optimizer={'class':'sgd'},{'class':'adam','eps':1e-8}"]
+
 # What sbatch and qsub document, of what we use: a script with another option would be refused.
 SBATCH = "job-name nodes ntasks-per-node cpus-per-task gpus-per-node mem time partition account output".split()
-SBATCH += "signal requeue open-mode no-kill".split()
-QSUB = "-S -N -wd -j -o -pe -l -q -A -notify -r".split()
-PBS = "-S -N -l -q -A -o -j -k -r".split()
+SBATCH += "signal requeue open-mode no-kill array".split()
+QSUB = "-S -N -wd -j -o -pe -l -q -A -notify -r -t".split()
+PBS = "-S -N -l -q -A -o -j -k -r -J".split()
 BSUB = "-J -n -R -gpu -W -q -P -o -r -Q".split()
 
 KUBERNETES = ["--scheduler", "kubernetes", "--image", "registry.example/hvdtrain:1"]
@@ -61,6 +63,11 @@ def submit(*arguments: object) -> Finished:
         ["--scheduler", "slurm", *SIZE, "--no-requeue", "--setup", "module load openmpi", "--option=--constraint=h100", *HOROVOD],
         ["--scheduler", "slurm", *RICH, "--max-restarts", "3", *TORCH],
         ["--scheduler", "slurm", "--tasks-per-node", "4", "--max-restarts", "3", *TORCH],
+        ["--scheduler", "slurm", *RICH, "--doctor", *SWEEP, *HOROVOD],
+        ["--scheduler", "slurm", "--tasks-per-node", "2", *SWEEP, *TORCH],
+        ["--scheduler", "sge", *RICH, *SWEEP, *HOROVOD],
+        ["--scheduler", "pbs", *SIZE, "--no-requeue", *SWEEP, *HOROVOD],
+        ["--scheduler", "lsf", *SIZE, *SWEEP, *HOROVOD],
         ["--scheduler", "sge", *RICH, "--doctor", *HOROVOD],
         ["--scheduler", "sge", *SIZE, "--no-requeue", *HOROVOD],
         ["--scheduler", "pbs", *RICH, "--doctor", *HOROVOD],

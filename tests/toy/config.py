@@ -13,7 +13,8 @@ from torch import nn
 import hvdtrain
 
 corpus = Path(config.value("corpus", "."))
-train = {"files": str(corpus / config.value("part", "train.hdf")), "seq_ordering": "random"}
+train = {"files": str(corpus / config.value("part", "train.hdf")), "seq_ordering": config.value("ordering", "random")}
+train["partition_epoch"] = config.int("parts", 1)
 dev = {"files": str(corpus / "dev.hdf")} if config.bool("evaluated", False) else None
 
 num_epochs = 1

@@ -47,7 +47,7 @@ def run(comm, job):
     """Train until the end, with as many stops on the way as the job has planted."""
     while True:
         try:
-            model = train(read_settings(job["configs"], job["overrides"]), comm).model
+            model = train(read_settings(job["configs"], job["overrides"]), comm).learner.model
         except Stopped as stopped:
             if comm.rank == 0:
                 print(f"{stopped}, status {stopped.status}")

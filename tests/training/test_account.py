@@ -224,3 +224,68 @@ def test_ranks_with_plans_of_their_own() -> None:
     [first, second] = on_ranks(2, work)
     assert first == second
     assert "expected the 7 sequences in 3 batches of the plan, got 6 sequences in 2 batches by rank 1" in str(first)
+
+
+def scores_in(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line)["scores"] for line in (folder / "scores.jsonl").read_text().splitlines()]
+
+
+def test_an_iterable_that_has_grown_since_its_lengths_were_found(tmp_path: Path) -> None:
+    (tmp_path / "lines").write_text("1\n2\n3\n")
+    lines = f"""
+def read():
+    for line in open({str(tmp_path / "lines")!r}):
+        yield numpy.ones((int(line), 2), "float32")
+train = {{"class": read}}
+"""
+    assert run(tmp_path, lines, num_epochs=1).status == 0
+    with (tmp_path / "lines").open("a") as file:
+        file.write("4\n")
+    finished = run(tmp_path, lines, num_epochs=2)
+    assert finished.status == 2, finished.out
+    assert "train: expected read to end after the 3 sequences that it had when their lengths were found" in finished.err
+    assert "remove this file" in finished.err
+
+
+def test_what_map_seq_changes_in_place_is_not_changed_for_good(tmp_path: Path) -> None:
+    mapped = """
+def map_seq(arrays):
+    CHANGE
+    return arrays
+train = {"class": "MapDataset", "dataset": {"class": lambda: sequences}, "map_seq": map_seq}
+"""
+    found = []
+    for number, change in enumerate(["arrays['data'] = arrays['data'] + 1", "arrays['data'] += 1"]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        finished = run(folder, mapped.replace("CHANGE", change))
+        assert finished.status == 0, finished.err
+        found.append(scores_in(folder))
+    assert found[0] == found[1]
+
+
+def test_a_file_that_is_listed_twice_and_a_score_without_a_value_are_told(corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.py").write_text(f"""
+# Reads the keys corpus, evaluated and starts_fast.
+exec(open({str(TOY)!r}).read())
+train["files"] = [train["files"], str(corpus / "." / "train.hdf")]
+step = train_step
+def train_step(**given):
+    step(**given)
+    hvdtrain.get_run_ctx().mark_as_loss(torch.zeros(0), "rare", as_error=True)
+""")
+    overrides = {"corpus": corpus, "model": tmp_path / "model", "evaluated": True, **FAST}
+    finished = hvdtrain(tmp_path / "config.py", overrides)
+    assert finished.status == 0, finished.err
+    assert f"train: {corpus / 'train.hdf'} is in the list of files 2 times" in finished.out
+    assert "dev: rare has no value in epoch 1: none of " in finished.out
+
+
+def test_an_exit_of_the_users_code_is_not_the_end_of_the_training(tmp_path: Path) -> None:
+    exits = """
+import sys
+train = {"class": "MapDataset", "dataset": {"class": lambda: sequences}, "map_seq": lambda arrays: sys.exit(0)}
+"""
+    finished = run(tmp_path, exits)
+    assert finished.status == 1
+    assert "SystemExit: 0" in finished.err

@@ -94,11 +94,13 @@ class MapDataset(Dataset):
             arguments["index"] = index
         if "rng" in self._arguments:
             arguments["rng"] = _generator(self._seed, self._epoch, index)
+        # An item may be the user's own array, and a cache keeps it: what map_seq changes in place would change again next time.
+        given = {name: values.copy() if values.flags.writeable else values for name, values in arrays.items()}
         try:
-            made = self._map_seq(dict(arrays), **arguments)
+            made = self._map_seq(given, **arguments)
         except StopIteration as error:
             raise iterator_ended(f"{self._where}.map_seq, sequence {index}", error) from error
-        except Exception as error:
+        except BaseException as error:  # a SystemExit, too, which has no message of its own
             error.add_note(f"in {self._where}.map_seq, sequence {index}")
             raise
         if not isinstance(made, dict):

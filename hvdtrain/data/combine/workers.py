@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
 import signal
 import threading
@@ -16,10 +17,19 @@ from hvdtrain.errors import DataError, HvdtrainError
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
-    from multiprocessing.context import ForkProcess
+    from multiprocessing.context import ForkContext, ForkProcess
 
 AHEAD = 4
 """The number of questions that are queued per worker. They are small, so that writing them to a pipe never blocks."""
+
+START_SECONDS = 20.0
+"""Within which a new process has to answer. If it does not, it is killed and started again."""
+
+STARTS = 5
+"""How often a process is started until that is an error."""
+
+PR_SET_PDEATHSIG = 1
+"""Of Linux's prctl: the signal that a process gets when the thread that started it ends."""
 
 WAKE = signal.SIGRTMIN + 8
 """Sent by a thread that fails to the main thread of its own process."""
@@ -28,10 +38,15 @@ Question = TypeVar("Question")
 
 
 class Workers(Generic[Question]):
-    """Processes that all do the same work. They are forked: start them before other threads and the GPU are in use.
+    """Processes that all do the same work. They are forked, so that what they work with, such as functions of the config, is
+    not pickled: start them before the GPU is in use.
 
-    They end when `close` tells them to, or when this process ends in any way, which closes their pipes. To close its end of the
-    pipes alone would not be enough: processes that were forked later have copies of it.
+    A process that is forked while other threads run has copies of the locks that these hold, and no thread that releases them:
+    on rare occasions, it waits for ever within Python before it reaches any code of ours. So each says that it has begun, and is
+    otherwise killed and started again.
+
+    They end when `close` tells them to, or when this process ends in any way: the kernel then kills them, whatever they do.
+    Closed pipes would not be enough: processes that were forked later have copies, and a busy process does not look at its own.
 
     Args:
         work: returns the answer to a question. Both are pickled.
@@ -49,17 +64,43 @@ class Workers(Generic[Question]):
         import multiprocessing  # here, so that `--help` does not import it
 
         context = multiprocessing.get_context("fork")  # they inherit all they need: nothing is pickled
+        # The kernel goes by the thread that forks, and other threads may end before the process does.
+        parent = os.getpid() if threading.current_thread() is threading.main_thread() else None
         for number in range(self._count):
-            here, there = context.Pipe()
-            inherited = [*self._pipes, here]
-            name = f"map-worker-{number}"
-            process = context.Process(target=_answer, args=(self._work, there, inherited), name=name, daemon=True)
-            process.start()
-            there.close()
-            self._pipes.append(here)
-            self._processes.append(process)
-        # Where an error ends the program, nobody closes them, and Python would wait for them before it closes the pipes.
+            self._fork(context, number, parent)
+        # Where an error ends the program, nobody closes them, and Python would wait for them before it closes the pipes. What is
+        # registered last comes first: multiprocessing's own function, which waits, is registered when a process starts.
         atexit.register(self.close)
+        for number in range(self._count):
+            for _ in range(STARTS - 1):
+                if self._has_begun(number):
+                    break
+                self._processes[number].kill()
+                self._processes[number].join()
+                self._pipes[number].close()
+                self._fork(context, number, parent)
+            else:
+                if not self._has_begun(number):
+                    self.close()
+                    raise RuntimeError(
+                        f"worker process {number} was started {STARTS} times and did not begin within {START_SECONDS:g} s: is a "
+                        "lock held by another thread of this process?"
+                    )
+
+    def _fork(self, context: ForkContext, number: int, parent: int | None) -> None:
+        """Start a process, in the place of another one of this number if there is one."""
+        here, there = context.Pipe()
+        inherited = [*(pipe for place, pipe in enumerate(self._pipes) if place != number), here]
+        arguments = (self._work, there, inherited, parent)
+        process = context.Process(target=_answer, args=arguments, name=f"map-worker-{number}", daemon=True)
+        process.start()
+        there.close()
+        self._pipes[number : number + 1] = [here]
+        self._processes[number : number + 1] = [process]
+
+    def _has_begun(self, number: int) -> bool:
+        """Whether a new process says so in time. Raises: WorkerDied."""
+        return self._pipes[number].poll(START_SECONDS) and self._take(number)[0] == "began"
 
     @property
     def usable(self) -> bool:
@@ -187,13 +228,31 @@ class WorkerDied(RuntimeError):
     """A worker process ended unexpectedly: it was killed, for example for lack of memory, or crashed in native code."""
 
 
-def _answer(work: Callable[[Any], Any], pipe: Connection, inherited: list[Connection]) -> None:
-    """The main function of a worker process. It returns when None comes, or when the other end of the pipe is closed."""
+def end_with(parent: int) -> None:
+    """Have the kernel kill this process when the one that started it ends."""
+    with suppress(AttributeError, OSError):  # not Linux
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it has ended before
+        os._exit(1)
+
+
+def _answer(work: Callable[[Any], Any], pipe: Connection, inherited: list[Connection], parent: int | None) -> None:
+    """The main function of a worker process. It returns when None comes, or when the other end of the pipe is closed.
+
+    Args:
+        parent: the process to end with; None: that is told by the pipe alone.
+    """
+    if parent is not None:
+        end_with(parent)
     # These signals reach all processes of a training; the main process saves a checkpoint and then ends the workers.
     for stopping in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(stopping, signal.SIG_IGN)
     for other in inherited:  # else they would stay open while this process lives, and their workers would not end
         other.close()
+    try:
+        pipe.send(("began", None))
+    except OSError:
+        return
     while True:
         try:
             question = pipe.recv()

@@ -42,6 +42,12 @@ Counted = tuple[dict[str, Array], dict[str, int]]
 
 ALONE = Scanning()
 
+ARE_BATCHES = (
+    "if an item is a batch, as a DataLoader makes them: hvdtrain makes the batches, give it the DataLoader's dataset, whose "
+    "items are single sequences"
+)
+"""Advice where items do not look like sequences."""
+
 SECONDS_ALONE = 2.0
 """How long counting may take in every rank. If it would take longer, one counts for all, in several processes, and what it found
 is kept in a file."""
@@ -89,11 +95,13 @@ class ItemForm:
         try:
             array = numpy.asarray(value)
         except (TypeError, ValueError, RuntimeError) as error:  # a tensor on a GPU or with a gradient, rows of different lengths
-            raise DataError(f"{where}: expected an array, got {type(value).__name__}: {error}") from None
+            batches = f" ({ARE_BATCHES})" if isinstance(value, (list, tuple)) else ""
+            raise DataError(f"{where}: expected an array, got {type(value).__name__}: {error}{batches}") from None
         if array.dtype.kind not in "biuf":
             raise DataError(
                 f"{where}: expected numbers, got {type(value).__name__} {str(value)[:40]!r} (of a text, give class indices, or "
-                f"leave it out; the name of a sequence belongs into the entry {TAG!r})"
+                f"leave it out; the name of a sequence belongs into the entry {TAG!r}"
+                f"{f'; {ARE_BATCHES}' if isinstance(value, (list, tuple)) else ''})"
             )
         if isinstance(value, (list, tuple, float)) and array.dtype == numpy.float64:
             array = array.astype(numpy.float32)
@@ -106,7 +114,7 @@ class ItemForm:
         if array.shape[1:] != stream.shape or not numpy.can_cast(array.dtype, stream.dtype, "same_kind"):
             raise DataError(
                 f"{where}: expected {stream.dtype} frames of shape {stream.shape} as in item 0, got {array.dtype} of shape "
-                f"{array.shape[1:]}"
+                f"{array.shape[1:]}{f' ({ARE_BATCHES})' if stream.shape and array.ndim > 1 else ''}"
             )
         cast = array.astype(stream.dtype)
         if array.dtype.kind in "iu" and not numpy.array_equal(cast, array):
@@ -185,13 +193,16 @@ class ItemsDataset(Dataset):
             return [f"seq-{index}" for index in indices]
         return [str(self._arrays(index)[0]) for index in indices]
 
+    def warnings(self) -> list[str]:
+        return like_batches(self.lengths)
+
     def _arrays(self, index: int) -> tuple[str | None, dict[str, Array]]:
         """The tag, if there is one, and the arrays of an item. Raises: DataError."""
         try:
             item = self._items[index]
         except StopIteration as error:
             raise iterator_ended(f"{self._where}, item {index}", error) from error
-        except Exception as error:
+        except BaseException as error:  # a SystemExit, too, which has no message of its own
             error.add_note(f"(in item {index} of {self._where})")
             raise
         return self._form.arrays(index, item)
@@ -286,6 +297,22 @@ class ItemsDataset(Dataset):
                 if self.streams[key].sparse and len(values):
                     largest[key] = max(largest[key], int(values.max()))
         return lengths, largest
+
+
+def like_batches(lengths: Mapping[str, Array]) -> list[str]:
+    """A line if items look like batches: equally long in all data keys, and only the last one is shorter.
+
+    >>> like_batches({"data": numpy.array([32, 32, 17]), "classes": numpy.array([32, 32, 17])})[0][:57]
+    'all items have 32 frames in every data key, the last 17: '
+    >>> like_batches({"data": numpy.array([32, 32, 17]), "classes": numpy.array([1, 1, 1])})
+    []
+    """
+    first, *others = lengths.values()
+    if len(first) < 3 or any(not numpy.array_equal(first, other) for other in others):
+        return []
+    if not 1 < first[0] > first[-1] or (first[:-1] != first[0]).any():
+        return []
+    return [f"all items have {first[0]} frames in every data key, the last {first[-1]}: {ARE_BATCHES}"]
 
 
 def in_processes(

@@ -156,8 +156,8 @@ class IterableReading:
     def about(self, epoch: int) -> tuple[str, int, Mapping[str, Stream]]:
         """As of `Reading`."""
         self._begin(epoch)
-        first = next(self._rest(), None)
-        if first is None:
+        first = next(self._rest(), END)
+        if first is END:
             raise DataError(f"{self._where}: expected at least one item in epoch {epoch} of {self._name}, got none")
         self._form.sequence(0, first)
         return self._name, 1, self.streams()
@@ -217,6 +217,15 @@ class IterableReading:
             if number not in self._held:
                 raise DataError(f"{self._where}: expected item {number} of epoch {epoch} of {self._name}, got only {self._next}")
         return [self._form.sequence(number, self._held[number]) for number in numbers]
+
+    def goes_on(self, epoch: int) -> bool:
+        """Whether there is an item after the last one that was read, if the epoch is all of the iterable."""
+        if self._epoch_size is not None or epoch != self._epoch or self._iterator is None:
+            return False
+        if self._advance() is END:
+            return False
+        self._epoch = 0  # that item is gone: the next question begins anew
+        return True
 
     def skip(self, epoch: int, number: int) -> int:
         """As of `Reading`: to the window of an item."""
@@ -278,6 +287,9 @@ class IterableReading:
                 if not is_end(ended):
                     where = f"{self._where}: item {self._next} of epoch {self._epoch} of {self._name}"
                     raise iterator_ended(where, ended) from ended
+            except BaseException as error:
+                error.add_note(f"in item {self._next} of epoch {self._epoch} of {self._name}, {self._where}")
+                raise
             else:
                 self._position += 1
                 return item

@@ -18,6 +18,7 @@ import numpy
 from hvdtrain.data.combine.workers import Workers
 from hvdtrain.data.dataset import Dataset, Item, Scanning
 from hvdtrain.data.formats.found_lengths import HEAD_START, About, Found, LengthsFile
+from hvdtrain.data.formats.items import like_batches
 from hvdtrain.data.formats.returnn_reading import Part, Question
 from hvdtrain.data.types import Array
 from hvdtrain.errors import DataError
@@ -113,6 +114,12 @@ class Reader:
         with self._lock:
             answers = self._pool.results(questions)
         return [item for items in answers for item in items]
+
+    def goes_on(self, epoch: int) -> bool:
+        """Whether an epoch of an iterable has more items than those that were read of it: nothing would be trained on them."""
+        with self._lock:
+            [more] = self._pool.results([("goes_on", epoch)])
+        return bool(more)
 
     def close(self) -> None:
         """End the processes."""
@@ -326,6 +333,11 @@ class StreamedDataset(Dataset):
 
     def sequences(self, indices: Sequence[int]) -> list[dict[str, Array]]:
         items = self._reader.read(self._epoch, indices)
+        if self.window is not None and max(indices) == self.num_sequences - 1 and self._reader.goes_on(self._epoch):
+            raise DataError(
+                f"{self._reader.where}: expected {self._reader.about.name} to end after the {self.num_sequences} sequences "
+                f"that it had when their lengths were found, got more ({self._advice(False)})"
+            )
         return [self._checked(index, *item) for index, item in zip(indices, items, strict=True)]
 
     def tags(self, indices: Sequence[int]) -> list[str]:
@@ -342,7 +354,7 @@ class StreamedDataset(Dataset):
         return f"read {by} ({self._reader.about.name})"
 
     def warnings(self) -> list[str]:
-        return self._reader.warnings()
+        return self._reader.warnings() + ([] if self.window is None else like_batches(self.lengths))
 
     def _checked(self, index: int, tag: str, arrays: Mapping[str, Array]) -> dict[str, Array]:
         """A sequence, checked against the lengths that batches were planned with. Raises: DataError."""

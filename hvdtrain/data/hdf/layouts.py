@@ -207,7 +207,8 @@ def stream_of(path: Path, file: h5py.File, key: str, dataset: h5py.Dataset) -> S
         dim = _integer(path, f"{key} of /targets/size", size)
         labels = f"targets/labels/{key}"
     names = tuple(texts_of(path, f"/{labels}", strings_in(path, file, labels)[:])) if labels in file else ()
-    return Stream(dataset.dtype, tuple(dataset.shape[1:]), int(dim), sparse, names if names != ("dummy-label",) else ())
+    dtype = dataset.dtype.newbyteorder("=") if dataset.dtype.kind in "biufc" else dataset.dtype  # of the batches; see `pad`
+    return Stream(dtype, tuple(dataset.shape[1:]), int(dim), sparse, names if names != ("dummy-label",) else ())
 
 
 def mapped_array(path: Path, dataset: h5py.Dataset) -> Array | None:

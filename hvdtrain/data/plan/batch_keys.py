@@ -11,6 +11,9 @@ from hvdtrain.config.keys import ALONE, Rule, Section, Sections, key, not_negati
 from hvdtrain.data.plan.order_keys import called
 from hvdtrain.errors import DataError
 
+LARGEST = 2**62
+"""The largest limit: sums of lengths are int64."""
+
 Limit = int | Mapping[str, int] | None
 """A limit for every data key, by data key, or none."""
 
@@ -169,7 +172,8 @@ class BatchKeys(Section):
         """The limits of the batches of an epoch. Raises: DataError, if a function of the config returns no size."""
         batch_size = _called("batch_size", self.batch_size, epoch)
         max_seqs = _called("max_seqs", self.max_seqs, epoch)
-        return Limits(batch_size, None if max_seqs == -1 else max_seqs, self.packed_batch_size, self.max_pad_size)
+        max_seqs = None if max_seqs == -1 else max_seqs
+        return Limits(*map(_in_int64, (batch_size, max_seqs, self.packed_batch_size, self.max_pad_size)))
 
     def _with(self, batch_size: Size, max_seqs: int | Callable[..., Any] | None) -> BatchKeys:
         return replace(
@@ -183,6 +187,13 @@ def _problems_by_key(name: str, value: object, rule: str, least: int) -> list[st
     if isinstance(value, dict) and any(not isinstance(size, int) or size < least for size in value.values()):
         return [f"{name}: expected {rule} for every data key, got {value}"]
     return []
+
+
+def _in_int64(limit: Any) -> Any:
+    """A limit, or several by data key, that an array of int64 can have: a larger one limits nothing either."""
+    if isinstance(limit, Mapping):
+        return {name: min(size, LARGEST) for name, size in limit.items()}
+    return limit if limit is None else min(limit, LARGEST)
 
 
 def _called(name: str, value: Any, epoch: int) -> Any:

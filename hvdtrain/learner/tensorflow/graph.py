@@ -267,7 +267,7 @@ class StepGraphs:
         self.traces += 1
         with running(RunContext(epoch, step, train)) as context:  # epoch and step are tensors of the graph
             self._functions.train_step(model=self._model_variables.model, extern_data=extern_data_of(data))
-        check_marked(context.losses)
+        check_marked(context.losses, lambda value: True)  # TensorFlow makes tensors of numbers
         before, after = len(self._model_variables.by_name), len(variables_of(self._model_variables.model).by_name)
         if before != after:
             raise ConfigError(

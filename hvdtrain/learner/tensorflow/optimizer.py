@@ -37,7 +37,7 @@ NOT_OPTIMIZERS = ("Optimizer", "LossScaleOptimizer", "MultiOptimizer", "Optimize
 """Classes in keras.optimizers that are no optimizers of their own."""
 
 DEFAULT_RULE = DecayRule(
-    (keras.layers.LayerNormalization, keras.layers.GroupNormalization, keras.layers.Embedding), biases=("bias", "beta")
+    (keras.layers.LayerNormalization, keras.layers.GroupNormalization, keras.layers.Embedding), biases="(bias|beta)$"
 )
 """The parameters of these layers do not decay, nor do biases; the same as with PyTorch."""
 

@@ -4,7 +4,6 @@ weights."""
 from __future__ import annotations
 
 import json
-import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -15,16 +14,32 @@ import numpy
 import tensorflow as tf
 
 from hvdtrain.data.types import Array
-from hvdtrain.errors import CheckpointError
-from hvdtrain.learner.base import NEW_OPTIMIZER, Kind, MakeMissing, PreloadNames, Shapes, StatePart, check_made
-from hvdtrain.learner.model_format import SAFETENSORS, header, is_safetensors, progress_of, reading, writing
+from hvdtrain.errors import CheckpointError, DamagedCheckpoint
+from hvdtrain.learner.base import (
+    NEW_OPTIMIZER,
+    NO_MARKS,
+    Kind,
+    MakeMissing,
+    Marks,
+    PreloadNames,
+    Shapes,
+    StatePart,
+    check_made,
+)
+from hvdtrain.learner.integrity import check_own, check_same_save
+from hvdtrain.learner.model_format import SAFETENSORS, header, is_safetensors, progress_of, reading, unreadable, writing
+from hvdtrain.learner.optimizer import changed_options, option_texts
 from hvdtrain.learner.precision import LossScale
 from hvdtrain.learner.steps import kept
 from hvdtrain.learner.tensorflow.tensors import ModelVariables, array_of, assign, exchangeable, tensorflow_variable
+from hvdtrain.runtime.log import say
 
 TRAINED, AVERAGED = "trained/", "averaged_updates"
 """In the optimizer's file if a moving average is kept: the prefix of the trained weights' names, and the number of updates that
 the average has followed."""
+
+OPTIONS = "optimizer_options"
+"""Beside the arrays of the optimizer's file: its options as text."""
 
 SHARED, OWN = "reducer_shared/", "reducer_own/"
 """The prefixes of the tensors that the reducer keeps: those that all ranks have, in the optimizer's file, and this rank's."""
@@ -49,6 +64,8 @@ class TensorFlowState:
     ) -> None:
         self._variables = variables
         self._optimizer = optimizer
+        options = {name: value for name, value in optimizer.get_config().items() if name not in ("name", "learning_rate")}
+        self._options = option_texts(options)  # a Keras optimizer keeps its own, whatever state it loads
         self._average = average
         self._scale = scale
         self._model_format = model_format
@@ -103,7 +120,8 @@ class TensorFlowState:
             model |= averages
             optimizer |= {f"{TRAINED}{name}": array for name, array in trained.items()}
             optimizer[AVERAGED] = numpy.array(self._average.updates)
-        return model, optimizer | listed_arrays(SHARED, self.shared) | listed_arrays(OWN, self.own), self._scale_state()
+        more = {OPTIONS: self._options, **self._scale_state()}
+        return model, optimizer | listed_arrays(SHARED, self.shared) | listed_arrays(OWN, self.own), more
 
     def load(self, model_file: Path, optimizer_file: Path | None) -> dict[str, Any]:
         arrays, progress = read_arrays(model_file)
@@ -111,10 +129,13 @@ class TensorFlowState:
         assign(self._variables.by_name.items(), arrays, wrong)
         if optimizer_file is not None:
             arrays, more = read_arrays(optimizer_file)
+            check_same_save(model_file, progress, optimizer_file, more)
             trained = {name: arrays.pop(name) for name in list(arrays) if name.startswith(TRAINED)}
             updates = int(arrays.pop(AVERAGED, 0))
             self.shared, self.own = take_lists(arrays, SHARED), take_lists(arrays, OWN)
             self._load_optimizer(arrays, more, optimizer_file)
+            for line in changed_options(more.get(OPTIONS, {}), self._options).values():
+                say(3, line)
             self._load_trained({name.removeprefix(TRAINED): array for name, array in trained.items()}, updates)
         return progress
 
@@ -148,20 +169,22 @@ class TensorFlowState:
             self._average.adopt(set(values))
         return list(ours), list(values)
 
-    def save_own(self, file: Path, parts: Sequence[StatePart]) -> None:
+    def save_own(self, file: Path, parts: Sequence[StatePart], marks: Marks = NO_MARKS) -> None:
         own: dict[str, Array] = {}
         for part in [part for part in parts if part != "kept"]:
             named = self._optimizer_variables() if part == "optimizer" else self._variables.named(part)
             own |= {f"{part}/{name}": array_of(variable) for name, variable in named}
-        write_arrays(file, own | listed_arrays(OWN, self.own), self._scale_state() if "optimizer" in parts else {})
+        scale = self._scale_state() if "optimizer" in parts else {}
+        write_arrays(file, own | listed_arrays(OWN, self.own), {**marks, **scale})
 
-    def load_own(self, file: Path) -> None:
+    def load_own(self, file: Path, parts: Sequence[StatePart], marks: Marks = NO_MARKS) -> None:
         arrays, more = read_arrays(file)
         self.own = take_lists(arrays, OWN)
         by_part: dict[str, dict[str, Array]] = {}
         for name, array in arrays.items():
             part, _, rest = name.partition("/")
             by_part.setdefault(part, {})[rest] = array
+        check_own(file, {**by_part, **more}, [part for part in parts if part != "kept"], marks)
         if "optimizer" in by_part:
             self._load_optimizer(by_part.pop("optimizer"), more, file)
         for kind, stored in by_part.items():
@@ -176,7 +199,10 @@ class TensorFlowState:
         except CheckpointError as error:
             raise CheckpointError(f"{error} {NEW_OPTIMIZER}") from None
         if self._scale is not None and "loss_scale" in more:
-            self._scale.restore(more["loss_scale"])
+            try:
+                self._scale.restore(more["loss_scale"])
+            except (KeyError, TypeError, ValueError) as error:
+                raise DamagedCheckpoint(f"{file}: expected the scale of the loss in 'loss_scale', got another: {error}") from None
 
     def _optimizer_variables(self) -> list[tuple[str, Any]]:
         """The optimizer's variables, under names such as `Adam.0002.momentum`. The number is the position: Keras' own names have
@@ -309,8 +335,10 @@ def read_arrays(path: Path) -> tuple[dict[str, Array], dict[str, Any]]:
         with numpy.load(path, allow_pickle=False) as stored:
             arrays = {name: stored[name] for name in stored.files}  # reading checks each array's CRC
         progress = json.loads(arrays.pop(PROGRESS).tobytes()) if PROGRESS in arrays else {}
+        if not isinstance(progress, dict):
+            raise ValueError(f"its array {PROGRESS!r} is no dict")
     except FileNotFoundError:
-        raise CheckpointError(f"{path}: expected a checkpoint's file, got: no such file") from None
-    except (OSError, EOFError, ValueError, KeyError, AttributeError, zipfile.BadZipFile) as error:
-        raise CheckpointError(f"{path}: expected a whole checkpoint, got one that cannot be read: {error}") from None
+        raise DamagedCheckpoint(f"{path}: expected a checkpoint's file, got: no such file") from None
+    except Exception as error:  # whatever numpy and zipfile make of other bytes
+        raise unreadable(path, error) from None
     return arrays, progress

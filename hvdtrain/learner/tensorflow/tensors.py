@@ -6,6 +6,7 @@ The variables are those of a Keras model or tf.Module, by name and kind, and its
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +33,12 @@ def zeros(count: int, local_rank: int) -> Any:
 def size(tensor: Any) -> int:
     """A tensor's bytes."""
     return int(tensor.dtype.size) * int(tf.size(tensor))
+
+
+@contextmanager
+def preserved() -> Iterator[None]:
+    """A training sets TensorFlow's global seed, threads and devices, which cannot be read or set back: nothing to do here."""
+    yield
 
 
 def wait_for(tensor: Any) -> None:

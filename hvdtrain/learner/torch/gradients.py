@@ -124,7 +124,8 @@ class GradientStream:
     """Sends gradients to the reducer in buckets, each as soon as backward has computed all of its gradients.
 
     Buckets are sent in the order in which backward usually meets the parameters (last layer first), and bucket n only after
-    bucket n - 1, so that all ranks send the same in the same order. A parameter without a gradient contributes zeros.
+    bucket n - 1, so that all ranks send the same in the same order. A parameter without a gradient contributes zeros; one that
+    has no gradient on any rank has none afterwards, so that an optimizer leaves it alone, as without other ranks.
 
     Args:
         parameters: the trained ones, in the model's order. A hook is registered on each; nothing else is changed.
@@ -142,6 +143,8 @@ class GradientStream:
         self._bucket_of = {id(parameter): i for i, bucket in enumerate(self._buckets) for parameter in bucket}
         self._num_missing: list[int] = []  # by bucket, gradients that backward has not computed yet
         self._handles: list[Any] = []
+        self._has: list[bool] = []  # whether this rank has a gradient of each parameter, in the order of the buckets
+        self._flags_handle: Any = None  # their reduction, where they are a message of their own
         self._is_open = False
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
@@ -157,10 +160,18 @@ class GradientStream:
         self._is_open = False
         while len(self._handles) < len(self._buckets):
             self._send_next()
+        flags: list[torch.Tensor] = [] if self._flags_handle is None else self._reducer.finish_gradients(self._flags_handle)
         for bucket, handle in zip(self._buckets, self._handles, strict=True):
-            for parameter, reduced in zip(bucket, self._reducer.finish_gradients(handle), strict=True):
+            tensors = self._reducer.finish_gradients(handle)
+            flags += tensors[len(bucket) :]
+            for parameter, reduced in zip(bucket, tensors[: len(bucket)], strict=True):
                 if reduced is not parameter.grad:
                     parameter.grad = reduced
+        if not all(self._has):  # else at least this rank has a gradient of every parameter, and nothing waits for the device
+            parameters = [parameter for bucket in self._buckets for parameter in bucket]
+            for parameter, has in zip(parameters, flags[0].tolist(), strict=True):
+                if not has:
+                    parameter.grad = None
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         """Hook: backward has just added this parameter's gradient."""
@@ -180,6 +191,19 @@ class GradientStream:
                 gradient = gradient.to_dense()
             gradients.append(gradient.contiguous())
         owners = self._owners[number]
+        if number == len(self._buckets) - 1:
+            # Which gradients there are is final when the last bucket is sent: a gradient that is missing holds back its bucket,
+            # and all that follow, until backward is over. So the flags travel with the last bucket. Only where each of its
+            # tensors goes to one rank are they a message of their own, as every rank needs them.
+            self._has = [parameter.grad is not None for bucket in self._buckets for parameter in bucket]
+            flags = gradients[0].new_ones(len(self._has))
+            for place, has in enumerate(self._has):
+                if not has:
+                    flags[place].zero_()  # a kernel; a tensor made of a list would be a copy that waits for the device
+            if owners is None:
+                gradients.append(flags)
+            else:
+                self._flags_handle = self._reducer.start_gradients([flags], name="gradient_flags")
         self._handles.append(self._reducer.start_gradients(gradients, name=f"gradients.{number}", owners=owners))
 
 

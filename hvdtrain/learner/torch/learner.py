@@ -46,6 +46,7 @@ from hvdtrain.learner.torch.gradients import Gradients
 from hvdtrain.learner.torch.inspect import export_model, layers_of, noting_shapes
 from hvdtrain.learner.torch.model_file import check_storable
 from hvdtrain.learner.torch.optimizer import ShardedOptimizer, make_optimizer
+from hvdtrain.learner.torch.optimizer_modes import OptimizerModes, check_modes, has_modes
 from hvdtrain.learner.torch.state import TorchState, WeightAverage, preload
 from hvdtrain.learner.torch.sync_batch_norm import Exchange, synchronize
 from hvdtrain.learner.torch.tensors import CudaStaging, array_of, await_copy, extern_data_of, numbers_of, trained_of
@@ -79,7 +80,7 @@ class ConfigFunctions:
         run_context = running(RunContext(epoch, step, train, seq_tags=batch.seq_tags))
         with self.autocast(), run_context as context:
             self.train_step(model=self.model, extern_data=extern_data_of(batch, self.device))
-        check_marked(context.losses)
+        check_marked(context.losses, lambda value: isinstance(value, torch.Tensor))
         return context.losses
 
     def outputs(self, batch: Batch, epoch: int, step: int) -> list[Outputs]:
@@ -263,7 +264,12 @@ def build_learner(keys: LearnerKeys, reducer: Reducer, options: BuildOptions) ->
         noise = GradientNoise(keys.gradient_noise, lambda: (seed, None if are_reduced() else options.rank), device)
     checkpoint_activations(model, keys.checkpoint_modules)
     watch = compile_model(model, keys.torch_compile)
-    average = None if keys.ema_decay is None else WeightAverage(trained, keys.ema_decay)
+    average: WeightAverage | OptimizerModes | None = None
+    if has_modes(whole):
+        check_modes(whole, options.sharded is not None, keys.ema_decay, reducer.meets_every_update)
+        average = OptimizerModes(trained, whole)
+    elif keys.ema_decay is not None:
+        average = WeightAverage(trained, keys.ema_decay)
     clipping = Clipping(keys.gradient_clip, keys.gradient_clip_global_norm)
     update = Update(model, optimizer, clipping, check, scale, noise, on_device)
     return TorchLearner(

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from hvdtrain.errors import CheckpointError, ConfigError
+from hvdtrain.errors import ConfigError, DamagedCheckpoint
+from hvdtrain.learner.integrity import write_checksum
 from hvdtrain.learner.model_format import FORMAT, PROGRESS, SAFETENSORS, header, is_safetensors, progress_of, reading, writing
 
 
@@ -34,7 +35,13 @@ def write_model(path: Path, model: Mapping[str, torch.Tensor], progress: Mapping
     if model_format == SAFETENSORS:
         _write_safetensors(path, model, progress)
     else:
-        torch.save({"model": model, **progress}, path)
+        write_file(path, {"model": model, **progress})
+
+
+def write_file(path: Path, contents: Mapping[str, Any]) -> None:
+    """Write a file of PyTorch's, with a checksum. Raises: OSError, RuntimeError, if the disk is full."""
+    torch.save(dict(contents), path)
+    write_checksum(path)
 
 
 def _write_safetensors(path: Path, model: Mapping[str, torch.Tensor], progress: Mapping[str, Any]) -> None:
@@ -71,7 +78,7 @@ def read_file(path: Path, device: torch.device) -> dict[str, Any]:
             return _read_safetensors(path, device)
         contents = torch.load(path, map_location=device, weights_only=True)
     if not isinstance(contents, dict):
-        raise CheckpointError(f"{path}: expected a checkpoint of hvdtrain, got a {type(contents).__name__}")
+        raise DamagedCheckpoint(f"{path}: expected a checkpoint of hvdtrain, got a {type(contents).__name__}")
     return contents
 
 

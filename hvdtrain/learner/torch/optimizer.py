@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ def make_optimizer(spec: dict[str, Any] | str | Any, model: torch.nn.Module, fus
         ConfigError: there is no such optimizer, or it has no such options.
     """
     if callable(spec) and not isinstance(spec, type):
-        return spec(trained_of(model))  # type: ignore[no-any-return]
+        return _of_a_function(spec(trained_of(model)), model)
     options: dict[str, Any] = dict(spec) if isinstance(spec, dict) else {"class": spec}
     wanted = options.pop("class")
     known = {
@@ -48,6 +49,8 @@ def make_optimizer(spec: dict[str, Any] | str | Any, model: torch.nn.Module, fus
         if isinstance(member, type) and issubclass(member, torch.optim.Optimizer) and member is not torch.optim.Optimizer
     }
     made = imported(wanted) if isinstance(wanted, str) and "." in wanted else class_of(wanted, known, "optimizer.class")
+    if unfit := _unfit(made):
+        raise ConfigError([f"optimizer.class: {unfit}"])
     if "epsilon" in options:
         options["eps"] = options.pop("epsilon")
     groups = make_groups(model, made, options)
@@ -63,6 +66,55 @@ def make_optimizer(spec: dict[str, Any] | str | Any, model: torch.nn.Module, fus
         return made(groups, lr=rate, **options)  # type: ignore[no-any-return]
     except (TypeError, ValueError) as error:
         raise ConfigError([f"optimizer: expected options of {made.__name__}, got {options}: {error}"]) from None
+
+
+def _unfit(made: type) -> str | None:
+    """Why an optimizer of a class cannot be used; None: it can."""
+    if issubclass(made, torch.optim.SparseAdam):
+        return "expected an optimizer for dense gradients, which are what ranks reduce, got SparseAdam (adam, adamw, ...)"
+    given = (
+        inspect.signature(made.step).parameters.values() if hasattr(made, "step") else ()
+    )  # without `self`, also of decorated ones
+    needed = [
+        one.name for one in given if one.default is one.empty and one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)
+    ]
+    if needed[1:]:
+        return (
+            f"expected an optimizer that takes gradients as they are, got {made.__name__}, whose step() needs a {needed[1]} to "
+            "compute the loss again"
+        )
+    return None
+
+
+def _of_a_function(made: Any, model: torch.nn.Module) -> torch.optim.Optimizer:
+    """Check what the config's function made. Raises: ConfigError, unless it is an optimizer with each trained parameter."""
+    groups = getattr(made, "param_groups", None)
+    if not isinstance(groups, list) or not callable(getattr(made, "step", None)):
+        raise ConfigError([f"optimizer: expected a function that returns an optimizer of PyTorch, got {_kind(made)}"])
+    problems = [f"optimizer: {unfit}"] if (unfit := _unfit(type(made))) else []
+    problems += _parameter_problems("optimizer", groups, model)
+    if problems:
+        raise ConfigError(problems)
+    return made  # type: ignore[no-any-return]
+
+
+def _parameter_problems(where: str, groups: Sequence[Mapping[str, Any]], model: torch.nn.Module) -> list[str]:
+    """What is wrong with the parameters in groups. One that is in none would keep its initial values without a word."""
+    times = Counter(id(parameter) for group in groups for parameter in group["params"])
+    names = {id(parameter) for parameter in model.parameters()}
+    missing = [name for name, one in model.named_parameters() if one.requires_grad and not times[id(one)]]
+    twice = [name for name, one in model.named_parameters() if times[id(one)] > 1]
+    problems = []
+    if missing:
+        problems.append(
+            f"{where}: expected each trained parameter of the model in its groups, got none with {', '.join(missing)} "
+            "(requires_grad_(False) leaves a parameter untrained)"
+        )
+    if twice:
+        problems.append(f"{where}: expected each trained parameter of the model once in its groups, got {', '.join(twice)} twice")
+    if times.keys() - names:
+        problems.append(f"{where}: expected the model's parameters in its groups, got a tensor that is no parameter of the model")
+    return problems
 
 
 def imported(name: str) -> Any:
@@ -155,15 +207,7 @@ def _checked(groups: Any, model: torch.nn.Module, made: type) -> list[dict[str, 
         factor = group.get(MULTIPLIER, 1.0)
         if isinstance(factor, bool) or not isinstance(factor, (int, float)) or factor < 0:
             problems.append(f"{where}{MULTIPLIER}: expected zero or a positive number, got {factor!r}")
-    times = Counter(id(parameter) for group in made_groups for parameter in group["params"])
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    wrong = [name for name, one in model.named_parameters() if one.requires_grad and times[id(one)] != 1]
-    wrong += [names.get(one, "a tensor that is no parameter of the model") for one in times if one not in names]
-    if wrong:
-        problems.append(
-            f"optimizer.{CUSTOM}: expected each trained parameter of the model once in its groups, got others or another number "
-            f"of {', '.join(wrong)} (requires_grad_(False) leaves a parameter untrained)"
-        )
+    problems += _parameter_problems(f"optimizer.{CUSTOM}", made_groups, model)
     if problems:
         raise ConfigError(problems)
     return made_groups
@@ -178,27 +222,6 @@ def names_by_group(model: torch.nn.Module, groups: Sequence[Sequence[torch.Tenso
     """The names of the parameters of each group, in the order in which an optimizer's state numbers them."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return [[names.get(id(parameter), "") for parameter in group] for group in groups]
-
-
-def in_own_order(stored: dict[str, Any], stored_names: Sequence[str], own: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """An optimizer's state, such as RETURNN's, whose parameters are numbered in another order, in that of this model's groups.
-
-    Args:
-        stored_names: the names of the parameters by their numbers. Those that the model does not train are left out.
-        own: the names of the parameters in each group of this model's optimizer.
-
-    Raises:
-        ValueError: the groups have other parameters.
-    """
-    numbers = {name: number for number, name in enumerate(name for group in own for name in group)}
-    named = [{stored_names[place] for place in group["params"]} & numbers.keys() for group in stored["param_groups"]]
-    kept = [(group, names) for group, names in zip(stored["param_groups"], named, strict=True) if names]
-    if [names for _, names in kept] != [set(group) for group in own]:
-        moved = sorted({name for (_, names), group in zip(kept, own, strict=False) for name in names ^ set(group)})
-        raise ValueError(f"expected the same groups of parameters, got others with {', '.join(moved) or 'other parameters'}")
-    groups = [{**group, "params": [numbers[name] for name in names]} for (group, _), names in zip(kept, own, strict=True)]
-    state = {numbers[stored_names[place]]: one for place, one in stored["state"].items() if stored_names[place] in numbers}
-    return {**stored, "state": state, "param_groups": groups}
 
 
 class ShardedOptimizer:
@@ -234,6 +257,11 @@ class ShardedOptimizer:
         self._gathered: dict[str, Any] | None = None
 
     @property
+    def inner(self) -> torch.optim.Optimizer:
+        """The config's optimizer, with this rank's share."""
+        return self._optimizer
+
+    @property
     def name(self) -> str:
         """The name of the optimizer's class."""
         return type(self._optimizer).__name__
@@ -262,15 +290,17 @@ class ShardedOptimizer:
         """Collective. The norm of each parameter's gradient, as its owner has it: the same as if all ranks had all gradients.
 
         Args:
-            parameters: always the same; all of them have gradients.
+            parameters: always the same. The norms are those of the parameters that have a gradient, the same ones on all ranks.
         """
         own = torch._foreach_norm([one.grad for one in parameters if one.grad is not None], order)
-        norms = torch.stack([norm.double() for norm in own])
+        left, none = iter(own), own[0].new_zeros((), dtype=torch.float64)
+        norms = torch.stack([none if one.grad is None else next(left).double() for one in parameters])
         if self._is_own is None:  # made once: a step sends nothing to the device that it waits for
             owners = self.owners(parameters)
             self._is_own = torch.tensor([owner == self._comm.rank for owner in owners], device=norms.device)
         [all_norms] = all_reduce(self._comm, [norms.where(self._is_own, 0.0)], "sum", name="gradient_norms")
-        return [norm.to(one.dtype) for norm, one in zip(all_norms.unbind(), own, strict=True)]
+        there = [norm for norm, one in zip(all_norms.unbind(), parameters, strict=True) if one.grad is not None]
+        return [norm.to(one.dtype) for norm, one in zip(there, own, strict=True)]
 
     def step(self) -> None:
         """Collective. Update this rank's parameters and send them to the others."""

@@ -3,7 +3,7 @@ weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -11,15 +11,30 @@ from typing import Any
 import torch
 
 from hvdtrain.data.types import Array
-from hvdtrain.errors import CheckpointError
-from hvdtrain.learner.base import NEW_OPTIMIZER, Kind, MakeMissing, PreloadNames, Shapes, StatePart, check_made
+from hvdtrain.errors import CheckpointError, DamagedCheckpoint
+from hvdtrain.learner.base import (
+    NEW_OPTIMIZER,
+    NO_MARKS,
+    Kind,
+    MakeMissing,
+    Marks,
+    PreloadNames,
+    Shapes,
+    StatePart,
+    check_made,
+)
+from hvdtrain.learner.integrity import check_own, check_same_save
 from hvdtrain.learner.model_format import is_safetensors
+from hvdtrain.learner.optimizer import option_texts
 from hvdtrain.learner.precision import LossScale
 from hvdtrain.learner.steps import kept
-from hvdtrain.learner.torch.model_file import place_of, read_file, write_model
-from hvdtrain.learner.torch.optimizer import ShardedOptimizer, in_own_order, names_by_group
+from hvdtrain.learner.torch.model_file import place_of, read_file, write_file, write_model
+from hvdtrain.learner.torch.optimizer import ShardedOptimizer, names_by_group
+from hvdtrain.learner.torch.optimizer_modes import OptimizerModes
+from hvdtrain.learner.torch.optimizer_state import OptimizerOptions, regrouped
 from hvdtrain.learner.torch.tensors import trained_of
 from hvdtrain.learner.torch.update import Optimizer
+from hvdtrain.runtime.log import say
 
 TRAINED, AVERAGED = "trained", "averaged_updates"
 """Entries of the optimizer's file if a moving average is kept: the trained weights by name, and the number of updates that the
@@ -28,8 +43,12 @@ average has followed."""
 OPTIMIZER_CLASS = "optimizer_class"
 """An entry beside the optimizer's state: the name of its class. RETURNN's files have none, nor have those of hvdtrain 0.1."""
 
-RETURNN = "returnn_version"
-"""An entry of RETURNN's files. Its optimizers have the parameters in another order, which `param_names` tells."""
+OPTIONS = "optimizer_options"
+"""An entry beside the optimizer's state: the options of each of its groups as the config had them, as text."""
+
+NAMES = "param_names"
+"""An entry of the optimizer's file, as in RETURNN's: the names of the parameters, first those that the optimizer has, in its
+order."""
 
 SHARED, OWN = "reducer_shared", "reducer_own"
 """Entries with the tensors that the reducer keeps: those that all ranks have, in the optimizer's file, and this rank's."""
@@ -39,8 +58,8 @@ class TorchState:
     """Does what `State` in `learner/base.py` says.
 
     Args:
-        average: the moving average of the weights; in a file it is the model, and the trained weights are in the optimizer's
-            file.
+        average: the moving average of the weights, or the optimizer's own weights for evaluations; in a file these are the model,
+            and the trained weights are in the optimizer's file.
         scale: of the loss; it is stored with the optimizer's state.
         constants: the names of parameters that are neither saved nor loaded, as they always come from another model's file.
         model_format: of the model's file: "pt" or "safetensors".
@@ -51,7 +70,7 @@ class TorchState:
         model: torch.nn.Module,
         optimizer: Optimizer,
         device: torch.device,
-        average: WeightAverage | None,
+        average: WeightAverage | OptimizerModes | None,
         scale: LossScale | None,
         constants: frozenset[str],
         model_format: str = "pt",
@@ -64,6 +83,8 @@ class TorchState:
         self._constants = constants
         self._model_format = model_format
         self._trained = trained_of(model)
+        self._options = OptimizerOptions(optimizer)
+        self._stored_names: Sequence[str] | None = None  # of the parameters in the checkpoint
         self.shared: dict[str, list[torch.Tensor]] = {}
         self.own: dict[str, list[torch.Tensor]] = {}
 
@@ -110,7 +131,7 @@ class TorchState:
 
     def save(self, model_file: Path, optimizer_file: Path, progress: dict[str, Any], snapshot: Any | None = None) -> None:
         model, optimizer = self._contents() if snapshot is None else snapshot
-        torch.save({**optimizer, **progress}, optimizer_file)
+        write_file(optimizer_file, {**optimizer, **progress})
         write_model(model_file, model, progress, self._model_format)
 
     def snapshot(self) -> tuple[Any, Any]:
@@ -123,7 +144,8 @@ class TorchState:
         trained_names = [name for group in self._names_by_group() for name in group]
         names = list(dict.fromkeys([*trained_names, *(name for name, _ in self._model.named_parameters())]))
         names = [name for name in names if name not in self._constants]
-        optimizer: dict[str, Any] = {**self._optimizer_state(), "param_names": names}
+        with self._average.left() if self._average is not None else nullcontext():
+            optimizer: dict[str, Any] = {**self._optimizer_state(), NAMES: names}
         optimizer |= {name: kept for name, kept in ((SHARED, self.shared), (OWN, self.own)) if kept}
         if self._average is not None and self._average.started:
             averages, trained = self._average.both()
@@ -138,25 +160,33 @@ class TorchState:
         try:
             own = self._model.state_dict()
             self._model.load_state_dict(stored.pop("model") | {name: own[name] for name in self._constants})
-        except (KeyError, RuntimeError) as error:
+        except (AttributeError, KeyError, RuntimeError, TypeError) as error:
             raise CheckpointError(f"{model_file}: expected the parameters of this config's model, got others: {error}") from None
         if optimizer_file is not None:
             more = read_file(optimizer_file, self._device)
-            self._load_optimizer(more, optimizer_file)
-            self._load_trained(more.get(TRAINED), more.get(AVERAGED, 0))
-            self.shared, self.own = more.get(SHARED, {}), more.get(OWN, {})
+            check_same_save(model_file, stored, optimizer_file, more)
+            self._stored_names = more.get(NAMES)
+            for line in self._load_optimizer(more, optimizer_file):
+                say(3, line)
+            self._load_trained(more.get(TRAINED), more.get(AVERAGED, 0), optimizer_file)
+            self.shared, self.own = lists_in(more, SHARED, optimizer_file), lists_in(more, OWN, optimizer_file)
         return stored
 
-    def _load_trained(self, trained: dict[str, torch.Tensor] | None, updates: int) -> None:
+    def _load_trained(self, trained: dict[str, torch.Tensor] | None, updates: int, file: Path) -> None:
         """Continue from the trained weights if the model's file has their moving average."""
         if trained is None:
             return
-        if self._average is not None:
-            self._average.start(updates)
-        with torch.no_grad():
-            for name, parameter in zip(self._trained_names(), self._trained, strict=True):
-                if name in trained:
-                    parameter.copy_(trained[name])
+        try:
+            if self._average is not None:
+                self._average.start(int(updates))
+            with torch.no_grad():
+                for name, parameter in zip(self._trained_names(), self._trained, strict=True):
+                    if name in trained:
+                        parameter.copy_(trained[name])
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise DamagedCheckpoint(
+                f"{file}: expected the weights that were trained in {TRAINED!r}, got others: {error}"
+            ) from None
 
     def preload(
         self, file: Path, entry: str | None, choose: Callable[[Shapes, Shapes], PreloadNames], make: MakeMissing | None
@@ -167,54 +197,71 @@ class TorchState:
             self._average.adopt({id(parameter) for name, parameter in named if name in taken})
         return ours, taken
 
-    def save_own(self, file: Path, parts: Sequence[StatePart]) -> None:
-        own: dict[str, Any] = {}
+    def save_own(self, file: Path, parts: Sequence[StatePart], marks: Marks = NO_MARKS) -> None:
+        own: dict[str, Any] = dict(marks)
         for part in parts:
             if part != "optimizer" and part != "kept":
                 own[part] = [tensor.detach() for tensor in self._tensors(part)]
         if "optimizer" in parts:
             own |= self._optimizer_state()
-        torch.save(own | ({OWN: self.own} if self.own else {}), file)
+        write_file(file, own | ({OWN: self.own} if self.own else {}))
 
-    def load_own(self, file: Path) -> None:
+    def load_own(self, file: Path, parts: Sequence[StatePart], marks: Marks = NO_MARKS) -> None:
         own = read_file(file, self._device)
-        self.own = own.pop(OWN, {})
-        self._load_optimizer({name: own.pop(name) for name in ("optimizer", OPTIMIZER_CLASS, "loss_scale") if name in own}, file)
-        for kind, stored in own.items():
-            self.map_tensors(kind, lambda _, stored=stored: stored)  # type: ignore[arg-type, misc]
+        check_own(file, own, [part for part in parts if part != "kept"], marks)
+        self.own = lists_in(own, OWN, file)
+        if "optimizer" in parts:
+            self._load_optimizer(own, file)
+        for part in parts:
+            if part != "optimizer" and part != "kept":
+                try:
+                    self.map_tensors(part, lambda _, stored=own[part]: stored)  # type: ignore[misc]
+                except (RuntimeError, TypeError, ValueError) as error:
+                    raise DamagedCheckpoint(f"{file}: expected the {part} of this config's model, got others: {error}") from None
 
     def _saved(self) -> dict[str, torch.Tensor]:
         """The model's tensors that a checkpoint holds."""
         return {name: tensor for name, tensor in self._model.state_dict().items() if name not in self._constants}
 
     def _optimizer_state(self) -> dict[str, Any]:
-        state = {"optimizer": self._optimizer.state_dict(), OPTIMIZER_CLASS: self._optimizer_name()}
+        state = {
+            "optimizer": self._optimizer.state_dict(),
+            OPTIMIZER_CLASS: self._optimizer_name(),
+            OPTIONS: self._options.texts(),
+        }
         return state if self._scale is None else {**state, "loss_scale": self._scale.state()}
 
-    def _load_optimizer(self, state: dict[str, Any], file: Path) -> None:
+    def _load_optimizer(self, state: dict[str, Any], file: Path) -> list[str]:
+        """Load the optimizer's entries of a file. Returns lines about what changed. Raises: CheckpointError."""
         own = self._optimizer_name()
-        stored = state.get(OPTIMIZER_CLASS, own)
-        if stored != own:
-            raise CheckpointError(f"{file}: expected the state of the optimizer {own}, got that of {stored} {NEW_OPTIMIZER}")
+        if "optimizer" not in state:
+            raise DamagedCheckpoint(f"{file}: expected the state of the optimizer {own}, got a file without 'optimizer'")
+        stored_class = state.get(OPTIMIZER_CLASS, own)
+        if stored_class != own:
+            raise CheckpointError(
+                f"{file}: expected the state of the optimizer {own}, got that of {stored_class} {NEW_OPTIMIZER}"
+            )
         try:
-            if RETURNN in state and state.get("param_names") is not None:
-                state["optimizer"] = in_own_order(state["optimizer"], state["param_names"], self._names_by_group())
-            if "optimizer" in state:
-                self._optimizer.load_state_dict(_steps_on_cpu(state["optimizer"], self._optimizer))
+            lines = self._load_state(state["optimizer"], state.get(OPTIONS), OPTIMIZER_CLASS in state)
             if self._scale is not None and "loss_scale" in state:
                 self._scale.restore(state["loss_scale"])
-        except (KeyError, ValueError) as error:
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
             raise CheckpointError(
-                f"{file}: expected the state of {own} for this model, got another: {error} {NEW_OPTIMIZER}"
+                f"{file}: expected the state of the optimizer {own} for this model, got another: {error} {NEW_OPTIMIZER}"
             ) from None
-        # load_state_dict takes the groups of the file as they are, those of another class included.
-        defaults = getattr(self._optimizer, "defaults", {})  # which a class of the user's own may lack
-        missing = [name for name in defaults if any(name not in group for group in self._optimizer.param_groups)]
-        if missing:
-            raise CheckpointError(
-                f"{file}: expected the state of the optimizer {own}, got that of another, which has no {', '.join(missing)} "
-                f"{NEW_OPTIMIZER}"
-            )
+        return lines
+
+    def _load_state(self, stored: dict[str, Any], texts: Sequence[dict[str, str]] | None, is_of_class: bool) -> list[str]:
+        own = self._names_by_group()
+        if not isinstance(stored, dict) or not {"state", "param_groups"} <= stored.keys():  # a class of the user's own
+            self._optimizer.load_state_dict(stored)
+            return []
+        before = [option_texts(group) for group in stored["param_groups"]] if texts is None else texts
+        sources = [[place] * len(names) for place, names in enumerate(own)]
+        if self._stored_names is not None and all(name for group in own for name in group):
+            stored, sources = regrouped(stored, self._stored_names, own)
+        of_each = [[before[source] if source < len(before) else {} for source in group] for group in sources]
+        return self._options.load(stored, of_each, is_of_class, own)
 
     def _optimizer_name(self) -> str:
         return self._optimizer.name if isinstance(self._optimizer, ShardedOptimizer) else type(self._optimizer).__name__
@@ -268,6 +315,11 @@ class WeightAverage:
             self._swap()
             self._is_used = False
 
+    @contextmanager
+    def left(self) -> Iterator[None]:
+        """The optimizer's state does not depend on which weights the model has."""
+        yield
+
     def both(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The average and the trained weights."""
         own = [parameter.detach() for parameter in self._parameters]
@@ -314,6 +366,16 @@ def preload(
     return list(ours), list(values)
 
 
+def lists_in(stored: Mapping[str, Any], name: str, file: Path) -> dict[str, list[torch.Tensor]]:
+    """An entry with lists of tensors by name; none without the entry. Raises: DamagedCheckpoint."""
+    lists = stored.get(name, {})
+    if not isinstance(lists, dict) or not all(
+        isinstance(one, list) and all(isinstance(tensor, torch.Tensor) for tensor in one) for one in lists.values()
+    ):
+        raise DamagedCheckpoint(f"{file}: expected lists of tensors in its entry {name!r}, got others")
+    return lists
+
+
 def _shapes(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
@@ -333,16 +395,3 @@ def _copied(state: Any, copies: dict[Any, torch.Tensor]) -> Any:
     if isinstance(state, dict):
         return {key: _copied(value, copies) for key, value in state.items()}
     return type(state)(_copied(value, copies) for value in state) if isinstance(state, (list, tuple)) else state
-
-
-def _steps_on_cpu(stored: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-    """The state of an optimizer of PyTorch with `step` on the CPU, where they keep it; where it belongs to the device, as with
-    fused=True, load_state_dict copies it there. On the device, they would read it from there in every update, for each
-    parameter."""
-    if not isinstance(optimizer, (torch.optim.Optimizer, ShardedOptimizer)):
-        return stored
-    state = {number: dict(of_one) for number, of_one in stored["state"].items()}
-    for of_one in state.values():
-        if isinstance(of_one.get("step"), torch.Tensor):
-            of_one["step"] = of_one["step"].cpu()
-    return {**stored, "state": state}

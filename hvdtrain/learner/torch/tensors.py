@@ -6,7 +6,8 @@ a stream of its own. So the copy runs while the device computes the step before.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -37,6 +38,29 @@ def zeros(count: int, local_rank: int) -> torch.Tensor:
 def size(tensor: torch.Tensor) -> int:
     """A tensor's bytes."""
     return tensor.nbytes
+
+
+@contextmanager
+def preserved() -> Iterator[None]:
+    """What a training changes of PyTorch, or its config while it is read, is afterwards as before."""
+    on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    generators = torch.get_rng_state(), torch.cuda.get_rng_state_all() if on_gpu else []
+    threads, dtype, precision = torch.get_num_threads(), torch.get_default_dtype(), torch.get_float32_matmul_precision()
+    deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    cudnn = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32
+    device = torch.cuda.current_device() if on_gpu else None
+    try:
+        yield
+    finally:
+        torch.set_rng_state(generators[0])
+        if on_gpu:
+            torch.cuda.set_rng_state_all(generators[1])
+            torch.cuda.set_device(device)
+        torch.set_num_threads(threads)
+        torch.set_default_dtype(dtype)
+        torch.set_float32_matmul_precision(precision)
+        torch.use_deterministic_algorithms(deterministic[0], warn_only=deterministic[1])
+        torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32 = cudnn
 
 
 def wait_for(tensor: torch.Tensor) -> None:

@@ -373,3 +373,23 @@ def test_a_hugging_face_dataset_is_trained_on_without_conversion(tmp_path: Path)
     assert dataset.batch(numpy.array([1])).data["data"].values.tolist() == [[[3.0, 4.0], [5.0, 6.0]]]
     assert dataset.batch(numpy.array([0])).data["classes"].values.tolist() == [[1]]
     assert dataset.tags([1]) == ["row-1"]
+
+
+def batches_of_a_loader(collated: str) -> list[object]:
+    sequences = [(torch.ones(5, 3), torch.tensor(number % 4)) for number in range(10)]
+    loader = torch.utils.data.DataLoader(sequences, batch_size=4)
+    named = torch.utils.data.DataLoader([{"data": one, "text": "x"} for one, _ in sequences], batch_size=4)
+    vectors = torch.utils.data.DataLoader([{"data": torch.ones(3), "classes": 1} for _ in range(10)], batch_size=4)
+    padded = [torch.ones(4, 5, 3), torch.ones(4, 7, 3)]
+    return {"lists": list(loader), "texts": list(named), "vectors": list(vectors), "padded": padded}[collated]
+
+
+@pytest.mark.parametrize("collated", ["lists", "texts", "padded"])
+def test_batches_in_place_of_items(collated: str) -> None:
+    with pytest.raises(DataError, match=r"if an item is a batch, as a DataLoader makes them: hvdtrain makes the batches"):
+        ItemsDataset("train", batches_of_a_loader(collated))
+
+
+def test_batches_that_could_be_sequences_are_told() -> None:
+    [line] = ItemsDataset("train", batches_of_a_loader("vectors")).warnings()
+    assert line.startswith("all items have 4 frames in every data key, the last 2: if an item is a batch")

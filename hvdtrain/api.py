@@ -1,0 +1,403 @@
+"""hvdtrain for other programs: notebooks, tests, sweeps, a job manager's worker. `hvdtrain.train(...)` and what belongs to it.
+
+A job runs in the program's own process, or on ranks that are started for it (comm/spawn.py). Whatever a job changes of the
+program's process, such as its log, seeds and threads, is as before when the function returns.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import random
+import sys
+from ast import literal_eval
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import numpy
+
+from hvdtrain.cli import restarts
+from hvdtrain.comm import launch, local
+from hvdtrain.comm.base import SingleCommunicator, connected
+from hvdtrain.comm.launch import Launch
+from hvdtrain.comm.spawn import NotImportable, call_on_ranks, packed
+from hvdtrain.config.source import CALL, MODULE_NAME, OVERRIDING, Config
+from hvdtrain.errors import CheckpointError, ConfigError, LaunchError
+from hvdtrain.learner.frameworks import FRAMEWORKS
+from hvdtrain.run import Trained
+from hvdtrain.runtime.log import programs_log
+from hvdtrain.runtime.process import Process
+from hvdtrain.schedule.history import EpochRecord
+from hvdtrain.session import open_session
+from hvdtrain.settings import TASKS, Settings, read_settings
+
+ConfigLike = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, Any]
+"""A config: a file, several files, of which later ones win, or a dict of keys."""
+
+CheckpointLike = str | os.PathLike[str] | int
+"""A model: its file, an epoch, or "best"."""
+
+_BUSY = Lock()
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best epoch so far, as best.json names it (docs/resuming.md).
+
+    Attributes:
+        measure: the score that compares epochs.
+        score: its value in this epoch.
+        scores: all scores of the epoch, by name.
+        checkpoint: the file with the epoch's model; None: it was not saved, or cleanup_old_models has removed it.
+    """
+
+    epoch: int
+    measure: str
+    score: float
+    scores: Mapping[str, float]
+    checkpoint: Path | None
+
+
+@dataclass(frozen=True)
+class Result:
+    """What `train` returns.
+
+    Attributes:
+        history: one entry for each finished epoch, also of earlier starts: `epoch`, `learning_rate` (of the epoch, before a
+            schedule of steps changes it) and `scores`.
+        best: the best epoch; None: there are no scores.
+        checkpoint: the file with the last epoch's model.
+        num_epochs: how many epochs this call has trained; 0: the folder of `model` had all of them before.
+    """
+
+    history: Sequence[EpochRecord]
+    best: Best | None
+    checkpoint: Path
+    num_epochs: int
+    _model: Callable[[], Any] = field(repr=False)
+
+    @property
+    def scores(self) -> Mapping[str, float]:
+        """The scores of the last epoch by name, such as 'train_loss_ce' and 'dev_loss_ce'."""
+        return self.history[-1].scores if self.history else {}
+
+    @cached_property
+    def model(self) -> Any:
+        """The trained model after the last epoch, as its checkpoint has it, ready to be evaluated; `load_model` loads others.
+
+        If it was trained on ranks of their own, it is loaded when it is first asked for.
+        """
+        return self._model()
+
+
+def train(config: ConfigLike | None = None, *, ranks: int | None = None, handle_signals: bool = False, **keys: Any) -> Result:
+    """Train as `python -m hvdtrain CONFIG ++KEY VALUE` does, from the newest checkpoint on.
+
+    Args:
+        config: a config file, a list of files, of which later ones win, or a dict of keys; None: `keys` say it all.
+        ranks: start this many processes on this host, which connect by torch.distributed; 1: train in this process; None: as the
+            key `ngpu` says. In a process that mpirun, srun or torchrun has started, this process is a rank.
+        handle_signals: SIGTERM, SIGUSR1 and Ctrl-C stop the training with a checkpoint, and `Stopped` (runtime/interrupt.py) is
+            raised. Otherwise signals are the program's, and Ctrl-C is a KeyboardInterrupt, which saves nothing.
+        keys: keys of the config, which win. `**{"train.seq_ordering": "random"}` sets an entry of a dict.
+
+    Raises:
+        HvdtrainError: a mistake in the config (`ConfigError`, with all problems), the data or a checkpoint.
+        Exception: what a function of the config raises. Of a rank of its own, the cause is the traceback there.
+    """
+    job = _Job(config, keys | {"task": "train"}, ranks, handle_signals)
+    trained = job.run()
+    best = _best(trained["checkpoint"].parent, trained["best"])
+    return Result(trained["history"], best, trained["checkpoint"], trained["num_epochs"], trained["model"])
+
+
+def evaluate(
+    config: ConfigLike | None = None, *, checkpoint: CheckpointLike | None = None, ranks: int | None = None, **keys: Any
+) -> dict[str, float]:
+    """Evaluate a trained model on dev, eval and eval_datasets (the task `eval`); return the scores by name: 'dev_loss_ce'.
+
+    Args:
+        checkpoint: the model's file, an epoch of the key `model`, or "best"; None: the last epoch.
+        config, ranks, keys: as of `train`.
+
+    Raises:
+        HvdtrainError: a mistake in the config, the data or a checkpoint.
+    """
+    scores = _Job(config, keys | {"task": "eval"} | _keys_of(checkpoint), ranks).run()
+    return dict(scores)
+
+
+def forward(
+    config: ConfigLike | None = None, *, checkpoint: CheckpointLike | None = None, ranks: int | None = None, **keys: Any
+) -> list[tuple[str, dict[str, Any]]]:
+    """Run the config's forward_step over forward_data (the task `forward`).
+
+    Args:
+        checkpoint: the model's file, an epoch of the key `model`, or "best"; None: the last epoch.
+        config, ranks, keys: as of `train`.
+
+    Returns:
+        For each sequence, in the dataset's order, its tag and what forward_step marks, by name, as numpy arrays of shape
+        (frames, ...). Empty if `output_file` or `forward_callback` takes the outputs, and in a process that is a rank but 0.
+
+    Raises:
+        HvdtrainError: a mistake in the config, the data or a checkpoint.
+    """
+    outputs = _Job(config, keys | {"task": "forward"} | _keys_of(checkpoint), ranks).run()
+    return list(outputs)
+
+
+def load_model(checkpoint: str | os.PathLike[str], config: ConfigLike | None = None, **keys: Any) -> Any:
+    """Build the config's model in this process and load its weights; no data is opened.
+
+    Args:
+        checkpoint: the model's file, such as `result.best.checkpoint` or "exp/a/model.003.pt".
+        config: as of `train`; None, and no keys: as the last training in the checkpoint's folder was started (starts.jsonl).
+
+    Returns:
+        What get_model returns, with the weights, ready to be evaluated.
+
+    Raises:
+        CheckpointError: there is no such file, it belongs to another model, or nothing says what the config was.
+        ConfigError: a mistake in the config.
+    """
+    path = Path(checkpoint)
+    given: dict[str, Any] = dict(keys)
+    if config is None and not keys:
+        config, given = _as_it_was_started(path.parent)
+    with _alone(), _preserved(_configs(config)):
+        return _load(read_settings(_configs(config), given | {"task": "train"}, CALL), path)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A task with its config, which runs in this process or on ranks of its own."""
+
+    config: ConfigLike | None
+    keys: Mapping[str, Any]
+    ranks: int | None = None
+    handles_signals: bool = False
+
+    def run(self) -> Any:
+        """What the task returns. Raises: HvdtrainError."""
+        configs = _configs(self.config)
+        if self.ranks is not None and (not isinstance(self.ranks, int) or isinstance(self.ranks, bool) or self.ranks < 1):
+            raise ConfigError([f"ranks: expected a positive number, got {self.ranks!r} in the call"])
+        with _alone(), _preserved(configs):
+            settings = read_settings(configs, self.keys, CALL)
+            wanted = _to_start(settings, self.ranks)
+            if not wanted:
+                process = Process(is_own=False, handles_signals=self.handles_signals, prints_log=False)
+                return _done(replace(settings, process=process))
+            self._check_importable(configs)
+            arguments = {"configs": configs, "keys": {**self.keys, "ngpu": wanted[0].size}}
+            again = restarts(settings)
+            returned = call_on_ranks(wanted, "hvdtrain.api:_on_rank", arguments, again, self.handles_signals)
+            if settings.run.task == "train":
+                returned["model"] = partial(_reloaded, configs, self.keys, returned["checkpoint"])
+            return returned
+
+    def _check_importable(self, configs: Sequence[Config]) -> None:
+        """Raises: ConfigError, if ranks of their own cannot get all values."""
+        problems = []
+        for values in (*(one for one in configs if not isinstance(one, Path)), self.keys):
+            for name, value in values.items():
+                try:
+                    packed(value)
+                except NotImportable as error:
+                    problems.append(
+                        f"{name}: expected what each rank can import, got {error} in the call (put it into a module or a config "
+                        "file; with ranks=1 it may be anything)"
+                    )
+        if problems:
+            raise ConfigError(problems)
+
+
+def _on_rank(configs: Sequence[Config], keys: Mapping[str, Any]) -> Any:
+    """What a rank of its own does; returns what can be packed."""
+    settings = replace(read_settings(configs, keys, CALL), process=Process(prints_log=False))
+    done = _done(settings)
+    return {name: value for name, value in done.items() if name != "model"} if settings.run.task == "train" else done
+
+
+def _done(settings: Settings) -> Any:
+    """Do the task that the settings say. Raises: HvdtrainError."""
+    module, name = TASKS[settings.run.task].split(":")
+    task = getattr(importlib.import_module(module), name)
+    collected = _Collector()
+    keys = settings.forwarding
+    if settings.run.task == "forward" and keys.output_file is None and keys.forward_callback is None:
+        settings = replace(settings, forwarding=replace(keys, forward_callback=collected))
+    with FRAMEWORKS[settings.run.backend].preserved():
+        done = task(settings)
+        if settings.run.task == "forward":
+            return collected.outputs
+        return _of_training(settings, done) if settings.run.task == "train" else done
+
+
+def _of_training(settings: Settings, trained: Trained) -> dict[str, Any]:
+    if settings.learner.ema_decay is not None and trained.checkpoint.exists():  # it has the average, which was evaluated
+        trained.learner.state.load(trained.checkpoint, None)
+    return {
+        "history": trained.history,
+        "best": trained.best,
+        "checkpoint": trained.checkpoint.absolute(),
+        "num_epochs": trained.num_epochs,
+        "model": partial(_to_evaluate, trained.learner.model),
+    }
+
+
+class _Collector:
+    """A forward_callback that keeps all outputs."""
+
+    def __init__(self) -> None:
+        self.outputs: list[tuple[str, dict[str, Any]]] = []
+
+    def init(self, *, model: Any) -> None: ...
+
+    def process_seq(self, *, seq_tag: str, outputs: Mapping[str, Any]) -> None:
+        self.outputs.append((seq_tag, {name: output.raw_tensor for name, output in outputs.items()}))
+
+    def finish(self) -> None: ...
+
+
+def _to_evaluate(model: Any) -> Any:
+    """A model of PyTorch, whose modules know whether they are trained; those of other frameworks are told in each call."""
+    return getattr(model, "eval", lambda: model)()
+
+
+def _reloaded(configs: Sequence[Config], keys: Mapping[str, Any], checkpoint: Path) -> Any:
+    with _alone(), _preserved(configs):
+        return _load(read_settings(configs, keys, CALL), checkpoint)
+
+
+def _load(settings: Settings, checkpoint: Path) -> Any:
+    settings = replace(
+        settings,
+        process=Process(is_own=False, handles_signals=False, prints_log=False),
+        start=replace(settings.start, load=str(checkpoint), load_epoch=None),
+        learner=replace(settings.learner, torch_compile=False),
+        log=replace(settings.log, log=None, log_verbosity=settings.log.targets["stdout"]),
+        reduce=replace(settings.reduce, use_horovod=False, horovod_timeline=None),
+        torch_distributed=None,
+    )
+    started = launch.launch()
+    comm = SingleCommunicator(started.local_rank, started.local_size)  # also in a process that mpirun started
+    with FRAMEWORKS[settings.run.backend].preserved(), connected(comm), open_session(settings, "load", comm) as session:
+        return _to_evaluate(session.learner.model)
+
+
+def _best(folder: Path, found: Mapping[str, Any] | None) -> Best | None:
+    if found is None:
+        return None
+    file = None if found["file"] is None else folder / found["file"]
+    scores = {name: float(score) for name, score in found["scores"].items()}
+    return Best(found["epoch"], found["measure"], float(found["score"]), scores, file)
+
+
+def _configs(config: ConfigLike | None) -> list[Config]:
+    """The configs as a list. Raises: ConfigError."""
+    if config is None or isinstance(config, Mapping):
+        return [] if config is None else [config]
+    several = config if isinstance(config, list | tuple) else [config]
+    for one in several:
+        if not isinstance(one, str | os.PathLike):
+            raise ConfigError([f"config: expected a config file, several files or a dict of keys, got a {type(one).__name__}"])
+    return list(map(Path, several))
+
+
+def _keys_of(checkpoint: CheckpointLike | None) -> dict[str, Any]:
+    """The keys that say which model to load."""
+    if checkpoint is None:
+        return {}
+    if isinstance(checkpoint, int) or checkpoint == "best":
+        return {"load": None, "load_epoch": checkpoint}
+    return {"load": os.fspath(checkpoint), "load_epoch": None}
+
+
+def _to_start(settings: Settings, ranks: int | None) -> list[Launch]:
+    """The ranks to start; none: this process does the job. Raises: LaunchError."""
+    started = launch.launch()
+    if ranks is None:
+        return local.processes(settings.launch, started)
+    if ranks == 1:
+        return []
+    if started.launcher is not None:
+        raise LaunchError(f"ranks: expected none for a process that {started.launcher} has started as a rank, got {ranks}")
+    if settings.reduce.use_horovod:
+        raise LaunchError(
+            f"ranks: expected torch.distributed for ranks that the call starts, got {ranks} and use_horovod (use_horovod=False "
+            "with backend 'torch'; or mpirun -np N python PROGRAM.py, where each process calls hvdtrain.train without ranks)"
+        )
+    return [Launch("hvdtrain", rank, ranks, rank, ranks) for rank in range(ranks)]
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Raises: LaunchError, where another job is under way: seeds, threads and the log are those of the whole process."""
+    if not _BUSY.acquire(blocking=False):
+        raise LaunchError(
+            "hvdtrain: expected one job at a time in a process, got another that is under way in it (jobs at the same time need "
+            "processes of their own, such as those of concurrent.futures.ProcessPoolExecutor with the method spawn)"
+        )
+    try:
+        yield
+    finally:
+        _BUSY.release()
+
+
+@contextmanager
+def _preserved(configs: Sequence[Config]) -> Iterator[None]:
+    """Around a job: what it, or a config while it is read, changes of the process is afterwards as before."""
+    path, modules = list(sys.path), set(sys.modules)
+    generators = random.getstate(), numpy.random.get_state()
+    with ExitStack() as stack:
+        stack.enter_context(launch.preserved_environment())
+        stack.enter_context(programs_log())
+        for name, framework in FRAMEWORKS.items():
+            if name in sys.modules:
+                stack.enter_context(framework.preserved())
+        try:
+            yield
+        finally:
+            random.setstate(generators[0])
+            numpy.random.set_state(generators[1])
+            own = {str(one.resolve().parent) for one in configs if isinstance(one, Path)} - set(path)
+            sys.path[:] = path
+            # Modules that are found beside a config: another config's may have the same names.
+            for name in set(sys.modules) - modules - {MODULE_NAME}:
+                file = getattr(sys.modules[name], "__file__", None) or ""
+                if any(Path(file).is_relative_to(folder) for folder in own) and not file.startswith(sys.prefix):
+                    del sys.modules[name]
+
+
+def _as_it_was_started(folder: Path) -> tuple[list[Path], dict[str, Any]]:
+    """The config files and the overrides of the last training in a folder. Raises: CheckpointError."""
+    path = folder / "starts.jsonl"
+    hint = "pass the config: load_model(checkpoint, config)"
+    try:
+        start = json.loads(path.read_text(encoding="utf-8").splitlines()[-1])
+        texts, settings = dict(start["texts"]), dict(start["settings"])
+        files = [Path(start["directory"], name) for name in texts]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise CheckpointError(f"{path}: expected what a training was started with, got: {error} ({hint})") from None
+    for file, text in zip(files, texts.values(), strict=True):
+        if not file.is_file() or file.read_text(encoding="utf-8") != text:
+            got = "another text" if file.is_file() else "no such file"
+            raise CheckpointError(f"{file}: expected the config that the model was trained with, got {got} ({hint})")
+    keys: dict[str, Any] = {}
+    for name, (value, origin) in settings.items():
+        if any(one in origin for one in (*OVERRIDING, "the dict of keys")):
+            try:
+                keys[name] = literal_eval(value)
+            except (ValueError, SyntaxError):
+                raise CheckpointError(
+                    f"{path}: expected values that can be read back, got {name} = {value}, an object of the program ({hint})"
+                ) from None
+    return files, keys

@@ -1,0 +1,146 @@
+"""What a checkpoint holds beside the tensors, checked before it is used: a file may be damaged, or another program's."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from hvdtrain.checkpoint.progress import EpochProgress, Progress
+from hvdtrain.errors import DamagedCheckpoint
+from hvdtrain.runtime.scores import Scores
+from hvdtrain.schedule.history import EpochRecord
+
+ENTRIES: Mapping[str, Any] = {
+    "epoch": int | None,
+    "step": int | None,
+    "history": list[EpochRecord] | None,
+    "within": EpochProgress | None,
+    "report": dict[str, Any] | None,
+    "data": dict[str, list[dict[str, Any]]] | None,
+    "size": int,
+    "distribution": str,
+    "own": list[str],
+    "reducer": list[dict[str, Any]],
+    "save_id": str,
+}
+"""The types of the entries, each of which may be missing: RETURNN's checkpoints have an epoch and a step only."""
+
+IDENTITY: Mapping[str, Any] = {
+    "name": str,
+    "bounds": list[int],
+    "files": list[list[Any]],
+    "lengths": dict[str, list[int]],
+    "tags": list[list[int]],
+    "values": list[list[int]],
+}
+"""The types of the entries of an `Identity` (`data/identity.py`)."""
+
+
+def read_progress(state: Mapping[str, Any], file: Path) -> Progress:
+    """The progress in a checkpoint's file.
+
+    Raises:
+        DamagedCheckpoint: an entry has another type than it was written with, or cannot be true.
+    """
+    problem = next(filter(None, (_misfit(state[name], hint, name) for name, hint in ENTRIES.items() if name in state)), None)
+    problem = problem or _untrue(state)
+    if problem is not None:
+        raise DamagedCheckpoint(f"{file}: expected {problem}")
+    return Progress.from_state(state)
+
+
+def _untrue(state: Mapping[str, Any]) -> str | None:
+    """What in a file of the right types cannot be; None: nothing."""
+    epoch, step, size = state.get("epoch") or 0, state.get("step") or 0, state.get("size", 1)
+    for name, number, least in (("epoch", epoch, 0), ("step", step, 0), ("size", size, 1)):
+        if number < least:
+            return f"{name} of at least {least}, got {number}"
+    if "size" in state and len(state.get("reducer", [0] * size)) != size:
+        return f"the reducer's state of {size} ranks, got {len(state['reducer'])}"
+    if (within := state.get("within")) is not None:
+        done = step - within["first_step"]
+        if within["epoch"] != epoch:
+            return f"within.epoch {epoch}, as in its entry epoch, got {within['epoch']}"
+        if done < 0 or within["first_step"] < 0:
+            return f"within.first_step between 0 and step {step}, got {within['first_step']}"
+        position, apart = within.get("position", 0), state.get("distribution") == "random_seed_offset"
+        if position < done or (apart and position > done):  # every step is a batch of at least one rank
+            return f"within.position of {'' if apart else 'at least '}{done}, as many steps of the epoch are done, got {position}"
+        if within.get("elapsed", 0.0) < 0:
+            return f"within.elapsed of at least 0, got {within['elapsed']}"
+    for name, identities in (state.get("data") or {}).items():
+        for number, identity in enumerate(identities):
+            for entry, hint in IDENTITY.items():
+                place = f"data.{name}[{number}].{entry}"
+                if (problem := _misfit(identity.get(entry), hint, place)) is not None:
+                    return problem
+    return None
+
+
+def _misfit(value: Any, hint: Any, name: str) -> str | None:
+    """What is expected of a value, and what it is instead: 'within.epoch of type int, got 'x''; None: it is of that type."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    wrong = f"{name} of type {_text(hint)}, got {_short(value)}"
+    if hint is Any:
+        return None
+    if hint in (int, float):  # whole numbers of numpy, too
+        number = Integral if hint is int else Real
+        return None if isinstance(value, number) and not isinstance(value, bool) else wrong
+    if origin in (Union, types.UnionType):
+        problems = [_misfit(value, one, name) for one in arguments]
+        if None in problems:
+            return None
+        return problems[0] if value is not None and isinstance(value, (dict, list)) else wrong
+    if origin is list:
+        if not isinstance(value, (list, tuple)):
+            return wrong
+        return next(filter(None, (_misfit(one, arguments[0], f"{name}[{number}]") for number, one in enumerate(value))), None)
+    if origin is dict:
+        if not isinstance(value, dict) or not all(isinstance(one, arguments[0]) for one in value):
+            return wrong
+        return next(filter(None, (_misfit(one, arguments[1], f"{name}.{entry}") for entry, one in value.items())), None)
+    if hint is Scores:
+        return _misfit(value, dict[str, list[list[float]]], name) or _unpaired(value, name)
+    if is_dataclass(hint):
+        return _misfit_of_class(value, hint, name)
+    return None if isinstance(value, types.NoneType if hint is None else hint) else wrong
+
+
+def _misfit_of_class(value: Any, kind: Any, name: str) -> str | None:
+    """The same of a dict with the fields of a dataclass."""
+    if not isinstance(value, dict):
+        return f"{name} of type dict, got {_short(value)}"
+    hints = _hints(kind)
+    needed = [field.name for field in fields(kind) if field.default is MISSING and field.default_factory is MISSING]
+    if missing := [entry for entry in needed if entry not in value]:
+        return f"{name}.{missing[0]}, got none"
+    if unknown := [entry for entry in value if entry not in hints]:
+        return f"{name} with the entries {', '.join(hints)}, got {_short(unknown[0])} (was it written by a later release?)"
+    return next(filter(None, (_misfit(one, hints[entry], f"{name}.{entry}") for entry, one in value.items())), None)
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def _unpaired(scores: Mapping[str, list[list[float]]], name: str) -> str | None:
+    """What is wrong with the sums and counts of scores."""
+    for score, lists in scores.items():
+        if len(lists) not in (2, 3) or (len(lists) == 3 and len(lists[2]) != 1):
+            return f"{name}.{score} with a list of sums and one of counts, got {_short(lists)}"
+    return None
+
+
+def _text(hint: Any) -> str:
+    return hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint).replace("typing.", "")
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,49 @@
+"""The message about code that a config imports and that cannot be imported: which module, by whom, and where Python looked."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Iterable
+from pathlib import Path
+
+MACHINERY = ("<frozen importlib", "<")
+"""How file names in tracebacks begin that belong to Python's import system."""
+
+MOST = 12
+"""Folders that a message lists."""
+
+
+def import_failure(error: ImportError, skipped: Iterable[str] = ()) -> str:
+    """What failed, in which file and line it is imported, and the folders in which it was looked for.
+
+    Args:
+        skipped: how the names of files begin that are no part of the user's code.
+    """
+    text = f"{type(error).__name__}: {error}"
+    importer = _importer(error, (*MACHINERY, *skipped))
+    if importer:
+        text += f", imported by {importer}"
+    if error.path is not None:
+        return f"{text} (that module is {error.path}: another version of it may be needed)"
+    if not isinstance(error, ModuleNotFoundError) or not error.name:
+        return text
+    parent = error.name.rpartition(".")[0]
+    package = sys.modules.get(parent) if parent else None
+    folders = list(getattr(package, "__path__", None) or sys.path) if package is not None else sys.path
+    whose = f"the package {parent}" if package is not None else "sys.path"
+    return f"{text}; looked in {whose}: {_listed(folders)} (add its folder to PYTHONPATH or, in the config, to sys.path)"
+
+
+def _importer(error: ImportError, skipped: tuple[str, ...]) -> str:
+    """'file.py, line 3', where the statement is that failed; '' if it is not known."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(skipped)]
+    return f"{frames[-1].filename}, line {frames[-1].lineno}" if frames else ""
+
+
+def _listed(folders: Iterable[str]) -> str:
+    """The folders, those that do not exist marked."""
+    there = list(dict.fromkeys(str(Path(folder).absolute()) for folder in folders))
+    shown = [folder if Path(folder).exists() else f"{folder} (does not exist)" for folder in there[:MOST]]
+    more = f" and {len(there) - MOST} more" if len(there) > MOST else ""
+    return ", ".join(shown) + more

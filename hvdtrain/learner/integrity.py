@@ -1,0 +1,226 @@
+"""Whether a checkpoint's file is as it was written, to the bit, and whether files belong together.
+
+PyTorch's files and numpy's .npz are zip archives with a CRC-32 of each entry, which torch.load does not look at. What we write
+for PyTorch has a checksum of ours besides, which takes a fifth of the time: in the archive's comment, or in the header of a
+safetensors file. Files are checked by threads while they are read, so a start waits for no check if there are cores to spare.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+import struct
+import zipfile
+import zlib
+from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.errors import DamagedCheckpoint
+
+SAVE_ID = "save_id"
+"""An entry of all files of a checkpoint, drawn anew for every one. Earlier releases and RETURNN have none."""
+
+CHECKSUM = "hvdtrain_checksum"
+"""The name of the checksum, eight hexadecimal digits, in the header of a safetensors file and in the comment of an archive."""
+
+BLANK = "0" * 8
+
+COMMENT = f"{CHECKSUM} ".encode()
+
+OTHER_BYTES = "other bytes, whose checksum differs from that in the file"
+
+PIECE = 1 << 24
+"""Bytes that a thread takes at once."""
+
+ROW = 1 << 15
+"""Bytes of which our checksum takes the sum, which is five times as fast as a CRC; the checksum is the CRC of these sums.
+Whatever single bit, or run of up to 64, is another one changes it, and so does a row that is at another place."""
+
+
+def new_save_id() -> str:
+    """A name for a checkpoint that no other one has."""
+    return os.urandom(8).hex()
+
+
+@contextmanager
+def checked(path: Path) -> Iterator[None]:
+    """Around the code that reads a file: find out meanwhile whether it is damaged.
+
+    Raises:
+        DamagedCheckpoint: it is. What the code inside the `with` block raised is then only a consequence.
+    """
+    with ThreadPoolExecutor(1, "checking a checkpoint") as pool:
+        found = pool.submit(damage, path)
+        try:
+            yield
+        except Exception:
+            if (damaged := found.result()) is not None:
+                raise DamagedCheckpoint(f"{path}: expected the file as it was written, got {damaged}") from None
+            raise
+        damaged = found.result()
+    if damaged is not None:
+        raise DamagedCheckpoint(f"{path}: expected the file as it was written, got {damaged}")
+
+
+def damage(path: Path) -> str | None:
+    """What is wrong with a file; None: nothing that can be seen, or it has no checksum. Whether it can be opened is another
+    matter."""
+    try:
+        with (
+            path.open("rb") as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
+            memoryview(data) as view,
+        ):
+            return _of_zip(path, view) if zipfile.is_zipfile(file) else _of_safetensors(view)
+    except (OSError, ValueError):  # not there, or empty
+        return None
+
+
+def _of_zip(path: Path, view: memoryview) -> str | None:
+    """Without a checksum of ours, every entry is compared with its CRC-32, several at a time: zlib needs no lock of Python's."""
+    if view[-len(COMMENT) - len(BLANK) : -len(BLANK)] == COMMENT:
+        place = len(view) - len(BLANK)
+        return None if checksum(view, place) == bytes(view[place:]).decode(errors="replace") else OTHER_BYTES
+    try:
+        with zipfile.ZipFile(path) as archive, ThreadPoolExecutor(_threads(), "checking a checkpoint") as pool:
+            entries = archive.infolist()
+            whole = pool.map(lambda one: _is_whole(archive, one, view), entries)
+            wrong = [entry.filename for entry, ok in zip(entries, whole, strict=True) if not ok]
+    except (zipfile.BadZipFile, NotImplementedError, OSError, RuntimeError, struct.error, zlib.error) as error:
+        return f"an archive that is damaged: {error}"
+    return f"other bytes in {wrong[0]!r}, whose CRC-32 differs" if wrong else None
+
+
+def _is_whole(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, view: memoryview) -> bool:
+    if entry.compress_type != zipfile.ZIP_STORED:
+        try:
+            archive.read(entry)  # compares the CRC-32
+        except (zipfile.BadZipFile, zlib.error):
+            return False
+        return True
+    name, extra = struct.unpack_from("<HH", view, entry.header_offset + 26)
+    start = entry.header_offset + 30 + name + extra
+    checksum = 0
+    for place in range(start, start + entry.file_size, PIECE):
+        checksum = zlib.crc32(view[place : min(place + PIECE, start + entry.file_size)], checksum)
+    return entry.compress_size == entry.file_size <= len(view) - start and checksum == entry.CRC
+
+
+def _of_safetensors(view: memoryview) -> str | None:
+    stored = _stored(view)
+    if stored is None:
+        return None
+    place, digits = stored
+    return None if checksum(view, place) == digits else OTHER_BYTES
+
+
+def _stored(view: memoryview) -> tuple[int, str] | None:
+    """Where the checksum is in a safetensors file, and the checksum; None: there is none."""
+    if len(view) < 8:
+        return None
+    [size] = struct.unpack_from("<Q", view)
+    found = re.search(rf'"{CHECKSUM}":"(\w{{8}})"'.encode(), bytes(view[8 : 8 + min(size, len(view))]))
+    return None if found is None else (8 + found.start(1), found.group(1).decode())
+
+
+def checksum(view: memoryview, place: int) -> str:
+    """The checksum of a file, whose own eight digits do not count.
+
+    Args:
+        place: of the digits: in the header of a safetensors file, or at the end of an archive.
+    """
+    start, end, header = 0, place, b""
+    if place + len(BLANK) < len(view):
+        [size] = struct.unpack_from("<Q", view)
+        start, end = min(8 + size, len(view)), len(view)
+        header = bytes(view[:place]) + BLANK.encode() + bytes(view[place + len(BLANK) : start])
+    with ThreadPoolExecutor(_threads(), "checking a checkpoint") as pool:
+        sums = pool.map(lambda first: _sums(view[first : min(first + PIECE, end)]), range(start, end, PIECE))
+        total = zlib.crc32(header)
+        for one in sums:
+            total = zlib.crc32(one, total)
+    return f"{total:08x}"
+
+
+def _sums(piece: memoryview) -> bytes:
+    """The sums of the rows of a piece as 64-bit integers, and what is left behind the last whole row."""
+    import numpy  # here, as the command line imports this file before it is known what is to be done
+
+    whole = len(piece) // ROW * ROW
+    words = numpy.frombuffer(piece[:whole], "<u8").reshape(-1, ROW // 8)
+    sums = words.sum(axis=1, dtype=numpy.uint64)
+    return bytes(sums.astype("<u8").tobytes()) + bytes(piece[whole:])
+
+
+def write_checksum(path: Path) -> None:
+    """Write the checksum into a safetensors file that has a blank one, or into the comment of an archive of PyTorch's.
+
+    It is computed while the file's contents go to the disk, for which a checkpoint waits in any case. Raises: OSError.
+    """
+    with path.open("r+b") as file:
+        if zipfile.is_zipfile(file):
+            file.seek(-2, os.SEEK_END)  # the length of the comment, of which there is none yet
+            file.write(struct.pack("<H", len(COMMENT) + len(BLANK)) + COMMENT + BLANK.encode())
+            file.flush()
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data, memoryview(data) as view:
+            place = len(view) - len(BLANK) if zipfile.is_zipfile(file) else _place_in_header(view)
+            with ThreadPoolExecutor(1, "checksum") as pool:
+                digits = pool.submit(checksum, view, place)
+                os.fsync(file.fileno())
+                text = digits.result()
+        file.seek(place)
+        file.write(text.encode())
+
+
+def _place_in_header(view: memoryview) -> int:
+    """Where the blank checksum of a safetensors file is."""
+    stored = _stored(view)
+    if stored is None:
+        raise OSError(f"the header has no {CHECKSUM}")
+    return stored[0]
+
+
+def _threads() -> int:
+    return max(1, min(4, len(os.sched_getaffinity(0))))
+
+
+def check_same_save(model_file: Path, model: Mapping[str, Any], file: Path, other: Mapping[str, Any]) -> None:
+    """Compare what two files of a checkpoint say of it: a backup may have brought back one of them only.
+
+    Raises:
+        DamagedCheckpoint: they were not saved together.
+    """
+    if any(not isinstance(model.get(name), int) for name in ("epoch", "step")):
+        return  # what is wrong with the model's file is reported by those who use these
+    both = [name for name in ("epoch", "step") if name in other]
+    differing = [name for name in both if model[name] != other[name]]
+    if differing or model.get(SAVE_ID) != other.get(SAVE_ID):
+        said = ", ".join(f"{name} {other[name]}" for name in both)
+        wanted = ", ".join(f"{name} {model[name]}" for name in both)
+        raise DamagedCheckpoint(
+            f"{file}: expected the state that was saved together with {model_file.name} ({wanted}), got that of another "
+            f"checkpoint ({said})"
+        )
+
+
+def check_own(file: Path, stored: Mapping[str, Any], parts: Collection[str], marks: Mapping[str, Any]) -> None:
+    """Whether a rank's own file is of the same checkpoint as the model's, and has all that is expected of it.
+
+    Args:
+        parts: the names that have to be there.
+        marks: as in the model's file; earlier releases have none.
+
+    Raises:
+        DamagedCheckpoint
+    """
+    if missing := [part for part in parts if part not in stored]:
+        raise DamagedCheckpoint(f"{file}: expected this rank's {', '.join(parts)}, got a file without {', '.join(missing)}")
+    if differing := [name for name, value in marks.items() if stored.get(name) != value]:
+        raise DamagedCheckpoint(
+            f"{file}: expected the state that was saved together with the model, got that of another checkpoint (another "
+            f"{differing[0]})"
+        )

@@ -1,0 +1,109 @@
+"""Optimizers with `train()` and `eval()`, such as schedule-free ones: training and evaluation use different weights.
+
+Such an optimizer moves the parameters between two points. It has to be in its training mode for an update, and in the other for
+an evaluation and for the model's file. Going there and back rounds, so the training's weights are kept meanwhile and put back:
+when and how often a training is evaluated and saved changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from hvdtrain.errors import ConfigError
+
+
+def has_modes(optimizer: object) -> bool:
+    """Whether an optimizer has `train()` and `eval()`."""
+    return callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None))
+
+
+def check_modes(optimizer: object, is_sharded: bool, ema_decay: float | None, meets_every_update: bool) -> None:
+    """Raises: ConfigError, if something else would keep an optimizer with modes from having the right weights."""
+    name = type(optimizer).__name__
+    problems = []
+    if is_sharded:
+        problems.append(f"torch_distributed.sharded: expected an optimizer without train() and eval(), got {name}")
+    if ema_decay is not None:
+        problems.append(f"ema_decay: expected None with {name}, which has weights of its own for evaluations, got {ema_decay:g}")
+    if not meets_every_update:
+        problems.append(
+            f"horovod_reduce_type: expected 'grad' with {name}, as its eval() computes the weights from the optimizer's state, "
+            "which is the same on all ranks only then"
+        )
+    if problems:
+        raise ConfigError(problems)
+
+
+class OptimizerModes:
+    """The weights of an optimizer's `eval()`, with the methods of `WeightAverage`, in whose place it is.
+
+    Attributes:
+        updates: always 0; nothing is averaged here.
+    """
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], optimizer: Any) -> None:
+        self._parameters = list(parameters)
+        self._optimizer = optimizer
+        self._trained: list[torch.Tensor] | None = None  # inside of `used`
+        self.started = False
+        self.updates = 0
+
+    def start(self, updates: int = 0) -> None:
+        """Begin to train."""
+        self._optimizer.train()
+        self.started = True
+
+    def follow(self, updates: int) -> None:
+        """The optimizer does it itself."""
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Inside the `with` block, the model has the weights for evaluations."""
+        self._trained = self._copies()
+        self._optimizer.eval()
+        try:
+            yield
+        finally:
+            self._go_back(self._trained)
+            self._trained = None
+
+    @contextmanager
+    def left(self) -> Iterator[None]:
+        """Inside the `with` block, the optimizer and the model are as in training, also inside of `used`."""
+        if self._trained is None:
+            yield
+            return
+        used = self._copies()
+        self._go_back(self._trained)
+        try:
+            yield
+        finally:
+            self._optimizer.eval()
+            self._put(used)
+
+    def both(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The weights for evaluations and the trained weights."""
+        if self._trained is not None:
+            return self._copies(), self._trained
+        trained = self._copies()
+        with self.used():
+            return self._copies(), trained
+
+    def adopt(self, changed: set[int]) -> None:
+        """Values that were set from outside are the trained weights."""
+
+    def _copies(self) -> list[torch.Tensor]:
+        return [parameter.detach().clone() for parameter in self._parameters]
+
+    def _go_back(self, trained: Sequence[torch.Tensor]) -> None:
+        self._optimizer.train()
+        self._put(trained)
+
+    def _put(self, values: Sequence[torch.Tensor]) -> None:
+        with torch.no_grad():
+            for parameter, value in zip(self._parameters, values, strict=True):
+                parameter.copy_(value)

@@ -1,0 +1,145 @@
+"""What becomes of an optimizer's stored state: its parameters are found by their names, and options are those of the config.
+
+torch's `load_state_dict` numbers parameters by their place in the groups, and takes the stored groups with all of their options.
+So a parameter that has moved to another group would get the state of another one, and a changed option would have no effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from hvdtrain.learner.optimizer import changed_options, option_texts
+from hvdtrain.learner.torch.optimizer import IMPLEMENTATIONS, ShardedOptimizer
+
+NOT_OPTIONS = ("params", "param_names", "lr", "initial_lr")
+"""Entries of groups that are no options: the learning rate is set at every update."""
+
+
+ADDED = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg", "momentum": "momentum_buffer"}
+"""Options of torch's classes that need an entry in the state of each parameter, which begins with zeros."""
+
+
+class OptimizerOptions:
+    """The options that the config gives to each group of an optimizer.
+
+    Args:
+        optimizer: before its first step, and before a state is loaded: some classes keep in the groups what changes in training.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer | ShardedOptimizer) -> None:
+        self._optimizer = optimizer
+        self._of_groups = [
+            {name: value for name, value in group.items() if name not in NOT_OPTIONS} for group in optimizer.param_groups
+        ]
+
+    def texts(self) -> list[dict[str, str]]:
+        """For a checkpoint: by group and name, each option as text."""
+        return [option_texts(options) for options in self._of_groups]
+
+    def load(
+        self,
+        stored: dict[str, Any],
+        before: Sequence[Sequence[Mapping[str, str]]],
+        is_of_class: bool,
+        own: Sequence[Sequence[str]],
+    ) -> list[str]:
+        """Load a state whose parameters are numbered as in the optimizer's groups.
+
+        An option takes effect as the config has it if the config had another value when the state was stored. Otherwise what the
+        optimizer made of it holds.
+
+        Args:
+            stored: as `regrouped` returns it.
+            before: by group and parameter, the texts of the options that it had.
+            is_of_class: whether it is known to be the state of an optimizer of this class.
+            own: the names of the parameters in each group.
+
+        Returns:
+            Lines about options that changed.
+
+        Raises:
+            KeyError, ValueError: it is the state of another optimizer.
+        """
+        groups = []
+        for group, options in zip(stored["param_groups"], self._of_groups, strict=True):
+            implementation = {name: value for name, value in options.items() if name in IMPLEMENTATIONS or is_of_class}
+            given = implementation | group
+            groups.append(given | {name: options[name] for name in IMPLEMENTATIONS & options.keys()})
+        self._optimizer.load_state_dict(_steps_on_cpu({**stored, "param_groups": groups}, self._optimizer))
+        # load_state_dict takes groups as they are, those of another class included.
+        loaded = self._optimizer.param_groups
+        lacking = [name for options, group in zip(self._of_groups, loaded, strict=True) for name in options if name not in group]
+        if lacking:
+            raise ValueError(f"it has no {', '.join(dict.fromkeys(lacking))}")
+        lines: dict[str, list[str]] = {}
+        for group, options, of_each, names in zip(loaded, self._of_groups, before, own, strict=True):
+            now = option_texts(options)
+            changed = changed_options(of_each[0], now) if of_each else {}
+            group.update({name: options[name] for name in changed})
+            self._add_state(group, [entry for name, entry in ADDED.items() if name in changed and options[name]])
+            for name, was in zip(names, of_each, strict=True):
+                for option, line in changed_options(was, now).items():
+                    if option not in IMPLEMENTATIONS:
+                        lines.setdefault(line, []).append(name)
+        count = sum(map(len, own))
+        return [line if len(names) == count else f"{line} (of {_few(names)})" for line, names in lines.items()]
+
+    def _add_state(self, group: Mapping[str, Any], entries: Sequence[str]) -> None:
+        """Add what an option of torch's classes that is new needs of each parameter, as it begins; SGD adds it by itself."""
+        made = self._optimizer.inner if isinstance(self._optimizer, ShardedOptimizer) else self._optimizer
+        if not type(made).__module__.startswith("torch.") or isinstance(made, torch.optim.SGD):
+            return
+        for parameter in group["params"]:
+            of_one = made.state.get(parameter, {})
+            for entry in entries if of_one else ():
+                of_one.setdefault(entry, torch.zeros_like(parameter))
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def regrouped(
+    stored: dict[str, Any], stored_names: Sequence[str], own: Sequence[Sequence[str]]
+) -> tuple[dict[str, Any], list[list[int]]]:
+    """An optimizer's state, such as RETURNN's, with its parameters in the groups and in the order of this model's optimizer.
+
+    Args:
+        stored_names: the names of the parameters by their numbers. Those that the model does not train are left out.
+        own: the names of the parameters in each group of this model's optimizer.
+
+    Returns:
+        The state, in which each group has the entries of the stored group that its first parameter was in; and by group and
+        parameter, the number of the stored group.
+
+    Raises:
+        ValueError: it is not the state of all of these parameters.
+    """
+    group_of = {stored_names[place]: number for number, group in enumerate(stored["param_groups"]) for place in group["params"]}
+    if missing := [name for names in own for name in names if name not in group_of]:
+        raise ValueError(f"expected that of all trained parameters, got none for {', '.join(missing)}")
+    numbers = {name: number for number, name in enumerate(name for names in own for name in names)}
+    last = len(stored["param_groups"]) - 1
+    sources = [[group_of[name] for name in names] for names in own]
+    groups = [
+        {**stored["param_groups"][source[0] if source else min(place, last)], "params": [numbers[name] for name in names]}
+        for place, (source, names) in enumerate(zip(sources, own, strict=True))
+    ]
+    state = {numbers[stored_names[place]]: one for place, one in stored["state"].items() if stored_names[place] in numbers}
+    return {**stored, "state": state, "param_groups": groups}, sources
+
+
+def _steps_on_cpu(stored: dict[str, Any], optimizer: object) -> dict[str, Any]:
+    """The state of an optimizer of PyTorch with `step` on the CPU, where they keep it; where it belongs to the device, as with
+    fused=True, load_state_dict copies it there. On the device, they would read it from there in every update, for each
+    parameter."""
+    if not isinstance(optimizer, (torch.optim.Optimizer, ShardedOptimizer)):
+        return stored
+    state = {number: dict(of_one) for number, of_one in stored["state"].items()}
+    for of_one in state.values():
+        if isinstance(of_one.get("step"), torch.Tensor):
+            of_one["step"] = of_one["step"].cpu()
+    return {**stored, "state": state}

@@ -1,0 +1,177 @@
+"""Values of keys as RETURNN takes them: those that mean off or default there, and keys that change others.
+
+RETURNN asks `if value:` of most keys, so that 0, "", an empty list and None turn them off. hvdtrain's own checks would refuse
+them. What is taken here is the value's meaning, before the checks.
+"""
+
+from __future__ import annotations
+
+from binascii import crc32
+from collections.abc import Collection, Mapping
+from numbers import Real
+from typing import Any
+
+from hvdtrain.config.source import OVERRIDING
+from hvdtrain.returnn_layer.names import is_no_op
+from hvdtrain.schedule.measure import FALLBACK
+
+DEFAULT: Any = object()
+"""In `OFF`: hvdtrain's default, which is the same as off."""
+
+FALSE: tuple[Any, ...] = (None, False, 0, "", (), [], {})
+"""What is false in Python."""
+
+NO_DATA: tuple[Any, ...] = (None, False, 0, "", {})
+"""For a dataset. An empty list is refused: a pattern may have found no files."""
+
+OFF: dict[str, tuple[tuple[Any, ...], Any]] = {
+    "accum_grad_multiple_step": ((None, 0), DEFAULT),
+    "batching": (("",), DEFAULT),
+    "cache_size": ((None,), DEFAULT),
+    "chunking": ((*FALSE, "0"), DEFAULT),
+    "cleanup_old_models": (FALSE, False),
+    "dev": (NO_DATA, DEFAULT),
+    "device": (("",), DEFAULT),
+    "dynamic_learning_rate": ((None, False, ""), DEFAULT),
+    "epoch_end": ((None, False), DEFAULT),
+    "epoch_start": ((None, False), DEFAULT),
+    "eval": (NO_DATA, DEFAULT),
+    "eval_datasets": (FALSE, DEFAULT),
+    "forward_data": (NO_DATA, DEFAULT),
+    "gradient_clip": (FALSE, DEFAULT),
+    "gradient_clip_global_norm": (FALSE, DEFAULT),
+    "gradient_noise": (FALSE, DEFAULT),
+    "import_model_train_epoch1": ((None, ""), DEFAULT),
+    "learning_rate_control": ((None, ""), DEFAULT),
+    "learning_rate_control_error_measure": (FALSE, DEFAULT),
+    "learning_rate_control_min_num_epochs_per_new_lr": ((None,), DEFAULT),
+    "learning_rate_file": ((None, ""), DEFAULT),
+    "learning_rates": (FALSE, DEFAULT),
+    "load": ((None, ""), DEFAULT),
+    "load_epoch": ((None, 0, -1), DEFAULT),
+    "load_model_post_hooks": (FALSE, DEFAULT),
+    "log": (FALSE, DEFAULT),
+    "log_verbosity": ((None, []), DEFAULT),
+    "max_pad_size": ((None, 0), DEFAULT),
+    "max_seq_length": ((None, 0, float("inf")), DEFAULT),
+    "min_chunk_size": ((None, 0), DEFAULT),
+    "min_learning_rate": ((None, 0), DEFAULT),
+    "min_seq_length": ((None, 0), DEFAULT),
+    "newbob_learning_rate_decay": ((None,), 1.0),
+    "newbob_learning_rate_growth": ((None,), 1.0),
+    "mixed_precision": ((None,), DEFAULT),
+    "online_shuffle_batches": (FALSE, DEFAULT),
+    "output_file": ((None, ""), DEFAULT),
+    "preload_from_files": (FALSE, DEFAULT),
+    "search_data": (NO_DATA, DEFAULT),
+    "start_epoch": ((None,), DEFAULT),
+    "startup_callback": ((None, False), DEFAULT),
+    "task": ((None, ""), DEFAULT),
+    "torch_distributed": ((None,), DEFAULT),
+}
+"""By key, under hvdtrain's name: the values that turn it off in RETURNN, or stand for its default there; and what stands for them
+here. `tools/returnn_keys.py` writes the page docs/returnn_keys.md of it, next to RETURNN's defaults."""
+
+
+IGNORED_WITH_TORCH = (
+    "network",
+    "get_network",
+    "pretrain",
+    "optimizer_epsilon",
+    "use_last_best_model",
+    "seq_drop",
+    "inc_seq_length",
+)
+"""Keys that RETURNN reads for TensorFlow only: without effect in a config for its PyTorch engine, and refused elsewhere."""
+
+DATASETS = ("dev", "eval", "forward_data", "search_data")
+
+
+def is_off(name: str, value: Any) -> bool:
+    """Whether a value of a key turns it off in RETURNN, or stands for its default there.
+
+    >>> is_off("gradient_clip", 0.0), is_off("gradient_clip", 5.0), is_off("load_epoch", -1), is_off("load_epoch", False)
+    (True, False, True, False)
+    """
+    return name in OFF and any(_equal(value, off) for off in OFF[name][0])
+
+
+def _equal(value: Any, off: Any) -> bool:
+    """Whether two values are the same, of the same kind: 0 is 0.0, but not False."""
+    if isinstance(off, Real) and not isinstance(off, bool):
+        return isinstance(value, Real) and not isinstance(value, bool) and bool(value == off)
+    return type(value) is type(off) and bool(value == off)
+
+
+def understood(
+    values: Mapping[str, Any], origins: Mapping[str, str], booleans: Collection[str] = (), *, for_returnn: bool = False
+) -> tuple[dict[str, Any], list[str]]:
+    """The values with RETURNN's meaning, in hvdtrain's words.
+
+    Args:
+        values: by hvdtrain's names.
+        booleans: the keys that are true or false.
+        for_returnn: whether the config was written for RETURNN.
+
+    Returns:
+        The values, and remarks for the log about those that are not taken as they stand.
+    """
+    taken, remarks = dict(values), []
+    for name, value in values.items():
+        if value is None and name in booleans:
+            taken[name] = False
+        if is_off(name, value):
+            meaning = OFF[name][1]
+            if meaning is DEFAULT:
+                del taken[name]
+            else:
+                taken[name] = meaning
+    both = taken.get("use_horovod") and "torch_distributed" in taken
+    if both and not {origins.get("use_horovod"), origins.get("torch_distributed")}.intersection(OVERRIDING):
+        taken["use_horovod"] = False
+        remarks.append("use_horovod: without effect beside torch_distributed, which connects the ranks, as in RETURNN")
+    for task in ("forward", "search"):
+        name = f"{task}_data"
+        if isinstance(taken.get(name), str) and taken[name] in ("train", "dev", "eval"):
+            taken[name] = taken.get(taken[name])
+    if _is_true(taken.get("dry_run")) and taken.get("task", "train") == "train":
+        taken["task"], taken["dry_run"] = "dry_run", None
+        remarks.append("dry_run: some steps are tried and nothing is written, as with --dry-run")
+    if for_returnn and _is_true(taken.get("use_dummy_datasets")) and taken.get("extern_data"):
+        taken |= dummy_datasets(taken)
+        remarks.append("use_dummy_datasets: RETURNN makes up the data")
+    measure = taken.get("learning_rate_control_error_measure")
+    if for_returnn and measure:
+        taken["learning_rate_control_error_measure"] = [*([measure] if isinstance(measure, str) else measure), FALLBACK]
+    return taken, remarks
+
+
+def _is_true(value: Any) -> bool:
+    return value.lower() in ("true", "yes", "on", "1") if isinstance(value, str) else bool(value)
+
+
+def dummy_datasets(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The datasets that RETURNN takes with `use_dummy_datasets`, instead of those that are given."""
+
+    def dummy(num_seqs: int, **more: Any) -> dict[str, Any]:
+        return {"class": "DummyGenericDataset", "data_template": values["extern_data"], "num_seqs": num_seqs, **more}
+
+    def fixed(name: str) -> dict[str, Any]:
+        return dummy(num_seqs, fixed_random_seed=crc32(name.encode()))
+
+    asked: int | None = values.get("dummy_dataset_num_seqs")
+    num_train: int = values.get("train_dummy_dataset_num_seqs", asked) or 1000
+    num_seqs = asked or (max(num_train // 20, 1) if values.get("train") else 100)
+    made = {name: fixed(name) for name in DATASETS if values.get(name)}
+    if values.get("train"):
+        made["train"] = dummy(num_train)
+    if values.get("eval_datasets"):
+        made["eval_datasets"] = {name: fixed(name) for name in values["eval_datasets"]}
+    return made
+
+
+def ignored_by_returnn(values: Mapping[str, Any]) -> tuple[str, ...]:
+    """The keys that a config for RETURNN's PyTorch engine sets, and that only its TensorFlow engine reads."""
+    if values.get("backend", "torch") != "torch" or not values.get("get_model"):
+        return ()
+    return tuple(name for name in IGNORED_WITH_TORCH if name in values and not is_no_op(name, values[name]))

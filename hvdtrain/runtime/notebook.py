@@ -1,0 +1,47 @@
+"""A progress bar in a notebook, in place of the terminal's."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Any
+
+from hvdtrain.runtime.log import EVERY, own_bars
+
+
+def is_notebook() -> bool:
+    """Whether this process is the kernel of a notebook, as tqdm finds out."""
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    return shell is not None and "IPKernelApp" in shell.config
+
+
+@contextmanager
+def open_notebook() -> Iterator[Notebook]:
+    """The cell that runs, for bars."""
+    if find_spec("ipywidgets") is not None:
+        from tqdm.notebook import tqdm
+    else:
+        from tqdm import tqdm  # drawn as text
+    with own_bars(tqdm):
+        yield Notebook(tqdm)
+
+
+class Notebook:
+    """The output of a notebook's cell: `Terminal` of `runtime/log.py`, with tqdm's widget.
+
+    Args:
+        tqdm: the class of the bars.
+    """
+
+    columns = 120
+    bar_format = None
+
+    def __init__(self, tqdm: Any) -> None:
+        self._tqdm = tqdm
+
+    def bar(self, **options: Any) -> Any:
+        """A tqdm bar; rates are means. Unlike a terminal's, it stays, as all that a cell prints does."""
+        return self._tqdm(mininterval=EVERY, smoothing=0, **options)

@@ -1,0 +1,123 @@
+"""A sweep over keys: a run for each combination of values, with a model folder of its own, as a job array."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+LONGEST = 200
+"""Characters of a folder's name."""
+
+INDEX = {
+    "slurm": ("SLURM_ARRAY_TASK_ID", 1),
+    "sge": ("SGE_TASK_ID", 1),
+    "pbs": ("PBS_ARRAY_INDEX", 1),
+    "lsf": ("LSB_JOBINDEX", 1),
+    "kubernetes": ("JOB_COMPLETION_INDEX", 0),
+}
+"""By scheduler, the variable with the number of a job in its array, and the first number."""
+
+
+def values_of(text: str) -> list[str]:
+    """Values between commas; commas within brackets or quotes belong to a value.
+
+    >>> values_of("0.001,0.003"), values_of("[1,2],[3]"), values_of("{'class':'adam','eps':1},sgd")
+    (['0.001', '0.003'], ['[1,2]', '[3]'], ["{'class':'adam','eps':1}", 'sgd'])
+    """
+    values, depth, quote = [""], 0, ""
+    for letter in text:
+        if quote or letter in "'\"":
+            quote = "" if letter == quote else quote or letter
+        depth += (letter in "([{") - (letter in ")]}") if not quote else 0
+        if letter == "," and depth == 0 and not quote:
+            values.append("")
+        else:
+            values[-1] += letter
+    return values
+
+
+def sweep_of(given: Sequence[str], overrides: Mapping[str, str]) -> tuple[list[dict[str, str]], list[str]]:
+    """The runs of a sweep, each with its values by key; and problems.
+
+    Args:
+        given: 'KEY=VALUE,VALUE', which are multiplied.
+        overrides: those of all runs.
+
+    >>> sweep_of(["learning_rate=0.1,0.2", "max_seqs=8"], {})
+    ([{'learning_rate': '0.1', 'max_seqs': '8'}, {'learning_rate': '0.2', 'max_seqs': '8'}], [])
+    """
+    by_key: dict[str, list[str]] = {}
+    problems = []
+    for text in given:
+        key, assigned, listed = text.removeprefix("++").partition("=")
+        values = values_of(listed)
+        if not assigned or not re.fullmatch(r"[A-Za-z_][\w.]*", key) or not all(value.strip() for value in values):
+            problems.append(f"--sweep: expected KEY=VALUE,VALUE, got {text!r}")
+        elif key in ("model", "task"):
+            problems.append(f"--sweep: expected a key that training reads, got {key} (each run gets a model folder of its own)")
+        elif key in by_key or key in overrides:
+            other = "--sweep" if key in by_key else f"++{key}"
+            problems.append(f"--sweep: expected each key once, got {key} in {other}, too")
+        elif len(set(values)) < len(values):
+            problems.append(f"--sweep: expected different values, got {text!r}")
+        else:
+            by_key[key] = values
+    return [dict(zip(by_key, chosen, strict=True)) for chosen in itertools.product(*by_key.values())], problems
+
+
+def model_of(model: str, run: Mapping[str, str]) -> str:
+    """The `model` of a run: in a folder beside that of the config, named by the run's values.
+
+    >>> model_of("exp/g2p/model", {"learning_rate": "0.1", "optimizer": "{'class':'sgd'}"})
+    'exp/g2p/learning_rate=0.1,optimizer=class_sgd/model'
+    """
+    plain = {key: re.sub(r"[^\w.+-]+", "_", value).strip("_") for key, value in run.items()}
+    name = ",".join(f"{key}={value}" for key, value in plain.items())
+    return str(Path(model).parent / name / Path(model).name)
+
+
+def folder_problems(models: Sequence[str]) -> list[str]:
+    """Problems with the folders of runs: two runs in one would continue each other's training."""
+    names = [Path(model).parent.name for model in models]
+    problems = [f"--sweep: expected values of which folders can be named, got {name!r} twice" for name in _repeated(names)]
+    long = [name for name in names if len(name) > LONGEST]
+    return problems + [f"--sweep: expected names of folders of at most {LONGEST} characters, got {name!r}" for name in long[:1]]
+
+
+def _repeated(names: Sequence[str]) -> list[str]:
+    return [name for name in dict.fromkeys(names) if names.count(name) > 1]
+
+
+def scheduler_problems(scheduler: str, launcher: str, requeue: bool, max_restarts: int) -> list[str]:
+    """Problems with what a scheduler cannot do with an array of jobs."""
+    if scheduler not in INDEX:
+        return [
+            f"--sweep: expected a scheduler with job arrays ({', '.join(INDEX)}), got {scheduler} (a loop over hvdtrain.train in "
+            "Python does it, docs/python_api.md)"
+        ]
+    if scheduler == "kubernetes" and launcher != "python":
+        return [
+            f"--sweep: expected one rank for each run on kubernetes, whose indexed Jobs have no {launcher}, got several "
+            "(++ngpu N starts ranks within a pod)"
+        ]
+    if scheduler == "pbs" and requeue:
+        return ["--sweep: expected --no-requeue with pbs, where a job of an array cannot submit itself again, got none"]
+    if max_restarts:
+        return [f"--sweep: expected no --max-restarts, got {max_restarts}"]
+    return []
+
+
+def case_lines(scheduler: str, runs: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of shell that set the array $sweep to the arguments of the run that this job is."""
+    variable, first = INDEX[scheduler]
+    lines = [f'case "${{{variable}:-}}" in  # the run of the sweep']
+    lines += [f"    {number}) sweep=({shlex.join(run)}) ;;" for number, run in enumerate(runs, start=first)]
+    last = first + len(runs) - 1
+    lines += [
+        f"    *) echo \"{variable}: expected a number from {first} to {last}, got '${{{variable}:-}}'\" >&2; exit 2 ;;",
+        "esac",
+    ]
+    return lines

@@ -1,0 +1,248 @@
+"""Values that mean off, default or another key's value in RETURNN, and that hvdtrain takes as RETURNN does."""
+
+import ast
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from launching import ROOT
+
+from hvdtrain.config.missing import import_failure
+from hvdtrain.errors import CheckpointError, ConfigError
+from hvdtrain.returnn_layer.names import ALIASES, NO_OPS, UNSUPPORTED
+from hvdtrain.returnn_layer.values import OFF, is_off, understood
+from hvdtrain.run import train
+from hvdtrain.settings import BOOLEAN_KEYS, Settings, all_keys, read_settings
+from hvdtrain.tasks.tasks import forward_all
+
+CONFIG = """
+import torch
+import returnn.frontend as rf
+train = {"class": "Task12AXDataset", "num_seqs": 4}
+extern_data = {"data": {"dim": 9}, "classes": {"dim": 2, "sparse": True, "available_for_inference": False}}
+model, learning_rate, num_epochs, max_seqs, num_threads = MODEL, 0.1, 1, 4, 1
+def get_model(**_):
+    return torch.nn.Linear(9, 2)
+def train_step(*, model, extern_data, **_):
+    rf.get_run_ctx().mark_as_loss(model(extern_data["data"].raw_tensor).square().sum(), "some")
+"""
+
+
+def settings(folder: Path, more: str = "", **overrides: str) -> Settings:
+    (folder / "my.config").write_text(CONFIG.replace("MODEL", repr(str(folder / "model"))) + more)
+    return read_settings([folder / "my.config"], overrides)
+
+
+def tool() -> ModuleType:
+    """tools/returnn_keys.py."""
+    spec = importlib.util.spec_from_file_location("returnn_keys", ROOT / "tools" / "returnn_keys.py")
+    assert spec is not None
+    assert spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made
+
+
+def test_the_page_is_that_of_the_installed_returnn() -> None:
+    """All but a few lines, as another version may be installed; those of hvdtrain's own keys are as the code says now."""
+    page = (ROOT / "docs" / "returnn_keys.md").read_text().splitlines()
+    now = tool().page().splitlines()
+    assert len(set(page) ^ set(now)) < 40
+    assert len(now) > 250
+    own = {line.split("|")[1]: line.split("|")[3:] for line in now if line.startswith("| `")}
+    for line in page:
+        if line.startswith("| `") and line.split("|")[1] in own:
+            assert line.split("|")[3:] == own[line.split("|")[1]], "tools/returnn_keys.py --page > docs/returnn_keys.md"
+
+
+def rejected(folder: Path, name: str, value: Any) -> list[str]:
+    """The problems of a config in which a key has a value, in a form for RETURNN."""
+    text = f"{name} = float('inf')\n" if value == float("inf") else f"{name} = {value!r}\n"
+    try:
+        settings(folder, text)
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
+@pytest.mark.parametrize("name", sorted(OFF))
+def test_every_value_that_means_off_is_taken(tmp_path: Path, name: str) -> None:
+    for value in OFF[name][0]:
+        assert rejected(tmp_path, name, value) == [], value
+
+
+NOT_TRIED = {"backend", "batch_size", "cache_size", "device", "log", "max_seqs", "model", "optimizer", "random_seed", "train"}
+"""Keys that a training needs, or whose defaults in the source are what RETURNN goes on with, and no values of the key."""
+
+
+def test_returnns_own_defaults_are_taken(tmp_path: Path) -> None:
+    """Those that its source says as constants."""
+    own = ({key.name for key in all_keys()} | set(ALIASES)) - NOT_TRIED
+    tried, refused = 0, {}
+    for name, found in tool().reads().items():
+        for _, default in found if name in own else ():
+            if re.fullmatch(r"'[^']*'|-?[\d.e-]+|None|True|False|\{\}|\[\]", default):
+                tried += 1
+                if problems := rejected(tmp_path, name, ast.literal_eval(default)):
+                    refused[name, default] = problems
+    assert refused == {}
+    assert tried > 50
+
+
+@pytest.mark.parametrize("name", sorted(UNSUPPORTED))
+def test_refused_keys_may_be_off(tmp_path: Path, name: str) -> None:
+    for value in (None, False, 0, 0.0, "", [], {}, "false", "off", "0", *NO_OPS.get(name, ())):
+        assert rejected(tmp_path, name, value) == [], value
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [(True, True), (1, True), ("true", True), ("On", True), (None, False), ("no", False)]
+)
+def test_every_spelling_of_true_and_false(tmp_path: Path, value: Any, expected: bool) -> None:
+    """Of all keys that are true or false."""
+    names = sorted(BOOLEAN_KEYS - {"use_horovod", "deterministic"})
+    assert len(names) > 10
+    text = "".join(f"{name} = {value!r}\n" for name in names)
+    (tmp_path / "all.config").write_text(text)
+    found: list[str] = []
+    try:
+        assert settings(tmp_path, text).log.log_batch_size is expected
+    except ConfigError as error:  # some keys do not go together
+        found = error.problems
+    assert not [problem for problem in found if "True or False" in problem]
+
+
+def test_what_is_not_off() -> None:
+    assert not is_off("gradient_clip", 1e-9)
+    assert not is_off("dev", [])
+    assert not is_off("newbob_learning_rate_decay", 0)
+    assert understood(
+        {"newbob_learning_rate_decay": None, "stop_on_nonfinite_train_score": None}, {}, ["stop_on_nonfinite_train_score"]
+    ) == (
+        {"newbob_learning_rate_decay": 1.0, "stop_on_nonfinite_train_score": False},
+        [],
+    )
+
+
+def test_keys_of_tensorflow_have_no_effect_with_pytorch(tmp_path: Path) -> None:
+    text = "backend = 'torch'\nnetwork, optimizer_epsilon, pretrain = {'output': {}}, 1e-8, 'default'\n"
+    assert set(settings(tmp_path, text).without_effect) == {"network", "optimizer_epsilon", "pretrain"}
+    own = text.replace("backend", "import sys\nbackend")
+    (tmp_path / "own.py").write_text(CONFIG.replace("MODEL", "'m'").replace("import returnn.frontend as rf", "") + own)
+    with pytest.raises(ConfigError) as caught:
+        read_settings([tmp_path / "own.py"], {})
+    assert sorted(problem.partition(":")[0] for problem in caught.value.problems) == ["network", "optimizer_epsilon", "pretrain"]
+
+
+def test_torch_distributed_wins_over_use_horovod(tmp_path: Path) -> None:
+    """i6_core writes both. On the command line, they are a contradiction."""
+    both = "use_horovod, torch_distributed = 'true', {'reduce_type': 'param', 'param_sync_step': 3}\n"
+    made = settings(tmp_path, both)
+    assert not made.reduce.use_horovod
+    assert made.torch_distributed is not None
+    assert made.reduce.horovod_param_sync_step == 3
+    assert any(line.startswith("use_horovod: without effect") for line in made.misspelt)
+    with pytest.raises(ConfigError, match="use_horovod, torch_distributed: expected one of them"):
+        settings(tmp_path, both, use_horovod="1")
+    assert settings(tmp_path, both, torch_distributed="None").reduce.use_horovod
+
+
+FORWARD = """
+task, forward_data = "forward", "dev"
+dev = train
+del train, train_step, learning_rate, num_epochs, model
+def forward_step(*, model, extern_data, **_):
+    rf.get_run_ctx().mark_as_default_output(model(extern_data["data"].raw_tensor))
+class forward_callback:
+    def init(self, *, model):
+        torch.save(model.state_dict(), "seen.pt")
+    def process_seq(self, *, seq_tag, outputs):
+        with open("tags", "a") as file:
+            print(seq_tag, file=file)
+    def finish(self):
+        pass
+"""
+
+
+@pytest.mark.parametrize("key", ["load", "import_model_train_epoch1", "preload_from_files"])
+def test_forward_without_a_model_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    """As i6_core's forward jobs: outputs go to the working folder, and the config says elsewhere which model it is."""
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    weights = torch.nn.Linear(9, 2).state_dict()
+    torch.save({"model": weights, "epoch": 3, "step": 30}, tmp_path / "trained.003.pt")
+    value: Any = str(tmp_path / "trained.003.pt")
+    if key == "preload_from_files":
+        value = {"all": {"filename": value, "checkpoint_key": "model"}}
+    forward_all(settings(tmp_path, FORWARD + f"{key} = {value!r}\n"))
+    assert sorted(path.name for path in Path().iterdir()) == ["seen.pt", "tags"]
+    assert len(Path("tags").read_text().splitlines()) == 4
+    seen = torch.load("seen.pt", weights_only=True)
+    assert all(torch.equal(seen[name], weights[name]) for name in weights)
+
+
+def test_forward_without_any_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match=r"load: expected a trained model, got no file such as forward.001.pt .set load"):
+        forward_all(settings(tmp_path, FORWARD))
+
+
+def test_names_of_eval_datasets(tmp_path: Path) -> None:
+    made = settings(tmp_path, "eval_datasets = {'dev': dict(train), 'devtrain': dict(train)}\n")
+    assert [spec.name for spec in made.datasets] == ["train", "dev", "devtrain"]
+    with pytest.raises(ConfigError, match="eval_datasets.dev: expected either it or the key dev, got both, and two datasets"):
+        settings(tmp_path, "dev, eval_datasets = train, {'dev': {'class': 'Task12AXDataset', 'num_seqs': 9}}\n")
+    with pytest.raises(ConfigError, match="eval_datasets.train: expected a name other than train"):
+        settings(tmp_path, "eval_datasets = {'train': train}\n")
+
+
+def test_a_training_with_what_published_configs_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A measure that no score has, limits of data keys that are not there, arguments of older engines, RETURNN's dummy data."""
+    more = """
+gradient_clip, gradient_clip_global_norm = 0.0, 0
+max_seq_length, min_seq_length = {"words": 3}, {"words": 1}
+learning_rate_control, learning_rate_control_error_measure = "newbob_multi_epoch", "dev_score_ce"
+use_dummy_datasets, train_dummy_dataset_num_seqs = True, 8
+eval_datasets, train = {"dev": 1}, 1
+num_epochs = 2
+def train_step(*, model, extern_data, global_train_step, **_):
+    assert isinstance(global_train_step, int)
+    rf.get_run_ctx().mark_as_loss(model(extern_data["data"].raw_tensor).square().sum(), "ce")
+"""
+    train(settings(tmp_path, more))
+    told = capsys.readouterr().out
+    for name in ("max_seq_length", "min_seq_length"):
+        assert f"{name}: without effect for 'words': the data keys of train are " in told
+    assert "learning_rate_control_error_measure: there is no score 'dev_score_ce', so dev_loss_ce is used" in told
+    assert told.count("there is no score") == 1
+    assert "train: 8 sequences" in told
+
+
+def test_dry_run_writes_nothing(tmp_path: Path) -> None:
+    made = settings(tmp_path, "dry_run = 'true'\ndel model\n")
+    assert made.run.task == "dry_run"
+
+
+def test_code_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which module, who imports it, and where it was looked for."""
+    recipe = tmp_path / "recipe" / "some_recipe"
+    recipe.mkdir(parents=True)
+    (recipe / "__init__.py").write_text("")
+    (recipe / "net.py").write_text("\nfrom some_recipe.parts.layers import Layer\n")
+    (recipe / "older.py").write_text("def first():\n    pass\n")
+    monkeypatch.syspath_prepend(tmp_path / "recipe")
+    for line, expected in {
+        "import some_recipe.net": rf"my.config, line 12: ModuleNotFoundError: No module named 'some_recipe.parts', imported by "
+        rf"{recipe}/net.py, line 2; looked in the package some_recipe: {recipe} .add its folder to PYTHONPATH",
+        "sys.path.append('/not/there')\nimport some_thing_else": "No module named 'some_thing_else', imported by .*/my.config, "
+        "line 13; looked in sys.path: ",
+        "from some_recipe.older import second": rf"cannot import name 'second'.*, imported by .*/my.config, line 12 "
+        rf".that module is {recipe}/older.py: another version",
+    }.items():
+        with pytest.raises(ConfigError, match=expected):
+            settings(tmp_path, f"import sys\n{line}\n")
+    assert import_failure(ImportError("no reason")) == "ImportError: no reason"

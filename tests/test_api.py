@@ -1,0 +1,408 @@
+"""hvdtrain called by another program: `hvdtrain.train(...)` and what belongs to it (api.py)."""
+
+import faulthandler
+import json
+import logging
+import os
+import random
+import re
+import signal
+import sys
+import threading
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import tqdm
+from launching import ROOT, launch
+from torch import nn
+
+import hvdtrain
+from hvdtrain.runtime.interrupt import Stopped
+
+SMALLEST = ROOT / "configs" / "smallest.py"
+
+
+def keys_of(folder: Path, **more: Any) -> dict[str, Any]:
+    """A config of closures, which trains in a fraction of a second."""
+    rng = numpy.random.default_rng(1)
+    sequences = [rng.integers(0, 5, rng.integers(2, 9)) for _ in range(60)]
+
+    def get_model(**_: Any) -> nn.Module:
+        return nn.Sequential(nn.Embedding(5, 8), nn.Dropout(0.1), nn.Linear(8, 5))
+
+    def train_step(*, model: nn.Module, extern_data: Mapping[str, Any], **_: Any) -> None:
+        data = extern_data["data"]
+        scores, targets, mask = model(data.raw_tensor)[:, :-1], data.raw_tensor[:, 1:], data.mask[:, 1:]
+        losses = nn.functional.cross_entropy(scores[mask], targets[mask], reduction="none")
+        hvdtrain.get_run_ctx().mark_as_loss(losses, "ce", use_normalized_loss=True)
+
+    def forward_step(*, model: nn.Module, extern_data: Mapping[str, Any], **_: Any) -> None:
+        data = extern_data["data"]
+        hvdtrain.get_run_ctx().mark_as_default_output(model(data.raw_tensor), seq_lens=data.seq_lens)
+
+    return {
+        "train": sequences[20:],
+        "dev": sequences[:20],
+        "max_seqs": 5,
+        "num_epochs": 2,
+        "learning_rate": 0.01,
+        "num_threads": 1,
+        "model": str(folder / "model"),
+        "get_model": get_model,
+        "train_step": train_step,
+        "forward_step": forward_step,
+        **more,
+    }
+
+
+def lines_of(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line)["scores"] for line in (folder / "scores.jsonl").read_text().splitlines()]
+
+
+def state_of_the_process() -> dict[str, Any]:
+    """What a program would not like to find changed."""
+    log = logging.getLogger("hvdtrain")
+    return {
+        "signals": {number: signal.getsignal(number) for number in signal.valid_signals() if number < signal.SIGRTMIN},
+        "faulthandler": faulthandler.is_enabled(),
+        "threads": set(threading.enumerate()),
+        "handlers": list(logging.getLogger().handlers),
+        "log": (list(log.handlers), log.level, log.propagate, list(log.filters)),
+        "folder": os.getcwd(),
+        "environment": dict(os.environ),
+        "path": list(sys.path),
+        "finders": list(sys.meta_path),
+        "streams": (sys.stdout, sys.stderr),
+        "tqdm": tqdm.tqdm.monitor_interval,
+        "torch": (torch.get_num_threads(), torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()),
+        "generators": (torch.get_rng_state().tolist(), random.getstate(), numpy.random.get_state()[1].tolist()),
+        "children": (Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text()),
+    }
+
+
+def test_the_numbers_are_those_of_the_command_line(tmp_path: Path) -> None:
+    finished = launch(["-m", "hvdtrain", SMALLEST, "++num_epochs", 1, "++model", tmp_path / "cli" / "model"])
+    assert finished.status == 0, finished.err
+    result = hvdtrain.train(SMALLEST, num_epochs=1, model=str(tmp_path / "api" / "model"))
+    assert [record.scores for record in result.history] == lines_of(tmp_path / "cli") == lines_of(tmp_path / "api")
+    assert result.scores == lines_of(tmp_path / "api")[-1]
+    saved = [torch.load(tmp_path / name / "model.001.pt")["model"] for name in ("cli", "api")]
+    assert all(torch.equal(saved[0][name], tensor) for name, tensor in saved[1].items())
+    assert "helpers" not in sys.modules
+
+
+@pytest.mark.parametrize("as_dict", [True, False])
+def test_closures_train_and_leave_the_process_as_it_was(
+    tmp_path: Path, as_dict: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = keys_of(tmp_path, deterministic=True, save_in_background=True)
+    torch.manual_seed(7)
+    before = state_of_the_process()
+    result = hvdtrain.train(keys, num_epochs=3) if as_dict else hvdtrain.train(**keys | {"num_epochs": 3})
+    assert state_of_the_process() == before
+    assert capsys.readouterr() == ("", "")
+    assert [record.epoch for record in result.history] == [1, 2, 3]
+    assert result.history[0].scores["dev_loss_ce"] > result.scores["dev_loss_ce"]
+    assert result.num_epochs == 3
+    assert result.checkpoint == tmp_path / "model.003.pt"
+    saved = torch.load(result.checkpoint)["model"]
+    assert all(torch.equal(saved[name], tensor) for name, tensor in result.model.state_dict().items())
+    assert not result.model.training
+
+
+def test_one_process_trains_twice_with_the_same_numbers_and_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first = hvdtrain.train(keys_of(tmp_path / "a"), num_epochs=1)
+    second = hvdtrain.train(keys_of(tmp_path / "b"))
+    assert second.history[0] == first.history[0]
+    went_on = hvdtrain.train(keys_of(tmp_path / "a"))
+    assert went_on.num_epochs == 1
+    assert went_on.history == second.history
+    assert not caplog.records
+    again = hvdtrain.train(keys_of(tmp_path / "a"))
+    assert (again.num_epochs, again.history) == (0, second.history)
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("WARNING", "Already trained until final epoch 2, nothing to do.")
+    ]
+
+
+def test_the_best_epoch_is_that_of_best_json(tmp_path: Path) -> None:
+    result = hvdtrain.train(keys_of(tmp_path, learning_rates=[0.01, 0.01, 100.0], num_epochs=3))
+    stated = json.loads((tmp_path / "best.json").read_text())
+    assert result.best is not None
+    assert (result.best.epoch, result.best.measure, result.best.score) == (stated["epoch"], "dev_loss_ce", stated["score"])
+    assert result.best.epoch < 3
+    assert result.best.checkpoint == tmp_path / stated["file"]
+    loaded = hvdtrain.load_model(result.best.checkpoint, keys_of(tmp_path))
+    saved = torch.load(tmp_path / stated["file"])["model"]
+    assert all(torch.equal(saved[name], tensor) for name, tensor in loaded.state_dict().items())
+
+
+def test_the_files_of_overfit_batches_are_found(tmp_path: Path) -> None:
+    result = hvdtrain.train(keys_of(tmp_path, overfit_batches=1))
+    assert result.best is not None
+    assert result.best.checkpoint is not None
+    assert result.best.checkpoint.exists()
+    assert result.checkpoint == tmp_path / "overfit" / "model.002.pt"
+
+
+def test_the_model_of_a_moving_average_is_what_was_evaluated(tmp_path: Path) -> None:
+    result = hvdtrain.train(keys_of(tmp_path, ema_decay=0.9))
+    saved = torch.load(result.checkpoint)["model"]
+    assert all(torch.equal(saved[name], tensor) for name, tensor in result.model.state_dict().items())
+
+
+def test_it_logs_as_logging_does(tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]) -> None:
+    caplog.set_level(logging.INFO)
+    hvdtrain.train(keys_of(tmp_path, num_epochs=1, log=str(tmp_path / "train.log")))
+    lines = {record.getMessage().partition(":")[0]: record for record in caplog.records}
+    assert lines["epoch 1 evaluation"].levelname == "INFO"  # scores, which are no errors
+    assert lines["epoch 1 evaluation"].name == "hvdtrain"
+    assert all(record.levelno >= logging.INFO for record in caplog.records)
+    assert "start epoch 1" in (tmp_path / "train.log").read_text()  # of log_verbosity 4
+    assert capsys.readouterr().out == ""
+
+
+def test_evaluate_and_forward(tmp_path: Path) -> None:
+    keys = keys_of(tmp_path)
+    result = hvdtrain.train(keys)
+    assert hvdtrain.evaluate(keys) == {"dev_loss_ce": result.scores["dev_loss_ce"]}
+    first = {"dev_loss_ce": result.history[0].scores["dev_loss_ce"]}
+    assert hvdtrain.evaluate(keys, checkpoint=1) == hvdtrain.evaluate(keys, checkpoint=tmp_path / "model.001.pt") == first
+    best = result.best
+    assert best is not None
+    assert hvdtrain.evaluate(keys, checkpoint="best") == {"dev_loss_ce": best.score}
+    outputs = hvdtrain.forward(keys, forward_data=keys["dev"])
+    assert [tag for tag, _ in outputs] == [f"seq-{number}" for number in range(20)]
+    for (_, output), sequence in zip(outputs, keys["dev"], strict=True):
+        with torch.no_grad():
+            expected = result.model(torch.as_tensor(sequence)[None])[0]
+        assert output["output"] == pytest.approx(expected.numpy(), abs=1e-6)
+    assert hvdtrain.forward(keys, forward_data=keys["dev"], output_file=str(tmp_path / "out.hdf")) == []
+    assert (tmp_path / "out.hdf").exists()
+
+
+def test_a_model_is_loaded_as_its_training_was_started(tmp_path: Path) -> None:
+    config = tmp_path / "config.py"
+    config.write_text(
+        SMALLEST.read_text()
+        .replace("5500", "600")
+        .replace("nn.GRU(32, 64", "nn.GRU(32, size")
+        .replace("nn.Linear(64, 10)", "nn.Linear(size, 10)")
+        .replace("num_threads = 1", "num_threads = 1\nsize = 64")
+    )
+    result = hvdtrain.train(config, num_epochs=1, size=8, model=str(tmp_path / "exp" / "model"))
+    loaded = hvdtrain.load_model(result.checkpoint, config, size=8)
+    assert all(torch.equal(result.model.state_dict()[name], tensor) for name, tensor in loaded.state_dict().items())
+    with pytest.raises(hvdtrain.HvdtrainError, match="expected"):
+        hvdtrain.load_model(result.checkpoint, config)  # another size
+    started = hvdtrain.train(config, num_epochs=1, max_seqs_total=40, model=str(tmp_path / "other" / "model"))
+    loaded = hvdtrain.load_model(started.checkpoint)
+    assert all(torch.equal(started.model.state_dict()[name], tensor) for name, tensor in loaded.state_dict().items())
+    config.write_text(config.read_text().replace("size = 64", "size = 16"))
+    with pytest.raises(hvdtrain.HvdtrainError, match="expected the config that the model was trained with, got another text"):
+        hvdtrain.load_model(started.checkpoint)
+    closures = hvdtrain.train(keys_of(tmp_path / "closures", num_epochs=1))
+    with pytest.raises(hvdtrain.HvdtrainError, match="an object of the program"):
+        hvdtrain.load_model(closures.checkpoint)
+
+
+def test_mistakes_are_told_all_at_once(tmp_path: Path) -> None:
+    with pytest.raises(hvdtrain.ConfigError) as raised:
+        hvdtrain.train(keys_of(tmp_path), num_epoch=3, learning_rate=-1.0, color="red", **{"train.seq_ordering": "random"})
+    assert [problem.partition(":")[0] for problem in raised.value.problems] == [
+        "train.seq_ordering", "num_epoch", "color", "learning_rate"
+    ]  # fmt: skip
+    for ranks in (0, True, "2"):
+        with pytest.raises(hvdtrain.ConfigError, match="ranks: expected a positive number"):
+            hvdtrain.train(keys_of(tmp_path), ranks=ranks)  # type: ignore[arg-type]
+    with pytest.raises(hvdtrain.ConfigError) as raised:
+        hvdtrain.train(keys_of(tmp_path), ranks=2)
+    assert [problem.partition(":")[0] for problem in raised.value.problems] == ["get_model", "train_step", "forward_step"]
+    with pytest.raises(hvdtrain.ConfigError, match="config: expected a config file, several files or a dict of keys, got a int"):
+        hvdtrain.train([SMALLEST, 3])  # type: ignore[list-item]
+    with pytest.raises(hvdtrain.HvdtrainError, match="ranks: expected torch.distributed"):
+        hvdtrain.train(SMALLEST, ranks=2, use_horovod=True)
+
+
+def test_one_job_at_a_time(tmp_path: Path) -> None:
+    keys = keys_of(tmp_path / "outer", num_epochs=1)
+    found = []
+
+    class Nested:
+        def on_train_begin(self, training: Any) -> None:
+            try:
+                hvdtrain.train(keys_of(tmp_path / "inner"))
+            except hvdtrain.HvdtrainError as error:
+                found.append(str(error))
+
+    hvdtrain.train(keys, callbacks=Nested())
+    assert len(found) == 1
+    assert "expected one job at a time in a process" in found[0]
+    assert not (tmp_path / "inner").exists()
+
+
+def test_ctrl_c_is_a_keyboard_interrupt_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    class Interrupts:
+        def on_step_end(self, training: Any) -> None:
+            if training.step == 3:
+                signal.raise_signal(signal.SIGINT)
+
+    before = state_of_the_process()
+    with pytest.raises(KeyboardInterrupt):
+        hvdtrain.train(keys_of(tmp_path), callbacks=Interrupts())
+    assert state_of_the_process() == before
+    assert not list(tmp_path.glob("*.pt"))
+    with pytest.raises(Stopped) as stopped:
+        hvdtrain.train(keys_of(tmp_path), callbacks=Interrupts(), handle_signals=True)
+    assert stopped.value.status == 130
+    assert state_of_the_process() == before
+    assert list(tmp_path.glob("model.*.pt"))
+    whole = hvdtrain.train(keys_of(tmp_path / "whole"))
+    assert hvdtrain.train(keys_of(tmp_path)).history == whole.history
+
+
+def test_an_error_of_a_function_is_raised_as_it_is(tmp_path: Path) -> None:
+    def train_step(**_: Any) -> None:
+        raise ZeroDivisionError("of the program")
+
+    before = state_of_the_process()
+    with pytest.raises(ZeroDivisionError, match="of the program"):
+        hvdtrain.train(keys_of(tmp_path, train_step=train_step))
+    assert state_of_the_process() == before
+
+
+def test_modules_beside_two_configs_are_not_confused(tmp_path: Path) -> None:
+    text = SMALLEST.read_text().replace("5500", "600").replace("import hvdtrain\n", "import hvdtrain\nfrom beside import size\n")
+    for name, size in {"a": 8, "b": 16}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "beside.py").write_text(f"size = {size}\n")
+        (tmp_path / name / "config.py").write_text(text.replace("64", "size"))
+        result = hvdtrain.train(tmp_path / name / "config.py", num_epochs=1, model=str(tmp_path / name / "model"))
+        assert result.model.gru.hidden_size == size
+    assert "beside" not in sys.modules
+
+
+def test_importing_it_is_light() -> None:
+    program = "import sys, hvdtrain; print(sorted({'numpy', 'logging', 'argparse'} & set(sys.modules)), 'train' in dir(hvdtrain))"
+    assert launch(["-c", program]).out == "[] True\n"
+
+
+FAILS = """
+import hvdtrain
+
+def train_step(**_):
+    if hvdtrain.rank() == 1:
+        raise FloatingPointError("of rank 1")
+    plain_step(**_)
+"""
+
+
+@cache
+def small_config(folder: Path) -> Path:
+    path = folder / "config.py"
+    path.write_text(SMALLEST.read_text().replace("5500", "600"))
+    return path
+
+
+def test_ranks_of_their_own_compute_what_the_command_line_does(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    config = small_config(tmp_path)
+    finished = launch(["-m", "hvdtrain", config, "++num_epochs", 1, "++ngpu", 2, "++model", tmp_path / "cli" / "model"])
+    assert finished.status == 0, finished.err
+    before = state_of_the_process()
+    result = hvdtrain.train(config, ranks=2, num_epochs=1, model=str(tmp_path / "api" / "model"))
+    assert state_of_the_process() == before
+    assert [record.scores for record in result.history] == lines_of(tmp_path / "cli") == lines_of(tmp_path / "api")
+    assert result.best is not None
+    assert result.best.checkpoint == result.checkpoint == tmp_path / "api" / "model.001.pt"
+    saved = torch.load(result.checkpoint)["model"]
+    assert all(torch.equal(saved[name], tensor) for name, tensor in result.model.state_dict().items())
+    assert [record.getMessage().split(",")[0] for record in caplog.records if "evaluation" in record.getMessage()]
+
+
+def test_an_error_of_a_rank_is_raised_with_its_traceback(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    config.write_text(config.read_text() + FAILS.replace("\ndef", "\nplain_step = train_step\n\ndef"))
+    before = state_of_the_process()
+    with pytest.raises(FloatingPointError, match="of rank 1") as raised:
+        hvdtrain.train(config, ranks=2, num_epochs=1, model=str(tmp_path / "model"))
+    assert state_of_the_process() == before
+    assert raised.value.__notes__[-1] == "on rank 1 of 2"
+    assert 'in train_step\n    raise FloatingPointError("of rank 1")' in str(raised.value.__cause__)
+
+
+def test_the_examples_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In order, as one program, whose config has less data; the study with Optuna is among them."""
+    text = (ROOT / "docs" / "python_api.md").read_text()
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "smallest.py").write_text(SMALLEST.read_text().replace("5500", "600"))
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    for block in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL):
+        exec(block, names)
+        assert lines_of(tmp_path / "exp" / "a")
+    assert isinstance(names["model"], nn.Module)
+    assert lines_of(tmp_path / "exp" / "two") == [dict(lines_of(tmp_path / "exp" / "two")[0])]
+    assert len(names["study"].trials) == 3
+    for trial in names["study"].trials:
+        scores = [line["dev_loss_ce"] for line in lines_of(tmp_path / "exp" / "study" / str(trial.number))]
+        assert trial.value == min(scores)
+    assert len({trial.value for trial in names["study"].trials}) == 3
+
+
+NOTEBOOK = """
+import sys
+sys.path.insert(0, {tests!r})
+import threading
+from pathlib import Path
+import hvdtrain
+from test_api import keys_of
+result = hvdtrain.train(keys_of(Path({folder!r})), num_epochs=2, log_interval_steps=1, callbacks=Slow())
+print(result.scores, [thread.name for thread in threading.enumerate() if "watchdog" in thread.name])
+"""
+
+
+def test_a_notebook_trains_and_shows_a_bar(tmp_path: Path) -> None:
+    import nbclient
+    import nbformat
+
+    slow = "import time\nclass Slow:\n    def on_step_end(self, training):\n        time.sleep(0.05)"  # bars come after 0.2 s
+    cells = [slow, NOTEBOOK.format(tests=str(ROOT / "tests"), folder=str(tmp_path)), "result.model"]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": tmp_path}}).execute()
+    [shown] = [output for output in notebook.cells[1].outputs if output.output_type == "stream" and output.name == "stdout"]
+    assert "dev_loss_ce" in shown.text
+    bars = [output.data for output in notebook.cells[1].outputs if output.output_type == "display_data"]
+    assert any("application/vnd.jupyter.widget-view+json" in bar for bar in bars)
+    widgets = notebook.metadata.widgets["application/vnd.jupyter.widget-state+json"]["state"]
+    values = [str(widget["state"].get("value")).replace("\u2007", " ") for widget in widgets.values()]
+    assert {"epoch 1: 100%", "epoch 2: 100%"} <= set(values), values
+    assert "Embedding" in str(notebook.cells[2].outputs)
+
+
+PROGRAM = """
+import sys
+import hvdtrain
+
+for name in ("first", "second"):
+    result = hvdtrain.train(sys.argv[1], use_horovod=True, num_epochs=1, model=f"{sys.argv[2]}/{name}/model")
+    loaded = hvdtrain.load_model(result.checkpoint, sys.argv[1], model="other/model")
+    assert all((loaded.state_dict()[name] == tensor).all() for name, tensor in result.model.state_dict().items())
+    print(hvdtrain.rank(), result.scores["dev_loss_ce"], result.checkpoint.name, flush=True)
+"""
+
+
+def test_the_processes_of_mpirun_are_ranks_and_train_twice(tmp_path: Path) -> None:
+    config, program = small_config(tmp_path), tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    finished = launch([program, config, tmp_path], ranks=2)
+    assert finished.status == 0, finished.err
+    first, second = lines_of(tmp_path / "first"), lines_of(tmp_path / "second")
+    assert first == second
+    expected = [f"{rank} {first[-1]['dev_loss_ce']} model.001.pt" for rank in (0, 0, 1, 1)]
+    assert sorted(finished.out.splitlines()) == expected

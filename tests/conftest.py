@@ -25,8 +25,8 @@ from trainings import Trained
 from hvdtrain.config.source import SELDOM
 from hvdtrain.data.hdf.writer import HDFWriter
 
-# torch with CUDA imports triton, which ends in a segmentation fault in a process that has TensorFlow loaded, since both bring LLVM.
-# The other order works. A training loads one framework only, but a worker runs the tests of both.
+# torch with CUDA imports triton, which ends in a segmentation fault in a process that has TensorFlow loaded (triton 3.7 and
+# TensorFlow 2.21). The other order works. A training loads one framework only, but a worker runs the tests of both.
 with contextlib.suppress(ImportError):
     importlib.import_module("triton")
 

@@ -98,7 +98,7 @@ def saves(kills: int, seed: int) -> None:
             while True:  # five steps an epoch
                 step += 1
                 set_all(step)
-                current = EpochProgress(step // 5 + 1, step // 5 * 5) if step % 5 else None
+                current = EpochProgress(step // 5 + 1, step // 5 * 5, position=step % 5) if step % 5 else None
                 saver.save(Progress(step=step, epoch=step // 5, current=current))
 
         step = unfinished = moved = 0

@@ -46,7 +46,12 @@ def headings(document: Path) -> set[str]:
 
 
 def test_every_document_can_be_reached_from_the_readme() -> None:
-    assert {path.name for path in (ROOT / "docs").glob("*.md")} <= set(re.findall(r"\(docs/([\w.]+)\)", README))
+    reached, new = set[str](), set(re.findall(r"\(docs/([\w.]+)\)", README))
+    while new:
+        reached |= new
+        texts = [(ROOT / "docs" / name).read_text() for name in new if name.endswith(".md")]
+        new = {name for text in texts for name in re.findall(r"\(([\w]+\.md)(?:#[\w-]*)?\)", text)} - reached
+    assert {path.name for path in (ROOT / "docs").glob("*.md")} <= reached
 
 
 def test_the_readme_shows_the_smallest_config() -> None:

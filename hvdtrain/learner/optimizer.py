@@ -137,7 +137,7 @@ class DecayRule:
     classes: tuple[type, ...]
     names: frozenset[str] = frozenset()
     include: Callable[..., bool | None] | None = None
-    biases: str = r"bias$|(^|[._])bias_[^.]*$"  # also nn.LSTM's bias_ih_l0 and bias_hh_l1_reverse
+    biases: str = r"bias$|(^|\.)bias_(ih|hh|k|v)[^.]*$"  # also nn.LSTM's bias_ih_l0 and bias_hh_l1_reverse
 
     def decays(self, module: Any, full_name: str, parameter: Any) -> bool:
         """Whether a module's parameter decays. Raises: ConfigError, if the config's function returns something else than a bool

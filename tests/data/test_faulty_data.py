@@ -157,6 +157,8 @@ def test_faults_of_data_of_the_configs_own(tmp_path: Path) -> None:
         if form in FOUND and fault in ("shorter", "longer", "empty"):
             continue  # the lengths are those that are found: this would be other data, not a fault
         place, times = numbers.randrange(10), numbers.choice([0, 0, 1, 2])
+        if (form, fault, times) == ("iterator", "stop", 0):
+            continue  # the end of the data by Python's own rule, the same in every epoch
         if form not in expected:
             expected[form] = outcome(tmp_path, f"{form} as it is", [form, "none", -1, 0])
             assert isinstance(expected[form], list), expected[form]

@@ -131,6 +131,6 @@ def test_groups_follow_a_function_and_what_is_left_is_a_group() -> None:
 
 
 def test_a_number_that_is_none_is_told(corpus: Path, tmp_path: Path) -> None:
-    finished = hvdtrain(TOY, {"corpus": corpus, "model": tmp_path / "model", "accum_grad_multiple_step": 0})
+    finished = hvdtrain(TOY, {"corpus": corpus, "model": tmp_path / "model", "accum_grad_multiple_step": -1})
     assert finished.status == 2
-    assert "accum_grad_multiple_step: expected a positive number, got 0" in finished.err
+    assert "accum_grad_multiple_step: expected a positive number, got -1" in finished.err

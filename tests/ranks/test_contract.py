@@ -175,7 +175,7 @@ def test_evaluation_gives_the_same_numbers_on_any_number_of_ranks(results: Resul
     """To the last bit: with a learning rate of zero the models are the same."""
     one, several = results(run.alone).scores("evaluated")[-1], results(run).scores("evaluated")[-1]
     dev = {name: value for name, value in one.items() if name.startswith("dev_")}
-    assert set(dev) == {"dev_loss_ce", "dev_loss_energy", "dev_loss_first", "dev_loss_fer"}
+    assert set(dev) == {"dev_loss_ce", "dev_loss_energy", "dev_loss_first", "dev_loss_fer", "dev_loss_total"}
     assert dev == {name: several[name] for name in dev}
 
 

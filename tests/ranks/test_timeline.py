@@ -15,7 +15,7 @@ def test_the_key_writes_a_timeline_with_our_names(corpus: Path, tmp_path: Path) 
     assert "%|" not in finished.out + finished.err  # no bar where mpirun's output is no terminal
     assert "\r" not in finished.out
     rows = rows_of(timeline)
-    gradient = rows["grouped_allreduce.gradients.0_1of5"]
+    gradient = rows["grouped_allreduce.gradients.0_1of6"]  # five parameters, and who has a gradient of which
     assert gradient.count("NEGOTIATE_ALLREDUCE") == 20  # once a step
     assert gradient.count("MPI_ALLREDUCE") == 20
     assert "broadcast.initial_parameters.0" in rows

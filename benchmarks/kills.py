@@ -65,13 +65,13 @@ def saves(kills: int, seed: int) -> None:
     from hvdtrain.checkpoint.progress import EpochProgress, Progress
     from hvdtrain.checkpoint.saver import Saver
     from hvdtrain.comm.base import SingleCommunicator
-    from hvdtrain.learner.reduce import GradReduce
+    from hvdtrain.learner.reducer import GradientExchange
     from hvdtrain.learner.torch.state import TorchState
     from hvdtrain.runtime.timer import Timer
 
     torch.set_num_threads(1)  # further threads would not exist in a forked process
     comm = SingleCommunicator()
-    reducer = GradReduce(comm, Timer(), average=False)
+    gradients = GradientExchange(comm, Timer())
     model = torch.nn.Linear(400, 400)
     optimizer = torch.optim.Adam(model.parameters())
     for parameter in model.parameters():

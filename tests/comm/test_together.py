@@ -9,7 +9,7 @@ from thread_ranks import on_ranks
 
 from hvdtrain.comm.base import Communicator, all_reduce, on_rank_zero, run_with_heartbeat, together
 from hvdtrain.errors import DataError, PeerFailure
-from hvdtrain.learner.reduce import GradReduce
+from hvdtrain.learner.reducer import GradientExchange
 from hvdtrain.runtime.timer import Timer
 
 
@@ -94,7 +94,7 @@ def test_who_waits_for_long_work_hears_of_its_progress(monkeypatch: pytest.Monke
 
 def test_what_one_rank_knows_all_agree_on() -> None:
     def work(comm: Communicator) -> str:
-        reducer = GradReduce(comm, Timer(), average=False)
+        gradients = GradientExchange(comm, Timer())
         return reducer.agree("known" if comm.rank == 1 else None)
 
     assert on_ranks(3, work) == ["known"] * 3

@@ -17,7 +17,7 @@ from hvdtrain.data.types import Batch, Padded
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.learner.frameworks import BuildOptions
-from hvdtrain.learner.reduce import GradReduce
+from hvdtrain.learner.reducers import GradReduce
 from hvdtrain.learner.torch.learner import TorchLearner, build_learner
 from hvdtrain.runtime.timer import Timer
 from hvdtrain.settings import read_settings
@@ -135,7 +135,7 @@ def test_several_means_are_not_accumulated_with_it() -> None:
 
     made = learner([], True, two_means)
     with pytest.raises(ConfigError, match="got several losses to accumulate"):
-        made.backward(batch(3, 4), "accumulate")
+        made.backward(batch(3, 4), is_last_microbatch=False)
 
 
 def test_mistakes_are_told_before_training() -> None:

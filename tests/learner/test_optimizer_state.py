@@ -14,7 +14,7 @@ from hvdtrain.data.types import Batch, Padded
 from hvdtrain.errors import CheckpointError, ConfigError
 from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.learner.frameworks import BuildOptions
-from hvdtrain.learner.reduce import ReduceKeys
+from hvdtrain.learner.reducers import ReduceKeys
 from hvdtrain.learner.torch.learner import TorchLearner, build_learner
 from hvdtrain.runtime.log import LogKeys, open_log
 from hvdtrain.runtime.timer import Timer

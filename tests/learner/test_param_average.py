@@ -18,8 +18,8 @@ from hvdtrain.data.types import Batch, Padded
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.learner.frameworks import BuildOptions
-from hvdtrain.learner.reduce import ReduceKeys
 from hvdtrain.learner.reducer import EpochStart, FinishedUpdate, Reducer
+from hvdtrain.learner.reducers import ReduceKeys
 from hvdtrain.learner.torch.learner import build_learner
 from hvdtrain.learner.torch.state import TorchState
 from hvdtrain.runtime.timer import Timer

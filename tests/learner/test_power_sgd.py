@@ -13,8 +13,8 @@ from hvdtrain.checkpoint.progress import EpochProgress, Progress
 from hvdtrain.checkpoint.saver import Saver
 from hvdtrain.comm.base import Communicator, SingleCommunicator
 from hvdtrain.errors import ConfigError
-from hvdtrain.learner.reduce import ReduceKeys
 from hvdtrain.learner.reducer import EpochStart, Reducer
+from hvdtrain.learner.reducers import ReduceKeys
 from hvdtrain.learner.torch.state import TorchState
 from hvdtrain.runtime.timer import Timer
 from hvdtrain.settings import read_settings

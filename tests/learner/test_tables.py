@@ -11,7 +11,7 @@ from hvdtrain.config.check import describe
 from hvdtrain.config.keys import declared
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.frameworks import FRAMEWORKS
-from hvdtrain.learner.reduce import REDUCERS, ReduceKeys
+from hvdtrain.learner.reducers import REDUCERS, ReduceKeys
 from hvdtrain.runtime.timer import Timer
 from hvdtrain.settings import all_keys, read_settings
 

@@ -16,8 +16,8 @@ from hvdtrain.errors import ConfigError
 from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.learner.frameworks import BuildOptions
 from hvdtrain.learner.precision import Precision, ScaleOptions
-from hvdtrain.learner.reduce import ReduceKeys
 from hvdtrain.learner.reducer import EpochStart, FinishedUpdate
+from hvdtrain.learner.reducers import ReduceKeys
 from hvdtrain.learner.torch.learner import TorchLearner, build_learner
 from hvdtrain.runtime.timer import Timer
 from hvdtrain.settings import read_settings

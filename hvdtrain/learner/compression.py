@@ -110,7 +110,7 @@ class GradientCompressor:
         return self._comm.gather_rows(tensors, name=name, narrow=self.narrow)
 
     def begin(self, state: ModelState) -> None:
-        """Called before the first update of an epoch: find what is kept in the state, and drop what another compressor has kept."""
+        """Called before the first update of an epoch: find what this one keeps in the state, and drop what others have kept."""
         state.shared.clear()
         state.own.clear()
 
@@ -140,7 +140,7 @@ class GradientCompressor:
         owners: Sequence[int] | None = None,
         narrow: Narrow | None = None,
     ) -> Any:
-        """Collective. As `Communicator.start`. Counts the bytes: the communicator's own count has those of everybody who uses it."""
+        """Collective. As `Communicator.start`. Counts the bytes here, as others send over the same communicator."""
         before = self._comm.sent
         handle = self._comm.start(tensors, op, name=name, owners=owners, narrow=narrow)
         self.sent += self._comm.sent - before
@@ -148,7 +148,7 @@ class GradientCompressor:
 
 
 def gradient_compressor(comm: Communicator, keys: CompressionKeys) -> GradientCompressor:
-    """The compressor of gradients. They have no gain: the scale of the loss keeps them, and their sum, within the range of float16."""
+    """The compressor of gradients. It has no gain: the scale of the loss keeps their sum within the range of float16."""
     chosen = COMPRESSIONS.get(keys.horovod_compression or "")
     if chosen is None:
         return GradientCompressor(comm)

@@ -1,7 +1,7 @@
 """The frameworks that a config can choose with `backend`. A new one is a folder beside this file and a line in the table.
 
-The folder has `learner.py` with `build_learner(keys, gradient_exchange, options)`, `tensors.py` with `zeros`, `size`, `wait_for` and
-`preserved`, and `inspect.py` with `profiler(on_gpu)`. If devices and threads have to be chosen before anything is computed,
+The folder has `learner.py` with `build_learner(keys, gradient_exchange, options)`, `tensors.py` with `zeros`, `size`, `wait_for`
+and `preserved`, and `inspect.py` with `profiler(on_gpu)`. If devices and threads have to be chosen before anything is computed,
 `learner.py` has `prepare(device, local_rank, threads)`, too. A folder is imported when it is used, as importing a framework
 takes seconds.
 """

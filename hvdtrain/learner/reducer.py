@@ -66,7 +66,7 @@ class GradientExchange:
 
     Args:
         timer: counts the seconds that this rank waits for others.
-        op: counts of loss elements go the same way as gradients: if these are averaged, so are the counts, and both factors cancel.
+        op: also of the counts of loss elements: if both are averaged, the factors cancel.
         compressor: None: gradients are sent as they are.
         steps: of the training, from its first, in which gradients are exchanged; None: in all of them.
 

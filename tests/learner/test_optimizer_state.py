@@ -128,12 +128,12 @@ def train_step(*, model: Model, extern_data: Any, **_: Any) -> None:
 
 
 def learner(comm: Communicator, optimizer: Any, sharded: bool = False, **keys: Any) -> TorchLearner:
-    reducer = ReduceKeys().reducer(comm, Timer())
+    gradients = ReduceKeys().reducer(comm, Timer()).gradients
     options = BuildOptions(
         rank=comm.rank, local_rank=0, threads=1, seed=1, sharded=comm if sharded else None, bucket_bytes=lambda _: 30
     )
     given = LearnerKeys(get_model=lambda **_: Model(), train_step=train_step, optimizer=optimizer, **keys)
-    return build_learner(given, reducer, options)
+    return build_learner(given, gradients, options)
 
 
 def updated(made: TorchLearner, comm: Communicator, first: int, last: int) -> TorchLearner:

@@ -75,7 +75,7 @@ MAX_SPANS = 1000
 
 
 class AsyncCopy:
-    """A copy of a tensor in host memory. The device makes it after the kernels that compute the tensor; the host does not wait."""
+    """A copy of a tensor in host memory, made after the kernels that compute the tensor; the host does not wait."""
 
     def __init__(self, values: torch.Tensor) -> None:
         self._values = values.detach().to("cpu", non_blocking=True)  # into pinned memory; a tensor on the CPU is not copied

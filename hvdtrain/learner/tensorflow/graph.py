@@ -106,7 +106,7 @@ class StepGraphs:
 
     @property
     def are_exchanged(self) -> bool:
-        """Whether gradients are exchanged for the next update. If that changes, graphs are traced anew: they contain the exchange."""
+        """Whether gradients are exchanged for the next update. If that changes, graphs, which contain it, are traced anew."""
         return self._gradient_exchange.is_active
 
     @property

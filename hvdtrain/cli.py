@@ -139,7 +139,7 @@ def complete(words: list[str]) -> int:
 
 def run_config(arguments: list[str]) -> int:
     """Train, or do another task, as the config says; return the exit status."""
-    from hvdtrain.settings import print_config, read_settings  # here, so that build-horovod runs without numpy
+    from hvdtrain.settings import print_config, read_settings, with_datasets  # here, so that build-horovod runs without numpy
 
     started = launch.launch()
     rank = started.rank
@@ -167,6 +167,7 @@ def run_config(arguments: list[str]) -> int:
             return local.run(own, arguments, launch.environment(), restarts(settings))
         if int(launch.environment().get("TORCHELASTIC_RESTART_COUNT") or 0) and (problems := settings.start.restart_problems()):
             raise ConfigError(problems)
+        settings = with_datasets(settings)
     except LaunchError as error:
         return _refuse(str(error)) if error.on_every_rank else _fail(str(error), rank, status=2, everywhere=False)
     except ConfigError as error:

@@ -156,7 +156,7 @@ def _open(settings: Settings, purpose: Purpose, comm: Communicator, watched: Exi
         stack.enter_context(interrupt)
     if purpose != "measure":
         together(comm, lambda: open_log(settings.log, comm.rank, comm.size, settings.process), name="open_log")
-        for message in settings.misspelt:
+        for message in (*settings.misspelt, *settings.misplaced):
             say(2, message)
         if settings.without_effect:
             say(3, f"RETURNN reads from a config, and hvdtrain does not: {', '.join(settings.without_effect)}")

@@ -169,7 +169,9 @@ class Settings:
     without_effect: tuple[str, ...]
     """Names that RETURNN would read from the config, with what to set instead where there is something."""
     misspelt: tuple[str, ...]
-    """Messages about names that look like misspelt keys in a config for RETURNN, which ignores them, or like misplaced ones."""
+    """Messages about names that look like misspelt keys in a config for RETURNN, which ignores them."""
+    outside_datasets: Mapping[str, tuple[Any, str]]
+    """By name, values and origins of keys of a dataset's dict that the config sets at its top level."""
     origins: Mapping[str, str]
     """By key, where its value comes from. Keys with their default value are not listed."""
     texts: Mapping[str, str]
@@ -210,6 +212,16 @@ class Settings:
         if self.step_schedule is not None or self.schedule.dynamic_learning_rate is not None:
             found["num_epochs"] = str(self.run.num_epochs)
         return found
+
+    @property
+    def misplaced(self) -> tuple[str, ...]:
+        """Messages about keys of datasets that are outside of a dataset's dict, unless a dataset has that value, too."""
+        orders = [spec.order for dataset in self.datasets for spec in dataset.all()]
+        return tuple(
+            f'{name} in {origin}: read in the dict of a dataset only, such as train = {{"class": ..., "{name}": ...}}'
+            for name, (value, origin) in self.outside_datasets.items()
+            if not any(getattr(order, name) == value for order in orders)
+        )
 
     @property
     def evaluations(self) -> tuple[DatasetSpec, ...]:
@@ -287,7 +299,7 @@ def check(source: Source, names: list[str]) -> Settings:
         problems += more
     if problems:
         raise ConfigError(problems)
-    derived["misspelt"] += (*remarks, *_misplaced(derived["datasets"], source))
+    derived["misspelt"] += tuple(remarks)
     derived["without_effect"] += ignored
     return Settings(
         **{name: built[kind] for name, kind in SECTIONS_BY_NAME.items()},
@@ -301,6 +313,30 @@ def check(source: Source, names: list[str]) -> Settings:
 def _given(values: Mapping[str, Any], source: Source) -> dict[str, Any]:
     """The values of a config's own names, as they are understood: without those that are off."""
     return {name: values.get(ALIASES.get(name, name)) for name in source.values}
+
+
+def with_datasets(settings: Settings) -> Settings:
+    """Settings to train with: the config's functions that return datasets are called, and these are checked.
+
+    Raises:
+        ConfigError: with all problems of functions and of what they returned.
+    """
+    specs = (*settings.datasets, *(() if settings.forward is None else (settings.forward,)))
+    if all(spec.is_known for spec in specs):
+        return settings
+    from hvdtrain.data.sources import data_with_functions_called  # here, as in _datasets
+
+    more = ("forward_data", "search_data") if settings.forward is not None else ()
+    data, problems = data_with_functions_called(settings.data, ("train", "dev", "eval", *more))
+    values = {type(section): section for section in vars(settings).values() if isinstance(section, Section)}
+    sections, source = Sections({**values, DataKeys: data}), Source({}, dict(settings.origins), ())
+    found: dict[str, Any] = {}
+    for name in ("datasets", "forward"):
+        found[name], wrong = DERIVED[name](sections, source)
+        problems += wrong
+    if problems:
+        raise ConfigError(problems)
+    return replace(settings, **found)
 
 
 def _without_training(values: dict[str, Any]) -> dict[str, Any]:
@@ -402,8 +438,8 @@ def _datasets(sections: Sections, source: Source) -> tuple[tuple[DatasetSpec, ..
     from hvdtrain.data.sources import datasets_of  # here: `--help` lists the keys and takes no numpy, which checking data does
 
     specs, problems = datasets_of(keys)
-    apart = reduce is not None and reduce.horovod_dataset_distribution == "random_seed_offset"
-    if apart and specs and specs[0].name == "train" and not is_random(specs[0].order):
+    apart = specs and specs[0].is_known and reduce is not None and reduce.horovod_dataset_distribution == "random_seed_offset"
+    if apart and specs[0].name == "train" and not is_random(specs[0].order):
         problems.append(
             "horovod_dataset_distribution: expected a random seq_ordering in train for 'random_seed_offset', got "
             f"{specs[0].order.seq_ordering!r} (every rank would train on the same batches)"
@@ -463,6 +499,11 @@ def _function(sections: Sections, source: Source) -> tuple[Callable[[], Any] | N
     return function, []
 
 
+def _outside_datasets(sections: Sections, source: Source) -> tuple[Mapping[str, tuple[Any, str]], list[str]]:
+    names = (key.name for key in declared(OrderKeys))
+    return {name: (source.values[name], source.origins[name]) for name in names if name in source.values}, []
+
+
 def _without_effect(sections: Sections, source: Source) -> tuple[tuple[str, ...], list[str]]:
     return tuple(without_effect(source.values)), []
 
@@ -474,17 +515,6 @@ def _misspelt(sections: Sections, source: Source) -> tuple[tuple[str, ...], list
     return tuple(f"{name} in {source.origins[name]}: {rule} (did you mean {key}?)" for name, key in found.items()), []
 
 
-def _misplaced(datasets: Iterable[DatasetSpec], source: Source) -> tuple[str, ...]:
-    """Messages about keys of datasets that are outside of a dataset's dict, unless a dataset has that value, too."""
-    orders = [spec.order for dataset in datasets for spec in dataset.all()]
-    given = {key.name: source.values[key.name] for key in declared(OrderKeys) if key.name in source.values}
-    return tuple(
-        f'{name} in {source.origins[name]}: read in the dict of a dataset only, such as train = {{"class": ..., "{name}": ...}}'
-        for name, value in given.items()
-        if not any(getattr(order, name) == value for order in orders)
-    )
-
-
 DERIVED: dict[str, Callable[[Sections, Source], tuple[Any, list[str]]]] = {
     "step_schedule": _step_schedule,
     "datasets": _datasets,
@@ -493,6 +523,7 @@ DERIVED: dict[str, Callable[[Sections, Source], tuple[Any, list[str]]]] = {
     "function": _function,
     "without_effect": _without_effect,
     "misspelt": _misspelt,
+    "outside_datasets": _outside_datasets,
 }
 """By attribute of Settings, what makes it of the sections; each returns the value and the problems."""
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import numpy
-
 from hvdtrain.config.keys import declared
 
 WITHOUT_EFFECT_ON_RESULTS = frozenset(
@@ -44,7 +42,7 @@ def noted_keys(sections: Iterable[tuple[str, object]]) -> dict[str, str]:
 
 
 def _text(value: Any) -> str | None:
-    if isinstance(value, numpy.ndarray):
+    if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, dict):
         parts = {str(name): _text(part) for name, part in value.items()}

@@ -30,7 +30,7 @@ from hvdtrain.learner.frameworks import FRAMEWORKS
 from hvdtrain.prove.causes import Case, Probe, causes, checked
 from hvdtrain.prove.compare import Agreement, Record, compare, distance_words, means
 from hvdtrain.prove.training import GlobalBatches, Task, run_task
-from hvdtrain.settings import Settings, read_settings
+from hvdtrain.settings import Settings, read_settings, with_datasets
 
 USAGE = "python -m hvdtrain prove CONFIG [CONFIG ...] [options] [++KEY VALUE ...]"
 
@@ -136,7 +136,7 @@ def parser() -> argparse.ArgumentParser:
 def _on_a_rank(wanted: list[str], file: Path) -> None:
     """Collective. What the command's own ranks do. Raises: HvdtrainError."""
     try:
-        settings = read_settings(*parse_command_line(wanted))
+        settings = with_datasets(read_settings(*parse_command_line(wanted)))
     except ConfigError as error:
         error.on_every_rank = True
         raise
@@ -145,7 +145,7 @@ def _on_a_rank(wanted: list[str], file: Path) -> None:
 
 def job_of(options: argparse.Namespace, wanted: list[str]) -> Job:
     """What the options and the config ask for. Raises: ConfigError, with all problems."""
-    settings = read_settings(*parse_command_line(wanted))
+    settings = with_datasets(read_settings(*parse_command_line(wanted)))
     problems = []
     started = launch.launch()
     if started.launcher is not None:

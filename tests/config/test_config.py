@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 from ast import literal_eval
@@ -30,7 +31,7 @@ from hvdtrain.config.source import (
 from hvdtrain.errors import ConfigError
 from hvdtrain.report.__main__ import parser as report_parser
 from hvdtrain.returnn_layer.names import UNSUPPORTED
-from hvdtrain.settings import DATASET_SECTIONS, Settings, all_keys, effective, read_settings
+from hvdtrain.settings import DATASET_SECTIONS, Settings, all_keys, effective, read_settings, with_datasets
 from hvdtrain.submit.__main__ import parser as submit_parser
 
 MINIMAL = """\
@@ -839,10 +840,45 @@ def test_datasets_that_stand_in_each_others_way(tmp_path: Path) -> None:
     assert "eval_datasets.dev: expected either it or the key dev, got both, and two datasets" in found
 
 
+RAISING = """
+def data():
+    raise RuntimeError("no such disk on the login node")
+def eval():
+    return {"class": "HDFDataset", "file": "b.hdf"}
+train, dev = data, {"class": "CombinedDataset", "datasets": {"a": data}, "data_map": {("a", "data"): "data"}}
+"""
+
+
+def test_functions_for_data_are_called_when_the_data_is_opened(tmp_path: Path) -> None:
+    config = written(tmp_path, MINIMAL + RAISING)
+    shown = run("-m", "hvdtrain", str(config), "--print-config")
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert re.search(r"^train = <function data in config.py> +# config.py$", shown.stdout, re.MULTILINE)
+    submitted = run("-m", "hvdtrain", "submit", str(config), "--scheduler", "slurm", folder=tmp_path)
+    assert submitted.returncode == 0, submitted.stderr
+    trained = run("-m", "hvdtrain", str(config), folder=tmp_path)
+    assert trained.returncode == 2
+    raised = "expected a function that returns a dataset, got RuntimeError: no such disk on the login node (config.py, line "
+    assert f"train: {raised}" in trained.stderr
+    assert f"dev.datasets.a: {raised}" in trained.stderr
+    assert "eval.files: expected" in trained.stderr
+    assert not (tmp_path / "model").exists()
+
+
+def test_what_functions_return_is_checked_before_training(tmp_path: Path) -> None:
+    order = "def train():\n    return {'class': 'HDFDataset', 'files': ['a.hdf'], 'seq_ordering': order, 'partition_epoch': 3}\n"
+    apart = order + "partition_epoch, horovod_dataset_distribution = 3, 'random_seed_offset'\n"
+    made = with_datasets(settings(tmp_path, apart + "order = 'random'\n"))
+    assert (made.train.order.seq_ordering, made.train.files, made.misplaced) == ("random", ("a.hdf",), ())
+    assert callable(made.data.train)
+    with pytest.raises(ConfigError, match="expected a random seq_ordering in train"):
+        with_datasets(settings(tmp_path, apart + "order = 'sorted'\n"))
+
+
 def test_keys_of_a_dataset_outside_of_its_dict_are_told(tmp_path: Path) -> None:
     used = "partition_epoch = 3\ntrain = {'class': 'HDFDataset', 'files': ['a.hdf'], 'partition_epoch': partition_epoch}\n"
-    assert settings(tmp_path, used).misspelt == ()
-    assert settings(tmp_path, "seq_ordering = 'random'\n").misspelt == (
+    assert settings(tmp_path, used).misplaced == ()
+    assert settings(tmp_path, "seq_ordering = 'random'\n").misplaced == (
         'seq_ordering in config.py: read in the dict of a dataset only, such as train = {"class": ..., "seq_ordering": ...}',
     )
 

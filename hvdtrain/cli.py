@@ -128,10 +128,10 @@ def complete(words: list[str]) -> int:
         module = importlib.import_module(COMMANDS[words[0]][1])
         parser = module.parser() if hasattr(module, "parser") else argparse.ArgumentParser()
     else:
-        from hvdtrain.settings import DATASET_SECTIONS, DICTS, all_keys
+        from hvdtrain.settings import DATASET_SECTIONS, DICTS, all_keys, entries_of
 
         of_datasets = [each for section in DATASET_SECTIONS for each in declared(section)]
-        entries = {name: list(declared(section)) for name, section in DICTS.items()} | dict.fromkeys(DATASETS, of_datasets)
+        entries = {name: entries_of(name) for name in DICTS} | dict.fromkeys(DATASETS, of_datasets)
         parser = completion.training_parser(words, all_keys(), entries, COMMANDS, OPTIONS)
     completion.answer(parser)
     return 0
@@ -272,7 +272,7 @@ def help_text() -> str:
 def _section_lines(section: type) -> list[str]:
     lines = ["", f"  {(section.__doc__ or '').splitlines()[0]}"]
     for key in declared(section):
-        lines += [f"    {key.name}", f"        {key.doc}", f"        ({describe(key)})"]
+        lines += [f"    {', '.join(key.names)}", f"        {key.doc}", f"        ({describe(key)})"]
     return lines
 
 

@@ -391,7 +391,7 @@ def open_some(
 
     def feed(spec: DatasetSpec) -> Feed:
         training = spec is settings.train
-        distribution = settings.reduce.horovod_dataset_distribution if training else "shard"
+        distribution = settings.reduce.dataset_distribution if training else "shard"
         batch_keys = settings.batch.of_each_of(comm.size)
         batch_keys = batch_keys.of_training() if training else batch_keys.of_evaluation()
         size = budgets.get(spec.name, sizes[2]) if spec.cache_byte_size is None else spec.cache_byte_size

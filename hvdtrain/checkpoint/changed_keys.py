@@ -33,7 +33,7 @@ def noted_keys(sections: Iterable[tuple[str, object]]) -> dict[str, str]:
     """
     skipped = WITHOUT_EFFECT_ON_RESULTS | BY_THE_OPTIMIZER
     found = {
-        f"{prefix}{each.name}": _text(getattr(section, each.name))
+        f"{prefix}{each.name}": _text(getattr(section, each.field))
         for prefix, section in sections
         for each in declared(type(section))
         if each.name not in skipped

@@ -46,21 +46,25 @@ COMPRESSIONS = {
 }
 """By the value of the key `horovod_compression`."""
 
-compression = one_of(COMPRESSIONS)
-
 
 @dataclass(frozen=True, kw_only=True)
 class WireKeys(Section):
     """What is sent in how many bits."""
 
-    horovod_compression: str | None = key(
+    compression: str | None = key(
         None,
         "send gradients, or with 'param' the changes of the parameters since the last sync, in 16 bits: 'fp16', or, with "
         "torch.distributed, 'bf16'; counts and integers stay exact. 'powersgd', with PyTorch: send gradients as products of thin "
         "matrices",
-        compression,
+        one_of(COMPRESSIONS),
+        names=("horovod_compression", "torch_distributed.compression"),
     )
-    horovod_compression_rank: int = key(4, "powersgd: the number of columns of these matrices", positive)
+    compression_rank: int = key(
+        4,
+        "powersgd: the number of columns of these matrices",
+        positive,
+        names=("horovod_compression_rank", "torch_distributed.compression_rank"),
+    )
 
 
 @dataclass(frozen=True)
@@ -138,20 +142,20 @@ class Wire:
 
 def gradient_wire(comm: Communicator, keys: WireKeys) -> Wire:
     """The wire for gradients. They have no gain: the scale of the loss keeps them, and their sum, within the range of float16."""
-    chosen = COMPRESSIONS.get(keys.horovod_compression or "")
+    chosen = COMPRESSIONS.get(keys.compression or "")
     if chosen is None:
         return Wire(comm)
     if chosen.wire is None:
         return Wire(comm, chosen.narrow)
     module, name = chosen.wire
-    wire: Wire = getattr(importlib.import_module(module), name)(comm, keys.horovod_compression_rank)
+    wire: Wire = getattr(importlib.import_module(module), name)(comm, keys.compression_rank)
     return wire
 
 
 def change_wire(comm: Communicator, keys: WireKeys) -> Wire:
     """The wire for changes of parameters, which are averaged. It has a type of 16 bits or not; with one, parameters themselves
     would lose what they learn: a step is often smaller than their rounding."""
-    chosen = COMPRESSIONS.get(keys.horovod_compression or "")
+    chosen = COMPRESSIONS.get(keys.compression or "")
     if chosen is None or comm.size == 1:
         return Wire(comm)
     ranks = 1 << (comm.size - 1).bit_length()  # the sum over the ranks, from which the average is made, has to fit, too

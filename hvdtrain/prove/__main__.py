@@ -260,8 +260,8 @@ def keys_for(run: Run, settings: Settings) -> dict[str, str]:
     """The overrides with which a config trains in a run, whatever processes it asks for itself."""
     keys = {"use_horovod": str(run.transport == "horovod"), "torch_distributed": "None"}
     if run.transport == "torch":
-        entries = {} if settings.torch_distributed is None else asdict(settings.torch_distributed)
-        kept = {name: value for name, value in entries.items() if value is not None and name not in OF_OTHER_PROCESSES}
+        entries = settings.reduce.torch_distributed or {}
+        kept = {name: value for name, value in entries.items() if name not in OF_OTHER_PROCESSES}
         keys["torch_distributed"] = repr(kept)
     for field in fields(LaunchKeys):
         if getattr(settings.launch, field.name) != field.default:
@@ -306,7 +306,7 @@ def not_covered(job: Job, first: Record, batches: GlobalBatches) -> str:
         parts.append("the end of the epoch and a resume (--steps 2 or more)")
     if not job.dropout:
         parts.append("dropout")
-    if job.settings.reduce.horovod_dataset_distribution != "shard":
+    if job.settings.reduce.dataset_distribution != "shard":
         parts.append("orders of each rank's own")
     return ", ".join(
         [

@@ -25,7 +25,7 @@ from hvdtrain.runtime.interrupt import BY_CTRL_C, TO_BE_CONTINUED, Stopped
 from hvdtrain.runtime.log import say
 from hvdtrain.runtime.scores import Scores, of_dataset
 from hvdtrain.schedule.history import EpochRecord
-from hvdtrain.schedule.measure import complete_history, minimized_in, with_totals
+from hvdtrain.schedule.measure import complete_history, exploded_lines, minimized_in, with_totals
 from hvdtrain.session import Session
 from hvdtrain.training.account import Account
 from hvdtrain.training.agreement import INTERVAL, INTERVAL_APART, Ballot, Wishes, completed_share, plan_together
@@ -203,6 +203,8 @@ class Engine:
         report = replace(report, seconds=self._seconds(started))  # now with the seconds of saving
         for level, line in report.lines([feed.name for feed in self._evaluations]):
             say(level, line)
+        for line in exploded_lines(progress.history, of_dataset("train", current.initial), learning_rate):
+            say(2, line)
         for reporter in self._reporters.epochs:
             reporter.epoch(report)
         if REPORTS in self._told:
@@ -245,7 +247,7 @@ class Engine:
                 begun = epoch_continuous()
                 for done in group:
                     batch = self._next(batches, current)
-                    with self._timer.span("compute"), naming(batch):
+                    with self._timer.span("compute"), naming(batch, self._train.source):
                         self._learner.backward(batch, "update" if done == group[-1] else "accumulate")
                         if done == group[-1]:
                             rate = self._rates.of_step(progress.step, begun, epoch_rate)
@@ -488,6 +490,8 @@ class Engine:
         self._not_finite += self._learner.meter.take_not_finite()
         used = None if self._account is None else self._account.take(current.position)
         gathered = self._comm.gather((own, bool(self._not_finite), used), name="train_scores")
+        if not current.scores.counts():
+            current.initial = Scores.merged(scores for scores, *_ in gathered).first()
         current.scores = Scores.merged([current.scores, *(scores for scores, *_ in gathered)]).compact()
         if self._pace.finite and any(broken for _, broken, _ in gathered):
             raise self._not_finite_error(current)

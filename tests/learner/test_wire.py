@@ -262,8 +262,8 @@ def test_what_a_config_gets_wrong_is_told_before_training(tmp_path: Path) -> Non
         f"{where} 'fp16' or 'powersgd' with use_horovod, got 'bf16' (Horovod has no such type; torch_distributed has)"
     ]
     assert problems(tmp_path, "torch_distributed = {'compression': 'fp16'}\ngrad_scaler = None\n") == [
-        "grad_scaler: expected 'auto' or a dict with torch_distributed.compression = 'fp16', got None (a gradient too large for a "
-        "message would make the model infinite; num_allowed_consec_invalid_gradient_steps would skip it)"
+        "grad_scaler: expected 'auto' or a dict with torch_distributed.compression = 'fp16', got None (a gradient too large for "
+        "a message would make the model infinite; num_allowed_consec_invalid_gradient_steps would skip it)"
     ]
 
 

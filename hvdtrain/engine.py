@@ -114,13 +114,14 @@ class Engine:
         self._callbacks = Callbacks() if callbacks is None else callbacks
         self._told: set[str] = set()  # the events of callbacks, and REPORTS, that any rank has
         self._training = Training(session.comm, session.learner, session.progress)  # what the callbacks see
-        interval = INTERVAL if session.reducer.meets_every_update else INTERVAL_APART
+        interval = INTERVAL if session.reducer.gradients.steps is None else INTERVAL_APART
         self._ballot = Ballot(session.comm, session.learner.numbers, interval)
         self._tally = Tally(session.learner.meter)  # this rank's scores that the ranks have not gathered yet
         self._account: Account | None = None  # of the batches in these scores, within an epoch
         self._not_finite: list[NotFinite] = []
         self._counted_until = 0.0  # the time up to which the epoch's seconds are counted
         self._counted_sync = 0.0  # the seconds of parameter averaging that are counted
+        self._counted_traffic = (0, 0)  # syncs and bytes that an epoch has already
         self._saved_at = time.monotonic()
         self._asked_to_save = False
         self._last_checked_step = session.progress.step  # after which the ranks' wishes were last looked at
@@ -239,7 +240,9 @@ class Engine:
 
         self._step_log.begin(current.epoch, None, rounds, self._elapsed(current), self._listener(plan, current, first_rate))
         self._learner.begin_epoch(current.epoch, progress.step)
-        self._session.reducer.begin_epoch(self._learner.state, self._epoch_start(current, rounds, next_group_size(), first_rate))
+        self._session.reducer.sync.begin_epoch(
+            self._learner.state, self._epoch_start(current, rounds, next_group_size(), first_rate)
+        )
         self._account = Account(self._train, plan, current.position)
         with self._train.read(share, current.epoch, self._learner.staging) as batches:
             for group in groups(rounds, next_group_size):  # the steps of one update
@@ -248,7 +251,7 @@ class Engine:
                 for done in group:
                     batch = self._next(batches, current)
                     with self._timer.span("compute"), naming(batch, self._train.source):
-                        self._learner.backward(batch, "update" if done == group[-1] else "accumulate")
+                        self._learner.backward(batch, is_last_microbatch=done == group[-1])
                         if done == group[-1]:
                             rate = self._rates.of_step(progress.step, begun, epoch_rate)
                             self._learner.update(rate)
@@ -261,9 +264,9 @@ class Engine:
                     self._callbacks.tell("on_step_end", self._training)
                 ranks_with_batch = sum(count > group[0] for count in counts)  # who has any has one in the group's first step
                 update = FinishedUpdate(len(share) > group[0], ranks_with_batch, progress.step, rate or 0.0)
-                self._session.reducer.after_update(self._learner.state, update)
+                self._session.reducer.sync.after_update(self._learner.state, update)
                 self._check(current)
-        self._session.reducer.end_of_epoch(self._learner.state)
+        self._session.reducer.sync.end_of_epoch(self._learner.state)
         self._gather_scores(current)
         self._step_log.finish()
         self._tally = Tally(self._learner.meter)
@@ -485,7 +488,7 @@ class Engine:
             TrainingError: a loss is not a finite number, or too many updates in a row were skipped.
             DataError: the ranks did not train on what was planned.
         """
-        self._learner.settle()
+        self._learner.flush()
         own = self._tally.take_all()
         self._not_finite += self._learner.meter.take_not_finite()
         used = None if self._account is None else self._account.take(current.position)
@@ -504,9 +507,10 @@ class Engine:
 
     def _count(self, current: EpochProgress) -> None:
         """Add the seconds, syncs and bytes since the last time to the epoch's."""
-        syncs, sent = self._session.reducer.take_traffic()
-        current.syncs += syncs
-        current.sent += sent
+        syncs, sent = self._session.reducer.traffic
+        current.syncs += syncs - self._counted_traffic[0]
+        current.sent += sent - self._counted_traffic[1]
+        self._counted_traffic = syncs, sent
         now = time.perf_counter()
         current.elapsed += now - self._counted_until
         self._counted_until = now

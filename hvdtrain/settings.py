@@ -42,7 +42,7 @@ from hvdtrain.learner.frameworks import FRAMEWORKS, Feature
 from hvdtrain.learner.model_format import SAFETENSORS
 from hvdtrain.learner.param_sync import OuterKeys
 from hvdtrain.learner.precision import PrecisionKeys
-from hvdtrain.learner.reduce import ReduceKeys
+from hvdtrain.learner.reducers import ReduceKeys
 from hvdtrain.learner.steps import AccumulationKeys
 from hvdtrain.learner.sync_interval import SyncRuleKeys
 from hvdtrain.report.keys import TrackerKeys

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import numpy
-
 from hvdtrain.config.keys import declared
 
 WITHOUT_EFFECT_ON_RESULTS = frozenset(
@@ -44,6 +42,8 @@ def noted_keys(sections: Iterable[tuple[str, object]]) -> dict[str, str]:
 
 
 def _text(value: Any) -> str | None:
+    import numpy  # not above: `--help` imports this module
+
     if isinstance(value, numpy.ndarray):
         value = value.tolist()
     if isinstance(value, dict):

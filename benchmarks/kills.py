@@ -65,13 +65,13 @@ def saves(kills: int, seed: int) -> None:
     from hvdtrain.checkpoint.progress import EpochProgress, Progress
     from hvdtrain.checkpoint.saver import Saver
     from hvdtrain.comm.base import SingleCommunicator
-    from hvdtrain.learner.reduce import GradReduce
+    from hvdtrain.learner.reducers import ReduceKeys
     from hvdtrain.learner.torch.state import TorchState
     from hvdtrain.runtime.timer import Timer
 
     torch.set_num_threads(1)  # further threads would not exist in a forked process
     comm = SingleCommunicator()
-    reducer = GradReduce(comm, Timer(), average=False)
+    sync = ReduceKeys().reducer(comm, Timer()).sync
     model = torch.nn.Linear(400, 400)
     optimizer = torch.optim.Adam(model.parameters())
     for parameter in model.parameters():
@@ -92,7 +92,7 @@ def saves(kills: int, seed: int) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         checkpoints = CheckpointFolder(folder / "model")
-        saver = Saver(comm, state, reducer, checkpoints, "shard")
+        saver = Saver(comm, state, sync, checkpoints, "shard")
 
         def save_forever(step: int) -> None:
             while True:  # five steps an epoch

@@ -25,7 +25,7 @@ from hvdtrain.runtime.interrupt import BY_CTRL_C, TO_BE_CONTINUED, Stopped
 from hvdtrain.runtime.log import say
 from hvdtrain.runtime.scores import Scores, of_dataset
 from hvdtrain.schedule.history import EpochRecord
-from hvdtrain.schedule.measure import complete_history, minimized_in, with_totals
+from hvdtrain.schedule.measure import complete_history, exploded_lines, minimized_in, with_totals
 from hvdtrain.session import Session
 from hvdtrain.training.account import Account
 from hvdtrain.training.agreement import INTERVAL, INTERVAL_APART, Ballot, Wishes, completed_share, plan_together
@@ -114,13 +114,14 @@ class Engine:
         self._callbacks = Callbacks() if callbacks is None else callbacks
         self._told: set[str] = set()  # the events of callbacks, and REPORTS, that any rank has
         self._training = Training(session.comm, session.learner, session.progress)  # what the callbacks see
-        interval = INTERVAL if session.reducer.meets_every_update else INTERVAL_APART
+        interval = INTERVAL if session.reducer.gradients.steps is None else INTERVAL_APART
         self._ballot = Ballot(session.comm, session.learner.numbers, interval)
         self._tally = Tally(session.learner.meter)  # this rank's scores that the ranks have not gathered yet
         self._account: Account | None = None  # of the batches in these scores, within an epoch
         self._not_finite: list[NotFinite] = []
         self._counted_until = 0.0  # the time up to which the epoch's seconds are counted
         self._counted_sync = 0.0  # the seconds of parameter averaging that are counted
+        self._counted_traffic = (0, 0)  # syncs and bytes that an epoch has already
         self._saved_at = time.monotonic()
         self._asked_to_save = False
         self._last_checked_step = session.progress.step  # after which the ranks' wishes were last looked at
@@ -203,6 +204,8 @@ class Engine:
         report = replace(report, seconds=self._seconds(started))  # now with the seconds of saving
         for level, line in report.lines([feed.name for feed in self._evaluations]):
             say(level, line)
+        for line in exploded_lines(progress.history, of_dataset("train", current.initial), learning_rate):
+            say(2, line)
         for reporter in self._reporters.epochs:
             reporter.epoch(report)
         if REPORTS in self._told:
@@ -237,7 +240,9 @@ class Engine:
 
         self._step_log.begin(current.epoch, None, rounds, self._elapsed(current), self._listener(plan, current, first_rate))
         self._learner.begin_epoch(current.epoch, progress.step)
-        self._session.reducer.begin_epoch(self._learner.state, self._epoch_start(current, rounds, next_group_size(), first_rate))
+        self._session.reducer.sync.begin_epoch(
+            self._learner.state, self._epoch_start(current, rounds, next_group_size(), first_rate)
+        )
         self._account = Account(self._train, plan, current.position)
         with self._train.read(share, current.epoch, self._learner.staging) as batches:
             for group in groups(rounds, next_group_size):  # the steps of one update
@@ -245,8 +250,8 @@ class Engine:
                 begun = epoch_continuous()
                 for done in group:
                     batch = self._next(batches, current)
-                    with self._timer.span("compute"), naming(batch):
-                        self._learner.backward(batch, "update" if done == group[-1] else "accumulate")
+                    with self._timer.span("compute"), naming(batch, self._train.source):
+                        self._learner.backward(batch, is_last_microbatch=done == group[-1])
                         if done == group[-1]:
                             rate = self._rates.of_step(progress.step, begun, epoch_rate)
                             self._learner.update(rate)
@@ -259,9 +264,9 @@ class Engine:
                     self._callbacks.tell("on_step_end", self._training)
                 ranks_with_batch = sum(count > group[0] for count in counts)  # who has any has one in the group's first step
                 update = FinishedUpdate(len(share) > group[0], ranks_with_batch, progress.step, rate or 0.0)
-                self._session.reducer.after_update(self._learner.state, update)
+                self._session.reducer.sync.after_update(self._learner.state, update)
                 self._check(current)
-        self._session.reducer.end_of_epoch(self._learner.state)
+        self._session.reducer.sync.end_of_epoch(self._learner.state)
         self._gather_scores(current)
         self._step_log.finish()
         self._tally = Tally(self._learner.meter)
@@ -483,11 +488,13 @@ class Engine:
             TrainingError: a loss is not a finite number, or too many updates in a row were skipped.
             DataError: the ranks did not train on what was planned.
         """
-        self._learner.settle()
+        self._learner.flush()
         own = self._tally.take_all()
         self._not_finite += self._learner.meter.take_not_finite()
         used = None if self._account is None else self._account.take(current.position)
         gathered = self._comm.gather((own, bool(self._not_finite), used), name="train_scores")
+        if not current.scores.counts():
+            current.initial = Scores.merged(scores for scores, *_ in gathered).first()
         current.scores = Scores.merged([current.scores, *(scores for scores, *_ in gathered)]).compact()
         if self._pace.finite and any(broken for _, broken, _ in gathered):
             raise self._not_finite_error(current)
@@ -500,9 +507,10 @@ class Engine:
 
     def _count(self, current: EpochProgress) -> None:
         """Add the seconds, syncs and bytes since the last time to the epoch's."""
-        syncs, sent = self._session.reducer.take_traffic()
-        current.syncs += syncs
-        current.sent += sent
+        syncs, sent = self._session.reducer.traffic
+        current.syncs += syncs - self._counted_traffic[0]
+        current.sent += sent - self._counted_traffic[1]
+        self._counted_traffic = syncs, sent
         now = time.perf_counter()
         current.elapsed += now - self._counted_until
         self._counted_until = now

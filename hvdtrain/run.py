@@ -29,7 +29,7 @@ from hvdtrain.errors import ConfigError, DataError, HvdtrainError
 from hvdtrain.learner.base import Learner
 from hvdtrain.learner.frameworks import FRAMEWORKS
 from hvdtrain.learner.precision import cpu_lacks_bfloat16
-from hvdtrain.learner.reduce import scale_learning_rate
+from hvdtrain.learner.reducers import scale_learning_rate
 from hvdtrain.learner.steps import rounds_per_update
 from hvdtrain.report.epoch import EpochReport, Reporter
 from hvdtrain.report.json_lines import JsonLines, StepLines, as_json, table, write_summary
@@ -407,7 +407,7 @@ def announce(settings: Settings, session: Session, pace: Pace, hosts: list[Host]
         many = f"{several}" if isinstance(several, int) else "as many as accum_grad_multiple_step says"
         say(4, f"updates: each adds up the gradients of several batches of every rank: {many}")
     if comm.size > 1:
-        say(4, f"ranks: {session.reducer.describe()}")
+        say(4, f"ranks: {session.reducer.description}")
         if told := settings.reduce.without_effect:
             say(2, told)
         if settings.reduce.horovod_scale_lr:

@@ -42,7 +42,7 @@ from hvdtrain.data.sources import OpeningContext, open_dataset
 from hvdtrain.errors import DataError, HvdtrainError, LaunchError, PeerFailure
 from hvdtrain.learner.base import Learner
 from hvdtrain.learner.frameworks import FRAMEWORKS, BuildOptions
-from hvdtrain.learner.reducer import Reducer
+from hvdtrain.learner.reducer import GradientExchange, Reducer
 from hvdtrain.runtime.heartbeats import meet
 from hvdtrain.runtime.interrupt import Interrupt, Stopped
 from hvdtrain.runtime.log import SCREEN, open_log, open_terminal, say
@@ -188,7 +188,7 @@ def _open(settings: Settings, purpose: Purpose, comm: Communicator, watched: Exi
         settings = replace(settings, learner=replace(settings.learner, ema_decay=None))
     timer = Timer()
     reducer = settings.reduce.reducer(comm, timer)
-    learner = together(comm, lambda: build_learner(settings, reducer, comm), name="build_learner")
+    learner = together(comm, lambda: build_learner(settings, reducer.gradients, comm), name="build_learner")
     watchdog.beat("loading and sharing the weights")
     checkpoints = checkpoint_folder(settings)
     higher = settings.scoring.higher_is_better
@@ -199,7 +199,7 @@ def _open(settings: Settings, purpose: Purpose, comm: Communicator, watched: Exi
     saver = Saver(
         comm,
         learner.state,
-        reducer,
+        reducer.sync,
         checkpoints,
         feeds[0].distribution if feeds else "shard",
         cleanup=parse_rule(settings.saving.cleanup_old_models, higher),
@@ -517,7 +517,7 @@ def _limits_by_key(keys: BatchKeys) -> dict[str, list[str]]:
     return {name: list(value) for name, value in values.items() if isinstance(value, dict)}
 
 
-def build_learner(settings: Settings, reducer: Reducer, comm: Communicator) -> Learner:
+def build_learner(settings: Settings, gradient_exchange: GradientExchange, comm: Communicator) -> Learner:
     """The model and the optimizer, in the config's framework. Raises: ConfigError."""
     constant = constant_preloads(settings.start.preload_from_files)
     is_sharded = settings.torch_distributed is not None and settings.torch_distributed.sharded
@@ -534,4 +534,4 @@ def build_learner(settings: Settings, reducer: Reducer, comm: Communicator) -> L
         constants=partial(take_over, constant) if constant else None,
         model_format=settings.saving.checkpoint_format or framework.suffix,
     )
-    return framework.build(settings.learner, reducer, options)
+    return framework.build(settings.learner, gradient_exchange, options)

@@ -37,14 +37,14 @@ from hvdtrain.data.plan.chunk_keys import ChunkKeys
 from hvdtrain.data.plan.order_keys import OrderKeys, is_random
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.base import LearnerKeys
+from hvdtrain.learner.compression import compression
 from hvdtrain.learner.frameworks import FRAMEWORKS, Feature
 from hvdtrain.learner.model_format import SAFETENSORS
 from hvdtrain.learner.param_sync import OuterKeys
 from hvdtrain.learner.precision import PrecisionKeys
-from hvdtrain.learner.reduce import ReduceKeys, reduce_type
+from hvdtrain.learner.reducers import ReduceKeys, reduce_type
 from hvdtrain.learner.steps import AccumulationKeys
 from hvdtrain.learner.sync_interval import SyncRuleKeys
-from hvdtrain.learner.wire import compression
 from hvdtrain.report.keys import TrackerKeys
 from hvdtrain.returnn_layer.adapter import adapted, layer_for_config
 from hvdtrain.returnn_layer.names import ALIASES, BY_VALUES, READ_BY_RETURNN, UNSUPPORTED, is_no_op, without_effect

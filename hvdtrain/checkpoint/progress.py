@@ -39,6 +39,7 @@ class EpochProgress:
         fingerprints: checksums of the epoch's plan, by rank.
         order_version: the `ORDER_VERSION` (`data/plan/order.py`) that the plan was made with.
         made_from: by name, what the plan was made from; empty in checkpoints of before.
+        initial: the losses and errors of the epoch's first batch on the first rank that had one.
     """
 
     epoch: int
@@ -54,6 +55,7 @@ class EpochProgress:
     fingerprints: list[int] = field(default_factory=list)
     order_version: int = ORDER_VERSION
     made_from: dict[str, str] = field(default_factory=dict)
+    initial: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass

@@ -16,7 +16,7 @@ from hvdtrain.comm.base import Communicator, Tensor, on_rank_zero, together
 from hvdtrain.errors import CheckpointError, DamagedCheckpoint
 from hvdtrain.learner.base import NO_MARKS, Kind, State, StatePart
 from hvdtrain.learner.integrity import SAVE_ID, damage, new_save_id
-from hvdtrain.learner.reducer import Reducer
+from hvdtrain.learner.reducer import EpochSync
 from hvdtrain.runtime.log import say
 
 MODEL_KINDS: tuple[Kind, ...] = ("parameters", "frozen", "statistics", "counters")
@@ -58,7 +58,7 @@ class Saver:
         self,
         comm: Communicator,
         state: State,
-        reducer: Reducer,
+        sync: EpochSync,
         checkpoints: CheckpointFolder,
         distribution: Literal["shard", "random_seed_offset"],
         cleanup: CleanupRule | None = None,
@@ -67,7 +67,7 @@ class Saver:
     ) -> None:
         self._comm = comm
         self._state = state
-        self._reducer = reducer
+        self._sync = sync
         self._checkpoints = checkpoints
         self._distribution = distribution
         self._cleanup = cleanup
@@ -84,9 +84,9 @@ class Saver:
         self.finish()
         step = None if progress.current is None else progress.step
         target = self._checkpoints.new(progress.epoch if progress.current is None else progress.current.epoch, step)
-        self._reducer.settle(self._state)
+        self._sync.flush(self._state)
         own = self._own_parts()
-        gathered = self._comm.gather((self._reducer.state(), new_save_id()), name="reducer_state")
+        gathered = self._comm.gather((self._sync.state(), new_save_id()), name="reducer_state")
         marks = {SAVE_ID: gathered[0][1]}
         stored = {
             **progress.state(),
@@ -123,7 +123,7 @@ class Saver:
                 self._writing = self._background.submit(write, self._state.snapshot())
 
         self._state.gather_state()
-        with self._reducer.averaged(self._state):
+        with self._sync.averaged(self._state):
             on_rank_zero(self._comm, start, name="save")
         say(4, f"Save model under {target.model_file}")
         return target
@@ -237,7 +237,7 @@ class Saver:
 
         def restore() -> None:
             try:
-                self._reducer.restore(state, same_ranks)
+                self._sync.restore(state, same_ranks)
             except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
                 raise DamagedCheckpoint(
                     f"{checkpoint.model_file}: expected the state of this config's reducer in 'reducer', got another: {error!r}"
@@ -253,7 +253,7 @@ class Saver:
         """What every rank has to save itself."""
         if self._comm.size == 1:
             return ()
-        return tuple(part for part in self._reducer.differing() if part == "optimizer" or part == "kept" or self._has(part))
+        return tuple(part for part in self._sync.rank_local_state() if part == "optimizer" or part == "kept" or self._has(part))
 
     def _has(self, kind: Kind) -> bool:
         found: list[Tensor] = []

@@ -141,7 +141,7 @@ def check_streams(name: str, streams: Mapping[str, Stream], files: Sequence[str]
     """Compare what a dataset says of its data with `extern_data`. Raises: DataError."""
     for key, wanted in expected.items():
         if key in streams and (misfit := wanted.misfit(streams[key])) is not None:
-            raise DataError(f"{_source(name, files)}: {misfit} in {key!r} (extern_data.{key} says so)")
+            raise DataError(f"{source_of(name, files)}: {misfit} in {key!r} (extern_data.{key} says so)")
 
 
 def check_lengths(name: str, dataset: Dataset) -> None:
@@ -165,8 +165,8 @@ def _keys(names: Mapping[str, Any]) -> str:
     return ", ".join(map(repr, names)) or "nothing"
 
 
-def _source(name: str, files: Sequence[str]) -> str:
-    """The dataset, and its files if it has any."""
+def source_of(name: str, files: Sequence[str]) -> str:
+    """The dataset, and its files if it has any: `train (a.hdf, b.hdf)`."""
     more = f" and {len(files) - 3} more files" if len(files) > 3 else ""
     return f"{name} ({', '.join(files[:3])}{more})" if files else name
 
@@ -250,4 +250,4 @@ class BatchCheck:
         files = list(dict.fromkeys(path for part in self.parts for path in part.files))
         if len(self.parts) == 1 and (file := self.parts[0].file_of(int(batch.indices[row]))) is not None:
             files = [file]
-        return DataError(f"{_source(self.name, files)}: sequence {tag!r}, data key {key!r}: {what}")
+        return DataError(f"{source_of(self.name, files)}: sequence {tag!r}, data key {key!r}: {what}")

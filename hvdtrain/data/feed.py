@@ -21,7 +21,7 @@ from hvdtrain.config.check import did_you_mean
 from hvdtrain.data.combine.cache import Budget, frame_size
 from hvdtrain.data.copies import Copies
 from hvdtrain.data.dataset import Dataset, iterator_ended
-from hvdtrain.data.expected import BatchCheck, Expected
+from hvdtrain.data.expected import BatchCheck, Expected, source_of
 from hvdtrain.data.files import Unchanged, size_text
 from hvdtrain.data.identity import Part
 from hvdtrain.data.plan.batch_keys import BatchKeys
@@ -144,6 +144,11 @@ class Feed:
     only: Plan | None = None
     parts: Sequence[Part] = ()
     expected: Mapping[str, Expected] = field(default_factory=dict)
+
+    @property
+    def source(self) -> str:
+        """Its name, with the files if it has any."""
+        return source_of(self.name, list(dict.fromkeys(path for part in self.parts for path in part.files)))
 
     @property
     def lengths(self) -> Mapping[str, Array]:
@@ -365,15 +370,19 @@ TENSORS = "extern_data[KEY] has raw_tensor (batch, time, ...), seq_lens (batch,)
 
 
 @contextmanager
-def naming(batch: Batch | None) -> Iterator[None]:
-    """Around what the config's functions compute: an exception's traceback ends with a description of the batch, and advice."""
+def naming(batch: Batch | None, source: str = "") -> Iterator[None]:
+    """Around what the config's functions compute: an exception's traceback ends with a description of the batch, and advice.
+
+    Args:
+        source: the dataset and its files, as `Feed.source` has it: what the batch lacks may be missing in a file.
+    """
     try:
         yield
     except HvdtrainError:
         raise
     except Exception as error:
         if batch is not None:
-            error.add_note(batch_text(batch))
+            error.add_note(batch_text(batch) + (f"; of {source}" if source else ""))
             advice = _advice(error, batch)
             if advice is not None:
                 error.add_note(advice)

@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from hvdtrain.data.types import Array, Batch
     from hvdtrain.runtime.scores import Scores
 
-Then = Literal["accumulate", "update"]
-"""What follows a batch's backward pass: the next batch of the same update, or the update."""
-
 Kind = Literal["parameters", "frozen", "statistics", "counters"]
 """The tensors of a model: trainable parameters, parameters that are not trained, floating-point buffers such as BatchNorm's
 running mean, and integer buffers."""
@@ -94,12 +91,12 @@ class Learner(Protocol):
         """Set where training stands: the epoch, counted from 1, and the number of steps done in the whole training."""
         ...
 
-    def backward(self, batch: Batch | None, then: Then = "update") -> None:
+    def backward(self, batch: Batch | None, is_last_microbatch: bool = True) -> None:
         """Compute a batch's gradients and add them to those of the next update. This is one step.
 
         Args:
             batch: this rank's; None if it has none left, which adds zeros.
-            then: 'update' if `update` is called next: gradients may then be sent while the last of them are computed.
+            is_last_microbatch: whether `update` is called next: gradients may then be sent while the last of them are computed.
         """
         ...
 
@@ -108,11 +105,11 @@ class Learner(Protocol):
 
         Raises:
             TrainingError: more updates in a row had gradients that are not finite than the config allows. Where a GPU decides
-                which updates are skipped, this is raised one update late, or by `settle`.
+                which updates are skipped, this is raised one update late, or by `flush`.
         """
         ...
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Wait until it is known which updates were skipped. Called by all ranks at the end of an epoch and before saving.
 
         Raises:

@@ -1,7 +1,7 @@
 """The frameworks that a config can choose with `backend`. A new one is a folder beside this file and a line in the table.
 
-The folder has `learner.py` with `build_learner(keys, reducer, options)`, `tensors.py` with `zeros`, `size`, `wait_for` and
-`preserved`, and `inspect.py` with `profiler(on_gpu)`. If devices and threads have to be chosen before anything is computed,
+The folder has `learner.py` with `build_learner(keys, gradient_exchange, options)`, `tensors.py` with `zeros`, `size`, `wait_for`
+and `preserved`, and `inspect.py` with `profiler(on_gpu)`. If devices and threads have to be chosen before anything is computed,
 `learner.py` has `prepare(device, local_rank, threads)`, too. A folder is imported when it is used, as importing a framework
 takes seconds.
 """
@@ -20,7 +20,7 @@ from hvdtrain.learner.precision import FLOAT32, Precision
 
 if TYPE_CHECKING:
     from hvdtrain.learner.base import Learner, LearnerKeys, PreloadFunction, Profiler
-    from hvdtrain.learner.reducer import Reducer
+    from hvdtrain.learner.reducer import GradientExchange
 
 Feature = Literal["torch.distributed", "constant parameters", "powersgd"]
 """What only some frameworks can do and no single key asks for: torch.distributed is also used with `ngpu`; constant parameters
@@ -82,10 +82,10 @@ class Framework:
         made: Callable[[], AbstractContextManager[None]] = self._module("tensors").preserved
         return made()
 
-    def build(self, keys: LearnerKeys, reducer: Reducer, options: BuildOptions) -> Learner:
+    def build(self, keys: LearnerKeys, gradient_exchange: GradientExchange, options: BuildOptions) -> Learner:
         """Build the config's model and optimizer. Raises: ConfigError."""
-        build_learner: Callable[[LearnerKeys, Reducer, BuildOptions], Learner] = self._module("learner").build_learner
-        return build_learner(keys, reducer, options)
+        build_learner: Callable[[LearnerKeys, GradientExchange, BuildOptions], Learner] = self._module("learner").build_learner
+        return build_learner(keys, gradient_exchange, options)
 
     def profiler(self, on_gpu: bool) -> Profiler:
         """A profiler of this process's steps."""

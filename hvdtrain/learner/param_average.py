@@ -6,36 +6,34 @@ docs/communication.md describes all of it for users.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
-from hvdtrain.comm.base import Communicator, Tensor
+from hvdtrain.comm.base import Communicator
 from hvdtrain.config.keys import ALONE, Sections, key, not_negative, positive
 from hvdtrain.learner.base import Kind, LearnerKeys, ModelState, StatePart
-from hvdtrain.learner.param_sync import ANCHOR, OuterOptimizer, ParamSync, Part, make_outer
+from hvdtrain.learner.compression import CompressionKeys, GradientCompressor, change_compressor
+from hvdtrain.learner.param_sync import ANCHOR, OuterOptimizer, ParamSync, SyncBucket, make_outer
 from hvdtrain.learner.reducer import (
     Average,
     EpochStart,
     FinishedUpdate,
+    GradientExchange,
     Numbers,
-    Traffic,
+    Reducer,
     UpdateCounts,
     average,
     average_buffers,
     averaged,
 )
 from hvdtrain.learner.sync_interval import NEVER, EveryUpdates, SyncInterval, make_interval
-from hvdtrain.learner.wire import Sent, Wire, WireKeys, change_wire
 from hvdtrain.runtime.log import say
 from hvdtrain.runtime.timer import Timer
 
-T = TypeVar("T")
-
 
 @dataclass(frozen=True, kw_only=True)
-class ParamAverageKeys(WireKeys):
+class ParamAverageKeys(CompressionKeys):
     """Averaging parameters."""
 
     horovod_param_sync_step: int = key(
@@ -110,12 +108,10 @@ class ParamAverage:
         outer: what makes the new model of the average; None: it is the average.
         delay: the number of updates until an average is applied; 0: training waits for it.
         parts: the number of parts of the model.
-        wire: in what form parameters travel; in 16 bits, it is their changes since the last sync. None: as they are.
+        compressor: in 16 bits, it gets the changes of the parameters since the last sync. None: parameters are sent as they are.
     """
 
     keys = ParamAverageKeys
-    updates_without_batch = False
-    meets_every_update = False
 
     def __init__(
         self,
@@ -125,54 +121,44 @@ class ParamAverage:
         outer: OuterOptimizer | None = None,
         delay: int = 0,
         parts: int = 1,
-        wire: Wire | None = None,
+        compressor: GradientCompressor | None = None,
     ) -> None:
         self._comm = comm
         self._timer = timer
         self._interval = EveryUpdates(interval) if isinstance(interval, int) else interval
         self._outer = outer
         self._delay = delay
-        self._wire = Wire(comm) if wire is None else wire
-        self._traffic = Traffic(self._wire)
-        self._sync = ParamSync(comm, self._traffic, outer, parts, deltas=self._wire.narrow is not None)
+        self._compressor = GradientCompressor(comm) if compressor is None else compressor
+        self._sync = ParamSync(comm, self._compressor, outer, parts, deltas=self._compressor.narrow is not None)
         self._counts = UpdateCounts(comm.size)  # since the ranks' buffers were the same
         self._since = 0  # updates since the last part of the model was sent
         self._next = 0  # the part that is sent next
         self._warned = False
 
     @classmethod
-    def from_keys(cls, keys: ParamAverageKeys, comm: Communicator, timer: Timer) -> ParamAverage:
+    def from_keys(cls, keys: ParamAverageKeys, comm: Communicator, timer: Timer) -> Reducer:
         interval, _ = make_interval(keys.horovod_param_sync_rule, keys.horovod_param_sync_step, keys.horovod_param_sync_time_diff)
         outer, _ = make_outer(keys.horovod_param_outer, comm.size)
         delay, parts = keys.horovod_param_sync_delay, keys.horovod_param_sync_parts
-        return cls(comm, timer, interval, outer, delay, parts, change_wire(comm, keys))
+        sync = cls(comm, timer, interval, outer, delay, parts, change_compressor(comm, keys))
+        return Reducer(GradientExchange(comm, timer, steps=0), sync, sync.describe())
 
     def describe(self) -> str:
-        text = f"parameters are averaged {self._interval.describe()} and at the end of an epoch{self._wire.describe()}"
+        """How often parameters are averaged, and how, for the log."""
+        text = f"parameters are averaged {self._interval.describe()} and at the end of an epoch{self._compressor.describe()}"
         if len(self._sync.parts) > 1:
             text += f", in {len(self._sync.parts)} parts in turn"
         if self._delay:
             text += f", applied {self._delay} updates after they were sent"
         return text if self._outer is None else f"{text}; outer optimizer: {self._outer.describe()}"
 
-    # Gradients stay where they are
+    @property
+    def num_syncs(self) -> int:
+        return self._sync.num_syncs
 
-    def start_gradients(self, gradients: list[Tensor], *, name: str, owners: Sequence[int] | None = None) -> Any:
-        return gradients
-
-    def finish_gradients(self, handle: list[Tensor]) -> list[Tensor]:
-        return handle
-
-    def reduce_rows(self, values: Tensor, indices: Tensor, *, name: str) -> tuple[Tensor, Tensor]:
-        return values, indices
-
-    def waited(self, seconds: float, sent: Sent) -> None:
-        pass  # no step waits for other ranks
-
-    def agree(self, value: T | None) -> T:
-        return value  # type: ignore[return-value]  # only a rank with a batch asks, and it knows
-
-    # Syncs
+    @property
+    def sent(self) -> int:
+        return self._compressor.sent
 
     def begin_epoch(self, state: ModelState, start: EpochStart) -> None:
         self._sync.drop_unknown(state)
@@ -223,12 +209,12 @@ class ParamAverage:
             state.map_tensors("parameters", lambda tensors: self._sync.averaged(state, tensors, left))
             self._finish_sync(state)
 
-    def differing(self) -> tuple[StatePart, ...]:
+    def rank_local_state(self) -> tuple[StatePart, ...]:
         always: tuple[StatePart, ...] = ("optimizer",)  # its state is never averaged
         return ("parameters", "statistics", "counters", *always) if self._counts.updates else always
 
     def averaged(self, state: ModelState) -> AbstractContextManager[None]:
-        """See `Reducer`. Between two syncs this is the plain average: the outer optimizer makes a step at a sync only."""
+        """See `EpochSync`. Between two syncs this is the plain average: the outer optimizer makes a step at a sync only."""
         if not self._counts.updates:
             return nullcontext()
         kinds: dict[Kind, Average] = {
@@ -237,9 +223,9 @@ class ParamAverage:
         }
         return averaged(state, kinds)
 
-    def settle(self, state: ModelState) -> None:
+    def flush(self, state: ModelState) -> None:
         for part in self._sync.parts:
-            self._sync.settle(state, part)
+            self._sync.flush(state, part)
 
     def state(self) -> Numbers:
         parts = [part.state() for part in self._sync.parts]
@@ -262,15 +248,12 @@ class ParamAverage:
                 part.counts.restore(state)
             self._since = self._counts.updates
 
-    def take_traffic(self) -> tuple[int, int]:
-        return self._traffic.take()
-
     @property
     def _is_whole(self) -> bool:
         """Whether a sync makes the whole model the same on all ranks."""
         return self._delay == 0 and len(self._sync.parts) == 1
 
-    def _due(self, learning_rate: float) -> list[Part]:
+    def _due(self, learning_rate: float) -> list[SyncBucket]:
         """The parts to send now: part p after (p + 1) / parts of the updates between two syncs, if nothing of it is under way."""
         between, parts = self._interval.updates(learning_rate), self._sync.parts
         due = []

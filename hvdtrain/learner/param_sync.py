@@ -26,7 +26,8 @@ from hvdtrain.comm.base import Communicator, Tensor, all_reduce, num_bytes
 from hvdtrain.config.check import build, unknown_options
 from hvdtrain.config.keys import Rule, key, positive
 from hvdtrain.learner.base import ModelState
-from hvdtrain.learner.reducer import Numbers, Traffic, UpdateCounts, copies, weighted
+from hvdtrain.learner.compression import GradientCompressor
+from hvdtrain.learner.reducer import Numbers, UpdateCounts, copies, weighted
 
 below_one = Rule("a number from 0 to below 1", lambda value: 0 <= value < 1)
 
@@ -175,7 +176,7 @@ ANCHOR = "anchor"
 """The parameters after the last sync, among the tensors that all ranks share."""
 
 
-class Part:
+class SyncBucket:
     """The part of the model that is synced at once.
 
     Attributes:
@@ -220,17 +221,24 @@ class ParamSync:
 
     Attributes:
         parts: contiguous, and about equal in bytes.
+        num_syncs: syncs so far, each part's on its own.
     """
 
     def __init__(
-        self, comm: Communicator, traffic: Traffic, outer: OuterOptimizer | None, num_parts: int, deltas: bool = False
+        self,
+        comm: Communicator,
+        compressor: GradientCompressor,
+        outer: OuterOptimizer | None,
+        num_parts: int,
+        deltas: bool = False,
     ) -> None:
         self._comm = comm
-        self._traffic = traffic
+        self._compressor = compressor
+        self.num_syncs = 0
         self._outer = outer
         self._deltas = deltas
         self._moments = () if outer is None else outer.moments
-        self.parts = [Part(number, comm.size) for number in range(num_parts)]
+        self.parts = [SyncBucket(number, comm.size) for number in range(num_parts)]
 
     @property
     def needs_anchor(self) -> bool:
@@ -245,19 +253,19 @@ class ParamSync:
                 state.shared[name] = [tensor * 0 for tensor in tensors]
         return tensors
 
-    def averaged(self, state: ModelState, tensors: list[Tensor], parts: Sequence[Part]) -> list[Tensor]:
+    def averaged(self, state: ModelState, tensors: list[Tensor], parts: Sequence[SyncBucket]) -> list[Tensor]:
         """Collective. Sync some parts at once. What is sent is not copied, if all ranks have the same weight."""
         changed = list(tensors)
         for part in parts:
             own = [tensors[index] for index in self._indices(part, tensors)]
             handle = self._start(state, part, self._message(state, part, own))
             part.counts.reset()
-            new = self._targets(state, part, self._traffic.finish(handle))
+            new = self._targets(state, part, self._compressor.finish(handle))
             for index, target in zip(part.indices, new, strict=True):
                 changed[index] = target
         return changed
 
-    def sent(self, state: ModelState, tensors: list[Tensor], parts: Sequence[Part]) -> list[Tensor]:
+    def sent(self, state: ModelState, tensors: list[Tensor], parts: Sequence[SyncBucket]) -> list[Tensor]:
         """Collective. Send some parts. Changes nothing yet."""
         for part in parts:
             own = copies([tensors[index] for index in self._indices(part, tensors)])
@@ -270,11 +278,11 @@ class ParamSync:
             part.counts.reset()
         return tensors
 
-    def applied(self, state: ModelState, tensors: list[Tensor], parts: Sequence[Part]) -> list[Tensor]:
+    def applied(self, state: ModelState, tensors: list[Tensor], parts: Sequence[SyncBucket]) -> list[Tensor]:
         """Add to some parts what a sync would have changed when they were sent. What was learned since then is kept."""
         changed = list(tensors)
         for part in parts:
-            self.settle(state, part)
+            self.flush(state, part)
             indices = self._indices(part, tensors)
             new, before = self._targets(state, part, state.shared.pop(part.arrived)), state.own.pop(part.sent)
             for index, target, old in zip(indices, new, before, strict=True):
@@ -283,10 +291,10 @@ class ParamSync:
             part.age = -1
         return changed
 
-    def settle(self, state: ModelState, part: Part) -> None:
+    def flush(self, state: ModelState, part: SyncBucket) -> None:
         """Wait for a part that is under way; its average is then among the tensors that all ranks share."""
         if part.handle is not None:
-            state.shared[part.arrived] = self._traffic.finish(part.handle)
+            state.shared[part.arrived] = self._compressor.finish(part.handle)
             part.handle = None
 
     def average_to_save(self, tensors: list[Tensor]) -> list[Tensor]:
@@ -309,20 +317,20 @@ class ParamSync:
             for name in tensors.keys() - known:
                 del tensors[name]
 
-    def _message(self, state: ModelState, part: Part, own: list[Tensor]) -> list[Tensor]:
+    def _message(self, state: ModelState, part: SyncBucket, own: list[Tensor]) -> list[Tensor]:
         """What is averaged: a rank's parameters, or their change since the last sync; times the rank's weight."""
         if self._deltas and ANCHOR in state.shared:
             anchor = state.shared[ANCHOR]
             own = [anchor[index] - tensor for index, tensor in zip(part.indices, own, strict=True)]
         return weighted(own, part.counts.weight())
 
-    def _start(self, state: ModelState, part: Part, message: list[Tensor]) -> Any:
+    def _start(self, state: ModelState, part: SyncBucket, message: list[Tensor]) -> Any:
         """Collective. Start to average what `_message` made. Parameters themselves are never sent in 16 bits."""
-        return self._traffic.start(message, "average", name=self._name(part), exact=ANCHOR not in state.shared)
+        return self._compressor.start(message, "average", name=self._name(part), exact=ANCHOR not in state.shared)
 
-    def _targets(self, state: ModelState, part: Part, arrived: list[Tensor]) -> list[Tensor]:
+    def _targets(self, state: ModelState, part: SyncBucket, arrived: list[Tensor]) -> list[Tensor]:
         """The new parameters of a part, the same on all ranks."""
-        self._traffic.syncs += 1
+        self.num_syncs += 1
         if not self.needs_anchor or ANCHOR not in state.shared:  # the key is new, in the midst of an epoch
             return arrived
         part.steps += 1
@@ -339,7 +347,7 @@ class ParamSync:
             targets.append(target)
         return targets
 
-    def _indices(self, part: Part, tensors: Sequence[Tensor]) -> list[int]:
+    def _indices(self, part: SyncBucket, tensors: Sequence[Tensor]) -> list[int]:
         """The numbers of a part's parameters."""
         if not any(one.indices for one in self.parts):
             whole, done = max(1, num_bytes(tensors)), 0
@@ -350,5 +358,5 @@ class ParamSync:
                 done += size
         return part.indices
 
-    def _name(self, part: Part) -> str:
+    def _name(self, part: SyncBucket) -> str:
         return "average.parameters" + (f".{part.number}" if len(self.parts) > 1 else "")

@@ -1,7 +1,7 @@
-"""What a reducer is, and what several of them need. The table of reducers stands in `reduce.py`.
+"""How the ranks train one model: the contract. The table of reducers is in `reducers.py`.
 
-A reducer decides what the ranks exchange so that they train one model. Gradients go through it on their way from backward to the
-optimizer; after every update it may change the model's tensors. It sees gradients and the model's state, never the learner.
+A reducer has two halves. Its `GradientExchange` gets gradients on their way from backward to the optimizer; its `EpochSync` may
+change the model's tensors after every update and at the end of an epoch. Neither sees the learner.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from hvdtrain.comm.base import Communicator, Op, Tensor, all_reduce
+from hvdtrain.learner.compression import GradientCompressor
 
 if TYPE_CHECKING:
     from hvdtrain.learner.base import Kind, ModelState, StatePart
-    from hvdtrain.learner.wire import Sent, Wire
     from hvdtrain.runtime.timer import Timer
 
 T = TypeVar("T")
@@ -59,53 +59,84 @@ class FinishedUpdate:
     learning_rate: float = 0.0
 
 
-class Reducer(Protocol):
-    """How the ranks train together."""
+class GradientExchange:
+    """Adds up, or averages, gradients over the ranks: `Gradients -> GradientExchange -> GradientCompressor -> Communicator`.
 
-    def describe(self) -> str:
-        """What the ranks exchange and how often, for the log."""
-        ...
+    While it is not active, every rank keeps its own gradients, and no call is collective.
 
-    def start_gradients(self, gradients: list[Tensor], *, name: str, owners: Sequence[int] | None = None) -> Any:
+    Args:
+        timer: counts the seconds that this rank waits for others.
+        op: also of the counts of loss elements: if both are averaged, the factors cancel.
+        compressor: None: gradients are sent as they are.
+        steps: of the training, from its first, in which gradients are exchanged; None: in all of them.
+
+    Attributes:
+        is_active: whether gradients are exchanged for the next update, so that a rank without a batch applies it as well.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        timer: Timer,
+        op: Op = "sum",
+        compressor: GradientCompressor | None = None,
+        steps: int | None = None,
+    ) -> None:
+        self._comm = comm
+        self._timer = timer
+        self.op: Op = op
+        self.compressor = GradientCompressor(comm) if compressor is None else compressor
+        self.steps = steps
+        self.is_active = steps != 0
+
+    def start(self, gradients: list[Tensor], *, name: str, owners: Sequence[int] | None = None) -> Any:
         """Start to reduce gradients, which may be overwritten. Returns a handle.
-
-        Counts of loss elements go the same way: if gradients are averaged, so are the counts, and the two factors cancel.
 
         Args:
             owners: for each gradient the only rank that needs it reduced. None: all ranks need all.
         """
-        ...
+        return self.compressor.start(gradients, self.op, name=name, owners=owners) if self.is_active else gradients
 
-    def finish_gradients(self, handle: Any) -> list[Tensor]:
+    def finish(self, handle: Any) -> list[Tensor]:
         """The gradients that the optimizer applies."""
-        ...
+        if not self.is_active:
+            own: list[Tensor] = handle
+            return own
+        with self._timer.span("communication"):
+            return self.compressor.finish(handle)
 
-    def reduce_rows(self, values: Tensor, indices: Tensor, *, name: str) -> tuple[Tensor, Tensor]:
+    def rows(self, values: Tensor, indices: Tensor, *, name: str) -> tuple[Tensor, Tensor]:
         """The rows of a sparse gradient of all ranks, and the numbers of these rows; a rank may have none."""
-        ...
-
-    def waited(self, seconds: float, sent: Sent) -> None:
-        """Record what happened inside of a graph, where the reducer cannot measure it.
-
-        Args:
-            seconds: for which a step waited for other ranks.
-            sent: the bytes of what this rank sent.
-        """
-        ...
+        if not self.is_active:
+            return values, indices
+        all_values, all_indices = self.compressor.gather_rows([values, indices], name=name)
+        return (all_values / self._comm.size if self.op == "average" else all_values), all_indices
 
     def agree(self, value: T | None) -> T:
         """A value that is the same on all ranks that know it: the first that is not None, by rank. Called once in a training."""
-        ...
+        values = self._comm.gather(value, name="agree") if self.is_active else [value]  # alone, only a rank with a batch asks
+        return next(known for known in values if known is not None)
+
+    def count_graph(self, seconds: float, float32: int, others: int) -> None:
+        """Count what happened in a graph, where it cannot be measured: seconds of waiting, and bytes sent by type."""
+        if self.is_active:
+            self._timer.book("communication", seconds)
+            self.compressor.count_graph_bytes(float32, others)
+
+
+class EpochSync(Protocol):
+    """What keeps the ranks' models together: after updates, and at the end of an epoch.
+
+    Attributes:
+        num_syncs: syncs of parameters so far.
+        sent: bytes that this rank has sent for them.
+    """
 
     @property
-    def updates_without_batch(self) -> bool:
-        """Whether gradients are reduced for the next update, so that a rank without a batch applies it as well."""
-        ...
+    def num_syncs(self) -> int: ...
 
     @property
-    def meets_every_update(self) -> bool:
-        """Whether ranks wait for each other in every update of the whole training."""
-        ...
+    def sent(self) -> int: ...
 
     def begin_epoch(self, state: ModelState, start: EpochStart) -> None:
         """Called before the first update of an epoch, or of what is left of it, by all ranks."""
@@ -119,7 +150,7 @@ class Reducer(Protocol):
         """Make the model the same on all ranks."""
         ...
 
-    def differing(self) -> tuple[StatePart, ...]:
+    def rank_local_state(self) -> tuple[StatePart, ...]:
         """What may differ between the ranks now, so that a checkpoint needs each rank's own."""
         ...
 
@@ -127,12 +158,12 @@ class Reducer(Protocol):
         """Collective. Inside the `with` block, the model is the average over the ranks; afterwards it is what it was before."""
         ...
 
-    def settle(self, state: ModelState) -> None:
+    def flush(self, state: ModelState) -> None:
         """Wait for what is under way, so that it can be saved. Training goes on as if it were still under way."""
         ...
 
     def state(self) -> Numbers:
-        """What this rank has to save, beside tensors, to continue as if it had not been stopped."""
+        """The numbers that this rank has to save to continue as if it had not been stopped."""
         ...
 
     def restore(self, state: Numbers, same_ranks: bool = True) -> None:
@@ -143,13 +174,29 @@ class Reducer(Protocol):
         """
         ...
 
-    def take_traffic(self) -> tuple[int, int]:
-        """The number of syncs of parameters, and of bytes sent in these and as gradients, since the last call."""
-        ...
+
+@dataclass(frozen=True)
+class Reducer:
+    """How the ranks train together.
+
+    Attributes:
+        gradients: what happens to them between backward and the optimizer.
+        sync: what happens to the model after that.
+        description: what the ranks exchange and how often, for the log.
+    """
+
+    gradients: GradientExchange
+    sync: EpochSync
+    description: str
+
+    @property
+    def traffic(self) -> tuple[int, int]:
+        """The number of syncs of parameters, and of bytes sent in these and as gradients, so far."""
+        return self.sync.num_syncs, self.sync.sent + self.gradients.compressor.sent
 
 
 class ReducerClass(Protocol):
-    """The class of a reducer, as it stands in the table."""
+    """A class of `EpochSync`, as it stands in the table."""
 
     @property
     def keys(self) -> type:
@@ -157,7 +204,7 @@ class ReducerClass(Protocol):
         ...
 
     def from_keys(self, keys: Any, comm: Communicator, timer: Timer) -> Reducer:
-        """A class method: make a reducer from its `keys`. The timer counts the seconds that it waits for other ranks."""
+        """A class method: make both halves from its `keys`. The timer counts the seconds that a rank waits for others."""
         ...
 
 
@@ -191,39 +238,6 @@ class UpdateCounts:
     def weight(self) -> float:
         """This rank's weight in an average, by its share of the updates; exactly 1 if all ranks have the same share."""
         return self._own * self._size / self._all if self._all else 1.0
-
-
-class Traffic:
-    """Counts what is sent. `start` and `finish` are those of a wire.
-
-    Attributes:
-        syncs: of parameters.
-        sent: bytes.
-    """
-
-    def __init__(self, wire: Wire) -> None:
-        self._wire = wire
-        self._taken = (0, 0)
-        self.syncs = 0
-        self.sent = 0
-
-    def start(
-        self, tensors: Sequence[Tensor], op: Op, *, name: str, owners: Sequence[int] | None = None, exact: bool = False
-    ) -> Any:
-        before = self._wire.sent
-        handle = self._wire.start(tensors, op, name=name, owners=owners, exact=exact)
-        self.sent += self._wire.sent - before
-        return handle
-
-    def finish(self, handle: Any) -> list[Tensor]:
-        return self._wire.finish(handle)
-
-    def take(self) -> tuple[int, int]:
-        """The numbers of syncs and of bytes since the last call."""
-        now = self.syncs, self.sent
-        taken = now[0] - self._taken[0], now[1] - self._taken[1]
-        self._taken = now
-        return taken
 
 
 def weighted(tensors: Sequence[Tensor], weight: float) -> list[Tensor]:

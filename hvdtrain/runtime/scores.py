@@ -48,6 +48,22 @@ class Scores:
         """The mean over all elements by name, in alphabetical order; NaN if there are no elements."""
         return {name: _divide(_sum(entry.totals), _sum(entry.counts)) for name, entry in sorted(self._sums.items())}
 
+    def first(self) -> dict[str, float]:
+        """The mean of the first batch that has elements, by name.
+
+        >>> scores = Scores()
+        >>> scores.add("ce", total=6.0, count=2)
+        >>> scores.add("ce", total=5.0, count=2)
+        >>> scores.first()
+        {'ce': 3.0}
+        """
+        means = {}
+        for name, entry in sorted(self._sums.items()):
+            pairs = zip(entry.totals, entry.counts, strict=True)
+            if (first := next((total / count for total, count in pairs if count), None)) is not None:
+                means[name] = first
+        return means
+
     def counts(self) -> dict[str, float]:
         """The number of elements of each mean."""
         return {name: _sum(entry.counts) for name, entry in sorted(self._sums.items())}

@@ -306,6 +306,32 @@ def unclear_line(history: Sequence[EpochRecord], measure: Measure) -> str | None
     return f"{', '.join(names)}: the name says that higher values are better, so no epoch is the best by it ({_remedy(*names)})"
 
 
+EXPLODED = 1000.0
+"""How many times the loss of the beginning is more than a loss gets while a model learns."""
+
+
+def exploded_lines(history: Sequence[EpochRecord], initial: Mapping[str, float], learning_rate: float) -> list[str]:
+    """Warnings about losses of the last epoch that are far above those of the beginning: finite, so training goes on.
+
+    Args:
+        initial: the scores of the epoch's first batch by their names, such as 'train_loss_ce'; of the first epoch, these count.
+        learning_rate: of the epoch's last update.
+
+    >>> exploded_lines([EpochRecord(1, 0.1, {"train_loss_ce": 4.8e31}, {"ce": 1.0})], {"train_loss_ce": 2.3}, 0.1)[0][:81]
+    'train_loss_ce of epoch 1 is 4.8e+31, more than 1000 times that of its first batch'
+    """
+    last = history[-1]
+    before, when = (initial, "its first batch") if len(history) == 1 else (history[0].scores, f"epoch {history[0].epoch}")
+    names = [name for name in last.scores if base_of(name) in (*last.losses, *TOTALS) and not name.startswith(META)]
+    return [
+        f"{name} of epoch {last.epoch} is {last.scores[name]:.4g}, more than {EXPLODED:g} times that of {when}, "
+        f"{before[name]:.4g}: training diverges (learning rate {learning_rate:.4g}; a lower one, a warm-up in "
+        "learning_rate_schedule, or gradient_clip_global_norm may help)"
+        for name in names
+        if abs(last.scores[name]) > EXPLODED * abs(before.get(name, 0.0)) > 0
+    ]
+
+
 def _remedy(*scores: str) -> str:
     names = list(dict.fromkeys(map(base_of, scores)))
     return f"set higher_is_better = {names}, or if lower is better, give it another name in train_step: {names[0]}_error"

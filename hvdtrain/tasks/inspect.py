@@ -31,7 +31,7 @@ def summarize(settings: Settings) -> None:
         shapes: OutputShapes = {}
         with feed.read(share, epoch, session.learner.staging) as batches:
             for batch in batches:
-                with naming(batch):
+                with naming(batch, feed.source):
                     shapes = session.learner.output_shapes(batch)
         for line in table(as_json(session.learner.layers(), shapes)):
             say(1, line)

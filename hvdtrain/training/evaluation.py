@@ -48,7 +48,7 @@ def evaluate(
             watchdog.beat(f"epoch {epoch}, evaluation of {feed.name}, batch {number - 1}", "evaluation")
             batch = next(batches, None)
             if batch is not None:
-                with naming(batch):
+                with naming(batch, feed.source):
                     learner.evaluate(batch)
                 account.add(batch.indices)
             step_log.step(StepReport(number, number / steps, None, batch, tally))

@@ -76,7 +76,7 @@ def forward(
                 watchdog.beat(f"forwarding {feed.name}, batch {number}", "steps")
                 batch = next(batches, None)
                 if batch is not None:
-                    with naming(batch):
+                    with naming(batch, feed.source):
                         by_sequence = learner.forward(batch)
                     for index, outputs in zip(batch.indices.tolist(), by_sequence, strict=True):
                         spool.add(index, outputs)

@@ -180,7 +180,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], Path], str]] = {
     "an optimizer of another type": (
         "pt",
         in_pt(OPTIMIZER, lambda stored: stored.update(optimizer=[1])),
-        "expected the state of SGD for this model, got another",
+        "expected the state of the optimizer SGD for this model, got another",
     ),
     "a reducer's state of another type": (
         "pt",

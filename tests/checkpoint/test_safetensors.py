@@ -18,7 +18,7 @@ from hvdtrain.comm.base import SingleCommunicator
 from hvdtrain.errors import CheckpointError, ConfigError
 from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.learner.frameworks import BuildOptions
-from hvdtrain.learner.reduce import GradReduce
+from hvdtrain.learner.reducer import GradientExchange
 from hvdtrain.learner.torch.learner import TorchLearner, build_learner
 from hvdtrain.learner.torch.model_file import read_file, write_model
 from hvdtrain.run import train
@@ -51,8 +51,8 @@ class WithExtraState(torch.nn.Linear):
 
 def learner(get_model: Callable[[], torch.nn.Module] = Tied, model_format: str = "safetensors", **keys: Any) -> TorchLearner:
     made = LearnerKeys(get_model=lambda **_: get_model(), train_step=print, optimizer={"class": "adam"}, **keys)
-    reducer = GradReduce(SingleCommunicator(), Timer(), average=False)
-    return build_learner(made, reducer, BuildOptions(rank=0, local_rank=0, threads=1, seed=1, model_format=model_format))
+    gradients = GradientExchange(SingleCommunicator(), Timer())
+    return build_learner(made, gradients, BuildOptions(rank=0, local_rank=0, threads=1, seed=1, model_format=model_format))
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:

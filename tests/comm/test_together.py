@@ -9,7 +9,7 @@ from thread_ranks import on_ranks
 
 from hvdtrain.comm.base import Communicator, all_reduce, on_rank_zero, run_with_heartbeat, together
 from hvdtrain.errors import DataError, PeerFailure
-from hvdtrain.learner.reduce import GradReduce
+from hvdtrain.learner.reducer import GradientExchange
 from hvdtrain.runtime.timer import Timer
 
 
@@ -94,8 +94,8 @@ def test_who_waits_for_long_work_hears_of_its_progress(monkeypatch: pytest.Monke
 
 def test_what_one_rank_knows_all_agree_on() -> None:
     def work(comm: Communicator) -> str:
-        reducer = GradReduce(comm, Timer(), average=False)
-        return reducer.agree("known" if comm.rank == 1 else None)
+        gradients = GradientExchange(comm, Timer())
+        return gradients.agree("known" if comm.rank == 1 else None)
 
     assert on_ranks(3, work) == ["known"] * 3
 
@@ -103,9 +103,9 @@ def test_what_one_rank_knows_all_agree_on() -> None:
 @pytest.mark.parametrize("average", [False, True])
 def test_sparse_gradients_of_all_ranks_come_one_after_the_other(average: bool) -> None:
     def work(comm: Communicator) -> tuple[list[float], list[int]]:
-        reducer = GradReduce(comm, Timer(), average=average)
+        gradients = GradientExchange(comm, Timer(), "average" if average else "sum")
         values, indices = torch.full((2, 1), 1.0 + comm.rank), torch.tensor([comm.rank, 7])
-        values, indices = reducer.reduce_rows(values, indices, name="rows")
+        values, indices = gradients.rows(values, indices, name="rows")
         return values[:, 0].tolist(), indices.tolist()
 
     scale = 2 if average else 1

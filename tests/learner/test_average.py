@@ -16,7 +16,7 @@ from hvdtrain.context import get_run_ctx
 from hvdtrain.data.types import Batch, Padded
 from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.learner.frameworks import BuildOptions
-from hvdtrain.learner.reduce import GradReduce
+from hvdtrain.learner.reducer import GradientExchange
 from hvdtrain.learner.steps import kept
 from hvdtrain.learner.torch.learner import TorchLearner, build_learner
 from hvdtrain.runtime.timer import Timer
@@ -39,8 +39,8 @@ def learner(decay: float) -> TorchLearner:
         get_run_ctx().mark_as_loss(model.weight.square().sum() / 2, "half_square")
 
     keys = LearnerKeys(get_model=get_model, train_step=train_step, optimizer={"class": "sgd"}, ema_decay=decay)
-    reducer = GradReduce(SingleCommunicator(), Timer(), average=False)
-    return build_learner(keys, reducer, BuildOptions(rank=0, local_rank=0, threads=1, seed=1))
+    gradients = GradientExchange(SingleCommunicator(), Timer())
+    return build_learner(keys, gradients, BuildOptions(rank=0, local_rank=0, threads=1, seed=1))
 
 
 def test_it_follows_the_weights_and_evaluation_uses_it(tmp_path: Path) -> None:

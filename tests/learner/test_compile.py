@@ -17,7 +17,7 @@ from hvdtrain.data.types import Batch, Padded
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.learner.frameworks import BuildOptions
-from hvdtrain.learner.reduce import GradReduce
+from hvdtrain.learner.reducer import GradientExchange
 from hvdtrain.learner.torch.learner import TorchLearner, build_learner
 from hvdtrain.runtime.timer import Timer
 from hvdtrain.settings import read_settings
@@ -50,16 +50,16 @@ class Model(torch.nn.Module):
         return frames
 
 
-class NotingReduce(GradReduce):
+class NotingExchange(GradientExchange):
     """Notes when gradients leave."""
 
     def __init__(self, events: list[str]) -> None:
-        super().__init__(SingleCommunicator(), Timer(), average=False)
+        super().__init__(SingleCommunicator(), Timer())
         self.events = events
 
-    def start_gradients(self, gradients: list[Any], *, name: str, owners: Sequence[int] | None = None) -> Any:
+    def start(self, gradients: list[Any], *, name: str, owners: Sequence[int] | None = None) -> Any:
         self.events.append(name)
-        return super().start_gradients(gradients, name=name, owners=owners)
+        return super().start(gradients, name=name, owners=owners)
 
 
 def squares(*, model: torch.nn.Module, extern_data: dict[str, Any], **_: Any) -> None:
@@ -73,7 +73,7 @@ def learner(events: list[str], torch_compile: Any, train_step: Callable[..., Non
         return Model(events)
 
     keys = LearnerKeys(get_model=get_model, train_step=train_step, optimizer={"class": "sgd"}, torch_compile=torch_compile)
-    return build_learner(keys, NotingReduce(events), BuildOptions(rank=0, local_rank=0, threads=1, seed=1))
+    return build_learner(keys, NotingExchange(events), BuildOptions(rank=0, local_rank=0, threads=1, seed=1))
 
 
 def batch(size: int, length: int) -> Batch:
@@ -135,7 +135,7 @@ def test_several_means_are_not_accumulated_with_it() -> None:
 
     made = learner([], True, two_means)
     with pytest.raises(ConfigError, match="got several losses to accumulate"):
-        made.backward(batch(3, 4), "accumulate")
+        made.backward(batch(3, 4), is_last_microbatch=False)
 
 
 def test_mistakes_are_told_before_training() -> None:

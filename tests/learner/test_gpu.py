@@ -18,7 +18,7 @@ from hvdtrain.data.feed import ReadAhead
 from hvdtrain.data.types import Batch, pad
 from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.learner.frameworks import BuildOptions
-from hvdtrain.learner.reduce import GradReduce
+from hvdtrain.learner.reducer import GradientExchange
 from hvdtrain.learner.torch.learner import build_learner
 from hvdtrain.learner.torch.tensors import CudaStaging, await_copy, extern_data_of
 from hvdtrain.runtime.timer import Timer
@@ -123,8 +123,8 @@ def test_nccl_in_one_process() -> None:
 def few_steps(comm: Communicator) -> list[float]:
     """Some sums of weights after ten steps, of which the last eight must not wait."""
     keys = LearnerKeys(get_model=linear, train_step=squares, device="cuda", gradient_clip_global_norm=1.0)
-    reducer = GradReduce(comm, Timer(), average=False)
-    learner = build_learner(keys, reducer, BuildOptions(rank=0, local_rank=0, threads=1, seed=1))
+    gradients = GradientExchange(comm, Timer())
+    learner = build_learner(keys, gradients, BuildOptions(rank=0, local_rank=0, threads=1, seed=1))
     assert learner.staging is not None
     frames = numpy.random.default_rng(1).normal(size=(10, 6, 20, 4)).astype(numpy.float32)
     for number, values in enumerate(frames):

@@ -17,7 +17,7 @@ from hvdtrain.errors import TrainingError
 from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.learner.frameworks import BuildOptions
 from hvdtrain.learner.precision import GradientCheck, LossScale, ScaleOptions
-from hvdtrain.learner.reduce import GradReduce
+from hvdtrain.learner.reducer import GradientExchange
 from hvdtrain.learner.torch.learner import build_learner
 from hvdtrain.learner.torch.optimizer import make_optimizer
 from hvdtrain.learner.torch.tensors import TorchData
@@ -116,7 +116,7 @@ def test_batch_norm_over_the_ranks_waits_for_nothing(monkeypatch: pytest.MonkeyP
     with stand_in_gpu.gpu(monkeypatch) as gpu:
         keys = LearnerKeys(get_model=get_model, train_step=train_step, sync_batch_norm=True)
         options = BuildOptions(rank=0, local_rank=0, threads=1, seed=1, batch_norm=SingleCommunicator())
-        learner = build_learner(keys, GradReduce(SingleCommunicator(), Timer(), average=False), options)
+        learner = build_learner(keys, GradientExchange(SingleCommunicator(), Timer()), options)
         gpu.waits.clear()
         assert learner.staging is not None
         for _ in range(3):
@@ -151,5 +151,5 @@ def test_a_loss_scale_on_the_device_is_the_hosts() -> None:
         assert skips.loss_factor is not None
         assert skips.loss_factor.item() == numpy.float32(expected.scale)
         assert late.state() == before  # one update late
-    skips.settle()
+    skips.flush()
     assert late.state() == expected.state()

@@ -15,7 +15,7 @@ from hvdtrain.data.types import Batch, Padded
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.learner.frameworks import BuildOptions
-from hvdtrain.learner.reduce import GradReduce
+from hvdtrain.learner.reducer import GradientExchange
 from hvdtrain.learner.torch.learner import TorchLearner, build_learner
 from hvdtrain.learner.torch.optimizer import make_optimizer
 from hvdtrain.runtime.timer import Timer
@@ -39,8 +39,8 @@ def learner(train_step: Callable[..., None] = squares, **keys: Any) -> TorchLear
         return layer
 
     options = LearnerKeys(get_model=get_model, train_step=train_step, **{"optimizer": {"class": "sgd"}, **keys})
-    reducer = GradReduce(SingleCommunicator(), Timer(), average=False)
-    return build_learner(options, reducer, BuildOptions(rank=0, local_rank=0, threads=1, seed=1))
+    gradients = GradientExchange(SingleCommunicator(), Timer())
+    return build_learner(options, gradients, BuildOptions(rank=0, local_rank=0, threads=1, seed=1))
 
 
 def test_a_step_of_sgd_on_the_sum_over_real_frames() -> None:
@@ -59,7 +59,7 @@ def test_an_observer_gets_the_gradients_that_an_update_applies() -> None:
     seen: list[dict[str, Any]] = []
     made = learner(gradient_clip=0.25)
     made.observer = lambda gradients: seen.append({name: values.tolist() for name, values in gradients})
-    made.backward(BATCH, "accumulate")
+    made.backward(BATCH, is_last_microbatch=False)
     made.backward(BATCH)
     made.update(0.01)
     assert seen == [{"weight": [pytest.approx([2 * 158, 2 * 200])]}], "before they are clipped"
@@ -151,9 +151,9 @@ def test_a_device_that_is_not_there_and_a_model_that_is_none() -> None:
     with pytest.raises(ConfigError, match="device: expected cpu, cuda or cuda:N, got 'tpux'"):
         learner(device="tpux")
     keys = LearnerKeys(get_model=lambda **_: 3, train_step=squares)
-    reducer = GradReduce(SingleCommunicator(), Timer(), average=False)
+    gradients = GradientExchange(SingleCommunicator(), Timer())
     with pytest.raises(ConfigError, match=r"get_model: expected it to return a torch.nn.Module, got int"):
-        build_learner(keys, reducer, BuildOptions(rank=0, local_rank=0, threads=1, seed=1))
+        build_learner(keys, gradients, BuildOptions(rank=0, local_rank=0, threads=1, seed=1))
 
 
 def test_a_model_that_is_sharded_already_is_refused() -> None:
@@ -164,11 +164,11 @@ def test_a_model_that_is_sharded_already_is_refused() -> None:
         model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Tanh())
         fully_shard(model[0], mesh=init_device_mesh("cpu", (1,)))
         keys = LearnerKeys(get_model=lambda **_: model, train_step=squares)
-        reducer = GradReduce(SingleCommunicator(), Timer(), average=False)
+        gradients = GradientExchange(SingleCommunicator(), Timer())
         with pytest.raises(
             ConfigError, match=r"get_model: expected a model that is not sharded, got one in which 0 is .*FSDPModule"
         ):
-            build_learner(keys, reducer, BuildOptions(rank=0, local_rank=0, threads=1, seed=1))
+            build_learner(keys, gradients, BuildOptions(rank=0, local_rank=0, threads=1, seed=1))
     finally:
         torch.distributed.destroy_process_group()
 
@@ -182,8 +182,8 @@ def test_dropout_differs_between_ranks_and_steps_and_comes_back_after_a_restart(
 
     for rank, first_step in ((0, 0), (1, 0), (0, 1)):
         options = LearnerKeys(get_model=lambda **_: torch.nn.Linear(2, 1), train_step=step)
-        reducer = GradReduce(SingleCommunicator(), Timer(), average=False)
-        made = build_learner(options, reducer, BuildOptions(rank=rank, local_rank=0, threads=1, seed=1))
+        gradients = GradientExchange(SingleCommunicator(), Timer())
+        made = build_learner(options, gradients, BuildOptions(rank=rank, local_rank=0, threads=1, seed=1))
         made.begin_epoch(1, first_step)
         for _ in range(2 - first_step):
             made.backward(BATCH)

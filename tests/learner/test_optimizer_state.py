@@ -14,7 +14,7 @@ from hvdtrain.data.types import Batch, Padded
 from hvdtrain.errors import CheckpointError, ConfigError
 from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.learner.frameworks import BuildOptions
-from hvdtrain.learner.reduce import ReduceKeys
+from hvdtrain.learner.reducers import ReduceKeys
 from hvdtrain.learner.torch.learner import TorchLearner, build_learner
 from hvdtrain.runtime.log import LogKeys, open_log
 from hvdtrain.runtime.timer import Timer
@@ -128,12 +128,12 @@ def train_step(*, model: Model, extern_data: Any, **_: Any) -> None:
 
 
 def learner(comm: Communicator, optimizer: Any, sharded: bool = False, **keys: Any) -> TorchLearner:
-    reducer = ReduceKeys().reducer(comm, Timer())
+    gradients = ReduceKeys().reducer(comm, Timer()).gradients
     options = BuildOptions(
         rank=comm.rank, local_rank=0, threads=1, seed=1, sharded=comm if sharded else None, bucket_bytes=lambda _: 30
     )
     given = LearnerKeys(get_model=lambda **_: Model(), train_step=train_step, optimizer=optimizer, **keys)
-    return build_learner(given, reducer, options)
+    return build_learner(given, gradients, options)
 
 
 def updated(made: TorchLearner, comm: Communicator, first: int, last: int) -> TorchLearner:

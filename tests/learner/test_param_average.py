@@ -1,6 +1,7 @@
 """Local updates on ranks that are threads, with PyTorch models: what each kind of sync does, and that stops change nothing."""
 
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ from hvdtrain.data.types import Batch, Padded
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.learner.frameworks import BuildOptions
-from hvdtrain.learner.reduce import ReduceKeys
-from hvdtrain.learner.reducer import EpochStart, FinishedUpdate, Reducer
+from hvdtrain.learner.reducer import EpochStart, FinishedUpdate
+from hvdtrain.learner.reducers import ReduceKeys
 from hvdtrain.learner.torch.learner import build_learner
 from hvdtrain.learner.torch.state import TorchState
 from hvdtrain.runtime.timer import Timer
@@ -48,11 +49,11 @@ class Job:
         self.state = TorchState(
             self.model, torch.optim.SGD(self.model.parameters(), 0.1), torch.device("cpu"), None, None, frozenset()
         )
-        self.reducer: Reducer = ReduceKeys(horovod_reduce_type="param", **keys).reducer(comm, Timer())  # type: ignore[assignment]
+        self.reducer = ReduceKeys(horovod_reduce_type="param", **keys).reducer(comm, Timer())
         self.done = 0
 
     def begin(self, updates: int = UPDATES) -> None:
-        self.reducer.begin_epoch(self.state, EpochStart(1, self.done, updates, 0.1, goes_on=self.done > 0))
+        self.reducer.sync.begin_epoch(self.state, EpochStart(1, self.done, updates, 0.1, goes_on=self.done > 0))
 
     def update(self, rate: float = 0.1) -> None:
         """One update; now and then a rank has no batch for it."""
@@ -67,7 +68,7 @@ class Job:
         self.model[1].num_batches_tracked += has_batch
         self.done += 1
         with_batch = sum(rank not in without for rank in range(self.comm.size))
-        self.reducer.after_update(self.state, FinishedUpdate(has_batch, with_batch, self.done, rate))
+        self.reducer.sync.after_update(self.state, FinishedUpdate(has_batch, with_batch, self.done, rate))
 
     def run(self, until: int = UPDATES, *, from_begin: bool = True) -> None:
         if from_begin:
@@ -79,7 +80,7 @@ class Job:
         return {name: tensor.numpy().copy() for name, tensor in self.model.state_dict().items()}
 
     def saver(self, folder: Path) -> Saver:
-        return Saver(self.comm, self.state, self.reducer, CheckpointFolder(folder / "model"), "shard")
+        return Saver(self.comm, self.state, self.reducer.sync, CheckpointFolder(folder / "model"), "shard")
 
     def save(self, folder: Path) -> None:
         self.saver(folder).save(Progress(step=self.done, current=EpochProgress(1, 0, position=self.done)))
@@ -96,7 +97,7 @@ def trained(size: int = SIZE, **keys: Any) -> list[dict[str, numpy.ndarray]]:
     def work(comm: Communicator) -> dict[str, numpy.ndarray]:
         job = Job(comm, **keys)
         job.run()
-        job.reducer.end_of_epoch(job.state)
+        job.reducer.sync.end_of_epoch(job.state)
         return job.weights()
 
     return on_ranks(size, work)
@@ -163,7 +164,7 @@ def test_a_stop_changes_nothing(tmp_path: Path, kind: str, stop: int) -> None:
         for number, job in enumerate((whole, saved, gone_on)):
             job.run(from_begin=number == 2)
             weights.append(job.weights())
-            job.reducer.end_of_epoch(job.state)
+            job.reducer.sync.end_of_epoch(job.state)
             weights.append(job.weights())
         return weights, set(gone_on.state.shared), set(gone_on.state.own)
 
@@ -188,7 +189,7 @@ def test_another_number_of_ranks_goes_on_with_anchor_and_velocity(tmp_path: Path
         job.run(8)
         shared = {name: [tensor.clone() for tensor in tensors] for name, tensors in job.state.shared.items()}
         job.save(tmp_path)
-        with job.reducer.averaged(job.state):
+        with job.reducer.sync.averaged(job.state):
             average = [parameter.detach().clone() for parameter in job.model.parameters()]
         return average, {name: tensors for name, tensors in shared.items() if "." not in name}
 
@@ -209,7 +210,7 @@ def test_another_number_of_ranks_goes_on_with_anchor_and_velocity(tmp_path: Path
             torch.equal(one, other) for name in shared for one, other in zip(shared[name], job.state.shared[name], strict=True)
         )
         job.run(from_begin=False)
-        job.reducer.end_of_epoch(job.state)
+        job.reducer.sync.end_of_epoch(job.state)
         assert all(torch.isfinite(parameter).all() for parameter in job.model.parameters())
 
     on_ranks(other_size, second)
@@ -273,8 +274,8 @@ def test_parts_are_sent_in_turn_and_each_rank_counts_its_bytes() -> None:
         taken = []
         for _ in range(12):
             job.update()
-            taken.append(job.reducer.take_traffic())
-        return taken
+            taken.append(job.reducer.traffic)
+        return [(syncs - before[0], sent - before[1]) for before, (syncs, sent) in pairwise([(0, 0), *taken])]
 
     for taken in on_ranks(2, work):
         assert [syncs for syncs, _ in taken] == [0, 1] * 6
@@ -315,9 +316,9 @@ def test_deltas_come_to_the_same_up_to_rounding() -> None:
     def work(comm: Communicator) -> list[dict[str, numpy.ndarray]]:
         jobs = [Job(comm, **KINDS[kind]) for kind in ("bmuf", "delayed parts", "plain") for _ in range(2)]
         for number, job in enumerate(jobs):
-            job.reducer._sync._deltas = number % 2 == 1  # type: ignore[attr-defined]
+            job.reducer.sync._sync._deltas = number % 2 == 1  # type: ignore[attr-defined]
             job.run()
-            job.reducer.end_of_epoch(job.state)
+            job.reducer.sync.end_of_epoch(job.state)
         return [job.weights() for job in jobs]
 
     made = on_ranks(SIZE, work)
@@ -343,9 +344,9 @@ def learned(comm: Communicator, keys: ReduceKeys, updates: int) -> list[Any]:
 
     reducer = keys.reducer(comm, Timer())
     learner_keys = LearnerKeys(get_model=get_model, train_step=train_step, optimizer={"class": "adam"}, gradient_noise=0.1)
-    learner = build_learner(learner_keys, reducer, BuildOptions(rank=comm.rank, local_rank=0, threads=1, seed=1))
+    learner = build_learner(learner_keys, reducer.gradients, BuildOptions(rank=comm.rank, local_rank=0, threads=1, seed=1))
     learner.begin_epoch(1, 0)
-    reducer.begin_epoch(learner.state, EpochStart(1, 0, updates, 0.1, goes_on=False))
+    reducer.sync.begin_epoch(learner.state, EpochStart(1, 0, updates, 0.1, goes_on=False))
     seen = []
     for number in range(updates):
         values = numpy.random.default_rng(10 * number + comm.rank).normal(size=(2, 4, 2)).astype("float32")
@@ -353,7 +354,7 @@ def learned(comm: Communicator, keys: ReduceKeys, updates: int) -> list[Any]:
         batch = Batch({"data": Padded(values, numpy.array([4, 4], numpy.int32))}, numpy.array([0, 1]))
         learner.backward(batch if has_batch else None)
         learner.update(0.1)
-        reducer.after_update(learner.state, FinishedUpdate(has_batch, 1 if number % 4 == 3 else comm.size, number + 1, 0.1))
+        reducer.sync.after_update(learner.state, FinishedUpdate(has_batch, 1 if number % 4 == 3 else comm.size, number + 1, 0.1))
         moments = [state["exp_avg"].clone() for state in learner.state._optimizer.state.values()]
         seen.append([*(one.detach().clone() for one in learner.model.parameters()), *moments])
     return seen
@@ -443,7 +444,7 @@ def test_mistakes_in_the_keys(tmp_path: Path) -> None:
 def test_what_they_say_of_themselves() -> None:
     def said(**keys: Any) -> str:
         def work(comm: Communicator) -> str:
-            return ReduceKeys(horovod_reduce_type="param", **keys).reducer(comm, Timer()).describe()
+            return ReduceKeys(horovod_reduce_type="param", **keys).reducer(comm, Timer()).description
 
         return on_ranks(2, work)[0]
 

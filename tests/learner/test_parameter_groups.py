@@ -13,7 +13,7 @@ from hvdtrain.data.types import Batch, Padded
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.learner.frameworks import BuildOptions
-from hvdtrain.learner.reduce import GradReduce
+from hvdtrain.learner.reducer import GradientExchange
 from hvdtrain.learner.torch.learner import TorchLearner, build_learner
 from hvdtrain.learner.torch.optimizer import make_optimizer, take_multipliers
 from hvdtrain.runtime.timer import Timer
@@ -140,8 +140,8 @@ def test_a_multiplier_holds_for_its_group_and_is_the_configs_after_loading(tmp_p
         keys = LearnerKeys(
             get_model=lambda **_: Model(), train_step=step, optimizer={"class": "sgd", "param_groups_custom": groups}
         )
-        reducer = GradReduce(SingleCommunicator(), Timer(), average=False)
-        return build_learner(keys, reducer, BuildOptions(rank=0, local_rank=0, threads=1, seed=1))
+        gradients = GradientExchange(SingleCommunicator(), Timer())
+        return build_learner(keys, gradients, BuildOptions(rank=0, local_rank=0, threads=1, seed=1))
 
     batch = Batch({"data": Padded(numpy.zeros((1, 1, 2), numpy.float32), numpy.array([1], numpy.int32))}, numpy.array([0]))
     first, second = made(0.1), made(2.0)

@@ -13,8 +13,8 @@ from hvdtrain.checkpoint.progress import EpochProgress, Progress
 from hvdtrain.checkpoint.saver import Saver
 from hvdtrain.comm.base import Communicator, SingleCommunicator
 from hvdtrain.errors import ConfigError
-from hvdtrain.learner.reduce import ReduceKeys
-from hvdtrain.learner.reducer import EpochStart, Reducer
+from hvdtrain.learner.reducer import EpochStart
+from hvdtrain.learner.reducers import ReduceKeys
 from hvdtrain.learner.torch.state import TorchState
 from hvdtrain.runtime.timer import Timer
 from hvdtrain.settings import read_settings
@@ -32,22 +32,22 @@ class Job:
             self.model, torch.optim.SGD(self.model.parameters(), 0.1), torch.device("cpu"), None, None, frozenset()
         )
         keys = ReduceKeys(horovod_compression="powersgd", horovod_compression_rank=rank, horovod_avg_grad=average)
-        self.reducer: Reducer = keys.reducer(comm, Timer())
+        self.reducer = keys.reducer(comm, Timer())
 
     def begin(self, goes_on: bool = False) -> None:
-        self.reducer.begin_epoch(self.state, EpochStart(1, 0, 100, 0.1, goes_on))
+        self.reducer.sync.begin_epoch(self.state, EpochStart(1, 0, 100, 0.1, goes_on))
 
     def reduce(self, matrix: torch.Tensor) -> torch.Tensor:
         vector, count = torch.full((ROWS,), 1 + 2.0**-20), torch.tensor([2.0**30 + 1], dtype=torch.float64)
-        counting = self.reducer.start_gradients([count], name="loss_counts")
-        handle = self.reducer.start_gradients([vector, matrix.clone()], name="gradients.0")
-        total, result = self.reducer.finish_gradients(handle)
+        counting = self.reducer.gradients.start([count], name="loss_counts")
+        handle = self.reducer.gradients.start([vector, matrix.clone()], name="gradients.0")
+        total, result = self.reducer.gradients.finish(handle)
         assert torch.equal(total, torch.full((ROWS,), 1 + 2.0**-20) * self.comm.size)  # exact, as are counts
-        assert self.reducer.finish_gradients(counting)[0].item() == (2.0**30 + 1) * self.comm.size
+        assert self.reducer.gradients.finish(counting)[0].item() == (2.0**30 + 1) * self.comm.size
         return result
 
     def saver(self, folder: Path) -> Saver:
-        return Saver(self.comm, self.state, self.reducer, CheckpointFolder(folder / "model"), "shard")
+        return Saver(self.comm, self.state, self.reducer.sync, CheckpointFolder(folder / "model"), "shard")
 
 
 def gradient(rank: int, step: int = 0) -> torch.Tensor:
@@ -108,8 +108,8 @@ def test_an_average_is_the_sum_divided_by_the_ranks() -> None:
 def first_of(comm: Communicator, average: bool) -> torch.Tensor:
     job = Job(comm, average=average)
     job.begin()
-    handle = job.reducer.start_gradients([gradient(comm.rank)], name="gradients.0")
-    return job.reducer.finish_gradients(handle)[0]
+    handle = job.reducer.gradients.start([gradient(comm.rank)], name="gradients.0")
+    return job.reducer.gradients.finish(handle)[0]
 
 
 def test_an_update_that_is_not_finite_is_forgotten() -> None:

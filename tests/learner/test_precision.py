@@ -25,7 +25,7 @@ from hvdtrain.learner.precision import (
     cpu_lacks_bfloat16,
     parse_scale_options,
 )
-from hvdtrain.learner.reduce import GradReduce
+from hvdtrain.learner.reducer import GradientExchange
 from hvdtrain.learner.torch.learner import TorchLearner, build_learner
 from hvdtrain.runtime.timer import Timer
 
@@ -140,8 +140,8 @@ def linear(**_: Any) -> torch.nn.Module:
 
 def learner(train_step: Callable[..., None], precision: Precision, **keys: Any) -> TorchLearner:
     options = LearnerKeys(get_model=linear, train_step=train_step, **{"optimizer": {"class": "sgd"}, **keys})
-    reducer = GradReduce(SingleCommunicator(), Timer(), average=False)
-    return build_learner(options, reducer, BuildOptions(rank=0, local_rank=0, threads=1, seed=1, precision=precision))
+    gradients = GradientExchange(SingleCommunicator(), Timer())
+    return build_learner(options, gradients, BuildOptions(rank=0, local_rank=0, threads=1, seed=1, precision=precision))
 
 
 def times(factor: list[float]) -> Callable[..., None]:

@@ -11,7 +11,7 @@ from hvdtrain.config.check import describe
 from hvdtrain.config.keys import declared
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.frameworks import FRAMEWORKS
-from hvdtrain.learner.reduce import REDUCERS, ReduceKeys
+from hvdtrain.learner.reducers import REDUCERS, ReduceKeys
 from hvdtrain.runtime.timer import Timer
 from hvdtrain.settings import all_keys, read_settings
 
@@ -100,13 +100,13 @@ def test_a_reducer_has_its_keys_and_describes_itself(name: str) -> None:
     assert own
     assert own <= {key.name for key in declared(ReduceKeys)}
     made = ReduceKeys(horovod_reduce_type=name).reducer(SingleCommunicator(), Timer())
-    assert type(made) is reducer
-    assert made.describe()
+    assert type(made.sync) is reducer
+    assert made.description
 
 
 def test_what_reducers_say_of_themselves() -> None:
     def said(**keys: object) -> str:
-        return ReduceKeys(**keys).reducer(SingleCommunicator(), Timer()).describe()  # type: ignore[arg-type]
+        return ReduceKeys(**keys).reducer(SingleCommunicator(), Timer()).description  # type: ignore[arg-type]
 
     assert said() == "gradients are summed for every update"
     assert said(horovod_avg_grad=True) == "gradients are averaged for every update"

@@ -15,7 +15,7 @@ from hvdtrain.data.types import Batch, Padded
 from hvdtrain.errors import CheckpointError, ConfigError, TrainingError
 from hvdtrain.learner.base import LearnerKeys, PreloadNames
 from hvdtrain.learner.frameworks import BuildOptions
-from hvdtrain.learner.reduce import GradReduce
+from hvdtrain.learner.reducer import GradientExchange
 from hvdtrain.learner.tensorflow.learner import TensorFlowLearner, build_learner
 from hvdtrain.learner.tensorflow.tensors import variables_of
 from hvdtrain.runtime.timer import Timer
@@ -45,8 +45,8 @@ def learner(
     **keys: Any,
 ) -> TensorFlowLearner:
     options = LearnerKeys(get_model=get_model, train_step=train_step, **{"optimizer": {"class": "sgd"}, **keys})
-    reducer = GradReduce(SingleCommunicator(), Timer(), average=False)
-    return build_learner(options, reducer, BuildOptions(rank=rank, local_rank=0, threads=1, seed=1, model_format=model_format))
+    gradients = GradientExchange(SingleCommunicator(), Timer())
+    return build_learner(options, gradients, BuildOptions(rank=rank, local_rank=0, threads=1, seed=1, model_format=model_format))
 
 
 def kernel(made: TensorFlowLearner) -> Any:

@@ -16,7 +16,7 @@ from hvdtrain.errors import ConfigError
 from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.learner.frameworks import BuildOptions
 from hvdtrain.learner.precision import FLOAT32, Precision
-from hvdtrain.learner.reduce import GradReduce
+from hvdtrain.learner.reducer import GradientExchange
 from hvdtrain.learner.tensorflow.learner import TensorFlowLearner, build_learner
 from hvdtrain.runtime.timer import Timer
 
@@ -34,8 +34,8 @@ def learner(
     **keys: Any,
 ) -> TensorFlowLearner:
     options = LearnerKeys(get_model=get_model, train_step=train_step or (lambda **_: None), **{"optimizer": "sgd", **keys})
-    reducer = GradReduce(SingleCommunicator(), Timer(), average=False)
-    return build_learner(options, reducer, BuildOptions(rank=0, local_rank=0, threads=1, seed=1, precision=precision))
+    gradients = GradientExchange(SingleCommunicator(), Timer())
+    return build_learner(options, gradients, BuildOptions(rank=0, local_rank=0, threads=1, seed=1, precision=precision))
 
 
 def decayed(**options: Any) -> list[str]:

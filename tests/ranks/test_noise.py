@@ -14,7 +14,7 @@ from hvdtrain.context import get_run_ctx
 from hvdtrain.data.types import Batch, Padded
 from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.learner.frameworks import BuildOptions
-from hvdtrain.learner.reduce import GradReduce, ParamAverage
+from hvdtrain.learner.reducer import GradientExchange
 from hvdtrain.learner.torch.learner import build_learner
 from hvdtrain.runtime.timer import Timer
 
@@ -42,8 +42,8 @@ def added(reduce: str, rank: int, first_step: int = 0, steps: int = 1, clip: flo
         gradient_clip=clip,
     )
     comm, timer = SingleCommunicator(), Timer()
-    reducer = GradReduce(comm, timer, average=False) if reduce == "grad" else ParamAverage(comm, timer, 1)
-    learner = build_learner(keys, reducer, BuildOptions(rank=rank, local_rank=0, threads=1, seed=1))
+    gradients = GradientExchange(comm, timer, steps=None if reduce == "grad" else 0)
+    learner = build_learner(keys, gradients, BuildOptions(rank=rank, local_rank=0, threads=1, seed=1))
     learner.begin_epoch(1, first_step)
     for _ in range(steps):
         before = learner.model.weight.detach().numpy().copy()

@@ -88,3 +88,30 @@ def test_a_loss_that_is_a_mean_of_the_batch_is_told(tmp_path: Path) -> None:
     assert finished.status == 0, finished.err
     told = [line for line in finished.out.splitlines() if "reduction='none'" in line]
     assert [line.partition(":")[0] for line in told] == ["mean"]
+
+
+EXPLODES = """
+import hvdtrain, numpy, torch
+
+train = [numpy.full((length, 2), length, "float32") for length in range(1, 41)]
+max_seqs, num_epochs, num_threads, optimizer = 4, 2, 1, {"class": "sgd"}
+
+def get_model(**_):
+    return torch.nn.Linear(2, 1)
+
+def train_step(*, model, extern_data, **_):
+    data = extern_data["data"]
+    hvdtrain.get_run_ctx().mark_as_loss(model(data.raw_tensor)[data.mask].square() + 1, "error")
+"""
+
+
+@pytest.mark.parametrize("learning_rate", [1e-7, 4e-5])
+def test_a_loss_that_explodes_is_a_warning(learning_rate: float, tmp_path: Path) -> None:
+    """In the first epoch, too, and of a finite loss only: another one ends the training."""
+    (tmp_path / "config.py").write_text(EXPLODES)
+    given = {"model": tmp_path / "model", "learning_rate": learning_rate, "log_verbosity": 2, "save_interval_steps": 3}
+    ended = hvdtrain(tmp_path / "config.py", given)
+    assert ended.status == 0, ended.err
+    told = re.findall(r"train_loss_error of epoch (\d) is \S+, more than 1000 times that of (.*?), \S+: training", ended.out)
+    assert told == ([] if learning_rate < 1e-6 else [("1", "its first batch"), ("2", "epoch 1")]), ended.out
+    assert len(re.findall(f"learning rate {learning_rate:.4g};", ended.out)) == len(told)

@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdtrain.learner.meter import TINY, Normalized
-from hvdtrain.learner.reducer import Reducer, buckets
+from hvdtrain.learner.reducer import GradientExchange, buckets
 
 DENSE_BYTES = 1 << 20
 """The largest embedding that sends its whole gradient; a larger one sends the rows that a batch has used."""
@@ -65,15 +65,15 @@ class GraphGradients:
         bucket_bytes: the size of a message.
     """
 
-    def __init__(self, variables: list[tf.Variable], reducer: Reducer, bucket_bytes: int) -> None:
+    def __init__(self, variables: list[tf.Variable], exchange: GradientExchange, bucket_bytes: int) -> None:
         self._variables = variables
         self._bucket_bytes = bucket_bytes
-        self._reducer = reducer
+        self._exchange = exchange
         self._always_zero = tf.Variable(tf.zeros([2 * len(variables) + 1]), trainable=False)
 
     def exchange_counts(self, counts: tf.Tensor) -> tf.Tensor:
         """Collective, when the graph runs. The counts of the normalized losses over all ranks."""
-        [totals] = self._reducer.finish_gradients(self._reducer.start_gradients([self._kept(counts, 0)], name="loss_counts"))
+        [totals] = self._exchange.finish(self._exchange.start([self._kept(counts, 0)], name="loss_counts"))
         return totals
 
     def rows(self, found: Sequence[Any]) -> tuple[int, ...]:
@@ -97,13 +97,13 @@ class GraphGradients:
         for name, group in enumerate(groups):
             numbers = [dense[position] for position in group]
             reduced[numbers[0]] = self._kept(reduced[numbers[0]], 1 + numbers[0])
-            handle = self._reducer.start_gradients([reduced[number] for number in numbers], name=f"gradients.{name}")
-            for number, tensor in zip(numbers, self._reducer.finish_gradients(handle), strict=True):
+            handle = self._exchange.start([reduced[number] for number in numbers], name=f"gradients.{name}")
+            for number, tensor in zip(numbers, self._exchange.finish(handle), strict=True):
                 reduced[number] = tensor
         for number in exchange.rows:
             values = self._kept(reduced[number].values, 1 + number)
             indices = self._kept(reduced[number].indices, 1 + len(gradients) + number)
-            values, indices = self._reducer.reduce_rows(values, indices, name=f"gradients.rows.{number}")
+            values, indices = self._exchange.rows(values, indices, name=f"gradients.rows.{number}")
             reduced[number] = _without_repeats(values, indices)
         return reduced
 

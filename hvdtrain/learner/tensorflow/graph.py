@@ -14,7 +14,7 @@ from hvdtrain.data.types import Batch
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.meter import TINY, check_marked, check_outputs, check_same, normalized, nothing_to_minimize, scales_of
 from hvdtrain.learner.precision import LossScale
-from hvdtrain.learner.reducer import Reducer
+from hvdtrain.learner.reducer import GradientExchange
 from hvdtrain.learner.tensorflow.gradients import (
     Accumulated,
     AccumulatedGradients,
@@ -39,7 +39,6 @@ from hvdtrain.learner.tensorflow.tensors import (
     totals_of,
     variables_of,
 )
-from hvdtrain.learner.wire import Sent
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,7 @@ class StepGraphs:
         functions: ConfigFunctions,
         optimizer: Any,
         gradients: GraphGradients,
-        reducer: Reducer,
+        gradient_exchange: GradientExchange,
         scale: LossScale | None,
     ) -> None:
         self.traces = 0
@@ -97,7 +96,7 @@ class StepGraphs:
         self._functions = functions
         self._gradients = gradients
         self._accumulated = AccumulatedGradients(gradients)
-        self._reducer = reducer
+        self._gradient_exchange = gradient_exchange
         self._scale = scale
         self._exchange: Exchange | None = None
         self._steps: dict[Any, Traced] = {}
@@ -106,9 +105,9 @@ class StepGraphs:
     # What the learner calls
 
     @property
-    def updates_without_batch(self) -> bool:
-        """As of the reducer. If it changes, graphs are traced anew: the exchange of gradients is part of them."""
-        return self._reducer.updates_without_batch
+    def are_exchanged(self) -> bool:
+        """Whether gradients are exchanged for the next update. If that changes, graphs, which contain it, are traced anew."""
+        return self._gradient_exchange.is_active
 
     @property
     def exchange(self) -> Exchange:
@@ -147,7 +146,7 @@ class StepGraphs:
     def agree(self) -> None:
         """Collective, on a rank that has no batch in the first step: receive what the ranks exchange."""
         if self._exchange is None:
-            self._exchange = self._reducer.agree(None)
+            self._exchange = self._gradient_exchange.agree(None)
 
     def send(self, accumulated: Accumulated | None) -> Reduced:
         """Collective. Reduce the accumulated gradients; on a rank that had no batch, zeros."""
@@ -155,7 +154,7 @@ class StepGraphs:
             self.agree()
             accumulated = self._accumulated.zeros(self.exchange)
         sets = len(accumulated[0])
-        kind = sets, self.updates_without_batch
+        kind = sets, self.are_exchanged
         if kind not in self._sends:
             graph = tf.function(self._send, autograph=False)
             self._sends[kind] = graph.get_concrete_function(*self._accumulated.specs(sets, self.exchange))
@@ -172,10 +171,10 @@ class StepGraphs:
         outputs: dict[str, tuple[tf.Tensor, tf.Tensor | None]] = traced.function(*arguments)
         return outputs
 
-    def waited(self, seconds: tf.Tensor) -> None:
-        """Tell the reducer the seconds and bytes of a `Reduced`. This waits for the device."""
-        waited, float32, others = seconds.numpy().tolist()
-        self._reducer.waited(waited, Sent(int(float32), int(others)))
+    def count(self, traffic: tf.Tensor) -> None:
+        """Count the seconds and bytes of a `Reduced`. This waits for the device."""
+        seconds, float32, others = traffic.numpy().tolist()
+        self._gradient_exchange.count_graph(seconds, int(float32), int(others))
 
     # Tracing
 
@@ -186,7 +185,7 @@ class StepGraphs:
         data = {key: (tensor_of(padded.values), tf.constant(padded.seq_lens)) for key, padded in batch.data.items()}
         arguments = [data, tf.constant(epoch, tf.int64), tf.constant(step, tf.int64), *more]
         kinds = tuple((key, values.dtype, tuple(values.shape[2:])) for key, (values, _) in data.items())
-        reduced = function == self._train and self.updates_without_batch
+        reduced = function == self._train and self.are_exchanged
         traced = self._steps.get((function.__name__, reduced, kinds))
         if traced is None:
             names: dict[str, float] = {}
@@ -294,7 +293,7 @@ class StepGraphs:
         """Collective in the first step, outside of the graph that is traced."""
         if self._exchange is None:
             with tf.init_scope():
-                self._exchange = self._reducer.agree(own)
+                self._exchange = self._gradient_exchange.agree(own)
         check_same(self._exchange.losses, own.losses)
         if own.rows != self._exchange.rows:
             raise ConfigError(

@@ -14,12 +14,12 @@ import tensorflow as tf
 from hvdtrain.config.source import as_function
 from hvdtrain.data.types import Array, Batch
 from hvdtrain.errors import ConfigError
-from hvdtrain.learner.base import Exported, Layer, LearnerKeys, Observer, Outputs, Then
+from hvdtrain.learner.base import Exported, Layer, LearnerKeys, Observer, Outputs
 from hvdtrain.learner.frameworks import BuildOptions
 from hvdtrain.learner.meter import LearnerMeter, PendingScores, Transfer, by_sequence
 from hvdtrain.learner.optimizer import Clipping
 from hvdtrain.learner.precision import Dtype, GradientCheck, LossScale, Precision
-from hvdtrain.learner.reducer import Reducer
+from hvdtrain.learner.reducer import GradientExchange
 from hvdtrain.learner.seeds import mixed_seed, mixed_seeds, noise_seeds
 from hvdtrain.learner.tensorflow.gradients import Accumulated, GraphGradients
 from hvdtrain.learner.tensorflow.graph import ConfigFunctions, StepGraphs
@@ -160,27 +160,27 @@ class TensorFlowLearner:
         self._step = step
         self.state.start_average()
 
-    def backward(self, batch: Batch | None, then: Then = "update") -> None:
-        if batch is not None or self._accumulated is not None or self.graphs.updates_without_batch:
+    def backward(self, batch: Batch | None, is_last_microbatch: bool = True) -> None:
+        if batch is not None or self._accumulated is not None or self.graphs.are_exchanged:
             with self.meter.clock.span():
-                self._add(batch, then)
-                if then == "update" and self._reduced is None:
+                self._add(batch, is_last_microbatch)
+                if is_last_microbatch and self._reduced is None:
                     self._reduced, self._accumulated = self.graphs.send(self._accumulated), None
         self._step += 1
 
     def update(self, learning_rate: float) -> None:
         if self._reduced is not None:
             with self.meter.clock.span():
-                rank = None if self.graphs.updates_without_batch else self._seed[1]  # reduced gradients get the same on all ranks
-                gradients, divisor, waited = self._reduced
+                rank = None if self.graphs.are_exchanged else self._seed[1]  # reduced gradients get the same on all ranks
+                gradients, divisor, traffic = self._reduced
                 if self.observer is not None:
                     self.observer(self._applied(gradients, divisor))
                 seeds = noise_seeds(self._seed[0], rank, self._step - 1)
                 self._update.apply(gradients, divisor, self.graphs.exchange, learning_rate, seeds, self._step - 1)
-                self.graphs.waited(waited)
+                self.graphs.count(traffic)
         self._reduced = None
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         pass  # `update` knows already whether it was skipped
 
     def evaluate(self, batch: Batch) -> None:
@@ -227,13 +227,13 @@ class TensorFlowLearner:
                 whole += gradient.numpy()
             yield name, whole / scale
 
-    def _add(self, batch: Batch | None, then: Then) -> None:
+    def _add(self, batch: Batch | None, is_last_microbatch: bool) -> None:
         """Collective, if an update follows and this batch is the only one since the last."""
         if batch is None:
             self.graphs.agree()
             return
         place = self._epoch, self._step, mixed_seeds(len(self.variables.generators), *self._seed, self._step)
-        if then == "update" and self._accumulated is None:
+        if is_last_microbatch and self._accumulated is None:
             names, numbers, self._reduced = self.graphs.train(batch, *place)
         else:
             names, numbers, self._accumulated = self.graphs.collect(batch, *place, self._accumulated)
@@ -243,7 +243,7 @@ class TensorFlowLearner:
 MAX_SKIPPED = "num_allowed_consec_invalid_gradient_steps"
 
 
-def build_learner(keys: LearnerKeys, reducer: Reducer, options: BuildOptions) -> TensorFlowLearner:
+def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, options: BuildOptions) -> TensorFlowLearner:
     """Build a config's model, optimizer and learner. All ranks use the same seed; rank 0's weights still have to be broadcast.
 
     Raises:
@@ -266,14 +266,14 @@ def build_learner(keys: LearnerKeys, reducer: Reducer, options: BuildOptions) ->
     )  # for operations of tf.random, which keep their seed when traced
     functions = ConfigFunctions(as_function(keys.train_step, "train_step"), as_function(keys.forward_step, "forward_step"))
     trained = [tensorflow_variable(variable) for variable in variables.of_kind("parameters")]
-    gradients = GraphGradients(trained, reducer, options.bucket_bytes(device_name() != "CPU"))
-    check = GradientCheck(max_skipped, scale, same_on_all_ranks=lambda: reducer.updates_without_batch)
+    gradients = GraphGradients(trained, gradient_exchange, options.bucket_bytes(device_name() != "CPU"))
+    check = GradientCheck(max_skipped, scale, same_on_all_ranks=lambda: gradient_exchange.is_active)
     clipping = Clipping(keys.gradient_clip, keys.gradient_clip_global_norm)
     average = None if keys.ema_decay is None else WeightAverage(dict(variables.named("parameters")), keys.ema_decay)
     update = UpdateGraph(optimizer, variables, gradients, clipping, keys.gradient_noise, check, scale)
     return TensorFlowLearner(
         variables,
-        StepGraphs(variables, functions, optimizer, gradients, reducer, scale),
+        StepGraphs(variables, functions, optimizer, gradients, gradient_exchange, scale),
         update,
         TensorFlowState(variables, optimizer, average, scale, options.model_format),
         _meter(variables, scale, update, finite_only=max_skipped is not None),

@@ -74,8 +74,8 @@ MAX_SPANS = 1000
 """Spans whose events are kept before the older ones are read."""
 
 
-class OnTheWay:
-    """A tensor's values on their way into host memory: the copy runs behind the kernels that compute them, and nobody waits."""
+class AsyncCopy:
+    """A copy of a tensor in host memory, made after the kernels that compute the tensor; the host does not wait."""
 
     def __init__(self, values: torch.Tensor) -> None:
         self._values = values.detach().to("cpu", non_blocking=True)  # into pinned memory; a tensor on the CPU is not copied

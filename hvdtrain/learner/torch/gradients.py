@@ -12,9 +12,8 @@ from typing import Any
 import torch
 
 from hvdtrain.context import Loss
-from hvdtrain.learner.base import Then
 from hvdtrain.learner.meter import TINY, Normalized, check_same, normalized, nothing_to_minimize
-from hvdtrain.learner.reducer import Reducer, buckets
+from hvdtrain.learner.reducer import GradientExchange, buckets
 from hvdtrain.learner.torch.tensors import Factor, count_of, terms_of, total_of
 
 
@@ -34,26 +33,26 @@ class Gradients:
     def __init__(
         self,
         parameters: list[torch.nn.Parameter],
-        reducer: Reducer,
+        exchange: GradientExchange,
         device: torch.device,
         bucket_bytes: int,
         owners: Sequence[int] | None = None,
     ) -> None:
         self._parameters = parameters
-        self._reducer = reducer
+        self._exchange = exchange
         self._device = device
-        self._stream = GradientStream(parameters, reducer, bucket_bytes, owners)
+        self._stream = GradientStream(parameters, exchange, bucket_bytes, owners)
         self._of_losses = LossGradients(parameters)
         self._normalized: Normalized | None = None  # known after the first step
         self._counts: Any = 0.0  # of the normalized losses, over this rank's batches since the last update
         self._count_handle: Any = None  # the reduction of the count that gradients are divided by after theirs
 
     @property
-    def updates_without_batch(self) -> bool:
-        """As of the reducer."""
-        return self._reducer.updates_without_batch
+    def are_exchanged(self) -> bool:
+        """Whether a rank without a batch applies the next update as well."""
+        return self._exchange.is_active
 
-    def add(self, losses: dict[str, Loss] | None, scale: Factor, then: Then) -> None:
+    def add(self, losses: dict[str, Loss] | None, scale: Factor, is_last_microbatch: bool) -> None:
         """Add the gradients of one batch. Collective in the first step of a training and in the last of an update.
 
         Args:
@@ -66,7 +65,7 @@ class Gradients:
         normal = self._agree(losses)
         if losses is not None and normal.names:
             self._counts = self._counts + torch.stack([count_of(losses[name], self._device) for name in normal.names])
-        if then == "update":
+        if is_last_microbatch:
             self._send(losses or {}, normal, scale)
         elif losses is not None:
             self._accumulate(losses, normal, scale)
@@ -75,7 +74,7 @@ class Gradients:
         """Collective. Wait for the reduction; the gradients are then in the parameters."""
         self._stream.finish()
         if self._count_handle is not None:
-            [counts] = self._reducer.finish_gradients(self._count_handle)
+            [counts] = self._exchange.finish(self._count_handle)
             gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
             divisor = counts.clamp(min=TINY)[0]
             if all(gradient.dtype == torch.float32 for gradient in gradients):
@@ -86,7 +85,7 @@ class Gradients:
         """Collective in the first step: a rank without a batch does not know which losses are normalized."""
         own = None if losses is None else normalized(losses)
         if self._normalized is None:
-            self._normalized = self._reducer.agree(own)
+            self._normalized = self._exchange.agree(own)
         if own is not None:
             check_same(self._normalized, own)
         return self._normalized
@@ -112,16 +111,16 @@ class Gradients:
             return {}
         counts = torch.zeros(len(normal.names), dtype=torch.float64, device=self._device) + self._counts
         self._counts = 0.0
-        handle = self._reducer.start_gradients([counts], name="loss_counts")
+        handle = self._exchange.start([counts], name="loss_counts")
         if normal.alone:
             self._count_handle = handle
             return {}
-        [totals] = self._reducer.finish_gradients(handle)
+        [totals] = self._exchange.finish(handle)
         return dict(zip(normal.names, totals.clamp(min=TINY), strict=True))
 
 
 class GradientStream:
-    """Sends gradients to the reducer in buckets, each as soon as backward has computed all of its gradients.
+    """Sends gradients to the other ranks in buckets, each as soon as backward has computed all of its gradients.
 
     Buckets are sent in the order in which backward usually meets the parameters (last layer first), and bucket n only after
     bucket n - 1, so that all ranks send the same in the same order. A parameter without a gradient contributes zeros; one that
@@ -133,9 +132,9 @@ class GradientStream:
     """
 
     def __init__(
-        self, parameters: list[torch.nn.Parameter], reducer: Reducer, bucket_bytes: int, owners: Sequence[int] | None
+        self, parameters: list[torch.nn.Parameter], exchange: GradientExchange, bucket_bytes: int, owners: Sequence[int] | None
     ) -> None:
-        self._reducer = reducer
+        self._exchange = exchange
         kinds = [(parameter.numel() * parameter.element_size(), parameter.dtype) for parameter in parameters]
         groups = buckets(kinds, bucket_bytes)
         self._buckets = [[parameters[number] for number in group] for group in groups]
@@ -160,9 +159,9 @@ class GradientStream:
         self._is_open = False
         while len(self._handles) < len(self._buckets):
             self._send_next()
-        flags: list[torch.Tensor] = [] if self._flags_handle is None else self._reducer.finish_gradients(self._flags_handle)
+        flags: list[torch.Tensor] = [] if self._flags_handle is None else self._exchange.finish(self._flags_handle)
         for bucket, handle in zip(self._buckets, self._handles, strict=True):
-            tensors = self._reducer.finish_gradients(handle)
+            tensors = self._exchange.finish(handle)
             flags += tensors[len(bucket) :]
             for parameter, reduced in zip(bucket, tensors[: len(bucket)], strict=True):
                 if reduced is not parameter.grad:
@@ -203,8 +202,8 @@ class GradientStream:
             if owners is None:
                 gradients.append(flags)
             else:
-                self._flags_handle = self._reducer.start_gradients([flags], name="gradient_flags")
-        self._handles.append(self._reducer.start_gradients(gradients, name=f"gradients.{number}", owners=owners))
+                self._flags_handle = self._exchange.start([flags], name="gradient_flags")
+        self._handles.append(self._exchange.start(gradients, name=f"gradients.{number}", owners=owners))
 
 
 class LossGradients:

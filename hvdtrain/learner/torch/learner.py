@@ -14,7 +14,7 @@ from hvdtrain.context import Loss, RunContext, running
 from hvdtrain.data.feed import Staging
 from hvdtrain.data.types import Batch
 from hvdtrain.errors import ConfigError
-from hvdtrain.learner.base import Exported, Layer, LearnerKeys, Observer, Outputs, Then
+from hvdtrain.learner.base import Exported, Layer, LearnerKeys, Observer, Outputs
 from hvdtrain.learner.frameworks import BuildOptions
 from hvdtrain.learner.meter import (
     LearnerMeter,
@@ -27,11 +27,11 @@ from hvdtrain.learner.meter import (
 )
 from hvdtrain.learner.optimizer import Clipping
 from hvdtrain.learner.precision import GradientCheck, LossScale
-from hvdtrain.learner.reducer import Reducer
+from hvdtrain.learner.reducer import GradientExchange
 from hvdtrain.learner.torch.device import (
+    AsyncCopy,
     Autocast,
     CudaClock,
-    OnTheWay,
     Watch,
     autocast_of,
     be_deterministic,
@@ -147,8 +147,8 @@ class TorchLearner:
         self._step = step
         self.state.start_average()
 
-    def backward(self, batch: Batch | None, then: Then = "update") -> None:
-        self._is_update_due = self._is_update_due or batch is not None or self._gradients.updates_without_batch
+    def backward(self, batch: Batch | None, is_last_microbatch: bool = True) -> None:
+        self._is_update_due = self._is_update_due or batch is not None or self._gradients.are_exchanged
         if self._is_update_due:
             await_copy(batch)  # before the clock starts: this is no computing
             with self.meter.clock.span(), self._functions.watch():
@@ -158,7 +158,7 @@ class TorchLearner:
                     losses = self._functions.losses(batch, self._epoch, self._step, train=True)
                     self._record(losses, batch, train=True)
                 self._finish_batch_norms(batch, forward=True)
-                self._gradients.add(losses, self._update.loss_factor, then)
+                self._gradients.add(losses, self._update.loss_factor, is_last_microbatch)
                 self._finish_batch_norms(batch, forward=False)
         self._step += 1
 
@@ -171,8 +171,8 @@ class TorchLearner:
                 self._update.apply(learning_rate, self._step - 1)
         self._is_update_due = False
 
-    def settle(self) -> None:
-        self._update.settle()
+    def flush(self) -> None:
+        self._update.flush()
 
     def evaluate(self, batch: Batch) -> None:
         await_copy(batch)
@@ -229,7 +229,7 @@ OF_SHARDS = (
 )
 
 
-def build_learner(keys: LearnerKeys, reducer: Reducer, options: BuildOptions) -> TorchLearner:
+def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, options: BuildOptions) -> TorchLearner:
     """Build a config's model, optimizer and learner. All ranks use the same seed; rank 0's weights still have to be broadcast.
 
     Raises:
@@ -248,7 +248,7 @@ def build_learner(keys: LearnerKeys, reducer: Reducer, options: BuildOptions) ->
     scale = options.precision.loss_scale(options.precision.dtype)
 
     def are_reduced() -> bool:
-        return reducer.updates_without_batch  # gradients are then the same on all ranks, and get the same noise
+        return gradient_exchange.is_active  # gradients are then the same on all ranks, and get the same noise
 
     check = GradientCheck(keys.num_allowed_consec_invalid_gradient_steps, scale, same_on_all_ranks=are_reduced)
     on_gpu = device.type == "cuda"
@@ -257,7 +257,7 @@ def build_learner(keys: LearnerKeys, reducer: Reducer, options: BuildOptions) ->
     trained = trained_of(model)
     optimizer: Optimizer = whole if options.sharded is None else ShardedOptimizer(whole, options.sharded)
     owners = optimizer.owners(trained) if isinstance(optimizer, ShardedOptimizer) else None
-    gradients = Gradients(trained, reducer, device, options.bucket_bytes(on_gpu), owners)
+    gradients = Gradients(trained, gradient_exchange, device, options.bucket_bytes(on_gpu), owners)
     noise: GradientNoise | None = None
     if keys.gradient_noise:
         seed = options.seed
@@ -266,7 +266,7 @@ def build_learner(keys: LearnerKeys, reducer: Reducer, options: BuildOptions) ->
     watch = compile_model(model, keys.torch_compile)
     average: WeightAverage | OptimizerModes | None = None
     if has_modes(whole):
-        check_modes(whole, options.sharded is not None, keys.ema_decay, reducer.meets_every_update)
+        check_modes(whole, options.sharded is not None, keys.ema_decay, gradient_exchange.steps is None)
         average = OptimizerModes(trained, whole)
     elif keys.ema_decay is not None:
         average = WeightAverage(trained, keys.ema_decay)
@@ -322,7 +322,7 @@ def _meter(
     def read(tensors: list[torch.Tensor]) -> list[float]:
         return torch.cat(tensors).tolist()
 
-    late = Transfer(lambda several: read([one.values() for one in several]), OnTheWay, OnTheWay.has_arrived)
+    late = Transfer(lambda several: read([one.values() for one in several]), AsyncCopy, AsyncCopy.has_arrived)
     scores = PendingScores(
         Transfer(read) if on_cpu else late,
         not_finite,

@@ -11,7 +11,7 @@ import torch
 
 from hvdtrain.comm.base import Communicator, Op
 from hvdtrain.learner.base import ModelState
-from hvdtrain.learner.wire import Wire
+from hvdtrain.learner.compression import GradientCompressor
 
 ERRORS, FACTORS = "power_sgd.error.", "power_sgd.factor."
 """How names of kept tensors begin, before a message's: what this rank has not sent yet, and right factors of the last update."""
@@ -37,7 +37,7 @@ class Pending:
     started: Any
 
 
-class PowerSGD(Wire):
+class PowerSGD(GradientCompressor):
     """Sends a gradient of shape (rows, ...) as factors of shape (rows, rank) and (columns, rank), if these have half of its size.
 
     Sum and average over the ranks are linear in both factors, so all ranks get the same product, computed from the same numbers.
@@ -80,7 +80,7 @@ class PowerSGD(Wire):
         matrices = [one + error for one, error in zip(flat, errors, strict=True)]
         others = [number for number in range(len(tensors)) if number not in numbers]
         left = [matrix @ factor for matrix, factor in zip(matrices, factors, strict=True)]
-        started = self._comm.start([*left, *(tensors[number] for number in others)], op, name=name)
+        started = self._send([*left, *(tensors[number] for number in others)], op, name=name)
         return Pending(name, op, list(tensors), dict(zip(numbers, matrices, strict=True)), factors, others, started)
 
     def finish(self, handle: Any) -> list[torch.Tensor]:

@@ -15,7 +15,7 @@ from hvdtrain.data.types import Array
 from hvdtrain.learner.optimizer import Clipping
 from hvdtrain.learner.precision import LARGEST, GradientCheck, LossScale
 from hvdtrain.learner.seeds import noise_seeds
-from hvdtrain.learner.torch.device import OnTheWay
+from hvdtrain.learner.torch.device import AsyncCopy
 from hvdtrain.learner.torch.optimizer import ShardedOptimizer, take_multipliers
 from hvdtrain.learner.torch.tensors import trained_of
 
@@ -33,7 +33,7 @@ def skips_by_itself(optimizer: object) -> bool:
 class _Decided:
     """An update that the device decided on."""
 
-    finite: OnTheWay
+    finite: AsyncCopy
     names: Sequence[str]
     step: int
 
@@ -70,14 +70,14 @@ class DeviceSkips:
         Raises:
             TrainingError: too many updates in a row were skipped before this one.
         """
-        self.settle()
+        self.flush()
         all_finite = finite.all()
         optimizer.found_inf = (~all_finite).float()  # type: ignore[attr-defined]  # read by fused optimizers, as by GradScaler's
         if self._scale is not None:
             self._adapt(self._scale, all_finite)
-        self._decided = _Decided(OnTheWay(finite), names, step)
+        self._decided = _Decided(AsyncCopy(finite), names, step)
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Read what the device decided last. Raises: TrainingError, if too many updates in a row were skipped."""
         decided, self._decided = self._decided, None
         if decided is not None:
@@ -136,7 +136,7 @@ class Update:
         self._noise = noise
         self._on_device = on_device
         self._has_applied = False  # whether an update was applied, so that the optimizer has all of its state
-        self._norms_sent: list[OnTheWay] = []  # the gradients' norms of at most two updates, oldest first
+        self._norms_sent: list[AsyncCopy] = []  # the gradients' norms of at most two updates, oldest first
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | ShardedOptimizer:
@@ -149,10 +149,10 @@ class Update:
             return self._on_device.loss_factor
         return 1.0 if self._scale is None else self._scale.scale
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Read what the device decided about the last update. Raises: TrainingError, as `apply` does."""
         if self._on_device is not None:
-            self._on_device.settle()
+            self._on_device.flush()
 
     def gradient_norm(self) -> float | None:
         """The gradients' global norm before clipping, in the newest update of which it has arrived from the device; None: in
@@ -214,7 +214,7 @@ class Update:
         else:
             total = torch.nn.utils.clip_grad_norm_(self._trained, self._clipping.global_norm)
         if not self._norms_sent or self._norms_sent[-1].has_arrived():  # one at a time is on its way
-            self._norms_sent = [*self._norms_sent[-1:], OnTheWay(total)]
+            self._norms_sent = [*self._norms_sent[-1:], AsyncCopy(total)]
 
     def _gradients(self) -> list[torch.Tensor]:
         return [parameter.grad for parameter in self._trained if parameter.grad is not None]

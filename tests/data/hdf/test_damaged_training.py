@@ -5,6 +5,7 @@ What no file can tell is left out: other values of the right type, where they ha
 
 import json
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -194,14 +195,16 @@ def test_a_changed_file_is_refused_by_name_or_changes_nothing(how: str, tmp_path
         assert got == expected[layout] or (isinstance(got, str) and "file.hdf" in got), f"{told}: {got}"
 
 
+MISSING_KEY = r"; of train \(\S*file\.hdf\)\nif '\w+' is to be a data key: extern_data has "
+"""How the traceback of a config's function ends that asks for data that a file, which is whole, does not have."""
+
+
 def scores(config: Path, folder: Path, name: str) -> str | list[object]:
     """What a training on the folder's file is like: its scores, or its error, or what it printed if that was none."""
     finished = run_forked([config / "config.py", "++model", folder / name / "model", "++train.files", folder / "file.hdf"])
     if finished.status == 0:
         lines = (folder / name / "scores.jsonl").read_text().splitlines()
         return [json.loads(line)["scores"] for line in lines]
-    return (
-        finished.err
-        if finished.status == 2
-        else f"status {finished.status}: {finished.err[-3000:]}".replace("file.hdf", "the file")
-    )
+    if finished.status == 2 or re.search(MISSING_KEY, finished.err):
+        return finished.err
+    return f"status {finished.status}: {finished.err[-3000:]}".replace("file.hdf", "the file")

@@ -16,8 +16,8 @@ from hvdtrain.errors import ConfigError
 from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.learner.frameworks import BuildOptions
 from hvdtrain.learner.precision import Precision, ScaleOptions
-from hvdtrain.learner.reduce import ReduceKeys
 from hvdtrain.learner.reducer import EpochStart, FinishedUpdate
+from hvdtrain.learner.reducers import ReduceKeys
 from hvdtrain.learner.torch.learner import TorchLearner, build_learner
 from hvdtrain.runtime.timer import Timer
 from hvdtrain.settings import read_settings
@@ -69,7 +69,9 @@ def learner(
         bucket_bytes=comm.bucket_bytes,
     )
     given = {"optimizer": {"class": "adam"}, **(learning or {})}
-    return build_learner(LearnerKeys(get_model=get_model, train_step=train_step, **given), reduce.reducer(comm, Timer()), options)
+    return build_learner(
+        LearnerKeys(get_model=get_model, train_step=train_step, **given), reduce.reducer(comm, Timer()).gradients, options
+    )
 
 
 def trained(comm: Communicator, updates: int = 3, **keys: Any) -> list[torch.Tensor]:
@@ -134,7 +136,7 @@ def test_ranks_learn_in_16_bits_what_one_rank_learns(compression: str, average: 
 
 def synced(comm: Communicator, weight: float, change: float, **keys: Any) -> tuple[torch.Tensor, list[tuple[str, int]]]:
     """A parameter after a sync, and what was sent: every rank has changed it by `change` times its rank plus one."""
-    reducer = ReduceKeys(horovod_reduce_type="param", horovod_param_sync_step=2, **keys).reducer(comm, Timer())
+    reducer = ReduceKeys(horovod_reduce_type="param", horovod_param_sync_step=2, **keys).reducer(comm, Timer()).sync
     made = learner(comm, get_model=lambda **_: torch.nn.Sequential(torch.nn.Linear(1, 1, bias=False), torch.nn.BatchNorm1d(3)))
     parameter = made.model[0].weight
     with torch.no_grad():
@@ -173,10 +175,10 @@ def test_a_change_of_the_key_within_an_epoch_sends_the_parameters_as_they_are_on
             ReduceKeys(horovod_reduce_type="param", horovod_param_sync_step=3, horovod_compression=compression)
             for compression in (None, "fp16")
         )
-        reducer = before.reducer(comm, Timer())
+        reducer = before.reducer(comm, Timer()).sync
         reducer.begin_epoch(made.state, EpochStart(1, 0, 100, 0.1, goes_on=False))
         reducer.after_update(made.state, FinishedUpdate(True, comm.size, 1, 0.1))
-        goes_on = after.reducer(comm, Timer())
+        goes_on = after.reducer(comm, Timer()).sync
         goes_on.restore(reducer.state())
         goes_on.begin_epoch(made.state, EpochStart(1, 1, 100, 0.1, goes_on=True))
         for update in range(2, 8):
@@ -272,9 +274,9 @@ def test_what_a_config_gets_wrong_is_told_before_training(tmp_path: Path) -> Non
 
 def test_the_log_says_in_what_gradients_are_sent() -> None:
     def said(comm: Communicator) -> str:
-        return ReduceKeys(horovod_compression="fp16").reducer(comm, Timer()).describe()
+        return ReduceKeys(horovod_compression="fp16").reducer(comm, Timer()).description
 
     assert on_ranks(2, said)[0] == "gradients are summed for every update, sent in float16"
     param = ReduceKeys(horovod_compression="bf16", horovod_reduce_type="param")
-    assert on_ranks(2, lambda comm: param.reducer(comm, Timer()).describe())[0].endswith("an epoch, sent in bfloat16")
+    assert on_ranks(2, lambda comm: param.reducer(comm, Timer()).description)[0].endswith("an epoch, sent in bfloat16")
     assert said(SingleCommunicator()) == "gradients are summed for every update"

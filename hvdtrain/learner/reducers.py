@@ -1,43 +1,41 @@
 """How the ranks train together: the reducers, by the value of the key `horovod_reduce_type`.
 
-Gradients are reduced for every update, which stands here, or parameters are averaged after N updates (`param_average.py`), or one
-after the other (`PostLocal`). A new one is a file with a class as `reducer.py` describes, and a line in `REDUCERS`; if it has
-keys of its own, `ReduceKeys` inherits them.
+Gradients are reduced for every update (`GradReduce`), or parameters are averaged after N updates (`param_average.py`), or one
+after the other (`PostLocal`). A new one is a file with a class of `EpochSync` (`reducer.py`) and a line in `REDUCERS`; if it has
+keys, `ReduceKeys` inherits them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-from hvdtrain.comm.base import Communicator, Op, Tensor
+from hvdtrain.comm.base import Communicator, Op
 from hvdtrain.comm.keys import TorchDistributedKeys
 from hvdtrain.config.keys import ALONE, Section, Sections, key, one_of
 from hvdtrain.learner.base import LearnerKeys, ModelState, StatePart
+from hvdtrain.learner.compression import COMPRESSIONS, CompressionKeys, GradientCompressor, gradient_compressor
 from hvdtrain.learner.param_average import ParamAverage, ParamAverageKeys
 from hvdtrain.learner.precision import PrecisionKeys
 from hvdtrain.learner.reducer import (
     EpochStart,
+    EpochSync,
     FinishedUpdate,
+    GradientExchange,
     Numbers,
     Reducer,
     ReducerClass,
-    Traffic,
     UpdateCounts,
     average,
     average_buffers,
     averaged,
 )
-from hvdtrain.learner.wire import COMPRESSIONS, Sent, Wire, WireKeys, gradient_wire
 from hvdtrain.runtime.timer import Timer
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class GradReduceKeys(WireKeys):
+class GradReduceKeys(CompressionKeys):
     """Reducing gradients."""
 
     horovod_avg_grad: bool = key(False, "grad: average gradients over the ranks instead of summing them")
@@ -46,49 +44,27 @@ class GradReduceKeys(WireKeys):
 class GradReduce:
     """For every update, gradients are summed (or averaged) over the ranks, and every rank applies the same update.
 
-    Args:
-        wire: in what form gradients travel; None: as they are.
+    Parameters never differ, so all that is left for a sync are BatchNorm's statistics at the end of an epoch.
     """
 
     keys = GradReduceKeys
-    updates_without_batch = True
-    meets_every_update = True
+    num_syncs = 0
+    sent = 0
 
-    def __init__(self, comm: Communicator, timer: Timer, average: bool, wire: Wire | None = None) -> None:
+    def __init__(self, comm: Communicator, timer: Timer, compressor: GradientCompressor) -> None:
         self._comm = comm
-        self._wire = Wire(comm) if wire is None else wire
         self._timer = timer
-        self._op: Op = "average" if average else "sum"
+        self._compressor = compressor
         self._counts = UpdateCounts(comm.size)
-        self._traffic = Traffic(self._wire)
 
     @classmethod
-    def from_keys(cls, keys: GradReduceKeys, comm: Communicator, timer: Timer) -> GradReduce:
-        return cls(comm, timer, keys.horovod_avg_grad, gradient_wire(comm, keys))
-
-    def describe(self) -> str:
-        return f"gradients are {'averaged' if self._op == 'average' else 'summed'} for every update{self._wire.describe()}"
-
-    def start_gradients(self, gradients: list[Tensor], *, name: str, owners: Sequence[int] | None = None) -> Any:
-        return self._traffic.start(gradients, self._op, name=name, owners=owners)
-
-    def finish_gradients(self, handle: Any) -> list[Tensor]:
-        with self._timer.span("communication"):
-            return self._traffic.finish(handle)
-
-    def reduce_rows(self, values: Tensor, indices: Tensor, *, name: str) -> tuple[Tensor, Tensor]:
-        all_values, all_indices = self._wire.gather_rows([values, indices], name=name)
-        return (all_values / self._comm.size if self._op == "average" else all_values), all_indices
-
-    def waited(self, seconds: float, sent: Sent) -> None:
-        self._timer.book("communication", seconds)
-        self._traffic.sent += self._wire.num_bytes(sent) if self._comm.size > 1 else 0
-
-    def agree(self, value: T | None) -> T:
-        return next(known for known in self._comm.gather(value, name="agree") if known is not None)
+    def from_keys(cls, keys: GradReduceKeys, comm: Communicator, timer: Timer) -> Reducer:
+        op: Op = "average" if keys.horovod_avg_grad else "sum"
+        gradients = GradientExchange(comm, timer, op, gradient_compressor(comm, keys))
+        return Reducer(gradients, cls(comm, timer, gradients.compressor), describe_gradients(gradients))
 
     def begin_epoch(self, state: ModelState, start: EpochStart) -> None:
-        self._wire.begin(state)
+        self._compressor.begin(state)
 
     def after_update(self, state: ModelState, update: FinishedUpdate) -> None:
         self._counts.add(update.has_batch, update.ranks_with_batch)
@@ -99,8 +75,8 @@ class GradReduce:
             average_buffers(self._comm, state, self._counts)
         self._counts.reset()
 
-    def differing(self) -> tuple[StatePart, ...]:
-        kept: tuple[StatePart, ...] = ("kept",) if self._wire.keeps else ()
+    def rank_local_state(self) -> tuple[StatePart, ...]:
+        kept: tuple[StatePart, ...] = ("kept",) if self._compressor.keeps else ()
         return ("statistics", "counters", *kept) if self._counts.updates else kept
 
     def averaged(self, state: ModelState) -> AbstractContextManager[None]:
@@ -108,7 +84,7 @@ class GradReduce:
             return nullcontext()
         return averaged(state, {"statistics": lambda own: average(self._comm, own, self._counts, "saved.statistics")})
 
-    def settle(self, state: ModelState) -> None:
+    def flush(self, state: ModelState) -> None:
         pass  # nothing is under way between updates
 
     def state(self) -> Numbers:
@@ -118,87 +94,74 @@ class GradReduce:
         if same_ranks:
             self._counts.restore(state)
         else:
-            self._wire.forget()
-
-    def take_traffic(self) -> tuple[int, int]:
-        return self._traffic.take()
+            self._compressor.forget()
 
 
 class PostLocal:
     """A start with averaged gradients, before ranks train alone (post-local SGD: Lin et al., 2020).
 
     Weights change most in the beginning, so models that are trained alone drift apart most there. Optimizers' states are the same
-    on all ranks when they part.
+    on all ranks when they part. An update belongs to the phase in which its first step is.
 
     Args:
-        first: reduces gradients, and averages them.
-        then: lets ranks update alone.
-        steps: those of the whole training with `first`. An update belongs to the reducer that its first step has.
+        gradients: averages gradients in its first `steps`; switched on and off here.
+        together: the sync of that phase.
+        alone: the sync of the phase after that.
     """
 
-    meets_every_update = False
-
-    def __init__(self, first: Reducer, then: ParamAverage, steps: int) -> None:
-        self._first = first
-        self._then = then
-        self._steps = steps
-        self._now: Reducer = first
-
-    def describe(self) -> str:
-        return f"{self._first.describe()} of the first {self._steps} steps; then {self._then.describe()}"
+    def __init__(self, gradients: GradientExchange, together: EpochSync, alone: ParamAverage) -> None:
+        self._gradients = gradients
+        self._together = together
+        self._alone = alone
 
     @property
-    def updates_without_batch(self) -> bool:
-        return self._now.updates_without_batch
+    def _phase(self) -> EpochSync:
+        return self._together if self._gradients.is_active else self._alone
 
-    def start_gradients(self, gradients: list[Tensor], *, name: str, owners: Sequence[int] | None = None) -> Any:
-        return self._now.start_gradients(gradients, name=name, owners=owners)
+    @property
+    def num_syncs(self) -> int:
+        return self._alone.num_syncs
 
-    def finish_gradients(self, handle: Any) -> list[Tensor]:
-        return self._now.finish_gradients(handle)
-
-    def reduce_rows(self, values: Tensor, indices: Tensor, *, name: str) -> tuple[Tensor, Tensor]:
-        return self._now.reduce_rows(values, indices, name=name)
-
-    def waited(self, seconds: float, sent: Sent) -> None:
-        self._now.waited(seconds, sent)
-
-    def agree(self, value: T | None) -> T:
-        return self._now.agree(value)
+    @property
+    def sent(self) -> int:
+        return self._alone.sent
 
     def begin_epoch(self, state: ModelState, start: EpochStart) -> None:
-        self._now = self._first if start.step < self._steps else self._then
-        self._now.begin_epoch(state, start)
-        self._then.warn(start)
+        self._gradients.is_active = start.step < (self._gradients.steps or 0)
+        self._phase.begin_epoch(state, start)
+        self._alone.warn(start)
 
     def after_update(self, state: ModelState, update: FinishedUpdate) -> None:
-        self._now.after_update(state, update)
-        if self._now is self._first and update.step >= self._steps:
-            self._first.end_of_epoch(state)  # buffers become the same, too
-            self._then.take_anchor(state)
-            self._now = self._then
+        self._phase.after_update(state, update)
+        if self._gradients.is_active and update.step >= (self._gradients.steps or 0):
+            self._together.end_of_epoch(state)  # buffers become the same, too
+            self._alone.take_anchor(state)
+            self._gradients.is_active = False
 
     def end_of_epoch(self, state: ModelState) -> None:
-        self._now.end_of_epoch(state)
+        self._phase.end_of_epoch(state)
 
-    def differing(self) -> tuple[StatePart, ...]:
-        return self._now.differing()
+    def rank_local_state(self) -> tuple[StatePart, ...]:
+        return self._phase.rank_local_state()
 
     def averaged(self, state: ModelState) -> AbstractContextManager[None]:
-        return self._now.averaged(state)
+        return self._phase.averaged(state)
 
-    def settle(self, state: ModelState) -> None:
-        self._now.settle(state)
+    def flush(self, state: ModelState) -> None:
+        self._phase.flush(state)
 
     def state(self) -> Numbers:
-        return {**self._now.state(), "gradients": self._now is self._first}
+        return {**self._phase.state(), "gradients": self._gradients.is_active}
 
     def restore(self, state: Numbers, same_ranks: bool = True) -> None:
-        (self._first if state.get("gradients") else self._then).restore(state, same_ranks)
+        (self._together if state.get("gradients") else self._alone).restore(state, same_ranks)
 
-    def take_traffic(self) -> tuple[int, int]:
-        one, other = self._first.take_traffic(), self._then.take_traffic()
-        return one[0] + other[0], one[1] + other[1]
+
+def describe_gradients(gradients: GradientExchange) -> str:
+    """What happens to gradients, for the log."""
+    return (
+        f"gradients are {'averaged' if gradients.op == 'average' else 'summed'} for every update{gradients.compressor.describe()}"
+    )
 
 
 REDUCERS: dict[str, ReducerClass] = {"grad": GradReduce, "param": ParamAverage}
@@ -335,10 +298,12 @@ class ReduceKeys(ParamAverageKeys, GradReduceKeys, RankKeys):
     def reducer(self, comm: Communicator, timer: Timer) -> Reducer:
         """The reducer that the keys choose."""
         chosen = REDUCERS[self.horovod_reduce_type].from_keys(self, comm, timer)
-        if not isinstance(chosen, ParamAverage) or not self.horovod_param_start:
+        if not isinstance(chosen.sync, ParamAverage) or not self.horovod_param_start:
             return chosen
-        together = GradReduce.from_keys(replace(self, horovod_avg_grad=True), comm, timer)
-        return PostLocal(together, chosen, self.horovod_param_start)
+        steps = self.horovod_param_start
+        gradients = GradientExchange(comm, timer, "average", gradient_compressor(comm, self), steps)
+        sync = PostLocal(gradients, GradReduce(comm, timer, gradients.compressor), chosen.sync)
+        return Reducer(gradients, sync, f"{describe_gradients(gradients)} of the first {steps} steps; then {chosen.description}")
 
 
 def scale_learning_rate(learning_rate: float, rule: bool | str, size: int) -> float:

@@ -1,7 +1,7 @@
-"""In what form gradients, and changes of parameters, travel between the ranks: by the value of the key `horovod_compression`.
+"""How gradients, and changes of parameters, are compressed on their way to other ranks: by the key `horovod_compression`.
 
-A new type of 16 bits is a line in the table, if the transports can send it. Whatever else makes messages smaller is a file with a
-class derived from `Wire`, and a line.
+A new type of 16 bits is a line in the table, if the transports can send it. Any other compression is a file with a class derived
+from `GradientCompressor`, and a line.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ class Compression:
     """One way to make messages smaller.
 
     Attributes:
-        narrow: a type of 16 bits for them; None: `wire` makes them.
-        wire: the module and the class of a wire for gradients, made from a communicator and a rank; imported when it is used.
+        narrow: a type of 16 bits for them; None: `compressor` makes them.
+        compressor: the module and the class of a compressor for gradients, made from a communicator and a rank; imported when it
+            is used.
         over_horovod: whether Horovod can send it.
         gain: changes of parameters are multiplied by this before they are sent, and divided by it afterwards; it is a power of
             two. None: they are sent as they are.
@@ -33,7 +34,7 @@ class Compression:
 
     narrow: Narrow | None
     over_horovod: bool
-    wire: tuple[str, str] | None = None
+    compressor: tuple[str, str] | None = None
     gain: float | None = None
     needs_scale: bool = False
 
@@ -42,7 +43,7 @@ COMPRESSIONS = {
     # Averages of up to 64 fit into float16 with this gain. On 2 ranks, changes of 1e-6 still have all of its 11 bits.
     "fp16": Compression("float16", over_horovod=True, gain=2.0**10, needs_scale=True),
     "bf16": Compression("bfloat16", over_horovod=False),
-    "powersgd": Compression(None, over_horovod=True, wire=("hvdtrain.learner.torch.power_sgd", "PowerSGD")),
+    "powersgd": Compression(None, over_horovod=True, compressor=("hvdtrain.learner.torch.power_sgd", "PowerSGD")),
 }
 """By the value of the key `horovod_compression`."""
 
@@ -50,8 +51,8 @@ compression = one_of(COMPRESSIONS)
 
 
 @dataclass(frozen=True, kw_only=True)
-class WireKeys(Section):
-    """What is sent in how many bits."""
+class CompressionKeys(Section):
+    """The size of messages."""
 
     horovod_compression: str | None = key(
         None,
@@ -63,16 +64,8 @@ class WireKeys(Section):
     horovod_compression_rank: int = key(4, "powersgd: the number of columns of these matrices", positive)
 
 
-@dataclass(frozen=True)
-class Sent:
-    """The bytes of tensors in their own types."""
-
-    float32: int
-    others: int
-
-
-class Wire:
-    """Sends tensors to the other ranks to be added up, those of float32 in a narrow type if it has one.
+class GradientCompressor:
+    """Sends tensors to the other ranks to be added up, those of float32 in a narrow type if it has one, and counts the bytes.
 
     Counts are not changed, as they are float64 or integers.
 
@@ -82,6 +75,7 @@ class Wire:
 
     Attributes:
         keeps: whether it keeps tensors from update to update, which differ between ranks.
+        sent: the bytes that this rank has sent.
     """
 
     keeps = False
@@ -90,11 +84,7 @@ class Wire:
         self._comm = comm
         self._gain = gain
         self.narrow: Narrow | None = None if comm.size == 1 else narrow
-
-    @property
-    def sent(self) -> int:
-        """The bytes that were sent over the communicator."""
-        return self._comm.sent
+        self.sent = 0
 
     def start(
         self, tensors: Sequence[Tensor], op: Op, *, name: str, owners: Sequence[int] | None = None, exact: bool = False
@@ -107,7 +97,7 @@ class Wire:
         gain, narrow = (1.0, None) if exact else (self._gain, self.narrow)
         if gain != 1.0:
             tensors = [tensor * gain for tensor in tensors]
-        return gain, self._comm.start(tensors, op, name=name, owners=owners, narrow=narrow)
+        return gain, self._send(tensors, op, name=name, owners=owners, narrow=narrow)
 
     def finish(self, handle: Any) -> list[Tensor]:
         """As `Communicator.finish`."""
@@ -120,39 +110,60 @@ class Wire:
         return self._comm.gather_rows(tensors, name=name, narrow=self.narrow)
 
     def begin(self, state: ModelState) -> None:
-        """Called before the first update of an epoch: find what is kept in the state, and drop what another wire has kept."""
+        """Called before the first update of an epoch: find what this one keeps in the state, and drop what others have kept."""
         state.shared.clear()
         state.own.clear()
 
     def forget(self) -> None:
         """What is kept was that of another number of ranks."""
 
-    def num_bytes(self, sent: Sent) -> int:
-        """The bytes of tensors on the wire, if they are sent in a graph, where the communicator cannot count them."""
-        return sent.float32 // (1 if self.narrow is None else 2) + sent.others
+    def count_graph_bytes(self, float32: int, others: int) -> None:
+        """Count tensors that a graph has sent, where the communicator cannot count them.
+
+        Args:
+            float32: the bytes of tensors of this type.
+            others: the bytes of tensors of all other types.
+        """
+        if self._comm.size > 1:
+            self.sent += float32 // (1 if self.narrow is None else 2) + others
 
     def describe(self) -> str:
         """What to add to a reducer's line in the log."""
         return "" if self.narrow is None else f", sent in {self.narrow}"
 
+    def _send(
+        self,
+        tensors: Sequence[Tensor],
+        op: Op,
+        *,
+        name: str,
+        owners: Sequence[int] | None = None,
+        narrow: Narrow | None = None,
+    ) -> Any:
+        """Collective. As `Communicator.start`. Counts the bytes here, as others send over the same communicator."""
+        before = self._comm.sent
+        handle = self._comm.start(tensors, op, name=name, owners=owners, narrow=narrow)
+        self.sent += self._comm.sent - before
+        return handle
 
-def gradient_wire(comm: Communicator, keys: WireKeys) -> Wire:
-    """The wire for gradients. They have no gain: the scale of the loss keeps them, and their sum, within the range of float16."""
+
+def gradient_compressor(comm: Communicator, keys: CompressionKeys) -> GradientCompressor:
+    """The compressor of gradients. It has no gain: the scale of the loss keeps their sum within the range of float16."""
     chosen = COMPRESSIONS.get(keys.horovod_compression or "")
     if chosen is None:
-        return Wire(comm)
-    if chosen.wire is None:
-        return Wire(comm, chosen.narrow)
-    module, name = chosen.wire
-    wire: Wire = getattr(importlib.import_module(module), name)(comm, keys.horovod_compression_rank)
-    return wire
+        return GradientCompressor(comm)
+    if chosen.compressor is None:
+        return GradientCompressor(comm, chosen.narrow)
+    module, name = chosen.compressor
+    compressor: GradientCompressor = getattr(importlib.import_module(module), name)(comm, keys.horovod_compression_rank)
+    return compressor
 
 
-def change_wire(comm: Communicator, keys: WireKeys) -> Wire:
-    """The wire for changes of parameters, which are averaged. It has a type of 16 bits or not; with one, parameters themselves
-    would lose what they learn: a step is often smaller than their rounding."""
+def change_compressor(comm: Communicator, keys: CompressionKeys) -> GradientCompressor:
+    """The compressor of changes of parameters, which are averaged. In 16 bits, parameters themselves would lose what they learn:
+    a step is often smaller than their rounding."""
     chosen = COMPRESSIONS.get(keys.horovod_compression or "")
     if chosen is None or comm.size == 1:
-        return Wire(comm)
+        return GradientCompressor(comm)
     ranks = 1 << (comm.size - 1).bit_length()  # the sum over the ranks, from which the average is made, has to fit, too
-    return Wire(comm, chosen.narrow, 1.0 if chosen.gain is None else chosen.gain / ranks)
+    return GradientCompressor(comm, chosen.narrow, 1.0 if chosen.gain is None else chosen.gain / ranks)

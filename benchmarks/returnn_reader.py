@@ -1,4 +1,4 @@
-"""Reading RETURNN's HDFDataset the way RETURNN does. Needs `pip install hvdtrain[benchmark]`."""
+"""Reading RETURNN's HDFDataset the way RETURNN does. Needs `pip install -e '.[benchmark]'`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy
 def check() -> None:
     """Exit if RETURNN is not installed."""
     if importlib.util.find_spec("returnn") is None:
-        raise SystemExit("expected the package returnn for the comparison, got none (pip install hvdtrain[benchmark])")
+        raise SystemExit("expected the package returnn for the comparison, got none (pip install -e '.[benchmark]')")
 
 
 def open_dataset(path: Path, cache_bytes: int = 0) -> Any:

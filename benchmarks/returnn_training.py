@@ -1,6 +1,6 @@
 """Training speed of hvdtrain compared with RETURNN's, with the same config files.
 
-    pip install hvdtrain[benchmark]
+    pip install -e ".[benchmark]"
     python benchmarks/returnn_training.py                       # 1 and 2 ranks, 5 rounds: 6 minutes
     python benchmarks/returnn_training.py --rounds 1 --models mlp
     python benchmarks/returnn_training.py --horovod             # hvdtrain with Horovod on several ranks, too

@@ -35,7 +35,7 @@ from hvdtrain.runtime.log import programs_log
 from hvdtrain.runtime.process import Process
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.session import open_session
-from hvdtrain.settings import TASKS, Settings, read_settings
+from hvdtrain.settings import TASKS, Settings, read_settings, with_datasets
 
 ConfigLike = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, Any]
 """A config: a file, several files, of which later ones win, or a dict of keys."""
@@ -228,6 +228,7 @@ def _on_rank(configs: Sequence[Config], keys: Mapping[str, Any]) -> Any:
 
 def _done(settings: Settings) -> Any:
     """Do the task that the settings say. Raises: HvdtrainError."""
+    settings = with_datasets(settings)
     module, name = TASKS[settings.run.task].split(":")
     task = getattr(importlib.import_module(module), name)
     collected = _Collector()

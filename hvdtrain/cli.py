@@ -128,10 +128,10 @@ def complete(words: list[str]) -> int:
         module = importlib.import_module(COMMANDS[words[0]][1])
         parser = module.parser() if hasattr(module, "parser") else argparse.ArgumentParser()
     else:
-        from hvdtrain.settings import DATASET_SECTIONS, DICTS, all_keys
+        from hvdtrain.settings import DATASET_SECTIONS, DICTS, all_keys, entries_of
 
         of_datasets = [each for section in DATASET_SECTIONS for each in declared(section)]
-        entries = {name: list(declared(section)) for name, section in DICTS.items()} | dict.fromkeys(DATASETS, of_datasets)
+        entries = {name: entries_of(name) for name in DICTS} | dict.fromkeys(DATASETS, of_datasets)
         parser = completion.training_parser(words, all_keys(), entries, COMMANDS, OPTIONS)
     completion.answer(parser)
     return 0
@@ -139,7 +139,7 @@ def complete(words: list[str]) -> int:
 
 def run_config(arguments: list[str]) -> int:
     """Train, or do another task, as the config says; return the exit status."""
-    from hvdtrain.settings import print_config, read_settings  # here, so that build-horovod runs without numpy
+    from hvdtrain.settings import print_config, read_settings, with_datasets  # here, so that build-horovod runs without numpy
 
     started = launch.launch()
     rank = started.rank
@@ -167,6 +167,7 @@ def run_config(arguments: list[str]) -> int:
             return local.run(own, arguments, launch.environment(), restarts(settings))
         if int(launch.environment().get("TORCHELASTIC_RESTART_COUNT") or 0) and (problems := settings.start.restart_problems()):
             raise ConfigError(problems)
+        settings = with_datasets(settings)
     except LaunchError as error:
         return _refuse(str(error)) if error.on_every_rank else _fail(str(error), rank, status=2, everywhere=False)
     except ConfigError as error:
@@ -271,7 +272,7 @@ def help_text() -> str:
 def _section_lines(section: type) -> list[str]:
     lines = ["", f"  {(section.__doc__ or '').splitlines()[0]}"]
     for key in declared(section):
-        lines += [f"    {key.name}", f"        {key.doc}", f"        ({describe(key)})"]
+        lines += [f"    {', '.join(key.names)}", f"        {key.doc}", f"        ({describe(key)})"]
     return lines
 
 

@@ -341,7 +341,7 @@ def open_rates(settings: Settings, size: int) -> Rates:
             )
         elif schedule is not None:
             rate *= schedule.factor(step, epoch_continuous)
-        return scale_learning_rate(rate, settings.reduce.horovod_scale_lr, size)
+        return scale_learning_rate(rate, settings.reduce.learning_rate_scale, size)
 
     return Rates(of_epoch, of_step)
 
@@ -410,10 +410,10 @@ def announce(settings: Settings, session: Session, pace: Pace, hosts: list[Host]
         say(4, f"ranks: {session.reducer.description}")
         if told := settings.reduce.without_effect:
             say(2, told)
-        if settings.reduce.horovod_scale_lr:
-            factor = scale_learning_rate(1.0, settings.reduce.horovod_scale_lr, comm.size)
+        if settings.reduce.learning_rate_scale:
+            factor = scale_learning_rate(1.0, settings.reduce.learning_rate_scale, comm.size)
             say(4, f"horovod_scale_lr: every learning rate is multiplied by {factor:.6g} for {comm.size} ranks")
-        if settings.reduce.horovod_dataset_distribution == "random_seed_offset":
+        if settings.reduce.dataset_distribution == "random_seed_offset":
             say(4, f"every rank goes through all data in its own order: an epoch is {comm.size} passes")
     environ = launch.environment()
     may_restart = settings.launch.max_restarts or restarts_of_torchrun(environ) or is_elastic(environ)

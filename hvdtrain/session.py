@@ -156,7 +156,7 @@ def _open(settings: Settings, purpose: Purpose, comm: Communicator, watched: Exi
         stack.enter_context(interrupt)
     if purpose != "measure":
         together(comm, lambda: open_log(settings.log, comm.rank, comm.size, settings.process), name="open_log")
-        for message in settings.misspelt:
+        for message in (*settings.misspelt, *settings.misplaced):
             say(2, message)
         if settings.without_effect:
             say(3, f"RETURNN reads from a config, and hvdtrain does not: {', '.join(settings.without_effect)}")
@@ -391,7 +391,7 @@ def open_some(
 
     def feed(spec: DatasetSpec) -> Feed:
         training = spec is settings.train
-        distribution = settings.reduce.horovod_dataset_distribution if training else "shard"
+        distribution = settings.reduce.dataset_distribution if training else "shard"
         batch_keys = settings.batch.of_each_of(comm.size)
         batch_keys = batch_keys.of_training() if training else batch_keys.of_evaluation()
         size = budgets.get(spec.name, sizes[2]) if spec.cache_byte_size is None else spec.cache_byte_size

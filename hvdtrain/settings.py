@@ -12,7 +12,7 @@ from typing import Any, get_type_hints
 
 from hvdtrain.checkpoint.changed_keys import noted_keys
 from hvdtrain.checkpoint.keys import SavingKeys, StartKeys
-from hvdtrain.comm.keys import LaunchKeys, TorchDistributedKeys, merged
+from hvdtrain.comm.keys import LaunchKeys, TorchDistributedKeys, torch_distributed_of
 from hvdtrain.config.check import build, resembling, unknown, unsupported
 from hvdtrain.config.keys import (
     REQUIRED,
@@ -27,6 +27,7 @@ from hvdtrain.config.keys import (
     one_of,
     parsed_by,
     positive,
+    spellings,
 )
 from hvdtrain.config.source import COMMAND_LINE, OVERRIDING, Config, Source, load
 from hvdtrain.data.copies import CopyKeys
@@ -37,12 +38,11 @@ from hvdtrain.data.plan.chunk_keys import ChunkKeys
 from hvdtrain.data.plan.order_keys import OrderKeys, is_random
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.base import LearnerKeys
-from hvdtrain.learner.compression import compression
 from hvdtrain.learner.frameworks import FRAMEWORKS, Feature
 from hvdtrain.learner.model_format import SAFETENSORS
 from hvdtrain.learner.param_sync import OuterKeys
 from hvdtrain.learner.precision import PrecisionKeys
-from hvdtrain.learner.reducers import ReduceKeys, reduce_type
+from hvdtrain.learner.reducers import ReduceKeys
 from hvdtrain.learner.steps import AccumulationKeys
 from hvdtrain.learner.sync_interval import SyncRuleKeys
 from hvdtrain.report.keys import TrackerKeys
@@ -169,7 +169,9 @@ class Settings:
     without_effect: tuple[str, ...]
     """Names that RETURNN would read from the config, with what to set instead where there is something."""
     misspelt: tuple[str, ...]
-    """Messages about names that look like misspelt keys in a config for RETURNN, which ignores them, or like misplaced ones."""
+    """Messages about names that look like misspelt keys in a config for RETURNN, which ignores them."""
+    outside_datasets: Mapping[str, tuple[Any, str]]
+    """By name, values and origins of keys of a dataset's dict that the config sets at its top level."""
     origins: Mapping[str, str]
     """By key, where its value comes from. Keys with their default value are not listed."""
     texts: Mapping[str, str]
@@ -212,6 +214,16 @@ class Settings:
         return found
 
     @property
+    def misplaced(self) -> tuple[str, ...]:
+        """Messages about keys of datasets that are outside of a dataset's dict, unless a dataset has that value, too."""
+        orders = [spec.order for dataset in self.datasets for spec in dataset.all()]
+        return tuple(
+            f'{name} in {origin}: read in the dict of a dataset only, such as train = {{"class": ..., "{name}": ...}}'
+            for name, (value, origin) in self.outside_datasets.items()
+            if not any(getattr(order, name) == value for order in orders)
+        )
+
+    @property
     def evaluations(self) -> tuple[DatasetSpec, ...]:
         return self.datasets[1:]
 
@@ -227,6 +239,13 @@ SECTIONS = tuple(SECTIONS_BY_NAME.values())
 def all_keys() -> list[Key]:
     """Every key at the top level of a config."""
     return [declared_key for section in SECTIONS for declared_key in declared(section)]
+
+
+def entries_of(name: str) -> list[Key]:
+    """The entries of a dict among `DICTS`, each with its name in the dict."""
+    spelled = [(each, spelling.partition(".")) for each in all_keys() for spelling in each.names]
+    others = [replace(each, name=entry) for each, (outer, _, entry) in spelled if outer == name and entry]
+    return [*declared(DICTS[name]), *others]
 
 
 BOOLEAN_KEYS = frozenset(declared_key.name for declared_key in all_keys() if declared_key.type is bool)
@@ -260,8 +279,8 @@ def check(source: Source, names: list[str]) -> Settings:
     values, remarks = understood(values, origins, BOOLEAN_KEYS, for_returnn=source.for_returnn)
     values = _without_training(values)
     ignored = ignored_by_returnn(values) if source.for_returnn else ()
-    dicts = [*DICTS.items(), *(("train", section) for section in DATASET_SECTIONS)]
-    inside = {each.name: f"{place}.{each.name}" for place, section in dicts for each in declared(section)}
+    entries = [*((name, entries_of(name)) for name in DICTS), *(("train", declared(section)) for section in DATASET_SECTIONS)]
+    inside = {each.name: f"{place}.{each.name}" for place, keys in entries for each in keys}
     refused = {name: hint for name, hint in UNSUPPORTED.items() if name not in ignored}
     others = READ_BY_RETURNN.union(BY_VALUES, ignored)
     problems = [
@@ -275,32 +294,74 @@ def check(source: Source, names: list[str]) -> Settings:
     found: dict[type, list[str]] = {}
     for kind in SECTIONS:
         built[kind], found[kind] = build(kind, values, "", origins)
-    torch_distributed, connecting = _torch_distributed(built, origins)
-    connecting += _of_the_framework(built)
-    sections = Sections(built)
+    torch_distributed, connecting = _torch_distributed(Sections(built, values), origins)
+    built, torch_distributed = resolve(built, torch_distributed)
+    sections = Sections(built, values)
     for kind, section in built.items():
         problems += found[kind] + ([] if section is None else section.problems(sections))
-    problems += connecting
+    problems += connecting + _of_the_framework(built)
     derived: dict[str, Any] = {}
     for name, derive in DERIVED.items():
         derived[name], more = derive(sections, source)
         problems += more
     if problems:
         raise ConfigError(problems)
-    derived["misspelt"] += (*remarks, *_misplaced(derived["datasets"], source))
+    derived["misspelt"] += tuple(remarks)
     derived["without_effect"] += ignored
+    several = {each.name: [*spellings(each, values)][-1:] for each in all_keys() if len(each.names) > 1}
+    in_dicts = {name: origins[spelling.partition(".")[0]] for name, given in several.items() for spelling in given}
     return Settings(
         **{name: built[kind] for name, kind in SECTIONS_BY_NAME.items()},
         **derived,
         torch_distributed=torch_distributed,
-        origins={name: origin for name, origin in origins.items() if name in names},
+        origins={name: origin for name, origin in origins.items() if name in names} | in_dicts,
         texts=source.texts,
     )
+
+
+def resolve(
+    built: Mapping[type, Any], torch_distributed: TorchDistributedKeys | None
+) -> tuple[dict[type, Any], TorchDistributedKeys | None]:
+    """The sections with the values that follow from those of other sections."""
+    result = dict(built)
+    started, learner = built[LaunchKeys], built[LearnerKeys]
+    if started is not None and learner is not None and started.ngpu == 0 and learner.device is None:
+        result[LearnerKeys] = replace(learner, device="cpu")
+    if torch_distributed is None:
+        return result, None
+    rank = started.dist_rank if torch_distributed.rank is None else torch_distributed.rank
+    size = torch_distributed.world_size or started.dist_world_size
+    result[LaunchKeys] = replace(started, dist_rank=rank, dist_world_size=size)
+    return result, replace(torch_distributed, init_method=torch_distributed.init_method or started.init_method)
 
 
 def _given(values: Mapping[str, Any], source: Source) -> dict[str, Any]:
     """The values of a config's own names, as they are understood: without those that are off."""
     return {name: values.get(ALIASES.get(name, name)) for name in source.values}
+
+
+def with_datasets(settings: Settings) -> Settings:
+    """Settings to train with: the config's functions that return datasets are called, and these are checked.
+
+    Raises:
+        ConfigError: with all problems of functions and of what they returned.
+    """
+    specs = (*settings.datasets, *(() if settings.forward is None else (settings.forward,)))
+    if all(spec.is_known for spec in specs):
+        return settings
+    from hvdtrain.data.sources import data_with_functions_called  # here, as in _datasets
+
+    more = ("forward_data", "search_data") if settings.forward is not None else ()
+    data, problems = data_with_functions_called(settings.data, ("train", "dev", "eval", *more))
+    values = {type(section): section for section in vars(settings).values() if isinstance(section, Section)}
+    sections, source = Sections({**values, DataKeys: data}), Source({}, dict(settings.origins), ())
+    found: dict[str, Any] = {}
+    for name in ("datasets", "forward"):
+        found[name], wrong = DERIVED[name](sections, source)
+        problems += wrong
+    if problems:
+        raise ConfigError(problems)
+    return replace(settings, **found)
 
 
 def _without_training(values: dict[str, Any]) -> dict[str, Any]:
@@ -321,13 +382,11 @@ def _without_training(values: dict[str, Any]) -> dict[str, Any]:
     return values | {name: value for name, value in unused.items() if values.get(name) is None}
 
 
-def _of_the_framework(built: dict[type, Any]) -> list[str]:
-    """Problems with what the config's framework cannot do. And works ngpu = 0 into the learner's device."""
+def _of_the_framework(built: Mapping[type, Any]) -> list[str]:
+    """Problems with what the config's framework cannot do."""
     learner, reduce, run, started = (built[section] for section in (LearnerKeys, ReduceKeys, RunKeys, LaunchKeys))
     if None in (learner, reduce, run, started):
         return []
-    if started.ngpu == 0 and learner.device is None:
-        built[LearnerKeys] = replace(learner, device="cpu")
     problems = unsupported([section for section in built.values() if section is not None], run.backend)
     features = FRAMEWORKS[run.backend].features
     saving = built[SavingKeys]
@@ -340,9 +399,9 @@ def _of_the_framework(built: dict[type, Any]) -> list[str]:
         if isinstance(entry, dict) and entry.get("init_for_train") == "always":
             where = f"preload_from_files.{name}.init_for_train"
             problems.append(f"{where}: expected {_with_feature('constant parameters')} for 'always', got {run.backend!r}")
-    if reduce.horovod_compression == "powersgd" and "powersgd" not in features:
+    if reduce.compression == "powersgd" and "powersgd" not in features:
         problems.append(f"horovod_compression: expected {_with_feature('powersgd')} for 'powersgd', got {run.backend!r}")
-    if learner.deterministic and reduce.horovod_param_sync_time_diff is not None:
+    if learner.deterministic and reduce.sync_seconds is not None:
         problems.append(
             "deterministic: expected syncs after a number of steps, got horovod_param_sync_time_diff, which goes by the clock"
         )
@@ -357,32 +416,24 @@ def _with_feature(feature: Feature) -> str:
     return "backend = " + " or ".join(repr(name) for name, framework in FRAMEWORKS.items() if feature in framework.features)
 
 
-def _torch_distributed(built: dict[type, Any], origins: Mapping[str, str]) -> tuple[TorchDistributedKeys | None, list[str]]:
-    """The entries of torch_distributed, None where it is not used; problems. Works them into the other sections."""
-    reduce, started = built[ReduceKeys], built[LaunchKeys]
-    if reduce is None or started is None:
-        return None, []
-    if reduce.torch_distributed is None and not started.ask_for_torch:
+def _torch_distributed(sections: Sections, origins: Mapping[str, str]) -> tuple[TorchDistributedKeys | None, list[str]]:
+    """The entries of torch_distributed, None where it is not used; problems."""
+    reduce, started = sections.get(ReduceKeys), sections.get(LaunchKeys)
+    if reduce is None or started is None or (reduce.torch_distributed is None and not started.ask_for_torch):
         return None, []
     if reduce.use_horovod and reduce.torch_distributed is None:
         return None, [
             "use_horovod: expected mpirun, horovodrun or srun to start the processes, got ngpu or dist_ keys, which belong to "
             "torch.distributed (mpirun -np N ..., or leave use_horovod out)"
         ]
-    keys, started, problems = merged(reduce.torch_distributed or {}, started, origins.get("torch_distributed", COMMAND_LINE))
-    choices = (
-        {} if keys is None else {"reduce_type": (keys.reduce_type, reduce_type), "compression": (keys.compression, compression)}
-    )
-    wrong = {name: (value, rule) for name, (value, rule) in choices.items() if value is not None and not rule.holds(value)}
-    problems += [f"torch_distributed.{name}: expected {rule.words}, got {value!r}" for name, (value, rule) in wrong.items()]
-    if keys is not None and not wrong:
-        built[LaunchKeys] = started
-        built[ReduceKeys] = reduce.under(keys)
-        if keys.sharded and built[ReduceKeys].horovod_reduce_type != "grad":
-            problems.append(
-                "torch_distributed.sharded: expected reduce_type 'grad', where all ranks apply the same update, got "
-                f"{built[ReduceKeys].horovod_reduce_type!r}"
-            )
+    others = [each.name for each in entries_of("torch_distributed")]
+    origin = origins.get("torch_distributed", COMMAND_LINE)
+    keys, problems = torch_distributed_of(reduce.torch_distributed or {}, others, sections, origin)
+    if keys is not None and keys.sharded and reduce.reduce_type != "grad":
+        problems.append(
+            "torch_distributed.sharded: expected reduce_type 'grad', where all ranks apply the same update, got "
+            f"{reduce.reduce_type!r}"
+        )
     return keys, problems
 
 
@@ -402,8 +453,8 @@ def _datasets(sections: Sections, source: Source) -> tuple[tuple[DatasetSpec, ..
     from hvdtrain.data.sources import datasets_of  # here: `--help` lists the keys and takes no numpy, which checking data does
 
     specs, problems = datasets_of(keys)
-    apart = reduce is not None and reduce.horovod_dataset_distribution == "random_seed_offset"
-    if apart and specs and specs[0].name == "train" and not is_random(specs[0].order):
+    apart = specs and specs[0].is_known and reduce is not None and reduce.dataset_distribution == "random_seed_offset"
+    if apart and specs[0].name == "train" and not is_random(specs[0].order):
         problems.append(
             "horovod_dataset_distribution: expected a random seq_ordering in train for 'random_seed_offset', got "
             f"{specs[0].order.seq_ordering!r} (every rank would train on the same batches)"
@@ -463,6 +514,11 @@ def _function(sections: Sections, source: Source) -> tuple[Callable[[], Any] | N
     return function, []
 
 
+def _outside_datasets(sections: Sections, source: Source) -> tuple[Mapping[str, tuple[Any, str]], list[str]]:
+    names = (key.name for key in declared(OrderKeys))
+    return {name: (source.values[name], source.origins[name]) for name in names if name in source.values}, []
+
+
 def _without_effect(sections: Sections, source: Source) -> tuple[tuple[str, ...], list[str]]:
     return tuple(without_effect(source.values)), []
 
@@ -474,17 +530,6 @@ def _misspelt(sections: Sections, source: Source) -> tuple[tuple[str, ...], list
     return tuple(f"{name} in {source.origins[name]}: {rule} (did you mean {key}?)" for name, key in found.items()), []
 
 
-def _misplaced(datasets: Iterable[DatasetSpec], source: Source) -> tuple[str, ...]:
-    """Messages about keys of datasets that are outside of a dataset's dict, unless a dataset has that value, too."""
-    orders = [spec.order for dataset in datasets for spec in dataset.all()]
-    given = {key.name: source.values[key.name] for key in declared(OrderKeys) if key.name in source.values}
-    return tuple(
-        f'{name} in {source.origins[name]}: read in the dict of a dataset only, such as train = {{"class": ..., "{name}": ...}}'
-        for name, value in given.items()
-        if not any(getattr(order, name) == value for order in orders)
-    )
-
-
 DERIVED: dict[str, Callable[[Sections, Source], tuple[Any, list[str]]]] = {
     "step_schedule": _step_schedule,
     "datasets": _datasets,
@@ -493,6 +538,7 @@ DERIVED: dict[str, Callable[[Sections, Source], tuple[Any, list[str]]]] = {
     "function": _function,
     "without_effect": _without_effect,
     "misspelt": _misspelt,
+    "outside_datasets": _outside_datasets,
 }
 """By attribute of Settings, what makes it of the sections; each returns the value and the problems."""
 
@@ -523,7 +569,7 @@ def effective(settings: Settings) -> Iterator[Effective]:
     for section in SECTIONS:
         title = (section.__doc__ or "").splitlines()[0].rstrip(".")
         for declared_key in declared(section):
-            value = getattr(sections[section], declared_key.name)
+            value = getattr(sections[section], declared_key.field)
             yield Effective(title, declared_key.name, shown(value), settings.origins.get(declared_key.name, DEFAULT))
 
 

@@ -5,6 +5,7 @@ import re
 import socket
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -104,3 +105,15 @@ def test_every_test_that_the_page_of_checks_names_exists() -> None:
         named = re.findall(r"`(test_\w+)`", tests)
         assert named, row
         assert set(named) <= defined, f"{set(named) - defined} in {row}"
+
+
+def test_the_page_about_installing_lists_every_extra() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    rows = re.findall(r"^\| ((?:`[a-z]+`(?:, )?)+) \|", (ROOT / "docs" / "installing.md").read_text(), flags=re.MULTILINE)
+    assert sorted(re.findall(r"`([a-z]+)`", "".join(rows))) == sorted(project["optional-dependencies"])
+
+
+def test_nothing_is_installed_from_an_index_that_does_not_have_it() -> None:
+    code = [path for folder in ("hvdtrain", "benchmarks", "tools") for path in (ROOT / folder).rglob("*.py")]
+    found = [path for path in (*DOCUMENTS, *code) if re.search(r"""install ["'\\]*hvdtrain\[""", path.read_text())]
+    assert found == []  # hvdtrain is not on PyPI; `pip install "hvdtrain-1.0.0-py3-none-any.whl[hdf]"` names a file

@@ -40,7 +40,7 @@ def page() -> str:
 
 def _table(section: type) -> list[str]:
     """The heading and table of a section."""
-    rows = [f"| `{key.name}` | {key.doc} | {describe(key)} |" for key in declared(section)]
+    rows = [f"| {', '.join(f'`{name}`' for name in key.names)} | {key.doc} | {describe(key)} |" for key in declared(section)]
     return [
         "",
         f"## {(section.__doc__ or '').splitlines()[0].rstrip('.')}",

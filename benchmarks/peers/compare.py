@@ -1,6 +1,6 @@
 """The same small training with hvdtrain, RETURNN, Lightning, Accelerate and by hand, side by side.
 
-    pip install hvdtrain[peers]
+    pip install -e ".[peers]"
     python benchmarks/peers/compare.py                       # everything; docs/coming_from.md has the results
     python benchmarks/peers/compare.py --rounds 0            # what they do, without their speed
     python benchmarks/peers/compare.py --no_actions          # their speed only
@@ -178,7 +178,7 @@ def main() -> int:
     names = [name for name in options.only if name not in missing]
     print(machine())
     for name in missing:
-        print(f"{name}: not installed (pip install hvdtrain[peers])")
+        print(f"{name}: not installed (pip install -e '.[peers]')")
     with tempfile.TemporaryDirectory(prefix="peers.") as place:
         folder = Path(place)
         write_words(options.train, folder / "train.hdf", options.words)

@@ -33,7 +33,7 @@ def noted_keys(sections: Iterable[tuple[str, object]]) -> dict[str, str]:
     """
     skipped = WITHOUT_EFFECT_ON_RESULTS | BY_THE_OPTIMIZER
     found = {
-        f"{prefix}{each.name}": _text(getattr(section, each.name))
+        f"{prefix}{each.name}": _text(getattr(section, each.field))
         for prefix, section in sections
         for each in declared(type(section))
         if each.name not in skipped
@@ -42,9 +42,7 @@ def noted_keys(sections: Iterable[tuple[str, object]]) -> dict[str, str]:
 
 
 def _text(value: Any) -> str | None:
-    import numpy  # here, as the command line imports this file before it is known what is to be done
-
-    if isinstance(value, numpy.ndarray):
+    if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, dict):
         parts = {str(name): _text(part) for name, part in value.items()}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from hvdtrain.config.check import build, unknown_options
@@ -79,15 +80,6 @@ class LaunchKeys(Section):
             )
         return found
 
-    def rank_problems(self) -> list[str]:
-        """Problems with rank and world size. Call this when the entries of torch_distributed have been merged in."""
-        found = []
-        if self.dist_rank is not None and self.dist_world_size is None:
-            found.append(f"dist_world_size: expected with dist_rank = {self.dist_rank}, got nothing")
-        if None not in (self.dist_rank, self.dist_world_size) and self.dist_rank >= self.dist_world_size:  # type: ignore[operator]
-            found.append(f"dist_rank: expected a number below dist_world_size, {self.dist_world_size}, got {self.dist_rank}")
-        return found
-
     @property
     def init_method(self) -> str | None:
         """The rendezvous address from these keys, if they give one."""
@@ -104,8 +96,8 @@ class LaunchKeys(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TorchDistributedKeys:
-    """Entries of the dict torch_distributed; those about synchronization default to the horovod_* keys"""
+class TorchDistributedKeys(Section):
+    """Entries of the dict torch_distributed, besides the other spellings of horovod_* keys"""
 
     backend: str | None = key(
         None,
@@ -121,19 +113,27 @@ class TorchDistributedKeys:
     sharded: bool = key(
         False, "shard the optimizer state over the ranks, for models that do not fit otherwise (with reduce_type 'grad')"
     )
-    reduce_type: str | None = key(None, "as horovod_reduce_type")
-    avg_grad: bool | None = key(None, "as horovod_avg_grad")
-    param_sync_step: int | None = key(None, "as horovod_param_sync_step", positive)
-    param_sync_time_diff: float | None = key(None, "as horovod_param_sync_time_diff", positive)
-    compression: str | None = key(None, "as horovod_compression")
-    compression_rank: int | None = key(None, "as horovod_compression_rank", positive)
-    param_sync_rule: dict[str, Any] | str | None = key(None, "as horovod_param_sync_rule")
-    param_sync_delay: int | None = key(None, "as horovod_param_sync_delay", not_negative)
-    param_sync_parts: int | None = key(None, "as horovod_param_sync_parts", positive)
-    param_outer: dict[str, Any] | str | None = key(None, "as horovod_param_outer")
-    param_start: int | None = key(None, "as horovod_param_start", not_negative)
-    scale_lr: bool | Literal["divide", "multiply", "sqrt"] | None = key(None, "as horovod_scale_lr")
-    dataset_distribution: Literal["shard", "random_seed_offset"] | None = key(None, "as horovod_dataset_distribution")
+
+    def problems(self, others: Sections = ALONE) -> list[str]:
+        """Also with the dist_* keys, which give some of the same values."""
+        started = others.get(LaunchKeys) or LaunchKeys()
+        same = {
+            "init_method": ("dist_init_method", self.init_method, started.init_method),
+            "rank": ("dist_rank", self.rank, started.dist_rank),
+            "world_size": ("dist_world_size", self.world_size, started.dist_world_size),
+        }
+        found = [
+            f"torch_distributed.{name}: expected the value of {other}, {value!r}, got {entry!r}"
+            for name, (other, entry, value) in same.items()
+            if value is not None and entry not in (None, value)
+        ]
+        rank = self.rank if started.dist_rank is None else started.dist_rank
+        size = started.dist_world_size or self.world_size
+        if rank is not None and size is None:
+            found.append(f"dist_world_size: expected with dist_rank = {rank}, got nothing")
+        if rank is not None and size is not None and rank >= size:
+            found.append(f"dist_rank: expected a number below dist_world_size, {size}, got {rank}")
+        return found
 
 
 NOT_NEEDED = {
@@ -159,41 +159,26 @@ OF_THE_WRAPPER = (
 them."""
 
 
-def merged(
-    entries: dict[str, Any], started: LaunchKeys, origin: str
-) -> tuple[TorchDistributedKeys | None, LaunchKeys, list[str]]:
-    """Check the dict torch_distributed and merge it with the dist_* keys, which give some of the same values.
+def torch_distributed_of(
+    entries: dict[str, Any], others: Iterable[str], sections: Sections, origin: str
+) -> tuple[TorchDistributedKeys | None, list[str]]:
+    """Check the dict torch_distributed. Returns its own keys, or None, and the problems.
 
     Args:
         entries: the dict's entries.
-        started: the dist_* keys.
+        others: the entries that are spellings of other sections' keys.
         origin: where the dict was set, for messages.
-
-    Returns:
-        The checked entries (None if they have problems) and the dist_* keys, each completed from the other, and the problems.
     """
     where = "torch_distributed."
     options = entries.get("options")
     if isinstance(options, dict) and all(name in OF_THE_WRAPPER for name in options):
         entries = {name: value for name, value in entries.items() if name != "options"}
     keys, problems = build(TorchDistributedKeys, entries, where, dict.fromkeys(entries, origin))
-    problems += unknown_options(where, entries, TorchDistributedKeys, "torch_distributed", {**NOT_NEEDED, **NOT_SUPPORTED})
+    known = [*others, *NOT_NEEDED, *NOT_SUPPORTED]
+    problems += unknown_options(where, entries, TorchDistributedKeys, "torch_distributed", known)
     for name in entries:
         if name in NOT_NEEDED:
             problems.append(f"{where}{name}: RETURNN's entry is not needed here ({NOT_NEEDED[name]})")
         if name in NOT_SUPPORTED:
             problems.append(f"{where}{name}: expected no such entry, got {entries[name]!r} ({NOT_SUPPORTED[name]})")
-    if keys is None:
-        return None, started, problems
-    duplicates = {
-        "init_method": ("dist_init_method", started.init_method),
-        "rank": ("dist_rank", started.dist_rank),
-        "world_size": ("dist_world_size", started.dist_world_size),
-    }
-    for name, (other, value) in duplicates.items():
-        if value is not None and getattr(keys, name) not in (None, value):
-            problems.append(f"{where}{name}: expected the value of {other}, {value!r}, got {getattr(keys, name)!r}")
-    keys = replace(keys, init_method=keys.init_method or started.init_method)
-    rank = started.dist_rank if keys.rank is None else keys.rank
-    started = replace(started, dist_rank=rank, dist_world_size=keys.world_size or started.dist_world_size)
-    return keys, started, problems + started.rank_problems()
+    return keys, problems if keys is None else problems + keys.problems(sections)

@@ -11,7 +11,7 @@ from functools import partial
 from types import ModuleType
 from typing import Any, TypeVar
 
-from hvdtrain.config.keys import REQUIRED, Key, Mismatch, convert, declared, words_of
+from hvdtrain.config.keys import REQUIRED, Key, Mismatch, convert, declared, spellings, words_of
 from hvdtrain.config.source import OVERRIDING, Source, is_reference, resolve
 from hvdtrain.errors import ConfigError
 
@@ -33,17 +33,17 @@ def build(section: type[S], values: dict[str, Any], where: str, origins: dict[st
     problems = []
     filled: dict[str, Any] = {}
     for key in declared(section):
-        if key.name not in values:
+        given = spellings(key, values)
+        if not given:
             if key.default is REQUIRED:
                 wanted = "a value" if key.type is Any else words_of(key.type)
                 problems.append(f"{where}{key.name}: expected {wanted} ({key.doc}), got nothing")
-            continue
-        value = values[key.name]
-        try:
-            filled[key.name] = convert(value, key)
-        except Mismatch as mismatch:
-            got = mismatch.got or f"{_short_repr(value)} in {origins.get(key.name, 'the config')}"
-            problems.append(f"{where}{key.name}: expected {mismatch}, got {got}")
+        for name, value in given.items():
+            try:
+                filled[key.field] = convert(value, key)
+            except Mismatch as mismatch:
+                got = mismatch.got or f"{_short_repr(value)} in {origins.get(name.partition('.')[0], 'the config')}"
+                problems.append(f"{where}{name}: expected {mismatch}, got {got}")
     return (None, problems) if problems else (section(**filled), [])
 
 
@@ -67,7 +67,7 @@ def unsupported(sections: Iterable[Any], backend: str) -> list[str]:
     problems = []
     for section in sections:
         for key in declared(type(section)):
-            if key.needs and backend not in key.needs and getattr(section, key.name) != key.default:
+            if key.needs and backend not in key.needs and getattr(section, key.field) != key.default:
                 needs = " or ".join(map(repr, key.needs))
                 hint = f" ({key.instead})" if key.instead else ""
                 problems.append(f"{key.name}: expected backend = {needs}, got {backend!r}{hint}")

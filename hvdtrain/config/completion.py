@@ -40,7 +40,7 @@ def answer(parser: argparse.ArgumentParser, stream: TextIO | None = None) -> Non
     try:
         import argcomplete
     except ImportError:
-        raise SystemExit("hvdtrain: expected argcomplete for completion, got none (pip install 'hvdtrain[completion]')") from None
+        raise SystemExit("hvdtrain: expected argcomplete for completion, got none (pip install argcomplete)") from None
     argcomplete.autocomplete(parser, always_complete_options=False, exit_method=_leave, output_stream=stream)
 
 

@@ -2,9 +2,15 @@
 
     @dataclass(frozen=True, kw_only=True)
     class ReduceKeys(Section):
-        horovod_param_sync_step: int = key(1, "average the parameters after every N updates", positive)
+        sync_steps: int = key(
+            1,
+            "average the parameters after every N updates",
+            positive,
+            names=("horovod_param_sync_step", "torch_distributed.param_sync_step"),
+        )
 
-The field's annotation is the key's type. `convert` checks a value against it; `text_value` parses one from the command line.
+`names` are the spellings in a config, if not the field's name: keys, or entries of dicts. The last one that is given holds. The
+field's annotation is the key's type. `convert` checks a value against it; `text_value` parses one from the command line.
 """
 
 from __future__ import annotations
@@ -17,6 +23,7 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
+from types import MappingProxyType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 S = TypeVar("S")
@@ -71,6 +78,9 @@ class Key:
     """A declared key, as `--help`, `docs/keys.md` and the checks need it.
 
     Attributes:
+        name: the first of its spellings in a config, by which the documentation sorts it.
+        field: its attribute in the section.
+        names: all spellings; that of an entry of a dict has a dot.
         needs: the frameworks (values of `backend`) that support the key; empty: all.
         instead: what to do with another framework.
         form: the parameters of a function that is the key's value, as in its `def`.
@@ -82,6 +92,8 @@ class Key:
     doc: str
     rule: Rule | None
     section: str
+    field: str
+    names: tuple[str, ...]
     needs: tuple[str, ...] = ()
     instead: str = ""
     form: str = ""
@@ -92,18 +104,33 @@ class Key:
 
 
 def key(
-    default: Any, doc: str, rule: Rule | None = None, *, needs: str | tuple[str, ...] = (), instead: str = "", form: str = ""
+    default: Any,
+    doc: str,
+    rule: Rule | None = None,
+    *,
+    names: tuple[str, ...] = (),
+    needs: str | tuple[str, ...] = (),
+    instead: str = "",
+    form: str = "",
 ) -> Any:
     """Declare a key as a dataclass field, with its default (or REQUIRED), one line of documentation and optionally a rule.
 
     Args:
+        names: its spellings in a config, the one that wins last; empty: the field's name.
         needs: the framework or frameworks that support the key; with any other one, it has to keep its default.
         instead: what to do with another framework, for the error message.
         form: the parameters of a function that may be the value, such as "*, epoch, **_"; hvdtrain calls it with these. Stands in
             the documentation where that has "{form}".
     """
     needed = (needs,) if isinstance(needs, str) else needs
-    metadata = {"doc": doc.replace("{form}", f"({form})"), "rule": rule, "needs": needed, "instead": instead, "form": form}
+    metadata = {
+        "names": names,
+        "doc": doc.replace("{form}", f"({form})"),
+        "rule": rule,
+        "needs": needed,
+        "instead": instead,
+        "form": form,
+    }
     if isinstance(default, (dict, list)):
         copied = default
         return dataclasses.field(default_factory=lambda: type(copied)(copied), metadata=metadata)
@@ -117,7 +144,22 @@ def declared(section: type) -> Iterator[Key]:
         default = field.default
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
-        yield Key(field.name, hints[field.name], default, section=section.__name__, **field.metadata)
+        names = field.metadata["names"] or (field.name,)
+        found = {**field.metadata, "names": names, "field": field.name}
+        yield Key(names[0], hints[field.name], default, section=section.__name__, **found)
+
+
+def spellings(declared_key: Key, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values that a config gives a key, by spelling; the last one holds. None is no value of an entry of a dict."""
+    found: dict[str, Any] = {}
+    for name in declared_key.names:
+        outer, dot, entry = name.partition(".")
+        inside = values.get(outer)
+        if dot and isinstance(inside, dict) and inside.get(entry) is not None:
+            found[name] = inside[entry]
+        elif not dot and name in values:
+            found[name] = values[name]
+    return found
 
 
 @cache
@@ -127,15 +169,25 @@ def _types(section: type) -> dict[str, Any]:
 
 
 class Sections:
-    """The valid sections of a config, by class."""
+    """The valid sections of a config, by class.
 
-    def __init__(self, built: Mapping[type, Any]) -> None:
+    Args:
+        values: the config's, which tell how keys are spelled in it.
+    """
+
+    def __init__(self, built: Mapping[type, Any], values: Mapping[str, Any] = MappingProxyType({})) -> None:
         self._built = built
+        self._values = values
 
     def get(self, kind: type[S]) -> S | None:
         """The section; None if it does not exist, or if one of its keys is invalid, which is already reported."""
         section: S | None = self._built.get(kind)
         return section
+
+    def spelling(self, kind: type, field: str) -> str:
+        """The name under which the config sets a section's key, for messages; of a key that it does not set, the first one."""
+        [wanted] = [declared_key for declared_key in declared(kind) if declared_key.field == field]
+        return [wanted.name, *spellings(wanted, self._values)][-1]
 
 
 ALONE = Sections({})

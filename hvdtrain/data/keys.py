@@ -102,6 +102,7 @@ class DatasetSpec:
         datasets: the datasets inside it.
         maker: returns the config's class or function with the other entries of the dict as arguments; None: it is no such dict.
         cache_byte_size: the bytes that a rank may cache of it, if its dict says so (RETURNN's key), instead of `cache_size`.
+        is_known: False: a function of the config returns it, or a dataset inside it, and has not been called yet.
     """
 
     name: str
@@ -112,6 +113,7 @@ class DatasetSpec:
     datasets: tuple[DatasetSpec, ...] = ()
     cache_byte_size: int | None = None
     maker: Callable[[], partial[Any]] | None = None
+    is_known: bool = True
 
     def all(self) -> Iterator[DatasetSpec]:
         """This dataset and all datasets inside it."""

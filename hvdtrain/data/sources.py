@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from os import PathLike, fspath
 from os.path import basename
-from typing import Any
+from typing import Any, NoReturn
 
 from hvdtrain.config.check import build, closest, did_you_mean, unknown_options
 from hvdtrain.config.keys import declared
@@ -43,7 +43,7 @@ def datasets_of(keys: DataKeys) -> tuple[tuple[DatasetSpec, ...], list[str]]:
     for name, value in {**keys.eval_datasets, **given}.items():
         if value is not None:
             ordering = keys.batching if name == "train" else "sorted"
-            spec, more = parse(name, value, {} if ordering is None else {"seq_ordering": ordering})
+            spec, more = check_dataset(name, value, {} if ordering is None else {"seq_ordering": ordering})
             problems += more
             specs |= {} if spec is None else {name: spec}
     return tuple(specs[name] for name in dict.fromkeys((*named, *keys.eval_datasets)) if name in specs), problems
@@ -54,7 +54,7 @@ def forwarded(keys: DataKeys, task: str) -> tuple[DatasetSpec | None, list[str]]
     search_data = keys.search_data if task == "search" else None
     for name, value in {"search_data": search_data, "forward_data": keys.forward_data, "eval": keys.eval}.items():
         if value is not None:
-            return parse(name, value, {"seq_ordering": "sorted_reverse"})
+            return check_dataset(name, value, {"seq_ordering": "sorted_reverse"})
     return None, [f"{task}_data: expected a dataset dict or HDF files for the task {task}, got None"]
 
 
@@ -76,7 +76,67 @@ class OpeningContext:
 
 
 def parse(name: str, value: Any, defaults: Mapping[str, Any]) -> tuple[DatasetSpec | None, list[str]]:
-    """Check a dataset of a config, and those inside it, without opening anything.
+    """Check a dataset of a config as `check_dataset` does, after calling the functions in it that return a dataset."""
+    value, problems = with_functions_called(name, value)
+    return (None, problems) if problems else check_dataset(name, value, defaults)
+
+
+def with_functions_called(name: str, value: Any) -> tuple[Any, list[str]]:
+    """A dataset of a config in which each function is replaced by the dataset that it returned; the problems with functions."""
+    if is_function(value):
+        try:
+            made = value()
+        except Exception as error:
+            found = f"{type(error).__name__}: {error}{_place(error)}"
+            return value, [f"{name}: expected a function that returns a dataset, got {found}"]
+        if made is None:
+            return value, [f"{name}: expected a function that returns a dataset, got None"]
+        if isinstance(made, Iterator):
+            return {"class": value}, []
+        value = {"class": made} if is_function(made) else made
+    if not isinstance(value, dict) or _is_returnns(value) or value.get("class", "HDFDataset") not in (*KINDS, "MultiProcDataset"):
+        return value, []
+    problems: list[str] = []
+
+    def called(path: str, child: Any) -> Any:
+        found, more = with_functions_called(f"{name}.{path}", child)
+        problems.extend(more)
+        # RETURNN reads what this function returned, and not all of the outer dataset.
+        return {"class": "ReturnnDataset", "dataset": found} if found is not child and _is_returnns(found) else found
+
+    value = dict(value)
+    if "dataset" in value:
+        value["dataset"] = called("dataset", value["dataset"])
+    several = value.get("datasets")
+    if isinstance(several, dict):
+        value["datasets"] = {child: called(f"datasets.{child}", each) for child, each in several.items()}
+    elif isinstance(several, (list, tuple)):
+        value["datasets"] = [called(f"datasets.{number}", each) for number, each in enumerate(several)]
+    return value, problems
+
+
+def is_function(value: Any) -> bool:
+    """Whether a value of a config is a function that returns a dataset, and not a dataset or a function that yields an epoch."""
+    return callable(value) and not isinstance(value, type) and not is_made(value) and not needs_epoch(partial(value))
+
+
+def data_with_functions_called(keys: DataKeys, names: Iterable[str]) -> tuple[DataKeys, list[str]]:
+    """The keys with the datasets that functions return in place of these functions; the problems with functions.
+
+    Args:
+        names: of the keys besides `eval_datasets`.
+    """
+    called = {name: with_functions_called(name, getattr(keys, name)) for name in names}
+    others = {
+        name: called[name] if name in called else with_functions_called(name, value) for name, value in keys.eval_datasets.items()
+    }
+    problems = [problem for _, found in {**others, **called}.values() for problem in found]
+    values = {name: value for name, (value, _) in called.items()}
+    return replace(keys, **values, eval_datasets={name: value for name, (value, _) in others.items()}), problems
+
+
+def check_dataset(name: str, value: Any, defaults: Mapping[str, Any]) -> tuple[DatasetSpec | None, list[str]]:
+    """Check a dataset of a config, and those inside it, without opening a file or calling a function.
 
     Args:
         name: the config key, for messages.
@@ -85,47 +145,17 @@ def parse(name: str, value: Any, defaults: Mapping[str, Any]) -> tuple[DatasetSp
         defaults: order keys that the dict may override.
 
     Returns:
-        The dataset, or None and the problems.
+        The dataset, or None and the problems. That of a function is known when the function was called.
     """
-    if callable(value) and not isinstance(value, type) and not is_made(value) and not needs_epoch(partial(value)):
-        try:
-            made = value()
-        except Exception as error:
-            return None, [
-                f"{name}: expected a function that returns a dataset, got {type(error).__name__}: {error}{_place(error)}"
-            ]
-        if made is None:
-            return None, [f"{name}: expected a function that returns a dataset, got None"]
-        value = {"class": value} if isinstance(made, Iterator) else made
-    if isinstance(value, Iterator):
-        return None, [
-            f"{name}: expected data that can be read again in every epoch, got a {type(value).__name__} (give the function that "
-            f'returns it: {name} = function, or {{"class": function, ...}})'
-        ]
-    if is_made(value):
-        made = value
-        value = {"class": lambda: made}
-    elif isinstance(value, PathLike):
-        value = [value]
-    elif isinstance(value, str) and not is_reference(value):
-        value = [part.strip() for part in value.split(",")]
-        if not all(value):
-            return None, [
-                f"{name}: expected the names of HDF files, separated by commas, got an empty one in {', '.join(value)!r}"
-            ]
-    if isinstance(value, (list, tuple)):
-        if not value:
-            return None, [f"{name}: expected at least one sequence or file, got an empty {type(value).__name__}"]
-        value = {"class": "HDFDataset", "files": list(map(fspath, value))}
-    elif not isinstance(value, dict) and not callable(value) and not isinstance(value, str):
-        return None, [
-            f"{name}: expected a dataset dict, HDF files, or an object that can be iterated over or has __len__ and __getitem__, "
-            f"got {describe(value)}"
-        ]
-    elif not isinstance(value, dict):
-        value = {"class": value}
+    if is_function(value):
+        order, problems = build(OrderKeys, dict(defaults), f"{name}.", {})
+        return (None if order is None else DatasetSpec(name, _not_called, order, is_known=False)), problems
+    if not isinstance(value, dict):
+        value, problems = _as_dict(name, value)
+        if problems:
+            return None, problems
     if value.get("class") == "MultiProcDataset" and isinstance(value.get("dataset"), dict):
-        return parse(name, _inner_of_multi_proc(value), defaults)
+        return check_dataset(name, _inner_of_multi_proc(value), defaults)
     if _is_returnns(value):
         # Of the defaults, only those of train are keys that a config gave.
         value = {"class": "ReturnnDataset", "dataset": {**(defaults if name == "train" else {}), **value}}
@@ -134,6 +164,40 @@ def parse(name: str, value: Any, defaults: Mapping[str, Any]) -> tuple[DatasetSp
     kind = OWN.get(kind, kind) if isinstance(kind, str) else kind
     if isinstance(kind, str) and kind in KINDS:
         return _parse_kind(name, kind, options, defaults)
+    return _check_class(name, kind, options, defaults)
+
+
+def _as_dict(name: str, value: Any) -> tuple[dict[str, Any], list[str]]:
+    """The dict that stands for a dataset given in another form; the problems."""
+    if isinstance(value, Iterator):
+        return {}, [
+            f"{name}: expected data that can be read again in every epoch, got a {type(value).__name__} (give the function that "
+            f'returns it: {name} = function, or {{"class": function, ...}})'
+        ]
+    if is_made(value):
+        return {"class": lambda: value}, []
+    if isinstance(value, PathLike):
+        value = [value]
+    elif isinstance(value, str) and not is_reference(value):
+        value = [part.strip() for part in value.split(",")]
+        if not all(value):
+            return {}, [f"{name}: expected the names of HDF files, separated by commas, got an empty one in {', '.join(value)!r}"]
+    if isinstance(value, (list, tuple)):
+        if not value:
+            return {}, [f"{name}: expected at least one sequence or file, got an empty {type(value).__name__}"]
+        return {"class": "HDFDataset", "files": list(map(fspath, value))}, []
+    if callable(value) or isinstance(value, str):
+        return {"class": value}, []
+    return {}, [
+        f"{name}: expected a dataset dict, HDF files, or an object that can be iterated over or has __len__ and __getitem__, "
+        f"got {describe(value)}"
+    ]
+
+
+def _check_class(
+    name: str, kind: Any, options: dict[str, Any], defaults: Mapping[str, Any]
+) -> tuple[DatasetSpec | None, list[str]]:
+    """Check the dict of a class or function of the config's, or of one in `OWN`."""
     order_values = _pop_order(options, [])
     own_order = kind == OWN["ReturnnDataset"]
     order, problems = build(OrderKeys, order_values if own_order else {**defaults, **order_values}, f"{name}.", {})
@@ -155,6 +219,10 @@ def parse(name: str, value: Any, defaults: Mapping[str, Any]) -> tuple[DatasetSp
         return None, problems
     maker = partial(_maker, name, kind, options)
     return DatasetSpec(name, lambda context=None: _call(name, kind, maker()), order, maker=maker), []
+
+
+def _not_called(context: Any = None) -> NoReturn:
+    raise RuntimeError("a dataset was opened before the config's function was called that returns it (with_datasets)")
 
 
 def _place(error: Exception) -> str:
@@ -241,11 +309,12 @@ def _parse_kind(
         problems += [f"{name}.{problem}" for problem in keys.problems()]
     inside: dict[str, DatasetSpec] = {}
     for child, (path, value) in _inside(options).items():
-        spec, more = parse(f"{name}.{path}", value, {})
+        spec, more = check_dataset(f"{name}.{path}", value, {})
         problems += more
         if spec is not None:
             inside[child] = spec
-    if keys is not None and not problems:
+    is_known = all(spec.is_known for spec in inside.values())
+    if keys is not None and not problems and is_known:
         order_from = kind.order_from(keys)
         for child, spec in inside.items():
             problems += _order_problems(name, spec, order_values if child == order_from else None)
@@ -260,7 +329,7 @@ def _parse_kind(
         return _open_kind(name, kind, keys, inside, context or OpeningContext())
 
     files = keys.data_files(), keys.files_to_copy()
-    return DatasetSpec(name, open_it, order, *files, tuple(inside.values()), cache_byte_size), []
+    return DatasetSpec(name, open_it, order, *files, tuple(inside.values()), cache_byte_size, is_known=is_known), []
 
 
 def _cache_problems(name: str, size: Any) -> list[str]:

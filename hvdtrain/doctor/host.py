@@ -24,7 +24,7 @@ from hvdtrain.errors import ConfigError, HvdtrainError
 from hvdtrain.hdf_tools.check import check as check_file
 from hvdtrain.learner.frameworks import FRAMEWORKS
 from hvdtrain.session import open_feeds
-from hvdtrain.settings import Settings, read_settings
+from hvdtrain.settings import Settings, read_settings, with_datasets
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def check_disks(settings: Settings | None, temporary: Path) -> list[Finding]:
 def read_config(paths: list[Path], overrides: dict[str, str]) -> tuple[Settings | None, list[Finding]]:
     """The settings, or None; and the findings about the config."""
     try:
-        return read_settings(paths, overrides), [ok("config", ", ".join(map(str, paths)))]
+        return with_datasets(read_settings(paths, overrides)), [ok("config", ", ".join(map(str, paths)))]
     except ConfigError as error:
         return None, [problem("config", each, "docs/keys.md describes every key") for each in error.problems]
 

@@ -241,7 +241,7 @@ def measure_share(comm: Communicator, settings: Settings, length: float = SECOND
     Args:
         length: the seconds of all steps of a model, about, and of the all-reduces.
     """
-    averaging = settings.reduce.horovod_reduce_type == "param"
+    averaging = settings.reduce.reduce_type == "param"
     apart = SingleCommunicator(comm.local_rank, comm.local_size)
     with open_session(settings, "measure", comm) as session, open_session(settings, "measure", apart) as alone:
         train = session.feeds[0]
@@ -253,7 +253,7 @@ def measure_share(comm: Communicator, settings: Settings, length: float = SECOND
         parameters = parameters_of(alone.learner)
         tensors = FRAMEWORKS[settings.run.backend].tensors
         travel = all_reduce_seconds(comm, tensors, lambda: [value * 1 for value in parameters], "doctor.parameters", length)
-    every = settings.reduce.horovod_param_sync_step if averaging else 1
+    every = settings.reduce.sync_steps if averaging else 1
     return Share(seconds[0], None if averaging else seconds[1], sum(map(tensors.size, parameters)), travel, every)
 
 

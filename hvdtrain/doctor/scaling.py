@@ -55,7 +55,7 @@ def predicted(comm: Communicator, settings: Settings, placements: Sequence[Place
     training would take on other numbers of ranks. Returns lines, which are the same on all ranks. Raises: HvdtrainError.
     """
     apart = SingleCommunicator(comm.local_rank, comm.local_size)
-    with_gradients = replace(settings, reduce=replace(settings.reduce, horovod_reduce_type="grad"))
+    with_gradients = replace(settings, reduce=replace(settings.reduce, reduce_type="grad"))
     with open_session(with_gradients, "measure", comm) as session, open_session(settings, "measure", apart) as alone:
         feed = replace(session.feeds[0], distribution="shard")  # the same batches on all ranks, so that they can be compared
         plan = plan_together(comm, feed, 1)

@@ -47,21 +47,25 @@ COMPRESSIONS = {
 }
 """By the value of the key `horovod_compression`."""
 
-compression = one_of(COMPRESSIONS)
-
 
 @dataclass(frozen=True, kw_only=True)
 class CompressionKeys(Section):
     """The size of messages."""
 
-    horovod_compression: str | None = key(
+    compression: str | None = key(
         None,
         "send gradients, or with 'param' the changes of the parameters since the last sync, in 16 bits: 'fp16', or, with "
         "torch.distributed, 'bf16'; counts and integers stay exact. 'powersgd', with PyTorch: send gradients as products of thin "
         "matrices",
-        compression,
+        one_of(COMPRESSIONS),
+        names=("horovod_compression", "torch_distributed.compression"),
     )
-    horovod_compression_rank: int = key(4, "powersgd: the number of columns of these matrices", positive)
+    compression_rank: int = key(
+        4,
+        "powersgd: the number of columns of these matrices",
+        positive,
+        names=("horovod_compression_rank", "torch_distributed.compression_rank"),
+    )
 
 
 class GradientCompressor:
@@ -149,20 +153,20 @@ class GradientCompressor:
 
 def gradient_compressor(comm: Communicator, keys: CompressionKeys) -> GradientCompressor:
     """The compressor of gradients. It has no gain: the scale of the loss keeps their sum within the range of float16."""
-    chosen = COMPRESSIONS.get(keys.horovod_compression or "")
+    chosen = COMPRESSIONS.get(keys.compression or "")
     if chosen is None:
         return GradientCompressor(comm)
     if chosen.compressor is None:
         return GradientCompressor(comm, chosen.narrow)
     module, name = chosen.compressor
-    compressor: GradientCompressor = getattr(importlib.import_module(module), name)(comm, keys.horovod_compression_rank)
+    compressor: GradientCompressor = getattr(importlib.import_module(module), name)(comm, keys.compression_rank)
     return compressor
 
 
 def change_compressor(comm: Communicator, keys: CompressionKeys) -> GradientCompressor:
     """The compressor of changes of parameters, which are averaged. In 16 bits, parameters themselves would lose what they learn:
     a step is often smaller than their rounding."""
-    chosen = COMPRESSIONS.get(keys.horovod_compression or "")
+    chosen = COMPRESSIONS.get(keys.compression or "")
     if chosen is None or comm.size == 1:
         return GradientCompressor(comm)
     ranks = 1 << (comm.size - 1).bit_length()  # the sum over the ranks, from which the average is made, has to fit, too

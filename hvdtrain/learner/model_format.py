@@ -23,7 +23,7 @@ from hvdtrain.learner.integrity import BLANK, CHECKSUM, checked, write_checksum
 SAFETENSORS = "safetensors"
 """The value of `checkpoint_format`, and the suffix of the files."""
 
-INSTALL = "pip install hvdtrain[safetensors]"
+INSTALL = "pip install safetensors"
 
 FORMAT, PROGRESS = "format", "hvdtrain"
 """Entries of the header that are not names of tensors."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from hvdtrain.comm.base import Communicator
@@ -36,56 +37,64 @@ from hvdtrain.runtime.timer import Timer
 class ParamAverageKeys(CompressionKeys):
     """Averaging parameters."""
 
-    horovod_param_sync_step: int = key(
-        1, "param: average the parameters after every N updates of an epoch, and at its end; 100 is a good value", positive
+    sync_steps: int = key(
+        1,
+        "param: average the parameters after every N updates of an epoch, and at its end; 100 is a good value",
+        positive,
+        names=("horovod_param_sync_step", "torch_distributed.param_sync_step"),
     )
-    horovod_param_sync_time_diff: float | None = key(
-        None, "param: average the parameters about every N seconds instead of every horovod_param_sync_step updates", positive
+    sync_seconds: float | None = key(
+        None,
+        "param: average the parameters about every N seconds instead of every horovod_param_sync_step updates",
+        positive,
+        names=("horovod_param_sync_time_diff", "torch_distributed.param_sync_time_diff"),
     )
-    horovod_param_sync_rule: dict[str, Any] | str | None = key(
+    sync_rule: dict[str, Any] | str | None = key(
         None,
         "param: how the number of updates between two syncs changes: {'class': 'quadratic', 'alpha': A} lets it grow as the "
         "learning rate falls; None: it does not",
+        names=("horovod_param_sync_rule", "torch_distributed.param_sync_rule"),
     )
-    horovod_param_sync_delay: int = key(
+    sync_delay: int = key(
         0,
         "param: send the parameters while the next N updates run, and apply their average after these; 0: training waits for it",
         not_negative,
+        names=("horovod_param_sync_delay", "torch_distributed.param_sync_delay"),
     )
-    horovod_param_sync_parts: int = key(
-        1, "param: sync N parts of the model in turn, each after every horovod_param_sync_step updates", positive
+    sync_parts: int = key(
+        1,
+        "param: sync N parts of the model in turn, each after every horovod_param_sync_step updates",
+        positive,
+        names=("horovod_param_sync_parts", "torch_distributed.param_sync_parts"),
     )
-    horovod_param_outer: dict[str, Any] | str | None = key(
+    outer_optimizer: dict[str, Any] | str | None = key(
         None,
         "param: the optimizer to which a sync's change of the average is a gradient: {'class': 'bmuf', 'nesterov', 'sgd' or "
         "'adam', 'learning_rate': ..., 'momentum': ...}; None: the average is the new model",
+        names=("horovod_param_outer", "torch_distributed.param_outer"),
     )
-    horovod_param_start: int = key(
+    local_start: int = key(
         0,
         "param: average gradients in every update of the first N steps of the training; ranks update alone after these",
         not_negative,
+        names=("horovod_param_start", "torch_distributed.param_start"),
     )
 
     def problems(self, others: Sections = ALONE) -> list[str]:
-        seconds, delay, parts = self.horovod_param_sync_time_diff, self.horovod_param_sync_delay, self.horovod_param_sync_parts
-        found = make_interval(self.horovod_param_sync_rule, self.horovod_param_sync_step, seconds)[1]
-        found += make_outer(self.horovod_param_outer, size=1)[1]
-        if seconds is None and parts > self.horovod_param_sync_step:
-            found.append(
-                f"horovod_param_sync_parts: expected at most horovod_param_sync_step, {self.horovod_param_sync_step}, got {parts}"
-            )
+        seconds, delay, parts = self.sync_seconds, self.sync_delay, self.sync_parts
+        name = partial(others.spelling, type(self))
+        found = make_interval(self.sync_rule, self.sync_steps, seconds, name("sync_rule"), name("sync_seconds"))[1]
+        found += make_outer(self.outer_optimizer, size=1, where=name("outer_optimizer"))[1]
+        if seconds is None and parts > self.sync_steps:
+            found.append(f"{name('sync_parts')}: expected at most {name('sync_steps')}, {self.sync_steps}, got {parts}")
         if delay and seconds is not None:
-            found.append(
-                "horovod_param_sync_delay: expected without horovod_param_sync_time_diff, for which ranks wait, got both"
-            )
-        elif delay > self.horovod_param_sync_step:
-            found.append(
-                f"horovod_param_sync_delay: expected at most horovod_param_sync_step, {self.horovod_param_sync_step}, got {delay}"
-            )
+            found.append(f"{name('sync_delay')}: expected without {name('sync_seconds')}, for which ranks wait, got both")
+        elif delay > self.sync_steps:
+            found.append(f"{name('sync_delay')}: expected at most {name('sync_steps')}, {self.sync_steps}, got {delay}")
         learner = others.get(LearnerKeys)
         if learner is not None and learner.ema_decay is not None and (delay or parts > 1):
             found.append(
-                "ema_decay: expected horovod_param_sync_delay = 0 and horovod_param_sync_parts = 1, with which ranks have "
+                f"ema_decay: expected {name('sync_delay')} = 0 and {name('sync_parts')} = 1, with which ranks have "
                 f"the same weights after a sync, got {delay} and {parts}"
             )
         return found
@@ -137,9 +146,9 @@ class ParamAverage:
 
     @classmethod
     def from_keys(cls, keys: ParamAverageKeys, comm: Communicator, timer: Timer) -> Reducer:
-        interval, _ = make_interval(keys.horovod_param_sync_rule, keys.horovod_param_sync_step, keys.horovod_param_sync_time_diff)
-        outer, _ = make_outer(keys.horovod_param_outer, comm.size)
-        delay, parts = keys.horovod_param_sync_delay, keys.horovod_param_sync_parts
+        interval, _ = make_interval(keys.sync_rule, keys.sync_steps, keys.sync_seconds)
+        outer, _ = make_outer(keys.outer_optimizer, comm.size)
+        delay, parts = keys.sync_delay, keys.sync_parts
         sync = cls(comm, timer, interval, outer, delay, parts, change_compressor(comm, keys))
         return Reducer(GradientExchange(comm, timer, steps=0), sync, sync.describe())
 

@@ -146,11 +146,14 @@ DEFAULTS: dict[str, tuple[float, float]] = {"bmuf": (1.0, 0.0), "nesterov": (0.7
 OF_ADAM = ("second_momentum", "epsilon")
 
 
-def make_outer(value: dict[str, Any] | str | None, size: int) -> tuple[OuterOptimizer | None, list[str]]:
+def make_outer(
+    value: dict[str, Any] | str | None, size: int, where: str = "horovod_param_outer"
+) -> tuple[OuterOptimizer | None, list[str]]:
     """Make the outer optimizer of the key horovod_param_outer. Returns it, or None, and the problems with the key.
 
     Args:
         size: the number of ranks.
+        where: the key, for messages.
 
     >>> make_outer({"class": "bmuf"}, 4)[0].describe()
     'learning rate 1, Nesterov momentum 0.75'
@@ -161,7 +164,7 @@ def make_outer(value: dict[str, Any] | str | None, size: int) -> tuple[OuterOpti
         return None, []
     options = {"class": value} if isinstance(value, str) else dict(value)
     name = options.pop("class", None)
-    where = "horovod_param_outer."
+    where = f"{where}."
     problems = [] if name in DEFAULTS else [f"{where}class: expected one of {', '.join(DEFAULTS)}, got {name!r}"]
     keys, more = build(OuterKeys, options, where, {})
     problems += more + unknown_options(where, options, OuterKeys, "an outer optimizer")

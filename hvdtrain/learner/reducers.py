@@ -8,12 +8,11 @@ keys, `ReduceKeys` inherits them.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from hvdtrain.comm.base import Communicator, Op
-from hvdtrain.comm.keys import TorchDistributedKeys
-from hvdtrain.config.keys import ALONE, Section, Sections, key, one_of
+from hvdtrain.config.keys import ALONE, Section, Sections, declared, key, one_of
 from hvdtrain.learner.base import LearnerKeys, ModelState, StatePart
 from hvdtrain.learner.compression import COMPRESSIONS, CompressionKeys, GradientCompressor, gradient_compressor
 from hvdtrain.learner.param_average import ParamAverage, ParamAverageKeys
@@ -38,7 +37,11 @@ from hvdtrain.runtime.timer import Timer
 class GradReduceKeys(CompressionKeys):
     """Reducing gradients."""
 
-    horovod_avg_grad: bool = key(False, "grad: average gradients over the ranks instead of summing them")
+    average_gradients: bool = key(
+        False,
+        "grad: average gradients over the ranks instead of summing them",
+        names=("horovod_avg_grad", "torch_distributed.avg_grad"),
+    )
 
 
 class GradReduce:
@@ -59,7 +62,7 @@ class GradReduce:
 
     @classmethod
     def from_keys(cls, keys: GradReduceKeys, comm: Communicator, timer: Timer) -> Reducer:
-        op: Op = "average" if keys.horovod_avg_grad else "sum"
+        op: Op = "average" if keys.average_gradients else "sum"
         gradients = GradientExchange(comm, timer, op, gradient_compressor(comm, keys))
         return Reducer(gradients, cls(comm, timer, gradients.compressor), describe_gradients(gradients))
 
@@ -167,15 +170,7 @@ def describe_gradients(gradients: GradientExchange) -> str:
 REDUCERS: dict[str, ReducerClass] = {"grad": GradReduce, "param": ParamAverage}
 """By the value of the key `horovod_reduce_type`."""
 
-reduce_type = one_of(REDUCERS)
-
-ONLY_PARAM = (
-    "horovod_param_outer",
-    "horovod_param_sync_rule",
-    "horovod_param_sync_delay",
-    "horovod_param_sync_parts",
-    "horovod_param_start",
-)
+ONLY_PARAM = ("outer_optimizer", "sync_rule", "sync_delay", "sync_parts", "local_start")
 """Keys that mean nothing where gradients are reduced. (RETURNN's own two are ignored there, as in RETURNN.)"""
 
 
@@ -191,17 +186,22 @@ class RankKeys(Section):
         needs="torch",
         instead="use_horovod connects it",
     )
-    horovod_reduce_type: str = key(
+    reduce_type: str = key(
         "grad",
         "'grad': reduce gradients for every update; 'param': every rank updates alone, and parameters are averaged after N "
         "updates",
-        reduce_type,
+        one_of(REDUCERS),
+        names=("horovod_reduce_type", "torch_distributed.reduce_type"),
     )
-    horovod_scale_lr: bool | Literal["divide", "multiply", "sqrt"] = key(
-        False, "scale the learning rate by the number of ranks: True or 'divide', 'multiply', or 'sqrt' (times its root)"
+    learning_rate_scale: bool | Literal["divide", "multiply", "sqrt"] = key(
+        False,
+        "scale the learning rate by the number of ranks: True or 'divide', 'multiply', or 'sqrt' (times its root)",
+        names=("horovod_scale_lr", "torch_distributed.scale_lr"),
     )
-    horovod_dataset_distribution: Literal["shard", "random_seed_offset"] = key(
-        "shard", "'shard': the ranks share an epoch's batches; 'random_seed_offset': each goes through all data in its own order"
+    dataset_distribution: Literal["shard", "random_seed_offset"] = key(
+        "shard",
+        "'shard': the ranks share an epoch's batches; 'random_seed_offset': each goes through all data in its own order",
+        names=("horovod_dataset_distribution", "torch_distributed.dataset_distribution"),
     )
     horovod_timeline: str | None = key(
         None,
@@ -217,43 +217,43 @@ class ReduceKeys(ParamAverageKeys, GradReduceKeys, RankKeys):
         found = super().problems(others)
         if self.use_horovod and self.torch_distributed is not None:
             found.append("use_horovod, torch_distributed: expected one of them, got both (++use_horovod 0 turns the former off)")
-        if self.horovod_reduce_type == "grad":
-            changed = [
-                one for one in fields(ParamAverageKeys) if one.name in ONLY_PARAM and getattr(self, one.name) != one.default
-            ]
-            found += [f"{one.name}: expected horovod_reduce_type = 'param', which has syncs, got 'grad'" for one in changed]
+        if self.reduce_type == "grad":
+            kind = others.spelling(ReduceKeys, "reduce_type")
+            changed = [one for one in declared(ReduceKeys) if one.field in ONLY_PARAM and getattr(self, one.field) != one.default]
+            names = [others.spelling(ReduceKeys, one.field) for one in changed]
+            found += [f"{name}: expected {kind} = 'param', which has syncs, got 'grad'" for name in names]
         learner = others.get(LearnerKeys)
-        if learner is not None and learner.sync_batch_norm and self.horovod_reduce_type != "grad":
-            kind = self.horovod_reduce_type
+        if learner is not None and learner.sync_batch_norm and self.reduce_type != "grad":
+            kind = self.reduce_type
             found.append(f"sync_batch_norm: expected reduce_type 'grad', got {kind!r}, with which every rank updates alone")
         return found + self._compression_problems(others)
 
     def _compression_problems(self, others: Sections) -> list[str]:
-        chosen, where = COMPRESSIONS.get(self.horovod_compression or ""), "horovod_compression"
+        chosen, where = COMPRESSIONS.get(self.compression or ""), others.spelling(ReduceKeys, "compression")
         if chosen is None:
             return []
         found = []
         if self.use_horovod and not chosen.over_horovod:
             can = " or ".join(repr(name) for name, one in COMPRESSIONS.items() if one.over_horovod)
             hint = "Horovod has no such type; torch_distributed has"
-            found.append(f"{where}: expected {can} with use_horovod, got {self.horovod_compression!r} ({hint})")
+            found.append(f"{where}: expected {can} with use_horovod, got {self.compression!r} ({hint})")
         precision, learner = others.get(PrecisionKeys), others.get(LearnerKeys)
-        if chosen.narrow is None and self.horovod_reduce_type != "grad":
+        if chosen.narrow is None and self.reduce_type != "grad":
             narrow = " or ".join(repr(name) for name, one in COMPRESSIONS.items() if one.narrow is not None)
-            kind = self.horovod_reduce_type
-            found.append(f"{where}: expected {narrow} with reduce_type {kind!r}, got {self.horovod_compression!r}")
+            kind = self.reduce_type
+            found.append(f"{where}: expected {narrow} with reduce_type {kind!r}, got {self.compression!r}")
         if chosen.narrow is None and precision is not None and not precision.problems():
             if precision.precision().loss_scale(precision.precision().dtype) is not None:
                 found.append(
                     f"{where}: expected 'fp16' or 'bf16' with a scaled loss (float16, grad_scaler), got "
-                    f"{self.horovod_compression!r}, which adds gradients to those of the next update"
+                    f"{self.compression!r}, which adds gradients to those of the next update"
                 )
         is_checked = learner is None or learner.num_allowed_consec_invalid_gradient_steps is not None
         if not self.has_narrow_range or precision is None or precision.problems() or is_checked:
             return found
         if precision.precision().scaling is None:
             found.append(
-                f"grad_scaler: expected 'auto' or a dict with {where} = {self.horovod_compression!r}, got None (a gradient too "
+                f"grad_scaler: expected 'auto' or a dict with {where} = {self.compression!r}, got None (a gradient too "
                 "large for a message would make the model infinite; num_allowed_consec_invalid_gradient_steps would skip it)"
             )
         return found
@@ -261,8 +261,8 @@ class ReduceKeys(ParamAverageKeys, GradReduceKeys, RankKeys):
     @property
     def without_effect(self) -> str:
         """A key that another one makes useless, and why; empty: there is none. It is no mistake: RETURNN's configs have both."""
-        step, seconds = self.horovod_param_sync_step, self.horovod_param_sync_time_diff
-        if self.horovod_reduce_type == "grad" and (step != 1 or seconds is not None):
+        step, seconds = self.sync_steps, self.sync_seconds
+        if self.reduce_type == "grad" and (step != 1 or seconds is not None):
             name = "horovod_param_sync_step" if seconds is None else "horovod_param_sync_time_diff"
             return f"{name}: of no effect with horovod_reduce_type = 'grad' (parameters are averaged with 'param')"
         if step != 1 and seconds is not None:
@@ -272,35 +272,16 @@ class ReduceKeys(ParamAverageKeys, GradReduceKeys, RankKeys):
     @property
     def has_narrow_range(self) -> bool:
         """Whether gradients are sent, maybe in some steps only, in a type with a smaller range than theirs."""
-        chosen = COMPRESSIONS.get(self.horovod_compression or "")
-        sends_gradients = self.horovod_reduce_type == "grad" or self.horovod_param_start > 0
+        chosen = COMPRESSIONS.get(self.compression or "")
+        sends_gradients = self.reduce_type == "grad" or self.local_start > 0
         return chosen is not None and chosen.needs_scale and sends_gradients
-
-    def under(self, keys: TorchDistributedKeys) -> ReduceKeys:
-        """The keys as they hold with torch.distributed: an entry of its dict overrides the key of the same name."""
-        entries: dict[str, Any] = {
-            "horovod_reduce_type": keys.reduce_type,
-            "horovod_avg_grad": keys.avg_grad,
-            "horovod_param_sync_step": keys.param_sync_step,
-            "horovod_param_sync_time_diff": keys.param_sync_time_diff,
-            "horovod_param_sync_rule": keys.param_sync_rule,
-            "horovod_param_sync_delay": keys.param_sync_delay,
-            "horovod_param_sync_parts": keys.param_sync_parts,
-            "horovod_param_outer": keys.param_outer,
-            "horovod_param_start": keys.param_start,
-            "horovod_scale_lr": keys.scale_lr,
-            "horovod_dataset_distribution": keys.dataset_distribution,
-            "horovod_compression": keys.compression,
-            "horovod_compression_rank": keys.compression_rank,
-        }
-        return replace(self, **{name: value for name, value in entries.items() if value is not None})
 
     def reducer(self, comm: Communicator, timer: Timer) -> Reducer:
         """The reducer that the keys choose."""
-        chosen = REDUCERS[self.horovod_reduce_type].from_keys(self, comm, timer)
-        if not isinstance(chosen.sync, ParamAverage) or not self.horovod_param_start:
+        chosen = REDUCERS[self.reduce_type].from_keys(self, comm, timer)
+        if not isinstance(chosen.sync, ParamAverage) or not self.local_start:
             return chosen
-        steps = self.horovod_param_start
+        steps = self.local_start
         gradients = GradientExchange(comm, timer, "average", gradient_compressor(comm, self), steps)
         sync = PostLocal(gradients, GradReduce(comm, timer, gradients.compressor), chosen.sync)
         return Reducer(gradients, sync, f"{describe_gradients(gradients)} of the first {steps} steps; then {chosen.description}")

@@ -129,17 +129,24 @@ class SyncRuleKeys:
 RULES = ("constant", "quadratic")
 
 
-def make_interval(rule: dict[str, Any] | str | None, every: int, seconds: float | None) -> tuple[SyncInterval, list[str]]:
+def make_interval(
+    rule: dict[str, Any] | str | None,
+    every: int,
+    seconds: float | None,
+    name_of_rule: str = "horovod_param_sync_rule",
+    name_of_seconds: str = "horovod_param_sync_time_diff",
+) -> tuple[SyncInterval, list[str]]:
     """Make the interval of the keys horovod_param_sync_*. Returns it and the problems with horovod_param_sync_rule.
 
     Args:
         rule: None: constant.
         every: the smallest number of updates.
         seconds: the time between two syncs instead; None: it does not matter.
+        name_of_rule, name_of_seconds: of their keys, for messages.
     """
     options = {"class": rule} if isinstance(rule, str) else dict(rule or {"class": "constant"})
     name = options.pop("class", None)
-    where = "horovod_param_sync_rule."
+    where = f"{name_of_rule}."
     problems = [] if name in RULES else [f"{where}class: expected one of {', '.join(RULES)}, got {name!r}"]
     alpha = 0.0
     if name == "quadratic":
@@ -147,7 +154,7 @@ def make_interval(rule: dict[str, Any] | str | None, every: int, seconds: float 
         problems += more + unknown_options(where, options, SyncRuleKeys, "a rule for syncs")
         alpha = 0.0 if keys is None else keys.alpha
         if seconds is not None:
-            problems.append("horovod_param_sync_rule: expected without horovod_param_sync_time_diff, got both")
+            problems.append(f"{name_of_rule}: expected without {name_of_seconds}, got both")
     elif name == "constant" and options:
         problems.append(f"{where}{next(iter(options))}: expected only with the class quadratic, got it with constant")
     if seconds is not None:

@@ -30,7 +30,7 @@ from hvdtrain.learner.frameworks import FRAMEWORKS
 from hvdtrain.prove.causes import Case, Probe, causes, checked
 from hvdtrain.prove.compare import Agreement, Record, compare, distance_words, means
 from hvdtrain.prove.training import GlobalBatches, Task, run_task
-from hvdtrain.settings import Settings, read_settings
+from hvdtrain.settings import Settings, read_settings, with_datasets
 
 USAGE = "python -m hvdtrain prove CONFIG [CONFIG ...] [options] [++KEY VALUE ...]"
 
@@ -136,7 +136,7 @@ def parser() -> argparse.ArgumentParser:
 def _on_a_rank(wanted: list[str], file: Path) -> None:
     """Collective. What the command's own ranks do. Raises: HvdtrainError."""
     try:
-        settings = read_settings(*parse_command_line(wanted))
+        settings = with_datasets(read_settings(*parse_command_line(wanted)))
     except ConfigError as error:
         error.on_every_rank = True
         raise
@@ -145,7 +145,7 @@ def _on_a_rank(wanted: list[str], file: Path) -> None:
 
 def job_of(options: argparse.Namespace, wanted: list[str]) -> Job:
     """What the options and the config ask for. Raises: ConfigError, with all problems."""
-    settings = read_settings(*parse_command_line(wanted))
+    settings = with_datasets(read_settings(*parse_command_line(wanted)))
     problems = []
     started = launch.launch()
     if started.launcher is not None:
@@ -260,8 +260,8 @@ def keys_for(run: Run, settings: Settings) -> dict[str, str]:
     """The overrides with which a config trains in a run, whatever processes it asks for itself."""
     keys = {"use_horovod": str(run.transport == "horovod"), "torch_distributed": "None"}
     if run.transport == "torch":
-        entries = {} if settings.torch_distributed is None else asdict(settings.torch_distributed)
-        kept = {name: value for name, value in entries.items() if value is not None and name not in OF_OTHER_PROCESSES}
+        entries = settings.reduce.torch_distributed or {}
+        kept = {name: value for name, value in entries.items() if name not in OF_OTHER_PROCESSES}
         keys["torch_distributed"] = repr(kept)
     for field in fields(LaunchKeys):
         if getattr(settings.launch, field.name) != field.default:
@@ -306,7 +306,7 @@ def not_covered(job: Job, first: Record, batches: GlobalBatches) -> str:
         parts.append("the end of the epoch and a resume (--steps 2 or more)")
     if not job.dropout:
         parts.append("dropout")
-    if job.settings.reduce.horovod_dataset_distribution != "shard":
+    if job.settings.reduce.dataset_distribution != "shard":
         parts.append("orders of each rank's own")
     return ", ".join(
         [

@@ -235,14 +235,14 @@ def _counts(case: Case) -> Iterator[str]:
 def _rates(case: Case) -> Iterator[str]:
     for update, (one, other) in enumerate(zip(case.one.rates, case.other.rates, strict=False), 1):
         if abs(one - other) > 1e-6 * abs(other):
-            rule = case.settings.reduce.horovod_scale_lr
+            rule = case.settings.reduce.learning_rate_scale
             why = f"horovod_scale_lr = {rule!r}" if rule else "does the config compute it from hvdtrain.size()?"
             yield f"learning rate: {one:g} instead of {other:g} in update {update} ({why})"
             return
 
 
 def _reduction(case: Case) -> Iterator[str]:
-    kind = case.settings.reduce.horovod_reduce_type
+    kind = case.settings.reduce.reduce_type
     if kind != "grad":
         yield (
             f"horovod_reduce_type = {kind!r}: by design, every rank updates a model of its own between two syncs, which one rank "
@@ -251,7 +251,7 @@ def _reduction(case: Case) -> Iterator[str]:
 
 
 def _compression(case: Case) -> Iterator[str]:
-    kind = case.settings.reduce.horovod_compression
+    kind = case.settings.reduce.compression
     if kind is not None:
         yield (
             f"horovod_compression = {kind!r}: what is sent is rounded, and one rank sends nothing (++horovod_compression none "
@@ -266,7 +266,7 @@ def _gradient_factor(case: Case) -> Iterator[str]:
     if found is None:
         return
     ratio = case.other.size / case.one.size
-    averaged = case.settings.reduce.horovod_avg_grad and abs(found - ratio) < case.tolerance
+    averaged = case.settings.reduce.average_gradients and abs(found - ratio) < case.tolerance
     why = (
         "horovod_avg_grad = True divides gradients by the number of ranks, though the losses are sums: mark them with "
         "use_normalized_loss=True, or leave the key out"

@@ -48,7 +48,7 @@ class TrackerKeys(Section):
             if made.label in SERVICES:
                 require(made.label, "trackers")
         if self.made and find_spec(FIGURES) is None:
-            say(2, f'trackers: there will be no report page at the end without {FIGURES} (pip install "hvdtrain[report]")')
+            say(2, f"trackers: there will be no report page at the end without {FIGURES} (pip install plotly)")
 
     @property
     def made(self) -> list[Made]:

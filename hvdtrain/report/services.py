@@ -270,8 +270,8 @@ def _flat(values: Mapping[str, Any], start: str = "") -> Iterator[tuple[str, Any
 SERVICES = {"wandb": f"{__name__}:Wandb", "mlflow": f"{__name__}:MLflow"}
 """By the name in a config, the class."""
 
-EXTRAS = {"wandb": "wandb", "mlflow": "mlflow", "tensorboard": "report"}
-"""By package, the extra of hvdtrain that installs it."""
+INSTALLED_BY = {"wandb": "wandb", "mlflow": "mlflow-skinny", "tensorboard": "tensorboard"}
+"""By package, what pip installs."""
 
 
 def require(package: str, key: str) -> None:
@@ -279,7 +279,7 @@ def require(package: str, key: str) -> None:
 
     That of a service is imported, so that its own thread does not do it while a framework imports something, too.
     """
-    how = f'(pip install "hvdtrain[{EXTRAS[package]}]")'
+    how = f"(pip install {INSTALLED_BY[package]})"
     if find_spec(package) is None:
         raise ConfigError([f"{key}: expected the package {package}, got none {how}"])
     if package in SERVICES:

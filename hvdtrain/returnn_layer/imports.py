@@ -331,7 +331,7 @@ OUR_FILES = (str(Path(__file__).parent), "<")
 SUPPORTED = (
     "without RETURNN, hvdtrain runs its configs for plain PyTorch, whose get_model returns a torch.nn.Module and which use the "
     "run context (get_run_ctx: mark_as_loss, mark_as_output), TensorDict, Tensor and Dim. For RETURNN's layers and functions: "
-    "pip install hvdtrain[returnn]; docs/returnn.md lists the supported names"
+    "pip install returnn dm-tree rapidfuzz soundfile; docs/returnn.md lists the supported names"
 )
 
 

@@ -16,7 +16,7 @@ from hvdtrain.learner.base import Exported
 from hvdtrain.report.json_lines import OutputShapes, as_json, table
 from hvdtrain.runtime.log import say
 from hvdtrain.session import open_session, writing_nothing
-from hvdtrain.settings import Settings, read_settings
+from hvdtrain.settings import Settings, read_settings, with_datasets
 from hvdtrain.training.agreement import plan_together
 from hvdtrain.version import __version__
 
@@ -57,7 +57,8 @@ def main(arguments: list[str] | None = None) -> int:
     more = ["++task", "eval", *([] if options.epoch is None else ["++load_epoch", options.epoch])]
 
     def work() -> None:
-        export(read_settings(*parse_command_line([*options.configs, *overrides, *more])), options.out)
+        settings = read_settings(*parse_command_line([*options.configs, *overrides, *more]))
+        export(with_datasets(settings), options.out)
 
     return exit_status(work, "interrupted")
 

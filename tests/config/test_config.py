@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 from ast import literal_eval
@@ -30,7 +31,7 @@ from hvdtrain.config.source import (
 from hvdtrain.errors import ConfigError
 from hvdtrain.report.__main__ import parser as report_parser
 from hvdtrain.returnn_layer.names import UNSUPPORTED
-from hvdtrain.settings import DATASET_SECTIONS, Settings, all_keys, effective, read_settings
+from hvdtrain.settings import DATASET_SECTIONS, Settings, all_keys, effective, read_settings, with_datasets
 from hvdtrain.submit.__main__ import parser as submit_parser
 
 MINIMAL = """\
@@ -122,7 +123,7 @@ def test_every_name_of_a_python_file_is_a_value(tmp_path: Path) -> None:
 def test_defaults_and_values_arrive_in_their_sections(tmp_path: Path) -> None:
     made = settings(tmp_path, "num_epochs = 7\nhorovod_reduce_type = 'param'\ndev = 'dev.hdf, more.hdf'\nlog = ['a', 'b']\n")
     assert (made.run.model, made.run.num_epochs, made.batch.max_seqs, made.batch.batch_size) == ("exp/model", 7, 4, None)
-    assert (made.reduce.horovod_reduce_type, made.log.log, made.schedule.learning_rate) == ("param", ["a", "b"], 0.1)
+    assert (made.reduce.reduce_type, made.log.log, made.schedule.learning_rate) == ("param", ["a", "b"], 0.1)
     assert (made.train.name, made.train.order.seq_ordering) == ("train", "default")
     assert [(spec.name, spec.order.seq_ordering) for spec in made.evaluations] == [("dev", "sorted")]
 
@@ -726,7 +727,7 @@ def test_help_lists_every_key_and_imports_nothing_heavy() -> None:
     dataset_keys = [declared_key for section in DATASET_SECTIONS for declared_key in declared(section)]
     assert len(all_keys()) > 30
     for declared_key in [*all_keys(), *dataset_keys]:
-        assert f"    {declared_key.name}" in help_lines, declared_key.name
+        assert f"    {', '.join(declared_key.names)}" in help_lines, declared_key.name
         assert f"        {declared_key.doc}" in help_lines, declared_key.name
 
 
@@ -839,10 +840,45 @@ def test_datasets_that_stand_in_each_others_way(tmp_path: Path) -> None:
     assert "eval_datasets.dev: expected either it or the key dev, got both, and two datasets" in found
 
 
+RAISING = """
+def data():
+    raise RuntimeError("no such disk on the login node")
+def eval():
+    return {"class": "HDFDataset", "file": "b.hdf"}
+train, dev = data, {"class": "CombinedDataset", "datasets": {"a": data}, "data_map": {("a", "data"): "data"}}
+"""
+
+
+def test_functions_for_data_are_called_when_the_data_is_opened(tmp_path: Path) -> None:
+    config = written(tmp_path, MINIMAL + RAISING)
+    shown = run("-m", "hvdtrain", str(config), "--print-config")
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert re.search(r"^train = <function data in config.py> +# config.py$", shown.stdout, re.MULTILINE)
+    submitted = run("-m", "hvdtrain", "submit", str(config), "--scheduler", "slurm", folder=tmp_path)
+    assert submitted.returncode == 0, submitted.stderr
+    trained = run("-m", "hvdtrain", str(config), folder=tmp_path)
+    assert trained.returncode == 2
+    raised = "expected a function that returns a dataset, got RuntimeError: no such disk on the login node (config.py, line "
+    assert f"train: {raised}" in trained.stderr
+    assert f"dev.datasets.a: {raised}" in trained.stderr
+    assert "eval.files: expected" in trained.stderr
+    assert not (tmp_path / "model").exists()
+
+
+def test_what_functions_return_is_checked_before_training(tmp_path: Path) -> None:
+    order = "def train():\n    return {'class': 'HDFDataset', 'files': ['a.hdf'], 'seq_ordering': order, 'partition_epoch': 3}\n"
+    apart = order + "partition_epoch, horovod_dataset_distribution = 3, 'random_seed_offset'\n"
+    made = with_datasets(settings(tmp_path, apart + "order = 'random'\n"))
+    assert (made.train.order.seq_ordering, made.train.files, made.misplaced) == ("random", ("a.hdf",), ())
+    assert callable(made.data.train)
+    with pytest.raises(ConfigError, match="expected a random seq_ordering in train"):
+        with_datasets(settings(tmp_path, apart + "order = 'sorted'\n"))
+
+
 def test_keys_of_a_dataset_outside_of_its_dict_are_told(tmp_path: Path) -> None:
     used = "partition_epoch = 3\ntrain = {'class': 'HDFDataset', 'files': ['a.hdf'], 'partition_epoch': partition_epoch}\n"
-    assert settings(tmp_path, used).misspelt == ()
-    assert settings(tmp_path, "seq_ordering = 'random'\n").misspelt == (
+    assert settings(tmp_path, used).misplaced == ()
+    assert settings(tmp_path, "seq_ordering = 'random'\n").misplaced == (
         'seq_ordering in config.py: read in the dict of a dataset only, such as train = {"class": ..., "seq_ordering": ...}',
     )
 
@@ -860,3 +896,34 @@ def test_orders_of_their_own_need_an_order_that_is_random(tmp_path: Path) -> Non
     assert "expected a random seq_ordering in train for 'random_seed_offset', got 'default'" in problem
     assert problems(tmp_path, offset + "train['seq_ordering'] = 'random'\ntrain['fixed_random_seed'] = 1\n")
     settings(tmp_path, offset + "train['seq_ordering'] = 'laplace:.10'\n")
+
+
+# Spellings
+
+
+def test_a_key_has_the_value_of_the_spelling_that_wins(tmp_path: Path) -> None:
+    step = "horovod_reduce_type, horovod_param_sync_step = 'param', 7\n"
+    assert settings(tmp_path, step).reduce.sync_steps == 7
+    both = settings(tmp_path, step + "torch_distributed = {'param_sync_step': 3, 'param_sync_delay': None}\n")
+    assert (both.reduce.sync_steps, both.reduce.sync_delay, both.reduce.reduce_type) == (3, 0, "param")
+    assert (
+        settings(tmp_path, step + "torch_distributed = {'param_sync_step': 3}\n", torch_distributed="None").reduce.sync_steps == 7
+    )
+    shown = {key.name: (key.value, key.origin) for key in effective(both)}
+    assert shown["horovod_param_sync_step"] == ("3", "config.py")
+
+
+def test_problems_name_the_spelling_that_the_config_has(tmp_path: Path) -> None:
+    old = "horovod_reduce_type, horovod_param_sync_step, horovod_param_sync_delay = 'param', 2, 5\n"
+    assert problems(tmp_path, old) == ["horovod_param_sync_delay: expected at most horovod_param_sync_step, 2, got 5"]
+    new = "torch_distributed = {'reduce_type': 'param', 'param_sync_step': 2, 'param_sync_delay': 5}\n"
+    expected = "torch_distributed.param_sync_delay: expected at most torch_distributed.param_sync_step, 2, got 5"
+    assert problems(tmp_path, new) == [expected]
+    wrong = "horovod_param_sync_step, torch_distributed = 0, {'param_sync_step': 'x'}\n"
+    assert problems(tmp_path, wrong) == [
+        "horovod_param_sync_step: expected a positive number, got 0 in config.py",
+        "torch_distributed.param_sync_step: expected an integer, got 'x' in config.py",
+    ]
+    assert problems(tmp_path, "torch_distributed = {'param_sync_stp': 2}\n") == [
+        "torch_distributed.param_sync_stp: unknown key of torch_distributed (did you mean param_sync_step?)"
+    ]

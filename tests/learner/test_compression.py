@@ -115,7 +115,7 @@ def test_a_bias_travels_with_its_weight_and_16_bits_are_half_of_the_bytes() -> N
     flags = [0, 0, 0, 0, 0, 12]  # with the last bucket: whether this rank has a gradient of each parameter
     assert gradients == [(f"gradients.{number}", 4 * (parameters + flags[number])) for number in range(6)]
     for compression in ("fp16", "bf16"):
-        counts, *gradients = sent_in_a_step(horovod_compression=compression)
+        counts, *gradients = sent_in_a_step(compression=compression)
         assert counts == ("loss_counts", 8)  # exact
         assert gradients == [(f"gradients.{number}", 2 * (parameters + flags[number])) for number in range(6)]
 
@@ -123,10 +123,10 @@ def test_a_bias_travels_with_its_weight_and_16_bits_are_half_of_the_bytes() -> N
 @pytest.mark.parametrize("compression", ["fp16", "bf16"])
 @pytest.mark.parametrize("average", [False, True])
 def test_ranks_learn_in_16_bits_what_one_rank_learns(compression: str, average: bool) -> None:
-    alone = trained(SingleCommunicator(), horovod_compression=compression)
+    alone = trained(SingleCommunicator(), compression=compression)
     assert all(map(torch.equal, alone, trained(SingleCommunicator())))  # one rank sends nothing
     for size in (2, 3):
-        keys = {"horovod_compression": compression, "horovod_avg_grad": average, "scale": 8.0}
+        keys = {"compression": compression, "average_gradients": average, "scale": 8.0}
         ranks = on_ranks(size, lambda comm, keys=keys: trained(comm, **keys))  # type: ignore[misc]
         for other in ranks[1:]:
             assert all(map(torch.equal, ranks[0], other))
@@ -136,7 +136,7 @@ def test_ranks_learn_in_16_bits_what_one_rank_learns(compression: str, average: 
 
 def synced(comm: Communicator, weight: float, change: float, **keys: Any) -> tuple[torch.Tensor, list[tuple[str, int]]]:
     """A parameter after a sync, and what was sent: every rank has changed it by `change` times its rank plus one."""
-    reducer = ReduceKeys(horovod_reduce_type="param", horovod_param_sync_step=2, **keys).reducer(comm, Timer()).sync
+    reducer = ReduceKeys(reduce_type="param", sync_steps=2, **keys).reducer(comm, Timer()).sync
     made = learner(comm, get_model=lambda **_: torch.nn.Sequential(torch.nn.Linear(1, 1, bias=False), torch.nn.BatchNorm1d(3)))
     parameter = made.model[0].weight
     with torch.no_grad():
@@ -154,7 +154,7 @@ def test_changes_of_parameters_travel_in_16_bits_and_statistics_as_they_are(comp
     """A parameter of 1000 has a rounding of 1 in float16, and of 4 in bfloat16: it could not learn a change of 0.01."""
     exact, messages = on_ranks(2, lambda comm: synced(comm, 1000.0, 0.01))[0]
     assert messages == [("average.parameters", 28), ("average.statistics", 24)] * 2  # 7 parameters, 6 statistics
-    (one, narrow), (other, _) = on_ranks(2, lambda comm: synced(comm, 1000.0, 0.01, horovod_compression=compression))
+    (one, narrow), (other, _) = on_ranks(2, lambda comm: synced(comm, 1000.0, 0.01, compression=compression))
     assert narrow == [("average.parameters", 14), ("average.statistics", 24)] * 2
     assert torch.equal(one, other)
     assert exact.item() == pytest.approx(1000.06, abs=2e-4)
@@ -164,17 +164,14 @@ def test_changes_of_parameters_travel_in_16_bits_and_statistics_as_they_are(comp
 @pytest.mark.parametrize(("change", "size"), [(15.0, 2), (1e-6, 2), (15.0, 5), (1e-6, 5)])
 def test_large_and_small_changes_fit_into_float16_on_any_number_of_ranks(change: float, size: int) -> None:
     (exact, _), *_ = on_ranks(size, lambda comm: synced(comm, 0.0, change))
-    (narrow, _), *_ = on_ranks(size, lambda comm: synced(comm, 0.0, change, horovod_compression="fp16"))
+    (narrow, _), *_ = on_ranks(size, lambda comm: synced(comm, 0.0, change, compression="fp16"))
     assert narrow.item() == pytest.approx(exact.item(), rel=2e-3)
 
 
 def test_a_change_of_the_key_within_an_epoch_sends_the_parameters_as_they_are_once() -> None:
     def work(comm: Communicator) -> list[tuple[str, int]]:
         made = learner(comm)
-        before, after = (
-            ReduceKeys(horovod_reduce_type="param", horovod_param_sync_step=3, horovod_compression=compression)
-            for compression in (None, "fp16")
-        )
+        before, after = (ReduceKeys(reduce_type="param", sync_steps=3, compression=compression) for compression in (None, "fp16"))
         reducer = before.reducer(comm, Timer()).sync
         reducer.begin_epoch(made.state, EpochStart(1, 0, 100, 0.1, goes_on=False))
         reducer.after_update(made.state, FinishedUpdate(True, comm.size, 1, 0.1))
@@ -198,7 +195,7 @@ def test_an_overflow_in_a_message_skips_the_update_and_halves_the_scale_on_all_r
         def large(*, model: torch.nn.Module, **_: Any) -> None:
             get_run_ctx().mark_as_loss(model[0].weight.sum() * factor[0], "large")
 
-        made = learner(comm, train_step=large, horovod_compression="fp16")
+        made = learner(comm, train_step=large, compression="fp16")
         changed, scales = [], []
         for value in (
             factor[0],
@@ -224,7 +221,7 @@ def test_a_sharded_optimizer_gets_its_gradients_only_and_learns_the_same(compres
     """The communicator fills what belongs to other ranks with NaN."""
     learning = {"gradient_clip_global_norm": 0.01, "gradient_noise": 0.1, "num_allowed_consec_invalid_gradient_steps": 1}
     for size in (2, 3):
-        keys = {"learning": learning, "horovod_compression": compression, "scale": 8.0}
+        keys = {"learning": learning, "compression": compression, "scale": 8.0}
         whole = on_ranks(size, lambda comm, keys=keys: trained(comm, **keys))  # type: ignore[misc]
         sharded = on_ranks(size, lambda comm, keys=keys: trained(comm, sharded=True, **keys))  # type: ignore[misc]
         for rank in range(size):
@@ -260,23 +257,23 @@ def test_what_a_config_gets_wrong_is_told_before_training(tmp_path: Path) -> Non
         f"{where} 'fp16' or 'bf16' or 'powersgd', got 'int8' in config.py"
     ]
     assert problems(tmp_path, "torch_distributed = {'compression': 'fp8', 'reduce_type': 'grads'}\n") == [
-        "torch_distributed.reduce_type: expected 'grad' or 'param', got 'grads'",
-        "torch_distributed.compression: expected 'fp16' or 'bf16' or 'powersgd', got 'fp8'",
+        "torch_distributed.reduce_type: expected 'grad' or 'param', got 'grads' in config.py",
+        "torch_distributed.compression: expected 'fp16' or 'bf16' or 'powersgd', got 'fp8' in config.py",
     ]
     assert problems(tmp_path, "use_horovod = True\nhorovod_compression = 'bf16'\n") == [
         f"{where} 'fp16' or 'powersgd' with use_horovod, got 'bf16' (Horovod has no such type; torch_distributed has)"
     ]
     assert problems(tmp_path, "torch_distributed = {'compression': 'fp16'}\ngrad_scaler = None\n") == [
-        "grad_scaler: expected 'auto' or a dict with horovod_compression = 'fp16', got None (a gradient too large for a message "
-        "would make the model infinite; num_allowed_consec_invalid_gradient_steps would skip it)"
+        "grad_scaler: expected 'auto' or a dict with torch_distributed.compression = 'fp16', got None (a gradient too large for "
+        "a message would make the model infinite; num_allowed_consec_invalid_gradient_steps would skip it)"
     ]
 
 
 def test_the_log_says_in_what_gradients_are_sent() -> None:
     def said(comm: Communicator) -> str:
-        return ReduceKeys(horovod_compression="fp16").reducer(comm, Timer()).description
+        return ReduceKeys(compression="fp16").reducer(comm, Timer()).description
 
     assert on_ranks(2, said)[0] == "gradients are summed for every update, sent in float16"
-    param = ReduceKeys(horovod_compression="bf16", horovod_reduce_type="param")
+    param = ReduceKeys(compression="bf16", reduce_type="param")
     assert on_ranks(2, lambda comm: param.reducer(comm, Timer()).description)[0].endswith("an epoch, sent in bfloat16")
     assert said(SingleCommunicator()) == "gradients are summed for every update"

@@ -49,7 +49,7 @@ class Job:
         self.state = TorchState(
             self.model, torch.optim.SGD(self.model.parameters(), 0.1), torch.device("cpu"), None, None, frozenset()
         )
-        self.reducer = ReduceKeys(horovod_reduce_type="param", **keys).reducer(comm, Timer())
+        self.reducer = ReduceKeys(reduce_type="param", **keys).reducer(comm, Timer())
         self.done = 0
 
     def begin(self, updates: int = UPDATES) -> None:
@@ -110,35 +110,35 @@ def same(one: dict[str, numpy.ndarray], other: dict[str, numpy.ndarray]) -> bool
 @pytest.mark.parametrize("name", ["bmuf", "nesterov", "sgd"])
 @pytest.mark.parametrize("every", [1, 5, 16])
 def test_an_outer_optimizer_that_does_nothing_is_plain_averaging_bit_for_bit(name: str, every: int) -> None:
-    plain = trained(horovod_param_sync_step=every)
+    plain = trained(sync_steps=every)
     outer = {"class": name, "learning_rate": 1.0, "momentum": 0.0}
-    without = trained(horovod_param_sync_step=every, horovod_param_outer=outer)
+    without = trained(sync_steps=every, outer_optimizer=outer)
     assert all(same(one, other) for one, other in zip(plain, without, strict=True))
-    assert not same(plain[0], trained(horovod_param_sync_step=every, horovod_param_outer=BMUF)[0])
+    assert not same(plain[0], trained(sync_steps=every, outer_optimizer=BMUF)[0])
 
 
 KINDS: dict[str, dict[str, Any]] = {
-    "plain": {"horovod_param_sync_step": 5},
-    "bmuf": {"horovod_param_sync_step": 5, "horovod_param_outer": BMUF},
-    "adam": {"horovod_param_sync_step": 5, "horovod_param_outer": {"class": "adam", "learning_rate": 0.05}},
-    "parts": {"horovod_param_sync_step": 6, "horovod_param_sync_parts": 3, "horovod_param_outer": BMUF},
-    "delayed": {"horovod_param_sync_step": 5, "horovod_param_sync_delay": 3},
+    "plain": {"sync_steps": 5},
+    "bmuf": {"sync_steps": 5, "outer_optimizer": BMUF},
+    "adam": {"sync_steps": 5, "outer_optimizer": {"class": "adam", "learning_rate": 0.05}},
+    "parts": {"sync_steps": 6, "sync_parts": 3, "outer_optimizer": BMUF},
+    "delayed": {"sync_steps": 5, "sync_delay": 3},
     "delayed parts": {
-        "horovod_param_sync_step": 6,
-        "horovod_param_sync_parts": 3,
-        "horovod_param_sync_delay": 4,
-        "horovod_param_outer": {"class": "nesterov", "momentum": 0.3},
+        "sync_steps": 6,
+        "sync_parts": 3,
+        "sync_delay": 4,
+        "outer_optimizer": {"class": "nesterov", "momentum": 0.3},
     },
-    "delayed as long as possible": {"horovod_param_sync_step": 4, "horovod_param_sync_delay": 4, "horovod_param_outer": BMUF},
-    "fp16": {"horovod_param_sync_step": 5, "horovod_compression": "fp16"},
+    "delayed as long as possible": {"sync_steps": 4, "sync_delay": 4, "outer_optimizer": BMUF},
+    "fp16": {"sync_steps": 5, "compression": "fp16"},
     "bf16 delayed parts": {
-        "horovod_param_sync_step": 6,
-        "horovod_param_sync_parts": 3,
-        "horovod_param_sync_delay": 4,
-        "horovod_param_outer": BMUF,
-        "horovod_compression": "bf16",
+        "sync_steps": 6,
+        "sync_parts": 3,
+        "sync_delay": 4,
+        "outer_optimizer": BMUF,
+        "compression": "bf16",
     },
-    "quadratic": {"horovod_param_sync_step": 2, "horovod_param_sync_rule": {"class": "quadratic", "alpha": 0.3}},
+    "quadratic": {"sync_steps": 2, "sync_rule": {"class": "quadratic", "alpha": 0.3}},
 }
 
 
@@ -173,8 +173,8 @@ def test_a_stop_changes_nothing(tmp_path: Path, kind: str, stop: int) -> None:
             assert same(weights[number], weights[2 + number])
             assert same(weights[number], weights[4 + number])
         names = {"bmuf": {"velocity"}, "nesterov": {"velocity"}, "adam": {"first_moment", "second_moment"}}
-        outer = KINDS[kind].get("horovod_param_outer")
-        anchor = {"anchor"} if outer is not None or "horovod_compression" in KINDS[kind] else set()
+        outer = KINDS[kind].get("outer_optimizer")
+        anchor = {"anchor"} if outer is not None or "compression" in KINDS[kind] else set()
         assert shared == (anchor if outer is None else {"anchor", *names[outer["class"]]})
         assert own == set()
 
@@ -220,8 +220,8 @@ def test_a_delayed_sync_is_applied_as_many_updates_later_and_keeps_what_was_lear
     every, delay = 6, 4
 
     def work(comm: Communicator) -> list[numpy.ndarray]:
-        job = Job(comm, horovod_param_sync_step=every, horovod_param_sync_delay=delay)
-        apart = Job(comm, horovod_param_sync_step=1000)
+        job = Job(comm, sync_steps=every, sync_delay=delay)
+        apart = Job(comm, sync_steps=1000)
         weights = []
         job.begin()
         apart.begin()
@@ -245,7 +245,7 @@ def test_nothing_is_waited_for_before_it_is_applied(monkeypatch: pytest.MonkeyPa
     """Three parts, sent after 2, 4 and 6 updates, each applied 3 updates later."""
 
     def work(comm: Communicator) -> list[tuple[str, int]]:
-        job = Job(comm, horovod_param_sync_step=6, horovod_param_sync_parts=3, horovod_param_sync_delay=3)
+        job = Job(comm, sync_steps=6, sync_parts=3, sync_delay=3)
         events: list[tuple[str, int]] = []
 
         def noted(name: str) -> Callable[..., Any]:
@@ -269,7 +269,7 @@ def test_nothing_is_waited_for_before_it_is_applied(monkeypatch: pytest.MonkeyPa
 
 def test_parts_are_sent_in_turn_and_each_rank_counts_its_bytes() -> None:
     def work(comm: Communicator) -> list[tuple[int, int]]:
-        job = Job(comm, horovod_param_sync_step=6, horovod_param_sync_parts=3)
+        job = Job(comm, sync_steps=6, sync_parts=3)
         job.begin()
         taken = []
         for _ in range(12):
@@ -362,8 +362,8 @@ def learned(comm: Communicator, keys: ReduceKeys, updates: int) -> list[Any]:
 
 def test_a_start_with_gradients_is_that_of_averaged_gradients_and_then_ranks_part() -> None:
     def work(comm: Communicator) -> list[list[Any]]:
-        param = ReduceKeys(horovod_reduce_type="param", horovod_param_sync_step=3, horovod_param_start=5)
-        return [learned(comm, keys, 9) for keys in (ReduceKeys(horovod_avg_grad=True), param)]
+        param = ReduceKeys(reduce_type="param", sync_steps=3, local_start=5)
+        return [learned(comm, keys, 9) for keys in (ReduceKeys(average_gradients=True), param)]
 
     (grad, param), (_, other) = on_ranks(2, work)
 
@@ -395,18 +395,18 @@ def warnings(monkeypatch: pytest.MonkeyPatch, updates: int, **keys: Any) -> list
 def test_an_epoch_without_syncs_or_with_few_of_them_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     told: Callable[..., list[str]] = lambda updates, **keys: warnings(monkeypatch, updates, **keys)  # noqa: E731
     nesterov = {"class": "nesterov", "momentum": 0.9}
-    assert told(100, horovod_param_sync_step=100) == []
-    assert told(99, horovod_param_sync_step=100) == [
+    assert told(100, sync_steps=100) == []
+    assert told(99, sync_steps=100) == [
         "2 horovod_param_sync_step: expected at most 99, the number of updates in epoch 1, got 100: the ranks' parameters are "
         "averaged at its end only"
     ]
-    assert told(90, horovod_param_sync_step=10, horovod_param_outer=nesterov) == [
+    assert told(90, sync_steps=10, outer_optimizer=nesterov) == [
         "2 horovod_param_outer.momentum: expected at least 10 syncs in an epoch for 0.9, got 9 in epoch 1 (a smaller "
         "horovod_param_sync_step, or a smaller momentum)"
     ]
-    assert len(told(90, horovod_param_sync_step=10, horovod_param_outer=nesterov, horovod_param_start=5)) == 1
-    assert told(91, horovod_param_sync_step=10, horovod_param_outer=nesterov) == []
-    assert told(3, horovod_param_sync_step=10, horovod_param_sync_time_diff=5.0) == []
+    assert len(told(90, sync_steps=10, outer_optimizer=nesterov, local_start=5)) == 1
+    assert told(91, sync_steps=10, outer_optimizer=nesterov) == []
+    assert told(3, sync_steps=10, sync_seconds=5.0) == []
 
 
 def test_mistakes_in_the_keys(tmp_path: Path) -> None:
@@ -426,7 +426,7 @@ def test_mistakes_in_the_keys(tmp_path: Path) -> None:
         "horovod_param_outer.class: expected one of bmuf, nesterov, sgd, adam, got 'bmf'"
     ]
     assert of("torch_distributed = {'reduce_type': 'param', 'param_outer': {'class': 'sgd', 'momentum': 2}}\n") == [
-        "horovod_param_outer.momentum: expected a number from 0 to below 1, got 2 in the config"
+        "torch_distributed.param_outer.momentum: expected a number from 0 to below 1, got 2 in the config"
     ]
     assert of(
         f"{param}horovod_param_sync_step = 4\nhorovod_param_sync_delay = 5\nhorovod_param_sync_parts = 6\nema_decay = 0.9\n"
@@ -444,32 +444,32 @@ def test_mistakes_in_the_keys(tmp_path: Path) -> None:
 def test_what_they_say_of_themselves() -> None:
     def said(**keys: Any) -> str:
         def work(comm: Communicator) -> str:
-            return ReduceKeys(horovod_reduce_type="param", **keys).reducer(comm, Timer()).description
+            return ReduceKeys(reduce_type="param", **keys).reducer(comm, Timer()).description
 
         return on_ranks(2, work)[0]
 
-    assert said(horovod_param_sync_step=16, horovod_param_outer="bmuf") == (
+    assert said(sync_steps=16, outer_optimizer="bmuf") == (
         "parameters are averaged after every 16 updates and at the end of an epoch; outer optimizer: learning rate 1, Nesterov "
         "momentum 0.5"
     )
-    assert said(**KINDS["quadratic"], horovod_param_start=7) == (
+    assert said(**KINDS["quadratic"], local_start=7) == (
         "gradients are averaged for every update of the first 7 steps; then parameters are averaged after every 2 updates, or "
         "more as the learning rate falls, (0.3 / rate)^2, and at the end of an epoch"
     )
-    assert said(horovod_param_sync_step=8, horovod_param_sync_delay=4, horovod_param_sync_parts=2) == (
+    assert said(sync_steps=8, sync_delay=4, sync_parts=2) == (
         "parameters are averaged after every 8 updates and at the end of an epoch, in 2 parts in turn, applied 4 updates after "
         "they were sent"
     )
 
 
 def test_keys_that_another_one_makes_useless() -> None:
-    assert not ReduceKeys(horovod_reduce_type="param", horovod_param_sync_step=100).without_effect
-    assert not ReduceKeys(horovod_reduce_type="param", horovod_param_sync_time_diff=10).without_effect
+    assert not ReduceKeys(reduce_type="param", sync_steps=100).without_effect
+    assert not ReduceKeys(reduce_type="param", sync_seconds=10).without_effect
     for keys, expected in (
-        ({"horovod_param_sync_step": 100}, "horovod_param_sync_step: of no effect with horovod_reduce_type = 'grad'"),
-        ({"horovod_param_sync_time_diff": 10}, "horovod_param_sync_time_diff: of no effect with horovod_reduce_type = 'grad'"),
+        ({"sync_steps": 100}, "horovod_param_sync_step: of no effect with horovod_reduce_type = 'grad'"),
+        ({"sync_seconds": 10}, "horovod_param_sync_time_diff: of no effect with horovod_reduce_type = 'grad'"),
         (
-            {"horovod_reduce_type": "param", "horovod_param_sync_step": 100, "horovod_param_sync_time_diff": 10},
+            {"reduce_type": "param", "sync_steps": 100, "sync_seconds": 10},
             "horovod_param_sync_step: of no effect beside horovod_param_sync_time_diff, 10 seconds",
         ),
     ):

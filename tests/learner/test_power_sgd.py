@@ -31,7 +31,7 @@ class Job:
         self.state = TorchState(
             self.model, torch.optim.SGD(self.model.parameters(), 0.1), torch.device("cpu"), None, None, frozenset()
         )
-        keys = ReduceKeys(horovod_compression="powersgd", horovod_compression_rank=rank, horovod_avg_grad=average)
+        keys = ReduceKeys(compression="powersgd", compression_rank=rank, average_gradients=average)
         self.reducer = keys.reducer(comm, Timer())
 
     def begin(self, goes_on: bool = False) -> None:

@@ -89,7 +89,7 @@ def test_a_choice_from_a_table_names_its_entries(tmp_path: Path) -> None:
         "horovod_reduce_type: expected 'grad' or 'param', got 3 in config.py"
     ]
     assert problems(tmp_path, "torch_distributed = {'reduce_type': 'grads'}\n") == [
-        "torch_distributed.reduce_type: expected 'grad' or 'param', got 'grads'"
+        "torch_distributed.reduce_type: expected 'grad' or 'param', got 'grads' in config.py"
     ]
 
 
@@ -98,8 +98,8 @@ def test_a_reducer_has_its_keys_and_describes_itself(name: str) -> None:
     reducer = REDUCERS[name]
     own = {field.name for field in fields(reducer.keys)}
     assert own
-    assert own <= {key.name for key in declared(ReduceKeys)}
-    made = ReduceKeys(horovod_reduce_type=name).reducer(SingleCommunicator(), Timer())
+    assert own <= {key.field for key in declared(ReduceKeys)}
+    made = ReduceKeys(reduce_type=name).reducer(SingleCommunicator(), Timer())
     assert type(made.sync) is reducer
     assert made.description
 
@@ -109,12 +109,10 @@ def test_what_reducers_say_of_themselves() -> None:
         return ReduceKeys(**keys).reducer(SingleCommunicator(), Timer()).description  # type: ignore[arg-type]
 
     assert said() == "gradients are summed for every update"
-    assert said(horovod_avg_grad=True) == "gradients are averaged for every update"
-    param = {"horovod_reduce_type": "param", "horovod_param_sync_step": 100}
+    assert said(average_gradients=True) == "gradients are averaged for every update"
+    param = {"reduce_type": "param", "sync_steps": 100}
     assert said(**param) == "parameters are averaged after every 100 updates and at the end of an epoch"
-    assert (
-        said(**param, horovod_param_sync_time_diff=0.5) == "parameters are averaged about every 0.5 s and at the end of an epoch"
-    )
+    assert said(**param, sync_seconds=0.5) == "parameters are averaged about every 0.5 s and at the end of an epoch"
 
 
 def test_no_constructor_of_a_learner_takes_more_than_seven_arguments() -> None:

@@ -21,7 +21,7 @@ from hvdtrain.prove.causes import (
 )
 from hvdtrain.prove.compare import Part, Record, compare
 
-PLAIN = {"horovod_scale_lr": False, "horovod_reduce_type": "grad", "horovod_avg_grad": False, "horovod_compression": None}
+PLAIN = {"learning_rate_scale": False, "reduce_type": "grad", "average_gradients": False, "compression": None}
 BATCH_NORM, DROPOUT = Part(STATISTICS, "encoder.norm", "BatchNorm1d"), Part(RANDOM, "drop", "Dropout")
 
 
@@ -69,18 +69,18 @@ def test_padding_among_the_elements() -> None:
 
 @pytest.mark.parametrize(("rule", "why"), [("multiply", "horovod_scale_lr = 'multiply'"), (False, "hvdtrain.size()?")])
 def test_learning_rates(rule: object, why: str) -> None:
-    [found] = causes(case(replace(different(), rates=[0.1, 0.3, 0.3]), horovod_scale_lr=rule))
+    [found] = causes(case(replace(different(), rates=[0.1, 0.3, 0.3]), learning_rate_scale=rule))
     assert found.startswith("learning rate: 0.3 instead of 0.1 in update 2")
     assert why in found
 
 
 def test_averaging_parameters_is_another_training() -> None:
-    [found] = causes(case(different(), horovod_reduce_type="param"))
+    [found] = causes(case(different(), reduce_type="param"))
     assert found.startswith("horovod_reduce_type = 'param': by design")
 
 
 def test_a_compressed_exchange() -> None:
-    [found] = causes(case(different(), horovod_compression="fp16"))
+    [found] = causes(case(different(), compression="fp16"))
     assert found.startswith("horovod_compression = 'fp16': what is sent is rounded")
 
 
@@ -89,7 +89,7 @@ def test_a_factor(average: bool, why: str) -> None:
     one = record(3)
     for values in one.gradients.values():
         values /= 3
-    [found] = causes(case(one, horovod_avg_grad=average))
+    [found] = causes(case(one, average_gradients=average))
     assert found.startswith("a factor: all gradients of update 1 are 0.333333 times those of 1 rank")
     assert why in found
 

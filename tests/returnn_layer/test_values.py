@@ -144,7 +144,7 @@ def test_torch_distributed_wins_over_use_horovod(tmp_path: Path) -> None:
     made = settings(tmp_path, both)
     assert not made.reduce.use_horovod
     assert made.torch_distributed is not None
-    assert made.reduce.horovod_param_sync_step == 3
+    assert made.reduce.sync_steps == 3
     assert any(line.startswith("use_horovod: without effect") for line in made.misspelt)
     with pytest.raises(ConfigError, match="use_horovod, torch_distributed: expected one of them"):
         settings(tmp_path, both, use_horovod="1")

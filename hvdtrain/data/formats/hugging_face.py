@@ -129,9 +129,7 @@ def _load(folder: str, part: str | None) -> Any:
     try:
         import datasets
     except ImportError:
-        raise DataError(
-            "HuggingFaceDataset: expected the package datasets, got none (pip install hvdtrain[huggingface])"
-        ) from None
+        raise DataError("HuggingFaceDataset: expected the package datasets, got none (pip install datasets)") from None
     try:
         found = datasets.load_from_disk(folder)
     except (OSError, ValueError) as error:
@@ -209,7 +207,7 @@ def _sound_of(rate: int | None) -> Callable[[Any, str], Array]:
     try:
         import soundfile
     except ImportError:
-        raise DataError("Audio: expected the package soundfile, got none (pip install hvdtrain[huggingface])") from None
+        raise DataError("Audio: expected the package soundfile, got none (pip install soundfile)") from None
     rates = [rate] * (rate is not None)
 
     def convert(value: Any, where: str) -> Array:

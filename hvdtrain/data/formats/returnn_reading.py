@@ -23,7 +23,7 @@ from hvdtrain.data.dataset import Item
 from hvdtrain.data.types import Array, Stream
 from hvdtrain.errors import DataError
 
-INSTALL = "(pip install hvdtrain[returnn])"
+INSTALL = "(pip install returnn dm-tree rapidfuzz soundfile)"
 
 OF_LAUNCHES = ("torch_distributed", "use_horovod")
 """Keys by which RETURNN's datasets would give every rank an order of its own."""

@@ -141,7 +141,7 @@ def _by_parameter(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[st
 def _onnx(program: torch.export.ExportedProgram, file: Path, sizes: str) -> Exported:
     missing = [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]
     if missing:
-        return Exported(ONNX, f"it needs {' and '.join(missing)} (pip install hvdtrain[export])")
+        return Exported(ONNX, f"it needs {' and '.join(missing)} (pip install onnx onnxscript)")
     for node in program.graph.nodes:
         if node.target in RNNS:
             return Exported(ONNX, "PyTorch translates GRU and LSTM to ONNX, but not torch.nn.RNN")

@@ -192,7 +192,7 @@ sys.exit(main(['{{"class": "HuggingFaceDataset", "folder": "x"}}', {str(tmp_path
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, encoding="utf-8", timeout=60)
     assert ended.returncode == 2
-    assert ended.stderr == "HuggingFaceDataset: expected the package datasets, got none (pip install hvdtrain[huggingface])\n"
+    assert ended.stderr == "HuggingFaceDataset: expected the package datasets, got none (pip install datasets)\n"
 
 
 def test_misspelt_and_missing_options_are_told_before_anything_is_opened(capsys: pytest.CaptureFixture[str]) -> None:

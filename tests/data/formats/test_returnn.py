@@ -198,5 +198,5 @@ sys.exit(main(["{{'class': 'OggZipDataset', 'path': 'x.zip'}}", {str(tmp_path / 
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, encoding="utf-8", timeout=60)
     assert ended.returncode == 2
     assert "expected the packages returnn and dm-tree" in ended.stderr
-    assert "(pip install hvdtrain[returnn])" in ended.stderr
+    assert "(pip install returnn dm-tree rapidfuzz soundfile)" in ended.stderr
     assert "Traceback" not in ended.stderr

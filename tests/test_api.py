@@ -60,6 +60,14 @@ def keys_of(folder: Path, **more: Any) -> dict[str, Any]:
     }
 
 
+@pytest.fixture(autouse=True)
+def fresh_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The logger as a program finds it: other tests of this process train as the command line does, which opens the log."""
+    log = logging.getLogger("hvdtrain")
+    for name, value in {"handlers": [], "level": logging.NOTSET, "propagate": True}.items():
+        monkeypatch.setattr(log, name, value)
+
+
 def lines_of(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line)["scores"] for line in (folder / "scores.jsonl").read_text().splitlines()]
 

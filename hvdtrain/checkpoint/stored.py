@@ -27,6 +27,7 @@ ENTRIES: Mapping[str, Any] = {
     "own": list[str],
     "reducer": list[dict[str, Any]],
     "save_id": str,
+    "keys": dict[str, str] | None,
 }
 """The types of the entries, each of which may be missing: RETURNN's checkpoints have an epoch and a step only."""
 

@@ -86,7 +86,7 @@ def pad(sequences: Sequence[Array], named: Callable[[int], str] = "row {}".forma
         if sequence.shape[1:] != first.shape[1:] or (sequence.dtype != first.dtype and not _holds(first.dtype, sequence)):
             raise UnlikeError(
                 f"{named(number)}: expected {first.dtype} of shape {first.shape[1:]} in every frame, as the first one of the "
-                f"batch has, got {sequence.dtype} of shape {sequence.shape[1:]}"
+                f"batch has ({named(0)}), got {sequence.dtype} of shape {sequence.shape[1:]}"
             )
         row[: len(sequence)] = sequence
     return Padded(values, seq_lens)

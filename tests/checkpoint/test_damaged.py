@@ -182,6 +182,11 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], Path], str]] = {
         in_pt(OPTIMIZER, lambda stored: stored.update(optimizer=[1])),
         "expected the state of the optimizer SGD for this model, got another",
     ),
+    "keys of another type": (
+        "pt",
+        in_pt(MODEL, lambda stored: stored.update(keys={"accumulation.accum_grad_multiple_step": [1]})),
+        "expected keys.accumulation.accum_grad_multiple_step of type str",
+    ),
     "a reducer's state of another type": (
         "pt",
         in_pt(MODEL, lambda stored: stored.update(reducer=[7])),

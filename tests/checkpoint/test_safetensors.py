@@ -194,7 +194,7 @@ def test_what_a_config_may_ask_for(corpus: Path, tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(
         "hvdtrain.learner.model_format.find_spec", lambda name: None if name == "safetensors" else find_spec(name)
     )
-    told = r": expected the package safetensors, got none \(pip install hvdtrain\[safetensors\]\)"
+    told = r": expected the package safetensors, got none \(pip install safetensors\)"
     with pytest.raises(ConfigError, match="checkpoint_format" + told):
         settings_of(corpus, tmp_path, checkpoint_format="safetensors")
     with pytest.raises(ConfigError, match="load" + told):

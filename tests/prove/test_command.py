@@ -70,7 +70,7 @@ def test_a_run_decides_on_its_processes_itself() -> None:
     settings = read_settings([TOY], overrides)
     assert keys_for(Run("torch", 2), settings) == {
         "use_horovod": "False",
-        "torch_distributed": "{'timeout_sec': 1800.0, 'sharded': True}",
+        "torch_distributed": "{'sharded': True}",
         "ngpu": "None",
         "dist_world_size": "None",
     }

@@ -95,7 +95,8 @@ def assert_same_training(model: Path, by_returnn: Trainings, name: str, epochs: 
     lines = [json.loads(line)["scores"] for line in (model.parent / "scores.jsonl").read_text().splitlines()]
     assert len(lines) == len(by_returnn.scores(name))
     for own, theirs in zip(lines, by_returnn.scores(name), strict=True):
-        assert own == pytest.approx(theirs, rel=2e-6)
+        sums = ("_loss_total", "_loss_total_minimized")  # hvdtrain's own, where there are several losses
+        assert {key: own[key] for key in own if key in theirs or not key.endswith(sums)} == pytest.approx(theirs, rel=2e-6)
 
 
 @pytest.mark.parametrize("sums", [True, False])

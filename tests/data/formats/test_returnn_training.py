@@ -526,7 +526,8 @@ def test_without_returnn_a_training_names_the_extra(tmp_path: Path, monkeypatch:
     with (
         pytest.raises(
             DataError,
-            match=r"^train: expected the package returnn for LmDataset, got none \(pip install returnn dm-tree rapidfuzz soundfile\)$",
+            match=r"^train: expected the package returnn for LmDataset, "
+            r"got none \(pip install returnn dm-tree rapidfuzz soundfile\)$",
         ),
         opened(lm(tmp_path)),
     ):

@@ -32,7 +32,7 @@ def numbers(values: Sequence[float]) -> torch.Tensor:
 def main() -> None:
     torch.set_num_threads(1)
     comm = open_horovod("torch")
-    votes = ballot.Ballot(comm, numbers, interval=0.0)
+    votes = ballot.StopVote(comm, numbers, interval=0.0)
     gradient = torch.zeros(500_000)
     seconds: dict[bool, list[float]] = {True: [], False: []}
     for number in range(2 * ROUNDS + 2):

@@ -34,7 +34,7 @@ from hvdtrain.runtime.log import LogKeys, Terminal, open_log  # noqa: E402
 from hvdtrain.runtime.scores import Scores  # noqa: E402
 from hvdtrain.runtime.timer import Timer  # noqa: E402
 from hvdtrain.schedule.history import UsedRates  # noqa: E402
-from hvdtrain.training.step_log import StepLog, StepReport, Tally  # noqa: E402
+from hvdtrain.training.step_log import ScoreBuffer, StepLog, StepReport  # noqa: E402
 
 BATCH = 32
 """Sequences in a batch."""
@@ -50,12 +50,12 @@ def drain(end: int) -> None:
 class Constant:
     """A meter with constant scores, in place of a learner's."""
 
-    def take_arrived(self) -> Scores:
+    def drain_ready(self) -> Scores:
         result = Scores()
         result.add("ce", 1.0, 1.0)
         return result
 
-    take_scores = take_arrived
+    take_scores = drain_ready
 
     def peak_memory(self) -> int | None:
         return None
@@ -84,7 +84,7 @@ def main() -> None:
     spent: list[float] = []
 
     def steps(log: StepLog | None, numbers: StepNumbers | None = None, computes: bool = True) -> float:
-        tally, rates = Tally(meter), UsedRates()
+        tally, rates = ScoreBuffer(meter), UsedRates()
 
         def record(report: StepReport, scores: Mapping[str, float]) -> None:
             if numbers is not None:

@@ -21,18 +21,18 @@ from hvdtrain.learner.steps import RoundsPerUpdate, groups
 from hvdtrain.report.epoch import EpochReport
 from hvdtrain.report.json_lines import as_line
 from hvdtrain.report.steps import Reporters, StepNumbers, work_of
+from hvdtrain.runtime import log
 from hvdtrain.runtime.interrupt import BY_CTRL_C, TO_BE_CONTINUED, Stopped
-from hvdtrain.runtime.log import say
 from hvdtrain.runtime.scores import Scores, of_dataset
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.schedule.measure import complete_history, exploded_lines, minimized_in, with_totals
 from hvdtrain.session import Session
 from hvdtrain.training.account import Account
-from hvdtrain.training.agreement import INTERVAL, INTERVAL_APART, Ballot, Wishes, completed_share, plan_together
+from hvdtrain.training.agreement import INTERVAL, LOCAL_UPDATES_INTERVAL, StopRequests, StopVote, completed_share, plan_together
 from hvdtrain.training.callbacks import EVENTS, Callbacks, Training
 from hvdtrain.training.evaluation import evaluate, not_finite
-from hvdtrain.training.step_log import Listener, StepLog, StepReport, Tally
-from hvdtrain.training.trace import Note, no_trace
+from hvdtrain.training.step_log import Listener, ScoreBuffer, StepLog, StepReport
+from hvdtrain.training.trace import StepRecorder, record_nothing
 
 REPORTS = "reports to services"
 """What takes as long as it needs, beside the callbacks."""
@@ -54,7 +54,7 @@ class Rates:
 
 
 @dataclass(frozen=True)
-class Pace:
+class TrainingLimits:
     """How often to update and to save, and when to end.
 
     Attributes:
@@ -93,10 +93,10 @@ class Engine:
         self,
         session: Session,
         rates: Rates,
-        pace: Pace,
+        limits: TrainingLimits,
         reporters: Reporters,
         step_log: StepLog,
-        trace: Note = no_trace,
+        trace: StepRecorder = record_nothing,
         callbacks: Callbacks | None = None,
     ) -> None:
         self._session = session
@@ -106,17 +106,17 @@ class Engine:
         self._progress = session.progress
         self._train, *self._evaluations = session.feeds
         self._rates = rates
-        self._pace = pace
+        self._limits = limits
         self._reporters = reporters
         self._numbers = StepNumbers(reporters.steps, session.timer, session.learner.meter) if reporters.steps else None
         self._step_log = step_log
         self._trace = trace
         self._callbacks = Callbacks() if callbacks is None else callbacks
-        self._told: set[str] = set()  # the events of callbacks, and REPORTS, that any rank has
+        self._subscribed_events: set[str] = set()  # the events of callbacks, and REPORTS, that any rank has
         self._training = Training(session.comm, session.learner, session.progress)  # what the callbacks see
-        interval = INTERVAL if session.reducer.gradients.steps is None else INTERVAL_APART
-        self._ballot = Ballot(session.comm, session.learner.numbers, interval)
-        self._tally = Tally(session.learner.meter)  # this rank's scores that the ranks have not gathered yet
+        interval = INTERVAL if session.reducer.gradients.steps is None else LOCAL_UPDATES_INTERVAL
+        self._stop_vote = StopVote(session.comm, session.learner.numbers, interval)
+        self._score_buffer = ScoreBuffer(session.learner.meter)  # this rank's scores that the ranks have not gathered yet
         self._account: Account | None = None  # of the batches in these scores, within an epoch
         self._not_finite: list[NotFinite] = []
         self._counted_until = 0.0  # the time up to which the epoch's seconds are counted
@@ -137,16 +137,16 @@ class Engine:
         """
         self._session.interrupt.defer_sigint()
         own = {event for event in EVENTS if self._callbacks.have(event)} | ({REPORTS} if self._reporters.services else set())
-        self._told = set().union(*self._comm.gather(own, name="callback_events"))
-        self._tell("on_train_begin")
+        self._subscribed_events = set().union(*self._comm.gather(own, name="callback_events"))
+        self._notify("on_train_begin")
         end = None
-        while end is None and self._progress.epoch < self._pace.num_epochs:
+        while end is None and self._progress.epoch < self._limits.num_epochs:
             self._run_epoch(self._progress.epoch + 1)
             end = self._ends_early()
         self._finish()
         self._training.stopped_by = end
-        self._tell("on_stop")
-        say(3, f"Finished training in epoch {self._progress.epoch}{f': {end}' if end else ''}.")
+        self._notify("on_stop")
+        log.info(f"Finished training in epoch {self._progress.epoch}{f': {end}' if end else ''}.")
 
     def _run_epoch(self, epoch: int) -> None:
         """Train, evaluate, save and report one epoch, or what is left of it."""
@@ -162,9 +162,9 @@ class Engine:
         self._session.watchdog.beat(f"epoch {epoch}, before its steps", "between")
         completed = completed_share(self._comm, self._train, plan, self._learner.numbers)
         effective = self._rates.of_step(progress.step, epoch - 1.0 + completed(current.position), epoch_rate)
-        say(4, f"start epoch {epoch} global train step {progress.step} with effective learning rate {effective:.6g} ...")
+        log.detail(f"start epoch {epoch} global train step {progress.step} with effective learning rate {effective:.6g} ...")
         self._training.learning_rate = effective
-        self._tell("on_epoch_begin")
+        self._notify("on_epoch_begin")
 
         if not current.trained:
             self._train_epoch(plan, current, completed, epoch_rate, effective)
@@ -173,7 +173,7 @@ class Engine:
         scores = of_dataset("train", current.scores.means())
         losses = current.scores.scales() or dict(minimized_in(progress.history))
         scores = self._training.scores = with_totals(self._evaluate(current, scores), losses)
-        self._tell("on_epoch_end")
+        self._notify("on_epoch_end")
 
         rates = current.rates
         learning_rate = rates.last if rates.updates else epoch_rate
@@ -198,18 +198,18 @@ class Engine:
         )
         progress.epoch, progress.current, progress.report = epoch, None, as_line(report)
         progress.history = [*complete_history(progress.history, losses), EpochRecord(epoch, epoch_rate, scores, losses)]
-        mistake = self._pace.mistake(progress.history)
+        mistake = self._limits.mistake(progress.history)
         if mistake is not None or self._is_to_be_saved(epoch):
             self._save()
         report = replace(report, seconds=self._seconds(started))  # now with the seconds of saving
         for level, line in report.lines([feed.name for feed in self._evaluations]):
-            say(level, line)
+            log.write(level, line)
         for line in exploded_lines(progress.history, of_dataset("train", current.initial), learning_rate):
-            say(2, line)
+            log.warning(line)
         for reporter in self._reporters.epochs:
             reporter.epoch(report)
-        if REPORTS in self._told:
-            with self._unhurried(f"{REPORTS} of epoch {epoch}"):
+        if REPORTS in self._subscribed_events:
+            with self._without_timeout(f"{REPORTS} of epoch {epoch}"):
                 for service in self._reporters.services:
                     service.epoch(report)
         if mistake is not None:
@@ -236,7 +236,7 @@ class Engine:
             return current.epoch - 1 + completed(current.position)
 
         def next_group_size() -> int:
-            return self._pace.rounds_per_update(current.epoch, epoch_continuous(), progress.step)
+            return self._limits.rounds_per_update(current.epoch, epoch_continuous(), progress.step)
 
         self._step_log.begin(current.epoch, None, rounds, self._elapsed(current), self._listener(plan, current, first_rate))
         self._learner.begin_epoch(current.epoch, progress.step)
@@ -260,7 +260,7 @@ class Engine:
                     progress.step += 1
                     current.position += sum(count > done for count in counts) if shared else 1
                     number = progress.step - current.first_step
-                    self._step_log.step(StepReport(number, completed(current.position), rate, batch, self._tally))
+                    self._step_log.step(StepReport(number, completed(current.position), rate, batch, self._score_buffer))
                     self._callbacks.tell("on_step_end", self._training)
                 ranks_with_batch = sum(count > group[0] for count in counts)  # who has any has one in the group's first step
                 update = FinishedUpdate(len(share) > group[0], ranks_with_batch, progress.step, rate or 0.0)
@@ -269,7 +269,7 @@ class Engine:
         self._session.reducer.sync.end_of_epoch(self._learner.state)
         self._gather_scores(current)
         self._step_log.finish()
-        self._tally = Tally(self._learner.meter)
+        self._score_buffer = ScoreBuffer(self._learner.meter)
         self._count(current)
         current.trained = True
 
@@ -277,8 +277,7 @@ class Engine:
         """Warn of losses that are one number per batch: of a mean, ranks and batches of different size weigh the same."""
         for name, count in current.scores.counts().items():
             if count == current.position < self._train.num_sequences(plan):
-                say(
-                    2,
+                log.warning(
                     f"{name}: train_step marks one number per batch; mark one per element (reduction='none'), so that the result "
                     "does not depend on the batches and on the number of ranks",
                 )
@@ -319,7 +318,7 @@ class Engine:
         for feed in self._evaluations:
             with self._timer.span("evaluation"), self._learner.state.averaged():
                 self._training.dataset = feed.name
-                self._tell("on_evaluation_begin")
+                self._notify("on_evaluation_begin")
                 means = evaluate(
                     self._comm,
                     self._learner,
@@ -331,7 +330,7 @@ class Engine:
                 )
                 scores = {**scores, **of_dataset(feed.name, means)}
                 self._training.scores = scores
-                self._tell("on_evaluation_end")
+                self._notify("on_evaluation_end")
                 self._training.dataset = None
         return scores
 
@@ -358,10 +357,10 @@ class Engine:
                     "(are the files the same on all hosts?)"
                 )
             made = made[:1]
-        made_from = self._train.made_from(current.epoch)
+        plan_inputs = self._train.plan_inputs(current.epoch)
         if current.fingerprints and current.fingerprints != made:
             changed = changed_since(current.order_version, self._train.order_keys, current.epoch)
-            differing = differences(current.made_from, made_from)
+            differing = differences(current.made_from, plan_inputs)
             same = "go on with what was expected" if differing else UNCHANGED_KEYS
             why = f"{changed}: go on with the version of hvdtrain that wrote the checkpoint" if changed else same
             error = CheckpointError(
@@ -377,30 +376,32 @@ class Engine:
         if error is not None:
             error.on_every_rank = True
             raise error
-        current.fingerprints, current.order_version, current.made_from = made, ORDER_VERSION, made_from
+        current.fingerprints, current.order_version, current.made_from = made, ORDER_VERSION, plan_inputs
         return [count for count, _, _ in answers]
 
     def _check(self, current: EpochProgress) -> None:
         """Collective. After every update and every step of an evaluation: save, stop or give up if a rank wants that."""
-        wanted = self._ballot.step(self._wishes)
+        wanted = self._stop_vote.step(self._stop_requests)
         if wanted.report:
             raise self._not_finite_error(current)
         if wanted.stop or wanted.stop_by_hand:
             self._stop(current, BY_CTRL_C if wanted.stop_by_hand else TO_BE_CONTINUED)
-        every, step, before = self._pace.save_steps, self._progress.step, self._last_checked_step
+        every, step, before = self._limits.save_steps, self._progress.step, self._last_checked_step
         self._last_checked_step = step
         if not current.trained and (wanted.save or (every is not None and step // every > before // every)):
             self._save()
 
-    def _wishes(self) -> Wishes:
+    def _stop_requests(self) -> StopRequests:
         """What this rank wants."""
         reason = self._stop_reason()
         by_hand = reason == "SIGINT"
         due = self._is_save_due() and not self._asked_to_save  # once: it takes two exchanges until it is done
         self._asked_to_save = self._asked_to_save or due
         self._not_finite += self._learner.meter.take_not_finite()
-        broken = self._pace.finite and bool(self._not_finite)
-        return Wishes(stop=int(reason is not None and not by_hand), stop_by_hand=int(by_hand), save=int(due), report=int(broken))
+        broken = self._limits.finite and bool(self._not_finite)
+        return StopRequests(
+            stop=int(reason is not None and not by_hand), stop_by_hand=int(by_hand), save=int(due), report=int(broken)
+        )
 
     def _stop_reason(self) -> str | None:
         """Why this rank wants to stop; None: it does not."""
@@ -418,7 +419,7 @@ class Engine:
         stopped.would_repeat = reason != "SIGTERM"  # with which torchrun ends ranks before it starts them with others
         self._finish()
         self._training.stopped_by = reason
-        self._tell("on_stop")
+        self._notify("on_stop")
         raise stopped
 
     def _save(self) -> None:
@@ -440,7 +441,7 @@ class Engine:
         self._asked_to_save = False
         if checkpoint is not None:
             self._training.checkpoint = checkpoint.model_file
-            self._tell("on_save")
+            self._notify("on_save")
 
     def _check_files(self) -> None:
         """Raises: DataError, if a data file has changed since the start. The plan of the next epoch would find it, too."""
@@ -450,31 +451,31 @@ class Engine:
 
     def _is_save_due(self) -> bool:
         """Whether the last checkpoint is too old, by the clock of rank 0."""
-        minutes = self._pace.save_minutes
+        minutes = self._limits.save_minutes
         return minutes is not None and self._comm.rank == 0 and time.monotonic() - self._saved_at >= 60 * minutes
 
     def _is_to_be_saved(self, epoch: int) -> bool:
-        is_last = epoch >= self._pace.num_epochs or self._ends_early() is not None
-        return epoch % self._pace.save_epochs == 0 or is_last
+        is_last = epoch >= self._limits.num_epochs or self._ends_early() is not None
+        return epoch % self._limits.save_epochs == 0 or is_last
 
     def _ends_early(self) -> str | None:
         """After an epoch, why training ends with it, before its last epoch; None: it does not."""
-        return self._finished_by or self._pace.ends_early(self._progress.history)
+        return self._finished_by or self._limits.ends_early(self._progress.history)
 
     def _finish(self) -> None:
         """Collective. Wait for the last exchange of wishes, and for what is saved in the background."""
-        self._ballot.finish()
+        self._stop_vote.finish()
         self._session.watchdog.beat(f"step {self._progress.step}, waiting for the last checkpoint", "finishing")
         self._session.saver.finish()
 
-    def _tell(self, event: str) -> None:
+    def _notify(self, event: str) -> None:
         """Collective. Call the callbacks."""
-        if event in self._told:
-            with self._unhurried(f"{event} of a callback"):
+        if event in self._subscribed_events:
+            with self._without_timeout(f"{event} of a callback"):
                 self._callbacks.tell(event, self._training)
 
     @contextmanager
-    def _unhurried(self, what: str) -> Iterator[None]:
+    def _without_timeout(self, what: str) -> Iterator[None]:
         """Collective. Around code of the user's, which may take as long as it needs on any rank: the others wait here."""
         self._session.watchdog.beat(what, "unhurried")
         yield
@@ -489,14 +490,14 @@ class Engine:
             DataError: the ranks did not train on what was planned.
         """
         self._learner.flush()
-        own = self._tally.take_all()
+        own = self._score_buffer.take_all()
         self._not_finite += self._learner.meter.take_not_finite()
         used = None if self._account is None else self._account.take(current.position)
         gathered = self._comm.gather((own, bool(self._not_finite), used), name="train_scores")
         if not current.scores.counts():
             current.initial = Scores.merged(scores for scores, *_ in gathered).first()
         current.scores = Scores.merged([current.scores, *(scores for scores, *_ in gathered)]).compact()
-        if self._pace.finite and any(broken for _, broken, _ in gathered):
+        if self._limits.finite and any(broken for _, broken, _ in gathered):
             raise self._not_finite_error(current)
         if self._account is not None:
             self._account.check(f"epoch {current.epoch}", [entry for *_, entry in gathered if entry is not None])

@@ -24,7 +24,7 @@ from hvdtrain.config.source import as_function
 from hvdtrain.data.feed import Feed, batch_lines, feed_lines
 from hvdtrain.data.plan.bounds import rearranged
 from hvdtrain.data.plan.epoch import Plan
-from hvdtrain.engine import Engine, Pace, Rates
+from hvdtrain.engine import Engine, Rates, TrainingLimits
 from hvdtrain.errors import ConfigError, DataError, HvdtrainError
 from hvdtrain.learner.base import Learner
 from hvdtrain.learner.frameworks import FRAMEWORKS
@@ -37,8 +37,8 @@ from hvdtrain.report.runs import Start, note_start
 from hvdtrain.report.services import RunDescription, Status, config_values, git_state
 from hvdtrain.report.steps import Reporters
 from hvdtrain.report.trackers import PATIENCE, InBackground, RunIds, TensorBoard, Tolerant, TrackEpoch, report_page
+from hvdtrain.runtime import log
 from hvdtrain.runtime.interrupt import Stopped
-from hvdtrain.runtime.log import say
 from hvdtrain.schedule.early_stopping import ends_early
 from hvdtrain.schedule.file import LearningRateFile, epoch_meta, epoch_rate
 from hvdtrain.schedule.history import EpochRecord
@@ -48,7 +48,7 @@ from hvdtrain.session import Session, checkpoint_folder, open_session
 from hvdtrain.settings import Settings, effective
 from hvdtrain.training.agreement import plan_together
 from hvdtrain.training.step_log import open_step_log
-from hvdtrain.training.trace import Note, OfRank, Profile, Trace, TraceKeys, no_trace, num_runs
+from hvdtrain.training.trace import OfRank, Profile, StepRecorder, Trace, TraceKeys, num_runs, record_nothing
 from hvdtrain.version import __version__
 
 
@@ -87,16 +87,16 @@ def train(settings: Settings, comm: Communicator | None = None) -> Trained:
     ):
         if settings.run.overfit_batches is not None:
             session = overfitting(session, settings.run.overfit_batches)
-        pace = replace(open_pace(settings), mistake=partial(wrong_scores, settings))
+        limits = replace(open_limits(settings), mistake=partial(wrong_scores, settings))
         before = session.progress.epoch
         hosts = gather_hosts(session)
-        announce(settings, session, pace, hosts)
+        announce(settings, session, limits, hosts)
         refuse_wrong_directions(settings, session.progress.history)
         start = record_start(settings, session, hosts)
         on_rank_zero(session.comm, lambda: session.best.note(session.progress.history), name="best")
         if is_elastic(launch.environment()) and session.comm.rank == 0:
             stop_for_other_hosts(launch.environment())
-        if not is_done(session.progress, pace):
+        if not is_done(session.progress, limits):
             rates = open_rates(settings, session.comm.size)
             reporters = open_reporters(settings, session)
             callbacks = together(session.comm, lambda: settings.callbacks.open(session.comm.rank), name="callbacks")
@@ -105,7 +105,7 @@ def train(settings: Settings, comm: Communicator | None = None) -> Trained:
                 tracking(settings, session, start) as trackers,
                 profiled(settings, session, open_trace(session, settings.trace)) as trace,
             ):
-                Engine(session, rates, pace, reporters.and_(trackers), step_log, trace, callbacks).run()
+                Engine(session, rates, limits, reporters.and_(trackers), step_log, trace, callbacks).run()
         progress = session.progress
         checkpoint = checkpoint_folder(settings).at(progress.epoch).model_file
         best = session.best.found(progress.history)
@@ -126,7 +126,7 @@ def in_folder_of_its_own(settings: Settings) -> Settings:
 def overfitting(session: Session, number: int) -> Session:
     """Collective. The session with the first N batches of each rank, repeated for as many as an epoch has. Raises: DataError."""
     feed = session.feeds[0]
-    if feed.dataset.own_order:
+    if feed.dataset.has_fixed_order:
         raise DataError(
             f"overfit_batches: expected a dataset that can be read in any order, got {feed.name}, which RETURNN reads in its own "
             "(convert it once with hvdtrain dump and train on the HDF file)"
@@ -135,7 +135,7 @@ def overfitting(session: Session, number: int) -> Session:
     size = session.comm.size if feed.distribution == "shard" else 1
     first = numpy.arange(min(number * size, plan.num_batches))
     repeated = Plan(*rearranged(plan.order, plan.bounds, numpy.resize(first, plan.num_batches)))
-    say(3, f"overfit_batches: {len(first)} batches of {plan.num_batches}, again and again; files go to overfit/")
+    log.info(f"overfit_batches: {len(first)} batches of {plan.num_batches}, again and again; files go to overfit/")
     return replace(session, feeds=[replace(feed, only=repeated), *session.feeds[1:]])
 
 
@@ -156,9 +156,9 @@ def noting_changed_files(feeds: list[Feed]) -> Iterator[None]:
         raise
 
 
-def open_pace(settings: Settings) -> Pace:
+def open_limits(settings: Settings) -> TrainingLimits:
     """When to save, to tell, and to end."""
-    return Pace(
+    return TrainingLimits(
         num_epochs=settings.run.num_epochs,
         ends_early=lambda history: ends_early(settings.ending, history, settings.measure),
         save_epochs=settings.saving.save_interval,
@@ -211,17 +211,17 @@ def wrong_scores(settings: Settings, history: list[EpochRecord], *, is_saved: bo
     return error
 
 
-def open_trace(session: Session, keys: TraceKeys) -> Note:
+def open_trace(session: Session, keys: TraceKeys) -> StepRecorder:
     """Collective. Where to write down which sequences each step trains on."""
     if keys.trace_sequences is None:
-        return no_trace
+        return record_nothing
     prefix = Path(keys.trace_sequences)
     run = on_rank_zero(session.comm, lambda: num_runs(prefix), name="trace")
     return Trace(prefix, run, session.comm.rank, session.progress.step)
 
 
 @contextmanager
-def profiled(settings: Settings, session: Session, note: Note) -> Iterator[Note]:
+def profiled(settings: Settings, session: Session, note: StepRecorder) -> Iterator[StepRecorder]:
     """Profile some steps, if the config asks for it."""
     number = settings.trace.profile_steps
     if number is None:
@@ -358,9 +358,9 @@ class BestReporter:
         best, name = measure.best(history), measure.name(history)
         for line in (unclear_line(history, measure), fallback_line(history, measure)) if self._is_first else ():
             if line is not None:
-                say(2, line)
+                log.warning(line)
         if best is not None and name is not None and best.epoch == report.epoch:
-            say(3, f"epoch {best.epoch} is the best so far: {name} {best.scores[name]:.4g}, {measure.direction(name)}")
+            log.info(f"epoch {best.epoch} is the best so far: {name} {best.scores[name]:.4g}, {measure.direction(name)}")
         self._is_first = False
         self._session.best.note(history)
 
@@ -374,23 +374,22 @@ def gather_hosts(session: Session) -> list[Host]:
     return session.comm.gather((socket.gethostname(), session.learner.device_name), name="hosts")
 
 
-def announce(settings: Settings, session: Session, pace: Pace, hosts: list[Host]) -> None:
+def announce(settings: Settings, session: Session, limits: TrainingLimits, hosts: list[Host]) -> None:
     """Collective. Log what is about to happen: ranks, data, batches, the rule for the learning rate. Raises: DataError."""
     comm, learner, feeds, progress = session.comm, session.learner, session.feeds, session.progress
     started = launch.launch()
     where = ", ".join(f"{hosts.count(host)} on {host[0]} ({host[1]})" for host in dict.fromkeys(hosts))
-    say(4, f"hvdtrain {__version__}, {settings.run.backend}: {comm.size} rank{'s' if comm.size > 1 else ''}, {where}")
+    log.detail(f"hvdtrain {__version__}, {settings.run.backend}: {comm.size} rank{'s' if comm.size > 1 else ''}, {where}")
     if settings.reduce.use_horovod and started.launcher is None:
-        say(2, "use_horovod is set, but this process was started alone: it trains as one rank (for 2: mpirun -np 2 ...)")
+        log.warning("use_horovod is set, but this process was started alone: it trains as one rank (for 2: mpirun -np 2 ...)")
     if settings.torch_distributed is not None and started.launcher is None and settings.launch.ngpu is None:
-        say(
-            2,
+        log.warning(
             "torch_distributed is set, but this process was started alone: it trains as one rank (for 2: ++ngpu 2, or torchrun)",
         )
     if launch.is_bound() and launch.cores() == 1:
-        say(2, "this rank is bound to a single core of several; mpirun --bind-to none lets it use more")
+        log.warning("this rank is bound to a single core of several; mpirun --bind-to none lets it use more")
     if len({name for name, _ in hosts}) > 1 and launch.misses_lost_hosts(launch.environment()):
-        say(2, f"mpirun does not notice when a host is lost; with {launch.KEEPALIVE} it does")
+        log.warning(f"mpirun does not notice when a host is lost; with {launch.KEEPALIVE} it does")
     first = progress.epoch + 1
 
     def data_lines() -> list[tuple[int, str]]:
@@ -398,33 +397,33 @@ def announce(settings: Settings, session: Session, pace: Pace, hosts: list[Host]
         return lines + batch_lines(feeds[0].batch_keys, first, comm.size)
 
     for level, line in together(comm, data_lines, name="data_lines"):
-        say(level, line)
+        log.write(level, line)
     dtype = settings.precision.precision().dtype
-    say(4, f"model: {learner.num_parameters} parameters{'' if dtype == 'float32' else f', computes in {dtype} where it can'}")
+    log.detail(f"model: {learner.num_parameters} parameters{'' if dtype == 'float32' else f', computes in {dtype} where it can'}")
     if dtype == "bfloat16" and learner.device_name == "CPU" and cpu_lacks_bfloat16():
-        say(2, f"mixed_precision: this CPU has no instructions for {dtype} (avx512_bf16, amx_bf16): float32 is faster on it")
+        log.warning(f"mixed_precision: this CPU has no instructions for {dtype} (avx512_bf16, amx_bf16): float32 is faster on it")
     if (several := settings.accumulation.accum_grad_multiple_step) not in (None, 1):
         many = f"{several}" if isinstance(several, int) else "as many as accum_grad_multiple_step says"
-        say(4, f"updates: each adds up the gradients of several batches of every rank: {many}")
+        log.detail(f"updates: each adds up the gradients of several batches of every rank: {many}")
     if comm.size > 1:
-        say(4, f"ranks: {session.reducer.description}")
+        log.detail(f"ranks: {session.reducer.description}")
         if told := settings.reduce.without_effect:
-            say(2, told)
+            log.warning(told)
         if settings.reduce.learning_rate_scale:
             factor = scale_learning_rate(1.0, settings.reduce.learning_rate_scale, comm.size)
-            say(4, f"horovod_scale_lr: every learning rate is multiplied by {factor:.6g} for {comm.size} ranks")
+            log.detail(f"horovod_scale_lr: every learning rate is multiplied by {factor:.6g} for {comm.size} ranks")
         if settings.reduce.dataset_distribution == "random_seed_offset":
-            say(4, f"every rank goes through all data in its own order: an epoch is {comm.size} passes")
+            log.detail(f"every rank goes through all data in its own order: an epoch is {comm.size} passes")
     environ = launch.environment()
     may_restart = settings.launch.max_restarts or restarts_of_torchrun(environ) or is_elastic(environ)
-    if may_restart and pace.save_steps is None and pace.save_minutes is None:
-        say(3, "a restart goes on from the last finished epoch that was saved; save_interval_minutes or _steps loses less")
-    say(3, f"the best epoch is that of {settings.measure.describe(progress.history)}")
-    if is_done(progress, pace):
-        early = pace.ends_early(progress.history)
+    if may_restart and limits.save_steps is None and limits.save_minutes is None:
+        log.info("a restart goes on from the last finished epoch that was saved; save_interval_minutes or _steps loses less")
+    log.info(f"the best epoch is that of {settings.measure.describe(progress.history)}")
+    if is_done(progress, limits):
+        early = limits.ends_early(progress.history)
         # A program that varies keys, and not the folder, would take these for results of its keys.
         level = 3 if settings.process.is_own else 2
-        say(level, f"Already trained until final epoch {progress.epoch}, nothing to do{f': {early}' if early else ''}.")
+        log.write(level, f"Already trained until final epoch {progress.epoch}, nothing to do{f': {early}' if early else ''}.")
 
 
 def record_start(settings: Settings, session: Session, hosts: list[Host]) -> Start:
@@ -442,14 +441,14 @@ def record_start(settings: Settings, session: Session, hosts: list[Host]) -> Sta
         summary = as_json(session.learner.layers(), {})
         write_summary(folder, summary)
         for line in table(summary):
-            say(5, line)
+            log.debug(line)
 
     on_rank_zero(session.comm, note, name="note_start")
     return start
 
 
-def is_done(progress: Progress, pace: Pace) -> bool:
+def is_done(progress: Progress, limits: TrainingLimits) -> bool:
     """Whether there is nothing left to train."""
     if progress.current is not None:
-        return progress.current.epoch > pace.num_epochs
-    return progress.epoch >= pace.num_epochs or pace.ends_early(progress.history) is not None
+        return progress.current.epoch > limits.num_epochs
+    return progress.epoch >= limits.num_epochs or limits.ends_early(progress.history) is not None

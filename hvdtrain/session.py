@@ -43,9 +43,10 @@ from hvdtrain.errors import DataError, HvdtrainError, LaunchError, PeerFailure
 from hvdtrain.learner.base import Learner
 from hvdtrain.learner.frameworks import FRAMEWORKS, BuildOptions
 from hvdtrain.learner.reducer import GradientExchange, Reducer
-from hvdtrain.runtime.heartbeats import meet
+from hvdtrain.runtime import log
+from hvdtrain.runtime.heartbeats import exchange_contacts
 from hvdtrain.runtime.interrupt import Interrupt, Stopped
-from hvdtrain.runtime.log import SCREEN, open_log, open_terminal, say
+from hvdtrain.runtime.log import SCREEN, open_log, open_terminal
 from hvdtrain.runtime.peers import print_through_mpirun
 from hvdtrain.runtime.timer import Timer
 from hvdtrain.runtime.watchdog import SECONDS_TO_END, Ending, Watchdog
@@ -157,9 +158,9 @@ def _open(settings: Settings, purpose: Purpose, comm: Communicator, watched: Exi
     if purpose != "measure":
         together(comm, lambda: open_log(settings.log, comm.rank, comm.size, settings.process), name="open_log")
         for message in (*settings.misspelt, *settings.misplaced):
-            say(2, message)
+            log.warning(message)
         if settings.without_effect:
-            say(3, f"RETURNN reads from a config, and hvdtrain does not: {', '.join(settings.without_effect)}")
+            log.info(f"RETURNN reads from a config, and hvdtrain does not: {', '.join(settings.without_effect)}")
     if purpose in ("train", "dry_run"):
         together(comm, lambda: settings.trackers.require_packages() if comm.rank == 0 else None, name="packages")
     if purpose == "train":
@@ -171,7 +172,7 @@ def _open(settings: Settings, purpose: Purpose, comm: Communicator, watched: Exi
     patience = inf if unwatched else settings.run.watchdog_timeout
     heartbeats = None
     if comm.size > 1 and purpose != "measure":
-        heartbeats = meet(
+        heartbeats = exchange_contacts(
             comm.rank,
             names_of_this_host() if comm.rank == 0 else (),
             lambda value: comm.gather(value, name="watchdog"),
@@ -211,7 +212,7 @@ def _open(settings: Settings, purpose: Purpose, comm: Communicator, watched: Exi
         progress = resume(comm, saver, checkpoints, settings.start, settings.schedule.learning_rate_file)
         keys = settings.of_results
         for line in changed_key_lines(progress.keys, keys, has_history=bool(progress.history)):
-            say(3, line)
+            log.info(line)
         progress.keys = keys
         watchdog.beat("comparing the data with that of the checkpoint")
         check_data(comm, progress, {feed.name: feed.parts for feed in feeds}, settings.start.accept_changed_data)
@@ -239,7 +240,7 @@ def _open_data(settings: Settings, purpose: Purpose, comm: Communicator, watchdo
         specs = {"evaluate": settings.evaluations, "forward": (settings.forward,), "export": one, "load": ()}[purpose]
         watchdog.beat("opening the datasets")
         there = [spec for spec in specs if spec is not None]
-        return together(comm, lambda: open_some(settings, comm, there, watchdog=watchdog), name="open_feeds")
+        return together(comm, lambda: open_datasets(settings, comm, there, watchdog=watchdog), name="open_feeds")
     copies = Copies()
     if purpose != "measure":
         if (callback := as_function(settings.run.startup_callback, "startup_callback")) is not None:
@@ -361,19 +362,19 @@ def copy_data(settings: Settings, comm: Communicator, watchdog: Watchdog, at_the
         watchdog.beat("copying the data files")
         if time.monotonic() - last_line >= settings.log.log_interval and folder is not None:
             last_line = time.monotonic()
-            say(4, f"copied {size_text(max(copied))} so far ...")
+            log.detail(f"copied {size_text(max(copied))} so far ...")
 
     if folder is not None:
-        say(4, f"copying the data files to {keys.cache_dir}, where there is no copy yet ...")
+        log.detail(f"copying the data files to {keys.cache_dir}, where there is no copy yet ...")
         at_the_end.callback(folder.close)
     (_, copies), everywhere = run_with_heartbeat(comm, work, report, name="copy_data")
     if folder is not None:
         for level, line in copy_lines(keys.cache_dir or "", everywhere):
-            say(level, line)
+            log.write(level, line)
     return copies
 
 
-def open_some(
+def open_datasets(
     settings: Settings,
     comm: Communicator,
     specs: Iterable[DatasetSpec],
@@ -412,14 +413,14 @@ def open_some(
             comm.size,
             distribution,
             subset=listed(dataset, spec.order.seq_list_filter_file),
-            chunks=cut(dataset.lengths, settings.chunks) if training and not dataset.own_order else None,
+            chunks=cut(dataset.lengths, settings.chunks) if training and not dataset.has_fixed_order else None,
             files=files,
             budget=budget,
             parts=context.parts,
             expected=settings.expected,
         )
-        if dataset.own_order:
-            _check_own_order(opened, chunked=training and parse_chunking(settings.chunks.chunking) is not None)
+        if dataset.has_fixed_order:
+            _check_fixed_order(opened, chunked=training and parse_chunking(settings.chunks.chunking) is not None)
         return opened
 
     return [feed(spec) for spec in specs]
@@ -447,7 +448,7 @@ def _scanning(settings: Settings, comm: Communicator, watchdog: Watchdog | None)
                 beat()
                 if not said and time.monotonic() - began > WORTH_A_LINE:
                     said = True
-                    say(3, f"{what}: all of it is read once ...")
+                    log.info(f"{what}: all of it is read once ...")
                 if bar is not None:
                     bar.update(number)
 
@@ -461,10 +462,10 @@ def _scanning(settings: Settings, comm: Communicator, watchdog: Watchdog | None)
     kept = None if folder is None else Path(folder).expanduser()
     alone = launch.cores()
     processes = alone if launch.is_bound() else max(1, alone // comm.local_size)
-    return Scanning(kept, comm.rank, comm.size, progress, beat, lambda line: say(3, line), processes, alone)
+    return Scanning(kept, comm.rank, comm.size, progress, beat, lambda line: log.info(line), processes, alone)
 
 
-def _check_own_order(feed: Feed, chunked: bool) -> None:
+def _check_fixed_order(feed: Feed, chunked: bool) -> None:
     """Refuse what reads in any order, or needs lengths that stay, for a dataset in an order of its own. Raises: DataError."""
     is_returnns = feed.dataset.window is None
     given = {
@@ -488,7 +489,7 @@ def open_feeds(
     settings: Settings, comm: Communicator, copies: Mapping[str, str] = NO_COPIES, watchdog: Watchdog | None = None
 ) -> list[Feed]:
     """Open the datasets of a training, train first. Raises: DataError."""
-    feeds = open_some(settings, comm, (settings.train, *settings.evaluations), copies, watchdog)
+    feeds = open_datasets(settings, comm, (settings.train, *settings.evaluations), copies, watchdog)
     for other in feeds[1:]:
         missing = [key for key in feeds[0].dataset.streams if key not in other.dataset.streams]
         if missing:
@@ -502,7 +503,9 @@ def open_feeds(
         if absent and (len(absent) == len(keys)) and name not in LIMITS_OF_LENGTHS:
             raise DataError(f"{name}: expected data keys of train ({', '.join(there)}), got {absent[0]!r}")
         if absent:
-            say(2, f"{name}: without effect for {', '.join(map(repr, absent))}: the data keys of train are {', '.join(there)}")
+            log.warning(
+                f"{name}: without effect for {', '.join(map(repr, absent))}: the data keys of train are {', '.join(there)}"
+            )
     return feeds
 
 

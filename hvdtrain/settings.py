@@ -22,11 +22,11 @@ from hvdtrain.config.keys import (
     Sections,
     declared,
     key,
-    misfit,
     not_negative,
     one_of,
     parsed_by,
     positive,
+    signature_error,
     spellings,
 )
 from hvdtrain.config.source import COMMAND_LINE, OVERRIDING, Config, Source, load
@@ -104,8 +104,9 @@ class RunKeys(Section):
     )
     startup_callback: Callable[..., None] | str | None = key(
         None,
-        "function {form} that every rank calls before the datasets are opened; hvdtrain.run_on_main in it prepares data once",
-        form="**_",
+        "function {signature} that every rank calls before the datasets are opened; hvdtrain.run_on_main in it "
+        "prepares data once",
+        signature="**_",
     )
     watchdog_timeout: float | None = key(
         None,
@@ -509,7 +510,7 @@ def _function(sections: Sections, source: Source) -> tuple[Callable[[], Any] | N
     function = source.values.get(run.task.removeprefix("config:"))
     if not callable(function):
         return None, [f"task: expected config:NAME with the name of a function in the config, got {run.task!r}"]
-    if wrong := misfit(function, "**_"):
+    if wrong := signature_error(function, "**_"):
         return None, [f"task: expected a function without parameters, got {wrong}"]
     return function, []
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from hvdtrain.checkpoint.folder import parse_rule
 from hvdtrain.checkpoint.preload import parse_preloads
 from hvdtrain.comm.keys import LaunchKeys
-from hvdtrain.config.keys import ALONE, Section, Sections, key, misfit, positive
+from hvdtrain.config.keys import ALONE, Section, Sections, key, positive, signature_error
 from hvdtrain.config.source import is_reference
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.model_format import SAFETENSORS, is_safetensors, missing_package
@@ -63,7 +63,7 @@ class StartKeys(Section):
         for number, hook in enumerate(self.load_model_post_hooks or ()):
             if not callable(hook) and not is_reference(hook):
                 return [f"load_model_post_hooks[{number}]: expected a function or 'module:name', got {hook!r}"]
-            if wrong := "" if isinstance(hook, str) else misfit(hook, "*, model, **_"):
+            if wrong := "" if isinstance(hook, str) else signature_error(hook, "*, model, **_"):
                 return [f"load_model_post_hooks[{number}]: expected a function (*, model, **_), got {wrong}"]
         try:
             parse_preloads(self.preload_from_files)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from hvdtrain.comm.launch import launch
 from hvdtrain.errors import CheckpointError, ConfigError
-from hvdtrain.runtime.log import say
+from hvdtrain.runtime import log
 
 PATIENCE = 5.0
 """Seconds to wait for a training that is just ending."""
@@ -120,7 +120,7 @@ class Guard:
     def __init__(self, path: Path, file: int, beat: float = LOOK) -> None:
         self._path = path
         self._files = [file]  # POSIX frees the lock of a file when any descriptor of it is closed, so all stay open
-        self._told = False
+        self._warned = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, args=(beat,), name="model lock", daemon=True)
         self._thread.start()
@@ -138,16 +138,16 @@ class Guard:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             os.close(file)
-            if error.errno in HELD and not self._told:
-                self._told = True
-                say(
-                    1, f"{self._path} was deleted while this job held it, and another job trains now, too: {_refused(self._path)}"
+            if error.errno in HELD and not self._warned:
+                self._warned = True
+                log.result(
+                    f"{self._path} was deleted while this job held it, and another job trains now, too: {_refused(self._path)}"
                 )
             return
         os.ftruncate(file, 0)
         os.write(file, _text(_own_holder()).encode())
         self._files.append(file)
-        say(2, f"{self._path} was deleted or replaced by someone; this job, which trains the model, has made it anew")
+        log.warning(f"{self._path} was deleted or replaced by someone; this job, which trains the model, has made it anew")
 
     def release(self) -> None:
         """Remove the file, unless it is another job's, and free the lock."""

@@ -14,7 +14,7 @@ from typing import Any
 from hvdtrain.config.source import as_function
 from hvdtrain.errors import CheckpointError, ConfigError
 from hvdtrain.learner.base import MakeMissing, PreloadFunction, PreloadNames, Shapes
-from hvdtrain.runtime.log import say
+from hvdtrain.runtime import log
 
 
 @dataclass(frozen=True)
@@ -178,5 +178,5 @@ def constant_preloads(entries: dict[str, Any]) -> list[Preload]:
     preloads = parse_preloads(entries)
     constant = [one for one in preloads if one.is_constant]
     for one in constant:
-        say(3, f"preload_from_files.{one.name}: the parameters in {one.filename} are neither trained nor saved.")
+        log.info(f"preload_from_files.{one.name}: the parameters in {one.filename} are neither trained nor saved.")
     return constant + [one for one in preloads if one.filename is None and not one.is_constant] if constant else []

@@ -15,7 +15,7 @@ from hvdtrain.checkpoint.folder import CheckpointFolder
 from hvdtrain.data.identity import Identity
 from hvdtrain.data.plan.order_keys import ORDER_VERSION
 from hvdtrain.errors import CheckpointError
-from hvdtrain.runtime.log import say
+from hvdtrain.runtime import log
 from hvdtrain.runtime.scores import Scores
 from hvdtrain.schedule.history import EpochRecord, UsedRates
 from hvdtrain.schedule.measure import Measure, base_of, best_of, rises
@@ -160,7 +160,7 @@ class BestModel:
                 unfinished.write_text(text, encoding="utf-8")
                 os.replace(unfinished, path)
             except OSError as error:
-                say(2, f"{path}: expected to write which epoch is best, got: {error}")
+                log.warning(f"{path}: expected to write which epoch is best, got: {error}")
 
     def found(self, history: Sequence[EpochRecord]) -> dict[str, Any] | None:
         """What the file says of a history; None: no epoch has a score.

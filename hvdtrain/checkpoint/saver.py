@@ -17,7 +17,7 @@ from hvdtrain.errors import CheckpointError, DamagedCheckpoint
 from hvdtrain.learner.base import NO_MARKS, Kind, State, StatePart
 from hvdtrain.learner.integrity import SAVE_ID, damage, new_save_id
 from hvdtrain.learner.reducer import EpochSync
-from hvdtrain.runtime.log import say
+from hvdtrain.runtime import log
 
 MODEL_KINDS: tuple[Kind, ...] = ("parameters", "frozen", "statistics", "counters")
 """All tensors of a model."""
@@ -125,7 +125,7 @@ class Saver:
         self._state.gather_state()
         with self._sync.averaged(self._state):
             on_rank_zero(self._comm, start, name="save")
-        say(4, f"Save model under {target.model_file}")
+        log.detail(f"Save model under {target.model_file}")
         return target
 
     def finish(self) -> None:
@@ -212,7 +212,7 @@ class Saver:
             take_over(preloads, self._state.preload)
             for one in preloads:
                 if one.filename is not None:
-                    say(3, f"Loaded {one.filename} for preload_from_files.{one.name}.")
+                    log.info(f"Loaded {one.filename} for preload_from_files.{one.name}.")
 
         together(self._comm, load_all, name="preload")
 
@@ -272,11 +272,13 @@ def clean_up(checkpoints: CheckpointFolder, rule: CleanupRule, scores: Mapping[i
     kept = rule.kept(epochs, scores)
     removed = [epoch for epoch in epochs if epoch not in kept]
     if removed:
-        say(3, f"We have stored models for epochs {_few(epochs)} and keep epochs {list(kept)}.")
-        say(3, f"Why they are kept: {'; '.join(f'{epoch}: {_listed(why)}' for epoch, why in kept.items())}.")
+        log.info(f"We have stored models for epochs {_few(epochs)} and keep epochs {list(kept)}.")
+        log.info(f"Why they are kept: {'; '.join(f'{epoch}: {_listed(why)}' for epoch, why in kept.items())}.")
         if rule.keep is None and any(why == [PATTERN] for why in kept.values()):
-            say(3, "The pattern is RETURNN's, where `keep` is not given; cleanup_old_models = {..., 'keep': []} keeps no others.")
-        say(3, f"We will delete the models of epochs {removed}.")
+            log.info(
+                "The pattern is RETURNN's, where `keep` is not given; cleanup_old_models = {..., 'keep': []} keeps no others."
+            )
+        log.info(f"We will delete the models of epochs {removed}.")
         checkpoints.remove(checkpoints.at(epoch) for epoch in removed)
 
 

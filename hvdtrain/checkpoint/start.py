@@ -14,10 +14,10 @@ from hvdtrain.checkpoint.progress import Progress, best_epoch
 from hvdtrain.checkpoint.saver import Saver
 from hvdtrain.comm.base import Communicator, on_rank_zero
 from hvdtrain.config.source import as_function
-from hvdtrain.data.identity import Identity, Part, changes, identify, rewritten
+from hvdtrain.data.identity import DatasetPart, Identity, changes, identify, rewritten
 from hvdtrain.errors import CheckpointError, ConfigError, DamagedCheckpoint
 from hvdtrain.learner.frameworks import FRAMEWORKS
-from hvdtrain.runtime.log import say
+from hvdtrain.runtime import log
 from hvdtrain.schedule.file import read_learning_rate_file
 
 
@@ -139,15 +139,15 @@ def resume(
     """
     start = on_rank_zero(comm, lambda: start_of_training(keys, checkpoints), name="start")
     if start.remark is not None:
-        say(2, start.remark)
+        log.warning(start.remark)
     progress = Progress()
     if start.checkpoint is not None:
         progress = _load(comm, saver, checkpoints, start.checkpoint, keys.fresh_optimizer)
         what = ", with a new optimizer" if keys.fresh_optimizer else ""
-        say(3, f"Loaded {start.checkpoint.model_file}: training goes on {progress.describe()}{what}.")
+        log.info(f"Loaded {start.checkpoint.model_file}: training goes on {progress.describe()}{what}.")
     elif start.model_file is not None:
         progress = saver.load_model(start.model_file, start.epoch)
-        say(3, f"Loaded {start.model_file}: training goes on {progress.describe()}.")
+        log.info(f"Loaded {start.model_file}: training goes on {progress.describe()}.")
     if progress.epoch and not progress.history and learning_rate_file is not None:
         path = Path(learning_rate_file)
         records = on_rank_zero(comm, lambda: read_learning_rate_file(path) if path.exists() else [], name="learning_rate_file")
@@ -210,7 +210,7 @@ def call_hooks(hooks: Sequence[Any], model: Any) -> None:
         )
 
 
-def check_data(comm: Communicator, progress: Progress, datasets: Mapping[str, Sequence[Part]], accept: bool) -> None:
+def check_data(comm: Communicator, progress: Progress, datasets: Mapping[str, Sequence[DatasetPart]], accept: bool) -> None:
     """Collective. Compare the data with that of the checkpoint which the progress is of, and note what is there now.
 
     Between epochs, other data is noted in the log; a checkpoint of before has nothing to compare with.
@@ -241,10 +241,10 @@ def check_data(comm: Communicator, progress: Progress, datasets: Mapping[str, Se
                 )
             has_changed = has_changed or bool(found and is_begun)
             if found:
-                say(2 if is_begun else 3, f"{name}: other data than in the checkpoint: {'; '.join(found)}")
+                log.write(2 if is_begun else 3, f"{name}: other data than in the checkpoint: {'; '.join(found)}")
             elif files := rewritten(before, parts):
                 more = f" and {len(files) - 1} more" if len(files) > 1 else ""
-                say(4, f"{name}: {files[0]}{more}: written since the checkpoint; lengths, tags and some values are the same")
+                log.detail(f"{name}: {files[0]}{more}: written since the checkpoint; lengths, tags and some values are the same")
         return {name: identify(parts) for name, parts in datasets.items() if parts}, has_changed
 
     progress.data, has_changed = on_rank_zero(comm, compare, name="data")
@@ -263,6 +263,6 @@ def load_trained(comm: Communicator, saver: Saver, checkpoints: CheckpointFolder
     if not preloads or keys.load or checkpoints.finished():
         file = on_rank_zero(comm, lambda: model_file(keys, checkpoints), name="model_file")
         progress = saver.load_model(file, None)
-        say(3, f"Loaded {file}.")
+        log.info(f"Loaded {file}.")
     saver.preload(preloads)
     return progress

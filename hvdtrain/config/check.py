@@ -181,7 +181,7 @@ def _short_repr(value: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Made:
+class Factory:
     """An object that a key asks for.
 
     Attributes:
@@ -195,9 +195,9 @@ class Made:
     make: Callable[[], Any]
 
 
-def objects_of(
+def build_objects(
     key: str, value: Any, methods: Collection[str], prefix: str, by_name: Mapping[str, str] = NONE_BY_NAME
-) -> tuple[list[Made], list[str]]:
+) -> tuple[list[Factory], list[str]]:
     """The objects that a key asks for, and the problems.
 
     Args:
@@ -208,7 +208,7 @@ def objects_of(
         by_name: 'module:Class' by name.
     """
     several = isinstance(value, (list, tuple))
-    made: list[Made] = []
+    made: list[Factory] = []
     problems: list[str] = []
     for number, entry in enumerate(value if several else () if value is None else (value,)):
         try:
@@ -221,7 +221,7 @@ def objects_of(
     return made, problems
 
 
-def _object(entry: Any, methods: Collection[str], prefix: str, by_name: Mapping[str, str]) -> Made:
+def _object(entry: Any, methods: Collection[str], prefix: str, by_name: Mapping[str, str]) -> Factory:
     """One entry. Raises: ConfigError, with the problem; ImportError."""
     options = {}
     if isinstance(entry, dict):
@@ -245,7 +245,7 @@ def _object(entry: Any, methods: Collection[str], prefix: str, by_name: Mapping[
     if not isinstance(kind, type):
         if options:
             raise ConfigError([f"expected arguments beside a class, got {', '.join(options)} beside an object of {label}"])
-        return Made(label, kind, lambda: kind)
+        return Factory(label, kind, lambda: kind)
     try:
         inspect.signature(kind).bind(**options)
     except TypeError as error:
@@ -253,4 +253,4 @@ def _object(entry: Any, methods: Collection[str], prefix: str, by_name: Mapping[
         raise ConfigError([f"expected the arguments of {label} ({names}), got: {error}"]) from None
     except ValueError:
         pass  # a class in C tells nothing of its arguments
-    return Made(label, kind, partial(kind, **options))
+    return Factory(label, kind, partial(kind, **options))

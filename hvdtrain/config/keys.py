@@ -83,7 +83,7 @@ class Key:
         names: all spellings; that of an entry of a dict has a dot.
         needs: the frameworks (values of `backend`) that support the key; empty: all.
         instead: what to do with another framework.
-        form: the parameters of a function that is the key's value, as in its `def`.
+        signature: the parameters of a function that is the key's value, as in its `def`.
     """
 
     name: str
@@ -96,7 +96,7 @@ class Key:
     names: tuple[str, ...]
     needs: tuple[str, ...] = ()
     instead: str = ""
-    form: str = ""
+    signature: str = ""
 
     @property
     def required(self) -> bool:
@@ -111,7 +111,7 @@ def key(
     names: tuple[str, ...] = (),
     needs: str | tuple[str, ...] = (),
     instead: str = "",
-    form: str = "",
+    signature: str = "",
 ) -> Any:
     """Declare a key as a dataclass field, with its default (or REQUIRED), one line of documentation and optionally a rule.
 
@@ -119,17 +119,17 @@ def key(
         names: its spellings in a config, the one that wins last; empty: the field's name.
         needs: the framework or frameworks that support the key; with any other one, it has to keep its default.
         instead: what to do with another framework, for the error message.
-        form: the parameters of a function that may be the value, such as "*, epoch, **_"; hvdtrain calls it with these. Stands in
-            the documentation where that has "{form}".
+        signature: the parameters of a function that may be the value, such as "*, epoch, **_"; hvdtrain calls it with these. The
+            documentation has it in place of "{signature}".
     """
     needed = (needs,) if isinstance(needs, str) else needs
     metadata = {
         "names": names,
-        "doc": doc.replace("{form}", f"({form})"),
+        "doc": doc.replace("{signature}", f"({signature})"),
         "rule": rule,
         "needs": needed,
         "instead": instead,
-        "form": form,
+        "signature": signature,
     }
     if isinstance(default, (dict, list)):
         copied = default
@@ -223,32 +223,32 @@ def convert(value: Any, declared_key: Key) -> Any:
         raise Mismatch(declared_key.rule.words) from mismatch
     if declared_key.rule is not None and result is not None and not _holds(declared_key.rule, result):
         raise Mismatch(declared_key.rule.words)
-    if declared_key.form and callable(result) and (wrong := misfit(result, declared_key.form)):
-        raise Mismatch(f"def {declared_key.name}({declared_key.form})", wrong)
+    if declared_key.signature and callable(result) and (wrong := signature_error(result, declared_key.signature)):
+        raise Mismatch(f"def {declared_key.name}({declared_key.signature})", wrong)
     return result
 
 
-def misfit(function: Callable[..., Any], form: str) -> str:
-    """A function that cannot be called with the parameters of a form, in words, with its place and the reason; empty if it can.
+def signature_error(function: Callable[..., Any], signature: str) -> str:
+    """Why a function cannot be called with the parameters of a signature, with its name and place; empty if it can.
 
     Args:
-        form: such as "*, model, extern_data, **_": called with these by name; without the star, by position.
+        signature: such as "*, model, extern_data, **_": called with these by name; without the star, by position.
 
-    >>> misfit(lambda model, **_: None, "*, model, extern_data, **_"), misfit(lambda rate: rate, "learning_rate")
+    >>> signature_error(lambda model, **_: None, "*, model, **_"), signature_error(lambda rate: rate, "learning_rate")
     ('', '')
     """
-    names = [name for name in form.split(", ") if not name.startswith("*")]
+    names = [name for name in signature.split(", ") if not name.startswith("*")]
     try:
         # What a decorator returns is called, so its parameters count, not those of the function inside.
-        signature = inspect.signature(function, follow_wrapped=False)
+        actual = inspect.signature(function, follow_wrapped=False)
     except (TypeError, ValueError):
         return ""  # written in C
     try:
-        signature.bind(**dict.fromkeys(names)) if form.startswith("*") else signature.bind(*names)
+        actual.bind(**dict.fromkeys(names)) if signature.startswith("*") else actual.bind(*names)
     except TypeError as error:
         code = getattr(inspect.unwrap(function), "__code__", None)
         place = "" if code is None else f" in {code.co_filename}, line {code.co_firstlineno}"
-        return f"{getattr(function, '__name__', type(function).__name__)}{signature}{place} ({error})"
+        return f"{getattr(function, '__name__', type(function).__name__)}{actual}{place} ({error})"
     return ""
 
 

@@ -23,6 +23,9 @@ import numpy
 from hvdtrain.data.types import Array, Batch, Padded, Stream, pad
 from hvdtrain.errors import DataError
 
+EARLIER_NAMES = {"mapped": "memory_mapped", "varies": "is_stochastic", "own_order": "has_fixed_order", "drawn": "selected"}
+"""Members that a class of the user's may have under their names of hvdtrain 1.0.0, and today's names."""
+
 
 class Dataset(ABC):
     """A number of sequences, each a dict of arrays by data key. It knows no order, no batches and no ranks.
@@ -33,20 +36,26 @@ class Dataset(ABC):
     Attributes:
         streams: by data key, what a sequence's array holds.
         lengths: by data key, the number of frames of every sequence; int32 of shape (num_sequences,).
-        mapped: the data keys that are memory-mapped, so that caching them gains nothing.
-        varies: whether `at_epoch` or `drawn` depend on the epoch, so that sequences must not be cached.
-        own_order: whether the sequences of `at_epoch` are those of an epoch already, in an order in which they are to be read.
+        memory_mapped: the data keys that are memory-mapped, so that caching them gains nothing.
+        is_stochastic: whether `at_epoch` or `selected` depend on the epoch, so that sequences must not be cached.
+        has_fixed_order: whether the sequences of `at_epoch` are those of an epoch already, in the order in which to read them.
         window: the number of neighbouring sequences that may come in another order, where they are read from beginning to end;
-            None: `own_order` tells all.
+            None: see `has_fixed_order`.
     """
 
     streams: Mapping[str, Stream]
     lengths: Mapping[str, Array]
-    mapped: frozenset[str] = frozenset()
-    varies: bool = False
+    memory_mapped: frozenset[str] = frozenset()
+    is_stochastic: bool = False
     reads_for_tags: bool = False
-    own_order: bool = False
+    has_fixed_order: bool = False
     window: int | None = None
+
+    def __init_subclass__(cls) -> None:
+        # Classes written for 1.0.0 keep their meaning: unnoticed, a sequence that changes with the epoch would be cached.
+        for earlier, name in EARLIER_NAMES.items():
+            if earlier in cls.__dict__:
+                setattr(cls, name, cls.__dict__[earlier])
 
     @property
     @abstractmethod
@@ -99,7 +108,7 @@ class Dataset(ABC):
         """
         return self
 
-    def drawn(self, full_epoch: int) -> Array | None:
+    def selected(self, full_epoch: int) -> Array | None:
         """The indices of the sequences that a full epoch (counted from 1) consists of; None: all."""
         return None
 
@@ -286,8 +295,8 @@ class ForeignDataset(Dataset):
         self._inner = inner
         self.streams = inner.streams
         self.lengths = inner.lengths
-        self.mapped = frozenset(getattr(inner, "mapped", ()))
-        self.varies = hasattr(inner, "at_epoch") or hasattr(inner, "drawn")
+        self.memory_mapped = frozenset(getattr(inner, "memory_mapped", getattr(inner, "mapped", ())))
+        self.is_stochastic = any(hasattr(inner, name) for name in ("at_epoch", "selected", "drawn"))
 
     @property
     def num_sequences(self) -> int:
@@ -318,8 +327,8 @@ class ForeignDataset(Dataset):
         changed = self._ask("at_epoch", lambda epoch: self)(epoch)
         return changed if isinstance(changed, Dataset) else ForeignDataset(changed)
 
-    def drawn(self, full_epoch: int) -> Array | None:
-        return self._ask("drawn", super().drawn)(full_epoch)  # type: ignore[no-any-return]
+    def selected(self, full_epoch: int) -> Array | None:
+        return self._ask("selected", self._ask("drawn", super().selected))(full_epoch)  # type: ignore[no-any-return]
 
     def how_read(self) -> str:
         return str(self._ask("how_read", super().how_read)())

@@ -13,7 +13,7 @@ from typing import Any
 import numpy
 
 from hvdtrain.data.dataset import Dataset
-from hvdtrain.data.identity import Part
+from hvdtrain.data.identity import DatasetPart
 from hvdtrain.data.types import Array, Batch, Stream
 from hvdtrain.errors import DataError
 
@@ -187,7 +187,7 @@ class BatchCheck:
     name: str
     dataset: Dataset
     lengths: Mapping[str, Array]
-    parts: Sequence[Part] = ()
+    parts: Sequence[DatasetPart] = ()
     expected: Mapping[str, Expected] = field(default_factory=dict)
     has_classes_of_files: bool = False
 

@@ -23,7 +23,7 @@ from hvdtrain.data.copies import Copies
 from hvdtrain.data.dataset import Dataset, iterator_ended
 from hvdtrain.data.expected import BatchCheck, Expected, source_of
 from hvdtrain.data.files import Unchanged, size_text
-from hvdtrain.data.identity import Part
+from hvdtrain.data.identity import DatasetPart
 from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.data.plan.bounds import BLOCK, too_long
 from hvdtrain.data.plan.chunks import ChunkedDataset, Chunks, epoch_subset, select_by_length
@@ -142,7 +142,7 @@ class Feed:
     files: Unchanged | None = None
     budget: Budget | None = None
     only: Plan | None = None
-    parts: Sequence[Part] = ()
+    parts: Sequence[DatasetPart] = ()
     expected: Mapping[str, Expected] = field(default_factory=dict)
 
     @property
@@ -163,7 +163,7 @@ class Feed:
         """The plan of an epoch (counted from 1). Raises: DataError, if a file changed since the start."""
         return self.inputs(epoch).plan() if self.only is None else self.only
 
-    def made_from(self, epoch: int) -> dict[str, str]:
+    def plan_inputs(self, epoch: int) -> dict[str, str]:
         """By name, what the batches of an epoch depend on, as text. Raises: DataError, if a file changed since the start."""
         if self.only is not None:
             return {}
@@ -223,7 +223,7 @@ class Feed:
         dataset = self.dataset.at_epoch(epoch)
         if self.chunks is not None:
             dataset = ChunkedDataset(dataset, self.chunks)
-        of_files = bool(self.parts) and all(part.files for part in self.parts) and not self.dataset.varies
+        of_files = bool(self.parts) and all(part.files for part in self.parts) and not self.dataset.is_stochastic
         checked = BatchCheck(self.name, dataset, self.lengths_in(epoch), self.parts, self.expected, of_files)
 
         def batches() -> Iterator[
@@ -258,7 +258,7 @@ def feed_lines(feed: Feed, local_size: int = 1) -> list[Line]:
     named = ordering if isinstance(ordering, str) else getattr(ordering, "__name__", "a function")
     if feed.dataset.window is not None:
         named += f" in windows of {feed.dataset.window}"
-    elif feed.dataset.own_order:
+    elif feed.dataset.has_fixed_order:
         named = "in its own order"
     lengths = feed.dataset.lengths
     size = sum(int(lengths[key].sum(dtype=numpy.int64)) * frame_size(stream) for key, stream in feed.dataset.streams.items())

@@ -48,7 +48,7 @@ LENGTHS = 1 << 22
 
 
 @dataclass(frozen=True)
-class Part:
+class DatasetPart:
     """A dataset that has no other inside it, and the files that it reads.
 
     Attributes:
@@ -70,7 +70,7 @@ class Part:
         return self.files[bisect_right(bounds, index) - 1] if len(bounds) == len(self.files) + 1 else None
 
 
-def identify(parts: Sequence[Part]) -> list[Identity]:
+def identify(parts: Sequence[DatasetPart]) -> list[Identity]:
     """What identifies a dataset that consists of these. Raises: DataError, if they cannot be read."""
     found = [_identity(part, BLOCKS // len(parts), SEQUENCES // len(parts)) for part in parts]
     for part in parts:
@@ -78,7 +78,7 @@ def identify(parts: Sequence[Part]) -> list[Identity]:
     return found
 
 
-def _identity(part: Part, blocks: int, sequences: int) -> Identity:
+def _identity(part: DatasetPart, blocks: int, sequences: int) -> Identity:
     dataset, number = part.dataset, part.dataset.num_sequences
     size, blocks = (1, sequences) if dataset.reads_for_tags else (TAGS, blocks)
     starts = [size * block for block in _spread(-(-number // size), blocks)]
@@ -93,7 +93,7 @@ def _identity(part: Part, blocks: int, sequences: int) -> Identity:
     }
 
 
-def _sampled(part: Part, wanted: int) -> list[int]:
+def _sampled(part: DatasetPart, wanted: int) -> list[int]:
     """Sequences whose values are compared. None of a dataset without files: a user's own may have others every time."""
     if not part.files:
         return []
@@ -103,7 +103,7 @@ def _sampled(part: Part, wanted: int) -> list[int]:
     return sorted(found)
 
 
-def changes(before: Sequence[Identity], parts: Sequence[Part]) -> Iterator[str]:
+def changes(before: Sequence[Identity], parts: Sequence[DatasetPart]) -> Iterator[str]:
     """What changed, the first thing in each part: 'other values in sequence 'a' of train.hdf'.
 
     Raises:
@@ -119,13 +119,13 @@ def changes(before: Sequence[Identity], parts: Sequence[Part]) -> Iterator[str]:
             yield change
 
 
-def rewritten(before: Sequence[Identity], parts: Sequence[Part]) -> list[str]:
+def rewritten(before: Sequence[Identity], parts: Sequence[DatasetPart]) -> list[str]:
     """The files under whose path there is one of another size or time."""
     old = {path: about for identity in before for path, *about in identity["files"]}
     return [path for part in parts for path in part.files if path in old and old[path] != _look_at(path)]
 
 
-def _differences(before: Identity, part: Part) -> Iterator[str]:
+def _differences(before: Identity, part: DatasetPart) -> Iterator[str]:
     """What is different in one part."""
     dataset, bounds = part.dataset, part.bounds
     if bounds[-1] != before["bounds"][-1]:
@@ -151,7 +151,7 @@ def _differences(before: Identity, part: Part) -> Iterator[str]:
             yield f"other values in sequence {dataset.tags([index])[0]!r} of {_place(before, part, index)}"
 
 
-def _place(before: Identity, part: Part, index: int) -> str:
+def _place(before: Identity, part: DatasetPart, index: int) -> str:
     """The file that has a sequence, and what else is known to have changed about it."""
     path = part.file_of(index)
     if path is None:

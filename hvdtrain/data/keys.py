@@ -24,7 +24,7 @@ class DataKeys(Section):
         None,
         "seq_ordering of train where its dict says none (RETURNN's older key)",
         Rule("an order as in seq_ordering", is_order),
-        form="*, epoch, **_",
+        signature="*, epoch, **_",
     )
     dev: Any = key(None, "evaluated after every epoch; seq_ordering is sorted unless the dict says otherwise")
     eval: Any = key(None, "evaluated after every epoch, like dev")

@@ -20,7 +20,7 @@ from hvdtrain.data.dataset import Dataset, Scanning, SequenceSource, as_dataset,
 from hvdtrain.data.formats.items import ItemsDataset
 from hvdtrain.data.formats.iterable import IterableDataset, is_iterable, needs_epoch
 from hvdtrain.data.formats.returnn_reading import inner_of_multi_proc
-from hvdtrain.data.identity import Part
+from hvdtrain.data.identity import DatasetPart
 from hvdtrain.data.keys import DataKeys, DatasetKeys, DatasetSpec
 from hvdtrain.data.kinds import BY_RETURNN, KINDS, ONE_BY_ONE, OWN, Kind, take_returnn_entries
 from hvdtrain.data.plan.order_keys import OrderKeys, non_default
@@ -72,7 +72,7 @@ class OpeningContext:
     budget: Budget = field(default_factory=lambda: Budget(0))
     copies: Mapping[str, str] = field(default_factory=dict)
     scanning: Scanning = field(default_factory=Scanning)
-    parts: list[Part] = field(default_factory=list)
+    parts: list[DatasetPart] = field(default_factory=list)
 
 
 def parse(name: str, value: Any, defaults: Mapping[str, Any]) -> tuple[DatasetSpec | None, list[str]]:
@@ -199,9 +199,9 @@ def _check_class(
 ) -> tuple[DatasetSpec | None, list[str]]:
     """Check the dict of a class or function of the config's, or of one in `OWN`."""
     order_values = _pop_order(options, [])
-    own_order = kind == OWN["ReturnnDataset"]
-    order, problems = build(OrderKeys, order_values if own_order else {**defaults, **order_values}, f"{name}.", {})
-    if own_order and order is not None:
+    has_fixed_order = kind == OWN["ReturnnDataset"]
+    order, problems = build(OrderKeys, order_values if has_fixed_order else {**defaults, **order_values}, f"{name}.", {})
+    if has_fixed_order and order is not None:
         problems += [
             f"{name}.{option}: expected no order keys around RETURNN's dataset, got {value!r} (put it into the inner dict)"
             for option, value in non_default(order).items()
@@ -263,7 +263,7 @@ def open_dataset(spec: DatasetSpec, context: OpeningContext | None = None) -> Da
         raise DataError(f"{spec.name}: expected at least one sequence, got {where}")
     if spec.datasets:
         return dataset
-    context.parts.append(Part(spec.name, dataset, spec.files))
+    context.parts.append(DatasetPart(spec.name, dataset, spec.files))
     return with_cache(dataset, context.budget)
 
 
@@ -396,7 +396,7 @@ def _open_kind(name: str, kind: Kind, keys: DatasetKeys, inside: Mapping[str, Da
         for child, spec in inside.items():
             datasets[child] = open_dataset(spec, inner)
             on_failure.callback(datasets[child].close)
-            if datasets[child].own_order and kind is not KINDS["MapDataset"]:
+            if datasets[child].has_fixed_order and kind is not KINDS["MapDataset"]:
                 raise DataError(
                     f"{spec.name}: expected a dataset that can be read in any order inside of {name}, got one that "
                     "is read from beginning to end (what RETURNN reads: give the outer dict to RETURNN: "

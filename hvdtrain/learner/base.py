@@ -255,10 +255,10 @@ class Meter(Protocol):
         ...
 
     def take_scores(self) -> Scores:
-        """The sums and counts of losses and errors of all batches since the last call of this or of `take_arrived`."""
+        """The sums and counts of losses and errors of all batches since the last call of this or of `drain_ready`."""
         ...
 
-    def take_arrived(self) -> Scores:
+    def drain_ready(self) -> Scores:
         """The same of those batches whose numbers can be read without waiting for the device. Where it cannot be asked, all."""
         ...
 
@@ -385,20 +385,20 @@ class LearnerKeys(Section):
     """The model and its updates."""
 
     get_model: Callable[..., Any] | str = key(
-        REQUIRED, "function {form} that returns the model; in JSON 'module:name'", form="*, epoch, step, device, **_"
+        REQUIRED, "function {signature} that returns the model; in JSON 'module:name'", signature="*, epoch, step, device, **_"
     )
     train_step: Callable[..., Any] | str = key(
         REQUIRED,
-        "function {form} that marks the losses of a batch; used for evaluation, too (not for the tasks forward and search)",
-        form="*, model, extern_data, **_",
+        "function {signature} that marks the losses of a batch; used for evaluation, too (not for the tasks forward and search)",
+        signature="*, model, extern_data, **_",
     )
     forward_step: Callable[..., Any] | str | None = key(
-        None, "task forward or search: function {form} that marks a batch's outputs", form="*, model, extern_data, **_"
+        None, "task forward or search: function {signature} that marks a batch's outputs", signature="*, model, extern_data, **_"
     )
     optimizer: dict[str, Any] | str | Callable[..., Any] = key(
         {"class": "adam"},
-        "the optimizer's class by name (or 'package.module.Class') and its options, or a function {form} that returns one",
-        form="parameters",
+        "the optimizer's class by name (or 'package.module.Class') and its options, or a function {signature} that returns one",
+        signature="parameters",
     )
     gradient_clip_global_norm: float | None = key(
         None, "scale gradients down to this global norm, after they were reduced over the ranks", positive

@@ -158,8 +158,8 @@ class LearnerMeter:
     def take_scores(self) -> Scores:
         return self.scores.take()
 
-    def take_arrived(self) -> Scores:
-        return self.scores.take_arrived()
+    def drain_ready(self) -> Scores:
+        return self.scores.drain_ready()
 
     def take_not_finite(self) -> list[NotFinite]:
         return self.scores.take_not_finite()
@@ -240,11 +240,11 @@ class PendingScores:
             self._read(self._num_arrived(self._transfer.has_arrived))
 
     def take(self) -> Scores:
-        """The scores of all batches since the last call of this or of `take_arrived`; waits for the device."""
+        """The scores of all batches since the last call of this or of `drain_ready`; waits for the device."""
         self.fetch()
         return self._taken()
 
-    def take_arrived(self) -> Scores:
+    def drain_ready(self) -> Scores:
         """The same of those batches whose numbers have arrived; of all, if nobody knows which have."""
         self._read(len(self._pending) if self._transfer.has_arrived is None else self._num_arrived(self._transfer.has_arrived))
         return self._taken()

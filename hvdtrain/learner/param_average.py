@@ -29,7 +29,7 @@ from hvdtrain.learner.reducer import (
     averaged,
 )
 from hvdtrain.learner.sync_interval import NEVER, EveryUpdates, SyncInterval, make_interval
-from hvdtrain.runtime.log import say
+from hvdtrain.runtime import log
 from hvdtrain.runtime.timer import Timer
 
 
@@ -179,7 +179,7 @@ class ParamAverage:
         """Log, once in a training, that an epoch has no syncs but the one at its end, or too few of them for the momentum."""
         if not self._warned and (warning := self._warning(start)) is not None:
             self._warned = True
-            say(2, warning)
+            log.warning(warning)
 
     def take_anchor(self, state: ModelState) -> None:
         """Start from the present model, which is the same on all ranks."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from hvdtrain.config.check import did_you_mean
 from hvdtrain.config.keys import ALONE, Section, Sections, key
 from hvdtrain.errors import ConfigError, TrainingError
-from hvdtrain.runtime.log import say
+from hvdtrain.runtime import log
 
 if TYPE_CHECKING:
     from hvdtrain.data.types import Array
@@ -241,7 +241,7 @@ class GradientCheck:
         explained = self._scale is not None and self._scale.explains_overflow
         if self._scale is not None and self._scale.update(finite):
             why = "" if finite else ": a gradient is not finite, the update is skipped"
-            say(5, f"loss scale {self._scale.scale:g} from step {step + 1} of the training on{why}")
+            log.debug(f"loss scale {self._scale.scale:g} from step {step + 1} of the training on{why}")
         if finite:
             self._num_skipped = 0
         elif not explained:

@@ -29,10 +29,10 @@ class AccumulationKeys(Section):
 
     accum_grad_multiple_step: int | Callable[..., int] | str | None = key(
         1,
-        "the number of steps (batches of each rank) whose gradients an update adds up: an integer, or a function {form} "
+        "the number of steps (batches of each rank) whose gradients an update adds up: an integer, or a function {signature} "
         "that is called before the first of them; ranks communicate once per update",
         positive,
-        form="*, epoch, epoch_continuous, global_train_step, **_",
+        signature="*, epoch, epoch_continuous, global_train_step, **_",
     )
 
 

@@ -17,7 +17,7 @@ import numpy
 from hvdtrain.comm.base import SingleCommunicator
 from hvdtrain.data.types import Array, Batch
 from hvdtrain.learner.base import Learner
-from hvdtrain.prove.compare import Comparison, Part, Record, compare, factor
+from hvdtrain.prove.compare import Comparison, ModulePart, Record, compare, factor
 from hvdtrain.session import open_session
 from hvdtrain.settings import Settings
 
@@ -46,7 +46,7 @@ OF_BATCHES = (
 )
 
 
-def parts_of(learner: Learner) -> list[Part]:
+def parts_of(learner: Learner) -> list[ModulePart]:
     """The modules that BatchNorm or dropout is in, and that do something in training."""
     found = []
     for name, module in learner.modules():
@@ -54,9 +54,9 @@ def parts_of(learner: Learner) -> list[Part]:
         if not getattr(module, "training", True) or getattr(module, "trainable", True) is False:
             continue  # a part of the model that is kept as it is
         if classes & set(OVER_BATCHES):
-            found.append(Part(STATISTICS, name, type(module).__name__))
+            found.append(ModulePart(STATISTICS, name, type(module).__name__))
         elif any(_random_rates(module, classes)):
-            found.append(Part(RANDOM, name, type(module).__name__))
+            found.append(ModulePart(RANDOM, name, type(module).__name__))
     return found
 
 
@@ -343,10 +343,10 @@ FINDERS: Sequence[Callable[[Case], Iterator[str]]] = (
 """Each looks for one cause."""
 
 
-def named(parts: Sequence[Part]) -> str:
+def named(parts: Sequence[ModulePart]) -> str:
     """Some parts of a model.
 
-    >>> named([Part("", "norm", "BatchNorm1d")]), named([Part("", "a", "Dropout"), Part("", "", "Net")])
+    >>> named([ModulePart("", "norm", "BatchNorm1d")]), named([ModulePart("", "a", "Dropout"), ModulePart("", "", "Net")])
     ('BatchNorm1d at norm', 'Dropout at a, Net')
     """
     words = [f"{part.type} at {part.name}" if part.name else part.type for part in parts[:MOST_NAMES]]

@@ -74,7 +74,7 @@ Losses = dict[str, tuple[float, float]]
 
 
 @dataclass(frozen=True)
-class Part:
+class ModulePart:
     """A part of the model that may make a rank's results depend on more than its own sequences.
 
     Attributes:
@@ -110,7 +110,7 @@ class Record:
     num_sequences: list[int]
     data: list[int]
     rates: list[float]
-    parts: list[Part]
+    parts: list[ModulePart]
     apart: str | None
     weights: Mapping[str, Array]
     gradients: Mapping[str, Array]
@@ -132,7 +132,7 @@ class Record:
         with numpy.load(path, allow_pickle=False) as stored:
             arrays = {name: stored[name] for name in stored.files}
         plain = json.loads(str(arrays.pop("plain")))
-        plain["parts"] = [Part(**part) for part in plain["parts"]]
+        plain["parts"] = [ModulePart(**part) for part in plain["parts"]]
         plain["losses"] = [{name: (total, count) for name, (total, count) in losses.items()} for losses in plain["losses"]]
         by_kind: dict[str, Any] = {"weights": {}, "gradients": {}}
         for name, values in arrays.items():

@@ -22,12 +22,12 @@ from hvdtrain.checkpoint.saver import Saves, Unsaved
 from hvdtrain.comm.base import Communicator
 from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.data.types import Array
-from hvdtrain.engine import Engine, Pace, Rates
+from hvdtrain.engine import Engine, Rates, TrainingLimits
 from hvdtrain.errors import DataError
 from hvdtrain.prove.causes import parts_of, probe, without_dropout
 from hvdtrain.prove.compare import Losses, Record, checksum, sketch, summed
 from hvdtrain.report.steps import Reporters
-from hvdtrain.run import open_pace, open_rates
+from hvdtrain.run import open_limits, open_rates
 from hvdtrain.runtime.log import silence
 from hvdtrain.session import Session, open_communicator, open_session, writing_nothing
 from hvdtrain.settings import Settings
@@ -194,8 +194,8 @@ def _per_step(accumulated: Record | None) -> int:
     return 1 if accumulated is None else accumulated.size
 
 
-def _pace_of(settings: Settings, session: Session) -> Pace:
-    pace = replace(open_pace(settings), num_epochs=session.progress.epoch + 1, save_minutes=None)
+def _pace_of(settings: Settings, session: Session) -> TrainingLimits:
+    pace = replace(open_limits(settings), num_epochs=session.progress.epoch + 1, save_minutes=None)
     return replace(pace, ends_early=lambda _: None, mistake=lambda _: None)
 
 
@@ -216,7 +216,7 @@ def _trained(
     settings: Settings,
     task: Task,
     batches: GlobalBatches,
-    pace: Pace,
+    pace: TrainingLimits,
     recorder: Recorder,
     progress: Progress,
     saver: Saves,
@@ -252,7 +252,7 @@ def _global_batches(session: Session, task: Task) -> GlobalBatches:
     return batches
 
 
-def _accumulating(pace: Pace, size: int) -> Pace:
+def _accumulating(pace: TrainingLimits, size: int) -> TrainingLimits:
     """One rank that takes N ranks' batches one after another for each of their steps."""
     own = pace.rounds_per_update
     return replace(pace, rounds_per_update=lambda epoch, complete, step: size * own(epoch, complete, step // size))

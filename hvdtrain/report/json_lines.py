@@ -17,7 +17,7 @@ from typing import IO, Any, TypeVar
 from hvdtrain.learner.base import Layer
 from hvdtrain.report.epoch import EpochReport
 from hvdtrain.report.steps import StepRecord
-from hvdtrain.runtime.log import say
+from hvdtrain.runtime import log
 
 
 def as_line(report: EpochReport) -> dict[str, Any]:
@@ -130,7 +130,7 @@ def _set_aside(path: Path, why: str) -> None:
     names = (path.with_name(f"{path.name}.damaged{number or ''}") for number in count())
     aside = next(name for name in names if not name.exists())
     os.replace(path, aside)
-    say(2, f"{path}: {why}; it is kept as {aside.name}, and training goes on with what can be read")
+    log.warning(f"{path}: {why}; it is kept as {aside.name}, and training goes on with what can be read")
 
 
 def _rewrite(path: Path, lines: list[str]) -> None:

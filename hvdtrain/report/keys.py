@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from hvdtrain.config.check import Made, objects_of
+from hvdtrain.config.check import Factory, build_objects
 from hvdtrain.config.keys import ALONE, Section, Sections, key
 from hvdtrain.report.services import METHODS, SERVICES, require
-from hvdtrain.runtime.log import say
+from hvdtrain.runtime import log
 
 FIGURES = "plotly"
 """The package that the report page takes."""
@@ -29,13 +29,13 @@ class TrackerKeys(Section):
     )
     track_epoch: Callable[..., None] | str | None = key(
         None,
-        "function {form} that rank 0 calls after every epoch with metrics {name: number}, to log them to a service that "
+        "function {signature} that rank 0 calls after every epoch with metrics {name: number}, to log them to a service that "
         "`trackers` has no class for",
-        form="*, epoch, step, metrics, **_",
+        signature="*, epoch, step, metrics, **_",
     )
 
     def problems(self, others: Sections = ALONE) -> list[str]:
-        found = objects_of("trackers", self.trackers, METHODS, "log_", SERVICES)[1]
+        found = build_objects("trackers", self.trackers, METHODS, "log_", SERVICES)[1]
         if self.tensorboard_histograms and not self.use_tensorboard:
             found.append("tensorboard_histograms: expected use_tensorboard = True beside it, got False")
         return found
@@ -48,9 +48,9 @@ class TrackerKeys(Section):
             if made.label in SERVICES:
                 require(made.label, "trackers")
         if self.made and find_spec(FIGURES) is None:
-            say(2, f"trackers: there will be no report page at the end without {FIGURES} (pip install plotly)")
+            log.warning(f"trackers: there will be no report page at the end without {FIGURES} (pip install plotly)")
 
     @property
-    def made(self) -> list[Made]:
+    def made(self) -> list[Factory]:
         """The entries of `trackers`."""
-        return objects_of("trackers", self.trackers, METHODS, "log_", SERVICES)[0]
+        return build_objects("trackers", self.trackers, METHODS, "log_", SERVICES)[0]

@@ -14,7 +14,7 @@ from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.data.types import Array
 from hvdtrain.learner.base import Meter
 from hvdtrain.report.epoch import Reporter
-from hvdtrain.runtime.log import say
+from hvdtrain.runtime import log
 from hvdtrain.runtime.timer import Timer
 
 
@@ -179,7 +179,9 @@ class StepNumbers:
             except Exception as error:  # who only looks on never ends a training
                 if number not in self._failed:
                     self._failed.add(number)
-                    say(2, f"the numbers of step {step} were not recorded, training goes on: {type(error).__name__}: {error}")
+                    log.warning(
+                        f"the numbers of step {step} were not recorded, training goes on: {type(error).__name__}: {error}"
+                    )
 
     def _seconds_so_far(self) -> tuple[float, float]:
         """Seconds of waiting for data, and of computing as in the report of an epoch, since some fixed time."""

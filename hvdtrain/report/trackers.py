@@ -22,7 +22,7 @@ from hvdtrain.errors import ConfigError
 from hvdtrain.report.epoch import EpochReport, Reporter
 from hvdtrain.report.services import RunDescription, Status
 from hvdtrain.report.steps import StepRecord, step_metrics
-from hvdtrain.runtime.log import say
+from hvdtrain.runtime import log
 
 
 def metrics(report: EpochReport) -> dict[str, float]:
@@ -71,7 +71,7 @@ class Tolerant:
             self._reporter.epoch(report)
         except Exception as error:
             if not self._has_failed:
-                say(2, f"{self._name} failed after epoch {report.epoch}, training goes on: {type(error).__name__}: {error}")
+                log.warning(f"{self._name} failed after epoch {report.epoch}, training goes on: {type(error).__name__}: {error}")
             self._has_failed = True
 
 
@@ -137,11 +137,11 @@ class InBackground:
         """Wait until all is done, for so many seconds at most, and tell what was not."""
         self._thread.join(max(0.0, seconds))
         if self._thread.is_alive():
-            say(2, f"trackers: {self._label} is still busy and is left behind; {self._calls.qsize()} calls were not made")
+            log.warning(f"trackers: {self._label} is still busy and is left behind; {self._calls.qsize()} calls were not made")
         if self.num_failures > 1:
-            say(2, f"trackers: {self.num_failures} calls of {self._label} failed")
+            log.warning(f"trackers: {self.num_failures} calls of {self._label} failed")
         if self._num_left_out:
-            say(2, f"trackers: {self._label} was too slow for {self._num_left_out} records within epochs")
+            log.warning(f"trackers: {self._label} was too slow for {self._num_left_out} records within epochs")
 
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:
@@ -159,7 +159,7 @@ class InBackground:
                 self._is_off = name == "begin"
                 if not self.num_failures:
                     without = " without it" if self._is_off else ""
-                    say(2, f"trackers: {self._label} failed in {name}, training goes on{without}: {_of(error)}")
+                    log.warning(f"trackers: {self._label} failed in {name}, training goes on{without}: {_of(error)}")
                 self.num_failures += 1
 
     def _has_begun(self, run_id: Any) -> None:
@@ -167,9 +167,11 @@ class InBackground:
             try:
                 self._began(str(run_id))
             except OSError as error:
-                say(2, f"trackers: {self._label}: the id of the run was not stored, a resume begins another one: {_of(error)}")
+                log.warning(
+                    f"trackers: {self._label}: the id of the run was not stored, a resume begins another one: {_of(error)}"
+                )
         place = getattr(self._tracker, "place", None)
-        say(3, f"trackers: {self._label}: {run_id if place is None else place}")
+        log.info(f"trackers: {self._label}: {run_id if place is None else place}")
 
 
 def _of(error: BaseException) -> str:
@@ -210,7 +212,7 @@ def report_page(folder: Path) -> dict[str, Path]:
         failed = True
         said.write(_of(error))
     if failed:
-        say(2, f"trackers: there is no report page: {said.getvalue().strip()}")
+        log.warning(f"trackers: there is no report page: {said.getvalue().strip()}")
         return {}
     return {"report": page}
 

@@ -7,7 +7,7 @@ import os
 import socket
 from typing import Any
 
-from hvdtrain.runtime.log import say
+from hvdtrain.runtime import log as program_log
 
 __all__ = [
     "NotSpecified",
@@ -44,7 +44,7 @@ class Stream:
     def write(self, text: str) -> int:
         *lines, self._rest = (self._rest + text).split("\n")
         for line in lines:
-            say(self._level, line)
+            program_log.write(self._level, line)
         return len(text)
 
     def flush(self) -> None:
@@ -59,7 +59,7 @@ class Log:
         self.error = self.v1
 
     def print_warning(self, text: str, prefix_text: str = "WARNING:", extra_text: str | None = None) -> None:
-        say(2, f"{prefix_text} {text}{'' if extra_text is None else f' {extra_text}'}")
+        program_log.warning(f"{prefix_text} {text}{'' if extra_text is None else f' {extra_text}'}")
 
     def print_deprecation_warning(self, text: str) -> None:
         self.print_warning(text, prefix_text="DEPRECATION WARNING:")

@@ -74,7 +74,7 @@ class Contact:
 
 
 @dataclass(frozen=True)
-class Sign:
+class Heartbeat:
     """A sign of life.
 
     Attributes:
@@ -93,7 +93,7 @@ class Sign:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Diagnosis:
     """Why the job makes no progress.
 
     Attributes:
@@ -109,12 +109,12 @@ class Verdict:
     ends: bool = False
 
 
-def waits_long(sign: Sign) -> bool:
+def waits_long(sign: Heartbeat) -> bool:
     """Whether a rank has waited for others for so long that it will not get on if one of them has ended."""
     return sign.waits and sign.idle > SECONDS_FOR_LAUNCHERS
 
 
-def judge(signs: Mapping[int, Sign], silent: Collection[int], gone: Collection[int] = ()) -> Verdict | None:
+def diagnose(signs: Mapping[int, Heartbeat], silent: Collection[int], gone: Collection[int] = ()) -> Diagnosis | None:
     """Who hangs; None: no rank is overdue, and none waits for one that has ended.
 
     Ranks that have ended come first; then those that give no sign of life; then those that wait for no other rank, and of these
@@ -125,31 +125,31 @@ def judge(signs: Mapping[int, Sign], silent: Collection[int], gone: Collection[i
         silent: the ranks whose sign is old.
         gone: the ranks that have ended, or whose hosts are lost.
 
-    >>> waits, works = Sign("step 5", 20.0, 6, True, True), Sign("step 5", 20.0, 6, False, False)
-    >>> judge({0: waits, 1: works, 2: waits}, ()), judge({0: waits, 1: waits}, {1})
-    (Verdict(hanging=(1,), silent=(), gone=(), ends=False), Verdict(hanging=(), silent=(1,), gone=(), ends=False))
-    >>> judge({0: waits, 1: works}, (), {2}), judge({0: works, 1: works}, (), {2}) is None
-    (Verdict(hanging=(), silent=(), gone=(2,), ends=True), True)
+    >>> waits, works = Heartbeat("step 5", 20.0, 6, True, True), Heartbeat("step 5", 20.0, 6, False, False)
+    >>> diagnose({0: waits, 1: works, 2: waits}, ()), diagnose({0: waits, 1: waits}, {1})
+    (Diagnosis(hanging=(1,), silent=(), gone=(), ends=False), Diagnosis(hanging=(), silent=(1,), gone=(), ends=False))
+    >>> diagnose({0: waits, 1: works}, (), {2}), diagnose({0: works, 1: works}, (), {2}) is None
+    (Diagnosis(hanging=(), silent=(), gone=(2,), ends=True), True)
     """
     if gone and any(waits_long(sign) for rank, sign in signs.items() if rank not in gone):
-        return Verdict(gone=tuple(sorted(gone)), ends=True)
+        return Diagnosis(gone=tuple(sorted(gone)), ends=True)
     heard = {rank: sign for rank, sign in signs.items() if rank not in silent}
     if not any(sign.overdue for sign in heard.values()):
         return None
     if silent:
-        return Verdict(silent=tuple(sorted(silent)))
+        return Diagnosis(silent=tuple(sorted(silent)))
     longest = max(sign.idle for sign in heard.values() if sign.overdue)
     working = {rank: sign for rank, sign in heard.items() if not sign.waits and sign.idle > longest / 2}
     fewest = min((sign.beats for sign in working.values()), default=0)
     hanging = [rank for rank, sign in sorted(working.items()) if sign.beats == fewest]
-    return Verdict(tuple(hanging) or tuple(sorted(heard)))
+    return Diagnosis(tuple(hanging) or tuple(sorted(heard)))
 
 
 @dataclass
 class _Heard:
     """A rank of which something was heard. Attributes: sign: None of rank 0; at: when; address: from where."""
 
-    sign: Sign | None
+    sign: Heartbeat | None
     at: float
     address: Address
 
@@ -178,8 +178,8 @@ class Heartbeats:
     _ended: set[int] = field(default_factory=set)
     _gone: set[int] = field(default_factory=set)  # because of an error, or killed
     _lost: set[int] = field(default_factory=set)  # their hosts do not answer
-    _answer: Verdict | None = None  # of rank 0, on the others
-    _told: Verdict | None = None  # what rank 0 last told everyone
+    _answer: Diagnosis | None = None  # of rank 0, on the others
+    _last_diagnosis: Diagnosis | None = None  # what rank 0 last told everyone
     _number_sent: int = 0
     _number_received: dict[int, int] = field(default_factory=dict)  # by rank: an old datagram, sent again, is no sign of life
 
@@ -217,13 +217,13 @@ class Heartbeats:
         elif what == FAILED:
             self._gone.add(sender)
         elif self.rank == 0:
-            self._heard[sender] = _Heard(Sign(**what), time.monotonic(), address)
-            self._send(self._told and asdict(self._told), address)
+            self._heard[sender] = _Heard(Heartbeat(**what), time.monotonic(), address)
+            self._send(self._last_diagnosis and asdict(self._last_diagnosis), address)
         else:
             self._heard[0] = _Heard(None, time.monotonic(), address)
-            self._answer = what and Verdict(tuple(what["hanging"]), tuple(what["silent"]), tuple(what["gone"]), what["ends"])
+            self._answer = what and Diagnosis(tuple(what["hanging"]), tuple(what["silent"]), tuple(what["gone"]), what["ends"])
 
-    def tell(self, sign: Sign | str) -> None:
+    def tell(self, sign: Heartbeat | str) -> None:
         """Send rank 0 a sign of life, or ENDED or FAILED, of which rank 0 tells the others."""
         what = sign if isinstance(sign, str) else asdict(sign)
         if self.rank == 0:
@@ -244,7 +244,7 @@ class Heartbeats:
         if self.datagrams is not None:
             self.datagrams.close()
 
-    def conclude(self, own: Sign) -> Verdict | None:
+    def conclude(self, own: Heartbeat) -> Diagnosis | None:
         """Why the job makes no progress, as far as it is known here; None: it makes progress."""
         self._look_for_lost()
         if not self.decides:
@@ -252,7 +252,7 @@ class Heartbeats:
         self._look_for_gone()
         # Ranks end in an orderly way once all of them are about to: who is slower then waits for nobody.
         in_vain = self.together and not self._ended
-        return judge(self._signs(own), self._silent(), self._gone | self._lost if in_vain else ())
+        return diagnose(self._heartbeats_of(own), self._silent(), self._gone | self._lost if in_vain else ())
 
     def _look_for_gone(self) -> None:
         """Find out which ranks have ended without a word: those of this host have no process any more, and of silent ones
@@ -310,13 +310,13 @@ class Heartbeats:
             if host.is_lost:
                 self._lost |= there
 
-    def tell_all(self, verdict: Verdict | None) -> None:
-        """On rank 0: tell the others the verdict, at once and with every answer from now on."""
-        self._told = verdict
+    def broadcast(self, diagnosis: Diagnosis | None) -> None:
+        """On rank 0: tell the others the diagnosis, at once and with every answer from now on."""
+        self._last_diagnosis = diagnosis
         for heard in self._heard.values() if self.rank == 0 else ():
-            self._send(verdict and asdict(verdict), heard.address)
+            self._send(diagnosis and asdict(diagnosis), heard.address)
 
-    def _signs(self, own: Sign) -> dict[int, Sign]:
+    def _heartbeats_of(self, own: Heartbeat) -> dict[int, Heartbeat]:
         """By rank, what is known now."""
         now = time.monotonic()
         heard = {rank: (one.sign, now - one.at) for rank, one in self._heard.items()}
@@ -335,19 +335,19 @@ class Heartbeats:
         for heard in self._heard.values():
             heard.at = time.monotonic()
 
-    def describe(self, verdict: Verdict, own: Sign) -> str | None:
-        """The verdict in words; None: there is nothing to say beside what the ranks say of themselves."""
-        if len(self.contacts) < 2 or (not verdict.silent and not verdict.gone and (self.rank != 0 or not self._heard)):
+    def describe(self, diagnosis: Diagnosis, own: Heartbeat) -> str | None:
+        """The diagnosis in words; None: there is nothing to say beside what the ranks say of themselves."""
+        if len(self.contacts) < 2 or (not diagnosis.silent and not diagnosis.gone and (self.rank != 0 or not self._heard)):
             return None
-        if verdict.gone:
-            ended = [self._has_ended(rank) for rank in verdict.gone if rank not in self._lost]
-            them = "it" if len(verdict.gone) == 1 else "them"
+        if diagnosis.gone:
+            ended = [self._has_ended(rank) for rank in diagnosis.gone if rank not in self._lost]
+            them = "it" if len(diagnosis.gone) == 1 else "them"
             return f"{'; '.join([*ended[:SHOWN], *self._of_lost()])}: the other ranks wait for {them} in vain, and end, too"
-        signs = self._signs(own)
-        if verdict.silent:
-            return "; ".join(self._of_silent(rank) for rank in verdict.silent[:SHOWN])
-        waiting = [rank for rank in signs if rank not in verdict.hanging]
-        if not waiting and all(signs[rank].waits for rank in verdict.hanging if rank in signs):
+        signs = self._heartbeats_of(own)
+        if diagnosis.silent:
+            return "; ".join(self._of_silent(rank) for rank in diagnosis.silent[:SHOWN])
+        waiting = [rank for rank in signs if rank not in diagnosis.hanging]
+        if not waiting and all(signs[rank].waits for rank in diagnosis.hanging if rank in signs):
             each = "; ".join(
                 f"rank {rank}: {sign.activity}, for {sign.idle:.0f} s" for rank, sign in sorted(signs.items())[:SHOWN]
             )
@@ -355,12 +355,12 @@ class Heartbeats:
         text = "; ".join(
             f"rank {rank} on {self.contacts[rank].host} hangs: no progress for {signs[rank].idle:.0f} s (watchdog_timeout) "
             f"in {signs[rank].activity}"
-            for rank in verdict.hanging[:SHOWN]
+            for rank in diagnosis.hanging[:SHOWN]
         )
         others = f"rank {waiting[0]} waits" if len(waiting) == 1 else f"{len(waiting)} ranks wait"
         unknown = [str(rank) for rank in range(len(self.contacts)) if rank not in signs]
         unheard = f"; nothing was heard of rank {', '.join(unknown[:SHOWN])}" if unknown else ""
-        return text + (f"; {others} for {'it' if len(verdict.hanging) == 1 else 'them'}" if waiting else "") + unheard
+        return text + (f"; {others} for {'it' if len(diagnosis.hanging) == 1 else 'them'}" if waiting else "") + unheard
 
     def _of_lost(self) -> Iterator[str]:
         for host in sorted({self.contacts[rank].host for rank in self._lost})[:SHOWN]:
@@ -408,7 +408,7 @@ class Heartbeats:
             end_daemon_later(SECONDS_FOR_DAEMONS)
 
 
-def meet(
+def exchange_contacts(
     rank: int, names: Sequence[str], gather: Callable[[Any], list[Any]], together: bool = True, restarts: bool = False
 ) -> Heartbeats:
     """Collective. Exchange addresses with the watchdogs of the other ranks.

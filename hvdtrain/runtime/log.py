@@ -102,9 +102,34 @@ class LogKeys(Section):
 LEVELS = {0: logging.CRITICAL, 1: logging.ERROR, 2: logging.WARNING, 3: logging.INFO, 4: logging.INFO - 5, 5: logging.DEBUG}
 
 
-def say(level: int, message: str) -> None:
+def write(level: int, message: str) -> None:
     """Log a message that is shown if `log_verbosity` is at least `level` (1 to 5)."""
     LOGGER.log(LEVELS[level], message)
+
+
+def result(message: str) -> None:
+    """Log scores and what else a training leaves: level 1."""
+    write(1, message)
+
+
+def warning(message: str) -> None:
+    """Log what may be a mistake: level 2."""
+    write(2, message)
+
+
+def info(message: str) -> None:
+    """Log times and progress: level 3."""
+    write(3, message)
+
+
+def detail(message: str) -> None:
+    """Log learning rates, saving and start-up: level 4."""
+    write(4, message)
+
+
+def debug(message: str) -> None:
+    """Log steps: level 5."""
+    write(5, message)
 
 
 def open_log(keys: LogKeys, rank: int, size: int, process: Process = OWN) -> None:
@@ -206,7 +231,7 @@ class Command(logging.Handler):
             self._process.stdin.flush()
         except OSError:
             self._has_ended = True
-            say(2, f"log: '|{self._command}' has ended; it gets no more lines")
+            warning(f"log: '|{self._command}' has ended; it gets no more lines")
 
     def close(self) -> None:
         """Close the command's input and wait up to 10 seconds for it to end."""

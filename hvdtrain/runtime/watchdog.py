@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Literal
 
 from hvdtrain.errors import HvdtrainError
-from hvdtrain.runtime.heartbeats import ENDED, FAILED, STACK_SIGNAL, Heartbeats, Sign, Verdict, waits_long
+from hvdtrain.runtime.heartbeats import ENDED, FAILED, STACK_SIGNAL, Diagnosis, Heartbeat, Heartbeats, waits_long
 
 Phase = Literal["start-up", "unhurried", "planning", "steps", "evaluation", "saving", "finishing", "handing on", "between"]
 """What a rank is busy with. Each takes its own time: 'unhurried' are callbacks, trackers and the end, as nobody knows how long
@@ -141,7 +141,7 @@ class Watchdog:
         self._done = threading.Event()
         self._telling = threading.Lock()  # so that the last word is that this rank has ended
         self._looked = self._last_beat
-        self._told = -math.inf
+        self._last_sent = -math.inf
         self._reported_at: float | None = None
         self._has_shown_its_stack = False
 
@@ -199,54 +199,54 @@ class Watchdog:
             self._last_beat = now
             self._heartbeats.forgive()
         own = self._sign()
-        if own.overdue or now - self._told >= self._heartbeats.interval:
+        if own.overdue or now - self._last_sent >= self._heartbeats.interval:
             with self._telling:
                 if not self._done.is_set():
                     self._heartbeats.tell(own)
-            self._told = now
+            self._last_sent = now
         if not suspended:
             self._act(self._heartbeats.conclude(own), own)
         self._heartbeats.listen(self._interval)
 
-    def _sign(self) -> Sign:
+    def _sign(self) -> Heartbeat:
         idle = time.monotonic() - self._last_beat
         overdue = idle > self._patience.allowed(self._phase)
-        sign = Sign(self._activity, idle, self._beats, _waits(self._thread), overdue)
+        sign = Heartbeat(self._activity, idle, self._beats, _waits(self._thread), overdue)
         if self._phase == "unhurried" and sign.waits and idle > self._patience.of_silence:
             impatient = replace(sign, overdue=True)
-            verdict = self._heartbeats.conclude(impatient)
-            if verdict is not None and verdict.silent:
+            diagnosis = self._heartbeats.conclude(impatient)
+            if diagnosis is not None and diagnosis.silent:
                 return impatient
         return sign
 
-    def _act(self, verdict: Verdict | None, own: Sign) -> None:
+    def _act(self, diagnosis: Diagnosis | None, own: Heartbeat) -> None:
         """Report that there is no progress, give the other ranks' watchdogs the time to do so, too, and end the process."""
         decides = self._heartbeats.decides
-        if verdict is None:
+        if diagnosis is None:
             if self._reported_at is not None:
-                self._heartbeats.tell_all(None)
+                self._heartbeats.broadcast(None)
                 if self._has_shown_its_stack:
                     _print(f"rank {self._rank}: makes progress again, in {self._activity}")
             self._reported_at, self._has_shown_its_stack = None, False
             return
         if self._reported_at is None:
             self._reported_at = time.monotonic()
-            if decides and (text := self._heartbeats.describe(verdict, own)) is not None:
+            if decides and (text := self._heartbeats.describe(diagnosis, own)) is not None:
                 _print(text)
-            self._heartbeats.ask_for_stacks(verdict.silent)
-        ends = verdict.ends or (decides and time.monotonic() - self._reported_at > 3 * self._interval)
-        if self._rank in verdict.hanging and not self._has_shown_its_stack:
+            self._heartbeats.ask_for_stacks(diagnosis.silent)
+        ends = diagnosis.ends or (decides and time.monotonic() - self._reported_at > 3 * self._interval)
+        if self._rank in diagnosis.hanging and not self._has_shown_its_stack:
             self._has_shown_its_stack = True
             _print(f"rank {self._rank}: no progress for {own.idle:.0f} s (watchdog_timeout) in {own.activity}; its threads:")
             _print(_stacks())
         if decides:
-            self._heartbeats.tell_all(replace(verdict, ends=ends))
-        if verdict.gone and not waits_long(own):  # it has something to do yet
+            self._heartbeats.broadcast(replace(diagnosis, ends=ends))
+        if diagnosis.gone and not waits_long(own):  # it has something to do yet
             return
         if ends and not self._done.is_set():
-            if self._rank in verdict.hanging:
+            if self._rank in diagnosis.hanging:
                 os._exit(self._ending.hung)
-            self._heartbeats.kill(verdict.silent)
+            self._heartbeats.kill(diagnosis.silent)
             # What the launcher says of the first rank that ends is about one that hangs. Who has disconnected does not wait.
             if not self._done.wait(self._ending.outlives):
                 os._exit(self._ending.waited)

@@ -42,9 +42,9 @@ class ScheduleKeys(Section):
     )
     dynamic_learning_rate: Callable[..., float] | str | None = key(
         None,
-        "function {form} that returns the rate of a step; epoch_continuous runs from 0 to num_epochs, learning_rate is the "
+        "function {signature} that returns the rate of a step; epoch_continuous runs from 0 to num_epochs, learning_rate is the "
         "epoch's rate",
-        form="*, global_train_step, epoch, epoch_continuous, learning_rate, **_",
+        signature="*, global_train_step, epoch, epoch_continuous, learning_rate, **_",
     )
     learning_rate_file: str | None = key(
         None, "file for learning rate and scores of each epoch in RETURNN's format; also read if a checkpoint has no history"
@@ -87,13 +87,16 @@ class NewbobKeys(Section):
     learning_rate_control_min_num_epochs_per_new_lr: int = key(0, "newbob: keep a rate for at least N epochs", not_negative)
     min_learning_rate: float = key(0.0, "newbob: the lower bound of a decayed rate", not_negative)
     newbob_learning_rate_decay: float | Callable[[float], float] = key(
-        0.5, "newbob: factor of a decay, or a function {form}; alias: learning_rate_decay", positive, form="learning_rate"
+        0.5,
+        "newbob: factor of a decay, or a function {signature}; alias: learning_rate_decay",
+        positive,
+        signature="learning_rate",
     )
     newbob_learning_rate_growth: float | Callable[[float], float] = key(
         1.0,
-        "newbob: factor if the rate does not decay, or a function {form}; alias: learning_rate_growth",
+        "newbob: factor if the rate does not decay, or a function {signature}; alias: learning_rate_growth",
         positive,
-        form="learning_rate",
+        signature="learning_rate",
     )
     newbob_relative_error_threshold: float = key(
         -0.01, "newbob, newbob_multi_epoch: decay when the relative change of the error is above this"

@@ -14,7 +14,7 @@ from hvdtrain.data.feed import naming
 from hvdtrain.errors import CheckpointError
 from hvdtrain.learner.base import Exported
 from hvdtrain.report.json_lines import OutputShapes, as_json, table
-from hvdtrain.runtime.log import say
+from hvdtrain.runtime import log
 from hvdtrain.session import open_session, writing_nothing
 from hvdtrain.settings import Settings, read_settings, with_datasets
 from hvdtrain.training.agreement import plan_together
@@ -34,7 +34,7 @@ def summarize(settings: Settings) -> None:
                 with naming(batch, feed.source):
                     shapes = session.learner.output_shapes(batch)
         for line in table(as_json(session.learner.layers(), shapes)):
-            say(1, line)
+            log.result(line)
 
 
 USAGE = "python -m hvdtrain export CONFIG [CONFIG ...] [--epoch N] [--out FOLDER] [++KEY VALUE ...]"
@@ -86,8 +86,8 @@ def export(settings: Settings, out: Path | None) -> None:
             raise CheckpointError(f"{folder}: expected a folder that can be written to, got: {error}") from None
         for one in written:
             note = f" takes {one.takes}" if one.takes else ""
-            say(1, f"{folder / one.name}" + (note if one.problem is None else f": not written: {one.problem}"))
-        say(1, f"{folder / 'README.md'} says how to load it")
+            log.result(f"{folder / one.name}" + (note if one.problem is None else f": not written: {one.problem}"))
+        log.result(f"{folder / 'README.md'} says how to load it")
 
 
 def _how_to_load(settings: Settings, epoch: int, written: Sequence[Exported]) -> str:

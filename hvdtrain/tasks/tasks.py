@@ -26,20 +26,21 @@ from hvdtrain.data.plan.bounds import rearranged
 from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.data.types import Array
 from hvdtrain.doctor.scaling import predicted, spread
-from hvdtrain.engine import Engine, Pace
+from hvdtrain.engine import Engine, TrainingLimits
 from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.learner.frameworks import FRAMEWORKS
 from hvdtrain.report.json_lines import NO_LINE
 from hvdtrain.report.steps import Reporters
-from hvdtrain.run import announce, gather_hosts, is_done, open_pace, open_rates, open_trackers, wrong_scores
-from hvdtrain.runtime.log import open_log, say, silence
+from hvdtrain.run import announce, gather_hosts, is_done, open_limits, open_rates, open_trackers, wrong_scores
+from hvdtrain.runtime import log
+from hvdtrain.runtime.log import open_log, silence
 from hvdtrain.runtime.scores import of_dataset, text
 from hvdtrain.runtime.timer import clock_text, duration_text
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.schedule.measure import unclear_line, with_totals, wrong_directions
 from hvdtrain.session import Session, open_communicator, open_session, writing_nothing
 from hvdtrain.settings import Settings
-from hvdtrain.training.agreement import INTERVAL_OF_TASKS, Ballot, Wishes, plan_together
+from hvdtrain.training.agreement import TASK_INTERVAL, StopRequests, StopVote, plan_together
 from hvdtrain.training.evaluation import evaluate
 from hvdtrain.training.forward import forward
 from hvdtrain.training.keys import parse_placements
@@ -63,7 +64,7 @@ def evaluate_all(settings: Settings) -> dict[str, float]:
         epoch = session.progress.epoch
         lines = []
         scores: dict[str, float] = {}
-        ballot = Ballot(session.comm, session.learner.numbers, INTERVAL_OF_TASKS)
+        ballot = StopVote(session.comm, session.learner.numbers, TASK_INTERVAL)
         for feed in session.feeds:
             means = evaluate(
                 session.comm,
@@ -71,13 +72,13 @@ def evaluate_all(settings: Settings) -> dict[str, float]:
                 session.watchdog,
                 feed,
                 max(1, epoch),
-                after_step=lambda: ballot.step(Wishes),
+                after_step=lambda: ballot.step(StopRequests),
                 step_log=step_log,
             )
             lines.append(f"{feed.name}: {text(means)}")
             scores |= of_dataset(feed.name, means)
         ballot.finish()
-        say(1, f"epoch {epoch} evaluation: {'; '.join(lines)}")
+        log.result(f"epoch {epoch} evaluation: {'; '.join(lines)}")
         return scores
 
 
@@ -90,7 +91,7 @@ def forward_all(settings: Settings) -> None:
         [feed] = session.feeds
         epoch, prefix = max(1, session.progress.epoch), Path(settings.run.model)
         steps = forward(session.comm, session.learner, session.watchdog, feed, epoch, settings.forwarding, prefix)
-        say(3, f"Forward {steps} steps, {clock_text(time.perf_counter() - began)} elapsed")
+        log.info(f"Forward {steps} steps, {clock_text(time.perf_counter() - began)} elapsed")
 
 
 def clean_up_all(settings: Settings) -> None:
@@ -110,7 +111,7 @@ def clean_up_all(settings: Settings) -> None:
             clean_up(checkpoints, rule, {record.epoch: record.scores for record in history})
             BestModel(checkpoints, settings.measure).note(history)
             if checkpoints.finished() == before:
-                say(3, f"{prefix}: of {len(before)} models, none is to be deleted.")
+                log.info(f"{prefix}: of {len(before)} models, none is to be deleted.")
 
         on_rank_zero(comm, remove, name="clean_up")
 
@@ -134,7 +135,7 @@ def _history(path: Path) -> list[EpochRecord]:
 
 
 @dataclass(frozen=True)
-class Part:
+class PhaseEstimate:
     """The estimate for the training of an epoch, or for an evaluation.
 
     Attributes:
@@ -169,13 +170,13 @@ def dry_run(settings: Settings) -> None:
     with open_communicator(settings) as comm:
         if _estimate(settings, comm) and settings.run.predict_ranks is not None:
             for line in predicted(comm, settings, parse_placements(settings.run.predict_ranks)):
-                say(1, f"predict: {line}")
+                log.result(f"predict: {line}")
 
 
 def _estimate(settings: Settings, comm: Communicator) -> bool:
     """Collective. Log the estimates; whether there is anything left to train."""
     with open_session(settings, "dry_run", comm) as session:
-        pace = open_pace(settings)
+        pace = open_limits(settings)
         announce(settings, session, pace, gather_hosts(session))
         together(comm, lambda: _check_targets(settings, session), name="check_targets")
         if is_done(session.progress, pace):
@@ -187,14 +188,14 @@ def _estimate(settings: Settings, comm: Communicator) -> bool:
             parts += [_measured(session, feed, epoch, _evaluator(session, epoch, evaluated)) for feed in session.feeds[1:]]
             tried.scores.update(with_totals(evaluated, tried.losses))
         for line in [*_time_lines(parts, comm.size, pace.num_epochs - epoch + 1), *_memory_lines(session)]:
-            say(1, line)
+            log.result(line)
         history = [*session.progress.history, tried]
-        say(3, f"the best epoch will be that of {settings.measure.describe(history)}")
+        log.info(f"the best epoch will be that of {settings.measure.describe(history)}")
         mistake = wrong_scores(settings, history, is_saved=False)
         if mistake is not None:
             raise mistake
         if (unclear := unclear_line(history, settings.measure)) is not None:
-            say(2, unclear)
+            log.warning(unclear)
     return True
 
 
@@ -211,7 +212,7 @@ Run = Callable[[Feed], float]
 """Runs over the batches that a feed selects; returns the seconds it took."""
 
 
-def _trainer(settings: Settings, session: Session, pace: Pace, record: EpochRecord) -> Run:
+def _trainer(settings: Settings, session: Session, pace: TrainingLimits, record: EpochRecord) -> Run:
     """Trains with the engine. Measures everything in a step but waiting for data, without the last step.
 
     Args:
@@ -248,7 +249,7 @@ def _evaluator(session: Session, epoch: int, scores: dict[str, float]) -> Run:
     return run
 
 
-def _measured(session: Session, feed: Feed, epoch: int, run: Run, closing: int = 0) -> Part:
+def _measured(session: Session, feed: Feed, epoch: int, run: Run, closing: int = 0) -> PhaseEstimate:
     """Collective. The largest batches first: what does not fit into memory fails at once, and all is warm then.
 
     Args:
@@ -260,7 +261,7 @@ def _measured(session: Session, feed: Feed, epoch: int, run: Run, closing: int =
     plan = plan_together(comm, feed, epoch)
     rounds = Rounds(plan, feed.lengths_in(epoch), size)
     if not len(rounds):
-        return Part(feed.name, [], 0, 0, 0.0, 0.0, {})
+        return PhaseEstimate(feed.name, [], 0, 0, 0.0, 0.0, {})
 
     def of(chosen: Sequence[int]) -> Feed:
         return replace(feed, only=rounds.only([*chosen, *chosen[:closing]]))
@@ -281,7 +282,7 @@ def _measured(session: Session, feed: Feed, epoch: int, run: Run, closing: int =
     computing = slowest(run(sample))
     run(of(largest))  # once more, amid what the others left of the memory
     scale = float(rounds.costs.sum() / rounds.costs[chosen].sum())
-    return Part(
+    return PhaseEstimate(
         name=feed.name,
         tried=[rounds.describe(number) for number in largest],
         steps=len(rounds),
@@ -292,7 +293,7 @@ def _measured(session: Session, feed: Feed, epoch: int, run: Run, closing: int =
     )
 
 
-def _time_lines(parts: list[Part], ranks: int, epochs: int) -> list[str]:
+def _time_lines(parts: list[PhaseEstimate], ranks: int, epochs: int) -> list[str]:
     """What was tried, and what follows from it for an epoch.
 
     Args:

@@ -94,16 +94,16 @@ def completed_share(
 INTERVAL = 0.1
 """Seconds between two exchanges, if updates take less time than that."""
 
-INTERVAL_APART = 1.0
+LOCAL_UPDATES_INTERVAL = 1.0
 """The same if ranks do not wait for each other in every update: more exchanges would slow down a rank that runs ahead."""
 
-INTERVAL_OF_TASKS = 10.0
+TASK_INTERVAL = 10.0
 """The same if ranks exchange nothing else before the end, as in `forward`: those with less to compute would wait so long there
 that the watchdog took the others for hung. More exchanges would be slower where batches are uneven."""
 
 
 @dataclass(frozen=True)
-class Wishes:
+class StopRequests:
     """What this rank wants (0 or 1), or the number of ranks that want it.
 
     Attributes:
@@ -118,10 +118,10 @@ class Wishes:
     report: int = 0
 
 
-NONE = Wishes()
+NONE = StopRequests()
 
 
-class Ballot:
+class StopVote:
     """Counts wishes. Collective: all ranks call `step` after every update of a training and every step of an evaluation.
 
     Args:
@@ -145,7 +145,7 @@ class Ballot:
         self._every = 1
         self._steps = 0
 
-    def step(self, wishes: Callable[[], Wishes]) -> Wishes:
+    def step(self, wishes: Callable[[], StopRequests]) -> StopRequests:
         """The ranks' wishes, if they have become known after this update or step.
 
         Args:
@@ -163,11 +163,11 @@ class Ballot:
         self._steps = 0
         return counted
 
-    def finish(self) -> Wishes:
+    def finish(self) -> StopRequests:
         """Collective. The result of the last exchange; waits for it if necessary."""
         if self._handle is None:
             return NONE
         [numbers] = self._comm.finish(self._handle)
         self._handle = None
         *counts, self._every = map(round, numpy.asarray(numbers).tolist())
-        return Wishes(*counts)
+        return StopRequests(*counts)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from hvdtrain.config.check import objects_of
+from hvdtrain.config.check import build_objects
 from hvdtrain.config.keys import ALONE, Section, Sections, key
 from hvdtrain.config.source import as_function
 
@@ -184,22 +184,22 @@ class CallbackKeys(Section):
     )
     epoch_start: Callable[..., Any] | str | None = key(
         None,
-        "RETURNN's hook: function {form}, called before an epoch's training and evaluations",
-        form="*, epoch, step, model, dataset_name, **_",
+        "RETURNN's hook: function {signature}, called before an epoch's training and evaluations",
+        signature="*, epoch, step, model, dataset_name, **_",
     )
     epoch_end: Callable[..., Any] | str | None = key(
         None,
-        "RETURNN's hook: function {form}, called after an epoch's training and evaluations",
-        form="*, epoch, step, model, dataset_name, **_",
+        "RETURNN's hook: function {signature}, called after an epoch's training and evaluations",
+        signature="*, epoch, step, model, dataset_name, **_",
     )
 
     def problems(self, others: Sections = ALONE) -> list[str]:
-        return objects_of("callbacks", self.callbacks, EVENTS, "on_")[1]
+        return build_objects("callbacks", self.callbacks, EVENTS, "on_")[1]
 
     def open(self, rank: int) -> Callbacks:
         """The callbacks of a rank. Raises: ConfigError."""
         start, end = as_function(self.epoch_start, "epoch_start"), as_function(self.epoch_end, "epoch_end")
         functions = [] if start is None and end is None else [EpochFunctions(start, end)]
-        made, _ = objects_of("callbacks", self.callbacks, EVENTS, "on_")
+        made, _ = build_objects("callbacks", self.callbacks, EVENTS, "on_")
         here = [one.make() for one in made if rank == 0 or not getattr(one.kind, "rank_zero_only", False)]
         return Callbacks([*functions, *here])

@@ -11,12 +11,12 @@ from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.feed import Feed, naming
 from hvdtrain.errors import TrainingError
 from hvdtrain.learner.base import Learner, NotFinite
-from hvdtrain.runtime.log import say
+from hvdtrain.runtime import log
 from hvdtrain.runtime.scores import Scores
 from hvdtrain.runtime.watchdog import Watchdog
 from hvdtrain.training.account import Account
 from hvdtrain.training.agreement import plan_together
-from hvdtrain.training.step_log import StepLog, StepReport, Tally
+from hvdtrain.training.step_log import ScoreBuffer, StepLog, StepReport
 
 
 def evaluate(
@@ -40,7 +40,7 @@ def evaluate(
     watchdog.beat(f"epoch {epoch}, planning the evaluation of {feed.name}", "planning")
     plan = plan_together(comm, feed, epoch)
     steps = -(-plan.num_batches // comm.size)
-    tally = Tally(learner.meter)
+    tally = ScoreBuffer(learner.meter)
     account = Account(feed, plan)
     step_log.begin(epoch, feed.name, steps)
     with feed.read(feed.share(plan), epoch, learner.staging) as batches:
@@ -59,7 +59,9 @@ def evaluate(
     scores = Scores.merged(own for own, _ in gathered)
     for name, count in scores.counts().items():
         if count == 0:
-            say(2, f"{feed.name}: {name} has no value in epoch {epoch}: none of {len(plan.order)} sequences has an element of it")
+            log.warning(
+                f"{feed.name}: {name} has no value in epoch {epoch}: none of {len(plan.order)} sequences has an element of it"
+            )
     return scores.means()
 
 

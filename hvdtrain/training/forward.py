@@ -18,7 +18,7 @@ from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.learner.base import Learner, Outputs
 from hvdtrain.runtime.watchdog import Watchdog
 from hvdtrain.training.account import Account
-from hvdtrain.training.agreement import INTERVAL_OF_TASKS, Ballot, Wishes, plan_together
+from hvdtrain.training.agreement import TASK_INTERVAL, StopRequests, StopVote, plan_together
 from hvdtrain.training.keys import ForwardKeys
 
 SLICE = 1.0
@@ -70,7 +70,7 @@ def forward(
     share, account = feed.share(plan), Account(feed, plan)
     spool = together(comm, lambda: _open_spool(spool_prefix, comm.rank), name="open_spool")
     try:
-        ballot = Ballot(comm, learner.numbers, INTERVAL_OF_TASKS)
+        ballot = StopVote(comm, learner.numbers, TASK_INTERVAL)
         with feed.read(share, epoch, learner.staging) as batches:
             for number in range(-(-plan.num_batches // comm.size)):
                 watchdog.beat(f"forwarding {feed.name}, batch {number}", "steps")
@@ -81,7 +81,7 @@ def forward(
                     for index, outputs in zip(batch.indices.tolist(), by_sequence, strict=True):
                         spool.add(index, outputs)
                     account.add(batch.indices)
-                ballot.step(Wishes)
+                ballot.step(StopRequests)
         ballot.finish()
         spool.close()
         gathered = comm.gather((spool.path, spool.places, account.take(plan.num_batches)), name="spools")

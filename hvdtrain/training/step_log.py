@@ -12,7 +12,8 @@ from typing import Any, Protocol
 
 from hvdtrain.data.files import size_text
 from hvdtrain.data.types import Batch
-from hvdtrain.runtime.log import EVERY, SCREEN, LogKeys, Terminal, open_terminal, say
+from hvdtrain.runtime import log
+from hvdtrain.runtime.log import EVERY, SCREEN, LogKeys, Terminal, open_terminal
 from hvdtrain.runtime.notebook import Notebook, is_notebook, open_notebook
 from hvdtrain.runtime.process import OWN, Process
 from hvdtrain.runtime.scores import Scores, text
@@ -22,12 +23,12 @@ from hvdtrain.runtime.timer import clock_text
 class Measured(Protocol):
     """What a line about a step says of what was measured."""
 
-    def take_arrived(self) -> Scores:
+    def drain_ready(self) -> Scores:
         """The scores of the batches since the last call, as far as they are there; does not wait for a GPU."""
         ...
 
     def take_scores(self) -> Scores:
-        """The scores of all batches since the last call of this or of `take_arrived`; waits for a GPU."""
+        """The scores of all batches since the last call of this or of `drain_ready`; waits for a GPU."""
         ...
 
     def peak_memory(self) -> int | None:
@@ -35,10 +36,10 @@ class Measured(Protocol):
         ...
 
 
-class Tally:
+class ScoreBuffer:
     """A learner's scores, which are taken twice: for lines about steps, and for the sums of an epoch or an evaluation.
 
-    `take_arrived` and `take_scores` give what came since the last call of either, `take_all` what came since its own last call.
+    `drain_ready` and `take_scores` give what came since the last call of either, `take_all` what came since its own last call.
     """
 
     def __init__(self, meter: Measured) -> None:
@@ -47,9 +48,9 @@ class Tally:
         self._for_sums: list[Scores] = []
         self.peak_memory = meter.peak_memory
 
-    def take_arrived(self) -> Scores:
+    def drain_ready(self) -> Scores:
         """Of the batches whose scores are there; does not wait for a GPU."""
-        return self._line(self._meter.take_arrived())
+        return self._line(self._meter.drain_ready())
 
     def take_scores(self) -> Scores:
         """Of all batches; waits for a GPU."""
@@ -150,28 +151,28 @@ class StepLog:
         self._rounds, self._elapsed = rounds, elapsed
         self._done = self._number = 0
         self._losses = ""
-        self._began = self._told = self._drawn = time.perf_counter()
+        self._began = self._reported_at = self._drawn = time.perf_counter()
 
     def step(self, report: StepReport) -> None:
         """One more step is done."""
         now = time.perf_counter()
         self._done += 1
         self._number = report.number
-        tell = now - self._told >= self._interval if self._every is None else report.number % self._every == 0
-        self._untold = None if tell or self._listener is None else report
+        is_due = now - self._reported_at >= self._interval if self._every is None else report.number % self._every == 0
+        self._untold = None if is_due or self._listener is None else report
         draw = self._terminal is not None and now - self._drawn >= EVERY
-        if not tell and not draw:
+        if not is_due and not draw:
             return
         per_step = (now - self._began) / self._done
-        if tell:
-            self._told = now
-            means = report.meter.take_arrived().means()
+        if is_due:
+            self._reported_at = now
+            means = report.meter.drain_ready().means()
             self._losses = text(means)
             elapsed = clock_text(self._elapsed + now - self._began)
             more = [words for field in self._fields for words in field(report)]
             parts = [f"{self._what}, step {report.number}", self._losses, *more, f"{per_step:.3f} sec/step", f"elapsed {elapsed}"]
             remaining = clock_text(per_step * (self._rounds - self._done))
-            say(5, f"{_listed(parts)}, exp. remaining {remaining}, complete {report.complete:.2%}")
+            log.debug(f"{_listed(parts)}, exp. remaining {remaining}, complete {report.complete:.2%}")
             if self._listener is not None:
                 self._listener(report, means)
         if draw and self._terminal is not None:
@@ -192,7 +193,7 @@ class StepLog:
     def finish(self) -> None:
         """All steps are done, and their scores are there: the listener gets the last one, unless it has it already."""
         if self._untold is not None and self._listener is not None:
-            self._listener(self._untold, self._untold.meter.take_arrived().means())
+            self._listener(self._untold, self._untold.meter.drain_ready().means())
         self._untold = self._listener = None
         self.end()
 
@@ -230,11 +231,11 @@ def open_step_log(keys: LogKeys, rank: int, process: Process = OWN) -> Iterator[
         yield StepLog()
     elif keys.targets[SCREEN] >= 3 and (process.prints_log or not process.is_own):
         with _place_of_bars(process) as terminal:
-            log = StepLog(keys.log_interval, terminal, fields, keys.log_interval_steps)
+            step_log = StepLog(keys.log_interval, terminal, fields, keys.log_interval_steps)
             try:
-                yield log
+                yield step_log
             finally:
-                log.end()
+                step_log.end()
     else:
         yield StepLog(keys.log_interval, fields=fields, every=keys.log_interval_steps)
 

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hvdtrain.config.keys import Section, key, positive
-from hvdtrain.runtime.log import say
+from hvdtrain.runtime import log
 
 if TYPE_CHECKING:
     from hvdtrain.data.types import Array
     from hvdtrain.learner.base import Profiler
     from hvdtrain.runtime.timer import Timer
 
-Note = Callable[[int, int, "Array"], None]
+StepRecorder = Callable[[int, int, "Array"], None]
 """Records the epoch, the number of steps done before this one in the whole training, and the indices of this rank's sequences."""
 
 
@@ -46,7 +46,7 @@ class TraceKeys(Section):
     )
 
 
-def no_trace(epoch: int, step: int, indices: Array) -> None:
+def record_nothing(epoch: int, step: int, indices: Array) -> None:
     """Record nothing."""
 
 
@@ -121,7 +121,9 @@ class Profile:
         timeline: Horovod's, where it starts and stops with the profiler.
     """
 
-    def __init__(self, inner: Note, profiler: Profiler, timer: Timer, file: Path, num_steps: int, timeline: Timeline) -> None:
+    def __init__(
+        self, inner: StepRecorder, profiler: Profiler, timer: Timer, file: Path, num_steps: int, timeline: Timeline
+    ) -> None:
         self._inner = inner
         self._profiler = profiler
         self._timer = timer
@@ -156,8 +158,7 @@ class Profile:
         self._timer.ranges = None
         self._profiler.stop(self._file)
         self._timeline(False)
-        say(
-            3,
+        log.info(
             f"profile: {min(self._seen - PROFILED_AFTER, self._num_steps)} steps in {self._file} (open it in https://ui.perfetto.dev)",
         )
 
@@ -165,7 +166,7 @@ class Profile:
         try:
             work()
         except Exception as error:
-            say(2, f"profile_steps: {self._file} is not written: {error}")
+            log.warning(f"profile_steps: {self._file} is not written: {error}")
 
 
 class OfRank:

@@ -111,7 +111,8 @@ def test_other_batches_are_refused_with_what_differs(tmp_path: Path, changed: di
 def test_the_number_of_ranks_is_among_what_differs() -> None:
     dataset = open_dataset(parse("train", {"class": "Task12AXDataset", "num_seqs": 9}, {})[0])
     one, two = (
-        Feed("train", dataset, OrderKeys(), BatchKeys(max_seqs_total=4).of_each_of(size), 0, size).made_from(1) for size in (1, 2)
+        Feed("train", dataset, OrderKeys(), BatchKeys(max_seqs_total=4).of_each_of(size), 0, size).plan_inputs(1)
+        for size in (1, 2)
     )
     assert differences(one, two) == "ranks: 2, expected 1; max_seqs per rank: 2, expected 4"
     assert differences({}, two) == ""

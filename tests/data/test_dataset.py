@@ -31,7 +31,7 @@ def test_a_foreign_dataset_gets_the_defaults() -> None:
     assert batch.data["data"].seq_lens.tolist() == [1, 3]
     assert batch.data["data"].values.tolist() == [[0, 0, 0], [2, 2, 2]]
     assert dataset.at_epoch(3).tags([1]) == ["seq-1"]
-    assert dataset.drawn(1) is None
+    assert dataset.selected(1) is None
     assert dataset.how_read() == ""
     dataset.close()
 

@@ -185,7 +185,7 @@ class Lengths:
     """As much of a dataset as a plan takes."""
 
     streams = {"data": Stream(numpy.dtype("float32"), (2,), 2, False)}
-    own_order, window = False, None
+    has_fixed_order, window = False, None
 
     def __init__(self, lengths: numpy.ndarray) -> None:
         self.lengths, self.num_sequences = {"data": lengths}, len(lengths)
@@ -196,7 +196,7 @@ class Lengths:
     def file_bounds(self) -> numpy.ndarray:
         return numpy.array([0, self.num_sequences])
 
-    def drawn(self, full_epoch: int) -> None:
+    def selected(self, full_epoch: int) -> None:
         return None
 
 

@@ -11,7 +11,7 @@ import pytest
 from hdf_files import Change, laid_out, put
 
 from hvdtrain.data.hdf.writer import HDFWriter
-from hvdtrain.data.identity import Part, changes, identify, rewritten
+from hvdtrain.data.identity import DatasetPart, changes, identify, rewritten
 from hvdtrain.data.sources import OpeningContext, open_dataset, parse
 
 NUMBER = 3000
@@ -26,7 +26,7 @@ def write(path: Path, tags: range = range(NUMBER)) -> Path:
     return path
 
 
-def parts(*paths: Path | str, **more: object) -> list[Part]:
+def parts(*paths: Path | str, **more: object) -> list[DatasetPart]:
     """What a dataset consists of."""
     context = OpeningContext()
     spec, problems = parse("train", {"class": "HDFDataset", "files": [str(path) for path in paths], **more}, {})
@@ -35,7 +35,7 @@ def parts(*paths: Path | str, **more: object) -> list[Part]:
     return context.parts
 
 
-def found(before: list[Part], now: list[Part]) -> list[str]:
+def found(before: list[DatasetPart], now: list[DatasetPart]) -> list[str]:
     return list(changes(identify(before), now))
 
 
@@ -46,11 +46,11 @@ def changed(path: Path, change: Change) -> Path:
 
 
 @pytest.fixture
-def one(tmp_path: Path) -> list[Part]:
+def one(tmp_path: Path) -> list[DatasetPart]:
     return parts(write(tmp_path / "one.hdf"))
 
 
-def test_the_same_sequences_stored_otherwise(one: list[Part], tmp_path: Path) -> None:
+def test_the_same_sequences_stored_otherwise(one: list[DatasetPart], tmp_path: Path) -> None:
     assert found(one, one) == []
     shutil.copyfile(tmp_path / "one.hdf", tmp_path / "copy.hdf")
     assert found(one, parts(tmp_path / "copy.hdf")) == []
@@ -66,7 +66,7 @@ def test_the_same_sequences_stored_otherwise(one: list[Part], tmp_path: Path) ->
     assert found(one, parts(tmp_path / "copy.hdf")) == []
 
 
-def test_a_file_that_is_written_again_is_the_same_data(one: list[Part], tmp_path: Path) -> None:
+def test_a_file_that_is_written_again_is_the_same_data(one: list[DatasetPart], tmp_path: Path) -> None:
     before = identify(one)
     assert rewritten(before, one) == []
     os.utime(tmp_path / "one.hdf", ns=(0, 0))
@@ -96,7 +96,7 @@ def values_of(numbers: Callable[[numpy.ndarray], numpy.ndarray]) -> Change:
         (put("seqTags", numpy.array([b"sequence %d" % (number % 2999) for number in range(NUMBER)])), "other tags in {path}"),
     ],
 )
-def test_other_data(one: list[Part], tmp_path: Path, change: Change, message: str) -> None:
+def test_other_data(one: list[DatasetPart], tmp_path: Path, change: Change, message: str) -> None:
     before = identify(one)
     path = changed(tmp_path / "one.hdf", change)
     os.utime(path, ns=(0, 0))
@@ -122,7 +122,7 @@ def test_the_file_is_named(tmp_path: Path) -> None:
     assert list(changes(before, parts(*paths))) == ["552 sequences instead of 270 in train"]
 
 
-def test_other_datasets_and_other_keys(one: list[Part], tmp_path: Path) -> None:
+def test_other_datasets_and_other_keys(one: list[DatasetPart], tmp_path: Path) -> None:
     assert found([*one, *one], one) == ["1 datasets instead of 2"]
     before = identify(one)
     path = changed(tmp_path / "one.hdf", put("targets/data/classes", None))
@@ -150,7 +150,7 @@ class Own:
 
 
 def test_python_of_ones_own_is_known_by_lengths_and_tags() -> None:
-    def opened(**arguments: object) -> list[Part]:
+    def opened(**arguments: object) -> list[DatasetPart]:
         context = OpeningContext()
         spec, _ = parse("train", {"class": Own, **arguments}, {})
         assert spec is not None
@@ -166,7 +166,7 @@ def test_datasets_inside_others_are_compared_by_name(tmp_path: Path) -> None:
     """Neither a function over sequences nor the order of the dict counts."""
     paths = {name: str(write(tmp_path / f"{name}.hdf", range(start, 20))) for start, name in enumerate("ab")}
 
-    def opened(names: str) -> list[Part]:
+    def opened(names: str) -> list[DatasetPart]:
         value = {
             "class": "MetaDataset",
             "datasets": {name: {"class": "HDFDataset", "files": paths[name]} for name in names},

@@ -36,7 +36,7 @@ from hvdtrain.comm.torch_dist import TorchCommunicator
 from hvdtrain.runtime import watchdog
 from hvdtrain.training import forward
 
-forward.INTERVAL_OF_TASKS = 1.0
+forward.TASK_INTERVAL = 1.0
 seconds, hangs = config.float("seconds", 0), config.value("hangs")
 
 

@@ -13,7 +13,7 @@ from launching import FAST, ROOT, TOY, hvdtrain
 
 from hvdtrain.comm.base import SingleCommunicator
 from hvdtrain.runtime.interrupt import Interrupt, InterruptKeys, seconds_of
-from hvdtrain.training.agreement import Ballot, Wishes
+from hvdtrain.training.agreement import StopRequests, StopVote
 
 LONG: dict[str, object] = {"num_epochs": 4000, "learning_rate": 1e-4, **FAST}
 
@@ -157,18 +157,18 @@ def test_time_limits() -> None:
 
 def test_a_ballot_counts_often_where_steps_are_long_and_seldom_where_they_are_short() -> None:
     now = [0.0]
-    ballot = Ballot(SingleCommunicator(), list, 0.1, clock=lambda: now[0])
+    ballot = StopVote(SingleCommunicator(), list, 0.1, clock=lambda: now[0])
     asked = []
 
-    def step(seconds: float, wishes: Wishes) -> Wishes:
+    def step(seconds: float, wishes: StopRequests) -> StopRequests:
         now[0] += seconds
         return ballot.step(lambda: asked.append(now[0]) or wishes)  # type: ignore[func-returns-value]
 
-    assert step(1.0, Wishes(stop=1)) == Wishes()
-    assert step(1.0, Wishes()) == Wishes(stop=1)
+    assert step(1.0, StopRequests(stop=1)) == StopRequests()
+    assert step(1.0, StopRequests()) == StopRequests(stop=1)
     for _ in range(20):
-        step(0.01, Wishes(save=1))
+        step(0.01, StopRequests(save=1))
     before = len(asked)
     for _ in range(100):
-        step(0.01, Wishes())
+        step(0.01, StopRequests())
     assert 8 <= len(asked) - before <= 12  # in a second

@@ -43,16 +43,16 @@ def test_scores_are_read_when_they_have_arrived() -> None:
     scores = pending(Transfer(device.read, device.start, device.has_arrived))
     add(scores, 0, 1.0)
     add(scores, 1, float("nan"))
-    assert scores.take_arrived().means() == {}
+    assert scores.drain_ready().means() == {}
     assert device.reads == []
     device.arrived = 1
-    assert scores.take_arrived().means() == {"ce": 1.0}
+    assert scores.drain_ready().means() == {"ce": 1.0}
     assert scores.take_not_finite() == []
     device.arrived = 2
     add(scores, 2, 3.0)  # looks at what has arrived
     [found] = scores.take_not_finite()
     assert (found.step, found.indices, found.parameters) == (1, (1,), ("weight",))
-    scores.take_arrived()
+    scores.drain_ready()
     add(scores, 3, 5.0)
     assert scores.take().means() == {"ce": 4.0}  # waits
     assert device.reads == [1, 1, 2]
@@ -66,5 +66,5 @@ def test_all_are_read_where_nobody_knows_what_has_arrived(monkeypatch: pytest.Mo
     for step in range(4):
         add(scores, step, float(step))
     assert device.reads == [3]
-    assert scores.take_arrived().means() == {"ce": 1.5}
+    assert scores.drain_ready().means() == {"ce": 1.5}
     assert device.reads == [3, 1]

@@ -380,7 +380,7 @@ def test_a_start_with_gradients_is_that_of_averaged_gradients_and_then_ranks_par
 def warnings(monkeypatch: pytest.MonkeyPatch, updates: int, **keys: Any) -> list[str]:
     """What is said at the beginning of two epochs."""
     said: list[str] = []
-    monkeypatch.setattr("hvdtrain.learner.param_average.say", lambda level, line: said.append(f"{level} {line}"))
+    monkeypatch.setattr("hvdtrain.runtime.log.write", lambda level, line: said.append(f"{level} {line}"))
 
     def work(comm: Communicator) -> None:
         job = Job(comm, **keys)

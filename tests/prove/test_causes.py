@@ -19,10 +19,10 @@ from hvdtrain.prove.causes import (
     parts_of,
     without_dropout,
 )
-from hvdtrain.prove.compare import Part, Record, compare
+from hvdtrain.prove.compare import ModulePart, Record, compare
 
 PLAIN = {"learning_rate_scale": False, "reduce_type": "grad", "average_gradients": False, "compression": None}
-BATCH_NORM, DROPOUT = Part(STATISTICS, "encoder.norm", "BatchNorm1d"), Part(RANDOM, "drop", "Dropout")
+BATCH_NORM, DROPOUT = ModulePart(STATISTICS, "encoder.norm", "BatchNorm1d"), ModulePart(RANDOM, "drop", "Dropout")
 
 
 def case(one: Record, other: Record | None = None, probe: Probe | None = None, **reduce: object) -> Case:

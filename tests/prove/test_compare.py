@@ -9,7 +9,7 @@ import pytest
 from prove_records import changed, record
 
 from hvdtrain.data.types import Batch, Padded
-from hvdtrain.prove.compare import SKETCH, Part, Record, checksum, compare, factor, sketch, summed
+from hvdtrain.prove.compare import SKETCH, ModulePart, Record, checksum, compare, factor, sketch, summed
 
 
 @pytest.mark.parametrize("shape", [(3, 5), (SKETCH,), (400, 700)])
@@ -94,7 +94,7 @@ def test_a_factor_of_all_gradients() -> None:
 
 
 def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
-    run = replace(record(), parts=[Part("random numbers", "drop", "Dropout")], apart="bias", data=[2**40])
+    run = replace(record(), parts=[ModulePart("random numbers", "drop", "Dropout")], apart="bias", data=[2**40])
     run.save(tmp_path / "run.npz")
     read = Record.load(tmp_path / "run.npz")
     for name, value in vars(run).items():

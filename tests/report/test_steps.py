@@ -21,7 +21,7 @@ from hvdtrain.run import train
 from hvdtrain.runtime.scores import Scores
 from hvdtrain.runtime.timer import Timer
 from hvdtrain.settings import read_settings
-from hvdtrain.training.step_log import StepLog, StepReport, Tally
+from hvdtrain.training.step_log import ScoreBuffer, StepLog, StepReport
 
 RECORD = StepRecord(
     epoch=2,
@@ -66,14 +66,14 @@ class Meter:
     def peak_memory(self) -> int | None:
         return 1 << 30
 
-    def take_arrived(self) -> Scores:
+    def drain_ready(self) -> Scores:
         result = Scores()
         for value in self.coming:
             result.add("ce", value, 1.0)
         self.coming = []
         return result
 
-    take_scores = take_arrived
+    take_scores = drain_ready
 
 
 def test_shares_and_rates_are_those_since_the_last_record(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +98,7 @@ def test_shares_and_rates_are_those_since_the_last_record(monkeypatch: pytest.Mo
 
 def test_a_receiver_that_fails_is_told_once_and_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr("hvdtrain.report.steps.say", lambda level, line: said.append(line))
+    monkeypatch.setattr("hvdtrain.runtime.log.write", lambda level, line: said.append(line))
     got: list[StepRecord] = []
 
     def fails(record: StepRecord) -> None:
@@ -116,7 +116,7 @@ def told_by(log: StepLog, steps: int, finish: bool = True) -> list[tuple[int, Ma
     """The steps that a listener gets, of each of which the loss is its number, and the mean losses with them."""
     told: list[tuple[int, Mapping[str, float]]] = []
     meter = Meter()
-    tally = Tally(meter)
+    tally = ScoreBuffer(meter)
     log.begin(1, None, steps, listener=lambda report, means: told.append((report.number, means)))
     for number in range(1, steps + 1):
         meter.coming.append(float(number))

@@ -17,7 +17,7 @@ from hvdtrain.data.sources import parse
 from hvdtrain.errors import ConfigError
 from hvdtrain.returnn_layer.names import ALIASES, ELSEWHERE, NO_OPS, READ_BY_RETURNN, UNSUPPORTED
 from hvdtrain.run import train
-from hvdtrain.session import open_some
+from hvdtrain.session import open_datasets
 from hvdtrain.settings import Settings, all_keys, read_settings
 
 CONFIG = """
@@ -101,7 +101,7 @@ dev = {str(tmp_path / "dev.hdf")!r}
 cache_size = ["2K", "1K"]
 """
     made = settings(tmp_path, more)
-    feeds = open_some(made, SingleCommunicator(), made.datasets)
+    feeds = open_datasets(made, SingleCommunicator(), made.datasets)
     assert [feed.budget.size for feed in feeds if feed.budget is not None] == [5000, 1024]
     for feed in feeds:
         feed.dataset.close()

@@ -18,29 +18,29 @@ from strangers import hostile
 from thread_ranks import on_ranks
 
 from hvdtrain.runtime import heartbeats, peers
-from hvdtrain.runtime.heartbeats import ENDED, FAILED, Contact, Heartbeats, Sign, Verdict, judge, meet
+from hvdtrain.runtime.heartbeats import ENDED, FAILED, Contact, Diagnosis, Heartbeat, Heartbeats, diagnose, exchange_contacts
 from hvdtrain.runtime.peers import LOOPBACK, Datagrams, Process
 
 PATIENCE = 60.0
-FINE = Sign("epoch 1, step 5", 0.1, 6, False, False)
-WAITS = Sign("epoch 1, step 5", 20.0, 6, True, True)
-JUST_WAITS = Sign("epoch 1, step 5", 4.0, 6, True, False)
-HANGS = Sign("epoch 1, step 5", 20.0, 6, False, True)
+FINE = Heartbeat("epoch 1, step 5", 0.1, 6, False, False)
+WAITS = Heartbeat("epoch 1, step 5", 20.0, 6, True, True)
+JUST_WAITS = Heartbeat("epoch 1, step 5", 4.0, 6, True, False)
+HANGS = Heartbeat("epoch 1, step 5", 20.0, 6, False, True)
 
 
 @pytest.fixture
 def ranks() -> Iterator[list[Heartbeats]]:
     """Three ranks, whose watchdogs have met."""
-    met = on_ranks(3, lambda comm: meet(comm.rank, ["127.0.0.1"], lambda own: comm.gather(own, name="watchdog")))
+    met = on_ranks(3, lambda comm: exchange_contacts(comm.rank, ["127.0.0.1"], lambda own: comm.gather(own, name="watchdog")))
     yield met
     for rank in met:
         rank.close()
 
 
-def until(ranks: list[Heartbeats], signs: list[Sign | None], wanted: dict[int, Verdict | None]) -> None:
+def until(ranks: list[Heartbeats], signs: list[Heartbeat | None], wanted: dict[int, Diagnosis | None]) -> None:
     """Let those with a sign tell it, until the ranks conclude what is wanted; rank 0 tells the others."""
     deadline = time.monotonic() + PATIENCE
-    found: dict[int, Verdict | None] = {}
+    found: dict[int, Diagnosis | None] = {}
     while found != wanted:
         assert time.monotonic() < deadline, found
         for rank, sign in zip(ranks, signs, strict=True):
@@ -49,7 +49,7 @@ def until(ranks: list[Heartbeats], signs: list[Sign | None], wanted: dict[int, V
                 rank.listen(0.02)
         found = {number: ranks[number].conclude(signs[number] or FINE) for number in wanted}
         if 0 in wanted:
-            ranks[0].tell_all(found[0])
+            ranks[0].broadcast(found[0])
 
 
 def until_they_meet(ranks: list[Heartbeats]) -> None:
@@ -60,27 +60,27 @@ def until_they_meet(ranks: list[Heartbeats]) -> None:
 
 def test_rank_0_finds_who_hangs_and_tells_it(ranks: list[Heartbeats]) -> None:
     until(ranks, [FINE, FINE, FINE], {0: None, 1: None, 2: None})
-    verdict = Verdict((1,))
-    until(ranks, [WAITS, HANGS, WAITS], {0: verdict, 1: verdict, 2: verdict})
+    diagnosis = Diagnosis((1,))
+    until(ranks, [WAITS, HANGS, WAITS], {0: diagnosis, 1: diagnosis, 2: diagnosis})
     assert not ranks[1].decides
-    text = ranks[0].describe(verdict, WAITS)
+    text = ranks[0].describe(diagnosis, WAITS)
     assert text is not None
     assert text.startswith(f"rank 1 on {socket.gethostname()} hangs: no progress for 2")
     assert text.endswith("s (watchdog_timeout) in epoch 1, step 5; 2 ranks wait for it")
-    assert ranks[1].describe(verdict, HANGS) is None  # rank 0 says it
+    assert ranks[1].describe(diagnosis, HANGS) is None  # rank 0 says it
     until(ranks, [FINE, FINE, FINE], {0: None, 1: None, 2: None})  # it came back
 
 
 def test_a_rank_of_which_nothing_is_heard_is_named(ranks: list[Heartbeats], monkeypatch: pytest.MonkeyPatch) -> None:
     until(ranks, [FINE, FINE, FINE], {0: None, 1: None, 2: None})
     monkeypatch.setattr(heartbeats, "SILENT", 0.5)
-    until(ranks, [WAITS, None, WAITS], {0: Verdict(silent=(1,)), 2: Verdict(silent=(1,))})
-    text = ranks[0].describe(Verdict(silent=(1,)), WAITS) or ""
+    until(ranks, [WAITS, None, WAITS], {0: Diagnosis(silent=(1,)), 2: Diagnosis(silent=(1,))})
+    text = ranks[0].describe(Diagnosis(silent=(1,)), WAITS) or ""
     assert text.startswith(f"rank 1 on {socket.gethostname()} has given no sign of life for ")
     assert f"(last in epoch 1, step 5): its process {os.getpid()} runs" in text
     # The same for rank 0, which the others find out each for itself.
-    until(ranks, [None, WAITS, WAITS], {1: Verdict(silent=(0,)), 2: Verdict(silent=(0,))})
-    assert "rank 0 on " in (ranks[2].describe(Verdict(silent=(0,)), WAITS) or "")
+    until(ranks, [None, WAITS, WAITS], {1: Diagnosis(silent=(0,)), 2: Diagnosis(silent=(0,))})
+    assert "rank 0 on " in (ranks[2].describe(Diagnosis(silent=(0,)), WAITS) or "")
 
 
 def test_a_rank_that_has_ended_is_not_missed(ranks: list[Heartbeats], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,20 +89,20 @@ def test_a_rank_that_has_ended_is_not_missed(ranks: list[Heartbeats], monkeypatc
     ranks[0].listen(0.2)
     monkeypatch.setattr(heartbeats, "SILENT", 0.5)
     time.sleep(0.6)
-    until(ranks, [HANGS, FINE, None], {0: Verdict((0,))})
+    until(ranks, [HANGS, FINE, None], {0: Diagnosis((0,))})
     ranks[0].tell(ENDED)
     deadline = time.monotonic() + PATIENCE
     while not ranks[1].decides:
         assert time.monotonic() < deadline
         ranks[1].listen(0.1)
-    assert ranks[1].conclude(HANGS) == Verdict((1,))
+    assert ranks[1].conclude(HANGS) == Diagnosis((1,))
 
 
 def test_a_rank_that_has_failed_is_not_waited_for(ranks: list[Heartbeats]) -> None:
     until(ranks, [FINE, FINE, FINE], {0: None, 1: None, 2: None})
     ranks[1].tell(FAILED)
     until(ranks, [FINE, None, FINE], {0: None, 2: None})  # nobody waits
-    gone = Verdict(gone=(1,), ends=True)
+    gone = Diagnosis(gone=(1,), ends=True)
     until(ranks, [FINE, None, JUST_WAITS], {0: gone, 2: gone})
     text = f"rank 1 on {socket.gethostname()} has ended: the other ranks wait for it in vain, and end, too"
     assert ranks[0].describe(gone, FINE) == text
@@ -112,13 +112,13 @@ def test_a_rank_that_has_failed_is_not_waited_for(ranks: list[Heartbeats]) -> No
         assert time.monotonic() < deadline
         ranks[2].listen(0.1)
     assert ranks[2].conclude(FINE) is None
-    assert ranks[2].conclude(JUST_WAITS) == Verdict(gone=(0,), ends=True)
+    assert ranks[2].conclude(JUST_WAITS) == Diagnosis(gone=(0,), ends=True)
 
 
 def test_who_is_slow_to_disconnect_does_not_take_the_others_for_gone(ranks: list[Heartbeats]) -> None:
     until(ranks, [FINE, FINE, FINE], {0: None, 1: None, 2: None})
     ranks[1].tell(FAILED)
-    until(ranks, [JUST_WAITS, None, FINE], {0: Verdict(gone=(1,), ends=True)})
+    until(ranks, [JUST_WAITS, None, FINE], {0: Diagnosis(gone=(1,), ends=True)})
     ranks[2].tell(ENDED)  # as all ranks are about to
     until(ranks, [JUST_WAITS, None, None], {0: None})
 
@@ -128,17 +128,17 @@ def test_a_rank_that_ended_without_a_word_is_not_waited_for(ranks: list[Heartbea
     until(ranks, [FINE, FINE, FINE], {0: None, 1: None, 2: None})
     monkeypatch.setattr(heartbeats, "SILENT", 0.5)
     ranks[1].close()
-    gone = Verdict(gone=(1,), ends=True)
+    gone = Diagnosis(gone=(1,), ends=True)
     until(ranks, [JUST_WAITS, None, FINE], {0: gone, 2: gone})
     ranks[0].together = False
     assert ranks[0].conclude(JUST_WAITS) is None
     ranks[0].close()
-    until(ranks, [None, None, JUST_WAITS], {2: Verdict(gone=(0,), ends=True)})
+    until(ranks, [None, None, JUST_WAITS], {2: Diagnosis(gone=(0,), ends=True)})
 
 
 def test_who_has_ended_waits_for_nobody() -> None:
-    assert judge({0: FINE, 1: JUST_WAITS}, {1}, {1}) is None
-    assert judge({0: JUST_WAITS, 1: JUST_WAITS}, {1}, {1}) == Verdict(gone=(1,), ends=True)
+    assert diagnose({0: FINE, 1: JUST_WAITS}, {1}, {1}) is None
+    assert diagnose({0: JUST_WAITS, 1: JUST_WAITS}, {1}, {1}) == Diagnosis(gone=(1,), ends=True)
 
 
 def test_a_rank_of_the_same_host_that_has_ended_is_seen_without_datagrams() -> None:
@@ -150,9 +150,9 @@ def test_a_rank_of_the_same_host_that_has_ended_is_seen_without_datagrams() -> N
     other.kill()
     os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)  # its launcher does not know it yet
     for rank in (0, 1):
-        assert Heartbeats(rank, contacts).conclude(JUST_WAITS) == Verdict(gone=(2,), ends=True)
+        assert Heartbeats(rank, contacts).conclude(JUST_WAITS) == Diagnosis(gone=(2,), ends=True)
     other.wait()
-    assert Heartbeats(0, contacts).conclude(JUST_WAITS) == Verdict(gone=(2,), ends=True)
+    assert Heartbeats(0, contacts).conclude(JUST_WAITS) == Diagnosis(gone=(2,), ends=True)
     elsewhere = [*contacts[:2], replace(contacts[2], host="another host")]
     assert Heartbeats(0, elsewhere).conclude(JUST_WAITS) is None
 
@@ -166,7 +166,10 @@ def test_names_are_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a name server, each time would take many seconds."""
 
     ranks = on_ranks(
-        2, lambda comm: meet(comm.rank, ["localhost"], lambda own: comm.gather(elsewhere(own, comm.rank), name="watchdog"))
+        2,
+        lambda comm: exchange_contacts(
+            comm.rank, ["localhost"], lambda own: comm.gather(elsewhere(own, comm.rank), name="watchdog")
+        ),
     )
 
     def refuse(name: str) -> str:
@@ -175,7 +178,7 @@ def test_names_are_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostbyname", refuse)
     monkeypatch.setattr(heartbeats, "SILENT", 0.5)
     until_they_meet(ranks)
-    until(ranks, [None, WAITS], {1: Verdict(silent=(0,))})
+    until(ranks, [None, WAITS], {1: Diagnosis(silent=(0,))})
     until_they_meet(ranks)
     for rank in ranks:
         rank.close()
@@ -240,7 +243,7 @@ def number_of_questions(asked: socket.socket) -> int:
 
 def test_a_host_that_does_not_answer_is_lost(lost: Lost) -> None:
     lost.lose(1)
-    gone = Verdict(gone=(1,), ends=True)
+    gone = Diagnosis(gone=(1,), ends=True)
     until(lost.ranks, [JUST_WAITS, None, JUST_WAITS], {0: gone, 2: gone})
     text = lost.ranks[0].describe(gone, JUST_WAITS) or ""
     assert text.startswith("host1 with rank 1 has not answered for ")
@@ -256,14 +259,14 @@ def test_a_host_that_does_not_answer_is_lost(lost: Lost) -> None:
 
 def test_the_host_of_rank_0_is_lost(lost: Lost) -> None:
     lost.lose(0)
-    gone = Verdict(gone=(0,), ends=True)
+    gone = Diagnosis(gone=(0,), ends=True)
     until(lost.ranks, [None, JUST_WAITS, JUST_WAITS], {1: gone, 2: gone})
     assert (lost.ranks[2].describe(gone, JUST_WAITS) or "").startswith("host0 with rank 0 has not answered for ")
 
 
 def test_the_host_of_rank_0_answers_that_it_has_ended(lost: Lost) -> None:
     lost.ranks[0].close()
-    gone = Verdict(gone=(0,), ends=True)
+    gone = Diagnosis(gone=(0,), ends=True)
     until(lost.ranks, [None, JUST_WAITS, JUST_WAITS], {1: gone, 2: gone})
     assert (lost.ranks[2].describe(gone, JUST_WAITS) or "").startswith("rank 0 on host0 has ended: ")
 
@@ -316,11 +319,11 @@ def test_what_strangers_send_is_not_even_parsed(ranks: list[Heartbeats], monkeyp
     known = [datagram for datagram in recorded if datagram]
     nested = [b"[" * 2000, known[0][:32] + b"[" * 2000]
     send_to_all(ranks, nested + [hostile(generator, known) for _ in range(30)])
-    until(ranks, [WAITS, HANGS, WAITS], dict.fromkeys(range(3), Verdict((1,))))
+    until(ranks, [WAITS, HANGS, WAITS], dict.fromkeys(range(3), Diagnosis((1,))))
     until(ranks, [FINE, FINE, FINE], dict.fromkeys(range(3)))
     monkeypatch.setattr(heartbeats, "SILENT", 0.5)
     deadline = time.monotonic() + PATIENCE
-    while ranks[0].conclude(WAITS) != Verdict(silent=(1,)):
+    while ranks[0].conclude(WAITS) != Diagnosis(silent=(1,)):
         assert time.monotonic() < deadline
         send_to_all(ranks, known)
         ranks[2].tell(WAITS)
@@ -330,7 +333,9 @@ def test_what_strangers_send_is_not_even_parsed(ranks: list[Heartbeats], monkeyp
 
 def test_ranks_of_one_host_listen_where_no_other_host_reaches_them(ranks: list[Heartbeats]) -> None:
     assert {rank.datagrams and rank.datagrams.host for rank in ranks} == {LOOPBACK}
-    apart = on_ranks(2, lambda comm: meet(comm.rank, [LOOPBACK], lambda own: comm.gather(elsewhere(own, comm.rank), name="meet")))
+    apart = on_ranks(
+        2, lambda comm: exchange_contacts(comm.rank, [LOOPBACK], lambda own: comm.gather(elsewhere(own, comm.rank), name="meet"))
+    )
     assert {rank.datagrams and rank.datagrams.host for rank in apart} == {"0.0.0.0"}
     for rank in apart:
         rank.close()
@@ -338,9 +343,9 @@ def test_ranks_of_one_host_listen_where_no_other_host_reaches_them(ranks: list[H
 
 def test_who_is_behind_hangs_where_no_rank_is_seen_to_wait() -> None:
     """With NCCL, ranks run ahead of their collectives, and wait for their GPU."""
-    assert judge({0: HANGS, 1: Sign("epoch 1, step 4", 20.0, 5, False, True), 2: HANGS}, ()) == Verdict((1,))
-    assert judge({0: WAITS, 1: WAITS}, ()) == Verdict((0, 1))  # each of them may
-    assert judge({0: WAITS, 1: FINE}, ()) == Verdict((0, 1))  # rank 1 makes progress, just not what rank 0 waits for
+    assert diagnose({0: HANGS, 1: Heartbeat("epoch 1, step 4", 20.0, 5, False, True), 2: HANGS}, ()) == Diagnosis((1,))
+    assert diagnose({0: WAITS, 1: WAITS}, ()) == Diagnosis((0, 1))  # each of them may
+    assert diagnose({0: WAITS, 1: FINE}, ()) == Diagnosis((0, 1))  # rank 1 makes progress, just not what rank 0 waits for
 
 
 def test_states_of_processes() -> None:

@@ -14,7 +14,7 @@ from launching import ROOT
 from thread_ranks import on_ranks
 
 from hvdtrain.errors import DataError
-from hvdtrain.runtime.heartbeats import STACK_SIGNAL, Sign, Verdict, meet
+from hvdtrain.runtime.heartbeats import STACK_SIGNAL, Diagnosis, Heartbeat, exchange_contacts
 from hvdtrain.runtime.interrupt import Stopped
 from hvdtrain.runtime.watchdog import Watchdog, _waits
 
@@ -198,12 +198,14 @@ def test_who_ends_with_an_error_of_all_ranks_has_not_failed(error: Exception, ev
     """Others may still be in a callback, or wait where the ranks disconnect."""
     if everywhere:
         error.on_every_rank = True  # type: ignore[attr-defined]
-    first, second = on_ranks(2, lambda comm: meet(comm.rank, ["127.0.0.1"], lambda own: comm.gather(own, name="watchdog")))
+    first, second = on_ranks(
+        2, lambda comm: exchange_contacts(comm.rank, ["127.0.0.1"], lambda own: comm.gather(own, name="watchdog"))
+    )
     with suppress(type(error)), Watchdog(None, 1, second):
         raise error
     first.listen(2.0)
-    waits = Sign("closing the job", 4.0, 6, True, False)
-    assert first.conclude(waits) == (None if everywhere else Verdict(gone=(1,), ends=True))
+    waits = Heartbeat("closing the job", 4.0, 6, True, False)
+    assert first.conclude(waits) == (None if everywhere else Diagnosis(gone=(1,), ends=True))
     first.close()
 
 
@@ -214,9 +216,11 @@ sys.path.insert(0, "tests")
 from thread_ranks import on_ranks
 from hvdtrain.runtime import heartbeats
 heartbeats.SILENT, watchdog.UNKNOWN = 1.0, 60.0
-first, second = on_ranks(2, lambda comm: heartbeats.meet(comm.rank, ["127.0.0.1"], lambda own: comm.gather(own, name="watchdog")))
+def exchange(comm):
+    return heartbeats.exchange_contacts(comm.rank, ["127.0.0.1"], lambda own: comm.gather(own, name="watchdog"))
+first, second = on_ranks(2, exchange)
 space = {"__name__": "hvdtrain.comm.horovod", "second": second, "sleep": time.sleep, "time": time.monotonic}
-space["sign"] = heartbeats.Sign("on_stop of a callback", 1.0, 6, False, False)
+space["sign"] = heartbeats.Heartbeat("on_stop of a callback", 1.0, 6, False, False)
 exec('''
 def wait():
     until = time() + 4

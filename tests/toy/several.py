@@ -25,8 +25,8 @@ from hvdtrain.settings import read_settings
 
 LargeImports.install()  # as the program does
 assert engine.INTERVAL > 0
-assert engine.INTERVAL_APART > 0
-engine.INTERVAL = engine.INTERVAL_APART = 0.0  # a stop comes two steps after its signal, even if steps are short
+assert engine.LOCAL_UPDATES_INTERVAL > 0
+engine.INTERVAL = engine.LOCAL_UPDATES_INTERVAL = 0.0  # a stop comes two steps after its signal, even if steps are short
 
 
 def arrays_of(model):

@@ -124,12 +124,12 @@ def test_a_kill_leaves_a_terminal_that_works(corpus: Path, tmp_path: Path) -> No
 
 PRINTS = """
 import sys, time
-from hvdtrain.runtime.log import LogKeys, open_log, say
+from hvdtrain.runtime.log import LogKeys, open_log, result
 from hvdtrain.training.step_log import StepReport, open_step_log
 from hvdtrain.runtime.scores import Scores
 
 class Meter:
-    take_arrived = Scores
+    drain_ready = Scores
     peak_memory = None
 
 keys = LogKeys(log_verbosity=4, log_interval=0.0)
@@ -147,7 +147,7 @@ with open_step_log(keys, 0) as steps:
         if number == 6:
             print("a line")
         if number == 7:
-            say(1, "a line of the log")
+            result("a line of the log")
 print("afterwards")
 """
 
@@ -171,7 +171,7 @@ class Meter:
 
     looked = 0
 
-    def take_arrived(self) -> Scores:
+    def drain_ready(self) -> Scores:
         self.looked += 1
         return Scores()
 
@@ -190,7 +190,7 @@ def test_a_bar_looks_at_the_losses_no_more_often_than_lines_do() -> None:
         steps.step(StepReport(1, 0.1, 0.5, None, meter))
         assert os.read(end, 4096).startswith(b"\repoch 1: ")
         assert meter.looked == 0
-        steps._told -= 3600
+        steps._reported_at -= 3600
         steps.step(StepReport(2, 0.2, 0.5, None, meter))
         assert meter.looked == 1
         steps.end()

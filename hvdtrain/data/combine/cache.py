@@ -75,7 +75,7 @@ class CachedDataset(Dataset):
         self._dataset = dataset
         self._budget = budget
         self._kept: dict[int, tuple[Array, ...]] = {}  # by data key, in the order of the streams: smaller than dicts
-        self.mapped = dataset.mapped
+        self.memory_mapped = dataset.memory_mapped
         self.streams = dataset.streams
         self.lengths = dataset.lengths
         budget.caches.append(self)
@@ -95,7 +95,7 @@ class CachedDataset(Dataset):
     def size(self) -> int:
         """Bytes that caching everything would take; texts count as pointers."""
         total = PER_SEQUENCE * self.num_sequences
-        for name in self.streams.keys() - self.mapped:
+        for name in self.streams.keys() - self.memory_mapped:
             total += int(self.lengths[name].sum(dtype=numpy.int64)) * frame_size(self.streams[name])
             total += PER_ARRAY * self.num_sequences
         return total
@@ -114,10 +114,10 @@ class CachedDataset(Dataset):
             return kept
         read = self._dataset.sequence(index)
         arrays = tuple(read[name] for name in self.streams)
-        size = sum(_size(read[name]) for name in self.streams if name not in self.mapped)
+        size = sum(_size(read[name]) for name in self.streams if name not in self.memory_mapped)
         if self._budget.take(PER_SEQUENCE + size):
             arrays = tuple(
-                array if name in self.mapped else _own(array) for name, array in zip(self.streams, arrays, strict=True)
+                array if name in self.memory_mapped else _own(array) for name, array in zip(self.streams, arrays, strict=True)
             )
             self._kept[index] = arrays
         return arrays
@@ -139,8 +139,8 @@ class CachedDataset(Dataset):
 
 def with_cache(dataset: Dataset, budget: Budget) -> Dataset:
     """The dataset with a cache, if it gains from one."""
-    all_mapped = dataset.streams.keys() <= dataset.mapped
-    return dataset if budget.size == 0 or all_mapped or dataset.varies else CachedDataset(dataset, budget)
+    all_mapped = dataset.streams.keys() <= dataset.memory_mapped
+    return dataset if budget.size == 0 or all_mapped or dataset.is_stochastic else CachedDataset(dataset, budget)
 
 
 def frame_size(stream: Stream) -> int:

@@ -34,7 +34,7 @@ class MapDataset(Dataset):
         seed: of the random numbers that the function is given, together with the epoch and the index of the sequence.
     """
 
-    varies = True
+    is_stochastic = True
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class MapDataset(Dataset):
     ) -> None:
         self._where = where
         self._dataset = dataset
-        self.own_order = dataset.own_order
+        self.has_fixed_order = dataset.has_fixed_order
         self.window = dataset.window
         self._map_seq = map_seq
         self._arguments = accepted_arguments(map_seq, ("epoch", "index", "rng"))
@@ -82,8 +82,8 @@ class MapDataset(Dataset):
     def file_bounds(self) -> Array:
         return self._dataset.file_bounds()
 
-    def drawn(self, full_epoch: int) -> Array | None:
-        return self._dataset.drawn(full_epoch)
+    def selected(self, full_epoch: int) -> Array | None:
+        return self._dataset.selected(full_epoch)
 
     def sequence(self, index: int) -> dict[str, Array]:
         arrays = self._dataset.sequence(index)

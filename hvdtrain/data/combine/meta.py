@@ -184,8 +184,10 @@ class MetaDataset(Dataset):
             self._keys.setdefault(name, {})[data_key] = there
         self._sources = sources
         self.lengths = self._joined_lengths()
-        self.mapped = frozenset(data_key for data_key, (name, there) in sources.items() if there in datasets[name].mapped)
-        self.varies = any(dataset.varies for dataset in datasets.values())
+        self.memory_mapped = frozenset(
+            data_key for data_key, (name, there) in sources.items() if there in datasets[name].memory_mapped
+        )
+        self.is_stochastic = any(dataset.is_stochastic for dataset in datasets.values())
 
     def at_epoch(self, epoch: int) -> MetaDataset:
         changed = copy(self)
@@ -201,8 +203,8 @@ class MetaDataset(Dataset):
     def file_bounds(self) -> Array:
         return self._control.file_bounds()
 
-    def drawn(self, full_epoch: int) -> Array | None:
-        return self._control.drawn(full_epoch)
+    def selected(self, full_epoch: int) -> Array | None:
+        return self._control.selected(full_epoch)
 
     def sequence(self, index: int) -> dict[str, Array]:
         result = {}

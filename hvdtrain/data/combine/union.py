@@ -38,8 +38,8 @@ class UnionDataset(Dataset):
         self._empty = {name: numpy.zeros((0, *stream.shape), dtype=stream.dtype) for name, stream in streams.items()}
         self.streams = streams
         self.lengths = {name: numpy.concatenate(self._columns(name)) for name in streams}
-        self.mapped = frozenset(name for name in streams if self._all_mapped(name))
-        self.varies = sampling_sizes is not None or any(dataset.varies for dataset in datasets)
+        self.memory_mapped = frozenset(name for name in streams if self._is_memory_mapped(name))
+        self.is_stochastic = sampling_sizes is not None or any(dataset.is_stochastic for dataset in datasets)
 
     def at_epoch(self, epoch: int) -> UnionDataset:
         changed = copy(self)
@@ -56,7 +56,7 @@ class UnionDataset(Dataset):
         begins = [dataset.file_bounds()[:-1] + first for dataset, first in zip(self._datasets, self._first[:-1], strict=True)]
         return numpy.concatenate([*begins, self._first[-1:]])
 
-    def drawn(self, full_epoch: int) -> Array | None:
+    def selected(self, full_epoch: int) -> Array | None:
         """With `sampling_sizes`: the next sequences of each dataset, which starts again from the beginning where it ends."""
         if self._sampling_sizes is None:
             return None
@@ -112,10 +112,11 @@ class UnionDataset(Dataset):
             for dataset, keys in zip(self._datasets, self._keys, strict=True)
         ]
 
-    def _all_mapped(self, name: str) -> bool:
+    def _is_memory_mapped(self, name: str) -> bool:
         """Whether a data key is memory-mapped wherever it is read."""
         return all(
-            name not in keys or keys[name] in dataset.mapped for dataset, keys in zip(self._datasets, self._keys, strict=True)
+            name not in keys or keys[name] in dataset.memory_mapped
+            for dataset, keys in zip(self._datasets, self._keys, strict=True)
         )
 
 

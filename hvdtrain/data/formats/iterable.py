@@ -22,7 +22,7 @@ from hvdtrain.config.source import is_reference, resolve
 from hvdtrain.data.dataset import Dataset, Item, Scanning, SequenceSource, iterator_ended
 from hvdtrain.data.formats.found_lengths import identity_of
 from hvdtrain.data.formats.items import ItemForm
-from hvdtrain.data.formats.returnn_reading import SCAN_SECONDS, Part, Question
+from hvdtrain.data.formats.returnn_reading import SCAN_SECONDS, Question, ScannedSequences
 from hvdtrain.data.formats.streamed import AGAIN, Streamed, open_streamed
 from hvdtrain.data.types import Array, Stream
 from hvdtrain.errors import ConfigError, DataError
@@ -166,9 +166,9 @@ class IterableReading:
         """What the arrays hold, with the largest classes that were seen."""
         return self._form.with_classes({**{key: most + 1 for key, most in self._largest.items()}, **self._dims}, self._labels)
 
-    def scan(self, epoch: int, start: int, count: int) -> Part:
+    def scan(self, epoch: int, start: int, count: int) -> ScannedSequences:
         """As of `Reading`. Of later items than those that are read again, the checksum is 0."""
-        part = Part([], {}, [], self._epoch_size, False)
+        part = ScannedSequences([], {}, [], self._epoch_size, False)
         until = time.monotonic() + SCAN_SECONDS
         self._go_to(epoch, start)
         rest = self._rest()
@@ -183,7 +183,7 @@ class IterableReading:
                     if self._form.streams[key].sparse and len(values):
                         self._largest[key] = max(self._largest.get(key, 0), int(values.max()))
             if self._next == number:
-                return Part(part.tags, part.lengths, part.checksums, part.total, True)
+                return ScannedSequences(part.tags, part.lengths, part.checksums, part.total, True)
         return part
 
     def order(self, epoch: int) -> None:

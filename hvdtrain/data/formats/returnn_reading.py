@@ -248,7 +248,7 @@ def _frames(values: Any, is_dense: bool) -> Array:
 
 
 @dataclass(frozen=True)
-class Part:
+class ScannedSequences:
     """Consecutive sequences of an epoch, without their data.
 
     Attributes:
@@ -291,9 +291,9 @@ class Reading:
             raise DataError(f"{self._dataset.name}: expected at least one sequence in epoch {epoch}, got none")
         return self._dataset.name, num_parts(self._options), self._dataset.streams(item[1])
 
-    def scan(self, epoch: int, start: int, count: int) -> Part:
+    def scan(self, epoch: int, start: int, count: int) -> ScannedSequences:
         """Read on from `start`: up to `count` sequences, and not much longer than `SCAN_SECONDS`."""
-        part = Part([], {}, [], None, False)
+        part = ScannedSequences([], {}, [], None, False)
         until = time.monotonic() + SCAN_SECONDS
         while len(part.tags) < count and (not part.tags or time.monotonic() < until):
             item = self._read(epoch, start + len(part.tags), skip=False)

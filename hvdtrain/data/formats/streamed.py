@@ -19,7 +19,7 @@ from hvdtrain.data.combine.workers import Workers
 from hvdtrain.data.dataset import Dataset, Item, Scanning
 from hvdtrain.data.formats.found_lengths import HEAD_START, About, Found, LengthsFile
 from hvdtrain.data.formats.items import like_batches
-from hvdtrain.data.formats.returnn_reading import Part, Question
+from hvdtrain.data.formats.returnn_reading import Question, ScannedSequences
 from hvdtrain.data.types import Array
 from hvdtrain.errors import DataError
 
@@ -291,7 +291,7 @@ class Reader:
         tags: list[str] = []
         lengths: dict[str, list[int]] = {}
         checksums: list[int] = []
-        part: Part = self._ask("scan", epoch, 0, 1)
+        part: ScannedSequences = self._ask("scan", epoch, 0, 1)
         with self._scanning.progress(f"{self.where}: lengths of {name}, epoch {epoch}", part.total) as advance:
             while True:
                 tags += part.tags
@@ -310,8 +310,8 @@ class Reader:
 class StreamedDataset(Dataset):
     """The sequences of an epoch in the order in which they come: index i is the i-th sequence that RETURNN, say, yields."""
 
-    varies = True
-    own_order = True
+    is_stochastic = True
+    has_fixed_order = True
 
     def __init__(self, reader: Reader, epoch: int) -> None:
         self._reader = reader

@@ -82,7 +82,7 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Part:
+class FileSlice:
     """The rows of a batch that come from one array, and their first frames in it; both int64 of shape (number of rows,)."""
 
     array: Array
@@ -90,7 +90,7 @@ class Part:
     starts: Array
 
 
-def gather(parts: Sequence[Part], lengths: Array, memory: Memory) -> Array:
+def gather(parts: Sequence[FileSlice], lengths: Array, memory: Memory) -> Array:
     """A batch of sequences from one array, or from several with the same dtype and shape of frames.
 
     Args:
@@ -112,7 +112,7 @@ def gather(parts: Sequence[Part], lengths: Array, memory: Memory) -> Array:
     return values
 
 
-def _by_frames(parts: Sequence[Part], lengths: Array, longest: int) -> Array:
+def _by_frames(parts: Sequence[FileSlice], lengths: Array, longest: int) -> Array:
     """Gather all frames at once, without a Python loop over sequences."""
     frames = numpy.arange(longest)
     taken = [_taken(part.array, part.starts[:, None] + frames) for part in parts]
@@ -161,7 +161,7 @@ class HDFFile:
                 self._index(file)
             except (OSError, RuntimeError, KeyError, ValueError, TypeError, MemoryError) as error:  # h5py's for a damaged file
                 raise DataError(f"{path}: expected a whole HDF5 file, got a damaged one: {error}") from None
-        self.mapped = frozenset(self._arrays)
+        self.memory_mapped = frozenset(self._arrays)
 
     def sequence(self, index: int, keys: Iterable[str]) -> dict[str, Array]:
         """The arrays of one sequence; views of the file for mapped data keys."""
@@ -223,7 +223,7 @@ class HDFFile:
 
     def release(self) -> None:
         """Close h5py's file, which is opened again when it is needed; another process may then write to it."""
-        self._arrays = {key: array for key, array in self._arrays.items() if key in self.mapped}
+        self._arrays = {key: array for key, array in self._arrays.items() if key in self.memory_mapped}
         if self._handle is not None:
             self._handle.close()
             self._handle = None
@@ -239,7 +239,7 @@ class HDFFile:
         if self._process != os.getpid():
             self._process = os.getpid()
             self._handle = None
-            self._arrays = {key: array for key, array in self._arrays.items() if key in self.mapped}
+            self._arrays = {key: array for key, array in self._arrays.items() if key in self.memory_mapped}
         if self._handle is None:
             handle = open_file(self.path)
             try:
@@ -310,7 +310,7 @@ class HDFDataset(Dataset):
         self.lengths = files[0].lengths
         if len(files) > 1:
             self.lengths = {key: numpy.concatenate([file.lengths[key] for file in files]) for key in self.streams}
-        self.mapped = frozenset(key for key in self.streams if all(key in file.mapped for file in files))
+        self.memory_mapped = frozenset(key for key in self.streams if all(key in file.memory_mapped for file in files))
         self._memory = Memory()
         self._first = numpy.cumsum([0] + [file.num_sequences for file in files]).tolist()
 
@@ -344,9 +344,9 @@ class HDFDataset(Dataset):
         """A batch; `places` has each file, the rows of the batch that come from it, and their indices in the file."""
         batch = {}
         for key in self.streams:
-            if key in self.mapped:
+            if key in self.memory_mapped:
                 lengths = self.lengths[key][indices]
-                parts = [Part(file.frames(key), rows, file.starts(key)[inside]) for file, rows, inside in places]
+                parts = [FileSlice(file.frames(key), rows, file.starts(key)[inside]) for file, rows, inside in places]
                 batch[key] = Padded(gather(parts, lengths, self._memory), lengths)
             else:
                 batch[key] = pad([self._sequence(index, [key])[key] for index in indices.tolist()])
@@ -368,8 +368,8 @@ class HDFDataset(Dataset):
 
     def how_read(self) -> str:
         """Which data keys are memory-mapped and which are read through h5py."""
-        mapped = sorted({key for file in self._files for key in self.streams if key in file.mapped})
-        through = sorted({key for file in self._files for key in self.streams if key not in file.mapped})
+        mapped = sorted({key for file in self._files for key in self.streams if key in file.memory_mapped})
+        through = sorted({key for file in self._files for key in self.streams if key not in file.memory_mapped})
         parts = [f"{', '.join(mapped)} memory-mapped"] if mapped else []
         return "; ".join(parts + ([f"{', '.join(through)} read through h5py"] if through else []))
 

@@ -52,23 +52,23 @@ class BatchKeys(Section):
         None,
         "maximal number of padded frames in a rank's batch (longest sequence times number of sequences), for every "
         "data key or by key, or a "
-        "function {form} that returns it; None: no limit",
+        "function {signature} that returns it; None: no limit",
         positive,
-        form="*, epoch, **_",
+        signature="*, epoch, **_",
     )
-    batch_size_train: Size = key(None, "batch_size in training, if it differs", positive, form="*, epoch, **_")
-    batch_size_dev: Size = key(None, "batch_size in evaluation, if it differs", positive, form="*, epoch, **_")
+    batch_size_train: Size = key(None, "batch_size in training, if it differs", positive, signature="*, epoch, **_")
+    batch_size_dev: Size = key(None, "batch_size in evaluation, if it differs", positive, signature="*, epoch, **_")
     max_seqs: int | Callable[..., Any] | None = key(
         None,
-        "maximal number of sequences in a rank's batch, or a function {form} that returns it; None or -1: no limit",
+        "maximal number of sequences in a rank's batch, or a function {signature} that returns it; None or -1: no limit",
         positive_or_unlimited,
-        form="*, epoch, **_",
+        signature="*, epoch, **_",
     )
     max_seqs_train: int | Callable[..., Any] | None = key(
-        None, "max_seqs in training, if it differs", positive_or_unlimited, form="*, epoch, **_"
+        None, "max_seqs in training, if it differs", positive_or_unlimited, signature="*, epoch, **_"
     )
     max_seqs_dev: int | Callable[..., Any] | None = key(
-        None, "max_seqs in evaluation, if it differs", positive_or_unlimited, form="*, epoch, **_"
+        None, "max_seqs in evaluation, if it differs", positive_or_unlimited, signature="*, epoch, **_"
     )
     batch_size_total: int | dict[str, int] | None = key(
         None,

@@ -53,7 +53,7 @@ def epoch_subset(dataset: Dataset, subset: Array | None, full_epoch: int) -> Arr
     Raises:
         DataError: the sequences are listed and drawn.
     """
-    drawn = dataset.drawn(full_epoch)
+    drawn = dataset.selected(full_epoch)
     if drawn is None:
         return subset
     if subset is not None:

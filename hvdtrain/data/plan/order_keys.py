@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from hvdtrain.config.keys import Rule, key, misfit, not_negative, positive
+from hvdtrain.config.keys import Rule, key, not_negative, positive, signature_error
 from hvdtrain.errors import DataError
 
 METHODS = (
@@ -58,9 +58,9 @@ class OrderKeys:
         "default",
         "order of the sequences: default, reverse, default_every_n:N, sorted, sorted_reverse, random, random_sample, "
         "sort_bin_shuffle, sort_bin_shuffle_x2, laplace (these three take :BINS or :.SEQUENCES_PER_BIN), "
-        "random_blocks:SEQUENCES_PER_BLOCK; or a function {form} that returns one of these",
+        "random_blocks:SEQUENCES_PER_BLOCK; or a function {signature} that returns one of these",
         Rule(f"one of {', '.join(METHODS)}, with :NUMBER or :.NUMBER where it takes one", is_order),
-        form="*, epoch, **_",
+        signature="*, epoch, **_",
     )
     seq_list_filter_file: str | None = key(
         None, "use only the sequences whose tags this file lists, one per line (text, or .gz); applied before partition_epoch"
@@ -150,7 +150,7 @@ def method_of(keys: OrderKeys, epoch: int) -> Method:
 
 def called(name: str, function: Callable[..., Any], epoch: int) -> Any:
     """What a function of the config returns for an epoch. Raises: DataError, if it does not take the epoch."""
-    if misfit(function, "*, epoch, **_"):
+    if signature_error(function, "*, epoch, **_"):
         raise DataError(
             f"{name}: expected a function that takes epoch=... (such as def {name}(*, epoch, **_)), got one with the arguments "
             f"{inspect.signature(function, follow_wrapped=False)}"

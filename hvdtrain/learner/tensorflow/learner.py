@@ -27,7 +27,7 @@ from hvdtrain.learner.tensorflow.inspect import described, export_model
 from hvdtrain.learner.tensorflow.optimizer import UpdateGraph, make_optimizer
 from hvdtrain.learner.tensorflow.state import TensorFlowState, WeightAverage
 from hvdtrain.learner.tensorflow.tensors import ModelVariables, array_of, layers_of, tensorflow_variable, variables_of
-from hvdtrain.runtime.log import say
+from hvdtrain.runtime import log
 from hvdtrain.runtime.timer import CpuClock
 
 
@@ -111,7 +111,9 @@ def scale_of(precision: Precision, variables: ModelVariables, optimizer: Any) ->
     layers = [owner for owner in variables.owners.values() if isinstance(owner, keras.layers.Layer)]
     if precision.dtype != "float32" and not layers:
         kind = type(model).__name__
-        say(2, f"mixed_precision: {kind} has no Keras layers, to which it applies: it computes in float32 unless it casts itself")
+        log.warning(
+            f"mixed_precision: {kind} has no Keras layers, to which it applies: it computes in float32 unless it casts itself"
+        )
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):  # the config made it itself
         return None
     own = getattr(getattr(model, "dtype_policy", None), "name", "")

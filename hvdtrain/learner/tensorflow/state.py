@@ -32,7 +32,7 @@ from hvdtrain.learner.optimizer import changed_options, option_texts
 from hvdtrain.learner.precision import LossScale
 from hvdtrain.learner.steps import kept
 from hvdtrain.learner.tensorflow.tensors import ModelVariables, array_of, assign, exchangeable, tensorflow_variable
-from hvdtrain.runtime.log import say
+from hvdtrain.runtime import log
 
 TRAINED, AVERAGED = "trained/", "averaged_updates"
 """In the optimizer's file if a moving average is kept: the prefix of the trained weights' names, and the number of updates that
@@ -135,7 +135,7 @@ class TensorFlowState:
             self.shared, self.own = take_lists(arrays, SHARED), take_lists(arrays, OWN)
             self._load_optimizer(arrays, more, optimizer_file)
             for line in changed_options(more.get(OPTIONS, {}), self._options).values():
-                say(3, line)
+                log.info(line)
             self._load_trained({name.removeprefix(TRAINED): array for name, array in trained.items()}, updates)
         return progress
 

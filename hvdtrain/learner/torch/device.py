@@ -21,7 +21,7 @@ from hvdtrain.errors import ConfigError
 from hvdtrain.learner.optimizer import class_names
 from hvdtrain.learner.precision import Dtype
 from hvdtrain.learner.seeds import mixed_seed
-from hvdtrain.runtime.log import say
+from hvdtrain.runtime import log
 
 
 def device_of(wanted: str | None, local_rank: int) -> torch.device:
@@ -252,7 +252,7 @@ class _Compilations:
             handler.remove_end_callback(self._end)
         if self._seconds:
             several = "s" if len(self._seconds) > 1 else ""
-            say(4, f"torch.compile: {len(self._seconds)} graph{several} in {sum(self._seconds):.1f} s")
+            log.detail(f"torch.compile: {len(self._seconds)} graph{several} in {sum(self._seconds):.1f} s")
 
     def _begin(self, _: Any) -> None:
         self._began = time.perf_counter()

@@ -34,7 +34,7 @@ from hvdtrain.learner.torch.optimizer_modes import OptimizerModes
 from hvdtrain.learner.torch.optimizer_state import OptimizerOptions, regrouped
 from hvdtrain.learner.torch.tensors import trained_of
 from hvdtrain.learner.torch.update import Optimizer
-from hvdtrain.runtime.log import say
+from hvdtrain.runtime import log
 
 TRAINED, AVERAGED = "trained", "averaged_updates"
 """Entries of the optimizer's file if a moving average is kept: the trained weights by name, and the number of updates that the
@@ -167,7 +167,7 @@ class TorchState:
             check_same_save(model_file, stored, optimizer_file, more)
             self._stored_names = more.get(NAMES)
             for line in self._load_optimizer(more, optimizer_file):
-                say(3, line)
+                log.info(line)
             self._load_trained(more.get(TRAINED), more.get(AVERAGED, 0), optimizer_file)
             self.shared, self.own = lists_in(more, SHARED, optimizer_file), lists_in(more, OWN, optimizer_file)
         return stored

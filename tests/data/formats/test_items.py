@@ -17,7 +17,7 @@ from hvdtrain.config.source import load
 from hvdtrain.data.dataset import Dataset, Scanning
 from hvdtrain.data.formats import items as counting
 from hvdtrain.data.formats.items import ItemsDataset
-from hvdtrain.data.identity import Part, changes, identify
+from hvdtrain.data.identity import DatasetPart, changes, identify
 from hvdtrain.data.sources import OpeningContext, open_dataset, parse
 from hvdtrain.errors import ConfigError, DataError
 
@@ -189,7 +189,7 @@ def test_lengths_that_are_given_are_not_counted() -> None:
 
 def test_few_items_are_read_for_what_identifies_the_data() -> None:
     words = Measured(5000)
-    part = Part("train", opened(words))
+    part = DatasetPart("train", opened(words))
     words.read = 0
     before = identify([part])
     assert words.read <= 64

@@ -3,13 +3,13 @@
 import numpy
 import pytest
 
-from hvdtrain.data.hdf.dataset import REUSED, Memory, Part, gather, open_hdf
+from hvdtrain.data.hdf.dataset import REUSED, FileSlice, Memory, gather, open_hdf
 from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.data.types import pad
 
 
 def gathered(array, starts, lengths, memory=None):
-    part = Part(array, numpy.arange(len(starts)), numpy.array(starts))
+    part = FileSlice(array, numpy.arange(len(starts)), numpy.array(starts))
     return gather([part], numpy.array(lengths, dtype=numpy.int32), memory or Memory())
 
 
@@ -41,7 +41,7 @@ def test_a_batch_from_several_arrays(longest):
     parts = []
     for number, array in enumerate(arrays):
         rows = numpy.flatnonzero(which == number)
-        parts.append(Part(array, rows, starts[rows]))
+        parts.append(FileSlice(array, rows, starts[rows]))
     expected = pad([arrays[one][start : start + length] for one, start, length in zip(which, starts, lengths, strict=True)])
     assert numpy.array_equal(gather(parts, lengths, Memory()), expected.values)
 

@@ -24,7 +24,7 @@ from hvdtrain.checkpoint.start import call_hooks, check_data, load_trained, resu
 from hvdtrain.comm import launch
 from hvdtrain.comm.base import Communicator, SingleCommunicator, connected, run_with_heartbeat, together
 from hvdtrain.comm.horovod_gloo import is_elastic
-from hvdtrain.comm.local import HUNG, PEER_FAILED, refuse_to_repeat, restarts_of_torchrun
+from hvdtrain.comm.local import HUNG, PEER_FAILED, leave_checks, refuse_to_repeat, restarts_of_torchrun
 from hvdtrain.comm.torch_rendezvous import names_of_this_host
 from hvdtrain.config.source import as_function
 from hvdtrain.data.combine.cache import Budget, host_memory
@@ -184,6 +184,7 @@ def _open(settings: Settings, purpose: Purpose, comm: Communicator, watched: Exi
         # mpirun also sends SIGTERM after a rank has failed, which it reports itself.
         interrupt.on_sigterm = lambda: print_through_mpirun(BY_MPIRUN) if not watchdog.ended_ranks(0.0) else None
     feeds = _open_data(settings, purpose, comm, watchdog, stack)
+    leave_checks(launch.environment(), comm.rank, [feed.files for feed in feeds if feed.files is not None])
     watchdog.beat("building the model")
     if purpose in WITH_TRAINED:  # the model's file has the average over time
         settings = replace(settings, learner=replace(settings.learner, ema_decay=None))

@@ -7,22 +7,22 @@ which restarts ranks whatever ended them, must not repeat.
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from hvdtrain.comm.launch import Launch, variables
 from hvdtrain.comm.torch_rendezvous import HVDTRAIN_PLACE
-from hvdtrain.errors import LaunchError, TrainingError
+from hvdtrain.errors import HvdtrainError, LaunchError, TrainingError
 
 if TYPE_CHECKING:
     from hvdtrain.comm.keys import LaunchKeys
@@ -168,8 +168,7 @@ def run(
                     )
                 for number in signals:  # that came before all had been started
                     _signal(children, number)
-                is_done = partial(_has_ended, Path(folder))
-                failed = _wait(children, wanted, signals, is_done, report, while_waiting)
+                failed = _wait(children, wanted, signals, Path(folder), report, while_waiting)
                 wanted = again(wanted, failed) if failed and not signals else []
                 if not wanted:
                     return max(map(_exit_status, failed.values()), default=0)
@@ -186,6 +185,35 @@ def note_end(environ: Mapping[str, str], rank: int) -> None:
     """Tell hvdtrain's launcher, if it started this process, that the work is done."""
     if ENDED in environ:
         Path(f"{environ[ENDED]}.{rank}").touch()
+
+
+class Check(Protocol):
+    """Something that can be pickled, and that finds out what may have ended a process."""
+
+    def check(self) -> None:
+        """Raises: HvdtrainError, which says it."""
+        ...
+
+
+def leave_checks(environ: Mapping[str, str], rank: int, checks: Sequence[Check]) -> None:
+    """Leave hvdtrain's launcher, if it started this process, what to check if a signal ends it.
+
+    The other ranks may be ended by the same signal at the same time, and could not say anything either.
+    """
+    if ENDED in environ:
+        path = Path(f"{environ[ENDED]}.{rank}.checks")
+        unfinished = path.with_suffix(".unfinished")
+        unfinished.write_bytes(pickle.dumps(list(checks)))
+        unfinished.replace(path)
+
+
+def _found_by_checks(folder: Path, rank: int) -> Iterator[str]:
+    path = folder / f"ended.{rank}.checks"
+    for one in pickle.loads(path.read_bytes()) if path.exists() else ():
+        try:
+            one.check()
+        except HvdtrainError as error:
+            yield str(error)
 
 
 def end_with_launcher(environ: Mapping[str, str]) -> None:
@@ -261,14 +289,14 @@ def _wait(
     children: list[subprocess.Popen[bytes]],
     wanted: list[Launch],
     signals: list[int],
-    is_done: Callable[[int], bool],
+    folder: Path,
     report: Callable[[str], object],
     while_waiting: Callable[[], None],
 ) -> dict[int, int]:
     """Wait until all processes have ended; if one fails, end the others. By rank, the exit statuses of those that failed.
 
     Args:
-        is_done: whether a rank has said that its work is done; ends with 0 without it are failures, too.
+        folder: where ranks say that their work is done (an end with status 0 is a failure otherwise), and leave checks.
         report, while_waiting: as of `run`.
     """
     kills_before = out_of_memory()
@@ -276,7 +304,7 @@ def _wait(
     def statuses() -> dict[int, int]:
         """Of those that have failed so far."""
         ended = {one.rank: child.poll() for one, child in zip(wanted, children, strict=True)}
-        return {rank: status for rank, status in ended.items() if status or (status == 0 and not is_done(rank))}
+        return {rank: status for rank, status in ended.items() if status or (status == 0 and not _has_ended(folder, rank))}
 
     while not (failed := statuses()):
         if all(child.returncode == 0 for child in children):
@@ -291,6 +319,9 @@ def _wait(
             if -status not in signals and (how := how_it_ended(status, out_of_memory() > kills_before)) is not None:
                 report(f"rank {rank} of {wanted[0].size}: {how}\n")
         failed = ended
+    cut_off = [rank for rank, status in sorted(failed.items()) if -status == signal.SIGBUS]
+    for found in dict.fromkeys(line for rank in cut_off for line in _found_by_checks(folder, rank)):
+        report(f"{found}\n")
     _signal(children, signal.SIGTERM)
     _wait_at_most(children, TERMINATE_TIMEOUT)
     _signal(children, signal.SIGKILL)

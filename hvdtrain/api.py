@@ -25,7 +25,7 @@ import numpy
 from hvdtrain.cli import restarts
 from hvdtrain.comm import launch, local
 from hvdtrain.comm.base import SingleCommunicator, connected
-from hvdtrain.comm.launch import Launch
+from hvdtrain.comm.launchers import Launch
 from hvdtrain.comm.spawn import NotImportable, call_on_ranks, packed
 from hvdtrain.config.source import CALL, MODULE_NAME, OVERRIDING, Config
 from hvdtrain.errors import CheckpointError, ConfigError, LaunchError

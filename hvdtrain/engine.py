@@ -14,7 +14,7 @@ from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.data.plan.order_keys import ORDER_VERSION, changed_since
 from hvdtrain.data.plan.shared import differences
 from hvdtrain.data.types import Batch
-from hvdtrain.errors import CheckpointError, DataError, HvdtrainError
+from hvdtrain.errors import BY_CTRL_C, TO_BE_CONTINUED, CheckpointError, DataError, HvdtrainError
 from hvdtrain.learner.base import NotFinite
 from hvdtrain.learner.reducer import EpochStart, FinishedUpdate
 from hvdtrain.learner.steps import RoundsPerUpdate, groups
@@ -22,7 +22,7 @@ from hvdtrain.report.epoch import EpochReport
 from hvdtrain.report.json_lines import as_line
 from hvdtrain.report.steps import Reporters, StepNumbers, work_of
 from hvdtrain.runtime import log
-from hvdtrain.runtime.interrupt import BY_CTRL_C, TO_BE_CONTINUED, Stopped
+from hvdtrain.runtime.interrupt import Stopped
 from hvdtrain.runtime.scores import Scores, of_dataset
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.schedule.measure import complete_history, exploded_lines, minimized_in, with_totals
@@ -374,8 +374,7 @@ class Engine:
                 f"{current.position} (remove the checkpoint within the epoch to repeat the epoch from its beginning)"
             )
         if error is not None:
-            error.on_every_rank = True
-            raise error
+            raise error.on_all_ranks()
         current.fingerprints, current.order_version, current.made_from = made, ORDER_VERSION, plan_inputs
         return [count for count, _, _ in answers]
 
@@ -414,13 +413,14 @@ class Engine:
         self._save()
         reason = next(reason for reason in reasons if reason is not None)
         done = f"after step {self._progress.step - current.first_step}" + (", in the evaluation" if current.trained else "")
-        stopped = Stopped(f"stopped by {reason} in epoch {current.epoch} {done}; the same command goes on from there", status)
-        stopped.on_every_rank = True
-        stopped.would_repeat = reason != "SIGTERM"  # with which torchrun ends ranks before it starts them with others
         self._finish()
         self._training.stopped_by = reason
         self._notify("on_stop")
-        raise stopped
+        raise Stopped(
+            f"stopped by {reason} in epoch {current.epoch} {done}; the same command goes on from there",
+            status,
+            repeatable=reason != "SIGTERM",  # with which torchrun ends ranks before it starts them with others
+        )
 
     def _save(self) -> None:
         """Collective. Write a checkpoint; one within an epoch has the epoch's scores and seconds so far.

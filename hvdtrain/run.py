@@ -18,8 +18,6 @@ from hvdtrain.checkpoint.progress import Progress
 from hvdtrain.comm import launch
 from hvdtrain.comm.base import Communicator, on_rank_zero, together
 from hvdtrain.comm.horovod import HorovodCommunicator
-from hvdtrain.comm.horovod_gloo import is_elastic, stop_for_other_hosts
-from hvdtrain.comm.local import restarts_of_torchrun
 from hvdtrain.config.source import as_function
 from hvdtrain.data.feed import Feed, batch_lines, feed_lines
 from hvdtrain.data.plan.bounds import rearranged
@@ -94,8 +92,8 @@ def train(settings: Settings, comm: Communicator | None = None) -> Trained:
         refuse_wrong_directions(settings, session.progress.history)
         start = record_start(settings, session, hosts)
         on_rank_zero(session.comm, lambda: session.best.note(session.progress.history), name="best")
-        if is_elastic(launch.environment()) and session.comm.rank == 0:
-            stop_for_other_hosts(launch.environment())
+        if session.comm.rank == 0:
+            launch.launcher().on_training()
         if not is_done(session.progress, limits):
             rates = open_rates(settings, session.comm.size)
             reporters = open_reporters(settings, session)
@@ -173,9 +171,7 @@ def refuse_wrong_directions(settings: Settings, history: list[EpochRecord]) -> N
     """Raises: ConfigError, on all ranks, if keys take the worst of the finished epochs for the best one."""
     problems = wrong_directions_of(settings, history)
     if problems:
-        error = ConfigError(problems)
-        error.on_every_rank = True
-        raise error
+        raise ConfigError(problems).on_all_ranks()
 
 
 def wrong_directions_of(settings: Settings, history: list[EpochRecord]) -> list[str]:
@@ -206,9 +202,7 @@ def wrong_scores(settings: Settings, history: list[EpochRecord], *, is_saved: bo
     if not problems:
         return None
     saved = f" (epoch {history[-1].epoch} is saved: with other keys, the same command goes on after it)"
-    error = ConfigError([*problems[:-1], problems[-1] + saved] if is_saved else problems)
-    error.on_every_rank = True
-    return error
+    return ConfigError([*problems[:-1], problems[-1] + saved] if is_saved else problems).on_all_ranks()
 
 
 def open_trace(session: Session, keys: TraceKeys) -> StepRecorder:
@@ -414,8 +408,7 @@ def announce(settings: Settings, session: Session, limits: TrainingLimits, hosts
             log.detail(f"horovod_scale_lr: every learning rate is multiplied by {factor:.6g} for {comm.size} ranks")
         if settings.reduce.dataset_distribution == "random_seed_offset":
             log.detail(f"every rank goes through all data in its own order: an epoch is {comm.size} passes")
-    environ = launch.environment()
-    may_restart = settings.launch.max_restarts or restarts_of_torchrun(environ) or is_elastic(environ)
+    may_restart = settings.launch.max_restarts or launch.launcher().restarts != "never"
     if may_restart and limits.save_steps is None and limits.save_minutes is None:
         log.info("a restart goes on from the last finished epoch that was saved; save_interval_minutes or _steps loses less")
     log.info(f"the best epoch is that of {settings.measure.describe(progress.history)}")

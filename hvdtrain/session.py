@@ -23,8 +23,6 @@ from hvdtrain.checkpoint.saver import Saver, Saves
 from hvdtrain.checkpoint.start import call_hooks, check_data, load_trained, resume
 from hvdtrain.comm import launch
 from hvdtrain.comm.base import Communicator, SingleCommunicator, connected, run_with_heartbeat, together
-from hvdtrain.comm.horovod_gloo import is_elastic
-from hvdtrain.comm.local import HUNG, PEER_FAILED, leave_checks, refuse_to_repeat, restarts_of_torchrun
 from hvdtrain.comm.torch_rendezvous import names_of_this_host
 from hvdtrain.config.source import as_function
 from hvdtrain.data.combine.cache import Budget, host_memory
@@ -55,9 +53,6 @@ from hvdtrain.settings import Settings
 Purpose = Literal["train", "dry_run", "evaluate", "forward", "export", "load", "measure"]
 """What a job is opened for: to train; to train a few batches and write nothing; to evaluate, forward or export a trained model,
 or to load it, without data; to measure steps of a new model."""
-
-SECONDS_TO_GO_ON = 120.0
-"""How long Horovod's elastic driver and Gloo have until a rank that waited for one that hung goes on without it."""
 
 WITH_TRAINED = ("evaluate", "forward", "export", "load")
 """The purposes that use a trained model."""
@@ -114,17 +109,19 @@ def open_session(settings: Settings, purpose: Purpose, comm: Communicator | None
                     try:
                         yield session
                     except Stopped as stopped:
-                        if connection.rank == 0 and session.interrupt.reason == "SIGTERM":
-                            stopped.is_printed = print_through_mpirun(str(stopped))
+                        by_mpirun = connection.rank == 0 and session.interrupt.reason == "SIGTERM"
+                        if by_mpirun and print_through_mpirun(str(stopped)):
+                            raise stopped.after_printing() from None
                         raise
                     finally:
                         session.watchdog.beat("closing the job", "unhurried")
                     if settings.process.is_own:
                         close(session.feeds)
         except PeerFailure as failure:
-            if session is not None:
-                failure.seen = (*session.watchdog.ended_ranks(SECONDS_TO_END), *changed_files(session.feeds))
-            raise
+            if session is None:
+                raise
+            seen = (*session.watchdog.ended_ranks(SECONDS_TO_END), *changed_files(session.feeds))
+            raise failure.having_seen(seen) from failure.__cause__
 
 
 def changed_files(feeds: Iterable[Feed]) -> Iterator[str]:
@@ -150,8 +147,9 @@ def _open(settings: Settings, purpose: Purpose, comm: Communicator, watched: Exi
         watched: gets the watchdog, which is closed when the ranks are disconnected.
         stack: gets what has to be closed before.
     """
-    if restarts_of_torchrun(launch.environment()):
-        together(comm, lambda: refuse_to_repeat(launch.environment()), name="former_failure")
+    launcher = launch.launcher()
+    if launcher.restarts == "all ranks":
+        together(comm, launcher.refuse_to_repeat, name="former_failure")
     interrupt = Interrupt(settings.interrupt.seconds if purpose == "train" else None)
     if purpose == "train" and settings.process.handles_signals:
         stack.enter_context(interrupt)
@@ -176,15 +174,16 @@ def _open(settings: Settings, purpose: Purpose, comm: Communicator, watched: Exi
             comm.rank,
             names_of_this_host() if comm.rank == 0 else (),
             lambda value: comm.gather(value, name="watchdog"),
-            together=not is_elastic(launch.environment()),
-            restarts=restarts_of_torchrun(launch.environment()) > 0,
+            together=launcher.restarts != "lost ranks",
+            restarts=launcher.restarts == "all ranks",
         )
-    watchdog = watched.enter_context(Watchdog(patience, comm.rank, heartbeats, ending(), settings.process.is_own))
+    ending = Ending(launcher.hung_status, launcher.peer_status, launcher.outlives)
+    watchdog = watched.enter_context(Watchdog(patience, comm.rank, heartbeats, ending, settings.process.is_own))
     if comm.rank == 0:
         # mpirun also sends SIGTERM after a rank has failed, which it reports itself.
         interrupt.on_sigterm = lambda: print_through_mpirun(BY_MPIRUN) if not watchdog.ended_ranks(0.0) else None
     feeds = _open_data(settings, purpose, comm, watchdog, stack)
-    leave_checks(launch.environment(), comm.rank, [feed.files for feed in feeds if feed.files is not None])
+    launcher.leave_checks([feed.files for feed in feeds if feed.files is not None])
     watchdog.beat("building the model")
     if purpose in WITH_TRAINED:  # the model's file has the average over time
         settings = replace(settings, learner=replace(settings.learner, ema_decay=None))
@@ -252,15 +251,6 @@ def _open_data(settings: Settings, purpose: Purpose, comm: Communicator, watchdo
     return together(comm, lambda: open_feeds(settings, comm, copies.places, watchdog), name="open_feeds")
 
 
-def ending() -> Ending:
-    """How a process ends if ranks hang: so that the launcher which may start ranks again knows which of them did."""
-    if launch.launch().launcher == "hvdtrain":
-        return Ending(HUNG, PEER_FAILED)
-    if is_elastic(launch.environment()):
-        return Ending(outlives=SECONDS_TO_GO_ON)
-    return Ending()
-
-
 def writing_nothing(settings: Settings) -> Settings:
     """The settings without the keys that make a training write files before or within an epoch, or copy its data."""
     return replace(
@@ -300,13 +290,11 @@ def open_communicator(settings: Settings) -> Iterator[Communicator]:
 
         comm = open_torch_distributed(torch_keys.backend, torch_keys.init_method, torch_keys.timeout_sec)
     elif started.size > 1:
-        error = LaunchError(
+        raise LaunchError(
             f"expected to be told how the {started.size} processes that {started.launcher} started belong together, got neither "
             "use_horovod nor torch_distributed: they would train the same model over each other's files "
             "(add ++use_horovod 1 to the command, or ++torch_distributed {})"
-        )
-        error.on_every_rank = True
-        raise error
+        ).on_all_ranks()
     else:
         comm = SingleCommunicator()
     try:

@@ -151,13 +151,11 @@ class Saver:
             if not fresh_optimizer:
                 self._load_own(checkpoint, state)
         elif progress.current is not None and not progress.current.trained and state["distribution"] == "random_seed_offset":
-            error = CheckpointError(
+            raise CheckpointError(
                 f"{checkpoint.model_file}: expected the {state['size']} ranks that wrote it in the midst of epoch "
                 f"{progress.current.epoch}, got {self._comm.size}: with random_seed_offset nobody else has done the same part of "
                 "the epoch (remove the file to repeat the epoch from its beginning)"
-            )
-            error.on_every_rank = True
-            raise error
+            ).on_all_ranks()
         elif state.get("reducer"):
             self._restore(checkpoint, state["reducer"][0], same_ranks=False)
         return progress

@@ -169,9 +169,7 @@ def _load(
         if not error.on_every_rank:
             raise
         advice = on_rank_zero(comm, lambda: _advice(saver, checkpoints, checkpoint), name="older_checkpoints")
-        damaged = DamagedCheckpoint(f"{error} ({advice})")
-        damaged.on_every_rank = True
-        raise damaged from None
+        raise DamagedCheckpoint(f"{error} ({advice})").on_all_ranks() from None
 
 
 def _advice(saver: Saver, checkpoints: CheckpointFolder, damaged: Checkpoint) -> str:

@@ -260,5 +260,4 @@ class GradientCheck:
             f"num_allowed_consec_invalid_gradient_steps: expected finite gradients after {self._limit} updates were "
             f"skipped{scale}, got others in step {step} of the training, for {', '.join(names)}"
         )
-        error.on_every_rank = self._same_on_all_ranks()
-        return error
+        return error.on_all_ranks() if self._same_on_all_ranks() else error

@@ -82,12 +82,10 @@ def chosen_steps(plan: Plan, ranks: int, steps: int) -> GlobalBatches:
         DataError: no step has a batch for each rank; on all ranks alike.
     """
     if plan.num_batches < ranks:
-        error = DataError(
+        raise DataError(
             f"train: expected at least {ranks} batches in an epoch for {ranks} ranks, got {plan.num_batches} "
             "(smaller max_seqs or batch_size, or fewer --ranks)"
-        )
-        error.on_every_rank = True
-        raise error
+        ).on_all_ranks()
     found = min(steps, -(-plan.num_batches // ranks))
     return GlobalBatches(plan, ranks, found - found // 2, found // 2)
 

@@ -6,16 +6,16 @@ import pytest
 from launching import clean_environment
 
 from hvdtrain.comm import local
-from hvdtrain.comm.launch import Launch
+from hvdtrain.comm.launchers import Launch
 
 CUT_OFF = """
 import os, signal, sys, time
 from pathlib import Path
-from hvdtrain.comm import launch, local
+from hvdtrain.comm import launch
 from hvdtrain.data.files import Unchanged
 folder, rank = Path(sys.argv[1]), launch.launch().rank
 files = [Unchanged([str(folder / name)]) for name in ("whole.hdf", "cut.hdf")]
-local.leave_checks(launch.environment(), rank, files)
+launch.launcher().leave_checks(files)
 (folder / f"opened-{rank}").touch()
 while not all((folder / f"opened-{other}").exists() for other in range(2)):
     time.sleep(0.01)

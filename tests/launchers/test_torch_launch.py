@@ -211,10 +211,10 @@ def test_processes_whose_launcher_was_killed_stop_with_a_checkpoint(corpus: Path
 
 ENDS = """
 import signal, time
-from hvdtrain.comm import local
-local.TERMINATE_TIMEOUT = local.STOP_TIMEOUT = 0.2
+from hvdtrain.comm import child
+child.TERMINATE_TIMEOUT = child.STOP_TIMEOUT = 0.2
 {handler}
-local.end_with_launcher({{local.PARENT: "1"}})  # which is another one than that of this process
+child.end_with(1)  # which is another one than that of this process
 while True:
     time.sleep(1)
 """

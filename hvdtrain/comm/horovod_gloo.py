@@ -1,9 +1,9 @@
 """Connecting Horovod's ranks over Gloo without horovodrun.
 
-Under plain `srun`, or under mpirun if HOROVOD_CONTROLLER is gloo: Horovod's Gloo controller supports
-neither Slurm nor MPI. Started by them, it silently makes every process a job of size 1, or crashes. So each process derives the
-environment variables that horovodrun would set, and rank 0 runs the rendezvous server through which Gloo's processes find each
-other (`gloo_environment`).
+Under plain `srun`, or under mpirun if HOROVOD_CONTROLLER is gloo: Horovod's Gloo controller supports neither Slurm nor MPI.
+Started by them, it silently makes every process a job of size 1, or crashes. So each process derives the environment variables
+that horovodrun would set, and rank 0 runs the rendezvous server through which Gloo's processes find each other
+(`gloo_environment`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The ways of starting a process, and what follows when its rank fails or stops: one class each. No other file asks which it is.
+"""The ways of starting a process, and what follows with each of them when a rank fails or stops.
 
 A new launcher is a class here and a line in `LAUNCHERS`.
 """

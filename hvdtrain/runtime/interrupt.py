@@ -127,7 +127,7 @@ class Interrupt:
     @property
     def reason(self) -> str | None:
         """Why to stop: 'SIGTERM', 'SIGUSR1', 'SIGINT', 'time_limit' or 'the end of its launcher'; None: continue."""
-        if self._signal == signal.SIGTERM and os.getppid() != self._parent:  # sent by comm/local.py
+        if self._signal == signal.SIGTERM and os.getppid() != self._parent:  # sent by comm/child.py
             return "the end of its launcher"
         if self._signal is not None:
             return self._signal.name

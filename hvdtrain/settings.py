@@ -130,7 +130,7 @@ DICTS: dict[str, type] = {
 }
 """Keys that are dicts with declared entries."""
 
-DATASET_SECTIONS: tuple[type, ...] = (*(kind.keys for kind in KINDS.values()), OrderKeys)
+DATASET_SECTIONS: tuple[type, ...] = (*KINDS.values(), OrderKeys)
 
 
 @dataclass(frozen=True)

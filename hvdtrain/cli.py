@@ -139,7 +139,9 @@ def complete(words: list[str]) -> int:
 
 def run_config(arguments: list[str]) -> int:
     """Train, or do another task, as the config says; return the exit status."""
-    from hvdtrain.settings import print_config, read_settings, with_datasets  # here, so that build-horovod runs without numpy
+    # Here, so that build-horovod runs without numpy.
+    from hvdtrain.learner.frameworks import check_elastic
+    from hvdtrain.settings import print_config, read_settings, with_datasets
 
     started = launch.launch()
     rank = started.rank
@@ -160,7 +162,7 @@ def run_config(arguments: list[str]) -> int:
                 print(print_config(settings))
             return 0
         if horovod_gloo.is_elastic(launch.environment()):
-            horovod_gloo.check_backend(settings.run.backend)
+            check_elastic(settings.run.backend)
         own = local.processes(settings.launch, started)
         local.check_restarts(settings.launch, started, own)
         if own:

@@ -255,17 +255,6 @@ def is_elastic(environ: Mapping[str, str]) -> bool:
     return environ.get("HOROVOD_ELASTIC") == "1"
 
 
-def check_backend(backend: str) -> None:
-    """Raises: LaunchError: the framework cannot go on under the driver."""
-    if backend == "tensorflow":
-        error = LaunchError(
-            "horovodrun --min-np: expected backend 'torch', got 'tensorflow', whose ranks start too late for Horovod to connect "
-            "them again in all cases (leave --min-np and --host-discovery-script out; the same command goes on after a failure)"
-        )
-        error.on_every_rank = True
-        raise error
-
-
 def note_error(environ: Mapping[str, str]) -> None:
     """Tell the other ranks that this one ends by an error, which would only repeat: the driver takes it for a lost host."""
     _put(environ, "error", "1")

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from hvdtrain.learner.frameworks import FRAMEWORKS
+
 Level = Literal["ok", "warning", "problem"]
 
 
@@ -115,7 +117,7 @@ def summary(findings: Iterable[Finding]) -> str:
     return ", ".join([*counted, f"{levels.count('ok')} ok"])
 
 
-HARMFUL = ("hvdtrain", "torch", "tensorflow", "horovod", "MPI of Horovod", "MPI of mpirun")
+HARMFUL = ("hvdtrain", *FRAMEWORKS, "horovod", "MPI of Horovod", "MPI of mpirun")
 """Facts that have to be the same on all hosts, beside files. A difference in others is only a warning."""
 
 

@@ -64,7 +64,7 @@ def connect(settings: Settings | None, framework: str) -> Iterator[Communicator]
 
         comm = open_torch_distributed(None, None, PATIENCE_AMONG_RANKS)
     else:
-        comm = open_horovod("torch" if framework == "torch" else "tensorflow")
+        comm = open_horovod(framework)
     yield comm
     comm.close()
 

@@ -120,9 +120,9 @@ def check_elastic(backend: str) -> None:
     """Raises: LaunchError: ranks of the framework cannot go on under Horovod's elastic driver."""
     if "elastic Horovod" not in FRAMEWORKS[backend].features:
         error = LaunchError(
-            f"horovodrun --min-np: expected backend {backends_with('elastic Horovod')}, got {backend!r}, whose ranks start too late "
-            "for Horovod to connect them again in all cases (leave --min-np and --host-discovery-script out; the same command goes "
-            "on after a failure)"
+            f"horovodrun --min-np: expected backend {backends_with('elastic Horovod')}, got {backend!r}, whose ranks start too "
+            "late for Horovod to connect them again in all cases (leave --min-np and --host-discovery-script out; the same "
+            "command goes on after a failure)"
         )
         error.on_every_rank = True
         raise error

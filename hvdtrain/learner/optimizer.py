@@ -1,4 +1,4 @@
-"""What optimizers have in common in all frameworks: what is done to gradients before them, classes by name, options, weight decay."""
+"""What optimizers have in common in all frameworks: what is done to gradients before them, their classes, options and decay."""
 
 from __future__ import annotations
 

@@ -167,7 +167,10 @@ def describe_gradients(gradients: GradientExchange) -> str:
     )
 
 
-REDUCERS: dict[str, ReducerClass] = {"grad": GradReduce, "param": ParamAverage}
+REDUCERS: dict[str, ReducerClass] = {
+    "grad": GradReduce,
+    "param": ParamAverage,
+}
 """By the value of the key `horovod_reduce_type`."""
 
 if TYPE_CHECKING:

@@ -106,7 +106,7 @@ def framework_of(settings: Settings | None) -> str:
     """The config's framework; without one, one that is installed."""
     if settings is not None:
         return settings.run.backend
-    return next((name for name in FRAMEWORKS if packages.installed(name)), [*FRAMEWORKS][-1])
+    return next((name for name in FRAMEWORKS if packages.installed_version(name)), [*FRAMEWORKS][-1])
 
 
 def check_disks(settings: Settings | None, temporary: Path) -> list[Finding]:

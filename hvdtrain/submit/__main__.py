@@ -102,8 +102,8 @@ def job_of(
 ) -> Job:
     """The job that the options and the config describe. Raises: ConfigError, with all problems."""
     scheduler = SCHEDULERS[options.scheduler]
-    seconds, wrong_time = converted("--time", options.time, seconds_of, "hh:mm:ss, d-hh:mm:ss or minutes")
-    memory, wrong_memory = converted("--memory", options.memory, megabytes_of, "an amount of each host such as 64G or 500M")
+    seconds, wrong_time = convert_option("--time", options.time, seconds_of, "hh:mm:ss, d-hh:mm:ss or minutes")
+    memory, wrong_memory = convert_option("--memory", options.memory, megabytes_of, "an amount of each host such as 64G or 500M")
     volumes = [each.partition(":") for each in options.volume]
     hosts = tuple(filter(None, options.hosts.split(",")))
     folder = options.folder or str(Path.cwd())
@@ -184,7 +184,7 @@ def number_problems(options: argparse.Namespace) -> list[str]:
     return problems
 
 
-def converted(option: str, text: str | None, convert: Callable[[str], int], rule: str) -> tuple[int | None, list[str]]:
+def convert_option(option: str, text: str | None, convert: Callable[[str], int], rule: str) -> tuple[int | None, list[str]]:
     """The value of an option, None where it is not given; the problem with it."""
     try:
         return None if text is None else convert(text), []

@@ -226,10 +226,10 @@ def clock(seconds: int) -> str:
     return f"{seconds // 3600:02d}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
 
 
-def folded(words: Sequence[str], indent: str = "    ", width: int = 110) -> str:
+def fold_command(words: Sequence[str], indent: str = "    ", width: int = 110) -> str:
     """A command in lines that end in a backslash where another follows.
 
-    >>> folded(["mpirun", "-np 8", "-x PATH"], width=14).splitlines() == ["mpirun -np 8 " + chr(92), "    -x PATH"]
+    >>> fold_command(["mpirun", "-np 8", "-x PATH"], width=14).splitlines() == ["mpirun -np 8 " + chr(92), "    -x PATH"]
     True
     """
     lines = [words[0]]
@@ -241,25 +241,20 @@ def folded(words: Sequence[str], indent: str = "    ", width: int = 110) -> str:
     return " \\\n".join(lines)
 
 
-def quoted(words: Sequence[str]) -> str:
-    """Words for the shell."""
-    return shlex.join(words)
-
-
 def environment_lines(job: Job) -> list[str]:
     """Lines that set up the job's environment on the host where the script runs."""
-    lines = [f"cd {quoted([job.folder])} || exit", *job.setup]
+    lines = [f"cd {shlex.join([job.folder])} || exit", *job.setup]
     if job.runs and job.scheduler.array_index is not None:
         lines += case_lines(*job.scheduler.array_index, job.runs)
     if job.cpus_per_task is not None:
         lines.append(f"export OMP_NUM_THREADS={job.cpus_per_task}  # per rank")
     if job.interface:
         lines.append(
-            f"export NCCL_SOCKET_IFNAME={quoted([job.interface])}  # beginnings of names; =name is exact, ^name excludes"
+            f"export NCCL_SOCKET_IFNAME={shlex.join([job.interface])}  # beginnings of names; =name is exact, ^name excludes"
         )
         if "," not in job.interface and not job.interface.startswith(("^", "=")):
             names = "HOROVOD_GLOO_IFACE" if job.launcher != "torchrun" else "GLOO_SOCKET_IFNAME"
-            lines.append(f"export {names}={quoted([job.interface])}  # the whole name")
+            lines.append(f"export {names}={shlex.join([job.interface])}  # the whole name")
     if job.launcher == "torchrun":
         lines.append("export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # or restarted ranks find the addresses of dead ones")
     return lines
@@ -277,17 +272,17 @@ def command(job: Job, hosts: Sequence[str] = (), before: Sequence[str] = ()) -> 
         hosts: host:slots for mpirun, if no scheduler names them.
         before: arguments before the config: another command of hvdtrain's, with its options.
     """
-    python = quoted([job.python])
-    program = quoted(["-m", "hvdtrain", *before, *job.arguments]) + (' "${sweep[@]}"' if job.runs else "")
+    python = shlex.join([job.python])
+    program = shlex.join(["-m", "hvdtrain", *before, *job.arguments]) + (' "${sweep[@]}"' if job.runs else "")
     if job.launcher == "python":
         return f"{python} {program}"
     if job.launcher == "mpirun":
-        return folded([*mpirun(job, hosts), f"{python} {program}"])
+        return fold_command([*mpirun(job, hosts), f"{python} {program}"])
     if job.launcher == "srun":
         # Without --wait, the other tasks wait forever for one that was killed. --kill-on-bad-exit is quicker, but replaces the
         # exit status of the ranks, by which the job is requeued.
-        return folded([f"srun --mpi=pmix --cpu-bind=none --wait={LAST_TASK}", f"{python} {program}"])
-    return folded([*torchrun(replace(job, max_restarts=0) if before else job), program])
+        return fold_command([f"srun --mpi=pmix --cpu-bind=none --wait={LAST_TASK}", f"{python} {program}"])
+    return fold_command([*torchrun(replace(job, max_restarts=0) if before else job), program])
 
 
 def mpirun(job: Job, hosts: Sequence[str]) -> list[str]:
@@ -302,11 +297,11 @@ def mpirun(job: Job, hosts: Sequence[str]) -> list[str]:
         exported.append("OMP_NUM_THREADS")
     if job.interface:
         exported.append("NCCL_SOCKET_IFNAME")
-    words += [f"-x {quoted([name])}" for name in dict.fromkeys(exported)]
+    words += [f"-x {shlex.join([name])}" for name in dict.fromkeys(exported)]
     words += [f"${{{name}:+-x {name}}}" for name in IF_SET if name not in exported]
     if job.nodes > 1:
         if job.interface and not job.interface.startswith(("^", "=")):
-            interface = quoted([job.interface])
+            interface = shlex.join([job.interface])
             words.append(f"--mca oob_tcp_if_include {interface} --mca btl_tcp_if_include {interface}")
         words.append(KEEPALIVE)
     if job.gpus_per_node:
@@ -316,7 +311,7 @@ def mpirun(job: Job, hosts: Sequence[str]) -> list[str]:
 
 def torchrun(job: Job) -> list[str]:
     """torchrun with its options: one agent per node."""
-    start = f"{quoted([job.python])} -m torch.distributed.run"
+    start = f"{shlex.join([job.python])} -m torch.distributed.run"
     if job.scheduler.in_container:
         return [start]  # the operator sets PET_NNODES, PET_NPROC_PER_NODE, PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT
     words = [] if job.nodes == 1 or job.survives_nodes else [f"srun --ntasks={job.nodes} --ntasks-per-node=1"]

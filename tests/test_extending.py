@@ -113,7 +113,7 @@ def make(change: Change, package: Path) -> str:
     for place, behind, lines in change.edits:
         path = package / place
         text = path.read_text()
-        behind = behind or re.findall(r"^from hvdtrain\..*$", text, re.MULTILINE)[0]
+        behind = behind or re.findall(r"^from hvdtrain\.[^(\n]*$", text, re.MULTILINE)[0]  # the import
         assert text.count(f"{behind}\n") == 1, f"{place}: {behind!r}"
         path.write_text(text.replace(f"{behind}\n", f"{behind}\n{lines}\n"))
     after = texts(package)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from hvdtrain.config.check import did_you_mean
 from hvdtrain.errors import ConfigError
+from hvdtrain.learner.frameworks import FRAMEWORKS
 
 if TYPE_CHECKING:
     from hvdtrain.learner.base import LearnerKeys
@@ -66,8 +67,8 @@ def change_gradients(keys: LearnerKeys, gradients: UpdateGradients) -> None:
 
 
 SET_BY_US = ("self", "params", "lr", "learning_rate")
-FRAMEWORKS = ("torch", "keras")
-"""Their classes take no other options than they name, even if their signature ends in **kwargs."""
+STRICT = frozenset(name for framework in FRAMEWORKS.values() for name in framework.distributions)
+"""The packages whose classes take no other options than they name, even if their signature ends in **kwargs."""
 
 
 def option_problems(made: type, options: Mapping[str, Any], where: str, others: Collection[str] = ()) -> list[str]:
@@ -101,7 +102,7 @@ def _names(made: type) -> list[str] | None:
         if not any(one.kind is one.VAR_KEYWORD for one in parameters):
             break
     else:
-        if made.__module__.partition(".")[0] not in FRAMEWORKS:
+        if made.__module__.partition(".")[0] not in STRICT:
             return None
     return [name for name in dict.fromkeys(names) if name not in SET_BY_US]
 

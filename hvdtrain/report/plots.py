@@ -127,9 +127,8 @@ def score_figures(runs: list[Run]) -> list[Figure]:
     measure = next((run.measure for run in runs if run.measure), None)
     first = split(measure)[1] if measure else ""
     losses = sorted(dict.fromkeys(split(name)[1] for name in names), key=lambda loss: loss != first)
-    colors = {
-        dataset: number for number, dataset in enumerate(sorted({"train", *(split(name)[0] for name in names)}, key=_train_first))
-    }
+    others = sorted({split(name)[0] for name in names} - {"train"})
+    colors = {dataset: number for number, dataset in enumerate(["train", *others])}
     figures = []
     for loss in losses:
         datasets = {
@@ -142,10 +141,6 @@ def score_figures(runs: list[Run]) -> list[Figure]:
         panels = [Panel(loss, curves), *([learning_rates(runs)] if main else [])]
         figures.append(Figure(f"score {loss}", loss, _best_note(runs, loss, datasets), panels, wide=main, scores=True))
     return figures
-
-
-def _train_first(dataset: str) -> tuple[bool, str]:
-    return dataset != "train", dataset
 
 
 def _score_curves(run: Run, number: int, runs: int, loss: str, datasets: Mapping[str, int]) -> Iterable[Curve]:

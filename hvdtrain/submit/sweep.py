@@ -73,13 +73,10 @@ def model_of(model: str, run: Mapping[str, str]) -> str:
 def folder_problems(models: Sequence[str]) -> list[str]:
     """Problems with the folders of runs: two runs in one would continue each other's training."""
     names = [Path(model).parent.name for model in models]
-    problems = [f"--sweep: expected values of which folders can be named, got {name!r} twice" for name in _duplicates(names)]
+    twice = [name for name in dict.fromkeys(names) if names.count(name) > 1]
+    problems = [f"--sweep: expected values of which folders can be named, got {name!r} twice" for name in twice]
     long = [name for name in names if len(name) > LONGEST]
     return problems + [f"--sweep: expected names of folders of at most {LONGEST} characters, got {name!r}" for name in long[:1]]
-
-
-def _duplicates(names: Sequence[str]) -> list[str]:
-    return [name for name in dict.fromkeys(names) if names.count(name) > 1]
 
 
 def case_lines(variable: str, first: int, runs: Sequence[Sequence[str]]) -> list[str]:

@@ -1,6 +1,6 @@
 """What a change touches: each kind of extension is really made, in a copy of the package, and counted.
 
-CONTRIBUTING.md has the table. `python tests/test_extending.py` writes it anew.
+CONTRIBUTING.md has the table. `python tests/test_extending.py` writes it, and so does `make docs`.
 """
 
 import json

@@ -135,7 +135,9 @@ def complete(words: list[str]) -> int:
 
 def run_config(arguments: list[str]) -> int:
     """Train, or do another task, as the config says; return the exit status."""
-    from hvdtrain.settings import print_config, read_settings, with_datasets  # here, so that build-horovod runs without numpy
+    # Here, so that build-horovod runs without numpy.
+    from hvdtrain.learner.frameworks import check_elastic
+    from hvdtrain.settings import print_config, read_settings, with_datasets
 
     launcher = launch.launcher()
     refused = launcher.on_start()
@@ -151,7 +153,8 @@ def run_config(arguments: list[str]) -> int:
             if launcher.process.rank == 0:
                 print(print_config(settings))
             return 0
-        launcher.check_backend(settings.run.backend)
+        if launcher.restarts == "lost ranks":
+            check_elastic(settings.run.backend)
         own = local.processes(settings.launch, launcher.process)
         check_restarts(settings.launch, launcher, own)
         if own:

@@ -38,7 +38,7 @@ from hvdtrain.data.plan.chunk_keys import ChunkKeys
 from hvdtrain.data.plan.order_keys import OrderKeys, is_random
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.base import LearnerKeys
-from hvdtrain.learner.frameworks import FRAMEWORKS, Feature
+from hvdtrain.learner.frameworks import FRAMEWORKS, Feature, backends_with
 from hvdtrain.learner.model_format import SAFETENSORS
 from hvdtrain.learner.param_sync import OuterKeys
 from hvdtrain.learner.precision import PrecisionKeys
@@ -130,7 +130,7 @@ DICTS: dict[str, type] = {
 }
 """Keys that are dicts with declared entries."""
 
-DATASET_SECTIONS: tuple[type, ...] = (*(kind.keys for kind in KINDS.values()), OrderKeys)
+DATASET_SECTIONS: tuple[type, ...] = (*KINDS.values(), OrderKeys)
 
 
 @dataclass(frozen=True)
@@ -414,7 +414,7 @@ def _of_the_framework(built: Mapping[type, Any]) -> list[str]:
 
 
 def _with_feature(feature: Feature) -> str:
-    return "backend = " + " or ".join(repr(name) for name, framework in FRAMEWORKS.items() if feature in framework.features)
+    return f"backend = {backends_with(feature)}"
 
 
 def _torch_distributed(sections: Sections, origins: Mapping[str, str]) -> tuple[TorchDistributedKeys | None, list[str]]:

@@ -94,9 +94,6 @@ class Launcher:
         """When the program begins. Returns the exit status if the process must not train, and has said why."""
         return None
 
-    def check_backend(self, backend: str) -> None:
-        """Raises: LaunchError: the framework cannot be used with it."""
-
     def refuse_to_repeat(self) -> None:
         """Raises: TrainingError: a former attempt on this host ended with an error that would only repeat."""
 
@@ -220,14 +217,6 @@ class ElasticHorovodrun(Horovodrun):
     def on_start(self) -> int | None:
         horovod_elastic.watch_hosts(self._environ)
         return None
-
-    def check_backend(self, backend: str) -> None:
-        if backend == "tensorflow":
-            raise LaunchError(
-                "horovodrun --min-np: expected backend 'torch', got 'tensorflow', whose ranks start too late for Horovod to "
-                "connect them again in all cases (leave --min-np and --host-discovery-script out; the same command goes on after "
-                "a failure)"
-            ).on_all_ranks()
 
     def on_training(self) -> None:
         horovod_elastic.stop_for_other_hosts(self._environ)

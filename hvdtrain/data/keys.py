@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from hvdtrain.config.keys import REQUIRED, Rule, Section, key, parsed_by
 from hvdtrain.data.files import parse_sizes
@@ -51,7 +51,19 @@ class DataKeys(Section):
 
 
 class DatasetKeys:
-    """The base of every kind's keys: what the code that opens a dataset asks them."""
+    """The base of every kind's keys: what the code that opens a dataset asks them.
+
+    The keys `dataset` and `datasets` hold the datasets inside it.
+    """
+
+    opener: ClassVar[str]
+    """'module:function' that opens it, given its config key (for messages), its keys, and the open datasets inside it by name;
+    imported when a dataset is opened."""
+
+    @property
+    def ordered_by(self) -> str | None:
+        """The name of the dataset inside it whose order keys apply to the whole; None: there is none."""
+        return None
 
     def problems(self) -> list[str]:
         """What is wrong between the keys."""

@@ -105,7 +105,9 @@ def examine(job: Job) -> tuple[HostReport, Settings | None]:
 
 def framework_of(settings: Settings | None) -> str:
     """The config's framework; without one, one that is installed."""
-    return settings.run.backend if settings else "torch" if packages.installed("torch") else "tensorflow"
+    if settings is not None:
+        return settings.run.backend
+    return next((name for name in FRAMEWORKS if packages.installed_version(name)), [*FRAMEWORKS][-1])
 
 
 def check_disks(settings: Settings | None, temporary: Path) -> list[Finding]:

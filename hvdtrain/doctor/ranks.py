@@ -64,7 +64,7 @@ def connect(settings: Settings | None, framework: str) -> Iterator[Communicator]
 
         comm = open_torch_distributed(None, None, PATIENCE_AMONG_RANKS)
     else:
-        comm = open_horovod("torch" if framework == "torch" else "tensorflow")
+        comm = open_horovod(framework)
     yield comm
     comm.close()
 
@@ -120,7 +120,7 @@ def check_connections(comm: Communicator, own: RankReport) -> list[Finding]:
     return []
 
 
-def measured(comm: Communicator, about: str, work: Callable[[], list[Finding]]) -> list[Finding]:
+def run_check(comm: Communicator, about: str, work: Callable[[], list[Finding]]) -> list[Finding]:
     """Collective. What `work` finds; where it fails on a rank, that."""
     try:
         return together(comm, work, name=f"doctor.{about}")

@@ -83,7 +83,8 @@ class ParamAverageKeys(CompressionKeys):
     def problems(self, others: Sections = ALONE) -> list[str]:
         seconds, delay, parts = self.sync_seconds, self.sync_delay, self.sync_parts
         name = partial(others.spelling, type(self))
-        found = make_interval(self.sync_rule, self.sync_steps, seconds, name("sync_rule"), name("sync_seconds"))[1]
+        found = super().problems(others)
+        found += make_interval(self.sync_rule, self.sync_steps, seconds, name("sync_rule"), name("sync_seconds"))[1]
         found += make_outer(self.outer_optimizer, size=1, where=name("outer_optimizer"))[1]
         if seconds is None and parts > self.sync_steps:
             found.append(f"{name('sync_parts')}: expected at most {name('sync_steps')}, {self.sync_steps}, got {parts}")

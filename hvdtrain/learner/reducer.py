@@ -200,7 +200,7 @@ class ReducerClass(Protocol):
 
     @property
     def keys(self) -> type:
-        """The dataclass with the config keys that it reads; `ReduceKeys` inherits from it."""
+        """The section with the config keys that it reads; `ReduceKeys` inherits from it, so its `problems` call super's."""
         ...
 
     def from_keys(self, keys: Any, comm: Communicator, timer: Timer) -> Reducer:

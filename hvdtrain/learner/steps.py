@@ -9,14 +9,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
 from numbers import Integral
-from typing import TYPE_CHECKING
 
 from hvdtrain.config.keys import Section, key, positive
 from hvdtrain.config.source import as_function
 from hvdtrain.errors import ConfigError
-
-if TYPE_CHECKING:
-    pass
 
 RoundsPerUpdate = Callable[[int, float, int], int]
 """(epoch, epoch_continuous, global_train_step) -> the number of steps (rounds, in which every rank takes a batch) whose gradients

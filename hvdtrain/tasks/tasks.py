@@ -25,7 +25,7 @@ from hvdtrain.data.files import size_text
 from hvdtrain.data.plan.bounds import rearranged
 from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.data.types import Array
-from hvdtrain.doctor.scaling import predicted, spread
+from hvdtrain.doctor.scaling import predict_speed, spread
 from hvdtrain.engine import Engine, TrainingLimits
 from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.learner.frameworks import FRAMEWORKS
@@ -169,7 +169,7 @@ def dry_run(settings: Settings) -> None:
     settings = writing_nothing(settings)
     with open_communicator(settings) as comm:
         if _estimate(settings, comm) and settings.run.predict_ranks is not None:
-            for line in predicted(comm, settings, parse_placements(settings.run.predict_ranks)):
+            for line in predict_speed(comm, settings, parse_placements(settings.run.predict_ranks)):
                 log.result(f"predict: {line}")
 
 
@@ -184,8 +184,8 @@ def _estimate(settings: Settings, comm: Communicator) -> bool:
         epoch = session.progress.epoch + 1
         with silence():  # the scores and slow ranks of these few steps mean nothing
             tried, evaluated = EpochRecord(epoch, 0.0), dict[str, float]()
-            parts = [_measured(session, session.feeds[0], epoch, _trainer(settings, session, pace, tried), closing=1)]
-            parts += [_measured(session, feed, epoch, _evaluator(session, epoch, evaluated)) for feed in session.feeds[1:]]
+            parts = [_measure_phase(session, session.feeds[0], epoch, _trainer(settings, session, pace, tried), closing=1)]
+            parts += [_measure_phase(session, feed, epoch, _evaluator(session, epoch, evaluated)) for feed in session.feeds[1:]]
             tried.scores.update(with_totals(evaluated, tried.losses))
         for line in [*_time_lines(parts, comm.size, pace.num_epochs - epoch + 1), *_memory_lines(session)]:
             log.result(line)
@@ -249,7 +249,7 @@ def _evaluator(session: Session, epoch: int, scores: dict[str, float]) -> Run:
     return run
 
 
-def _measured(session: Session, feed: Feed, epoch: int, run: Run, closing: int = 0) -> PhaseEstimate:
+def _measure_phase(session: Session, feed: Feed, epoch: int, run: Run, closing: int = 0) -> PhaseEstimate:
     """Collective. The largest batches first: what does not fit into memory fails at once, and all is warm then.
 
     Args:

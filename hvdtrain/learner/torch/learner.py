@@ -25,7 +25,7 @@ from hvdtrain.learner.meter import (
     check_outputs,
     scales_of,
 )
-from hvdtrain.learner.optimizer import Clipping
+from hvdtrain.learner.optimizer import change_gradients
 from hvdtrain.learner.precision import GradientCheck, LossScale
 from hvdtrain.learner.reducer import GradientExchange
 from hvdtrain.learner.torch.device import (
@@ -258,10 +258,7 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
     optimizer: Optimizer = whole if options.sharded is None else ShardedOptimizer(whole, options.sharded)
     owners = optimizer.owners(trained) if isinstance(optimizer, ShardedOptimizer) else None
     gradients = Gradients(trained, gradient_exchange, device, options.bucket_bytes(on_gpu), owners)
-    noise: GradientNoise | None = None
-    if keys.gradient_noise:
-        seed = options.seed
-        noise = GradientNoise(keys.gradient_noise, lambda: (seed, None if are_reduced() else options.rank), device)
+    noise = GradientNoise(lambda: (options.seed, None if are_reduced() else options.rank), device)
     checkpoint_activations(model, keys.checkpoint_modules)
     watch = compile_model(model, keys.torch_compile)
     average: WeightAverage | OptimizerModes | None = None
@@ -270,8 +267,7 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
         average = OptimizerModes(trained, whole)
     elif keys.ema_decay is not None:
         average = WeightAverage(trained, keys.ema_decay)
-    clipping = Clipping(keys.gradient_clip, keys.gradient_clip_global_norm)
-    update = Update(model, optimizer, clipping, check, scale, noise, on_device)
+    update = Update(model, optimizer, partial(change_gradients, keys), check, noise, scale, on_device)
     return TorchLearner(
         ConfigFunctions(
             model=model,

@@ -118,15 +118,63 @@ def _open(settings: Settings, purpose: Purpose, comm: Communicator, watched: Exi
         stack.enter_context(interrupt)
     if purpose != "measure":
         together(comm, lambda: open_log(settings.log, comm.rank, comm.size, settings.process), name="open_log")
-        for message in (*settings.misspelt, *settings.misplaced):
-            log.warning(message)
-        if settings.without_effect:
-            log.info(f"RETURNN reads from a config, and hvdtrain does not: {', '.join(settings.without_effect)}")
+        _log_keys(settings)
     if purpose in ("train", "dry_run"):
         together(comm, lambda: settings.trackers.require_packages() if comm.rank == 0 else None, name="packages")
     if purpose == "train":
         lock = only_training_of(Path(settings.run.model))
         together(comm, lambda: stack.enter_context(lock) if comm.rank == 0 else None, name="lock")
+    watchdog = watched.enter_context(_watchdog(settings, purpose, comm))
+    if comm.rank == 0:
+        # mpirun also sends SIGTERM after a rank has failed, which it reports itself.
+        interrupt.on_sigterm = lambda: print_through_mpirun(BY_MPIRUN) if not watchdog.ended_ranks(0.0) else None
+    feeds = _open_data(settings, purpose, comm, watchdog, stack)
+    watchdog.beat("building the model")
+    if purpose in WITH_TRAINED:  # the model's file has the average over time
+        settings = replace(settings, learner=replace(settings.learner, ema_decay=None))
+    timer = Timer()
+    reducer = settings.reduce.reducer(comm, timer)
+    learner = together(comm, lambda: build_learner(settings, reducer.gradients, comm), name="build_learner")
+    watchdog.beat("loading and sharing the weights")
+    checkpoints = checkpoint_folder(settings)
+    best = BestModel(checkpoints, settings.measure)
+    saver = Saver(
+        comm,
+        learner.state,
+        reducer.sync,
+        checkpoints,
+        feeds[0].distribution if feeds else "shard",
+        cleanup=parse_rule(settings.saving.cleanup_old_models, settings.scoring.higher_is_better),
+        background=_background(settings, stack),
+        best=best,
+    )
+    progress = Progress()
+    if purpose in ("train", "dry_run"):
+        progress = resume(comm, saver, checkpoints, settings.start, settings.schedule.learning_rate_file)
+        _note_keys(progress, settings)
+        watchdog.beat("comparing the data with that of the checkpoint")
+        check_data(comm, progress, {feed.name: feed.parts for feed in feeds}, settings.start.accept_changed_data)
+    elif purpose in WITH_TRAINED:
+        progress = load_trained(comm, saver, checkpoints, settings.start)
+        learner.begin_epoch(max(1, progress.epoch), progress.step)
+    if purpose != "measure" and settings.start.load_model_post_hooks:
+        hooks = settings.start.load_model_post_hooks
+        together(comm, lambda: call_hooks(hooks, learner.model), name="load_model_post_hooks")
+        if progress.current is None:  # within an epoch, the ranks may have models of their own
+            saver.share()
+    return Session(comm, timer, watchdog, interrupt, feeds, learner, reducer, saver, best, progress)
+
+
+def _log_keys(settings: Settings) -> None:
+    """Log which keys of the config are not used as they may be meant."""
+    for message in (*settings.misspelt, *settings.misplaced):
+        log.warning(message)
+    if settings.without_effect:
+        log.info(f"RETURNN reads from a config, and hvdtrain does not: {', '.join(settings.without_effect)}")
+
+
+def _watchdog(settings: Settings, purpose: Purpose, comm: Communicator) -> Watchdog:
+    """Collective. The watchdog of this rank, which knows those of the others."""
     # Measurements have deadlines of their own. Alone in a program's process, nothing waits for a step that takes long, as in a
     # debugger.
     unwatched = purpose == "measure" or (comm.size == 1 and not settings.process.is_own and settings.run.watchdog_timeout is None)
@@ -140,52 +188,24 @@ def _open(settings: Settings, purpose: Purpose, comm: Communicator, watched: Exi
             together=not is_elastic(launch.environment()),
             restarts=restarts_of_torchrun(launch.environment()) > 0,
         )
-    watchdog = watched.enter_context(Watchdog(patience, comm.rank, heartbeats, ending(), settings.process.is_own))
-    if comm.rank == 0:
-        # mpirun also sends SIGTERM after a rank has failed, which it reports itself.
-        interrupt.on_sigterm = lambda: print_through_mpirun(BY_MPIRUN) if not watchdog.ended_ranks(0.0) else None
-    feeds = _open_data(settings, purpose, comm, watchdog, stack)
-    watchdog.beat("building the model")
-    if purpose in WITH_TRAINED:  # the model's file has the average over time
-        settings = replace(settings, learner=replace(settings.learner, ema_decay=None))
-    timer = Timer()
-    reducer = settings.reduce.reducer(comm, timer)
-    learner = together(comm, lambda: build_learner(settings, reducer.gradients, comm), name="build_learner")
-    watchdog.beat("loading and sharing the weights")
-    checkpoints = checkpoint_folder(settings)
-    higher = settings.scoring.higher_is_better
-    best = BestModel(checkpoints, settings.measure)
-    background = ThreadPoolExecutor(1, "saving") if settings.saving.save_in_background else None
-    if background is not None:
-        stack.callback(background.shutdown, wait=not settings.process.is_own)  # else the process's end waits for it
-    saver = Saver(
-        comm,
-        learner.state,
-        reducer.sync,
-        checkpoints,
-        feeds[0].distribution if feeds else "shard",
-        cleanup=parse_rule(settings.saving.cleanup_old_models, higher),
-        background=background,
-        best=best,
-    )
-    progress = Progress()
-    if purpose in ("train", "dry_run"):
-        progress = resume(comm, saver, checkpoints, settings.start, settings.schedule.learning_rate_file)
-        keys = settings.of_results
-        for line in changed_key_lines(progress.keys, keys, has_history=bool(progress.history)):
-            log.info(line)
-        progress.keys = keys
-        watchdog.beat("comparing the data with that of the checkpoint")
-        check_data(comm, progress, {feed.name: feed.parts for feed in feeds}, settings.start.accept_changed_data)
-    elif purpose in WITH_TRAINED:
-        progress = load_trained(comm, saver, checkpoints, settings.start)
-        learner.begin_epoch(max(1, progress.epoch), progress.step)
-    if purpose != "measure" and settings.start.load_model_post_hooks:
-        hooks = settings.start.load_model_post_hooks
-        together(comm, lambda: call_hooks(hooks, learner.model), name="load_model_post_hooks")
-        if progress.current is None:  # within an epoch, the ranks may have models of their own
-            saver.share()
-    return Session(comm, timer, watchdog, interrupt, feeds, learner, reducer, saver, best, progress)
+    return Watchdog(patience, comm.rank, heartbeats, ending(), settings.process.is_own)
+
+
+def _background(settings: Settings, stack: ExitStack) -> ThreadPoolExecutor | None:
+    """What writes checkpoints in the background, if the config asks for it."""
+    if not settings.saving.save_in_background:
+        return None
+    background = ThreadPoolExecutor(1, "saving")
+    stack.callback(background.shutdown, wait=not settings.process.is_own)  # else the process's end waits for it
+    return background
+
+
+def _note_keys(progress: Progress, settings: Settings) -> None:
+    """Log which keys have other values than when training stopped, and note those in effect for the next checkpoints."""
+    keys = settings.of_results
+    for line in changed_key_lines(progress.keys, keys, has_history=bool(progress.history)):
+        log.info(line)
+    progress.keys = keys
 
 
 def _open_data(settings: Settings, purpose: Purpose, comm: Communicator, watchdog: Watchdog, stack: ExitStack) -> list[Feed]:

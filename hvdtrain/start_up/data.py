@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from pathlib import Path
 
-from hvdtrain.comm import launch
 from hvdtrain.comm.base import Communicator, run_with_heartbeat
 from hvdtrain.data.combine.cache import Budget, host_memory
 from hvdtrain.data.copies import Copies, CopyFolder, copy_files
-from hvdtrain.data.dataset import Scanning
 from hvdtrain.data.expected import check_lengths, check_streams
 from hvdtrain.data.feed import Feed, copy_lines
 from hvdtrain.data.files import Unchanged, parse_size, parse_sizes, size_text
@@ -26,9 +23,9 @@ from hvdtrain.data.plan.chunks import cut, listed
 from hvdtrain.data.sources import OpeningContext, open_dataset
 from hvdtrain.errors import DataError, HvdtrainError
 from hvdtrain.runtime import log
-from hvdtrain.runtime.log import open_terminal
 from hvdtrain.runtime.watchdog import Watchdog
 from hvdtrain.settings import Settings
+from hvdtrain.start_up.scanning import open_scanning
 
 MEMORY_SHARE = 0.8
 """The share of a host's free memory that the caches of its ranks may fill together."""
@@ -93,21 +90,20 @@ def open_feeds(
 ) -> list[Feed]:
     """Open the datasets of a training, train first. Raises: DataError."""
     feeds = open_datasets(settings, comm, (settings.train, *settings.evaluations), copies, watchdog)
+    streams = feeds[0].dataset.streams
     for other in feeds[1:]:
-        missing = [key for key in feeds[0].dataset.streams if key not in other.dataset.streams]
+        missing = [key for key in streams if key not in other.dataset.streams]
         if missing:
             raise DataError(
-                f"{other.name}: expected the data keys of train ({', '.join(feeds[0].dataset.streams)}), "
-                f"got none called {', '.join(missing)}"
+                f"{other.name}: expected the data keys of train ({', '.join(streams)}), got none called {', '.join(missing)}"
             )
-    there = feeds[0].dataset.streams
     for name, keys in {**_limits_by_key(settings.batch), "chunking": keys_of(settings.chunks)}.items():
-        absent = [key for key in keys if key not in there]
+        absent = [key for key in keys if key not in streams]
         if absent and (len(absent) == len(keys)) and name not in LIMITS_OF_LENGTHS:
-            raise DataError(f"{name}: expected data keys of train ({', '.join(there)}), got {absent[0]!r}")
+            raise DataError(f"{name}: expected data keys of train ({', '.join(streams)}), got {absent[0]!r}")
         if absent:
             log.warning(
-                f"{name}: without effect for {', '.join(map(repr, absent))}: the data keys of train are {', '.join(there)}"
+                f"{name}: without effect for {', '.join(map(repr, absent))}: the data keys of train are {', '.join(streams)}"
             )
     return feeds
 
@@ -131,7 +127,7 @@ def open_datasets(
     watchdog: Watchdog | None = None,
 ) -> list[Feed]:
     """Open datasets. A file that has a copy is read from the copy. Raises: DataError."""
-    scanning = _scanning(settings, comm, watchdog)
+    scanning = open_scanning(settings, comm, watchdog)
     sizes = parse_sizes(settings.data.cache_size)
     specs = list(specs)
     own_sizes = [spec.cache_byte_size or 0 for spec in specs]
@@ -139,79 +135,41 @@ def open_datasets(
     host = Budget(None if memory is None else int(MEMORY_SHARE * memory) // comm.local_size)
     budgets = {"train": sizes[0], "dev": sizes[1]}
 
-    def feed(spec: DatasetSpec) -> Feed:
-        training = spec is settings.train
-        distribution = settings.reduce.dataset_distribution if training else "shard"
-        batch_keys = settings.batch.of_each_of(comm.size)
-        batch_keys = batch_keys.of_training() if training else batch_keys.of_evaluation()
+    feeds = []
+    for spec in specs:
         size = budgets.get(spec.name, sizes[2]) if spec.cache_byte_size is None else spec.cache_byte_size
-        budget = Budget(size, within=host)
-        files = Unchanged(copies.get(path, path) if path in part.copied else path for part in spec.all() for path in part.files)
-        context = OpeningContext(budget, copies, scanning)
-        dataset = open_dataset(spec, context)
-        check_lengths(spec.name, dataset)
-        check_streams(spec.name, dataset.streams, spec.files, settings.expected)
-        if not any(lengths.any() for lengths in dataset.lengths.values()):
-            raise DataError(f"{spec.name}: expected frames, got {dataset.num_sequences} sequences, all of length 0")
-        opened = Feed(
-            spec.name,
-            dataset,
-            spec.order,
-            batch_keys,
-            comm.rank,
-            comm.size,
-            distribution,
-            subset=listed(dataset, spec.order.seq_list_filter_file),
-            chunks=cut(dataset.lengths, settings.chunks) if training and not dataset.has_fixed_order else None,
-            files=files,
-            budget=budget,
-            parts=context.parts,
-            expected=settings.expected,
-        )
-        if dataset.has_fixed_order:
-            _check_fixed_order(opened, chunked=training and parse_chunking(settings.chunks.chunking) is not None)
-        return opened
-
-    return [feed(spec) for spec in specs]
+        feeds.append(_open_feed(settings, comm, spec, OpeningContext(Budget(size, within=host), copies, scanning)))
+    return feeds
 
 
-WORTH_A_LINE = 1.0
-"""Reading all items for their lengths is told in the log if it takes longer than this number of seconds."""
-
-
-def _scanning(settings: Settings, comm: Communicator, watchdog: Watchdog | None) -> Scanning:
-    """What datasets need whose lengths are found by reading them: rank 0 shows a bar, and the watchdog sees progress."""
-
-    def beat() -> None:
-        if watchdog is not None:
-            watchdog.beat("finding the lengths of sequences")
-
-    @contextmanager
-    def progress(what: str, total: int | None) -> Iterator[Callable[[int], None]]:
-        began, said = time.monotonic(), False
-        with open_terminal(sys.stderr, sys.stdout) if comm.rank == 0 else nullcontext() as terminal:
-            bar = None if terminal is None else terminal.bar(total=total, unit="seq", desc="finding lengths")
-
-            def advance(number: int) -> None:
-                nonlocal said
-                beat()
-                if not said and time.monotonic() - began > WORTH_A_LINE:
-                    said = True
-                    log.info(f"{what}: all of it is read once ...")
-                if bar is not None:
-                    bar.update(number)
-
-            try:
-                yield advance
-            finally:
-                if bar is not None:
-                    bar.close()
-
-    folder = settings.data.lengths_dir
-    kept = None if folder is None else Path(folder).expanduser()
-    alone = launch.cores()
-    processes = alone if launch.is_bound() else max(1, alone // comm.local_size)
-    return Scanning(kept, comm.rank, comm.size, progress, beat, lambda line: log.info(line), processes, alone)
+def _open_feed(settings: Settings, comm: Communicator, spec: DatasetSpec, context: OpeningContext) -> Feed:
+    """Open a dataset, and check it against what the config says of it. Raises: DataError."""
+    is_training, copies = spec is settings.train, context.copies
+    batch_keys = settings.batch.of_each_of(comm.size)
+    files = Unchanged(copies.get(path, path) if path in part.copied else path for part in spec.all() for path in part.files)
+    dataset = open_dataset(spec, context)
+    check_lengths(spec.name, dataset)
+    check_streams(spec.name, dataset.streams, spec.files, settings.expected)
+    if not any(lengths.any() for lengths in dataset.lengths.values()):
+        raise DataError(f"{spec.name}: expected frames, got {dataset.num_sequences} sequences, all of length 0")
+    feed = Feed(
+        spec.name,
+        dataset,
+        spec.order,
+        batch_keys.of_training() if is_training else batch_keys.of_evaluation(),
+        comm.rank,
+        comm.size,
+        settings.reduce.dataset_distribution if is_training else "shard",
+        subset=listed(dataset, spec.order.seq_list_filter_file),
+        chunks=cut(dataset.lengths, settings.chunks) if is_training and not dataset.has_fixed_order else None,
+        files=files,
+        budget=context.budget,
+        parts=context.parts,
+        expected=settings.expected,
+    )
+    if dataset.has_fixed_order:
+        _check_fixed_order(feed, chunked=is_training and parse_chunking(settings.chunks.chunking) is not None)
+    return feed
 
 
 def _check_fixed_order(feed: Feed, chunked: bool) -> None:

@@ -61,21 +61,25 @@ class Engine:
         trace: StepRecorder = record_nothing,
         callbacks: Callbacks = NO_CALLBACKS,
     ) -> None:
-        comm, learner, timer, progress = session.comm, session.learner, session.timer, session.progress
-        self._session, self._comm, self._learner, self._timer, self._progress = session, comm, learner, timer, progress
+        self._session = session
+        self._comm = comm = session.comm
+        self._learner = learner = session.learner
+        self._timer = session.timer
+        self._progress = session.progress
         self._train, *self._evaluations = session.feeds
         self._rates = rates
         self._limits = limits
         self._reporters = reporters
-        self._step_numbers = StepNumbers(reporters.steps, timer, learner.meter) if reporters.steps else None
+        self._step_numbers = StepNumbers(reporters.steps, session.timer, learner.meter) if reporters.steps else None
         self._step_log = step_log
         self._trace = trace
-        self._training = Training(comm, learner, progress)  # what the callbacks see
+        self._evaluate_feed = partial(evaluate, comm, learner, session.watchdog, step_log=step_log)
+        self._training = Training(comm, learner, session.progress)  # what the callbacks see
         self._notifier = Notifier(comm, session.watchdog, callbacks, self._training, bool(reporters.services))
         interval = INTERVAL if session.reducer.gradients.steps is None else LOCAL_UPDATES_INTERVAL
         self._stop_vote = StopVote(comm, learner.numbers, interval)
-        self._save_policy = SavePolicy(limits, progress.step, has_clock=comm.rank == 0)
-        self._clock = EpochClock(timer, learner.meter, session.reducer)
+        self._save_policy = SavePolicy(limits, session.progress.step, has_clock=comm.rank == 0)
+        self._clock = EpochClock(session.timer, learner.meter, session.reducer)
         self._scores = TrainScores(comm, learner, self._train, limits.finite)
         self._requests = OwnRequests(session.interrupt, self._training, self._save_policy, self._scores)
         self._finished_by: str | None = None  # why a callback has training end after this epoch
@@ -154,7 +158,7 @@ class Engine:
         self._begin_steps(epoch, max(counts))
         with self._train.read(share, current.epoch, self._learner.staging) as batches:
             for steps in groups(max(counts), partial(self._steps_per_update, epoch)):
-                # Before the first of them: an update is at the same place however many batches its sequences are divided into.
+                # Before the first step of an update: its place does not depend on the number of batches its sequences are in.
                 begun = epoch.continuous
                 for step in steps:
                     batch = self._next(batches, current)
@@ -219,13 +223,12 @@ class Engine:
 
     def _evaluate(self, current: EpochProgress, scores: dict[str, float]) -> dict[str, float]:
         """Collective. The scores of training, and those of the other datasets."""
-        comm, learner, watchdog, after_step = self._comm, self._learner, self._session.watchdog, partial(self._check, current)
         self._training.scores = scores
         for feed in self._evaluations:
             with self._timer.span("evaluation"), self._learner.state.averaged():
                 self._training.dataset = feed.name
                 self._notifier.notify("on_evaluation_begin")
-                means = evaluate(comm, learner, watchdog, feed, current.epoch, after_step=after_step, step_log=self._step_log)
+                means = self._evaluate_feed(feed, current.epoch, after_step=partial(self._check, current))
                 scores = {**scores, **of_dataset(feed.name, means)}
                 self._training.scores = scores
                 self._notifier.notify("on_evaluation_end")

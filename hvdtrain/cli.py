@@ -214,7 +214,7 @@ def exit_status(work: Callable[[], None], interrupted: str = INTERRUPTED) -> int
 
 def restarts(settings: Settings) -> Restarts:
     """Which of the processes that hvdtrain starts itself are started again."""
-    from hvdtrain.session import checkpoint_folder
+    from hvdtrain.start_up.job import checkpoint_folder
 
     checkpoints = checkpoint_folder(settings)
 

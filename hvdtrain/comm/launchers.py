@@ -15,7 +15,7 @@ from typing import ClassVar, Literal
 from hvdtrain.comm import child, horovod_elastic, torchrun_failures
 from hvdtrain.comm.slurm import tasks_per_node
 from hvdtrain.comm.torchrun_failures import Failure
-from hvdtrain.errors import TO_BE_CONTINUED, LaunchError, Outcome, TrainingError
+from hvdtrain.errors import TO_BE_CONTINUED, Outcome, TrainingError
 
 SECONDS_FOR_THE_CAUSE = 1.0
 """How long a rank that has no error of its own waits until it says that another one failed: what that rank, or the launcher, says

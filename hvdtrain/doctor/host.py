@@ -24,8 +24,8 @@ from hvdtrain.doctor.network import read_interfaces
 from hvdtrain.errors import ConfigError, HvdtrainError
 from hvdtrain.hdf_tools.check import check as check_file
 from hvdtrain.learner.frameworks import FRAMEWORKS
-from hvdtrain.session import open_feeds
 from hvdtrain.settings import Settings, read_settings, with_datasets
+from hvdtrain.start_up.data import open_feeds
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from hvdtrain.comm.base import SingleCommunicator
 from hvdtrain.data.types import Array, Batch
 from hvdtrain.learner.base import Learner
 from hvdtrain.prove.compare import Comparison, ModulePart, Record, compare, factor
-from hvdtrain.session import open_session
 from hvdtrain.settings import Settings
+from hvdtrain.start_up.job import open_session
 
 STATISTICS, RANDOM = "statistics over a batch", "random numbers"
 

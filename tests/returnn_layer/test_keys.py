@@ -17,8 +17,8 @@ from hvdtrain.data.sources import parse
 from hvdtrain.errors import ConfigError
 from hvdtrain.returnn_layer.names import ALIASES, ELSEWHERE, NO_OPS, READ_BY_RETURNN, UNSUPPORTED
 from hvdtrain.run import train
-from hvdtrain.session import open_datasets
 from hvdtrain.settings import Settings, all_keys, read_settings
+from hvdtrain.start_up.data import open_datasets
 
 CONFIG = """
 import torch

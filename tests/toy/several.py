@@ -20,8 +20,8 @@ from hvdtrain import engine
 from hvdtrain.config.source import LargeImports
 from hvdtrain.run import train
 from hvdtrain.runtime.interrupt import Stopped
-from hvdtrain.session import open_communicator
 from hvdtrain.settings import read_settings
+from hvdtrain.start_up.ranks import open_communicator
 
 LargeImports.install()  # as the program does
 assert engine.INTERVAL > 0

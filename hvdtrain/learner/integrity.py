@@ -207,7 +207,7 @@ def check_same_save(model_file: Path, model: Mapping[str, Any], file: Path, othe
         )
 
 
-def check_own(file: Path, stored: Mapping[str, Any], parts: Collection[str], marks: Mapping[str, Any]) -> None:
+def check_rank_file(file: Path, stored: Mapping[str, Any], parts: Collection[str], marks: Mapping[str, Any]) -> None:
     """Whether a rank's own file is of the same checkpoint as the model's, and has all that is expected of it.
 
     Args:

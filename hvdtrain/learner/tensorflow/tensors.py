@@ -17,7 +17,6 @@ from keras.src.random.seed_generator import global_seed_generator  # where keras
 
 from hvdtrain.context import Loss
 from hvdtrain.data.types import Array
-from hvdtrain.errors import CheckpointError
 from hvdtrain.learner.base import Kind
 from hvdtrain.learner.meter import minimized, nothing_to_minimize
 from hvdtrain.learner.precision import widened
@@ -274,14 +273,11 @@ def array_of(variable: Any) -> Array:
     return numpy.array(tensorflow_variable(variable).numpy())
 
 
-def assign(variables: Iterable[tuple[str, Any]], arrays: Mapping[str, Array], wrong: str) -> None:
+def assign(variables: Iterable[tuple[str, Any]], arrays: Mapping[str, Array]) -> None:
     """Set variables to stored values, by name.
 
-    Args:
-        wrong: the beginning of the message if names or shapes differ.
-
     Raises:
-        CheckpointError: before the first variable is changed.
+        ValueError: names or shapes differ. No variable has been changed.
     """
     wanted = {name: tensorflow_variable(variable) for name, variable in variables}
     missing, unknown = sorted(wanted.keys() - arrays.keys()), sorted(arrays.keys() - wanted.keys())
@@ -291,7 +287,7 @@ def assign(variables: Iterable[tuple[str, Any]], arrays: Mapping[str, Array], wr
         if name in arrays and arrays[name].shape != tuple(variable.shape)
     ]
     if missing or unknown or shapes:
-        raise CheckpointError(f"{wrong}: missing {missing}, unknown {unknown}, {shapes}")
+        raise ValueError(f"missing {missing}, unknown {unknown}, {shapes}")
     for name, variable in wanted.items():
         stored = arrays[name]
         if stored.dtype.kind == "V":  # bfloat16, which numpy stores as plain bytes

@@ -30,6 +30,29 @@ def check_storable(model: torch.nn.Module, model_format: str) -> None:
         )
 
 
+class TorchFormat:
+    """`FileFormat` for PyTorch."""
+
+    def __init__(self, device: torch.device, model_format: str) -> None:
+        self._device = device
+        self._model_format = model_format
+
+    def write_model(self, file: Path, model: Mapping[str, Any], progress: Mapping[str, Any]) -> None:
+        write_model(file, model, progress, self._model_format)
+
+    def write_optimizer(self, file: Path, entries: Mapping[str, Any]) -> None:
+        write_file(file, entries)
+
+    def write_rank(self, file: Path, entries: Mapping[str, Any]) -> None:
+        write_file(file, entries)
+
+    def read_model(self, file: Path) -> dict[str, Any]:
+        return read_file(file, self._device)
+
+    def read(self, file: Path) -> dict[str, Any]:
+        return read_file(file, self._device)
+
+
 def write_model(path: Path, model: Mapping[str, torch.Tensor], progress: Mapping[str, Any], model_format: str) -> None:
     """Write a model's tensors by name, and the progress. Raises: OSError, RuntimeError, if the disk is full."""
     if model_format == SAFETENSORS:

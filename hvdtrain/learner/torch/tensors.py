@@ -24,9 +24,14 @@ Factor = float | torch.Tensor
 """A number, or a scalar on the device."""
 
 
+def named_trained(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """The trained parameters by their names, a shared one by its first name; in the model's order."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
 def trained_of(model: torch.nn.Module) -> list[torch.nn.Parameter]:
     """The trained parameters, in the model's order."""
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return list(named_trained(model).values())
 
 
 def zeros(count: int, local_rank: int) -> torch.Tensor:

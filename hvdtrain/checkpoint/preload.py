@@ -13,7 +13,7 @@ from typing import Any
 
 from hvdtrain.config.source import as_function
 from hvdtrain.errors import CheckpointError, ConfigError
-from hvdtrain.learner.base import MakeMissing, PreloadFunction, PreloadNames, Shapes
+from hvdtrain.learner.preload import MakeMissing, PreloadFunction, PreloadNames, Shapes
 from hvdtrain.runtime import log
 
 

@@ -15,9 +15,9 @@ from hvdtrain.checkpoint.progress import BestModel, Progress
 from hvdtrain.checkpoint.stored import read_progress
 from hvdtrain.comm.base import Communicator, on_rank_zero, together
 from hvdtrain.errors import CheckpointError, DamagedCheckpoint
-from hvdtrain.learner.base import NO_MARKS, Kind, StatePart
-from hvdtrain.learner.contents import CheckpointContents
+from hvdtrain.learner.contents import NO_MARKS, CheckpointContents
 from hvdtrain.learner.integrity import SAVE_ID, damage, new_save_id
+from hvdtrain.learner.model_state import Kind, StatePart
 from hvdtrain.learner.reducer import EpochSync
 from hvdtrain.learner.state_base import StateBase
 from hvdtrain.runtime import log

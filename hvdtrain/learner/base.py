@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hvdtrain.comm.base import Tensor
 from hvdtrain.config.keys import ALONE, REQUIRED, Section, Sections, key, not_negative, positive, share
@@ -22,26 +22,8 @@ if TYPE_CHECKING:
     from hvdtrain.learner.state_base import StateBase
     from hvdtrain.runtime.scores import Scores
 
-Kind = Literal["parameters", "frozen", "statistics", "counters"]
-"""The tensors of a model: trainable parameters, parameters that are not trained, floating-point buffers such as BatchNorm's
-running mean, and integer buffers."""
-
-StatePart = Kind | Literal["optimizer", "kept"]
-"""What may differ between ranks, so that each of them has to save its own; "kept" is what a reducer keeps (`ModelState.own`)."""
-
-NEW_OPTIMIZER = "(go on with the optimizer that the training began with, or with a new one: ++fresh_optimizer 1)"
-"""What to do about the state of another optimizer."""
-
-Marks = Mapping[str, str]
-"""Texts by name that say which checkpoint a rank's own file belongs to."""
-
-NO_MARKS: Marks = {}
-
 Observer = Callable[[Iterator[tuple[str, "Array"]]], None]
 """Gets arrays by name."""
-
-Shapes = Mapping[str, tuple[int, ...]]
-"""The shapes of parameters and buffers, by name."""
 
 
 class Outputs(dict[str, "Array"]):
@@ -152,30 +134,6 @@ class Learner(Protocol):
         ...
 
 
-class ModelState(Protocol):
-    """The part of a learner's state that a reducer sees.
-
-    Attributes:
-        shared: tensors by name that the reducer keeps, the same on all ranks; the optimizer's file has them.
-        own: tensors by name that the reducer keeps, others on every rank; the rank's own file has them, if it has one, and the
-            optimizer's file those of rank 0.
-    """
-
-    shared: dict[str, list[Tensor]]
-    own: dict[str, list[Tensor]]
-
-    def map_tensors(self, kind: Kind, change: Callable[[list[Tensor]], list[Tensor]]) -> None:
-        """Replace the values of the model's tensors of one kind by what `change` returns for them, in the model's order."""
-        ...
-
-    def average_weights(self, updates: int) -> None:
-        """Let the moving average of the weights (`ema_decay`), if there is one, follow N updates.
-
-        Called when all ranks have the same weights.
-        """
-        ...
-
-
 class Meter(Protocol):
     """What a learner's steps cost and what came out of them. On a GPU, asking waits for the device, except for what has arrived
     from there; steps never wait."""
@@ -283,32 +241,6 @@ class NotFinite:
     value: float
     indices: tuple[int, ...]
     parameters: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class PreloadNames:
-    """Which tensors of another model's file to take.
-
-    Attributes:
-        sources: our names, with the file's name for each.
-        renamed: the names that the file's tensors would have in our model, with their names in the file; without those to ignore.
-    """
-
-    sources: Mapping[str, str]
-    renamed: Mapping[str, str]
-
-
-MakeMissing = Callable[[str, tuple[int, ...], Mapping[str, Tensor]], Any]
-"""Makes the values of a parameter that a file lacks, from its name, its shape, and the file's tensors by their names in our
-model. Returns None to leave the parameter as it is."""
-
-
-class PreloadFunction(Protocol):
-    """A state's `preload`, or a function that does the same before there is a learner."""
-
-    def __call__(
-        self, file: Path, entry: str | None, choose: Callable[[Shapes, Shapes], PreloadNames], make: MakeMissing | None
-    ) -> tuple[list[str], list[str]]: ...
 
 
 @dataclass(frozen=True, kw_only=True)

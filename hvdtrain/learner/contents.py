@@ -21,6 +21,12 @@ SHARED, OWN = "reducer_shared", "reducer_own"
 """Entries with lists of tensors by name that the reducer keeps: `ModelState.shared` and `ModelState.own`."""
 
 
+Marks = Mapping[str, str]
+"""Texts by name that say which checkpoint a rank's own file belongs to."""
+
+NO_MARKS: Marks = {}
+
+
 class FileFormat(Protocol):
     """How a framework stores tensors and plain values. Writing raises OSError or RuntimeError, reading CheckpointError; code in
     a file is never run."""

@@ -19,7 +19,8 @@ from hvdtrain.comm.base import SMALL_BUCKET, Communicator
 from hvdtrain.learner.precision import FLOAT32, Precision
 
 if TYPE_CHECKING:
-    from hvdtrain.learner.base import Learner, LearnerKeys, PreloadFunction, Profiler
+    from hvdtrain.learner.base import Learner, LearnerKeys, Profiler
+    from hvdtrain.learner.preload import PreloadFunction
     from hvdtrain.learner.reducer import GradientExchange
 
 Feature = Literal["torch.distributed", "constant parameters", "powersgd"]

@@ -25,8 +25,8 @@ from typing import Any, Protocol
 from hvdtrain.comm.base import Communicator, Tensor, all_reduce, num_bytes
 from hvdtrain.config.check import build, unknown_options
 from hvdtrain.config.keys import Rule, key, positive
-from hvdtrain.learner.base import ModelState
 from hvdtrain.learner.compression import GradientCompressor
+from hvdtrain.learner.model_state import ModelState
 from hvdtrain.learner.reducer import Numbers, UpdateCounts, copies, weighted
 
 below_one = Rule("a number from 0 to below 1", lambda value: 0 <= value < 1)

@@ -11,10 +11,10 @@ from typing import Any
 from hvdtrain.comm.base import Tensor
 from hvdtrain.data.types import Array
 from hvdtrain.errors import CheckpointError, DamagedCheckpoint
-from hvdtrain.learner.base import NEW_OPTIMIZER, NO_MARKS, Kind, MakeMissing, Marks, PreloadNames, Shapes, StatePart
 from hvdtrain.learner.contents import (
     AVERAGED,
     LOSS_SCALE,
+    NO_MARKS,
     OPTIMIZER,
     OPTIMIZER_CLASS,
     OWN,
@@ -22,12 +22,18 @@ from hvdtrain.learner.contents import (
     TRAINED,
     CheckpointContents,
     FileFormat,
+    Marks,
     RankContents,
 )
 from hvdtrain.learner.integrity import check_rank_file, check_same_save
+from hvdtrain.learner.model_state import Kind, StatePart
 from hvdtrain.learner.precision import LossScale
+from hvdtrain.learner.preload import MakeMissing, PreloadNames, Shapes
 from hvdtrain.learner.weight_average import EvaluationWeights
 from hvdtrain.runtime import log
+
+NEW_OPTIMIZER = "(go on with the optimizer that the training began with, or with a new one: ++fresh_optimizer 1)"
+"""What to do about the state of another optimizer."""
 
 UNSUITABLE = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 """What frameworks raise of values that do not belong to a model or an optimizer."""
@@ -245,35 +251,6 @@ class StateBase(ABC):
     @abstractmethod
     def _set_optimizer(self, entries: Mapping[str, Any]) -> list[str]:
         """Set the optimizer's state. Returns lines about what changed."""
-
-
-def preload_values(
-    ours: Shapes,
-    theirs: Mapping[str, Tensor],
-    choose: Callable[[Shapes, Shapes], PreloadNames],
-    make: MakeMissing | None,
-) -> dict[str, Any]:
-    """The values of our tensors, by name, that `preload` takes from a file's, or that `make` makes. Raises: CheckpointError."""
-    names = choose(ours, shapes_of(theirs))
-    values = {name: theirs[source] for name, source in names.sources.items()}
-    if make is None:
-        return values
-    renamed = {name: theirs[source] for name, source in names.renamed.items()}
-    for name in sorted(ours.keys() - values.keys()):
-        made = make(name, ours[name], renamed)
-        if made is None:
-            continue
-        if tuple(made.shape) != ours[name]:
-            raise CheckpointError(
-                f"custom_missing_load_func: expected values of shape {ours[name]} for {name}, got {tuple(made.shape)}"
-            )
-        values[name] = made
-    return values
-
-
-def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    """The shapes of tensors by name."""
-    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 def _kinds(parts: Sequence[StatePart]) -> list[Kind]:

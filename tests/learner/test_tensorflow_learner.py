@@ -13,8 +13,9 @@ from hvdtrain.comm.base import SingleCommunicator
 from hvdtrain.context import get_run_ctx
 from hvdtrain.data.types import Batch, Padded
 from hvdtrain.errors import CheckpointError, ConfigError, TrainingError
-from hvdtrain.learner.base import LearnerKeys, PreloadNames
+from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.learner.frameworks import BuildOptions
+from hvdtrain.learner.preload import PreloadNames
 from hvdtrain.learner.reducer import GradientExchange
 from hvdtrain.learner.tensorflow.learner import TensorFlowLearner, build_learner
 from hvdtrain.learner.tensorflow.tensors import variables_of

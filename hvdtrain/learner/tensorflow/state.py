@@ -12,11 +12,12 @@ import numpy
 import tensorflow as tf
 
 from hvdtrain.data.types import Array
-from hvdtrain.learner.base import Kind, MakeMissing, PreloadNames, Shapes
 from hvdtrain.learner.contents import OPTIMIZER, OPTIONS
+from hvdtrain.learner.model_state import Kind
 from hvdtrain.learner.optimizer import changed_options, option_texts
 from hvdtrain.learner.precision import LossScale
-from hvdtrain.learner.state_base import StateBase, preload_values, shapes_of
+from hvdtrain.learner.preload import MakeMissing, PreloadNames, Shapes, preload_values, shapes_of
+from hvdtrain.learner.state_base import StateBase
 from hvdtrain.learner.tensorflow.model_file import ArrayFormat
 from hvdtrain.learner.tensorflow.tensors import ModelVariables, array_of, assign, exchangeable, tensorflow_variable
 from hvdtrain.learner.weight_average import WeightAverageBase

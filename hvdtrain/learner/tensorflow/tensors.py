@@ -17,8 +17,8 @@ from keras.src.random.seed_generator import global_seed_generator  # where keras
 
 from hvdtrain.context import Loss
 from hvdtrain.data.types import Array
-from hvdtrain.learner.base import Kind
 from hvdtrain.learner.meter import minimized, nothing_to_minimize
+from hvdtrain.learner.model_state import Kind
 from hvdtrain.learner.precision import widened
 
 

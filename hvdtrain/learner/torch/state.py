@@ -11,12 +11,13 @@ from typing import Any
 import torch
 
 from hvdtrain.data.types import Array
-from hvdtrain.learner.base import Kind, MakeMissing, PreloadNames, Shapes
 from hvdtrain.learner.contents import OPTIMIZER, OPTIMIZER_CLASS, OPTIONS, CheckpointContents
 from hvdtrain.learner.model_format import is_safetensors
+from hvdtrain.learner.model_state import Kind
 from hvdtrain.learner.optimizer import option_texts
 from hvdtrain.learner.precision import LossScale
-from hvdtrain.learner.state_base import StateBase, preload_values, shapes_of
+from hvdtrain.learner.preload import MakeMissing, PreloadNames, Shapes, preload_values, shapes_of
+from hvdtrain.learner.state_base import StateBase
 from hvdtrain.learner.torch.model_file import TorchFormat, place_of, read_file
 from hvdtrain.learner.torch.optimizer import ShardedOptimizer, names_by_group
 from hvdtrain.learner.torch.optimizer_modes import OptimizerModes

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-OPTIMIZER, OPTIMIZER_CLASS, OPTIONS = "optimizer", "optimizer_class", "optimizer_options"
-"""Entries with the optimizer's state, the name of its class, and its options as text. RETURNN's files have only the first, and so
-have those of hvdtrain 0.1; TensorFlow's have the class in the names of the tensors."""
-
-LOSS_SCALE = "loss_scale"
+OPTIMIZER_CLASS, OPTIONS = "optimizer_class", "optimizer_options"
+"""Entries besides the optimizer's state: the name of its class, which TensorFlow's files have in the names of tensors, and its
+options as text. RETURNN's files have neither, nor have those of hvdtrain 0.1."""
 
 TRAINED, AVERAGED = "trained", "averaged_updates"
 """Entries if a moving average is kept, which then is the model: the trained weights by name, and the number of updates that the
@@ -27,29 +25,22 @@ Marks = Mapping[str, str]
 NO_MARKS: Marks = {}
 
 
-class FileFormat(Protocol):
-    """How a framework stores tensors and plain values. Writing raises OSError or RuntimeError, reading CheckpointError; code in
-    a file is never run."""
+@dataclass(frozen=True)
+class FileFormat:
+    """How a framework stores tensors and plain values. Writing raises OSError or RuntimeError, reading CheckpointError.
 
-    def write_model(self, file: Path, model: Mapping[str, Any], progress: Mapping[str, Any]) -> None:
-        """Write tensors by name, and the progress."""
-        ...
+    Attributes:
+        write_model: writes tensors by name, and the progress.
+        write_optimizer, write_rank: write the entries of the file that accompanies a model's, and of one rank's file.
+        read_model: returns the progress, and the tensors by name under "model".
+        read: returns the entries of another file. Like `read_model`, it never runs code in the file.
+    """
 
-    def write_optimizer(self, file: Path, entries: Mapping[str, Any]) -> None:
-        """Write the file that accompanies a model's."""
-        ...
-
-    def write_rank(self, file: Path, entries: Mapping[str, Any]) -> None:
-        """Write the file of one rank."""
-        ...
-
-    def read_model(self, file: Path) -> dict[str, Any]:
-        """The progress, and the tensors by name under "model"."""
-        ...
-
-    def read(self, file: Path) -> dict[str, Any]:
-        """What `write_optimizer` or `write_rank` wrote."""
-        ...
+    write_model: Callable[[Path, Mapping[str, Any], Mapping[str, Any]], None]
+    write_optimizer: Callable[[Path, Mapping[str, Any]], None]
+    write_rank: Callable[[Path, Mapping[str, Any]], None]
+    read_model: Callable[[Path], dict[str, Any]]
+    read: Callable[[Path], dict[str, Any]]
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,7 @@ from hvdtrain.data.types import Array
 from hvdtrain.errors import CheckpointError, DamagedCheckpoint
 from hvdtrain.learner.contents import (
     AVERAGED,
-    LOSS_SCALE,
     NO_MARKS,
-    OPTIMIZER,
     OPTIMIZER_CLASS,
     OWN,
     SHARED,
@@ -102,7 +100,7 @@ class StateBase(ABC):
                 optimizer[entry] = self._stored_lists(lists)
         if self._average is not None and self._average.started:
             averages, trained = self._average.both()
-            model |= self._under_all_names(averages)
+            model |= averages
             optimizer |= {TRAINED: trained, AVERAGED: self._average.updates}
         return CheckpointContents(model, optimizer, progress, self._format)
 
@@ -175,13 +173,13 @@ class StateBase(ABC):
                 raise DamagedCheckpoint(f"{file}: expected the {kind} of this config's model, got others: {error}") from None
 
     def _optimizer_contents(self) -> dict[str, Any]:
-        return self._optimizer_entries() | ({} if self._scale is None else {LOSS_SCALE: self._scale.state()})
+        return self._optimizer_entries() | ({} if self._scale is None else {"loss_scale": self._scale.state()})
 
     def _load_optimizer(self, entries: Mapping[str, Any], file: Path) -> list[str]:
         """Load the optimizer's entries of a file. Returns lines about what changed. Raises: CheckpointError."""
         own = self._optimizer_name()
-        if OPTIMIZER not in entries:
-            raise DamagedCheckpoint(f"{file}: expected the state of the optimizer {own}, got a file without {OPTIMIZER!r}")
+        if "optimizer" not in entries:
+            raise DamagedCheckpoint(f"{file}: expected the state of the optimizer {own}, got a file without 'optimizer'")
         if (stored := entries.get(OPTIMIZER_CLASS, own)) != own:
             raise CheckpointError(f"{file}: expected the state of the optimizer {own}, got that of {stored} {NEW_OPTIMIZER}")
         try:
@@ -190,13 +188,11 @@ class StateBase(ABC):
             raise CheckpointError(
                 f"{file}: expected the state of the optimizer {own} for this model, got another: {error} {NEW_OPTIMIZER}"
             ) from None
-        if self._scale is not None and LOSS_SCALE in entries:
+        if self._scale is not None and "loss_scale" in entries:
             try:
-                self._scale.restore(entries[LOSS_SCALE])
+                self._scale.restore(entries["loss_scale"])
             except UNSUITABLE as error:
-                raise DamagedCheckpoint(
-                    f"{file}: expected the scale of the loss in {LOSS_SCALE!r}, got another: {error}"
-                ) from None
+                raise DamagedCheckpoint(f"{file}: expected the scale of the loss in 'loss_scale', got another: {error}") from None
         return lines
 
     def _load_trained(self, entries: Mapping[str, Any], file: Path) -> None:
@@ -236,17 +232,13 @@ class StateBase(ABC):
         """Lists of tensors by name that a reducer keeps, as a file holds them."""
         return {name: list(tensors) for name, tensors in lists.items()}
 
-    def _under_all_names(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Trained weights under all names that the model has for them."""
-        return weights
-
     @abstractmethod
     def _optimizer_name(self) -> str:
         """The name of the optimizer's class."""
 
     @abstractmethod
     def _optimizer_entries(self) -> dict[str, Any]:
-        """The optimizer's state under OPTIMIZER, and what belongs to it."""
+        """The optimizer's state under "optimizer", and what belongs to it."""
 
     @abstractmethod
     def _set_optimizer(self, entries: Mapping[str, Any]) -> list[str]:

@@ -25,27 +25,21 @@ class EvaluationWeights(Protocol):
 
     def start(self, updates: int = 0) -> None:
         """Begin with the present weights."""
-        ...
 
     def follow(self, updates: int) -> None:
         """Follow the weights after N more updates."""
-        ...
 
     def used(self) -> AbstractContextManager[None]:
         """Inside the `with` block, the model has these weights."""
-        ...
 
     def left(self) -> AbstractContextManager[None]:
         """Inside the `with` block, the optimizer is as in training, also inside of `used`."""
-        ...
 
     def both(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """These weights and the trained ones, by name."""
-        ...
 
     def adopt(self, changed: Collection[str]) -> None:
         """Copy the values of weights, given by their names, that were set from outside."""
-        ...
 
 
 class WeightAverageBase(ABC):

@@ -10,9 +10,9 @@ import torch
 from hvdtrain.checkpoint.folder import UNFINISHED, Checkpoint, CheckpointFolder
 from hvdtrain.errors import CheckpointError
 from hvdtrain.learner.contents import CheckpointContents, RankContents
-from hvdtrain.learner.torch.model_file import TorchFormat
+from hvdtrain.learner.torch.model_file import file_format
 
-TORCH = TorchFormat(torch.device("cpu"), "pt")
+TORCH = file_format(torch.device("cpu"), "pt")
 
 
 def write(model_file: Path, optimizer_file: Path) -> None:

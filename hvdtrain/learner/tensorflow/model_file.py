@@ -16,53 +16,57 @@ import tensorflow as tf
 
 from hvdtrain.data.types import Array
 from hvdtrain.errors import DamagedCheckpoint
-from hvdtrain.learner.contents import AVERAGED, OPTIMIZER, OWN, SHARED, TRAINED
+from hvdtrain.learner.contents import AVERAGED, OWN, SHARED, TRAINED, FileFormat
 from hvdtrain.learner.model_format import SAFETENSORS, header, is_safetensors, progress_of, reading, unreadable, writing
 
-TENSORS = (OPTIMIZER, TRAINED, "parameters", "frozen", "statistics", "counters")
+TENSORS = ("optimizer", TRAINED, "parameters", "frozen", "statistics", "counters")
 """Entries with arrays by name."""
 
 PROGRESS = "progress"
 """The name of the array with plain values, as JSON."""
 
 
-class ArrayFormat:
-    """`FileFormat` for TensorFlow."""
+def file_format(model_format: str) -> FileFormat:
+    """TensorFlow's files.
 
-    def __init__(self, model_format: str) -> None:
-        self._model_format = model_format
+    Args:
+        model_format: of the model's file: "npz" or "safetensors".
+    """
+    write_model = _write_safetensors if model_format == SAFETENSORS else _write_arrays
+    return FileFormat(
+        write_model, _write_optimizer, lambda file, entries: _write_arrays(file, *_flatten(entries)), read_model, _read
+    )
 
-    def write_model(self, file: Path, model: Mapping[str, Any], progress: Mapping[str, Any]) -> None:
-        if self._model_format == SAFETENSORS:
-            _write_safetensors(file, model, progress)
+
+def _write_optimizer(file: Path, entries: Mapping[str, Any]) -> None:
+    arrays, values = _flatten(entries)
+    _write_arrays(file, {name.removeprefix("optimizer/"): array for name, array in arrays.items()}, values)
+
+
+def _write_rank(file: Path, entries: Mapping[str, Any]) -> None:
+    _write_arrays(file, *_flatten(entries))
+
+
+def read_model(file: Path) -> dict[str, Any]:
+    """The progress, and the arrays by name under "model". Raises: CheckpointError."""
+    arrays, progress = _read_safetensors(file) if is_safetensors(file) else _read_arrays(file)
+    return {**progress, "model": arrays}
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """The inverse of writing entries."""
+    arrays, entries = _read_arrays(file)
+    for path, array in sorted(arrays.items()):
+        entry, _, name = path.partition("/")
+        if entry in (SHARED, OWN):
+            entries.setdefault(entry, {}).setdefault(name.rpartition("/")[0], []).append(tf.constant(array))
+        elif entry in TENSORS:
+            entries.setdefault(entry, {})[name] = array
+        elif path == AVERAGED:
+            entries[path] = array
         else:
-            _write_arrays(file, model, progress)
-
-    def write_optimizer(self, file: Path, entries: Mapping[str, Any]) -> None:
-        arrays, values = _flatten(entries)
-        _write_arrays(file, {name.removeprefix(f"{OPTIMIZER}/"): array for name, array in arrays.items()}, values)
-
-    def write_rank(self, file: Path, entries: Mapping[str, Any]) -> None:
-        _write_arrays(file, *_flatten(entries))
-
-    def read_model(self, file: Path) -> dict[str, Any]:
-        arrays, progress = _read_safetensors(file) if is_safetensors(file) else _read_arrays(file)
-        return {**progress, "model": arrays}
-
-    def read(self, file: Path) -> dict[str, Any]:
-        arrays, entries = _read_arrays(file)
-        for path, array in sorted(arrays.items()):
-            entry, _, name = path.partition("/")
-            if path == AVERAGED:
-                entries[path] = array
-            elif entry in (SHARED, OWN):
-                lists = entries.setdefault(entry, {})
-                lists.setdefault(name.rpartition("/")[0], []).append(tf.constant(array))
-            elif entry in TENSORS:
-                entries.setdefault(entry, {})[name] = array
-            else:
-                entries.setdefault(OPTIMIZER, {})[path] = array
-        return entries
+            entries.setdefault("optimizer", {})[path] = array
+    return entries
 
 
 def _flatten(entries: Mapping[str, Any]) -> tuple[dict[str, Array], dict[str, Any]]:

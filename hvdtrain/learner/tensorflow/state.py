@@ -12,13 +12,13 @@ import numpy
 import tensorflow as tf
 
 from hvdtrain.data.types import Array
-from hvdtrain.learner.contents import OPTIMIZER, OPTIONS
+from hvdtrain.learner.contents import OPTIONS
 from hvdtrain.learner.model_state import Kind
 from hvdtrain.learner.optimizer import changed_options, option_texts
 from hvdtrain.learner.precision import LossScale
 from hvdtrain.learner.preload import MakeMissing, PreloadNames, Shapes, preload_values, shapes_of
 from hvdtrain.learner.state_base import StateBase
-from hvdtrain.learner.tensorflow.model_file import ArrayFormat
+from hvdtrain.learner.tensorflow.model_file import file_format, read_model
 from hvdtrain.learner.tensorflow.tensors import ModelVariables, array_of, assign, exchangeable, tensorflow_variable
 from hvdtrain.learner.weight_average import WeightAverageBase
 
@@ -34,7 +34,7 @@ class TensorFlowState(StateBase):
         scale: LossScale | None,
         model_format: str = "npz",
     ) -> None:
-        super().__init__(ArrayFormat(model_format), average, scale)
+        super().__init__(file_format(model_format), average, scale)
         self._variables = variables
         self._optimizer = optimizer
         options = {name: value for name, value in optimizer.get_config().items() if name not in ("name", "learning_rate")}
@@ -57,7 +57,7 @@ class TensorFlowState(StateBase):
     def preload(
         self, file: Path, entry: str | None, choose: Callable[[Shapes, Shapes], PreloadNames], make: MakeMissing | None
     ) -> tuple[list[str], list[str]]:
-        theirs = self._format.read_model(file)["model"]
+        theirs = read_model(file)["model"]
         inside = {name.removeprefix(f"{entry}/"): array for name, array in theirs.items() if name.startswith(f"{entry}/")}
         ours = self._variables.by_name
         values = preload_values(shapes_of(ours), inside or theirs, choose, make)
@@ -89,10 +89,10 @@ class TensorFlowState(StateBase):
         return type(self._optimizer).__name__
 
     def _optimizer_entries(self) -> dict[str, Any]:
-        return {OPTIMIZER: _arrays(self._optimizer_variables()), OPTIONS: self._options}
+        return {"optimizer": _arrays(self._optimizer_variables()), OPTIONS: self._options}
 
     def _set_optimizer(self, entries: Mapping[str, Any]) -> list[str]:
-        assign(self._optimizer_variables(), entries[OPTIMIZER])
+        assign(self._optimizer_variables(), entries["optimizer"])
         return list(changed_options(entries.get(OPTIONS, {}), self._options).values())
 
     def _optimizer_variables(self) -> list[tuple[str, Any]]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from hvdtrain.errors import ConfigError, DamagedCheckpoint
+from hvdtrain.learner.contents import FileFormat
 from hvdtrain.learner.integrity import write_checksum
 from hvdtrain.learner.model_format import FORMAT, PROGRESS, SAFETENSORS, header, is_safetensors, progress_of, reading, writing
 
@@ -30,27 +32,15 @@ def check_storable(model: torch.nn.Module, model_format: str) -> None:
         )
 
 
-class TorchFormat:
-    """`FileFormat` for PyTorch."""
+def file_format(device: torch.device, model_format: str) -> FileFormat:
+    """PyTorch's files.
 
-    def __init__(self, device: torch.device, model_format: str) -> None:
-        self._device = device
-        self._model_format = model_format
-
-    def write_model(self, file: Path, model: Mapping[str, Any], progress: Mapping[str, Any]) -> None:
-        write_model(file, model, progress, self._model_format)
-
-    def write_optimizer(self, file: Path, entries: Mapping[str, Any]) -> None:
-        write_file(file, entries)
-
-    def write_rank(self, file: Path, entries: Mapping[str, Any]) -> None:
-        write_file(file, entries)
-
-    def read_model(self, file: Path) -> dict[str, Any]:
-        return read_file(file, self._device)
-
-    def read(self, file: Path) -> dict[str, Any]:
-        return read_file(file, self._device)
+    Args:
+        device: where tensors are read to.
+        model_format: of the model's file: "pt" or "safetensors".
+    """
+    read = partial(read_file, device=device)
+    return FileFormat(partial(write_model, model_format=model_format), write_file, write_file, read, read)
 
 
 def write_model(path: Path, model: Mapping[str, torch.Tensor], progress: Mapping[str, Any], model_format: str) -> None:

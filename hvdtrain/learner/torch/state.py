@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 from hvdtrain.data.types import Array
-from hvdtrain.learner.contents import OPTIMIZER, OPTIMIZER_CLASS, OPTIONS, CheckpointContents
+from hvdtrain.learner.contents import OPTIMIZER_CLASS, OPTIONS, TRAINED, CheckpointContents
 from hvdtrain.learner.model_format import is_safetensors
 from hvdtrain.learner.model_state import Kind
 from hvdtrain.learner.optimizer import option_texts
 from hvdtrain.learner.precision import LossScale
 from hvdtrain.learner.preload import MakeMissing, PreloadNames, Shapes, preload_values, shapes_of
 from hvdtrain.learner.state_base import StateBase
-from hvdtrain.learner.torch.model_file import TorchFormat, place_of, read_file
+from hvdtrain.learner.torch.model_file import file_format, place_of, read_file
 from hvdtrain.learner.torch.optimizer import ShardedOptimizer, names_by_group
 from hvdtrain.learner.torch.optimizer_modes import OptimizerModes
 from hvdtrain.learner.torch.optimizer_state import OptimizerOptions, regrouped
@@ -50,7 +50,7 @@ class TorchState(StateBase):
         constants: frozenset[str],
         model_format: str = "pt",
     ) -> None:
-        super().__init__(TorchFormat(device, model_format), average, scale)
+        super().__init__(file_format(device, model_format), average, scale)
         self._model = model
         self._optimizer = optimizer
         self._device = device
@@ -87,10 +87,13 @@ class TorchState(StateBase):
 
     def contents(self, progress: Mapping[str, Any]) -> CheckpointContents:
         contents = super().contents(progress)
+        has_averages = TRAINED in contents.optimizer  # each under all names of its parameter
+        aliases = {name: contents.model[first] for name, first in self._first_names.items() if has_averages}
         # The order of the optimizer's parameters, by which RETURNN finds their state; then those that are not trained.
         trained_names = [name for group in self._names_by_group() for name in group]
         names = dict.fromkeys([*trained_names, *(name for name, _ in self._model.named_parameters())])
-        return replace(contents, optimizer={**contents.optimizer, NAMES: [name for name in names if name not in self._constants]})
+        stored_names = [name for name in names if name not in self._constants]
+        return replace(contents, model={**contents.model, **aliases}, optimizer={**contents.optimizer, NAMES: stored_names})
 
     def load(self, model_file: Path, optimizer_file: Path | None) -> dict[str, Any]:
         self._stored_names = None
@@ -129,21 +132,18 @@ class TorchState(StateBase):
                 if name in trained:
                     parameter.copy_(trained[name])
 
-    def _under_all_names(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {name: weights[first] for name, first in self._first_names.items()}
-
     def _optimizer_name(self) -> str:
         return self._optimizer.name if isinstance(self._optimizer, ShardedOptimizer) else type(self._optimizer).__name__
 
     def _optimizer_entries(self) -> dict[str, Any]:
         return {
-            OPTIMIZER: self._optimizer.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
             OPTIMIZER_CLASS: self._optimizer_name(),
             OPTIONS: self._options.texts(),
         }
 
     def _set_optimizer(self, entries: Mapping[str, Any]) -> list[str]:
-        stored, own = entries[OPTIMIZER], self._names_by_group()
+        stored, own = entries["optimizer"], self._names_by_group()
         self._stored_names = entries.get(NAMES, self._stored_names)  # a rank's file has none
         if not isinstance(stored, dict) or not {"state", "param_groups"} <= stored.keys():  # a class of the user's own
             self._optimizer.load_state_dict(stored)

@@ -102,13 +102,13 @@ class CheckpointFolder:
         """The checkpoint of a finished epoch, or with `step` of one under way, in any format; or as it would be written."""
         new = self.new(epoch, step)
         there = [suffix for suffix in self.model_suffixes if new.model_file_as(suffix).exists()]
-        return self._named(epoch, step, there[0]) if there else new
+        return self._checkpoint(epoch, step, there[0]) if there else new
 
     def new(self, epoch: int, step: int | None = None) -> Checkpoint:
         """A checkpoint to write, which may exist already."""
-        return self._named(epoch, step, self.model_suffixes[0])
+        return self._checkpoint(epoch, step, self.model_suffixes[0])
 
-    def _named(self, epoch: int, step: int | None, suffix: str) -> Checkpoint:
+    def _checkpoint(self, epoch: int, step: int | None, suffix: str) -> Checkpoint:
         name = f"{self.prefix.name}.{epoch:03d}" + ("" if step is None else f".step-{step}")
         return Checkpoint(epoch, self.prefix.with_name(name), self.suffix, step, None if suffix == self.suffix else suffix)
 
@@ -200,7 +200,7 @@ class CheckpointFolder:
         """Every complete checkpoint, oldest first."""
         matches = [self._pattern.fullmatch(path.name) for path in self._files()]
         models = [match for match in matches if match and match["model"]]
-        found = [self._named(int(one["epoch"]), int(one["step"]) if one["step"] else None, one["model"]) for one in models]
+        found = [self._checkpoint(int(one["epoch"]), int(one["step"]) if one["step"] else None, one["model"]) for one in models]
         in_order = self.model_suffixes[::-1]  # of a model in several formats, the one that `at` finds is the newest
         return sorted(found, key=lambda one: (one.age, in_order.index(one.model_suffix or one.suffix)))
 

@@ -259,17 +259,14 @@ def clean_up(checkpoints: CheckpointFolder, rule: CleanupRule, scores: Mapping[i
     removed = [epoch for epoch in epochs if epoch not in kept]
     if removed:
         log.info(f"We have stored models for epochs {_few(epochs)} and keep epochs {list(kept)}.")
-        log.info(f"Why they are kept: {'; '.join(f'{epoch}: {_listed(why)}' for epoch, why in kept.items())}.")
+        reasons = [f"{epoch}: {', '.join(why)}" for epoch, why in kept.items()]
+        log.info(f"Why they are kept: {'; '.join(reasons)}.")
         if rule.keep is None and any(why == [PATTERN] for why in kept.values()):
             log.info(
                 "The pattern is RETURNN's, where `keep` is not given; cleanup_old_models = {..., 'keep': []} keeps no others."
             )
         log.info(f"We will delete the models of epochs {removed}.")
         checkpoints.remove(checkpoints.at(epoch) for epoch in removed)
-
-
-def _listed(reasons: list[str]) -> str:
-    return ", ".join(reasons)
 
 
 def _few(epochs: list[int]) -> str:

@@ -166,7 +166,7 @@ class AccumulatedGradients:
 
     def zeros(self, exchange: Exchange) -> Accumulated:
         """The gradients of a rank that had no batch."""
-        return [packed(self._gradients.zeros(exchange))], tf.zeros([max(1, len(exchange.losses.names))], tf.float64)
+        return [pack(self._gradients.zeros(exchange))], tf.zeros([max(1, len(exchange.losses.names))], tf.float64)
 
     def specs(self, sets: int, exchange: Exchange) -> Any:
         """The types of accumulated gradients, for a function that takes them.
@@ -177,15 +177,15 @@ class AccumulatedGradients:
         return [self._gradients.specs(exchange) for _ in range(sets)], tf.TensorSpec([None], tf.float64)
 
 
-def combined(sets: Sequence[list[Any]], counts: tf.Tensor) -> list[Gradient]:
+def combine(sets: Sequence[list[Any]], counts: tf.Tensor) -> list[Gradient]:
     """One set of gradients from all: those of normalized losses are divided by their counts over all ranks. Part of a graph."""
-    gradients = unpacked(sets[0])
+    gradients = unpack(sets[0])
     for number, of_loss in enumerate(sets[1:]):
-        gradients = added(gradients, divided(unpacked(of_loss), tf.maximum(counts[number], TINY)))
+        gradients = add_sets(gradients, divide(unpack(of_loss), tf.maximum(counts[number], TINY)))
     return gradients
 
 
-def of_any_set(found: Sequence[Sequence[Any]]) -> list[Any]:
+def any_gradients(found: Sequence[Sequence[Any]]) -> list[Any]:
     """A gradient of each variable from any of the sets, a dense one if there is one; None if no set has any."""
 
     def of_one(gradients: Sequence[Any]) -> Any:
@@ -196,7 +196,7 @@ def of_any_set(found: Sequence[Sequence[Any]]) -> list[Any]:
     return [of_one(gradients) for gradients in zip(*found, strict=True)]
 
 
-def clipped(gradients: Sequence[Gradient], value: Any | None, global_norm: Any | None) -> tuple[list[Gradient], tf.Tensor]:
+def clip(gradients: Sequence[Gradient], value: Any | None, global_norm: Any | None) -> tuple[list[Gradient], tf.Tensor]:
     """Every element clipped to [-value, value]; then all gradients scaled down to `global_norm` if theirs is larger.
 
     Returns: the gradients, and their global norm before they were scaled; 0 without `global_norm`.
@@ -212,7 +212,7 @@ def clipped(gradients: Sequence[Gradient], value: Any | None, global_norm: Any |
     return changed, norm
 
 
-def noisy(gradients: Sequence[Gradient], deviation: Any, seeds: tf.Tensor) -> list[Gradient]:
+def add_noise(gradients: Sequence[Gradient], deviation: Any, seeds: tf.Tensor) -> list[Gradient]:
     """Noise from a normal distribution, truncated at two standard deviations, added to every element. If an embedding's gradient
     is sent as rows, it is added to these rows only.
 
@@ -227,12 +227,12 @@ def noisy(gradients: Sequence[Gradient], deviation: Any, seeds: tf.Tensor) -> li
     return [_map(gradient, lambda tensor, n=number: with_noise(tensor, n)) for number, gradient in enumerate(gradients)]
 
 
-def divided(gradients: Sequence[Gradient], divisor: Any) -> list[Gradient]:
+def divide(gradients: Sequence[Gradient], divisor: Any) -> list[Gradient]:
     """Every gradient divided by a number."""
     return [_map(gradient, lambda tensor: tensor / tf.cast(divisor, tensor.dtype)) for gradient in gradients]
 
 
-def added(one: Sequence[Gradient], other: Sequence[Gradient]) -> list[Gradient]:
+def add_sets(one: Sequence[Gradient], other: Sequence[Gradient]) -> list[Gradient]:
     """The sums of two sets of gradients."""
     return [_sum(first, second) for first, second in zip(one, other, strict=True)]
 
@@ -251,13 +251,13 @@ def for_optimizer(gradients: Sequence[Gradient], variables: Sequence[tf.Variable
     ]
 
 
-def packed(gradients: Sequence[Gradient]) -> list[Any]:
+def pack(gradients: Sequence[Gradient]) -> list[Any]:
     """Gradients as a graph can return them: `Rows` become pairs."""
     return [(gradient.values, gradient.indices) if isinstance(gradient, Rows) else gradient for gradient in gradients]
 
 
-def unpacked(gradients: Sequence[Any]) -> list[Gradient]:
-    """The inverse of `packed`."""
+def unpack(gradients: Sequence[Any]) -> list[Gradient]:
+    """The inverse of `pack`."""
     return [Rows(*gradient) if isinstance(gradient, tuple) else gradient for gradient in gradients]
 
 
@@ -282,5 +282,5 @@ def _wide(dtype: tf.DType) -> tf.DType:
 
 
 def _add_up(one: Accumulated, other: Accumulated) -> Accumulated:
-    sets = [added(unpacked(first), unpacked(second)) for first, second in zip(one[0], other[0], strict=True)]
-    return [packed(gradients) for gradients in sets], one[1] + other[1]
+    sets = [add_sets(unpack(first), unpack(second)) for first, second in zip(one[0], other[0], strict=True)]
+    return [pack(gradients) for gradients in sets], one[1] + other[1]

@@ -24,12 +24,12 @@ from hvdtrain.learner.precision import GradientCheck, LossScale
 from hvdtrain.learner.tensorflow.gradients import (
     Exchange,
     GraphGradients,
+    add_noise,
     are_finite,
-    clipped,
-    divided,
+    clip,
+    divide,
     for_optimizer,
-    noisy,
-    unpacked,
+    unpack,
 )
 from hvdtrain.learner.tensorflow.tensors import ModelVariables, tensorflow_variable
 
@@ -120,17 +120,17 @@ class UpdateGraph:
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """The graph: returns for each parameter whether its gradient is finite; shape (0,) if this is not checked. And the global
         norm of the gradients before clipping; 0 if they are not clipped by it."""
-        gradients = unpacked(reduced)
+        gradients = unpack(reduced)
         if divides:
-            gradients = divided(gradients, divisor)
+            gradients = divide(gradients, divisor)
         if self._scale is not None:
-            gradients = divided(gradients, scale)
+            gradients = divide(gradients, scale)
         finite = are_finite(gradients)
         own_scale = self._optimizer.scale_loss(tf.ones([]))  # of the config's optimizer, if it scales the loss itself
         if self._noise:
-            gradients = noisy(gradients, self._noise * own_scale, noise_seeds)
+            gradients = add_noise(gradients, self._noise * own_scale, noise_seeds)
         limits = (self._clipping.value, self._clipping.global_norm)
-        gradients, norm = clipped(gradients, *(None if limit is None else limit * own_scale for limit in limits))
+        gradients, norm = clip(gradients, *(None if limit is None else limit * own_scale for limit in limits))
         norm = tf.cast(norm, tf.float32) / own_scale
         self._optimizer.learning_rate = learning_rate
         updates = for_optimizer(gradients, self._variables)

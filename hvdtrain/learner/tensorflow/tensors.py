@@ -17,9 +17,9 @@ from keras.src.random.seed_generator import global_seed_generator  # where keras
 
 from hvdtrain.context import Loss
 from hvdtrain.data.types import Array
-from hvdtrain.learner.meter import minimized, nothing_to_minimize
+from hvdtrain.learner.meter import minimized_losses, nothing_to_minimize
 from hvdtrain.learner.model_state import Kind
-from hvdtrain.learner.precision import widened
+from hvdtrain.learner.precision import widen
 
 
 def zeros(count: int, local_rank: int) -> Any:
@@ -62,7 +62,7 @@ class TensorFlowData:
 
 def tensor_of(values: Array) -> tf.Tensor:
     """An array as a tensor, in a type that TensorFlow supports; strings as tf.string."""
-    return tf.constant(values.tolist(), tf.string) if values.dtype == object else tf.constant(widened(values))
+    return tf.constant(values.tolist(), tf.string) if values.dtype == object else tf.constant(widen(values))
 
 
 def specs_of(values: tf.Tensor) -> tuple[tf.TensorSpec, tf.TensorSpec]:
@@ -94,7 +94,7 @@ def count_of(loss: Loss) -> tf.Tensor:
 def terms_of(losses: Mapping[str, Loss]) -> dict[str, tf.Tensor]:
     """The minimized losses: their sums times their scales."""
     terms = {}
-    for name, loss in minimized(losses).items():
+    for name, loss in minimized_losses(losses).items():
         value = tf.convert_to_tensor(loss.value)
         terms[name] = tf.reduce_sum(tf.cast(value, tf.float32) if value.dtype.size < 4 else value) * loss.scale
     return terms
@@ -107,7 +107,7 @@ def total_of(losses: Mapping[str, Loss], divisors: Mapping[str, tf.Tensor]) -> t
         divisors: of the normalized losses, by name.
     """
     terms = terms_of(losses)
-    return _added([term / tf.cast(divisors[name], term.dtype) if name in divisors else term for name, term in terms.items()])
+    return _add_up([term / tf.cast(divisors[name], term.dtype) if name in divisors else term for name, term in terms.items()])
 
 
 def totals_of(losses: Mapping[str, Loss], apart: Sequence[str]) -> list[tf.Tensor]:
@@ -123,10 +123,10 @@ def totals_of(losses: Mapping[str, Loss], apart: Sequence[str]) -> list[tf.Tenso
     """
     terms = terms_of(losses)
     others = [term for name, term in terms.items() if name not in apart]
-    return [_added(others) if others or not apart else tf.zeros([]), *(terms[name] for name in apart)]
+    return [_add_up(others) if others or not apart else tf.zeros([]), *(terms[name] for name in apart)]
 
 
-def _added(terms: Sequence[tf.Tensor]) -> tf.Tensor:
+def _add_up(terms: Sequence[tf.Tensor]) -> tf.Tensor:
     if not terms:
         raise nothing_to_minimize()
     return tf.add_n([tf.cast(term, terms[0].dtype) for term in terms])

@@ -21,7 +21,7 @@ from hvdtrain.learner.state_base import StateBase
 from hvdtrain.learner.torch.model_file import file_format, place_of, read_file
 from hvdtrain.learner.torch.optimizer import ShardedOptimizer, names_by_group
 from hvdtrain.learner.torch.optimizer_modes import OptimizerModes
-from hvdtrain.learner.torch.optimizer_state import OptimizerOptions, regrouped
+from hvdtrain.learner.torch.optimizer_state import OptimizerOptions, regroup
 from hvdtrain.learner.torch.tensors import named_trained
 from hvdtrain.learner.torch.update import Optimizer
 from hvdtrain.learner.weight_average import WeightAverageBase
@@ -82,7 +82,7 @@ class TorchState(StateBase):
 
     def snapshot(self, progress: Mapping[str, Any]) -> CheckpointContents:
         contents = self.contents(progress)
-        model, optimizer = _copied((contents.model, contents.optimizer), {})
+        model, optimizer = _copy((contents.model, contents.optimizer), {})
         return replace(contents, model=model, optimizer=optimizer)
 
     def contents(self, progress: Mapping[str, Any]) -> CheckpointContents:
@@ -152,7 +152,7 @@ class TorchState(StateBase):
         before = [option_texts(group) for group in stored["param_groups"]] if texts is None else texts
         sources = [[place] * len(names) for place, names in enumerate(own)]
         if self._stored_names is not None and all(name for group in own for name in group):
-            stored, sources = regrouped(stored, self._stored_names, own)
+            stored, sources = regroup(stored, self._stored_names, own)
         of_each = [[before[source] if source < len(before) else {} for source in group] for group in sources]
         return self._options.load(stored, of_each, OPTIMIZER_CLASS in entries, own)
 
@@ -206,7 +206,7 @@ def preload(
     return list(ours), list(values)
 
 
-def _copied(state: Any, copies: dict[Any, torch.Tensor]) -> Any:
+def _copy(state: Any, copies: dict[Any, torch.Tensor]) -> Any:
     """A state dict with copies of its tensors, on the CPU. Tensors that share their memory share that of their copy.
 
     Args:
@@ -219,5 +219,5 @@ def _copied(state: Any, copies: dict[Any, torch.Tensor]) -> Any:
             copies[place] = state.detach().to("cpu", copy=True)
         return copies[place]
     if isinstance(state, dict):
-        return {key: _copied(value, copies) for key, value in state.items()}
-    return type(state)(_copied(value, copies) for value in state) if isinstance(state, (list, tuple)) else state
+        return {key: _copy(value, copies) for key, value in state.items()}
+    return type(state)(_copy(value, copies) for value in state) if isinstance(state, (list, tuple)) else state

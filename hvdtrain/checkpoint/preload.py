@@ -13,7 +13,7 @@ from typing import Any
 
 from hvdtrain.config.source import as_function
 from hvdtrain.errors import CheckpointError, ConfigError
-from hvdtrain.learner.preload import MakeMissing, PreloadFunction, PreloadNames, Shapes
+from hvdtrain.learner.preload import MakeMissing, PreloadFunction, PreloadNames, PreloadRequest, Shapes
 from hvdtrain.runtime import log
 
 
@@ -133,7 +133,7 @@ def take_over(preloads: Sequence[Preload], load: PreloadFunction) -> list[str]:
     lacking: list[tuple[Preload, list[str]]] = []
     for one in preloads:
         if one.filename is not None:
-            ours, own = load(Path(one.filename), one.checkpoint_key, one.choose, one.maker())
+            ours, own = load(PreloadRequest(Path(one.filename), one.checkpoint_key, one.choose, one.maker()))
             taken.update(own)
             lacking.append((one, one.missing(ours, own)))
     for one, names in lacking:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from hvdtrain.comm.base import Tensor
 from hvdtrain.errors import CheckpointError
@@ -32,28 +32,35 @@ MakeMissing = Callable[[str, tuple[int, ...], Mapping[str, Tensor]], Any]
 model. Returns None to leave the parameter as it is."""
 
 
-class PreloadFunction(Protocol):
-    """A state's `preload`, or a function that does the same before there is a learner."""
+@dataclass(frozen=True)
+class PreloadRequest:
+    """Which parameters and buffers to copy from a file.
 
-    def __call__(
-        self, file: Path, entry: str | None, choose: Callable[[Shapes, Shapes], PreloadNames], make: MakeMissing | None
-    ) -> tuple[list[str], list[str]]: ...
+    Attributes:
+        entry: take those in this entry of the file, if it has such an entry.
+        choose: gets our shapes and the file's by name; returns which of them belong together.
+        make: makes values for those of ours that are not in the file; None: they stay as they are.
+    """
+
+    file: Path
+    entry: str | None
+    choose: Callable[[Shapes, Shapes], PreloadNames]
+    make: MakeMissing | None = None
 
 
-def preload_values(
-    ours: Shapes,
-    theirs: Mapping[str, Tensor],
-    choose: Callable[[Shapes, Shapes], PreloadNames],
-    make: MakeMissing | None,
-) -> dict[str, Any]:
-    """The values of our tensors, by name, that `preload` takes from a file's, or that `make` makes. Raises: CheckpointError."""
-    names = choose(ours, shapes_of(theirs))
+PreloadFunction = Callable[[PreloadRequest], tuple[list[str], list[str]]]
+"""A state's `preload`, or a function that does the same before there is a learner."""
+
+
+def preload_values(request: PreloadRequest, ours: Shapes, theirs: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The values of our tensors, by name, that are taken from a file's, or made. Raises: CheckpointError."""
+    names = request.choose(ours, shapes_of(theirs))
     values = {name: theirs[source] for name, source in names.sources.items()}
-    if make is None:
+    if request.make is None:
         return values
     renamed = {name: theirs[source] for name, source in names.renamed.items()}
     for name in sorted(ours.keys() - values.keys()):
-        made = make(name, ours[name], renamed)
+        made = request.make(name, ours[name], renamed)
         if made is None:
             continue
         if tuple(made.shape) != ours[name]:

@@ -26,7 +26,7 @@ from hvdtrain.learner.contents import (
 from hvdtrain.learner.integrity import check_rank_file, check_same_save
 from hvdtrain.learner.model_state import Kind, StatePart
 from hvdtrain.learner.precision import LossScale
-from hvdtrain.learner.preload import MakeMissing, PreloadNames, Shapes
+from hvdtrain.learner.preload import PreloadRequest
 from hvdtrain.learner.weight_average import EvaluationWeights
 from hvdtrain.runtime import log
 
@@ -131,19 +131,11 @@ class StateBase(ABC):
         return stored
 
     @abstractmethod
-    def preload(
-        self, file: Path, entry: str | None, choose: Callable[[Shapes, Shapes], PreloadNames], make: MakeMissing | None
-    ) -> tuple[list[str], list[str]]:
-        """Copy parameters and buffers from a file, or from one entry of it if it has such an entry.
-
-        Args:
-            choose: gets our shapes and the file's by name; returns which of them belong together.
-            make: makes values for those of ours that are not in the file; None: they stay as they are.
-
-        Returns: the names of all our parameters and buffers, and of those that were set.
+    def preload(self, request: PreloadRequest) -> tuple[list[str], list[str]]:
+        """Copy parameters and buffers from a file. Returns the names of all of ours, and of those that were set.
 
         Raises:
-            CheckpointError: the file cannot be read, or `make` returned values of another shape.
+            CheckpointError: the file cannot be read, or values of another shape were made.
         """
 
     def rank_contents(self, parts: Sequence[StatePart], marks: Marks = NO_MARKS) -> RankContents:

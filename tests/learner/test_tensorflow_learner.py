@@ -15,7 +15,7 @@ from hvdtrain.data.types import Batch, Padded
 from hvdtrain.errors import CheckpointError, ConfigError, TrainingError
 from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.learner.frameworks import BuildOptions
-from hvdtrain.learner.preload import PreloadNames
+from hvdtrain.learner.preload import PreloadNames, PreloadRequest
 from hvdtrain.learner.reducer import GradientExchange
 from hvdtrain.learner.tensorflow.learner import TensorFlowLearner, build_learner
 from hvdtrain.learner.tensorflow.tensors import variables_of
@@ -417,9 +417,10 @@ def test_a_rank_saves_what_it_has_of_its_own_and_takes_over_from_other_files(tmp
         one.update(0.1)
     assert numpy.array_equal(kernel(made), kernel(again))
     numpy.savez(tmp_path / "theirs.npz", weight=numpy.array([[3.0], [4.0]], numpy.float32))
-    found = again.state.preload(
-        tmp_path / "theirs.npz", "model", lambda ours, theirs: PreloadNames(dict(zip(ours, theirs, strict=True)), {}), None
+    in_order = PreloadRequest(
+        tmp_path / "theirs.npz", "model", lambda ours, theirs: PreloadNames(dict(zip(ours, theirs, strict=True)), {})
     )
+    found = again.state.preload(in_order)
     assert found[0] == found[1] == list(again.variables.by_name)
     assert kernel(again).tolist() == [[3.0], [4.0]]
     assert [float(number) for number in again.numbers([1.0, 0.5])] == [1.0, 0.5]

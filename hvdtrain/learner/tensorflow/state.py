@@ -4,7 +4,6 @@ weights."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -16,7 +15,7 @@ from hvdtrain.learner.contents import OPTIONS
 from hvdtrain.learner.model_state import Kind
 from hvdtrain.learner.optimizer import changed_options, option_texts
 from hvdtrain.learner.precision import LossScale
-from hvdtrain.learner.preload import MakeMissing, PreloadNames, Shapes, preload_values, shapes_of
+from hvdtrain.learner.preload import PreloadRequest, preload_values, shapes_of
 from hvdtrain.learner.state_base import StateBase
 from hvdtrain.learner.tensorflow.model_file import file_format, read_model
 from hvdtrain.learner.tensorflow.tensors import ModelVariables, array_of, assign, exchangeable, tensorflow_variable
@@ -54,13 +53,11 @@ class TensorFlowState(StateBase):
         for name, variable in (*self._variables.named("parameters"), *self._variables.named("frozen")):
             yield name, array_of(variable).astype(numpy.float32)
 
-    def preload(
-        self, file: Path, entry: str | None, choose: Callable[[Shapes, Shapes], PreloadNames], make: MakeMissing | None
-    ) -> tuple[list[str], list[str]]:
-        theirs = read_model(file)["model"]
-        inside = {name.removeprefix(f"{entry}/"): array for name, array in theirs.items() if name.startswith(f"{entry}/")}
+    def preload(self, request: PreloadRequest) -> tuple[list[str], list[str]]:
+        theirs, prefix = read_model(request.file)["model"], f"{request.entry}/"
+        inside = {name.removeprefix(prefix): array for name, array in theirs.items() if name.startswith(prefix)}
         ours = self._variables.by_name
-        values = preload_values(shapes_of(ours), inside or theirs, choose, make)
+        values = preload_values(request, shapes_of(ours), inside or theirs)
         assign([(name, ours[name]) for name in values], {name: numpy.asarray(value) for name, value in values.items()})
         if self._average is not None:
             self._average.adopt(values.keys())

@@ -16,7 +16,7 @@ from hvdtrain.learner.model_format import is_safetensors
 from hvdtrain.learner.model_state import Kind
 from hvdtrain.learner.optimizer import option_texts
 from hvdtrain.learner.precision import LossScale
-from hvdtrain.learner.preload import MakeMissing, PreloadNames, Shapes, preload_values, shapes_of
+from hvdtrain.learner.preload import PreloadRequest, preload_values, shapes_of
 from hvdtrain.learner.state_base import StateBase
 from hvdtrain.learner.torch.model_file import file_format, place_of, read_file
 from hvdtrain.learner.torch.optimizer import ShardedOptimizer, names_by_group
@@ -99,10 +99,8 @@ class TorchState(StateBase):
         self._stored_names = None
         return super().load(model_file, optimizer_file)
 
-    def preload(
-        self, file: Path, entry: str | None, choose: Callable[[Shapes, Shapes], PreloadNames], make: MakeMissing | None
-    ) -> tuple[list[str], list[str]]:
-        ours, taken = preload(self._model_tensors(), self._device, file, entry, choose, make)
+    def preload(self, request: PreloadRequest) -> tuple[list[str], list[str]]:
+        ours, taken = preload(self._model_tensors(), self._device, request)
         if self._average is not None:
             self._average.adopt({self._first_names[name] for name in taken if name in self._first_names})
         return ours, taken
@@ -184,22 +182,14 @@ class WeightAverage(WeightAverageBase):
             parameter.data, self._others[name] = self._others[name], parameter.data
 
 
-def preload(
-    ours: dict[str, torch.Tensor],
-    device: torch.device,
-    file: Path,
-    entry: str | None,
-    choose: Callable[[Shapes, Shapes], PreloadNames],
-    make: MakeMissing | None,
-) -> tuple[list[str], list[str]]:
+def preload(ours: dict[str, torch.Tensor], device: torch.device, request: PreloadRequest) -> tuple[list[str], list[str]]:
     """Like `StateBase.preload`, into tensors by name that share their memory with a model's."""
-    contents = read_file(file, device)
-    if is_safetensors(file):
-        contents = contents["model"]
-    elif entry is not None and isinstance(contents.get(entry), dict):
+    contents = read_file(request.file, device)
+    entry = "model" if is_safetensors(request.file) else request.entry
+    if entry is not None and isinstance(contents.get(entry), dict):
         contents = contents[entry]
     theirs = {name: tensor for name, tensor in contents.items() if isinstance(tensor, torch.Tensor)}
-    values = preload_values(shapes_of(ours), theirs, choose, make)
+    values = preload_values(request, shapes_of(ours), theirs)
     with torch.no_grad():
         for name, value in values.items():
             ours[name].copy_(value)

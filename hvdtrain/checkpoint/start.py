@@ -44,10 +44,10 @@ def start_of_training(keys: StartKeys, folder: CheckpointFolder) -> Start:
     if keys.start_epoch != "auto" and keys.start_epoch > 1:
         if keys.load is not None:
             return Start(model_file=model_file(keys, folder), epoch=keys.start_epoch - 1)
-        return Start(_existing(folder.at(keys.start_epoch - 1)))
+        return Start(_require_complete(folder.at(keys.start_epoch - 1)))
     if newest is not None and keys.start_epoch == "auto":
         if keys.load is None and keys.load_epoch is not None:
-            return Start(_existing(folder.at(_epoch(keys.load_epoch, folder.folder))))
+            return Start(_require_complete(folder.at(_epoch(keys.load_epoch, folder.folder))))
         ignored = [name for name in ("load", "import_model_train_epoch1") if getattr(keys, name) is not None]
         return Start(newest, remark=f"{' and '.join(ignored)}: ignored, as there is a checkpoint already" if ignored else None)
     if newest is None and keys.start_epoch == "auto":
@@ -107,7 +107,7 @@ def _epoch(wanted: int | Literal["best"], folder: Path) -> int:
     return best_epoch(folder) if wanted == "best" else wanted
 
 
-def _existing(checkpoint: Checkpoint) -> Checkpoint:
+def _require_complete(checkpoint: Checkpoint) -> Checkpoint:
     for file in (checkpoint.model_file, checkpoint.optimizer_file):
         if not file.exists():
             raise CheckpointError(

@@ -20,7 +20,8 @@ from hvdtrain.errors import LaunchError
 from hvdtrain.learner.precision import FLOAT32, Precision
 
 if TYPE_CHECKING:
-    from hvdtrain.learner.base import Learner, LearnerKeys, PreloadFunction, Profiler
+    from hvdtrain.learner.base import Learner, LearnerKeys, Profiler
+    from hvdtrain.learner.preload import PreloadFunction
     from hvdtrain.learner.reducer import GradientExchange
 
 Feature = Literal["torch.distributed", "constant parameters", "powersgd", "elastic Horovod"]

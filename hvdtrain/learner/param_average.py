@@ -13,8 +13,9 @@ from typing import Any
 
 from hvdtrain.comm.base import Communicator
 from hvdtrain.config.keys import ALONE, Sections, key, not_negative, positive
-from hvdtrain.learner.base import Kind, LearnerKeys, ModelState, StatePart
+from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.learner.compression import CompressionKeys, GradientCompressor, change_compressor
+from hvdtrain.learner.model_state import Kind, ModelState, StatePart
 from hvdtrain.learner.param_sync import ANCHOR, OuterOptimizer, ParamSync, SyncBucket, make_outer
 from hvdtrain.learner.reducer import (
     Average,

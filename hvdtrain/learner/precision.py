@@ -31,7 +31,7 @@ WIDER = {"uint16": "int32", "uint32": "int64"}
 """Types that frameworks hardly support, and those that replace them."""
 
 
-def widened(values: Array) -> Array:
+def widen(values: Array) -> Array:
     """The same values in a type that frameworks support."""
     wider = WIDER.get(values.dtype.name)
     return values if wider is None else values.astype(wider)

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from hvdtrain.comm.base import Communicator, Op
 from hvdtrain.config.keys import ALONE, Section, Sections, declared, key, one_of
-from hvdtrain.learner.base import LearnerKeys, ModelState, StatePart
+from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.learner.compression import COMPRESSIONS, CompressionKeys, GradientCompressor, gradient_compressor
+from hvdtrain.learner.model_state import ModelState, StatePart
 from hvdtrain.learner.param_average import ParamAverage, ParamAverageKeys
 from hvdtrain.learner.precision import PrecisionKeys
 from hvdtrain.learner.reducer import (

@@ -331,9 +331,10 @@ def _memory_lines(session: Session) -> list[str]:
     lines += [f"estimate: memory of the GPU: {_largest(devices)}"] if devices else []
     learner.state.gather_state()
     if comm.rank == 0:
-        model, *others = map(num_bytes, learner.state.snapshot())
-        whole = size_text(model + sum(others))
-        lines.append(f"estimate: checkpoint: {whole}: model {size_text(model)}, optimizer {size_text(sum(others))}")
+        contents = learner.state.snapshot({})
+        model, optimizer = num_bytes(contents.model), num_bytes(contents.optimizer)
+        whole = size_text(model + optimizer)
+        lines.append(f"estimate: checkpoint: {whole}: model {size_text(model)}, optimizer {size_text(optimizer)}")
     return lines
 
 

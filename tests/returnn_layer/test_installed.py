@@ -12,7 +12,7 @@ from returnn.tensor import Tensor
 
 from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.learner.torch.optimizer import make_optimizer
-from hvdtrain.learner.torch.optimizer_state import regrouped
+from hvdtrain.learner.torch.optimizer_state import regroup
 from hvdtrain.returnn_layer.imports import Installed
 from hvdtrain.run import train
 from hvdtrain.settings import Settings, read_settings
@@ -250,16 +250,16 @@ def test_a_state_in_another_order_is_put_into_ours() -> None:
         "param_groups": [{"params": [0, 1, 2], "eps": 1}, {"params": [], "eps": 2}, {"params": [3], "eps": 3}],
     }
     names = ["a", "b", "c", "d"]
-    ours, sources = regrouped(stored, names, [["c", "a"], ["d"]])
+    ours, sources = regroup(stored, names, [["c", "a"], ["d"]])
     assert ours == {
         "state": {1: "of a", 0: "of c", 2: "of d"},
         "param_groups": [{"params": [0, 1], "eps": 1}, {"params": [2], "eps": 3}],
     }
     assert sources == [[0, 0], [2]]
-    moved, _ = regrouped(stored, names, [["d", "c", "a"]])
+    moved, _ = regroup(stored, names, [["d", "c", "a"]])
     assert moved == {"state": {0: "of d", 1: "of c", 2: "of a"}, "param_groups": [{"params": [0, 1, 2], "eps": 3}]}
     with pytest.raises(ValueError, match="expected that of all trained parameters, got none for e"):
-        regrouped(stored, names, [["c", "a", "b", "e"], ["d"]])
+        regroup(stored, names, [["c", "a", "b", "e"], ["d"]])
 
 
 def test_a_batch_dim_of_the_configs_own(tmp_path: Path) -> None:

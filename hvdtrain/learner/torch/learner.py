@@ -49,7 +49,7 @@ from hvdtrain.learner.torch.optimizer import ShardedOptimizer, make_optimizer
 from hvdtrain.learner.torch.optimizer_modes import OptimizerModes, check_modes, has_modes
 from hvdtrain.learner.torch.state import TorchState, WeightAverage, preload
 from hvdtrain.learner.torch.sync_batch_norm import Exchange, synchronize
-from hvdtrain.learner.torch.tensors import CudaStaging, array_of, await_copy, extern_data_of, numbers_of, trained_of
+from hvdtrain.learner.torch.tensors import CudaStaging, array_of, await_copy, extern_data_of, named_trained, numbers_of
 from hvdtrain.learner.torch.update import DeviceSkips, GradientNoise, Optimizer, Update
 from hvdtrain.runtime.timer import CpuClock
 
@@ -254,10 +254,11 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
     on_gpu = device.type == "cuda"
     on_device = DeviceSkips(check, scale, device) if on_gpu and options.sharded is None else None
     whole = make_optimizer(keys.optimizer, model, fused=check.is_needed and on_device is not None)
-    trained = trained_of(model)
+    trained = named_trained(model)
+    parameters = list(trained.values())
     optimizer: Optimizer = whole if options.sharded is None else ShardedOptimizer(whole, options.sharded)
-    owners = optimizer.owners(trained) if isinstance(optimizer, ShardedOptimizer) else None
-    gradients = Gradients(trained, gradient_exchange, device, options.bucket_bytes(on_gpu), owners)
+    owners = optimizer.owners(parameters) if isinstance(optimizer, ShardedOptimizer) else None
+    gradients = Gradients(parameters, gradient_exchange, device, options.bucket_bytes(on_gpu), owners)
     noise = GradientNoise(lambda: (options.seed, None if are_reduced() else options.rank), device)
     checkpoint_activations(model, keys.checkpoint_modules)
     watch = compile_model(model, keys.torch_compile)

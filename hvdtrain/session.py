@@ -157,10 +157,10 @@ def _open(settings: Settings, purpose: Purpose, comm: Communicator, watched: Exi
         stack.enter_context(interrupt)
     if purpose != "measure":
         together(comm, lambda: open_log(settings.log, comm.rank, comm.size, settings.process), name="open_log")
-        for message in (*settings.misspelt, *settings.misplaced):
+        for message in (*settings.warnings, *settings.misplaced):
             log.warning(message)
-        if settings.without_effect:
-            log.info(f"RETURNN reads from a config, and hvdtrain does not: {', '.join(settings.without_effect)}")
+        for message in settings.notes:
+            log.info(message)
     if purpose in ("train", "dry_run"):
         together(comm, lambda: settings.trackers.require_packages() if comm.rank == 0 else None, name="packages")
     if purpose == "train":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from numbers import Number
 from types import ModuleType
 from typing import Any
@@ -102,16 +102,6 @@ They are the arguments of `config.value("...")`, `config.typed_value("...")`, `c
 `typed_dict["..."]`, in the sources of RETURNN 1.20261022 (`tools/returnn_keys.py` prints them), without hvdtrain's own keys,
 the tables above, and behavior_version and rf_*, which concern nothing but returnn.frontend.
 """
-
-
-HOOKS = "load_model_post_hooks"
-
-
-def with_hooks(values: dict[str, Any], wrapped: Callable[[Any], Any]) -> None:
-    """Wrap the functions in `load_model_post_hooks`."""
-    hooks = values.get(HOOKS)
-    if isinstance(hooks, (list, tuple)):
-        values[HOOKS] = [wrapped(hook) if callable(hook) else hook for hook in hooks]
 
 
 def is_no_op(name: str, value: Any) -> bool:

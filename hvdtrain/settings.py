@@ -29,7 +29,7 @@ from hvdtrain.config.keys import (
     signature_error,
     spellings,
 )
-from hvdtrain.config.source import COMMAND_LINE, OVERRIDING, Config, Source, load
+from hvdtrain.config.source import COMMAND_LINE, Config, Source, load
 from hvdtrain.data.copies import CopyKeys
 from hvdtrain.data.keys import DataKeys, DatasetSpec
 from hvdtrain.data.kinds import KINDS

@@ -78,9 +78,8 @@ def _misspelt(source: Source, keys: Collection[str]) -> dict[str, str]:
     known = {*keys, *ALIASES, *UNSUPPORTED, *READ_BY_RETURNN}
     found = {}
     for name, value in source.values.items():
-        origin = source.origins[name]
-        if name in known or origin in OVERRIDING or is_no_key(name, value):
+        if name in known or is_no_key(name, value) or source.origins[name] in OVERRIDING:
             continue
         if match := closest(name, keys):
-            found[name] = f"{name} in {origin}: neither RETURNN nor hvdtrain reads it (did you mean {match}?)"
+            found[name] = f"{name} in {source.origins[name]}: neither RETURNN nor hvdtrain reads it (did you mean {match}?)"
     return found

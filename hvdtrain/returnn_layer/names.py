@@ -43,6 +43,23 @@ UNSUPPORTED = {
 }
 """Keys of RETURNN that are refused, as ignoring them would change the training, with what to do instead."""
 
+TORCH_DISTRIBUTED = {
+    "class": "gradients are reduced without a wrapper around the model",
+    "options": "gradients are reduced without a wrapper around the model",
+    "sync_on_cpu": "backend 'gloo' averages on the CPU",
+    "sync": "set reduce_type, param_sync_step and what belongs to them",
+    "sync_optimizer_state": "every rank keeps the state of its own optimizer",
+    "sync_at_epoch_end": "the ranks always have the same parameters at the end of an epoch",
+    "sync_complete_frac": "every rank knows how many steps an epoch has",
+}
+"""Entries of the dict torch_distributed that RETURNN has and hvdtrain has no use for, with the reason."""
+
+OF_THE_WRAPPER = (
+    "find_unused_parameters", "static_graph", "bucket_cap_mb", "gradient_as_bucket_view", "broadcast_buffers", "check_reduction",
+)  # fmt: skip
+"""Arguments of torch's DistributedDataParallel in the entry `options` that do not change gradients: there is no wrapper to take
+them."""
+
 NO_OPS: dict[str, tuple[Any, ...]] = {"window": (1,), "context_window": (1,), "default_float_dtype": ("float32",)}
 """Values of unsupported keys that ask for nothing, beside None, False, 0, '' and empty lists and dicts."""
 

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from hvdtrain.config.check import closest, is_no_key
 from hvdtrain.config.source import OVERRIDING, Source
 from hvdtrain.returnn_layer.imports import WatchedImports
-from hvdtrain.returnn_layer.names import ALIASES, BY_VALUES, READ_BY_RETURNN, UNSUPPORTED, is_no_op, without_effect
+from hvdtrain.returnn_layer.names import (
+    ALIASES,
+    BY_VALUES,
+    OF_THE_WRAPPER,
+    READ_BY_RETURNN,
+    TORCH_DISTRIBUTED,
+    UNSUPPORTED,
+    is_no_op,
+    without_effect,
+)
 from hvdtrain.returnn_layer.values import ignored_by_returnn, understood
 
 Value = TypeVar("Value")
@@ -35,13 +44,16 @@ def translate(source: Source, imports: WatchedImports, keys: Collection[str], bo
     origins = translated_names({name: source.origins[name] for name in by_origin})
     values = translated_names({name: source.values[name] for name in by_origin})
     values, remarks = understood(values, origins, booleans, for_returnn=source.is_foreign)
+    in_dict: list[str] = []
+    if isinstance(values.get("torch_distributed"), dict):
+        values["torch_distributed"], in_dict = _torch_distributed(values["torch_distributed"])
     ignored = ignored_by_returnn(values) if source.is_foreign else ()
     translated = replace(source, values=values, origins=origins)
     misspelt = _misspelt(translated, keys) if source.is_foreign else {}
     told = [*without_effect(source.values), *ignored]
     return replace(
         translated,
-        problems=(*source.problems, *_refused(translated, ignored), *_duplicates(source)),
+        problems=(*source.problems, *_refused(translated, ignored), *_duplicates(source), *in_dict),
         foreign_names=READ_BY_RETURNN.union(BY_VALUES, UNSUPPORTED, misspelt),
         warnings=(*misspelt.values(), *remarks),
         notes=(f"RETURNN reads from a config, and hvdtrain does not: {', '.join(told)}",) if told else (),
@@ -56,6 +68,18 @@ def _with_wrapped_functions(source: Source, imports: WatchedImports) -> Source:
     from hvdtrain.returnn_layer.steps import adapted  # here, as it imports RETURNN
 
     return replace(adapted(source, imports), is_foreign=True)
+
+
+def _torch_distributed(entries: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The dict's entries that are hvdtrain's, and the problems with RETURNN's."""
+    options = entries.get("options")
+    is_without_effect = isinstance(options, dict) and all(name in OF_THE_WRAPPER for name in options)
+    kept = {name: value for name, value in entries.items() if name not in TORCH_DISTRIBUTED}
+    return kept, [
+        f"torch_distributed.{name}: RETURNN's entry is not needed here ({reason})"
+        for name, reason in TORCH_DISTRIBUTED.items()
+        if name in entries and not (name == "options" and is_without_effect)
+    ]
 
 
 def _refused(source: Source, ignored: Collection[str]) -> Iterator[str]:

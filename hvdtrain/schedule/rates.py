@@ -1,6 +1,6 @@
 """The learning rate of an epoch: from a list, or computed by `learning_rate_control` from the epochs before.
 
-Newbob lets it decay when the error stagnates, in all variants of RETURNN's rule.
+Newbob lets it decay when the error stagnates, in all variants of the rule.
 """
 
 from __future__ import annotations

@@ -338,11 +338,11 @@ class CleanupRule:
 
 
 PATTERN = "pattern"
-"""Why an epoch is kept that RETURNN's default for `keep` contains."""
+"""Why an epoch is kept that the default of `keep` contains."""
 
 
 def _default_pattern(last: int) -> set[int]:
-    """The epochs up to `last` that are kept by default, as in RETURNN: multiples of a number, and another times powers of 2."""
+    """The epochs up to `last` that are kept by default: multiples of a number, and another times powers of 2."""
     if last <= 10:
         every, doubled = 4, 5
     elif last <= 50:

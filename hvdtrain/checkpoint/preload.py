@@ -19,7 +19,7 @@ from hvdtrain.runtime import log
 
 @dataclass(frozen=True)
 class Preload:
-    """One entry of the key `preload_from_files`, with the same meaning as in RETURNN.
+    """One entry of the key `preload_from_files`.
 
     Attributes:
         filename: the file, from which only tensors are read: no code in it is run. None: no file; parameters of ours that start
@@ -146,7 +146,7 @@ def take_over(preloads: Sequence[Preload], load: PreloadFunction) -> list[str]:
 def parse_preloads(value: Mapping[str, Any]) -> list[Preload]:
     """Parse the key `preload_from_files`, a dict of dicts, into the order in which to load the files.
 
-    If several files have the same parameter, the alphabetically first name is loaded last and wins, as in RETURNN.
+    If several files have the same parameter, the alphabetically first name is loaded last and wins.
 
     Raises:
         ConfigError: with all problems.

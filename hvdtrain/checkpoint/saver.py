@@ -260,9 +260,7 @@ def clean_up(checkpoints: CheckpointFolder, rule: CleanupRule, scores: Mapping[i
         reasons = [f"{epoch}: {', '.join(why)}" for epoch, why in kept.items()]
         log.info(f"Why they are kept: {'; '.join(reasons)}.")
         if rule.keep is None and any(why == [PATTERN] for why in kept.values()):
-            log.info(
-                "The pattern is RETURNN's, where `keep` is not given; cleanup_old_models = {..., 'keep': []} keeps no others."
-            )
+            log.info("The pattern is the default of `keep`; cleanup_old_models = {..., 'keep': []} keeps no others.")
         log.info(f"We will delete the models of epochs {removed}.")
         checkpoints.remove(checkpoints.at(epoch) for epoch in removed)
 

@@ -39,7 +39,7 @@ class Start:
 
 
 def start_of_training(keys: StartKeys, folder: CheckpointFolder) -> Start:
-    """What to load for a training, by RETURNN's rules. Raises: CheckpointError."""
+    """What to load for a training. Raises: CheckpointError."""
     newest = folder.newest()
     if keys.start_epoch != "auto" and keys.start_epoch > 1:
         if keys.load is not None:

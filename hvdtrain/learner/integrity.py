@@ -22,7 +22,7 @@ from typing import Any
 from hvdtrain.errors import DamagedCheckpoint
 
 SAVE_ID = "save_id"
-"""An entry of all files of a checkpoint, drawn anew for every one. Earlier releases and RETURNN have none."""
+"""An entry of all files of a checkpoint, drawn anew for every one. Earlier releases and other programs have none."""
 
 CHECKSUM = "hvdtrain_checksum"
 """The name of the checksum, eight hexadecimal digits, in the header of a safetensors file and in the comment of an archive."""

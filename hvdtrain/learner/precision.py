@@ -44,7 +44,7 @@ class PrecisionKeys(Section):
     mixed_precision: str | dict[str, Any] | None = key(
         None,
         "compute in half precision, with parameters in float32: 'bfloat16', 'float16', or a dict of dtype and grad_scaler "
-        "(with PyTorch torch.autocast, with TensorFlow the policy of Keras layers; RETURNN's torch_amp)",
+        "(with PyTorch torch.autocast, with TensorFlow the policy of Keras layers)",
     )
     grad_scaler: str | dict[str, Any] | None = key(
         "auto",

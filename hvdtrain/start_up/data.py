@@ -109,7 +109,7 @@ def open_feeds(
 
 
 LIMITS_OF_LENGTHS = ("max_seq_length", "min_seq_length", "max_pad_size")
-"""Keys with limits by data key, which hold for the data keys that a dataset has, as in RETURNN. A limit of a batch that holds for
+"""Keys with limits by data key, which hold for the data keys that a dataset has. A limit of a batch that holds for
 none would make batches of any size."""
 
 

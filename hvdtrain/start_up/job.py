@@ -164,10 +164,10 @@ def _open(settings: Settings, purpose: Purpose, comm: Communicator, watched: Exi
 
 def _log_keys(settings: Settings) -> None:
     """Log which keys of the config are not used as they may be meant."""
-    for message in (*settings.misspelt, *settings.misplaced):
+    for message in (*settings.warnings, *settings.misplaced):
         log.warning(message)
-    if settings.without_effect:
-        log.info(f"RETURNN reads from a config, and hvdtrain does not: {', '.join(settings.without_effect)}")
+    for message in settings.notes:
+        log.info(message)
 
 
 def _watchdog(settings: Settings, purpose: Purpose, comm: Communicator) -> Watchdog:

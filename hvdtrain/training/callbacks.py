@@ -119,9 +119,9 @@ NO_CALLBACKS = Callbacks()
 
 
 class EpochFunctions:
-    """RETURNN's hooks `epoch_start` and `epoch_end` as a callback.
+    """The functions `epoch_start` and `epoch_end` as a callback.
 
-    They are called, as by RETURNN, around the training part of an epoch, with dataset_name 'train', and around each evaluation.
+    They are called around the training part of an epoch, with dataset_name 'train', and around each evaluation.
     """
 
     def __init__(self, start: Callable[..., Any] | None, end: Callable[..., Any] | None) -> None:
@@ -164,12 +164,12 @@ class CallbackKeys(Section):
     )
     epoch_start: Callable[..., Any] | str | None = key(
         None,
-        "RETURNN's hook: function {signature}, called before an epoch's training and evaluations",
+        "function {signature}, called before an epoch's training and evaluations",
         signature="*, epoch, step, model, dataset_name, **_",
     )
     epoch_end: Callable[..., Any] | str | None = key(
         None,
-        "RETURNN's hook: function {signature}, called after an epoch's training and evaluations",
+        "function {signature}, called after an epoch's training and evaluations",
         signature="*, epoch, step, model, dataset_name, **_",
     )
 

@@ -136,7 +136,7 @@ IMPLEMENTATIONS = {"fused", "foreach", "capturable", "differentiable"}
 """Options of torch.optim's classes that choose or exclude an implementation."""
 
 DEFAULT_RULE = DecayRule((torch.nn.LayerNorm, torch.nn.GroupNorm, torch.nn.Embedding))
-"""The parameters of these modules do not decay, nor do biases. (RETURNN's default, and GroupNorm.)"""
+"""The parameters of these modules do not decay, nor do biases."""
 
 CUSTOM = "param_groups_custom"
 MULTIPLIER = "learning_rate_multiplier"

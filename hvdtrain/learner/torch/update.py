@@ -275,7 +275,7 @@ MAX_DEVIATIONS = 2.0
 class GradientNoise:
     """Adds noise from a truncated normal distribution to every element of the gradients.
 
-    (After Neelakantan et al., 2015; truncated and with a constant deviation as in RETURNN.) It has its own generator, so that
+    (After Neelakantan et al., 2015; truncated and with a constant deviation.) It has its own generator, so that
     dropout draws the same numbers with noise as without.
 
     Args:

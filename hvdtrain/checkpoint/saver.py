@@ -93,8 +93,12 @@ class Saver:
         marks = {SAVE_ID: gathered[0][1]}
         if parts:
             on_rank_zero(self._comm, lambda: self._checkpoints.prepare(target), name="prepare_save")
-            file, contents = target.rank_file(self._comm.rank, self._comm.size), self._state.rank_contents(parts, marks)
-            together(self._comm, lambda: self._checkpoints.write_rank(file, contents), name="save_own")
+            file = target.rank_file(self._comm.rank, self._comm.size)
+            together(
+                self._comm,
+                lambda: self._checkpoints.write_rank(file, self._state.rank_contents(parts, marks)),
+                name="save_own",
+            )
         entries = {
             **progress.state(),
             **marks,

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from launching import ROOT
 
+from hvdtrain.learner.frameworks import FRAMEWORKS
+
 PACKAGE = ROOT / "hvdtrain"
 LEVELS, ROOT_FILES = 9, 11
 
@@ -115,6 +117,19 @@ def test_a_package_is_imported_in_its_places_only(package: str) -> None:
     for place, imported in imports_of_files().items():
         if package in {name.split(".")[0] for name in imported}:
             assert any(fnmatch(place, allowed) for allowed in PLACES[package]), f"{place} imports {package}"
+
+
+def test_only_returnns_layer_compares_the_backend_with_a_name() -> None:
+    comparing = set()
+    for place, tree in sources().items():
+        for node in ast.walk(tree):
+            sides = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
+            names = {one.value for one in sides if isinstance(one, ast.Constant)} & FRAMEWORKS.keys()
+            asks = any(word in ast.unparse(node) for word in ("backend", "framework"))
+            if names and asks and not place.startswith("learner/tensorflow/"):  # which asks for Keras' own
+                comparing.add(place)
+    horovods = {"doctor/horovod_recipe.py"}  # compiles its bindings, of which there are two
+    assert comparing == {"returnn_layer/adapter.py", "returnn_layer/values.py"} | horovods
 
 
 def test_the_environment_is_read_in_one_place() -> None:

@@ -75,7 +75,7 @@ def test_a_cache_gives_the_same_and_reads_once(compressed: HDFDataset) -> None:
 
 
 def test_the_budget_is_kept_in_true_bytes_without_what_is_mapped(compressed: HDFDataset) -> None:
-    assert compressed.mapped == {"classes"}
+    assert compressed.memory_mapped == {"classes"}
     one = 10 * 4 * 4 + PER_ARRAY + PER_SEQUENCE
     budget = Budget(3 * one + 10)
     cached = CachedDataset(compressed, budget)

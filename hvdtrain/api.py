@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from threading import Lock
+from threading import Lock, current_thread, main_thread
 from typing import Any
 
 import numpy
@@ -189,6 +189,9 @@ class _Job:
         configs = _configs(self.config)
         if self.ranks is not None and (not isinstance(self.ranks, int) or isinstance(self.ranks, bool) or self.ranks < 1):
             raise ConfigError([f"ranks: expected a positive number, got {self.ranks!r} in the call"])
+        thread = current_thread()
+        if self.handles_signals and thread is not main_thread():  # Python sets signal handlers only there
+            raise LaunchError(f"handle_signals: expected a call in the main thread, got one in the thread {thread.name!r}")
         with _alone(), _preserved(configs):
             settings = read_settings(configs, self.keys, CALL)
             wanted = _to_start(settings, self.ranks)

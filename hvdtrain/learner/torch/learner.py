@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -229,12 +231,31 @@ OF_SHARDS = (
 )
 
 
+def check_import_order() -> None:
+    """Refuse what ends in a segmentation fault when the first optimizer is made.
+
+    Every optimizer has PyTorch import triton where that is installed, as with the CUDA build. triton and TensorFlow each bring
+    LLVM, and triton's aborts in a process that has TensorFlow's (triton 3.7 and 3.9, TensorFlow 2.21). The other order works.
+
+    Raises:
+        ConfigError: TensorFlow is loaded and triton is not yet.
+    """
+    if "tensorflow" in sys.modules and "triton" not in sys.modules and find_spec("triton"):
+        raise ConfigError(
+            [
+                "backend: expected a process without TensorFlow for 'torch', got one that has imported it: triton, which PyTorch "
+                "imports next, would crash (leave TensorFlow out, or begin the program or config with `import triton`)"
+            ]
+        )
+
+
 def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, options: BuildOptions) -> TorchLearner:
     """Build a config's model, optimizer and learner. All ranks use the same seed; rank 0's weights still have to be broadcast.
 
     Raises:
         ConfigError: get_model returns no torch.nn.Module, the optimizer cannot be made, or the device cannot compute in the type.
     """
+    check_import_order()
     torch.set_num_threads(options.threads)
     if keys.deterministic:
         be_deterministic()

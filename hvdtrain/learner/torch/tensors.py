@@ -64,7 +64,9 @@ def preserved() -> Iterator[None]:
         torch.set_num_threads(threads)
         torch.set_default_dtype(dtype)
         torch.set_float32_matmul_precision(precision)
-        torch.use_deterministic_algorithms(deterministic[0], warn_only=deterministic[1])
+        # Setting it imports torch._inductor, even if nothing changes: a second, and triton, which TensorFlow may rule out.
+        if deterministic != (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()):
+            torch.use_deterministic_algorithms(deterministic[0], warn_only=deterministic[1])
         torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32 = cudnn
 
 

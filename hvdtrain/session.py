@@ -19,10 +19,11 @@ from hvdtrain.checkpoint.folder import CheckpointFolder, parse_rule
 from hvdtrain.checkpoint.lock import only_training_of
 from hvdtrain.checkpoint.preload import constant_preloads, take_over
 from hvdtrain.checkpoint.progress import BestModel, Progress
-from hvdtrain.checkpoint.saver import Saver, Saves
+from hvdtrain.checkpoint.saver import MODEL_KINDS, Saver, Saves
 from hvdtrain.checkpoint.start import call_hooks, check_data, load_trained, resume
 from hvdtrain.comm import launch
-from hvdtrain.comm.base import Communicator, SingleCommunicator, connected, run_with_heartbeat, together
+from hvdtrain.comm.alike import check_alike
+from hvdtrain.comm.base import Communicator, SingleCommunicator, Tensor, connected, run_with_heartbeat, together
 from hvdtrain.comm.horovod_gloo import is_elastic
 from hvdtrain.comm.local import HUNG, PEER_FAILED, refuse_to_repeat, restarts_of_torchrun
 from hvdtrain.comm.torch_rendezvous import names_of_this_host
@@ -40,7 +41,7 @@ from hvdtrain.data.plan.chunk_keys import parse as parse_chunking
 from hvdtrain.data.plan.chunks import cut, listed
 from hvdtrain.data.sources import OpeningContext, open_dataset
 from hvdtrain.errors import DataError, HvdtrainError, LaunchError, PeerFailure
-from hvdtrain.learner.base import Learner
+from hvdtrain.learner.base import Kind, Learner
 from hvdtrain.learner.frameworks import FRAMEWORKS, BuildOptions
 from hvdtrain.learner.reducer import GradientExchange, Reducer
 from hvdtrain.runtime import log
@@ -190,6 +191,8 @@ def _open(settings: Settings, purpose: Purpose, comm: Communicator, watched: Exi
     timer = Timer()
     reducer = settings.reduce.reducer(comm, timer)
     learner = together(comm, lambda: build_learner(settings, reducer.gradients, comm), name="build_learner")
+    if purpose in ("train", "dry_run") and comm.size > 1:
+        check_ranks(settings, comm, learner, update_together=reducer.gradients.steps is None)
     watchdog.beat("loading and sharing the weights")
     checkpoints = checkpoint_folder(settings)
     higher = settings.scoring.higher_is_better
@@ -225,6 +228,23 @@ def _open(settings: Settings, purpose: Purpose, comm: Communicator, watched: Exi
         if progress.current is None:  # within an epoch, the ranks may have models of their own
             saver.share()
     return Session(comm, timer, watchdog, interrupt, feeds, learner, reducer, saver, best, progress)
+
+
+def check_ranks(settings: Settings, comm: Communicator, learner: Learner, *, update_together: bool) -> None:
+    """Collective. Raises: ConfigError, unless all ranks have the same keys and a model of the same form."""
+    keys = settings.of_all_ranks(update_together=update_together)
+    check_alike(comm, keys, hint="every rank reads the config: does it depend on hvdtrain.rank() or the host?", name="keys")
+    form: dict[str, str] = {}
+    for kind in MODEL_KINDS:
+        learner.state.map_tensors(kind, lambda tensors, kind=kind: _noted_form(tensors, kind, form))  # type: ignore[misc]
+    check_alike(comm, form, of="get_model: ", hint="every rank makes the model, and gets rank 0's values", name="model_form")
+
+
+def _noted_form(tensors: list[Tensor], kind: Kind, form: dict[str, str]) -> list[Tensor]:
+    """Note the types and shapes of a model's tensors; return the same tensors."""
+    for number, tensor in enumerate(tensors):
+        form[f"{kind}[{number}]"] = f"{tensor.dtype} {tuple(tensor.shape)}"
+    return tensors
 
 
 def checkpoint_folder(settings: Settings) -> CheckpointFolder:

@@ -10,7 +10,7 @@ from pathlib import Path, PurePath
 from types import NoneType
 from typing import Any, get_type_hints
 
-from hvdtrain.checkpoint.changed_keys import noted_keys
+from hvdtrain.checkpoint.changed_keys import as_text, noted_keys
 from hvdtrain.checkpoint.keys import SavingKeys, StartKeys
 from hvdtrain.comm.keys import LaunchKeys, TorchDistributedKeys, torch_distributed_of
 from hvdtrain.config.check import build, unknown, unsupported
@@ -212,6 +212,28 @@ class Settings:
         found["random_seed"] = str(self.run.random_seed)
         if self.step_schedule is not None or self.schedule.dynamic_learning_rate is not None:
             found["num_epochs"] = str(self.run.num_epochs)
+        return found
+
+    def of_all_ranks(self, *, update_together: bool) -> dict[str, str]:
+        """By name, the values that have to be the same on all ranks, as text. Keys of batches and orders are not among them: the
+        plans that are made of them are compared.
+
+        Args:
+            update_together: whether all ranks have the same parameters after every update.
+        """
+        found = {
+            "num_epochs": str(self.run.num_epochs),
+            "evaluated datasets": repr([spec.name for spec in self.evaluations]),
+            "save_interval": str(self.saving.save_interval),
+            "save_interval_steps": str(self.saving.save_interval_steps),
+        }
+        found |= noted_keys([("", section) for section in (self.accumulation, self.newbob, self.scoring, self.ending)])
+        if update_together:
+            found |= noted_keys([("", section) for section in (self.learner, self.precision, self.schedule)])
+            if (optimizer := as_text(self.learner.optimizer)) is not None:
+                found["optimizer"] = optimizer
+            if self.reduce.dataset_distribution == "shard":
+                found["random_seed"] = str(self.run.random_seed)
         return found
 
     @property

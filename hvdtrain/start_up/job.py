@@ -16,10 +16,11 @@ from hvdtrain.checkpoint.folder import CheckpointFolder, parse_rule
 from hvdtrain.checkpoint.lock import only_training_of
 from hvdtrain.checkpoint.preload import constant_preloads, take_over
 from hvdtrain.checkpoint.progress import BestModel, Progress
-from hvdtrain.checkpoint.saver import Saver
+from hvdtrain.checkpoint.saver import MODEL_KINDS, Saver
 from hvdtrain.checkpoint.start import call_hooks, check_data, load_trained, resume
 from hvdtrain.comm import launch
-from hvdtrain.comm.base import Communicator, together
+from hvdtrain.comm.alike import check_alike
+from hvdtrain.comm.base import Communicator, Tensor, together
 from hvdtrain.comm.torch_rendezvous import names_of_this_host
 from hvdtrain.config.source import as_function
 from hvdtrain.data.copies import Copies
@@ -27,6 +28,7 @@ from hvdtrain.data.feed import Feed
 from hvdtrain.errors import PeerFailure
 from hvdtrain.learner.base import Learner
 from hvdtrain.learner.frameworks import FRAMEWORKS, BuildOptions
+from hvdtrain.learner.model_state import Kind
 from hvdtrain.learner.reducer import GradientExchange
 from hvdtrain.runtime import log
 from hvdtrain.runtime.heartbeats import exchange_contacts
@@ -132,6 +134,8 @@ def _open(settings: Settings, purpose: Purpose, comm: Communicator, watched: Exi
     timer = Timer()
     reducer = settings.reduce.reducer(comm, timer)
     learner = together(comm, lambda: build_learner(settings, reducer.gradients, comm), name="build_learner")
+    if purpose in ("train", "dry_run") and comm.size > 1:
+        check_ranks(settings, comm, learner, update_together=reducer.gradients.steps is None)
     watchdog.beat("loading and sharing the weights")
     checkpoints = checkpoint_folder(settings)
     best = BestModel(checkpoints, settings.measure)
@@ -242,6 +246,23 @@ def build_learner(settings: Settings, gradient_exchange: GradientExchange, comm:
         model_format=settings.saving.checkpoint_format or framework.suffix,
     )
     return framework.build(settings.learner, gradient_exchange, options)
+
+
+def check_ranks(settings: Settings, comm: Communicator, learner: Learner, *, update_together: bool) -> None:
+    """Collective. Raises: ConfigError, unless all ranks have the same keys, and models of the same shapes."""
+    keys = settings.of_all_ranks(update_together=update_together)
+    check_alike(comm, keys, hint="every rank reads the config: does it depend on hvdtrain.rank() or the host?", name="keys")
+    shapes: dict[str, str] = {}
+    for kind in MODEL_KINDS:
+        learner.state.map_tensors(kind, lambda tensors, kind=kind: _note_shapes(tensors, kind, shapes))  # type: ignore[misc]
+    check_alike(comm, shapes, of="get_model: ", hint="every rank makes the model, and gets rank 0's values", name="model_shapes")
+
+
+def _note_shapes(tensors: list[Tensor], kind: Kind, shapes: dict[str, str]) -> list[Tensor]:
+    """Note the types and shapes of a model's tensors; return the same tensors."""
+    for number, tensor in enumerate(tensors):
+        shapes[f"{kind}[{number}]"] = f"{tensor.dtype} {tuple(tensor.shape)}"
+    return tensors
 
 
 def checkpoint_folder(settings: Settings) -> CheckpointFolder:

@@ -143,8 +143,12 @@ class TorchLearner:
         self._epoch = 0
         self._step = 0
         self._is_update_due = False  # whether the next update changes anything: there is a batch for it, here or on some rank
+        self._trained = {id(parameter) for parameter in named_trained(self.model).values()}  # those that the optimizer has
+        self._checks_after_update = False
 
     def begin_epoch(self, epoch: int, step: int) -> None:
+        self._check_trained()
+        self._checks_after_update = True  # layers may be made where the model is called first
         self._epoch = epoch
         self._step = step
         self.state.start_average()
@@ -172,8 +176,12 @@ class TorchLearner:
                     self.observer(self._update.gradients())
                 self._update.apply(learning_rate, self._step - 1)
         self._is_update_due = False
+        if self._checks_after_update:
+            self._checks_after_update = False
+            self._check_trained()
 
     def flush(self) -> None:
+        self._check_trained()
         self._update.flush()
 
     def evaluate(self, batch: Batch) -> None:
@@ -202,6 +210,22 @@ class TorchLearner:
 
     def numbers(self, values: Sequence[float]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float64)
+
+    def _check_trained(self) -> None:
+        """Look for parameters that the optimizer has never seen: they would keep their values without a word.
+
+        Raises:
+            ConfigError: the config's code has added, replaced or unfrozen some since the optimizer was made.
+        """
+        new = [name for name, one in self.model.named_parameters() if one.requires_grad and id(one) not in self._trained]
+        if new:
+            raise ConfigError(
+                [
+                    "get_model: expected the parameters that are trained, got others since training began: "
+                    f"{', '.join(new)} (the optimizer does not have them: make layers in get_model, and freeze parameters for "
+                    "some epochs in epoch_start, rather than in get_model)"
+                ]
+            )
 
     def _record(self, losses: dict[str, Loss], batch: Batch, train: bool) -> None:
         """Add a batch's losses to the scores."""
@@ -316,6 +340,10 @@ def _model(keys: LearnerKeys, options: BuildOptions, device: torch.device) -> tu
         raise ConfigError([f"get_model: expected it to return a torch.nn.Module, got {type(model).__name__}"])
     if isinstance(model, WRAPPERS):
         raise ConfigError([WRAPPED.format(name=type(model).__name__)])
+    lazy = [name for name, parameter in model.named_parameters() if isinstance(parameter, torch.nn.UninitializedParameter)]
+    if lazy:
+        names = ", ".join(lazy)
+        raise ConfigError([f"get_model: expected parameters that have a size, got {names} without (call lazy ones there)"])
     for name, module in model.named_modules():
         kinds = {base.__name__ for base in type(module).__mro__}.intersection(SHARDED)
         if kinds:

@@ -21,14 +21,7 @@ from hvdtrain.runtime.scores import of_dataset
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.schedule.measure import minimized_in, with_totals
 from hvdtrain.session import Session
-from hvdtrain.training.agreement import (
-    INTERVAL,
-    LOCAL_UPDATES_INTERVAL,
-    StopVote,
-    agree_on_batches,
-    completed_share,
-    plan_together,
-)
+from hvdtrain.training.agreement import StopVote, agree_on_batches, completed_share, plan_together, vote_interval
 from hvdtrain.training.callbacks import NO_CALLBACKS, Callbacks, Training
 from hvdtrain.training.epoch import EpochClock, StepListener, TrainingEpoch, epoch_report, log_epoch
 from hvdtrain.training.evaluation import evaluate
@@ -77,8 +70,7 @@ class Engine:
         self._evaluate_feed = partial(evaluate, comm, learner, session.watchdog, step_log=step_log)
         self._training = Training(comm, learner, session.progress)  # what the callbacks see
         self._notifier = Notifier(comm, session.watchdog, callbacks, self._training, bool(reporters.services))
-        interval = INTERVAL if session.reducer.gradients.steps is None else LOCAL_UPDATES_INTERVAL
-        self._stop_vote = StopVote(comm, learner.numbers, interval)
+        self._stop_vote = StopVote(comm, learner.numbers, vote_interval(session.reducer))
         self._save_policy = SavePolicy(limits, session.progress.step, has_clock=comm.rank == 0)
         self._clock = EpochClock(session.timer, learner.meter, session.reducer)
         self._scores = TrainScores(comm, learner, self._train, limits.finite)
@@ -296,7 +288,7 @@ class Engine:
         return self._finished_by or self._limits.ends_early(self._progress.history)
 
     def _finish(self) -> None:
-        """Collective. Wait for the last exchange of wishes, and for what is saved in the background."""
+        """Collective. Wait for the last exchange of requests, and for what is saved in the background."""
         self._stop_vote.finish()
         self._session.watchdog.beat(f"step {self._progress.step}, waiting for the last checkpoint", "finishing")
         self._session.saver.finish()

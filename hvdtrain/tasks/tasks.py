@@ -70,7 +70,7 @@ def evaluate_all(settings: Settings) -> dict[str, float]:
         epoch = session.progress.epoch
         lines = []
         scores: dict[str, float] = {}
-        ballot = StopVote(session.comm, session.learner.numbers, TASK_INTERVAL)
+        stop_vote = StopVote(session.comm, session.learner.numbers, TASK_INTERVAL)
         for feed in session.feeds:
             means = evaluate(
                 session.comm,
@@ -78,12 +78,12 @@ def evaluate_all(settings: Settings) -> dict[str, float]:
                 session.watchdog,
                 feed,
                 max(1, epoch),
-                after_step=lambda: ballot.step(StopRequests),
+                after_step=lambda: stop_vote.step(StopRequests),
                 step_log=step_log,
             )
             lines.append(f"{feed.name}: {text(means)}")
             scores |= of_dataset(feed.name, means)
-        ballot.finish()
+        stop_vote.finish()
         log.result(f"epoch {epoch} evaluation: {'; '.join(lines)}")
         return scores
 

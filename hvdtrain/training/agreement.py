@@ -24,6 +24,7 @@ from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.data.plan.order_keys import ORDER_VERSION, changed_since
 from hvdtrain.data.plan.shared import WORTHWHILE, Offer, differences, mapped, offered
 from hvdtrain.errors import CheckpointError, DataError, HvdtrainError
+from hvdtrain.learner.reducer import Reducer
 
 Message = Offer | Literal["waits"] | None
 """What a rank tells the others: where its plan is, that it waits for one, or (with a plan of its own for itself) nothing."""
@@ -164,6 +165,11 @@ LOCAL_UPDATES_INTERVAL = 1.0
 TASK_INTERVAL = 10.0
 """The same if ranks exchange nothing else before the end, as in `forward`: those with less to compute would wait so long there
 that the watchdog took the others for hung. More exchanges would be slower where batches are uneven."""
+
+
+def vote_interval(reducer: Reducer) -> float:
+    """The seconds between two exchanges in a training."""
+    return INTERVAL if reducer.gradients.steps is None else LOCAL_UPDATES_INTERVAL
 
 
 @dataclass(frozen=True)

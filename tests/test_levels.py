@@ -1,6 +1,7 @@
 """The package's structure: imports between root files and folders go down only, and each package has its places."""
 
 import ast
+import re
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from functools import cache
@@ -22,6 +23,7 @@ PLACES = {
     "horovod": ["comm/horovod*.py"],
     "mpi4py": ["comm/*"],
     "h5py": ["data/*", "hdf_tools/*"],
+    "returnn": ["returnn_layer/*", "data/formats/returnn*.py"],
 }
 """Where a package may be imported."""
 
@@ -138,6 +140,19 @@ def test_the_environment_is_read_in_one_place() -> None:
             if named in ("environ", "environb", "getenv", "putenv", "unsetenv"):
                 readers.add(place)
     assert readers == {"comm/launch.py", "doctor/build_horovod.py"}
+
+
+FORMATS_OF_RETURNN = [
+    "returnn_layer/*", "data/*", "hdf_tools/*", "init/*", "checkpoint/*", "schedule/file.py", "schedule/rates.py",
+    "learner/optimizer.py", "learner/torch/*state.py", "session.py", "run.py",
+]  # fmt: skip
+"""Where RETURNN is mentioned: its configs; its datasets, HDF files, checkpoints and files of learning rates."""
+
+
+def test_returnn_is_mentioned_where_its_formats_are() -> None:
+    for place in sources():
+        if re.search(r"\breturnn\b", (PACKAGE / place).read_text(encoding="utf-8"), re.IGNORECASE):
+            assert any(fnmatch(place, pattern) for pattern in FORMATS_OF_RETURNN), place
 
 
 def test_nothing_is_asserted_that_a_user_could_cause() -> None:

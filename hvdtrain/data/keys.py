@@ -22,7 +22,7 @@ class DataKeys(Section):
     train: Any = key(REQUIRED, "the training data: a dataset dict, or HDF files (not for the tasks forward and search)")
     batching: str | Callable[..., str] | None = key(
         None,
-        "seq_ordering of train where its dict says none (RETURNN's older key)",
+        "seq_ordering of train where its dict says none",
         Rule("an order as in seq_ordering", is_order),
         signature="*, epoch, **_",
     )
@@ -113,7 +113,7 @@ class DatasetSpec:
         copied: those of the files that may be read from a copy.
         datasets: the datasets inside it.
         maker: returns the config's class or function with the other entries of the dict as arguments; None: it is no such dict.
-        cache_byte_size: the bytes that a rank may cache of it, if its dict says so (RETURNN's key), instead of `cache_size`.
+        cache_byte_size: the bytes that a rank may cache of it, if its dict says so, instead of `cache_size`.
         is_known: False: a function of the config returns it, or a dataset inside it, and has not been called yet.
     """
 

@@ -299,7 +299,7 @@ def _parse_kind(
     if isinstance(options.get("files"), PathLike):
         options["files"] = [options["files"]]
     if isinstance(options.get("files"), (list, tuple)):
-        names = [getattr(file, "filename", file) for file in options["files"]]  # of RETURNN's CachedFile
+        names = [getattr(file, "filename", file) for file in options["files"]]  # of a CachedFile
         options["files"] = [fspath(name) if isinstance(name, PathLike) else name for name in names]
     keys: DatasetKeys | None
     keys, problems = build(section, options, f"{name}.", {})
@@ -332,7 +332,7 @@ def _parse_kind(
 
 
 def _cache_problems(name: str, size: Any) -> list[str]:
-    """Problems with RETURNN's entry `cache_byte_size`."""
+    """Problems with the entry `cache_byte_size`."""
     if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 0):
         return [f"{name}.cache_byte_size: expected a number of bytes, got {size!r}"]
     if size and "." in name:
@@ -364,7 +364,7 @@ _ORDER_NAMES = [field.name for field in fields(OrderKeys)]
 def _pop_order(options: dict[str, Any], own: list[str]) -> dict[str, Any]:
     """Remove the order keys from the options and return them; a class's own keys of the same name stay.
 
-    None is RETURNN's default of some keys whose default is a number here.
+    In configs, None stands for the default of some keys whose default is a number here.
     """
     found = {option: options.pop(option) for option in _ORDER_NAMES if option in options and option not in own}
     return {option: value for option, value in found.items() if value is not None or option not in NONE_IN_RETURNN}

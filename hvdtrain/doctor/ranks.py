@@ -25,8 +25,9 @@ from hvdtrain.doctor.resources import MEGABYTE, check_shared_cores
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.learner.base import Learner
 from hvdtrain.learner.frameworks import FRAMEWORKS
-from hvdtrain.session import open_communicator, open_session
 from hvdtrain.settings import Settings
+from hvdtrain.start_up.job import open_session
+from hvdtrain.start_up.ranks import open_communicator
 
 PATIENCE_AMONG_RANKS = 600.0
 """Seconds that a collective may take: one rank of a host looks at it while the others wait."""

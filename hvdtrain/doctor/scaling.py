@@ -21,8 +21,8 @@ from hvdtrain.errors import DataError
 from hvdtrain.learner.base import Learner
 from hvdtrain.learner.frameworks import FRAMEWORKS
 from hvdtrain.learner.steps import rounds_per_update
-from hvdtrain.session import open_session
 from hvdtrain.settings import Settings
+from hvdtrain.start_up.job import open_session
 from hvdtrain.training.agreement import plan_together
 from hvdtrain.training.keys import Placement
 from hvdtrain.training.predict import (

@@ -20,7 +20,8 @@ from hvdtrain.errors import LaunchError
 from hvdtrain.learner.precision import FLOAT32, Precision
 
 if TYPE_CHECKING:
-    from hvdtrain.learner.base import Learner, LearnerKeys, PreloadFunction, Profiler
+    from hvdtrain.learner.base import Learner, LearnerKeys, Profiler
+    from hvdtrain.learner.preload import PreloadFunction
     from hvdtrain.learner.reducer import GradientExchange
 
 Feature = Literal["torch.distributed", "constant parameters", "powersgd", "elastic Horovod"]
@@ -119,13 +120,11 @@ FRAMEWORKS: dict[str, Framework] = {
 def check_elastic(backend: str) -> None:
     """Raises: LaunchError: ranks of the framework cannot go on under Horovod's elastic driver."""
     if "elastic Horovod" not in FRAMEWORKS[backend].features:
-        error = LaunchError(
+        raise LaunchError(
             f"horovodrun --min-np: expected backend {backends_with('elastic Horovod')}, got {backend!r}, whose ranks start too "
             "late for Horovod to connect them again in all cases (leave --min-np and --host-discovery-script out; the same "
             "command goes on after a failure)"
-        )
-        error.on_every_rank = True
-        raise error
+        ).on_all_ranks()
 
 
 def backends_with(feature: Feature) -> str:

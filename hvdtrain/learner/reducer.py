@@ -15,7 +15,7 @@ from hvdtrain.comm.base import Communicator, Op, Tensor, all_reduce
 from hvdtrain.learner.compression import GradientCompressor
 
 if TYPE_CHECKING:
-    from hvdtrain.learner.base import Kind, ModelState, StatePart
+    from hvdtrain.learner.model_state import Kind, ModelState, StatePart
     from hvdtrain.runtime.timer import Timer
 
 T = TypeVar("T")

@@ -23,7 +23,7 @@ from textwrap import wrap
 from hvdtrain.cli import exit_status
 from hvdtrain.comm import launch, local
 from hvdtrain.comm.keys import LaunchKeys
-from hvdtrain.comm.launch import Launch
+from hvdtrain.comm.launchers import Launch
 from hvdtrain.config.source import command_parser, parse_command_line, split_overrides
 from hvdtrain.errors import ConfigError, HvdtrainError
 from hvdtrain.learner.frameworks import FRAMEWORKS
@@ -138,8 +138,7 @@ def _on_a_rank(wanted: list[str], file: Path) -> None:
     try:
         settings = with_datasets(read_settings(*parse_command_line(wanted)))
     except ConfigError as error:
-        error.on_every_rank = True
-        raise
+        raise error.on_all_ranks() from error.__cause__
     run_task(settings, Task(**json.loads(file.read_text())))
 
 

@@ -18,8 +18,8 @@ from hvdtrain.comm.base import SingleCommunicator
 from hvdtrain.data.types import Array, Batch
 from hvdtrain.learner.base import Learner
 from hvdtrain.prove.compare import Comparison, ModulePart, Record, compare, factor
-from hvdtrain.session import open_session
 from hvdtrain.settings import Settings
+from hvdtrain.start_up.job import open_session
 
 STATISTICS, RANDOM = "statistics over a batch", "random numbers"
 
@@ -111,7 +111,7 @@ def probe(settings: Settings, indices: Array, dropout: bool, folder: Path) -> Pr
     with open_session(settings, "measure", SingleCommunicator()) as session:
         with session.feeds[0].read([indices], epoch=1) as batches:
             batch = next(iter(batches))
-        session.learner.state.save(*files, progress={})
+        session.learner.state.contents({}).write(*files)
         first = _losses(session.learner, batch, dropout)
         again = _losses(session.learner, batch, dropout)
     with open_session(settings, "measure", OtherRank()) as session:

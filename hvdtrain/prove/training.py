@@ -22,15 +22,18 @@ from hvdtrain.checkpoint.saver import Saves, Unsaved
 from hvdtrain.comm.base import Communicator
 from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.data.types import Array
-from hvdtrain.engine import Engine, Rates, TrainingLimits
+from hvdtrain.engine import Engine
 from hvdtrain.errors import DataError
 from hvdtrain.prove.causes import parts_of, probe, without_dropout
 from hvdtrain.prove.compare import Losses, Record, checksum, sketch, sum_losses
 from hvdtrain.report.steps import Reporters
-from hvdtrain.run import open_limits, open_rates
 from hvdtrain.runtime.log import silence
-from hvdtrain.session import Session, open_communicator, open_session, writing_nothing
+from hvdtrain.session import Session
 from hvdtrain.settings import Settings
+from hvdtrain.start_up.job import open_session, writing_nothing
+from hvdtrain.start_up.limits import open_limits, open_rates
+from hvdtrain.start_up.ranks import open_communicator
+from hvdtrain.training.limits import Rates, TrainingLimits
 from hvdtrain.training.step_log import StepLog, StepReport
 
 
@@ -82,12 +85,10 @@ def chosen_steps(plan: Plan, ranks: int, steps: int) -> GlobalBatches:
         DataError: no step has a batch for each rank; on all ranks alike.
     """
     if plan.num_batches < ranks:
-        error = DataError(
+        raise DataError(
             f"train: expected at least {ranks} batches in an epoch for {ranks} ranks, got {plan.num_batches} "
             "(smaller max_seqs or batch_size, or fewer --ranks)"
-        )
-        error.on_every_rank = True
-        raise error
+        ).on_all_ranks()
     found = min(steps, -(-plan.num_batches // ranks))
     return GlobalBatches(plan, ranks, found - found // 2, found // 2)
 

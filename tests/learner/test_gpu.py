@@ -12,7 +12,7 @@ import torch
 from gpu_training import KEYS, MEAN, SUM, trained
 
 from hvdtrain.comm.base import Communicator, SingleCommunicator
-from hvdtrain.comm.launch import Launch
+from hvdtrain.comm.launchers import Launch
 from hvdtrain.context import RunContext, get_run_ctx
 from hvdtrain.data.feed import ReadAhead
 from hvdtrain.data.padding import pad

@@ -166,7 +166,7 @@ class AccumulatedGradients:
 
     def zeros(self, exchange: Exchange) -> Accumulated:
         """The gradients of a rank that had no batch."""
-        return [packed(self._gradients.zeros(exchange))], tf.zeros([max(1, len(exchange.losses.names))], tf.float64)
+        return [pack(self._gradients.zeros(exchange))], tf.zeros([max(1, len(exchange.losses.names))], tf.float64)
 
     def specs(self, sets: int, exchange: Exchange) -> Any:
         """The types of accumulated gradients, for a function that takes them.
@@ -177,15 +177,15 @@ class AccumulatedGradients:
         return [self._gradients.specs(exchange) for _ in range(sets)], tf.TensorSpec([None], tf.float64)
 
 
-def combined(sets: Sequence[list[Any]], counts: tf.Tensor) -> list[Gradient]:
+def combine(sets: Sequence[list[Any]], counts: tf.Tensor) -> list[Gradient]:
     """One set of gradients from all: those of normalized losses are divided by their counts over all ranks. Part of a graph."""
-    gradients = unpacked(sets[0])
+    gradients = unpack(sets[0])
     for number, of_loss in enumerate(sets[1:]):
-        gradients = added(gradients, divided(unpacked(of_loss), tf.maximum(counts[number], TINY)))
+        gradients = add_sets(gradients, divide(unpack(of_loss), tf.maximum(counts[number], TINY)))
     return gradients
 
 
-def of_any_set(found: Sequence[Sequence[Any]]) -> list[Any]:
+def any_gradients(found: Sequence[Sequence[Any]]) -> list[Any]:
     """A gradient of each variable from any of the sets, a dense one if there is one; None if no set has any."""
 
     def of_one(gradients: Sequence[Any]) -> Any:
@@ -227,7 +227,7 @@ class TensorFlowGradients:
         ]
 
     def divide(self, divisor: Any) -> None:
-        self.values = divided(self.values, divisor)
+        self.values = divide(self.values, divisor)
 
     def clip(self, limit: float) -> None:
         scaled = limit * self._scale
@@ -243,12 +243,12 @@ class TensorFlowGradients:
         self.values = [_map(gradient, change) for gradient in self.values]
 
 
-def divided(gradients: Sequence[Gradient], divisor: Any) -> list[Gradient]:
+def divide(gradients: Sequence[Gradient], divisor: Any) -> list[Gradient]:
     """Every gradient divided by a number."""
     return [_map(gradient, lambda tensor: tensor / tf.cast(divisor, tensor.dtype)) for gradient in gradients]
 
 
-def added(one: Sequence[Gradient], other: Sequence[Gradient]) -> list[Gradient]:
+def add_sets(one: Sequence[Gradient], other: Sequence[Gradient]) -> list[Gradient]:
     """The sums of two sets of gradients."""
     return [_sum(first, second) for first, second in zip(one, other, strict=True)]
 
@@ -267,13 +267,13 @@ def for_optimizer(gradients: Sequence[Gradient], variables: Sequence[tf.Variable
     ]
 
 
-def packed(gradients: Sequence[Gradient]) -> list[Any]:
+def pack(gradients: Sequence[Gradient]) -> list[Any]:
     """Gradients as a graph can return them: `Rows` become pairs."""
     return [(gradient.values, gradient.indices) if isinstance(gradient, Rows) else gradient for gradient in gradients]
 
 
-def unpacked(gradients: Sequence[Any]) -> list[Gradient]:
-    """The inverse of `packed`."""
+def unpack(gradients: Sequence[Any]) -> list[Gradient]:
+    """The inverse of `pack`."""
     return [Rows(*gradient) if isinstance(gradient, tuple) else gradient for gradient in gradients]
 
 
@@ -298,5 +298,5 @@ def _wide(dtype: tf.DType) -> tf.DType:
 
 
 def _add_up(one: Accumulated, other: Accumulated) -> Accumulated:
-    sets = [added(unpacked(first), unpacked(second)) for first, second in zip(one[0], other[0], strict=True)]
-    return [packed(gradients) for gradients in sets], one[1] + other[1]
+    sets = [add_sets(unpack(first), unpack(second)) for first, second in zip(one[0], other[0], strict=True)]
+    return [pack(gradients) for gradients in sets], one[1] + other[1]

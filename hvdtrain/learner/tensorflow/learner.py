@@ -24,7 +24,7 @@ from hvdtrain.learner.reducer import GradientExchange
 from hvdtrain.learner.seeds import mixed_seed, mixed_seeds, noise_seeds
 from hvdtrain.learner.tensorflow.gradients import Accumulated, GraphGradients
 from hvdtrain.learner.tensorflow.graph import ConfigFunctions, StepGraphs
-from hvdtrain.learner.tensorflow.inspect import described, export_model
+from hvdtrain.learner.tensorflow.inspect import described_layers, export_model
 from hvdtrain.learner.tensorflow.optimizer import UpdateGraph, make_optimizer
 from hvdtrain.learner.tensorflow.state import TensorFlowState, WeightAverage
 from hvdtrain.learner.tensorflow.tensors import ModelVariables, array_of, layers_of, tensorflow_variable, variables_of
@@ -206,7 +206,7 @@ class TensorFlowLearner:
         return layers_of(self.model)
 
     def layers(self) -> Iterator[Layer]:
-        return described(self.variables)
+        return described_layers(self.variables)
 
     def output_shapes(self, batch: Batch) -> dict[str, list[tuple[int, ...]]]:
         return {}  # its layers are called within a graph, with tensors of unknown lengths

@@ -27,7 +27,7 @@ from hvdtrain.learner.tensorflow.gradients import (
     TensorFlowGradients,
     are_finite,
     for_optimizer,
-    unpacked,
+    unpack,
 )
 from hvdtrain.learner.tensorflow.tensors import ModelVariables, tensorflow_variable
 
@@ -118,7 +118,7 @@ class UpdateGraph:
         """The graph: returns for each parameter whether its gradient is finite; shape (0,) if this is not checked. And the global
         norm of the gradients before clipping; 0 if they are not clipped by it."""
         own_scale = self._optimizer.scale_loss(tf.ones([]))  # of the config's optimizer, if it scales the loss itself
-        gradients = TensorFlowGradients(unpacked(reduced), own_scale, noise_seeds)
+        gradients = TensorFlowGradients(unpack(reduced), own_scale, noise_seeds)
         if divides:
             gradients.divide(divisor)
         if self._scale is not None:

@@ -19,7 +19,7 @@ from hvdtrain.learner.precision import LARGEST, GradientCheck, LossScale
 from hvdtrain.learner.seeds import noise_seeds
 from hvdtrain.learner.torch.device import AsyncCopy
 from hvdtrain.learner.torch.optimizer import ShardedOptimizer, take_multipliers
-from hvdtrain.learner.torch.tensors import trained_of
+from hvdtrain.learner.torch.tensors import named_trained
 
 
 def skips_by_itself(optimizer: object) -> bool:
@@ -129,8 +129,8 @@ class Update:
         on_device: DeviceSkips | None = None,
     ) -> None:
         self._optimizer = optimizer
-        self._trained = trained_of(model)
-        self._names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        named = named_trained(model)
+        self._names, self._trained = list(named), list(named.values())
         self._multipliers = take_multipliers(optimizer.param_groups)
         self._change = change
         self._check = check
@@ -276,7 +276,7 @@ MAX_DEVIATIONS = 2.0
 class GradientNoise:
     """Adds noise from a truncated normal distribution to every element of the gradients.
 
-    (After Neelakantan et al., 2015; truncated and with a constant deviation as in RETURNN.) It has its own generator, so that
+    (After Neelakantan et al., 2015; truncated and with a constant deviation.) It has its own generator, so that
     dropout draws the same numbers with noise as without.
 
     Args:

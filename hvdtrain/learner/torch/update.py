@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import sqrt
 from typing import Any
 
@@ -284,7 +285,11 @@ class GradientNoise:
 
     def __init__(self, seed: Callable[[], tuple[int, int | None]], device: torch.device) -> None:
         self._seed = seed
-        self._generator = torch.Generator(device)
+        self._device = device
+
+    @cached_property
+    def _generator(self) -> torch.Generator:
+        return torch.Generator(self._device)
 
     def add(self, parameters: Iterable[torch.nn.Parameter], deviation: float, step: int) -> None:
         """Add noise to the gradients of those parameters that have one, in their order.

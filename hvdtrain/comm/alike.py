@@ -32,6 +32,4 @@ def check_alike(comm: Communicator, values: Mapping[str, str], *, of: str = "", 
                 for each in names[:SHOWN]
             ]
             more = f", {len(names) - SHOWN} more differ" if len(names) > SHOWN else ""
-            error = ConfigError([*problems[:-1], f"{problems[-1]}{more} ({hint})"])
-            error.on_every_rank = True
-            raise error
+            raise ConfigError([*problems[:-1], f"{problems[-1]}{more} ({hint})"]).on_all_ranks()

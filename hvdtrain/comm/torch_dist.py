@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from hvdtrain.comm import launch
 from hvdtrain.comm.base import LARGE_BUCKET, SMALL_BUCKET, Communicator, Narrow, Op, SingleCommunicator, Tensor
+from hvdtrain.comm.launchers import Launch
 from hvdtrain.comm.torch_rendezvous import meet, place
 from hvdtrain.errors import LaunchError, PeerFailure, TrainingError
 
@@ -77,7 +78,7 @@ def open_torch_distributed(backend: str | None, init_method: str | None, timeout
 class TorchCommunicator:
     """The ranks of a torch.distributed job."""
 
-    def __init__(self, started: launch.Launch, group: Any = None) -> None:
+    def __init__(self, started: Launch, group: Any = None) -> None:
         self._group = group
         self._channels: list[TorchCommunicator] = []
         self._started = started

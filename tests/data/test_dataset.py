@@ -36,6 +36,31 @@ def test_a_foreign_dataset_gets_the_defaults() -> None:
     dataset.close()
 
 
+def test_members_of_1_0_0_keep_their_meaning() -> None:
+    """Under their earlier names, in a class that derives from Dataset and in one that does not."""
+
+    class Derived(Plain, Dataset):
+        num_sequences = 3
+        varies = True
+        mapped = frozenset({"data"})
+
+        def drawn(self, full_epoch: int) -> numpy.ndarray:
+            return numpy.array([2, 0])
+
+    class Foreign(Plain):
+        mapped = frozenset({"data"})
+
+        def drawn(self, full_epoch: int) -> numpy.ndarray:
+            return numpy.array([2, 0])
+
+    Derived.num_sequences = 3
+    for dataset in (Derived(), as_dataset(Foreign())):
+        assert dataset is not None
+        assert dataset.is_stochastic
+        assert dataset.memory_mapped == {"data"}
+        assert dataset.selected(1).tolist() == [2, 0]
+
+
 def test_what_is_no_dataset_is_none() -> None:
     assert as_dataset(iter([])) is None
 

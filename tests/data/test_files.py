@@ -72,7 +72,7 @@ def test_a_file_that_went_away_is_noticed(tmp_path: Path) -> None:
 def test_a_mapped_file_that_was_replaced_reads_as_before(tmp_path: Path) -> None:
     path = write(tmp_path / "file.hdf", FRAMES)
     dataset = open_hdf([path])
-    assert dataset.mapped == {"data"}
+    assert dataset.memory_mapped == {"data"}
     replace(path)
     sequences = [dataset.sequence(index)["data"] for index in range(100)]
     assert numpy.array_equal(numpy.concatenate(sequences), FRAMES)
@@ -83,7 +83,7 @@ def test_a_mapped_file_that_was_replaced_reads_as_before(tmp_path: Path) -> None
 def test_a_file_that_is_open_in_h5py_reads_as_before(tmp_path: Path) -> None:
     path = write(tmp_path / "file.hdf", FRAMES, compressed=True)
     dataset = open_hdf([path])
-    assert dataset.mapped == frozenset()
+    assert dataset.memory_mapped == frozenset()
     dataset.sequence(0)
     replace(path)
     assert numpy.array_equal(numpy.concatenate([dataset.sequence(index)["data"] for index in range(100)]), FRAMES)

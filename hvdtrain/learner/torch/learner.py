@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -25,7 +27,7 @@ from hvdtrain.learner.meter import (
     check_outputs,
     scales_of,
 )
-from hvdtrain.learner.optimizer import Clipping
+from hvdtrain.learner.optimizer import change_gradients
 from hvdtrain.learner.precision import GradientCheck, LossScale
 from hvdtrain.learner.reducer import GradientExchange
 from hvdtrain.learner.torch.device import (
@@ -49,7 +51,7 @@ from hvdtrain.learner.torch.optimizer import ShardedOptimizer, make_optimizer
 from hvdtrain.learner.torch.optimizer_modes import OptimizerModes, check_modes, has_modes
 from hvdtrain.learner.torch.state import TorchState, WeightAverage, preload
 from hvdtrain.learner.torch.sync_batch_norm import Exchange, synchronize
-from hvdtrain.learner.torch.tensors import CudaStaging, array_of, await_copy, extern_data_of, numbers_of, trained_of
+from hvdtrain.learner.torch.tensors import CudaStaging, array_of, await_copy, extern_data_of, named_trained, numbers_of
 from hvdtrain.learner.torch.update import DeviceSkips, GradientNoise, Optimizer, Update
 from hvdtrain.runtime.timer import CpuClock
 
@@ -141,7 +143,7 @@ class TorchLearner:
         self._epoch = 0
         self._step = 0
         self._is_update_due = False  # whether the next update changes anything: there is a batch for it, here or on some rank
-        self._trained = {id(parameter) for parameter in trained_of(self.model)}  # those that the optimizer has
+        self._trained = {id(parameter) for parameter in named_trained(self.model).values()}  # those that the optimizer has
         self._checks_after_update = False
 
     def begin_epoch(self, epoch: int, step: int) -> None:
@@ -253,12 +255,31 @@ OF_SHARDS = (
 )
 
 
+def check_import_order() -> None:
+    """Refuse what ends in a segmentation fault when the first optimizer is made.
+
+    Every optimizer has PyTorch import triton where that is installed, as with the CUDA build. triton and TensorFlow each bring
+    LLVM, and triton's aborts in a process that has TensorFlow's (triton 3.7 and 3.9, TensorFlow 2.21). The other order works.
+
+    Raises:
+        ConfigError: TensorFlow is loaded and triton is not yet.
+    """
+    if "tensorflow" in sys.modules and "triton" not in sys.modules and find_spec("triton"):
+        raise ConfigError(
+            [
+                "backend: expected a process without TensorFlow for 'torch', got one that has imported it: triton, which PyTorch "
+                "imports next, would crash (leave TensorFlow out, or begin the program or config with `import triton`)"
+            ]
+        )
+
+
 def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, options: BuildOptions) -> TorchLearner:
     """Build a config's model, optimizer and learner. All ranks use the same seed; rank 0's weights still have to be broadcast.
 
     Raises:
         ConfigError: get_model returns no torch.nn.Module, the optimizer cannot be made, or the device cannot compute in the type.
     """
+    check_import_order()
     torch.set_num_threads(options.threads)
     if keys.deterministic:
         be_deterministic()
@@ -278,14 +299,12 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
     on_gpu = device.type == "cuda"
     on_device = DeviceSkips(check, scale, device) if on_gpu and options.sharded is None else None
     whole = make_optimizer(keys.optimizer, model, fused=check.is_needed and on_device is not None)
-    trained = trained_of(model)
+    trained = named_trained(model)
+    parameters = list(trained.values())
     optimizer: Optimizer = whole if options.sharded is None else ShardedOptimizer(whole, options.sharded)
-    owners = optimizer.owners(trained) if isinstance(optimizer, ShardedOptimizer) else None
-    gradients = Gradients(trained, gradient_exchange, device, options.bucket_bytes(on_gpu), owners)
-    noise: GradientNoise | None = None
-    if keys.gradient_noise:
-        seed = options.seed
-        noise = GradientNoise(keys.gradient_noise, lambda: (seed, None if are_reduced() else options.rank), device)
+    owners = optimizer.owners(parameters) if isinstance(optimizer, ShardedOptimizer) else None
+    gradients = Gradients(parameters, gradient_exchange, device, options.bucket_bytes(on_gpu), owners)
+    noise = GradientNoise(lambda: (options.seed, None if are_reduced() else options.rank), device)
     checkpoint_activations(model, keys.checkpoint_modules)
     watch = compile_model(model, keys.torch_compile)
     average: WeightAverage | OptimizerModes | None = None
@@ -294,8 +313,7 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
         average = OptimizerModes(trained, whole)
     elif keys.ema_decay is not None:
         average = WeightAverage(trained, keys.ema_decay)
-    clipping = Clipping(keys.gradient_clip, keys.gradient_clip_global_norm)
-    update = Update(model, optimizer, clipping, check, scale, noise, on_device)
+    update = Update(model, optimizer, partial(change_gradients, keys), check, noise, scale, on_device)
     return TorchLearner(
         ConfigFunctions(
             model=model,

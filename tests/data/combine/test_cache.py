@@ -22,8 +22,8 @@ from hvdtrain.data.feed import Feed, feed_lines
 from hvdtrain.data.files import parse_sizes
 from hvdtrain.data.hdf.dataset import HDFDataset, open_hdf
 from hvdtrain.data.hdf.writer import HDFWriter
-from hvdtrain.session import open_feeds
 from hvdtrain.settings import read_settings
+from hvdtrain.start_up.data import open_feeds
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def test_a_cache_gives_the_same_and_reads_once(compressed: HDFDataset) -> None:
 
 
 def test_the_budget_is_kept_in_true_bytes_without_what_is_mapped(compressed: HDFDataset) -> None:
-    assert compressed.mapped == {"classes"}
+    assert compressed.memory_mapped == {"classes"}
     one = 10 * 4 * 4 + PER_ARRAY + PER_SEQUENCE
     budget = Budget(3 * one + 10)
     cached = CachedDataset(compressed, budget)

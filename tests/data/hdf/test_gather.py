@@ -5,7 +5,7 @@ import pytest
 
 from hvdtrain.data.hdf.dataset import REUSED, FileSlice, Memory, gather, open_hdf
 from hvdtrain.data.hdf.writer import HDFWriter
-from hvdtrain.data.types import pad
+from hvdtrain.data.padding import pad
 
 
 def gathered(array, starts, lengths, memory=None):
@@ -97,7 +97,7 @@ def test_a_batch_of_one_file_of_several_and_of_many(tmp_path, copies, rows):
             text = numpy.array([f"{number}"] * (number % 3 + 1))
             writer.add(f"{number}", {"data": numpy.ones((frames, 40)), "classes": numpy.arange(labels), "text": text})
     dataset = open_hdf([tmp_path / "a.hdf"] * copies)
-    assert dataset.mapped == {"data", "classes"}
+    assert dataset.memory_mapped == {"data", "classes"}
     indices = generator.permutation(20 * copies)[:rows] if copies > 1 else generator.integers(0, 20, rows)
     batch = dataset.padded(indices)
     for key in dataset.streams:

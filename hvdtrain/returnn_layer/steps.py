@@ -1,4 +1,4 @@
-"""The functions of a config that runs on the installed RETURNN: its tensors and run context around them, hvdtrain's outside.
+"""The functions of a config that imports `returnn`: RETURNN's tensors and run context around them, hvdtrain's outside.
 
 A step gets a TensorDict with real Tensors. It marks losses and outputs in RETURNN's run context, and they are marked in
 hvdtrain's when it returns. A model of `returnn.frontend` is wrapped by RETURNN's own conversion to a `torch.nn.Module`, whose
@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy
 import returnn.frontend as rf
@@ -26,9 +26,8 @@ from hvdtrain.config.source import Source
 from hvdtrain.context import RunContext, get_run_ctx
 from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError
-from hvdtrain.returnn_layer.imports import Installed, select_torch
-from hvdtrain.returnn_layer.names import with_hooks
-from hvdtrain.returnn_layer.templates import BatchEntry, legacy_templates
+from hvdtrain.returnn_layer.imports import WatchedImports, select_torch
+from hvdtrain.returnn_layer.older_steps import with_older_arguments
 
 Stage = Literal["train_step", "forward_step"]
 STAGES: tuple[Stage, ...] = ("train_step", "forward_step")
@@ -43,9 +42,9 @@ SEED = 42
 """RETURNN's default of `random_seed`, as hvdtrain's."""
 
 
-def adapted(source: Source, installed: Installed) -> Source:
+def adapted(source: Source, imports: WatchedImports) -> Source:
     """The config with wrapped functions."""
-    installed.set_config(source.values)
+    imports.set_config(source.values)
     values, problems = dict(source.values), []
     try:
         select_torch(values.get("behavior_version"))
@@ -53,24 +52,61 @@ def adapted(source: Source, installed: Installed) -> Source:
         problems.append(
             f"behavior_version: expected one that RETURNN has for PyTorch, got {values['behavior_version']!r}: {error}"
         )
-    templates, more = _templates("extern_data", values.get("extern_data", legacy_templates(values)))
-    outputs, others = _templates("model_outputs", values.get("model_outputs"))
+    templates, of_data = _templates("extern_data", values.get("extern_data", _older_extern_data(values)))
+    outputs, of_outputs = _templates("model_outputs", values.get("model_outputs"))
     precision = Precision(values.pop("default_float_dtype") if values.get("default_float_dtype") in FLOAT_DTYPES else None)
     steps = Steps(templates, outputs, precision, has_callback=values.get("forward_callback") is not None)
+    values |= _wrapped_functions(values, steps, precision)
+    return replace(source, values=values, problems=(*source.problems, *problems, *of_data, *of_outputs))
+
+
+def _wrapped_functions(values: Mapping[str, Any], steps: Steps, precision: Precision) -> dict[str, Any]:
+    """The functions of the config that get or return tensors or the model."""
+    wrapped: dict[str, Any] = {}
     for stage in STAGES:
         if callable(values.get(stage)):
-            values[stage] = _like(functools.partial(steps.run, stage, values[stage]), values[stage])
+            step = with_older_arguments(values[stage])
+            wrapped[stage] = _like(functools.partial(steps.run, stage, step), step)
     if callable(values.get("get_model")):
-        values["get_model"] = _model_maker(values["get_model"], values, precision)
-    for hook in ("epoch_start", "epoch_end"):
-        if callable(values.get(hook)):
-            values[hook] = _with_own_model(values[hook])
-    with_hooks(values, lambda hook: precision.within(_with_own_model(hook)))
+        wrapped["get_model"] = _model_maker(values["get_model"], values, precision)
+    for name in ("epoch_start", "epoch_end"):
+        if callable(values.get(name)):
+            wrapped[name] = _with_own_model(values[name])
+    hooks = values.get("load_model_post_hooks")
+    if isinstance(hooks, (list, tuple)):
+        wrapped["load_model_post_hooks"] = [precision.within(_with_own_model(hook)) if callable(hook) else hook for hook in hooks]
     callback = values.get("forward_callback")
     if callback is not None and not isinstance(callback, str):
         is_instance = hasattr(callback, "process_seq") and not isinstance(callback, type)
-        values["forward_callback"] = lambda: Callback(callback if is_instance else callback(), steps)
-    return replace(source, values=values, problems=(*source.problems, *problems, *more, *others))
+        wrapped["forward_callback"] = lambda: Callback(callback if is_instance else callback(), steps)
+    return wrapped
+
+
+def _older_extern_data(values: Mapping[str, Any]) -> dict[str, Any] | None:
+    """`num_inputs` and `num_outputs` as `extern_data`; None if the config has neither."""
+    outputs = values.get("num_outputs")
+    if outputs is None and values.get("num_inputs") is None:
+        return None
+    sizes = dict(outputs) if isinstance(outputs, Mapping) else {"classes": outputs} if outputs is not None else {}
+    extern_data = {}
+    for name, size in sizes.items():
+        if isinstance(size, Mapping):
+            extern_data[name] = dict(size)
+            continue
+        dim, ndim = (*size, 1)[:2] if isinstance(size, (list, tuple)) else (size, 1)
+        extern_data[name] = {"dim": dim, "sparse": True} if ndim == 1 else {"dim": dim}
+        if name != "data":
+            extern_data[name]["available_for_inference"] = False
+    if "data" not in extern_data and values.get("num_inputs") is not None:
+        extern_data["data"] = {"dim": values["num_inputs"]}
+    return extern_data
+
+
+class BatchEntry(Protocol):
+    """One data key of a batch, as hvdtrain's learner passes it to a step."""
+
+    raw_tensor: Any
+    seq_lens: torch.Tensor
 
 
 class Precision:

@@ -1,4 +1,4 @@
-"""Configs written for RETURNN on the installed RETURNN: what they find, and what is said about mistakes."""
+"""Configs that import RETURNN: what they find, and what is said about mistakes."""
 
 import os
 import sys
@@ -12,8 +12,8 @@ from returnn.tensor import Tensor
 
 from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.learner.torch.optimizer import make_optimizer
-from hvdtrain.learner.torch.optimizer_state import regrouped
-from hvdtrain.returnn_layer.imports import Installed
+from hvdtrain.learner.torch.optimizer_state import regroup
+from hvdtrain.returnn_layer.imports import WatchedImports
 from hvdtrain.run import train
 from hvdtrain.settings import Settings, read_settings
 from hvdtrain.tasks.tasks import forward_all
@@ -56,6 +56,10 @@ def train_step(*, model, extern_data, **_):
     ("text", "message"),
     [
         ("extern_data['data'] = {'dim': 8}", r"train: expected frames of shape \(8,\), got \(9,\) in 'data'"),
+        (
+            "extern_data['data'] = {'dim': 9, 'sparse': True}",
+            r"train: expected class indices, got float32 in 'data' \(extern_data.data says so\)",
+        ),
         ("extern_data['words'] = {'dim': 9}", r"extern_data.words: expected one of the dataset's data keys \(data, classes\)"),
         ("extern_data['data'] = {'dimm': 9}", "extern_data.data: expected what RETURNN makes a Tensor of, got {'dimm': 9}: "),
         ("extern_data = [9]", r"extern_data: expected a dict of dicts by data key, got \[9\]"),
@@ -208,7 +212,7 @@ def train_step(*, model, extern_data, **_):
             if "their_steps" in begin:
                 assert sys.modules["their_steps"].kinds[0] is Tensor
                 assert get_global_config().int("max_seqs", 1) == 3
-    assert not Installed().in_use
+    assert not WatchedImports().has_returnn
 
 
 def test_options_of_optimizers_see_returnns_modules(tmp_path: Path) -> None:
@@ -250,16 +254,16 @@ def test_a_state_in_another_order_is_put_into_ours() -> None:
         "param_groups": [{"params": [0, 1, 2], "eps": 1}, {"params": [], "eps": 2}, {"params": [3], "eps": 3}],
     }
     names = ["a", "b", "c", "d"]
-    ours, sources = regrouped(stored, names, [["c", "a"], ["d"]])
+    ours, sources = regroup(stored, names, [["c", "a"], ["d"]])
     assert ours == {
         "state": {1: "of a", 0: "of c", 2: "of d"},
         "param_groups": [{"params": [0, 1], "eps": 1}, {"params": [2], "eps": 3}],
     }
     assert sources == [[0, 0], [2]]
-    moved, _ = regrouped(stored, names, [["d", "c", "a"]])
+    moved, _ = regroup(stored, names, [["d", "c", "a"]])
     assert moved == {"state": {0: "of d", 1: "of c", 2: "of a"}, "param_groups": [{"params": [0, 1, 2], "eps": 3}]}
     with pytest.raises(ValueError, match="expected that of all trained parameters, got none for e"):
-        regrouped(stored, names, [["c", "a", "b", "e"], ["d"]])
+        regroup(stored, names, [["c", "a", "b", "e"], ["d"]])
 
 
 def test_a_batch_dim_of_the_configs_own(tmp_path: Path) -> None:

@@ -1,18 +1,11 @@
-"""Names that recipes import from RETURNN, beside those of the installed RETURNN."""
+"""What recipes for earlier versions of RETURNN have: names that it has dropped, and steps with other arguments."""
 
 import json
-import random
-from collections import Counter
 from pathlib import Path
 
-import numpy
 import pytest
-from returnn.datasets.util import vocabulary as theirs
 
-from hvdtrain.errors import DataError
-from hvdtrain.returnn_layer import datasets as ours
-from hvdtrain.returnn_layer.adapter import with_older_arguments
-from hvdtrain.returnn_layer.imports import Layer
+from hvdtrain.returnn_layer.older_steps import with_older_arguments
 from hvdtrain.run import train
 from hvdtrain.settings import read_settings
 
@@ -44,7 +37,6 @@ def nothing(): pass
 """
     )
     assert read_settings([tmp_path / "my.config"], {}).train.files == ("a.hdf",)
-    assert not Layer().in_use
 
 
 STEPS = """
@@ -99,57 +91,3 @@ def test_steps_name_the_older_arguments_that_they_take() -> None:
     assert with_older_arguments(only_data) is not only_data
     assert with_older_arguments(todays) is todays
     assert with_older_arguments(print) is print
-
-
-def learned(words: list[str], count: int, end_is_apart: bool) -> list[tuple[str, str]]:
-    """The merges of the most frequent pairs, one after the other, as subword-nmt learns them."""
-    split = [[*word, "</w>"] if end_is_apart else [*word[:-1], word[-1] + "</w>"] for word in words]
-    pairs = []
-    for _ in range(count):
-        found = Counter(pair for parts in split for pair in zip(parts, parts[1:], strict=False))
-        if not found:
-            break
-        pairs.append(found.most_common(1)[0][0])
-        split = [ours._merged(parts, pairs[-1]) for parts in split]
-    return pairs
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_byte_pairs_are_those_of_returnn(tmp_path: Path, seed: int) -> None:
-    """Of random words and merges, with a vocabulary that lacks some of them; and categories, which stay as they are."""
-    chance = random.Random(seed)
-    words = ["".join(chance.choices("abcd", k=chance.randint(1, 7))) for _ in range(40)]
-    end_is_apart = seed % 2 == 0
-    pairs = learned(words, 25, end_is_apart)
-    merges = tmp_path / "merges"
-    first_line = [] if end_is_apart else ["#version: 0.2"]
-    merges.write_text("\n".join([*first_line, *(" ".join(pair) for pair in pairs)]) + "\n")
-    parts = {first + second for first, second in pairs if chance.random() < 0.7} | set("abcd")
-    texts = {part.replace("</w>", "") for part in parts} - {""}
-    labels = [*sorted(texts), *sorted(f"{text}@@" for text in texts if chance.random() < 0.9), "UNK"]
-    vocab = tmp_path / "labels"
-    vocab.write_text("\n".join(labels) + "\n")
-    options = {"vocab_file": str(vocab), "bpe_file": str(merges), "seq_postfix": [0]}
-    one, other = ours.Vocabulary.create_vocab(**options), theirs.Vocabulary.create_vocab(**options)
-    for _ in range(50):
-        sentence = " ".join(chance.choice([*words, "$ab", "{", "}", "ab", "x", "abx"]) for _ in range(8))
-        assert one.get_seq(sentence) == other.get_seq(sentence), sentence
-
-
-def test_characters_and_bytes_are_those_of_returnn(tmp_path: Path) -> None:
-    (tmp_path / "labels").write_text("a\nb\n \n@\n")
-    for name, options in {"CharacterTargets": {"vocab_file": str(tmp_path / "labels")}, "Utf8ByteTargets": {}}.items():
-        one, other = (module.Vocabulary.create_vocab(**{"class": name}, **options) for module in (ours, theirs))
-        for text in ("ab ba", "axb"):
-            assert one.get_seq(text) == other.get_seq(text)
-            assert one.get_seq_labels(one.get_seq(text)) == other.get_seq_labels(numpy.array(one.get_seq(text)))
-        assert one.num_labels == other.num_labels
-
-
-@pytest.mark.parametrize("text", ["#version: 0.3\na b\n", "a b c\n", None])
-def test_merges_that_are_none(tmp_path: Path, text: str | None) -> None:
-    (tmp_path / "labels").write_text("a\nb\nUNK\n")
-    if text is not None:
-        (tmp_path / "merges").write_text(text)
-    with pytest.raises(DataError, match="merges: expected a pair to merge per line"):
-        ours.BytePairEncoding(tmp_path / "labels", tmp_path / "merges")

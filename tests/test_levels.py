@@ -129,7 +129,7 @@ def test_only_returnns_layer_compares_the_backend_with_a_name() -> None:
             if names and asks and not place.startswith("learner/tensorflow/"):  # which asks for Keras' own
                 comparing.add(place)
     horovods = {"doctor/horovod_recipe.py"}  # compiles its bindings, of which there are two
-    assert comparing == {"returnn_layer/adapter.py", "returnn_layer/values.py"} | horovods
+    assert comparing == {"returnn_layer/translate.py", "returnn_layer/values.py"} | horovods
 
 
 def test_the_environment_is_read_in_one_place() -> None:
@@ -144,7 +144,7 @@ def test_the_environment_is_read_in_one_place() -> None:
 
 FORMATS_OF_RETURNN = [
     "returnn_layer/*", "data/*", "hdf_tools/*", "init/*", "checkpoint/*", "schedule/file.py", "schedule/rates.py",
-    "learner/optimizer.py", "learner/torch/*state.py", "session.py", "run.py",
+    "learner/optimizer.py", "learner/contents.py", "learner/torch/*state.py", "start_up/data.py", "start_up/overfit.py",
 ]  # fmt: skip
 """Where RETURNN is mentioned: its configs; its datasets, HDF files, checkpoints and files of learning rates."""
 

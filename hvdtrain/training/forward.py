@@ -20,6 +20,8 @@ from hvdtrain.runtime.watchdog import Watchdog
 from hvdtrain.training.account import Account
 from hvdtrain.training.agreement import TASK_INTERVAL, StopRequests, StopVote, plan_together
 from hvdtrain.training.keys import ForwardKeys
+from hvdtrain.training.search_output import SearchWriter
+from hvdtrain.training.search_output import check as check_search
 
 SLICE = 1.0
 """For about this many seconds rank 0 hands outputs on until the ranks meet: the others wait, and the watchdog wants progress."""
@@ -55,13 +57,13 @@ class Spool:
 def forward(
     comm: Communicator, learner: Learner, watchdog: Watchdog, feed: Feed, epoch: int, keys: ForwardKeys, spool_prefix: Path
 ) -> int:
-    """Collective. Every sequence's outputs go to a callback, into an HDF file, or both; returns the number of steps.
+    """Collective. Every sequence's outputs go to a callback, into files, or both; returns the number of steps.
 
     Outputs are collected in files beside `spool_prefix`, which are removed, and handed on by rank 0 when all are there.
 
     Raises:
-        ConfigError: neither output_file nor forward_callback is set, or forward_step marks no output.
-        DataError: the HDF file exists or cannot be written, or the ranks did not go through what was planned.
+        ConfigError: none of output_file, search_output_file and forward_callback is set, or forward_step marks no output.
+        DataError: a file exists or cannot be written, or the ranks did not go through what was planned.
     """
     callback = together(comm, lambda: _callback(keys) if comm.rank == 0 else _check(keys), name="forward_callback")
     if callback is not None:
@@ -95,7 +97,7 @@ def forward(
                 _, [done, *_] = together_with_message(
                     comm, lambda: (None, _some(work, total) if comm.rank == 0 else 0), name="hand_on"
                 )
-            watchdog.beat("finishing output_file and forward_callback", "unhurried")
+            watchdog.beat("finishing the files of outputs and forward_callback", "unhurried")
             together(comm, lambda: next(work, None) if comm.rank == 0 else None, name="finish_hand_on")
     finally:
         spool.path.unlink(missing_ok=True)
@@ -104,10 +106,16 @@ def forward(
 
 def _check(keys: ForwardKeys) -> None:
     """Raises: ConfigError, DataError."""
-    if keys.output_file is None and keys.forward_callback is None:
-        raise ConfigError(["output_file, forward_callback: expected one of them for the task forward or search, got neither"])
+    if keys.output_file is None and keys.forward_callback is None and keys.search_output_file is None:
+        raise ConfigError(
+            [
+                "output_file, forward_callback: expected one of them for the task forward or search, or search_output_file for "
+                "the task search, got none"
+            ]
+        )
     if keys.output_file is not None and Path(keys.output_file).exists():
         raise DataError(f"{keys.output_file}: expected a file that does not exist yet (output_file), got an existing one")
+    check_search(keys)
 
 
 def _callback(keys: ForwardKeys) -> Any:
@@ -151,9 +159,14 @@ def _hand_on(
         if keys.output_file is not None:
             Path(keys.output_file).parent.mkdir(parents=True, exist_ok=True)
             writer = stack.enter_context(HDFWriter(Path(keys.output_file)))
+        searched = None
+        if keys.search_output_file is not None:
+            searched = stack.enter_context(SearchWriter(keys, feed.dataset.streams))
         for number, (tag, outputs, vectors) in enumerate(_in_order(feed, spools), start=1):
             if writer is not None:
                 writer.add(tag, _as_streams(outputs, vectors))
+            if searched is not None:
+                searched.add(tag, outputs)
             if callback is not None:
                 callback.process_seq(seq_tag=tag, outputs={name: SequenceOutput(value) for name, value in outputs.items()})
             yield number

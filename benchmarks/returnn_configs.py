@@ -430,16 +430,18 @@ def table(outcomes: Sequence[Outcome]) -> str:
     """The shares, as in docs/returnn.md."""
     counts = Counter(outcome.verdict for outcome in outcomes)
     rows = {
-        "configs": len(outcomes),
         "read as they are": sum(not outcome.problems and outcome.error is None for outcome in outcomes),
-        "all code can be imported": sum(not outcome.missing and outcome.error is None for outcome in outcomes),
+        "some of their code cannot be imported": sum(bool(outcome.missing) for outcome in outcomes),
         "train three steps with their own model": sum(one.verdict == "trains" and not one.missing for one in outcomes),
         "train three steps with a small model in place of missing code": sum(
             one.verdict == "trains" and bool(one.missing) for one in outcomes
         ),
         **{verdict: counts[verdict] for verdict in VERDICTS[2:]},
     }
-    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {count} |" for name, count in rows.items())])
+    shares = {name: f"{count} ({count / max(1, len(outcomes)):.0%})" for name, count in rows.items()}
+    return "\n".join(
+        ["| | |", "|---|---|", f"| configs | {len(outcomes)} |", *(f"| {name} | {share} |" for name, share in shares.items())]
+    )
 
 
 if __name__ == "__main__":

@@ -70,6 +70,7 @@ def forward(
         callback.init(model=learner.model)
     plan = plan_together(comm, feed, epoch)
     share, account = feed.share(plan), Account(feed, plan)
+    searched = together(comm, lambda: _search_writer(feed, keys), name="search_output")
     spool = together(comm, lambda: _open_spool(spool_prefix, comm.rank), name="open_spool")
     try:
         stop_vote = StopVote(comm, learner.numbers, TASK_INTERVAL)
@@ -81,6 +82,8 @@ def forward(
                     with naming(batch, feed.source):
                         by_sequence = learner.forward(batch)
                     for index, outputs in zip(batch.indices.tolist(), by_sequence, strict=True):
+                        if searched is not None and number == 0:
+                            searched.entry(outputs)  # what cannot be written is an error now, not when all is computed
                         spool.add(index, outputs)
                     account.add(batch.indices)
                 stop_vote.step(StopRequests)
@@ -91,7 +94,7 @@ def forward(
         spools = [(path, places) for path, places, _ in gathered]
         total = sum(len(places) for _, places in spools)
         done = 0
-        with closing(_hand_on(feed, spools, callback, keys)) as work:
+        with closing(_hand_on(feed, spools, callback, keys.output_file, searched)) as work:
             while done < total:
                 watchdog.beat(f"handing on the outputs of {feed.name}, {done} of {total} sequences", "handing on")
                 _, [done, *_] = together_with_message(
@@ -129,6 +132,11 @@ def _callback(keys: ForwardKeys) -> Any:
     return made
 
 
+def _search_writer(feed: Feed, keys: ForwardKeys) -> SearchWriter | None:
+    """Raises: ConfigError, DataError."""
+    return None if keys.search_output_file is None else SearchWriter(keys, feed.dataset.streams)
+
+
 def _open_spool(prefix: Path, rank: int) -> Spool:
     path = prefix.with_name(f"{prefix.name}.forward.rank-{rank}.unfinished")
     try:
@@ -149,19 +157,22 @@ def _some(work: Iterator[int], total: int) -> int:
 
 
 def _hand_on(
-    feed: Feed, spools: list[tuple[Path, list[tuple[int, int]]]], callback: Any, keys: ForwardKeys
+    feed: Feed,
+    spools: list[tuple[Path, list[tuple[int, int]]]],
+    callback: Any,
+    output_file: str | None,
+    searched: SearchWriter | None,
 ) -> Generator[int, None, None]:
     """Rank 0: all outputs in the dataset's order. Yields how many sequences are handed on, after each; then it finishes."""
     from hvdtrain.data.hdf.writer import HDFWriter  # here, so that the keys above stay light to import
 
     with ExitStack() as stack:
         writer = None
-        if keys.output_file is not None:
-            Path(keys.output_file).parent.mkdir(parents=True, exist_ok=True)
-            writer = stack.enter_context(HDFWriter(Path(keys.output_file)))
-        searched = None
-        if keys.search_output_file is not None:
-            searched = stack.enter_context(SearchWriter(keys, feed.dataset.streams))
+        if output_file is not None:
+            Path(output_file).parent.mkdir(parents=True, exist_ok=True)
+            writer = stack.enter_context(HDFWriter(Path(output_file)))
+        if searched is not None:
+            stack.enter_context(searched)
         for number, (tag, outputs, vectors) in enumerate(_in_order(feed, spools), start=1):
             if writer is not None:
                 writer.add(tag, _as_streams(outputs, vectors))

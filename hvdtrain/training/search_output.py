@@ -6,7 +6,8 @@ import gzip
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -48,41 +49,53 @@ class SearchWriter:
         self._labels = _labels(keys.search_labels, streams)
 
     def __enter__(self) -> SearchWriter:
-        try:
+        with self._errors():
             self._path.parent.mkdir(parents=True, exist_ok=True)
             # The name of the finished file decides whether it is compressed.
             opened = gzip.open if self._path.name.endswith(".gz") else open
             self._file = opened(self._unfinished, "wt", encoding="utf-8")
-        except OSError as error:
-            raise DataError(f"{self._path}: expected to be able to write (search_output_file), got: {error.strerror}") from None
-        if self._is_python:
-            self._file.write("{\n")
+            if self._is_python:
+                self._file.write("{\n")
         return self
 
     def add(self, tag: str, outputs: Mapping[str, Array]) -> None:
         """Write a sequence. Raises: ConfigError, DataError."""
-        names = self._wanted
-        if isinstance(names, list):
-            found: Any = {name: self._entry(name, outputs) for name in names}
-        else:
-            found = self._entry(names or _usual_name(outputs), outputs)
-        with numpy.printoptions(threshold=sys.maxsize):
+        found = self.entry(outputs)
+        with numpy.printoptions(threshold=sys.maxsize), self._errors():
             if self._is_python:
                 self._file.write(f"{tag!r}: {as_code(found)},\n")
             else:
                 self._file.write(f"{' '.join(str(found).splitlines())}\n")
 
     def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
-        if self._is_python and failed is None:
-            self._file.write("}\n")
-        self._file.close()
-        if failed is None:
-            os.replace(self._unfinished, self._path)
-        else:
+        try:
+            with self._errors():
+                if self._is_python and failed is None:
+                    self._file.write("}\n")
+                self._file.close()
+                if failed is None:
+                    os.replace(self._unfinished, self._path)
+        except DataError:
+            if failed is None:  # otherwise the first error is the one to tell
+                raise
+        finally:
             self._unfinished.unlink(missing_ok=True)
 
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Raises: DataError, where the system refuses to write."""
+        try:
+            yield
+        except OSError as error:
+            raise DataError(f"{self._path}: expected to be able to write (search_output_file), got: {error.strerror}") from None
+
+    def entry(self, outputs: Mapping[str, Array]) -> Any:
+        """What is written of a sequence: a text, an array, a list of (score, text), or a dict. Raises: ConfigError, DataError."""
+        if isinstance(self._wanted, list):
+            return {name: self._entry(name, outputs) for name in self._wanted}
+        return self._entry(self._wanted or _usual_name(outputs), outputs)
+
     def _entry(self, name: str, outputs: Mapping[str, Array]) -> Any:
-        """The text, or the array, of an output; of several hypotheses, a list of (score, text)."""
         if name not in outputs:
             raise _unknown(name, outputs)
         hypotheses, sizes = _hypotheses(name, outputs)

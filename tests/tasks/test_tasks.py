@@ -130,6 +130,12 @@ def test_search_writes_texts_in_the_datasets_order(after_training: tuple[Path, d
     again = run(config, {**keys, **task, "use_horovod": False})
     assert again.status == 2
     assert "search-2.py.gz: expected a file that does not exist yet (search_output_file)" in again.err
+    early = run(
+        config, {**keys, **task, "use_horovod": False, "search_output_file": config.parent / "early", "search_labels": ["a"]}
+    )
+    assert early.status == 2
+    assert "output 'best': expected numbers below 1 (the labels), got" in early.err
+    assert not (config.parent / "early").exists()
 
 
 def test_forward_says_what_is_missing(after_training: tuple[Path, dict[str, object]]) -> None:

@@ -111,3 +111,10 @@ def test_what_is_wrong(tmp_path: Path) -> None:
     path.write_text("")
     with pytest.raises(DataError, match=r"a.txt: expected a file that does not exist yet \(search_output_file\)"):
         written(path, ONE)
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    (tmp_path / "a.txt.unfinished").symlink_to("/dev/full")
+    with pytest.raises(DataError, match="a.txt: expected to be able to write .search_output_file., got: No space left on device"):
+        written(tmp_path / "a.txt", ONE)
+    assert not list(tmp_path.iterdir())

@@ -3,6 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+ProblemRule = Literal[
+    "missing",  # something that is needed was not given
+    "unknown-key",  # no such key, entry or option
+    "unknown-value",  # none of the values or names that are possible
+    "wrong-type",
+    "wrong-format",  # a text that is not written as it should be
+    "wrong-signature",  # a function or class that cannot be called as it will be
+    "wrong-result",  # what a function of the config returned or did
+    "wrong-call",  # of hvdtrain's functions, at the wrong time or place
+    "out-of-range",
+    "duplicate",
+    "conflict",  # with the value of another key
+    "needs-backend",  # another framework is needed
+    "unsupported",  # valid elsewhere, but not done by hvdtrain
+    "unavailable",  # the device, compiler or transport is not there
+    "missing-package",
+    "cannot-import",
+    "unreadable",  # a config file
+    "not-writable",
+    "raised",  # code of the config raised an exception
+    "other",
+]
+"""What a problem violates, for tools and tests: these names stay, while sentences may be improved."""
 
 
 class HvdtrainError(Exception):
@@ -25,19 +51,44 @@ class HvdtrainError(Exception):
         return type(self)(f"rank {rank}: {self}")
 
 
+@dataclass(frozen=True)
+class Problem:
+    """Something that is wrong with a config or the command line. As text: `key: expected ..., got ... (hint)`.
+
+    Attributes:
+        key: as the user writes it, with the dict that it is in, or the place of the problem; empty: the sentence says it all.
+        expected: empty: `got` is the whole statement.
+        hint: what to do.
+    """
+
+    key: str
+    rule: ProblemRule
+    expected: str
+    got: str = ""
+    hint: str = ""
+
+    def __str__(self) -> str:
+        statement = ", got ".join(filter(None, [self.expected and f"expected {self.expected}", self.got]))
+        return (f"{self.key}: " if self.key else "") + statement + (f" ({self.hint})" if self.hint else "")
+
+    def within(self, where: str) -> Problem:
+        """The same problem with a key whose name begins with `where`, such as 'train.'."""
+        return replace(self, key=where + self.key)
+
+
 class ConfigError(HvdtrainError):
     """Problems in the config or the command line: all that were found, in one error."""
 
-    def __init__(self, problems: Sequence[str]) -> None:
-        self.problems = list(problems)
+    def __init__(self, problems: Sequence[Problem | str]) -> None:
+        self.problems = [Problem("", "other", problem) if isinstance(problem, str) else problem for problem in problems]
         count = len(self.problems)
-        where = "options" if count and all(problem.startswith("--") for problem in self.problems) else "config"
-        super().__init__("\n  ".join([f"{count} problem{'' if count == 1 else 's'} in the {where}:", *self.problems]))
+        where = "options" if count and all(problem.key.startswith("--") for problem in self.problems) else "config"
+        super().__init__("\n  ".join([f"{count} problem{'' if count == 1 else 's'} in the {where}:", *map(str, self.problems)]))
 
     def of_rank(self, rank: int) -> ConfigError:
-        return ConfigError([f"rank {rank}: {self}"])
+        return ConfigError([Problem(f"rank {rank}", "other", "", str(self))])
 
-    def __reduce__(self) -> tuple[type[ConfigError], tuple[list[str]]]:
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[list[Problem]]]:
         return type(self), (self.problems,)  # pickled when it is sent to other ranks
 
 

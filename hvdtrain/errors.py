@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 ProblemRule = Literal[
@@ -51,42 +52,68 @@ class HvdtrainError(Exception):
         return type(self)(f"rank {rank}: {self}")
 
 
+SENTENCE = re.compile(
+    r"(?:(?P<key>.*?): )?(?:expected (?P<expected>.*?), got:? (?P<got>.*?)(?: \((?P<hint>.*)\))?|.*)", re.DOTALL
+)
+
+
 @dataclass(frozen=True)
 class Problem:
-    """Something that is wrong with a config or the command line. As text: `key: expected ..., got ... (hint)`.
+    """Something that is wrong with a config or the command line.
 
     Attributes:
-        key: as the user writes it, with the dict that it is in, or the place of the problem; empty: the sentence says it all.
-        expected: empty: `got` is the whole statement.
-        hint: what to do.
+        key: as the user writes it, with the dict that it is in, or the place of the problem.
+        expected: with `got` and `hint`, a part of the sentence; empty: it has no such part.
+        sentence: what users see.
     """
 
     key: str
     rule: ProblemRule
     expected: str
-    got: str = ""
-    hint: str = ""
+    got: str
+    hint: str
+    sentence: str
+
+    @classmethod
+    def of(cls, rule: ProblemRule, sentence: str) -> Problem:
+        """A problem by its sentence.
+
+        >>> found = Problem.of("out-of-range", "max_seqs: expected a positive number, got 0 in g2p.py (leave it out)")
+        >>> found.key, found.expected, found.got, found.hint
+        ('max_seqs', 'a positive number', '0 in g2p.py', 'leave it out')
+        """
+        parts = SENTENCE.fullmatch(sentence)
+        return cls(rule=rule, sentence=sentence, **(parts.groupdict(default="") if parts else {}))
 
     def __str__(self) -> str:
-        statement = ", got ".join(filter(None, [self.expected and f"expected {self.expected}", self.got]))
-        return (f"{self.key}: " if self.key else "") + statement + (f" ({self.hint})" if self.hint else "")
+        return self.sentence
 
     def within(self, where: str) -> Problem:
-        """The same problem with a key whose name begins with `where`, such as 'train.'."""
-        return replace(self, key=where + self.key)
+        """The same problem with a key that begins with `where`, such as 'train.'."""
+        return Problem.of(self.rule, where + self.sentence)
+
+
+def problem(rule: ProblemRule, sentence: str) -> list[Problem]:
+    """One problem, for a list of them: 'key: expected ..., got ... (hint)'."""
+    return [Problem.of(rule, sentence)]
 
 
 class ConfigError(HvdtrainError):
     """Problems in the config or the command line: all that were found, in one error."""
 
     def __init__(self, problems: Sequence[Problem | str]) -> None:
-        self.problems = [Problem("", "other", problem) if isinstance(problem, str) else problem for problem in problems]
+        self.problems = [Problem.of("other", found) if isinstance(found, str) else found for found in problems]
         count = len(self.problems)
-        where = "options" if count and all(problem.key.startswith("--") for problem in self.problems) else "config"
+        where = "options" if count and all(found.key.startswith("--") for found in self.problems) else "config"
         super().__init__("\n  ".join([f"{count} problem{'' if count == 1 else 's'} in the {where}:", *map(str, self.problems)]))
 
+    @classmethod
+    def of(cls, rule: ProblemRule, sentence: str) -> ConfigError:
+        """One problem: 'key: expected ..., got ... (hint)'."""
+        return cls(problem(rule, sentence))
+
     def of_rank(self, rank: int) -> ConfigError:
-        return ConfigError([Problem(f"rank {rank}", "other", "", str(self))])
+        return ConfigError.of("other", f"rank {rank}: {self}")
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[list[Problem]]]:
         return type(self), (self.problems,)  # pickled when it is sent to other ranks

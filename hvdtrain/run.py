@@ -25,7 +25,7 @@ from hvdtrain.data.feed import Feed, batch_lines, feed_lines
 from hvdtrain.data.plan.bounds import rearranged
 from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.engine import Engine, Rates, TrainingLimits
-from hvdtrain.errors import ConfigError, DataError, HvdtrainError
+from hvdtrain.errors import ConfigError, DataError, HvdtrainError, Problem
 from hvdtrain.learner.base import Learner
 from hvdtrain.learner.frameworks import FRAMEWORKS
 from hvdtrain.learner.precision import cpu_lacks_bfloat16
@@ -178,7 +178,7 @@ def refuse_wrong_directions(settings: Settings, history: list[EpochRecord]) -> N
         raise error
 
 
-def wrong_directions_of(settings: Settings, history: list[EpochRecord]) -> list[str]:
+def wrong_directions_of(settings: Settings, history: list[EpochRecord]) -> list[Problem]:
     """Problems with keys that take the worst of the finished epochs for the best one."""
     rule = parse_rule(settings.saving.cleanup_old_models)
     keeps_best = rule is not None and rule.keep_best_n > 0
@@ -205,8 +205,10 @@ def wrong_scores(settings: Settings, history: list[EpochRecord], *, is_saved: bo
     problems += wrong_directions_of(settings, history)
     if not problems:
         return None
-    saved = f" (epoch {history[-1].epoch} is saved: with other keys, the same command goes on after it)"
-    error = ConfigError([*problems[:-1], problems[-1] + saved] if is_saved else problems)
+    if is_saved:
+        saved = f"(epoch {history[-1].epoch} is saved: with other keys, the same command goes on after it)"
+        problems[-1] = Problem.of(problems[-1].rule, f"{problems[-1]} {saved}")
+    error = ConfigError(problems)
     error.on_every_rank = True
     return error
 

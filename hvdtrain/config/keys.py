@@ -26,6 +26,8 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from hvdtrain.errors import Problem, ProblemRule
+
 S = TypeVar("S")
 
 REQUIRED: Any = dataclasses.MISSING
@@ -43,6 +45,10 @@ class Rule:
     words: str
     holds: Callable[[Any], bool]
     is_choice: bool = False
+
+    @property
+    def violated(self) -> ProblemRule:
+        return "unknown-value" if self.is_choice else "out-of-range"
 
 
 positive = Rule("a positive number", lambda value: value > 0)
@@ -196,7 +202,7 @@ ALONE = Sections({})
 class Section:
     """Base class of a group of keys."""
 
-    def problems(self, others: Sections = ALONE) -> list[str]:
+    def problems(self, others: Sections = ALONE) -> list[Problem]:
         """Conflicts between the keys of this section, or between them and other sections; each ends up in a ConfigError."""
         return []
 
@@ -205,11 +211,13 @@ class Mismatch(Exception):
     """A value does not have the key's type, or violates its rule. The message says what was expected.
 
     Attributes:
+        rule: what it violates, as in a `Problem`.
         got: what came, and where; empty: the value itself says it best.
     """
 
-    def __init__(self, expected: str, got: str = "") -> None:
+    def __init__(self, expected: str, rule: ProblemRule = "wrong-type", got: str = "") -> None:
         super().__init__(expected)
+        self.rule = rule
         self.got = got
 
 
@@ -220,11 +228,11 @@ def convert(value: Any, declared_key: Key) -> Any:
     except Mismatch as mismatch:
         if declared_key.rule is None or not declared_key.rule.is_choice:
             raise
-        raise Mismatch(declared_key.rule.words) from mismatch
+        raise Mismatch(declared_key.rule.words, declared_key.rule.violated) from mismatch
     if declared_key.rule is not None and result is not None and not _holds(declared_key.rule, result):
-        raise Mismatch(declared_key.rule.words)
+        raise Mismatch(declared_key.rule.words, declared_key.rule.violated)
     if declared_key.signature and callable(result) and (wrong := signature_error(result, declared_key.signature)):
-        raise Mismatch(f"def {declared_key.name}({declared_key.signature})", wrong)
+        raise Mismatch(f"def {declared_key.name}({declared_key.signature})", "wrong-signature", wrong)
     return result
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from hvdtrain.config.keys import REQUIRED, key, not_negative, positive
 from hvdtrain.data.combine.keys import CombinedDatasetKeys, ConcatDatasetKeys, FilesDatasetKeys, MapDatasetKeys, MetaDatasetKeys
 from hvdtrain.data.keys import DatasetKeys, FileDatasetKeys
+from hvdtrain.errors import Problem, problem
 
 OWN = {
     "FolderDataset": "hvdtrain.data.formats.folder:FolderDataset",
@@ -64,12 +65,12 @@ class DummyDatasetKeys(DatasetKeys):
         2, "frames of every sequence, or a dict with the frames of 'data' and 'classes'", positive
     )
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         if not isinstance(self.seq_len, dict):
             return []
         right = self.seq_len.keys() == {"data", "classes"} and min(self.seq_len.values()) >= 0
         expected = "seq_len: expected zero or a positive number for 'data' and for 'classes'"
-        return [] if right else [f"{expected}, got {self.seq_len}"]
+        return [] if right else problem("out-of-range", f"{expected}, got {self.seq_len}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +137,7 @@ RETURNN_ENTRIES: dict[str, tuple[tuple[Any, ...] | None, str]] = {
 to do instead of setting another one."""
 
 
-def take_returnn_entries(where: str, options: dict[str, Any], own: Container[str]) -> list[str]:
+def take_returnn_entries(where: str, options: dict[str, Any], own: Container[str]) -> list[Problem]:
     """Remove RETURNN's entries from the options of a dataset dict. Returns the problems with those that have a meaning.
 
     Args:
@@ -150,7 +151,8 @@ def take_returnn_entries(where: str, options: dict[str, Any], own: Container[str
         members = list(value.values()) if isinstance(value, dict) else [value]
         if nothing is not None and any(member not in nothing for member in members):
             words = " or ".join(map(repr, nothing))
-            problems.append(
-                f"{where}{name}: expected {words}, as hvdtrain does not have this key of RETURNN, got {value!r} ({instead})"
+            problems += problem(
+                "unsupported",
+                f"{where}{name}: expected {words}, as hvdtrain does not have this key of RETURNN, got {value!r} ({instead})",
             )
     return problems

@@ -46,8 +46,8 @@ def rounds_per_update(keys: AccumulationKeys) -> RoundsPerUpdate:
     def call(epoch: int, epoch_continuous: float, step: int) -> int:
         number = function(epoch=epoch, epoch_continuous=epoch_continuous, global_train_step=step)
         if isinstance(number, bool) or not isinstance(number, Integral) or number < 1:
-            error = ConfigError(
-                [f"accum_grad_multiple_step: expected a function that returns a positive integer, got {number!r}"]
+            error = ConfigError.of(
+                "wrong-result", f"accum_grad_multiple_step: expected a function that returns a positive integer, got {number!r}"
             )
             error.on_every_rank = True  # all ranks call it alike
             raise error

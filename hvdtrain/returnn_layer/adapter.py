@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from hvdtrain.config.source import Source
 from hvdtrain.context import get_run_ctx
-from hvdtrain.errors import ConfigError
+from hvdtrain.errors import ConfigError, problem
 from hvdtrain.returnn_layer.imports import ROOT, Installed, Layer, NotInLayer, explanation, is_installed, location
 from hvdtrain.returnn_layer.names import HOOKS, with_hooks
 
@@ -39,8 +39,9 @@ def adapted(source: Source, layer: Layer | Installed) -> Source:
         return source
     source = replace(with_todays_steps(source), for_returnn=True)
     if source.values.get("backend", "torch") != "torch":
-        problem = f"backend: expected 'torch' in a config that imports returnn, got {source.values['backend']!r}"
-        return replace(source, problems=(*source.problems, problem))
+        got = source.values["backend"]
+        found = problem("unknown-value", f"backend: expected 'torch' in a config that imports returnn, got {got!r}")
+        return replace(source, problems=(*source.problems, *found))
     if isinstance(layer, Installed):
         from hvdtrain.returnn_layer import installed_steps  # here, as it imports RETURNN
 
@@ -111,7 +112,7 @@ def _with_modules(function: Callable[..., Any], name: str, layer: Layer) -> Call
         except (NotInLayer, ImportError) as error:
             if isinstance(error, ImportError) and (error.name or "").partition(".")[0] != ROOT:
                 raise
-            raise ConfigError([f"{name}, in {location(error)}: {explanation(error)}"]) from error
+            raise ConfigError.of("raised", f"{name}, in {location(error)}: {explanation(error)}") from error
 
     return _named(call, function)
 

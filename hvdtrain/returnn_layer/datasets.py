@@ -40,7 +40,9 @@ class SimpleHDFWriter:
         extend_existing_file: bool = False,
     ) -> None:
         if extend_existing_file:
-            raise ConfigError(["SimpleHDFWriter: expected a file that does not exist yet, got extend_existing_file = True"])
+            raise ConfigError.of(
+                "unsupported", "SimpleHDFWriter: expected a file that does not exist yet, got extend_existing_file = True"
+            )
         self._ndim = ndim if ndim is not None else 1 if dim is None else 2
         all_labels = {**({"data": labels} if labels else {}), **(extra_labels or {})}
         extra_dims = {name: dim or UNKNOWN_DIM for name, (dim, axes, _) in (extra_type or {}).items() if axes == 1}
@@ -66,8 +68,9 @@ class SimpleHDFWriter:
         """
         by_axis = seq_len if isinstance(seq_len, Mapping) else {0: seq_len}
         if inputs.ndim != self._ndim + 1 or list(by_axis) not in ([0], []):
-            raise ConfigError(
-                [f"SimpleHDFWriter: expected {self._ndim} axes and the batch, padded in time only, got {inputs.shape}, {by_axis}"]
+            raise ConfigError.of(
+                "wrong-result",
+                f"SimpleHDFWriter: expected {self._ndim} axes and the batch, padded in time only, got {inputs.shape}, {by_axis}",
             )
         lengths = by_axis.get(0, [inputs.shape[1]] * len(seq_tag))
         for number, (tag, length) in enumerate(zip(seq_tag, lengths, strict=True)):
@@ -116,7 +119,7 @@ class Vocabulary:
         labels: Sequence[str] | None = None,
     ) -> None:
         if vocab_file is None and labels is None:
-            raise ConfigError(["Vocabulary: expected a vocab_file or labels, got neither"])
+            raise ConfigError.of("missing", "Vocabulary: expected a vocab_file or labels, got neither")
         self.vocab_file = None if vocab_file is None else str(vocab_file)
         self.labels = list(labels) if labels is not None else _read(Path(str(vocab_file)))
         self.num_labels = len(self.labels)
@@ -135,8 +138,9 @@ class Vocabulary:
         wanted = options.pop("class", "BytePairEncoding" if "bpe_file" in options else cls.__name__)
         classes = {kind.__name__: kind for kind in (Vocabulary, BytePairEncoding, CharacterTargets, Utf8ByteTargets)}
         if wanted not in classes:
-            raise ConfigError(
-                [f"Vocabulary.create_vocab: expected the class {' or '.join(classes)}, got {wanted!r} (docs/returnn.md)"]
+            raise ConfigError.of(
+                "unknown-value",
+                f"Vocabulary.create_vocab: expected the class {' or '.join(classes)}, got {wanted!r} (docs/returnn.md)",
             )
         return classes[wanted](**options)
 

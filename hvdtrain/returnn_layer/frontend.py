@@ -75,7 +75,9 @@ class RunCtx:
         self._expect("train_step", "mark_as_loss")
         values = without_padding(loss if isinstance(loss, Tensor) or dims is None else Tensor(name, dims, raw_tensor=loss))
         if not isinstance(values, torch.Tensor):
-            raise ConfigError([f"mark_as_loss: expected a tensor as the loss {name!r}, got {type(loss).__name__}"])
+            raise ConfigError.of(
+                "wrong-result", f"mark_as_loss: expected a tensor as the loss {name!r}, got {type(loss).__name__}"
+            )
         if not values.is_floating_point():
             values = values.to(torch.get_default_dtype())
         count = None if custom_inv_norm_factor is None else without_padding(custom_inv_norm_factor)
@@ -99,8 +101,9 @@ class RunCtx:
         expected = None
         if self.expected_outputs is not None:
             if name not in self.expected_outputs:
-                raise ConfigError(
-                    [f"mark_as_output: expected one of model_outputs ({', '.join(self.expected_outputs)}), got {name!r}"]
+                raise ConfigError.of(
+                    "wrong-result",
+                    f"mark_as_output: expected one of model_outputs ({', '.join(self.expected_outputs)}), got {name!r}",
                 )
             expected = self.expected_outputs[name]
         if isinstance(tensor, Tensor):
@@ -123,7 +126,9 @@ class RunCtx:
         """Raises: ConfigError, if an output of `model_outputs` was not marked."""
         missing = [name for name in self.expected_outputs or () if name not in self._context.outputs]
         if missing:
-            raise ConfigError([f"forward_step: expected all of model_outputs to be marked, got no {', '.join(missing)}"])
+            raise ConfigError.of(
+                "wrong-result", f"forward_step: expected all of model_outputs to be marked, got no {', '.join(missing)}"
+            )
 
     def is_train_flag_enabled(self, *, func: Any = None) -> bool:
         """Whether the model is in training mode."""
@@ -146,7 +151,9 @@ class RunCtx:
 
     def _expect(self, stage: Stage, called: str) -> None:
         if self.stage != stage:
-            raise ConfigError([f"get_run_ctx().{called}: expected to be called in {stage}, got called in {self.stage}"])
+            raise ConfigError.of(
+                "wrong-call", f"get_run_ctx().{called}: expected to be called in {stage}, got called in {self.stage}"
+            )
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -208,8 +215,9 @@ def by_sequence(name: str, tensor: Tensor) -> list[Any]:
     dims = [dim for number, dim in enumerate(tensor.dims) if number != axis]
     for dim in dims:
         if dim.is_dynamic_seq_length() and dim.dyn_size is None:
-            raise ConfigError(
-                [f"mark_as_output: expected the sizes of {dim} of the output {name!r} in its dyn_size_ext.raw_tensor, got none"]
+            raise ConfigError.of(
+                "wrong-result",
+                f"mark_as_output: expected the sizes of {dim} of the output {name!r} in its dyn_size_ext.raw_tensor, got none",
             )
     rows = tensor.raw_tensor.movedim(axis, 0)
     return [row[tuple(_part(dim, number) for dim in dims)] for number, row in enumerate(rows)]
@@ -229,8 +237,9 @@ def _check_expected(name: str, expected: Tensor, got: Tensor) -> None:
     )
     if not fits:
         words = ", ".join(dim.name if dim.dimension is None else str(dim.dimension) for dim in expected.dims)
-        raise ConfigError(
-            [f"mark_as_output: expected {name!r} of shape ({words}) by model_outputs, got {tuple(got.raw_tensor.shape)}"]
+        raise ConfigError.of(
+            "wrong-result",
+            f"mark_as_output: expected {name!r} of shape ({words}) by model_outputs, got {tuple(got.raw_tensor.shape)}",
         )
 
 

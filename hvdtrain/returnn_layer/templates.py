@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy
 import torch
 
-from hvdtrain.errors import ConfigError
+from hvdtrain.errors import ConfigError, Problem, problem
 from hvdtrain.returnn_layer.tensors import Dim, DimTypes, Tensor, batch_dim, no_attribute
 
 
@@ -87,22 +87,22 @@ IGNORED = ("name", "vocab", "undefined", "auto_create_placeholders")
 """Options without effect on a config for plain PyTorch."""
 
 
-def templates_of(key: str, value: Any) -> tuple[dict[str, Tensor], list[str]]:
+def templates_of(key: str, value: Any) -> tuple[dict[str, Tensor], list[Problem]]:
     """Templates for the data keys of `extern_data` or `model_outputs` (`key`), and the problems in these dicts."""
     if not isinstance(value, Mapping):
-        return {}, [f"{key}: expected a dict of dicts by data key, got {value!r}"]
+        return {}, problem("wrong-type", f"{key}: expected a dict of dicts by data key, got {value!r}")
     made, problems = {}, []
     for name, options in value.items():
         if isinstance(options, Tensor):
             made[name] = options.copy_template(name)
             continue
         if not isinstance(options, Mapping):
-            problems.append(f"{key}.{name}: expected a dict such as {{'dim': 9}}, got {options!r}")
+            problems += problem("wrong-type", f"{key}.{name}: expected a dict such as {{'dim': 9}}, got {options!r}")
             continue
         try:
             made[name] = template_of(name, options)
         except ValueError as error:
-            problems.append(f"{key}.{name}: {error}")
+            problems += problem("wrong-type", f"{key}.{name}: {error}")
     return made, problems
 
 
@@ -231,15 +231,18 @@ def _is_target(template: Tensor) -> bool:
 
 def _with_values(name: str, template: Tensor, batch: Mapping[str, BatchEntry]) -> Tensor:
     if name not in batch:
-        raise ConfigError([f"extern_data.{name}: expected one of the dataset's data keys ({', '.join(batch)}), got none of them"])
+        raise ConfigError.of(
+            "unknown-key", f"extern_data.{name}: expected one of the dataset's data keys ({', '.join(batch)}), got none of them"
+        )
     given = batch[name]
     raw, dims = given.raw_tensor, template.dims
     if raw.ndim == len(dims) + 1 and bool((given.seq_lens == 1).all()):  # one frame per sequence: one value per sequence
         raw = raw[:, 0]
     fits = raw.ndim == len(dims) and all(dim.dimension in (None, size) for dim, size in zip(dims, raw.shape, strict=True))
     if not fits:
-        raise ConfigError(
-            [f"extern_data.{name}: expected data of shape {_shape_text(dims)}, got {tuple(raw.shape)} from the dataset"]
+        raise ConfigError.of(
+            "wrong-result",
+            f"extern_data.{name}: expected data of shape {_shape_text(dims)}, got {tuple(raw.shape)} from the dataset",
         )
     if dims[0].is_dynamic() and dims[0].dyn_size is None:
         dims[0].dyn_size = torch.tensor(raw.shape[0], dtype=torch.int32)

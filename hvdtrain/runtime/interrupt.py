@@ -12,7 +12,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from hvdtrain.config.keys import ALONE, Rule, Section, Sections, key, not_negative
-from hvdtrain.errors import HvdtrainError
+from hvdtrain.errors import HvdtrainError, Problem, problem
 
 TO_BE_CONTINUED = 75
 """Exit status of a training that was stopped and should be restarted: EX_TEMPFAIL of sysexits.h."""
@@ -59,12 +59,13 @@ class InterruptKeys(Section):
         60.0, "stop this many seconds before time_limit, to leave time for start-up, two training steps and saving", not_negative
     )
 
-    def problems(self, others: Sections = ALONE) -> list[str]:
+    def problems(self, others: Sections = ALONE) -> list[Problem]:
         if self.time_limit is not None and seconds_of(self.time_limit) <= self.time_limit_margin:
-            return [
+            return problem(
+                "conflict",
                 f"time_limit_margin: expected less than time_limit ({seconds_of(self.time_limit):g} s), "
-                f"got {self.time_limit_margin:g}"
-            ]
+                f"got {self.time_limit_margin:g}",
+            )
         return []
 
     @property

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from hvdtrain.config.source import command_parser, parse_command_line, split_overrides
-from hvdtrain.errors import ConfigError, HvdtrainError
+from hvdtrain.errors import ConfigError, HvdtrainError, Problem, problem
 from hvdtrain.settings import Settings, read_settings
 from hvdtrain.submit.job import Job, choose_launcher, megabytes_of, seconds_of
 from hvdtrain.submit.kubernetes import kubernetes_manifest
@@ -135,41 +135,48 @@ def job_of(
     for name in ("nodes", "tasks_per_node", "cpus_per_task", "stop_before"):
         value = getattr(options, name)
         if value is not None and value < 1:
-            problems.append(f"--{name.replace('_', '-')}: expected a positive number, got {value}")
+            problems += problem("out-of-range", f"--{name.replace('_', '-')}: expected a positive number, got {value}")
     if options.max_restarts < 0:
-        problems.append(f"--max-restarts: expected zero or a positive number, got {options.max_restarts}")
+        problems += problem("out-of-range", f"--max-restarts: expected zero or a positive number, got {options.max_restarts}")
     if options.gpus_per_node < 0:
-        problems.append(f"--gpus-per-node: expected zero or a positive number, got {options.gpus_per_node}")
+        problems += problem("out-of-range", f"--gpus-per-node: expected zero or a positive number, got {options.gpus_per_node}")
     elif 0 < options.gpus_per_node < options.tasks_per_node:
-        problems.append(
-            f"--gpus-per-node: expected one for each of {options.tasks_per_node} ranks of a node, got {options.gpus_per_node}"
+        problems += problem(
+            "out-of-range",
+            f"--gpus-per-node: expected one for each of {options.tasks_per_node} ranks of a node, got {options.gpus_per_node}",
         )
     seconds = None
     if options.time is not None:
         try:
             seconds = seconds_of(options.time)
         except ValueError:
-            problems.append(f"--time: expected hh:mm:ss, d-hh:mm:ss or minutes, got {options.time!r}")
+            problems += problem("wrong-format", f"--time: expected hh:mm:ss, d-hh:mm:ss or minutes, got {options.time!r}")
         if seconds is not None and seconds < options.stop_before + START:
-            problems.append(
+            problems += problem(
+                "out-of-range",
                 f"--stop-before: expected at least {START} s less than --time ({seconds} s), which starting may take, got "
-                f"{options.stop_before}"
+                f"{options.stop_before}",
             )
     memory = None
     if options.memory is not None:
         try:
             memory = megabytes_of(options.memory)
         except ValueError:
-            problems.append(f"--memory: expected an amount of each host such as 64G or 500M, got {options.memory!r}")
+            problems += problem(
+                "wrong-format", f"--memory: expected an amount of each host such as 64G or 500M, got {options.memory!r}"
+            )
     for name in NOT_FOR.get(options.scheduler, ()):
         if getattr(options, name):
-            problems.append(f"--{name}: expected another scheduler, got {options.scheduler}, which has no such option")
+            problems += problem(
+                "conflict", f"--{name}: expected another scheduler, got {options.scheduler}, which has no such option"
+            )
     hosts = tuple(filter(None, options.hosts.split(",")))
     if options.scheduler == "mpi" and options.nodes > 1 and len(hosts) != options.nodes:
-        problems.append(f"--hosts: expected the names of {options.nodes} hosts, got {options.hosts or 'none'}")
+        problems += problem("missing", f"--hosts: expected the names of {options.nodes} hosts, got {options.hosts or 'none'}")
     if options.scheduler == "kubernetes" and not options.image:
-        problems.append(
-            "--image: expected a container image with hvdtrain for kubernetes, got none (docs/installing.md builds one)"
+        problems += problem(
+            "missing",
+            "--image: expected a container image with hvdtrain for kubernetes, got none (docs/installing.md builds one)",
         )
     folder = options.folder or str(Path.cwd())
     texts = texts_of(options, overrides) | {"--hosts": list(hosts), "--folder": [folder]}
@@ -178,10 +185,12 @@ def job_of(
     for claim, _, path in volumes:
         if not claim or not path.startswith("/"):
             problems.append(
-                f"--volume: expected CLAIM:/PATH, got {claim}:{path}" if path else f"--volume: expected CLAIM:/PATH, got {claim}"
+                Problem.of("wrong-format", f"--volume: expected CLAIM:/PATH, got {claim}:{path}")
+                if path
+                else Problem.of("wrong-format", f"--volume: expected CLAIM:/PATH, got {claim}")
             )
     if options.scheduler != "slurm" and options.launcher == "srun":
-        problems.append(f"--launcher: expected mpirun with --scheduler {options.scheduler}, got srun")
+        problems += problem("conflict", f"--launcher: expected mpirun with --scheduler {options.scheduler}, got srun")
     launcher = options.launcher
     try:
         tasks = options.nodes * options.tasks_per_node
@@ -190,14 +199,16 @@ def job_of(
     except ConfigError as error:
         problems += error.problems
     if options.max_restarts > 0 and (launcher, options.scheduler) != ("torchrun", "slurm"):
-        problems.append(
+        problems += problem(
+            "conflict",
             f"--max-restarts: expected torchrun (++torch_distributed {{}}) and --scheduler slurm, got {launcher} and "
-            f"{options.scheduler} (on one host: ++ngpu N ++max_restarts N in place of --tasks-per-node)"
+            f"{options.scheduler} (on one host: ++ngpu N ++max_restarts N in place of --tasks-per-node)",
         )
     if launcher == "torchrun" and options.nodes > 1 and options.scheduler not in ("slurm", "kubernetes"):
-        problems.append(
+        problems += problem(
+            "conflict",
             f"--scheduler: expected slurm or kubernetes for torchrun on several hosts, got {options.scheduler} "
-            "(torch_distributed runs under mpirun, too: --launcher mpirun)"
+            "(torch_distributed runs under mpirun, too: --launcher mpirun)",
         )
     if runs:
         problems += scheduler_problems(options.scheduler, launcher, not options.no_requeue, options.max_restarts)

@@ -114,16 +114,17 @@ def choose_launcher(wanted: Launcher | None, tasks: int, use_horovod: bool, torc
     'torchrun'
     """
     if tasks > 1 and not use_horovod and not torch_distributed:
-        raise ConfigError(
-            [
-                f"use_horovod: expected use_horovod or torch_distributed for {tasks} ranks, got neither: each rank would train "
-                "alone and overwrite the others' checkpoints (add ++use_horovod 1 to the command)"
-            ]
+        raise ConfigError.of(
+            "conflict",
+            f"use_horovod: expected use_horovod or torch_distributed for {tasks} ranks, got neither: each rank would train "
+            "alone and overwrite the others' checkpoints (add ++use_horovod 1 to the command)",
         )
     if wanted == "python" and tasks > 1:
-        raise ConfigError([f"--launcher: expected mpirun, srun or torchrun for {tasks} ranks, got python"])
+        raise ConfigError.of("conflict", f"--launcher: expected mpirun, srun or torchrun for {tasks} ranks, got python")
     if wanted == "torchrun" and use_horovod:
-        raise ConfigError(["--launcher: expected mpirun or srun for use_horovod, got torchrun (which is for torch_distributed)"])
+        raise ConfigError.of(
+            "conflict", "--launcher: expected mpirun or srun for use_horovod, got torchrun (which is for torch_distributed)"
+        )
     if wanted is not None:
         return wanted
     if tasks == 1:

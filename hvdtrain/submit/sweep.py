@@ -8,6 +8,8 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from hvdtrain.errors import Problem, problem
+
 LONGEST = 200
 """Characters of a folder's name."""
 
@@ -39,7 +41,7 @@ def values_of(text: str) -> list[str]:
     return values
 
 
-def sweep_of(given: Sequence[str], overrides: Mapping[str, str]) -> tuple[list[dict[str, str]], list[str]]:
+def sweep_of(given: Sequence[str], overrides: Mapping[str, str]) -> tuple[list[dict[str, str]], list[Problem]]:
     """The runs of a sweep, each with its values by key; and problems.
 
     Args:
@@ -55,14 +57,16 @@ def sweep_of(given: Sequence[str], overrides: Mapping[str, str]) -> tuple[list[d
         key, assigned, listed = text.removeprefix("++").partition("=")
         values = values_of(listed)
         if not assigned or not re.fullmatch(r"[A-Za-z_][\w.]*", key) or not all(value.strip() for value in values):
-            problems.append(f"--sweep: expected KEY=VALUE,VALUE, got {text!r}")
+            problems += problem("wrong-format", f"--sweep: expected KEY=VALUE,VALUE, got {text!r}")
         elif key in ("model", "task"):
-            problems.append(f"--sweep: expected a key that training reads, got {key} (each run gets a model folder of its own)")
+            problems += problem(
+                "unknown-key", f"--sweep: expected a key that training reads, got {key} (each run gets a model folder of its own)"
+            )
         elif key in by_key or key in overrides:
             other = "--sweep" if key in by_key else f"++{key}"
-            problems.append(f"--sweep: expected each key once, got {key} in {other}, too")
+            problems += problem("duplicate", f"--sweep: expected each key once, got {key} in {other}, too")
         elif len(set(values)) < len(values):
-            problems.append(f"--sweep: expected different values, got {text!r}")
+            problems += problem("duplicate", f"--sweep: expected different values, got {text!r}")
         else:
             by_key[key] = values
     return [dict(zip(by_key, chosen, strict=True)) for chosen in itertools.product(*by_key.values())], problems
@@ -79,34 +83,44 @@ def model_of(model: str, run: Mapping[str, str]) -> str:
     return str(Path(model).parent / name / Path(model).name)
 
 
-def folder_problems(models: Sequence[str]) -> list[str]:
+def folder_problems(models: Sequence[str]) -> list[Problem]:
     """Problems with the folders of runs: two runs in one would continue each other's training."""
     names = [Path(model).parent.name for model in models]
-    problems = [f"--sweep: expected values of which folders can be named, got {name!r} twice" for name in _repeated(names)]
+    problems = [
+        Problem.of("wrong-result", f"--sweep: expected values of which folders can be named, got {name!r} twice")
+        for name in _repeated(names)
+    ]
     long = [name for name in names if len(name) > LONGEST]
-    return problems + [f"--sweep: expected names of folders of at most {LONGEST} characters, got {name!r}" for name in long[:1]]
+    return problems + [
+        Problem.of("out-of-range", f"--sweep: expected names of folders of at most {LONGEST} characters, got {name!r}")
+        for name in long[:1]
+    ]
 
 
 def _repeated(names: Sequence[str]) -> list[str]:
     return [name for name in dict.fromkeys(names) if names.count(name) > 1]
 
 
-def scheduler_problems(scheduler: str, launcher: str, requeue: bool, max_restarts: int) -> list[str]:
+def scheduler_problems(scheduler: str, launcher: str, requeue: bool, max_restarts: int) -> list[Problem]:
     """Problems with what a scheduler cannot do with an array of jobs."""
     if scheduler not in INDEX:
-        return [
+        return problem(
+            "conflict",
             f"--sweep: expected a scheduler with job arrays ({', '.join(INDEX)}), got {scheduler} (a loop over hvdtrain.train in "
-            "Python does it, docs/python_api.md)"
-        ]
+            "Python does it, docs/python_api.md)",
+        )
     if scheduler == "kubernetes" and launcher != "python":
-        return [
+        return problem(
+            "conflict",
             f"--sweep: expected one rank for each run on kubernetes, whose indexed Jobs have no {launcher}, got several "
-            "(++ngpu N starts ranks within a pod)"
-        ]
+            "(++ngpu N starts ranks within a pod)",
+        )
     if scheduler == "pbs" and requeue:
-        return ["--sweep: expected --no-requeue with pbs, where a job of an array cannot submit itself again, got none"]
+        return problem(
+            "conflict", "--sweep: expected --no-requeue with pbs, where a job of an array cannot submit itself again, got none"
+        )
     if max_restarts:
-        return [f"--sweep: expected no --max-restarts, got {max_restarts}"]
+        return problem("conflict", f"--sweep: expected no --max-restarts, got {max_restarts}")
     return []
 
 

@@ -86,7 +86,7 @@ class ConfigFunctions:
     def outputs(self, batch: Batch, epoch: int, step: int) -> list[Outputs]:
         """Run forward_step; return what it marks by name for each sequence. Raises: ConfigError."""
         if self.forward_step is None:
-            raise ConfigError(["forward_step: expected a function in the config, got nothing"])
+            raise ConfigError.of("missing", "forward_step: expected a function in the config, got nothing")
         self.model.eval()
         run_context = running(RunContext(epoch, step, False, seq_tags=batch.seq_tags))
         with torch.no_grad(), self.watch(), self.autocast(), run_context as context:
@@ -295,13 +295,13 @@ def _model(keys: LearnerKeys, options: BuildOptions, device: torch.device) -> tu
     """The config's model on the device, and the names of its constant parameters. Raises: ConfigError, CheckpointError."""
     model = as_function(keys.get_model, "get_model")(epoch=1, step=0, device=str(device))
     if not isinstance(model, torch.nn.Module):
-        raise ConfigError([f"get_model: expected it to return a torch.nn.Module, got {type(model).__name__}"])
+        raise ConfigError.of("wrong-result", f"get_model: expected it to return a torch.nn.Module, got {type(model).__name__}")
     if isinstance(model, WRAPPERS):
-        raise ConfigError([WRAPPED.format(name=type(model).__name__)])
+        raise ConfigError.of("wrong-result", WRAPPED.format(name=type(model).__name__))
     for name, module in model.named_modules():
         kinds = {base.__name__ for base in type(module).__mro__}.intersection(SHARDED)
         if kinds:
-            raise ConfigError([OF_SHARDS.format(name=name or "the model itself", kind=kinds.pop())])
+            raise ConfigError.of("wrong-result", OF_SHARDS.format(name=name or "the model itself", kind=kinds.pop()))
     model.to(device)
     load = partial(preload, model.state_dict(), device)
     constants = frozenset(options.constants(load) if options.constants is not None else [])

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from hvdtrain.config.source import command_parser, parse_command_line, split_overrides
-from hvdtrain.errors import ConfigError, HvdtrainError, Problem, problem
+from hvdtrain.errors import ConfigError, HvdtrainError, problem
 from hvdtrain.settings import Settings, read_settings
 from hvdtrain.submit.job import Job, choose_launcher, megabytes_of, seconds_of
 from hvdtrain.submit.kubernetes import kubernetes_manifest
@@ -184,11 +184,8 @@ def job_of(
     volumes = [each.partition(":") for each in options.volume]
     for claim, _, path in volumes:
         if not claim or not path.startswith("/"):
-            problems.append(
-                Problem.of("wrong-format", f"--volume: expected CLAIM:/PATH, got {claim}:{path}")
-                if path
-                else Problem.of("wrong-format", f"--volume: expected CLAIM:/PATH, got {claim}")
-            )
+            got = f"{claim}:{path}" if path else claim
+            problems += problem("wrong-format", f"--volume: expected CLAIM:/PATH, got {got}")
     if options.scheduler != "slurm" and options.launcher == "srun":
         problems += problem("conflict", f"--launcher: expected mpirun with --scheduler {options.scheduler}, got srun")
     launcher = options.launcher

@@ -87,7 +87,7 @@ def folder_problems(models: Sequence[str]) -> list[Problem]:
     """Problems with the folders of runs: two runs in one would continue each other's training."""
     names = [Path(model).parent.name for model in models]
     problems = [
-        Problem.of("wrong-result", f"--sweep: expected values of which folders can be named, got {name!r} twice")
+        Problem.of("duplicate", f"--sweep: expected values of which folders can be named, got {name!r} twice")
         for name in _repeated(names)
     ]
     long = [name for name in names if len(name) > LONGEST]

@@ -46,9 +46,11 @@ class Rule:
     holds: Callable[[Any], bool]
     is_choice: bool = False
 
-    @property
-    def violated(self) -> ProblemRule:
-        return "unknown-value" if self.is_choice else "out-of-range"
+    def broken_by(self, value: Any) -> ProblemRule:
+        """What a value does wrong for which the rule does not hold."""
+        if self.is_choice:
+            return "unknown-value"
+        return "wrong-format" if isinstance(value, str) else "out-of-range"
 
 
 positive = Rule("a positive number", lambda value: value > 0)
@@ -228,9 +230,9 @@ def convert(value: Any, declared_key: Key) -> Any:
     except Mismatch as mismatch:
         if declared_key.rule is None or not declared_key.rule.is_choice:
             raise
-        raise Mismatch(declared_key.rule.words, declared_key.rule.violated) from mismatch
+        raise Mismatch(declared_key.rule.words, declared_key.rule.broken_by(value)) from mismatch
     if declared_key.rule is not None and result is not None and not _holds(declared_key.rule, result):
-        raise Mismatch(declared_key.rule.words, declared_key.rule.violated)
+        raise Mismatch(declared_key.rule.words, declared_key.rule.broken_by(result))
     if declared_key.signature and callable(result) and (wrong := signature_error(result, declared_key.signature)):
         raise Mismatch(f"def {declared_key.name}({declared_key.signature})", "wrong-signature", wrong)
     return result

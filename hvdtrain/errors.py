@@ -53,7 +53,7 @@ class HvdtrainError(Exception):
 
 
 SENTENCE = re.compile(
-    r"(?:(?P<key>.*?): )?(?:expected (?P<expected>.*?), got:? (?P<got>.*?)(?: \((?P<hint>.*)\))?|.*)", re.DOTALL
+    r"(?:(?P<key>.*?): )?(?:expected (?P<expected>.*?), got:? (?P<got>.*?)|.*?)(?: \((?P<hint>.*)\))?", re.DOTALL
 )
 
 

@@ -33,6 +33,10 @@ class Finished:
     problems: tuple[str, ...] = ()
     """Those of the config, each as of `faults`, of a run in the tests' own process."""
 
+    def names(self, key: str, got: object = "") -> bool:
+        """Whether the errors have a line about a key, or a file, that names what came."""
+        return any(line.strip().startswith(f"{key}: ") and str(got) in line for line in self.err.splitlines())
+
 
 def launch(
     arguments: Sequence[str], ranks: int | None = None, timeout: float = 120, environment: Mapping[str, str] = EMPTY

@@ -93,6 +93,7 @@ format: setup
 
 docs: setup
 	$(PYTHON_OF_VENV) tools/keys_page.py > docs/keys.md
+	$(PYTHON_OF_VENV) tests/test_extending.py
 
 # How long --help takes, as a multiple of "import numpy". Above 2, something that --help does not need is imported.
 help-time: setup

@@ -28,8 +28,8 @@ from hvdtrain.comm.base import SingleCommunicator
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.run import train
-from hvdtrain.session import open_feeds
 from hvdtrain.settings import Settings, read_settings
+from hvdtrain.start_up.data import open_feeds
 
 CONFIG = ROOT / "benchmarks/acoustic/gpu_config.py"
 CLASSES = 1000

@@ -41,8 +41,9 @@ import numpy
 from hvdtrain.config.source import Source, load
 from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.errors import ConfigError
-from hvdtrain.returnn_layer.adapter import adapted, layer_for_config
-from hvdtrain.settings import all_keys, check
+from hvdtrain.returnn_layer.imports import WatchedImports
+from hvdtrain.returnn_layer.translate import translate
+from hvdtrain.settings import BOOLEAN_KEYS, all_keys, check
 
 STEPS, SEQUENCES_PER_STEP = 3, 2
 SECONDS_PER_CONFIG = 600
@@ -163,14 +164,14 @@ def import_error(error: BaseException) -> ImportError | None:
     return error
 
 
-def loaded(file: Path, placeholders: Placeholders) -> tuple[Source, Any]:
+def loaded(file: Path, placeholders: Placeholders) -> tuple[Source, WatchedImports]:
     """The config's values, with placeholders for what cannot be imported. Raises: ConfigError."""
     sys.meta_path.append(placeholders)
     types = {key.name: key.type for key in all_keys()}
     while True:
-        layer = layer_for_config()
+        imports = WatchedImports()
         try:
-            return load([file], {}, types, layer.builtins), layer
+            return load([file], {}, types, imports.builtins), imports
         except ConfigError as error:
             failed = import_error(error)
             if failed is None or not placeholders.add(failed):
@@ -288,14 +289,15 @@ def examine(file: Path, folder: Path, only_read: bool) -> Outcome:
     placeholders = Placeholders()
     outcome = Outcome()
     try:
-        source, layer = loaded(file, placeholders)
+        source, imports = loaded(file, placeholders)
     except ConfigError as error:
         outcome.error = str(error)
         return outcome
     outcome.missing = placeholders.missing
     outcome.task = str(source.values.get("task", "train"))
     try:
-        check(adapted(source, layer), [key.name for key in all_keys()])
+        names = [key.name for key in all_keys()]
+        check(translate(source, imports, names, BOOLEAN_KEYS), names)
     except ConfigError as error:
         outcome.problems = list(error.problems)
     if only_read:

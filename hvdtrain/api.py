@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from threading import Lock
+from threading import Lock, current_thread, main_thread
 from typing import Any
 
 import numpy
@@ -25,7 +25,7 @@ import numpy
 from hvdtrain.cli import restarts
 from hvdtrain.comm import launch, local
 from hvdtrain.comm.base import SingleCommunicator, connected
-from hvdtrain.comm.launch import Launch
+from hvdtrain.comm.launchers import Launch
 from hvdtrain.comm.spawn import NotImportable, call_on_ranks, packed
 from hvdtrain.config.source import CALL, MODULE_NAME, OVERRIDING, Config
 from hvdtrain.errors import CheckpointError, ConfigError, LaunchError, problem
@@ -34,8 +34,8 @@ from hvdtrain.run import Trained
 from hvdtrain.runtime.log import programs_log
 from hvdtrain.runtime.process import Process
 from hvdtrain.schedule.history import EpochRecord
-from hvdtrain.session import open_session
 from hvdtrain.settings import TASKS, Settings, read_settings, with_datasets
+from hvdtrain.start_up.job import open_session
 
 ConfigLike = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, Any]
 """A config: a file, several files, of which later ones win, or a dict of keys."""
@@ -189,6 +189,9 @@ class _Job:
         configs = _configs(self.config)
         if self.ranks is not None and (not isinstance(self.ranks, int) or isinstance(self.ranks, bool) or self.ranks < 1):
             raise ConfigError.of("out-of-range", f"ranks: expected a positive number, got {self.ranks!r} in the call")
+        thread = current_thread()
+        if self.handles_signals and thread is not main_thread():  # Python sets signal handlers only there
+            raise LaunchError(f"handle_signals: expected a call in the main thread, got one in the thread {thread.name!r}")
         with _alone(), _preserved(configs):
             settings = read_settings(configs, self.keys, CALL)
             wanted = _to_start(settings, self.ranks)

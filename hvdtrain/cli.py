@@ -12,12 +12,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hvdtrain.comm import horovod_gloo, launch, local
+from hvdtrain.comm import launch, local
+from hvdtrain.comm.child import end_with
+from hvdtrain.comm.restarts import Restarts, check_restarts
 from hvdtrain.config import completion
 from hvdtrain.config.check import describe, did_you_mean
 from hvdtrain.config.keys import declared
 from hvdtrain.config.source import OPTIONS, LargeImports, parse_command_line, without_local_rank
-from hvdtrain.errors import ConfigError, HvdtrainError, LaunchError, PeerFailure
+from hvdtrain.errors import BY_CTRL_C, ConfigError, HvdtrainError, LaunchError, Outcome
+from hvdtrain.runtime.interrupt import Stopped
 from hvdtrain.version import __version__
 
 if TYPE_CHECKING:
@@ -70,13 +73,6 @@ commands (python -m hvdtrain COMMAND --help; write ./NAME for a config with such
 SECONDS_FOR_RANK_0 = 5.0
 """How long the other ranks wait for rank 0 to print a mistake in the config. Launchers end them sooner."""
 
-SECONDS_FOR_THE_CAUSE = 1.0
-"""How long a rank that has no error of its own waits until it says that another one failed: what that rank, or the launcher, says
-of the cause comes first. Most launchers end this rank meanwhile."""
-
-STOPPED = 75
-"""The exit status of a training that was stopped with a checkpoint (runtime/interrupt.py)."""
-
 INTERRUPTED = "interrupted; the same command goes on after the last checkpoint"
 
 
@@ -89,7 +85,7 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:  # while a config is read, which may import a framework
         if launch.launch().rank == 0:
             print("interrupted", file=sys.stderr, flush=True)
-        return 130
+        return BY_CTRL_C
 
 
 def run_command(arguments: list[str] | None) -> int:
@@ -112,8 +108,8 @@ def run_command(arguments: list[str] | None) -> int:
         return 0
     hint = did_you_mean(given[0], COMMANDS) if given else ""
     if hint and not Path(given[0]).exists():
-        problem = f"{given[0]}: expected a command or a config file, got neither{hint}"
-        return _refuse(problem)
+        mistake = LaunchError(f"{given[0]}: expected a command or a config file, got neither{hint}")
+        return _fail_before_connecting(mistake.on_all_ranks())
     return run_config(arguments)
 
 
@@ -139,16 +135,14 @@ def complete(words: list[str]) -> int:
 
 def run_config(arguments: list[str]) -> int:
     """Train, or do another task, as the config says; return the exit status."""
-    from hvdtrain.settings import print_config, read_settings, with_datasets  # here, so that build-horovod runs without numpy
+    # Here, so that build-horovod runs without numpy.
+    from hvdtrain.learner.frameworks import check_elastic
+    from hvdtrain.settings import print_config, read_settings, with_datasets
 
-    started = launch.launch()
-    rank = started.rank
-    if horovod_gloo.is_elastic(launch.environment()):
-        horovod_gloo.watch_hosts(launch.environment())
-    failure = local.remembered_failure(launch.environment())
-    if failure is not None and started.size == started.local_size:  # else the other hosts have to learn it: session.py
-        local.tell_failure(launch.environment(), failure)
-        return failure.status
+    launcher = launch.launcher()
+    refused = launcher.on_start()
+    if refused is not None:
+        return refused
     try:
         paths, overrides = parse_command_line(without_options(arguments))
         for option, task in TASK_OPTIONS.items():
@@ -156,22 +150,22 @@ def run_config(arguments: list[str]) -> int:
                 overrides["task"] = task
         settings = read_settings(paths, overrides)
         if "--print-config" in arguments:
-            if rank == 0:
+            if launcher.process.rank == 0:
                 print(print_config(settings))
             return 0
-        if horovod_gloo.is_elastic(launch.environment()):
-            horovod_gloo.check_backend(settings.run.backend)
-        own = local.processes(settings.launch, started)
-        local.check_restarts(settings.launch, started, own)
+        if launcher.restarts == "lost ranks":
+            check_elastic(settings.run.backend)
+        own = local.processes(settings.launch, launcher.process)
+        check_restarts(settings.launch, launcher, own)
         if own:
             return local.run(own, arguments, launch.environment(), restarts(settings))
-        if int(launch.environment().get("TORCHELASTIC_RESTART_COUNT") or 0) and (problems := settings.start.restart_problems()):
+        if launcher.is_restart and (problems := settings.start.restart_problems()):
             raise ConfigError(problems)
         settings = with_datasets(settings)
     except LaunchError as error:
-        return _refuse(str(error)) if error.on_every_rank else _fail(str(error), rank, status=2, everywhere=False)
+        return _fail_before_connecting(error)
     except ConfigError as error:
-        return _refuse(str(error))
+        return _fail_before_connecting(error.on_all_ranks())
     return exit_status(lambda: run_task(settings))
 
 
@@ -199,40 +193,28 @@ def exit_status(work: Callable[[], None], interrupted: str = INTERRUPTED) -> int
     Args:
         interrupted: what to print after Ctrl-C.
     """
-    rank = launch.launch().rank
-    local.end_with_launcher(launch.environment())
+    launcher = launch.launcher()
+    end_with(launcher.parent)
     try:
         work()
-        local.note_end(launch.environment(), rank)
+        launcher.on_success()
         return 0
-    except PeerFailure as error:
-        status = local.PEER_FAILED if launch.launch().launcher == "hvdtrain" else error.status
-        if horovod_gloo.is_elastic(launch.environment()):
-            why = horovod_gloo.start_again(launch.environment(), after_stop=False)
-            return _fail(f"{error} ({why})", rank, status, everywhere=False, would_repeat=False)
-        time.sleep(SECONDS_FOR_THE_CAUSE)
-        return _fail(str(error), rank, status=status, everywhere=error.on_every_rank, would_repeat=False)
-    except LaunchError as error:  # the ranks are not connected
-        if error.on_every_rank:
-            return _refuse(str(error))
-        return _fail(str(error), rank, error.status, everywhere=False, would_repeat=error.would_repeat)
+    except LaunchError as error:
+        return _fail_before_connecting(error)
+    except Stopped as stopped:
+        launcher.on_stop(stopped.outcome, str(stopped))
+        return stopped.status if stopped.is_printed else _end(str(stopped), stopped.outcome)
     except HvdtrainError as error:
-        if horovod_gloo.is_elastic(launch.environment()) and error.status == STOPPED:
-            horovod_gloo.start_again(launch.environment(), after_stop=True)
-            # Not for a change of hosts: all ranks end, or this one only.
-            return _fail(str(error), rank, error.status, error.on_every_rank, would_repeat=False)
-        if error.is_printed:
-            return error.status
-        return _fail(str(error), rank, error.status, error.on_every_rank, error.would_repeat)
+        return _fail(str(error), error.outcome)
     except KeyboardInterrupt:
-        return _fail(interrupted, rank, status=130, everywhere=True)
+        return _fail(interrupted, Outcome(BY_CTRL_C, "all ranks"))
     except BaseException:
-        return _fail(traceback.format_exc(), rank, status=1, everywhere=False)
+        return _fail(traceback.format_exc(), Outcome(1))
 
 
-def restarts(settings: Settings) -> local.Restarts:
+def restarts(settings: Settings) -> Restarts:
     """Which of the processes that hvdtrain starts itself are started again."""
-    from hvdtrain.session import checkpoint_folder
+    from hvdtrain.start_up.job import checkpoint_folder
 
     checkpoints = checkpoint_folder(settings)
 
@@ -240,7 +222,7 @@ def restarts(settings: Settings) -> local.Restarts:
         found = checkpoints.newest()
         return None if found is None else found.model_file
 
-    return local.Restarts(settings.launch.max_restarts, settings.launch.min_ngpu, newest)
+    return Restarts(settings.launch.max_restarts, settings.launch.min_ngpu, newest)
 
 
 def run_task(settings: Settings) -> None:
@@ -276,29 +258,31 @@ def _section_lines(section: type) -> list[str]:
     return lines
 
 
-def _refuse(message: str) -> int:
-    """Print what is wrong, and return the exit status. The ranks are not connected yet, but all of them find the same problems.
+def _fail_before_connecting(error: HvdtrainError) -> int:
+    """Print what is wrong, and return the exit status or exit at once. Each rank finds the same problems by itself.
 
     The other ranks leave rank 0 time to print: a launcher ends all ranks when the first one exits, and rank 0 may be late.
     """
-    rank = launch.launch().rank
-    if rank != 0:
+    if error.on_every_rank and launch.launch().rank != 0:
         time.sleep(SECONDS_FOR_RANK_0)
-    return _fail(message, rank, status=2, everywhere=True)
+    return _fail(str(error), error.outcome)
 
 
-def _fail(message: str, rank: int, status: int, everywhere: bool, would_repeat: bool = True) -> int:
-    """Print why a rank fails, and return the exit status or exit at once.
+def _fail(message: str, outcome: Outcome) -> int:
+    """Tell the launcher that this rank fails, and print why; return the exit status or exit at once."""
+    return _end(message + launch.launcher().on_failure(outcome, message), outcome)
 
-    If all ranks fail alike, rank 0 prints the message and all exit regularly. A rank that fails alone exits at once, without
+
+def _end(message: str, outcome: Outcome) -> int:
+    """Print how a rank ends, and return the exit status or exit at once.
+
+    If all ranks end alike, rank 0 prints the message and all exit regularly. A rank that fails alone exits at once, without
     closing its connections: its launcher then ends the others, which may be waiting for it in a collective.
     """
-    size = launch.launch().size
-    if would_repeat:
-        local.remember_failure(launch.environment(), local.Failure(status, f"rank {rank} of {size}: {_cause(message)}"))
-        if horovod_gloo.is_elastic(launch.environment()):
-            horovod_gloo.note_error(launch.environment())
-    if everywhere:
+    launcher = launch.launcher()
+    rank, size = launcher.process.rank, launcher.process.size
+    status = launcher.peer_status if outcome.scope == "a peer" else outcome.status
+    if outcome.scope == "all ranks":
         if rank == 0:
             print(message, file=sys.stderr, flush=True)
         return status
@@ -308,10 +292,3 @@ def _fail(message: str, rank: int, status: int, everywhere: bool, would_repeat: 
     if size > 1:
         os._exit(status)
     return status
-
-
-def _cause(message: str) -> str:
-    """The error of a traceback, without the lines that were added to it; any other message as it is."""
-    told = message.strip().splitlines()
-    frames = [number for number, line in enumerate(told[:-1]) if line.startswith("  ")]
-    return told[frames[-1] + 1] if frames and told[0].startswith("Traceback") else message

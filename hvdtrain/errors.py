@@ -2,10 +2,34 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, Self
+
+TO_BE_CONTINUED = 75
+"""Exit status of a training that was stopped and should be restarted: EX_TEMPFAIL of sysexits.h."""
+
+BY_CTRL_C = 130
+"""Exit status after Ctrl-C, as in shells: the training is not restarted."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a rank ends other than by success.
+
+    Attributes:
+        status: the program's exit status.
+        scope: who has failed: this rank only; all ranks together, so that it is enough if one of them shows it; or another rank,
+            for which this one was waiting.
+        repeatable: the same would happen if the launcher started the ranks again.
+    """
+
+    status: int
+    scope: Literal["this rank", "all ranks", "a peer"] = "this rank"
+    repeatable: bool = True
+
 
 ProblemRule = Literal[
     "missing",  # something that is needed was not given
@@ -19,6 +43,7 @@ ProblemRule = Literal[
     "out-of-range",
     "duplicate",
     "conflict",  # with the value of another key
+    "rank-mismatch",  # the ranks do not have the same
     "needs-backend",  # another framework is needed
     "unsupported",  # valid elsewhere, but not done by hvdtrain
     "unavailable",  # the device, compiler or transport is not there
@@ -36,20 +61,36 @@ class HvdtrainError(Exception):
     """Base class of the errors that a user can fix.
 
     Attributes:
-        on_every_rank: all ranks raise the same error together, so that it is enough if one of them shows it.
-        status: the program's exit status.
-        would_repeat: the same would happen if the launcher started the ranks again.
-        is_printed: the user has seen it.
+        outcome: how a rank ends that raises it.
     """
 
-    on_every_rank = False
-    status = 2
-    would_repeat = True
-    is_printed = False
+    outcome = Outcome(2)
+
+    @property
+    def status(self) -> int:
+        """The program's exit status."""
+        return self.outcome.status
+
+    @property
+    def on_every_rank(self) -> bool:
+        """Whether all ranks raise it together."""
+        return self.outcome.scope == "all ranks"
 
     def of_rank(self, rank: int) -> HvdtrainError:
         """The same error with the rank in its message, for an error that only this rank has."""
         return type(self)(f"rank {rank}: {self}")
+
+    def on_all_ranks(self) -> Self:
+        """The same error as all ranks raise it together."""
+        return self._with(outcome=replace(self.outcome, scope="all ranks"))
+
+    def _with(self, **attributes: object) -> Self:
+        """A copy with other attributes. Where the error was raised, and because of what, stays."""
+        error = copy.copy(self)
+        vars(error).update(attributes)
+        error.__cause__ = self.__cause__
+        error.__suppress_context__ = self.__suppress_context__
+        return error.with_traceback(self.__traceback__)
 
 
 SENTENCE = re.compile(
@@ -115,8 +156,8 @@ class ConfigError(HvdtrainError):
     def of_rank(self, rank: int) -> ConfigError:
         return ConfigError.of("other", f"rank {rank}: {self}")
 
-    def __reduce__(self) -> tuple[type[ConfigError], tuple[list[Problem]]]:
-        return type(self), (self.problems,)  # pickled when it is sent to other ranks
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[list[Problem]], dict[str, object]]:
+        return type(self), (self.problems,), vars(self)  # pickled when it is sent to other ranks
 
 
 class DataError(HvdtrainError):
@@ -146,9 +187,12 @@ class PeerFailure(HvdtrainError):
         seen: what this rank can see of the cause. A process that was killed, or that has called os._exit, has said nothing.
     """
 
-    status = 1
-    would_repeat = False
+    outcome = Outcome(1, "a peer", repeatable=False)
     seen: tuple[str, ...] = ()
+
+    def having_seen(self, seen: Sequence[str]) -> Self:
+        """The same error with what this rank can see of the cause."""
+        return self._with(seen=tuple(seen))
 
     def __str__(self) -> str:
         return ": ".join([super().__str__(), *(["; ".join(self.seen)] if self.seen else [])])

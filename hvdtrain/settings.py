@@ -10,10 +10,10 @@ from pathlib import Path, PurePath
 from types import NoneType
 from typing import Any, get_type_hints
 
-from hvdtrain.checkpoint.changed_keys import noted_keys
+from hvdtrain.checkpoint.changed_keys import as_text, noted_keys
 from hvdtrain.checkpoint.keys import SavingKeys, StartKeys
 from hvdtrain.comm.keys import LaunchKeys, TorchDistributedKeys, torch_distributed_of
-from hvdtrain.config.check import build, resembling, unknown, unsupported
+from hvdtrain.config.check import build, unknown, unsupported
 from hvdtrain.config.keys import (
     REQUIRED,
     Key,
@@ -29,7 +29,7 @@ from hvdtrain.config.keys import (
     signature_error,
     spellings,
 )
-from hvdtrain.config.source import COMMAND_LINE, OVERRIDING, Config, Source, load
+from hvdtrain.config.source import COMMAND_LINE, Config, Source, load
 from hvdtrain.data.copies import CopyKeys
 from hvdtrain.data.keys import DataKeys, DatasetSpec
 from hvdtrain.data.kinds import KINDS
@@ -38,7 +38,7 @@ from hvdtrain.data.plan.chunk_keys import ChunkKeys
 from hvdtrain.data.plan.order_keys import OrderKeys, is_random
 from hvdtrain.errors import ConfigError, Problem, problem
 from hvdtrain.learner.base import LearnerKeys
-from hvdtrain.learner.frameworks import FRAMEWORKS, Feature
+from hvdtrain.learner.frameworks import FRAMEWORKS, Feature, backends_with
 from hvdtrain.learner.model_format import SAFETENSORS
 from hvdtrain.learner.param_sync import OuterKeys
 from hvdtrain.learner.precision import PrecisionKeys
@@ -46,9 +46,9 @@ from hvdtrain.learner.reducers import ReduceKeys
 from hvdtrain.learner.steps import AccumulationKeys
 from hvdtrain.learner.sync_interval import SyncRuleKeys
 from hvdtrain.report.keys import TrackerKeys
-from hvdtrain.returnn_layer.adapter import adapted, layer_for_config
-from hvdtrain.returnn_layer.names import ALIASES, BY_VALUES, READ_BY_RETURNN, UNSUPPORTED, is_no_op, without_effect
-from hvdtrain.returnn_layer.values import ignored_by_returnn, understood
+from hvdtrain.returnn_layer.imports import WatchedImports
+from hvdtrain.returnn_layer.names import ALIASES
+from hvdtrain.returnn_layer.translate import translate, translated_names
 from hvdtrain.runtime.interrupt import InterruptKeys
 from hvdtrain.runtime.log import LogKeys
 from hvdtrain.runtime.process import OWN, Process
@@ -130,7 +130,7 @@ DICTS: dict[str, type] = {
 }
 """Keys that are dicts with declared entries."""
 
-DATASET_SECTIONS: tuple[type, ...] = (*(kind.keys for kind in KINDS.values()), OrderKeys)
+DATASET_SECTIONS: tuple[type, ...] = (*KINDS.values(), OrderKeys)
 
 
 @dataclass(frozen=True)
@@ -167,10 +167,10 @@ class Settings:
     expected: Mapping[str, Any]
     """By data key, what `extern_data` says of it: `hvdtrain.data.expected.Expected`."""
     function: Callable[[], Any] | None
-    without_effect: tuple[str, ...]
-    """Names that RETURNN would read from the config, with what to set instead where there is something."""
-    misspelt: tuple[str, ...]
-    """Messages about names that look like misspelt keys in a config for RETURNN, which ignores them."""
+    warnings: tuple[str, ...]
+    """Messages about what is not taken as it stands in the config, and about names that look like misspelt keys."""
+    notes: tuple[str, ...]
+    """Messages about what has no effect here."""
     outside_datasets: Mapping[str, tuple[Any, str]]
     """By name, values and origins of keys of a dataset's dict that the config sets at its top level."""
     origins: Mapping[str, str]
@@ -212,6 +212,28 @@ class Settings:
         found["random_seed"] = str(self.run.random_seed)
         if self.step_schedule is not None or self.schedule.dynamic_learning_rate is not None:
             found["num_epochs"] = str(self.run.num_epochs)
+        return found
+
+    def of_all_ranks(self, *, update_together: bool) -> dict[str, str]:
+        """By name, the values that have to be the same on all ranks, as text. Keys of batches and orders are not among them: the
+        plans that are made of them are compared.
+
+        Args:
+            update_together: whether all ranks have the same parameters after every update.
+        """
+        found = {
+            "num_epochs": str(self.run.num_epochs),
+            "evaluated datasets": repr([spec.name for spec in self.evaluations]),
+            "save_interval": str(self.saving.save_interval),
+            "save_interval_steps": str(self.saving.save_interval_steps),
+        }
+        found |= noted_keys([("", section) for section in (self.accumulation, self.newbob, self.scoring, self.ending)])
+        if update_together:
+            found |= noted_keys([("", section) for section in (self.learner, self.precision, self.schedule)])
+            if (optimizer := as_text(self.learner.optimizer)) is not None:
+                found["optimizer"] = optimizer
+            if self.reduce.dataset_distribution == "shard":
+                found["random_seed"] = str(self.run.random_seed)
         return found
 
     @property
@@ -264,33 +286,18 @@ def read_settings(configs: Sequence[Config], overrides: Mapping[str, Any], origi
         ConfigError: with all problems.
     """
     keys = {declared_key.name: declared_key for declared_key in all_keys()}
-    names = {ALIASES.get(name, name): text for name, text in overrides.items()}
-    layer = layer_for_config()
     types = {name: declared_key.type for name, declared_key in keys.items()}
-    source = load(configs, names, types, layer.builtins, origin)
-    return check(adapted(source, layer), list(keys))
+    imports = WatchedImports()
+    source = load(configs, translated_names(overrides), types, imports.builtins, origin)
+    return check(translate(source, imports, keys, BOOLEAN_KEYS), list(keys))
 
 
 def check(source: Source, names: list[str]) -> Settings:
     """Turn names and values into sections. Raises: ConfigError, with all problems."""
-    # What the command line says under one of a key's names wins over what a file says under the other.
-    by_origin = sorted(source.values, key=lambda name: source.origins[name] in OVERRIDING)
-    values = {ALIASES.get(name, name): source.values[name] for name in by_origin}
-    origins = {ALIASES.get(name, name): source.origins[name] for name in by_origin}
-    values, remarks = understood(values, origins, BOOLEAN_KEYS, for_returnn=source.for_returnn)
-    values = _without_training(values)
-    ignored = ignored_by_returnn(values) if source.for_returnn else ()
+    values, origins = _without_training(source.values), source.origins
     entries = [*((name, entries_of(name)) for name in DICTS), *(("train", declared(section)) for section in DATASET_SECTIONS)]
     inside = {each.name: f"{place}.{each.name}" for place, keys in entries for each in keys}
-    refused = {name: hint for name, hint in UNSUPPORTED.items() if name not in ignored}
-    others = READ_BY_RETURNN.union(BY_VALUES, ignored)
-    problems = [
-        *source.problems,
-        *unknown(replace(source, values=_given(values, source)), [*names, *ALIASES], refused, is_no_op, others, inside),
-    ]
-    for other, name in ALIASES.items():
-        if other in source.values and name in source.values and origins[name] not in OVERRIDING:
-            problems += problem("conflict", f"{other}: expected either {other} or {name}, which mean the same, got both")
+    problems = [*source.problems, *unknown(source, [*names, *ALIASES], inside)]
     built: dict[type, Any] = {}
     found: dict[type, list[Problem]] = {}
     for kind in SECTIONS:
@@ -307,8 +314,6 @@ def check(source: Source, names: list[str]) -> Settings:
         problems += more
     if problems:
         raise ConfigError(problems)
-    derived["misspelt"] += tuple(remarks)
-    derived["without_effect"] += ignored
     several = {each.name: [*spellings(each, values)][-1:] for each in all_keys() if len(each.names) > 1}
     in_dicts = {name: origins[spelling.partition(".")[0]] for name, given in several.items() for spelling in given}
     return Settings(
@@ -317,6 +322,8 @@ def check(source: Source, names: list[str]) -> Settings:
         torch_distributed=torch_distributed,
         origins={name: origin for name, origin in origins.items() if name in names} | in_dicts,
         texts=source.texts,
+        warnings=source.warnings,
+        notes=source.notes,
     )
 
 
@@ -334,11 +341,6 @@ def resolve(
     size = torch_distributed.world_size or started.dist_world_size
     result[LaunchKeys] = replace(started, dist_rank=rank, dist_world_size=size)
     return result, replace(torch_distributed, init_method=torch_distributed.init_method or started.init_method)
-
-
-def _given(values: Mapping[str, Any], source: Source) -> dict[str, Any]:
-    """The values of a config's own names, as they are understood: without those that are off."""
-    return {name: values.get(ALIASES.get(name, name)) for name in source.values}
 
 
 def with_datasets(settings: Settings) -> Settings:
@@ -424,7 +426,7 @@ def _of_the_framework(built: Mapping[type, Any]) -> list[Problem]:
 
 
 def _with_feature(feature: Feature) -> str:
-    return "backend = " + " or ".join(repr(name) for name, framework in FRAMEWORKS.items() if feature in framework.features)
+    return f"backend = {backends_with(feature)}"
 
 
 def _torch_distributed(sections: Sections, origins: Mapping[str, str]) -> tuple[TorchDistributedKeys | None, list[Problem]]:
@@ -508,14 +510,14 @@ def _forward_data(sections: Sections, source: Source) -> tuple[DatasetSpec | Non
 
 
 def _expected(sections: Sections, source: Source) -> tuple[Mapping[str, Any], list[Problem]]:
-    """What `extern_data` says. In a config for RETURNN, its own rules hold for what is a problem, and for types of numbers."""
+    """What `extern_data` says. Another program's config has its own rules for what is a problem, and for types of numbers."""
     keys = sections.get(DataKeys)
     if keys is None or keys.extern_data is None:
         return {}, []
     from hvdtrain.data.expected import expected_of  # here, as in _datasets
 
-    found, problems = expected_of(keys.extern_data, exact=not source.for_returnn)
-    return found, [] if source.for_returnn else problems
+    found, problems = expected_of(keys.extern_data, exact=not source.is_foreign)
+    return found, [] if source.is_foreign else problems
 
 
 def _function(sections: Sections, source: Source) -> tuple[Callable[[], Any] | None, list[Problem]]:
@@ -538,25 +540,12 @@ def _outside_datasets(sections: Sections, source: Source) -> tuple[Mapping[str, 
     return {name: (source.values[name], source.origins[name]) for name in names if name in source.values}, []
 
 
-def _without_effect(sections: Sections, source: Source) -> tuple[tuple[str, ...], list[Problem]]:
-    return tuple(without_effect(source.values)), []
-
-
-def _misspelt(sections: Sections, source: Source) -> tuple[tuple[str, ...], list[Problem]]:
-    others = {*ALIASES, *UNSUPPORTED, *READ_BY_RETURNN}
-    found = resembling(source, [key.name for key in all_keys()], others)
-    rule = "neither RETURNN nor hvdtrain reads it"
-    return tuple(f"{name} in {source.origins[name]}: {rule} (did you mean {key}?)" for name, key in found.items()), []
-
-
 DERIVED: dict[str, Callable[[Sections, Source], tuple[Any, list[Problem]]]] = {
     "step_schedule": _step_schedule,
     "datasets": _datasets,
     "forward": _forward_data,
     "expected": _expected,
     "function": _function,
-    "without_effect": _without_effect,
-    "misspelt": _misspelt,
     "outside_datasets": _outside_datasets,
 }
 """By attribute of Settings, what makes it of the sections; each returns the value and the problems."""

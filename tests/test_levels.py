@@ -1,6 +1,7 @@
 """The package's structure: imports between root files and folders go down only, and each package has its places."""
 
 import ast
+import re
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from functools import cache
@@ -9,6 +10,8 @@ from pathlib import Path
 
 import pytest
 from launching import ROOT
+
+from hvdtrain.learner.frameworks import FRAMEWORKS
 
 PACKAGE = ROOT / "hvdtrain"
 LEVELS, ROOT_FILES = 9, 11
@@ -20,6 +23,7 @@ PLACES = {
     "horovod": ["comm/horovod*.py"],
     "mpi4py": ["comm/*"],
     "h5py": ["data/*", "hdf_tools/*"],
+    "returnn": ["returnn_layer/*", "data/formats/returnn*.py"],
 }
 """Where a package may be imported."""
 
@@ -115,6 +119,19 @@ def test_a_package_is_imported_in_its_places_only(package: str) -> None:
             assert any(fnmatch(place, allowed) for allowed in PLACES[package]), f"{place} imports {package}"
 
 
+def test_only_returnns_layer_compares_the_backend_with_a_name() -> None:
+    comparing = set()
+    for place, tree in sources().items():
+        for node in ast.walk(tree):
+            sides = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
+            names = {one.value for one in sides if isinstance(one, ast.Constant)} & FRAMEWORKS.keys()
+            asks = any(word in ast.unparse(node) for word in ("backend", "framework"))
+            if names and asks and not place.startswith("learner/tensorflow/"):  # which asks for Keras' own
+                comparing.add(place)
+    horovods = {"doctor/horovod_recipe.py"}  # compiles its bindings, of which there are two
+    assert comparing == {"returnn_layer/translate.py", "returnn_layer/values.py"} | horovods
+
+
 def test_the_environment_is_read_in_one_place() -> None:
     readers = set()
     for place, tree in sources().items():
@@ -123,6 +140,19 @@ def test_the_environment_is_read_in_one_place() -> None:
             if named in ("environ", "environb", "getenv", "putenv", "unsetenv"):
                 readers.add(place)
     assert readers == {"comm/launch.py", "doctor/build_horovod.py"}
+
+
+FORMATS_OF_RETURNN = [
+    "returnn_layer/*", "data/*", "hdf_tools/*", "init/*", "checkpoint/*", "schedule/file.py", "schedule/rates.py",
+    "learner/optimizer.py", "learner/contents.py", "learner/torch/*state.py", "start_up/data.py", "start_up/overfit.py",
+]  # fmt: skip
+"""Where RETURNN is mentioned: its configs; its datasets, HDF files, checkpoints and files of learning rates."""
+
+
+def test_returnn_is_mentioned_where_its_formats_are() -> None:
+    for place in sources():
+        if re.search(r"\breturnn\b", (PACKAGE / place).read_text(encoding="utf-8"), re.IGNORECASE):
+            assert any(fnmatch(place, pattern) for pattern in FORMATS_OF_RETURNN), place
 
 
 def test_nothing_is_asserted_that_a_user_could_cause() -> None:

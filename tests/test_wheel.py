@@ -82,10 +82,12 @@ def test_the_example_of_the_readme_runs_elsewhere(python: Path, tmp_path: Path) 
     """One epoch of it; and what needs files of the package that are no Python."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     (tmp_path / "smallest.py").write_text(re.search(r"```python\n(.*?)```", readme, re.DOTALL)[1], encoding="utf-8")
+    environment = clean_environment()
+    environment.pop("PYTHONPATH", None)  # it may name the checkout
 
     def run(*arguments: str) -> str:
         finished = subprocess.run(
-            [python, *arguments], cwd=tmp_path, env=clean_environment(), capture_output=True, text=True, timeout=300
+            [python, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
         )
         assert finished.returncode == 0, finished.stdout + finished.stderr
         return finished.stdout

@@ -7,7 +7,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from hvdtrain.config.check import describe  # noqa: E402  # found through the line above
-from hvdtrain.config.keys import declared  # noqa: E402
+from hvdtrain.config.keys import Key, declared  # noqa: E402
 from hvdtrain.returnn_layer.names import ALIASES, UNSUPPORTED  # noqa: E402
 from hvdtrain.settings import DATASET_SECTIONS, DICTS, SECTIONS  # noqa: E402
 
@@ -31,8 +31,6 @@ def page() -> str:
     ]
     for section in DATASET_SECTIONS:
         lines += _table(section)
-    lines += ["", "# Aliases", ""]
-    lines += [f"- `{other}`: `{name}`" for other, name in ALIASES.items()]
     lines += ["", "# Keys of RETURNN that are refused, because ignoring them would change the training", ""]
     lines += [f"- `{name}`" + (f": {instead}" if instead != "none" else "") for name, instead in UNSUPPORTED.items()]
     return "\n".join(lines) + "\n"
@@ -40,7 +38,7 @@ def page() -> str:
 
 def _table(section: type) -> list[str]:
     """The heading and table of a section."""
-    rows = [f"| {', '.join(f'`{name}`' for name in key.names)} | {key.doc} | {describe(key)} |" for key in declared(section)]
+    rows = [f"| {', '.join(f'`{name}`' for name in _names(key))} | {key.doc} | {describe(key)} |" for key in declared(section)]
     return [
         "",
         f"## {(section.__doc__ or '').splitlines()[0].rstrip('.')}",
@@ -49,6 +47,11 @@ def _table(section: type) -> list[str]:
         "|---|---|---|",
         *rows,
     ]
+
+
+def _names(key: Key) -> list[str]:
+    """All names of a key, RETURNN's last."""
+    return [*key.names, *(other for other, name in ALIASES.items() if name == key.name)]
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ def noted_keys(sections: Iterable[tuple[str, object]]) -> dict[str, str]:
     """
     skipped = WITHOUT_EFFECT_ON_RESULTS | BY_THE_OPTIMIZER
     found = {
-        f"{prefix}{each.name}": _text(getattr(section, each.field))
+        f"{prefix}{each.name}": as_text(getattr(section, each.field))
         for prefix, section in sections
         for each in declared(type(section))
         if each.name not in skipped
@@ -41,16 +41,17 @@ def noted_keys(sections: Iterable[tuple[str, object]]) -> dict[str, str]:
     return {name: text for name, text in found.items() if text is not None}
 
 
-def _text(value: Any) -> str | None:
+def as_text(value: Any) -> str | None:
+    """A key's value; None: it has a function, or another object that cannot be compared."""
     if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, dict):
-        parts = {str(name): _text(part) for name, part in value.items()}
+        parts = {str(name): as_text(part) for name, part in value.items()}
         return (
             None if None in parts.values() else "{" + ", ".join(f"{name}: {part}" for name, part in sorted(parts.items())) + "}"
         )
     if isinstance(value, (list, tuple)):
-        several = [_text(part) for part in value]
+        several = [as_text(part) for part in value]
         return None if None in several else f"[{', '.join(map(str, several))}]"
     return repr(value) if value is None or isinstance(value, (bool, int, float, str)) else None
 

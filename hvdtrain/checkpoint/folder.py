@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import zipfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import isnan
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.errors import CheckpointError, ConfigError, Problem, problem
+from hvdtrain.learner.contents import CheckpointContents, RankContents
 from hvdtrain.learner.model_format import SAFETENSORS
 from hvdtrain.schedule.measure import errors_of
 
@@ -60,12 +61,12 @@ class Checkpoint:
         """Where training stands, in words."""
         return f"after epoch {self.epoch}" if self.step is None else f"in epoch {self.epoch}, after step {self.step} of all"
 
-    def own_file(self, rank: int, size: int) -> Path:
+    def rank_file(self, rank: int, size: int) -> Path:
         """The file with the state that only this rank has."""
         return self._file(f".rank-{rank}-of-{size}")
 
     def is_part(self, name: str) -> bool:
-        """Whether this is the name of the optimizer file or of a rank's own file of this checkpoint."""
+        """Whether this is the name of the optimizer file or of a rank's file of this checkpoint."""
         pattern = rf"{re.escape(self.start.name)}\.(opt|rank-\d+-of-\d+)\.{re.escape(self.suffix)}"
         return re.fullmatch(pattern, name) is not None
 
@@ -101,13 +102,13 @@ class CheckpointFolder:
         """The checkpoint of a finished epoch, or with `step` of one under way, in any format; or as it would be written."""
         new = self.new(epoch, step)
         there = [suffix for suffix in self.model_suffixes if new.model_file_as(suffix).exists()]
-        return self._named(epoch, step, there[0]) if there else new
+        return self._checkpoint(epoch, step, there[0]) if there else new
 
     def new(self, epoch: int, step: int | None = None) -> Checkpoint:
         """A checkpoint to write, which may exist already."""
-        return self._named(epoch, step, self.model_suffixes[0])
+        return self._checkpoint(epoch, step, self.model_suffixes[0])
 
-    def _named(self, epoch: int, step: int | None, suffix: str) -> Checkpoint:
+    def _checkpoint(self, epoch: int, step: int | None, suffix: str) -> Checkpoint:
         name = f"{self.prefix.name}.{epoch:03d}" + ("" if step is None else f".step-{step}")
         return Checkpoint(epoch, self.prefix.with_name(name), self.suffix, step, None if suffix == self.suffix else suffix)
 
@@ -142,40 +143,34 @@ class CheckpointFolder:
             for suffix in self.model_suffixes:
                 target.model_file_as(suffix).unlink(missing_ok=True)
 
-    def save_own(self, file: Path, write: Callable[[Path], None]) -> None:
-        """Write one rank's own file of a checkpoint that is being written. Raises: CheckpointError."""
-        unfinished = file.with_name(file.name + UNFINISHED)
+    def write_rank(self, file: Path, contents: RankContents) -> None:
+        """Write one rank's file of a checkpoint that is being written. Raises: CheckpointError."""
+        unfinished = _unfinished(file)
         with _checkpoint_error(file, [unfinished]):
-            write(unfinished)
+            contents.write(unfinished)
             _to_disk(unfinished)
             os.replace(unfinished, file)
 
-    def save(self, epoch: int, write: Callable[[Path, Path], None], *, step: int | None = None) -> Checkpoint:
+    def write(self, target: Checkpoint, contents: CheckpointContents) -> None:
         """Write the model and the optimizer, which completes the checkpoint.
-
-        Args:
-            write: writes the model file and the optimizer file at the paths it is given.
-            step: steps done in the whole training, if the epoch is under way.
 
         Raises:
             CheckpointError: the disk is full, or the folder cannot be written to.
         """
-        target = self.new(epoch, step)
-        unfinished = [path.with_name(path.name + UNFINISHED) for path in (target.model_file, target.optimizer_file)]
+        model, optimizer = _unfinished(target.model_file), _unfinished(target.optimizer_file)
         try:
             self.prepare(target)
-            with _checkpoint_error(target.model_file, unfinished):
-                write(unfinished[0], unfinished[1])
-                for path in unfinished:
-                    _to_disk(path)
-                os.replace(unfinished[1], target.optimizer_file)
-                os.replace(unfinished[0], target.model_file)
+            with _checkpoint_error(target.model_file, [model, optimizer]):
+                contents.write(model, optimizer)
+                _to_disk(model)
+                _to_disk(optimizer)
+                os.replace(optimizer, target.optimizer_file)
+                os.replace(model, target.model_file)
                 _to_disk(self.prefix.parent)
                 self.tidy(target)
         except CheckpointError:
             self._remove_unfinished()
             raise
-        return target
 
     def tidy(self, newest: Checkpoint, keep_optimizers: int = KEEP_OPTIMIZERS) -> None:
         """Remove what a new checkpoint supersedes: all other checkpoints within epochs, and the optimizers of all but the last
@@ -205,7 +200,7 @@ class CheckpointFolder:
         """Every complete checkpoint, oldest first."""
         matches = [self._pattern.fullmatch(path.name) for path in self._files()]
         models = [match for match in matches if match and match["model"]]
-        found = [self._named(int(one["epoch"]), int(one["step"]) if one["step"] else None, one["model"]) for one in models]
+        found = [self._checkpoint(int(one["epoch"]), int(one["step"]) if one["step"] else None, one["model"]) for one in models]
         in_order = self.model_suffixes[::-1]  # of a model in several formats, the one that `at` finds is the newest
         return sorted(found, key=lambda one: (one.age, in_order.index(one.model_suffix or one.suffix)))
 
@@ -218,6 +213,10 @@ class CheckpointFolder:
     def _files(self) -> list[Path]:
         folder = self.prefix.parent
         return list(folder.iterdir()) if folder.is_dir() else []
+
+
+def _unfinished(file: Path) -> Path:
+    return file.with_name(file.name + UNFINISHED)
 
 
 def remove_whole(path: Path) -> None:
@@ -339,11 +338,11 @@ class CleanupRule:
 
 
 PATTERN = "pattern"
-"""Why an epoch is kept that RETURNN's default for `keep` contains."""
+"""Why an epoch is kept that the default of `keep` contains."""
 
 
 def _default_pattern(last: int) -> set[int]:
-    """The epochs up to `last` that are kept by default, as in RETURNN: multiples of a number, and another times powers of 2."""
+    """The epochs up to `last` that are kept by default: multiples of a number, and another times powers of 2."""
     if last <= 10:
         every, doubled = 4, 5
     elif last <= 50:

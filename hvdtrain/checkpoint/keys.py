@@ -54,7 +54,7 @@ class StartKeys(Section):
 
     load_model_post_hooks: list[Any] | tuple[Any, ...] | None = key(
         None,
-        "RETURNN's hooks: functions (*, model, **_) that every rank calls with the model once it is made and loaded, at every "
+        "functions (*, model, **_) that every rank calls with the model once it is made and loaded, at every "
         "start of a training, an evaluation or forward; they may change values, but not which parameters are trained",
         needs="torch",
     )
@@ -120,7 +120,7 @@ class SavingKeys(Section):
     cleanup_old_models: bool | dict[str, Any] = key(
         False,
         "after every epoch, remove all models but the last, the best, and some of earlier epochs; or a dict of keep_last_n (2), "
-        "keep_best_n (4, by each score), keep (a list of epochs, such as []; if it is left out, RETURNN's pattern, such as every "
+        "keep_best_n (4, by each score), keep (a list of epochs, such as []; if it is left out, a pattern such as every "
         "4th epoch of the first 10 and every 20th of the first 50)",
     )
 

@@ -13,13 +13,13 @@ from typing import Any
 
 from hvdtrain.config.source import as_function
 from hvdtrain.errors import CheckpointError, ConfigError, Problem, problem
-from hvdtrain.learner.base import MakeMissing, PreloadFunction, PreloadNames, Shapes
+from hvdtrain.learner.preload import MakeMissing, PreloadFunction, PreloadNames, PreloadRequest, Shapes
 from hvdtrain.runtime import log
 
 
 @dataclass(frozen=True)
 class Preload:
-    """One entry of the key `preload_from_files`, with the same meaning as in RETURNN.
+    """One entry of the key `preload_from_files`.
 
     Attributes:
         filename: the file, from which only tensors are read: no code in it is run. None: no file; parameters of ours that start
@@ -68,7 +68,7 @@ class Preload:
         Raises:
             CheckpointError: none of our parameters is in the file, or one has another shape there.
         """
-        renamed = self._renamed(ours, theirs)
+        renamed = self._rename(ours, theirs)
         sources = {name: renamed[name] for name in ours if name in renamed}
         problems = [
             f"{name} of shape {ours[name]}: {other} of shape {theirs[other]}"
@@ -79,7 +79,7 @@ class Preload:
             raise self.wrong(problems or [f"none of its names ({', '.join(list(theirs)[:5])}, ...)"])
         return PreloadNames(sources, renamed)
 
-    def lacking(self, ours: Iterable[str], taken: Iterable[str]) -> list[str]:
+    def missing(self, ours: Iterable[str], taken: Iterable[str]) -> list[str]:
         """The parameters of ours that should have been in the file, but were not loaded."""
         missing = [] if self.ignore_missing else sorted(set(ours) - set(taken))
         return [name for name in missing if name.startswith(self.prefix) and not self._is_ignored(name)]
@@ -105,7 +105,7 @@ class Preload:
             f"preload_from_files.{self.name}: expected the model's parameters{names} in {self.filename}, got:\n  {lines}"
         )
 
-    def _renamed(self, ours: Shapes, theirs: Iterable[str]) -> dict[str, str]:
+    def _rename(self, ours: Shapes, theirs: Iterable[str]) -> dict[str, str]:
         """Map our names to the file's names, without the parameters to ignore."""
         here = {self.prefix + name: name for name in theirs}
         for new, old in self.var_name_mapping.items():
@@ -133,9 +133,9 @@ def take_over(preloads: Sequence[Preload], load: PreloadFunction) -> list[str]:
     lacking: list[tuple[Preload, list[str]]] = []
     for one in preloads:
         if one.filename is not None:
-            ours, own = load(Path(one.filename), one.checkpoint_key, one.choose, one.maker())
+            ours, own = load(PreloadRequest(Path(one.filename), one.checkpoint_key, one.choose, one.maker()))
             taken.update(own)
-            lacking.append((one, one.lacking(ours, own)))
+            lacking.append((one, one.missing(ours, own)))
     for one, names in lacking:
         problems = [name for name in names if name not in taken and not any(other.excuses(name) for other in preloads)]
         if problems:
@@ -146,7 +146,7 @@ def take_over(preloads: Sequence[Preload], load: PreloadFunction) -> list[str]:
 def parse_preloads(value: Mapping[str, Any]) -> list[Preload]:
     """Parse the key `preload_from_files`, a dict of dicts, into the order in which to load the files.
 
-    If several files have the same parameter, the alphabetically first name is loaded last and wins, as in RETURNN.
+    If several files have the same parameter, the alphabetically first name is loaded last and wins.
 
     Raises:
         ConfigError: with all problems.

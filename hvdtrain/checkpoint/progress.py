@@ -18,7 +18,7 @@ from hvdtrain.errors import CheckpointError
 from hvdtrain.runtime import log
 from hvdtrain.runtime.scores import Scores
 from hvdtrain.schedule.history import EpochRecord, UsedRates
-from hvdtrain.schedule.measure import Measure, base_of, best_of, rises
+from hvdtrain.schedule.measure import Measure, base_of, best_of, complete_history, rises
 
 
 @dataclass
@@ -79,6 +79,11 @@ class Progress:
     data: dict[str, list[Identity]] = field(default_factory=dict)
     keys: dict[str, str] = field(default_factory=dict)
     file: Path | None = None
+
+    def finish_epoch(self, record: EpochRecord, report: dict[str, Any]) -> None:
+        """The current epoch is trained and evaluated."""
+        self.epoch, self.current, self.report = record.epoch, None, report
+        self.history = [*complete_history(self.history, record.losses), record]
 
     def state(self) -> dict[str, Any]:
         """As plain numbers, texts, lists and dicts. `epoch` is that of the checkpoint's name: finished or current."""

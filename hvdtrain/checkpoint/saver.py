@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -12,11 +13,13 @@ from hvdtrain.checkpoint.folder import PATTERN, Checkpoint, CheckpointFolder, Cl
 from hvdtrain.checkpoint.preload import Preload, take_over
 from hvdtrain.checkpoint.progress import BestModel, Progress
 from hvdtrain.checkpoint.stored import read_progress
-from hvdtrain.comm.base import Communicator, Tensor, on_rank_zero, together
+from hvdtrain.comm.base import Communicator, on_rank_zero, together
 from hvdtrain.errors import CheckpointError, DamagedCheckpoint
-from hvdtrain.learner.base import NO_MARKS, Kind, State, StatePart
+from hvdtrain.learner.contents import NO_MARKS, CheckpointContents
 from hvdtrain.learner.integrity import SAVE_ID, damage, new_save_id
+from hvdtrain.learner.model_state import Kind, StatePart
 from hvdtrain.learner.reducer import EpochSync
+from hvdtrain.learner.state_base import StateBase
 from hvdtrain.runtime import log
 
 MODEL_KINDS: tuple[Kind, ...] = ("parameters", "frozen", "statistics", "counters")
@@ -57,7 +60,7 @@ class Saver:
     def __init__(
         self,
         comm: Communicator,
-        state: State,
+        state: StateBase,
         sync: EpochSync,
         checkpoints: CheckpointFolder,
         distribution: Literal["shard", "random_seed_offset"],
@@ -85,48 +88,47 @@ class Saver:
         step = None if progress.current is None else progress.step
         target = self._checkpoints.new(progress.epoch if progress.current is None else progress.current.epoch, step)
         self._sync.flush(self._state)
-        own = self._own_parts()
+        parts = self._rank_local_parts()
         gathered = self._comm.gather((self._sync.state(), new_save_id()), name="reducer_state")
         marks = {SAVE_ID: gathered[0][1]}
-        stored = {
+        if parts:
+            on_rank_zero(self._comm, lambda: self._checkpoints.prepare(target), name="prepare_save")
+            file = target.rank_file(self._comm.rank, self._comm.size)
+            together(
+                self._comm,
+                lambda: self._checkpoints.write_rank(file, self._state.rank_contents(parts, marks)),
+                name="save_own",
+            )
+        entries = {
             **progress.state(),
             **marks,
             "size": self._comm.size,
             "distribution": self._distribution,
-            "own": list(own),
+            "own": list(parts),
             "reducer": [state for state, _ in gathered],
         }
-        if own:
-            file = target.own_file(self._comm.rank, self._comm.size)
-            on_rank_zero(self._comm, lambda: self._checkpoints.prepare(target), name="prepare_save")
-            together(
-                self._comm,
-                lambda: self._checkpoints.save_own(file, lambda path: self._state.save_own(path, own, marks)),
-                name="save_own",
-            )
-
-        def write(snapshot: Any | None) -> None:
-            def write_files(model_file: Path, optimizer_file: Path) -> None:
-                self._state.save(model_file, optimizer_file, stored, snapshot)
-
-            self._checkpoints.save(target.epoch, write_files, step=target.step)
-            if target.step is None:
-                self._note_best(progress)  # before a model is removed that the file names
-            if self._cleanup is not None and target.step is None:
-                clean_up(self._checkpoints, self._cleanup, {record.epoch: record.scores for record in progress.history})
-                self._note_best(progress)
-
-        def start() -> None:
-            if self._background is None:
-                write(None)
-            else:
-                self._writing = self._background.submit(write, self._state.snapshot())
-
         self._state.gather_state()
         with self._sync.averaged(self._state):
-            on_rank_zero(self._comm, start, name="save")
+            on_rank_zero(self._comm, lambda: self._start_writing(target, entries, progress), name="save")
         log.detail(f"Save model under {target.model_file}")
         return target
+
+    def _start_writing(self, target: Checkpoint, entries: Mapping[str, Any], progress: Progress) -> None:
+        """Write a checkpoint, or let the background write a copy of it. Raises: CheckpointError."""
+        if self._background is None:
+            self._write(target, self._state.contents(entries), progress)
+        else:
+            self._writing = self._background.submit(self._write, target, self._state.snapshot(entries), progress)
+
+    def _write(self, target: Checkpoint, contents: CheckpointContents, progress: Progress) -> None:
+        """Write a checkpoint and do what follows from it, in any thread. Raises: CheckpointError."""
+        self._checkpoints.write(target, contents)
+        if target.step is not None:
+            return
+        self._note_best(progress)  # before a model is removed that the file names
+        if self._cleanup is not None:
+            clean_up(self._checkpoints, self._cleanup, {record.epoch: record.scores for record in progress.history})
+            self._note_best(progress)
 
     def finish(self) -> None:
         """Collective. Wait for what is being written in the background. Raises: CheckpointError."""
@@ -149,15 +151,13 @@ class Saver:
         self.share()
         if state.get("size") == self._comm.size:
             if not fresh_optimizer:
-                self._load_own(checkpoint, state)
+                self._load_rank(checkpoint, state)
         elif progress.current is not None and not progress.current.trained and state["distribution"] == "random_seed_offset":
-            error = CheckpointError(
+            raise CheckpointError(
                 f"{checkpoint.model_file}: expected the {state['size']} ranks that wrote it in the midst of epoch "
                 f"{progress.current.epoch}, got {self._comm.size}: with random_seed_offset nobody else has done the same part of "
                 "the epoch (remove the file to repeat the epoch from its beginning)"
-            )
-            error.on_every_rank = True
-            raise error
+            ).on_all_ranks()
         elif state.get("reducer"):
             self._restore(checkpoint, state["reducer"][0], same_ranks=False)
         return progress
@@ -186,8 +186,8 @@ class Saver:
         except CheckpointError:
             return False
         ranks = range(state.get("size", 1)) if state.get("own") and not model_only else ()
-        own = [checkpoint.own_file(rank, state["size"]) for rank in ranks]
-        return all(file.exists() and damage(file) is None for file in own)
+        files = [checkpoint.rank_file(rank, state["size"]) for rank in ranks]
+        return all(file.exists() and damage(file) is None for file in files)
 
     def load_model(self, file: Path, epoch: int | None) -> Progress:
         """Collective. Load a model without its optimizer.
@@ -219,16 +219,13 @@ class Saver:
     def share(self) -> None:
         """Collective. Broadcast rank 0's model."""
         for kind in MODEL_KINDS:
-            self._state.map_tensors(kind, lambda tensors, kind=kind: self._sent(tensors, kind))  # type: ignore[misc]
+            self._state.map_tensors(kind, partial(self._comm.broadcast, name=f"initial_{kind}"))
 
-    def _sent(self, tensors: list[Tensor], kind: Kind) -> list[Tensor]:
-        return self._comm.broadcast(tensors, name=f"initial_{kind}")
-
-    def _load_own(self, checkpoint: Checkpoint, state: dict[str, Any]) -> None:
+    def _load_rank(self, checkpoint: Checkpoint, state: dict[str, Any]) -> None:
         if parts := state.get("own"):
-            file = checkpoint.own_file(self._comm.rank, self._comm.size)
+            file = checkpoint.rank_file(self._comm.rank, self._comm.size)
             marks = {SAVE_ID: state[SAVE_ID]} if SAVE_ID in state else NO_MARKS
-            together(self._comm, lambda: self._state.load_own(file, parts, marks), name="load_own")
+            together(self._comm, lambda: self._state.load_rank(file, parts, marks), name="load_own")
         if reducer := state.get("reducer"):
             self._restore(checkpoint, reducer[self._comm.rank])
 
@@ -249,21 +246,12 @@ class Saver:
         if self._best is not None:
             self._best.note(progress.history)
 
-    def _own_parts(self) -> tuple[StatePart, ...]:
+    def _rank_local_parts(self) -> tuple[StatePart, ...]:
         """What every rank has to save itself."""
         if self._comm.size == 1:
             return ()
-        return tuple(part for part in self._sync.rank_local_state() if part == "optimizer" or part == "kept" or self._has(part))
-
-    def _has(self, kind: Kind) -> bool:
-        found: list[Tensor] = []
-
-        def look(tensors: list[Tensor]) -> list[Tensor]:
-            found.extend(tensors)
-            return tensors
-
-        self._state.map_tensors(kind, look)
-        return bool(found)
+        parts = self._sync.rank_local_state()
+        return tuple(part for part in parts if part == "optimizer" or part == "kept" or self._state.has_tensors(part))
 
 
 def clean_up(checkpoints: CheckpointFolder, rule: CleanupRule, scores: Mapping[int, Mapping[str, float]]) -> None:
@@ -273,17 +261,12 @@ def clean_up(checkpoints: CheckpointFolder, rule: CleanupRule, scores: Mapping[i
     removed = [epoch for epoch in epochs if epoch not in kept]
     if removed:
         log.info(f"We have stored models for epochs {_few(epochs)} and keep epochs {list(kept)}.")
-        log.info(f"Why they are kept: {'; '.join(f'{epoch}: {_listed(why)}' for epoch, why in kept.items())}.")
+        reasons = [f"{epoch}: {', '.join(why)}" for epoch, why in kept.items()]
+        log.info(f"Why they are kept: {'; '.join(reasons)}.")
         if rule.keep is None and any(why == [PATTERN] for why in kept.values()):
-            log.info(
-                "The pattern is RETURNN's, where `keep` is not given; cleanup_old_models = {..., 'keep': []} keeps no others."
-            )
+            log.info("The pattern is the default of `keep`; cleanup_old_models = {..., 'keep': []} keeps no others.")
         log.info(f"We will delete the models of epochs {removed}.")
         checkpoints.remove(checkpoints.at(epoch) for epoch in removed)
-
-
-def _listed(reasons: list[str]) -> str:
-    return ", ".join(reasons)
 
 
 def _few(epochs: list[int]) -> str:

@@ -39,15 +39,15 @@ class Start:
 
 
 def start_of_training(keys: StartKeys, folder: CheckpointFolder) -> Start:
-    """What to load for a training, by RETURNN's rules. Raises: CheckpointError."""
+    """What to load for a training. Raises: CheckpointError."""
     newest = folder.newest()
     if keys.start_epoch != "auto" and keys.start_epoch > 1:
         if keys.load is not None:
             return Start(model_file=model_file(keys, folder), epoch=keys.start_epoch - 1)
-        return Start(_existing(folder.at(keys.start_epoch - 1)))
+        return Start(_require_complete(folder.at(keys.start_epoch - 1)))
     if newest is not None and keys.start_epoch == "auto":
         if keys.load is None and keys.load_epoch is not None:
-            return Start(_existing(folder.at(_epoch(keys.load_epoch, folder.folder))))
+            return Start(_require_complete(folder.at(_epoch(keys.load_epoch, folder.folder))))
         ignored = [name for name in ("load", "import_model_train_epoch1") if getattr(keys, name) is not None]
         return Start(newest, remark=f"{' and '.join(ignored)}: ignored, as there is a checkpoint already" if ignored else None)
     if newest is None and keys.start_epoch == "auto":
@@ -107,7 +107,7 @@ def _epoch(wanted: int | Literal["best"], folder: Path) -> int:
     return best_epoch(folder) if wanted == "best" else wanted
 
 
-def _existing(checkpoint: Checkpoint) -> Checkpoint:
+def _require_complete(checkpoint: Checkpoint) -> Checkpoint:
     for file in (checkpoint.model_file, checkpoint.optimizer_file):
         if not file.exists():
             raise CheckpointError(
@@ -169,9 +169,7 @@ def _load(
         if not error.on_every_rank:
             raise
         advice = on_rank_zero(comm, lambda: _advice(saver, checkpoints, checkpoint), name="older_checkpoints")
-        damaged = DamagedCheckpoint(f"{error} ({advice})")
-        damaged.on_every_rank = True
-        raise damaged from None
+        raise DamagedCheckpoint(f"{error} ({advice})").on_all_ranks() from None
 
 
 def _advice(saver: Saver, checkpoints: CheckpointFolder, damaged: Checkpoint) -> str:

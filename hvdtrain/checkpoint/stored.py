@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from numbers import Integral, Real
@@ -48,14 +48,13 @@ def read_progress(state: Mapping[str, Any], file: Path) -> Progress:
     Raises:
         DamagedCheckpoint: an entry has another type than it was written with, or cannot be true.
     """
-    problem = next(filter(None, (_misfit(state[name], hint, name) for name, hint in ENTRIES.items() if name in state)), None)
-    problem = problem or _untrue(state)
-    if problem is not None:
+    type_problem = _first(_type_problem(state[name], hint, name) for name, hint in ENTRIES.items() if name in state)
+    if (problem := type_problem or _value_problem(state)) is not None:
         raise DamagedCheckpoint(f"{file}: expected {problem}")
     return Progress.from_state(state)
 
 
-def _untrue(state: Mapping[str, Any]) -> str | None:
+def _value_problem(state: Mapping[str, Any]) -> str | None:
     """What in a file of the right types cannot be; None: nothing."""
     epoch, step, size = state.get("epoch") or 0, state.get("step") or 0, state.get("size", 1)
     for name, number, least in (("epoch", epoch, 0), ("step", step, 0), ("size", size, 1)):
@@ -78,12 +77,12 @@ def _untrue(state: Mapping[str, Any]) -> str | None:
         for number, identity in enumerate(identities):
             for entry, hint in IDENTITY.items():
                 place = f"data.{name}[{number}].{entry}"
-                if (problem := _misfit(identity.get(entry), hint, place)) is not None:
+                if (problem := _type_problem(identity.get(entry), hint, place)) is not None:
                     return problem
     return None
 
 
-def _misfit(value: Any, hint: Any, name: str) -> str | None:
+def _type_problem(value: Any, hint: Any, name: str) -> str | None:
     """What is expected of a value, and what it is instead: 'within.epoch of type int, got 'x''; None: it is of that type."""
     origin, arguments = get_origin(hint), get_args(hint)
     wrong = f"{name} of type {_text(hint)}, got {_short(value)}"
@@ -93,26 +92,26 @@ def _misfit(value: Any, hint: Any, name: str) -> str | None:
         number = Integral if hint is int else Real
         return None if isinstance(value, number) and not isinstance(value, bool) else wrong
     if origin in (Union, types.UnionType):
-        problems = [_misfit(value, one, name) for one in arguments]
+        problems = [_type_problem(value, one, name) for one in arguments]
         if None in problems:
             return None
         return problems[0] if value is not None and isinstance(value, (dict, list)) else wrong
     if origin is list:
         if not isinstance(value, (list, tuple)):
             return wrong
-        return next(filter(None, (_misfit(one, arguments[0], f"{name}[{number}]") for number, one in enumerate(value))), None)
+        return _first(_type_problem(one, arguments[0], f"{name}[{number}]") for number, one in enumerate(value))
     if origin is dict:
         if not isinstance(value, dict) or not all(isinstance(one, arguments[0]) for one in value):
             return wrong
-        return next(filter(None, (_misfit(one, arguments[1], f"{name}.{entry}") for entry, one in value.items())), None)
+        return _first(_type_problem(one, arguments[1], f"{name}.{entry}") for entry, one in value.items())
     if hint is Scores:
-        return _misfit(value, dict[str, list[list[float]]], name) or _unpaired(value, name)
+        return _type_problem(value, dict[str, list[list[float]]], name) or _scores_problem(value, name)
     if is_dataclass(hint):
-        return _misfit_of_class(value, hint, name)
+        return _class_problem(value, hint, name)
     return None if isinstance(value, types.NoneType if hint is None else hint) else wrong
 
 
-def _misfit_of_class(value: Any, kind: Any, name: str) -> str | None:
+def _class_problem(value: Any, kind: Any, name: str) -> str | None:
     """The same of a dict with the fields of a dataclass."""
     if not isinstance(value, dict):
         return f"{name} of type dict, got {_short(value)}"
@@ -122,7 +121,11 @@ def _misfit_of_class(value: Any, kind: Any, name: str) -> str | None:
         return f"{name}.{missing[0]}, got none"
     if unknown := [entry for entry in value if entry not in hints]:
         return f"{name} with the entries {', '.join(hints)}, got {_short(unknown[0])} (was it written by a later release?)"
-    return next(filter(None, (_misfit(one, hints[entry], f"{name}.{entry}") for entry, one in value.items())), None)
+    return _first(_type_problem(one, hints[entry], f"{name}.{entry}") for entry, one in value.items())
+
+
+def _first(problems: Iterable[str | None]) -> str | None:
+    return next(filter(None, problems), None)
 
 
 @cache
@@ -130,7 +133,7 @@ def _hints(kind: type) -> dict[str, Any]:
     return get_type_hints(kind)
 
 
-def _unpaired(scores: Mapping[str, list[list[float]]], name: str) -> str | None:
+def _scores_problem(scores: Mapping[str, list[list[float]]], name: str) -> str | None:
     """What is wrong with the sums and counts of scores."""
     for score, lists in scores.items():
         if len(lists) not in (2, 3) or (len(lists) == 3 and len(lists[2]) != 1):

@@ -181,7 +181,7 @@ def all_reduce(comm: Communicator, tensors: Sequence[Tensor], op: Op, *, name: s
 def together(comm: Communicator, work: Callable[[], T], *, name: str) -> T:
     """Collective. Run `work` on every rank; if it raises an HvdtrainError on any rank, raise one on all ranks.
 
-    All ranks raise the error of the lowest rank that failed, with `on_every_rank` set. Any other exception is a bug, not a
+    All ranks raise the error of the lowest rank that failed, as one of all ranks. Any other exception is a bug, not a
     user's mistake: it is not caught, and ends the job like any crash.
     """
     return together_with_message(comm, lambda: (work(), None), name=name)[0]
@@ -202,8 +202,7 @@ def together_with_message(comm: Communicator, work: Callable[[], tuple[T, M]], *
         rank, first = failures[0]
         if len(failures) < comm.size:
             first = first.of_rank(rank)
-        first.on_every_rank = True
-        raise first
+        raise first.on_all_ranks()
     return result, [message for _, message in answers]
 
 

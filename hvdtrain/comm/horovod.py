@@ -20,7 +20,7 @@ from hvdtrain.comm.base import (
     Tensor,
     num_bytes,
 )
-from hvdtrain.comm.horovod_gloo import gloo_environment, is_elastic
+from hvdtrain.comm.horovod_gloo import gloo_environment
 from hvdtrain.errors import LaunchError, PeerFailure
 
 T = TypeVar("T")
@@ -202,7 +202,7 @@ def _lost_in_start() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not is_elastic(launch.environment()):
+        if launch.launcher().restarts != "lost ranks":
             raise
         raise PeerFailure(f"stopped, because the ranks did not all connect: {error}") from None
 

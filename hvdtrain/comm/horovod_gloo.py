@@ -1,36 +1,29 @@
-"""Connecting Horovod's ranks over Gloo: without horovodrun, and again under its elastic driver after one was lost.
+"""Connecting Horovod's ranks over Gloo without horovodrun.
 
-**Without horovodrun**, under plain `srun`, or under mpirun if HOROVOD_CONTROLLER is gloo: Horovod's Gloo controller supports
-neither Slurm nor MPI. Started by them, it silently makes every process a job of size 1, or crashes. So each process derives the
-environment variables that horovodrun would set, and rank 0 runs the rendezvous server through which Gloo's processes find each
-other (`gloo_environment`).
-
-**Under the elastic driver** (`horovodrun --min-np 2 --host-discovery-script hosts.sh ...`), the driver keeps the processes of
-ranks that live, and expects them to connect anew. Here, such a process asks the driver for its new rank and then replaces itself
-by a new program (exec), which goes on from the newest checkpoint (`start_again`). So nothing of the former connection is left.
-Reference: horovod/runner/elastic/{driver,rendezvous,registration}.py of Horovod 0.28.
+Under plain `srun`, or under mpirun if HOROVOD_CONTROLLER is gloo: Horovod's Gloo controller supports neither Slurm nor MPI.
+Started by them, it silently makes every process a job of size 1, or crashes. So each process derives the environment variables
+that horovodrun would set, and rank 0 runs the rendezvous server through which Gloo's processes find each other
+(`gloo_environment`).
 """
 
 from __future__ import annotations
 
 import array
 import fcntl
-import os
 import re
-import signal
 import socket
 import struct
 import subprocess
-import sys
 import threading
 import time
 import zlib
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 
-from hvdtrain.comm.launch import Launch, detect, host_names, tasks_per_node
+from hvdtrain.comm.horovod_elastic import answer
+from hvdtrain.comm.launchers import Launch, detect
 from hvdtrain.comm.mpi import open_peers
+from hvdtrain.comm.slurm import host_names, tasks_per_node
 from hvdtrain.errors import LaunchError
 
 RENDEZVOUS_TIMEOUT = 120.0
@@ -38,18 +31,6 @@ RENDEZVOUS_TIMEOUT = 120.0
 
 FIRST_PORT, NUM_PORTS, CHOICES = 12000, 20000, 8
 """Ports below the range that Linux uses for outgoing connections; a job tries CHOICES of them."""
-
-DRIVER_NAMES = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
-"""What the elastic driver answers, in this order."""
-
-SCOPE = "hvdtrain"
-"""Of our own entries in the driver's store, which it clears whenever it arranges the ranks anew."""
-
-ASK_TIMEOUT = 1200.0
-"""Seconds to wait for the new rank. The driver answers when all ranks have asked or ended, and gives up by itself."""
-
-STOP_SIGNAL = signal.SIGUSR1
-"""On which a training stops with a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -200,23 +181,8 @@ def find(job: Job, address: str, timeout: float = RENDEZVOUS_TIMEOUT) -> int:
 
 def _ask(address: str, port: int) -> bytes | None:
     """The name of the job whose rendezvous server listens on this port; None if there is no server."""
-    answer = _answer(address, port, "GET", "/hvdtrain/job", None, timeout=5)
-    return None if answer is None else answer[1]
-
-
-def _answer(address: str, port: int, method: str, path: str, body: str | None, timeout: float) -> tuple[int, bytes] | None:
-    """The status and the content that an HTTP server answers with; None if it does not answer."""
-    import http.client  # here: every start of the program imports this file, but only jobs over Gloo talk to a server
-
-    connection = http.client.HTTPConnection(address, port, timeout=timeout)  # unlike urllib, it uses no proxy
-    try:
-        connection.request(method, path, body)
-        response = connection.getresponse()
-        return response.status, response.read()
-    except (OSError, http.client.HTTPException):
-        return None
-    finally:
-        connection.close()
+    found = answer(address, port, "GET", "/hvdtrain/job", None, timeout=5)
+    return None if found is None else found[1]
 
 
 def address_of(host: str) -> str:
@@ -248,107 +214,3 @@ def interface_towards(address: str) -> str:
             if request.tobytes()[20:24] == own:
                 return name
     raise LaunchError(f"Horovod over Gloo: expected a network interface towards {address}, got none (set HOROVOD_GLOO_IFACE)")
-
-
-def is_elastic(environ: Mapping[str, str]) -> bool:
-    """Whether Horovod's elastic driver started this process."""
-    return environ.get("HOROVOD_ELASTIC") == "1"
-
-
-def check_backend(backend: str) -> None:
-    """Raises: LaunchError: the framework cannot go on under the driver."""
-    if backend == "tensorflow":
-        error = LaunchError(
-            "horovodrun --min-np: expected backend 'torch', got 'tensorflow', whose ranks start too late for Horovod to connect "
-            "them again in all cases (leave --min-np and --host-discovery-script out; the same command goes on after a failure)"
-        )
-        error.on_every_rank = True
-        raise error
-
-
-def note_error(environ: Mapping[str, str]) -> None:
-    """Tell the other ranks that this one ends by an error, which would only repeat: the driver takes it for a lost host."""
-    _put(environ, "error", "1")
-
-
-def start_again(environ: Mapping[str, str], *, after_stop: bool) -> str:
-    """Go on as a new program with the rank that the driver assigns. Returns only if there is none: why this process has to end.
-
-    Args:
-        after_stop: the training was stopped with a checkpoint. Then it goes on only if this was for a change of the hosts.
-    """
-    _end_connections()
-    if _get(environ, f"/{SCOPE}/error") is not None:
-        return "an error of another rank"
-    if after_stop and _get(environ, f"/{SCOPE}/hosts") is None:
-        return "stopped on request"
-    answer = _get(environ, f"/rank_and_size/{environ['HOROVOD_HOSTNAME']}:{environ['HOROVOD_LOCAL_RANK']}", ASK_TIMEOUT)
-    given = dict(zip(DRIVER_NAMES, (answer or b"").decode("ascii").split(","), strict=False))
-    if len(given) < len(DRIVER_NAMES) or int(given["RANK"]) < 0:
-        return "Horovod's driver has no rank for this process any more"
-    sys.stderr.write(f"rank {environ['HOROVOD_RANK']} goes on as rank {given['RANK']} of {given['SIZE']}\n")
-    sys.stderr.flush()
-    sys.stdout.flush()
-    for number in _open_files():  # they may not be closed here, as Horovod's threads live until the new program begins
-        with suppress(OSError):
-            os.set_inheritable(number, False)
-    own = {f"HOROVOD_{name}": value for name, value in given.items()}
-    return os.execve(sys.executable, sys.orig_argv, {**environ, **own})
-
-
-def _end_connections() -> None:
-    """End the connections to other ranks, which would learn only after Gloo's timeout that a rank is lost they do not talk to."""
-    for number in _open_files():
-        with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
-            connection.getpeername()  # fails for what is no connection
-            if connection.family in (socket.AF_INET, socket.AF_INET6):
-                connection.shutdown(socket.SHUT_RDWR)
-
-
-def _open_files() -> list[int]:
-    return [int(name) for name in os.listdir("/proc/self/fd") if int(name) > 2]
-
-
-def watch_hosts(environ: Mapping[str, str]) -> None:
-    """From now on, stop the training with a checkpoint when the driver says that there are other hosts.
-
-    Call it as early as possible: what the driver says before, it does not repeat. It tells rank 0, from which the others learn to
-    stop.
-    """
-    from horovod.runner.elastic.worker import WorkerNotificationManager
-
-    class Listener:
-        def on_hosts_updated(self, timestamp: int, result: int) -> None:
-            _put(environ, "hosts", str(timestamp))
-            if callable(signal.getsignal(STOP_SIGNAL)):
-                os.kill(os.getpid(), STOP_SIGNAL)
-
-    manager = WorkerNotificationManager()
-    manager.init()
-    manager.register_listener(Listener())
-
-
-def stop_for_other_hosts(environ: Mapping[str, str]) -> None:
-    """On rank 0: stop the training that begins, if there are other hosts already. Signals have to stop it by now."""
-    if _get(environ, f"/{SCOPE}/hosts") is not None:
-        os.kill(os.getpid(), STOP_SIGNAL)
-
-
-def _get(environ: Mapping[str, str], path: str, timeout: float = 10.0) -> bytes | None:
-    """An entry of the driver's store; None if it has none, or if the driver has ended."""
-    status, answer = _request(environ, "GET", path, None, timeout)
-    return answer if status == 200 else None
-
-
-def _put(environ: Mapping[str, str], name: str, value: str) -> None:
-    _request(environ, "PUT", f"/{SCOPE}/{name}", value, 10.0)
-
-
-def _request(environ: Mapping[str, str], method: str, path: str, body: str | None, timeout: float) -> tuple[int, bytes]:
-    address, port = environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"], int(environ["HOROVOD_GLOO_RENDEZVOUS_PORT"])
-    for pause in (0.2, 1.0, 0.0):
-        answer = _answer(address, port, method, path, body, timeout)
-        if answer is not None:
-            return answer
-        time.sleep(pause)
-    return 0, b""

@@ -109,7 +109,7 @@ class TorchDistributedKeys(Section):
 
     backend: str | None = key(
         None,
-        "gloo or nccl; None: NCCL for tensors on GPUs, Gloo for those in memory (RETURNN's 'cpu:gloo,cuda:nccl')",
+        "gloo or nccl; None: NCCL for tensors on GPUs, Gloo for those in memory (also written 'cpu:gloo,cuda:nccl')",
         Rule("'gloo', 'nccl' or 'cpu:gloo,cuda:nccl'", lambda value: value in ("gloo", "nccl", "cpu:gloo,cuda:nccl")),
     )
     init_method: str | None = key(
@@ -144,27 +144,10 @@ class TorchDistributedKeys(Section):
         return found
 
 
-NOT_NEEDED = {
-    "class": "gradients are reduced without a wrapper around the model",
-    "options": "gradients are reduced without a wrapper around the model",
-    "sync_on_cpu": "backend 'gloo' averages on the CPU",
-    "sync": "set reduce_type, param_sync_step and what belongs to them",
-    "sync_optimizer_state": "every rank keeps the state of its own optimizer",
-    "sync_at_epoch_end": "the ranks always have the same parameters at the end of an epoch",
-    "sync_complete_frac": "every rank knows how many steps an epoch has",
-}
-"""Entries of RETURNN's torch_distributed that have no meaning here."""
-
 NOT_SUPPORTED = {
     "fsdp": "fully_shard needs the same calls on every rank; sharded = True distributes the optimizer's state (docs/parallel.md)",
 }
 """Entries that a user may look for, with the reason why there are none."""
-
-OF_THE_WRAPPER = (
-    "find_unused_parameters", "static_graph", "bucket_cap_mb", "gradient_as_bucket_view", "broadcast_buffers", "check_reduction",
-)  # fmt: skip
-"""Arguments of torch's DistributedDataParallel in the entry `options` that do not change gradients: there is no wrapper to take
-them."""
 
 
 def torch_distributed_of(
@@ -178,15 +161,10 @@ def torch_distributed_of(
         origin: where the dict was set, for messages.
     """
     where = "torch_distributed."
-    options = entries.get("options")
-    if isinstance(options, dict) and all(name in OF_THE_WRAPPER for name in options):
-        entries = {name: value for name, value in entries.items() if name != "options"}
     keys, problems = build(TorchDistributedKeys, entries, where, dict.fromkeys(entries, origin))
-    known = [*others, *NOT_NEEDED, *NOT_SUPPORTED]
+    known = [*others, *NOT_SUPPORTED]
     problems += unknown_options(where, entries, TorchDistributedKeys, "torch_distributed", known)
     for name in entries:
-        if name in NOT_NEEDED:
-            problems += problem("unsupported", f"{where}{name}: RETURNN's entry is not needed here ({NOT_NEEDED[name]})")
         if name in NOT_SUPPORTED:
             problems += problem(
                 "unsupported", f"{where}{name}: expected no such entry, got {entries[name]!r} ({NOT_SUPPORTED[name]})"

@@ -1,128 +1,25 @@
-"""How this process was launched: launcher, rank and size, cores and threads. Only this module reads the environment.
+"""This process: its launcher, rank and size, cores and threads. Only this module reads the environment.
 
-Launcher variables come first, then Slurm's lists of nodes and tasks, then cores and threads, then access to the environment.
+The launcher comes first, then cores and threads, then access to the environment.
 """
 
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+
+from hvdtrain.comm.launchers import Launch, Launcher, launcher_of, number_in
 
 
-@dataclass(frozen=True)
-class Launch:
-    """What the launcher says about this process. Without a launcher: rank 0 of 1."""
-
-    launcher: str | None
-    rank: int = 0
-    size: int = 1
-    local_rank: int = 0
-    local_size: int = 1
-
-
-# The launcher, then its variables for rank, size, local rank and local size. The first launcher whose rank and size are set is
-# used: horovodrun may itself run mpirun, and torchrun may run under srun, so the innermost launcher stands first.
-LAUNCHERS = (
-    ("hvdtrain", "HVDTRAIN_RANK", "HVDTRAIN_SIZE", "HVDTRAIN_LOCAL_RANK", "HVDTRAIN_LOCAL_SIZE"),  # ngpu, dist_rank
-    ("horovodrun", "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
-    ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    ("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    ("mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    # The variables of a job step: a plain `python` in an sbatch script has SLURM_NTASKS as well, but is a single process.
-    ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
-)
+def launcher() -> Launcher:
+    """The launcher of this process."""
+    return launcher_of(os.environ)
 
 
 def launch() -> Launch:
     """How this process was launched."""
-    return detect(os.environ)
-
-
-def detect(environ: Mapping[str, str]) -> Launch:
-    """Read the launcher's variables.
-
-    >>> detect({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"})
-    Launch(launcher='mpirun', rank=1, size=2, local_rank=1, local_size=1)
-    >>> detect({})
-    Launch(launcher=None, rank=0, size=1, local_rank=0, local_size=1)
-    """
-    for launcher, rank, size, local_rank, local_size in LAUNCHERS:
-        if environ.get(rank, "").isdigit() and environ.get(size, "").isdigit():
-            return Launch(
-                launcher,
-                int(environ[rank]),
-                int(environ[size]),
-                _int_or(environ.get(local_rank), 0),
-                _tasks_on_this_node(environ) if launcher == "srun" else _int_or(environ.get(local_size), 1),
-            )
-    return Launch(None)
-
-
-def variables(started: Launch) -> dict[str, str]:
-    """The environment variables from which `detect` reads this launch, for a process that hvdtrain starts itself."""
-    _, rank, size, local_rank, local_size = LAUNCHERS[0]
-    return {
-        rank: str(started.rank),
-        size: str(started.size),
-        local_rank: str(started.local_rank),
-        local_size: str(started.local_size),
-    }
-
-
-def _int_or(text: str | None, default: int) -> int:
-    """The number in a variable; the default if the variable is not set or no number."""
-    return int(text) if text and text.isdigit() else default
-
-
-def _tasks_on_this_node(environ: Mapping[str, str]) -> int:
-    """The number of tasks of the step on this node; nodes may have different numbers."""
-    tasks = tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    node = _int_or(environ.get("SLURM_NODEID"), 0)
-    return tasks[node] if node < len(tasks) else 1
-
-
-def host_names(text: str) -> list[str]:
-    """The hosts of SLURM_STEP_NODELIST and similar variables, as `scontrol show hostnames` lists them.
-
-    >>> host_names("gpu[08-10,12],login")
-    ['gpu08', 'gpu09', 'gpu10', 'gpu12', 'login']
-    >>> host_names("rack[1-2]n[1,3]")
-    ['rack1n1', 'rack1n3', 'rack2n1', 'rack2n3']
-    """
-    names = []
-    for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
-        heads = [""]
-        for plain, ranges in re.findall(r"([^\[]*)(?:\[([^\]]*)\])?", part):
-            numbers = [number for piece in ranges.split(",") for number in _expanded(piece)] if ranges else [""]
-            heads = [head + plain + number for head in heads for number in numbers]
-        names += heads
-    return names
-
-
-def _expanded(piece: str) -> list[str]:
-    """The numbers of a range: '08-10' is ['08', '09', '10'], and '7' is ['7']."""
-    first, dash, last = piece.partition("-")
-    if not dash:
-        return [first]
-    return [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]
-
-
-def tasks_per_node(text: str) -> list[int]:
-    """The number of tasks of each node, from SLURM_STEP_TASKS_PER_NODE; [] if it cannot be parsed.
-
-    >>> tasks_per_node("4(x2),1")
-    [4, 4, 1]
-    """
-    counts: list[int] = []
-    for part in text.split(","):
-        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
-        if found is None:
-            return []
-        counts += [int(found[1])] * int(found[2] or 1)
-    return counts
+    return launcher().process
 
 
 def cores() -> int:
@@ -143,7 +40,7 @@ def threads_per_rank(environ: Mapping[str, str], local_size: int, cores: int, bo
     >>> threads_per_rank({}, local_size=4, cores=16, bound=False), threads_per_rank({}, local_size=4, cores=1, bound=True)
     (4, 1)
     """
-    return max(1, _int_or(environ.get("OMP_NUM_THREADS"), cores if bound else cores // max(1, local_size)))
+    return max(1, number_in(environ, "OMP_NUM_THREADS", cores if bound else cores // max(1, local_size)))
 
 
 def yield_when_idle(local_size: int, cores: int) -> None:

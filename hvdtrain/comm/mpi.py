@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 from hvdtrain.comm import launch
+from hvdtrain.comm.launchers import Launch
 from hvdtrain.errors import ConfigError, HvdtrainError, LaunchError, PeerFailure
 
 T = TypeVar("T")
@@ -109,7 +110,7 @@ def from_rank_zero(value: T) -> T:
     return _world(launch.launch()).bcast(value)  # type: ignore[no-any-return]
 
 
-def _world(started: launch.Launch) -> Any:
+def _world(started: Launch) -> Any:
     """MPI.COMM_WORLD, checked against what the launcher says. Raises: LaunchError."""
     try:
         from mpi4py import MPI  # importing it initializes MPI

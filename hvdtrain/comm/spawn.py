@@ -23,7 +23,8 @@ from types import FunctionType
 from typing import Any
 
 from hvdtrain.comm import launch, local
-from hvdtrain.comm.launch import Launch
+from hvdtrain.comm.child import end_with
+from hvdtrain.comm.launchers import Launch
 from hvdtrain.config.source import MODULE_NAME, resolve
 from hvdtrain.errors import ConfigError, HvdtrainError, PeerFailure, TrainingError
 
@@ -172,8 +173,9 @@ def on_rank(name: str) -> int:
     Args:
         name: of the folder that it shares with the program.
     """
-    folder, rank = Path(name), launch.launch().rank
-    local.end_with_launcher(launch.environment())
+    folder, launcher = Path(name), launch.launcher()
+    rank = launcher.process.rank
+    end_with(launcher.parent)
     try:
         job = pickle.loads((folder / "job").read_bytes())
         sys.path[:] = job.path
@@ -183,11 +185,11 @@ def on_rank(name: str) -> int:
         value = resolve(job.function)(**_arguments(job))
         if rank == 0:
             _write(folder / "result", packed(value))
-        local.note_end(launch.environment(), rank)
+        launcher.on_success()
         return 0
     except PeerFailure:
         time.sleep(SECONDS_FOR_THE_CAUSE)
-        os._exit(local.PEER_FAILED)
+        os._exit(launcher.peer_status)
     except BaseException as error:
         _write(folder / f"error-{rank}", pickle.dumps((time.time(), rank, traceback.format_exc(), _stored(error))))
         sys.stdout.flush()

@@ -15,8 +15,9 @@ from torch._C._distributed_c10d import PrefixStore
 
 from hvdtrain.comm import launch
 from hvdtrain.comm.base import LARGE_BUCKET, SMALL_BUCKET, Communicator, Narrow, Op, SingleCommunicator, Tensor
+from hvdtrain.comm.launchers import Launch
 from hvdtrain.comm.torch_rendezvous import meet, place
-from hvdtrain.errors import LaunchError, PeerFailure
+from hvdtrain.errors import LaunchError, PeerFailure, TrainingError
 
 T = TypeVar("T")
 
@@ -77,7 +78,7 @@ def open_torch_distributed(backend: str | None, init_method: str | None, timeout
 class TorchCommunicator:
     """The ranks of a torch.distributed job."""
 
-    def __init__(self, started: launch.Launch, group: Any = None) -> None:
+    def __init__(self, started: Launch, group: Any = None) -> None:
         self._group = group
         self._channels: list[TorchCommunicator] = []
         self._started = started
@@ -197,8 +198,11 @@ class TorchCommunicator:
     def gather(self, value: T, *, name: str) -> list[T]:
         gathered: list[Any] = [None] * self.size
         with _peer_failures():
-            torch.distributed.all_gather_object(gathered, value, group=self._group)
-        return gathered
+            torch.distributed.all_gather_object(gathered, (name, value), group=self._group)
+        names = [other for other, _ in gathered]
+        if others := [rank for rank, other in enumerate(names) if other != names[0]]:
+            raise _different_calls(names[0], names[others[0]], others[0])
+        return [value for _, value in gathered]
 
     def channel(self, name: str) -> TorchCommunicator:
         with _peer_failures():
@@ -212,6 +216,14 @@ class TorchCommunicator:
         for comm in (self, *self._channels):
             comm._group = None
         torch.distributed.destroy_process_group()
+
+
+def _different_calls(first: str, other: str, rank: int) -> TrainingError:
+    """Unlike Horovod, torch.distributed matches calls by their order: a rank would go on with the answers to another question."""
+    return TrainingError(
+        f"collective calls: expected the same on all ranks, got {first!r} on rank 0 and {other!r} on rank {rank} "
+        "(does code of the config call hvdtrain.all_reduce or the like on some of the ranks only, or do their configs differ?)"
+    )
 
 
 def _narrowed(tensor: Tensor, narrow: Narrow | None) -> Tensor:

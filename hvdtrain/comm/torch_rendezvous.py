@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING, Protocol
 from urllib.parse import urlsplit
 
 from hvdtrain.comm import mpi
-from hvdtrain.comm.launch import Launch, detect, host_names
+from hvdtrain.comm.launchers import Launch, detect
+from hvdtrain.comm.slurm import host_names
 from hvdtrain.errors import LaunchError
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ any is reported."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Container, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
@@ -74,38 +74,22 @@ def unsupported(sections: Iterable[Any], backend: str) -> list[Problem]:
     return problems
 
 
-def unknown(
-    source: Source,
-    known: Iterable[str],
-    foreign: Mapping[str, str],
-    is_no_op: Callable[[str, Any], bool],
-    others: Container[str] = (),
-    inside: Mapping[str, str] = NONE_BY_NAME,
-) -> list[Problem]:
-    """Problems with names that are not keys: misspelt keys, unsupported keys of RETURNN, unused overrides.
+def unknown(source: Source, known: Iterable[str], inside: Mapping[str, str] = NONE_BY_NAME) -> list[Problem]:
+    """Problems with names that are not keys: misspelt keys and unused overrides.
 
-    Every other name belongs to the config's author and is not checked. In a file written for RETURNN, so do names that look
-    like misspelt keys: RETURNN trains without them, and `resembling` finds them for the log.
+    Every other name belongs to the config's author and is not checked.
 
     Args:
         known: the declared keys.
-        foreign: unsupported keys of RETURNN that would change the training, with what to do instead.
-        is_no_op: whether a value of such a key asks for nothing.
-        others: further names that are no mistakes.
         inside: where keys stand that are entries of dicts, such as 'train.seq_ordering'.
     """
     problems = []
     keys = list(known)
     for name, value in source.values.items():
-        if name in keys or name in others or name.startswith("_") or isinstance(value, (ModuleType, type)):
+        if name in keys or name in source.foreign_names or is_no_key(name, value):
             continue
         origin = source.origins[name]
-        match = closest(name, keys)
-        if name in foreign:
-            if not is_no_op(name, value):
-                hint = foreign[name]
-                problems += problem("unsupported", f"{name}: a key of RETURNN that is not supported, in {origin} ({hint})")
-        elif match and (origin in OVERRIDING or not source.for_returnn):
+        if match := closest(name, keys):
             problems += problem("unknown-key", f"{name}: unknown key in {origin} (did you mean {match}?)")
         elif name in source.unused and origin in OVERRIDING:
             hint = f"did you mean {inside[name]}?" if name in inside else "it is not a key, and the config does not mention it"
@@ -113,22 +97,9 @@ def unknown(
     return problems
 
 
-def resembling(source: Source, known: Iterable[str], others: Container[str]) -> dict[str, str]:
-    """The names in files written for RETURNN that look like misspelt keys, each with that key.
-
-    Args:
-        known: the declared keys.
-        others: further names that are no mistakes.
-    """
-    if not source.for_returnn:
-        return {}
-    keys = list(known)
-    found = {}
-    for name, value in source.values.items():
-        own = name in keys or name in others or name.startswith("_") or isinstance(value, (ModuleType, type))
-        if not own and source.origins[name] not in OVERRIDING and (match := closest(name, keys)):
-            found[name] = match
-    return found
+def is_no_key(name: str, value: Any) -> bool:
+    """Whether a name cannot be meant as a key: it is private, or names a module or a class."""
+    return name.startswith("_") or isinstance(value, (ModuleType, type))
 
 
 def unknown_options(

@@ -319,7 +319,7 @@ def _holds(rule: Rule, value: Any) -> bool:
 
 
 BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
-"""RETURNN's spellings of a bool in a string, in lower case."""
+"""The spellings of a bool in a string, in lower case."""
 
 
 FUNCTION = get_origin(Callable[..., Any])

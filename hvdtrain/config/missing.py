@@ -14,19 +14,24 @@ MOST = 12
 """Folders that a message lists."""
 
 
+class MissingPackage(ModuleNotFoundError):
+    """A package that is not installed. The message says how to install it."""
+
+
 def import_failure(error: ImportError, skipped: Iterable[str] = ()) -> str:
     """What failed, in which file and line it is imported, and the folders in which it was looked for.
 
     Args:
         skipped: how the names of files begin that are no part of the user's code.
     """
-    text = f"{type(error).__name__}: {error}"
+    is_explained = isinstance(error, MissingPackage)
+    text = str(error) if is_explained else f"{type(error).__name__}: {error}"
     importer = _importer(error, (*MACHINERY, *skipped))
     if importer:
         text += f", imported by {importer}"
     if error.path is not None:
         return f"{text} (that module is {error.path}: another version of it may be needed)"
-    if not isinstance(error, ModuleNotFoundError) or not error.name:
+    if not isinstance(error, ModuleNotFoundError) or not error.name or is_explained:
         return text
     parent = error.name.rpartition(".")[0]
     package = sys.modules.get(parent) if parent else None

@@ -170,8 +170,14 @@ class Source:
     """With overrides of entries of values that are not dicts."""
     texts: Mapping[str, str] = field(default_factory=dict)
     """The text of each config file, by its path."""
-    for_returnn: bool = False
-    """Whether a file was written for RETURNN, which ignores the names that it does not know."""
+    is_foreign: bool = False
+    """Whether it was written for another program, which has its own rules for `extern_data`."""
+    foreign_names: frozenset[str] = frozenset()
+    """Names that are no keys here and no mistakes either, as another program reads or ignores them."""
+    warnings: tuple[str, ...] = ()
+    """For the log: what is not taken as it stands, and what looks like a mistake."""
+    notes: tuple[str, ...] = ()
+    """For the log: what has no effect here."""
 
 
 Builtins = Callable[[dict[str, Any]], dict[str, Any]]

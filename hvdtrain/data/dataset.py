@@ -18,9 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy
-
-from hvdtrain.data.types import Array, Batch, Padded, Stream, pad
+from hvdtrain.data.types import Array, Batch, Padded, Stream
 from hvdtrain.errors import DataError
 
 EARLIER_NAMES = {"mapped": "memory_mapped", "varies": "is_stochastic", "own_order": "has_fixed_order", "drawn": "selected"}
@@ -87,6 +85,8 @@ class Dataset(ABC):
         def named(name: str, row: int) -> str:
             return f"sequence {self.tags([int(indices[row])])[0]!r}, data key {name!r}"
 
+        from hvdtrain.data.padding import pad  # here, as numpy below: `--help` imports kinds of datasets and takes no numpy
+
         return {name: pad([sequence[name] for sequence in sequences], partial(named, name)) for name in self.streams}
 
     def batch(self, indices: Array) -> Batch:
@@ -95,10 +95,14 @@ class Dataset(ABC):
 
     def tag_bytes(self, start: int, stop: int) -> Array:
         """The tags of the sequences from `start` up to `stop` (exclusive) as UTF-8: numpy bytes of shape (stop - start,)."""
+        import numpy
+
         return numpy.array([tag.encode("utf-8") for tag in self.tags(range(start, stop))], dtype=bytes)
 
     def file_bounds(self) -> Array:
         """The index of the first sequence of every file, then `num_sequences`: int64 of shape (files + 1,)."""
+        import numpy
+
         return numpy.array([0, self.num_sequences], dtype=numpy.int64)
 
     def at_epoch(self, epoch: int) -> Dataset:
@@ -202,41 +206,6 @@ def iterator_ended(where: str, error: StopIteration) -> DataError:
         f"{where}: expected data, got a StopIteration{place}: an iterator that it asks for more with next() has ended (begin it "
         "again there, or use itertools.cycle)"
     )
-
-
-# Concatenation: what every dataset needs that consists of several parts, one after the other. `bounds` holds the index of the
-# first sequence of every part, then the number of sequences.
-
-
-def split(indices: Sequence[int] | Array, bounds: Sequence[int] | Array) -> Iterator[tuple[int, Array, Array]]:
-    """For each part that some of the indices lie in: its number, the positions of these indices, and their indices in
-    the part."""
-    wanted = numpy.asarray(indices, dtype=numpy.int64)
-    owners = numpy.searchsorted(bounds, wanted, side="right") - 1
-    for part in numpy.unique(owners).tolist():
-        rows = numpy.flatnonzero(owners == part)
-        yield part, rows, wanted[rows] - bounds[part]
-
-
-def concatenated_tags(
-    indices: Sequence[int], bounds: Sequence[int] | Array, read: Callable[[int, Array], Sequence[str]]
-) -> list[str]:
-    """`Dataset.tags` of a concatenation. `read` is given a part's number and indices in the part."""
-    tags = [""] * len(indices)
-    for part, rows, inside in split(indices, bounds):
-        for row, tag in zip(rows, read(part, inside), strict=True):
-            tags[row] = tag
-    return tags
-
-
-def concatenated_tag_bytes(start: int, stop: int, bounds: Sequence[int] | Array, read: Callable[[int, int, int], Array]) -> Array:
-    """`Dataset.tag_bytes` of a concatenation. `read` is given a part's number, and where to start and stop in the part."""
-    parts = []
-    for part in range(len(bounds) - 1):
-        begin, end = max(start, int(bounds[part])), min(stop, int(bounds[part + 1]))
-        if begin < end:
-            parts.append(read(part, begin - int(bounds[part]), end - int(bounds[part])))
-    return numpy.concatenate(parts) if parts else numpy.zeros(0, dtype="S1")
 
 
 def as_dataset(opened: Any) -> Dataset | None:

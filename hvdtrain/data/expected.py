@@ -63,7 +63,7 @@ def _text(shape: Sequence[int | None]) -> str:
 def expected_of(extern_data: Any, exact: bool = True) -> tuple[dict[str, Expected], list[Problem]]:
     """What `extern_data` says of each data key, and the problems with it.
 
-    RETURNN's forms of an entry are understood as far as they tell the shape of a frame; what they leave open is not checked.
+    All forms of an entry are understood as far as they tell the shape of a frame; what they leave open is not checked.
 
     Args:
         exact: as of `Expected`.
@@ -82,7 +82,7 @@ def expected_of(extern_data: Any, exact: bool = True) -> tuple[dict[str, Expecte
         if name == "seq_tag":
             continue
         if not isinstance(entry, Mapping):
-            if getattr(entry, "dims", None) is None:  # RETURNN's Tensor, whose dims say it
+            if getattr(entry, "dims", None) is None:  # a Tensor, whose dims say it
                 problems += problem("wrong-type", f"extern_data.{name}: expected a dict such as {{'dim': 9}}, got {entry!r}")
                 continue
             entry = {name: getattr(entry, name, None) for name in ("dims", "dtype", "sparse_dim")}
@@ -130,7 +130,7 @@ def _frame_shape(entry: Mapping[str, Any], sparse: bool, dim: int | None) -> tup
 
 
 def _size(value: Any) -> int | None:
-    """A number; that of RETURNN's Dim, if it has one. Raises: ValueError."""
+    """A number; that of a Dim, if it has one. Raises: ValueError."""
     value = getattr(value, "dimension", value)
     if value is None or (isinstance(value, (int, numpy.integer)) and not isinstance(value, bool) and value >= 0):
         return None if value is None else int(value)

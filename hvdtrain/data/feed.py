@@ -150,6 +150,11 @@ class Feed:
         """Its name, with the files if it has any."""
         return source_of(self.name, list(dict.fromkeys(path for part in self.parts for path in part.files)))
 
+    def check_files(self) -> None:
+        """Raises: DataError, if a data file has changed since the start."""
+        if self.files is not None:
+            self.files.check()
+
     @property
     def lengths(self) -> Mapping[str, Array]:
         """By data key, the number of frames of every sequence in the first epoch; of every chunk, if sequences are cut."""
@@ -171,8 +176,7 @@ class Feed:
 
     def inputs(self, epoch: int) -> PlanInputs:
         """What the plan of an epoch is made from. Raises: DataError, if a file changed since the start."""
-        if self.files is not None:
-            self.files.check()
+        self.check_files()
         keys = self.order_keys
         if self.distribution == "random_seed_offset":
             keys = replace(keys, random_seed_offset=keys.random_seed_offset + self.rank * SEED_STEP)
@@ -245,6 +249,12 @@ class Feed:
                 yield batch if staging is None else staging.pin(batch)
 
         return ReadAhead(batches(), begin=None if staging is None else staging.send)
+
+
+def check_files(feeds: Iterable[Feed]) -> None:
+    """Raises: DataError, if a data file of a feed has changed since the start."""
+    for feed in feeds:
+        feed.check_files()
 
 
 def feed_lines(feed: Feed, local_size: int = 1) -> list[Line]:

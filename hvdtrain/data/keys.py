@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from hvdtrain.config.keys import REQUIRED, Rule, Section, key, parsed_by
 from hvdtrain.data.files import parse_sizes
@@ -23,7 +23,7 @@ class DataKeys(Section):
     train: Any = key(REQUIRED, "the training data: a dataset dict, or HDF files (not for the tasks forward and search)")
     batching: str | Callable[..., str] | None = key(
         None,
-        "seq_ordering of train where its dict says none (RETURNN's older key)",
+        "seq_ordering of train where its dict says none",
         Rule("an order as in seq_ordering", is_order),
         signature="*, epoch, **_",
     )
@@ -52,7 +52,19 @@ class DataKeys(Section):
 
 
 class DatasetKeys:
-    """The base of every kind's keys: what the code that opens a dataset asks them."""
+    """The base of every kind's keys: what the code that opens a dataset asks them.
+
+    The keys `dataset` and `datasets` hold the datasets inside it.
+    """
+
+    opener: ClassVar[str]
+    """'module:function' that opens it, given its config key (for messages), its keys, and the open datasets inside it by name;
+    imported when a dataset is opened."""
+
+    @property
+    def ordered_by(self) -> str | None:
+        """The name of the dataset inside it whose order keys apply to the whole; None: there is none."""
+        return None
 
     def problems(self) -> list[Problem]:
         """What is wrong between the keys."""
@@ -102,7 +114,7 @@ class DatasetSpec:
         copied: those of the files that may be read from a copy.
         datasets: the datasets inside it.
         maker: returns the config's class or function with the other entries of the dict as arguments; None: it is no such dict.
-        cache_byte_size: the bytes that a rank may cache of it, if its dict says so (RETURNN's key), instead of `cache_size`.
+        cache_byte_size: the bytes that a rank may cache of it, if its dict says so, instead of `cache_size`.
         is_known: False: a function of the config returns it, or a dataset inside it, and has not been called yet.
     """
 

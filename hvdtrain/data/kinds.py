@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Container
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from hvdtrain.config.keys import REQUIRED, key, not_negative, positive
+from hvdtrain.config.keys import REQUIRED, key
 from hvdtrain.data.combine.keys import CombinedDatasetKeys, ConcatDatasetKeys, FilesDatasetKeys, MapDatasetKeys, MetaDatasetKeys
+from hvdtrain.data.formats.synthetic import DummyDatasetKeys, Task12AXDatasetKeys
 from hvdtrain.data.keys import DatasetKeys, FileDatasetKeys
 from hvdtrain.errors import Problem, problem
 
@@ -36,6 +37,8 @@ BY_RETURNN = tuple(
 class HDFDatasetKeys(FileDatasetKeys):
     """Keys of a dataset dict with `"class": "HDFDataset"`."""
 
+    opener: ClassVar[str] = "hvdtrain.data.hdf.dataset:open_hdf_dataset"
+
     allow_external: bool = key(
         False,
         "follow external links, external storage and virtual datasets, by which a file makes the trainer read other files; "
@@ -51,64 +54,23 @@ class HDFDatasetKeys(FileDatasetKeys):
 class NextGenHDFDatasetKeys(FileDatasetKeys):
     """Keys of a dataset dict with `"class": "NextGenHDFDataset"`: HDF files with a dataset for every sequence."""
 
+    opener: ClassVar[str] = "hvdtrain.data.hdf.nextgen:open_next_gen"
+
     input_stream_name: str = key(REQUIRED, "the stream that is the data key 'data'; the others have their own names")
 
 
-@dataclass(frozen=True, kw_only=True)
-class DummyDatasetKeys(DatasetKeys):
-    """Keys of a dataset dict with `"class": "DummyDataset"`: meaningless numbers."""
-
-    input_dim: int = key(REQUIRED, "dimension of the vectors in 'data'", positive)
-    output_dim: int = key(REQUIRED, "number of classes in 'classes'", positive)
-    num_seqs: int = key(REQUIRED, "number of sequences", positive)
-    seq_len: int | dict[str, int] = key(
-        2, "frames of every sequence, or a dict with the frames of 'data' and 'classes'", positive
-    )
-
-    def problems(self) -> list[Problem]:
-        if not isinstance(self.seq_len, dict):
-            return []
-        right = self.seq_len.keys() == {"data", "classes"} and min(self.seq_len.values()) >= 0
-        expected = "seq_len: expected zero or a positive number for 'data' and for 'classes'"
-        return [] if right else problem("out-of-range", f"{expected}, got {self.seq_len}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Task12AXDatasetKeys(DatasetKeys):
-    """Keys of a dataset dict with `"class": "Task12AXDataset"`: a synthetic memory task."""
-
-    num_seqs: int = key(REQUIRED, "number of sequences, each of 10 to 99 frames", positive)
-    fixed_random_seed: int = key(1, "seed of the sequences, which are the same in every epoch", not_negative)
-
-
-@dataclass(frozen=True)
-class Kind:
-    """A class of datasets.
-
-    Attributes:
-        keys: the dataclass of its keys. The keys `dataset` and `datasets` hold the datasets inside it.
-        open: 'module:function' that opens it, given its config key (for messages), its keys, and the open datasets inside it by
-            name; imported when a dataset is opened.
-        order_from: the name of the dataset inside it whose order keys apply to the whole; None: there is none.
-    """
-
-    keys: type[DatasetKeys]
-    open: str
-    order_from: Callable[[Any], str | None] = lambda keys: None
-
-
-KINDS: dict[str, Kind] = {
-    "HDFDataset": Kind(HDFDatasetKeys, "hvdtrain.data.hdf.dataset:open_hdf_dataset"),
-    "NextGenHDFDataset": Kind(NextGenHDFDatasetKeys, "hvdtrain.data.hdf.nextgen:open_next_gen"),
-    "FilesDataset": Kind(FilesDatasetKeys, "hvdtrain.data.hdf.dataset:open_files_dataset"),
-    "MetaDataset": Kind(MetaDatasetKeys, "hvdtrain.data.combine.meta:open_meta", lambda keys: keys.control),
-    "CombinedDataset": Kind(CombinedDatasetKeys, "hvdtrain.data.combine.union:open_combined"),
-    "ConcatDataset": Kind(ConcatDatasetKeys, "hvdtrain.data.combine.union:open_concat"),
-    "MapDataset": Kind(MapDatasetKeys, "hvdtrain.data.combine.map:open_map", lambda keys: "dataset"),
-    "Task12AXDataset": Kind(Task12AXDatasetKeys, "hvdtrain.data.formats.synthetic:open_task12ax"),
-    "DummyDataset": Kind(DummyDatasetKeys, "hvdtrain.data.formats.synthetic:open_dummy"),
+KINDS: dict[str, type[DatasetKeys]] = {
+    "HDFDataset": HDFDatasetKeys,
+    "NextGenHDFDataset": NextGenHDFDatasetKeys,
+    "FilesDataset": FilesDatasetKeys,
+    "MetaDataset": MetaDatasetKeys,
+    "CombinedDataset": CombinedDatasetKeys,
+    "ConcatDataset": ConcatDatasetKeys,
+    "MapDataset": MapDatasetKeys,
+    "Task12AXDataset": Task12AXDatasetKeys,
+    "DummyDataset": DummyDatasetKeys,
 }
-"""The classes of datasets, by the name that a dataset dict has as 'class'."""
+"""The keys of each class of datasets, which say what opens it, by the name that a dataset dict has as 'class'."""
 
 ONE_BY_ONE = ("MapDataset", "FilesDataset")
 """Those of them that RETURNN does not have: what is inside a MapDataset may be read in an order of its own."""

@@ -22,7 +22,7 @@ from hvdtrain.data.formats.iterable import IterableDataset, is_iterable, needs_e
 from hvdtrain.data.formats.returnn_reading import inner_of_multi_proc
 from hvdtrain.data.identity import DatasetPart
 from hvdtrain.data.keys import DataKeys, DatasetKeys, DatasetSpec
-from hvdtrain.data.kinds import BY_RETURNN, KINDS, ONE_BY_ONE, OWN, Kind, take_returnn_entries
+from hvdtrain.data.kinds import BY_RETURNN, KINDS, ONE_BY_ONE, OWN, take_returnn_entries
 from hvdtrain.data.plan.order_keys import OrderKeys, non_default
 from hvdtrain.errors import ConfigError, DataError, Problem, problem
 
@@ -304,20 +304,20 @@ def _parse_kind(
     name: str, kind_name: str, options: dict[str, Any], defaults: Mapping[str, Any]
 ) -> tuple[DatasetSpec | None, list[Problem]]:
     """Check the dict of a class in `KINDS`."""
-    kind = KINDS[kind_name]
-    own = [declared_key.name for declared_key in declared(kind.keys)]
+    section = KINDS[kind_name]
+    own = [declared_key.name for declared_key in declared(section)]
     order_values = _pop_order(options, own)
     cache_byte_size = options.pop("cache_byte_size", None)
     of_returnn = take_returnn_entries(f"{name}.", options, own)
     if isinstance(options.get("files"), PathLike):
         options["files"] = [options["files"]]
     if isinstance(options.get("files"), (list, tuple)):
-        names = [getattr(file, "filename", file) for file in options["files"]]  # of RETURNN's CachedFile
+        names = [getattr(file, "filename", file) for file in options["files"]]  # of a CachedFile
         options["files"] = [fspath(name) if isinstance(name, PathLike) else name for name in names]
     keys: DatasetKeys | None
-    keys, problems = build(kind.keys, options, f"{name}.", {})
+    keys, problems = build(section, options, f"{name}.", {})
     problems += of_returnn + _cache_problems(name, cache_byte_size)
-    problems += unknown_options(f"{name}.", options, kind.keys, kind_name, _ORDER_NAMES)
+    problems += unknown_options(f"{name}.", options, section, kind_name, _ORDER_NAMES)
     if keys is not None:
         problems += [found.within(f"{name}.") for found in keys.problems()]
     inside: dict[str, DatasetSpec] = {}
@@ -328,25 +328,24 @@ def _parse_kind(
             inside[child] = spec
     is_known = all(spec.is_known for spec in inside.values())
     if keys is not None and not problems and is_known:
-        order_from = kind.order_from(keys)
         for child, spec in inside.items():
-            problems += _order_problems(name, spec, order_values if child == order_from else None)
-        if order_from is not None:
-            order_values = {**non_default(inside[order_from].order), **order_values}
+            problems += _order_problems(name, spec, order_values if child == keys.ordered_by else None)
+        if keys.ordered_by is not None:
+            order_values = {**non_default(inside[keys.ordered_by].order), **order_values}
     order, more = build(OrderKeys, {**defaults, **order_values}, f"{name}.", {})
     problems += more
     if problems or order is None or keys is None:
         return None, problems
 
     def open_it(context: OpeningContext | None = None) -> Dataset:
-        return _open_kind(name, kind, keys, inside, context or OpeningContext())
+        return _open_kind(name, keys, inside, context or OpeningContext())
 
     files = keys.data_files(), keys.files_to_copy()
     return DatasetSpec(name, open_it, order, *files, tuple(inside.values()), cache_byte_size, is_known=is_known), []
 
 
 def _cache_problems(name: str, size: Any) -> list[Problem]:
-    """Problems with RETURNN's entry `cache_byte_size`."""
+    """Problems with the entry `cache_byte_size`."""
     if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 0):
         return problem("wrong-type", f"{name}.cache_byte_size: expected a number of bytes, got {size!r}")
     if size and "." in name:
@@ -379,7 +378,7 @@ _ORDER_NAMES = [field.name for field in fields(OrderKeys)]
 def _pop_order(options: dict[str, Any], own: list[str]) -> dict[str, Any]:
     """Remove the order keys from the options and return them; a class's own keys of the same name stay.
 
-    None is RETURNN's default of some keys whose default is a number here.
+    In configs, None stands for the default of some keys whose default is a number here.
     """
     found = {option: options.pop(option) for option in _ORDER_NAMES if option in options and option not in own}
     return {option: value for option, value in found.items() if value is not None or option not in NONE_IN_RETURNN}
@@ -404,7 +403,7 @@ def _order_problems(name: str, inside: DatasetSpec, outside: Mapping[str, Any] |
     return problems
 
 
-def _open_kind(name: str, kind: Kind, keys: DatasetKeys, inside: Mapping[str, DatasetSpec], context: OpeningContext) -> Dataset:
+def _open_kind(name: str, keys: DatasetKeys, inside: Mapping[str, DatasetSpec], context: OpeningContext) -> Dataset:
     """Open the datasets inside, then the dataset itself; if something fails, those that are open are closed."""
     copies = {path: context.copies[path] for path in keys.files_to_copy() if path in context.copies}
     keys = keys.reading_from(copies) if copies else keys
@@ -414,14 +413,14 @@ def _open_kind(name: str, kind: Kind, keys: DatasetKeys, inside: Mapping[str, Da
         for child, spec in inside.items():
             datasets[child] = open_dataset(spec, inner)
             on_failure.callback(datasets[child].close)
-            if datasets[child].has_fixed_order and kind is not KINDS["MapDataset"]:
+            if datasets[child].has_fixed_order and not isinstance(keys, KINDS["MapDataset"]):
                 raise DataError(
                     f"{spec.name}: expected a dataset that can be read in any order inside of {name}, got one that "
                     "is read from beginning to end (what RETURNN reads: give the outer dict to RETURNN: "
                     f'{{"class": "ReturnnDataset", "dataset": ...}}; an iterable: convert it once with hvdtrain dump)'
                 )
         try:
-            dataset: Dataset = resolve(kind.open)(name, keys, datasets)
+            dataset: Dataset = resolve(keys.opener)(name, keys, datasets)
         except DataError as error:
             originals = [path for path, copy in copies.items() if copy in str(error)]
             if not originals:

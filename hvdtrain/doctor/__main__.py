@@ -19,12 +19,12 @@ from hvdtrain.doctor.findings import (
     check_clocks,
     check_networks,
     differences,
-    folded,
     lines,
-    merged,
+    merge_findings,
     ok,
     problem,
     summary,
+    wrap_report,
 )
 from hvdtrain.doctor.host import Job, examine, framework_of, job_of, read_config
 from hvdtrain.doctor.network import ask_hosts
@@ -37,10 +37,10 @@ from hvdtrain.doctor.ranks import (
     gather_reports,
     measure_share,
     measure_speed,
-    measured,
     own_rank,
+    run_check,
 )
-from hvdtrain.doctor.scaling import predicted
+from hvdtrain.doctor.scaling import predict_speed
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.runtime.log import terminal_of
 from hvdtrain.settings import Settings
@@ -84,7 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
     job = job_of(configs, overrides, len(hosts))
     try:
         if job.ranks > 1:
-            return _launched(options, job)
+            return _examine_ranks(options, job)
         return _alone(options, job, hosts, wanted)
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
@@ -123,7 +123,7 @@ def _alone(options: argparse.Namespace, job: Job, hosts: Sequence[str], asked: S
     return _finish(options, reports, together)
 
 
-def _launched(options: argparse.Namespace, job: Job) -> int:
+def _examine_ranks(options: argparse.Namespace, job: Job) -> int:
     """Check the hosts of all ranks, and the connections between them. Rank 0 prints the report."""
     started = launch.launch()
     report, settings = examine(job) if started.local_rank == 0 else (None, _settings(job))
@@ -147,9 +147,9 @@ def _launched(options: argparse.Namespace, job: Job) -> int:
         except HvdtrainError as error:
             return apart(str(error))
         if not options.no_measure:
-            together += measured(comm, "all-reduce", lambda: [check_speed(measure_speed(comm, framework, options.seconds))])
+            together += run_check(comm, "all-reduce", lambda: [check_speed(measure_speed(comm, framework, options.seconds))])
             if settings is not None:
-                together += measured(comm, "training step", lambda: check_share(measure_share(comm, settings, options.seconds)))
+                together += run_check(comm, "training step", lambda: check_share(measure_share(comm, settings, options.seconds)))
                 together += check_scaling(comm, settings)
         return _finish(options, reports, together, quiet=comm.rank > 0)
 
@@ -159,7 +159,7 @@ def check_scaling(comm: Communicator, settings: Settings) -> list[Finding]:
     if settings.run.predict_ranks is None:
         return []
     placements = parse_placements(settings.run.predict_ranks)
-    return measured(comm, "prediction", lambda: [ok("prediction", "\n".join(predicted(comm, settings, placements)))])
+    return run_check(comm, "prediction", lambda: [ok("prediction", "\n".join(predict_speed(comm, settings, placements)))])
 
 
 def _settings(job: Job) -> Settings | None:
@@ -176,8 +176,8 @@ def _finish(options: argparse.Namespace, reports: Sequence[HostReport], together
     elif not quiet:
         text = lines(reports) + lines([HostReport("", list(together))])
         if (window := terminal_of(sys.stdout)) is not None:
-            text = folded(text, os.get_terminal_size(window).columns)
-        print("\n".join([*text, summary(finding for finding, _ in merged(whole))]), flush=True)
+            text = wrap_report(text, os.get_terminal_size(window).columns)
+        print("\n".join([*text, summary(finding for finding, _ in merge_findings(whole))]), flush=True)
     return 2 if "problem" in levels else 1 if options.strict and "warning" in levels else 0
 
 

@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from hvdtrain.doctor.horovod_recipe import HOROVOD_VERSION, CannotBuild, CudaChoice, choose_cuda, cxx_standard, write_wrappers
-from hvdtrain.doctor.horovod_wheel import built_for, kept, label, misfits
+from hvdtrain.doctor.horovod_wheel import built_for, label, matching_wheel, misfits
 from hvdtrain.doctor.packages import is_older
 
 # The newest versions that a build was tried with (docs/installing.md has the table). Newer ones are tried, and a line says so.
@@ -72,9 +72,9 @@ def main(arguments: list[str] | None = None) -> int:
     versions = built_for(frameworks, cuda, os.environ)
     wheel_dir = options.wheel_dir or _default_wheel_dir()
     places = [wheel_dir, _default_wheel_dir()]
-    wheel = None if options.force else next((found for place in places if (found := kept(place, versions))), None)
+    wheel = None if options.force else next((found for place in places if (found := matching_wheel(place, versions))), None)
     if wheel and (works or (_install(wheel, options.log) and _problem(frameworks) is None)):
-        copied = wheel.parent == wheel_dir or _copied(wheel, wheel_dir)
+        copied = wheel.parent == wheel_dir or _copy_wheel(wheel, wheel_dir)
         return _works(frameworks, wheel) if copied else 1
     problem = _unwritable(wheel_dir)
     if problem and options.wheel_dir:
@@ -146,7 +146,7 @@ def _install_only(place: Path, frameworks: list[str], log: Path) -> int:
         return 1
     newest = max(fitting, key=lambda wheel: wheel.stat().st_mtime)
     if not _install(newest, log):
-        return _failed(log, "installing the wheel failed")
+        return _report_failure(log, "installing the wheel failed")
     broken = _problem(frameworks)
     if broken:
         print(f"{newest} was installed but does not work:\n{broken}", file=sys.stderr)
@@ -167,14 +167,14 @@ def _build_and_install(
     with tempfile.TemporaryDirectory(prefix="hvdtrain-horovod-") as folder:
         wheel = _build(frameworks, standard, cuda, log, Path(folder))
         if wheel is None:
-            return _failed(log, "building Horovod failed")
+            return _report_failure(log, "building Horovod failed")
         if wheel_dir:
             try:
                 wheel = label(wheel, versions, wheel_dir)
             except OSError as error:
                 print(f"the wheel is not kept: {error}")
         if not _install(wheel, log):
-            return _failed(log, "installing Horovod failed")
+            return _report_failure(log, "installing Horovod failed")
     broken = _problem(frameworks)
     if broken:
         if wheel.parent == wheel_dir:
@@ -194,7 +194,7 @@ def _refuse(lines: Iterable[str]) -> int:
     return 1
 
 
-def _failed(log: Path, what: str) -> int:
+def _report_failure(log: Path, what: str) -> int:
     print("\n".join([*error_lines(log.read_text(errors="replace")), "", f"{what}; the whole log: {log}"]), file=sys.stderr)
     return 1
 
@@ -212,7 +212,7 @@ def _unwritable(wheel_dir: Path) -> str | None:
     return None if os.access(wheel_dir, os.W_OK) else f"{wheel_dir}, which cannot be written"
 
 
-def _copied(wheel: Path, wheel_dir: Path) -> bool:
+def _copy_wheel(wheel: Path, wheel_dir: Path) -> bool:
     """Whether the wheel is in the folder, too, now."""
     problem = _unwritable(wheel_dir)
     try:

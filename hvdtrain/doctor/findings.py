@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from hvdtrain.learner.frameworks import FRAMEWORKS
+
 Level = Literal["ok", "warning", "problem"]
 
 
@@ -59,7 +61,7 @@ class HostReport:
     clock: float | None = None
 
 
-def merged(reports: Sequence[HostReport]) -> list[tuple[Finding, list[str]]]:
+def merge_findings(reports: Sequence[HostReport]) -> list[tuple[Finding, list[str]]]:
     """Every finding once, in the order of the first host that has it, with the hosts that have it."""
     hosts: dict[Finding, list[str]] = {}
     for report in reports:
@@ -81,17 +83,17 @@ def lines(reports: Sequence[HostReport]) -> list[str]:
     problem  h2: disk: full (delete)
     """
     text = []
-    for finding, hosts in merged(reports):
+    for finding, hosts in merge_findings(reports):
         where = f"{', '.join(hosts)}: " if len(hosts) < len(reports) else ""
         hint = f" ({finding.fix})" if finding.fix else ""
         text.append(f"{finding.level:8} {where}{finding.about}: {finding.text}{hint}".replace("\n", "\n" + INDENT))
     return text
 
 
-def folded(text: Iterable[str], columns: int) -> list[str]:
+def wrap_report(text: Iterable[str], columns: int) -> list[str]:
     """Lines of a report for a terminal, broken between words. Tables, which are indented further, stay as they are.
 
-    >>> print("\\n".join(folded(["ok       limits: 20000 open files, 96365 processes"], 40)))
+    >>> print("\\n".join(wrap_report(["ok       limits: 20000 open files, 96365 processes"], 40)))
     ok       limits: 20000 open files, 96365
              processes
     """
@@ -115,7 +117,7 @@ def summary(findings: Iterable[Finding]) -> str:
     return ", ".join([*counted, f"{levels.count('ok')} ok"])
 
 
-HARMFUL = ("hvdtrain", "torch", "tensorflow", "horovod", "MPI of Horovod", "MPI of mpirun")
+HARMFUL = ("hvdtrain", *FRAMEWORKS, "horovod", "MPI of Horovod", "MPI of mpirun")
 """Facts that have to be the same on all hosts, beside files. A difference in others is only a warning."""
 
 

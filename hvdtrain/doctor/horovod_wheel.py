@@ -61,7 +61,7 @@ def built_for(frameworks: list[str], cuda: CudaChoice, environment: Mapping[str,
     }
 
 
-def kept(wheel_dir: Path, versions: Mapping[str, str]) -> Path | None:
+def matching_wheel(wheel_dir: Path, versions: Mapping[str, str]) -> Path | None:
     """The wheel in the folder that was built for exactly these versions."""
     return next(wheel_dir.glob(f"horovod-{HOROVOD_VERSION}+*-{_build_number(versions)}-*.whl"), None)
 

@@ -15,7 +15,8 @@ from typing import Any
 
 from hvdtrain.comm import launch
 from hvdtrain.comm.base import SingleCommunicator
-from hvdtrain.comm.launch import KEEPALIVE, LAUNCHERS
+from hvdtrain.comm.launch import KEEPALIVE
+from hvdtrain.comm.launchers import LAUNCHERS
 from hvdtrain.data.feed import feed_lines
 from hvdtrain.doctor import network, packages, resources
 from hvdtrain.doctor.findings import Finding, HostReport, of_environment, ok, problem, warning
@@ -23,8 +24,8 @@ from hvdtrain.doctor.network import read_interfaces
 from hvdtrain.errors import ConfigError, HvdtrainError
 from hvdtrain.hdf_tools.check import check as check_file
 from hvdtrain.learner.frameworks import FRAMEWORKS
-from hvdtrain.session import open_feeds
 from hvdtrain.settings import Settings, read_settings, with_datasets
+from hvdtrain.start_up.data import open_feeds
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,9 @@ def examine(job: Job) -> tuple[HostReport, Settings | None]:
 
 def framework_of(settings: Settings | None) -> str:
     """The config's framework; without one, one that is installed."""
-    return settings.run.backend if settings else "torch" if packages.installed("torch") else "tensorflow"
+    if settings is not None:
+        return settings.run.backend
+    return next((name for name in FRAMEWORKS if packages.installed_version(name)), [*FRAMEWORKS][-1])
 
 
 def check_disks(settings: Settings | None, temporary: Path) -> list[Finding]:
@@ -217,6 +220,10 @@ def check_environment(environ: Mapping[str, str], framework: str | None = None) 
     ]
 
 
+VARIABLES = [(launcher.name, names) for launcher in LAUNCHERS for names in launcher.variables]
+"""Every launcher with its variables for rank, size, local rank and local size."""
+
+
 def check_ranks(environ: Mapping[str, str]) -> list[Finding]:
     """Whether the variables of each launcher go together.
 
@@ -229,7 +236,7 @@ def check_ranks(environ: Mapping[str, str]) -> list[Finding]:
     (['warning'], [])
     """
     findings = []
-    for launcher, rank, size, local_rank, _ in LAUNCHERS:
+    for launcher, (rank, size, local_rank, _) in VARIABLES:
         there = {name: environ[name] for name in (rank, size, local_rank) if name in environ}
         wrong = [name for name, value in there.items() if not value.isdigit()]
         for name in wrong:
@@ -261,7 +268,7 @@ def check_sizes(environ: Mapping[str, str]) -> list[Finding]:
     ...                                     "RANK": "0", "WORLD_SIZE": "1"})]
     ['expected one number of ranks, got WORLD_SIZE = 1 and OMPI_COMM_WORLD_SIZE = 4']
     """
-    sizes = {size: environ[size] for _, rank, size, _, _ in LAUNCHERS if environ.get(rank, "").isdigit() and size in environ}
+    sizes = {size: environ[size] for _, (rank, size, _, _) in VARIABLES if environ.get(rank, "").isdigit() and size in environ}
     sizes.pop("SLURM_STEP_NUM_TASKS", None)  # of the step that started mpirun's daemons or torchrun: theirs
     if len(set(sizes.values())) > 1:
         text = f"expected one number of ranks, got {' and '.join(f'{name} = {value}' for name, value in sizes.items())}"

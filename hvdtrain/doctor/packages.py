@@ -16,6 +16,7 @@ from typing import Any
 
 from hvdtrain.comm import launch
 from hvdtrain.doctor.findings import Finding, ok, problem, warning
+from hvdtrain.learner.frameworks import FRAMEWORKS
 from hvdtrain.version import __version__
 
 OF_A_LAUNCHER = ("OMPI_", "PMIX_", "PMI_", "ORTE_", "HYDI_", "HYDRA_", "MPI_LOCAL")
@@ -89,7 +90,7 @@ OTHER_NAMES = {"tensorflow": ("tensorflow", "tensorflow-cpu")}
 """Distributions that provide a package."""
 
 
-def installed(package: str) -> str | None:
+def installed_version(package: str) -> str | None:
     """A package's version, without importing it."""
     for name in OTHER_NAMES.get(package, (package,)):
         try:
@@ -112,7 +113,7 @@ def is_older(one: str, other: str) -> bool:
 def facts() -> dict[str, str]:
     """Versions that should be the same on all hosts."""
     found = {"Python": platform.python_version(), "hvdtrain": __version__}
-    return found | {package: installed(package) or "none" for package in AT_LEAST}
+    return found | {package: installed_version(package) or "none" for package in AT_LEAST}
 
 
 def check_packages(framework: str | None, use_horovod: bool) -> list[Finding]:
@@ -122,7 +123,7 @@ def check_packages(framework: str | None, use_horovod: bool) -> list[Finding]:
         framework: the config's; None: any.
         use_horovod: whether the config uses Horovod.
     """
-    versions = {package: installed(package) for package in AT_LEAST}
+    versions = {package: installed_version(package) for package in AT_LEAST}
     needed = {"numpy", "h5py", "tqdm"} | ({framework} if framework else set()) | ({"horovod"} if use_horovod else set())
     findings = []
     for package, found in versions.items():
@@ -132,8 +133,8 @@ def check_packages(framework: str | None, use_horovod: bool) -> list[Finding]:
         elif found is not None and is_older(found, AT_LEAST[package]):
             newer = f"pip install '{package}>={AT_LEAST[package]}'"
             findings.append(problem("packages", f"expected {package} {AT_LEAST[package]} or newer, got {found}", newer))
-    if framework is None and versions["torch"] is None and versions["tensorflow"] is None:
-        findings.append(problem("packages", "expected torch or tensorflow, got neither", "pip install torch"))
+    if framework is None and not any(map(installed_version, FRAMEWORKS)):
+        findings.append(problem("packages", f"expected {' or '.join(FRAMEWORKS)}, got none", "pip install torch"))
     there = ", ".join(f"{package} {found}" for package, found in versions.items() if found)
     return [ok("packages", f"Python {platform.python_version()} ({sys.executable}), hvdtrain {__version__}, {there}"), *findings]
 
@@ -162,8 +163,8 @@ GPUS = {
 
 def start_probes(framework: str | None) -> dict[str, PythonProbe]:
     """Start processes that import the framework (None: each that is installed) and Horovod, which takes seconds."""
-    wanted = [framework] if framework else ["torch", "tensorflow"]
-    return {name: PythonProbe(PROBE.format(framework=name, gpu=GPUS[name])) for name in wanted if installed(name)}
+    wanted = [framework] if framework else [*FRAMEWORKS]
+    return {name: PythonProbe(PROBE.format(framework=name, gpu=GPUS.get(name, ""))) for name in wanted if installed_version(name)}
 
 
 def check_horovod(framework: str, probe: PythonProbe, use_horovod: bool, gpus: int) -> list[Finding]:
@@ -181,7 +182,7 @@ def check_horovod(framework: str, probe: PythonProbe, use_horovod: bool, gpus: i
         findings.append(warning(framework, what, f"install a {framework} with CUDA that the driver supports"))
     rebuild = "python -m hvdtrain build-horovod --force"
     if "error" in found:
-        if installed("horovod") is None and not use_horovod:
+        if installed_version("horovod") is None and not use_horovod:
             return [*findings, ok("Horovod", "not installed, and not asked for")]
         level = problem if use_horovod else warning
         return [*findings, level("Horovod", f"expected to work with {framework}, got {found['error']}", rebuild)]
@@ -259,7 +260,7 @@ def versions() -> dict[str, str]:
     library = _of_horovod()
     if library is not None:
         probes["Horovod"] = PythonProbe(OF_LIBRARY.format(path=library))
-    if installed("mpi4py") is not None:
+    if installed_version("mpi4py") is not None:
         probes["mpi4py"] = PythonProbe(OF_MPI4PY)
     found = {"mpirun": "none"}
     if shutil.which("mpirun"):

@@ -25,8 +25,9 @@ from hvdtrain.doctor.resources import MEGABYTE, check_shared_cores
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.learner.base import Learner
 from hvdtrain.learner.frameworks import FRAMEWORKS
-from hvdtrain.session import open_communicator, open_session
 from hvdtrain.settings import Settings
+from hvdtrain.start_up.job import open_session
+from hvdtrain.start_up.ranks import open_communicator
 
 PATIENCE_AMONG_RANKS = 600.0
 """Seconds that a collective may take: one rank of a host looks at it while the others wait."""
@@ -64,7 +65,7 @@ def connect(settings: Settings | None, framework: str) -> Iterator[Communicator]
 
         comm = open_torch_distributed(None, None, PATIENCE_AMONG_RANKS)
     else:
-        comm = open_horovod("torch" if framework == "torch" else "tensorflow")
+        comm = open_horovod(framework)
     yield comm
     comm.close()
 
@@ -120,7 +121,7 @@ def check_connections(comm: Communicator, own: RankReport) -> list[Finding]:
     return []
 
 
-def measured(comm: Communicator, about: str, work: Callable[[], list[Finding]]) -> list[Finding]:
+def run_check(comm: Communicator, about: str, work: Callable[[], list[Finding]]) -> list[Finding]:
     """Collective. What `work` finds; where it fails on a rank, that."""
     try:
         return together(comm, work, name=f"doctor.{about}")

@@ -21,8 +21,8 @@ from hvdtrain.errors import DataError
 from hvdtrain.learner.base import Learner
 from hvdtrain.learner.frameworks import FRAMEWORKS
 from hvdtrain.learner.steps import rounds_per_update
-from hvdtrain.session import open_session
 from hvdtrain.settings import Settings
+from hvdtrain.start_up.job import open_session
 from hvdtrain.training.agreement import plan_together
 from hvdtrain.training.keys import Placement
 from hvdtrain.training.predict import (
@@ -50,7 +50,7 @@ SLOW = 0.05
 """The share of a step by which a rank has to be slower than the others to be called slow."""
 
 
-def predicted(comm: Communicator, settings: Settings, placements: Sequence[Placement]) -> list[str]:
+def predict_speed(comm: Communicator, settings: Settings, placements: Sequence[Placement]) -> list[str]:
     """Collective. Train some steps with and without the other ranks, on models that are thrown away, and predict from that what
     training would take on other numbers of ranks. Returns lines, which are the same on all ranks. Raises: HvdtrainError.
     """
@@ -72,10 +72,10 @@ def predicted(comm: Communicator, settings: Settings, placements: Sequence[Place
         measured = _computing(comm, settings, alone.learner, costs[chosen], seconds[0], reading)
         if comm.size > 1:
             exchange = _exchange(comm, settings, alone.learner)
-            waited = _waited(seconds[0], seconds[1], gradients_travel(measured, exchange, comm.size))
+            waited = _waiting_share(seconds[0], seconds[1], gradients_travel(measured, exchange, comm.size))
             measured = replace(measured, exchange=replace(exchange, waited=waited))
 
-        def told() -> list[str]:
+        def prediction_lines() -> list[str]:
             work = {1: _work(settings, feed, plan, 1)}
             impossible = []
             for ranks in dict.fromkeys(one.ranks for one in placements):
@@ -86,7 +86,7 @@ def predicted(comm: Communicator, settings: Settings, placements: Sequence[Place
             possible = [one for one in placements if one.ranks in work]
             return lines(measured, predict(measured, work, possible)) + impossible
 
-        return on_rank_zero(comm, told, name="doctor.predicted")
+        return on_rank_zero(comm, prediction_lines, name="doctor.predicted")
 
 
 def _computing(
@@ -214,7 +214,7 @@ def fit(costs: Array, seconds: Array) -> tuple[float, float, tuple[float, ...], 
     return fixed, per_frame, tuple(jitter.ravel().tolist()), slow_rank
 
 
-def _waited(alone: Array, together: Array, travel: float) -> float:
+def _waiting_share(alone: Array, together: Array, travel: float) -> float:
     """How much longer steps take with the exchange of gradients, as a share of the time that it takes with nothing else going on.
 
     Args:

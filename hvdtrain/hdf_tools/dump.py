@@ -35,7 +35,7 @@ from hvdtrain.data.plan.order_keys import OrderKeys, full_epoch, non_default
 from hvdtrain.data.sources import parse
 from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError, DataError, HvdtrainError, PeerFailure, Problem
-from hvdtrain.returnn_layer.imports import Layer
+from hvdtrain.returnn_layer.imports import WatchedImports
 from hvdtrain.runtime.log import noted, watched
 
 DESCRIPTION = "Convert a dataset into an HDF file in RETURNN's layout. Without --compression the file can be memory-mapped."
@@ -139,7 +139,7 @@ def find_dataset(source: str, name: str, overrides: dict[str, str]) -> DatasetSp
         except (ValueError, SyntaxError) as error:
             raise ConfigError.of("wrong-type", f"dataset dict: expected a Python dict, got {source!r} ({error})") from None
     elif is_config:
-        loaded = load([Path(source)], overrides, {}, Layer.unless_installed())
+        loaded = load([Path(source)], overrides, {}, WatchedImports().builtins)
         values = loaded.values
         from hvdtrain.settings import all_keys  # here, so that --help does not import it
 

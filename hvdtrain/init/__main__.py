@@ -13,7 +13,11 @@ TEMPLATES = {
     "torch": "PyTorch, with data that the config makes up (default)",
     "tensorflow": "the same with TensorFlow and Keras",
     "hdf": "PyTorch, with data from HDF files",
-    "returnn": "PyTorch, as RETURNN's users write it",
+    "returnn": "PyTorch, as RETURNN's users write it; needs the package returnn",
+}
+NEEDS = {
+    "hdf": "   # once its files are there",
+    "returnn": "   # needs the package: pip install returnn dm-tree rapidfuzz soundfile",
 }
 DESCRIPTION = "Write a commented config to start from. It trains as it is, but for --hdf, which needs your files."
 EPILOG = "then: python -m hvdtrain CONFIG"
@@ -29,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     print(f"{options.config}: a config for {template}; change it to your data and model")
-    print(f"python -m hvdtrain {options.config}{'' if template != 'hdf' else '   # once its files are there'}")
+    print(f"python -m hvdtrain {options.config}{NEEDS.get(template, '')}")
     return 0
 
 

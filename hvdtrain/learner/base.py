@@ -11,37 +11,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hvdtrain.comm.base import Tensor
 from hvdtrain.config.keys import ALONE, REQUIRED, Section, Sections, key, not_negative, positive, share
-from hvdtrain.errors import CheckpointError, Problem, problem
+from hvdtrain.errors import Problem, problem
 
 if TYPE_CHECKING:
     from hvdtrain.data.feed import Staging
     from hvdtrain.data.types import Array, Batch
+    from hvdtrain.learner.state_base import StateBase
     from hvdtrain.runtime.scores import Scores
-
-Kind = Literal["parameters", "frozen", "statistics", "counters"]
-"""The tensors of a model: trainable parameters, parameters that are not trained, floating-point buffers such as BatchNorm's
-running mean, and integer buffers."""
-
-StatePart = Kind | Literal["optimizer", "kept"]
-"""What may differ between ranks, so that each of them has to save its own; "kept" is what a reducer keeps (`ModelState.own`)."""
-
-NEW_OPTIMIZER = "(go on with the optimizer that the training began with, or with a new one: ++fresh_optimizer 1)"
-"""What to do about the state of another optimizer."""
-
-Marks = Mapping[str, str]
-"""Texts by name that say which checkpoint a rank's own file belongs to."""
-
-NO_MARKS: Marks = {}
 
 Observer = Callable[[Iterator[tuple[str, "Array"]]], None]
 """Gets arrays by name."""
-
-Shapes = Mapping[str, tuple[int, ...]]
-"""The shapes of parameters and buffers, by name."""
 
 
 class Outputs(dict[str, "Array"]):
@@ -78,7 +61,7 @@ class Learner(Protocol):
     staging: Staging | None
 
     @property
-    def state(self) -> State:
+    def state(self) -> StateBase:
         """What checkpoints and other ranks need."""
         ...
 
@@ -149,99 +132,6 @@ class Learner(Protocol):
 
     def numbers(self, values: Sequence[float]) -> Tensor:
         """A float64 tensor of shape (len(values),) on the CPU that can be sent to other ranks. numpy.asarray takes it."""
-        ...
-
-
-class ModelState(Protocol):
-    """The part of a learner's state that a reducer sees.
-
-    Attributes:
-        shared: tensors by name that the reducer keeps, the same on all ranks; the optimizer's file has them.
-        own: tensors by name that the reducer keeps, others on every rank; the rank's own file has them, if it has one, and the
-            optimizer's file those of rank 0.
-    """
-
-    shared: dict[str, list[Tensor]]
-    own: dict[str, list[Tensor]]
-
-    def map_tensors(self, kind: Kind, change: Callable[[list[Tensor]], list[Tensor]]) -> None:
-        """Replace the values of the model's tensors of one kind by what `change` returns for them, in the model's order."""
-        ...
-
-    def average_weights(self, updates: int) -> None:
-        """Let the moving average of the weights (`ema_decay`), if there is one, follow N updates.
-
-        Called when all ranks have the same weights.
-        """
-        ...
-
-
-class State(ModelState, Protocol):
-    """Weights, buffers and the optimizer's state: into files, out of them, and to other ranks."""
-
-    def named_parameters(self) -> Iterator[tuple[str, Array]]:
-        """The names of all parameters, trained or not, with copies of their values as float32 arrays."""
-        ...
-
-    def averaged(self) -> AbstractContextManager[None]:
-        """Inside the `with` block, the model's weights are their moving average, if one is kept. For evaluation; what is saved
-        inside the block is the same as outside of it."""
-        ...
-
-    def gather_state(self) -> None:
-        """Collective. Bring together on rank 0 what the ranks hold in parts. Called before rank 0 calls `save` or `snapshot`."""
-        ...
-
-    def save(self, model_file: Path, optimizer_file: Path, progress: dict[str, Any], snapshot: Any | None = None) -> None:
-        """Write the model into one file and the rest of the state into another, `progress` into both.
-
-        If a moving average is kept, it is saved as the model, and the trained weights are saved in the optimizer's file.
-
-        Args:
-            snapshot: write what `snapshot` returned instead of the present state; any thread may do so.
-        """
-        ...
-
-    def snapshot(self) -> Any:
-        """A copy of all that `save` writes. Training does not change it."""
-        ...
-
-    def load(self, model_file: Path, optimizer_file: Path | None) -> dict[str, Any]:
-        """Read what `save` wrote, or another program in the same format; return what else is in the model's file.
-
-        Without an optimizer's file, only the model is read. Code in the files is never run.
-
-        Raises:
-            CheckpointError: a file cannot be read, or belongs to another model or optimizer.
-        """
-        ...
-
-    def preload(
-        self, file: Path, entry: str | None, choose: Callable[[Shapes, Shapes], PreloadNames], make: MakeMissing | None
-    ) -> tuple[list[str], list[str]]:
-        """Copy parameters and buffers from a file, or from one entry of it if it has such an entry.
-
-        Args:
-            choose: gets our shapes and the file's by name; returns which of them belong together.
-            make: makes values for those of ours that the file lacks; None: they stay as they are.
-
-        Returns: the names of all our parameters and buffers, and of those that were set.
-
-        Raises:
-            CheckpointError: the file cannot be read, or `make` returned values of another shape.
-        """
-        ...
-
-    def save_own(self, file: Path, parts: Sequence[StatePart], marks: Marks = NO_MARKS) -> None:
-        """Write this rank's own tensors of some kinds, and its optimizer's state if that is one of the parts."""
-        ...
-
-    def load_own(self, file: Path, parts: Sequence[StatePart], marks: Marks = NO_MARKS) -> None:
-        """Read what `save_own` wrote.
-
-        Raises:
-            CheckpointError: it cannot be read, lacks one of the parts, or has other marks.
-        """
         ...
 
 
@@ -354,32 +244,6 @@ class NotFinite:
     parameters: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class PreloadNames:
-    """Which tensors of another model's file to take.
-
-    Attributes:
-        sources: our names, with the file's name for each.
-        renamed: the names that the file's tensors would have in our model, with their names in the file; without those to ignore.
-    """
-
-    sources: Mapping[str, str]
-    renamed: Mapping[str, str]
-
-
-MakeMissing = Callable[[str, tuple[int, ...], Mapping[str, Tensor]], Any]
-"""Makes the values of a parameter that a file lacks, from its name, its shape, and the file's tensors by their names in our
-model. Returns None to leave the parameter as it is."""
-
-
-class PreloadFunction(Protocol):
-    """A state's `preload`, or a function that does the same before there is a learner."""
-
-    def __call__(
-        self, file: Path, entry: str | None, choose: Callable[[Shapes, Shapes], PreloadNames], make: MakeMissing | None
-    ) -> tuple[list[str], list[str]]: ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class LearnerKeys(Section):
     """The model and its updates."""
@@ -468,9 +332,3 @@ class LearnerKeys(Section):
                 "conflict", "torch_compile: expected sync_batch_norm = False beside it, got both (an exchange cannot be compiled)"
             )
         return []
-
-
-def check_made(name: str, expected: tuple[int, ...], got: tuple[int, ...]) -> None:
-    """Raises: CheckpointError, if the config's custom_missing_load_func made values of another shape."""
-    if expected != got:
-        raise CheckpointError(f"custom_missing_load_func: expected values of shape {expected} for {name}, got {got}")

@@ -15,7 +15,7 @@ from hvdtrain.config.keys import Section, key, one_of, positive
 
 if TYPE_CHECKING:
     from hvdtrain.comm.base import Communicator, Narrow, Op, Tensor
-    from hvdtrain.learner.base import ModelState
+    from hvdtrain.learner.model_state import ModelState
 
 
 @dataclass(frozen=True)

@@ -16,16 +16,18 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Literal
 
 from hvdtrain.comm.base import SMALL_BUCKET, Communicator
+from hvdtrain.errors import LaunchError
 from hvdtrain.learner.precision import FLOAT32, Precision
 
 if TYPE_CHECKING:
-    from hvdtrain.learner.base import Learner, LearnerKeys, PreloadFunction, Profiler
+    from hvdtrain.learner.base import Learner, LearnerKeys, Profiler
+    from hvdtrain.learner.preload import PreloadFunction
     from hvdtrain.learner.reducer import GradientExchange
 
-Feature = Literal["torch.distributed", "constant parameters", "powersgd"]
+Feature = Literal["torch.distributed", "constant parameters", "powersgd", "elastic Horovod"]
 """What only some frameworks can do and no single key asks for: torch.distributed is also used with `ngpu`; constant parameters
-are entries of `preload_from_files` with init_for_train = 'always'; powersgd is a value of `horovod_compression`. A key of one
-framework declares `needs` instead."""
+are entries of `preload_from_files` with init_for_train = 'always'; powersgd is a value of `horovod_compression`; elastic Horovod
+is horovodrun with --min-np. A key of one framework declares `needs` instead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,12 +65,14 @@ class Framework:
     Attributes:
         package: the folder with its code.
         suffix: of checkpoint files, without a dot.
+        distributions: the packages of which the log of a run names the version.
         features: what it can do that others may not.
         prepares: whether it has a `prepare`.
     """
 
     package: str
     suffix: str
+    distributions: tuple[str, ...] = ()
     features: frozenset[Feature] = frozenset()
     prepares: bool = False
 
@@ -102,7 +106,27 @@ class Framework:
 
 
 FRAMEWORKS: dict[str, Framework] = {
-    "torch": Framework("hvdtrain.learner.torch", "pt", frozenset({"torch.distributed", "constant parameters", "powersgd"})),
-    "tensorflow": Framework("hvdtrain.learner.tensorflow", "npz", prepares=True),
+    "torch": Framework(
+        "hvdtrain.learner.torch",
+        "pt",
+        ("torch",),
+        frozenset({"torch.distributed", "constant parameters", "powersgd", "elastic Horovod"}),
+    ),
+    "tensorflow": Framework("hvdtrain.learner.tensorflow", "npz", ("tensorflow", "tensorflow-cpu", "keras"), prepares=True),
 }
 """By the value of the key `backend`."""
+
+
+def check_elastic(backend: str) -> None:
+    """Raises: LaunchError: ranks of the framework cannot go on under Horovod's elastic driver."""
+    if "elastic Horovod" not in FRAMEWORKS[backend].features:
+        raise LaunchError(
+            f"horovodrun --min-np: expected backend {backends_with('elastic Horovod')}, got {backend!r}, whose ranks start too "
+            "late for Horovod to connect them again in all cases (leave --min-np and --host-discovery-script out; the same "
+            "command goes on after a failure)"
+        ).on_all_ranks()
+
+
+def backends_with(feature: Feature) -> str:
+    """The values of `backend` whose frameworks have a feature, for messages."""
+    return " or ".join(repr(name) for name, framework in FRAMEWORKS.items() if feature in framework.features)

@@ -22,7 +22,7 @@ from typing import Any
 from hvdtrain.errors import DamagedCheckpoint
 
 SAVE_ID = "save_id"
-"""An entry of all files of a checkpoint, drawn anew for every one. Earlier releases and RETURNN have none."""
+"""An entry of all files of a checkpoint, drawn anew for every one. Earlier releases and other programs have none."""
 
 CHECKSUM = "hvdtrain_checksum"
 """The name of the checksum, eight hexadecimal digits, in the header of a safetensors file and in the comment of an archive."""
@@ -47,7 +47,7 @@ def new_save_id() -> str:
 
 
 @contextmanager
-def checked(path: Path) -> Iterator[None]:
+def check_meanwhile(path: Path) -> Iterator[None]:
     """Around the code that reads a file: find out meanwhile whether it is damaged.
 
     Raises:
@@ -75,12 +75,12 @@ def damage(path: Path) -> str | None:
             mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
             memoryview(data) as view,
         ):
-            return _of_zip(path, view) if zipfile.is_zipfile(file) else _of_safetensors(view)
+            return _zip_damage(path, view) if zipfile.is_zipfile(file) else _safetensors_damage(view)
     except (OSError, ValueError):  # not there, or empty
         return None
 
 
-def _of_zip(path: Path, view: memoryview) -> str | None:
+def _zip_damage(path: Path, view: memoryview) -> str | None:
     """Without a checksum of ours, every entry is compared with its CRC-32, several at a time: zlib needs no lock of Python's."""
     if view[-len(COMMENT) - len(BLANK) : -len(BLANK)] == COMMENT:
         place = len(view) - len(BLANK)
@@ -110,15 +110,15 @@ def _is_whole(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, view: memoryview
     return entry.compress_size == entry.file_size <= len(view) - start and checksum == entry.CRC
 
 
-def _of_safetensors(view: memoryview) -> str | None:
-    stored = _stored(view)
+def _safetensors_damage(view: memoryview) -> str | None:
+    stored = _find_checksum(view)
     if stored is None:
         return None
     place, digits = stored
     return None if checksum(view, place) == digits else OTHER_BYTES
 
 
-def _stored(view: memoryview) -> tuple[int, str] | None:
+def _find_checksum(view: memoryview) -> tuple[int, str] | None:
     """Where the checksum is in a safetensors file, and the checksum; None: there is none."""
     if len(view) < 8:
         return None
@@ -178,7 +178,7 @@ def write_checksum(path: Path) -> None:
 
 def _place_in_header(view: memoryview) -> int:
     """Where the blank checksum of a safetensors file is."""
-    stored = _stored(view)
+    stored = _find_checksum(view)
     if stored is None:
         raise OSError(f"the header has no {CHECKSUM}")
     return stored[0]
@@ -207,7 +207,7 @@ def check_same_save(model_file: Path, model: Mapping[str, Any], file: Path, othe
         )
 
 
-def check_own(file: Path, stored: Mapping[str, Any], parts: Collection[str], marks: Mapping[str, Any]) -> None:
+def check_rank_file(file: Path, stored: Mapping[str, Any], parts: Collection[str], marks: Mapping[str, Any]) -> None:
     """Whether a rank's own file is of the same checkpoint as the model's, and has all that is expected of it.
 
     Args:

@@ -36,21 +36,21 @@ class Normalized:
     alone: bool
 
 
-def normalized(losses: Mapping[str, Loss]) -> Normalized:
+def normalized_losses(losses: Mapping[str, Loss]) -> Normalized:
     """The losses that are to be normalized."""
-    wanted = minimized(losses)
+    wanted = minimized_losses(losses)
     names = tuple(name for name, loss in wanted.items() if loss.use_normalized_loss)
     return Normalized(names, alone=len(wanted) == 1)
 
 
-def minimized(losses: Mapping[str, Loss]) -> dict[str, Loss]:
+def minimized_losses(losses: Mapping[str, Loss]) -> dict[str, Loss]:
     """The losses that are minimized: those that are no errors and have a scale."""
     return {name: loss for name, loss in losses.items() if not loss.as_error and loss.scale != 0}
 
 
 def scales_of(losses: Mapping[str, Loss], train: bool) -> dict[str, float]:
     """The losses and errors of a step in their order, each with the scale with which it is minimized; 0: it is not."""
-    scaled = minimized(losses) if train else {}
+    scaled = minimized_losses(losses) if train else {}
     return {name: float(scaled[name].scale) if name in scaled else 0.0 for name in losses}
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.errors import CheckpointError, DamagedCheckpoint, Problem, problem
-from hvdtrain.learner.integrity import BLANK, CHECKSUM, checked, write_checksum
+from hvdtrain.learner.integrity import BLANK, CHECKSUM, check_meanwhile, write_checksum
 
 SAFETENSORS = "safetensors"
 """The value of `checkpoint_format`, and the suffix of the files."""
@@ -62,7 +62,7 @@ def progress_of(metadata: Mapping[str, str] | None) -> dict[str, Any]:
 def reading(file: Path) -> Iterator[None]:
     """Around the code that reads a file, which is checked meanwhile; translates errors into CheckpointError."""
     try:
-        with checked(file):
+        with check_meanwhile(file):
             yield
     except CheckpointError:
         raise

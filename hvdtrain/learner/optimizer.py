@@ -1,4 +1,4 @@
-"""What optimizers have in common in all frameworks: classes by name, their options, clipping, and which parameters decay."""
+"""What optimizers have in common in all frameworks: what is done to gradients before them, their classes, options and decay."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ import inspect
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hvdtrain.config.check import did_you_mean
 from hvdtrain.errors import ConfigError, Problem, problem
+from hvdtrain.learner.frameworks import FRAMEWORKS
+
+if TYPE_CHECKING:
+    from hvdtrain.learner.base import LearnerKeys
 
 
 def class_of(wanted: Any, known: Mapping[str, type], what: str) -> Any:
@@ -32,22 +36,39 @@ def class_of(wanted: Any, known: Mapping[str, type], what: str) -> Any:
     return chosen
 
 
-@dataclass(frozen=True)
-class Clipping:
-    """How gradients are clipped after the reduction.
+class UpdateGradients(Protocol):
+    """The reduced gradients of an update, as a framework lets them be changed: all of them at once."""
 
-    Attributes:
-        value: each element is clipped to [-value, value]; None: it is not.
-        global_norm: then all gradients are scaled down to this norm if theirs is larger; None: they are not.
-    """
+    def add_noise(self, deviation: float) -> None:
+        """Add normal noise, truncated at two standard deviations."""
+        ...
 
-    value: float | None = None
-    global_norm: float | None = None
+    def divide(self, divisor: Any) -> None:
+        """Divide every element by a number."""
+        ...
+
+    def clip(self, limit: float) -> None:
+        """Clip every element to [-limit, limit]."""
+        ...
+
+    def clip_norm(self, limit: float) -> None:
+        """Scale all gradients down so that their global norm is not larger than this."""
+        ...
+
+
+def change_gradients(keys: LearnerKeys, gradients: UpdateGradients) -> None:
+    """What the keys want to be done to the gradients of an update, in any framework, between the reduction and the optimizer."""
+    if keys.gradient_noise:
+        gradients.add_noise(keys.gradient_noise)
+    if keys.gradient_clip is not None:
+        gradients.clip(keys.gradient_clip)
+    if keys.gradient_clip_global_norm is not None:
+        gradients.clip_norm(keys.gradient_clip_global_norm)
 
 
 SET_BY_US = ("self", "params", "lr", "learning_rate")
-FRAMEWORKS = ("torch", "keras")
-"""Their classes take no other options than they name, even if their signature ends in **kwargs."""
+STRICT = frozenset(name for framework in FRAMEWORKS.values() for name in framework.distributions)
+"""The packages whose classes take no other options than they name, even if their signature ends in **kwargs."""
 
 
 def option_problems(made: type, options: Mapping[str, Any], where: str, others: Collection[str] = ()) -> list[Problem]:
@@ -82,7 +103,7 @@ def _names(made: type) -> list[str] | None:
         if not any(one.kind is one.VAR_KEYWORD for one in parameters):
             break
     else:
-        if made.__module__.partition(".")[0] not in FRAMEWORKS:
+        if made.__module__.partition(".")[0] not in STRICT:
             return None
     return [name for name in dict.fromkeys(names) if name not in SET_BY_US]
 

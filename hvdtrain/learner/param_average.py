@@ -14,8 +14,9 @@ from typing import Any
 from hvdtrain.comm.base import Communicator
 from hvdtrain.config.keys import ALONE, Sections, key, not_negative, positive
 from hvdtrain.errors import Problem, problem
-from hvdtrain.learner.base import Kind, LearnerKeys, ModelState, StatePart
+from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.learner.compression import CompressionKeys, GradientCompressor, change_compressor
+from hvdtrain.learner.model_state import Kind, ModelState, StatePart
 from hvdtrain.learner.param_sync import ANCHOR, OuterOptimizer, ParamSync, SyncBucket, make_outer
 from hvdtrain.learner.reducer import (
     Average,
@@ -84,7 +85,8 @@ class ParamAverageKeys(CompressionKeys):
     def problems(self, others: Sections = ALONE) -> list[Problem]:
         seconds, delay, parts = self.sync_seconds, self.sync_delay, self.sync_parts
         name = partial(others.spelling, type(self))
-        found = make_interval(self.sync_rule, self.sync_steps, seconds, name("sync_rule"), name("sync_seconds"))[1]
+        found = super().problems(others)
+        found += make_interval(self.sync_rule, self.sync_steps, seconds, name("sync_rule"), name("sync_seconds"))[1]
         found += make_outer(self.outer_optimizer, size=1, where=name("outer_optimizer"))[1]
         if seconds is None and parts > self.sync_steps:
             found += problem(
@@ -112,8 +114,7 @@ class ParamAverage:
     """Every rank updates alone; after N updates, and at the end of an epoch, parameters and floating-point buffers are averaged.
 
     A rank's weight in the average is the number of updates that it had batches for since the last one. With plain SGD and an
-    average after every update, this is the averaging of gradients. (Local SGD: Stich, 2019; RETURNN's horovod_reduce_type
-    "param".)
+    average after every update, this is the averaging of gradients. (Local SGD: Stich, 2019.)
 
     If training does not wait, a sync adds to each rank's parameters what it would have changed in those that were sent; what
     the rank has learned since then is kept (Shen et al., 2019). It does so a fixed number of updates later, whenever the average

@@ -26,8 +26,8 @@ from hvdtrain.comm.base import Communicator, Tensor, all_reduce, num_bytes
 from hvdtrain.config.check import build, unknown_options
 from hvdtrain.config.keys import Rule, key, positive
 from hvdtrain.errors import Problem, problem
-from hvdtrain.learner.base import ModelState
 from hvdtrain.learner.compression import GradientCompressor
+from hvdtrain.learner.model_state import ModelState
 from hvdtrain.learner.reducer import Numbers, UpdateCounts, copies, weighted
 
 below_one = Rule("a number from 0 to below 1", lambda value: 0 <= value < 1)
@@ -76,10 +76,10 @@ class MomentumStep:
     def step(self, anchor: Tensor, average: Tensor, moments: Sequence[Tensor], count: int) -> tuple[Tensor, list[Tensor]]:
         gradient = anchor - average
         if not moments:
-            return _stepped(average, gradient, self._learning_rate * gradient), []
+            return _take_step(average, gradient, self._learning_rate * gradient), []
         velocity = self.momentum * moments[0] + gradient
         direction = gradient + self.momentum * velocity if self._nesterov else velocity
-        return _stepped(average, gradient, self._learning_rate * direction), [velocity]
+        return _take_step(average, gradient, self._learning_rate * direction), [velocity]
 
 
 class AdamStep:
@@ -101,10 +101,10 @@ class AdamStep:
         second = self._second_momentum * moments[1] + (1 - self._second_momentum) * gradient * gradient
         deviation = (second / (1 - self._second_momentum**count)) ** 0.5
         step = self._learning_rate / (1 - self.momentum**count) * first / (deviation + self._epsilon)
-        return _stepped(average, gradient, step), [first, second]
+        return _take_step(average, gradient, step), [first, second]
 
 
-def _stepped(average: Tensor, gradient: Tensor, step: Tensor) -> Tensor:
+def _take_step(average: Tensor, gradient: Tensor, step: Tensor) -> Tensor:
     """The anchor minus the step, by way of the average: if the step is the gradient, this is the average to the last bit."""
     return average - (step - gradient)
 

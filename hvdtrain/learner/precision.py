@@ -31,7 +31,7 @@ WIDER = {"uint16": "int32", "uint32": "int64"}
 """Types that frameworks hardly support, and those that replace them."""
 
 
-def widened(values: Array) -> Array:
+def widen(values: Array) -> Array:
     """The same values in a type that frameworks support."""
     wider = WIDER.get(values.dtype.name)
     return values if wider is None else values.astype(wider)
@@ -44,7 +44,7 @@ class PrecisionKeys(Section):
     mixed_precision: str | dict[str, Any] | None = key(
         None,
         "compute in half precision, with parameters in float32: 'bfloat16', 'float16', or a dict of dtype and grad_scaler "
-        "(with PyTorch torch.autocast, with TensorFlow the policy of Keras layers; RETURNN's torch_amp)",
+        "(with PyTorch torch.autocast, with TensorFlow the policy of Keras layers)",
     )
     grad_scaler: str | dict[str, Any] | None = key(
         "auto",
@@ -266,5 +266,4 @@ class GradientCheck:
             f"num_allowed_consec_invalid_gradient_steps: expected finite gradients after {self._limit} updates were "
             f"skipped{scale}, got others in step {step} of the training, for {', '.join(names)}"
         )
-        error.on_every_rank = self._same_on_all_ranks()
-        return error
+        return error.on_all_ranks() if self._same_on_all_ranks() else error

@@ -15,7 +15,7 @@ from hvdtrain.comm.base import Communicator, Op, Tensor, all_reduce
 from hvdtrain.learner.compression import GradientCompressor
 
 if TYPE_CHECKING:
-    from hvdtrain.learner.base import Kind, ModelState, StatePart
+    from hvdtrain.learner.model_state import Kind, ModelState, StatePart
     from hvdtrain.runtime.timer import Timer
 
 T = TypeVar("T")
@@ -200,7 +200,7 @@ class ReducerClass(Protocol):
 
     @property
     def keys(self) -> type:
-        """The dataclass with the config keys that it reads; `ReduceKeys` inherits from it."""
+        """The section with the config keys that it reads; `ReduceKeys` inherits from it, so its `problems` call super's."""
         ...
 
     def from_keys(self, keys: Any, comm: Communicator, timer: Timer) -> Reducer:

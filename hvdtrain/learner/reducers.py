@@ -1,21 +1,22 @@
 """How the ranks train together: the reducers, by the value of the key `horovod_reduce_type`.
 
 Gradients are reduced for every update (`GradReduce`), or parameters are averaged after N updates (`param_average.py`), or one
-after the other (`PostLocal`). A new one is a file with a class of `EpochSync` (`reducer.py`) and a line in `REDUCERS`; if it has
-keys, `ReduceKeys` inherits them.
+after the other (`PostLocal`). A new one is a file with a class of `EpochSync` (`reducer.py`), its keys, and a line in `REDUCERS`.
 """
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from types import new_class
+from typing import TYPE_CHECKING, Any, Literal
 
 from hvdtrain.comm.base import Communicator, Op
 from hvdtrain.config.keys import ALONE, Section, Sections, declared, key, one_of
 from hvdtrain.errors import Problem, problem
-from hvdtrain.learner.base import LearnerKeys, ModelState, StatePart
+from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.learner.compression import COMPRESSIONS, CompressionKeys, GradientCompressor, gradient_compressor
+from hvdtrain.learner.model_state import ModelState, StatePart
 from hvdtrain.learner.param_average import ParamAverage, ParamAverageKeys
 from hvdtrain.learner.precision import PrecisionKeys
 from hvdtrain.learner.reducer import (
@@ -168,11 +169,21 @@ def describe_gradients(gradients: GradientExchange) -> str:
     )
 
 
-REDUCERS: dict[str, ReducerClass] = {"grad": GradReduce, "param": ParamAverage}
+REDUCERS: dict[str, ReducerClass] = {
+    "grad": GradReduce,
+    "param": ParamAverage,
+}
 """By the value of the key `horovod_reduce_type`."""
 
+if TYPE_CHECKING:
+
+    class ReducerKeys(ParamAverageKeys, GradReduceKeys):
+        """The keys of all reducers."""
+else:  # so that a new reducer's keys are keys of a config, too
+    ReducerKeys = new_class("ReducerKeys", tuple(reducer.keys for reducer in reversed(REDUCERS.values())))
+
 ONLY_PARAM = ("outer_optimizer", "sync_rule", "sync_delay", "sync_parts", "local_start")
-"""Keys that mean nothing where gradients are reduced. (RETURNN's own two are ignored there, as in RETURNN.)"""
+"""Keys that mean nothing where gradients are reduced. (The two keys of the interval between syncs are ignored there.)"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,7 +222,7 @@ class RankKeys(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReduceKeys(ParamAverageKeys, GradReduceKeys, RankKeys):
+class ReduceKeys(ReducerKeys, RankKeys):
     """Training on several ranks."""
 
     def problems(self, others: Sections = ALONE) -> list[Problem]:
@@ -268,7 +279,7 @@ class ReduceKeys(ParamAverageKeys, GradReduceKeys, RankKeys):
 
     @property
     def without_effect(self) -> str:
-        """A key that another one makes useless, and why; empty: there is none. It is no mistake: RETURNN's configs have both."""
+        """A key that another one makes useless, and why; empty: there is none. It is no mistake: published configs have both."""
         step, seconds = self.sync_steps, self.sync_seconds
         if self.reduce_type == "grad" and (step != 1 or seconds is not None):
             name = "horovod_param_sync_step" if seconds is None else "horovod_param_sync_time_diff"

@@ -1,22 +1,14 @@
-"""What follows from the number of a step: how many steps an update accumulates gradients over.
-
-And from the number of updates, what a moving average of the weights keeps.
-"""
+"""What follows from the number of a step: how many steps an update accumulates gradients over."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from math import prod
 from numbers import Integral
-from typing import TYPE_CHECKING
 
 from hvdtrain.config.keys import Section, key, positive
 from hvdtrain.config.source import as_function
 from hvdtrain.errors import ConfigError
-
-if TYPE_CHECKING:
-    pass
 
 RoundsPerUpdate = Callable[[int, float, int], int]
 """(epoch, epoch_continuous, global_train_step) -> the number of steps (rounds, in which every rank takes a batch) whose gradients
@@ -46,11 +38,8 @@ def rounds_per_update(keys: AccumulationKeys) -> RoundsPerUpdate:
     def call(epoch: int, epoch_continuous: float, step: int) -> int:
         number = function(epoch=epoch, epoch_continuous=epoch_continuous, global_train_step=step)
         if isinstance(number, bool) or not isinstance(number, Integral) or number < 1:
-            error = ConfigError.of(
-                "wrong-result", f"accum_grad_multiple_step: expected a function that returns a positive integer, got {number!r}"
-            )
-            error.on_every_rank = True  # all ranks call it alike
-            raise error
+            sentence = f"accum_grad_multiple_step: expected a function that returns a positive integer, got {number!r}"
+            raise ConfigError.of("wrong-result", sentence).on_all_ranks()  # all ranks call it alike
         return int(number)
 
     return call
@@ -70,21 +59,3 @@ def groups(rounds: int, next_size: Callable[[], int]) -> Iterator[range]:
         group = range(done, min(rounds, done + next_size()))
         yield group
         done = group.stop
-
-
-def kept(decay: float, done: int, updates: int) -> float:
-    """The share of a moving average that is kept when it follows N more updates; the rest comes from the new weights.
-
-    After update n (from 0) it is min(decay, (1 + n) / (10 + n)), so that the first weights are soon forgotten: the rule of
-    tf.train.ExponentialMovingAverage with num_updates. For several updates at once it is the product, as if the weights had
-    changed with the last of them only. The number of updates that the average looks back over thus does not depend on how often
-    ranks average their parameters.
-
-    Args:
-        done: the number of updates that the average has followed before.
-        updates: the number of updates since then.
-
-    >>> kept(0.5, 0, 1), kept(0.5, 100, 1), kept(0.5, 100, 3)
-    (0.1, 0.5, 0.125)
-    """
-    return prod(min(decay, (1 + number) / (10 + number)) for number in range(done, done + updates))

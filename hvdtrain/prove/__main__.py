@@ -23,11 +23,11 @@ from textwrap import wrap
 from hvdtrain.cli import exit_status
 from hvdtrain.comm import launch, local
 from hvdtrain.comm.keys import LaunchKeys
-from hvdtrain.comm.launch import Launch
+from hvdtrain.comm.launchers import Launch
 from hvdtrain.config.source import command_parser, parse_command_line, split_overrides
 from hvdtrain.errors import ConfigError, HvdtrainError, Problem, problem
 from hvdtrain.learner.frameworks import FRAMEWORKS
-from hvdtrain.prove.causes import Case, Probe, causes, checked
+from hvdtrain.prove.causes import Case, Probe, causes, describe_exchange
 from hvdtrain.prove.compare import Agreement, Record, compare, distance_words, means
 from hvdtrain.prove.training import GlobalBatches, Task, run_task
 from hvdtrain.settings import Settings, read_settings, with_datasets
@@ -138,8 +138,7 @@ def _on_a_rank(wanted: list[str], file: Path) -> None:
     try:
         settings = with_datasets(read_settings(*parse_command_line(wanted)))
     except ConfigError as error:
-        error.on_every_rank = True
-        raise
+        raise error.on_all_ranks() from error.__cause__
     run_task(settings, Task(**json.loads(file.read_text())))
 
 
@@ -188,7 +187,7 @@ def prove(job: Job, folder: Path) -> int:
     """Do all runs, compare them, and print the result; return the exit status."""
     in_order = sorted(job.runs, key=lambda run: -run.size)  # the largest number of ranks chooses the batches
     for number, run in enumerate(in_order, 1):
-        status = _launched(job, run, _task(job, folder, run.name), f"run {number} of {len(in_order)}: {run}")
+        status = _launch(job, run, _task(job, folder, run.name), f"run {number} of {len(in_order)}: {run}")
         if status:
             return status
     records = {run: Record.load(folder / f"{run.name}.npz") for run in job.runs}
@@ -221,7 +220,7 @@ def _diagnose(job: Job, folder: Path, differing: dict[Run, Case]) -> int:
     several = {run: run if run.size > 1 else job.runs[0] for run in differing}
     chosen = {run.size: run.name for run in several.values()}  # what one rank computes is the same for all transports
     task = replace(_task(job, folder, DIAGNOSIS), diagnose=list(chosen.values()))
-    status = _launched(job, Run(None, 1), task, "they differ; looking for the causes on 1 rank")
+    status = _launch(job, Run(None, 1), task, "they differ; looking for the causes on 1 rank")
     if status:
         return status
     probe = Probe(**json.loads((folder / f"{DIAGNOSIS}.json").read_text()))
@@ -235,7 +234,7 @@ def _task(job: Job, folder: Path, name: str) -> Task:
     return Task(str(folder), name, job.steps, str(folder / "batches.npz"), job.dropout)
 
 
-def _launched(job: Job, run: Run, task: Task, title: str) -> int:
+def _launch(job: Job, run: Run, task: Task, title: str) -> int:
     """Have the ranks of a run do a task; the exit status. What they print is theirs."""
     print(f"prove: {title} ...", flush=True)
     began = time.monotonic()
@@ -369,7 +368,7 @@ def cause_lines(cases: Sequence[Case]) -> list[str]:
     for case in cases:
         for cause in causes(case):
             names.setdefault(("cause", cause), []).append(case.name)
-        of_exchange = checked(case)
+        of_exchange = describe_exchange(case)
         if of_exchange is not None:
             names.setdefault(("checked", of_exchange), []).append(case.name)
     lines = []

@@ -18,8 +18,8 @@ from hvdtrain.comm.base import SingleCommunicator
 from hvdtrain.data.types import Array, Batch
 from hvdtrain.learner.base import Learner
 from hvdtrain.prove.compare import Comparison, ModulePart, Record, compare, factor
-from hvdtrain.session import open_session
 from hvdtrain.settings import Settings
+from hvdtrain.start_up.job import open_session
 
 STATISTICS, RANDOM = "statistics over a batch", "random numbers"
 
@@ -111,7 +111,7 @@ def probe(settings: Settings, indices: Array, dropout: bool, folder: Path) -> Pr
     with open_session(settings, "measure", SingleCommunicator()) as session:
         with session.feeds[0].read([indices], epoch=1) as batches:
             batch = next(iter(batches))
-        session.learner.state.save(*files, progress={})
+        session.learner.state.contents({}).write(*files)
         first = _losses(session.learner, batch, dropout)
         again = _losses(session.learner, batch, dropout)
     with open_session(settings, "measure", OtherRank()) as session:
@@ -283,8 +283,8 @@ def _statistics(case: Case) -> Iterator[str]:
     parts = list(dict.fromkeys(parts))
     if parts and case.one.size != case.other.size:
         yield (
-            f"{named(parts)}: its statistics are those of each rank's own batch (with PyTorch, ++sync_batch_norm 1 takes them "
-            "over the batches of all ranks; layer and group normalization have none)"
+            f"{name_parts(parts)}: its statistics are those of each rank's own batch (with PyTorch, ++sync_batch_norm 1 takes "
+            "them over the batches of all ranks; layer and group normalization have none)"
         )
 
 
@@ -305,7 +305,7 @@ def _random(case: Case) -> Iterator[str]:
     parts = [part for part in case.one.parts if part.kind == RANDOM]
     tried = case.probe
     if parts:
-        yield f"{named(parts)}: every rank draws other random numbers (--without-dropout proves the rest)"
+        yield f"{name_parts(parts)}: every rank draws other random numbers (--without-dropout proves the rest)"
     elif tried is not None and tried.other_rank > case.tolerance >= tried.repeated:
         yield (
             f"random numbers in train_step or the model, of no module known to draw them: with those of another rank the losses "
@@ -318,7 +318,7 @@ def _random(case: Case) -> Iterator[str]:
         )
 
 
-def checked(case: Case) -> str | None:
+def describe_exchange(case: Case) -> str | None:
     """Whether it is the exchange between the ranks that differs."""
     if case.exchange_agrees is None:
         return None
@@ -343,11 +343,11 @@ FINDERS: Sequence[Callable[[Case], Iterator[str]]] = (
 """Each looks for one cause."""
 
 
-def named(parts: Sequence[ModulePart]) -> str:
+def name_parts(parts: Sequence[ModulePart]) -> str:
     """Some parts of a model.
 
-    >>> named([ModulePart("", "norm", "BatchNorm1d")]), named([ModulePart("", "a", "Dropout"), ModulePart("", "", "Net")])
-    ('BatchNorm1d at norm', 'Dropout at a, Net')
+    >>> name_parts([ModulePart("", "a", "Dropout"), ModulePart("", "", "Net")])
+    'Dropout at a, Net'
     """
     words = [f"{part.type} at {part.name}" if part.name else part.type for part in parts[:MOST_NAMES]]
     more = f" and {len(parts) - MOST_NAMES} more" if len(parts) > MOST_NAMES else ""

@@ -141,7 +141,7 @@ class Record:
         return Record(**plain, **by_kind)
 
 
-def summed(by_rank: Iterable[Losses]) -> Losses:
+def sum_losses(by_rank: Iterable[Losses]) -> Losses:
     """The losses of a step over all ranks."""
     total: Losses = {}
     for losses in by_rank:

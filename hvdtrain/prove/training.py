@@ -22,15 +22,18 @@ from hvdtrain.checkpoint.saver import Saves, Unsaved
 from hvdtrain.comm.base import Communicator
 from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.data.types import Array
-from hvdtrain.engine import Engine, Rates, TrainingLimits
+from hvdtrain.engine import Engine
 from hvdtrain.errors import DataError
 from hvdtrain.prove.causes import parts_of, probe, without_dropout
-from hvdtrain.prove.compare import Losses, Record, checksum, sketch, summed
+from hvdtrain.prove.compare import Losses, Record, checksum, sketch, sum_losses
 from hvdtrain.report.steps import Reporters
-from hvdtrain.run import open_limits, open_rates
 from hvdtrain.runtime.log import silence
-from hvdtrain.session import Session, open_communicator, open_session, writing_nothing
+from hvdtrain.session import Session
 from hvdtrain.settings import Settings
+from hvdtrain.start_up.job import open_session, writing_nothing
+from hvdtrain.start_up.limits import open_limits, open_rates
+from hvdtrain.start_up.ranks import open_communicator
+from hvdtrain.training.limits import Rates, TrainingLimits
 from hvdtrain.training.step_log import StepLog, StepReport
 
 
@@ -82,12 +85,10 @@ def chosen_steps(plan: Plan, ranks: int, steps: int) -> GlobalBatches:
         DataError: no step has a batch for each rank; on all ranks alike.
     """
     if plan.num_batches < ranks:
-        error = DataError(
+        raise DataError(
             f"train: expected at least {ranks} batches in an epoch for {ranks} ranks, got {plan.num_batches} "
             "(smaller max_seqs or batch_size, or fewer --ranks)"
-        )
-        error.on_every_rank = True
-        raise error
+        ).on_all_ranks()
     found = min(steps, -(-plan.num_batches // ranks))
     return GlobalBatches(plan, ranks, found - found // 2, found // 2)
 
@@ -178,12 +179,14 @@ def train(settings: Settings, task: Task, name: str, accumulated: Record | None 
             batches = _global_batches(session, task)
             pace = replace(_pace_of(settings, session), save_steps=session.progress.step + batches.begin * _per_step(accumulated))
             fresh = Progress(session.progress.step, session.progress.epoch, list(session.progress.history))
-            stopped = _trained(session, settings, task, batches, pace, recorder, fresh, StoppingSaver(session.saver), accumulated)
+            stopped = _train_epoch(
+                session, settings, task, batches, pace, recorder, fresh, StoppingSaver(session.saver), accumulated
+            )
         if stopped:
             with open_session(settings, "dry_run", comm) as session:  # with what it loads: model, optimizer, position
                 pace = replace(_pace_of(settings, session), save_steps=None)
                 _skip(session.progress, batches, comm.size, _per_step(accumulated))
-                _trained(session, settings, task, batches, pace, recorder, session.progress, Unsaved(), accumulated)
+                _train_epoch(session, settings, task, batches, pace, recorder, session.progress, Unsaved(), accumulated)
         record = recorder.record(_per_step(accumulated))
         if comm.rank == 0:
             record.save(task.path(name))
@@ -211,7 +214,7 @@ def _skip(progress: Progress, batches: GlobalBatches, size: int, per_step: int) 
         progress.step += skipped * per_step
 
 
-def _trained(
+def _train_epoch(
     session: Session,
     settings: Settings,
     task: Task,
@@ -231,7 +234,7 @@ def _trained(
     session.learner.observer = recorder.gradients_of
     rates = open_rates(settings, session.comm.size)
     if accumulated is not None:
-        pace, rates = _accumulating(pace, accumulated.size), given(accumulated.rates, lambda: recorder.updates)
+        pace, rates = _accumulating(pace, accumulated.size), fixed_rates(accumulated.rates, lambda: recorder.updates)
     opened = replace(session, feeds=[feed], saver=saver, progress=progress)
     try:
         Engine(opened, rates, pace, Reporters(), recorder, recorder.note).run()
@@ -258,7 +261,7 @@ def _accumulating(pace: TrainingLimits, size: int) -> TrainingLimits:
     return replace(pace, rounds_per_update=lambda epoch, complete, step: size * own(epoch, complete, step // size))
 
 
-def given(rates: Sequence[float], updates: Callable[[], int]) -> Rates:
+def fixed_rates(rates: Sequence[float], updates: Callable[[], int]) -> Rates:
     """These learning rates, one for each update, however often the engine asks.
 
     Args:
@@ -323,9 +326,9 @@ class Recorder(StepLog):
         losses, data, num_sequences = zip(*ranks, strict=True)
         return Record(
             size=comm.size,
-            losses=[summed(each) for each in _grouped(losses, steps_of)],
-            num_sequences=[sum(each) for each in _grouped(num_sequences, steps_of)],
-            data=[sum(each) for each in _grouped(data, steps_of)],
+            losses=[sum_losses(each) for each in _by_step(losses, steps_of)],
+            num_sequences=[sum(each) for each in _by_step(num_sequences, steps_of)],
+            data=[sum(each) for each in _by_step(data, steps_of)],
             rates=self._rates,
             parts=parts_of(learner),
             apart=apart,
@@ -352,7 +355,7 @@ class Recorder(StepLog):
 T = TypeVar("T")
 
 
-def _grouped(by_rank: Sequence[Sequence[T]], count: int) -> list[list[T]]:
+def _by_step(by_rank: Sequence[Sequence[T]], count: int) -> list[list[T]]:
     """By step, what all ranks have for it.
 
     Args:

@@ -22,7 +22,7 @@ class EpochReport:
         elapsed: wall time of the epoch's training in seconds, without evaluation and saving.
         computing: share of `elapsed` that rank 0 spent in training steps, collectives included.
         learning_rate: of the epoch's last update, as the optimizer used it.
-        scores: score by name, such as 'train_loss_ce' or 'dev_loss_wer' (errors are called losses, too, as in RETURNN).
+        scores: score by name, such as 'train_loss_ce' or 'dev_loss_wer' (errors are called losses, too).
         padding: by data key, the share of the frames in the epoch's batches that is padding; of rank 0's batches where every
             rank goes through all data in its own order.
         seconds: for every rank, seconds by activity (data wait, compute, communication, parameter sync, evaluation, saving,
@@ -74,7 +74,7 @@ class EpochReport:
 
     @property
     def line(self) -> str:
-        """The summary line, in RETURNN's format."""
+        """The summary line."""
         return (
             f"train epoch {self.epoch}, finished after {self.steps} steps, {clock_text(self.elapsed)} elapsed "
             f"({self.computing:.1%} computing time)"

@@ -47,7 +47,7 @@ def chapters_of(runs: list[Run]) -> list[tuple[str, list[Figure], Run | None]]:
 def content(runs: list[Run]) -> dict[str, Any]:
     """What the page shows: `sections` {id: HTML} and `figures`, as page.js takes them, and a `version` that is their checksum."""
     chapters = chapters_of(runs)
-    sections = {"summary": _header(runs) + (_tiles(runs[0]) if len(runs) == 1 else _compared(runs))}
+    sections = {"summary": _header(runs) + (_tiles(runs[0]) if len(runs) == 1 else _comparison(runs))}
     for number, (title, figures, run) in enumerate(chapters):
         cards = "".join(_card(figure) for figure in figures)
         sections[f"chapter{number}"] = _section(title, f"<div class=grid>{cards}</div>")
@@ -213,7 +213,7 @@ def _ranks(run: Run) -> int:
     return len(run.starts[-1].get("hosts") or ()) if run.starts else 1
 
 
-def _compared(runs: list[Run]) -> str:
+def _comparison(runs: list[Run]) -> str:
     """One row for each run."""
     measures = list(dict.fromkeys(run.measure for run in runs if run.measure))
     names = measures + sorted({name for run in runs for one in run.epochs for name in one["scores"]} - set(measures))

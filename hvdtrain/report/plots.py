@@ -127,9 +127,8 @@ def score_figures(runs: list[Run]) -> list[Figure]:
     measure = next((run.measure for run in runs if run.measure), None)
     first = split(measure)[1] if measure else ""
     losses = sorted(dict.fromkeys(split(name)[1] for name in names), key=lambda loss: loss != first)
-    colors = {
-        dataset: number for number, dataset in enumerate(sorted({"train", *(split(name)[0] for name in names)}, key=_train_first))
-    }
+    others = sorted({split(name)[0] for name in names} - {"train"})
+    colors = {dataset: number for number, dataset in enumerate(["train", *others])}
     figures = []
     for loss in losses:
         datasets = {
@@ -142,10 +141,6 @@ def score_figures(runs: list[Run]) -> list[Figure]:
         panels = [Panel(loss, curves), *([learning_rates(runs)] if main else [])]
         figures.append(Figure(f"score {loss}", loss, _best_note(runs, loss, datasets), panels, wide=main, scores=True))
     return figures
-
-
-def _train_first(dataset: str) -> tuple[bool, str]:
-    return dataset != "train", dataset
 
 
 def _score_curves(run: Run, number: int, runs: int, loss: str, datasets: Mapping[str, int]) -> Iterable[Curve]:
@@ -380,7 +375,7 @@ def _step_curves(
     values = [number for _, number in lines]
 
     def curve(numbers: Sequence[float], label: str, look: str) -> Curve:
-        kept = decimated(numbers)
+        kept = decimate(numbers)
         at = [places[number] for number in kept]
         x: dict[str, Values] = {
             "epoch": [round(epoch, 4) for epoch, _, _ in at],
@@ -391,7 +386,7 @@ def _step_curves(
 
     if smooth and len(values) >= MIN_TO_SMOOTH:
         yield curve(values, "", "faint")
-        yield curve(smoothed(values), name, "steps")
+        yield curve(moving_mean(values), name, "steps")
     else:
         yield curve(values, name, "steps" if len(values) > 1 else "line")
 
@@ -400,10 +395,10 @@ MIN_TO_SMOOTH = 20
 """Points that a curve needs to be smoothed."""
 
 
-def smoothed(values: Sequence[float]) -> list[float]:
+def moving_mean(values: Sequence[float]) -> list[float]:
     """Means over a window around every point, a fiftieth of the curve wide, at least five points.
 
-    >>> smoothed([0.0, 0.0, 5.0, 0.0, 0.0, 10.0])
+    >>> moving_mean([0.0, 0.0, 5.0, 0.0, 0.0, 10.0])
     [1.6666666666666667, 1.25, 1.0, 3.0, 3.75, 3.3333333333333335]
     """
     half = max(2, len(values) // 100)
@@ -414,10 +409,10 @@ def smoothed(values: Sequence[float]) -> list[float]:
     return means
 
 
-def decimated(values: Sequence[float], limit: int = MAX_POINTS) -> list[int]:
+def decimate(values: Sequence[float], limit: int = MAX_POINTS) -> list[int]:
     """The places of at most `limit` values: the ends, and the lowest and highest of every stretch, so that peaks stay visible.
 
-    >>> decimated([1, 2, 3, 9, 3, 2, 1, 0, 1, 2], limit=4)
+    >>> decimate([1, 2, 3, 9, 3, 2, 1, 0, 1, 2], limit=4)
     [0, 3, 7, 9]
     """
     if len(values) <= limit:

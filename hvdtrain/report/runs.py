@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.errors import ConfigError, DataError
+from hvdtrain.learner.frameworks import FRAMEWORKS
 from hvdtrain.report.json_lines import NO_LINE
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.schedule.measure import Measure, is_higher_better, wanted_of
 from hvdtrain.version import __version__
 
-PACKAGES = ("torch", "tensorflow", "tensorflow-cpu", "keras", "horovod", "mpi4py", "numpy", "h5py")
+PACKAGES = (*(name for each in FRAMEWORKS.values() for name in each.distributions), "horovod", "mpi4py", "numpy", "h5py")
 
 
 @cache

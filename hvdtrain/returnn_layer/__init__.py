@@ -1,5 +1,5 @@
-"""The part of RETURNN's API that configs for plain PyTorch import from `returnn`, implemented on top of hvdtrain.
+"""Configs that are written for RETURNN, whose package `returnn` they import.
 
-`imports.py` makes the modules visible to a config and lists their names, and `adapter.py` wraps the config's functions; the other
-files implement the names. Where RETURNN is installed, `installed_steps.py` takes the place of these.
+`translate.py` rewrites a config before its keys are checked: `names.py` and `values.py` have RETURNN's names and values of keys,
+`imports.py` watches what the config imports, and `steps.py` wraps the functions of one that imports `returnn`.
 """

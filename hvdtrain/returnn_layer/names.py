@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from numbers import Number
 from types import ModuleType
 from typing import Any
@@ -42,6 +42,23 @@ UNSUPPORTED = {
     "maximize_grad_norm": "none",
 }
 """Keys of RETURNN that are refused, as ignoring them would change the training, with what to do instead."""
+
+TORCH_DISTRIBUTED = {
+    "class": "gradients are reduced without a wrapper around the model",
+    "options": "gradients are reduced without a wrapper around the model",
+    "sync_on_cpu": "backend 'gloo' averages on the CPU",
+    "sync": "set reduce_type, param_sync_step and what belongs to them",
+    "sync_optimizer_state": "every rank keeps the state of its own optimizer",
+    "sync_at_epoch_end": "the ranks always have the same parameters at the end of an epoch",
+    "sync_complete_frac": "every rank knows how many steps an epoch has",
+}
+"""Entries of the dict torch_distributed that RETURNN has and hvdtrain has no use for, with the reason."""
+
+OF_THE_WRAPPER = (
+    "find_unused_parameters", "static_graph", "bucket_cap_mb", "gradient_as_bucket_view", "broadcast_buffers", "check_reduction",
+)  # fmt: skip
+"""Arguments of torch's DistributedDataParallel in the entry `options` that do not change gradients: there is no wrapper to take
+them."""
 
 NO_OPS: dict[str, tuple[Any, ...]] = {"window": (1,), "context_window": (1,), "default_float_dtype": ("float32",)}
 """Values of unsupported keys that ask for nothing, beside None, False, 0, '' and empty lists and dicts."""
@@ -102,16 +119,6 @@ They are the arguments of `config.value("...")`, `config.typed_value("...")`, `c
 `typed_dict["..."]`, in the sources of RETURNN 1.20261022 (`tools/returnn_keys.py` prints them), without hvdtrain's own keys,
 the tables above, and behavior_version and rf_*, which concern nothing but returnn.frontend.
 """
-
-
-HOOKS = "load_model_post_hooks"
-
-
-def with_hooks(values: dict[str, Any], wrapped: Callable[[Any], Any]) -> None:
-    """Wrap the functions in `load_model_post_hooks`."""
-    hooks = values.get(HOOKS)
-    if isinstance(hooks, (list, tuple)):
-        values[HOOKS] = [wrapped(hook) if callable(hook) else hook for hook in hooks]
 
 
 def is_no_op(name: str, value: Any) -> bool:

@@ -9,16 +9,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, Self
 
 from hvdtrain.config.keys import ALONE, Rule, Section, Sections, key, not_negative
-from hvdtrain.errors import HvdtrainError, Problem, problem
-
-TO_BE_CONTINUED = 75
-"""Exit status of a training that was stopped and should be restarted: EX_TEMPFAIL of sysexits.h."""
-
-BY_CTRL_C = 130
-"""Exit status after Ctrl-C, as in shells: the training is not restarted."""
+from hvdtrain.errors import TO_BE_CONTINUED, HvdtrainError, Outcome, Problem, problem
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
@@ -75,15 +69,24 @@ class InterruptKeys(Section):
 
 
 class Stopped(HvdtrainError):
-    """The training was stopped early, with a checkpoint.
+    """The training was stopped early, with a checkpoint, on all ranks at the same step.
+
+    Args:
+        repeatable: see `Outcome`.
 
     Attributes:
-        status: the program's exit status.
+        is_printed: the user has seen the message.
     """
 
-    def __init__(self, message: str, status: int = TO_BE_CONTINUED) -> None:
+    is_printed = False
+
+    def __init__(self, message: str, status: int = TO_BE_CONTINUED, *, repeatable: bool = True) -> None:
         super().__init__(message)
-        self.status = status
+        self.outcome = Outcome(status, "all ranks", repeatable)
+
+    def after_printing(self) -> Self:
+        """The same error as one that the user has seen."""
+        return self._with(is_printed=True)
 
 
 class Interrupt:
@@ -125,7 +128,7 @@ class Interrupt:
     @property
     def reason(self) -> str | None:
         """Why to stop: 'SIGTERM', 'SIGUSR1', 'SIGINT', 'time_limit' or 'the end of its launcher'; None: continue."""
-        if self._signal == signal.SIGTERM and os.getppid() != self._parent:  # sent by comm/local.py
+        if self._signal == signal.SIGTERM and os.getppid() != self._parent:  # sent by comm/child.py
             return "the end of its launcher"
         if self._signal is not None:
             return self._signal.name

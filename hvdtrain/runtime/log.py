@@ -30,7 +30,7 @@ LOGGER = logging.getLogger("hvdtrain")
 SCREEN = "stdout"
 
 DEFAULT_VERBOSITY = 3
-"""The verbosity of a target beyond the end of the list `log_verbosity`, as in RETURNN."""
+"""The verbosity of a target beyond the end of the list `log_verbosity`."""
 
 EVERY = 0.2
 """Seconds between two drawings of a progress bar."""
@@ -100,7 +100,7 @@ class LogKeys(Section):
         return []
 
 
-# The levels of `logging` for RETURNN's verbosities 0 to 5.
+# The levels of `logging` for the verbosities 0 to 5.
 LEVELS = {0: logging.CRITICAL, 1: logging.ERROR, 2: logging.WARNING, 3: logging.INFO, 4: logging.INFO - 5, 5: logging.DEBUG}
 
 

@@ -107,7 +107,7 @@ class CpuClock:
 
 
 def clock_text(seconds: float) -> str:
-    """Format seconds as h:mm:ss like RETURNN, with hours that are not wrapped into days.
+    """Format seconds as h:mm:ss, with hours that are not wrapped into days.
 
     >>> clock_text(1738.4)
     '0:28:58'

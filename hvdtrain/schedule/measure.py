@@ -100,7 +100,7 @@ def with_totals(scores: Mapping[str, float], losses: Mapping[str, float]) -> dic
 
 
 def complete_history(history: Iterable[EpochRecord], losses: Mapping[str, float]) -> list[EpochRecord]:
-    """The history with the sums of epochs of which it is not known what they minimized: of earlier releases, or of RETURNN."""
+    """The history with the sums of epochs that do not say what they minimized: of earlier releases or another program."""
     return [
         record if record.losses else replace(record, scores=with_totals(record.scores, losses), losses=dict(losses))
         for record in history
@@ -156,7 +156,7 @@ def wanted_of(measure: str | Sequence[str] | None) -> list[str]:
 
 
 FALLBACK = "*"
-"""Behind the names of wanted scores, for a config that RETURNN would go on with: another score, if there is none of them."""
+"""Behind the names of wanted scores, for a config whose training goes on then: another score, if there is none of them."""
 
 
 def error_key(
@@ -170,7 +170,7 @@ def error_key(
     The first of the wanted ones that exists (each also with the suffix `_output`, the name of a network's main output), and None
     if none of them does. If none is wanted, or `FALLBACK` is behind those that are missing, the loss that is minimized, or the
     sum of several: of dev, else of the first other dataset by name, else of train. If it is not known which losses are
-    minimized, as in a history of RETURNN's, RETURNN's choice: dev_score, the first dev score in alphabetical order, train_score,
+    minimized, as in a history of another program's: dev_score, the first dev score in alphabetical order, train_score,
     the first score in alphabetical order; without those whose names say that higher is better, unless `higher` has them.
 
     Args:
@@ -351,4 +351,4 @@ def fallback_line(history: Sequence[EpochRecord], measure: Measure) -> str | Non
     if FALLBACK not in measure.wanted or used is None or used.removesuffix("_output") in names or used in names:
         return None
     missing = " or ".join(map(repr, names))
-    return f"learning_rate_control_error_measure: there is no score {missing}, so {used} is used (RETURNN goes on, too)"
+    return f"learning_rate_control_error_measure: there is no score {missing}, so {used} is used"

@@ -1,6 +1,6 @@
 """The learning rate of an epoch: from a list, or computed by `learning_rate_control` from the epochs before.
 
-Newbob lets it decay when the error stagnates, in all variants of RETURNN's rule.
+Newbob lets it decay when the error stagnates, in all variants of the rule.
 """
 
 from __future__ import annotations
@@ -89,13 +89,13 @@ class NewbobKeys(Section):
     min_learning_rate: float = key(0.0, "newbob: the lower bound of a decayed rate", not_negative)
     newbob_learning_rate_decay: float | Callable[[float], float] = key(
         0.5,
-        "newbob: factor of a decay, or a function {signature}; alias: learning_rate_decay",
+        "newbob: factor of a decay, or a function {signature}",
         positive,
         signature="learning_rate",
     )
     newbob_learning_rate_growth: float | Callable[[float], float] = key(
         1.0,
-        "newbob: factor if the rate does not decay, or a function {signature}; alias: learning_rate_growth",
+        "newbob: factor if the rate does not decay, or a function {signature}",
         positive,
         signature="learning_rate",
     )

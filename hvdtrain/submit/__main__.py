@@ -12,12 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from hvdtrain.config.source import command_parser, parse_command_line, split_overrides
-from hvdtrain.errors import ConfigError, HvdtrainError, problem
+from hvdtrain.errors import ConfigError, HvdtrainError, Problem, problem
 from hvdtrain.settings import Settings, read_settings
-from hvdtrain.submit.job import Job, choose_launcher, megabytes_of, seconds_of
-from hvdtrain.submit.kubernetes import kubernetes_manifest
-from hvdtrain.submit.schedulers import lsf_script, pbs_script, plain_script, sge_script, slurm_script
-from hvdtrain.submit.sweep import folder_problems, model_of, scheduler_problems, sweep_of
+from hvdtrain.submit.job import USUAL_CORES, Job, choose_launcher, megabytes_of, seconds_of
+from hvdtrain.submit.schedulers import SCHEDULERS
+from hvdtrain.submit.sweep import folder_problems, model_of, sweep_of
 from hvdtrain.submit.texts import problems_of
 
 USAGE = """\
@@ -46,35 +45,6 @@ needs, such as 'module load openmpi'; --option adds a line for the scheduler, su
 START = 180
 """Seconds that a training has at least: a signal during start-up kills it, and Slurm may send the signal a minute early."""
 
-WRITERS: dict[str, Callable[[Job], str]] = {
-    "slurm": slurm_script,
-    "sge": sge_script,
-    "pbs": pbs_script,
-    "lsf": lsf_script,
-    "kubernetes": kubernetes_manifest,
-    "mpi": plain_script,
-}
-SUBMITTERS = {
-    "slurm": ["sbatch"],
-    "sge": ["qsub"],
-    "pbs": ["qsub"],
-    "lsf": ["bsub"],
-    "kubernetes": ["kubectl", "create", "-f", "-"],
-    "mpi": ["bash"],
-}
-
-NOT_FOR = {"mpi": ("memory", "time", "queue", "account", "option"), "kubernetes": ("option", "output", "export")}
-"""Options that a scheduler has no counterpart of."""
-
-IN_OPTIONS = {"sge": ("--name", "--queue", "--account", "--output", "--folder"), "mpi": (), "kubernetes": ()}
-"""Options whose values a scheduler reads from a comment, where others do."""
-
-CORES: dict[str, int | None] = {"sge": 1, "mpi": None}
-"""Of a rank, where the command does not say. SGE counts in slots: a rank is one of them unless more are asked for."""
-
-USUAL_CORES = 2
-"""With all other schedulers: one computes, one reads."""
-
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the program; return its exit status."""
@@ -88,15 +58,15 @@ def main(arguments: list[str] | None = None) -> int:
     except HvdtrainError as error:
         print(error, file=sys.stderr)
         return 2
-    script = WRITERS[options.scheduler](job)
+    script = job.scheduler.write(job)
     if options.out is not None:
         options.out.write_text(script, encoding="utf-8")
     if not options.submit:
         print(script, end="") if options.out is None else print(f"wrote {options.out}")
         return 0
-    if options.scheduler != "kubernetes":
+    if not job.scheduler.in_container:
         Path(job.output).mkdir(parents=True, exist_ok=True)
-    return submit(script, SUBMITTERS[options.scheduler])
+    return submit(script, job.scheduler.submit)
 
 
 def runs_of(
@@ -131,104 +101,36 @@ def job_of(
     runs: tuple[tuple[str, ...], ...] = (),
 ) -> Job:
     """The job that the options and the config describe. Raises: ConfigError, with all problems."""
-    problems = []
-    for name in ("nodes", "tasks_per_node", "cpus_per_task", "stop_before"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            problems += problem("out-of-range", f"--{name.replace('_', '-')}: expected a positive number, got {value}")
-    if options.max_restarts < 0:
-        problems += problem("out-of-range", f"--max-restarts: expected zero or a positive number, got {options.max_restarts}")
-    if options.gpus_per_node < 0:
-        problems += problem("out-of-range", f"--gpus-per-node: expected zero or a positive number, got {options.gpus_per_node}")
-    elif 0 < options.gpus_per_node < options.tasks_per_node:
-        problems += problem(
-            "out-of-range",
-            f"--gpus-per-node: expected one for each of {options.tasks_per_node} ranks of a node, got {options.gpus_per_node}",
-        )
-    seconds = None
-    if options.time is not None:
-        try:
-            seconds = seconds_of(options.time)
-        except ValueError:
-            problems += problem("wrong-format", f"--time: expected hh:mm:ss, d-hh:mm:ss or minutes, got {options.time!r}")
-        if seconds is not None and seconds < options.stop_before + START:
-            problems += problem(
-                "out-of-range",
-                f"--stop-before: expected at least {START} s less than --time ({seconds} s), which starting may take, got "
-                f"{options.stop_before}",
-            )
-    memory = None
-    if options.memory is not None:
-        try:
-            memory = megabytes_of(options.memory)
-        except ValueError:
-            problems += problem(
-                "wrong-format", f"--memory: expected an amount of each host such as 64G or 500M, got {options.memory!r}"
-            )
-    for name in NOT_FOR.get(options.scheduler, ()):
-        if getattr(options, name):
-            problems += problem(
-                "conflict", f"--{name}: expected another scheduler, got {options.scheduler}, which has no such option"
-            )
-    hosts = tuple(filter(None, options.hosts.split(",")))
-    if options.scheduler == "mpi" and options.nodes > 1 and len(hosts) != options.nodes:
-        problems += problem("missing", f"--hosts: expected the names of {options.nodes} hosts, got {options.hosts or 'none'}")
-    if options.scheduler == "kubernetes" and not options.image:
-        problems += problem(
-            "missing",
-            "--image: expected a container image with hvdtrain for kubernetes, got none (docs/installing.md builds one)",
-        )
-    folder = options.folder or str(Path.cwd())
-    texts = texts_of(options, overrides) | {"--hosts": list(hosts), "--folder": [folder]}
-    problems += problems_of(texts, IN_OPTIONS.get(options.scheduler, ("--name", "--queue", "--account", "--output")))
+    scheduler = SCHEDULERS[options.scheduler]
+    seconds, wrong_time = convert_option("--time", options.time, seconds_of, "hh:mm:ss, d-hh:mm:ss or minutes")
+    memory, wrong_memory = convert_option("--memory", options.memory, megabytes_of, "an amount of each host such as 64G or 500M")
     volumes = [each.partition(":") for each in options.volume]
-    for claim, _, path in volumes:
-        if not claim or not path.startswith("/"):
-            got = f"{claim}:{path}" if path else claim
-            problems += problem("wrong-format", f"--volume: expected CLAIM:/PATH, got {got}")
-    if options.scheduler != "slurm" and options.launcher == "srun":
-        problems += problem("conflict", f"--launcher: expected mpirun with --scheduler {options.scheduler}, got srun")
-    launcher = options.launcher
+    hosts = tuple(filter(None, options.hosts.split(",")))
+    folder = options.folder or str(Path.cwd())
+    launcher, unconnected = options.launcher, []
     try:
-        tasks = options.nodes * options.tasks_per_node
-        reduce = settings.reduce
-        launcher = choose_launcher(options.launcher, tasks, reduce.use_horovod, settings.torch_distributed is not None)
+        tasks, transport = options.nodes * options.tasks_per_node, settings.torch_distributed
+        launcher = choose_launcher(options.launcher, tasks, settings.reduce.use_horovod, transport is not None)
     except ConfigError as error:
-        problems += error.problems
-    if options.max_restarts > 0 and (launcher, options.scheduler) != ("torchrun", "slurm"):
-        problems += problem(
-            "conflict",
-            f"--max-restarts: expected torchrun (++torch_distributed {{}}) and --scheduler slurm, got {launcher} and "
-            f"{options.scheduler} (on one host: ++ngpu N ++max_restarts N in place of --tasks-per-node)",
-        )
-    if launcher == "torchrun" and options.nodes > 1 and options.scheduler not in ("slurm", "kubernetes"):
-        problems += problem(
-            "conflict",
-            f"--scheduler: expected slurm or kubernetes for torchrun on several hosts, got {options.scheduler} "
-            "(torch_distributed runs under mpirun, too: --launcher mpirun)",
-        )
-    if runs:
-        problems += scheduler_problems(options.scheduler, launcher, not options.no_requeue, options.max_restarts)
-    if problems:
-        raise ConfigError(problems)
+        unconnected = error.problems
     # Neither a command's name nor an option.
     configs = [each if ("/" in each or "." in each) and not each.startswith("-") else f"./{each}" for each in options.configs]
-    return Job(
+    job = Job(
         name=options.name or name_of(options.configs[0]),
-        scheduler=options.scheduler,
+        scheduler=scheduler,
         launcher=launcher,
         arguments=(*configs, *overrides),
-        python=options.python or ("python" if options.scheduler == "kubernetes" else sys.executable),
+        python=options.python or ("python" if scheduler.in_container else sys.executable),
         folder=f"./{folder}" if folder.startswith("-") else folder,
         written_by=f"python -m hvdtrain submit {shlex.join(given)}",
         nodes=options.nodes,
         tasks_per_node=options.tasks_per_node,
         gpus_per_node=options.gpus_per_node,
-        cpus_per_task=options.cpus_per_task or CORES.get(options.scheduler, USUAL_CORES),
+        cpus_per_task=options.cpus_per_task or scheduler.cores,
         memory=memory,
         seconds=seconds,
         stop_before=options.stop_before,
-        requeue=not options.no_requeue and options.scheduler != "mpi",
+        requeue=not options.no_requeue and scheduler.requeues,
         max_restarts=options.max_restarts,
         queue=options.queue,
         account=options.account,
@@ -244,6 +146,86 @@ def job_of(
         volumes=tuple((claim, path) for claim, _, path in volumes),
         runs=runs,
     )
+    texts = texts_of(options, overrides) | {"--hosts": list(hosts), "--folder": [folder]}
+    problems = [*number_problems(options), *wrong_time, *wrong_memory]
+    problems += [
+        Problem.of("conflict", f"--{name}: expected another scheduler, got {scheduler.name}, which has no such option")
+        for name in scheduler.unsupported
+        if getattr(options, name)
+    ]
+    problems += problems_of(texts, scheduler.in_comments)
+    problems += [
+        Problem.of("wrong-format", f"--volume: expected CLAIM:/PATH, got {f'{claim}:{path}' if path else claim}")
+        for claim, _, path in volumes
+        if not claim or not path.startswith("/")
+    ]
+    problems += [*unconnected, *job_problems(job), *scheduler.problems(job)]
+    if problems:
+        raise ConfigError(problems)
+    return job
+
+
+def number_problems(options: argparse.Namespace) -> list[Problem]:
+    """Problems with the options that are numbers."""
+    problems = [
+        Problem.of("out-of-range", f"--{name.replace('_', '-')}: expected a positive number, got {value}")
+        for name in ("nodes", "tasks_per_node", "cpus_per_task", "stop_before")
+        if (value := getattr(options, name)) is not None and value < 1
+    ]
+    problems += [
+        Problem.of("out-of-range", f"--{name.replace('_', '-')}: expected zero or a positive number, got {value}")
+        for name in ("max_restarts", "gpus_per_node")
+        if (value := getattr(options, name)) < 0
+    ]
+    if 0 < options.gpus_per_node < options.tasks_per_node:
+        problems += problem(
+            "out-of-range",
+            f"--gpus-per-node: expected one for each of {options.tasks_per_node} ranks of a node, got {options.gpus_per_node}",
+        )
+    return problems
+
+
+def convert_option(option: str, text: str | None, convert: Callable[[str], int], rule: str) -> tuple[int | None, list[Problem]]:
+    """The value of an option, None where it is not given; the problem with it."""
+    try:
+        return None if text is None else convert(text), []
+    except ValueError:
+        return None, problem("wrong-format", f"{option}: expected {rule}, got {text!r}")
+
+
+def job_problems(job: Job) -> list[Problem]:
+    """What is wrong between the options of a job, and what its scheduler cannot do."""
+    problems, scheduler = [], job.scheduler
+    if job.seconds is not None and job.seconds < job.stop_before + START:
+        problems += problem(
+            "out-of-range",
+            f"--stop-before: expected at least {START} s less than --time ({job.seconds} s), which starting may take, got "
+            f"{job.stop_before}",
+        )
+    if job.launcher == "srun" and not scheduler.has_srun:
+        problems += problem("conflict", f"--launcher: expected mpirun with --scheduler {scheduler.name}, got srun")
+    if job.max_restarts > 0 and not (job.launcher == "torchrun" and scheduler.has_srun):
+        problems += problem(
+            "conflict",
+            f"--max-restarts: expected torchrun (++torch_distributed {{}}) and --scheduler slurm, got {job.launcher} and "
+            f"{scheduler.name} (on one host: ++ngpu N ++max_restarts N in place of --tasks-per-node)",
+        )
+    if job.launcher == "torchrun" and job.nodes > 1 and not (scheduler.has_srun or scheduler.in_container):
+        problems += problem(
+            "conflict",
+            f"--scheduler: expected slurm or kubernetes for torchrun on several hosts, got {scheduler.name} "
+            "(torch_distributed runs under mpirun, too: --launcher mpirun)",
+        )
+    if job.runs and scheduler.array_index is None:
+        names = ", ".join(name for name, each in SCHEDULERS.items() if each.array_index is not None)
+        problems += problem(
+            "conflict",
+            f"--sweep: expected a scheduler with job arrays ({names}), got {scheduler.name} (a loop over hvdtrain.train in "
+            "Python does it, docs/python_api.md)",
+        )
+    elif job.runs and job.max_restarts:
+        problems += problem("conflict", f"--sweep: expected no --max-restarts, got {job.max_restarts}")
+    return problems
 
 
 def texts_of(options: argparse.Namespace, overrides: list[str]) -> dict[str, list[str]]:
@@ -271,7 +253,7 @@ def name_of(config: str) -> str:
     return re.sub(r"[^A-Za-z0-9_.+-]+", "-", Path(config).stem).strip("-.+") or "hvdtrain"
 
 
-def submit(script: str, command: list[str]) -> int:
+def submit(script: str, command: Sequence[str]) -> int:
     """Give the script to the scheduler; return the exit status."""
     if shutil.which(command[0]) is None:
         print(f"--submit: expected {command[0]} in PATH, got none (is this a login node of the cluster?)", file=sys.stderr)
@@ -285,7 +267,7 @@ def parser() -> argparse.ArgumentParser:
     made = command_parser("submit", DESCRIPTION, EPILOG, USAGE)
     add = made.add_argument_group("what is required").add_argument
     add("configs", metavar="CONFIG", nargs="+", help="the config of the training")
-    add("--scheduler", choices=list(WRITERS), required=True, help="who runs the job; mpi: no scheduler, only mpirun and ssh")
+    add("--scheduler", choices=list(SCHEDULERS), required=True, help="who runs the job; mpi: no scheduler, only mpirun and ssh")
     add("--image", help="with --scheduler kubernetes: the container image, which has hvdtrain")
     add("--hosts", default="", help="with --scheduler mpi and several hosts: h1,h2")
     add = made.add_argument_group("ranks and what they need; all but --nodes and --cpus-per-task is for each host").add_argument

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from hvdtrain.comm.launch import KEEPALIVE
-from hvdtrain.errors import ConfigError
+from hvdtrain.errors import ConfigError, Problem
 from hvdtrain.submit.sweep import case_lines
 
 Launcher = Literal["python", "mpirun", "srun", "torchrun"]
-Scheduler = Literal["slurm", "sge", "pbs", "lsf", "kubernetes", "mpi"]
 
 STOPPED = 75
 """Exit status of a training that was stopped with a checkpoint, to be continued."""
@@ -26,6 +25,42 @@ SOON = "last_call_timeout=5,keep_alive_interval=2,keep_alive_max_attempt=3"
 
 IF_SET = ("LD_LIBRARY_PATH", "PYTHONPATH")
 """Variables that mpirun exports if they are set; -x with an unset variable is an error."""
+
+USUAL_CORES = 2
+"""Cores of a rank: one computes, one reads."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scheduler:
+    """Who runs a job: how the script for it is written and submitted, and what it can do.
+
+    Attributes:
+        name: the value of --scheduler.
+        write: makes a job's script, or its manifest.
+        submit: the command that takes the script on its standard input.
+        problems: what it cannot do of what a job asks for.
+        array_index: the variable with the number of a job in its array, and the first number; None: it has no job arrays.
+        unsupported: options of the command that it has no counterpart of.
+        in_comments: options whose values it reads from a comment in the script.
+        cores: of a rank, where the command does not say; None: those of a host are divided among its ranks.
+        slots_are_cores: whether it counts in cores what others count in ranks.
+        requeues: whether it has a queue, into which a stopped training can be put back.
+        has_srun: whether srun starts what runs on several hosts.
+        in_container: whether the job runs in the container of --image, and an operator tells torchrun where the ranks are.
+    """
+
+    name: str
+    write: Callable[[Job], str]
+    submit: tuple[str, ...]
+    problems: Callable[[Job], list[Problem]] = lambda job: []
+    array_index: tuple[str, int] | None = None
+    unsupported: tuple[str, ...] = ()
+    in_comments: tuple[str, ...] = ("--name", "--queue", "--account", "--output")
+    cores: int | None = USUAL_CORES
+    slots_are_cores: bool = False
+    requeues: bool = True
+    has_srun: bool = False
+    in_container: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,8 +128,8 @@ class Job:
 
     @property
     def slots(self) -> int:
-        """What SGE and LSF count on a host. A slot is a core there, and a rank everywhere else."""
-        return self.cores if self.scheduler in ("sge", "lsf") else self.tasks_per_node
+        """What the scheduler counts on a host: cores or ranks."""
+        return self.cores if self.scheduler.slots_are_cores else self.tasks_per_node
 
     @property
     def survives_nodes(self) -> bool:
@@ -192,10 +227,10 @@ def clock(seconds: int) -> str:
     return f"{seconds // 3600:02d}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
 
 
-def folded(words: Sequence[str], indent: str = "    ", width: int = 110) -> str:
+def fold_command(words: Sequence[str], indent: str = "    ", width: int = 110) -> str:
     """A command in lines that end in a backslash where another follows.
 
-    >>> folded(["mpirun", "-np 8", "-x PATH"], width=14).splitlines() == ["mpirun -np 8 " + chr(92), "    -x PATH"]
+    >>> fold_command(["mpirun", "-np 8", "-x PATH"], width=14).splitlines() == ["mpirun -np 8 " + chr(92), "    -x PATH"]
     True
     """
     lines = [words[0]]
@@ -207,25 +242,20 @@ def folded(words: Sequence[str], indent: str = "    ", width: int = 110) -> str:
     return " \\\n".join(lines)
 
 
-def quoted(words: Sequence[str]) -> str:
-    """Words for the shell."""
-    return shlex.join(words)
-
-
 def environment_lines(job: Job) -> list[str]:
     """Lines that set up the job's environment on the host where the script runs."""
-    lines = [f"cd {quoted([job.folder])} || exit", *job.setup]
-    if job.runs:
-        lines += case_lines(job.scheduler, job.runs)
+    lines = [f"cd {shlex.join([job.folder])} || exit", *job.setup]
+    if job.runs and job.scheduler.array_index is not None:
+        lines += case_lines(*job.scheduler.array_index, job.runs)
     if job.cpus_per_task is not None:
         lines.append(f"export OMP_NUM_THREADS={job.cpus_per_task}  # per rank")
     if job.interface:
         lines.append(
-            f"export NCCL_SOCKET_IFNAME={quoted([job.interface])}  # beginnings of names; =name is exact, ^name excludes"
+            f"export NCCL_SOCKET_IFNAME={shlex.join([job.interface])}  # beginnings of names; =name is exact, ^name excludes"
         )
         if "," not in job.interface and not job.interface.startswith(("^", "=")):
             names = "HOROVOD_GLOO_IFACE" if job.launcher != "torchrun" else "GLOO_SOCKET_IFNAME"
-            lines.append(f"export {names}={quoted([job.interface])}  # the whole name")
+            lines.append(f"export {names}={shlex.join([job.interface])}  # the whole name")
     if job.launcher == "torchrun":
         lines.append("export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # or restarted ranks find the addresses of dead ones")
     return lines
@@ -243,17 +273,17 @@ def command(job: Job, hosts: Sequence[str] = (), before: Sequence[str] = ()) -> 
         hosts: host:slots for mpirun, if no scheduler names them.
         before: arguments before the config: another command of hvdtrain's, with its options.
     """
-    python = quoted([job.python])
-    program = quoted(["-m", "hvdtrain", *before, *job.arguments]) + (' "${sweep[@]}"' if job.runs else "")
+    python = shlex.join([job.python])
+    program = shlex.join(["-m", "hvdtrain", *before, *job.arguments]) + (' "${sweep[@]}"' if job.runs else "")
     if job.launcher == "python":
         return f"{python} {program}"
     if job.launcher == "mpirun":
-        return folded([*mpirun(job, hosts), f"{python} {program}"])
+        return fold_command([*mpirun(job, hosts), f"{python} {program}"])
     if job.launcher == "srun":
         # Without --wait, the other tasks wait forever for one that was killed. --kill-on-bad-exit is quicker, but replaces the
         # exit status of the ranks, by which the job is requeued.
-        return folded([f"srun --mpi=pmix --cpu-bind=none --wait={LAST_TASK}", f"{python} {program}"])
-    return folded([*torchrun(replace(job, max_restarts=0) if before else job), program])
+        return fold_command([f"srun --mpi=pmix --cpu-bind=none --wait={LAST_TASK}", f"{python} {program}"])
+    return fold_command([*torchrun(replace(job, max_restarts=0) if before else job), program])
 
 
 def mpirun(job: Job, hosts: Sequence[str]) -> list[str]:
@@ -268,11 +298,11 @@ def mpirun(job: Job, hosts: Sequence[str]) -> list[str]:
         exported.append("OMP_NUM_THREADS")
     if job.interface:
         exported.append("NCCL_SOCKET_IFNAME")
-    words += [f"-x {quoted([name])}" for name in dict.fromkeys(exported)]
+    words += [f"-x {shlex.join([name])}" for name in dict.fromkeys(exported)]
     words += [f"${{{name}:+-x {name}}}" for name in IF_SET if name not in exported]
     if job.nodes > 1:
         if job.interface and not job.interface.startswith(("^", "=")):
-            interface = quoted([job.interface])
+            interface = shlex.join([job.interface])
             words.append(f"--mca oob_tcp_if_include {interface} --mca btl_tcp_if_include {interface}")
         words.append(KEEPALIVE)
     if job.gpus_per_node:
@@ -282,8 +312,8 @@ def mpirun(job: Job, hosts: Sequence[str]) -> list[str]:
 
 def torchrun(job: Job) -> list[str]:
     """torchrun with its options: one agent per node."""
-    start = f"{quoted([job.python])} -m torch.distributed.run"
-    if job.scheduler == "kubernetes":
+    start = f"{shlex.join([job.python])} -m torch.distributed.run"
+    if job.scheduler.in_container:
         return [start]  # the operator sets PET_NNODES, PET_NPROC_PER_NODE, PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT
     words = [] if job.nodes == 1 or job.survives_nodes else [f"srun --ntasks={job.nodes} --ntasks-per-node=1"]
     nodes = f"1:{job.nodes}" if job.survives_nodes else str(job.nodes)
@@ -312,7 +342,7 @@ def waiting(job: Job, run: str, soon: str, cancelled: str, timer: bool = False) 
     lines += ["stopped=no"] if job.launcher == "torchrun" else []
     stopped = "stopped=yes; " if job.launcher == "torchrun" else ""
     # srun does not pass SIGTERM on: it ends its tasks.
-    through_srun = job.launcher == "torchrun" and job.scheduler == "slurm" and job.nodes > 1
+    through_srun = job.launcher == "torchrun" and job.scheduler.has_srun and job.nodes > 1
     pass_on = f'scancel --signal={signal} "$SLURM_JOB_ID"' if through_srun else f"kill -{signal} $pid"
     if soon:
         lines.append(f"trap '{stopped}{pass_on}' {soon}")

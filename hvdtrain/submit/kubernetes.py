@@ -12,13 +12,30 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from hvdtrain.submit.job import Job, command, doctor_lines, environment_lines, memory_text, waiting
+from hvdtrain.errors import Problem, problem
+from hvdtrain.submit.job import Job, Scheduler, command, doctor_lines, environment_lines, memory_text, waiting
 
 RETRIES = 10
 """How often pods that failed or were evicted are started again."""
 
 LAUNCHER_RESOURCES = {"cpu": 1, "memory": "2Gi"}
 """mpirun's pod runs no rank."""
+
+
+def _problems(job: Job) -> list[Problem]:
+    problems = []
+    if not job.image:
+        problems += problem(
+            "missing",
+            "--image: expected a container image with hvdtrain for kubernetes, got none (docs/installing.md builds one)",
+        )
+    if job.runs and job.launcher != "python":
+        problems += problem(
+            "conflict",
+            f"--sweep: expected one rank for each run on kubernetes, whose indexed Jobs have no {job.launcher}, got several "
+            "(++ngpu N starts ranks within a pod)",
+        )
+    return problems
 
 
 def kubernetes_manifest(job: Job) -> str:
@@ -175,3 +192,15 @@ def _scalar(text: str) -> str:
         "null",
     )
     return text if plain and text not in ("y", "n", "Y", "N") else json.dumps(text, ensure_ascii=False)
+
+
+KUBERNETES = Scheduler(
+    name="kubernetes",
+    write=kubernetes_manifest,
+    submit=("kubectl", "create", "-f", "-"),
+    problems=_problems,
+    array_index=("JOB_COMPLETION_INDEX", 0),
+    unsupported=("option", "output", "export"),
+    in_comments=(),
+    in_container=True,
+)

@@ -1,10 +1,12 @@
-"""Job scripts for Slurm, SGE and its successors, PBS Pro and OpenPBS, LSF, and for hosts without a scheduler."""
+"""The schedulers that jobs are written for: Slurm, SGE and its successors, PBS Pro and OpenPBS, LSF, Kubernetes, or none."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hvdtrain.submit.job import STOPPED, Job, clock, command, doctor_lines, environment_lines, memory_text, waiting
+from hvdtrain.errors import Problem, problem
+from hvdtrain.submit.job import STOPPED, Job, Scheduler, clock, command, doctor_lines, environment_lines, memory_text, waiting
+from hvdtrain.submit.kubernetes import KUBERNETES
 from hvdtrain.submit.texts import option_text
 
 AGENT = 'agent=$(command -v blaunch) && export OMPI_MCA_plm_rsh_agent="$agent"'
@@ -205,12 +207,26 @@ def _with_hosts(job: Job, hosts: str) -> tuple[str, list[str]]:
     return command(job, named), doctor_lines(job, named)
 
 
+def _array_problems(job: Job) -> list[Problem]:
+    if job.runs and job.requeue:
+        return problem(
+            "conflict", "--sweep: expected --no-requeue with pbs, where a job of an array cannot submit itself again, got none"
+        )
+    return []
+
+
 def plain_script(job: Job) -> str:
     """A script for bash, on one of the hosts or on one that reaches them over ssh."""
     hosts = [f"{host}:{job.tasks_per_node}" for host in job.hosts]
     body = [*environment_lines(job), *doctor_lines(job, hosts), ""]
     body += [*waiting(job, command(job, hosts), soon="USR1 TERM INT", cancelled=""), "", "exit $status"]
     return _script(job, [], body)
+
+
+def _host_problems(job: Job) -> list[Problem]:
+    if job.nodes == 1 or len(job.hosts) == job.nodes:
+        return []
+    return problem("missing", f"--hosts: expected the names of {job.nodes} hosts, got {','.join(job.hosts) or 'none'}")
 
 
 def _script(job: Job, head: Sequence[str], body: Sequence[str]) -> str:
@@ -221,3 +237,34 @@ def _script(job: Job, head: Sequence[str], body: Sequence[str]) -> str:
 def _if_stopped(then: str) -> list[str]:
     """Lines that run a command if the training stopped for its time limit, and was not cancelled."""
     return [f"if [ $status = {STOPPED} ] && [ $cancelled = no ]; then", f"    {then}", "fi"]
+
+
+SCHEDULERS = {
+    scheduler.name: scheduler
+    for scheduler in (
+        Scheduler(name="slurm", write=slurm_script, submit=("sbatch",), array_index=("SLURM_ARRAY_TASK_ID", 1), has_srun=True),
+        Scheduler(
+            name="sge",
+            write=sge_script,
+            submit=("qsub",),
+            array_index=("SGE_TASK_ID", 1),
+            in_comments=("--name", "--queue", "--account", "--output", "--folder"),
+            cores=1,  # it counts in slots: a rank is one of them unless more are asked for
+            slots_are_cores=True,
+        ),
+        Scheduler(name="pbs", write=pbs_script, submit=("qsub",), problems=_array_problems, array_index=("PBS_ARRAY_INDEX", 1)),
+        Scheduler(name="lsf", write=lsf_script, submit=("bsub",), array_index=("LSB_JOBINDEX", 1), slots_are_cores=True),
+        KUBERNETES,
+        Scheduler(
+            name="mpi",
+            write=plain_script,
+            submit=("bash",),
+            problems=_host_problems,
+            unsupported=("memory", "time", "queue", "account", "option"),
+            in_comments=(),
+            cores=None,
+            requeues=False,
+        ),
+    )
+}
+"""By the value of --scheduler."""

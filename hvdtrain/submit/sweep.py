@@ -13,15 +13,6 @@ from hvdtrain.errors import Problem, problem
 LONGEST = 200
 """Characters of a folder's name."""
 
-INDEX = {
-    "slurm": ("SLURM_ARRAY_TASK_ID", 1),
-    "sge": ("SGE_TASK_ID", 1),
-    "pbs": ("PBS_ARRAY_INDEX", 1),
-    "lsf": ("LSB_JOBINDEX", 1),
-    "kubernetes": ("JOB_COMPLETION_INDEX", 0),
-}
-"""By scheduler, the variable with the number of a job in its array, and the first number."""
-
 
 def values_of(text: str) -> list[str]:
     """Values between commas; commas within brackets or quotes belong to a value.
@@ -86,9 +77,9 @@ def model_of(model: str, run: Mapping[str, str]) -> str:
 def folder_problems(models: Sequence[str]) -> list[Problem]:
     """Problems with the folders of runs: two runs in one would continue each other's training."""
     names = [Path(model).parent.name for model in models]
+    twice = [name for name in dict.fromkeys(names) if names.count(name) > 1]
     problems = [
-        Problem.of("duplicate", f"--sweep: expected values of which folders can be named, got {name!r} twice")
-        for name in _repeated(names)
+        Problem.of("duplicate", f"--sweep: expected values of which folders can be named, got {name!r} twice") for name in twice
     ]
     long = [name for name in names if len(name) > LONGEST]
     return problems + [
@@ -97,36 +88,13 @@ def folder_problems(models: Sequence[str]) -> list[Problem]:
     ]
 
 
-def _repeated(names: Sequence[str]) -> list[str]:
-    return [name for name in dict.fromkeys(names) if names.count(name) > 1]
+def case_lines(variable: str, first: int, runs: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of shell that set the array $sweep to the arguments of the run that this job is.
 
-
-def scheduler_problems(scheduler: str, launcher: str, requeue: bool, max_restarts: int) -> list[Problem]:
-    """Problems with what a scheduler cannot do with an array of jobs."""
-    if scheduler not in INDEX:
-        return problem(
-            "conflict",
-            f"--sweep: expected a scheduler with job arrays ({', '.join(INDEX)}), got {scheduler} (a loop over hvdtrain.train in "
-            "Python does it, docs/python_api.md)",
-        )
-    if scheduler == "kubernetes" and launcher != "python":
-        return problem(
-            "conflict",
-            f"--sweep: expected one rank for each run on kubernetes, whose indexed Jobs have no {launcher}, got several "
-            "(++ngpu N starts ranks within a pod)",
-        )
-    if scheduler == "pbs" and requeue:
-        return problem(
-            "conflict", "--sweep: expected --no-requeue with pbs, where a job of an array cannot submit itself again, got none"
-        )
-    if max_restarts:
-        return problem("conflict", f"--sweep: expected no --max-restarts, got {max_restarts}")
-    return []
-
-
-def case_lines(scheduler: str, runs: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of shell that set the array $sweep to the arguments of the run that this job is."""
-    variable, first = INDEX[scheduler]
+    Args:
+        variable: has the number of the job in its array.
+        first: the first number.
+    """
     lines = [f'case "${{{variable}:-}}" in  # the run of the sweep']
     lines += [f"    {number}) sweep=({shlex.join(run)}) ;;" for number, run in enumerate(runs, start=first)]
     last = first + len(runs) - 1

@@ -15,8 +15,8 @@ from hvdtrain.errors import CheckpointError
 from hvdtrain.learner.base import Exported
 from hvdtrain.report.json_lines import OutputShapes, as_json, table
 from hvdtrain.runtime import log
-from hvdtrain.session import open_session, writing_nothing
 from hvdtrain.settings import Settings, read_settings, with_datasets
+from hvdtrain.start_up.job import open_session, writing_nothing
 from hvdtrain.training.agreement import plan_together
 from hvdtrain.version import __version__
 

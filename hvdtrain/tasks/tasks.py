@@ -25,25 +25,31 @@ from hvdtrain.data.files import size_text
 from hvdtrain.data.plan.bounds import rearranged
 from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.data.types import Array
-from hvdtrain.doctor.scaling import predicted, spread
-from hvdtrain.engine import Engine, TrainingLimits
+from hvdtrain.doctor.scaling import predict_speed, spread
+from hvdtrain.engine import Engine
 from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.learner.frameworks import FRAMEWORKS
 from hvdtrain.report.json_lines import NO_LINE
 from hvdtrain.report.steps import Reporters
-from hvdtrain.run import announce, gather_hosts, is_done, open_limits, open_rates, open_trackers, wrong_scores
 from hvdtrain.runtime import log
 from hvdtrain.runtime.log import open_log, silence
 from hvdtrain.runtime.scores import of_dataset, text
 from hvdtrain.runtime.timer import clock_text, duration_text
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.schedule.measure import unclear_line, with_totals, wrong_directions
-from hvdtrain.session import Session, open_communicator, open_session, writing_nothing
+from hvdtrain.session import Session
 from hvdtrain.settings import Settings
+from hvdtrain.start_up.announce import announce, gather_hosts
+from hvdtrain.start_up.job import open_session, writing_nothing
+from hvdtrain.start_up.limits import open_limits, open_rates
+from hvdtrain.start_up.measures import wrong_scores
+from hvdtrain.start_up.ranks import open_communicator
+from hvdtrain.start_up.reporters import open_trackers
 from hvdtrain.training.agreement import TASK_INTERVAL, StopRequests, StopVote, plan_together
 from hvdtrain.training.evaluation import evaluate
 from hvdtrain.training.forward import forward
 from hvdtrain.training.keys import parse_placements
+from hvdtrain.training.limits import TrainingLimits
 from hvdtrain.training.step_log import StepLog, open_step_log
 
 SECONDS = 10.0
@@ -64,7 +70,7 @@ def evaluate_all(settings: Settings) -> dict[str, float]:
         epoch = session.progress.epoch
         lines = []
         scores: dict[str, float] = {}
-        ballot = StopVote(session.comm, session.learner.numbers, TASK_INTERVAL)
+        stop_vote = StopVote(session.comm, session.learner.numbers, TASK_INTERVAL)
         for feed in session.feeds:
             means = evaluate(
                 session.comm,
@@ -72,12 +78,12 @@ def evaluate_all(settings: Settings) -> dict[str, float]:
                 session.watchdog,
                 feed,
                 max(1, epoch),
-                after_step=lambda: ballot.step(StopRequests),
+                after_step=lambda: stop_vote.step(StopRequests),
                 step_log=step_log,
             )
             lines.append(f"{feed.name}: {text(means)}")
             scores |= of_dataset(feed.name, means)
-        ballot.finish()
+        stop_vote.finish()
         log.result(f"epoch {epoch} evaluation: {'; '.join(lines)}")
         return scores
 
@@ -169,7 +175,7 @@ def dry_run(settings: Settings) -> None:
     settings = writing_nothing(settings)
     with open_communicator(settings) as comm:
         if _estimate(settings, comm) and settings.run.predict_ranks is not None:
-            for line in predicted(comm, settings, parse_placements(settings.run.predict_ranks)):
+            for line in predict_speed(comm, settings, parse_placements(settings.run.predict_ranks)):
                 log.result(f"predict: {line}")
 
 
@@ -179,13 +185,13 @@ def _estimate(settings: Settings, comm: Communicator) -> bool:
         pace = open_limits(settings)
         announce(settings, session, pace, gather_hosts(session))
         together(comm, lambda: _check_targets(settings, session), name="check_targets")
-        if is_done(session.progress, pace):
+        if pace.are_reached(session.progress):
             return False
         epoch = session.progress.epoch + 1
         with silence():  # the scores and slow ranks of these few steps mean nothing
             tried, evaluated = EpochRecord(epoch, 0.0), dict[str, float]()
-            parts = [_measured(session, session.feeds[0], epoch, _trainer(settings, session, pace, tried), closing=1)]
-            parts += [_measured(session, feed, epoch, _evaluator(session, epoch, evaluated)) for feed in session.feeds[1:]]
+            parts = [_measure_phase(session, session.feeds[0], epoch, _trainer(settings, session, pace, tried), closing=1)]
+            parts += [_measure_phase(session, feed, epoch, _evaluator(session, epoch, evaluated)) for feed in session.feeds[1:]]
             tried.scores.update(with_totals(evaluated, tried.losses))
         for line in [*_time_lines(parts, comm.size, pace.num_epochs - epoch + 1), *_memory_lines(session)]:
             log.result(line)
@@ -249,7 +255,7 @@ def _evaluator(session: Session, epoch: int, scores: dict[str, float]) -> Run:
     return run
 
 
-def _measured(session: Session, feed: Feed, epoch: int, run: Run, closing: int = 0) -> PhaseEstimate:
+def _measure_phase(session: Session, feed: Feed, epoch: int, run: Run, closing: int = 0) -> PhaseEstimate:
     """Collective. The largest batches first: what does not fit into memory fails at once, and all is warm then.
 
     Args:
@@ -325,9 +331,10 @@ def _memory_lines(session: Session) -> list[str]:
     lines += [f"estimate: memory of the GPU: {_largest(devices)}"] if devices else []
     learner.state.gather_state()
     if comm.rank == 0:
-        model, *others = map(num_bytes, learner.state.snapshot())
-        whole = size_text(model + sum(others))
-        lines.append(f"estimate: checkpoint: {whole}: model {size_text(model)}, optimizer {size_text(sum(others))}")
+        contents = learner.state.snapshot({})
+        model, optimizer = num_bytes(contents.model), num_bytes(contents.optimizer)
+        whole = size_text(model + optimizer)
+        lines.append(f"estimate: checkpoint: {whole}: model {size_text(model)}, optimizer {size_text(optimizer)}")
     return lines
 
 

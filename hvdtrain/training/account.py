@@ -106,9 +106,7 @@ class Account:
             if (used.batches, used.sequences) == (planned.batches, planned.sequences):
                 got += ", but not the same ones: some are missing, and others were used twice"
             by = "all ranks together" if is_shared else f"rank {number}"
-            error = DataError(
+            raise DataError(
                 f"{self._feed.name}, {what}: expected the {planned.sequences} sequences in {planned.batches} batches of the "
                 f"plan, got {got} by {by} (nothing is saved of this; please report it with the config and the log)"
-            )
-            error.on_every_rank = True
-            raise error
+            ).on_all_ranks()

@@ -9,17 +9,22 @@ after the same update, and the exchange runs while they compute.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import astuple, dataclass
+from pathlib import Path
 from typing import Literal
 
 import numpy
 
+from hvdtrain.checkpoint.progress import EpochProgress
 from hvdtrain.comm.base import Communicator, Tensor, all_reduce, together, together_with_message
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.plan.epoch import Plan
-from hvdtrain.data.plan.shared import WORTHWHILE, Offer, mapped, offered
+from hvdtrain.data.plan.order_keys import ORDER_VERSION, changed_since
+from hvdtrain.data.plan.shared import WORTHWHILE, Offer, differences, mapped, offered
+from hvdtrain.errors import CheckpointError, DataError, HvdtrainError
+from hvdtrain.learner.reducer import Reducer
 
 Message = Offer | Literal["waits"] | None
 """What a rank tells the others: where its plan is, that it waits for one, or (with a plan of its own for itself) nothing."""
@@ -91,6 +96,66 @@ def completed_share(
     return completed
 
 
+UNCHANGED_KEYS = "go on with the same data and the same keys for batches"
+
+
+def agree_on_batches(
+    comm: Communicator, feed: Feed, plan: Plan, own: int, current: EpochProgress, file: Path | None
+) -> list[int]:
+    """Collective. The number of batches each rank has left of an epoch, whose progress gets what identifies its plan.
+
+    Args:
+        own: the number of this rank.
+        file: the model's file from which training goes on.
+
+    Raises:
+        DataError: the ranks planned different epochs.
+        CheckpointError: the epoch had begun with another plan, or goes on after its end.
+    """
+    answers = comm.gather((own, plan.fingerprint(), plan.num_batches), name="plan")
+    fingerprints = [fingerprint for _, fingerprint, _ in answers]
+    plan_inputs = feed.plan_inputs(current.epoch)
+    error: HvdtrainError | None = None
+    if feed.distribution == "shard":
+        error = _different_plans(feed, fingerprints)
+        fingerprints = fingerprints[:1]
+    if current.fingerprints and current.fingerprints != fingerprints:
+        error = _changed_plan(current, feed, plan_inputs)
+    elif current.position > (most := max(num_batches for _, _, num_batches in answers)):
+        error = CheckpointError(
+            f"{file}: expected a position of at most {most}, the batches of epoch {current.epoch}, got "
+            f"{current.position} (remove the checkpoint within the epoch to repeat the epoch from its beginning)"
+        )
+    if error is not None:
+        raise error.on_all_ranks()
+    current.fingerprints, current.order_version, current.made_from = fingerprints, ORDER_VERSION, plan_inputs
+    return [count for count, _, _ in answers]
+
+
+def _different_plans(feed: Feed, fingerprints: Sequence[int]) -> DataError | None:
+    """The error if ranks that share a plan have planned different epochs."""
+    others = [rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0]]
+    if not others:
+        return None
+    return DataError(
+        f"{feed.name}: expected the same sequences on all ranks, got others on rank {others[0]} "
+        "(are the files the same on all hosts?)"
+    )
+
+
+def _changed_plan(current: EpochProgress, feed: Feed, plan_inputs: Mapping[str, str]) -> CheckpointError:
+    """The error if an epoch cannot go on with the batches it began with, with the reason as far as it is known."""
+    changed = changed_since(current.order_version, feed.order_keys, current.epoch)
+    differing = differences(current.made_from, plan_inputs)
+    same = "go on with what was expected" if differing else UNCHANGED_KEYS
+    why = f"{changed}: go on with the version of hvdtrain that wrote the checkpoint" if changed else same
+    return CheckpointError(
+        f"epoch {current.epoch}: expected the batches it began with, got others after {current.position} of them"
+        f"{differing and ': '}{differing} ({why}, or remove the checkpoint within the epoch to repeat the epoch from its "
+        "beginning)"
+    )
+
+
 INTERVAL = 0.1
 """Seconds between two exchanges, if updates take less time than that."""
 
@@ -100,6 +165,11 @@ LOCAL_UPDATES_INTERVAL = 1.0
 TASK_INTERVAL = 10.0
 """The same if ranks exchange nothing else before the end, as in `forward`: those with less to compute would wait so long there
 that the watchdog took the others for hung. More exchanges would be slower where batches are uneven."""
+
+
+def vote_interval(reducer: Reducer) -> float:
+    """The seconds between two exchanges in a training."""
+    return INTERVAL if reducer.gradients.steps is None else LOCAL_UPDATES_INTERVAL
 
 
 @dataclass(frozen=True)

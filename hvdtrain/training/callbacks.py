@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from hvdtrain.config.check import build_objects
 from hvdtrain.config.keys import ALONE, Section, Sections, key
@@ -13,9 +13,9 @@ from hvdtrain.config.source import as_function
 from hvdtrain.errors import Problem
 
 if TYPE_CHECKING:
+    from hvdtrain.checkpoint.progress import Progress
     from hvdtrain.comm.base import Communicator
     from hvdtrain.learner.base import Learner
-    from hvdtrain.schedule.history import EpochRecord
 
 EVENTS = {
     "on_train_begin": "before the first epoch, of this start of the program",
@@ -28,29 +28,6 @@ EVENTS = {
     "on_stop": "at the end of the training, finished or stopped; not after an error",
 }
 """By method, when it is called."""
-
-
-class Current(Protocol):
-    """An epoch that has begun: `EpochProgress` of checkpoint/progress.py."""
-
-    @property
-    def epoch(self) -> int: ...
-
-
-class Position(Protocol):
-    """How far training has come: `Progress` of checkpoint/progress.py."""
-
-    @property
-    def step(self) -> int: ...
-
-    @property
-    def epoch(self) -> int: ...
-
-    @property
-    def history(self) -> Sequence[EpochRecord]: ...
-
-    @property
-    def current(self) -> Current | None: ...
 
 
 class Training:
@@ -69,7 +46,7 @@ class Training:
         stopped_by: in on_stop, why the training ends before its last epoch; None: it does not.
     """
 
-    def __init__(self, comm: Communicator, learner: Learner, progress: Position) -> None:
+    def __init__(self, comm: Communicator, learner: Learner, progress: Progress) -> None:
         self._learner = learner
         self._progress = progress
         self.rank = comm.rank
@@ -139,10 +116,13 @@ class Callbacks:
             call(training)
 
 
-class EpochFunctions:
-    """RETURNN's hooks `epoch_start` and `epoch_end` as a callback.
+NO_CALLBACKS = Callbacks()
 
-    They are called, as by RETURNN, around the training part of an epoch, with dataset_name 'train', and around each evaluation.
+
+class EpochFunctions:
+    """The functions `epoch_start` and `epoch_end` as a callback.
+
+    They are called around the training part of an epoch, with dataset_name 'train', and around each evaluation.
     """
 
     def __init__(self, start: Callable[..., Any] | None, end: Callable[..., Any] | None) -> None:
@@ -185,12 +165,12 @@ class CallbackKeys(Section):
     )
     epoch_start: Callable[..., Any] | str | None = key(
         None,
-        "RETURNN's hook: function {signature}, called before an epoch's training and evaluations",
+        "function {signature}, called before an epoch's training and evaluations",
         signature="*, epoch, step, model, dataset_name, **_",
     )
     epoch_end: Callable[..., Any] | str | None = key(
         None,
-        "RETURNN's hook: function {signature}, called after an epoch's training and evaluations",
+        "function {signature}, called after an epoch's training and evaluations",
         signature="*, epoch, step, model, dataset_name, **_",
     )
 

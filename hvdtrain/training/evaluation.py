@@ -87,9 +87,7 @@ def not_finite(comm: Communicator, dataset: Dataset, found: Sequence[NotFinite],
 
     by_rank = comm.gather(together(comm, lines, name="not_finite_tags"), name="not_finite")
     all_lines = [f"rank {rank}: {line}" for rank, own in enumerate(by_rank) for line in own]
-    error = TrainingError("\n  ".join([HEAD, *all_lines]))
-    error.on_every_rank = True
-    return error
+    return TrainingError("\n  ".join([HEAD, *all_lines])).on_all_ranks()
 
 
 def _line(one: NotFinite, dataset: Dataset, epoch: int, first_step: int) -> str:

@@ -70,7 +70,7 @@ def forward(
     share, account = feed.share(plan), Account(feed, plan)
     spool = together(comm, lambda: _open_spool(spool_prefix, comm.rank), name="open_spool")
     try:
-        ballot = StopVote(comm, learner.numbers, TASK_INTERVAL)
+        stop_vote = StopVote(comm, learner.numbers, TASK_INTERVAL)
         with feed.read(share, epoch, learner.staging) as batches:
             for number in range(-(-plan.num_batches // comm.size)):
                 watchdog.beat(f"forwarding {feed.name}, batch {number}", "steps")
@@ -81,8 +81,8 @@ def forward(
                     for index, outputs in zip(batch.indices.tolist(), by_sequence, strict=True):
                         spool.add(index, outputs)
                     account.add(batch.indices)
-                ballot.step(StopRequests)
-        ballot.finish()
+                stop_vote.step(StopRequests)
+        stop_vote.finish()
         spool.close()
         gathered = comm.gather((spool.path, spool.places, account.take(plan.num_batches)), name="spools")
         account.check("forward", [used for *_, used in gathered])

@@ -89,7 +89,7 @@ class StepReport:
 
 
 def batch_size(report: StepReport) -> list[str]:
-    """How large the batch is, in RETURNN's words."""
+    """How large the batch is."""
     if report.batch is None:
         return []
     longest = [f"max_size:time:{key} {int(padded.seq_lens.max())}" for key, padded in report.batch.data.items()]

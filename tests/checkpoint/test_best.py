@@ -189,7 +189,7 @@ def test_the_log_says_why_models_are_kept(corpus: Path, tmp_path: Path, capsys: 
     assert "4: " in told
     assert "pattern" in told
     assert "5: last, " in told
-    assert "The pattern is RETURNN's, where `keep` is not given; cleanup_old_models = {..., 'keep': []} keeps no others." in out
+    assert "The pattern is the default of `keep`; cleanup_old_models = {..., 'keep': []} keeps no others." in out
     run(corpus, tmp_path, num_epochs=7, cleanup_old_models={"keep_last_n": 1, "keep_best_n": 0, "keep": []})
     assert [path.name for path in tmp_path.glob("model.???.pt")] == ["model.007.pt"]
     assert "Why they are kept: 7: last.\n" in capsys.readouterr().out

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from cluster.hosts import Hosts, wait_for_file
 from cluster.jobs import scores, wait_for_job
+from launching import hvdtrain
 
 SUBMIT = [sys.executable, "-m", "hvdtrain", "submit", "config.py", "--submit", "--name", "job"]
 SIZE = ["--nodes", "2", "--tasks-per-node", "2"]
@@ -55,6 +56,19 @@ def test_a_script_for_slurm_with_torchrun(hosts: Hosts, work: Path, alone: dict[
     assert status == 0, printed
     assert "torch: 4 ranks, 2 on host1 (CPU), 2 on host2 (CPU)" in printed
     assert scores(work / "exp") == pytest.approx(alone, rel=1e-5)
+
+
+def test_a_sweep_for_slurm_trains_its_runs(hosts: Hosts, work: Path) -> None:
+    """A job array, whose runs end like trainings with these keys on this host do, each in a folder of its own."""
+    job = submit(hosts, work, "--time", "10", "--sweep", "learning_rate=0.01,0.03", "++corpus", ".")
+    for number, rate in enumerate((0.01, 0.03), 1):
+        status = wait_for_job(hosts, f"{job}_{number}", 240)
+        printed = (work / f"job-{job}_{number}.out").read_text()
+        assert status == 0, printed
+        model = work / f"alone-{number}" / "model"
+        alone = hvdtrain(work / "config.py", {"corpus": str(work), "learning_rate": rate, "model": model})
+        assert alone.status == 0, alone.err
+        assert scores(work / f"exp/learning_rate={rate}") == pytest.approx(scores(model.parent), rel=1e-5)
 
 
 @pytest.mark.parametrize("scheduler", ["pbs", "lsf"])

@@ -4,7 +4,8 @@ import os
 
 import pytest
 
-from hvdtrain.comm.launch import Launch, detect, launch, threads_per_rank
+from hvdtrain.comm.launch import launch, threads_per_rank
+from hvdtrain.comm.launchers import Launch, detect
 
 MPIRUN = {
     "OMPI_COMM_WORLD_RANK": "5",

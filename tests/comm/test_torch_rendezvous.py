@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from hvdtrain.comm.keys import LaunchKeys
-from hvdtrain.comm.launch import Launch, detect, host_names, variables
+from hvdtrain.comm.launchers import Launch, detect, variables
 from hvdtrain.comm.local import processes
+from hvdtrain.comm.slurm import host_names
 from hvdtrain.comm.torch_rendezvous import Address, Agent, SharedFile, parse, place
 from hvdtrain.errors import LaunchError
 

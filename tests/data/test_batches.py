@@ -8,7 +8,7 @@ import numpy
 import pytest
 
 from hvdtrain.data.feed import ReadAhead
-from hvdtrain.data.types import pad
+from hvdtrain.data.padding import pad
 
 
 def test_padding_puts_zeros_behind() -> None:

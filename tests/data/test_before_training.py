@@ -10,8 +10,8 @@ from hdf_files import put, write
 from hvdtrain.comm.base import SingleCommunicator
 from hvdtrain.data.feed import Feed, feed_lines
 from hvdtrain.errors import DataError
-from hvdtrain.session import open_feeds
 from hvdtrain.settings import read_settings
+from hvdtrain.start_up.data import open_feeds
 
 CONFIG = """
 model = "exp/model"

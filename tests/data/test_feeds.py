@@ -12,8 +12,8 @@ from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.report.epoch import EpochReport
 from hvdtrain.returnn_layer.names import UNSUPPORTED
-from hvdtrain.session import open_feeds
 from hvdtrain.settings import Settings, read_settings
+from hvdtrain.start_up.data import open_feeds
 
 CONFIG = """\
 model = "exp/model"

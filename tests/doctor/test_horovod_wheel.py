@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.doctor.horovod_recipe import CudaChoice
-from hvdtrain.doctor.horovod_wheel import built_for, kept, label, misfits
+from hvdtrain.doctor.horovod_wheel import built_for, label, matching_wheel, misfits
 
 BUILT = {
     "horovod": "0.28.1",
@@ -68,12 +68,12 @@ def test_its_name_and_metadata_say_what_it_fits(built: Path, tmp_path: Path) -> 
 def test_a_wheel_is_kept_for_its_versions_alone(built: Path, tmp_path: Path) -> None:
     folder = tmp_path / "wheels"
     folder.mkdir()
-    assert kept(folder, BUILT) is None
+    assert matching_wheel(folder, BUILT) is None
     wheel = label(built, BUILT, folder)
     other = label(built, {**BUILT, "compiler": "g++ 13"}, folder)
     assert label(built, BUILT, folder) == wheel
-    assert kept(folder, BUILT) == wheel != other
-    assert kept(folder, {**BUILT, "CXXFLAGS": "-O1"}) is None
+    assert matching_wheel(folder, BUILT) == wheel != other
+    assert matching_wheel(folder, {**BUILT, "CXXFLAGS": "-O1"}) is None
 
 
 @pytest.mark.parametrize(

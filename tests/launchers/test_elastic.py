@@ -24,19 +24,12 @@ from elastic import (
 from launching import EMPTY, ROOT, TOY, clean_environment, launch, refused, torchrun
 
 from hvdtrain.checkpoint.lock import Holder, only_training_of
+from hvdtrain.comm.child import HUNG, PEER_FAILED
 from hvdtrain.comm.keys import LaunchKeys
-from hvdtrain.comm.launch import Launch
-from hvdtrain.comm.local import (
-    HUNG,
-    PEER_FAILED,
-    Failure,
-    Restarts,
-    check_restarts,
-    processes,
-    remember_failure,
-    remembered_failure,
-    tell_failure,
-)
+from hvdtrain.comm.launchers import Launch, Launcher, Mpirun, Ngpu, SingleProcess, Srun, Torchrun
+from hvdtrain.comm.local import processes
+from hvdtrain.comm.restarts import Restarts, check_restarts
+from hvdtrain.comm.torchrun_failures import Failure, remember, remembered, tell
 from hvdtrain.errors import LaunchError
 from hvdtrain.settings import read_settings
 from hvdtrain.training.trace import has_begun, num_runs, trained_on
@@ -245,25 +238,33 @@ def test_keys_that_make_no_sense_are_refused(corpus: Path, tmp_path: Path, overr
 
 
 @pytest.mark.parametrize(
-    ("keys", "started", "message"),
+    ("keys", "launcher", "message"),
     [
         (
             LaunchKeys(ngpu=1, max_restarts=1),
-            Launch("mpirun", 0, 2),
+            Mpirun({}, Launch("mpirun", 0, 2)),
             "got those of mpirun (the same command goes on from the newest",
         ),
-        (LaunchKeys(ngpu=1, max_restarts=1), Launch("srun", 0, 2), "got those of srun (sbatch --requeue starts the job again)"),
-        (LaunchKeys(ngpu=1, max_restarts=1), Launch("torchrun", 0, 2), "got those of torchrun (torchrun --max-restarts N"),
+        (
+            LaunchKeys(ngpu=1, max_restarts=1),
+            Srun({}, Launch("srun", 0, 2)),
+            "got those of srun (sbatch --requeue starts the job again)",
+        ),
+        (
+            LaunchKeys(ngpu=1, max_restarts=1),
+            Torchrun({}, Launch("torchrun", 0, 2)),
+            "got those of torchrun (torchrun --max-restarts N",
+        ),
         (
             LaunchKeys(ngpu=2, max_restarts=1, dist_rank=0, dist_world_size=2),
-            Launch(None),
+            SingleProcess({}, Launch(None)),
             "expected all 4 processes on this host, got 2 of them",
         ),
     ],
 )
-def test_processes_of_others_are_not_restarted(keys: LaunchKeys, started: Launch, message: str) -> None:
+def test_processes_of_others_are_not_restarted(keys: LaunchKeys, launcher: Launcher, message: str) -> None:
     with pytest.raises(LaunchError) as caught:
-        check_restarts(keys, started, processes(keys, started))
+        check_restarts(keys, launcher, processes(keys, launcher.process))
     assert message in str(caught.value)
 
 
@@ -271,8 +272,8 @@ def test_one_process_can_be_watched_too() -> None:
     keys = LaunchKeys(ngpu=1, max_restarts=1)
     own = processes(keys, Launch(None))
     assert own == [Launch("hvdtrain", 0, 1, 0, 1)]
-    check_restarts(keys, Launch(None), own)
-    check_restarts(keys, own[0], [])
+    check_restarts(keys, SingleProcess({}, Launch(None)), own)
+    check_restarts(keys, Ngpu({}, own[0]), [])
     assert processes(LaunchKeys(ngpu=1), Launch(None)) == []
 
 
@@ -282,16 +283,16 @@ def test_the_first_error_is_remembered_by_an_agent_of_torchrun(tmp_path: Path, c
         folder.mkdir(parents=True, exist_ok=True)
         return {"TORCHELASTIC_ERROR_FILE": str(folder / "error.json"), "TORCHELASTIC_MAX_RESTARTS": restarts}
 
-    assert remembered_failure(environment(0)) is None
-    remember_failure(environment(0), Failure(1, "rank 1 of 2: ZeroDivisionError\nin two lines"))
-    remember_failure(environment(0), Failure(2, "later"))
-    assert remembered_failure(environment(1)) == Failure(1, "rank 1 of 2: ZeroDivisionError\nin two lines")
+    assert remembered(environment(0)) is None
+    remember(environment(0), Failure(1, "rank 1 of 2: ZeroDivisionError\nin two lines"))
+    remember(environment(0), Failure(2, "later"))
+    assert remembered(environment(1)) == Failure(1, "rank 1 of 2: ZeroDivisionError\nin two lines")
     for _ in range(2):
-        tell_failure(environment(1), Failure(1, "rank 1 of 2: ZeroDivisionError"))
+        tell(environment(1), Failure(1, "rank 1 of 2: ZeroDivisionError"))
     assert capsys.readouterr().err.count("not started again after an error that would only repeat (see above): rank 1 of 2") == 1
-    assert remembered_failure(environment(1, restarts="0")) is None
-    assert remembered_failure({**environment(1), "TORCHELASTIC_ERROR_FILE": ""}) is None
-    assert remembered_failure({}) is None
+    assert remembered(environment(1, restarts="0")) is None
+    assert remembered({**environment(1), "TORCHELASTIC_ERROR_FILE": ""}) is None
+    assert remembered({}) is None
 
 
 def test_a_lock_of_an_earlier_attempt_is_taken_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -211,10 +211,10 @@ def test_processes_whose_launcher_was_killed_stop_with_a_checkpoint(corpus: Path
 
 ENDS = """
 import signal, time
-from hvdtrain.comm import local
-local.TERMINATE_TIMEOUT = local.STOP_TIMEOUT = 0.2
+from hvdtrain.comm import child
+child.TERMINATE_TIMEOUT = child.STOP_TIMEOUT = 0.2
 {handler}
-local.end_with_launcher({{local.PARENT: "1"}})  # which is another one than that of this process
+child.end_with(1)  # which is another one than that of this process
 while True:
     time.sleep(1)
 """
@@ -281,7 +281,8 @@ def test_a_rank_that_fails_ends_the_job(corpus: Path, tmp_path: Path, launcher: 
 
 
 def test_a_mapped_file_that_is_cut_off_is_named(corpus: Path, tmp_path: Path) -> None:
-    """The rank that reads what is not there any more is ended by SIGBUS, and the other one looks; so does the next start."""
+    """A rank that reads what is not there any more is ended by SIGBUS, possibly all of them: the launcher looks, and so does the
+    next start."""
     shutil.copytree(corpus, tmp_path / "corpus")
     file = tmp_path / "corpus" / "train.hdf"
     keys = {"record": tmp_path / "record", "part": "train.hdf", "max_seqs": 4, "ngpu": 2}

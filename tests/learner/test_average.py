@@ -17,8 +17,8 @@ from hvdtrain.data.types import Batch, Padded
 from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.learner.frameworks import BuildOptions
 from hvdtrain.learner.reducer import GradientExchange
-from hvdtrain.learner.steps import kept
 from hvdtrain.learner.torch.learner import TorchLearner, build_learner
+from hvdtrain.learner.weight_average import kept_share
 from hvdtrain.runtime.timer import Timer
 
 SUFFIX = {"torch": "pt", "tensorflow": "npz"}
@@ -59,9 +59,9 @@ def test_it_follows_the_weights_and_evaluation_uses_it(tmp_path: Path) -> None:
     with made.state.averaged():
         made.evaluate(BATCH)
         assert made.meter.take_scores().means() == {"half_square": pytest.approx(expected**2 / 2)}
-        made.state.save(tmp_path / "within.pt", tmp_path / "within.opt.pt", {})
+        made.state.contents({}).write(tmp_path / "within.pt", tmp_path / "within.opt.pt")
     assert made.model.weight.item() == weight
-    made.state.save(tmp_path / "model.pt", tmp_path / "model.opt.pt", {"epoch": 1})
+    made.state.contents({"epoch": 1}).write(tmp_path / "model.pt", tmp_path / "model.opt.pt")
     for name in ("within", "model"):  # the same, whether or not an evaluation is under way
         assert torch.load(tmp_path / f"{name}.pt")["model"]["weight"].item() == pytest.approx(expected)
         assert torch.load(tmp_path / f"{name}.opt.pt")["trained"]["weight"].item() == weight
@@ -78,8 +78,8 @@ def test_it_follows_the_weights_and_evaluation_uses_it(tmp_path: Path) -> None:
 
 
 def test_several_updates_at_once_look_back_as_far_as_one_by_one() -> None:
-    assert kept(0.9, 0, 5) == pytest.approx(kept(0.9, 0, 2) * kept(0.9, 2, 3))
-    assert kept(0.999, 10**6, 100) == pytest.approx(0.999**100)
+    assert kept_share(0.9, 0, 5) == pytest.approx(kept_share(0.9, 0, 2) * kept_share(0.9, 2, 3))
+    assert kept_share(0.999, 10**6, 100) == pytest.approx(0.999**100)
 
 
 @trains(*RUNS)

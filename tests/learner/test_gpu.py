@@ -12,10 +12,11 @@ import torch
 from gpu_training import KEYS, MEAN, SUM, trained
 
 from hvdtrain.comm.base import Communicator, SingleCommunicator
-from hvdtrain.comm.launch import Launch
+from hvdtrain.comm.launchers import Launch
 from hvdtrain.context import RunContext, get_run_ctx
 from hvdtrain.data.feed import ReadAhead
-from hvdtrain.data.types import Batch, pad
+from hvdtrain.data.padding import pad
+from hvdtrain.data.types import Batch
 from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.learner.frameworks import BuildOptions
 from hvdtrain.learner.reducer import GradientExchange

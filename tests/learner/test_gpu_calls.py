@@ -12,7 +12,8 @@ from gpu_training import FUSED, KEYS, SUM, same, trained
 
 from hvdtrain.comm.base import SingleCommunicator
 from hvdtrain.context import RunContext, get_run_ctx
-from hvdtrain.data.types import Batch, pad
+from hvdtrain.data.padding import pad
+from hvdtrain.data.types import Batch
 from hvdtrain.errors import TrainingError
 from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.learner.frameworks import BuildOptions

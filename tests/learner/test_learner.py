@@ -1,6 +1,9 @@
 """The torch learner by itself: optimizers, clipping, scores, and what a train_step may not do."""
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy
@@ -17,7 +20,7 @@ from hvdtrain.errors import ConfigError
 from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.learner.frameworks import BuildOptions
 from hvdtrain.learner.reducer import GradientExchange
-from hvdtrain.learner.torch.learner import TorchLearner, build_learner
+from hvdtrain.learner.torch.learner import TorchLearner, build_learner, check_import_order
 from hvdtrain.learner.torch.optimizer import make_optimizer
 from hvdtrain.runtime.timer import Timer
 
@@ -190,3 +193,16 @@ def test_dropout_differs_between_ranks_and_steps_and_comes_back_after_a_restart(
     rank0_step0, rank0_step1, rank1_step0, rank1_step1, restarted_step1 = drawn
     assert len({tuple(numbers) for numbers in (rank0_step0, rank0_step1, rank1_step0, rank1_step1)}) == 4
     assert restarted_step1 == rank0_step1
+
+
+def test_tensorflow_before_triton_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch would import triton, which crashes in a process with TensorFlow; a triton that is there already does not."""
+    (tmp_path / "triton").mkdir()
+    (tmp_path / "triton" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "triton", raising=False)
+    monkeypatch.setitem(sys.modules, "tensorflow", ModuleType("tensorflow"))
+    with pytest.raises(ConfigError, match="expected a process without TensorFlow for 'torch', got one that has imported it"):
+        learner()
+    monkeypatch.setitem(sys.modules, "triton", ModuleType("triton"))
+    check_import_order()

@@ -152,7 +152,7 @@ def updated(made: TorchLearner, comm: Communicator, first: int, last: int) -> To
 def save(made: TorchLearner, comm: Communicator, folder: Path) -> None:
     made.state.gather_state()
     if comm.rank == 0:
-        made.state.save(folder / "model.pt", folder / "optimizer.pt", {})
+        made.state.contents({}).write(folder / "model.pt", folder / "optimizer.pt")
     comm.gather(None, name="saved")
 
 

@@ -150,7 +150,7 @@ def test_a_multiplier_holds_for_its_group_and_is_the_configs_after_loading(tmp_p
         learner.update(0.5)
         assert learner.model.own.scale.tolist() == pytest.approx([scale, scale])
         assert learner.model.norm.bias.tolist() == pytest.approx([-0.5 * (1 + (learner is second))] * 2)
-        first.state.save(tmp_path / "model", tmp_path / "optimizer", {})
+        first.state.contents({}).write(tmp_path / "model", tmp_path / "optimizer")
         second.state.load(tmp_path / "model", tmp_path / "optimizer")
 
 

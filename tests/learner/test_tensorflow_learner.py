@@ -14,8 +14,9 @@ from hvdtrain.comm.base import SingleCommunicator
 from hvdtrain.context import get_run_ctx
 from hvdtrain.data.types import Batch, Padded
 from hvdtrain.errors import CheckpointError, ConfigError, TrainingError
-from hvdtrain.learner.base import LearnerKeys, PreloadNames
+from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.learner.frameworks import BuildOptions
+from hvdtrain.learner.preload import PreloadNames, PreloadRequest
 from hvdtrain.learner.reducer import GradientExchange
 from hvdtrain.learner.tensorflow.learner import TensorFlowLearner, build_learner
 from hvdtrain.learner.tensorflow.tensors import variables_of
@@ -316,7 +317,7 @@ def test_mixed_precision_by_keras_policies(policy: str, tmp_path: Path) -> None:
     after = numpy.asarray(made.model.trainable_variables[0]).astype(numpy.float32)
     assert numpy.linalg.norm(after - before) == pytest.approx(1.0, rel=1e-2)
     assert (made.meter.loss_scale is not None) == (policy == "mixed_float16")
-    made.state.save(tmp_path / "model", tmp_path / "optimizer", {})
+    made.state.contents({}).write(tmp_path / "model", tmp_path / "optimizer")
     again = learner(get_model=model, gradient_clip_global_norm=1.0)
     again.state.load(tmp_path / "model", tmp_path / "optimizer")
     assert numpy.array_equal(numpy.asarray(again.model.trainable_variables[0]).astype(numpy.float32), after)
@@ -328,8 +329,8 @@ def test_a_checkpoint_brings_everything_back_and_a_wrong_or_damaged_one_changes_
     made = learner(optimizer="adam", model_format=suffix)
     made.backward(BATCH)
     made.update(0.1)
-    copied = made.state.snapshot()
-    made.state.save(*files, {"step": 1, "history": [{"score": 0.1, "nothing": float("nan")}]})
+    copied = made.state.snapshot({"step": 1, "history": [{"score": 0.1, "nothing": float("nan")}]})
+    made.state.contents(copied.progress).write(*files)
     again = learner(optimizer="adam")
     progress = again.state.load(*files)
     assert (progress["step"], progress["history"][0]["score"]) == (1, 0.1)
@@ -338,13 +339,13 @@ def test_a_checkpoint_brings_everything_back_and_a_wrong_or_damaged_one_changes_
         one.update(0.1)
     assert numpy.array_equal(kernel(made), kernel(again))
     late = tmp_path / f"late.{suffix}", tmp_path / "late.opt.npz"
-    made.state.save(*late, progress, copied)  # as it was then, whatever has been trained since
+    copied.write(*late)  # as it was then, whatever has been trained since
     assert [file.stat().st_size for file in late] == [file.stat().st_size for file in files]
     again.state.load(*late)
     again.backward(BATCH)
     again.update(0.1)
     assert numpy.array_equal(kernel(made), kernel(again))
-    with pytest.raises(CheckpointError, match="expected the state of this config's optimizer, got another"):
+    with pytest.raises(CheckpointError, match="expected the state of the optimizer SGD for this model, got another"):
         learner(optimizer="sgd").state.load(*files)
     content = files[0].read_bytes()
     for damaged in (content[: len(content) // 2], content.replace(b"layers.0.kernel", b"layers.1.kernel"), b""):
@@ -409,17 +410,18 @@ def test_a_rank_saves_what_it_has_of_its_own_and_takes_over_from_other_files(tmp
     made = learner(optimizer="adam")
     made.backward(BATCH)
     made.update(0.1)
-    made.state.save_own(tmp_path / "own.npz", ["parameters", "optimizer"])
+    made.state.rank_contents(["parameters", "optimizer"]).write(tmp_path / "own.npz")
     again = learner(optimizer="adam")
-    again.state.load_own(tmp_path / "own.npz", ["parameters", "optimizer"])
+    again.state.load_rank(tmp_path / "own.npz", ["parameters", "optimizer"])
     for one in (made, again):
         one.backward(BATCH)
         one.update(0.1)
     assert numpy.array_equal(kernel(made), kernel(again))
     numpy.savez(tmp_path / "theirs.npz", weight=numpy.array([[3.0], [4.0]], numpy.float32))
-    found = again.state.preload(
-        tmp_path / "theirs.npz", "model", lambda ours, theirs: PreloadNames(dict(zip(ours, theirs, strict=True)), {}), None
+    in_order = PreloadRequest(
+        tmp_path / "theirs.npz", "model", lambda ours, theirs: PreloadNames(dict(zip(ours, theirs, strict=True)), {})
     )
+    found = again.state.preload(in_order)
     assert found[0] == found[1] == list(again.variables.by_name)
     assert kernel(again).tolist() == [[3.0], [4.0]]
     assert [float(number) for number in again.numbers([1.0, 0.5])] == [1.0, 0.5]

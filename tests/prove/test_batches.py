@@ -5,7 +5,7 @@ import pytest
 
 from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.errors import DataError
-from hvdtrain.prove.training import GlobalBatches, chosen_steps, given
+from hvdtrain.prove.training import GlobalBatches, chosen_steps, fixed_rates
 
 ORDER = numpy.random.default_rng(0).permutation(40).astype(numpy.int64)
 PLAN = Plan(ORDER, numpy.array([0, 3, 5, 11, 12, 20, 21, 30, 34, 40]))
@@ -56,7 +56,7 @@ def test_batches_are_read_as_they_were_written(tmp_path) -> None:
 
 def test_each_update_has_its_learning_rate_however_often_the_engine_asks() -> None:
     updates = 0
-    rates = given([0.1, 0.2, 0.3], lambda: updates)
+    rates = fixed_rates([0.1, 0.2, 0.3], lambda: updates)
     asked = []
     for updates in range(4):
         asked += [rates.of_step(updates, 0.0, rates.of_epoch(1, [])) for _ in range(2)]

@@ -15,7 +15,7 @@ from hvdtrain.prove.causes import (
     Case,
     Probe,
     causes,
-    checked,
+    describe_exchange,
     parts_of,
     without_dropout,
 )
@@ -125,11 +125,11 @@ def test_synchronized_statistics_are_no_cause() -> None:
 
 def test_whether_it_is_the_exchange() -> None:
     one = different()
-    assert checked(case(one)) is None
+    assert describe_exchange(case(one)) is None
     same = replace(case(one), accumulated=different())
-    assert "the exchange between the ranks is right" in str(checked(same))
+    assert "the exchange between the ranks is right" in str(describe_exchange(same))
     assert causes(same) == [OF_BATCHES]
-    assert "something else, too" in str(checked(replace(case(one), accumulated=record(1))))
+    assert "something else, too" in str(describe_exchange(replace(case(one), accumulated=record(1))))
 
 
 class Holder:

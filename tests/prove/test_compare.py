@@ -9,7 +9,7 @@ import pytest
 from prove_records import changed, record
 
 from hvdtrain.data.types import Batch, Padded
-from hvdtrain.prove.compare import SKETCH, ModulePart, Record, checksum, compare, factor, sketch, summed
+from hvdtrain.prove.compare import SKETCH, ModulePart, Record, checksum, compare, factor, sketch, sum_losses
 
 
 @pytest.mark.parametrize("shape", [(3, 5), (SKETCH,), (400, 700)])
@@ -117,4 +117,4 @@ def test_the_checksum_of_a_step_does_not_depend_on_its_batches() -> None:
 
 
 def test_losses_of_all_ranks() -> None:
-    assert summed([{"ce": (1.0, 2.0)}, {"ce": (3.0, 4.0), "more": (1.0, 1.0)}]) == {"ce": (4.0, 6.0), "more": (1.0, 1.0)}
+    assert sum_losses([{"ce": (1.0, 2.0)}, {"ce": (3.0, 4.0), "more": (1.0, 1.0)}]) == {"ce": (4.0, 6.0), "more": (1.0, 1.0)}

@@ -15,7 +15,7 @@ from trainings import Run, Trained, trains
 
 from hvdtrain.settings import print_config, read_settings
 
-RELEASES = ("0.1.0",)
+RELEASES = ("0.1.0", "1.0.0")
 """Those whose checkpoints and configs this version reads."""
 
 TENSORFLOW = ("g2p_tf.py", "init_tensorflow.py")

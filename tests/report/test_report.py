@@ -25,7 +25,7 @@ from hvdtrain.report import page
 from hvdtrain.report.__main__ import main
 from hvdtrain.report.epoch import EpochReport, held_up
 from hvdtrain.report.json_lines import as_line
-from hvdtrain.report.plots import MAX_POINTS, decimated, score_figures, time_figures
+from hvdtrain.report.plots import MAX_POINTS, decimate, score_figures, time_figures
 from hvdtrain.report.runs import Start, note_start, read_runs
 from hvdtrain.report.serve import open_server
 from hvdtrain.report.trackers import TensorBoard, metrics
@@ -276,7 +276,7 @@ def test_the_bar_of_an_epoch_that_was_resumed_is_as_long_as_it_took(tmp_path: Pa
 
 def test_a_long_curve_keeps_its_peaks(tmp_path: Path) -> None:
     values = numpy.random.default_rng(1).normal(size=100_000).tolist()
-    kept = decimated(values)
+    kept = decimate(values)
     assert len(kept) <= MAX_POINTS
     assert {values.index(min(values)), values.index(max(values)), 0, len(values) - 1} <= set(kept)
 

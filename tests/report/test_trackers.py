@@ -40,7 +40,7 @@ def config_with(folder: Path, code: str) -> Path:
 def _patient() -> Iterator[None]:
     """However busy the machine is: no tracker is left behind."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hvdtrain.run.PATIENCE", {"finished": 600.0, "stopped": 600.0, "failed": 600.0})
+        patch.setattr("hvdtrain.start_up.reporters.PATIENCE", {"finished": 600.0, "stopped": 600.0, "failed": 600.0})
         yield
 
 

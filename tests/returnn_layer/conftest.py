@@ -1,4 +1,4 @@
-"""Data for configs written for RETURNN; with the installed RETURNN, and without it."""
+"""Data for configs written for RETURNN, and an environment without the package."""
 
 from pathlib import Path
 
@@ -40,9 +40,3 @@ def without_returnn(tmp_path: Path) -> dict[str, str]:
         "sys.meta_path.insert(0, Blocked())\n"
     )
     return {"PYTHONPATH": f"{tmp_path / 'blocked'}:{ROOT}", **ONE_THREAD}
-
-
-@pytest.fixture
-def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Configs that are read in this process find hvdtrain's stand-ins, as where RETURNN is not installed."""
-    monkeypatch.setattr("hvdtrain.returnn_layer.adapter.is_installed", lambda: False)

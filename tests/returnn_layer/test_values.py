@@ -130,7 +130,8 @@ def test_what_is_not_off() -> None:
 
 def test_keys_of_tensorflow_have_no_effect_with_pytorch(tmp_path: Path) -> None:
     text = "backend = 'torch'\nnetwork, optimizer_epsilon, pretrain = {'output': {}}, 1e-8, 'default'\n"
-    assert set(settings(tmp_path, text).without_effect) == {"network", "optimizer_epsilon", "pretrain"}
+    [note] = settings(tmp_path, text).notes
+    assert set(note.partition(": ")[2].split(", ")) == {"network", "optimizer_epsilon", "pretrain"}
     own = text.replace("backend", "import sys\nbackend")
     (tmp_path / "own.py").write_text(CONFIG.replace("MODEL", "'m'").replace("import returnn.frontend as rf", "") + own)
     with pytest.raises(ConfigError) as caught:
@@ -145,7 +146,7 @@ def test_torch_distributed_wins_over_use_horovod(tmp_path: Path) -> None:
     assert not made.reduce.use_horovod
     assert made.torch_distributed is not None
     assert made.reduce.sync_steps == 3
-    assert any(line.startswith("use_horovod: without effect") for line in made.misspelt)
+    assert any(line.startswith("use_horovod: without effect") for line in made.warnings)
     with pytest.raises(ConfigError, match="use_horovod, torch_distributed: expected one of them"):
         settings(tmp_path, both, use_horovod="1")
     assert settings(tmp_path, both, torch_distributed="None").reduce.use_horovod

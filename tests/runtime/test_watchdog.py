@@ -196,8 +196,6 @@ def test_who_waits_is_told_by_modules_and_not_by_folders(module: str | None, wai
 )
 def test_who_ends_with_an_error_of_all_ranks_has_not_failed(error: Exception, everywhere: bool) -> None:
     """Others may still be in a callback, or wait where the ranks disconnect."""
-    if everywhere:
-        error.on_every_rank = True  # type: ignore[attr-defined]
     first, second = on_ranks(
         2, lambda comm: exchange_contacts(comm.rank, ["127.0.0.1"], lambda own: comm.gather(own, name="watchdog"))
     )

@@ -14,7 +14,9 @@ import yaml
 from launching import ROOT, Finished
 
 from hvdtrain.submit.__main__ import main
-from hvdtrain.submit.sweep import INDEX
+from hvdtrain.submit.schedulers import SCHEDULERS
+
+INDEX = {name: scheduler.array_index or ("", 0) for name, scheduler in SCHEDULERS.items()}
 
 G2P = "configs/g2p.py"
 SIZE = ["--nodes", "2", "--tasks-per-node", "4"]

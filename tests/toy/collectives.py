@@ -16,8 +16,8 @@ from hvdtrain.comm.base import all_reduce
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.torch.optimizer import ShardedOptimizer
 from hvdtrain.learner.torch.sync_batch_norm import synchronize
-from hvdtrain.session import open_communicator
 from hvdtrain.settings import read_settings
+from hvdtrain.start_up.ranks import open_communicator
 
 transport, folder = sys.argv[1], Path(sys.argv[2])
 overrides = {"corpus": str(folder), "model": str(folder / "model"), transport: "1" if transport == "use_horovod" else "{}"}

@@ -16,17 +16,17 @@ from pathlib import Path
 
 import numpy
 
-from hvdtrain import engine
 from hvdtrain.config.source import LargeImports
 from hvdtrain.run import train
 from hvdtrain.runtime.interrupt import Stopped
-from hvdtrain.session import open_communicator
 from hvdtrain.settings import read_settings
+from hvdtrain.start_up.ranks import open_communicator
+from hvdtrain.training import agreement
 
 LargeImports.install()  # as the program does
-assert engine.INTERVAL > 0
-assert engine.LOCAL_UPDATES_INTERVAL > 0
-engine.INTERVAL = engine.LOCAL_UPDATES_INTERVAL = 0.0  # a stop comes two steps after its signal, even if steps are short
+assert agreement.INTERVAL > 0
+assert agreement.LOCAL_UPDATES_INTERVAL > 0
+agreement.INTERVAL = agreement.LOCAL_UPDATES_INTERVAL = 0.0  # a stop comes two steps after its signal, even if steps are short
 
 
 def arrays_of(model):

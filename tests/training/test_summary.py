@@ -11,9 +11,9 @@ from thread_ranks import on_ranks
 from hvdtrain.comm.base import Communicator
 from hvdtrain.learner.base import Layer
 from hvdtrain.report.json_lines import as_json, table
-from hvdtrain.run import overfitting
-from hvdtrain.session import open_session
 from hvdtrain.settings import read_settings
+from hvdtrain.start_up.job import open_session
+from hvdtrain.start_up.overfit import overfitting
 
 
 def test_counts_of_a_layer_have_those_inside_it() -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy
 
 from hvdtrain.data.dataset import Dataset
-from hvdtrain.data.types import Array, Padded, Stream, pad
+from hvdtrain.data.padding import pad
+from hvdtrain.data.types import Array, Padded, Stream
 
 PER_ARRAY, PER_SEQUENCE = 144, 180
 """Bytes that Python and numpy need for a cached array besides its values, and for a sequence besides its arrays."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from hvdtrain.config.check import build, unknown_options
 from hvdtrain.config.keys import REQUIRED, key, not_negative, positive
@@ -16,6 +16,8 @@ from hvdtrain.errors import Problem, problem
 @dataclass(frozen=True, kw_only=True)
 class CombinedDatasetKeys(DatasetKeys):
     """Keys of a dataset dict with `"class": "CombinedDataset"`: the sequences of datasets with different data keys."""
+
+    opener: ClassVar[str] = "hvdtrain.data.combine.union:open_combined"
 
     datasets: dict[str, Any] = key(REQUIRED, "the datasets by name, each a dataset dict or HDF files")
     sampling_sizes: int | dict[str, int] | None = key(
@@ -64,6 +66,8 @@ class CombinedDatasetKeys(DatasetKeys):
 class ConcatDatasetKeys(DatasetKeys):
     """Keys of a dataset dict with `"class": "ConcatDataset"`: corpora with the same data keys, one after the other."""
 
+    opener: ClassVar[str] = "hvdtrain.data.combine.union:open_concat"
+
     datasets: list[Any] = key(REQUIRED, "the datasets, each a dataset dict or HDF files, with the data keys of the first one")
 
     def problems(self) -> list[Problem]:
@@ -74,6 +78,8 @@ class ConcatDatasetKeys(DatasetKeys):
 class FilesDatasetKeys(FileDatasetKeys):
     """Keys of a dataset dict with `"class": "FilesDataset"`: thousands of HDF files, opened when they are needed."""
 
+    opener: ClassVar[str] = "hvdtrain.data.hdf.dataset:open_files_dataset"
+
     files: list[str] = key(REQUIRED, "the HDF files")
     max_open_files: int = key(32, "the number of files that are open at a time", positive)
 
@@ -82,6 +88,8 @@ class FilesDatasetKeys(FileDatasetKeys):
 class MetaDatasetKeys(DatasetKeys):
     """Keys of a dataset dict with `"class": "MetaDataset"`: data keys of several datasets, joined by tag."""
 
+    opener: ClassVar[str] = "hvdtrain.data.combine.meta:open_meta"
+
     datasets: dict[str, Any] = key(REQUIRED, "the datasets by name, each a dataset dict or HDF files")
     data_map: dict[str, Any] = key(REQUIRED, "by data key: (name of the dataset, data key there)")
     seq_order_control_dataset: str | None = key(
@@ -89,7 +97,7 @@ class MetaDatasetKeys(DatasetKeys):
     )
 
     @property
-    def control(self) -> str:
+    def ordered_by(self) -> str:
         """The name of the dataset that determines which sequences there are."""
         return self.seq_order_control_dataset or next(iter(self.datasets))
 
@@ -138,6 +146,8 @@ class OutputKeys:
 class MapDatasetKeys(DatasetKeys):
     """Keys of a dataset dict with `"class": "MapDataset"`: a function applied to every sequence of a dataset."""
 
+    opener: ClassVar[str] = "hvdtrain.data.combine.map:open_map"
+
     dataset: Any = key(REQUIRED, "the dataset whose sequences are changed: a dataset dict or HDF files; its order keys hold")
     map_seq: Callable[..., Any] | str = key(
         REQUIRED,
@@ -173,6 +183,10 @@ class MapDatasetKeys(DatasetKeys):
             problems += more + unknown_options(f"map_outputs.{name}.", entry, OutputKeys, "an entry of map_outputs")
             problems += [found.within(f"map_outputs.{name}.") for found in (made.problems() if made is not None else [])]
         return problems
+
+    @property
+    def ordered_by(self) -> str:
+        return "dataset"
 
     def num_readers(self) -> int:
         return max(1, self.num_workers)

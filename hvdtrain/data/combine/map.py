@@ -171,7 +171,7 @@ def accepted_arguments(function: Callable[..., Any], names: tuple[str, ...]) -> 
 def _generator(seed: int, epoch: int, index: int) -> numpy.random.RandomState:
     """The random numbers of a sequence in an epoch, the same on every rank and in any order of the sequences.
 
-    A RandomState, as functions that were written for RETURNN expect.
+    A RandomState, whose methods functions of existing configs call.
     """
     return numpy.random.RandomState([seed, epoch, index])
 

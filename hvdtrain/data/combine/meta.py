@@ -272,14 +272,14 @@ def open_meta(where: str, keys: MetaDatasetKeys, datasets: Mapping[str, Dataset]
             raise DataError(
                 f"{where}.data_map.{data_key}: expected a data key of {name} ({', '.join(datasets[name].streams)}), got {there!r}"
             )
-    needed = {keys.control, *(name for name, _ in sources.values())}
+    needed = {keys.ordered_by, *(name for name, _ in sources.values())}
     used = {name: dataset for name, dataset in datasets.items() if name in needed}
-    positions: dict[str, Array | None] = {keys.control: None}
-    others = [name for name in used if name != keys.control]
+    positions: dict[str, Array | None] = {keys.ordered_by: None}
+    others = [name for name in used if name != keys.ordered_by]
     if others:
-        index = TagIndex(f"{where}.datasets.{keys.control}", used[keys.control])
+        index = TagIndex(f"{where}.datasets.{keys.ordered_by}", used[keys.ordered_by])
         positions |= {name: index.positions_in(f"{where}.datasets.{name}", used[name]) for name in others}
     for name, dataset in datasets.items():
         if name not in used:
             dataset.close()
-    return MetaDataset(used, sources, keys.control, positions)
+    return MetaDataset(used, sources, keys.ordered_by, positions)

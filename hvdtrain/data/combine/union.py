@@ -10,8 +10,10 @@ from dataclasses import replace
 import numpy
 
 from hvdtrain.data.combine.keys import CombinedDatasetKeys, ConcatDatasetKeys, FilesDatasetKeys
-from hvdtrain.data.dataset import Dataset, concatenated_tag_bytes, concatenated_tags, split
-from hvdtrain.data.types import Array, Padded, Stream, merged
+from hvdtrain.data.combine.parts import concatenated_tag_bytes, concatenated_tags, split
+from hvdtrain.data.dataset import Dataset
+from hvdtrain.data.padding import merged
+from hvdtrain.data.types import Array, Padded, Stream
 from hvdtrain.errors import DataError
 
 

@@ -3,17 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
-import numpy
-
+from hvdtrain.config.keys import REQUIRED, key, not_negative, positive
 from hvdtrain.data.dataset import Dataset
-from hvdtrain.data.kinds import DummyDatasetKeys, Task12AXDatasetKeys
+from hvdtrain.data.keys import DatasetKeys
 from hvdtrain.data.types import Array, Stream
+from hvdtrain.errors import Problem, problem
 
 SYMBOLS = "123ABCXYZ"
 ANSWERS = "LR"
 SHORTEST, LONGEST = 10, 99
 """Of the 12-AX task: the classes of 'data' and of 'classes', and the limits of a sequence's length."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DummyDatasetKeys(DatasetKeys):
+    """Keys of a dataset dict with `"class": "DummyDataset"`: meaningless numbers."""
+
+    opener: ClassVar[str] = f"{__name__}:open_dummy"
+
+    input_dim: int = key(REQUIRED, "dimension of the vectors in 'data'", positive)
+    output_dim: int = key(REQUIRED, "number of classes in 'classes'", positive)
+    num_seqs: int = key(REQUIRED, "number of sequences", positive)
+    seq_len: int | dict[str, int] = key(
+        2, "frames of every sequence, or a dict with the frames of 'data' and 'classes'", positive
+    )
+
+    def problems(self) -> list[Problem]:
+        if not isinstance(self.seq_len, dict):
+            return []
+        right = self.seq_len.keys() == {"data", "classes"} and min(self.seq_len.values()) >= 0
+        expected = "seq_len: expected zero or a positive number for 'data' and for 'classes'"
+        return [] if right else problem("out-of-range", f"{expected}, got {self.seq_len}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task12AXDatasetKeys(DatasetKeys):
+    """Keys of a dataset dict with `"class": "Task12AXDataset"`: a synthetic memory task."""
+
+    opener: ClassVar[str] = f"{__name__}:open_task12ax"
+
+    num_seqs: int = key(REQUIRED, "number of sequences, each of 10 to 99 frames", positive)
+    fixed_random_seed: int = key(1, "seed of the sequences, which are the same in every epoch", not_negative)
 
 
 class SyntheticDataset(Dataset):
@@ -31,6 +64,8 @@ class DummyDataset(SyntheticDataset):
     """Data keys 'data' (vectors of numbers from -0.5 to 0.4) and 'classes'; both count up from the index of the sequence."""
 
     def __init__(self, input_dim: int, output_dim: int, num_sequences: int, frames: Mapping[str, int]) -> None:
+        import numpy  # not at the top: `--help` imports this file
+
         self.streams = {
             "data": Stream(numpy.dtype(numpy.float32), (input_dim,), input_dim, sparse=False),
             "classes": Stream(numpy.dtype(numpy.int32), (), output_dim, sparse=True),
@@ -38,6 +73,8 @@ class DummyDataset(SyntheticDataset):
         self.lengths = {name: numpy.full(num_sequences, frames[name], numpy.int32) for name in self.streams}
 
     def sequence(self, index: int) -> dict[str, Array]:
+        import numpy
+
         frames, dim = int(self.lengths["data"][index]), self.streams["data"].dim
         values = (numpy.arange(index, index + frames * dim) % 10 - 5) / 10
         classes = numpy.arange(index, index + int(self.lengths["classes"][index])) % self.streams["classes"].dim
@@ -55,6 +92,8 @@ class Task12AXDataset(SyntheticDataset):
 
     def __init__(self, num_sequences: int, seed: int) -> None:
         self._seed = seed
+        import numpy  # not at the top: `--help` imports this file
+
         lengths = numpy.random.RandomState(seed).randint(SHORTEST, LONGEST + 1, size=num_sequences).astype(numpy.int32)
         self.streams = {
             "data": Stream(numpy.dtype(numpy.float32), (len(SYMBOLS),), len(SYMBOLS), sparse=False),
@@ -63,12 +102,16 @@ class Task12AXDataset(SyntheticDataset):
         self.lengths = {"data": lengths, "classes": lengths}
 
     def sequence(self, index: int) -> dict[str, Array]:
+        import numpy
+
         symbols = self._symbols(index)
         data = numpy.eye(len(SYMBOLS), dtype=numpy.float32)[[SYMBOLS.index(symbol) for symbol in symbols]]
         return {"data": data, "classes": numpy.array([ANSWERS.index(answer) for answer in answers(symbols)], dtype=numpy.int32)}
 
     def _symbols(self, index: int) -> str:
         """Mostly AX and BY after digits, so that R is not too rare."""
+        import numpy
+
         length = int(self.lengths["data"][index])
         generator = numpy.random.RandomState([self._seed, index])
         text = ""

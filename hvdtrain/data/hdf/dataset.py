@@ -20,8 +20,9 @@ import h5py
 import numpy
 
 from hvdtrain.data.combine.keys import FilesDatasetKeys
+from hvdtrain.data.combine.parts import concatenated_tag_bytes, concatenated_tags
 from hvdtrain.data.combine.union import open_files
-from hvdtrain.data.dataset import Dataset, concatenated_tag_bytes, concatenated_tags
+from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.files import Identity, check_same, identity
 from hvdtrain.data.hdf.compression import load_filters
 from hvdtrain.data.hdf.layouts import (
@@ -38,7 +39,8 @@ from hvdtrain.data.hdf.layouts import (
     texts_of,
 )
 from hvdtrain.data.kinds import HDFDatasetKeys
-from hvdtrain.data.types import Array, External, Padded, Stream, pad
+from hvdtrain.data.padding import pad
+from hvdtrain.data.types import Array, External, Padded, Stream
 from hvdtrain.errors import DataError
 
 SHORT = 512

@@ -98,7 +98,7 @@ class BatchKeys(Section):
     )
     online_shuffle_batches: int | dict[str, int] | None = key(
         None,
-        "RETURNN's key: train on N batches after the other in random order, then on the next N, so that batches stay near their "
+        "train on N batches after the other in random order, then on the next N, so that batches stay near their "
         "place in the order of the sequences; a number, or {'buffer_size': N}",
         positive,
     )

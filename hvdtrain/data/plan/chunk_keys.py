@@ -83,10 +83,8 @@ class ChunkKeys(Section):
     )
     chunking_tail: Tail = key(
         "keep",
-        "'keep': stop when at most min_chunk_size frames are left, but always keep the first chunk of a sequence "
-        "(RETURNN's rule with "
-        "TensorFlow); 'drop_short': drop chunks of less than min_chunk_size frames, and sequences without longer ones (its rule "
-        "with PyTorch)",
+        "'keep': stop when at most min_chunk_size frames are left, but always keep the first chunk of a sequence; "
+        "'drop_short': drop chunks of less than min_chunk_size frames, and sequences without longer ones",
     )
 
     def problems(self, others: Sections = ALONE) -> list[Problem]:

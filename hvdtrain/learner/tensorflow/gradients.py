@@ -166,7 +166,7 @@ class AccumulatedGradients:
 
     def zeros(self, exchange: Exchange) -> Accumulated:
         """The gradients of a rank that had no batch."""
-        return [packed(self._gradients.zeros(exchange))], tf.zeros([max(1, len(exchange.losses.names))], tf.float64)
+        return [pack(self._gradients.zeros(exchange))], tf.zeros([max(1, len(exchange.losses.names))], tf.float64)
 
     def specs(self, sets: int, exchange: Exchange) -> Any:
         """The types of accumulated gradients, for a function that takes them.
@@ -177,15 +177,15 @@ class AccumulatedGradients:
         return [self._gradients.specs(exchange) for _ in range(sets)], tf.TensorSpec([None], tf.float64)
 
 
-def combined(sets: Sequence[list[Any]], counts: tf.Tensor) -> list[Gradient]:
+def combine(sets: Sequence[list[Any]], counts: tf.Tensor) -> list[Gradient]:
     """One set of gradients from all: those of normalized losses are divided by their counts over all ranks. Part of a graph."""
-    gradients = unpacked(sets[0])
+    gradients = unpack(sets[0])
     for number, of_loss in enumerate(sets[1:]):
-        gradients = added(gradients, divided(unpacked(of_loss), tf.maximum(counts[number], TINY)))
+        gradients = add_sets(gradients, divide(unpack(of_loss), tf.maximum(counts[number], TINY)))
     return gradients
 
 
-def of_any_set(found: Sequence[Sequence[Any]]) -> list[Any]:
+def any_gradients(found: Sequence[Sequence[Any]]) -> list[Any]:
     """A gradient of each variable from any of the sets, a dense one if there is one; None if no set has any."""
 
     def of_one(gradients: Sequence[Any]) -> Any:
@@ -196,43 +196,59 @@ def of_any_set(found: Sequence[Sequence[Any]]) -> list[Any]:
     return [of_one(gradients) for gradients in zip(*found, strict=True)]
 
 
-def clipped(gradients: Sequence[Gradient], value: Any | None, global_norm: Any | None) -> tuple[list[Gradient], tf.Tensor]:
-    """Every element clipped to [-value, value]; then all gradients scaled down to `global_norm` if theirs is larger.
-
-    Returns: the gradients, and their global norm before they were scaled; 0 without `global_norm`.
-    """
-    changed, norm = list(gradients), tf.zeros([])
-    if value is not None:
-        changed = [_map(gradient, lambda tensor: tf.clip_by_value(tensor, -value, value)) for gradient in changed]
-    if global_norm is not None:
-        tensors = [gradient.values if isinstance(gradient, Rows) else gradient for gradient in changed]
-        norm = tf.linalg.global_norm(tensors)
-        factor = tf.minimum(global_norm / (norm + 1e-6), 1.0)
-        changed = [_map(gradient, lambda tensor: tensor * tf.cast(factor, tensor.dtype)) for gradient in changed]
-    return changed, norm
-
-
-def noisy(gradients: Sequence[Gradient], deviation: Any, seeds: tf.Tensor) -> list[Gradient]:
-    """Noise from a normal distribution, truncated at two standard deviations, added to every element. If an embedding's gradient
-    is sent as rows, it is added to these rows only.
+class TensorFlowGradients:
+    """The gradients of an update, for `change_gradients`: part of a graph.
 
     Args:
-        seeds: int32 of shape (2,). The noise is stateless: no other random numbers change.
+        values: the gradients.
+        scale: what the config's optimizer multiplied the loss by, and will divide them by.
+        seeds: of the noise, int32 of shape (2,). It is stateless: no other random numbers change.
+
+    Attributes:
+        norm: their global norm before they were scaled down to one; None: they were not.
     """
 
-    def with_noise(tensor: tf.Tensor, number: int) -> tf.Tensor:
-        of_one = tf.stack([seeds[0] + number, seeds[1]])
-        return tensor + tf.random.stateless_truncated_normal(tf.shape(tensor), of_one, dtype=tensor.dtype) * deviation
+    def __init__(self, values: Sequence[Gradient], scale: tf.Tensor, seeds: tf.Tensor) -> None:
+        self.values = list(values)
+        self.norm: tf.Tensor | None = None
+        self._scale = scale
+        self._seeds = seeds
 
-    return [_map(gradient, lambda tensor, n=number: with_noise(tensor, n)) for number, gradient in enumerate(gradients)]
+    def add_noise(self, deviation: float) -> None:
+        """Where an embedding's gradient is sent as rows, noise is added to these rows only."""
+        scaled = deviation * self._scale
+
+        def with_noise(tensor: tf.Tensor, number: int) -> tf.Tensor:
+            seeds = tf.stack([self._seeds[0] + number, self._seeds[1]])
+            return tensor + tf.random.stateless_truncated_normal(tf.shape(tensor), seeds, dtype=tensor.dtype) * scaled
+
+        self.values = [
+            _map(gradient, lambda tensor, n=number: with_noise(tensor, n)) for number, gradient in enumerate(self.values)
+        ]
+
+    def divide(self, divisor: Any) -> None:
+        self.values = divide(self.values, divisor)
+
+    def clip(self, limit: float) -> None:
+        scaled = limit * self._scale
+        self._change(lambda tensor: tf.clip_by_value(tensor, -scaled, scaled))
+
+    def clip_norm(self, limit: float) -> None:
+        tensors = [gradient.values if isinstance(gradient, Rows) else gradient for gradient in self.values]
+        self.norm = tf.linalg.global_norm(tensors)
+        factor = tf.minimum(limit * self._scale / (self.norm + 1e-6), 1.0)
+        self._change(lambda tensor: tensor * tf.cast(factor, tensor.dtype))
+
+    def _change(self, change: Callable[[tf.Tensor], tf.Tensor]) -> None:
+        self.values = [_map(gradient, change) for gradient in self.values]
 
 
-def divided(gradients: Sequence[Gradient], divisor: Any) -> list[Gradient]:
+def divide(gradients: Sequence[Gradient], divisor: Any) -> list[Gradient]:
     """Every gradient divided by a number."""
     return [_map(gradient, lambda tensor: tensor / tf.cast(divisor, tensor.dtype)) for gradient in gradients]
 
 
-def added(one: Sequence[Gradient], other: Sequence[Gradient]) -> list[Gradient]:
+def add_sets(one: Sequence[Gradient], other: Sequence[Gradient]) -> list[Gradient]:
     """The sums of two sets of gradients."""
     return [_sum(first, second) for first, second in zip(one, other, strict=True)]
 
@@ -251,13 +267,13 @@ def for_optimizer(gradients: Sequence[Gradient], variables: Sequence[tf.Variable
     ]
 
 
-def packed(gradients: Sequence[Gradient]) -> list[Any]:
+def pack(gradients: Sequence[Gradient]) -> list[Any]:
     """Gradients as a graph can return them: `Rows` become pairs."""
     return [(gradient.values, gradient.indices) if isinstance(gradient, Rows) else gradient for gradient in gradients]
 
 
-def unpacked(gradients: Sequence[Any]) -> list[Gradient]:
-    """The inverse of `packed`."""
+def unpack(gradients: Sequence[Any]) -> list[Gradient]:
+    """The inverse of `pack`."""
     return [Rows(*gradient) if isinstance(gradient, tuple) else gradient for gradient in gradients]
 
 
@@ -282,5 +298,5 @@ def _wide(dtype: tf.DType) -> tf.DType:
 
 
 def _add_up(one: Accumulated, other: Accumulated) -> Accumulated:
-    sets = [added(unpacked(first), unpacked(second)) for first, second in zip(one[0], other[0], strict=True)]
-    return [packed(gradients) for gradients in sets], one[1] + other[1]
+    sets = [add_sets(unpack(first), unpack(second)) for first, second in zip(one[0], other[0], strict=True)]
+    return [pack(gradients) for gradients in sets], one[1] + other[1]

@@ -12,7 +12,15 @@ from tensorflow.python.framework.config import is_op_determinism_enabled
 from hvdtrain.context import Loss, RunContext, running
 from hvdtrain.data.types import Batch
 from hvdtrain.errors import ConfigError
-from hvdtrain.learner.meter import TINY, check_marked, check_outputs, check_same, normalized, nothing_to_minimize, scales_of
+from hvdtrain.learner.meter import (
+    TINY,
+    check_marked,
+    check_outputs,
+    check_same,
+    normalized_losses,
+    nothing_to_minimize,
+    scales_of,
+)
 from hvdtrain.learner.precision import LossScale
 from hvdtrain.learner.reducer import GradientExchange
 from hvdtrain.learner.tensorflow.gradients import (
@@ -21,10 +29,10 @@ from hvdtrain.learner.tensorflow.gradients import (
     Exchange,
     Gradient,
     GraphGradients,
-    combined,
-    of_any_set,
-    packed,
-    unpacked,
+    any_gradients,
+    combine,
+    pack,
+    unpack,
 )
 from hvdtrain.learner.tensorflow.tensors import (
     ModelVariables,
@@ -210,11 +218,11 @@ class StepGraphs:
         set_generators(self._model_variables.generators, seeds)
         with tf.GradientTape() as tape:
             losses = self._losses(names, data, epoch, step, train=True)
-            own = normalized(losses)
+            own = normalized_losses(losses)
             counts = tf.stack([tf.stop_gradient(count_of(losses[name])) for name in own.names] or [tf.constant(0.0, tf.float64)])
             waited = tf.zeros([], tf.float64)
             if own.names and not own.alone:
-                counts, waited = _timed(self._gradients.exchange_counts, counts)
+                counts, waited = _time_exchange(self._gradients.exchange_counts, counts)
             divisors = {} if own.alone else {name: tf.maximum(counts[i], TINY) for i, name in enumerate(own.names)}
             total = self._scaled(total_of(losses, divisors), scale)
         found = tape.gradient(total, self._variables)
@@ -231,22 +239,22 @@ class StepGraphs:
         set_generators(self._model_variables.generators, seeds)
         with tf.GradientTape(persistent=True) as tape:
             losses = self._losses(names, data, epoch, step, train=True)
-            own = normalized(losses)
+            own = normalized_losses(losses)
             totals = [self._scaled(total, scale) for total in totals_of(losses, () if own.alone else own.names)]
         found = [tape.gradient(total, self._variables) for total in totals]
         if all(gradient is None for of_loss in found for gradient in of_loss):
             raise nothing_to_minimize()
-        self._agree(Exchange(own, self._gradients.rows(of_any_set(found))))
+        self._agree(Exchange(own, self._gradients.rows(any_gradients(found))))
         counts = tf.stack([count_of(losses[name]) for name in own.names] or [tf.constant(0.0, tf.float64)])
-        return numbers_of(losses), ([packed(self._gradients.local(of_loss, self.exchange)) for of_loss in found], counts)
+        return numbers_of(losses), ([pack(self._gradients.local(of_loss, self.exchange)) for of_loss in found], counts)
 
     def _send(self, sets: list[list[Any]], counts: tf.Tensor) -> Reduced:
         """The graph of `send`."""
         losses = self.exchange.losses
         waited = tf.zeros([], tf.float64)
         if losses.names and not losses.alone:
-            counts, waited = _timed(self._gradients.exchange_counts, counts)
-        return self._reduce(combined(sets, counts), counts, waited)
+            counts, waited = _time_exchange(self._gradients.exchange_counts, counts)
+        return self._reduce(combine(sets, counts), counts, waited)
 
     def _evaluate(self, names: dict[str, float], data: Any, epoch: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
         """The graph of `evaluate`."""
@@ -285,9 +293,9 @@ class StepGraphs:
 
         def reduce(own: tuple[list[Any], tf.Tensor]) -> tuple[list[Any], tf.Tensor]:
             totals = self._gradients.exchange_counts(own[1]) if count_too else own[1]
-            return packed(self._gradients.reduce(unpacked(own[0]), exchange)), totals
+            return pack(self._gradients.reduce(unpack(own[0]), exchange)), totals
 
-        (reduced, divisor), seconds = _timed(reduce, (packed(gradients), counts))
+        (reduced, divisor), seconds = _time_exchange(reduce, (pack(gradients), counts))
         return reduced, tf.maximum(divisor, TINY)[0], tf.concat([[waited + seconds], self._gradients.num_bytes(gradients)], 0)
 
     def _agree(self, own: Exchange) -> None:
@@ -303,7 +311,7 @@ class StepGraphs:
             )
 
 
-def _timed(exchange: Callable[[Any], Any], own: Any) -> tuple[Any, tf.Tensor]:
+def _time_exchange(exchange: Callable[[Any], Any], own: Any) -> tuple[Any, tf.Tensor]:
     """What `exchange` makes of a rank's own tensors, and the seconds from when all of these were computed. Part of a graph.
 
     With op determinism, TensorFlow has no clock in a graph: zero seconds.

@@ -21,7 +21,7 @@ from hvdtrain.learner.base import Exported, Layer, Profiler
 from hvdtrain.learner.tensorflow.tensors import ModelVariables, array_of, layers_of
 
 
-def described(variables: ModelVariables) -> Iterator[Layer]:
+def described_layers(variables: ModelVariables) -> Iterator[Layer]:
     """The model and its layers, each with its own parameters."""
     own: dict[int, dict[str, str]] = {}  # by owner, the variables' own names, each with its whole name
     for name, owner in variables.owners.items():

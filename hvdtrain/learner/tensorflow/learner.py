@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,13 @@ from hvdtrain.errors import ConfigError
 from hvdtrain.learner.base import Exported, Layer, LearnerKeys, Observer, Outputs
 from hvdtrain.learner.frameworks import BuildOptions
 from hvdtrain.learner.meter import LearnerMeter, PendingScores, Transfer, by_sequence
-from hvdtrain.learner.optimizer import Clipping
+from hvdtrain.learner.optimizer import change_gradients
 from hvdtrain.learner.precision import Dtype, GradientCheck, LossScale, Precision
 from hvdtrain.learner.reducer import GradientExchange
 from hvdtrain.learner.seeds import mixed_seed, mixed_seeds, noise_seeds
 from hvdtrain.learner.tensorflow.gradients import Accumulated, GraphGradients
 from hvdtrain.learner.tensorflow.graph import ConfigFunctions, StepGraphs
-from hvdtrain.learner.tensorflow.inspect import described, export_model
+from hvdtrain.learner.tensorflow.inspect import described_layers, export_model
 from hvdtrain.learner.tensorflow.optimizer import UpdateGraph, make_optimizer
 from hvdtrain.learner.tensorflow.state import TensorFlowState, WeightAverage
 from hvdtrain.learner.tensorflow.tensors import ModelVariables, array_of, layers_of, tensorflow_variable, variables_of
@@ -208,7 +209,7 @@ class TensorFlowLearner:
         return layers_of(self.model)
 
     def layers(self) -> Iterator[Layer]:
-        return described(self.variables)
+        return described_layers(self.variables)
 
     def output_shapes(self, batch: Batch) -> dict[str, list[tuple[int, ...]]]:
         return {}  # its layers are called within a graph, with tensors of unknown lengths
@@ -274,9 +275,8 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
     trained = [tensorflow_variable(variable) for variable in variables.of_kind("parameters")]
     gradients = GraphGradients(trained, gradient_exchange, options.bucket_bytes(device_name() != "CPU"))
     check = GradientCheck(max_skipped, scale, same_on_all_ranks=lambda: gradient_exchange.is_active)
-    clipping = Clipping(keys.gradient_clip, keys.gradient_clip_global_norm)
     average = None if keys.ema_decay is None else WeightAverage(dict(variables.named("parameters")), keys.ema_decay)
-    update = UpdateGraph(optimizer, variables, gradients, clipping, keys.gradient_noise, check, scale)
+    update = UpdateGraph(optimizer, variables, gradients, partial(change_gradients, keys), check, scale)
     return TensorFlowLearner(
         variables,
         StepGraphs(variables, functions, optimizer, gradients, gradient_exchange, scale),

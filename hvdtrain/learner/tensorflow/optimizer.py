@@ -13,8 +13,8 @@ from hvdtrain.errors import ConfigError
 from hvdtrain.learner.optimizer import (
     BLACKLIST,
     INCLUDE,
-    Clipping,
     DecayRule,
+    UpdateGradients,
     class_names,
     class_of,
     option_problems,
@@ -24,12 +24,10 @@ from hvdtrain.learner.precision import GradientCheck, LossScale
 from hvdtrain.learner.tensorflow.gradients import (
     Exchange,
     GraphGradients,
+    TensorFlowGradients,
     are_finite,
-    clipped,
-    divided,
     for_optimizer,
-    noisy,
-    unpacked,
+    unpack,
 )
 from hvdtrain.learner.tensorflow.tensors import ModelVariables, tensorflow_variable
 
@@ -47,7 +45,7 @@ class UpdateGraph:
     noise, clipping.
 
     Args:
-        noise: the standard deviation of what is added to gradients; 0: nothing is.
+        change: what is done to the gradients that are applied.
         check: decides whether an update is skipped.
         scale: of the loss; None: it is not scaled.
     """
@@ -57,8 +55,7 @@ class UpdateGraph:
         optimizer: keras.optimizers.Optimizer,
         variables: ModelVariables,
         gradients: GraphGradients,
-        clipping: Clipping,
-        noise: float,
+        change: Callable[[UpdateGradients], None],
         check: GradientCheck,
         scale: LossScale | None,
     ) -> None:
@@ -67,12 +64,12 @@ class UpdateGraph:
         self._trained = variables.of_kind("parameters")
         self._variables = [tensorflow_variable(variable) for variable in self._trained]
         self._gradients = gradients
-        self._clipping = clipping
-        self._noise = noise
+        self._change = change
         self._check = check
         self._scale = scale
         self._graph: Callable[..., tuple[tf.Tensor, tf.Tensor]] | None = None
         self._norm: tf.Tensor | None = None
+        self._clips_norm = False  # known when the graph is made
 
     @property
     def optimizer(self) -> keras.optimizers.Optimizer:
@@ -107,7 +104,7 @@ class UpdateGraph:
 
     def gradient_norm(self) -> float | None:
         """The gradients' global norm before clipping, of the last update; None if they are not clipped by it. Waits for a GPU."""
-        return None if self._norm is None or self._clipping.global_norm is None else float(self._norm)
+        return float(self._norm) if self._norm is not None and self._clips_norm else None
 
     def _apply(
         self,
@@ -120,20 +117,18 @@ class UpdateGraph:
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """The graph: returns for each parameter whether its gradient is finite; shape (0,) if this is not checked. And the global
         norm of the gradients before clipping; 0 if they are not clipped by it."""
-        gradients = unpacked(reduced)
-        if divides:
-            gradients = divided(gradients, divisor)
-        if self._scale is not None:
-            gradients = divided(gradients, scale)
-        finite = are_finite(gradients)
         own_scale = self._optimizer.scale_loss(tf.ones([]))  # of the config's optimizer, if it scales the loss itself
-        if self._noise:
-            gradients = noisy(gradients, self._noise * own_scale, noise_seeds)
-        limits = (self._clipping.value, self._clipping.global_norm)
-        gradients, norm = clipped(gradients, *(None if limit is None else limit * own_scale for limit in limits))
-        norm = tf.cast(norm, tf.float32) / own_scale
+        gradients = TensorFlowGradients(unpack(reduced), own_scale, noise_seeds)
+        if divides:
+            gradients.divide(divisor)
+        if self._scale is not None:
+            gradients.divide(scale)
+        finite = are_finite(gradients.values)
+        self._change(gradients)
+        self._clips_norm = gradients.norm is not None
+        norm = tf.cast(tf.zeros([]) if gradients.norm is None else gradients.norm, tf.float32) / own_scale
         self._optimizer.learning_rate = learning_rate
-        updates = for_optimizer(gradients, self._variables)
+        updates = for_optimizer(gradients.values, self._variables)
         if not self._check.is_needed:
             self._optimizer.apply(updates, self._trained)
             return tf.zeros([0], tf.bool), norm

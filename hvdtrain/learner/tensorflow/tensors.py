@@ -17,10 +17,9 @@ from keras.src.random.seed_generator import global_seed_generator  # where keras
 
 from hvdtrain.context import Loss
 from hvdtrain.data.types import Array
-from hvdtrain.errors import CheckpointError
-from hvdtrain.learner.base import Kind
-from hvdtrain.learner.meter import minimized, nothing_to_minimize
-from hvdtrain.learner.precision import widened
+from hvdtrain.learner.meter import minimized_losses, nothing_to_minimize
+from hvdtrain.learner.model_state import Kind
+from hvdtrain.learner.precision import widen
 
 
 def zeros(count: int, local_rank: int) -> Any:
@@ -63,7 +62,7 @@ class TensorFlowData:
 
 def tensor_of(values: Array) -> tf.Tensor:
     """An array as a tensor, in a type that TensorFlow supports; strings as tf.string."""
-    return tf.constant(values.tolist(), tf.string) if values.dtype == object else tf.constant(widened(values))
+    return tf.constant(values.tolist(), tf.string) if values.dtype == object else tf.constant(widen(values))
 
 
 def specs_of(values: tf.Tensor) -> tuple[tf.TensorSpec, tf.TensorSpec]:
@@ -95,7 +94,7 @@ def count_of(loss: Loss) -> tf.Tensor:
 def terms_of(losses: Mapping[str, Loss]) -> dict[str, tf.Tensor]:
     """The minimized losses: their sums times their scales."""
     terms = {}
-    for name, loss in minimized(losses).items():
+    for name, loss in minimized_losses(losses).items():
         value = tf.convert_to_tensor(loss.value)
         terms[name] = tf.reduce_sum(tf.cast(value, tf.float32) if value.dtype.size < 4 else value) * loss.scale
     return terms
@@ -108,7 +107,7 @@ def total_of(losses: Mapping[str, Loss], divisors: Mapping[str, tf.Tensor]) -> t
         divisors: of the normalized losses, by name.
     """
     terms = terms_of(losses)
-    return _added([term / tf.cast(divisors[name], term.dtype) if name in divisors else term for name, term in terms.items()])
+    return _add_up([term / tf.cast(divisors[name], term.dtype) if name in divisors else term for name, term in terms.items()])
 
 
 def totals_of(losses: Mapping[str, Loss], apart: Sequence[str]) -> list[tf.Tensor]:
@@ -124,10 +123,10 @@ def totals_of(losses: Mapping[str, Loss], apart: Sequence[str]) -> list[tf.Tenso
     """
     terms = terms_of(losses)
     others = [term for name, term in terms.items() if name not in apart]
-    return [_added(others) if others or not apart else tf.zeros([]), *(terms[name] for name in apart)]
+    return [_add_up(others) if others or not apart else tf.zeros([]), *(terms[name] for name in apart)]
 
 
-def _added(terms: Sequence[tf.Tensor]) -> tf.Tensor:
+def _add_up(terms: Sequence[tf.Tensor]) -> tf.Tensor:
     if not terms:
         raise nothing_to_minimize()
     return tf.add_n([tf.cast(term, terms[0].dtype) for term in terms])
@@ -274,14 +273,11 @@ def array_of(variable: Any) -> Array:
     return numpy.array(tensorflow_variable(variable).numpy())
 
 
-def assign(variables: Iterable[tuple[str, Any]], arrays: Mapping[str, Array], wrong: str) -> None:
+def assign(variables: Iterable[tuple[str, Any]], arrays: Mapping[str, Array]) -> None:
     """Set variables to stored values, by name.
 
-    Args:
-        wrong: the beginning of the message if names or shapes differ.
-
     Raises:
-        CheckpointError: before the first variable is changed.
+        ValueError: names or shapes differ. No variable has been changed.
     """
     wanted = {name: tensorflow_variable(variable) for name, variable in variables}
     missing, unknown = sorted(wanted.keys() - arrays.keys()), sorted(arrays.keys() - wanted.keys())
@@ -291,7 +287,7 @@ def assign(variables: Iterable[tuple[str, Any]], arrays: Mapping[str, Array], wr
         if name in arrays and arrays[name].shape != tuple(variable.shape)
     ]
     if missing or unknown or shapes:
-        raise CheckpointError(f"{wrong}: missing {missing}, unknown {unknown}, {shapes}")
+        raise ValueError(f"missing {missing}, unknown {unknown}, {shapes}")
     for name, variable in wanted.items():
         stored = arrays[name]
         if stored.dtype.kind == "V":  # bfloat16, which numpy stores as plain bytes

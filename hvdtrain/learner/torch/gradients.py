@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hvdtrain.context import Loss
-from hvdtrain.learner.meter import TINY, Normalized, check_same, normalized, nothing_to_minimize
+from hvdtrain.learner.meter import TINY, Normalized, check_same, normalized_losses, nothing_to_minimize
 from hvdtrain.learner.reducer import GradientExchange, buckets
 from hvdtrain.learner.torch.tensors import Factor, count_of, terms_of, total_of
 
@@ -83,7 +83,7 @@ class Gradients:
 
     def _agree(self, losses: dict[str, Loss] | None) -> Normalized:
         """Collective in the first step: a rank without a batch does not know which losses are normalized."""
-        own = None if losses is None else normalized(losses)
+        own = None if losses is None else normalized_losses(losses)
         if self._normalized is None:
             self._normalized = self._exchange.agree(own)
         if own is not None:

@@ -229,7 +229,7 @@ def _sizes(program: torch.export.ExportedProgram) -> str:
     for node in program.graph.nodes:
         value = node.meta.get("val")
         if node.op == "placeholder" and node.name in program.graph_signature.user_inputs and isinstance(value, torch.Tensor):
-            sizes = [_lettered(str(size), letters) for size in value.shape]
+            sizes = [_replace_names(str(size), letters) for size in value.shape]
             inputs.append(f"{node.name} {str(value.dtype).removeprefix('torch.')} ({', '.join(sizes)})")
             fixed += [f"axis {axis} of {node.name} at {size}" for axis, size in enumerate(sizes) if size.isdigit()]
             by_place |= {f"{node.name}[{axis}]": size for axis, size in enumerate(sizes)}
@@ -262,7 +262,7 @@ def _conditions(guards: Sequence[str], by_place: dict[str, str]) -> list[str]:
     return [*texts[:3], *([f"{len(texts) - 3} more"] if len(texts) > 3 else [])]
 
 
-def _lettered(size: str, letters: dict[str, str]) -> str:
+def _replace_names(size: str, letters: dict[str, str]) -> str:
     """A size such as s77 or 2*s77 + 1 with A or another letter in place of PyTorch's name."""
     return re.sub(r"\b[su]\d+\b", lambda name: letters.setdefault(name[0], ascii_uppercase[len(letters) % 26]), size)
 

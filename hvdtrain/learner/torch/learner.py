@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -25,7 +27,7 @@ from hvdtrain.learner.meter import (
     check_outputs,
     scales_of,
 )
-from hvdtrain.learner.optimizer import Clipping
+from hvdtrain.learner.optimizer import change_gradients
 from hvdtrain.learner.precision import GradientCheck, LossScale
 from hvdtrain.learner.reducer import GradientExchange
 from hvdtrain.learner.torch.device import (
@@ -49,7 +51,7 @@ from hvdtrain.learner.torch.optimizer import ShardedOptimizer, make_optimizer
 from hvdtrain.learner.torch.optimizer_modes import OptimizerModes, check_modes, has_modes
 from hvdtrain.learner.torch.state import TorchState, WeightAverage, preload
 from hvdtrain.learner.torch.sync_batch_norm import Exchange, synchronize
-from hvdtrain.learner.torch.tensors import CudaStaging, array_of, await_copy, extern_data_of, numbers_of, trained_of
+from hvdtrain.learner.torch.tensors import CudaStaging, array_of, await_copy, extern_data_of, named_trained, numbers_of
 from hvdtrain.learner.torch.update import DeviceSkips, GradientNoise, Optimizer, Update
 from hvdtrain.runtime.timer import CpuClock
 
@@ -141,8 +143,12 @@ class TorchLearner:
         self._epoch = 0
         self._step = 0
         self._is_update_due = False  # whether the next update changes anything: there is a batch for it, here or on some rank
+        self._trained = {id(parameter) for parameter in named_trained(self.model).values()}  # those that the optimizer has
+        self._checks_after_update = False
 
     def begin_epoch(self, epoch: int, step: int) -> None:
+        self._check_trained()
+        self._checks_after_update = True  # layers may be made where the model is called first
         self._epoch = epoch
         self._step = step
         self.state.start_average()
@@ -170,8 +176,12 @@ class TorchLearner:
                     self.observer(self._update.gradients())
                 self._update.apply(learning_rate, self._step - 1)
         self._is_update_due = False
+        if self._checks_after_update:
+            self._checks_after_update = False
+            self._check_trained()
 
     def flush(self) -> None:
+        self._check_trained()
         self._update.flush()
 
     def evaluate(self, batch: Batch) -> None:
@@ -201,6 +211,21 @@ class TorchLearner:
     def numbers(self, values: Sequence[float]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float64)
 
+    def _check_trained(self) -> None:
+        """Look for parameters that the optimizer has never seen: they would keep their values without a word.
+
+        Raises:
+            ConfigError: the config's code has added, replaced or unfrozen some since the optimizer was made.
+        """
+        new = [name for name, one in self.model.named_parameters() if one.requires_grad and id(one) not in self._trained]
+        if new:
+            raise ConfigError.of(
+                "wrong-result",
+                "get_model: expected the parameters that are trained, got others since training began: "
+                f"{', '.join(new)} (the optimizer does not have them: make layers in get_model, and freeze parameters for "
+                "some epochs in epoch_start, rather than in get_model)",
+            )
+
     def _record(self, losses: dict[str, Loss], batch: Batch, train: bool) -> None:
         """Add a batch's losses to the scores."""
         self.meter.scores.add(scales_of(losses, train), numbers_of(losses, self._device), self._step, batch.indices)
@@ -229,12 +254,30 @@ OF_SHARDS = (
 )
 
 
+def check_import_order() -> None:
+    """Refuse what ends in a segmentation fault when the first optimizer is made.
+
+    Every optimizer has PyTorch import triton where that is installed, as with the CUDA build. triton and TensorFlow each bring
+    LLVM, and triton's aborts in a process that has TensorFlow's (triton 3.7 and 3.9, TensorFlow 2.21). The other order works.
+
+    Raises:
+        ConfigError: TensorFlow is loaded and triton is not yet.
+    """
+    if "tensorflow" in sys.modules and "triton" not in sys.modules and find_spec("triton"):
+        raise ConfigError.of(
+            "conflict",
+            "backend: expected a process without TensorFlow for 'torch', got one that has imported it: triton, which PyTorch "
+            "imports next, would crash (leave TensorFlow out, or begin the program or config with `import triton`)",
+        )
+
+
 def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, options: BuildOptions) -> TorchLearner:
     """Build a config's model, optimizer and learner. All ranks use the same seed; rank 0's weights still have to be broadcast.
 
     Raises:
         ConfigError: get_model returns no torch.nn.Module, the optimizer cannot be made, or the device cannot compute in the type.
     """
+    check_import_order()
     torch.set_num_threads(options.threads)
     if keys.deterministic:
         be_deterministic()
@@ -254,14 +297,12 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
     on_gpu = device.type == "cuda"
     on_device = DeviceSkips(check, scale, device) if on_gpu and options.sharded is None else None
     whole = make_optimizer(keys.optimizer, model, fused=check.is_needed and on_device is not None)
-    trained = trained_of(model)
+    trained = named_trained(model)
+    parameters = list(trained.values())
     optimizer: Optimizer = whole if options.sharded is None else ShardedOptimizer(whole, options.sharded)
-    owners = optimizer.owners(trained) if isinstance(optimizer, ShardedOptimizer) else None
-    gradients = Gradients(trained, gradient_exchange, device, options.bucket_bytes(on_gpu), owners)
-    noise: GradientNoise | None = None
-    if keys.gradient_noise:
-        seed = options.seed
-        noise = GradientNoise(keys.gradient_noise, lambda: (seed, None if are_reduced() else options.rank), device)
+    owners = optimizer.owners(parameters) if isinstance(optimizer, ShardedOptimizer) else None
+    gradients = Gradients(parameters, gradient_exchange, device, options.bucket_bytes(on_gpu), owners)
+    noise = GradientNoise(lambda: (options.seed, None if are_reduced() else options.rank), device)
     checkpoint_activations(model, keys.checkpoint_modules)
     watch = compile_model(model, keys.torch_compile)
     average: WeightAverage | OptimizerModes | None = None
@@ -270,8 +311,7 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
         average = OptimizerModes(trained, whole)
     elif keys.ema_decay is not None:
         average = WeightAverage(trained, keys.ema_decay)
-    clipping = Clipping(keys.gradient_clip, keys.gradient_clip_global_norm)
-    update = Update(model, optimizer, clipping, check, scale, noise, on_device)
+    update = Update(model, optimizer, partial(change_gradients, keys), check, noise, scale, on_device)
     return TorchLearner(
         ConfigFunctions(
             model=model,
@@ -298,6 +338,12 @@ def _model(keys: LearnerKeys, options: BuildOptions, device: torch.device) -> tu
         raise ConfigError.of("wrong-result", f"get_model: expected it to return a torch.nn.Module, got {type(model).__name__}")
     if isinstance(model, WRAPPERS):
         raise ConfigError.of("wrong-result", WRAPPED.format(name=type(model).__name__))
+    lazy = [name for name, parameter in model.named_parameters() if isinstance(parameter, torch.nn.UninitializedParameter)]
+    if lazy:
+        names = ", ".join(lazy)
+        raise ConfigError.of(
+            "wrong-result", f"get_model: expected parameters that have a size, got {names} without (call lazy ones there)"
+        )
     for name, module in model.named_modules():
         kinds = {base.__name__ for base in type(module).__mro__}.intersection(SHARDED)
         if kinds:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from hvdtrain.errors import ConfigError, DamagedCheckpoint
+from hvdtrain.learner.contents import FileFormat
 from hvdtrain.learner.integrity import write_checksum
 from hvdtrain.learner.model_format import FORMAT, PROGRESS, SAFETENSORS, header, is_safetensors, progress_of, reading, writing
 
@@ -27,6 +29,17 @@ def check_storable(model: torch.nn.Module, model_format: str) -> None:
             "checkpoint_format: expected 'pt' for a model whose state_dict has more than dense tensors, got 'safetensors' "
             f"with {', '.join(others[:5])}",
         )
+
+
+def file_format(device: torch.device, model_format: str) -> FileFormat:
+    """PyTorch's files.
+
+    Args:
+        device: where tensors are read to.
+        model_format: of the model's file: "pt" or "safetensors".
+    """
+    read = partial(read_file, device=device)
+    return FileFormat(partial(write_model, model_format=model_format), write_file, write_file, read, read)
 
 
 def write_model(path: Path, model: Mapping[str, torch.Tensor], progress: Mapping[str, Any], model_format: str) -> None:

@@ -40,7 +40,7 @@ def make_optimizer(spec: dict[str, Any] | str | Any, model: torch.nn.Module, fus
         ConfigError: there is no such optimizer, or it has no such options.
     """
     if callable(spec) and not isinstance(spec, type):
-        return _of_a_function(spec(trained_of(model)), model)
+        return _check_optimizer(spec(trained_of(model)), model)
     options: dict[str, Any] = dict(spec) if isinstance(spec, dict) else {"class": spec}
     wanted = options.pop("class")
     known = {
@@ -86,7 +86,7 @@ def _unfit(made: type) -> str | None:
     return None
 
 
-def _of_a_function(made: Any, model: torch.nn.Module) -> torch.optim.Optimizer:
+def _check_optimizer(made: Any, model: torch.nn.Module) -> torch.optim.Optimizer:
     """Check what the config's function made. Raises: ConfigError, unless it is an optimizer with each trained parameter."""
     groups = getattr(made, "param_groups", None)
     if not isinstance(groups, list) or not callable(getattr(made, "step", None)):
@@ -147,7 +147,7 @@ IMPLEMENTATIONS = {"fused", "foreach", "capturable", "differentiable"}
 """Options of torch.optim's classes that choose or exclude an implementation."""
 
 DEFAULT_RULE = DecayRule((torch.nn.LayerNorm, torch.nn.GroupNorm, torch.nn.Embedding))
-"""The parameters of these modules do not decay, nor do biases. (RETURNN's default, and GroupNorm.)"""
+"""The parameters of these modules do not decay, nor do biases."""
 
 CUSTOM = "param_groups_custom"
 MULTIPLIER = "learning_rate_multiplier"
@@ -175,7 +175,7 @@ def make_groups(model: torch.nn.Module, made: type, options: dict[str, Any]) -> 
                 "wrong-type", f"optimizer.{CUSTOM}: expected a function (*, model, optimizer_class, **_), got {custom!r}"
             )
         groups = custom(model=model, rf_model=wrapped_rf_module(model), optimizer_class=made, optimizer_opts=dict(options))
-        return _checked(groups, model, made)
+        return _check_groups(groups, model, made)
     asked = any(options.get(name) is not None for name in (BLACKLIST, INCLUDE))
     modules = [one for module in model.modules() for one in (module, wrapped_rf_module(module)) if one is not None]
     known = {*vars(torch.nn), *(name for module in modules for name in class_names(module))}
@@ -205,7 +205,7 @@ def take_multipliers(groups: list[dict[str, Any]]) -> list[float]:
     return [group.pop(MULTIPLIER, 1.0) for group in groups]
 
 
-def _checked(groups: Any, model: torch.nn.Module, made: type) -> list[dict[str, Any]]:
+def _check_groups(groups: Any, model: torch.nn.Module, made: type) -> list[dict[str, Any]]:
     """Check the groups that a config's function made. Raises: ConfigError, unless they have each trained parameter once."""
     made_groups = list(groups) if isinstance(groups, (list, tuple)) else []
     if not made_groups or not all(isinstance(group, dict) and "params" in group for group in made_groups):

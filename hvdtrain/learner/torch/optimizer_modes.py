@@ -7,7 +7,7 @@ when and how often a training is evaluated and saved changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -47,18 +47,18 @@ def check_modes(optimizer: object, is_sharded: bool, ema_decay: float | None, me
 
 
 class OptimizerModes:
-    """The weights of an optimizer's `eval()`, with the methods of `WeightAverage`, in whose place it is.
+    """`EvaluationWeights` that an optimizer's `eval()` makes.
 
-    Attributes:
-        updates: always 0; nothing is averaged here.
+    Args:
+        named: the trained parameters by name.
     """
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], optimizer: Any) -> None:
-        self._parameters = list(parameters)
+    def __init__(self, named: Mapping[str, torch.nn.Parameter], optimizer: Any) -> None:
+        self._parameters = dict(named)
         self._optimizer = optimizer
-        self._trained: list[torch.Tensor] | None = None  # inside of `used`
+        self._trained: dict[str, torch.Tensor] | None = None  # inside of `used`
         self.started = False
-        self.updates = 0
+        self.updates = 0  # nothing is averaged here
 
     def start(self, updates: int = 0) -> None:
         """Begin to train."""
@@ -70,7 +70,6 @@ class OptimizerModes:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Inside the `with` block, the model has the weights for evaluations."""
         self._trained = self._copies()
         self._optimizer.eval()
         try:
@@ -81,7 +80,6 @@ class OptimizerModes:
 
     @contextmanager
     def left(self) -> Iterator[None]:
-        """Inside the `with` block, the optimizer and the model are as in training, also inside of `used`."""
         if self._trained is None:
             yield
             return
@@ -93,25 +91,24 @@ class OptimizerModes:
             self._optimizer.eval()
             self._put(used)
 
-    def both(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """The weights for evaluations and the trained weights."""
+    def both(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         if self._trained is not None:
             return self._copies(), self._trained
         trained = self._copies()
         with self.used():
             return self._copies(), trained
 
-    def adopt(self, changed: set[int]) -> None:
+    def adopt(self, changed: Collection[str]) -> None:
         """Values that were set from outside are the trained weights."""
 
-    def _copies(self) -> list[torch.Tensor]:
-        return [parameter.detach().clone() for parameter in self._parameters]
+    def _copies(self) -> dict[str, torch.Tensor]:
+        return {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
 
-    def _go_back(self, trained: Sequence[torch.Tensor]) -> None:
+    def _go_back(self, trained: Mapping[str, torch.Tensor]) -> None:
         self._optimizer.train()
         self._put(trained)
 
-    def _put(self, values: Sequence[torch.Tensor]) -> None:
+    def _put(self, values: Mapping[str, torch.Tensor]) -> None:
         with torch.no_grad():
-            for parameter, value in zip(self._parameters, values, strict=True):
-                parameter.copy_(value)
+            for name, parameter in self._parameters.items():
+                parameter.copy_(values[name])

@@ -52,7 +52,7 @@ class OptimizerOptions:
         optimizer made of it holds.
 
         Args:
-            stored: as `regrouped` returns it.
+            stored: as `regroup` returns it.
             before: by group and parameter, the texts of the options that it had.
             is_of_class: whether it is known to be the state of an optimizer of this class.
             own: the names of the parameters in each group.
@@ -102,7 +102,7 @@ def _few(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def regrouped(
+def regroup(
     stored: dict[str, Any], stored_names: Sequence[str], own: Sequence[Sequence[str]]
 ) -> tuple[dict[str, Any], list[list[int]]]:
     """An optimizer's state, such as RETURNN's, with its parameters in the groups and in the order of this model's optimizer.

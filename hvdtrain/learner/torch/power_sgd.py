@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from hvdtrain.comm.base import Communicator, Op
-from hvdtrain.learner.base import ModelState
 from hvdtrain.learner.compression import GradientCompressor
+from hvdtrain.learner.model_state import ModelState
 
 ERRORS, FACTORS = "power_sgd.error.", "power_sgd.factor."
 """How names of kept tensors begin, before a message's: what this rank has not sent yet, and right factors of the last update."""

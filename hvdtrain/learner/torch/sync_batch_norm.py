@@ -37,25 +37,25 @@ class Exchange:
         vector = values.new_zeros(self._length, dtype=torch.float64)
         vector[RANKS], vector[MODULE] = 1, number
         vector[SUMS : SUMS + len(values)] = values
-        return self._reduced(vector)[SUMS : SUMS + len(values)]
+        return self._reduce(vector)[SUMS : SUMS + len(values)]
 
     def done(self, device: torch.device) -> None:
         """Collective. Tell the ranks without a batch that a forward or a backward has no more sums."""
         vector = torch.zeros(self._length, dtype=torch.float64, device=device)
         vector[DONE] = 1
-        self._reduced(vector)
+        self._reduce(vector)
 
     def stand_by(self, device: torch.device, forward: bool) -> None:
         """Collective, on a rank without a batch. Add zeros to the others' sums, and update the running statistics as they do."""
         while True:
-            vector = self._reduced(torch.zeros(self._length, dtype=torch.float64, device=device))
+            vector = self._reduce(torch.zeros(self._length, dtype=torch.float64, device=device))
             if vector[DONE] > 0 or vector[RANKS] == 0:
                 return
             if forward:
                 module = self._modules[int(vector[MODULE] / vector[RANKS])]
                 module.keep(*module.statistics(vector[SUMS:]))
 
-    def _reduced(self, vector: torch.Tensor) -> torch.Tensor:
+    def _reduce(self, vector: torch.Tensor) -> torch.Tensor:
         return all_reduce(self._comm, [vector], "sum", name="sync_batch_norm")[0]  # type: ignore[no-any-return]
 
 

@@ -17,16 +17,21 @@ import torch
 
 from hvdtrain.context import Loss
 from hvdtrain.data.types import Array, Batch, Padded
-from hvdtrain.learner.meter import minimized, nothing_to_minimize
-from hvdtrain.learner.precision import widened
+from hvdtrain.learner.meter import minimized_losses, nothing_to_minimize
+from hvdtrain.learner.precision import widen
 
 Factor = float | torch.Tensor
 """A number, or a scalar on the device."""
 
 
+def named_trained(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """The trained parameters by their names, a shared one by its first name; in the model's order."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
 def trained_of(model: torch.nn.Module) -> list[torch.nn.Parameter]:
     """The trained parameters, in the model's order."""
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return list(named_trained(model).values())
 
 
 def zeros(count: int, local_rank: int) -> torch.Tensor:
@@ -59,7 +64,9 @@ def preserved() -> Iterator[None]:
         torch.set_num_threads(threads)
         torch.set_default_dtype(dtype)
         torch.set_float32_matmul_precision(precision)
-        torch.use_deterministic_algorithms(deterministic[0], warn_only=deterministic[1])
+        # Setting it imports torch._inductor, even if nothing changes: a second, and triton, which TensorFlow may rule out.
+        if deterministic != (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()):
+            torch.use_deterministic_algorithms(deterministic[0], warn_only=deterministic[1])
         torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32 = cudnn
 
 
@@ -97,7 +104,7 @@ def tensors_of(batch: Batch) -> dict[str, TorchData]:
 def _data_of(padded: Padded) -> TorchData:
     seq_lens = torch.from_numpy(padded.seq_lens)
     values = padded.values
-    return TorchData(values if values.dtype == object else torch.from_numpy(widened(values)), seq_lens, seq_lens)
+    return TorchData(values if values.dtype == object else torch.from_numpy(widen(values)), seq_lens, seq_lens)
 
 
 def numbers_of(losses: Mapping[str, Loss], device: torch.device) -> torch.Tensor:
@@ -122,7 +129,7 @@ def _on(device: torch.device, scalar: torch.Tensor) -> torch.Tensor:
 
 def terms_of(losses: Mapping[str, Loss], scale: Factor) -> dict[str, torch.Tensor]:
     """The minimized losses: their sums, times their scales, times the scale of all losses."""
-    return {name: _sum(loss.value) * (loss.scale * scale) for name, loss in minimized(losses).items()}
+    return {name: _sum(loss.value) * (loss.scale * scale) for name, loss in minimized_losses(losses).items()}
 
 
 def total_of(losses: Mapping[str, Loss], divisors: Mapping[str, torch.Tensor], scale: Factor) -> torch.Tensor | None:
@@ -183,7 +190,7 @@ class CudaStaging:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def pin(self, batch: Batch) -> PinnedBatch:
-        tensors = {key: _pinned(one) for key, one in tensors_of(batch).items()}
+        tensors = {key: _pin(one) for key, one in tensors_of(batch).items()}
         data = {  # not the arrays that were read: they would take the memory twice
             key: Padded(_values(one), one.seq_lens.numpy()) for key, one in tensors.items()
         }
@@ -192,7 +199,7 @@ class CudaStaging:
     def send(self, batch: Batch) -> SentBatch:
         pinned = batch if isinstance(batch, PinnedBatch) else self.pin(batch)
         with torch.cuda.stream(self._stream):
-            tensors = {key: _copied(one, self._device) for key, one in pinned.tensors.items()}
+            tensors = {key: _send(one, self._device) for key, one in pinned.tensors.items()}
             copied = self._stream.record_event()
         return SentBatch(pinned.data, pinned.indices, pinned.seq_tags, tensors=tensors, copied=copied)
 
@@ -215,15 +222,15 @@ def extern_data_of(batch: Batch, device: torch.device) -> dict[str, TorchData]:
     tensors = tensors_of(batch)
     if device.type == "cpu":
         return tensors
-    return {key: _copied(_pinned(one), device) for key, one in tensors.items()}
+    return {key: _send(_pin(one), device) for key, one in tensors.items()}
 
 
-def _pinned(one: TorchData) -> TorchData:
+def _pin(one: TorchData) -> TorchData:
     values, seq_lens = one.raw_tensor, one.seq_lens.pin_memory()
     return TorchData(values.pin_memory() if isinstance(values, torch.Tensor) else values, seq_lens, seq_lens)
 
 
-def _copied(one: TorchData, device: torch.device) -> TorchData:
+def _send(one: TorchData, device: torch.device) -> TorchData:
     values, there = one.raw_tensor, one.seq_lens.to(device, non_blocking=True)
     return TorchData(values.to(device, non_blocking=True) if isinstance(values, torch.Tensor) else values, one.seq_lens, there)
 

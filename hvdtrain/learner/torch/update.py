@@ -7,17 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import sqrt
+from typing import Any
 
 import torch
 
 from hvdtrain.data.types import Array
-from hvdtrain.learner.optimizer import Clipping
+from hvdtrain.learner.optimizer import UpdateGradients
 from hvdtrain.learner.precision import LARGEST, GradientCheck, LossScale
 from hvdtrain.learner.seeds import noise_seeds
 from hvdtrain.learner.torch.device import AsyncCopy
 from hvdtrain.learner.torch.optimizer import ShardedOptimizer, take_multipliers
-from hvdtrain.learner.torch.tensors import trained_of
+from hvdtrain.learner.torch.tensors import named_trained
 
 
 def skips_by_itself(optimizer: object) -> bool:
@@ -109,10 +111,10 @@ class Update:
     """One optimizer step, and what is done to the gradients before it.
 
     Args:
-        clipping: limits of the gradients.
+        change: what is done to the gradients that are applied.
         check: decides whether an update is skipped.
+        noise: what `change` may add.
         scale: of the loss; None: it is not scaled.
-        noise: is added to gradients; None: nothing is.
         on_device: decides on the device whether an update is skipped, where the optimizer can; None: the host always does.
     """
 
@@ -120,17 +122,17 @@ class Update:
         self,
         model: torch.nn.Module,
         optimizer: Optimizer,
-        clipping: Clipping,
+        change: Callable[[UpdateGradients], None],
         check: GradientCheck,
+        noise: GradientNoise,
         scale: LossScale | None = None,
-        noise: GradientNoise | None = None,
         on_device: DeviceSkips | None = None,
     ) -> None:
         self._optimizer = optimizer
-        self._trained = trained_of(model)
-        self._names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        named = named_trained(model)
+        self._names, self._trained = list(named), list(named.values())
         self._multipliers = take_multipliers(optimizer.param_groups)
-        self._clipping = clipping
+        self._change = change
         self._check = check
         self._scale = scale
         self._noise = noise
@@ -182,9 +184,7 @@ class Update:
         if self._scale is not None:
             torch._foreach_div_(self._gradients(), self.loss_factor)
         if not self._check.is_needed or self._is_applied(step):
-            if self._noise is not None:
-                self._noise.add(self._trained, step)
-            self._clip()
+            self._change_gradients(step)
             for group, multiplier in zip(self._optimizer.param_groups, self._multipliers, strict=True):
                 group["lr"] = learning_rate * multiplier
             self._optimizer.step()
@@ -203,18 +203,13 @@ class Update:
         # If gradients were reduced, this is the same on all ranks.
         return self._check.is_applied(bool(finite.all()), step, self._invalid_names)
 
-    def _clip(self) -> None:
-        if self._clipping.value is not None:
-            torch.nn.utils.clip_grad_value_(self._trained, self._clipping.value)
-        if self._clipping.global_norm is None:
-            return
-        if isinstance(self._optimizer, ShardedOptimizer):
-            total = torch.linalg.vector_norm(torch.stack(self._norms(2.0)))
-            torch.nn.utils.clip_grads_with_norm_(self._trained, self._clipping.global_norm, total)
-        else:
-            total = torch.nn.utils.clip_grad_norm_(self._trained, self._clipping.global_norm)
-        if not self._norms_sent or self._norms_sent[-1].has_arrived():  # one at a time is on its way
-            self._norms_sent = [*self._norms_sent[-1:], AsyncCopy(total)]
+    def _change_gradients(self, step: int) -> None:
+        norms = self._norms if isinstance(self._optimizer, ShardedOptimizer) else None
+        gradients = TorchGradients(self._trained, self._noise, step, norms)
+        self._change(gradients)
+        may_send = not self._norms_sent or self._norms_sent[-1].has_arrived()  # one at a time is on its way
+        if gradients.norm is not None and may_send:
+            self._norms_sent = [*self._norms_sent[-1:], AsyncCopy(gradients.norm)]
 
     def _gradients(self) -> list[torch.Tensor]:
         return [parameter.grad for parameter in self._trained if parameter.grad is not None]
@@ -233,6 +228,47 @@ class Update:
         return list(torch._foreach_norm(self._gradients(), order))
 
 
+class TorchGradients:
+    """The gradients of an update, for `change_gradients`.
+
+    Args:
+        step: steps done in the whole training before the last step of this update.
+        norms: the norm of each gradient, over the ranks of a sharded optimizer; None: this rank has all gradients.
+
+    Attributes:
+        norm: their global norm before they were scaled down to one; None: they were not.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        noise: GradientNoise,
+        step: int,
+        norms: Callable[[float], list[torch.Tensor]] | None,
+    ) -> None:
+        self._parameters = parameters
+        self._noise = noise
+        self._step = step
+        self._norms = norms
+        self.norm: torch.Tensor | None = None
+
+    def add_noise(self, deviation: float) -> None:
+        self._noise.add(self._parameters, deviation, self._step)
+
+    def divide(self, divisor: Any) -> None:
+        torch._foreach_div_([parameter.grad for parameter in self._parameters if parameter.grad is not None], divisor)
+
+    def clip(self, limit: float) -> None:
+        torch.nn.utils.clip_grad_value_(self._parameters, limit)
+
+    def clip_norm(self, limit: float) -> None:
+        if self._norms is None:
+            self.norm = torch.nn.utils.clip_grad_norm_(self._parameters, limit)
+        else:
+            self.norm = torch.linalg.vector_norm(torch.stack(self._norms(2.0)))
+            torch.nn.utils.clip_grads_with_norm_(self._parameters, limit, self.norm)
+
+
 MAX_DEVIATIONS = 2.0
 """The normal distribution of the noise is truncated at this number of standard deviations."""
 
@@ -240,21 +276,27 @@ MAX_DEVIATIONS = 2.0
 class GradientNoise:
     """Adds noise from a truncated normal distribution to every element of the gradients.
 
-    (After Neelakantan et al., 2015; truncated and with a constant deviation as in RETURNN.) It has its own generator, so that
+    (After Neelakantan et al., 2015; truncated and with a constant deviation.) It has its own generator, so that
     dropout draws the same numbers with noise as without.
 
     Args:
-        deviation: the standard deviation before truncation; afterwards it is 0.88 of this.
         seed: gives the training's seed and the rank; with None as the rank, all ranks add the same noise.
     """
 
-    def __init__(self, deviation: float, seed: Callable[[], tuple[int, int | None]], device: torch.device) -> None:
-        self._deviation = deviation
+    def __init__(self, seed: Callable[[], tuple[int, int | None]], device: torch.device) -> None:
         self._seed = seed
-        self._generator = torch.Generator(device)
+        self._device = device
 
-    def add(self, parameters: Iterable[torch.nn.Parameter], step: int) -> None:
-        """Add noise to the gradients of those parameters that have one, in their order."""
+    @cached_property
+    def _generator(self) -> torch.Generator:
+        return torch.Generator(self._device)
+
+    def add(self, parameters: Iterable[torch.nn.Parameter], deviation: float, step: int) -> None:
+        """Add noise to the gradients of those parameters that have one, in their order.
+
+        Args:
+            deviation: the standard deviation before truncation; afterwards it is 0.88 of this.
+        """
         high, low = noise_seeds(*self._seed(), step).tolist()
         self._generator.manual_seed((high << 32 | low) & (1 << 63) - 1)
         edge = torch.special.erf(torch.tensor(MAX_DEVIATIONS / sqrt(2))).item()
@@ -262,5 +304,5 @@ class GradientNoise:
             if parameter.grad is not None:
                 # By the inverse of the distribution function: exact, and one draw per element on every device.
                 uniform = torch.empty_like(parameter.grad, dtype=torch.float32).uniform_(-edge, edge, generator=self._generator)
-                noise = uniform.erfinv_().mul_(self._deviation * sqrt(2))
+                noise = uniform.erfinv_().mul_(deviation * sqrt(2))
                 parameter.grad.add_(noise.to(parameter.grad.dtype))

@@ -22,8 +22,8 @@ from hvdtrain.data.feed import Feed, feed_lines
 from hvdtrain.data.files import parse_sizes
 from hvdtrain.data.hdf.dataset import HDFDataset, open_hdf
 from hvdtrain.data.hdf.writer import HDFWriter
-from hvdtrain.session import open_feeds
 from hvdtrain.settings import read_settings
+from hvdtrain.start_up.data import open_feeds
 
 
 @pytest.fixture

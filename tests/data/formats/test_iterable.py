@@ -23,8 +23,8 @@ from hvdtrain.data.plan.order import order
 from hvdtrain.data.plan.order_keys import OrderKeys
 from hvdtrain.data.sources import OpeningContext, open_dataset, parse
 from hvdtrain.errors import ConfigError, DataError
-from hvdtrain.session import open_feeds
 from hvdtrain.settings import read_settings
+from hvdtrain.start_up.data import open_feeds
 
 Item = tuple[str, list[int]]
 

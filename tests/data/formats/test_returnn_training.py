@@ -28,8 +28,8 @@ from hvdtrain.data.kinds import BY_RETURNN, KINDS, OWN
 from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.data.sources import open_dataset, parse
 from hvdtrain.errors import ConfigError, DataError
-from hvdtrain.session import open_feeds
 from hvdtrain.settings import read_settings
+from hvdtrain.start_up.data import open_feeds
 
 WORDS = "eins zwei drei vier".split()
 

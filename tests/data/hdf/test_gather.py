@@ -5,7 +5,7 @@ import pytest
 
 from hvdtrain.data.hdf.dataset import REUSED, FileSlice, Memory, gather, open_hdf
 from hvdtrain.data.hdf.writer import HDFWriter
-from hvdtrain.data.types import pad
+from hvdtrain.data.padding import pad
 
 
 def gathered(array, starts, lengths, memory=None):

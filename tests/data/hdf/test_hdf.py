@@ -11,7 +11,7 @@ from hdf_files import BY_RETURNN, CLASSES, EXPECTED, FRAMES, Change, contents, d
 
 from hvdtrain.data.hdf.dataset import open_hdf
 from hvdtrain.data.hdf.writer import HDFWriter
-from hvdtrain.data.types import pad
+from hvdtrain.data.padding import pad
 from hvdtrain.errors import DataError
 
 

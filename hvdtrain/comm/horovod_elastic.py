@@ -1,0 +1,132 @@
+"""Going on under Horovod's elastic driver after a rank was lost.
+
+The driver (`horovodrun --min-np 2 --host-discovery-script hosts.sh ...`) keeps the processes of ranks that live, and expects
+them to connect anew. Here, such a process asks the driver for its new rank and then replaces itself by a new program (exec),
+which goes on from the newest checkpoint (`start_again`). So nothing of the former connection is left.
+Reference: horovod/runner/elastic/{driver,rendezvous,registration}.py of Horovod 0.28.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+
+DRIVER_NAMES = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
+"""What the elastic driver answers, in this order."""
+
+SCOPE = "hvdtrain"
+"""Of our own entries in the driver's store, which it clears whenever it arranges the ranks anew."""
+
+ASK_TIMEOUT = 1200.0
+"""Seconds to wait for the new rank. The driver answers when all ranks have asked or ended, and gives up by itself."""
+
+STOP_SIGNAL = signal.SIGUSR1
+"""On which a training stops with a checkpoint."""
+
+
+def note_error(environ: Mapping[str, str]) -> None:
+    """Tell the other ranks that this one ends by an error, which would only repeat: the driver takes it for a lost host."""
+    _put(environ, "error", "1")
+
+
+def start_again(environ: Mapping[str, str], *, after_stop: bool) -> str:
+    """Go on as a new program with the rank that the driver assigns. Returns only if there is none: why this process has to end.
+
+    Args:
+        after_stop: the training was stopped with a checkpoint. Then it goes on only if this was for a change of the hosts.
+    """
+    _end_connections()
+    if _get(environ, f"/{SCOPE}/error") is not None:
+        return "an error of another rank"
+    if after_stop and _get(environ, f"/{SCOPE}/hosts") is None:
+        return "stopped on request"
+    answer = _get(environ, f"/rank_and_size/{environ['HOROVOD_HOSTNAME']}:{environ['HOROVOD_LOCAL_RANK']}", ASK_TIMEOUT)
+    given = dict(zip(DRIVER_NAMES, (answer or b"").decode("ascii").split(","), strict=False))
+    if len(given) < len(DRIVER_NAMES) or int(given["RANK"]) < 0:
+        return "Horovod's driver has no rank for this process any more"
+    sys.stderr.write(f"rank {environ['HOROVOD_RANK']} goes on as rank {given['RANK']} of {given['SIZE']}\n")
+    sys.stderr.flush()
+    sys.stdout.flush()
+    for number in _open_files():  # they may not be closed here, as Horovod's threads live until the new program begins
+        with suppress(OSError):
+            os.set_inheritable(number, False)
+    own = {f"HOROVOD_{name}": value for name, value in given.items()}
+    return os.execve(sys.executable, sys.orig_argv, {**environ, **own})
+
+
+def _end_connections() -> None:
+    """End the connections to other ranks, which would learn only after Gloo's timeout that a rank is lost they do not talk to."""
+    for number in _open_files():
+        with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
+            connection.getpeername()  # fails for what is no connection
+            if connection.family in (socket.AF_INET, socket.AF_INET6):
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+def _open_files() -> list[int]:
+    return [int(name) for name in os.listdir("/proc/self/fd") if int(name) > 2]
+
+
+def watch_hosts(environ: Mapping[str, str]) -> None:
+    """From now on, stop the training with a checkpoint when the driver says that there are other hosts.
+
+    Call it as early as possible: what the driver says before, it does not repeat. It tells rank 0, from which the others learn to
+    stop.
+    """
+    from horovod.runner.elastic.worker import WorkerNotificationManager
+
+    class Listener:
+        def on_hosts_updated(self, timestamp: int, result: int) -> None:
+            _put(environ, "hosts", str(timestamp))
+            if callable(signal.getsignal(STOP_SIGNAL)):
+                os.kill(os.getpid(), STOP_SIGNAL)
+
+    manager = WorkerNotificationManager()
+    manager.init()
+    manager.register_listener(Listener())
+
+
+def stop_for_other_hosts(environ: Mapping[str, str]) -> None:
+    """On rank 0: stop the training that begins, if there are other hosts already. Signals have to stop it by now."""
+    if _get(environ, f"/{SCOPE}/hosts") is not None:
+        os.kill(os.getpid(), STOP_SIGNAL)
+
+
+def _get(environ: Mapping[str, str], path: str, timeout: float = 10.0) -> bytes | None:
+    """An entry of the driver's store; None if it has none, or if the driver has ended."""
+    status, answer = _request(environ, "GET", path, None, timeout)
+    return answer if status == 200 else None
+
+
+def _put(environ: Mapping[str, str], name: str, value: str) -> None:
+    _request(environ, "PUT", f"/{SCOPE}/{name}", value, 10.0)
+
+
+def _request(environ: Mapping[str, str], method: str, path: str, body: str | None, timeout: float) -> tuple[int, bytes]:
+    address, port = environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"], int(environ["HOROVOD_GLOO_RENDEZVOUS_PORT"])
+    for pause in (0.2, 1.0, 0.0):
+        found = answer(address, port, method, path, body, timeout)
+        if found is not None:
+            return found
+        time.sleep(pause)
+    return 0, b""
+
+
+def answer(address: str, port: int, method: str, path: str, body: str | None, timeout: float) -> tuple[int, bytes] | None:
+    """The status and the content that an HTTP server answers with; None if it does not answer."""
+    import http.client  # here: every start of the program imports this file, but only jobs over Gloo talk to a server
+
+    connection = http.client.HTTPConnection(address, port, timeout=timeout)  # unlike urllib, it uses no proxy
+    try:
+        connection.request(method, path, body)
+        response = connection.getresponse()
+        return response.status, response.read()
+    except (OSError, http.client.HTTPException):
+        return None
+    finally:
+        connection.close()

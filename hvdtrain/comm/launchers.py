@@ -1,0 +1,316 @@
+"""The ways of starting a process, and what follows with each of them when a rank fails or stops.
+
+A new launcher is a class here and a line in `LAUNCHERS`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar, Literal
+
+from hvdtrain.comm import child, horovod_elastic, torchrun_failures
+from hvdtrain.comm.slurm import tasks_per_node
+from hvdtrain.comm.torchrun_failures import Failure
+from hvdtrain.errors import TO_BE_CONTINUED, Outcome, TrainingError
+
+SECONDS_FOR_THE_CAUSE = 1.0
+"""How long a rank that has no error of its own waits until it says that another one failed: what that rank, or the launcher, says
+of the cause comes first. Most launchers end this rank meanwhile."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the launcher says about this process. Without a launcher: rank 0 of 1."""
+
+    launcher: str | None
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+
+
+class Launcher:
+    """What started this process. By default, it restarts nothing, and ends all ranks when one has failed.
+
+    Args:
+        environ: the environment of this process.
+        process: what it says about the process.
+
+    Attributes:
+        name: as messages have it.
+        variables: the environment variables with rank, size, local rank and local size; several: one of them.
+        max_restarts_hint: what to use in place of the key max_restarts.
+        peer_status: the exit status of a rank that ends because of another one.
+        hung_status: that of a rank that hangs.
+        outlives: seconds for which the other ranks outlive one that hangs, so that a report is about that one.
+    """
+
+    name: ClassVar[str | None] = None
+    variables: ClassVar[Sequence[tuple[str, str, str, str]]] = ()
+    max_restarts_hint: ClassVar[str] = (
+        "the same command goes on from the newest checkpoint; torchrun --max-restarts N restarts ranks"
+    )
+    peer_status: ClassVar[int] = 1
+    hung_status: ClassVar[int] = 1
+    outlives: ClassVar[float] = 1.0
+
+    def __init__(self, environ: Mapping[str, str], process: Launch) -> None:
+        self._environ = environ
+        self.process = process
+
+    @classmethod
+    def detect(cls, environ: Mapping[str, str]) -> Launcher | None:
+        """The launcher, if it has started the process with this environment."""
+        for rank, size, local_rank, local_size in cls.variables:
+            if environ.get(rank, "").isdigit() and environ.get(size, "").isdigit():
+                own = (number_in(environ, local_rank, 0), cls._local_size(environ, local_size))
+                return cls(environ, Launch(cls.name, int(environ[rank]), int(environ[size]), *own))
+        return None
+
+    @classmethod
+    def _local_size(cls, environ: Mapping[str, str], variable: str) -> int:
+        return number_in(environ, variable, 1)
+
+    @property
+    def restarts(self) -> Literal["never", "all ranks", "lost ranks"]:
+        """Which ranks it may start again; the others of lost ranks live on."""
+        return "never"
+
+    @property
+    def is_restart(self) -> bool:
+        """Whether it has started the ranks before."""
+        return False
+
+    @property
+    def parent(self) -> int | None:
+        """The process id of the launcher, if its ranks have to end themselves when it is gone; None: it has them ended."""
+        return None
+
+    def on_start(self) -> int | None:
+        """When the program begins. Returns the exit status if the process must not train, and has said why."""
+        return None
+
+    def refuse_to_repeat(self) -> None:
+        """Raises: TrainingError: a former attempt on this host ended with an error that would only repeat."""
+
+    def leave_checks(self, checks: Sequence[child.Check]) -> None:
+        """When the data is open: what to check if a signal ends this process."""
+
+    def on_training(self) -> None:
+        """On rank 0, when a training begins: signals stop it from now on."""
+
+    def on_success(self) -> None:
+        """When the work is done."""
+
+    def on_failure(self, outcome: Outcome, message: str) -> str:
+        """Before a failure is printed. Returns what to add to the message; may not return, but go on as a new program."""
+        if outcome.scope == "a peer":
+            time.sleep(SECONDS_FOR_THE_CAUSE)
+        return ""
+
+    def on_stop(self, outcome: Outcome, message: str) -> None:
+        """Before it is printed that a training was stopped with a checkpoint; may not return, but go on as a new program."""
+        self.on_failure(outcome, message)
+
+
+class SingleProcess(Launcher):
+    """No launcher."""
+
+    @classmethod
+    def detect(cls, environ: Mapping[str, str]) -> Launcher:
+        """This one, whatever the environment says."""
+        return cls(environ, Launch(cls.name))
+
+
+class Mpirun(Launcher):
+    """Open MPI's or MPICH's."""
+
+    name = "mpirun"
+    variables = (
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+        ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    )
+
+
+class Srun(Launcher):
+    """A job step of Slurm. A plain `python` in an sbatch script has SLURM_NTASKS as well, but is a single process."""
+
+    name = "srun"
+    variables = (("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),)
+    max_restarts_hint = "sbatch --requeue starts the job again"
+
+    @classmethod
+    def _local_size(cls, environ: Mapping[str, str], variable: str) -> int:
+        """The number of tasks of the step on this node; nodes may have different numbers."""
+        tasks = tasks_per_node(environ.get(variable, ""))
+        node = number_in(environ, "SLURM_NODEID", 0)
+        return tasks[node] if node < len(tasks) else 1
+
+
+class Torchrun(Launcher):
+    """torch.distributed's. It restarts ranks whatever ended them, so an error is remembered for the next attempt."""
+
+    name = "torchrun"
+    variables = (("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),)
+    max_restarts_hint = "torchrun --max-restarts N restarts them"
+
+    @property
+    def restarts(self) -> Literal["never", "all ranks", "lost ranks"]:
+        return "all ranks" if torchrun_failures.max_restarts(self._environ) else "never"
+
+    @property
+    def is_restart(self) -> bool:
+        return number_in(self._environ, "TORCHELASTIC_RESTART_COUNT", 0) > 0
+
+    @property
+    def parent(self) -> int | None:
+        return os.getppid() if "TORCHELASTIC_RUN_ID" in self._environ else None
+
+    def on_start(self) -> int | None:
+        """On several hosts, the others have to learn of the failure: `refuse_to_repeat` when the ranks are connected."""
+        failure = torchrun_failures.remembered(self._environ)
+        if failure is None or self.process.size != self.process.local_size:
+            return None
+        torchrun_failures.tell(self._environ, failure)
+        return failure.status
+
+    def refuse_to_repeat(self) -> None:
+        failure = torchrun_failures.remembered(self._environ)
+        if failure is not None:
+            raise TrainingError(failure.refusal)
+
+    def on_failure(self, outcome: Outcome, message: str) -> str:
+        if outcome.repeatable:
+            who = f"rank {self.process.rank} of {self.process.size}"
+            failure = Failure(outcome.status, f"{who}: {torchrun_failures.cause_in(message)}")
+            torchrun_failures.remember(self._environ, failure)
+        return super().on_failure(outcome, message)
+
+
+class Horovodrun(Launcher):
+    """Horovod's, without its elastic driver."""
+
+    name = "horovodrun"
+    variables = (("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),)
+    max_restarts_hint = "horovodrun --min-np N --host-discovery-script SCRIPT restarts them"
+
+    @classmethod
+    def detect(cls, environ: Mapping[str, str]) -> Launcher | None:
+        """This one, or the one with the driver."""
+        found = super().detect(environ)
+        return ElasticHorovodrun(environ, found.process) if found and environ.get("HOROVOD_ELASTIC") == "1" else found
+
+
+class ElasticHorovodrun(Horovodrun):
+    """Horovod's with its elastic driver: the ranks that are left go on as new programs (comm/horovod_elastic.py)."""
+
+    outlives = 120.0  # which the driver and Gloo have until a rank that waited for one that hung goes on without it
+
+    @property
+    def restarts(self) -> Literal["never", "all ranks", "lost ranks"]:
+        return "lost ranks"
+
+    def on_start(self) -> int | None:
+        horovod_elastic.watch_hosts(self._environ)
+        return None
+
+    def on_training(self) -> None:
+        horovod_elastic.stop_for_other_hosts(self._environ)
+
+    def on_failure(self, outcome: Outcome, message: str) -> str:
+        if outcome.scope == "a peer":
+            return f" ({horovod_elastic.start_again(self._environ, after_stop=False)})"
+        if outcome.repeatable:
+            horovod_elastic.note_error(self._environ)
+        return ""
+
+    def on_stop(self, outcome: Outcome, message: str) -> None:
+        """Unless it was for a change of hosts, all ranks end, or this one only."""
+        if outcome.status == TO_BE_CONTINUED:
+            horovod_elastic.start_again(self._environ, after_stop=True)
+        else:
+            self.on_failure(outcome, message)
+
+
+class Ngpu(Launcher):
+    """hvdtrain's own, of the keys `ngpu` and `dist_rank` (comm/local.py), or of a program (comm/spawn.py).
+
+    Another launcher may have started it, which has to know of errors, too.
+    """
+
+    name = "hvdtrain"
+    variables = (("HVDTRAIN_RANK", "HVDTRAIN_SIZE", "HVDTRAIN_LOCAL_RANK", "HVDTRAIN_LOCAL_SIZE"),)
+    peer_status = child.PEER_FAILED
+    hung_status = child.HUNG
+
+    @cached_property
+    def _outer(self) -> Launcher:
+        outer = launcher_of({name: value for name, value in self._environ.items() if not name.startswith("HVDTRAIN_")})
+        return type(outer)(self._environ, self.process)
+
+    @property
+    def restarts(self) -> Literal["never", "all ranks", "lost ranks"]:
+        return self._outer.restarts
+
+    @property
+    def is_restart(self) -> bool:
+        return self._outer.is_restart
+
+    @property
+    def parent(self) -> int | None:
+        return int(self._environ[child.PARENT]) if child.PARENT in self._environ else self._outer.parent
+
+    def refuse_to_repeat(self) -> None:
+        self._outer.refuse_to_repeat()
+
+    def leave_checks(self, checks: Sequence[child.Check]) -> None:
+        if child.ENDED in self._environ:
+            child.leave_checks(self._environ, self.process.rank, checks)
+
+    def on_success(self) -> None:
+        if child.ENDED in self._environ:
+            child.note_end(self._environ, self.process.rank)
+
+    def on_failure(self, outcome: Outcome, message: str) -> str:
+        if outcome.repeatable:
+            self._outer.on_failure(outcome, message)
+        return super().on_failure(outcome, message)
+
+
+LAUNCHERS: tuple[type[Launcher], ...] = (Ngpu, Horovodrun, Torchrun, Mpirun, Srun, SingleProcess)
+"""The first one that has started this process counts: horovodrun may itself run mpirun, and torchrun may run under srun, so the
+innermost launcher stands first."""
+
+
+def launcher_of(environ: Mapping[str, str]) -> Launcher:
+    """The launcher that has started a process with this environment."""
+    found = (kind.detect(environ) for kind in LAUNCHERS)
+    return next(launcher for launcher in found if launcher is not None)
+
+
+def detect(environ: Mapping[str, str]) -> Launch:
+    """What the launcher's variables say about a process.
+
+    >>> detect({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"})
+    Launch(launcher='mpirun', rank=1, size=2, local_rank=1, local_size=1)
+    >>> detect({})
+    Launch(launcher=None, rank=0, size=1, local_rank=0, local_size=1)
+    """
+    return launcher_of(environ).process
+
+
+def variables(process: Launch) -> dict[str, str]:
+    """The environment variables from which `detect` reads this launch, for a process that hvdtrain starts itself."""
+    [names] = Ngpu.variables
+    numbers = (process.rank, process.size, process.local_rank, process.local_size)
+    return {name: str(number) for name, number in zip(names, numbers, strict=True)}
+
+
+def number_in(environ: Mapping[str, str], name: str, default: int) -> int:
+    """The number in a variable; the default if the variable is not set or no number."""
+    text = environ.get(name, "")
+    return int(text) if text.isdigit() else default

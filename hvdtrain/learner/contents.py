@@ -1,0 +1,76 @@
+"""A checkpoint as a value: what its files hold. The entries have the same names in all frameworks; `FileFormat` stores them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+OPTIMIZER_CLASS, OPTIONS = "optimizer_class", "optimizer_options"
+"""Entries besides the optimizer's state: the name of its class, which TensorFlow's files have in the names of tensors, and its
+options as text. RETURNN's files have neither, nor have those of hvdtrain 0.1."""
+
+TRAINED, AVERAGED = "trained", "averaged_updates"
+"""Entries if a moving average is kept, which then is the model: the trained weights by name, and the number of updates that the
+average has followed."""
+
+SHARED, OWN = "reducer_shared", "reducer_own"
+"""Entries with lists of tensors by name that the reducer keeps: `ModelState.shared` and `ModelState.own`."""
+
+
+Marks = Mapping[str, str]
+"""Texts by name that say which checkpoint a rank's own file belongs to."""
+
+NO_MARKS: Marks = {}
+
+
+@dataclass(frozen=True)
+class FileFormat:
+    """How a framework stores tensors and plain values. Writing raises OSError or RuntimeError, reading CheckpointError.
+
+    Attributes:
+        write_model: writes tensors by name, and the progress.
+        write_optimizer, write_rank: write the entries of the file that accompanies a model's, and of one rank's file.
+        read_model: returns the progress, and the tensors by name under "model".
+        read: returns the entries of another file. Like `read_model`, it never runs code in the file.
+    """
+
+    write_model: Callable[[Path, Mapping[str, Any], Mapping[str, Any]], None]
+    write_optimizer: Callable[[Path, Mapping[str, Any]], None]
+    write_rank: Callable[[Path, Mapping[str, Any]], None]
+    read_model: Callable[[Path], dict[str, Any]]
+    read: Callable[[Path], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class CheckpointContents:
+    """What rank 0 writes of a checkpoint.
+
+    Attributes:
+        model: the model's tensors by name.
+        optimizer: entries of the optimizer's file: the rest of the state.
+        progress: plain numbers and texts, for both files.
+    """
+
+    model: Mapping[str, Any]
+    optimizer: Mapping[str, Any]
+    progress: Mapping[str, Any]
+    format: FileFormat
+
+    def write(self, model_file: Path, optimizer_file: Path) -> None:
+        """Write both files. Raises: OSError, RuntimeError, if the disk is full."""
+        self.format.write_optimizer(optimizer_file, {**self.optimizer, **self.progress})
+        self.format.write_model(model_file, self.model, self.progress)
+
+
+@dataclass(frozen=True)
+class RankContents:
+    """What one rank writes of a checkpoint: in what it differs from the other ranks."""
+
+    entries: Mapping[str, Any]
+    format: FileFormat
+
+    def write(self, file: Path) -> None:
+        """Raises: OSError, RuntimeError, if the disk is full."""
+        self.format.write_rank(file, self.entries)

@@ -1,0 +1,251 @@
+"""What checkpoints and other ranks need of a learner, and what of that is the same in all frameworks."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.comm.base import Tensor
+from hvdtrain.data.types import Array
+from hvdtrain.errors import CheckpointError, DamagedCheckpoint
+from hvdtrain.learner.contents import (
+    AVERAGED,
+    NO_MARKS,
+    OPTIMIZER_CLASS,
+    OWN,
+    SHARED,
+    TRAINED,
+    CheckpointContents,
+    FileFormat,
+    Marks,
+    RankContents,
+)
+from hvdtrain.learner.integrity import check_rank_file, check_same_save
+from hvdtrain.learner.model_state import Kind, StatePart
+from hvdtrain.learner.precision import LossScale
+from hvdtrain.learner.preload import PreloadRequest
+from hvdtrain.learner.weight_average import EvaluationWeights
+from hvdtrain.runtime import log
+
+NEW_OPTIMIZER = "(go on with the optimizer that the training began with, or with a new one: ++fresh_optimizer 1)"
+"""What to do about the state of another optimizer."""
+
+UNSUITABLE = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
+"""What frameworks raise of values that do not belong to a model or an optimizer."""
+
+
+class StateBase(ABC):
+    """Weights, buffers and the optimizer's state: into files, out of them, and to other ranks. Reducers see it as `ModelState`.
+
+    A framework adds how tensors are taken from its model and its optimizer, and how they are set.
+
+    Args:
+        average: the weights for evaluations; in a file these are the model, and the trained weights are in the optimizer's file.
+            None: the trained ones.
+        scale: of the loss; it is stored with the optimizer's state.
+    """
+
+    def __init__(self, file_format: FileFormat, average: EvaluationWeights | None, scale: LossScale | None) -> None:
+        self._format = file_format
+        self._average = average
+        self._scale = scale
+        self.shared: dict[str, list[Tensor]] = {}
+        self.own: dict[str, list[Tensor]] = {}
+
+    @abstractmethod
+    def map_tensors(self, kind: Kind, change: Callable[[list[Tensor]], list[Tensor]]) -> None:
+        """Replace the values of the model's tensors of one kind by what `change` returns for them, in the model's order."""
+
+    @abstractmethod
+    def has_tensors(self, kind: Kind) -> bool:
+        """Whether the model has tensors of a kind."""
+
+    @abstractmethod
+    def named_parameters(self) -> Iterator[tuple[str, Array]]:
+        """The names of all parameters, trained or not, with copies of their values as float32 arrays."""
+
+    # The moving average
+
+    def start_average(self) -> None:
+        """Let the moving average begin with the present weights, if one is kept and has not begun yet."""
+        if self._average is not None and not self._average.started:
+            self._average.start()
+
+    def average_weights(self, updates: int) -> None:
+        """Let the moving average of the weights, if there is one, follow N updates, when all ranks have the same weights."""
+        if self._average is not None:
+            self._average.follow(updates)
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Inside the `with` block, the model's weights are their moving average, if one is kept. For evaluation; what is saved
+        inside the block is the same as outside of it."""
+        return self._average.used() if self._average is not None and self._average.started else nullcontext()
+
+    # Checkpoints
+
+    def gather_state(self) -> None:  # noqa: B027 few optimizers hold their state in parts
+        """Collective. Bring together on rank 0 what the ranks hold in parts. Called before rank 0 asks for the contents."""
+
+    def contents(self, progress: Mapping[str, Any]) -> CheckpointContents:
+        """What a checkpoint holds of the present state. It may share memory with the model, so it has to be written before
+        training goes on."""
+        model = self._model_tensors()
+        with self._average.left() if self._average is not None else nullcontext():
+            optimizer = self._optimizer_contents()
+        for entry, lists in ((SHARED, self.shared), (OWN, self.own)):
+            if lists:
+                optimizer[entry] = self._stored_lists(lists)
+        if self._average is not None and self._average.started:
+            averages, trained = self._average.both()
+            model |= averages
+            optimizer |= {TRAINED: trained, AVERAGED: self._average.updates}
+        return CheckpointContents(model, optimizer, progress, self._format)
+
+    def snapshot(self, progress: Mapping[str, Any]) -> CheckpointContents:
+        """The same as a copy, which training does not change and which any thread may write."""
+        return self.contents(progress)
+
+    def load(self, model_file: Path, optimizer_file: Path | None) -> dict[str, Any]:
+        """Read a checkpoint, or what another program wrote in the same format; return what else is in the model's file.
+
+        Without an optimizer's file, only the model is read.
+
+        Raises:
+            CheckpointError: a file cannot be read, or belongs to another model or optimizer.
+        """
+        stored = self._format.read_model(model_file)
+        try:
+            self._set_model(stored.pop("model"))
+        except UNSUITABLE as error:
+            raise CheckpointError(f"{model_file}: expected the parameters of this config's model, got others: {error}") from None
+        if optimizer_file is not None:
+            entries = self._format.read(optimizer_file)
+            check_same_save(model_file, stored, optimizer_file, entries)
+            for line in self._load_optimizer(entries, optimizer_file):
+                log.info(line)
+            self._load_trained(entries, optimizer_file)
+            self.shared, self.own = _lists(entries, SHARED, optimizer_file), _lists(entries, OWN, optimizer_file)
+        return stored
+
+    @abstractmethod
+    def preload(self, request: PreloadRequest) -> tuple[list[str], list[str]]:
+        """Copy parameters and buffers from a file. Returns the names of all of ours, and of those that were set.
+
+        Raises:
+            CheckpointError: the file cannot be read, or values of another shape were made.
+        """
+
+    def rank_contents(self, parts: Sequence[StatePart], marks: Marks = NO_MARKS) -> RankContents:
+        """What this rank's file holds: tensors of some kinds, and the optimizer's state if that is one of the parts."""
+        entries: dict[str, Any] = {**marks, **{kind: self._kind_tensors(kind) for kind in _kinds(parts)}}
+        if "optimizer" in parts:
+            entries |= self._optimizer_contents()
+        if self.own:
+            entries[OWN] = self._stored_lists(self.own)
+        return RankContents(entries, self._format)
+
+    def load_rank(self, file: Path, parts: Sequence[StatePart], marks: Marks = NO_MARKS) -> None:
+        """Read this rank's file.
+
+        Raises:
+            CheckpointError: it cannot be read, one of the parts is missing, or it has other marks.
+        """
+        entries = self._format.read(file)
+        check_rank_file(file, entries, [part for part in parts if part != "kept"], marks)
+        self.own = _lists(entries, OWN, file)
+        if "optimizer" in parts:
+            self._load_optimizer(entries, file)
+        for kind in _kinds(parts):
+            try:
+                self._set_kind(kind, entries[kind])
+            except UNSUITABLE as error:
+                raise DamagedCheckpoint(f"{file}: expected the {kind} of this config's model, got others: {error}") from None
+
+    def _optimizer_contents(self) -> dict[str, Any]:
+        return self._optimizer_entries() | ({} if self._scale is None else {"loss_scale": self._scale.state()})
+
+    def _load_optimizer(self, entries: Mapping[str, Any], file: Path) -> list[str]:
+        """Load the optimizer's entries of a file. Returns lines about what changed. Raises: CheckpointError."""
+        own = self._optimizer_name()
+        if "optimizer" not in entries:
+            raise DamagedCheckpoint(f"{file}: expected the state of the optimizer {own}, got a file without 'optimizer'")
+        if (stored := entries.get(OPTIMIZER_CLASS, own)) != own:
+            raise CheckpointError(f"{file}: expected the state of the optimizer {own}, got that of {stored} {NEW_OPTIMIZER}")
+        try:
+            lines = self._set_optimizer(entries)
+        except UNSUITABLE as error:
+            raise CheckpointError(
+                f"{file}: expected the state of the optimizer {own} for this model, got another: {error} {NEW_OPTIMIZER}"
+            ) from None
+        if self._scale is not None and "loss_scale" in entries:
+            try:
+                self._scale.restore(entries["loss_scale"])
+            except UNSUITABLE as error:
+                raise DamagedCheckpoint(f"{file}: expected the scale of the loss in 'loss_scale', got another: {error}") from None
+        return lines
+
+    def _load_trained(self, entries: Mapping[str, Any], file: Path) -> None:
+        """Continue from the trained weights if the model's file has their moving average."""
+        if (trained := entries.get(TRAINED)) is None:
+            return
+        try:
+            if self._average is not None:
+                self._average.start(int(entries.get(AVERAGED, 0)))
+            self._set_trained(trained)
+        except UNSUITABLE as error:
+            raise DamagedCheckpoint(
+                f"{file}: expected the weights that were trained in {TRAINED!r}, got others: {error}"
+            ) from None
+
+    # What a framework adds. Setting raises one of UNSUITABLE if values do not fit.
+
+    @abstractmethod
+    def _model_tensors(self) -> dict[str, Tensor]:
+        """The model's tensors that a checkpoint holds, by name."""
+
+    @abstractmethod
+    def _set_model(self, tensors: Mapping[str, Tensor]) -> None: ...
+
+    @abstractmethod
+    def _kind_tensors(self, kind: Kind) -> Any:
+        """The tensors of one kind, as a rank's file holds them."""
+
+    @abstractmethod
+    def _set_kind(self, kind: Kind, stored: Any) -> None: ...
+
+    @abstractmethod
+    def _set_trained(self, trained: Mapping[str, Tensor]) -> None:
+        """Set trained weights by name; others in the file are left out."""
+
+    def _stored_lists(self, lists: Mapping[str, Sequence[Tensor]]) -> dict[str, list[Any]]:
+        """Lists of tensors by name that a reducer keeps, as a file holds them."""
+        return {name: list(tensors) for name, tensors in lists.items()}
+
+    @abstractmethod
+    def _optimizer_name(self) -> str:
+        """The name of the optimizer's class."""
+
+    @abstractmethod
+    def _optimizer_entries(self) -> dict[str, Any]:
+        """The optimizer's state under "optimizer", and what belongs to it."""
+
+    @abstractmethod
+    def _set_optimizer(self, entries: Mapping[str, Any]) -> list[str]:
+        """Set the optimizer's state. Returns lines about what changed."""
+
+
+def _kinds(parts: Sequence[StatePart]) -> list[Kind]:
+    return [part for part in parts if part != "optimizer" and part != "kept"]
+
+
+def _lists(entries: Mapping[str, Any], entry: str, file: Path) -> dict[str, list[Tensor]]:
+    """An entry with lists of tensors by name; none without the entry. Raises: DamagedCheckpoint."""
+    lists = entries.get(entry, {})
+    if not isinstance(lists, dict) or not all(
+        isinstance(tensors, list) and all(hasattr(tensor, "shape") for tensor in tensors) for tensors in lists.values()
+    ):
+        raise DamagedCheckpoint(f"{file}: expected lists of tensors in its entry {entry!r}, got others")
+    return lists

@@ -1,0 +1,125 @@
+"""Files with a TensorFlow model: numpy's .npz, and safetensors.
+
+An .npz file holds arrays by name, and plain values as JSON. The names of arrays begin with their entry, but for those of the
+model and, in its own file, of the optimizer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy
+import tensorflow as tf
+
+from hvdtrain.data.types import Array
+from hvdtrain.errors import DamagedCheckpoint
+from hvdtrain.learner.contents import AVERAGED, OWN, SHARED, TRAINED, FileFormat
+from hvdtrain.learner.model_format import SAFETENSORS, header, is_safetensors, progress_of, reading, unreadable, writing
+
+TENSORS = ("optimizer", TRAINED, "parameters", "frozen", "statistics", "counters")
+"""Entries with arrays by name."""
+
+PROGRESS = "progress"
+"""The name of the array with plain values, as JSON."""
+
+
+def file_format(model_format: str) -> FileFormat:
+    """TensorFlow's files.
+
+    Args:
+        model_format: of the model's file: "npz" or "safetensors".
+    """
+    write_model = _write_safetensors if model_format == SAFETENSORS else _write_arrays
+    return FileFormat(
+        write_model, _write_optimizer, lambda file, entries: _write_arrays(file, *_flatten(entries)), read_model, _read
+    )
+
+
+def _write_optimizer(file: Path, entries: Mapping[str, Any]) -> None:
+    arrays, values = _flatten(entries)
+    _write_arrays(file, {name.removeprefix("optimizer/"): array for name, array in arrays.items()}, values)
+
+
+def _write_rank(file: Path, entries: Mapping[str, Any]) -> None:
+    _write_arrays(file, *_flatten(entries))
+
+
+def read_model(file: Path) -> dict[str, Any]:
+    """The progress, and the arrays by name under "model". Raises: CheckpointError."""
+    arrays, progress = _read_safetensors(file) if is_safetensors(file) else _read_arrays(file)
+    return {**progress, "model": arrays}
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """The inverse of writing entries."""
+    arrays, entries = _read_arrays(file)
+    for path, array in sorted(arrays.items()):
+        entry, _, name = path.partition("/")
+        if entry in (SHARED, OWN):
+            entries.setdefault(entry, {}).setdefault(name.rpartition("/")[0], []).append(tf.constant(array))
+        elif entry in TENSORS:
+            entries.setdefault(entry, {})[name] = array
+        elif path == AVERAGED:
+            entries[path] = array
+        else:
+            entries.setdefault("optimizer", {})[path] = array
+    return entries
+
+
+def _flatten(entries: Mapping[str, Any]) -> tuple[dict[str, Array], dict[str, Any]]:
+    """The arrays of entries under names such as trained/layers.0.kernel and reducer_own/velocity/000003; and the plain values."""
+    arrays: dict[str, Array] = {}
+    values: dict[str, Any] = {}
+    for entry, value in entries.items():
+        if entry in TENSORS:
+            arrays |= {f"{entry}/{name}": array for name, array in value.items()}
+        elif entry in (SHARED, OWN):
+            arrays |= {f"{entry}/{name}/{n:06d}": array for name, found in value.items() for n, array in enumerate(found)}
+        elif entry == AVERAGED:
+            arrays[entry] = numpy.array(value)
+        else:
+            values[entry] = value
+    return arrays, values
+
+
+def _write_arrays(path: Path, arrays: Mapping[str, Array], values: Mapping[str, Any]) -> None:
+    """Write arrays by name, and plain values. Raises: OSError, if the disk is full."""
+    named: dict[str, Any] = {PROGRESS: numpy.frombuffer(json.dumps(values).encode(), numpy.uint8), **arrays}
+    with open(path, "wb") as file:  # numpy adds a suffix to a path, but not to an open file
+        numpy.savez(file, **named)
+
+
+def _write_safetensors(path: Path, arrays: Mapping[str, Array], values: Mapping[str, Any]) -> None:
+    """The same in this format. Raises: OSError, if the disk is full."""
+    from safetensors.numpy import save_file
+
+    in_order = {name: numpy.asarray(array, order="C") for name, array in arrays.items()}
+    with writing(path) as unfinished:
+        save_file(in_order, unfinished, header("tf", values))
+
+
+def _read_safetensors(path: Path) -> tuple[dict[str, Array], dict[str, Any]]:
+    with reading(path):
+        from safetensors import safe_open
+
+        with safe_open(path, framework="numpy") as file:
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 it is no dict
+            return arrays, progress_of(file.metadata())
+
+
+def _read_arrays(path: Path) -> tuple[dict[str, Array], dict[str, Any]]:
+    """Read what `_write_arrays` wrote, or any .npz file. Raises: CheckpointError."""
+    try:
+        with numpy.load(path, allow_pickle=False) as stored:
+            arrays = {name: stored[name] for name in stored.files}  # reading checks each array's CRC
+        values = json.loads(arrays.pop(PROGRESS).tobytes()) if PROGRESS in arrays else {}
+        if not isinstance(values, dict):
+            raise ValueError(f"its array {PROGRESS!r} is no dict")
+    except FileNotFoundError:
+        raise DamagedCheckpoint(f"{path}: expected a checkpoint's file, got: no such file") from None
+    except Exception as error:  # whatever numpy and zipfile make of other bytes
+        raise unreadable(path, error) from None
+    return arrays, values

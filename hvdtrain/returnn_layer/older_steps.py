@@ -1,0 +1,106 @@
+"""Steps in the form that RETURNN's first PyTorch engine called: `train_step(*, model, data, run_ctx, **_)`.
+
+`data` is a dict of raw tensors: 'x', and its sizes as 'x:size1'. Today's RETURNN passes a TensorDict as `extern_data` and no run
+context, but most public recipes are of this form. A few also name `train_ctx` or `global_train_step`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from hvdtrain.context import get_run_ctx
+
+
+def with_older_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function of a config as one with today's arguments; the function itself if it has them already."""
+    try:
+        named = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return function
+    wanted = OLDER.keys() & named.keys()
+    if "extern_data" in named:
+        wanted = {name for name in wanted if named[name].default is inspect.Parameter.empty}
+    if not wanted:
+        return function
+    if "extern_data" in named:
+        wanted |= {"extern_data"}
+    elif any(one.kind is one.VAR_KEYWORD for one in named.values()):
+        wanted |= {"data", "run_ctx"}
+
+    def step(*, extern_data: Any, **others: Any) -> Any:
+        older = {name: OLDER[name](extern_data) for name in wanted & OLDER.keys()}
+        return function(**older, **({"extern_data": extern_data} if "extern_data" in wanted else {}), **others)
+
+    return functools.update_wrapper(step, function, updated=())
+
+
+class RawTensors(dict[str, Any]):
+    """The raw tensors of a TensorDict, with 'x:sizeN' for the sizes of axis N of 'x' on the CPU.
+
+    'x:seq_len' is 'x:size1'. The tags of the sequences, 'seq_tag', are read when they are asked for.
+    """
+
+    def __init__(self, extern_data: Any) -> None:
+        super().__init__()
+        self._extern_data = extern_data
+        for name, tensor in extern_data.data.items():
+            if name != "seq_tag":
+                self._add(name, tensor)
+
+    def _add(self, name: str, tensor: Any) -> None:
+        """Add a tensor, and its sizes where they are not fixed; of the batch, the number of sequences."""
+        self[name] = tensor.raw_tensor
+        for axis, dim in enumerate(tensor.dims):
+            sizes = None if dim.dyn_size_ext is None else dim.dyn_size_ext.raw_tensor
+            if sizes is not None:
+                self[f"{name}:size{axis}"] = sizes
+            elif dim.is_batch_dim():
+                self[f"{name}:size{axis}"] = tensor.raw_tensor.shape[axis]
+
+    def __missing__(self, name: str) -> Any:
+        if name == "seq_tag":
+            self[name] = self._extern_data["seq_tag"].raw_tensor  # raises a KeyError of its own
+        elif name.endswith(":seq_len") and (size := name.replace(":seq_len", ":size1")) in self:
+            self[name] = self[size]
+        else:
+            raise KeyError(f"{name!r}: expected one of {', '.join(self)}")
+        return self[name]
+
+
+OLDER: dict[str, Callable[[Any], Any]] = {
+    "data": lambda extern_data: RawTensors(extern_data),
+    "run_ctx": lambda extern_data: OlderRunCtx(extern_data),
+    "train_ctx": lambda extern_data: OlderRunCtx(extern_data),
+    "global_train_step": lambda _: get_run_ctx().step,
+}
+"""Arguments that recipes for RETURNN name in their steps and that its engine of today does not pass, by the batch."""
+
+
+class OlderRunCtx:
+    """The run context of the step that is running, with what it had at first.
+
+    Attributes:
+        device: of the batch.
+    """
+
+    def __init__(self, extern_data: Any) -> None:
+        self._context = importlib.import_module("returnn.frontend").get_run_ctx()
+        self._extern_data = extern_data
+
+    @property
+    def device(self) -> str:
+        devices = (getattr(tensor.raw_tensor, "device", None) for tensor in self._extern_data.data.values())
+        return next((str(device) for device in devices if device is not None), "cpu")
+
+    def mark_as_loss(self, loss: Any, name: str, *, inv_norm_factor: Any | None = None, **options: Any) -> None:
+        """As today, with the older name of `custom_inv_norm_factor`."""
+        if inv_norm_factor is not None:
+            options["custom_inv_norm_factor"] = inv_norm_factor
+        self._context.mark_as_loss(loss, name, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)

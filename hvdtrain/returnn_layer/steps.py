@@ -1,0 +1,462 @@
+"""The functions of a config that imports `returnn`: RETURNN's tensors and run context around them, hvdtrain's outside.
+
+A step gets a TensorDict with real Tensors. It marks losses and outputs in RETURNN's run context, and they are marked in
+hvdtrain's when it returns. A model of `returnn.frontend` is wrapped by RETURNN's own conversion to a `torch.nn.Module`, whose
+parameters are those of the model: this is what hvdtrain trains, saves and loads, while the config's functions get the model.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Literal, Protocol
+
+import numpy
+import returnn.frontend as rf
+import torch
+from returnn.frontend._backend import get_backend_by_raw_tensor_type
+from returnn.frontend.run_ctx import reset_run_ctx
+from returnn.tensor import Dim, Tensor, TensorDict, batch_dim
+from returnn.torch.data.extern_data import extern_data_template_from_config_opts, raw_dict_to_extern_data
+from returnn.torch.frontend.bridge import rf_module_to_pt_module, wrapped_pt_module_to_rf_module
+
+from hvdtrain.config.source import Source
+from hvdtrain.context import RunContext, get_run_ctx
+from hvdtrain.data.types import Array
+from hvdtrain.errors import ConfigError, Problem, problem
+from hvdtrain.returnn_layer.imports import WatchedImports, select_torch
+from hvdtrain.returnn_layer.older_steps import with_older_arguments
+
+Stage = Literal["train_step", "forward_step"]
+STAGES: tuple[Stage, ...] = ("train_step", "forward_step")
+
+FOR_TORCH_ONLY = ("torch_compile", "sync_batch_norm")
+"""Keys that concern the modules of PyTorch, of which an rf.Module calls none."""
+
+FLOAT_DTYPES = ("bfloat16", "float16", "float32", "float64")
+"""Values of `default_float_dtype`."""
+
+SEED = 42
+"""RETURNN's default of `random_seed`, as hvdtrain's."""
+
+
+def adapted(source: Source, imports: WatchedImports) -> Source:
+    """The config with wrapped functions."""
+    imports.set_config(source.values)
+    values, problems = dict(source.values), []
+    try:
+        select_torch(values.get("behavior_version"))
+    except Exception as error:  # an assert, or an error of several kinds
+        problems += problem(
+            "unknown-value",
+            f"behavior_version: expected one that RETURNN has for PyTorch, got {values['behavior_version']!r}: {error}",
+        )
+    templates, of_data = _templates("extern_data", values.get("extern_data", _older_extern_data(values)))
+    outputs, of_outputs = _templates("model_outputs", values.get("model_outputs"))
+    precision = Precision(values.pop("default_float_dtype") if values.get("default_float_dtype") in FLOAT_DTYPES else None)
+    steps = Steps(templates, outputs, precision, has_callback=values.get("forward_callback") is not None)
+    values |= _wrapped_functions(values, steps, precision)
+    return replace(source, values=values, problems=(*source.problems, *problems, *of_data, *of_outputs))
+
+
+def _wrapped_functions(values: Mapping[str, Any], steps: Steps, precision: Precision) -> dict[str, Any]:
+    """The functions of the config that get or return tensors or the model."""
+    wrapped: dict[str, Any] = {}
+    for stage in STAGES:
+        if callable(values.get(stage)):
+            step = with_older_arguments(values[stage])
+            wrapped[stage] = _like(functools.partial(steps.run, stage, step), step)
+    if callable(values.get("get_model")):
+        wrapped["get_model"] = _model_maker(values["get_model"], values, precision)
+    for name in ("epoch_start", "epoch_end"):
+        if callable(values.get(name)):
+            wrapped[name] = _with_own_model(values[name])
+    hooks = values.get("load_model_post_hooks")
+    if isinstance(hooks, (list, tuple)):
+        wrapped["load_model_post_hooks"] = [precision.within(_with_own_model(hook)) if callable(hook) else hook for hook in hooks]
+    callback = values.get("forward_callback")
+    if callback is not None and not isinstance(callback, str):
+        is_instance = hasattr(callback, "process_seq") and not isinstance(callback, type)
+        wrapped["forward_callback"] = lambda: Callback(callback if is_instance else callback(), steps)
+    return wrapped
+
+
+def _older_extern_data(values: Mapping[str, Any]) -> dict[str, Any] | None:
+    """`num_inputs` and `num_outputs` as `extern_data`; None if the config has neither."""
+    outputs = values.get("num_outputs")
+    if outputs is None and values.get("num_inputs") is None:
+        return None
+    sizes = dict(outputs) if isinstance(outputs, Mapping) else {"classes": outputs} if outputs is not None else {}
+    extern_data = {}
+    for name, size in sizes.items():
+        if isinstance(size, Mapping):
+            extern_data[name] = dict(size)
+            continue
+        dim, ndim = (*size, 1)[:2] if isinstance(size, (list, tuple)) else (size, 1)
+        extern_data[name] = {"dim": dim, "sparse": True} if ndim == 1 else {"dim": dim}
+        if name != "data":
+            extern_data[name]["available_for_inference"] = False
+    if "data" not in extern_data and values.get("num_inputs") is not None:
+        extern_data["data"] = {"dim": values["num_inputs"]}
+    return extern_data
+
+
+class BatchEntry(Protocol):
+    """One data key of a batch, as hvdtrain's learner passes it to a step."""
+
+    raw_tensor: Any
+    seq_lens: torch.Tensor
+
+
+class Precision:
+    """`default_float_dtype`: the type of the parameters, of the data and of what functions make.
+
+    Args:
+        name: of the type; None: that of PyTorch and RETURNN.
+    """
+
+    def __init__(self, name: str | None) -> None:
+        self.name = name
+
+    def cast(self, model: torch.nn.Module) -> torch.nn.Module:
+        return model if self.name is None else model.to(getattr(torch, self.name))
+
+    @contextmanager
+    def default(self) -> Iterator[None]:
+        """Make it the default of PyTorch and RETURNN inside the `with` block."""
+        if self.name is None:
+            yield
+            return
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(getattr(torch, self.name))
+        try:
+            with rf.set_default_float_dtype_ctx(self.name):
+                yield
+        finally:
+            torch.set_default_dtype(before)
+
+    def within(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, called with this default."""
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            with self.default():
+                return function(*arguments, **options)
+
+        return _like(call, function)
+
+
+def _like(wrapper: Callable[..., Any], function: Any) -> Callable[..., Any]:
+    return functools.update_wrapper(wrapper, function, updated=())
+
+
+def _templates(key: str, given: Any) -> tuple[TensorDict | None, list[Problem]]:
+    """RETURNN's templates for the data keys of `extern_data` or `model_outputs` (`key`), and the problems in it."""
+    if given is None:
+        return None, []
+    if not isinstance(given, Mapping):
+        return None, problem("wrong-type", f"{key}: expected a dict of dicts by data key, got {given!r}")
+    templates, problems = TensorDict(), []
+    for name, options in given.items():
+        try:
+            templates.update({name: options}, auto_convert=True)
+        except Exception as error:  # RETURNN raises errors of many kinds
+            reason = str(error) or type(error).__name__
+            problems += problem("wrong-type", f"{key}.{name}: expected what RETURNN makes a Tensor of, got {options!r}: {reason}")
+    return templates, problems
+
+
+def _model_maker(function: Callable[..., Any], values: Mapping[str, Any], precision: Precision) -> Callable[..., torch.nn.Module]:
+    """A get_model with RETURNN's random numbers, that returns a torch.nn.Module."""
+
+    def get_model(*, epoch: int, step: int, **others: Any) -> Any:
+        seed = int(values.get("random_seed", SEED))
+        rf.set_random_seed((epoch * 193939 + step * 19937 + seed * 27644437 + 479001599) % 2**31)  # as RETURNN's engine
+        model = function(epoch=epoch, step=step, **others)
+        if isinstance(model, torch.nn.Module):
+            return precision.cast(model)
+        if not isinstance(model, rf.Module):
+            return model
+        wanted = [name for name in FOR_TORCH_ONLY if values.get(name)]
+        if wanted:
+            rule = "expected a get_model that returns a torch.nn.Module, got an rf.Module"
+            raise ConfigError([Problem.of("wrong-result", f"{name}: {rule}") for name in wanted])
+        return precision.cast(rf_module_to_pt_module(model))
+
+    return _like(get_model, function)
+
+
+def own_model(model: torch.nn.Module) -> Any:
+    """The config's model: an rf.Module, or the torch.nn.Module itself."""
+    return wrapped_pt_module_to_rf_module(model) or model
+
+
+def _with_own_model(function: Callable[..., Any]) -> Callable[..., Any]:
+    return _like(lambda *, model, **others: function(model=own_model(model), **others), function)
+
+
+class Steps:
+    """Calls the config's steps.
+
+    Args:
+        templates: of `extern_data`; None: the data determines them.
+        outputs: of `model_outputs`; None: the config has none.
+        precision: of the data.
+        has_callback: whether the outputs go to a forward_callback.
+
+    Attributes:
+        seen: by output, one that was marked, whose dims tell a callback what the axes are.
+    """
+
+    def __init__(
+        self, templates: TensorDict | None, outputs: TensorDict | None, precision: Precision, *, has_callback: bool
+    ) -> None:
+        self._templates = templates
+        self._precision = precision
+        self._outputs = outputs
+        self._has_callback = has_callback
+        self.seen: dict[str, Tensor] = {} if outputs is None else dict(outputs.data)
+        self._batch_axis: Dim = batch_dim
+
+    def run(
+        self,
+        stage: Stage,
+        function: Callable[..., None],
+        *,
+        model: torch.nn.Module,
+        extern_data: Mapping[str, BatchEntry],
+        **others: Any,
+    ) -> None:
+        """Call a step, and mark in hvdtrain's run context what it marks in RETURNN's. Raises: ConfigError."""
+        context = get_run_ctx()
+        device = next((str(one.raw_tensor.device) for one in extern_data.values() if _is_tensor(one.raw_tensor)), "cpu")
+        if self._outputs is not None:
+            self._outputs.reset_content()
+        given = self._tensors(extern_data, context, stage, device)
+        if stage == "train_step":
+            rf.init_train_step_run_ctx(train_flag=context.train_flag, step=context.step, epoch=context.epoch)
+        else:
+            rf.init_forward_step_run_ctx(expected_outputs=self._outputs, step=context.step, epoch=context.epoch)
+        try:
+            with rf.set_default_device_ctx(device), self._precision.default():
+                function(model=own_model(model), extern_data=given, **others)
+                if stage == "train_step":
+                    mark_losses(rf.get_run_ctx().losses, context)
+                else:
+                    self._mark_outputs(rf.get_run_ctx(), context)
+        finally:
+            reset_run_ctx()
+
+    def _tensors(self, batch: Mapping[str, BatchEntry], context: RunContext, stage: Stage, device: str) -> TensorDict:
+        """A batch as `extern_data`. Raises: ConfigError, if the data does not match it."""
+        templates = self._templates
+        if templates is None:
+            templates = extern_data_template_from_config_opts({name: _options_of(one.raw_tensor) for name, one in batch.items()})
+        is_training = stage == "train_step"
+        wanted = TensorDict()
+        raw: dict[str, Any] = {}
+        for name, template in templates.data.items():
+            if name == "seq_tag" or not (is_training or template.available_for_inference):
+                continue
+            wanted.data[name] = template
+            raw[name], raw[f"{name}:seq_len"] = _raw(name, template, batch)
+        tensors: TensorDict = raw_dict_to_extern_data(
+            raw,
+            extern_data_template=wanted,
+            device=device,
+            float_dtype=self._precision.name,
+            with_eval_targets=is_training,
+        )
+        self._batch_axis = next((tensor.dims[0] for tensor in tensors.data.values()), batch_dim)
+        if context.seq_tags is not None:
+            tensors.data["seq_tag"] = SeqTags(self._batch_axis, context.seq_tags)
+        return tensors
+
+    def is_batch_axis(self, dim: Dim) -> bool:
+        """Whether a dim is that of the batch: RETURNN takes the first one of `extern_data` for it, of whatever kind that is."""
+        return bool(dim == self._batch_axis or dim.is_batch_dim())
+
+    def _mark_outputs(self, marked: Any, context: RunContext) -> None:
+        """Mark the outputs of every sequence, without padding. Raises: ConfigError."""
+        missing = [name for name in self._outputs.data if name not in marked.outputs.data] if self._outputs is not None else []
+        if missing:
+            raise ConfigError.of(
+                "wrong-result", f"forward_step: expected all of model_outputs to be marked, got no {', '.join(missing)}"
+            )
+        for name, tensor in marked.outputs.data.items():
+            axis = next((number for number, dim in enumerate(tensor.dims) if self.is_batch_axis(dim)), None)
+            if axis is None:
+                raise ConfigError.of(
+                    "wrong-result", f"forward_step: expected the batch among the dims of the output {name!r}, got {tensor}"
+                )
+            first = tensor.copy_move_axis(axis, 0) if axis else tensor
+            sizes = [_sizes(dim, first.dims[0]) for dim in first.dims[1:]]
+            context.mark_as_output(_rows(first, sizes), name)
+            self.seen[name] = first.copy_template()
+            for number, values in enumerate(sizes):
+                if self._has_callback and values is not None and values.ndim > 1:  # several hypotheses
+                    context.mark_as_output(list(values), size_name(name, number))
+
+
+def mark_losses(losses: Mapping[str, Any], context: RunContext) -> None:
+    """Mark what was marked in RETURNN's run context in hvdtrain's: one number for each element, and zeros in the padding."""
+    for name, loss in losses.items():
+        count = loss.custom_inv_norm_factor
+        if count is None or isinstance(count, Tensor):
+            count = loss.get_inv_norm_factor()
+        values = loss.loss
+        # A packed Tensor has no raw tensor of PyTorch: RETURNN sums it.
+        values = values.copy_masked(0.0).raw_tensor if _is_tensor(values.raw_tensor) else loss.get_summed_loss().raw_tensor
+        context.mark_as_loss(
+            values,
+            name,
+            scale=loss.scale,
+            as_error=loss.as_error,
+            use_normalized_loss=loss.use_normalized_loss,
+            custom_inv_norm_factor=count.raw_tensor if isinstance(count, Tensor) else count,
+        )
+
+
+class SeqTags(Tensor):  # type: ignore[misc]
+    """`extern_data["seq_tag"]`, which is read when it is used.
+
+    Args:
+        batch_axis: its only dim.
+        read: returns the tags of the batch.
+    """
+
+    __slots__ = ("_read", "_tags")
+
+    def __init__(self, batch_axis: Dim, read: Callable[[], list[str]]) -> None:
+        self._read = read
+        self._tags: Array | None = None
+        super().__init__("seq_tag", [batch_axis], "string")
+
+    @property
+    def raw_tensor(self) -> Array:
+        if self._tags is None:
+            self._tags = numpy.array(self._read())
+        return self._tags
+
+    @raw_tensor.setter
+    def raw_tensor(self, tags: Array | None) -> None:
+        self._tags = tags
+
+    @property
+    def _raw_backend(self) -> Any:
+        """Asked for by functions of returnn.frontend, which then use what the base class holds."""
+        self._raw_tensor = self.raw_tensor  # type: ignore[misc]  # a slot of the base class
+        return get_backend_by_raw_tensor_type(numpy.ndarray)
+
+    def copy(self, name: str | None = None) -> Tensor:
+        return Tensor(name or self.name, self.dims, self.dtype, raw_tensor=self.raw_tensor)
+
+
+class Callback:
+    """Calls a config's forward_callback with TensorDicts of numpy arrays, as RETURNN does."""
+
+    def __init__(self, inner: Any, steps: Steps) -> None:
+        self._inner = inner
+        self._steps = steps
+
+    def init(self, *, model: torch.nn.Module) -> None:
+        self._inner.init(model=own_model(model))
+
+    def process_seq(self, *, seq_tag: str, outputs: Mapping[str, Any]) -> None:
+        tensors = TensorDict()
+        for name, output in outputs.items():
+            if name not in self._steps.seen and ":size" in name:
+                continue  # the sizes of an axis of another output
+            tensors.data[name] = self._tensor(name, output.raw_tensor, outputs)
+        self._inner.process_seq(seq_tag=seq_tag, outputs=tensors)
+
+    def finish(self) -> None:
+        self._inner.finish()
+
+    def _tensor(self, name: str, raw: Array, outputs: Mapping[str, Any]) -> Tensor:
+        """An output of one sequence. Its dims have the sizes of this sequence."""
+        like = self._steps.seen.get(name)
+        dtype = "string" if raw.dtype.kind == "U" else str(raw.dtype)
+        if like is None or len(like.dims) != raw.ndim + 1:  # another rank computed it, and model_outputs does not tell
+            return Tensor(
+                name,
+                [Dim(size, name=f"{name}:axis-{axis + 1}") for axis, size in enumerate(raw.shape)],
+                dtype,
+                raw_tensor=raw,
+            )
+        dims: list[Dim] = []
+        for axis, (dim, size) in enumerate(zip(self._without_batch(like.dims), raw.shape, strict=True)):
+            if dim.is_static():  # an axis of a raw tensor has the size that it has in this batch
+                dims.append(dim if dim.dimension == size else Dim(size, name=dim.name))
+                continue
+            several = outputs.get(size_name(name, axis))  # a size for each hypothesis
+            sizes = numpy.array(size, dtype=numpy.int32) if several is None else several.raw_tensor
+            own = [] if several is None else self._without_batch(dim.dyn_size_ext.dims)
+            dims.append(Dim(Tensor(dim.name, own, str(sizes.dtype), raw_tensor=sizes), name=dim.name, kind=dim.kind))
+        return Tensor(name, dims, dtype, sparse_dim=like.sparse_dim, raw_tensor=raw)
+
+    def _without_batch(self, dims: Sequence[Dim]) -> list[Dim]:
+        return [dim for dim in dims if not self._steps.is_batch_axis(dim)]
+
+
+def size_name(name: str, axis: int) -> str:
+    """The name under which an output's sizes of an axis (without the batch) go to the rank with the callback."""
+    return f"{name}:size{axis}"
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _options_of(raw: Any) -> dict[str, Any]:
+    """An entry of `extern_data` derived from the data."""
+    sizes = tuple(raw.shape[2:])
+    is_sparse = not sizes and not (_is_tensor(raw) and raw.is_floating_point())
+    dtype = str(raw.dtype).removeprefix("torch.") if _is_tensor(raw) else "string"
+    return {"shape": (None, *sizes), "dim": None if is_sparse or not sizes else sizes[-1], "sparse": is_sparse, "dtype": dtype}
+
+
+def _raw(name: str, template: Tensor, batch: Mapping[str, BatchEntry]) -> tuple[Any, torch.Tensor]:
+    """The values of a data key, and the lengths of the sequences. Raises: ConfigError, if they do not match the template."""
+    if name not in batch:
+        raise ConfigError.of(
+            "unknown-key", f"extern_data.{name}: expected one of the dataset's data keys ({', '.join(batch)}), got none of them"
+        )
+    raw, seq_lens, dims = batch[name].raw_tensor, batch[name].seq_lens, template.dims
+    if raw.ndim == len(dims) + 1 and bool((seq_lens == 1).all()):  # one frame per sequence: one value per sequence
+        raw = raw[:, 0]
+    if raw.ndim != len(dims) or any(dim.dimension not in (None, size) for dim, size in zip(dims, raw.shape, strict=True)):
+        words = ", ".join(dim.name if dim.dimension is None else str(dim.dimension) for dim in dims)
+        raise ConfigError.of(
+            "wrong-result", f"extern_data.{name}: expected data of shape ({words}), got {tuple(raw.shape)} from the dataset"
+        )
+    if template.dtype == "string" and raw.dtype == object:  # texts of several lengths
+        raw = raw.astype(str)
+    return raw, seq_lens
+
+
+def _sizes(dim: Dim, batch_axis: Dim) -> Array | None:
+    """The sizes of an axis, shape (batch, ...); None if it is as long in every sequence. Raises: ConfigError."""
+    if dim.dimension is not None or dim.dyn_size_ext is None or not dim.dyn_size_ext.dims:
+        return None
+    sizes = dim.dyn_size_ext
+    if sizes.raw_tensor is None:
+        raise ConfigError.of(
+            "wrong-result", f"mark_as_output: expected the sizes of {dim} in its dyn_size_ext.raw_tensor, got none"
+        )
+    if batch_axis not in sizes.dims:
+        return None
+    axis = sizes.dims.index(batch_axis)
+    values: Array = sizes.raw_tensor.movedim(axis, 0).cpu().numpy()
+    return values
+
+
+def _rows(tensor: Tensor, sizes: Sequence[Array | None]) -> list[Any]:
+    """The raw tensor of each sequence, without padding: an axis is as long as the longest hypothesis."""
+    longest = [None if values is None else values.reshape(len(values), -1).max(axis=1).tolist() for values in sizes]
+    rows = []
+    for number, row in enumerate(tensor.raw_tensor):
+        within = tuple(slice(None) if own is None else slice(own[number]) for own in longest)
+        rows.append(row[within] if within else numpy.array(row) if isinstance(row, str) else row)
+    return rows

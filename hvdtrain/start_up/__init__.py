@@ -1,0 +1,1 @@
+"""Opening a job and what a training needs, as the settings say."""

@@ -1,0 +1,126 @@
+"""What the log says before a training begins, and the record of the start."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+from hvdtrain.checkpoint.progress import Progress
+from hvdtrain.comm import launch
+from hvdtrain.comm.base import on_rank_zero, together
+from hvdtrain.data.feed import batch_lines, feed_lines
+from hvdtrain.learner.base import Learner
+from hvdtrain.learner.precision import cpu_lacks_bfloat16
+from hvdtrain.learner.reducers import scale_learning_rate
+from hvdtrain.report.json_lines import as_json, table, write_summary
+from hvdtrain.report.runs import Start, note_start
+from hvdtrain.runtime import log
+from hvdtrain.session import Session
+from hvdtrain.settings import Settings, effective
+from hvdtrain.training.limits import TrainingLimits
+from hvdtrain.version import __version__
+
+Host = tuple[str, str]
+"""A rank's host and device."""
+
+
+def gather_hosts(session: Session) -> list[Host]:
+    """Collective. By rank, its host and device."""
+    return session.comm.gather((socket.gethostname(), session.learner.device_name), name="hosts")
+
+
+def announce(settings: Settings, session: Session, limits: TrainingLimits, hosts: list[Host]) -> None:
+    """Collective. Log what is about to happen: ranks, data, batches, the rule for the learning rate. Raises: DataError."""
+    log_ranks(settings, session.comm.size, hosts)
+    log_data(session)
+    log_model(settings, session.learner)
+    if session.comm.size > 1:
+        log_exchange(settings, session)
+    log_prospects(settings, session.progress, limits)
+
+
+def log_ranks(settings: Settings, size: int, hosts: list[Host]) -> None:
+    """Log where the ranks are, and what is wrong with the way in which they were started."""
+    started = launch.launch()
+    where = ", ".join(f"{hosts.count(host)} on {host[0]} ({host[1]})" for host in dict.fromkeys(hosts))
+    log.detail(f"hvdtrain {__version__}, {settings.run.backend}: {size} rank{'s' if size > 1 else ''}, {where}")
+    if settings.reduce.use_horovod and started.launcher is None:
+        log.warning("use_horovod is set, but this process was started alone: it trains as one rank (for 2: mpirun -np 2 ...)")
+    if settings.torch_distributed is not None and started.launcher is None and settings.launch.ngpu is None:
+        log.warning(
+            "torch_distributed is set, but this process was started alone: it trains as one rank (for 2: ++ngpu 2, or torchrun)",
+        )
+    if launch.is_bound() and launch.cores() == 1:
+        log.warning("this rank is bound to a single core of several; mpirun --bind-to none lets it use more")
+    if len({name for name, _ in hosts}) > 1 and launch.misses_lost_hosts(launch.environment()):
+        log.warning(f"mpirun does not notice when a host is lost; with {launch.KEEPALIVE} it does")
+
+
+def log_data(session: Session) -> None:
+    """Collective. Log the datasets, and the batches of the next epoch. Raises: DataError."""
+    comm, feeds = session.comm, session.feeds
+
+    def data_lines() -> list[tuple[int, str]]:
+        lines = [line for feed in feeds for line in feed_lines(feed, comm.local_size)]
+        return lines + batch_lines(feeds[0].batch_keys, session.progress.epoch + 1, comm.size)
+
+    for level, line in together(comm, data_lines, name="data_lines"):
+        log.write(level, line)
+
+
+def log_model(settings: Settings, learner: Learner) -> None:
+    """Log the size of the model, and how it is updated."""
+    dtype = settings.precision.precision().dtype
+    log.detail(f"model: {learner.num_parameters} parameters{'' if dtype == 'float32' else f', computes in {dtype} where it can'}")
+    if dtype == "bfloat16" and learner.device_name == "CPU" and cpu_lacks_bfloat16():
+        log.warning(f"mixed_precision: this CPU has no instructions for {dtype} (avx512_bf16, amx_bf16): float32 is faster on it")
+    if (several := settings.accumulation.accum_grad_multiple_step) not in (None, 1):
+        many = f"{several}" if isinstance(several, int) else "as many as accum_grad_multiple_step says"
+        log.detail(f"updates: each adds up the gradients of several batches of every rank: {many}")
+
+
+def log_exchange(settings: Settings, session: Session) -> None:
+    """Log what several ranks exchange, and what their number changes."""
+    size = session.comm.size
+    log.detail(f"ranks: {session.reducer.description}")
+    if message := settings.reduce.without_effect:
+        log.warning(message)
+    if settings.reduce.learning_rate_scale:
+        factor = scale_learning_rate(1.0, settings.reduce.learning_rate_scale, size)
+        log.detail(f"horovod_scale_lr: every learning rate is multiplied by {factor:.6g} for {size} ranks")
+    if settings.reduce.dataset_distribution == "random_seed_offset":
+        log.detail(f"every rank goes through all data in its own order: an epoch is {size} passes")
+
+
+def log_prospects(settings: Settings, progress: Progress, limits: TrainingLimits) -> None:
+    """Log what a restart goes on from, which epoch will be the best, and whether all epochs are done."""
+    may_restart = settings.launch.max_restarts or launch.launcher().restarts != "never"
+    if may_restart and limits.save_steps is None and limits.save_minutes is None:
+        log.info("a restart goes on from the last finished epoch that was saved; save_interval_minutes or _steps loses less")
+    log.info(f"the best epoch is that of {settings.measure.describe(progress.history)}")
+    if limits.are_reached(progress):
+        early = limits.ends_early(progress.history)
+        # A program that varies keys, and not the folder, would take these for results of its keys.
+        level = 3 if settings.process.is_own else 2
+        log.write(level, f"Already trained until final epoch {progress.epoch}, nothing to do{f': {early}' if early else ''}.")
+
+
+def record_start(settings: Settings, session: Session, hosts: list[Host]) -> Start:
+    """Collective. Append what a training is started with to starts.jsonl, and write the model's layers to summary.json.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    in_effect = {key.name: (key.value, key.origin) for key in effective(settings)}
+    start = Start(hosts, in_effect, session.progress.epoch + 1, session.learner.num_parameters, settings.texts)
+    folder = Path(settings.run.model).parent
+
+    def note() -> None:
+        note_start(folder, start)
+        summary = as_json(session.learner.layers(), {})
+        write_summary(folder, summary)
+        for line in table(summary):
+            log.debug(line)
+
+    on_rank_zero(session.comm, note, name="note_start")
+    return start

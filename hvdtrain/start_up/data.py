@@ -1,0 +1,192 @@
+"""Opening the datasets of a job: copies on local disks, caches, and what the keys expect of the data."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import fields
+from pathlib import Path
+
+from hvdtrain.comm.base import Communicator, run_with_heartbeat
+from hvdtrain.data.combine.cache import Budget, host_memory
+from hvdtrain.data.copies import Copies, CopyFolder, copy_files
+from hvdtrain.data.expected import check_lengths, check_streams
+from hvdtrain.data.feed import Feed, copy_lines
+from hvdtrain.data.files import Unchanged, parse_size, parse_sizes, size_text
+from hvdtrain.data.keys import DatasetSpec
+from hvdtrain.data.plan.batch_keys import BatchKeys
+from hvdtrain.data.plan.chunk_keys import keys_of
+from hvdtrain.data.plan.chunk_keys import parse as parse_chunking
+from hvdtrain.data.plan.chunks import cut, listed
+from hvdtrain.data.sources import OpeningContext, open_dataset
+from hvdtrain.errors import DataError, HvdtrainError
+from hvdtrain.runtime import log
+from hvdtrain.runtime.watchdog import Watchdog
+from hvdtrain.settings import Settings
+from hvdtrain.start_up.scanning import open_scanning
+
+MEMORY_SHARE = 0.8
+"""The share of a host's free memory that the caches of its ranks may fill together."""
+
+
+NO_COPIES: Mapping[str, str] = {}
+
+
+def copy_data(settings: Settings, comm: Communicator, watchdog: Watchdog, at_the_end: ExitStack) -> Copies:
+    """Collective. Copy the data files to a local disk of every host, if the config asks for it. Raises: DataError."""
+    keys = settings.copies
+    folder = None if keys.cache_dir is None else CopyFolder(Path(keys.cache_dir).expanduser(), parse_size(keys.cache_dir_size))
+    specs = [part for spec in (settings.train, *settings.evaluations) for part in spec.all()]
+    files = dict.fromkeys(path for spec in specs for path in spec.copied)
+
+    def work(progress: Callable[[int], None]) -> tuple[str, Copies]:
+        return socket.gethostname(), Copies() if folder is None else copy_files(folder, files, progress)
+
+    last_line = time.monotonic()
+
+    def report(copied: list[int]) -> None:
+        nonlocal last_line
+        watchdog.beat("copying the data files")
+        if time.monotonic() - last_line >= settings.log.log_interval and folder is not None:
+            last_line = time.monotonic()
+            log.detail(f"copied {size_text(max(copied))} so far ...")
+
+    if folder is not None:
+        log.detail(f"copying the data files to {keys.cache_dir}, where there is no copy yet ...")
+        at_the_end.callback(folder.close)
+    (_, copies), everywhere = run_with_heartbeat(comm, work, report, name="copy_data")
+    if folder is not None:
+        for level, line in copy_lines(keys.cache_dir or "", everywhere):
+            log.write(level, line)
+    return copies
+
+
+def changed_files(feeds: Iterable[Feed]) -> Iterator[tuple[str, DataError]]:
+    """The datasets, by name, with data files that are not those of the start any more, and how they differ."""
+    for feed in feeds:
+        try:
+            feed.check_files()
+        except DataError as error:
+            yield feed.name, error
+
+
+@contextmanager
+def noting_changed_files(feeds: list[Feed]) -> Iterator[None]:
+    """Add to a crash, such as a class beyond the model's last one, that another process has written to the data meanwhile."""
+    try:
+        yield
+    except HvdtrainError:
+        raise  # has a message of its own
+    except Exception as error:
+        for name, changed in changed_files(feeds):
+            error.add_note(f"in the meantime, the data of {name} was changed: {changed}")
+        raise
+
+
+def open_feeds(
+    settings: Settings, comm: Communicator, copies: Mapping[str, str] = NO_COPIES, watchdog: Watchdog | None = None
+) -> list[Feed]:
+    """Open the datasets of a training, train first. Raises: DataError."""
+    feeds = open_datasets(settings, comm, (settings.train, *settings.evaluations), copies, watchdog)
+    streams = feeds[0].dataset.streams
+    for other in feeds[1:]:
+        missing = [key for key in streams if key not in other.dataset.streams]
+        if missing:
+            raise DataError(
+                f"{other.name}: expected the data keys of train ({', '.join(streams)}), got none called {', '.join(missing)}"
+            )
+    for name, keys in {**_limits_by_key(settings.batch), "chunking": keys_of(settings.chunks)}.items():
+        absent = [key for key in keys if key not in streams]
+        if absent and (len(absent) == len(keys)) and name not in LIMITS_OF_LENGTHS:
+            raise DataError(f"{name}: expected data keys of train ({', '.join(streams)}), got {absent[0]!r}")
+        if absent:
+            log.warning(
+                f"{name}: without effect for {', '.join(map(repr, absent))}: the data keys of train are {', '.join(streams)}"
+            )
+    return feeds
+
+
+LIMITS_OF_LENGTHS = ("max_seq_length", "min_seq_length", "max_pad_size")
+"""Keys with limits by data key, which hold for the data keys that a dataset has. A limit of a batch that holds for
+none would make batches of any size."""
+
+
+def _limits_by_key(keys: BatchKeys) -> dict[str, list[str]]:
+    """By batch key, the data keys that it names."""
+    values = {field.name: getattr(keys, field.name) for field in fields(keys)}
+    return {name: list(value) for name, value in values.items() if isinstance(value, dict)}
+
+
+def open_datasets(
+    settings: Settings,
+    comm: Communicator,
+    specs: Iterable[DatasetSpec],
+    copies: Mapping[str, str] = NO_COPIES,
+    watchdog: Watchdog | None = None,
+) -> list[Feed]:
+    """Open datasets. A file that has a copy is read from the copy. Raises: DataError."""
+    scanning = open_scanning(settings, comm, watchdog)
+    sizes = parse_sizes(settings.data.cache_size)
+    specs = list(specs)
+    own_sizes = [spec.cache_byte_size or 0 for spec in specs]
+    memory = host_memory() if any(size != 0 for size in (*sizes, *own_sizes)) else None
+    host = Budget(None if memory is None else int(MEMORY_SHARE * memory) // comm.local_size)
+    budgets = {"train": sizes[0], "dev": sizes[1]}
+
+    feeds = []
+    for spec in specs:
+        size = budgets.get(spec.name, sizes[2]) if spec.cache_byte_size is None else spec.cache_byte_size
+        feeds.append(_open_feed(settings, comm, spec, OpeningContext(Budget(size, within=host), copies, scanning)))
+    return feeds
+
+
+def _open_feed(settings: Settings, comm: Communicator, spec: DatasetSpec, context: OpeningContext) -> Feed:
+    """Open a dataset, and check it against what the config says of it. Raises: DataError."""
+    is_training, copies = spec is settings.train, context.copies
+    batch_keys = settings.batch.of_each_of(comm.size)
+    files = Unchanged(copies.get(path, path) if path in part.copied else path for part in spec.all() for path in part.files)
+    dataset = open_dataset(spec, context)
+    check_lengths(spec.name, dataset)
+    check_streams(spec.name, dataset.streams, spec.files, settings.expected)
+    if not any(lengths.any() for lengths in dataset.lengths.values()):
+        raise DataError(f"{spec.name}: expected frames, got {dataset.num_sequences} sequences, all of length 0")
+    feed = Feed(
+        spec.name,
+        dataset,
+        spec.order,
+        batch_keys.of_training() if is_training else batch_keys.of_evaluation(),
+        comm.rank,
+        comm.size,
+        settings.reduce.dataset_distribution if is_training else "shard",
+        subset=listed(dataset, spec.order.seq_list_filter_file),
+        chunks=cut(dataset.lengths, settings.chunks) if is_training and not dataset.has_fixed_order else None,
+        files=files,
+        budget=context.budget,
+        parts=context.parts,
+        expected=settings.expected,
+    )
+    if dataset.has_fixed_order:
+        _check_fixed_order(feed, chunked=is_training and parse_chunking(settings.chunks.chunking) is not None)
+    return feed
+
+
+def _check_fixed_order(feed: Feed, chunked: bool) -> None:
+    """Refuse what reads in any order, or needs lengths that stay, for a dataset in an order of its own. Raises: DataError."""
+    is_returnns = feed.dataset.window is None
+    given = {
+        "chunking": chunked,
+        "shuffle_batches": feed.batch_keys.shuffle_batches,
+        "balance_ranks": bool(feed.batch_keys.balance_ranks),
+        "online_shuffle_batches": bool(feed.batch_keys.shuffle_window),
+        "random_seed_offset": feed.distribution == "random_seed_offset",
+        "partition_epoch": not is_returnns and feed.order_keys.partition_epoch > 1,
+        "seq_list_filter_file": not is_returnns and feed.subset is not None,
+    }
+    what = "a dataset that RETURNN reads in its own order" if is_returnns else "an iterable, which is read from beginning to end"
+    for key in [key for key, is_given in given.items() if is_given]:
+        feed.dataset.close()
+        raise DataError(
+            f"{feed.name}: expected no {key} with {what}, got it (convert it once with hvdtrain dump and train on the HDF file)"
+        )

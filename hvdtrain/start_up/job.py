@@ -1,0 +1,283 @@
+"""Opening a job: the ranks, the data, the model and its checkpoints. `open_session` is the one way to do it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from math import inf
+from pathlib import Path
+from typing import Literal
+
+from hvdtrain.checkpoint.changed_keys import changed_key_lines
+from hvdtrain.checkpoint.folder import CheckpointFolder, parse_rule
+from hvdtrain.checkpoint.lock import only_training_of
+from hvdtrain.checkpoint.preload import constant_preloads, take_over
+from hvdtrain.checkpoint.progress import BestModel, Progress
+from hvdtrain.checkpoint.saver import MODEL_KINDS, Saver
+from hvdtrain.checkpoint.start import call_hooks, check_data, load_trained, resume
+from hvdtrain.comm import launch
+from hvdtrain.comm.alike import check_alike
+from hvdtrain.comm.base import Communicator, Tensor, together
+from hvdtrain.comm.torch_rendezvous import names_of_this_host
+from hvdtrain.config.source import as_function
+from hvdtrain.data.copies import Copies
+from hvdtrain.data.feed import Feed
+from hvdtrain.errors import PeerFailure
+from hvdtrain.learner.base import Learner
+from hvdtrain.learner.frameworks import FRAMEWORKS, BuildOptions
+from hvdtrain.learner.model_state import Kind
+from hvdtrain.learner.reducer import GradientExchange
+from hvdtrain.runtime import log
+from hvdtrain.runtime.heartbeats import exchange_contacts
+from hvdtrain.runtime.interrupt import Interrupt, Stopped
+from hvdtrain.runtime.log import SCREEN, open_log
+from hvdtrain.runtime.peers import print_through_mpirun
+from hvdtrain.runtime.timer import Timer
+from hvdtrain.runtime.watchdog import SECONDS_TO_END, Ending, Watchdog
+from hvdtrain.session import Session
+from hvdtrain.settings import Settings
+from hvdtrain.start_up.data import changed_files, copy_data, open_datasets, open_feeds
+from hvdtrain.start_up.ranks import open_communicator, threads
+
+Purpose = Literal["train", "dry_run", "evaluate", "forward", "export", "load", "measure"]
+"""What a job is opened for: to train; to train a few batches and write nothing; to evaluate, forward or export a trained model,
+or to load it, without data; to measure steps of a new model."""
+
+
+WITH_TRAINED = ("evaluate", "forward", "export", "load")
+"""The purposes that use a trained model."""
+
+
+BY_MPIRUN = (
+    "SIGTERM from mpirun, as after Ctrl-C: it kills the ranks a second later and returns 1. Saving a checkpoint, if there is "
+    "time (kill -USR1 PID-OF-MPIRUN leaves time for it, and returns 75)"
+)
+"""Printed at once, as nobody knows whether there is time."""
+
+
+@contextmanager
+def open_session(settings: Settings, purpose: Purpose, comm: Communicator | None = None) -> Iterator[Session]:
+    """Collective. Connect the ranks, open the data, build the model and load what the purpose needs.
+
+    Args:
+        comm: ranks that are connected already; None: connect them as the config says.
+
+    Raises:
+        HvdtrainError: a mistake in the config, a data file or a checkpoint, on all ranks alike.
+    """
+    with ExitStack() as watched:  # ends behind the connection: a rank may hang where the ranks disconnect, too
+        session: Session | None = None
+        try:
+            with open_communicator(settings) if comm is None else nullcontext(comm) as connection, ExitStack() as stack:
+                session = _open(settings, purpose, connection, watched, stack)
+                with ExitStack() as open_feeds:
+                    if not settings.process.is_own:  # a process of hvdtrain's own ends with an error, and its workers with it
+                        open_feeds.callback(close, session.feeds)
+                    try:
+                        yield session
+                    except Stopped as stopped:
+                        by_mpirun = connection.rank == 0 and session.interrupt.reason == "SIGTERM"
+                        if by_mpirun and print_through_mpirun(str(stopped)):
+                            raise stopped.after_printing() from None
+                        raise
+                    finally:
+                        session.watchdog.beat("closing the job", "unhurried")
+                    if settings.process.is_own:
+                        close(session.feeds)
+        except PeerFailure as failure:
+            if session is None:
+                raise
+            # A data file that was truncated has killed the rank that read it (SIGBUS).
+            changed = [str(error) for _, error in changed_files(session.feeds)]
+            raise failure.having_seen((*session.watchdog.ended_ranks(SECONDS_TO_END), *changed)) from failure.__cause__
+
+
+def close(feeds: Iterable[Feed]) -> None:
+    """Close the datasets."""
+    for feed in feeds:
+        feed.dataset.close()
+
+
+def _open(settings: Settings, purpose: Purpose, comm: Communicator, watched: ExitStack, stack: ExitStack) -> Session:
+    """Collective. Open everything but the connection.
+
+    Args:
+        watched: gets the watchdog, which is closed when the ranks are disconnected.
+        stack: gets what has to be closed before.
+    """
+    launcher = launch.launcher()
+    if launcher.restarts == "all ranks":
+        together(comm, launcher.refuse_to_repeat, name="former_failure")
+    interrupt = Interrupt(settings.interrupt.seconds if purpose == "train" else None)
+    if purpose == "train" and settings.process.handles_signals:
+        stack.enter_context(interrupt)
+    if purpose != "measure":
+        together(comm, lambda: open_log(settings.log, comm.rank, comm.size, settings.process), name="open_log")
+        _log_keys(settings)
+    if purpose in ("train", "dry_run"):
+        together(comm, lambda: settings.trackers.require_packages() if comm.rank == 0 else None, name="packages")
+    if purpose == "train":
+        lock = only_training_of(Path(settings.run.model))
+        together(comm, lambda: stack.enter_context(lock) if comm.rank == 0 else None, name="lock")
+    watchdog = watched.enter_context(_watchdog(settings, purpose, comm))
+    if comm.rank == 0:
+        # mpirun also sends SIGTERM after a rank has failed, which it reports itself.
+        interrupt.on_sigterm = lambda: print_through_mpirun(BY_MPIRUN) if not watchdog.ended_ranks(0.0) else None
+    feeds = _open_data(settings, purpose, comm, watchdog, stack)
+    launcher.leave_checks([feed.files for feed in feeds if feed.files is not None])
+    watchdog.beat("building the model")
+    if purpose in WITH_TRAINED:  # the model's file has the average over time
+        settings = replace(settings, learner=replace(settings.learner, ema_decay=None))
+    timer = Timer()
+    reducer = settings.reduce.reducer(comm, timer)
+    learner = together(comm, lambda: build_learner(settings, reducer.gradients, comm), name="build_learner")
+    if purpose in ("train", "dry_run") and comm.size > 1:
+        check_ranks(settings, comm, learner, update_together=reducer.gradients.steps is None)
+    watchdog.beat("loading and sharing the weights")
+    checkpoints = checkpoint_folder(settings)
+    best = BestModel(checkpoints, settings.measure)
+    saver = Saver(
+        comm,
+        learner.state,
+        reducer.sync,
+        checkpoints,
+        feeds[0].distribution if feeds else "shard",
+        cleanup=parse_rule(settings.saving.cleanup_old_models, settings.scoring.higher_is_better),
+        background=_background(settings, stack),
+        best=best,
+    )
+    progress = Progress()
+    if purpose in ("train", "dry_run"):
+        progress = resume(comm, saver, checkpoints, settings.start, settings.schedule.learning_rate_file)
+        _note_keys(progress, settings)
+        watchdog.beat("comparing the data with that of the checkpoint")
+        check_data(comm, progress, {feed.name: feed.parts for feed in feeds}, settings.start.accept_changed_data)
+    elif purpose in WITH_TRAINED:
+        progress = load_trained(comm, saver, checkpoints, settings.start)
+        learner.begin_epoch(max(1, progress.epoch), progress.step)
+    if purpose != "measure" and settings.start.load_model_post_hooks:
+        hooks = settings.start.load_model_post_hooks
+        together(comm, lambda: call_hooks(hooks, learner.model), name="load_model_post_hooks")
+        if progress.current is None:  # within an epoch, the ranks may have models of their own
+            saver.share()
+    return Session(comm, timer, watchdog, interrupt, feeds, learner, reducer, saver, best, progress)
+
+
+def _log_keys(settings: Settings) -> None:
+    """Log which keys of the config are not used as they may be meant."""
+    for message in (*settings.warnings, *settings.misplaced):
+        log.warning(message)
+    for message in settings.notes:
+        log.info(message)
+
+
+def _watchdog(settings: Settings, purpose: Purpose, comm: Communicator) -> Watchdog:
+    """Collective. The watchdog of this rank, which knows those of the others."""
+    # Measurements have deadlines of their own. Alone in a program's process, nothing waits for a step that takes long, as in a
+    # debugger.
+    unwatched = purpose == "measure" or (comm.size == 1 and not settings.process.is_own and settings.run.watchdog_timeout is None)
+    patience = inf if unwatched else settings.run.watchdog_timeout
+    launcher, heartbeats = launch.launcher(), None
+    if comm.size > 1 and purpose != "measure":
+        heartbeats = exchange_contacts(
+            comm.rank,
+            names_of_this_host() if comm.rank == 0 else (),
+            lambda value: comm.gather(value, name="watchdog"),
+            together=launcher.restarts != "lost ranks",
+            restarts=launcher.restarts == "all ranks",
+        )
+    ending = Ending(launcher.hung_status, launcher.peer_status, launcher.outlives)
+    return Watchdog(patience, comm.rank, heartbeats, ending, settings.process.is_own)
+
+
+def _background(settings: Settings, stack: ExitStack) -> ThreadPoolExecutor | None:
+    """What writes checkpoints in the background, if the config asks for it."""
+    if not settings.saving.save_in_background:
+        return None
+    background = ThreadPoolExecutor(1, "saving")
+    stack.callback(background.shutdown, wait=not settings.process.is_own)  # else the process's end waits for it
+    return background
+
+
+def _note_keys(progress: Progress, settings: Settings) -> None:
+    """Log which keys have other values than when training stopped, and note those in effect for the next checkpoints."""
+    keys = settings.of_results
+    for line in changed_key_lines(progress.keys, keys, has_history=bool(progress.history)):
+        log.info(line)
+    progress.keys = keys
+
+
+def _open_data(settings: Settings, purpose: Purpose, comm: Communicator, watchdog: Watchdog, stack: ExitStack) -> list[Feed]:
+    """Collective. The datasets that the purpose needs. Raises: DataError."""
+    if purpose in WITH_TRAINED:
+        one = settings.datasets[:2][-1:]  # an evaluated dataset where there is one
+        specs = {"evaluate": settings.evaluations, "forward": (settings.forward,), "export": one, "load": ()}[purpose]
+        watchdog.beat("opening the datasets")
+        there = [spec for spec in specs if spec is not None]
+        return together(comm, lambda: open_datasets(settings, comm, there, watchdog=watchdog), name="open_feeds")
+    copies = Copies()
+    if purpose != "measure":
+        if (callback := as_function(settings.run.startup_callback, "startup_callback")) is not None:
+            watchdog.beat("startup_callback")
+            callback()
+        copies = copy_data(settings, comm, watchdog, stack)
+    watchdog.beat("opening the datasets")
+    return together(comm, lambda: open_feeds(settings, comm, copies.places, watchdog), name="open_feeds")
+
+
+def build_learner(settings: Settings, gradient_exchange: GradientExchange, comm: Communicator) -> Learner:
+    """The model and the optimizer, in the config's framework. Raises: ConfigError."""
+    constant = constant_preloads(settings.start.preload_from_files)
+    is_sharded = settings.torch_distributed is not None and settings.torch_distributed.sharded
+    framework = FRAMEWORKS[settings.run.backend]
+    options = BuildOptions(
+        rank=comm.rank,
+        local_rank=comm.local_rank,
+        threads=threads(settings, comm.local_size),
+        seed=settings.run.random_seed,
+        precision=replace(settings.precision.precision(), narrow_gradients=settings.reduce.has_narrow_range and comm.size > 1),
+        batch_norm=comm.channel("sync_batch_norm") if settings.learner.sync_batch_norm and comm.size > 1 else None,
+        sharded=comm if is_sharded and comm.size > 1 else None,
+        bucket_bytes=comm.bucket_bytes,
+        constants=partial(take_over, constant) if constant else None,
+        model_format=settings.saving.checkpoint_format or framework.suffix,
+    )
+    return framework.build(settings.learner, gradient_exchange, options)
+
+
+def check_ranks(settings: Settings, comm: Communicator, learner: Learner, *, update_together: bool) -> None:
+    """Collective. Raises: ConfigError, unless all ranks have the same keys, and models of the same shapes."""
+    keys = settings.of_all_ranks(update_together=update_together)
+    check_alike(comm, keys, hint="every rank reads the config: does it depend on hvdtrain.rank() or the host?", name="keys")
+    shapes: dict[str, str] = {}
+    for kind in MODEL_KINDS:
+        learner.state.map_tensors(kind, lambda tensors, kind=kind: _note_shapes(tensors, kind, shapes))  # type: ignore[misc]
+    check_alike(comm, shapes, of="get_model: ", hint="every rank makes the model, and gets rank 0's values", name="model_shapes")
+
+
+def _note_shapes(tensors: list[Tensor], kind: Kind, shapes: dict[str, str]) -> list[Tensor]:
+    """Note the types and shapes of a model's tensors; return the same tensors."""
+    for number, tensor in enumerate(tensors):
+        shapes[f"{kind}[{number}]"] = f"{tensor.dtype} {tuple(tensor.shape)}"
+    return tensors
+
+
+def checkpoint_folder(settings: Settings) -> CheckpointFolder:
+    """Where the training's checkpoints are."""
+    suffix = FRAMEWORKS[settings.run.backend].suffix
+    return CheckpointFolder(Path(settings.run.model), suffix, settings.saving.checkpoint_format)
+
+
+def writing_nothing(settings: Settings) -> Settings:
+    """The settings without the keys that make a training write files before or within an epoch, or copy its data."""
+    return replace(
+        settings,
+        log=replace(settings.log, log=None, log_verbosity=settings.log.targets[SCREEN]),
+        copies=replace(settings.copies, cache_dir=None),
+        reduce=replace(settings.reduce, horovod_timeline=None),
+        saving=replace(settings.saving, save_interval_steps=None, save_interval_minutes=None),
+        trace=replace(settings.trace, profile_steps=None),
+    )

@@ -1,0 +1,53 @@
+"""The learning rates of a training, when to save, and when to end."""
+
+from __future__ import annotations
+
+from hvdtrain.config.source import as_function
+from hvdtrain.learner.reducers import scale_learning_rate
+from hvdtrain.learner.steps import rounds_per_update
+from hvdtrain.schedule.early_stopping import ends_early
+from hvdtrain.schedule.history import EpochRecord
+from hvdtrain.schedule.measure import as_errors
+from hvdtrain.schedule.rates import epoch_learning_rate
+from hvdtrain.settings import Settings
+from hvdtrain.training.limits import Rates, TrainingLimits
+
+
+def open_limits(settings: Settings) -> TrainingLimits:
+    """When to save, to tell, and to end."""
+    return TrainingLimits(
+        num_epochs=settings.run.num_epochs,
+        ends_early=lambda history: ends_early(settings.ending, history, settings.measure),
+        save_epochs=settings.saving.save_interval,
+        save_steps=settings.saving.save_interval_steps,
+        save_minutes=settings.saving.save_interval_minutes,
+        rounds_per_update=rounds_per_update(settings.accumulation),
+        finite=settings.ending.stop_on_nonfinite_train_score,
+    )
+
+
+def open_rates(settings: Settings, size: int) -> Rates:
+    """The learning rate of an epoch and of a step."""
+    dynamic = as_function(settings.schedule.dynamic_learning_rate, "dynamic_learning_rate")
+    schedule = settings.step_schedule
+
+    def of_epoch(epoch: int, history: list[EpochRecord]) -> float:
+        errors = as_errors(history, settings.scoring.higher_is_better)
+        return epoch_learning_rate(settings.schedule, settings.newbob, epoch, errors)
+
+    def of_step(step: int, epoch_continuous: float, epoch_rate: float) -> float:
+        rate = epoch_rate
+        if dynamic is not None:
+            rate = float(
+                dynamic(
+                    global_train_step=step,
+                    epoch=int(epoch_continuous) + 1,
+                    epoch_continuous=epoch_continuous,
+                    learning_rate=epoch_rate,
+                )
+            )
+        elif schedule is not None:
+            rate *= schedule.factor(step, epoch_continuous)
+        return scale_learning_rate(rate, settings.reduce.learning_rate_scale, size)
+
+    return Rates(of_epoch, of_step)

@@ -1,0 +1,43 @@
+"""Training on a few batches again and again (`overfit_batches`)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy
+
+from hvdtrain.data.plan.bounds import rearranged
+from hvdtrain.data.plan.epoch import Plan
+from hvdtrain.errors import DataError
+from hvdtrain.runtime import log
+from hvdtrain.session import Session
+from hvdtrain.settings import Settings
+from hvdtrain.training.agreement import plan_together
+
+
+def in_folder_of_its_own(settings: Settings) -> Settings:
+    """The settings of a training with `overfit_batches`: it starts anew, and leaves the files of other trainings alone."""
+    prefix = Path(settings.run.model)
+    return replace(
+        settings,
+        run=replace(settings.run, model=str(prefix.parent / "overfit" / prefix.name)),
+        start=replace(settings.start, start_epoch=1),
+        schedule=replace(settings.schedule, learning_rate_file=None),
+    )
+
+
+def overfitting(session: Session, number: int) -> Session:
+    """Collective. The session with the first N batches of each rank, repeated for as many as an epoch has. Raises: DataError."""
+    feed = session.feeds[0]
+    if feed.dataset.has_fixed_order:
+        raise DataError(
+            f"overfit_batches: expected a dataset that can be read in any order, got {feed.name}, which RETURNN reads in its own "
+            "(convert it once with hvdtrain dump and train on the HDF file)"
+        )
+    plan = plan_together(session.comm, feed, 1)
+    size = session.comm.size if feed.distribution == "shard" else 1
+    first = numpy.arange(min(number * size, plan.num_batches))
+    repeated = Plan(*rearranged(plan.order, plan.bounds, numpy.resize(first, plan.num_batches)))
+    log.info(f"overfit_batches: {len(first)} batches of {plan.num_batches}, again and again; files go to overfit/")
+    return replace(session, feeds=[replace(feed, only=repeated), *session.feeds[1:]])

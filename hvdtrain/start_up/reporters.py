@@ -1,0 +1,110 @@
+"""Who receives the reports of a training: files, the log, and experiment trackers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+from hvdtrain.comm.base import together
+from hvdtrain.config.source import as_function
+from hvdtrain.report.epoch import EpochReport, Reporter
+from hvdtrain.report.json_lines import JsonLines, StepLines
+from hvdtrain.report.runs import Start
+from hvdtrain.report.services import RunDescription, Status, config_values, git_state
+from hvdtrain.report.steps import Reporters
+from hvdtrain.report.trackers import PATIENCE, InBackground, RunIds, TensorBoard, Tolerant, TrackEpoch, report_page
+from hvdtrain.runtime import log
+from hvdtrain.runtime.interrupt import Stopped
+from hvdtrain.schedule.file import LearningRateFile, epoch_meta, epoch_rate
+from hvdtrain.schedule.measure import fallback_line, unclear_line
+from hvdtrain.session import Session
+from hvdtrain.settings import Settings
+
+
+def open_reporters(settings: Settings, session: Session) -> Reporters:
+    """Collective. Where rank 0 reports finished epochs and steps. Raises: ConfigError."""
+    comm, progress, folder = session.comm, session.progress, Path(settings.run.model).parent
+
+    def of_rank_zero() -> Reporters:
+        epochs, steps = JsonLines(folder / "scores.jsonl"), StepLines(folder / "steps.jsonl")
+        epochs.go_on(progress.epoch, progress.report)
+        current = progress.current
+        steps.go_on(progress.epoch + 1, 0 if current is None else progress.step - current.first_step)
+        reporters: list[Reporter] = [epochs, BestReporter(session)]
+        if settings.schedule.learning_rate_file is not None:
+            path = Path(settings.schedule.learning_rate_file)
+            reporters.append(LearningRateFile(path, progress.history, epoch_meta, epoch_rate))
+        trackers = open_trackers(settings, session)
+        return Reporters(reporters, [steps.step, *trackers.steps], trackers.services)
+
+    return together(comm, lambda: of_rank_zero() if comm.rank == 0 else Reporters(), name="open_reporters")
+
+
+class BestReporter:
+    """Logs which epoch is the best so far, and has best.json written after an epoch whose model is not saved, too."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._is_first = True
+
+    def epoch(self, report: EpochReport) -> None:
+        history, measure = self._session.progress.history, self._session.best.measure
+        best, name = measure.best(history), measure.name(history)
+        for line in (unclear_line(history, measure), fallback_line(history, measure)) if self._is_first else ():
+            if line is not None:
+                log.warning(line)
+        if best is not None and name is not None and best.epoch == report.epoch:
+            log.info(f"epoch {best.epoch} is the best so far: {name} {best.scores[name]:.4g}, {measure.direction(name)}")
+        self._is_first = False
+        self._session.best.note(history)
+
+
+def open_trackers(settings: Settings, session: Session) -> Reporters:
+    """The experiment trackers that the config asks for. Raises: ConfigError."""
+    trackers: list[Reporter] = []
+    boards: list[TensorBoard] = []
+    if settings.trackers.use_tensorboard:
+        parameters = session.learner.state.named_parameters if settings.trackers.tensorboard_histograms else None
+        boards.append(TensorBoard(Path(settings.run.model).parent / "tensorboard", session.progress.step, parameters))
+    track_epoch = as_function(settings.trackers.track_epoch, "track_epoch")
+    if track_epoch is not None:
+        trackers.append(Tolerant("track_epoch", TrackEpoch(track_epoch)))
+    tolerant = [Tolerant("use_tensorboard", board) for board in boards]
+    return Reporters(steps=[board.step for board in boards], services=[*tolerant, *trackers])
+
+
+@contextmanager
+def tracking(settings: Settings, session: Session, start: Start) -> Iterator[list[InBackground]]:
+    """The experiment trackers of the config on rank 0, which begin here and end with the block; none on the other ranks."""
+    made = settings.trackers.made if session.comm.rank == 0 else []
+    if not made:
+        yield []
+        return
+    folder, progress = Path(settings.run.model).absolute().parent, session.progress
+    ids = RunIds(folder)
+    known = ids.read() if progress.step else {}  # a training that begins anew is another run
+    git = git_state(settings.files[0].absolute().parent if settings.files else folder)
+    trackers = []
+    for number, one in enumerate(made):
+        label = one.label if number == [other.label for other in made].index(one.label) else f"{one.label} ({number})"
+        trackers.append(InBackground(label, one.make, partial(ids.note, label)))
+        config = config_values(start.settings)
+        trackers[-1].begin(RunDescription(folder.name, folder, known.get(label), progress.step, config, git, start))
+    status: Status = "failed"
+    try:
+        yield trackers
+        status = "finished"
+    except Stopped:
+        status = "stopped"
+        raise
+    finally:
+        session.watchdog.beat("waiting for the trackers", "unhurried")
+        files = {} if status == "failed" else report_page(folder)
+        for tracker in trackers:
+            tracker.ask_to_end(status, files)
+        deadline = time.monotonic() + PATIENCE[status]
+        for tracker in trackers:
+            tracker.wait(deadline - time.monotonic())

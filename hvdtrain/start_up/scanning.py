@@ -1,0 +1,69 @@
+"""Finding the lengths of sequences by reading them: what the log, a bar and the watchdog see of it."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.comm import launch
+from hvdtrain.comm.base import Communicator
+from hvdtrain.data.dataset import Scanning
+from hvdtrain.runtime import log
+from hvdtrain.runtime.log import open_terminal
+from hvdtrain.runtime.watchdog import Watchdog
+from hvdtrain.settings import Settings
+
+WORTH_A_LINE = 1.0
+"""Reading all items for their lengths is logged if it takes longer than this number of seconds."""
+
+
+def open_scanning(settings: Settings, comm: Communicator, watchdog: Watchdog | None) -> Scanning:
+    """What datasets need whose lengths are found by reading them: rank 0 shows a bar, and the watchdog sees progress."""
+    beat = partial(_beat, watchdog)
+    folder = settings.data.lengths_dir
+    kept = None if folder is None else Path(folder).expanduser()
+    alone = launch.cores()
+    processes = alone if launch.is_bound() else max(1, alone // comm.local_size)
+    progress = partial(_progress, comm.rank == 0, beat)
+    return Scanning(kept, comm.rank, comm.size, progress, beat, lambda line: log.info(line), processes, alone)
+
+
+def _beat(watchdog: Watchdog | None) -> None:
+    if watchdog is not None:
+        watchdog.beat("finding the lengths of sequences")
+
+
+@contextmanager
+def _progress(has_bar: bool, beat: Callable[[], None], what: str, total: int | None) -> Iterator[Callable[[int], None]]:
+    """Around reading a dataset; gives a function that is called with the number of items read since the last call."""
+    with open_terminal(sys.stderr, sys.stdout) if has_bar else nullcontext() as terminal:
+        bar = None if terminal is None else terminal.bar(total=total, unit="seq", desc="finding lengths")
+        try:
+            yield _Advance(what, bar, beat)
+        finally:
+            if bar is not None:
+                bar.close()
+
+
+class _Advance:
+    """Called with the number of items of a dataset that were read since the last call."""
+
+    def __init__(self, what: str, bar: Any, beat: Callable[[], None]) -> None:
+        self._what = what
+        self._bar = bar
+        self._beat = beat
+        self._began = time.monotonic()
+        self._is_logged = False
+
+    def __call__(self, number: int) -> None:
+        self._beat()
+        if not self._is_logged and time.monotonic() - self._began > WORTH_A_LINE:
+            self._is_logged = True
+            log.info(f"{self._what}: all of it is read once ...")
+        if self._bar is not None:
+            self._bar.update(number)

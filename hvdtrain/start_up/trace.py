@@ -1,0 +1,56 @@
+"""Recording and profiling the steps of a training, if the config asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+from hvdtrain.comm.base import Communicator, on_rank_zero
+from hvdtrain.comm.horovod import HorovodCommunicator
+from hvdtrain.learner.frameworks import FRAMEWORKS
+from hvdtrain.session import Session
+from hvdtrain.settings import Settings
+from hvdtrain.training.trace import OfRank, Profile, StepRecorder, Trace, TraceKeys, num_runs, record_nothing
+
+
+def open_trace(session: Session, keys: TraceKeys) -> StepRecorder:
+    """Collective. Where to write down which sequences each step trains on."""
+    if keys.trace_sequences is None:
+        return record_nothing
+    prefix = Path(keys.trace_sequences)
+    run = on_rank_zero(session.comm, lambda: num_runs(prefix), name="trace")
+    return Trace(prefix, run, session.comm.rank, session.progress.step)
+
+
+@contextmanager
+def profiled(settings: Settings, session: Session, note: StepRecorder) -> Iterator[StepRecorder]:
+    """Profile some steps, if the config asks for it."""
+    number = settings.trace.profile_steps
+    if number is None:
+        yield note
+        return
+    comm, folder = session.comm, Path(settings.run.model).parent / "profile"
+    on_gpu = session.learner.device_name != "CPU"
+    profile = Profile(
+        note,
+        OfRank(FRAMEWORKS[settings.run.backend].profiler(on_gpu), comm.rank, comm.size),
+        session.timer,
+        folder / f"rank-{comm.rank}-of-{comm.size}.json.gz",
+        number,
+        partial(switch_timeline, comm, folder / "horovod.json") if settings.reduce.horovod_timeline is None else lambda _: None,
+    )
+    try:
+        yield profile
+    finally:
+        profile.stop()
+
+
+def switch_timeline(comm: Communicator, file: Path, on: bool) -> None:
+    """Start Horovod's timeline, or stop it, if it is Horovod that connects the ranks."""
+    if isinstance(comm, HorovodCommunicator) and comm.rank == 0:
+        if on:
+            comm.start_timeline(file)
+        else:
+            comm.stop_timeline()

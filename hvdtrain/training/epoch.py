@@ -1,0 +1,175 @@
+"""An epoch that is trained: its plan, its learning rates, and what it has taken."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from hvdtrain.checkpoint.progress import EpochProgress
+from hvdtrain.data.feed import Feed
+from hvdtrain.data.plan.epoch import Plan
+from hvdtrain.learner.base import Meter
+from hvdtrain.learner.reducer import Reducer
+from hvdtrain.report.epoch import EpochReport
+from hvdtrain.report.steps import StepNumbers, work_of
+from hvdtrain.runtime import log
+from hvdtrain.runtime.scores import of_dataset
+from hvdtrain.runtime.timer import Timer
+from hvdtrain.schedule.history import EpochRecord
+from hvdtrain.schedule.measure import exploded_lines
+from hvdtrain.training.step_log import StepReport
+
+
+@dataclass(frozen=True)
+class TrainingEpoch:
+    """An epoch that begins or goes on.
+
+    Attributes:
+        plan: all of its batches.
+        current: how far it is; kept up to date.
+        completed: the share of its sequences that precede a position.
+        learning_rate: the epoch's, before a rule for steps changes it.
+        first_rate: the effective learning rate with which it begins or goes on.
+        seconds_before: of training, which it had taken when it was resumed.
+    """
+
+    plan: Plan
+    current: EpochProgress
+    completed: Callable[[int], float]
+    learning_rate: float
+    first_rate: float
+    seconds_before: float
+
+    @property
+    def share(self) -> float:
+        """How much of it is done, from 0 to 1."""
+        return self.completed(self.current.position)
+
+    @property
+    def continuous(self) -> float:
+        """The number of epochs done, with the share of this one."""
+        return self.current.epoch - 1 + self.share
+
+
+class EpochClock:
+    """Keeps the seconds of an epoch, and the syncs and bytes of its exchange.
+
+    They are added to the epoch's progress at its end and before a checkpoint (`count`): a resumed epoch goes on with them.
+    """
+
+    def __init__(self, timer: Timer, meter: Meter, reducer: Reducer) -> None:
+        self._timer = timer
+        self._meter = meter
+        self._reducer = reducer
+        self._begun = self._counted_until = time.perf_counter()
+        self._counted_sync = 0.0  # seconds of parameter averaging
+        self._counted_traffic = (0, 0)  # syncs and bytes
+
+    def begin(self) -> None:
+        """An epoch begins or goes on."""
+        self._timer.take()
+        self._begun = self._counted_until = time.perf_counter()
+        self._counted_sync = 0.0
+
+    def elapsed(self, current: EpochProgress) -> float:
+        """Seconds that the training of the epoch has taken so far."""
+        return current.elapsed + time.perf_counter() - self._counted_until
+
+    def count(self, current: EpochProgress) -> None:
+        """Add the seconds, syncs and bytes since the last time to the epoch's."""
+        syncs, sent = self._reducer.traffic
+        current.syncs += syncs - self._counted_traffic[0]
+        current.sent += sent - self._counted_traffic[1]
+        self._counted_traffic = syncs, sent
+        now = time.perf_counter()
+        current.elapsed += now - self._counted_until
+        self._counted_until = now
+        # Steps as the device saw them, collectives included, and the averaging of parameters between them.
+        synced = self._timer.seconds.get("parameter sync", 0.0)
+        current.computing += self._meter.take_step_seconds() + synced - self._counted_sync
+        self._counted_sync = synced
+
+    def seconds(self) -> dict[str, float]:
+        """This rank's seconds since the epoch began or went on, by what they were spent on."""
+        seconds = dict(self._timer.seconds)
+        return {**seconds, "rest": time.perf_counter() - self._begun - sum(seconds.values())}
+
+
+class StepListener:
+    """Called by the log of steps with each step that it logs: hands the numbers of the step to those who receive records.
+
+    Made before the steps of an epoch begin or go on.
+    """
+
+    def __init__(self, numbers: StepNumbers, epoch: TrainingEpoch, feed: Feed, clock: EpochClock) -> None:
+        self._numbers = numbers
+        self._epoch = epoch
+        self._clock = clock
+        current = epoch.current
+        numbers.begin(work_of(epoch.plan, feed.lengths_in(current.epoch), feed.sequences_among), current.position)
+
+    def __call__(self, report: StepReport, scores: Mapping[str, float]) -> None:
+        current = self._epoch.current
+        self._numbers.step(
+            epoch=current.epoch,
+            step=report.number,
+            global_step=current.first_step + report.number,
+            position=current.position,
+            progress=report.complete,
+            elapsed=self._clock.elapsed(current),
+            learning_rate=self._epoch.first_rate if report.learning_rate is None else report.learning_rate,
+            scores=scores,
+        )
+
+
+def epoch_report(
+    epoch: TrainingEpoch,
+    feed: Feed,
+    meter: Meter,
+    step: int,
+    scores: Mapping[str, float],
+    losses: Mapping[str, float],
+    seconds: list[Mapping[str, float]],
+) -> EpochReport:
+    """The results of an epoch that was trained and evaluated.
+
+    Args:
+        step: steps done in the whole training.
+        losses: those that are minimized, each with its scale.
+        seconds: of every rank, by what they were spent on.
+    """
+    current, rates = epoch.current, epoch.current.rates
+    last_rate = rates.last if rates.updates else epoch.learning_rate
+    return EpochReport(
+        epoch=current.epoch,
+        steps=step - current.first_step,
+        global_step=step,
+        elapsed=current.elapsed,
+        computing=current.computing / current.elapsed,
+        learning_rate=last_rate,
+        num_sequences=feed.num_sequences(epoch.plan),
+        scores=scores,
+        padding=epoch.plan.padding(feed.lengths_in(current.epoch)),
+        seconds=seconds,
+        loss_scale=meter.loss_scale,
+        syncs=current.syncs,
+        sent=current.sent,
+        seconds_before=epoch.seconds_before,
+        learning_rates=rates.summary(),
+        epoch_learning_rate=None if epoch.learning_rate == last_rate else epoch.learning_rate,
+        losses=losses,
+    )
+
+
+def log_epoch(report: EpochReport, datasets: Sequence[str], history: Sequence[EpochRecord], initial: Mapping[str, float]) -> None:
+    """Log the results of an epoch, and a warning if its losses have exploded.
+
+    Args:
+        datasets: the names of those that were evaluated.
+        initial: the losses and errors of the epoch's first batch.
+    """
+    for level, line in report.lines(datasets):
+        log.write(level, line)
+    for line in exploded_lines(history, of_dataset("train", initial), report.learning_rate):
+        log.warning(line)

@@ -1,0 +1,55 @@
+"""What an engine is given: the learning rates, when to save, and when to end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hvdtrain.checkpoint.progress import Progress
+from hvdtrain.errors import HvdtrainError
+from hvdtrain.learner.steps import RoundsPerUpdate
+from hvdtrain.schedule.history import EpochRecord
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The learning rate: `of_epoch(epoch, history)` before an epoch, `of_step(step, epoch_continuous, epoch_rate)` for an update.
+
+    `of_step` gives the rate that the optimizer uses for the update that ends a step, scaled by the number of ranks if
+    `horovod_scale_lr` asks for it. `step` is the number of steps done before it; `epoch_continuous` the number of epochs done
+    before the first step of the update, of the current epoch the share of its sequences.
+    """
+
+    of_epoch: Callable[[int, list[EpochRecord]], float]
+    of_step: Callable[[int, float, float], float]
+
+
+@dataclass(frozen=True)
+class TrainingLimits:
+    """How often to update and to save, and when to end.
+
+    Attributes:
+        num_epochs: the last epoch.
+        ends_early: why training ends after the epochs of a history; None: it goes on.
+        save_epochs: save after every N epochs, and after the last one.
+        save_steps: save within an epoch, too, after every N steps of the whole training; None: do not.
+        save_minutes: save within an epoch, too, when the last checkpoint is this many minutes old; None: do not.
+        rounds_per_update: gives the number of steps whose gradients an update adds up.
+        finite: end with an error when a training loss is not a finite number.
+        mistake: the error to end with after the epochs of a history, once the last one is saved and reported; None: go on.
+    """
+
+    num_epochs: int
+    ends_early: Callable[[list[EpochRecord]], str | None] = lambda _: None
+    save_epochs: int = 1
+    save_steps: int | None = None
+    save_minutes: float | None = None
+    rounds_per_update: RoundsPerUpdate = lambda *_: 1
+    finite: bool = True
+    mistake: Callable[[list[EpochRecord]], HvdtrainError | None] = lambda _: None
+
+    def are_reached(self, progress: Progress) -> bool:
+        """Whether there is nothing left to train."""
+        if progress.current is not None:
+            return progress.current.epoch > self.num_epochs
+        return progress.epoch >= self.num_epochs or self.ends_early(progress.history) is not None

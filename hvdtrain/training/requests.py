@@ -1,0 +1,34 @@
+"""What this rank asks of all ranks; the ranks' requests are counted by `StopVote`."""
+
+from __future__ import annotations
+
+from hvdtrain.runtime.interrupt import Interrupt
+from hvdtrain.training.agreement import StopRequests
+from hvdtrain.training.callbacks import Training
+from hvdtrain.training.save_policy import SavePolicy
+from hvdtrain.training.train_scores import TrainScores
+
+
+class OwnRequests:
+    """What this rank wants now: to stop after a signal or for a callback, to save, or to report a loss that is not finite."""
+
+    def __init__(self, interrupt: Interrupt, training: Training, save_policy: SavePolicy, scores: TrainScores) -> None:
+        self._interrupt = interrupt
+        self._training = training
+        self._save_policy = save_policy
+        self._scores = scores
+
+    def __call__(self) -> StopRequests:
+        reason = self.stop_reason()
+        by_hand = reason == "SIGINT"
+        return StopRequests(
+            stop=int(reason is not None and not by_hand),
+            stop_by_hand=int(by_hand),
+            save=int(self._save_policy.requests()),
+            report=int(self._scores.is_broken()),
+        )
+
+    def stop_reason(self) -> str | None:
+        """Why this rank wants to stop; None: it does not."""
+        asked = self._training.wants_stop
+        return self._interrupt.reason or (None if asked is None else f"a callback ({asked})")

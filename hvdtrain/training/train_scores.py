@@ -1,0 +1,86 @@
+"""The scores of an epoch's training, which the ranks gather at its end and before a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hvdtrain.checkpoint.progress import EpochProgress
+from hvdtrain.comm.base import Communicator
+from hvdtrain.data.feed import Feed
+from hvdtrain.data.plan.epoch import Plan
+from hvdtrain.data.types import Batch
+from hvdtrain.errors import HvdtrainError
+from hvdtrain.learner.base import Learner, NotFinite
+from hvdtrain.runtime import log
+from hvdtrain.runtime.scores import Scores
+from hvdtrain.training.account import Account
+from hvdtrain.training.evaluation import not_finite
+from hvdtrain.training.step_log import ScoreBuffer
+
+
+class TrainScores:
+    """This rank's scores that the ranks have not gathered yet, the sequences in them, and losses that are not finite.
+
+    Args:
+        feed: the training data.
+        needs_finite: whether a loss that is not finite ends the training.
+
+    Attributes:
+        buffer: the scores, of which lines about steps say some.
+    """
+
+    def __init__(self, comm: Communicator, learner: Learner, feed: Feed, needs_finite: bool) -> None:
+        self._comm = comm
+        self._learner = learner
+        self._feed = feed
+        self._needs_finite = needs_finite
+        self._not_finite: list[NotFinite] = []
+
+    def begin(self, plan: Plan, position: int) -> None:
+        """The steps of an epoch begin, or go on at a position."""
+        self.buffer = ScoreBuffer(self._learner.meter)
+        self._account = Account(self._feed, plan, position)
+
+    def add(self, batch: Batch) -> None:
+        """This rank trains on a batch."""
+        self._account.add(batch.indices)
+
+    def is_broken(self) -> bool:
+        """Whether a loss of this rank, as far as it is known, ends the training."""
+        self._not_finite += self._learner.meter.take_not_finite()
+        return self._needs_finite and bool(self._not_finite)
+
+    def gather(self, current: EpochProgress) -> None:
+        """Collective. Add the ranks' scores since the last time to the epoch's.
+
+        Raises:
+            TrainingError: a loss is not a finite number, or too many updates in a row were skipped.
+            DataError: the ranks did not train on what was planned.
+        """
+        self._learner.flush()
+        own = self.buffer.take_all(), self.is_broken(), self._account.take(current.position)
+        gathered = self._comm.gather(own, name="train_scores")
+        if not current.scores.counts():
+            current.initial = Scores.merged(scores for scores, *_ in gathered).first()
+        current.scores = Scores.merged([current.scores, *(scores for scores, *_ in gathered)]).compact()
+        if any(is_broken for _, is_broken, _ in gathered):
+            raise self.not_finite_error(current)
+        self._account.check(f"epoch {current.epoch}", [used for *_, used in gathered])
+
+    def not_finite_error(self, current: EpochProgress) -> HvdtrainError:
+        """Collective. The error with the losses of all ranks that are not finite."""
+        return not_finite(self._comm, self._feed.dataset, self._not_finite, current.epoch, current.first_step)
+
+
+def warn_of_means(counts: Mapping[str, float], num_batches: int, num_sequences: int) -> None:
+    """Warn of losses that are one number per batch: of a mean, ranks and batches of different size weigh the same.
+
+    Args:
+        counts: by name of a loss, its elements in an epoch of so many batches and sequences.
+    """
+    for name, count in counts.items():
+        if count == num_batches < num_sequences:
+            log.warning(
+                f"{name}: train_step marks one number per batch; mark one per element (reduction='none'), so that the result "
+                "does not depend on the batches and on the number of ranks",
+            )

@@ -1,0 +1,91 @@
+"""What differs between ranks although it must not is an error, before anything is trained."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from thread_ranks import on_ranks
+
+import hvdtrain
+from hvdtrain.comm.alike import check_alike
+from hvdtrain.comm.base import Communicator
+from hvdtrain.comm.torch_dist import TorchCommunicator
+from hvdtrain.errors import ConfigError, TrainingError
+
+
+def test_a_value_that_differs_is_named_with_its_rank() -> None:
+    def work(comm: Communicator) -> str:
+        values = {"learning_rate": "0.1" if comm.rank < 2 else "0.2", "num_epochs": "3"}
+        values |= {"momentum": "0.9"} if comm.rank == 2 else {}
+        with pytest.raises(ConfigError) as error:
+            check_alike(comm, values, hint="why", name="test")
+        assert error.value.on_every_rank
+        return str(error.value)
+
+    first, *others = on_ranks(3, work)
+    assert "learning_rate: expected the same on all ranks, got 0.1 on rank 0 and 0.2 on rank 2" in first
+    assert "momentum: expected the same on all ranks, got nothing on rank 0 and 0.9 on rank 2 (why)" in first
+    assert others == [first, first]
+
+
+def test_many_differences_are_counted_and_none_is_no_error() -> None:
+    def work(comm: Communicator) -> str:
+        check_alike(comm, {"a": "1"}, hint="why", name="same")
+        with pytest.raises(ConfigError) as error:
+            check_alike(comm, {str(number): str(comm.rank) for number in range(12)}, hint="why", name="other")
+        return str(error.value)
+
+    assert on_ranks(2, work)[0].endswith(
+        "4: expected the same on all ranks, got 0 on rank 0 and 1 on rank 1, 7 more differ (why)"
+    )
+
+
+def test_a_call_on_one_rank_only_does_not_get_the_answers_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gathered(into: list[Any], value: Any, group: Any) -> None:
+        into[:] = [value, ("all_reduce", 1)]
+
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gathered)
+    comm = TorchCommunicator.__new__(TorchCommunicator)
+    comm.size, comm._group = 2, None
+    with pytest.raises(TrainingError, match="got 'plan' on rank 0 and 'all_reduce' on rank 1"):
+        comm.gather(None, name="plan")
+    assert comm.gather(2, name="all_reduce") == [2, 1]
+
+
+CONFIG = """
+import numpy
+import torch
+from torch import nn
+
+import hvdtrain
+
+train = [numpy.full((4, 3), number, numpy.float32) for number in range(6)]
+max_seqs, num_epochs, num_threads, learning_rate = 2, 1, 1, 0.01
+apart = hvdtrain.rank() == 1
+DIFFERENCE
+
+
+def get_model(**_):
+    return nn.Linear(3, width)
+
+
+def train_step(*, model, extern_data, **_):
+    hvdtrain.get_run_ctx().mark_as_loss(model(extern_data["data"].raw_tensor).square().mean(-1), "loss")
+"""
+
+DIFFERENCES = {
+    "width, learning_rate = 2, 0.02 if apart else 0.01": "learning_rate: expected the same on all ranks, got 0.01 on rank",
+    "width, optimizer = 2, {'class': 'adam' if apart else 'sgd'}": "optimizer: expected .* got {class: .sgd.} on rank 0",
+    "width = 3 if apart else 2": r"get_model: parameters\[0\]: expected .* got torch.float32 \(2, 3\) on rank 0",
+}
+
+
+@pytest.mark.launches
+@pytest.mark.parametrize("difference", DIFFERENCES)
+def test_ranks_with_other_keys_or_models_are_refused(difference: str, tmp_path: Path) -> None:
+    config = tmp_path / "small.py"
+    config.write_text(CONFIG.replace("DIFFERENCE", difference))
+    with pytest.raises(ConfigError, match=DIFFERENCES[difference]):
+        hvdtrain.train(config, ranks=2, model=str(tmp_path / "model"))
+    assert not list(tmp_path.glob("model.0*"))

@@ -1,0 +1,1 @@
+"""A framework: models of numpy arrays."""

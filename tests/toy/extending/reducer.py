@@ -1,0 +1,87 @@
+"""A reducer: every rank updates alone, and parameters are averaged at the end of an epoch only."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+from hvdtrain.comm.base import Communicator
+from hvdtrain.config.keys import Section, key, share
+from hvdtrain.learner.base import ModelState, StatePart
+from hvdtrain.learner.reducer import (
+    EpochStart,
+    FinishedUpdate,
+    GradientExchange,
+    Numbers,
+    Reducer,
+    UpdateCounts,
+    average,
+    average_buffers,
+    averaged,
+    copies,
+)
+from hvdtrain.runtime.timer import Timer
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochAverageKeys(Section):
+    """Averaging at the end of an epoch."""
+
+    epoch_share: float = key(
+        0.5, "epoch: the share of the average in the new model; the rest is the model before the epoch", share
+    )
+
+
+class EpochAverage:
+    """Averages parameters at the end of an epoch, and moves the model towards the average."""
+
+    keys = EpochAverageKeys
+    sent = 0
+
+    def __init__(self, comm: Communicator, share: float) -> None:
+        self._comm = comm
+        self._share = share
+        self._counts = UpdateCounts(comm.size)
+        self.num_syncs = 0
+
+    @classmethod
+    def from_keys(cls, keys: EpochAverageKeys, comm: Communicator, timer: Timer) -> Reducer:
+        return Reducer(GradientExchange(comm, timer, steps=0), cls(comm, keys.epoch_share), "parameters are averaged in the end")
+
+    def begin_epoch(self, state: ModelState, start: EpochStart) -> None:
+        if not start.goes_on:
+            state.map_tensors("parameters", lambda tensors: self._keep(state, tensors))
+
+    def _keep(self, state, tensors):
+        state.shared["before"] = copies(tensors)
+        return tensors
+
+    def after_update(self, state: ModelState, update: FinishedUpdate) -> None:
+        self._counts.add(update.has_batch, update.ranks_with_batch)
+
+    def end_of_epoch(self, state: ModelState) -> None:
+        def change(tensors):
+            means = average(self._comm, tensors, self._counts, "epoch")
+            pairs = zip(means, state.shared["before"], strict=True)
+            return [self._share * mean + (1 - self._share) * before for mean, before in pairs]
+
+        state.map_tensors("parameters", change)
+        average_buffers(self._comm, state, self._counts)
+        self._counts.reset()
+        self.num_syncs += 1
+
+    def rank_local_state(self) -> tuple[StatePart, ...]:
+        return ("parameters", "statistics", "counters", "optimizer") if self._counts.updates else ("optimizer",)
+
+    def averaged(self, state: ModelState) -> AbstractContextManager[None]:
+        return averaged(state, {"parameters": lambda own: average(self._comm, own, self._counts, "saved")})
+
+    def flush(self, state: ModelState) -> None:
+        pass
+
+    def state(self) -> Numbers:
+        return self._counts.state()
+
+    def restore(self, state: Numbers, same_ranks: bool = True) -> None:
+        if same_ranks:
+            self._counts.restore(state)

@@ -1,0 +1,15 @@
+"""A scheduler of `submit`: a queue whose scripts begin with `#QUEUE`."""
+
+from __future__ import annotations
+
+from hvdtrain.submit.job import Job, Scheduler, command, environment_lines, waiting
+
+
+def queue_script(job: Job) -> str:
+    """A script for enqueue."""
+    head = [f"#QUEUE name={job.name}", f"#QUEUE hosts={job.nodes}", f"#QUEUE memory={job.memory or 'any'}"]
+    lines = [*environment_lines(job), *waiting(job, command(job), soon="USR1", cancelled="TERM")]
+    return "\n".join(["#!/bin/bash", *head, f"# {job.written_by}", *lines, "exit $status"]) + "\n"
+
+
+QUEUE = Scheduler(name="queue", write=queue_script, submit=("enqueue",), unsupported=("account",))

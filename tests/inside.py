@@ -28,7 +28,7 @@ def run_inside(arguments: Sequence[object]) -> Finished:
     with nothing_changes(), raised_errors() as errors, redirect_stdout(out), redirect_stderr(err):
         status = hvdtrain.cli.main([str(argument) for argument in arguments])
     seconds = time.monotonic() - started
-    problems = [problem for error in errors if str(error) in err.getvalue() for problem in error.problems]
+    problems = dict.fromkeys(problem for error in errors if str(error) in err.getvalue() for problem in error.problems)
     return Finished(status, out.getvalue(), err.getvalue(), seconds, tuple(faults(problems)))
 
 

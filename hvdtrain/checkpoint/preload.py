@@ -155,7 +155,9 @@ def parse_preloads(value: Mapping[str, Any]) -> list[Preload]:
     problems, preloads = [], []
     for name in sorted(value, reverse=True):
         entry, where = value[name], f"preload_from_files.{name}"
-        if not isinstance(entry, dict) or not isinstance(entry.get("filename", 0), (str, type(None))):
+        if isinstance(entry, dict) and "filename" in entry:  # recipes write None for what they leave out
+            entry = {key: one for key, one in entry.items() if one is not None or key in ("filename", "checkpoint_key")}
+        if not isinstance(entry, dict) or "filename" not in entry or not isinstance(entry["filename"], (str, type(None))):
             problems += problem("wrong-type", f"{where}: expected a dict with the entry 'filename', got {entry!r}")
             continue
         unknown = [key for key in entry if key not in known]

@@ -7,6 +7,7 @@ import pytest
 import torch
 from launching import FAST, TOY, hvdtrain, refused
 
+from hvdtrain.checkpoint.preload import parse_preloads
 from hvdtrain.cli import run_task
 from hvdtrain.errors import CheckpointError
 from hvdtrain.learner.base import Learner
@@ -153,3 +154,11 @@ def test_mistakes(corpus: Path, tmp_path: Path) -> None:
     always = {"filename": "a", "init_for_train": "always"}
     with refused("preload_from_files.x.init_for_train: needs-backend"):
         settings_of(corpus, tmp_path / "one", f"preload_from_files = {{'x': {always}}}", backend="tensorflow")
+
+
+def test_entries_that_are_none_mean_their_defaults_and_a_missing_file_name_is_named() -> None:
+    entry = {"filename": "a.pt", "var_name_mapping": None, "ignore_params": None, "checkpoint_key": None}
+    [made] = parse_preloads({"pre": entry})
+    assert (made.var_name_mapping, made.ignore_params, made.checkpoint_key) == ({}, (), None)
+    with refused("preload_from_files.pre: wrong-type"):
+        parse_preloads({"pre": {"prefix": "a."}})

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hvdtrain.comm.base import Communicator
 from hvdtrain.config.keys import Section, key, share
-from hvdtrain.learner.base import ModelState, StatePart
+from hvdtrain.learner.model_state import ModelState, StatePart
 from hvdtrain.learner.reducer import (
     EpochStart,
     FinishedUpdate,

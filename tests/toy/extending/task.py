@@ -5,8 +5,8 @@ from __future__ import annotations
 from hvdtrain.data.sources import open_dataset
 from hvdtrain.runtime import log
 from hvdtrain.runtime.log import open_log
-from hvdtrain.session import open_communicator
 from hvdtrain.settings import Settings
+from hvdtrain.start_up.ranks import open_communicator
 
 
 def count_frames(settings: Settings) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,25 +14,16 @@ import numpy
 from hvdtrain.config.source import as_function
 from hvdtrain.context import RunContext, running
 from hvdtrain.data.types import Array, Batch
-from hvdtrain.learner.base import (
-    NO_MARKS,
-    Exported,
-    Kind,
-    Layer,
-    LearnerKeys,
-    MakeMissing,
-    Marks,
-    PreloadNames,
-    Shapes,
-    StatePart,
-)
+from hvdtrain.learner.base import Exported, Layer, LearnerKeys
+from hvdtrain.learner.contents import FileFormat
 from hvdtrain.learner.frameworks import BuildOptions
 from hvdtrain.learner.meter import LearnerMeter, PendingScores, Transfer, scales_of
+from hvdtrain.learner.model_state import Kind
 from hvdtrain.learner.optimizer import UpdateGradients, change_gradients
+from hvdtrain.learner.preload import PreloadRequest, preload_values, shapes_of
 from hvdtrain.learner.reducer import GradientExchange
+from hvdtrain.learner.state_base import StateBase
 from hvdtrain.runtime.timer import CpuClock
-
-PROGRESS = "progress"
 
 
 @dataclass
@@ -56,61 +46,69 @@ class ArrayGradients:
         self.divide(max(1.0, norm / limit))
 
 
-class ArrayState:
-    """The model's arrays, in files of numpy's."""
+def write(path: Path, entries: Mapping[str, Any]) -> None:
+    """Write a file as JSON."""
+    path.write_text(json.dumps(entries, default=lambda array: array.tolist()))
+
+
+FORMAT = FileFormat(
+    write_model=lambda path, tensors, progress: write(path, {"model": tensors, **progress}),
+    write_optimizer=write,
+    write_rank=write,
+    read_model=lambda path: json.loads(path.read_text()),
+    read=lambda path: json.loads(path.read_text()),
+)
+
+
+class ArrayState(StateBase):
+    """The model's arrays. There is no state of an optimizer."""
 
     def __init__(self, model: Any) -> None:
+        super().__init__(FORMAT, average=None, scale=None)
         self._arrays: dict[str, Array] = model.parameters
-        self.shared: dict[str, list[Array]] = {}
-        self.own: dict[str, list[Array]] = {}
 
     def map_tensors(self, kind: Kind, change: Callable[[list[Array]], list[Array]]) -> None:
         arrays = list(self._arrays.values()) if kind == "parameters" else []
         for array, new in zip(arrays, change(arrays), strict=True):
             array[...] = new
 
-    def average_weights(self, updates: int) -> None:
-        pass
-
-    def averaged(self) -> AbstractContextManager[None]:
-        return nullcontext()
+    def has_tensors(self, kind: Kind) -> bool:
+        return kind == "parameters"
 
     def named_parameters(self) -> Iterator[tuple[str, Array]]:
         for name, array in self._arrays.items():
             yield name, array.copy()
 
-    def gather_state(self) -> None:
-        pass
+    def preload(self, request: PreloadRequest) -> tuple[list[str], list[str]]:
+        theirs = {name: numpy.array(values) for name, values in FORMAT.read_model(request.file)["model"].items()}
+        values = preload_values(request, shapes_of(self._arrays), theirs)
+        self._set_trained(values)
+        return list(self._arrays), list(values)
 
-    def snapshot(self) -> dict[str, Array]:
+    def _model_tensors(self) -> dict[str, Array]:
         return dict(self.named_parameters())
 
-    def save(self, model_file: Path, optimizer_file: Path, progress: dict[str, Any], snapshot: Any = None) -> None:
-        _write(model_file, self._arrays if snapshot is None else snapshot, progress)
-        _write(optimizer_file, {}, progress)
+    def _set_model(self, tensors: Mapping[str, Any]) -> None:
+        self._set_trained({name: tensors[name] for name in self._arrays})
 
-    def load(self, model_file: Path, optimizer_file: Path | None) -> dict[str, Any]:
-        arrays, progress = _read(model_file)
-        for name, array in self._arrays.items():
-            array[...] = arrays[name]
-        return progress
+    def _kind_tensors(self, kind: Kind) -> dict[str, Array]:
+        return self._model_tensors() if kind == "parameters" else {}
 
-    def preload(
-        self, file: Path, entry: str | None, choose: Callable[[Shapes, Shapes], PreloadNames], make: MakeMissing | None
-    ) -> tuple[list[str], list[str]]:
-        theirs, _ = _read(file)
-        shapes, their_shapes = ({name: array.shape for name, array in arrays.items()} for arrays in (self._arrays, theirs))
-        sources = choose(shapes, their_shapes).sources
-        for name, source in sources.items():
-            self._arrays[name][...] = theirs[source]
-        return list(self._arrays), list(sources)
+    def _set_kind(self, kind: Kind, stored: Mapping[str, Any]) -> None:
+        self._set_trained(stored)
 
-    def save_own(self, file: Path, parts: Sequence[StatePart], marks: Marks = NO_MARKS) -> None:
-        _write(file, self._arrays if "parameters" in parts else {}, marks)
+    def _set_trained(self, trained: Mapping[str, Any]) -> None:
+        for name, values in trained.items():
+            self._arrays[name][...] = values
 
-    def load_own(self, file: Path, parts: Sequence[StatePart], marks: Marks = NO_MARKS) -> None:
-        for name, array in _read(file)[0].items():
-            self._arrays[name][...] = array
+    def _optimizer_name(self) -> str:
+        return "GradientDescent"
+
+    def _optimizer_entries(self) -> dict[str, Any]:
+        return {"optimizer": {}}
+
+    def _set_optimizer(self, entries: Mapping[str, Any]) -> list[str]:
+        return []
 
 
 class ArrayLearner:
@@ -190,14 +188,3 @@ class ArrayLearner:
 def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, options: BuildOptions) -> ArrayLearner:
     """Build the config's model."""
     return ArrayLearner(keys, gradient_exchange)
-
-
-def _write(path: Path, arrays: Mapping[str, Array], progress: Mapping[str, Any]) -> None:
-    with path.open("wb") as file:
-        numpy.savez(file, **{PROGRESS: numpy.array(json.dumps(progress)), **arrays})
-
-
-def _read(path: Path) -> tuple[dict[str, Array], dict[str, Any]]:
-    with numpy.load(path) as stored:
-        arrays = dict(stored)
-    return arrays, json.loads(str(arrays.pop(PROGRESS)))

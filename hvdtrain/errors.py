@@ -129,6 +129,9 @@ class Problem:
     def __str__(self) -> str:
         return self.sentence
 
+    def __repr__(self) -> str:
+        return f"Problem.of({self.rule!r}, {self.sentence!r})"
+
     def within(self, where: str) -> Problem:
         """The same problem with a key that begins with `where`, such as 'train.'."""
         return Problem.of(self.rule, where + self.sentence)

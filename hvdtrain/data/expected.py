@@ -70,7 +70,7 @@ def expected_of(extern_data: Any, exact: bool = True) -> tuple[dict[str, Expecte
 
     >>> expected_of({"data": {"dim": 9}})[0]["data"].shape, expected_of({"classes": {"dim": 5, "sparse": True}})[0]["classes"].dim
     ((9,), 5)
-    >>> expected_of({"data": 9})[1]
+    >>> [str(problem) for problem in expected_of({"data": 9})[1]]
     ["extern_data.data: expected a dict such as {'dim': 9}, got 9"]
     """
     if extern_data is None:

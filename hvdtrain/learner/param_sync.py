@@ -158,8 +158,8 @@ def make_outer(
 
     >>> make_outer({"class": "bmuf"}, 4)[0].describe()
     'learning rate 1, Nesterov momentum 0.75'
-    >>> make_outer("adam", 4)
-    (None, ['horovod_param_outer.learning_rate: expected a positive number for the class adam, got nothing'])
+    >>> str(make_outer("adam", 4)[1][0])
+    'horovod_param_outer.learning_rate: expected a positive number for the class adam, got nothing'
     """
     if value is None:
         return None, []

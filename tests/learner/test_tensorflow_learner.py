@@ -383,9 +383,9 @@ def test_outputs_of_a_forward_step_by_sequence() -> None:
     assert second["output"].tolist() == [[11.0]]
     assert (first["sum"], second["sum"]) == (10.0, 11.0)
     assert first.vectors == {"sums"}
-    with refused("forward_step: wrong-result"):
+    with refused("forward_step: wrong-call"):
         learner(forward_step=lambda **_: None).forward(BATCH)
-    with refused("forward_step: wrong-result"):
+    with refused("forward_step: wrong-call"):
         learner(forward_step=lambda **_: get_run_ctx().mark_as_default_output(tf.zeros([3]))).forward(BATCH)
 
 

@@ -11,7 +11,7 @@ import pytest
 from hdf_files import Change, laid_out, put
 
 from hvdtrain.data.hdf.writer import HDFWriter
-from hvdtrain.data.identity import DatasetPart, changes, identify, rewritten
+from hvdtrain.data.identity import DatasetPart, changes, identify, rewritten_files
 from hvdtrain.data.sources import OpeningContext, open_dataset, parse
 
 NUMBER = 3000
@@ -68,10 +68,10 @@ def test_the_same_sequences_stored_otherwise(one: list[DatasetPart], tmp_path: P
 
 def test_a_file_that_is_written_again_is_the_same_data(one: list[DatasetPart], tmp_path: Path) -> None:
     before = identify(one)
-    assert rewritten(before, one) == []
+    assert rewritten_files(before, one) == []
     os.utime(tmp_path / "one.hdf", ns=(0, 0))
     again = parts(tmp_path / "one.hdf")
-    assert (list(changes(before, again)), rewritten(before, again)) == ([], [str(tmp_path / "one.hdf")])
+    assert (list(changes(before, again)), rewritten_files(before, again)) == ([], [str(tmp_path / "one.hdf")])
 
 
 def values_of(numbers: Callable[[numpy.ndarray], numpy.ndarray]) -> Change:

@@ -396,7 +396,7 @@ def test_an_error_in_a_thread_is_raised_where_the_main_thread_waits(fails: Calla
 
     def work(target: Callable[[], None]) -> str:
         errors.watch()
-        with errors.raised():
+        with errors.reraise():
             threading.Thread(target=target).start()
             while target is not sys.exit:
                 threading.Event().wait(600)

@@ -63,12 +63,11 @@ def training_parser(
     parser = argparse.ArgumentParser(prefix_chars="+-", add_help=False, allow_abbrev=False)
     for option in options:
         parser.add_argument(option, action="store_true")
-    for key in keys:
-        parser.add_argument(f"++{key.name}", choices=values_of(key), help=key.doc.replace("%", "%%"))
+    names = {f"++{key.name}": key for key in keys}
     if "." in words[-1].partition("=")[0]:
-        names = {f"++{name}.{key.name}": key for name, section in entries.items() for key in section}
-        for name, key in names.items():
-            parser.add_argument(name, choices=values_of(key), help=key.doc.replace("%", "%%"))
+        names |= {f"++{name}.{key.name}": key for name, section in entries.items() for key in section}
+    for name, key in names.items():
+        parser.add_argument(name, choices=values_of(key), help=key.doc.replace("%", "%%"))
     files: Any = parser.add_argument("configs", nargs="*")
     if len(words) == 1:
         files.completer = lambda prefix, **_: [*commands, *_files(prefix)]

@@ -75,7 +75,8 @@ def main(arguments: list[str] | None = None) -> int:
         parser().error("--repack: expected one FILE, got several (hvdtrain dump a.hdf,b.hdf OUT joins several)")
     try:
         reports = [check(path, everything=options.all, seconds=options.seconds) for path in options.files]
-        print(json.dumps([_as_json(report) for report in reports], indent=2) if options.json else "\n".join(map(_text, reports)))
+        plain = [{"file": report.file, "sound": report.is_sound, **asdict(report)} for report in reports]
+        print(json.dumps(plain, indent=2) if options.json else "\n".join(map(_text, reports)))
         if not all(report.is_sound for report in reports):
             return 2
         if options.repack is not None:
@@ -163,10 +164,6 @@ def repack(path: Path, out: Path, compression: str | None = None, overwrite: boo
     if spec is None:
         raise ConfigError(problems)
     return dump(spec, out, Selection(), Alone(), overwrite=overwrite, compression=compression)
-
-
-def _as_json(report: Report) -> dict[str, Any]:
-    return {"file": report.file, "sound": report.is_sound, **asdict(report)}
 
 
 def _text(report: Report) -> str:

@@ -709,7 +709,7 @@ def test_what_a_config_imports_is_light() -> None:
     assert others == "[]\n"
 
 
-def test_a_wrong_config_is_told_without_importing_a_framework(tmp_path: Path) -> None:
+def test_a_wrong_config_is_reported_without_importing_a_framework(tmp_path: Path) -> None:
     path = written(tmp_path, MINIMAL + "num_epoch = 3\n")
     program = (
         "import sys\n"
@@ -838,7 +838,7 @@ def test_what_functions_return_is_checked_before_training(tmp_path: Path) -> Non
         with_datasets(settings(tmp_path, apart + "order = 'sorted'\n"))
 
 
-def test_keys_of_a_dataset_outside_of_its_dict_are_told(tmp_path: Path) -> None:
+def test_keys_of_a_dataset_outside_of_its_dict_are_reported(tmp_path: Path) -> None:
     used = "partition_epoch = 3\ntrain = {'class': 'HDFDataset', 'files': ['a.hdf'], 'partition_epoch': partition_epoch}\n"
     assert settings(tmp_path, used).misplaced_keys == ()
     assert settings(tmp_path, "seq_ordering = 'random'\n").misplaced_keys == (

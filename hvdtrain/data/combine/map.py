@@ -93,7 +93,8 @@ class MapDataset(Dataset):
         if "index" in self._arguments:
             arguments["index"] = index
         if "rng" in self._arguments:
-            arguments["rng"] = _generator(self._seed, self._epoch, index)
+            # The same on every rank, in any order of the sequences; a RandomState, as existing configs call its methods.
+            arguments["rng"] = numpy.random.RandomState([self._seed, self._epoch, index])
         # A copy, as the user's items and a cache keep their arrays: an array changed in place would be changed again next time.
         given = {name: values.copy() if values.flags.writeable else values for name, values in arrays.items()}
         try:
@@ -166,14 +167,6 @@ def accepted_arguments(function: Callable[..., Any], names: tuple[str, ...]) -> 
     by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     accepted = {parameter.name for parameter in parameters if parameter.kind in by_keyword}
     return tuple(name for name in names if name in accepted)
-
-
-def _generator(seed: int, epoch: int, index: int) -> numpy.random.RandomState:
-    """The random numbers of a sequence in an epoch, the same on every rank and in any order of the sequences.
-
-    A RandomState, as functions of existing configs call its methods.
-    """
-    return numpy.random.RandomState([seed, epoch, index])
 
 
 def open_map(where: str, keys: MapDatasetKeys, datasets: Mapping[str, Dataset]) -> Dataset:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy
 
-from hvdtrain.data.combine.keys import CombinedDatasetKeys, ConcatDatasetKeys, FilesDatasetKeys
+from hvdtrain.data.combine.keys import CombinedDatasetKeys, ConcatDatasetKeys
 from hvdtrain.data.combine.parts import concatenate_tag_bytes, concatenate_tags, split
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.padding import merge_batches
@@ -274,10 +274,3 @@ class FilesDataset(Dataset):
                 )
         self._open[number] = file
         return file
-
-
-def open_files(where: str, keys: FilesDatasetKeys, open_file: Callable[[str], Dataset]) -> Dataset:
-    """Open files as one dataset. Raises: DataError, if one is bad or does not match the first one."""
-    dataset = FilesDataset(where, keys.data_files(), open_file, keys.max_open_files)
-    dataset.read_lengths()
-    return dataset

@@ -299,11 +299,7 @@ class IterableReading:
         return END
 
 
-class End:
-    """The type of `END`."""
-
-
-END = End()
+END: Any = object()
 """Stands for the item after the last one."""
 
 

@@ -21,7 +21,7 @@ import numpy
 
 from hvdtrain.data.combine.keys import FilesDatasetKeys
 from hvdtrain.data.combine.parts import concatenate_tag_bytes, concatenate_tags
-from hvdtrain.data.combine.union import open_files
+from hvdtrain.data.combine.union import FilesDataset
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.files import Identity, check_same, identity
 from hvdtrain.data.hdf.compression import load_filters
@@ -410,10 +410,12 @@ def open_hdf(paths: Sequence[str | os.PathLike[str]], external: External = "refu
 
 
 def open_hdf_dataset(where: str, keys: HDFDatasetKeys, datasets: Mapping[str, Dataset]) -> Dataset:
-    """Open what the dict of an HDFDataset describes. Raises: DataError."""
+    """Open the HDF files of a dataset dict. Raises: DataError."""
     return open_hdf(keys.data_files(), "follow" if keys.allow_external else "refuse")
 
 
 def open_files_dataset(where: str, keys: FilesDatasetKeys, datasets: Mapping[str, Dataset]) -> Dataset:
-    """Open what the dict of a FilesDataset describes. Raises: DataError."""
-    return open_files(where, keys, lambda path: open_hdf([path]))
+    """Open files as one dataset. Raises: DataError, if one is bad or does not match the first one."""
+    dataset = FilesDataset(where, keys.data_files(), lambda path: open_hdf([path]), keys.max_open_files)
+    dataset.read_lengths()
+    return dataset

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from hvdtrain.config.keys import Rule, key, not_negative, positive, signature_error
+from hvdtrain.config.keys import Rule, key, not_negative, parsed_by, positive, signature_error
 from hvdtrain.errors import DataError
 
 METHODS = (
@@ -41,13 +41,7 @@ ORDER_VERSION = max(CHANGES)
 
 def is_order(method: object) -> bool:
     """Whether a value of the key seq_ordering is a function, or a text that `parse` accepts."""
-    if callable(method):
-        return True
-    try:
-        parse(str(method))
-    except ValueError:
-        return False
-    return True
+    return callable(method) or parsed_by(parse)(str(method))
 
 
 @dataclass(frozen=True, kw_only=True)

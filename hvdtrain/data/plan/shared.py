@@ -89,7 +89,7 @@ class PlanInputs:
         return {name: str(value) for name, value in inputs.items()}
 
     def checksum(self) -> int:
-        """A checksum, which is the same on two ranks if they would make the same plan; faster than planning. Raises: DataError."""
+        """A checksum: the same on two ranks if they would make the same plan, and faster to compute. Raises: DataError."""
         order, batches, epoch = self.order_keys, self.batch_keys, self.epoch
         keys = (
             *(method_of(order, epoch), seed_of(order, epoch), part_of(order, epoch)),

@@ -104,7 +104,7 @@ def test_one_rank_of_a_host_plans_and_the_others_map_it(planned: list[PlanInputs
         numpy.testing.assert_array_equal(made.order, ALONE.order)
         numpy.testing.assert_array_equal(made.bounds, ALONE.bounds)
         assert made.fingerprint() == ALONE.fingerprint()
-    assert len(os.listdir("/proc/self/fd")) <= before + len(found)  # a map keeps a descriptor of its own until it is dropped
+    assert len(os.listdir("/proc/self/fd")) <= before + len(found)  # a map keeps a separate descriptor until it is dropped
     del made
     found.clear()
     assert len(os.listdir("/proc/self/fd")) == before

@@ -22,7 +22,7 @@ from hvdtrain.checkpoint.saver import Unsaved, clean_up
 from hvdtrain.comm.base import Communicator, on_rank_zero, together
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.files import size_text
-from hvdtrain.data.plan.bounds import rearranged
+from hvdtrain.data.plan.bounds import rearrange
 from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.data.types import Array
 from hvdtrain.doctor.scaling import predict_speed, spread
@@ -62,7 +62,7 @@ FEWEST, MOST = 4, 50
 def evaluate_all(settings: Settings) -> dict[str, float]:
     """Evaluate a trained model on dev, eval and eval_datasets; return the scores ('dev_loss_ce'). Raises: HvdtrainError."""
     if not settings.evaluations:
-        raise ConfigError(["task: expected dev, eval or eval_datasets for the task eval, got none of them"])
+        raise ConfigError.of("missing", "task: expected dev, eval or eval_datasets for the task eval, got none of them")
     with (
         open_session(settings, "evaluate") as session,
         open_step_log(settings.log, session.comm.rank, settings.process) as step_log,
@@ -91,7 +91,7 @@ def evaluate_all(settings: Settings) -> dict[str, float]:
 def forward_all(settings: Settings) -> None:
     """Run the config's forward_step over forward_data or search_data. Raises: HvdtrainError."""
     if settings.forward is None:
-        raise ConfigError(["forward_data: expected a dataset, got None"])
+        raise ConfigError.of("missing", "forward_data: expected a dataset, got None")
     with open_session(settings, "forward") as session:
         began = time.perf_counter()
         [feed] = session.feeds
@@ -212,7 +212,7 @@ def _check_targets(settings: Settings, session: Session) -> None:
     folder = Path(settings.run.model).absolute().parent
     there = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
-        raise ConfigError([f"model: expected a folder that can be written to, got {folder}"])
+        raise ConfigError.of("not-writable", f"model: expected a folder that can be written to, got {folder}")
 
 
 Run = Callable[[Feed], float]
@@ -392,7 +392,7 @@ class Rounds:
         """The plan of an epoch of some full rounds, in this order."""
         batches = [batch for number in rounds for batch in range(number * self.size, (number + 1) * self.size)]
         there = numpy.array([batch for batch in batches if batch < self.plan.num_batches], dtype=numpy.int64)
-        return Plan(*rearranged(self.plan.order, self.plan.bounds, there))
+        return Plan(*rearrange(self.plan.order, self.plan.bounds, there))
 
     def describe(self, number: int) -> str:
         """The largest batch of a round, in words."""

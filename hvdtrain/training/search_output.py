@@ -116,7 +116,9 @@ class SearchWriter:
             return str(text)
         if not self._labels:
             data_keys = "none of the data keys classes and targets, nor the only data key, has any"
-            raise ConfigError([f"search_labels: expected labels for the numbers of the output {name!r}, got none: {data_keys}"])
+            raise ConfigError.of(
+                "missing", f"search_labels: expected labels for the numbers of the output {name!r}, got none: {data_keys}"
+            )
         wrong = value[(value < 0) | (value >= len(self._labels))]
         if wrong.size:
             raise DataError(f"output {name!r}: expected numbers below {len(self._labels)} (the labels), got {wrong.flat[0]}")
@@ -126,7 +128,9 @@ class SearchWriter:
 def check(keys: ForwardKeys) -> None:
     """Raises: ConfigError; DataError, if the file exists."""
     if isinstance(keys.search_output_layer, list) and keys.search_output_file_format != "py":
-        raise ConfigError(["search_output_file_format: expected 'py' with a list of outputs (search_output_layer), got 'txt'"])
+        raise ConfigError.of(
+            "conflict", "search_output_file_format: expected 'py' with a list of outputs (search_output_layer), got 'txt'"
+        )
     if keys.search_output_file is not None and Path(keys.search_output_file).exists():
         raise DataError(
             f"{keys.search_output_file}: expected a file that does not exist yet (search_output_file), got an existing one"
@@ -164,7 +168,9 @@ def _usual_name(outputs: Mapping[str, Array]) -> str:
 
 def _unknown(name: str | None, outputs: Mapping[str, Array]) -> ConfigError:
     marked = ", ".join(one for one in outputs if not is_size(one))
-    return ConfigError([f"search_output_layer: expected one of the outputs that forward_step marks ({marked}), got {name!r}"])
+    return ConfigError.of(
+        "unknown-value", f"search_output_layer: expected one of the outputs that forward_step marks ({marked}), got {name!r}"
+    )
 
 
 def _hypotheses(name: str, outputs: Mapping[str, Array]) -> tuple[Array | None, list[int]]:
@@ -184,7 +190,7 @@ def _scores(name: str, outputs: Mapping[str, Array], beam: int) -> list[float]:
     found = next((outputs[one] for one in names if one in outputs), None)
     if found is None or found.shape != (beam,):
         rule = f"expected scores of shape ({beam},) for the hypotheses in {name!r}, marked as {' or '.join(names)}"
-        raise ConfigError([f"search_output_file: {rule}, got {'none' if found is None else f'shape {found.shape}'}"])
+        raise ConfigError.of("missing", f"search_output_file: {rule}, got {'none' if found is None else f'shape {found.shape}'}")
     return [float(str(score)) for score in found]
 
 
@@ -201,9 +207,8 @@ def _labels(value: Any, streams: Mapping[str, Stream]) -> Sequence[str]:
     labelled = {name: stream.labels for name, stream in streams.items() if stream.labels}
     if isinstance(value, str) and ":" not in value:
         if value not in labelled:
-            raise ConfigError(
-                [f"search_labels: expected a data key with labels ({', '.join(labelled) or 'there is none'}), got {value!r}"]
-            )
+            names = ", ".join(labelled) or "there is none"
+            raise ConfigError.of("unknown-value", f"search_labels: expected a data key with labels ({names}), got {value!r}")
         return labelled[value]
     if len(labelled) == 1:
         return next(iter(labelled.values()))

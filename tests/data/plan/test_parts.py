@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy
 import pytest
+from launching import faults
 from returnn.datasets.meta import CombinedDataset
 
 from hvdtrain.data.combine.union import FilesDataset
@@ -154,7 +155,7 @@ def test_samples_are_taken_in_turn_and_cut_into_parts(paths: list[str], tmp_path
     for dataset, keys in (opened(value), opened({**around, "partition_epoch": 2})):
         # The datasets have 3 and 6 sequences: 0 to 2, and 3 to 8.
         assert [planned(dataset, keys, epoch) for epoch in (1, 2, 3, 4)] == [[0, 1, 3, 4], [5, 6, 7], [2, 0, 8, 3], [4, 5, 6]]
-        with pytest.raises(DataError, match="seq_list_filter_file: expected none beside sampling_sizes"):
+        with pytest.raises(DataError, match="seq_list_filter_file: expected none with sampling_sizes"):
             planned(dataset, keys, 1, subset=numpy.array([0]))
         dataset.close()
     assert main([str({**value, "data_map": COMBINED["data_map"]}), str(tmp_path / "out.hdf"), "--epoch", "3"]) == 0
@@ -165,10 +166,6 @@ def test_samples_are_taken_in_turn_and_cut_into_parts(paths: list[str], tmp_path
 
 
 def test_malformed_sizes(paths: list[str]) -> None:
-    for sizes, problem in {
-        "train.sampling_sizes: expected a number for each of a, b, got {'a': 3}": {"a": 3},
-        "train.sampling_sizes: expected a positive integer for each, got {'a': 3, 'b': 0}": {"a": 3, "b": 0},
-        "train.sampling_sizes: expected a positive number, got 0 in the config": 0,
-    }.items():
-        _, found = parse("train", {**COMBINED, "datasets": {"a": paths[0], "b": paths[1]}, "sampling_sizes": problem}, {})
-        assert found == [sizes]
+    for rule, sizes in (("wrong-type", {"a": 3}), ("out-of-range", {"a": 3, "b": 0}), ("out-of-range", 0)):
+        _, found = parse("train", {**COMBINED, "datasets": {"a": paths[0], "b": paths[1]}, "sampling_sizes": sizes}, {})
+        assert faults(found) == [f"train.sampling_sizes: {rule}"]

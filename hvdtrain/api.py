@@ -24,9 +24,9 @@ import numpy
 
 from hvdtrain.cli import restarts
 from hvdtrain.comm import launch, local
-from hvdtrain.comm.base import SingleCommunicator, connected
+from hvdtrain.comm.base import SingleCommunicator, use_communicator
 from hvdtrain.comm.launchers import Launch
-from hvdtrain.comm.spawn import NotImportable, call_on_ranks, packed
+from hvdtrain.comm.spawn import NotImportable, call_on_ranks, pack
 from hvdtrain.config.source import CALL, MODULE_NAME, OVERRIDING, Config
 from hvdtrain.errors import CheckpointError, ConfigError, LaunchError, problem
 from hvdtrain.learner.frameworks import FRAMEWORKS
@@ -200,8 +200,7 @@ class _Job:
                 return _done(replace(settings, process=process))
             self._check_importable(configs)
             arguments = {"configs": configs, "keys": {**self.keys, "ngpu": wanted[0].size}}
-            again = restarts(settings)
-            returned = call_on_ranks(wanted, "hvdtrain.api:_on_rank", arguments, again, self.handles_signals)
+            returned = call_on_ranks(wanted, "hvdtrain.api:_on_rank", arguments, restarts(settings), self.handles_signals)
             if settings.run.task == "train":
                 returned["model"] = partial(_reloaded, configs, self.keys, returned["checkpoint"])
             return returned
@@ -212,7 +211,7 @@ class _Job:
         for values in (*(one for one in configs if not isinstance(one, Path)), self.keys):
             for name, value in values.items():
                 try:
-                    packed(value)
+                    pack(value)
                 except NotImportable as error:
                     problems += problem(
                         "cannot-import",
@@ -224,7 +223,7 @@ class _Job:
 
 
 def _on_rank(configs: Sequence[Config], keys: Mapping[str, Any]) -> Any:
-    """What a rank of its own does; returns what can be packed."""
+    """What a rank of its own does; returns what can be pack."""
     settings = replace(read_settings(configs, keys, CALL), process=Process(prints_log=False))
     done = _done(settings)
     return {name: value for name, value in done.items() if name != "model"} if settings.run.task == "train" else done
@@ -294,7 +293,7 @@ def _load(settings: Settings, checkpoint: Path) -> Any:
     )
     started = launch.launch()
     comm = SingleCommunicator(started.local_rank, started.local_size)  # also in a process that mpirun started
-    with FRAMEWORKS[settings.run.backend].preserved(), connected(comm), open_session(settings, "load", comm) as session:
+    with FRAMEWORKS[settings.run.backend].preserved(), use_communicator(comm), open_session(settings, "load", comm) as session:
         return _to_evaluate(session.learner.model)
 
 

@@ -17,7 +17,7 @@ from hvdtrain.report.json_lines import as_line
 from hvdtrain.report.steps import Reporters, StepNumbers
 from hvdtrain.runtime import log
 from hvdtrain.runtime.interrupt import Stopped
-from hvdtrain.runtime.scores import of_dataset
+from hvdtrain.runtime.scores import name_scores
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.schedule.measure import minimized_in, with_totals
 from hvdtrain.session import Session
@@ -109,7 +109,7 @@ class Engine:
         if number == 1:
             warn_of_means(current.scores.counts(), current.position, self._train.num_sequences(epoch.plan))
         losses = current.scores.scales() or dict(minimized_in(progress.history))
-        scores = with_totals(self._evaluate(current, of_dataset("train", current.scores.means())), losses)
+        scores = with_totals(self._evaluate(current, name_scores("train", current.scores.means())), losses)
         self._training.scores = scores
         self._notifier.notify("on_epoch_end")
 
@@ -222,7 +222,7 @@ class Engine:
                 self._training.dataset = feed.name
                 self._notifier.notify("on_evaluation_begin")
                 means = self._evaluate_feed(feed, current.epoch, after_step=partial(self._check, current))
-                scores = {**scores, **of_dataset(feed.name, means)}
+                scores = {**scores, **name_scores(feed.name, means)}
                 self._training.scores = scores
                 self._notifier.notify("on_evaluation_end")
                 self._training.dataset = None

@@ -81,7 +81,7 @@ def open_session(settings: Settings, purpose: Purpose, comm: Communicator | None
                     except Stopped as stopped:
                         by_mpirun = connection.rank == 0 and session.interrupt.reason == "SIGTERM"
                         if by_mpirun and print_through_mpirun(str(stopped)):
-                            raise stopped.after_printing() from None
+                            raise stopped.as_printed() from None
                         raise
                     finally:
                         session.watchdog.beat("closing the job", "unhurried")

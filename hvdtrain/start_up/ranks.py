@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from hvdtrain.comm import launch
-from hvdtrain.comm.base import Communicator, SingleCommunicator, connected
+from hvdtrain.comm.base import Communicator, SingleCommunicator, use_communicator
 from hvdtrain.errors import HvdtrainError, LaunchError
 from hvdtrain.learner.frameworks import FRAMEWORKS
 from hvdtrain.settings import Settings
@@ -47,7 +47,7 @@ def open_communicator(settings: Settings) -> Iterator[Communicator]:
     else:
         comm = SingleCommunicator()
     try:
-        with inside, connected(comm):
+        with inside, use_communicator(comm):
             yield comm
     except HvdtrainError as failure:
         if failure.on_every_rank:

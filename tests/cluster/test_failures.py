@@ -72,7 +72,7 @@ def test_without_the_flags_the_watchdogs_end_mpirun_and_its_daemons(hosts: Hosts
     finally:
         hosts.plug_cable("host2")
     assert finished.status != 0
-    assert re.search(r"rank 1 on host2 has given no sign of life for \d+ s", finished.err), finished.err
+    assert re.search(r"rank 1 on host2 has sent no heartbeat for \d+ s", finished.err), finished.err
     assert seconds < 100
 
 

@@ -266,7 +266,7 @@ def test_a_rank_that_fails_ends_the_job(corpus: Path, tmp_path: Path, launcher: 
         assert "rank 1 of 2: Traceback (most recent call last):" in finished.err
         assert "RuntimeError: planted by the test" in finished.err
     if fault == "SIGSTOP":
-        stopped = r"rank 1 on \S+ has given no sign of life for \d+ s \(last in .*\): its process \d+ is stopped \(SIGSTOP\)\n"
+        stopped = r"rank 1 on \S+ has sent no heartbeat for \d+ s \(last in .*\): its process \d+ is stopped \(SIGSTOP\)\n"
         assert re.search(stopped, finished.err)
         assert "its threads:" not in finished.err
     if fault in ("kill", "exit0"):

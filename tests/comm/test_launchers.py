@@ -98,8 +98,8 @@ def test_an_error_of_all_ranks_is_another_one_that_can_be_sent() -> None:
         assert error.outcome == Outcome(2, "this rank")
     stopped = everywhere(Stopped("stopped by SIGTERM", 130, repeatable=False))
     assert stopped.outcome == Outcome(130, "all ranks", repeatable=False)
-    seen = PeerFailure("stopped").having_seen(["rank 1 on a has ended"])
-    assert (str(seen), seen.status) == ("stopped: rank 1 on a has ended", 1)
+    failure = PeerFailure("stopped").with_causes(["rank 1 on a has ended"])
+    assert (str(failure), failure.status) == ("stopped: rank 1 on a has ended", 1)
 
 
 def test_where_an_error_was_raised_and_why_is_kept() -> None:

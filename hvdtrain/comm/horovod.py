@@ -143,8 +143,8 @@ class HorovodCommunicator:
         with peer_failures():
             if not self._asynchronous:
                 return [self._broadcast(tensor, name=f"{name}.{i}") for i, tensor in enumerate(tensors)]
-            # Broadcast bytes, so that all dtypes work, even those that Horovod does not support.
-            flat = [tensor.contiguous().reshape(-1).view(_byte_type(tensor)) for tensor in tensors]
+            # Broadcast bytes (torch.uint8, without importing torch): Horovod does not support all dtypes.
+            flat = [tensor.contiguous().reshape(-1).view(tensor.new_empty(0).byte().dtype) for tensor in tensors]
             handles = [self._hvd.broadcast_async(tensor, 0, name=f"{name}.{i}") for i, tensor in enumerate(flat)]
             received = [self._hvd.synchronize(handle) for handle in handles]
         return [new.view(old.dtype).reshape(old.shape) for new, old in zip(received, tensors, strict=True)]
@@ -217,11 +217,6 @@ def _writable(timeline: str, rank: int) -> str:
         except OSError as error:
             raise LaunchError(f"horovod_timeline: expected a writable file, got {timeline}: {error}") from None
     return timeline
-
-
-def _byte_type(tensor: Tensor) -> Any:
-    """torch.uint8, without importing torch in this module."""
-    return tensor.new_empty(0).byte().dtype
 
 
 @contextmanager

@@ -24,15 +24,12 @@ from typing import Any
 
 from hvdtrain.comm import launch, local
 from hvdtrain.comm.child import end_with
-from hvdtrain.comm.launchers import Launch
+from hvdtrain.comm.launchers import SECONDS_FOR_THE_CAUSE, Launch
 from hvdtrain.config.source import MODULE_NAME, resolve
 from hvdtrain.errors import ConfigError, HvdtrainError, PeerFailure, TrainingError
 
 PROGRAM = ("-c", "import sys; from hvdtrain.comm.spawn import on_rank; sys.exit(on_rank(sys.argv[1]))")
 """Python's arguments that start a rank."""
-
-SECONDS_FOR_THE_CAUSE = 1.0
-"""How long a rank that fails because of another one waits before it exits. The launcher ends it meanwhile."""
 
 NOT_IMPORTABLE = ("__main__", "__mp_main__", MODULE_NAME)
 """Modules that no other process can import."""

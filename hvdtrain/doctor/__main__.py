@@ -126,7 +126,11 @@ def _alone(options: argparse.Namespace, job: Job, hosts: Sequence[str], asked: S
 def _examine_ranks(options: argparse.Namespace, job: Job) -> int:
     """Check the hosts of all ranks, and the connections between them. Rank 0 prints the report."""
     started = launch.launch()
-    report, settings = examine(job) if started.local_rank == 0 else (None, _settings(job))
+    report, settings = None, None
+    if started.local_rank == 0:
+        report, settings = examine(job)
+    elif job.configs:
+        settings, _ = read_config(job.configs, job.overrides)
     framework = framework_of(settings)
     reports = [report] if report is not None else []
 
@@ -160,10 +164,6 @@ def check_scaling(comm: Communicator, settings: Settings) -> list[Finding]:
         return []
     placements = parse_placements(settings.run.predict_ranks)
     return run_check(comm, "prediction", lambda: [ok("prediction", "\n".join(predict_speed(comm, settings, placements)))])
-
-
-def _settings(job: Job) -> Settings | None:
-    return read_config(job.configs, job.overrides)[0] if job.configs else None
 
 
 def _finish(options: argparse.Namespace, reports: Sequence[HostReport], together: Sequence[Finding], quiet: bool = False) -> int:

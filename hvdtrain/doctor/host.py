@@ -210,9 +210,7 @@ def fingerprint(path: Path) -> str:
 
 
 def check_environment(environ: Mapping[str, str], framework: str | None = None) -> list[Finding]:
-    """All checks of the variables that launchers set. They depend only on the environment and the file of a file://
-    rendezvous.
-    """
+    """All checks of the variables that launchers set. One of them also looks for the file of a file:// rendezvous."""
     return [
         *check_ranks(environ),
         *check_sizes(environ),

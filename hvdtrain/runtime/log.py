@@ -21,6 +21,7 @@ from typing import IO, Any, TypeVar
 
 from hvdtrain.config.keys import ALONE, Rule, Section, Sections, key, not_negative, positive
 from hvdtrain.errors import ConfigError, Problem, problem
+from hvdtrain.runtime.peers import MPIRUN
 from hvdtrain.runtime.process import OWN, Process
 
 T = TypeVar("T")
@@ -41,9 +42,6 @@ BAR = "{l_bar}{bar:10}{r_bar}"
 NARROW = "{desc}: {percentage:3.0f}% {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
 WIDE = 100
 """NARROW is the format in a terminal with fewer columns than WIDE."""
-
-MPIRUN = ("mpirun", "mpiexec", "orterun", "prterun")
-"""The names of Open MPI's launcher."""
 
 
 def _is_verbosity(value: int | list[int]) -> bool:

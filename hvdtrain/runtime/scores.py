@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import fsum, isfinite, nan
 
@@ -77,7 +77,7 @@ class Scores:
         """Combine the batches of all `parts`."""
         result = Scores()
         for part in parts:
-            for name, entry in part._items():
+            for name, entry in part._sums.items():
                 into = result._sums.setdefault(name, Sum())
                 into.totals.extend(entry.totals)
                 into.counts.extend(entry.counts)
@@ -87,13 +87,13 @@ class Scores:
     def compact(self) -> Scores:
         """Reduce each sum to a few numbers. Means stay identical to the last bit, whatever is added later."""
         result = Scores()
-        for name, entry in self._items():
+        for name, entry in self._sums.items():
             result._sums[name] = Sum(array("d", _partials(entry.totals)), array("d", _partials(entry.counts)), entry.scale)
         return result
 
     def state(self) -> dict[str, list[list[float]]]:
         """Return all sums and counts as lists, for a checkpoint."""
-        return {name: [list(entry.totals), list(entry.counts), [entry.scale]] for name, entry in self._items()}
+        return {name: [list(entry.totals), list(entry.counts), [entry.scale]] for name, entry in self._sums.items()}
 
     @staticmethod
     def from_state(state: Mapping[str, list[list[float]]]) -> Scores:
@@ -102,9 +102,6 @@ class Scores:
         for name, (totals, counts, *scale) in state.items():  # earlier releases stored no scale
             result._sums[name] = Sum(array("d", totals), array("d", counts), scale[0][0] if scale else 0.0)
         return result
-
-    def _items(self) -> Iterator[tuple[str, Sum]]:
-        return iter(self._sums.items())
 
 
 def name_scores(name: str, means: Mapping[str, float]) -> dict[str, float]:

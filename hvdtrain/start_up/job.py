@@ -114,7 +114,10 @@ def _open(settings: Settings, purpose: Purpose, comm: Communicator, watched: Exi
         stack.enter_context(interrupt)
     if purpose != "measure":
         together(comm, lambda: open_log(settings.log, comm.rank, comm.size, settings.process), name="open_log")
-        _log_keys(settings)
+        for message in (*settings.warnings, *settings.misplaced):
+            log.warning(message)
+        for message in settings.notes:
+            log.info(message)
     if purpose in ("train", "dry_run"):
         together(comm, lambda: settings.trackers.require_packages() if comm.rank == 0 else None, name="packages")
     if purpose == "train":
@@ -162,14 +165,6 @@ def _open(settings: Settings, purpose: Purpose, comm: Communicator, watched: Exi
         if progress.current is None:  # within an epoch, the models of the ranks may differ
             saver.share()
     return Session(comm, timer, watchdog, interrupt, feeds, learner, reducer, saver, best, progress)
-
-
-def _log_keys(settings: Settings) -> None:
-    """Log the keys of the config that may not have the intended effect."""
-    for message in (*settings.warnings, *settings.misplaced):
-        log.warning(message)
-    for message in settings.notes:
-        log.info(message)
 
 
 def _watchdog(settings: Settings, purpose: Purpose, comm: Communicator) -> Watchdog:

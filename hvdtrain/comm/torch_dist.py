@@ -219,9 +219,7 @@ class TorchCommunicator:
 
 
 def _mismatched_calls(first: str, other: str, rank: int) -> TrainingError:
-    """Unlike Horovod, torch.distributed matches calls by their order: without this check, a rank would get another call's
-    result.
-    """
+    """Unlike Horovod, torch.distributed matches calls by order: without this check, a rank could get another call's result."""
     return TrainingError(
         f"collective calls: expected the same on all ranks, got {first!r} on rank 0 and {other!r} on rank {rank} "
         "(does code of the config call hvdtrain.all_reduce or the like on some of the ranks only, or do their configs differ?)"

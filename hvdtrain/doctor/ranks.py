@@ -130,9 +130,7 @@ def run_check(comm: Communicator, about: str, work: Callable[[], list[Finding]])
 
 
 class Deadline:
-    """Ends this process if the `with` block takes too long, after calling a function: a blocked collective cannot be
-    interrupted.
-    """
+    """Ends this process if the `with` block takes too long, as a blocked collective cannot be interrupted."""
 
     def __init__(self, seconds: float, at_timeout: Callable[[], object]) -> None:
         self._timer = threading.Timer(seconds, self._end)
@@ -287,9 +285,7 @@ def check_share(share: Share) -> list[Finding]:
 
 
 def _step_seconds(comm: Communicator, learners: Sequence[Learner], read: Sequence[Batch], length: float) -> list[float]:
-    """Collective. For each learner, the seconds of a step on the slowest rank. The learners alternate, so that other programs
-    disturb both.
-    """
+    """Collective. For each learner, the seconds of a step on the slowest rank. Learners alternate: other programs disturb both."""
     source = cycle(read)
 
     def train(learner: Learner, steps: int) -> float:

@@ -148,9 +148,7 @@ def diagnose(heartbeats: Mapping[int, Heartbeat], silent: Collection[int], gone:
 
 @dataclass
 class _LastDatagram:
-    """The last datagram from a rank. Attributes: heartbeat: None from rank 0; received_at: time.monotonic(); address: the
-    sender's.
-    """
+    """The last datagram from a rank; rank 0 sends no heartbeat."""
 
     heartbeat: Heartbeat | None
     received_at: float

@@ -246,8 +246,7 @@ class Datagrams:
 
 
 def _refuses(error: bytes, host: str) -> bool:
-    """Whether an error of a socket (struct sock_extended_err and the address of its sender) comes from the host whose port is
-    closed.
+    """Whether an error of a socket (struct sock_extended_err, then its sender) comes from the host whose port is closed.
 
     A router that cannot reach the host, or a firewall, reports errors, too, but in its own name.
     """

@@ -74,9 +74,7 @@ def changed_files(feeds: Iterable[Feed]) -> Iterator[tuple[str, DataError]]:
 
 @contextmanager
 def note_changed_files(feeds: list[Feed]) -> Iterator[None]:
-    """If data files were changed meanwhile, add that to a crash as its likely cause, such as a label that the model has no class
-    for.
-    """
+    """If data files were changed meanwhile, add that as a note to a crash, which it may have caused."""
     try:
         yield
     except HvdtrainError:

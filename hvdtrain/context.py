@@ -1,9 +1,9 @@
-"""What a config's `train_step` and `forward_step` call while they run: `hvdtrain.get_run_ctx().mark_as_loss(...)`.
+"""The context in which a config's `train_step` and `forward_step` run: `hvdtrain.get_run_ctx().mark_as_loss(...)`.
 
-The words for the parts of a training, here and everywhere else:
+The terms for the parts of a training, here and everywhere else:
 
-- A **step** is one batch on every rank; a rank that has none left takes part without one. `global_train_step` and every other
-  number of a step count these, over the whole training.
+- A **step** is one batch on every rank; a rank that has none left takes part without one. `global_train_step` and all other
+  step numbers count these, over the whole training.
 - An **update** is one optimizer step. It ends every step, unless gradients are accumulated (`accum_grad_multiple_step`): then it
   ends the last of several.
 - An **epoch** is one pass over the training data, or over a part of it (`partition_epoch`). Epochs are counted from 1.

@@ -17,7 +17,7 @@ from hvdtrain.runtime.watchdog import Watchdog
 
 @dataclass(frozen=True)
 class Session:
-    """What a job consists of on every rank: opened, built, loaded, and about to begin.
+    """The parts of a job on every rank: opened, built, loaded, and about to begin.
 
     Attributes:
         feeds: the datasets; in a training, train comes first.

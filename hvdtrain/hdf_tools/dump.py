@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy
 
-from hvdtrain.comm.mpi import Alone, Crashed, Peers, agreed, open_peers
+from hvdtrain.comm.mpi import Alone, Crashed, Peers, open_peers, run_on_all
 from hvdtrain.config.check import did_you_mean
 from hvdtrain.config.source import COMMAND_LINE, command_parser, is_reference, load, parse_command_line, split_overrides
 from hvdtrain.data.dataset import Dataset, Item, SequenceSource, as_dataset, as_source, is_map_style
@@ -36,7 +36,7 @@ from hvdtrain.data.sources import parse
 from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError, DataError, HvdtrainError, PeerFailure, Problem
 from hvdtrain.returnn_layer.imports import WatchedImports
-from hvdtrain.runtime.log import noted, watched
+from hvdtrain.runtime.log import progress_bar, status_line
 
 DESCRIPTION = "Convert a dataset into an HDF file in RETURNN's layout. Without --compression the file can be memory-mapped."
 
@@ -84,7 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
                 _, overrides = parse_command_line([options.source, *overrides_given])
                 return find_dataset(options.source, options.dataset, overrides)
 
-            spec = agreed(peers, find)
+            spec = run_on_all(peers, find)
             selection = Selection(options.epoch, options.start_seq, options.end_seq)
             written = dump(spec, options.out, selection, peers, overwrite=options.overwrite, compression=options.compression)
     except HvdtrainError as error:
@@ -283,28 +283,28 @@ def dump(
                 writer = HDFWriter(out, labels=source.labels, dims=source.dims, overwrite=overwrite, compression=compression)
                 return source, stack.enter_context(writer) if peers.rank == 0 else None
 
-            source, writer = agreed(peers, prepare)
+            source, writer = run_on_all(peers, prepare)
             if source.remark and writer is not None:
                 print(source.remark, file=sys.stderr)
             items, count = _share(source, selection, peers)
-            items, like = agreed(peers, lambda: _first(items) if peers.rank == 0 else (items, None))
+            items, like = run_on_all(peers, lambda: _first(items) if peers.rank == 0 else (items, None))
             folder, like = peers.gather((writer.folder if writer is not None else Path(), like))[0]
             items = _until_failure(items, peers)
 
             def write() -> None:
-                with watched(items, count, "seq") if writer is not None else nullcontext(items) as drawn:
+                with progress_bar(items, count, "seq") if writer is not None else nullcontext(items) as drawn:
                     _write(iter(drawn), source, writer, like, folder / f"{peers.rank}.hdf")
 
-            agreed(peers, write)
+            run_on_all(peers, write)
 
             def join() -> None:
                 if writer is not None:
                     for rank in range(1, peers.size):
                         _append(writer, folder / f"{rank}.hdf")
-                    with noted(f"putting the sequences together in {out}"):
+                    with status_line(f"putting the sequences together in {out}"):
                         stack.close()  # here, so that all ranks learn whether it succeeded
 
-            agreed(peers, join)
+            run_on_all(peers, join)
         except KeyboardInterrupt:
             if folder is not None:  # perhaps that of another rank, which may not get to remove it
                 shutil.rmtree(folder, ignore_errors=True)

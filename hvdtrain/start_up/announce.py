@@ -1,4 +1,4 @@
-"""What the log says before a training begins, and the record of the start."""
+"""The log lines before a training begins, and the record of its start."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def announce(settings: Settings, session: Session, limits: TrainingLimits, hosts
 
 
 def log_ranks(settings: Settings, size: int, hosts: list[Host]) -> None:
-    """Log where the ranks are, and what is wrong with the way in which they were started."""
+    """Log where the ranks run, and warn of problems with the way in which they were started."""
     started = launch.launch()
     where = ", ".join(f"{hosts.count(host)} on {host[0]} ({host[1]})" for host in dict.fromkeys(hosts))
     log.detail(f"hvdtrain {__version__}, {settings.run.backend}: {size} rank{'s' if size > 1 else ''}, {where}")
@@ -74,13 +74,13 @@ def log_model(settings: Settings, learner: Learner) -> None:
     log.detail(f"model: {learner.num_parameters} parameters{'' if dtype == 'float32' else f', computes in {dtype} where it can'}")
     if dtype == "bfloat16" and learner.device_name == "CPU" and cpu_lacks_bfloat16():
         log.warning(f"mixed_precision: this CPU has no instructions for {dtype} (avx512_bf16, amx_bf16): float32 is faster on it")
-    if (several := settings.accumulation.accum_grad_multiple_step) not in (None, 1):
-        many = f"{several}" if isinstance(several, int) else "as many as accum_grad_multiple_step says"
-        log.detail(f"updates: each adds up the gradients of several batches of every rank: {many}")
+    if (steps := settings.accumulation.accum_grad_multiple_step) not in (None, 1):
+        count = f"{steps}" if isinstance(steps, int) else "as many as accum_grad_multiple_step says"
+        log.detail(f"updates: each adds up the gradients of several batches of every rank: {count}")
 
 
 def log_exchange(settings: Settings, session: Session) -> None:
-    """Log what several ranks exchange, and what their number changes."""
+    """Log what the ranks exchange, and which effects their number has."""
     size = session.comm.size
     log.detail(f"ranks: {session.reducer.description}")
     if message := settings.reduce.without_effect:
@@ -93,20 +93,20 @@ def log_exchange(settings: Settings, session: Session) -> None:
 
 
 def log_prospects(settings: Settings, progress: Progress, limits: TrainingLimits) -> None:
-    """Log what a restart goes on from, which epoch will be the best, and whether all epochs are done."""
+    """Log from which epoch a restart goes on, how the best epoch is selected, and whether all epochs are done."""
     may_restart = settings.launch.max_restarts or launch.launcher().restarts != "never"
     if may_restart and limits.save_steps is None and limits.save_minutes is None:
         log.info("a restart goes on from the last finished epoch that was saved; save_interval_minutes or _steps loses less")
     log.info(f"the best epoch is that of {settings.measure.describe(progress.history)}")
     if limits.are_reached(progress):
         early = limits.ends_early(progress.history)
-        # A program that varies keys, and not the folder, would take these for results of its keys.
+        # Warn a program: if it varies keys but not the folder, it would take the old results for those of its keys.
         level = 3 if settings.process.is_own else 2
         log.write(level, f"Already trained until final epoch {progress.epoch}, nothing to do{f': {early}' if early else ''}.")
 
 
 def record_start(settings: Settings, session: Session, hosts: list[Host]) -> Start:
-    """Collective. Append what a training is started with to starts.jsonl, and write the model's layers to summary.json.
+    """Collective. Append the settings and hosts of this start to starts.jsonl, and write the model's layers to summary.json.
 
     Raises:
         ConfigError: it cannot be written.

@@ -14,7 +14,7 @@ from hvdtrain.training.limits import Rates, TrainingLimits
 
 
 def open_limits(settings: Settings) -> TrainingLimits:
-    """When to save, to tell, and to end."""
+    """When to save and when to end."""
     return TrainingLimits(
         num_epochs=settings.run.num_epochs,
         ends_early=lambda history: ends_early(settings.ending, history, settings.measure),

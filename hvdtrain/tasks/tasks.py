@@ -33,7 +33,7 @@ from hvdtrain.report.json_lines import NO_LINE
 from hvdtrain.report.steps import Reporters
 from hvdtrain.runtime import log
 from hvdtrain.runtime.log import open_log, silence
-from hvdtrain.runtime.scores import of_dataset, text
+from hvdtrain.runtime.scores import name_scores, text
 from hvdtrain.runtime.timer import clock_text, duration_text
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.schedule.measure import unclear_line, with_totals, wrong_directions
@@ -82,7 +82,7 @@ def evaluate_all(settings: Settings) -> dict[str, float]:
                 step_log=step_log,
             )
             lines.append(f"{feed.name}: {text(means)}")
-            scores |= of_dataset(feed.name, means)
+            scores |= name_scores(feed.name, means)
         stop_vote.finish()
         log.result(f"epoch {epoch} evaluation: {'; '.join(lines)}")
         return scores
@@ -250,7 +250,7 @@ def _evaluator(session: Session, epoch: int, scores: dict[str, float]) -> Run:
         began = time.perf_counter()
         with session.learner.state.averaged():
             means = evaluate(session.comm, session.learner, session.watchdog, feed, epoch, step_log=StepLog())
-        scores.update(of_dataset(feed.name, means))
+        scores.update(name_scores(feed.name, means))
         return time.perf_counter() - began
 
     return run

@@ -14,7 +14,7 @@ from hvdtrain.learner.reducer import Reducer
 from hvdtrain.report.epoch import EpochReport
 from hvdtrain.report.steps import StepNumbers, work_of
 from hvdtrain.runtime import log
-from hvdtrain.runtime.scores import of_dataset
+from hvdtrain.runtime.scores import name_scores
 from hvdtrain.runtime.timer import Timer
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.schedule.measure import exploded_lines
@@ -171,5 +171,5 @@ def log_epoch(report: EpochReport, datasets: Sequence[str], history: Sequence[Ep
     """
     for level, line in report.lines(datasets):
         log.write(level, line)
-    for line in exploded_lines(history, of_dataset("train", initial), report.learning_rate):
+    for line in exploded_lines(history, name_scores("train", initial), report.learning_rate):
         log.warning(line)

@@ -56,7 +56,7 @@ def evaluate(
     step_log.end()
     gathered = comm.gather((tally.take_all(), account.take(plan.num_batches)), name=f"scores.{feed.name}")
     account.check(f"evaluation of epoch {epoch}", [used for _, used in gathered])
-    scores = Scores.merged(own for own, _ in gathered)
+    scores = Scores.merge(own for own, _ in gathered)
     for name, count in scores.counts().items():
         if count == 0:
             log.warning(

@@ -61,12 +61,12 @@ class ScoreBuffer:
         taken = self._meter.take_scores()
         summed, self._for_sums = [*self._for_sums, taken], []
         self._for_lines.append(taken)
-        return Scores.merged(summed)
+        return Scores.merge(summed)
 
     def _line(self, taken: Scores) -> Scores:
         told, self._for_lines = [*self._for_lines, taken], []
         self._for_sums.append(taken)
-        return Scores.merged(told)
+        return Scores.merge(told)
 
 
 @dataclass(frozen=True)

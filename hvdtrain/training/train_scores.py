@@ -61,8 +61,8 @@ class TrainScores:
         own = self.buffer.take_all(), self.is_broken(), self._account.take(current.position)
         gathered = self._comm.gather(own, name="train_scores")
         if not current.scores.counts():
-            current.initial = Scores.merged(scores for scores, *_ in gathered).first()
-        current.scores = Scores.merged([current.scores, *(scores for scores, *_ in gathered)]).compact()
+            current.initial = Scores.merge(scores for scores, *_ in gathered).first()
+        current.scores = Scores.merge([current.scores, *(scores for scores, *_ in gathered)]).compact()
         if any(is_broken for _, is_broken, _ in gathered):
             raise self.not_finite_error(current)
         self._account.check(f"epoch {current.epoch}", [used for *_, used in gathered])

@@ -48,7 +48,7 @@ def test_a_rank_that_is_stopped_ends_the_job_and_nothing_is_left(corpus: Path, t
     finished, seconds = run_with_fault(corpus, tmp_path, fault="SIGSTOP,1,5", watchdog_timeout=10)
     assert seconds < 10 + PATIENCE
     assert finished.status != 0
-    assert re.search(r"rank 1 on \S+ has given no sign of life .*: its process \d+ is stopped \(SIGSTOP\)", finished.err)
+    assert re.search(r"rank 1 on \S+ has sent no heartbeat .*: its process \d+ is stopped \(SIGSTOP\)", finished.err)
     assert trainings(tmp_path) == []
 
 

@@ -266,7 +266,7 @@ def test_a_rank_that_fails_ends_the_job(corpus: Path, tmp_path: Path, launcher: 
         assert "rank 1 of 2: Traceback (most recent call last):" in finished.err
         assert "RuntimeError: planted by the test" in finished.err
     if fault == "SIGSTOP":
-        stopped = r"rank 1 on \S+ has given no sign of life for \d+ s \(last in .*\): its process \d+ is stopped \(SIGSTOP\)\n"
+        stopped = r"rank 1 on \S+ has sent no heartbeat for \d+ s \(last in .*\): its process \d+ is stopped \(SIGSTOP\)\n"
         assert re.search(stopped, finished.err)
         assert "its threads:" not in finished.err
     if fault in ("kill", "exit0"):
@@ -309,7 +309,7 @@ def test_several_processes_without_a_key_are_told_both(corpus: Path, tmp_path: P
     started = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "one"}
     finished = launch(command(corpus, tmp_path), environment=started)
     assert finished.status == 2
-    assert "2 processes that torchrun started belong together, got neither use_horovod nor torch_distributed" in finished.err
+    assert "use_horovod or torch_distributed to connect the 2 processes that torchrun started, got neither" in finished.err
     assert "(add ++use_horovod 1 to the command, or ++torch_distributed {})" in finished.err
 
 

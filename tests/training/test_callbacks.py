@@ -148,7 +148,7 @@ def test_after_a_callback_the_watchdogs_usual_patience_holds_again(
     assert beats[saving + 1] == ("between", "step 2, after saving")
     usual = {phase for phase, _ in beats} - {"start-up", "unhurried"}
     assert usual == {"planning", "between", "steps", "evaluation", "saving", "finishing"}
-    assert {Patience(fixed=10.0).allowed(phase) for phase in usual} == {10.0}  # type: ignore[arg-type]
+    assert {Patience(fixed=10.0).seconds(phase) for phase in usual} == {10.0}  # type: ignore[arg-type]
 
     beats.clear()
     nothing = {"epoch_start": None, "epoch_end": None, "track_epoch": None}

@@ -15,7 +15,15 @@ from hvdtrain.report.json_lines import JsonLines, StepLines
 from hvdtrain.report.runs import Start
 from hvdtrain.report.services import RunDescription, Status, config_values, git_state
 from hvdtrain.report.steps import Reporters
-from hvdtrain.report.trackers import PATIENCE, InBackground, RunIds, TensorBoard, Tolerant, TrackEpoch, report_page
+from hvdtrain.report.trackers import (
+    PATIENCE,
+    BackgroundTracker,
+    BestEffortReporter,
+    RunIds,
+    TensorBoard,
+    TrackEpoch,
+    write_report_page,
+)
 from hvdtrain.runtime import log
 from hvdtrain.runtime.interrupt import Stopped
 from hvdtrain.schedule.file import LearningRateFile, epoch_meta, epoch_rate
@@ -71,15 +79,15 @@ def open_trackers(settings: Settings, session: Session) -> Reporters:
         boards.append(TensorBoard(Path(settings.run.model).parent / "tensorboard", session.progress.step, parameters))
     track_epoch = as_function(settings.trackers.track_epoch, "track_epoch")
     if track_epoch is not None:
-        trackers.append(Tolerant("track_epoch", TrackEpoch(track_epoch)))
-    tolerant = [Tolerant("use_tensorboard", board) for board in boards]
+        trackers.append(BestEffortReporter("track_epoch", TrackEpoch(track_epoch)))
+    tolerant = [BestEffortReporter("use_tensorboard", board) for board in boards]
     return Reporters(steps=[board.step for board in boards], services=[*tolerant, *trackers])
 
 
 @contextmanager
-def tracking(settings: Settings, session: Session, start: Start) -> Iterator[list[InBackground]]:
+def tracking(settings: Settings, session: Session, start: Start) -> Iterator[list[BackgroundTracker]]:
     """The experiment trackers of the config on rank 0, which begin here and end with the block; none on the other ranks."""
-    made = settings.trackers.made if session.comm.rank == 0 else []
+    made = settings.trackers.factories if session.comm.rank == 0 else []
     if not made:
         yield []
         return
@@ -90,7 +98,7 @@ def tracking(settings: Settings, session: Session, start: Start) -> Iterator[lis
     trackers = []
     for number, one in enumerate(made):
         label = one.label if number == [other.label for other in made].index(one.label) else f"{one.label} ({number})"
-        trackers.append(InBackground(label, one.make, partial(ids.note, label)))
+        trackers.append(BackgroundTracker(label, one.make, partial(ids.store, label)))
         config = config_values(start.settings)
         trackers[-1].begin(RunDescription(folder.name, folder, known.get(label), progress.step, config, git, start))
     status: Status = "failed"
@@ -102,9 +110,9 @@ def tracking(settings: Settings, session: Session, start: Start) -> Iterator[lis
         raise
     finally:
         session.watchdog.beat("waiting for the trackers", "unhurried")
-        files = {} if status == "failed" else report_page(folder)
+        files = {} if status == "failed" else write_report_page(folder)
         for tracker in trackers:
-            tracker.ask_to_end(status, files)
+            tracker.request_end(status, files)
         deadline = time.monotonic() + PATIENCE[status]
         for tracker in trackers:
             tracker.wait(deadline - time.monotonic())

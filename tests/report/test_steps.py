@@ -16,7 +16,7 @@ from tensorboard_events import events
 
 from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.report.json_lines import StepLines
-from hvdtrain.report.steps import StepNumbers, StepRecord, step_metrics, work_of
+from hvdtrain.report.steps import StepNumbers, StepRecord, step_metrics, work_counter
 from hvdtrain.run import train
 from hvdtrain.runtime.scores import Scores
 from hvdtrain.runtime.timer import Timer
@@ -82,7 +82,7 @@ def test_shares_and_rates_are_those_since_the_last_record(monkeypatch: pytest.Mo
     meter, timer, got = Meter(), Timer(), list[StepRecord]()
     meter.seconds, timer.seconds["data wait"] = 7.0, 1.0  # before: of no interest
     numbers = StepNumbers([got.append], timer, meter)  # type: ignore[arg-type]  # all that it asks for
-    numbers.begin(work_of(PLAN, LENGTHS), 1)
+    numbers.begin(work_counter(PLAN, LENGTHS), 1)
     now[0], meter.seconds, timer.seconds["data wait"], meter.norm = 104.0, 10.0, 1.5, 3.0
     place: dict[str, Any] = {"epoch": 1, "global_step": 9, "elapsed": 4.0, "learning_rate": 0.5, "scores": {"ce": 1.0}}
     numbers.step(**place, step=1, position=2, progress=0.5)
@@ -105,7 +105,7 @@ def test_a_receiver_that_fails_is_told_once_and_ends_nothing(monkeypatch: pytest
         raise OSError("no space left")
 
     numbers = StepNumbers([fails, got.append], Timer(), Meter())  # type: ignore[arg-type]
-    numbers.begin(work_of(PLAN, LENGTHS), 0)
+    numbers.begin(work_counter(PLAN, LENGTHS), 0)
     for step in (1, 2):
         numbers.step(epoch=1, step=step, global_step=step, position=step, progress=0.5, elapsed=1.0, learning_rate=0.1, scores={})
     assert said == ["the numbers of step 1 were not recorded, training goes on: OSError: no space left"]

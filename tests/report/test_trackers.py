@@ -19,7 +19,7 @@ from hvdtrain.errors import ConfigError
 from hvdtrain.report.epoch import EpochReport
 from hvdtrain.report.runs import Start
 from hvdtrain.report.services import RunDescription, git_state
-from hvdtrain.report.trackers import InBackground, RunIds
+from hvdtrain.report.trackers import BackgroundTracker, RunIds
 from hvdtrain.settings import read_settings
 
 
@@ -190,13 +190,13 @@ class Slow:
 
 def test_a_slow_service_does_not_hold_training_up(caplog: pytest.LogCaptureFixture) -> None:
     slow = Slow()
-    tracker = InBackground("slow", lambda: slow)
+    tracker = BackgroundTracker("slow", lambda: slow)
     tracker.begin(RUN)
     for _ in range(3):
         tracker.epoch(REPORT)  # returns at once, or this test hangs
-    tracker.ask_to_end("finished", {})
+    tracker.request_end("finished", {})
     tracker.wait(0.1)
-    assert "trackers: slow is still busy and is left behind" in caplog.text
+    assert "trackers: slow is still busy and was abandoned" in caplog.text
     slow.may_go_on.set()
     tracker.wait(60)
     assert slow.logged == [10, 10, 10]
@@ -205,9 +205,9 @@ def test_a_slow_service_does_not_hold_training_up(caplog: pytest.LogCaptureFixtu
 def test_an_id_is_noted_for_the_next_start(tmp_path: Path) -> None:
     ids = RunIds(tmp_path)
     assert ids.read() == {}
-    ids.note("one", "1")
-    ids.note("two", "2")
-    ids.note("one", "3")
+    ids.store("one", "1")
+    ids.store("two", "2")
+    ids.store("one", "3")
     assert RunIds(tmp_path).read() == {"one": "3", "two": "2"}
     (tmp_path / "trackers.json").write_text('{"one": ')
     assert ids.read() == {}

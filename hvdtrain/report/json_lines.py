@@ -208,10 +208,7 @@ def table(summary: Mapping[str, Any]) -> list[str]:
         lines.append((row["name"] or "model", row["type"], _shapes_text(row["output"]), f"{counts[0]:,}", trained))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     texts = [
-        "  ".join(
-            cell.ljust(width) if column < 3 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
+        "  ".join([*map(str.ljust, line[:3], widths), *map(str.rjust, line[3:], widths[3:])])  # numbers at the right
         for line in lines
     ]
     return [*texts, f"in all: {summary['num_parameters']:,} parameters, {summary['num_trainable']:,} of them are trained"]

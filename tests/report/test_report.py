@@ -46,8 +46,8 @@ def test_who_held_the_others_up() -> None:
     assert in_parameter_mode.startswith("rank 0 held the others up by 4.0 s")
 
 
-def test_nobody_is_accused_without_reason() -> None:
-    # A little more work than the others; much more, but nobody waited; too short an epoch.
+def test_no_rank_is_blamed_without_reason() -> None:
+    # A little more work than the others; much more, but no rank waited; too short an epoch.
     assert straggler_line([QUIET, {**QUIET, "compute": 11.0}]) is None
     assert straggler_line([QUIET, {**QUIET, "compute": 13.0, "communication": 0.4}]) is None
     assert straggler_line([{"compute": 0.1, "communication": 0.1}, {"compute": 0.2, "communication": 0.0}]) is None
@@ -93,12 +93,12 @@ def test_numbers_for_trackers() -> None:
 
 
 def test_what_the_ranks_exchanged_is_a_line() -> None:
-    def told(**numbers: int) -> list[str]:
+    def exchange_lines(**numbers: int) -> list[str]:
         return [line for _, line in replace(REPORT, **numbers).lines([]) if "exchange" in line]  # type: ignore[arg-type]
 
-    assert told() == []
-    assert told(sent=3 << 20) == ["train epoch 3, exchange: 3.0 MB sent by each rank"]
-    assert told(sent=3 << 20, syncs=7) == ["train epoch 3, exchange: 7 syncs of parameters, 3.0 MB sent by each rank"]
+    assert exchange_lines() == []
+    assert exchange_lines(sent=3 << 20) == ["train epoch 3, exchange: 3.0 MB sent by each rank"]
+    assert exchange_lines(sent=3 << 20, syncs=7) == ["train epoch 3, exchange: 7 syncs of parameters, 3.0 MB sent by each rank"]
 
 
 def test_tensorboard_reads_what_is_written(tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ def test_the_page_shows_what_the_files_say(one: Path, two: Path, tmp_path: Path)
     assert main([str(one), "--out", str(page)]) == 0
     assert main([str(one / "model")]) == 0, "the value of the key model"
     assert (one / "report.html").exists()
-    assert not {"ranks", "stragglers"} & set(shown(page)), "one rank has nobody to be compared with"
+    assert not {"ranks", "stragglers"} & set(shown(page)), "one rank cannot be compared with others"
     assert main([str(one), str(two), "--out", str(page)]) == 0
     assert {"score ce", "time of runs", "ranks of run2", "time of run1"} <= set(shown(page))
     for expected in ("What differs between the runs", "use_horovod", "the command line", "horovod 0.28.1"):

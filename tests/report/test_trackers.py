@@ -65,7 +65,7 @@ def tracked(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     wandb.teardown()
 
 
-def test_a_class_of_the_config_is_told_everything(tracked: Path) -> None:
+def test_a_class_of_the_config_receives_everything(tracked: Path) -> None:
     exp = tracked / "exp"
     reports = [json.loads(line) for line in (exp / "scores.jsonl").read_text().splitlines()]
     steps = [json.loads(line) for line in (exp / "steps.jsonl").read_text().splitlines()]
@@ -149,7 +149,7 @@ def track_epoch(*, epoch, **_):
 """
 
 
-def test_a_tracker_that_fails_is_told_once_and_training_goes_on(corpus: Path, tmp_path: Path) -> None:
+def test_a_tracker_that_fails_is_reported_once_and_training_goes_on(corpus: Path, tmp_path: Path) -> None:
     finished = run(corpus, config_with(tmp_path, FAILING), num_epochs=2)
     assert finished.status == 0, finished.err
     told = [line for line in finished.out.splitlines() if "failed" in line and "track" in line]
@@ -234,7 +234,7 @@ def test_mistakes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("package", ["wandb", "mlflow", "tensorboard"])
-def test_a_missing_package_is_told_before_the_data_are_opened(
+def test_a_missing_package_is_reported_before_the_data_are_opened(
     package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)

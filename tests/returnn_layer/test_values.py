@@ -170,7 +170,7 @@ class forward_callback:
 
 
 @pytest.mark.parametrize("key", ["load", "import_model_train_epoch1", "preload_from_files"])
-def test_forward_without_a_model_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+def test_forward_without_a_saved_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
     """As i6_core's forward jobs: outputs go to the working folder, and the config says elsewhere which model it is."""
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")

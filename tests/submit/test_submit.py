@@ -213,7 +213,7 @@ def test_manifests_are_what_the_published_schemas_allow(tmp_path: Path) -> None:
     assert "python -m hvdtrain configs/g2p.py &" in alone["spec"]["template"]["spec"]["containers"][0]["command"][2]
 
 
-def test_mistakes_are_told_before_anything_is_submitted() -> None:
+def test_mistakes_are_reported_before_anything_is_submitted() -> None:
     wrong = submit(G2P, "--scheduler", "slurm", "--submit", *SIZE, "++learning_rat", "1", "++num_epochs", "none")
     assert wrong.status == 2
     assert wrong.out == ""
@@ -263,7 +263,7 @@ def test_launchers_go_with_the_keys() -> None:
 
 @pytest.mark.parametrize("scheduler", ["pbs", "lsf"])
 def test_scripts_stop_the_training_before_the_limit(tmp_path: Path, scheduler: str) -> None:
-    """Neither PBS nor LSF tells a script in time, so it tells itself. A stand-in for Python ends as the trainer does."""
+    """Neither PBS nor LSF signals a script in time, so it signals itself. A stand-in for Python ends as the trainer does."""
     trainer = tmp_path / "python"
     trainer.write_text("#!/bin/bash\ntrap 'kill $!; exit 75' USR1\ntouch started; sleep 1000 & wait\n")
     (tmp_path / "qsub").write_text(f'#!/bin/bash\necho "$@" > {tmp_path}/resubmitted\n')

@@ -192,7 +192,7 @@ def test_the_best_is_the_first_that_is_nearly_as_fast() -> None:
     assert best(predict(expensive, {1: EVEN, 2: EVEN}, [Placement(2)])).method == EVERY_16
 
 
-def test_what_is_told() -> None:
+def test_lines_of_the_prediction() -> None:
     work = {1: EVEN, 2: EVEN, 64: EVEN}
     text = lines(MEASURED, predict(MEASURED, work, parse_placements("1,2,64")))
     table = [line for line in text if re.match(r" +\d", line)]

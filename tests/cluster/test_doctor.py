@@ -25,13 +25,13 @@ def test_hosts_are_looked_at_over_ssh(hosts: Hosts, work: Path) -> None:
         hosts.run(f"iptables -D INPUT {FIREWALL}", host="host1")
         hosts.run(f"umount {work}/train.hdf", host="host2", folder=work)
     assert done.status == 2, done.out + done.err
-    assert len(told(done.out, "ok", "ssh host[12]")) == 2
-    [unknown] = told(done.out, "problem", "ssh host9")
+    assert len(reported(done.out, "ok", "ssh host[12]")) == 2
+    [unknown] = reported(done.out, "problem", "ssh host9")
     assert "expected the name of a host" in unknown or "resolve" in unknown
-    [firewall] = told(done.out, "problem", "ports of host1")
+    [firewall] = reported(done.out, "problem", "ports of host1")
     assert "No route to host" in firewall
     assert reported(done.out, "ok", "ports of host2") == [f"{hosts.address('host2')} is reached on a free port"]
-    [data] = [line for line in told(done.out, "problem", "hosts differ") if "train.hdf" in line]
+    [data] = [line for line in reported(done.out, "problem", "hosts differ") if "train.hdf" in line]
     assert re.search(r"train.hdf: \d+ bytes, \w+ on host3, host1; \d+ bytes, \w+ on host2", data)
     assert reported(done.out, "ok", "clocks")
 
@@ -43,9 +43,9 @@ def test_ranks_on_several_hosts_tell_rank_0(hosts: Hosts, work: Path) -> None:
     assert done.status == 0, done.out + done.err
     assert reported(done.out, "ok", "hosts") == ["host1, host2: the same versions, files and settings"]
     assert reported(done.out, "ok", "connections") == ["each of 2 hosts reaches each other one"]
-    [trap] = told(done.out, "warning", "mpirun")
+    [trap] = reported(done.out, "warning", "mpirun")
     assert "add --mca oob_tcp_keepalive_time 5" in trap
-    assert len(told(done.out, "ok", "packages")) == 1
+    assert len(reported(done.out, "ok", "packages")) == 1
     names = [line for line in done.out.splitlines() if "NCCL_SOCKET_IFNAME" in line]
     assert [line.split(": ", 2)[0].split()[-1] for line in names] == ["host1", "host2"]
     assert reported(done.out, "ok", "all-reduce")

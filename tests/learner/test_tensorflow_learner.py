@@ -385,7 +385,7 @@ def test_outputs_of_a_forward_step_by_sequence() -> None:
     assert first.vectors == {"sums"}
     with refused("forward_step: wrong-call"):
         learner(forward_step=lambda **_: None).forward(BATCH)
-    with refused("forward_step: wrong-call"):
+    with refused("forward_step: wrong-result"):
         learner(forward_step=lambda **_: get_run_ctx().mark_as_default_output(tf.zeros([3]))).forward(BATCH)
 
 

@@ -60,7 +60,7 @@ def main() -> None:
             began = time.process_time()
             for number in range(1, options.records + 1):
                 background.step(record(number))
-            background.ask_to_end("finished", {})
+            background.request_end("finished", {})
             background.wait(600.0)
             if background.num_failures:
                 sys.exit(f"{name}: {background.num_failures} calls failed")

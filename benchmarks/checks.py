@@ -1,4 +1,4 @@
-"""What it costs to compare every batch with the dataset, the plan and extern_data, beside reading it and a step of training.
+"""The cost of comparing every batch with the dataset, the plan and extern_data, relative to reading it and to a training step.
 
 Prints the CPU time of one batch: reading it, comparing it (in the thread that reads ahead), counting it (between two steps), and
 a step of a recurrent network on it with PyTorch on one thread.

@@ -78,7 +78,7 @@ def train(settings: Settings, comm: Communicator | None = None) -> Trained:
                 open_services(settings, session, start) as trackers,
                 profile_steps(settings, session, open_trace(session, settings.trace)) as trace,
             ):
-                Engine(session, rates, limits, reporters.and_(trackers), step_log, trace, callbacks).run()
+                Engine(session, rates, limits, reporters.with_receivers(trackers), step_log, trace, callbacks).run()
         progress = session.progress
         checkpoint = checkpoint_folder(settings).at(progress.epoch).model_file
         best = session.best.found(progress.history)

@@ -48,7 +48,7 @@ from hvdtrain.learner.sync_interval import SyncRuleKeys
 from hvdtrain.report.keys import TrackerKeys
 from hvdtrain.returnn_layer.imports import WatchedImports
 from hvdtrain.returnn_layer.names import ALIASES
-from hvdtrain.returnn_layer.translate import translate, translated_names
+from hvdtrain.returnn_layer.translate import translate, translate_names
 from hvdtrain.runtime.interrupt import InterruptKeys
 from hvdtrain.runtime.log import LogKeys
 from hvdtrain.runtime.process import OWN, Process
@@ -288,7 +288,7 @@ def read_settings(configs: Sequence[Config], overrides: Mapping[str, Any], origi
     keys = {declared_key.name: declared_key for declared_key in all_keys()}
     types = {name: declared_key.type for name, declared_key in keys.items()}
     imports = WatchedImports()
-    source = load(configs, translated_names(overrides), types, imports.builtins, origin)
+    source = load(configs, translate_names(overrides), types, imports.builtins, origin)
     return check(translate(source, imports, keys, BOOLEAN_KEYS), list(keys))
 
 

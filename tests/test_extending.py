@@ -137,7 +137,7 @@ TABLE = re.compile(r"^\| to add \|.*\n(?:\|.*\n)+", re.MULTILINE)
 
 @pytest.fixture(scope="module")
 def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with the extended package, and the table beside it."""
+    """The folder with the extended package, and the table next to it."""
     folder = tmp_path_factory.mktemp("extended")
     (folder / "table").write_text(extend(folder / "hvdtrain"))
     return folder

@@ -13,7 +13,7 @@ from hvdtrain.learner.base import Learner
 from hvdtrain.learner.precision import cpu_lacks_bfloat16
 from hvdtrain.learner.reducers import scale_learning_rate
 from hvdtrain.report.json_lines import as_json, table, write_summary
-from hvdtrain.report.runs import Start, note_start
+from hvdtrain.report.runs import Start, append_start
 from hvdtrain.runtime import log
 from hvdtrain.session import Session
 from hvdtrain.settings import Settings, effective_keys
@@ -116,7 +116,7 @@ def record_start(settings: Settings, session: Session, hosts: list[Host]) -> Sta
     folder = Path(settings.run.model).parent
 
     def note() -> None:
-        note_start(folder, start)
+        append_start(folder, start)
         summary = as_json(session.learner.layers(), {})
         write_summary(folder, summary)
         for line in table(summary):

@@ -123,7 +123,7 @@ def test_scores_sequences_and_files_are_the_same(results: ResultsOf, name: str, 
 
 
 @pytest.mark.parametrize("of", RUNS, ids=str)
-def test_every_stop_is_told_and_happens_within_the_epoch(results: ResultsOf, of: Run) -> None:
+def test_every_stop_is_logged_and_happens_within_the_epoch(results: ResultsOf, of: Run) -> None:
     for name in trainings_of(of):
         out = results(of).out(f"{name}.stopped")
         told = [line for line in out.splitlines() if line.startswith("stopped by SIGTERM in epoch")]

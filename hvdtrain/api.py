@@ -239,7 +239,7 @@ def _done(settings: Settings) -> Any:
     keys = settings.forwarding
     if settings.run.task == "forward" and keys.output_file is None and keys.forward_callback is None:
         settings = replace(settings, forwarding=replace(keys, forward_callback=collected))
-    with FRAMEWORKS[settings.run.backend].preserved():
+    with FRAMEWORKS[settings.run.backend].preserve_state():
         done = task(settings)
         if settings.run.task == "forward":
             return collected.outputs
@@ -294,7 +294,7 @@ def _load(settings: Settings, checkpoint: Path) -> Any:
     )
     started = launch.launch()
     comm = SingleCommunicator(started.local_rank, started.local_size)  # also in a process that mpirun started
-    with FRAMEWORKS[settings.run.backend].preserved(), connected(comm), open_session(settings, "load", comm) as session:
+    with FRAMEWORKS[settings.run.backend].preserve_state(), connected(comm), open_session(settings, "load", comm) as session:
         return _to_evaluate(session.learner.model)
 
 
@@ -369,7 +369,7 @@ def _preserved(configs: Sequence[Config]) -> Iterator[None]:
         stack.enter_context(programs_log())
         for name, framework in FRAMEWORKS.items():
             if name in sys.modules:
-                stack.enter_context(framework.preserved())
+                stack.enter_context(framework.preserve_state())
         try:
             yield
         finally:

@@ -25,7 +25,7 @@ EFFECTS = {
 RATE_IS_KEPT = "no effect: an epoch goes on with the rate of the one before (learning_rates = {EPOCH: RATE} changes it)"
 
 
-def noted_keys(sections: Iterable[tuple[str, object]]) -> dict[str, str]:
+def key_texts(sections: Iterable[tuple[str, object]]) -> dict[str, str]:
     """By name, the values of all keys of some sections as text. Functions are left out: two of them cannot be compared.
 
     Args:

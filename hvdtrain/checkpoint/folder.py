@@ -112,9 +112,9 @@ class CheckpointFolder:
         name = f"{self.prefix.name}.{epoch:03d}" + ("" if step is None else f".step-{step}")
         return Checkpoint(epoch, self.prefix.with_name(name), self.suffix, step, None if suffix == self.suffix else suffix)
 
-    def finished(self) -> list[int]:
+    def finished_epochs(self) -> list[int]:
         """The finished epochs that have a model, in order."""
-        return list(dict.fromkeys(found.epoch for found in self._found() if found.step is None))
+        return list(dict.fromkeys(found.epoch for found in self._complete_checkpoints() if found.step is None))
 
     def other_model(self) -> Path | None:
         """A file of a training whose model has another prefix in the same folder; None: there is none."""
@@ -123,11 +123,11 @@ class CheckpointFolder:
 
     def newest(self) -> Checkpoint | None:
         """The last checkpoint that training can continue from: one with an optimizer file."""
-        return next((found for found in reversed(self._found()) if found.optimizer_file.exists()), None)
+        return next((found for found in reversed(self._complete_checkpoints()) if found.optimizer_file.exists()), None)
 
     def older(self, than: Checkpoint) -> list[Checkpoint]:
         """All checkpoints before another one, with their optimizers or without, newest first."""
-        return [found for found in reversed(self._found()) if found.age < than.age]
+        return [found for found in reversed(self._complete_checkpoints()) if found.age < than.age]
 
     def prepare(self, target: Checkpoint) -> None:
         """Create the folder, and remove the model of an existing checkpoint of this name, in any format, before it is written.
@@ -148,7 +148,7 @@ class CheckpointFolder:
         unfinished = _unfinished(file)
         with _checkpoint_error(file, [unfinished]):
             contents.write(unfinished)
-            _to_disk(unfinished)
+            _flush_to_disk(unfinished)
             os.replace(unfinished, file)
 
     def write(self, target: Checkpoint, contents: CheckpointContents) -> None:
@@ -162,11 +162,11 @@ class CheckpointFolder:
             self.prepare(target)
             with _checkpoint_error(target.model_file, [model, optimizer]):
                 contents.write(model, optimizer)
-                _to_disk(model)
-                _to_disk(optimizer)
+                _flush_to_disk(model)
+                _flush_to_disk(optimizer)
                 os.replace(optimizer, target.optimizer_file)
                 os.replace(model, target.model_file)
-                _to_disk(self.prefix.parent)
+                _flush_to_disk(self.prefix.parent)
                 self.tidy(target)
         except CheckpointError:
             self._remove_unfinished()
@@ -179,9 +179,9 @@ class CheckpointFolder:
         names = [self._pattern.fullmatch(path.name) for path in self._files()]
         within_epochs = {self.at(int(match["epoch"]), int(match["step"])) for match in names if match and match["step"]}
         self.remove(within_epochs - {newest})  # also incomplete ones that a kill left behind: files without a model
-        with_optimizer = [self.at(epoch) for epoch in self.finished() if self.at(epoch).optimizer_file.exists()]
+        with_optimizer = [self.at(epoch) for epoch in self.finished_epochs() if self.at(epoch).optimizer_file.exists()]
         for checkpoint in with_optimizer[:-keep_optimizers]:
-            if not _is_returnns(checkpoint.optimizer_file):
+            if not _is_from_returnn(checkpoint.optimizer_file):
                 self._remove_all_but_model(checkpoint)
 
     def remove(self, checkpoints: Iterable[Checkpoint]) -> None:
@@ -196,7 +196,7 @@ class CheckpointFolder:
             if checkpoint.is_part(path.name):
                 path.unlink(missing_ok=True)
 
-    def _found(self) -> list[Checkpoint]:
+    def _complete_checkpoints(self) -> list[Checkpoint]:
         """Every complete checkpoint, oldest first."""
         matches = [self._pattern.fullmatch(path.name) for path in self._files()]
         models = [match for match in matches if match and match["model"]]
@@ -208,7 +208,7 @@ class CheckpointFolder:
         """Remove the unfinished files that a killed run left behind."""
         for path in self._files():
             if path.name.startswith(f"{self.prefix.name}.") and path.name.endswith(UNFINISHED):
-                remove_whole(path)
+                remove_path(path)
 
     def _files(self) -> list[Path]:
         folder = self.prefix.parent
@@ -219,7 +219,7 @@ def _unfinished(file: Path) -> Path:
     return file.with_name(file.name + UNFINISHED)
 
 
-def remove_whole(path: Path) -> None:
+def remove_path(path: Path) -> None:
     """Remove a file, if it is there, or a folder with all that is in it. Raises: OSError."""
     if path.is_dir():
         shutil.rmtree(path)
@@ -227,7 +227,7 @@ def remove_whole(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _is_returnns(optimizer_file: Path) -> bool:
+def _is_from_returnn(optimizer_file: Path) -> bool:
     """Whether RETURNN wrote a file of PyTorch's: it notes its version, among what a zip archive has beside the tensors."""
     try:
         with zipfile.ZipFile(optimizer_file) as archive:
@@ -249,7 +249,7 @@ def _checkpoint_error(file: Path, unfinished: Sequence[Path] = ()) -> Iterator[N
     except OSError as error:
         raise CheckpointError(f"{file}: expected to write a checkpoint, got: {error}") from error
     except RuntimeError as error:
-        why = _why_not([*unfinished, file.with_name(f"{file.name}.probe{UNFINISHED}")]) or str(error)
+        why = _write_error([*unfinished, file.with_name(f"{file.name}.probe{UNFINISHED}")]) or str(error)
         raise CheckpointError(f"{file}: expected to write a checkpoint, got: {why}") from error
 
 
@@ -257,7 +257,7 @@ PROBE = 4 << 20
 """Bytes to write in order to learn why writing failed. What is left on a full disk is less."""
 
 
-def _why_not(files: Sequence[Path]) -> str | None:
+def _write_error(files: Sequence[Path]) -> str | None:
     """Why files cannot be written; None: they can. torch's writer says of a full disk that it is at an unexpected position only,
     so the disk itself is asked, by writing more to what is there, and to a new file.
     """
@@ -277,7 +277,7 @@ def _why_not(files: Sequence[Path]) -> str | None:
     return None
 
 
-def _to_disk(path: Path) -> None:
+def _flush_to_disk(path: Path) -> None:
     """Flush a file, or a folder's list of names, to disk: a rename must not reach the disk before the contents do."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -302,7 +302,7 @@ class CleanupRule:
     keep: Sequence[int] | None = None
     higher_is_better: Collection[str] = ()
 
-    def kept(self, epochs: Iterable[int], scores: Mapping[int, Mapping[str, float]]) -> dict[int, list[str]]:
+    def epochs_to_keep(self, epochs: Iterable[int], scores: Mapping[int, Mapping[str, float]]) -> dict[int, list[str]]:
         """The epochs to keep, in ascending order, each with the reasons.
 
         Args:

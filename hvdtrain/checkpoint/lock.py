@@ -22,10 +22,10 @@ from hvdtrain.runtime import log
 PATIENCE = 5.0
 """Seconds to wait for a training that is just ending."""
 
-BEAT = 10.0
+HEARTBEAT = 10.0
 """Seconds between two signs of life, where the file system has no locks. Without one for three times as long, a job is dead."""
 
-LOOK = 1.0
+CHECK_INTERVAL = 1.0
 """Seconds between two looks whether a lock's file is still there."""
 
 HELD = (errno.EAGAIN, errno.EACCES)
@@ -46,13 +46,13 @@ class Holder:
     started: str = field(default_factory=lambda: time.strftime("%Y-%m-%d %H:%M:%S"))
     launcher: int = 0
 
-    def was_before(self, other: Holder) -> bool:
+    def is_predecessor_of(self, other: Holder) -> bool:
         """Whether this one's launcher has started the other one, so that this one has ended."""
         return self.launcher != 0 and (self.host, self.launcher) == (other.host, other.launcher)
 
 
 @contextmanager
-def only_training_of(model: Path, patience: float = PATIENCE, beat: float = BEAT) -> Iterator[None]:
+def lock_model(model: Path, patience: float = PATIENCE, beat: float = HEARTBEAT) -> Iterator[None]:
     """Inside the `with` block, no other process that uses this function trains the model.
 
     MODEL.lock is locked in the way of POSIX: the system frees it when this process ends in any way, processes that it started do
@@ -70,12 +70,12 @@ def only_training_of(model: Path, patience: float = PATIENCE, beat: float = BEAT
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = _acquire(path, patience)
-        stop = _beat(path, beat) if file is None else None
+        stop = _start_heartbeat(path, beat) if file is None else None
     except OSError as error:
         raise ConfigError.of(
             "not-writable", f"model: expected a folder that can be written to, got {path.parent}: {error.strerror}"
         ) from None
-    guard = None if file is None else Guard(path, file)
+    guard = None if file is None else LockGuard(path, file)
     try:
         yield
     finally:
@@ -107,19 +107,19 @@ def _acquire(path: Path, patience: float) -> int | None:
                 raise
             if time.monotonic() > deadline:
                 os.close(file)
-                raise _refused(path) from None
+                raise _held_error(path) from None
             time.sleep(0.1)
         os.close(file)
 
 
-class Guard:
+class LockGuard:
     """Holds a lock, and takes it again if its file is deleted or replaced: a second job would lock a file of its own.
 
     Args:
         file: the locked file that is at `path`.
     """
 
-    def __init__(self, path: Path, file: int, beat: float = LOOK) -> None:
+    def __init__(self, path: Path, file: int, beat: float = CHECK_INTERVAL) -> None:
         self._path = path
         self._files = [file]  # POSIX frees the lock of a file when any descriptor of it is closed, so all stay open
         self._warned = False
@@ -143,7 +143,7 @@ class Guard:
             if error.errno in HELD and not self._warned:
                 self._warned = True
                 log.result(
-                    f"{self._path} was deleted while this job held it, and another job trains now, too: {_refused(self._path)}"
+                    f"{self._path} was deleted while this job held it, and another job trains now, too: {_held_error(self._path)}"
                 )
             return
         os.ftruncate(file, 0)
@@ -174,14 +174,14 @@ def _open(path: Path) -> int:
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
             raise
-        raise _no_file(path) from None
+        raise _not_a_file(path) from None
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
-        raise _no_file(path)
+        raise _not_a_file(path)
     return file
 
 
-def _no_file(path: Path) -> CheckpointError:
+def _not_a_file(path: Path) -> CheckpointError:
     mode = path.lstat().st_mode
     what = "a link" if stat.S_ISLNK(mode) else "a folder" if stat.S_ISDIR(mode) else "a pipe, socket or device"
     return CheckpointError(f"model: expected {path} to be a file, got {what} (remove it)")
@@ -205,33 +205,33 @@ def _is_at(file: int, path: Path) -> bool:
         return False
 
 
-def _beat(path: Path, beat: float) -> threading.Event:
+def _start_heartbeat(path: Path, beat: float) -> threading.Event:
     """Without locks: make sure that nobody gives signs of life, then give them until the event is set.
 
     Raises:
         CheckpointError, OSError
     """
     holder, own_holder = _holder(path), _own_holder()
-    if holder is not None and not holder.was_before(own_holder):
+    if holder is not None and not holder.is_predecessor_of(own_holder):
         before = path.stat().st_mtime_ns
         deadline = time.monotonic() + 3 * beat
         while time.monotonic() < deadline:
             time.sleep(beat / 10)
             if path.exists() and path.stat().st_mtime_ns != before:
-                raise _refused(path)
+                raise _held_error(path)
     own = _text(own_holder)
     _write(path, own)
     time.sleep(beat / 10)
     if path.read_text(encoding="utf-8") != own:  # another job started at the same moment
-        raise _refused(path)
+        raise _held_error(path)
     stop = threading.Event()
 
-    def live() -> None:
+    def touch() -> None:
         while not stop.wait(beat):
             with suppress(OSError):
                 os.utime(path)
 
-    threading.Thread(target=live, name="model lock", daemon=True).start()
+    threading.Thread(target=touch, name="model lock", daemon=True).start()
     return stop
 
 
@@ -260,7 +260,7 @@ def _open_to_read(path: Path) -> int:
     return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
-def _refused(path: Path) -> CheckpointError:
+def _held_error(path: Path) -> CheckpointError:
     holder = _holder(path)
     who = "one" if holder is None else f"process {holder.pid} on {holder.host}, started {holder.started}"
     return CheckpointError(

@@ -76,7 +76,7 @@ class Preload:
             if theirs[other] != ours[name]
         ]
         if problems or not sources:
-            raise self.wrong(problems or [f"none of its names ({', '.join(list(theirs)[:5])}, ...)"])
+            raise self.error(problems or [f"none of its names ({', '.join(list(theirs)[:5])}, ...)"])
         return PreloadNames(sources, renamed)
 
     def missing(self, ours: Iterable[str], taken: Iterable[str]) -> list[str]:
@@ -84,7 +84,7 @@ class Preload:
         missing = [] if self.ignore_missing else sorted(set(ours) - set(taken))
         return [name for name in missing if name.startswith(self.prefix) and not self._is_ignored(name)]
 
-    def excuses(self, name: str) -> bool:
+    def allows_missing(self, name: str) -> bool:
         """Whether this is an entry without a file that allows a parameter of ours to be missing from the other files."""
         if self.filename is not None:
             return False
@@ -97,7 +97,7 @@ class Preload:
             return None
         return lambda name, shape, state: function(name=name, shape=shape, preload_model_state=state)
 
-    def wrong(self, problems: Sequence[str]) -> CheckpointError:
+    def error(self, problems: Sequence[str]) -> CheckpointError:
         """The error for problems with the file."""
         names = f" {self.prefix}*" if self.prefix else ""
         lines = "\n  ".join(problems)
@@ -120,7 +120,7 @@ class Preload:
         return name in self.ignore_params or name.startswith(tuple(self.ignore_params_prefixes))
 
 
-def take_over(preloads: Sequence[Preload], load: PreloadFunction) -> list[str]:
+def load_preloads(preloads: Sequence[Preload], load: PreloadFunction) -> list[str]:
     """Load parameters from all files, in this order; return the names of the loaded parameters.
 
     Args:
@@ -130,16 +130,16 @@ def take_over(preloads: Sequence[Preload], load: PreloadFunction) -> list[str]:
         CheckpointError: a file cannot be read, or lacks parameters that no other file has.
     """
     taken: set[str] = set()
-    lacking: list[tuple[Preload, list[str]]] = []
+    missing_by_preload: list[tuple[Preload, list[str]]] = []
     for one in preloads:
         if one.filename is not None:
             ours, own = load(PreloadRequest(Path(one.filename), one.checkpoint_key, one.choose, one.maker()))
             taken.update(own)
-            lacking.append((one, one.missing(ours, own)))
-    for one, names in lacking:
-        problems = [name for name in names if name not in taken and not any(other.excuses(name) for other in preloads)]
+            missing_by_preload.append((one, one.missing(ours, own)))
+    for one, names in missing_by_preload:
+        problems = [name for name in names if name not in taken and not any(other.allows_missing(name) for other in preloads)]
         if problems:
-            raise one.wrong([f"{name}: not in the file" for name in problems])
+            raise one.error([f"{name}: not in the file" for name in problems])
     return sorted(taken)
 
 

@@ -18,7 +18,7 @@ from hvdtrain.errors import CheckpointError
 from hvdtrain.runtime import log
 from hvdtrain.runtime.scores import Scores
 from hvdtrain.schedule.history import EpochRecord, UsedRates
-from hvdtrain.schedule.measure import Measure, base_of, best_of, complete_history, rises
+from hvdtrain.schedule.measure import Measure, base_of, best_of, complete_history, implies_higher_is_better
 
 
 @dataclass
@@ -148,11 +148,11 @@ class BestModel:
         self._checkpoints = checkpoints
         self._lock = Lock()  # a checkpoint may be written by another thread than the one that ends epochs
 
-    def note(self, history: Sequence[EpochRecord]) -> None:
+    def update(self, history: Sequence[EpochRecord]) -> None:
         """Write the file, whole or not at all, if it has to change. If that fails, the log says so, and training goes on."""
         with self._lock:
             path = self._checkpoints.folder / BEST
-            found = self.found(list(history))
+            found = self.summary(list(history))
             text = "" if found is None else json.dumps(found, indent=2) + "\n"
             try:
                 if (path.read_bytes() if path.exists() else b"") == text.encode():
@@ -167,7 +167,7 @@ class BestModel:
             except OSError as error:
                 log.warning(f"{path}: expected to write which epoch is best, got: {error}")
 
-    def found(self, history: Sequence[EpochRecord]) -> dict[str, Any] | None:
+    def summary(self, history: Sequence[EpochRecord]) -> dict[str, Any] | None:
         """What the file says of a history; None: no epoch has a score.
 
         Returns:
@@ -177,7 +177,7 @@ class BestModel:
         measure, best = self.measure.name(history), self.measure.best(history)
         if measure is None or best is None:
             return None
-        there = set(self._checkpoints.finished())
+        there = set(self._checkpoints.finished_epochs())
         saved = best_of([record for record in history if record.epoch in there], measure, self.measure.higher)
         rule = {"measure": measure, "higher_is_better": self.measure.is_higher_better(measure)}
         return {
@@ -207,7 +207,7 @@ def best_epoch(folder: Path) -> int:
         raise CheckpointError(
             f"{path}: expected the best epoch that has a model, got none (a training writes the file)"
         ) from None
-    if rises(base_of(measure)) and not higher:  # of an earlier release, which took the first dev score by name
+    if implies_higher_is_better(base_of(measure)) and not higher:  # of an earlier release, which took the first dev score by name
         raise CheckpointError(
             f"{path}: expected a score whose lower values are better, got {measure!r}, whose name says that higher values are "
             f"better (set higher_is_better = {[base_of(measure)]}; the command of the training then writes the file anew)"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from hvdtrain.checkpoint.folder import PATTERN, Checkpoint, CheckpointFolder, CleanupRule
-from hvdtrain.checkpoint.preload import Preload, take_over
+from hvdtrain.checkpoint.preload import Preload, load_preloads
 from hvdtrain.checkpoint.progress import BestModel, Progress
 from hvdtrain.checkpoint.stored import read_progress
 from hvdtrain.comm.base import Communicator, on_rank_zero, together
@@ -26,8 +26,8 @@ MODEL_KINDS: tuple[Kind, ...] = ("parameters", "frozen", "statistics", "counters
 """All tensors of a model."""
 
 
-class Saves(Protocol):
-    """What saves a training."""
+class SaverProtocol(Protocol):
+    """Writes the checkpoints of a training."""
 
     def save(self, progress: Progress) -> Checkpoint | None:
         """Collective. Write a checkpoint. Raises: CheckpointError."""
@@ -38,8 +38,8 @@ class Saves(Protocol):
         ...
 
 
-class Unsaved:
-    """Saves nothing: for a dry run."""
+class NullSaver:
+    """Saves nothing, for a dry run."""
 
     def save(self, progress: Progress) -> None:
         pass
@@ -108,7 +108,7 @@ class Saver:
             "reducer": [state for state, _ in gathered],
         }
         self._state.gather_state()
-        with self._sync.averaged(self._state):
+        with self._sync.averaged_model(self._state):
             on_rank_zero(self._comm, lambda: self._start_writing(target, entries, progress), name="save")
         log.detail(f"Save model under {target.model_file}")
         return target
@@ -179,7 +179,7 @@ class Saver:
             )
         return state, progress
 
-    def is_whole(self, checkpoint: Checkpoint, model_only: bool = False) -> bool:
+    def is_intact(self, checkpoint: Checkpoint, model_only: bool = False) -> bool:
         """Whether training could continue from a checkpoint, or from its model. It is loaded for that, on this rank only."""
         try:
             state, _ = self._read(checkpoint, fresh_optimizer=model_only)
@@ -209,7 +209,7 @@ class Saver:
         """Collective. Load parameters of other models, on every rank. Raises: CheckpointError."""
 
         def load_all() -> None:
-            take_over(preloads, self._state.preload)
+            load_preloads(preloads, self._state.preload)
             for one in preloads:
                 if one.filename is not None:
                     log.info(f"Loaded {one.filename} for preload_from_files.{one.name}.")
@@ -244,7 +244,7 @@ class Saver:
 
     def _note_best(self, progress: Progress) -> None:
         if self._best is not None:
-            self._best.note(progress.history)
+            self._best.update(progress.history)
 
     def _rank_local_parts(self) -> tuple[StatePart, ...]:
         """What every rank has to save itself."""
@@ -256,11 +256,11 @@ class Saver:
 
 def clean_up(checkpoints: CheckpointFolder, rule: CleanupRule, scores: Mapping[int, Mapping[str, float]]) -> None:
     """Remove the models that a rule does not keep."""
-    epochs = checkpoints.finished()
-    kept = rule.kept(epochs, scores)
+    epochs = checkpoints.finished_epochs()
+    kept = rule.epochs_to_keep(epochs, scores)
     removed = [epoch for epoch in epochs if epoch not in kept]
     if removed:
-        log.info(f"We have stored models for epochs {_few(epochs)} and keep epochs {list(kept)}.")
+        log.info(f"We have stored models for epochs {_shorten(epochs)} and keep epochs {list(kept)}.")
         reasons = [f"{epoch}: {', '.join(why)}" for epoch, why in kept.items()]
         log.info(f"Why they are kept: {'; '.join(reasons)}.")
         if rule.keep is None and any(why == [PATTERN] for why in kept.values()):
@@ -269,7 +269,7 @@ def clean_up(checkpoints: CheckpointFolder, rule: CleanupRule, scores: Mapping[i
         checkpoints.remove(checkpoints.at(epoch) for epoch in removed)
 
 
-def _few(epochs: list[int]) -> str:
+def _shorten(epochs: list[int]) -> str:
     if len(epochs) <= 6:
         return str(epochs)
     return f"[{', '.join(map(str, epochs[:3]))}, ..., {', '.join(map(str, epochs[-3:]))}]"

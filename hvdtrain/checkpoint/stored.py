@@ -48,7 +48,7 @@ def read_progress(state: Mapping[str, Any], file: Path) -> Progress:
     Raises:
         DamagedCheckpoint: an entry has another type than it was written with, or cannot be true.
     """
-    type_problem = _first(_type_problem(state[name], hint, name) for name, hint in ENTRIES.items() if name in state)
+    type_problem = _first_problem(_type_problem(state[name], hint, name) for name, hint in ENTRIES.items() if name in state)
     if (problem := type_problem or _value_problem(state)) is not None:
         raise DamagedCheckpoint(f"{file}: expected {problem}")
     return Progress.from_state(state)
@@ -85,7 +85,7 @@ def _value_problem(state: Mapping[str, Any]) -> str | None:
 def _type_problem(value: Any, hint: Any, name: str) -> str | None:
     """What is expected of a value, and what it is instead: 'within.epoch of type int, got 'x''; None: it is of that type."""
     origin, arguments = get_origin(hint), get_args(hint)
-    wrong = f"{name} of type {_text(hint)}, got {_short(value)}"
+    wrong = f"{name} of type {_type_text(hint)}, got {_shorten(value)}"
     if hint is Any:
         return None
     if hint in (int, float):  # whole numbers of numpy, too
@@ -99,11 +99,11 @@ def _type_problem(value: Any, hint: Any, name: str) -> str | None:
     if origin is list:
         if not isinstance(value, (list, tuple)):
             return wrong
-        return _first(_type_problem(one, arguments[0], f"{name}[{number}]") for number, one in enumerate(value))
+        return _first_problem(_type_problem(one, arguments[0], f"{name}[{number}]") for number, one in enumerate(value))
     if origin is dict:
         if not isinstance(value, dict) or not all(isinstance(one, arguments[0]) for one in value):
             return wrong
-        return _first(_type_problem(one, arguments[1], f"{name}.{entry}") for entry, one in value.items())
+        return _first_problem(_type_problem(one, arguments[1], f"{name}.{entry}") for entry, one in value.items())
     if hint is Scores:
         return _type_problem(value, dict[str, list[list[float]]], name) or _scores_problem(value, name)
     if is_dataclass(hint):
@@ -114,17 +114,17 @@ def _type_problem(value: Any, hint: Any, name: str) -> str | None:
 def _class_problem(value: Any, kind: Any, name: str) -> str | None:
     """The same of a dict with the fields of a dataclass."""
     if not isinstance(value, dict):
-        return f"{name} of type dict, got {_short(value)}"
+        return f"{name} of type dict, got {_shorten(value)}"
     hints = _hints(kind)
     needed = [field.name for field in fields(kind) if field.default is MISSING and field.default_factory is MISSING]
     if missing := [entry for entry in needed if entry not in value]:
         return f"{name}.{missing[0]}, got none"
     if unknown := [entry for entry in value if entry not in hints]:
-        return f"{name} with the entries {', '.join(hints)}, got {_short(unknown[0])} (was it written by a later release?)"
-    return _first(_type_problem(one, hints[entry], f"{name}.{entry}") for entry, one in value.items())
+        return f"{name} with the entries {', '.join(hints)}, got {_shorten(unknown[0])} (was it written by a later release?)"
+    return _first_problem(_type_problem(one, hints[entry], f"{name}.{entry}") for entry, one in value.items())
 
 
-def _first(problems: Iterable[str | None]) -> str | None:
+def _first_problem(problems: Iterable[str | None]) -> str | None:
     return next(filter(None, problems), None)
 
 
@@ -137,14 +137,14 @@ def _scores_problem(scores: Mapping[str, list[list[float]]], name: str) -> str |
     """What is wrong with the sums and counts of scores."""
     for score, lists in scores.items():
         if len(lists) not in (2, 3) or (len(lists) == 3 and len(lists[2]) != 1):
-            return f"{name}.{score} with a list of sums and one of counts, got {_short(lists)}"
+            return f"{name}.{score} with a list of sums and one of counts, got {_shorten(lists)}"
     return None
 
 
-def _text(hint: Any) -> str:
+def _type_text(hint: Any) -> str:
     return hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint).replace("typing.", "")
 
 
-def _short(value: Any) -> str:
+def _shorten(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

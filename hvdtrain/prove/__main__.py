@@ -57,7 +57,7 @@ divides every element of a gradient by its size: it makes steps of those that ar
 TRANSPORTS = {"horovod": "Horovod", "torch": "torch.distributed"}
 """Their names in the command and in the report."""
 
-OF_OTHER_PROCESSES = ("init_method", "rank", "world_size")
+RENDEZVOUS_ENTRIES = ("init_method", "rank", "world_size")
 """Entries of torch_distributed that say how the processes of the training itself find each other."""
 
 WIDTH = 120
@@ -104,9 +104,9 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(given)
     wanted = [*options.configs, *overrides]
     if options.task is not None:
-        return exit_status(lambda: _on_a_rank(wanted, options.task), "interrupted")
+        return exit_status(lambda: _run_on_rank(wanted, options.task), "interrupted")
     try:
-        job = job_of(options, wanted)
+        job = parse_job(options, wanted)
     except HvdtrainError as error:
         print(error, file=sys.stderr)
         return 2
@@ -133,7 +133,7 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def _on_a_rank(wanted: list[str], file: Path) -> None:
+def _run_on_rank(wanted: list[str], file: Path) -> None:
     """Collective. What the command's own ranks do. Raises: HvdtrainError."""
     try:
         settings = with_datasets(read_settings(*parse_command_line(wanted)))
@@ -142,7 +142,7 @@ def _on_a_rank(wanted: list[str], file: Path) -> None:
     run_task(settings, Task(**json.loads(file.read_text())))
 
 
-def job_of(options: argparse.Namespace, wanted: list[str]) -> Job:
+def parse_job(options: argparse.Namespace, wanted: list[str]) -> Job:
     """What the options and the config ask for. Raises: ConfigError, with all problems."""
     settings = with_datasets(read_settings(*parse_command_line(wanted)))
     problems = []
@@ -159,7 +159,7 @@ def job_of(options: argparse.Namespace, wanted: list[str]) -> Job:
     if options.tolerance is not None and not options.tolerance > 0:
         problems.append(Problem.of("out-of-range", f"--tolerance: expected a positive number, got {options.tolerance:g}"))
     asked = None if options.transport is None else [word.strip() for word in options.transport.split(",")]
-    reasons = {name: unavailable(name, settings.run.backend) for name in asked or TRANSPORTS if name in TRANSPORTS}
+    reasons = {name: unavailable_reason(name, settings.run.backend) for name in asked or TRANSPORTS if name in TRANSPORTS}
     for name in asked or []:
         if name not in TRANSPORTS:
             problems += problem("unknown-value", f"--transport: expected horovod, torch or horovod,torch, got {name!r}")
@@ -209,7 +209,7 @@ def prove(job: Job, folder: Path) -> int:
     if differing:
         print("\n".join(cause_lines(list(differing.values()))))
     print("".join(f"{line}\n" for line in apart), end="")
-    print("\n".join(wrap(f"not covered: {not_covered(job, records[first], batches)}", WIDTH, subsequent_indent="  ")))
+    print("\n".join(wrap(f"not covered: {uncovered(job, records[first], batches)}", WIDTH, subsequent_indent="  ")))
     agree = not differing and not apart
     print(f"prove: {'all runs agree' if agree else 'the runs differ'}")
     return 0 if agree else 1
@@ -240,7 +240,7 @@ def _launch(job: Job, run: Run, task: Task, title: str) -> int:
     began = time.monotonic()
     file = Path(task.folder, f"{task.name}.task")
     file.write_text(json.dumps(asdict(task)))
-    status = start(run, ["prove", "--task", str(file), *job.arguments], keys_for(run, job.settings))
+    status = start(run, ["prove", "--task", str(file), *job.arguments], run_overrides(run, job.settings))
     if status:
         print(f"prove: failed with status {status}: {title}", file=sys.stderr)
     else:
@@ -248,7 +248,7 @@ def _launch(job: Job, run: Run, task: Task, title: str) -> int:
     return status
 
 
-def unavailable(transport: str, backend: str) -> str | None:
+def unavailable_reason(transport: str, backend: str) -> str | None:
     """Why a transport cannot connect ranks of a framework on this host; None: it can. Nothing is imported."""
     if transport == "torch":
         return (
@@ -261,12 +261,12 @@ def unavailable(transport: str, backend: str) -> str | None:
     return None if shutil.which("mpirun") else "no mpirun in PATH"
 
 
-def keys_for(run: Run, settings: Settings) -> dict[str, str]:
+def run_overrides(run: Run, settings: Settings) -> dict[str, str]:
     """The overrides with which a config trains in a run, whatever processes it asks for itself."""
     keys = {"use_horovod": str(run.transport == "horovod"), "torch_distributed": "None"}
     if run.transport == "torch":
         entries = settings.reduce.torch_distributed or {}
-        kept = {name: value for name, value in entries.items() if name not in OF_OTHER_PROCESSES}
+        kept = {name: value for name, value in entries.items() if name not in RENDEZVOUS_ENTRIES}
         keys["torch_distributed"] = repr(kept)
     for field in fields(LaunchKeys):
         if getattr(settings.launch, field.name) != field.default:
@@ -301,7 +301,7 @@ def _begin(first: Record, batches: GlobalBatches) -> int:
     return len(first.losses) - batches.end
 
 
-def not_covered(job: Job, first: Record, batches: GlobalBatches) -> str:
+def uncovered(job: Job, first: Record, batches: GlobalBatches) -> str:
     """What was not trained or compared."""
     parts = []
     begin = _begin(first, batches)

@@ -1,6 +1,6 @@
 """Why two runs differ: what the model holds, what one rank finds out by itself, and what the records of the runs show.
 
-First what the ranks do: modules whose results depend on how sequences are dealt, by their classes (`parts_of`), and random
+First what the ranks do: modules whose results depend on how sequences are dealt, by their classes (`find_parts`), and random
 numbers, by trying (`probe`). Then what the command concludes: `causes`, for which each of `FINDERS` looks for one.
 """
 
@@ -46,7 +46,7 @@ OF_BATCHES = (
 )
 
 
-def parts_of(learner: Learner) -> list[ModulePart]:
+def find_parts(learner: Learner) -> list[ModulePart]:
     """The modules that BatchNorm or dropout is in, and that do something in training."""
     found = []
     for name, module in learner.modules():
@@ -60,7 +60,7 @@ def parts_of(learner: Learner) -> list[ModulePart]:
     return found
 
 
-def without_dropout(learner: Learner) -> None:
+def disable_dropout(learner: Learner) -> None:
     """Switch dropout off in all modules. A call of `functional.dropout` with a number of its own is not found."""
     for _, module in learner.modules():
         for rate in _random_rates(module, {one.__name__ for one in type(module).__mro__}):
@@ -140,7 +140,7 @@ def _with_padding(batch: Batch) -> Batch:
 def _losses(learner: Learner, batch: Batch, dropout: bool) -> dict[str, float]:
     """The sums of the losses of a training's first step; the weights stay as they are."""
     if not dropout:
-        without_dropout(learner)
+        disable_dropout(learner)
     learner.meter.take_scores()
     learner.begin_epoch(1, 0)
     learner.backward(batch)

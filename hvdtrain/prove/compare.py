@@ -214,7 +214,7 @@ def compare(one: Record, other: Record, tolerance: float) -> Comparison:
     kept = [number for number, name in enumerate(all_names) if name not in aside]
     of_weights = _agreement(weights[:, kept], [all_names[number] for number in kept], tolerance, first_number=0)
     first = of_weights.first if of_weights.first is not None and of_weights.first.number == 0 else None
-    return Comparison(_of_losses(one.losses, other.losses, tolerance), of_gradients, of_weights, tuple(aside), first)
+    return Comparison(_compare_losses(one.losses, other.losses, tolerance), of_gradients, of_weights, tuple(aside), first)
 
 
 def digits(distance: float) -> str:
@@ -243,7 +243,7 @@ def means(losses: Losses) -> dict[str, float]:
     return {name: total / count for name, (total, count) in losses.items() if count}
 
 
-def _of_losses(one: Sequence[Losses], other: Sequence[Losses], tolerance: float) -> Agreement:
+def _compare_losses(one: Sequence[Losses], other: Sequence[Losses], tolerance: float) -> Agreement:
     """Each loss relative to its largest mean. Whole numbers count errors, which rounding may change by one: they are left out."""
     names = sorted(
         name for name in {name for losses in (*one, *other) for name in losses} if not _counts_errors(name, one, other)

@@ -18,13 +18,13 @@ from typing import Any, TypeVar
 import numpy
 
 from hvdtrain.checkpoint.progress import Progress
-from hvdtrain.checkpoint.saver import Saves, Unsaved
+from hvdtrain.checkpoint.saver import NullSaver, SaverProtocol
 from hvdtrain.comm.base import Communicator
 from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.data.types import Array
 from hvdtrain.engine import Engine
 from hvdtrain.errors import DataError
-from hvdtrain.prove.causes import parts_of, probe, without_dropout
+from hvdtrain.prove.causes import disable_dropout, find_parts, probe
 from hvdtrain.prove.compare import Losses, Record, checksum, sketch, sum_losses
 from hvdtrain.report.steps import Reporters
 from hvdtrain.runtime.log import silence
@@ -58,7 +58,7 @@ class GlobalBatches:
         """All of the epoch."""
         return -(-self.plan.num_batches // self.ranks)
 
-    def dealt(self, size: int) -> Plan:
+    def deal(self, size: int) -> Plan:
         """The same sequences in each step, in N batches; in the last step, as many as there are sequences."""
         if size == self.ranks:
             return self.plan
@@ -78,7 +78,7 @@ class GlobalBatches:
             return GlobalBatches(Plan(stored["order"], stored["bounds"]), *numbers)
 
 
-def chosen_steps(plan: Plan, ranks: int, steps: int) -> GlobalBatches:
+def choose_steps(plan: Plan, ranks: int, steps: int) -> GlobalBatches:
     """The first and the last steps of an epoch.
 
     Raises:
@@ -120,7 +120,7 @@ class Task:
 
 def run_task(settings: Settings, task: Task) -> None:
     """Collective. Do what a task says. Raises: HvdtrainError."""
-    settings = proving(settings, task)
+    settings = proof_settings(settings, task)
     if not task.diagnose:
         train(settings, task, task.name)
         return
@@ -132,7 +132,7 @@ def run_task(settings: Settings, task: Task) -> None:
     task.path(task.name).with_suffix(".json").write_text(json.dumps(asdict(probed)))
 
 
-def proving(settings: Settings, task: Task) -> Settings:
+def proof_settings(settings: Settings, task: Task) -> Settings:
     """The settings of a training that starts anew, on the training data only, and writes nothing into the user's folders."""
     settings = writing_nothing(settings)
     start = settings.start
@@ -146,21 +146,21 @@ def proving(settings: Settings, task: Task) -> Settings:
     )
 
 
-class Stop(Exception):
+class StopTraining(Exception):
     """A checkpoint is written: the training is to stop there, on all ranks."""
 
 
 class StoppingSaver:
-    """Saves, and stops the training with the first checkpoint within an epoch."""
+    """Writes one checkpoint within the epoch, then stops the training."""
 
-    def __init__(self, inner: Saves) -> None:
+    def __init__(self, inner: SaverProtocol) -> None:
         self._inner = inner
 
     def save(self, progress: Progress) -> None:
         if progress.current is not None:
             self._inner.save(progress)
             self._inner.finish()
-            raise Stop
+            raise StopTraining
 
     def finish(self) -> None:
         pass
@@ -177,16 +177,18 @@ def train(settings: Settings, task: Task, name: str, accumulated: Record | None 
         recorder = Recorder(comm)
         with open_session(settings, "dry_run", comm) as session:
             batches = _global_batches(session, task)
-            pace = replace(_pace_of(settings, session), save_steps=session.progress.step + batches.begin * _per_step(accumulated))
+            limits = replace(
+                _limits_of(settings, session), save_steps=session.progress.step + batches.begin * _per_step(accumulated)
+            )
             fresh = Progress(session.progress.step, session.progress.epoch, list(session.progress.history))
             stopped = _train_epoch(
-                session, settings, task, batches, pace, recorder, fresh, StoppingSaver(session.saver), accumulated
+                session, settings, task, batches, limits, recorder, fresh, StoppingSaver(session.saver), accumulated
             )
         if stopped:
             with open_session(settings, "dry_run", comm) as session:  # with what it loads: model, optimizer, position
-                pace = replace(_pace_of(settings, session), save_steps=None)
+                limits = replace(_limits_of(settings, session), save_steps=None)
                 _skip(session.progress, batches, comm.size, _per_step(accumulated))
-                _train_epoch(session, settings, task, batches, pace, recorder, session.progress, Unsaved(), accumulated)
+                _train_epoch(session, settings, task, batches, limits, recorder, session.progress, NullSaver(), accumulated)
         record = recorder.record(_per_step(accumulated))
         if comm.rank == 0:
             record.save(task.path(name))
@@ -197,9 +199,9 @@ def _per_step(accumulated: Record | None) -> int:
     return 1 if accumulated is None else accumulated.size
 
 
-def _pace_of(settings: Settings, session: Session) -> TrainingLimits:
-    pace = replace(open_limits(settings), num_epochs=session.progress.epoch + 1, save_minutes=None)
-    return replace(pace, ends_early=lambda _: None, mistake=lambda _: None)
+def _limits_of(settings: Settings, session: Session) -> TrainingLimits:
+    limits = replace(open_limits(settings), num_epochs=session.progress.epoch + 1, save_minutes=None)
+    return replace(limits, ends_early=lambda _: None, mistake=lambda _: None)
 
 
 def _skip(progress: Progress, batches: GlobalBatches, size: int, per_step: int) -> None:
@@ -219,26 +221,26 @@ def _train_epoch(
     settings: Settings,
     task: Task,
     batches: GlobalBatches,
-    pace: TrainingLimits,
+    limits: TrainingLimits,
     recorder: Recorder,
     progress: Progress,
-    saver: Saves,
+    saver: SaverProtocol,
     accumulated: Record | None,
 ) -> bool:
     """Collective. Train until the end of the epoch, or until the saver stops it; whether it did."""
     if not task.dropout:
-        without_dropout(session.learner)
-    dealt = batches.dealt(session.comm.size if accumulated is None else accumulated.size)
+        disable_dropout(session.learner)
+    dealt = batches.deal(session.comm.size if accumulated is None else accumulated.size)
     feed = replace(session.feeds[0], distribution="shard", only=dealt)
     recorder.learner = session.learner
-    session.learner.observer = recorder.gradients_of
+    session.learner.observer = recorder.record_gradients
     rates = open_rates(settings, session.comm.size)
     if accumulated is not None:
-        pace, rates = _accumulating(pace, accumulated.size), fixed_rates(accumulated.rates, lambda: recorder.updates)
+        limits, rates = _accumulate_ranks(limits, accumulated.size), fixed_rates(accumulated.rates, lambda: recorder.updates)
     opened = replace(session, feeds=[feed], saver=saver, progress=progress)
     try:
-        Engine(opened, rates, pace, Reporters(), recorder, recorder.note).run()
-    except Stop:
+        Engine(opened, rates, limits, Reporters(), recorder, recorder.record_weights).run()
+    except StopTraining:
         return True
     return False
 
@@ -249,16 +251,16 @@ def _global_batches(session: Session, task: Task) -> GlobalBatches:
     comm, feed = session.comm, session.feeds[0]
     if comm.gather(path.exists(), name="prove.batches")[0]:
         return GlobalBatches.load(path)
-    batches = chosen_steps(replace(feed, distribution="shard").plan(session.progress.epoch + 1), comm.size, task.steps)
+    batches = choose_steps(replace(feed, distribution="shard").plan(session.progress.epoch + 1), comm.size, task.steps)
     if comm.rank == 0:
         batches.save(path)
     return batches
 
 
-def _accumulating(pace: TrainingLimits, size: int) -> TrainingLimits:
+def _accumulate_ranks(limits: TrainingLimits, size: int) -> TrainingLimits:
     """One rank that takes N ranks' batches one after another for each of their steps."""
-    own = pace.rounds_per_update
-    return replace(pace, rounds_per_update=lambda epoch, complete, step: size * own(epoch, complete, step // size))
+    own = limits.rounds_per_update
+    return replace(limits, rounds_per_update=lambda epoch, complete, step: size * own(epoch, complete, step // size))
 
 
 def fixed_rates(rates: Sequence[float], updates: Callable[[], int]) -> Rates:
@@ -292,13 +294,13 @@ class Recorder(StepLog):
         self.updates = 0
         self._weighed = -1  # the number of updates after which the weights were last written down
 
-    def note(self, epoch: int, step: int, indices: Array) -> None:
+    def record_weights(self, epoch: int, step: int, indices: Array) -> None:
         """The engine is about to take a step: the weights are those after the updates before it."""
         if self._comm.rank == 0 and self._weighed < self.updates:
             self._weighed = self.updates
             self._add(self.learner.state.named_parameters(), self._weights)
 
-    def gradients_of(self, gradients: Iterable[tuple[str, Array]]) -> None:
+    def record_gradients(self, gradients: Iterable[tuple[str, Array]]) -> None:
         """The learner is about to apply reduced gradients."""
         self.updates += 1
         self._add(gradients, self._gradients)
@@ -318,7 +320,7 @@ class Recorder(StepLog):
             steps_of: the number of batches of a rank that count as one step.
         """
         comm, learner = self._comm, self.learner
-        self.note(0, 0, numpy.zeros(0))
+        self.record_weights(0, 0, numpy.zeros(0))
         own = {name: zlib.crc32(values.tobytes()) for name, values in learner.state.named_parameters()}
         everybodys = comm.gather(own, name="prove.weights")
         apart = next((name for name in own if len({theirs[name] for theirs in everybodys}) > 1), None)
@@ -330,7 +332,7 @@ class Recorder(StepLog):
             num_sequences=[sum(each) for each in _by_step(num_sequences, steps_of)],
             data=[sum(each) for each in _by_step(data, steps_of)],
             rates=self._rates,
-            parts=parts_of(learner),
+            parts=find_parts(learner),
             apart=apart,
             weights={name: numpy.stack(values) for name, values in self._weights.items()},
             gradients=self._all_gradients(),

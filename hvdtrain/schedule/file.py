@@ -30,7 +30,7 @@ NO_META: Mapping[int, Mapping[str, Any]] = {}
 NUMBERS = {"nan": float("nan"), "inf": float("inf")}
 
 
-class Finished(Protocol):
+class FinishedEpoch(Protocol):
     """The report of a finished epoch, as far as the file needs it."""
 
     @property
@@ -43,7 +43,7 @@ class Finished(Protocol):
     def scores(self) -> Mapping[str, float]: ...
 
 
-class Trained(Finished, Protocol):
+class TrainedEpoch(FinishedEpoch, Protocol):
     """The report of a finished epoch, as far as `epoch_meta` and `epoch_rate` need it."""
 
     @property
@@ -59,7 +59,7 @@ class Trained(Finished, Protocol):
     def elapsed(self) -> float: ...
 
 
-def epoch_meta(report: Trained) -> dict[str, Any]:
+def epoch_meta(report: TrainedEpoch) -> dict[str, Any]:
     """What the file notes of an epoch beside its scores: names and units are RETURNN's."""
     return {
         "effective_learning_rate": float(report.learning_rate),
@@ -73,12 +73,12 @@ def epoch_meta(report: Trained) -> dict[str, Any]:
     }
 
 
-def epoch_rate(report: Trained) -> float:
+def epoch_rate(report: TrainedEpoch) -> float:
     """The rate of an epoch before anything scales it, from which the next one's follows."""
     return report.learning_rate if report.epoch_learning_rate is None else report.epoch_learning_rate
 
 
-R = TypeVar("R", bound=Finished)
+R = TypeVar("R", bound=FinishedEpoch)
 
 
 class LearningRateFile(Generic[R]):

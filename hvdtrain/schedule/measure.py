@@ -121,7 +121,7 @@ def is_higher_better(score: str, names: Collection[str]) -> bool:
     return score in names or score.partition("_loss_")[2] in names
 
 
-def as_errors(history: list[EpochRecord], higher: Collection[str]) -> list[EpochRecord]:
+def negate_higher(history: list[EpochRecord], higher: Collection[str]) -> list[EpochRecord]:
     """The same history with the scores negated whose higher values are better, so that lower ones are."""
     if not higher:
         return history
@@ -189,7 +189,7 @@ def error_key(
         return found
     if losses and (name := _minimized(names, losses)) is not None:
         return name
-    names = [name for name in names if is_higher_better(name, higher) or not rises(base_of(name))] or names
+    names = [name for name in names if is_higher_better(name, higher) or not implies_higher_is_better(base_of(name))] or names
     candidates = ["dev_score", "dev_score_output"]
     candidates += [name for name in names if name == "dev_score_output/output" or name.startswith("dev_score_output/output_")]
     candidates += [name for name in names if name.startswith("dev_score_output/")]
@@ -253,10 +253,11 @@ def base_of(score: str) -> str:
     return score.partition("_loss_")[2] or score
 
 
-def rises(name: str) -> bool:
+def implies_higher_is_better(name: str) -> bool:
     """Whether the name of a score says that higher values are better.
 
-    >>> [name for name in ("acc", "frameAccuracy", "BLEU4", "dice_loss", "map_error", "fer", "top5-acc") if rises(name)]
+    >>> names = ("acc", "frameAccuracy", "BLEU4", "dice_loss", "map_error", "fer", "top5-acc")
+    >>> [name for name in names if implies_higher_is_better(name)]
     ['acc', 'frameAccuracy', 'BLEU4', 'top5-acc']
     """
     words = re.findall(r"[a-z0-9]+", f"{name} {re.sub(r'(?<=[a-z])(?=[A-Z])', ' ', name)}".lower())
@@ -272,7 +273,9 @@ def unclear_scores(history: Sequence[EpochRecord], higher: Collection[str]) -> l
     losses = minimized_in(history)
     names = history[-1].scores if history else {}
     return sorted(
-        name for name in names if rises(base_of(name)) and base_of(name) not in losses and not is_higher_better(name, higher)
+        name
+        for name in names
+        if implies_higher_is_better(base_of(name)) and base_of(name) not in losses and not is_higher_better(name, higher)
     )
 
 
@@ -313,29 +316,29 @@ def unclear_line(history: Sequence[EpochRecord], measure: Measure) -> str | None
     return f"{', '.join(names)}: the name says that higher values are better, so no epoch is the best by it ({_remedy(*names)})"
 
 
-EXPLODED = 1000.0
+DIVERGENCE_FACTOR = 1000.0
 """How many times the loss of the beginning is more than a loss gets while a model learns."""
 
 
-def exploded_lines(history: Sequence[EpochRecord], initial: Mapping[str, float], learning_rate: float) -> list[str]:
+def divergence_lines(history: Sequence[EpochRecord], initial: Mapping[str, float], learning_rate: float) -> list[str]:
     """Warnings about losses of the last epoch that are far above those of the beginning: finite, so training goes on.
 
     Args:
         initial: the scores of the epoch's first batch by their names, such as 'train_loss_ce'; of the first epoch, these count.
         learning_rate: of the epoch's last update.
 
-    >>> exploded_lines([EpochRecord(1, 0.1, {"train_loss_ce": 4.8e31}, {"ce": 1.0})], {"train_loss_ce": 2.3}, 0.1)[0][:81]
+    >>> divergence_lines([EpochRecord(1, 0.1, {"train_loss_ce": 4.8e31}, {"ce": 1.0})], {"train_loss_ce": 2.3}, 0.1)[0][:81]
     'train_loss_ce of epoch 1 is 4.8e+31, more than 1000 times that of its first batch'
     """
     last = history[-1]
     before, when = (initial, "its first batch") if len(history) == 1 else (history[0].scores, f"epoch {history[0].epoch}")
     names = [name for name in last.scores if base_of(name) in (*last.losses, *TOTALS) and not name.startswith(META)]
     return [
-        f"{name} of epoch {last.epoch} is {last.scores[name]:.4g}, more than {EXPLODED:g} times that of {when}, "
+        f"{name} of epoch {last.epoch} is {last.scores[name]:.4g}, more than {DIVERGENCE_FACTOR:g} times that of {when}, "
         f"{before[name]:.4g}: training diverges (learning rate {learning_rate:.4g}; a lower one, a warm-up in "
         "learning_rate_schedule, or gradient_clip_global_norm may help)"
         for name in names
-        if abs(last.scores[name]) > EXPLODED * abs(before.get(name, 0.0)) > 0
+        if abs(last.scores[name]) > DIVERGENCE_FACTOR * abs(before.get(name, 0.0)) > 0
     ]
 
 

@@ -141,7 +141,7 @@ def next_rate(control: str, keys: NewbobKeys, first: float, epoch: int, history:
     if change is None:
         return last
     threshold = keys.newbob_error_threshold if control == "newbob_abs" else keys.newbob_relative_error_threshold
-    return _changed(keys, last, decays=change > threshold, grows=change <= threshold)
+    return _adjust_rate(keys, last, decays=change > threshold, grows=change <= threshold)
 
 
 def _next_rate_multi_epoch(keys: NewbobKeys, first: float, epoch: int, history: Sequence[EpochRecord]) -> float:
@@ -158,7 +158,7 @@ def _next_rate_multi_epoch(keys: NewbobKeys, first: float, epoch: int, history: 
     grow_threshold = keys.newbob_relative_error_grow_threshold
     if grow_threshold is None:
         grow_threshold = keys.newbob_relative_error_threshold
-    return _changed(keys, last, decays=mean > keys.newbob_relative_error_threshold, grows=mean < grow_threshold)
+    return _adjust_rate(keys, last, decays=mean > keys.newbob_relative_error_threshold, grows=mean < grow_threshold)
 
 
 def absolute_change(keys: NewbobKeys, first: float, pair: Sequence[EpochRecord]) -> float | None:
@@ -200,13 +200,13 @@ def _must_keep_rate(needed: int, history: Sequence[EpochRecord]) -> bool:
     return len(history) < needed or len(recent) > 1
 
 
-def _changed(keys: NewbobKeys, rate: float, *, decays: bool, grows: bool) -> float:
+def _adjust_rate(keys: NewbobKeys, rate: float, *, decays: bool, grows: bool) -> float:
     if decays:
-        return max(_applied(keys.newbob_learning_rate_decay, rate), keys.min_learning_rate)
-    return _applied(keys.newbob_learning_rate_growth, rate) if grows else rate
+        return max(_apply_change(keys.newbob_learning_rate_decay, rate), keys.min_learning_rate)
+    return _apply_change(keys.newbob_learning_rate_growth, rate) if grows else rate
 
 
-def _applied(change: float | Callable[[float], float], rate: float) -> float:
+def _apply_change(change: float | Callable[[float], float], rate: float) -> float:
     return float(change(rate)) if callable(change) else rate * change
 
 

@@ -16,8 +16,8 @@ from hvdtrain.prove.causes import (
     Probe,
     causes,
     describe_exchange,
-    parts_of,
-    without_dropout,
+    disable_dropout,
+    find_parts,
 )
 from hvdtrain.prove.compare import ModulePart, Record, compare
 
@@ -164,7 +164,7 @@ def holder() -> Holder:
 
 
 def test_the_parts_of_a_model() -> None:
-    found = [(part.kind, part.name, part.type) for part in parts_of(holder())]
+    found = [(part.kind, part.name, part.type) for part in find_parts(holder())]
     assert found[0] == (STATISTICS, "0", "BatchNorm1d")
     assert found[1:] == [
         (RANDOM, "3", "LSTM"),
@@ -177,8 +177,8 @@ def test_the_parts_of_a_model() -> None:
 
 def test_dropout_is_switched_off_and_nothing_else() -> None:
     changed_one = holder()
-    without_dropout(changed_one)
-    assert [part.kind for part in parts_of(changed_one)] == [STATISTICS]
+    disable_dropout(changed_one)
+    assert [part.kind for part in find_parts(changed_one)] == [STATISTICS]
     assert changed_one.model[9].rate == 3.0
     frames = torch.randn(2, 5, 3)
     lstm = changed_one.model[3].train()

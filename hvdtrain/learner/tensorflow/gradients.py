@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain.learner.meter import TINY, Normalized
+from hvdtrain.learner.meter import TINY, NormalizedLosses
 from hvdtrain.learner.reducer import GradientExchange, buckets
 
 DENSE_BYTES = 1 << 20
@@ -24,7 +24,7 @@ class Exchange:
         rows: the numbers of the parameters whose gradients are sent as rows.
     """
 
-    losses: Normalized
+    losses: NormalizedLosses
     rows: tuple[int, ...]
 
 
@@ -73,7 +73,7 @@ class GraphGradients:
 
     def exchange_counts(self, counts: tf.Tensor) -> tf.Tensor:
         """Collective, when the graph runs. The counts of the normalized losses over all ranks."""
-        [totals] = self._exchange.finish(self._exchange.start([self._kept(counts, 0)], name="loss_counts"))
+        [totals] = self._exchange.finish(self._exchange.start([self._prevent_folding(counts, 0)], name="loss_counts"))
         return totals
 
     def rows(self, found: Sequence[Any]) -> tuple[int, ...]:
@@ -96,15 +96,15 @@ class GraphGradients:
         groups = buckets([(self._bytes(number), reduced[number].dtype) for number in dense], self._bucket_bytes)
         for name, group in enumerate(groups):
             numbers = [dense[position] for position in group]
-            reduced[numbers[0]] = self._kept(reduced[numbers[0]], 1 + numbers[0])
+            reduced[numbers[0]] = self._prevent_folding(reduced[numbers[0]], 1 + numbers[0])
             handle = self._exchange.start([reduced[number] for number in numbers], name=f"gradients.{name}")
             for number, tensor in zip(numbers, self._exchange.finish(handle), strict=True):
                 reduced[number] = tensor
         for number in exchange.rows:
-            values = self._kept(reduced[number].values, 1 + number)
-            indices = self._kept(reduced[number].indices, 1 + len(gradients) + number)
+            values = self._prevent_folding(reduced[number].values, 1 + number)
+            indices = self._prevent_folding(reduced[number].indices, 1 + len(gradients) + number)
             values, indices = self._exchange.rows(values, indices, name=f"gradients.rows.{number}")
-            reduced[number] = _without_repeats(values, indices)
+            reduced[number] = _merge_repeats(values, indices)
         return reduced
 
     def num_bytes(self, gradients: Sequence[Gradient]) -> tf.Tensor:
@@ -122,7 +122,7 @@ class GraphGradients:
         """The types of reduced gradients, for a function that takes them with any number of rows."""
         specs: list[Any] = []
         for number, variable in enumerate(self._variables):
-            dtype = _wide(variable.dtype)
+            dtype = _exchange_dtype(variable.dtype)
             if number in exchange.rows:
                 values = tf.TensorSpec([None, *variable.shape[1:]], dtype)
                 specs.append((values, tf.TensorSpec([None], tf.int64)))
@@ -132,22 +132,22 @@ class GraphGradients:
 
     def _local(self, number: int, found: Any, as_rows: bool) -> Gradient:
         variable = self._variables[number]
-        dtype = _wide(variable.dtype)
+        dtype = _exchange_dtype(variable.dtype)
         if found is None and as_rows:
             return Rows(tf.zeros([0, *variable.shape[1:]], dtype), tf.zeros([0], tf.int64))
         if found is None:
             return tf.zeros(variable.shape, dtype)
         if as_rows:
-            return _without_repeats(tf.cast(found.values, dtype), tf.cast(found.indices, tf.int64))
+            return _merge_repeats(tf.cast(found.values, dtype), tf.cast(found.indices, tf.int64))
         return tf.ensure_shape(tf.cast(tf.convert_to_tensor(found), dtype), variable.shape)
 
-    def _kept(self, tensor: tf.Tensor, number: int) -> tf.Tensor:
+    def _prevent_folding(self, tensor: tf.Tensor, number: int) -> tf.Tensor:
         """The same values, as a tensor that TensorFlow can neither compute in advance nor merge with another."""
         return tensor + tf.cast(self._always_zero[number], tensor.dtype)
 
     def _bytes(self, number: int) -> int:
         variable = self._variables[number]
-        return int(variable.shape.num_elements() * _wide(variable.dtype).size)
+        return int(variable.shape.num_elements() * _exchange_dtype(variable.dtype).size)
 
 
 class AccumulatedGradients:
@@ -253,13 +253,13 @@ def add_sets(one: Sequence[Gradient], other: Sequence[Gradient]) -> list[Gradien
     return [_sum(first, second) for first, second in zip(one, other, strict=True)]
 
 
-def are_finite(gradients: Sequence[Gradient]) -> list[tf.Tensor]:
+def finite_flags(gradients: Sequence[Gradient]) -> list[tf.Tensor]:
     """For each gradient whether all of its elements are finite."""
     tensors = [gradient.values if isinstance(gradient, Rows) else gradient for gradient in gradients]
     return [tf.reduce_all(tf.math.is_finite(tensor)) for tensor in tensors]
 
 
-def for_optimizer(gradients: Sequence[Gradient], variables: Sequence[tf.Variable]) -> list[Any]:
+def to_keras(gradients: Sequence[Gradient], variables: Sequence[tf.Variable]) -> list[Any]:
     """Gradients in the form that Keras optimizers take."""
     return [
         tf.IndexedSlices(gradient.values, gradient.indices, variable.shape) if isinstance(gradient, Rows) else gradient
@@ -284,16 +284,16 @@ def _map(gradient: Gradient, change: Any) -> Gradient:
 def _sum(one: Gradient, other: Gradient) -> Gradient:
     if not isinstance(one, Rows):
         return one + other
-    return _without_repeats(tf.concat([one.values, other.values], 0), tf.concat([one.indices, other.indices], 0))
+    return _merge_repeats(tf.concat([one.values, other.values], 0), tf.concat([one.indices, other.indices], 0))
 
 
-def _without_repeats(values: Any, indices: Any) -> Rows:
+def _merge_repeats(values: Any, indices: Any) -> Rows:
     """Rows with the same index added up, as norms and squares of a gradient need it."""
     unique, positions = tf.unique(indices)
     return Rows(tf.math.unsorted_segment_sum(values, positions, tf.shape(unique)[0]), unique)
 
 
-def _wide(dtype: tf.DType) -> tf.DType:
+def _exchange_dtype(dtype: tf.DType) -> tf.DType:
     return tf.float32 if dtype in (tf.float16, tf.bfloat16) else dtype
 
 

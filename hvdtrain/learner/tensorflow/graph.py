@@ -14,9 +14,9 @@ from hvdtrain.data.types import Batch
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.meter import (
     TINY,
-    check_marked,
-    check_outputs,
-    check_same,
+    check_marked_losses,
+    check_marked_outputs,
+    check_same_normalized,
     normalized_losses,
     nothing_to_minimize,
     scales_of,
@@ -58,7 +58,7 @@ class ConfigFunctions:
 
 
 @dataclass(frozen=True)
-class Traced:
+class TracedGraph:
     """A graph.
 
     Attributes:
@@ -107,7 +107,7 @@ class StepGraphs:
         self._gradient_exchange = gradient_exchange
         self._scale = scale
         self._exchange: Exchange | None = None
-        self._steps: dict[Any, Traced] = {}
+        self._steps: dict[Any, TracedGraph] = {}
         self._sends: dict[tuple[int, bool], Callable[..., Reduced]] = {}
 
     # What the learner calls
@@ -134,7 +134,7 @@ class StepGraphs:
             The losses' names, each with the scale with which it is minimized, or 0; their sums and counts of shape (2 * losses,);
             and what the update applies.
         """
-        traced, arguments = self._graph(batch, self._train, epoch, step, tf.constant(seeds, tf.uint32), self._scale_now())
+        traced, arguments = self._graph(batch, self._train, epoch, step, tf.constant(seeds, tf.uint32), self._current_scale())
         numbers, reduced = traced.function(*arguments)
         return traced.names, numbers, reduced
 
@@ -146,7 +146,7 @@ class StepGraphs:
         Args:
             before: what was accumulated since the last update.
         """
-        traced, arguments = self._graph(batch, self._collect, epoch, step, tf.constant(seeds, tf.uint32), self._scale_now())
+        traced, arguments = self._graph(batch, self._collect, epoch, step, tf.constant(seeds, tf.uint32), self._current_scale())
         numbers, collected = traced.function(*arguments)
         accumulated = collected if before is None else self._accumulated.add(before, collected, self.exchange)
         return traced.names, numbers, accumulated
@@ -188,7 +188,7 @@ class StepGraphs:
 
     def _graph(
         self, batch: Batch, function: Callable[..., Any], epoch: int, step: int, *more: tf.Tensor
-    ) -> tuple[Traced, list[Any]]:
+    ) -> tuple[TracedGraph, list[Any]]:
         """The graph that computes `function` for a batch like this one, and its arguments."""
         data = {key: (tensor_of(padded.values), tf.constant(padded.seq_lens)) for key, padded in batch.data.items()}
         arguments = [data, tf.constant(epoch, tf.int64), tf.constant(step, tf.int64), *more]
@@ -200,13 +200,13 @@ class StepGraphs:
             specs = [{key: specs_of(values) for key, (values, _) in data.items()}]
             specs += [tf.TensorSpec(argument.shape, argument.dtype) for argument in arguments[1:]]
             graph = tf.function(lambda *inputs: function(names, *inputs), autograph=False).get_concrete_function(*specs)
-            traced = self._steps[function.__name__, reduced, kinds] = Traced(graph, names)
+            traced = self._steps[function.__name__, reduced, kinds] = TracedGraph(graph, names)
         return traced, arguments
 
-    def _scale_now(self) -> tf.Tensor:
+    def _current_scale(self) -> tf.Tensor:
         return tf.constant(1.0 if self._scale is None else self._scale.scale, tf.float32)
 
-    def _scaled(self, total: tf.Tensor, scale: tf.Tensor) -> tf.Tensor:
+    def _scale_loss(self, total: tf.Tensor, scale: tf.Tensor) -> tf.Tensor:
         """The scalar to differentiate: scaled by the loss scale, and by the optimizer if it has a scale of its own."""
         scaled = self.optimizer.scale_loss(total)
         return scaled * tf.cast(scale, scaled.dtype)
@@ -221,10 +221,10 @@ class StepGraphs:
             own = normalized_losses(losses)
             counts = tf.stack([tf.stop_gradient(count_of(losses[name])) for name in own.names] or [tf.constant(0.0, tf.float64)])
             waited = tf.zeros([], tf.float64)
-            if own.names and not own.alone:
+            if own.names and not own.is_only_loss:
                 counts, waited = _time_exchange(self._gradients.exchange_counts, counts)
-            divisors = {} if own.alone else {name: tf.maximum(counts[i], TINY) for i, name in enumerate(own.names)}
-            total = self._scaled(total_of(losses, divisors), scale)
+            divisors = {} if own.is_only_loss else {name: tf.maximum(counts[i], TINY) for i, name in enumerate(own.names)}
+            total = self._scale_loss(total_of(losses, divisors), scale)
         found = tape.gradient(total, self._variables)
         if all(gradient is None for gradient in found):
             raise nothing_to_minimize()
@@ -240,7 +240,7 @@ class StepGraphs:
         with tf.GradientTape(persistent=True) as tape:
             losses = self._losses(names, data, epoch, step, train=True)
             own = normalized_losses(losses)
-            totals = [self._scaled(total, scale) for total in totals_of(losses, () if own.alone else own.names)]
+            totals = [self._scale_loss(total, scale) for total in totals_of(losses, () if own.is_only_loss else own.names)]
         found = [tape.gradient(total, self._variables) for total in totals]
         if all(gradient is None for of_loss in found for gradient in of_loss):
             raise nothing_to_minimize()
@@ -252,7 +252,7 @@ class StepGraphs:
         """The graph of `send`."""
         losses = self.exchange.losses
         waited = tf.zeros([], tf.float64)
-        if losses.names and not losses.alone:
+        if losses.names and not losses.is_only_loss:
             counts, waited = _time_exchange(self._gradients.exchange_counts, counts)
         return self._reduce(combine(sets, counts), counts, waited)
 
@@ -266,7 +266,7 @@ class StepGraphs:
             raise ConfigError.of("missing", "forward_step: expected a function in the config, got nothing")
         with running(RunContext(epoch, step, False)) as context:
             self._functions.forward_step(model=self._model_variables.model, extern_data=extern_data_of(data))
-        check_outputs(context.outputs)
+        check_marked_outputs(context.outputs)
         return {name: (tf.convert_to_tensor(output.value), output.seq_lens) for name, output in context.outputs.items()}
 
     def _losses(self, names: dict[str, float], data: Any, epoch: tf.Tensor, step: tf.Tensor, train: bool) -> dict[str, Loss]:
@@ -274,7 +274,7 @@ class StepGraphs:
         self.traces += 1
         with running(RunContext(epoch, step, train)) as context:  # epoch and step are tensors of the graph
             self._functions.train_step(model=self._model_variables.model, extern_data=extern_data_of(data))
-        check_marked(context.losses, lambda value: True)  # TensorFlow makes tensors of numbers
+        check_marked_losses(context.losses, lambda value: True)  # TensorFlow makes tensors of numbers
         before, after = len(self._model_variables.by_name), len(variables_of(self._model_variables.model).by_name)
         if before != after:
             raise ConfigError.of(
@@ -289,7 +289,7 @@ class StepGraphs:
         """Collective, when the graph runs. If a normalized loss is the only one, its count is reduced together with the
         gradients."""
         exchange = self.exchange
-        count_too = exchange.losses.alone and bool(exchange.losses.names)
+        count_too = exchange.losses.is_only_loss and bool(exchange.losses.names)
 
         def reduce(own: tuple[list[Any], tf.Tensor]) -> tuple[list[Any], tf.Tensor]:
             totals = self._gradients.exchange_counts(own[1]) if count_too else own[1]
@@ -303,7 +303,7 @@ class StepGraphs:
         if self._exchange is None:
             with tf.init_scope():
                 self._exchange = self._gradient_exchange.agree(own)
-        check_same(self._exchange.losses, own.losses)
+        check_same_normalized(self._exchange.losses, own.losses)
         if own.rows != self._exchange.rows:
             raise ConfigError.of(
                 "wrong-result",

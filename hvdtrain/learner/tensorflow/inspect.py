@@ -21,7 +21,7 @@ from hvdtrain.learner.base import Exported, Layer, Profiler
 from hvdtrain.learner.tensorflow.tensors import ModelVariables, array_of, layers_of
 
 
-def described_layers(variables: ModelVariables) -> Iterator[Layer]:
+def describe_layers(variables: ModelVariables) -> Iterator[Layer]:
     """The model and its layers, each with its own parameters."""
     own: dict[int, dict[str, str]] = {}  # by owner, the variables' own names, each with its whole name
     for name, owner in variables.owners.items():
@@ -121,7 +121,7 @@ def export_model(variables: ModelVariables, evaluate: Callable[[], None], folder
     except Exception as error:  # whatever TensorFlow has to say of the config's model
         return [weights, Exported(SAVED_MODEL, f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}")]
     run = f'model = tf.saved_model.load("{SAVED_MODEL}")\noutputs = model.serve({", ".join(spec.name for spec in specs)})'
-    return [weights, Exported(SAVED_MODEL, None, f"import tensorflow as tf\n\n{run}", _sizes(specs))]
+    return [weights, Exported(SAVED_MODEL, None, f"import tensorflow as tf\n\n{run}", _describe_inputs(specs))]
 
 
 def _first_call(model: keras.Model, evaluate: Callable[[], None]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -130,11 +130,11 @@ def _first_call(model: keras.Model, evaluate: Callable[[], None]) -> tuple[tuple
     call = model.call
 
     @functools.wraps(call)
-    def noting(*args: Any, **kwargs: Any) -> Any:
+    def record_call(*args: Any, **kwargs: Any) -> Any:
         calls.append((args, kwargs))
         return call(*args, **kwargs)
 
-    model.call = noting
+    model.call = record_call
     try:
         evaluate()
     finally:
@@ -142,7 +142,7 @@ def _first_call(model: keras.Model, evaluate: Callable[[], None]) -> tuple[tuple
     return calls[0] if calls else ((), {})
 
 
-def _sizes(specs: Sequence[tf.TensorSpec]) -> str:
+def _describe_inputs(specs: Sequence[tf.TensorSpec]) -> str:
     """The inputs of a SavedModel in words, and which of their sizes are fixed."""
     shapes = [", ".join("any" if size is None else str(size) for size in spec.shape) for spec in specs]
     inputs = [f"{spec.name} {spec.dtype.name} ({shape})" for spec, shape in zip(specs, shapes, strict=True)]

@@ -17,7 +17,15 @@ import tensorflow as tf
 from hvdtrain.data.types import Array
 from hvdtrain.errors import DamagedCheckpoint
 from hvdtrain.learner.contents import AVERAGED, OWN, SHARED, TRAINED, FileFormat
-from hvdtrain.learner.model_format import SAFETENSORS, header, is_safetensors, progress_of, reading, unreadable, writing
+from hvdtrain.learner.model_format import (
+    SAFETENSORS,
+    atomic_write,
+    header,
+    is_safetensors,
+    progress_of,
+    unreadable_error,
+    verified_read,
+)
 
 TENSORS = ("optimizer", TRAINED, "parameters", "frozen", "statistics", "counters")
 """Entries with arrays by name."""
@@ -97,12 +105,12 @@ def _write_safetensors(path: Path, arrays: Mapping[str, Array], values: Mapping[
     from safetensors.numpy import save_file
 
     in_order = {name: numpy.asarray(array, order="C") for name, array in arrays.items()}
-    with writing(path) as unfinished:
+    with atomic_write(path) as unfinished:
         save_file(in_order, unfinished, header("tf", values))
 
 
 def _read_safetensors(path: Path) -> tuple[dict[str, Array], dict[str, Any]]:
-    with reading(path):
+    with verified_read(path):
         from safetensors import safe_open
 
         with safe_open(path, framework="numpy") as file:
@@ -121,5 +129,5 @@ def _read_arrays(path: Path) -> tuple[dict[str, Array], dict[str, Any]]:
     except FileNotFoundError:
         raise DamagedCheckpoint(f"{path}: expected a checkpoint's file, got: no such file") from None
     except Exception as error:  # whatever numpy and zipfile make of other bytes
-        raise unreadable(path, error) from None
+        raise unreadable_error(path, error) from None
     return arrays, values

@@ -25,8 +25,8 @@ from hvdtrain.learner.tensorflow.gradients import (
     Exchange,
     GraphGradients,
     TensorFlowGradients,
-    are_finite,
-    for_optimizer,
+    finite_flags,
+    to_keras,
     unpack,
 )
 from hvdtrain.learner.tensorflow.tensors import ModelVariables, tensorflow_variable
@@ -90,7 +90,7 @@ class UpdateGraph:
             TrainingError: too many updates in a row were skipped.
         """
         if self._graph is None:
-            divides = exchange.losses.alone and bool(exchange.losses.names)
+            divides = exchange.losses.is_only_loss and bool(exchange.losses.names)
             specs = [self._gradients.specs(exchange), tf.TensorSpec([], tf.float64)]
             specs += [tf.TensorSpec([], tf.float32), tf.TensorSpec([], tf.float32), tf.TensorSpec([2], tf.int32)]
             graph = tf.function(lambda *inputs: self._apply(divides, *inputs), autograph=False)
@@ -100,7 +100,7 @@ class UpdateGraph:
         finite, self._norm = self._graph(reduced, divisor, scale, rate, seeds)
         if self._check.is_needed:
             flags = finite.numpy()
-            self._check.is_applied(bool(flags.all()), step, lambda: self._invalid_names(flags))
+            self._check.decide(bool(flags.all()), step, lambda: self._invalid_names(flags))
 
     def gradient_norm(self) -> float | None:
         """The gradients' global norm before clipping, of the last update; None if they are not clipped by it. Waits for a GPU."""
@@ -123,12 +123,12 @@ class UpdateGraph:
             gradients.divide(divisor)
         if self._scale is not None:
             gradients.divide(scale)
-        finite = are_finite(gradients.values)
+        finite = finite_flags(gradients.values)
         self._change(gradients)
         self._clips_norm = gradients.norm is not None
         norm = tf.cast(tf.zeros([]) if gradients.norm is None else gradients.norm, tf.float32) / own_scale
         self._optimizer.learning_rate = learning_rate
-        updates = for_optimizer(gradients.values, self._variables)
+        updates = to_keras(gradients.values, self._variables)
         if not self._check.is_needed:
             self._optimizer.apply(updates, self._trained)
             return tf.zeros([0], tf.bool), norm
@@ -162,7 +162,7 @@ def make_optimizer(spec: dict[str, Any] | str | Any, variables: ModelVariables) 
                 "wrong-result", f"optimizer: expected a function that returns a Keras optimizer, got {type(made).__name__}"
             )
     else:
-        made = _by_name({"class": spec} if isinstance(spec, (str, type)) else dict(spec), variables)
+        made = _make_by_name({"class": spec} if isinstance(spec, (str, type)) else dict(spec), variables)
     try:
         made.learning_rate = 0.0
     except TypeError:
@@ -175,7 +175,7 @@ def make_optimizer(spec: dict[str, Any] | str | Any, variables: ModelVariables) 
     return made
 
 
-def _by_name(options: dict[str, Any], variables: ModelVariables) -> keras.optimizers.Optimizer:
+def _make_by_name(options: dict[str, Any], variables: ModelVariables) -> keras.optimizers.Optimizer:
     wanted = options.pop("class")
     known = {
         name.lower(): member
@@ -187,7 +187,7 @@ def _by_name(options: dict[str, Any], variables: ModelVariables) -> keras.optimi
         options["epsilon"] = options.pop("eps")
     if "betas" in options:
         options["beta_1"], options["beta_2"] = options.pop("betas")
-    exempt = _exempt(options, variables)
+    exempt = _take_undecayed(options, variables)
     problems = option_problems(chosen, options, "optimizer.")
     if problems:
         raise ConfigError(problems)
@@ -200,7 +200,7 @@ def _by_name(options: dict[str, Any], variables: ModelVariables) -> keras.optimi
     return made
 
 
-def _exempt(options: dict[str, Any], variables: ModelVariables) -> list[Any]:
+def _take_undecayed(options: dict[str, Any], variables: ModelVariables) -> list[Any]:
     """The variables that do not decay. Options about them are removed from the options. Raises: ConfigError."""
     if options.pop("param_groups_custom", None) is not None:
         raise ConfigError.of(

@@ -18,7 +18,7 @@ from hvdtrain.learner.precision import LossScale
 from hvdtrain.learner.preload import PreloadRequest, preload_values, shapes_of
 from hvdtrain.learner.state_base import StateBase
 from hvdtrain.learner.tensorflow.model_file import file_format, read_model
-from hvdtrain.learner.tensorflow.tensors import ModelVariables, array_of, assign, exchangeable, tensorflow_variable
+from hvdtrain.learner.tensorflow.tensors import ModelVariables, array_of, assign, exchange_value, tensorflow_variable
 from hvdtrain.learner.weight_average import WeightAverageBase
 
 
@@ -41,7 +41,7 @@ class TensorFlowState(StateBase):
 
     def map_tensors(self, kind: Kind, change: Callable[[list[tf.Tensor]], list[tf.Tensor]]) -> None:
         variables = [tensorflow_variable(variable) for variable in self._variables.of_kind(kind)]
-        tensors = [exchangeable(variable) for variable in variables]
+        tensors = [exchange_value(variable) for variable in variables]
         for variable, tensor, new in zip(variables, tensors, change(list(tensors)), strict=True):
             if new is not tensor:
                 variable.assign(tf.cast(new, variable.dtype))

@@ -35,7 +35,7 @@ def size(tensor: Any) -> int:
 
 
 @contextmanager
-def preserved() -> Iterator[None]:
+def preserve_state() -> Iterator[None]:
     """A training sets TensorFlow's global seed, threads and devices, which cannot be read or set back: nothing to do here."""
     yield
 
@@ -261,7 +261,7 @@ def set_generators(generators: list[Any], seeds: tf.Tensor) -> None:
             generator.reset_from_seed(tf.cast(seeds[number], tf.int64))
 
 
-def exchangeable(variable: tf.Variable) -> tf.Tensor:
+def exchange_value(variable: tf.Variable) -> tf.Tensor:
     """A variable's value; half precision as single precision, which every transport supports and in which sums are exact
     enough."""
     value = variable.value()

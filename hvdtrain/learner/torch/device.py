@@ -20,7 +20,7 @@ from hvdtrain.config.check import did_you_mean
 from hvdtrain.errors import ConfigError, Problem, problem
 from hvdtrain.learner.optimizer import class_names
 from hvdtrain.learner.precision import Dtype
-from hvdtrain.learner.seeds import mixed_seed
+from hvdtrain.learner.seeds import mix_seed
 from hvdtrain.runtime import log
 
 
@@ -54,7 +54,7 @@ def peak_memory(device: torch.device) -> int | None:
 
 def seed_all(device: torch.device, *parts: int) -> None:
     """Seed torch, Python and numpy with a number mixed from the parts."""
-    mixed = mixed_seed(*parts)
+    mixed = mix_seed(*parts)
     # Only the generators in use: torch.manual_seed seeds those of all kinds of devices, which takes a hundred times as long.
     torch.default_generator.manual_seed(mixed)
     if device.type == "cuda":
@@ -63,7 +63,7 @@ def seed_all(device: torch.device, *parts: int) -> None:
     numpy.random.seed(mixed)
 
 
-def be_deterministic() -> None:
+def enable_determinism() -> None:
     """Let PyTorch use operations that give the same bits in every run only; one that has none raises a RuntimeError."""
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.deterministic = True
@@ -154,7 +154,7 @@ GRAPHS = 64
 """The number of kinds of input (one sequence, one frame, training, evaluation) that a function is compiled for. PyTorch's own
 limit of 8 is soon reached, and the function then runs uncompiled."""
 
-TWICE = (
+SEVERAL_LOSSES = (
     "torch_compile: expected accum_grad_multiple_step = 1, or one loss only with use_normalized_loss, got several losses to "
     "accumulate: their gradients are computed one after the other, and a compiled backward runs once, as it overwrites its input"
 )
@@ -174,7 +174,7 @@ def compile_model(model: torch.nn.Module, wanted: bool | dict[str, Any]) -> Watc
     if wanted is False:
         return nullcontext
     options = dict(wanted) if isinstance(wanted, dict) else {}
-    modules = _chosen(model, options.pop("modules")) if "modules" in options else [model]
+    modules = _select_modules(model, options.pop("modules")) if "modules" in options else [model]
     takes = [name for name in inspect.signature(torch.compile).parameters if name != "model"]
     problems = []
     for name in options.keys() - set(takes):
@@ -191,7 +191,7 @@ def compile_model(model: torch.nn.Module, wanted: bool | dict[str, Any]) -> Watc
             _compile(module, options)
     except (RuntimeError, ValueError, TypeError) as error:
         raise ConfigError.of("unknown-key", f"torch_compile: expected options of torch.compile, got {options}: {error}") from None
-    return _Compilations().watched
+    return _Compilations().watch
 
 
 def _compile(module: torch.nn.Module, options: dict[str, Any]) -> None:
@@ -202,7 +202,7 @@ def _compile(module: torch.nn.Module, options: dict[str, Any]) -> None:
         module.compile(**options)
 
 
-def _chosen(model: torch.nn.Module, wanted: Any) -> list[torch.nn.Module]:
+def _select_modules(model: torch.nn.Module, wanted: Any) -> list[torch.nn.Module]:
     """The model's modules of some classes, without those inside of another such module, with which they are compiled."""
     classes = wanted if isinstance(wanted, (list, tuple)) else [wanted]
     names = {one.__name__ if isinstance(one, type) else str(one).rpartition(".")[2] for one in classes}
@@ -229,7 +229,7 @@ class _Compilations:
         self._seconds: list[float] = []
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
+    def watch(self) -> Iterator[None]:
         """The context around whatever may compile. Raises: ConfigError, if there is no compiler."""
         from torch._dynamo import callback, exc  # here, as this import takes a second or two
 
@@ -249,7 +249,7 @@ class _Compilations:
         except RuntimeError as error:
             if "donated buffer" not in str(error):
                 raise
-            raise ConfigError.of("wrong-result", TWICE) from error
+            raise ConfigError.of("wrong-result", SEVERAL_LOSSES) from error
         finally:
             handler.remove_start_callback(self._begin)
             handler.remove_end_callback(self._end)
@@ -305,13 +305,13 @@ def checkpoint_activations(model: torch.nn.Module, patterns: Sequence[str]) -> N
     if problems:
         raise ConfigError(problems)
     for module in chosen.values():
-        module.forward = _checkpointed(module, module.forward)
+        module.forward = _checkpoint_forward(module, module.forward)
 
 
 CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict)
 
 
-def _checkpointed(module: torch.nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+def _checkpoint_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def compute(*args: Any, **kwargs: Any) -> Any:
         if not (module.training and torch.is_grad_enabled()):

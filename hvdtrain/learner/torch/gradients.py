@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hvdtrain.context import Loss
-from hvdtrain.learner.meter import TINY, Normalized, check_same, normalized_losses, nothing_to_minimize
+from hvdtrain.learner.meter import TINY, NormalizedLosses, check_same_normalized, normalized_losses, nothing_to_minimize
 from hvdtrain.learner.reducer import GradientExchange, buckets
 from hvdtrain.learner.torch.tensors import Factor, count_of, terms_of, total_of
 
@@ -42,8 +42,8 @@ class Gradients:
         self._exchange = exchange
         self._device = device
         self._stream = GradientStream(parameters, exchange, bucket_bytes, owners)
-        self._of_losses = LossGradients(parameters)
-        self._normalized: Normalized | None = None  # known after the first step
+        self._loss_gradients = LossGradients(parameters)
+        self._normalized: NormalizedLosses | None = None  # known after the first step
         self._counts: Any = 0.0  # of the normalized losses, over this rank's batches since the last update
         self._count_handle: Any = None  # the reduction of the count that gradients are divided by after theirs
 
@@ -81,38 +81,38 @@ class Gradients:
                 divisor = divisor.float()  # the same quotients; a GPU then needs a few kernels, not one for each gradient
             torch._foreach_div_(gradients, divisor)
 
-    def _agree(self, losses: dict[str, Loss] | None) -> Normalized:
+    def _agree(self, losses: dict[str, Loss] | None) -> NormalizedLosses:
         """Collective in the first step: a rank without a batch does not know which losses are normalized."""
         own = None if losses is None else normalized_losses(losses)
         if self._normalized is None:
             self._normalized = self._exchange.agree(own)
         if own is not None:
-            check_same(self._normalized, own)
+            check_same_normalized(self._normalized, own)
         return self._normalized
 
-    def _accumulate(self, losses: dict[str, Loss], normal: Normalized, scale: Factor) -> None:
+    def _accumulate(self, losses: dict[str, Loss], normal: NormalizedLosses, scale: Factor) -> None:
         """The gradients of a batch that is not the update's last."""
-        if normal.names and not normal.alone:
-            self._of_losses.add(losses, normal.names, scale)
+        if normal.names and not normal.is_only_loss:
+            self._loss_gradients.add(losses, normal.names, scale)
         elif (total := total_of(losses, {}, scale)) is not None:
             total.backward()  # type: ignore[no-untyped-call]
 
-    def _send(self, losses: dict[str, Loss], normal: Normalized, scale: Factor) -> None:
+    def _send(self, losses: dict[str, Loss], normal: NormalizedLosses, scale: Factor) -> None:
         """Collective. The gradients of the update's last batch, each of which is sent as soon as it is complete."""
         divisors = self._start_counts(normal)
-        self._of_losses.combine(divisors)
+        self._loss_gradients.combine(divisors)
         self._stream.begin()
         if (total := total_of(losses, divisors, scale)) is not None:
             total.backward()  # type: ignore[no-untyped-call]
 
-    def _start_counts(self, normal: Normalized) -> dict[str, torch.Tensor]:
+    def _start_counts(self, normal: NormalizedLosses) -> dict[str, torch.Tensor]:
         """Collective. Reduce the numbers of elements; return them by loss, unless gradients are divided after their reduction."""
         if not normal.names:
             return {}
         counts = torch.zeros(len(normal.names), dtype=torch.float64, device=self._device) + self._counts
         self._counts = 0.0
         handle = self._exchange.start([counts], name="loss_counts")
-        if normal.alone:
+        if normal.is_only_loss:
             self._count_handle = handle
             return {}
         [totals] = self._exchange.finish(handle)
@@ -142,7 +142,7 @@ class GradientStream:
         self._bucket_of = {id(parameter): i for i, bucket in enumerate(self._buckets) for parameter in bucket}
         self._num_missing: list[int] = []  # by bucket, gradients that backward has not computed yet
         self._handles: list[Any] = []
-        self._has: list[bool] = []  # whether this rank has a gradient of each parameter, in the order of the buckets
+        self._has_grad: list[bool] = []  # whether this rank has a gradient of each parameter, in the order of the buckets
         self._flags_handle: Any = None  # their reduction, where they are a message of their own
         self._is_open = False
         for parameter in parameters:
@@ -166,7 +166,8 @@ class GradientStream:
             for parameter, reduced in zip(bucket, tensors[: len(bucket)], strict=True):
                 if reduced is not parameter.grad:
                     parameter.grad = reduced
-        if not all(self._has):  # else at least this rank has a gradient of every parameter, and nothing waits for the device
+        # Otherwise no gradient has to be dropped, and reading the flags would only wait for the device.
+        if not all(self._has_grad):
             parameters = [parameter for bucket in self._buckets for parameter in bucket]
             for parameter, has in zip(parameters, flags[0].tolist(), strict=True):
                 if not has:
@@ -194,9 +195,9 @@ class GradientStream:
             # Which gradients there are is final when the last bucket is sent: a gradient that is missing holds back its bucket,
             # and all that follow, until backward is over. So the flags travel with the last bucket. Only where each of its
             # tensors goes to one rank are they a message of their own, as every rank needs them.
-            self._has = [parameter.grad is not None for bucket in self._buckets for parameter in bucket]
-            flags = gradients[0].new_ones(len(self._has))
-            for place, has in enumerate(self._has):
+            self._has_grad = [parameter.grad is not None for bucket in self._buckets for parameter in bucket]
+            flags = gradients[0].new_ones(len(self._has_grad))
+            for place, has in enumerate(self._has_grad):
                 if not has:
                     flags[place].zero_()  # a kernel; a tensor made of a list would be a copy that waits for the device
             if owners is None:

@@ -40,7 +40,7 @@ def shapes_in(value: Any) -> list[tuple[int, ...]]:
 
 
 @contextmanager
-def noting_shapes(model: torch.nn.Module) -> Iterator[dict[str, list[tuple[int, ...]]]]:
+def record_shapes(model: torch.nn.Module) -> Iterator[dict[str, list[tuple[int, ...]]]]:
     """Inside the `with` block, the shapes that each module returns in its first call are noted by its name."""
     shapes: dict[str, list[tuple[int, ...]]] = {}
 
@@ -106,19 +106,19 @@ def export_model(model: torch.nn.Module, evaluate: Callable[[], None], folder: P
     made = f"model = ...  # the {type(model).__qualname__} that the config's get_model makes"
     load = f'import torch\n\n{made}\nmodel.load_state_dict(torch.load("{STATE}", weights_only=True))\nmodel.eval()'
     written = [Exported(STATE, None, load)]
-    with first_call(model) as calls:
+    with record_first_call(model) as calls:
         evaluate()
     model.eval()
     if not calls:
         return [*written, Exported(PROGRAM, NOT_CALLED), Exported(ONNX, NOT_CALLED)]
-    with _quiet(), whole_recurrent_layers():
+    with _silence_pytorch(), keep_recurrent_layers_whole():
         try:
             program = _program(model, calls[0])
             torch.export.save(program, folder / PROGRAM)
         except Exception as error:  # whatever torch.export has to say of the config's model
-            return [*written, Exported(PROGRAM, _short(error)), Exported(ONNX, f"it is made from {PROGRAM}")]
+            return [*written, Exported(PROGRAM, _describe_error(error)), Exported(ONNX, f"it is made from {PROGRAM}")]
         run = f'model = torch.export.load("{PROGRAM}").module()\noutputs = model({_arguments(model, calls[0])})'
-        sizes = _sizes(program)
+        sizes = _describe_inputs(program)
         return [*written, Exported(PROGRAM, None, f"import torch\n\n{run}", sizes), _onnx(program, folder / ONNX, sizes)]
 
 
@@ -130,10 +130,10 @@ def _program(model: torch.nn.Module, call: Call) -> torch.export.ExportedProgram
         (args, kwargs),
     )
     with torch.no_grad():
-        return torch.export.export(model, args, kwargs, dynamic_shapes=_by_parameter(model, *any_size), strict=False)
+        return torch.export.export(model, args, kwargs, dynamic_shapes=_bind_arguments(model, *any_size), strict=False)
 
 
-def _by_parameter(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def _bind_arguments(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Arguments by the names that forward gives them."""
     return dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments)
 
@@ -158,18 +158,18 @@ def _onnx(program: torch.export.ExportedProgram, file: Path, sizes: str) -> Expo
                     value.shape[axis] = int(str(size))
         made.save(str(file), external_data=False)
     except Exception as error:  # an operator that ONNX lacks, a version that does not fit
-        return Exported(ONNX, _short(error))
+        return Exported(ONNX, _describe_error(error))
     feeds = ", ".join(f'"{value.name}": {value.name}' for value in inputs)
     run = f'session = onnxruntime.InferenceSession("{ONNX}")\noutputs = session.run(None, {{{feeds}}})  # numpy arrays'
     return Exported(ONNX, None, f"import onnxruntime\n\n{run}", sizes)
 
 
 @contextmanager
-def whole_recurrent_layers() -> Iterator[None]:
+def keep_recurrent_layers_whole() -> Iterator[None]:
     """Inside the `with` block, a traced GRU, LSTM or RNN remains one operation, which takes sequences of any length.
 
     PyTorch computes it frame by frame in order to know the shapes of its results, which makes the length of the traced batch a
-    constant. Here, it is told the shapes.
+    constant. Here, it gets the shapes without computing.
     """
     operators = (GRU, LSTM, *RNNS)
     formulas: Any = torch._decomp.decomposition_table
@@ -207,7 +207,7 @@ def _recurrent_shapes(
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _silence_pytorch() -> Iterator[None]:
     """Inside the `with` block, PyTorch prints no warnings and no graphs of its own. Errors are raised as ever."""
     logs = [logging.getLogger(name) for name in ("torch", "onnxscript", "onnx_ir")]
     levels = [log.level for log in logs]
@@ -221,7 +221,7 @@ def _quiet() -> Iterator[None]:
                 log.setLevel(level)
 
 
-def _sizes(program: torch.export.ExportedProgram) -> str:
+def _describe_inputs(program: torch.export.ExportedProgram) -> str:
     """The inputs of a program in words: a letter for each size that may differ from the traced batch's, and what is fixed."""
     letters: dict[str, str] = {}  # by PyTorch's name of a size
     inputs, fixed = [], []
@@ -236,9 +236,9 @@ def _sizes(program: torch.export.ExportedProgram) -> str:
     ranges = {letters[str(name)]: range for name, range in program.range_constraints.items() if str(name) in letters}
     limits = {letter: _limits(range) for letter, range in ranges.items()}
     free = [letter for letter in letters.values() if not limits.get(letter)]
-    told = [f"{', '.join(free)} of any size"] if free else []
-    told += [f"{letter}{limit}" for letter, limit in limits.items() if limit]
-    parts = [", ".join(inputs) + (f" with {', '.join(told)}" if told else "")]
+    limits_text = [f"{', '.join(free)} of any size"] if free else []
+    limits_text += [f"{letter}{limit}" for letter, limit in limits.items() if limit]
+    parts = [", ".join(inputs) + (f" with {', '.join(limits_text)}" if limits_text else "")]
     parts += [f"fixed: {', '.join(fixed)}"] if fixed else []
     conditions = _conditions(getattr(program, "_guards_code", []), by_place)
     parts += [f"conditions: {', '.join(conditions)}"] if conditions else []
@@ -274,7 +274,7 @@ def _limits(range: Any) -> str:
 
 
 @contextmanager
-def first_call(model: torch.nn.Module) -> Iterator[list[Call]]:
+def record_first_call(model: torch.nn.Module) -> Iterator[list[Call]]:
     """Inside the `with` block, the arguments of the model's first call are added to the list."""
     calls: list[Call] = []
 
@@ -303,7 +303,7 @@ def _arguments(model: torch.nn.Module, call: Call) -> str:
     return ", ".join([*positional, *(f"{name}={code(name, value)}" for name, value in kwargs.items())])
 
 
-def _short(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     """The first line of an error, or of its cause, and the line of the config that led to it, if one did."""
     while error.__cause__ is not None:
         error = error.__cause__

@@ -22,10 +22,10 @@ from hvdtrain.learner.meter import (
     LearnerMeter,
     PendingScores,
     Transfer,
-    by_sequence,
-    check_marked,
-    check_outputs,
+    check_marked_losses,
+    check_marked_outputs,
     scales_of,
+    split_by_sequence,
 )
 from hvdtrain.learner.optimizer import change_gradients
 from hvdtrain.learner.precision import GradientCheck, LossScale
@@ -36,16 +36,16 @@ from hvdtrain.learner.torch.device import (
     CudaClock,
     Watch,
     autocast_of,
-    be_deterministic,
     checkpoint_activations,
     compile_model,
     device_name,
     device_of,
+    enable_determinism,
     peak_memory,
     seed_all,
 )
 from hvdtrain.learner.torch.gradients import Gradients
-from hvdtrain.learner.torch.inspect import export_model, layers_of, noting_shapes
+from hvdtrain.learner.torch.inspect import export_model, layers_of, record_shapes
 from hvdtrain.learner.torch.model_file import check_storable
 from hvdtrain.learner.torch.optimizer import ShardedOptimizer, make_optimizer
 from hvdtrain.learner.torch.optimizer_modes import OptimizerModes, check_modes, has_modes
@@ -82,7 +82,7 @@ class ConfigFunctions:
         run_context = running(RunContext(epoch, step, train, seq_tags=batch.seq_tags))
         with self.autocast(), run_context as context:
             self.train_step(model=self.model, extern_data=extern_data_of(batch, self.device))
-        check_marked(context.losses, lambda value: isinstance(value, torch.Tensor))
+        check_marked_losses(context.losses, lambda value: isinstance(value, torch.Tensor))
         return context.losses
 
     def outputs(self, batch: Batch, epoch: int, step: int) -> list[Outputs]:
@@ -93,7 +93,7 @@ class ConfigFunctions:
         run_context = running(RunContext(epoch, step, False, seq_tags=batch.seq_tags))
         with torch.no_grad(), self.watch(), self.autocast(), run_context as context:
             self.forward_step(model=self.model, extern_data=extern_data_of(batch, self.device))
-        check_outputs(context.outputs)
+        check_marked_outputs(context.outputs)
         outputs, vectors = {}, set()
         for name, output in context.outputs.items():
             value = output.value
@@ -101,7 +101,7 @@ class ConfigFunctions:
                 vectors.add(name)
             lengths = None if output.seq_lens is None else [int(length) for length in output.seq_lens]
             outputs[name] = [array_of(row) for row in value], lengths
-        return by_sequence(outputs, len(batch.indices), frozenset(vectors))
+        return split_by_sequence(outputs, len(batch.indices), frozenset(vectors))
 
 
 class TorchLearner:
@@ -200,7 +200,7 @@ class TorchLearner:
         return layers_of(self.model)
 
     def output_shapes(self, batch: Batch) -> dict[str, list[tuple[int, ...]]]:
-        with noting_shapes(self.model) as shapes:
+        with record_shapes(self.model) as shapes:
             self.evaluate(batch)
         self.meter.take_scores()
         return shapes
@@ -233,9 +233,9 @@ class TorchLearner:
     def _finish_batch_norms(self, batch: Batch | None, forward: bool) -> None:
         """Collective, if BatchNorms are synchronized. A rank without a batch takes part in what the others exchange."""
         if self._batch_norm is not None and batch is not None:
-            self._batch_norm.done(self._device)
+            self._batch_norm.end_pass(self._device)
         elif self._batch_norm is not None:
-            self._batch_norm.stand_by(self._device, forward)
+            self._batch_norm.join_without_batch(self._device, forward)
 
 
 WRAPPERS = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
@@ -280,7 +280,7 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
     check_import_order()
     torch.set_num_threads(options.threads)
     if keys.deterministic:
-        be_deterministic()
+        enable_determinism()
     device = device_of(keys.device, options.local_rank)
     seed_all(device, options.seed, 0, 0)
     model, constants = _model(keys, options, device)

@@ -13,7 +13,16 @@ import torch
 from hvdtrain.errors import ConfigError, DamagedCheckpoint
 from hvdtrain.learner.contents import FileFormat
 from hvdtrain.learner.integrity import write_checksum
-from hvdtrain.learner.model_format import FORMAT, PROGRESS, SAFETENSORS, header, is_safetensors, progress_of, reading, writing
+from hvdtrain.learner.model_format import (
+    FORMAT,
+    PROGRESS,
+    SAFETENSORS,
+    atomic_write,
+    header,
+    is_safetensors,
+    progress_of,
+    verified_read,
+)
 
 
 def check_storable(model: torch.nn.Module, model_format: str) -> None:
@@ -73,7 +82,7 @@ def _write_safetensors(path: Path, model: Mapping[str, torch.Tensor], progress: 
     for name, tensor in kept.items():  # the format has neither strides nor tensors that overlap
         alone = in_storage[tensor.untyped_storage().data_ptr()] == 1
         kept[name] = tensor.contiguous() if alone else tensor.clone(memory_format=torch.contiguous_format)
-    with writing(path) as unfinished:
+    with atomic_write(path) as unfinished:
         save_file(kept, unfinished, metadata)
 
 
@@ -85,7 +94,7 @@ def place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 def read_file(path: Path, device: torch.device) -> dict[str, Any]:
     """A file's contents, those of a safetensors file under `model`; no code in it is run. Raises: CheckpointError."""
-    with reading(path):
+    with verified_read(path):
         if is_safetensors(path):
             return _read_safetensors(path, device)
         contents = torch.load(path, map_location=device, weights_only=True)

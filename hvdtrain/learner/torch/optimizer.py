@@ -48,8 +48,8 @@ def make_optimizer(spec: dict[str, Any] | str | Any, model: torch.nn.Module, fus
         for name, member in vars(torch.optim).items()
         if isinstance(member, type) and issubclass(member, torch.optim.Optimizer) and member is not torch.optim.Optimizer
     }
-    made = imported(wanted) if isinstance(wanted, str) and "." in wanted else class_of(wanted, known, "optimizer.class")
-    if unfit := _unfit(made):
+    made = import_class(wanted) if isinstance(wanted, str) and "." in wanted else class_of(wanted, known, "optimizer.class")
+    if unfit := _unsupported_reason(made):
         raise ConfigError.of("unsupported", f"optimizer.class: {unfit}")
     if "epsilon" in options:
         options["eps"] = options.pop("epsilon")
@@ -68,7 +68,7 @@ def make_optimizer(spec: dict[str, Any] | str | Any, model: torch.nn.Module, fus
         raise ConfigError.of("unknown-key", f"optimizer: expected options of {made.__name__}, got {options}: {error}") from None
 
 
-def _unfit(made: type) -> str | None:
+def _unsupported_reason(made: type) -> str | None:
     """Why an optimizer of a class cannot be used; None: it can."""
     if issubclass(made, torch.optim.SparseAdam):
         return "expected an optimizer for dense gradients, which are what ranks reduce, got SparseAdam (adam, adamw, ...)"
@@ -91,9 +91,9 @@ def _check_optimizer(made: Any, model: torch.nn.Module) -> torch.optim.Optimizer
     groups = getattr(made, "param_groups", None)
     if not isinstance(groups, list) or not callable(getattr(made, "step", None)):
         raise ConfigError.of(
-            "wrong-result", f"optimizer: expected a function that returns an optimizer of PyTorch, got {_kind(made)}"
+            "wrong-result", f"optimizer: expected a function that returns an optimizer of PyTorch, got {_describe_type(made)}"
         )
-    problems = problem("unsupported", f"optimizer: {unfit}") if (unfit := _unfit(type(made))) else []
+    problems = problem("unsupported", f"optimizer: {unfit}") if (unfit := _unsupported_reason(type(made))) else []
     problems += _parameter_problems("optimizer", groups, model)
     if problems:
         raise ConfigError(problems)
@@ -126,7 +126,7 @@ def _parameter_problems(where: str, groups: Sequence[Mapping[str, Any]], model: 
     return problems
 
 
-def imported(name: str) -> Any:
+def import_class(name: str) -> Any:
     """The class `package.module.Class`. Raises: ConfigError, if there is none."""
     module, _, last = name.rpartition(".")
     try:
@@ -211,7 +211,7 @@ def _check_groups(groups: Any, model: torch.nn.Module, made: type) -> list[dict[
     if not made_groups or not all(isinstance(group, dict) and "params" in group for group in made_groups):
         raise ConfigError.of(
             "wrong-result",
-            f"optimizer.{CUSTOM}: expected it to return a list of dicts with the entry 'params', got {_kind(groups)}",
+            f"optimizer.{CUSTOM}: expected it to return a list of dicts with the entry 'params', got {_describe_type(groups)}",
         )
     problems = []
     for number, group in enumerate(made_groups):
@@ -231,7 +231,7 @@ def _check_groups(groups: Any, model: torch.nn.Module, made: type) -> list[dict[
     return made_groups
 
 
-def _kind(value: Any) -> str:
+def _describe_type(value: Any) -> str:
     inside = f" of {type(value[0]).__name__}" if isinstance(value, (list, tuple)) and value else ""
     return f"a {type(value).__name__}{inside}"
 

@@ -21,7 +21,7 @@ def has_modes(optimizer: object) -> bool:
     return callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None))
 
 
-def check_modes(optimizer: object, is_sharded: bool, ema_decay: float | None, meets_every_update: bool) -> None:
+def check_modes(optimizer: object, is_sharded: bool, ema_decay: float | None, is_synced_every_update: bool) -> None:
     """Raises: ConfigError, if something else would keep an optimizer with modes from having the right weights."""
     name = type(optimizer).__name__
     problems = []
@@ -36,7 +36,7 @@ def check_modes(optimizer: object, is_sharded: bool, ema_decay: float | None, me
                 f"ema_decay: expected None with {name}, which has weights of its own for evaluations, got {ema_decay:g}",
             )
         )
-    if not meets_every_update:
+    if not is_synced_every_update:
         problems += problem(
             "conflict",
             f"horovod_reduce_type: expected 'grad' with {name}, as its eval() computes the weights from the optimizer's state, "
@@ -56,46 +56,46 @@ class OptimizerModes:
     def __init__(self, named: Mapping[str, torch.nn.Parameter], optimizer: Any) -> None:
         self._parameters = dict(named)
         self._optimizer = optimizer
-        self._trained: dict[str, torch.Tensor] | None = None  # inside of `used`
-        self.started = False
+        self._trained: dict[str, torch.Tensor] | None = None  # inside of `use`
+        self.has_started = False
         self.updates = 0  # nothing is averaged here
 
     def start(self, updates: int = 0) -> None:
         """Begin to train."""
         self._optimizer.train()
-        self.started = True
+        self.has_started = True
 
     def follow(self, updates: int) -> None:
         """The optimizer does it itself."""
 
     @contextmanager
-    def used(self) -> Iterator[None]:
+    def use(self) -> Iterator[None]:
         self._trained = self._copies()
         self._optimizer.eval()
         try:
             yield
         finally:
-            self._go_back(self._trained)
+            self._restore_trained(self._trained)
             self._trained = None
 
     @contextmanager
-    def left(self) -> Iterator[None]:
+    def training_mode(self) -> Iterator[None]:
         if self._trained is None:
             yield
             return
         used = self._copies()
-        self._go_back(self._trained)
+        self._restore_trained(self._trained)
         try:
             yield
         finally:
             self._optimizer.eval()
-            self._put(used)
+            self._set_parameters(used)
 
-    def both(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    def evaluated_and_trained(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         if self._trained is not None:
             return self._copies(), self._trained
         trained = self._copies()
-        with self.used():
+        with self.use():
             return self._copies(), trained
 
     def adopt(self, changed: Collection[str]) -> None:
@@ -104,11 +104,11 @@ class OptimizerModes:
     def _copies(self) -> dict[str, torch.Tensor]:
         return {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
 
-    def _go_back(self, trained: Mapping[str, torch.Tensor]) -> None:
+    def _restore_trained(self, trained: Mapping[str, torch.Tensor]) -> None:
         self._optimizer.train()
-        self._put(trained)
+        self._set_parameters(trained)
 
-    def _put(self, values: Mapping[str, torch.Tensor]) -> None:
+    def _set_parameters(self, values: Mapping[str, torch.Tensor]) -> None:
         with torch.no_grad():
             for name, parameter in self._parameters.items():
                 parameter.copy_(values[name])

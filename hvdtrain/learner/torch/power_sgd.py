@@ -47,12 +47,12 @@ class PowerSGD(GradientCompressor):
         rank: of the product.
     """
 
-    keeps = True
+    is_stateful = True
 
     def __init__(self, comm: Communicator, rank: int) -> None:
         super().__init__(comm)
         self._rank = rank
-        self._forgets = False
+        self._must_forget = False
         self._errors: dict[str, list[torch.Tensor]] = {}
         self._factors: dict[str, list[torch.Tensor]] = {}
 
@@ -61,18 +61,20 @@ class PowerSGD(GradientCompressor):
 
     def begin(self, state: ModelState) -> None:
         for kept, start in ((state.own, ERRORS), (state.shared, FACTORS)):
-            for name in [name for name in kept if self._forgets or not name.startswith(start)]:
+            for name in [name for name in kept if self._must_forget or not name.startswith(start)]:
                 del kept[name]
-        self._forgets = False
+        self._must_forget = False
         self._errors, self._factors = state.own, state.shared
 
     def forget(self) -> None:
-        self._forgets = True
+        self._must_forget = True
 
     def start(
         self, tensors: Sequence[torch.Tensor], op: Op, *, name: str, owners: Sequence[int] | None = None, exact: bool = False
     ) -> Any:
-        numbers = [] if exact or self._comm.size == 1 else [number for number, one in enumerate(tensors) if self._pays(one)]
+        numbers = (
+            [] if exact or self._comm.size == 1 else [number for number, one in enumerate(tensors) if self._is_worthwhile(one)]
+        )
         if not numbers:
             return super().start(tensors, op, name=name, owners=owners, exact=exact)
         flat = [tensors[number].reshape(len(tensors[number]), -1) for number in numbers]
@@ -104,7 +106,7 @@ class PowerSGD(GradientCompressor):
             reduced[number] = (one @ total.T).reshape(handle.tensors[number].shape)
         return reduced
 
-    def _pays(self, tensor: torch.Tensor) -> bool:
+    def _is_worthwhile(self, tensor: torch.Tensor) -> bool:
         """Whether factors are at most half as large. What has to be exact is not float32."""
         if tensor.dtype != torch.float32 or tensor.dim() < 2:
             return False
@@ -119,11 +121,11 @@ class PowerSGD(GradientCompressor):
         shapes = [(one.shape[1], self._rank) for one in matrices]
         if [tuple(one.shape) for one in factors] != shapes:
             empty = [one.new_empty(shape) for one, shape in zip(matrices, shapes, strict=True)]
-            factors = [_first(f"{name}.{place}", one) for place, one in enumerate(empty)]
+            factors = [_initial_factor(f"{name}.{place}", one) for place, one in enumerate(empty)]
         return errors, factors
 
 
-def _first(name: str, like: torch.Tensor) -> torch.Tensor:
+def _initial_factor(name: str, like: torch.Tensor) -> torch.Tensor:
     """A first right factor, the same on all ranks."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     return torch.randn(like.shape, generator=generator).to(like.device)

@@ -21,7 +21,7 @@ class Exchange:
     """Sums over the ranks for the BatchNorms of a model.
 
     A rank without a batch does not know which sums the others exchange, nor which exchange is the last. So all exchanges are
-    vectors of the same length that contain this, and `done` ends the forward and the backward of a step.
+    vectors of the same length that contain this, and `end_pass` ends the forward and the backward of a step.
 
     Args:
         comm: a channel of its own, as sums and gradients come in another order on a rank without a batch.
@@ -39,13 +39,13 @@ class Exchange:
         vector[SUMS : SUMS + len(values)] = values
         return self._reduce(vector)[SUMS : SUMS + len(values)]
 
-    def done(self, device: torch.device) -> None:
+    def end_pass(self, device: torch.device) -> None:
         """Collective. Tell the ranks without a batch that a forward or a backward has no more sums."""
         vector = torch.zeros(self._length, dtype=torch.float64, device=device)
         vector[DONE] = 1
         self._reduce(vector)
 
-    def stand_by(self, device: torch.device, forward: bool) -> None:
+    def join_without_batch(self, device: torch.device, forward: bool) -> None:
         """Collective, on a rank without a batch. Add zeros to the others' sums, and update the running statistics as they do."""
         while True:
             vector = self._reduce(torch.zeros(self._length, dtype=torch.float64, device=device))
@@ -53,7 +53,7 @@ class Exchange:
                 return
             if forward:
                 module = self._modules[int(vector[MODULE] / vector[RANKS])]
-                module.keep(*module.statistics(vector[SUMS:]))
+                module.update_running_statistics(*module.statistics(vector[SUMS:]))
 
     def _reduce(self, vector: torch.Tensor) -> torch.Tensor:
         return all_reduce(self._comm, [vector], "sum", name="sync_batch_norm")[0]  # type: ignore[no-any-return]
@@ -82,7 +82,7 @@ class SyncBatchNorm(_BatchNorm):
         if not self.training or self.exchange is None:
             return super().forward(input)
         normalized, mean, variance, count = _Normalize.apply(input, self)  # type: ignore[no-untyped-call]
-        self.keep(mean, variance, count)
+        self.update_running_statistics(mean, variance, count)
         if self.weight is None:
             return normalized
         shape = [1, -1] + [1] * (input.dim() - 2)
@@ -98,7 +98,7 @@ class SyncBatchNorm(_BatchNorm):
         mean = sums[:features] / count
         return mean, (sums[features : 2 * features] / count - mean * mean).clamp(min=0), count
 
-    def keep(self, mean: torch.Tensor, variance: torch.Tensor, count: torch.Tensor) -> None:
+    def update_running_statistics(self, mean: torch.Tensor, variance: torch.Tensor, count: torch.Tensor) -> None:
         """Update the running statistics as BatchNorm does, with the variance over the count minus one."""
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
             return

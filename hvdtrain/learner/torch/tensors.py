@@ -46,7 +46,7 @@ def size(tensor: torch.Tensor) -> int:
 
 
 @contextmanager
-def preserved() -> Iterator[None]:
+def preserve_state() -> Iterator[None]:
     """What a training changes of PyTorch, or its config while it is read, is afterwards as before."""
     on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     generators = torch.get_rng_state(), torch.cuda.get_rng_state_all() if on_gpu else []

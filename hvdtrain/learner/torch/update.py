@@ -32,7 +32,7 @@ def skips_by_itself(optimizer: object) -> bool:
 
 
 @dataclass(frozen=True)
-class _Decided:
+class _DeviceDecision:
     """An update that the device decided on."""
 
     finite: AsyncCopy
@@ -56,7 +56,7 @@ class DeviceSkips:
         self._check = check
         self._scale = scale
         self._device = device
-        self._decided: _Decided | None = None
+        self._decided: _DeviceDecision | None = None
         self._state: tuple[torch.Tensor, torch.Tensor] | None = None  # the scale, and the number of good updates: float64 scalars
         self.loss_factor: torch.Tensor | None = None
         """The scale as the losses get it: a float32 scalar on the device; None: the host's is up to date."""
@@ -77,7 +77,7 @@ class DeviceSkips:
         optimizer.found_inf = (~all_finite).float()  # type: ignore[attr-defined]  # read by fused optimizers, as by GradScaler's
         if self._scale is not None:
             self._adapt(self._scale, all_finite)
-        self._decided = _Decided(AsyncCopy(finite), names, step)
+        self._decided = _DeviceDecision(AsyncCopy(finite), names, step)
 
     def flush(self) -> None:
         """Read what the device decided last. Raises: TrainingError, if too many updates in a row were skipped."""
@@ -85,7 +85,7 @@ class DeviceSkips:
         if decided is not None:
             finite = decided.finite.values().tolist()
             broken = [name for name, is_finite in zip(decided.names, finite, strict=True) if not is_finite]
-            self._check.is_applied(not broken, decided.step, lambda: broken)
+            self._check.decide(not broken, decided.step, lambda: broken)
 
     def _adapt(self, scale: LossScale, finite: torch.Tensor) -> None:
         """What `LossScale.update` does, on the device."""
@@ -183,7 +183,7 @@ class Update:
         """
         if self._scale is not None:
             torch._foreach_div_(self._gradients(), self.loss_factor)
-        if not self._check.is_needed or self._is_applied(step):
+        if not self._check.is_needed or self._should_apply(step):
             self._change_gradients(step)
             for group, multiplier in zip(self._optimizer.param_groups, self._multipliers, strict=True):
                 group["lr"] = learning_rate * multiplier
@@ -191,7 +191,7 @@ class Update:
             self._has_applied = True
         self._optimizer.zero_grad(set_to_none=True)
 
-    def _is_applied(self, step: int) -> bool:
+    def _should_apply(self, step: int) -> bool:
         """Whether to apply the update. If the optimizer skips it by itself, yes. The first one that is applied is decided here:
         an optimizer creates its state then, and may leave it uninitialized if it skips."""
         finite = torch.stack(self._norms(float("inf"))).isfinite()  # of each gradient: its largest element is
@@ -201,7 +201,7 @@ class Update:
             self._on_device.decide(self._optimizer, finite, names, step)  # type: ignore[arg-type]  # no ShardedOptimizer
             return True
         # If gradients were reduced, this is the same on all ranks.
-        return self._check.is_applied(bool(finite.all()), step, self._invalid_names)
+        return self._check.decide(bool(finite.all()), step, self._invalid_names)
 
     def _change_gradients(self, step: int) -> None:
         norms = self._norms if isinstance(self._optimizer, ShardedOptimizer) else None

@@ -165,7 +165,7 @@ class Meter(Protocol):
         ...
 
     def step_seconds(self) -> float:
-        """The seconds of `backward` and `update` since the learner was created, over the steps known to be finished; does not wait
+        """The seconds of `backward` and `update` since the learner was created, over steps known to be finished; does not wait
         for the device."""
         ...
 
@@ -326,7 +326,7 @@ class LearnerKeys(Section):
         if self.torch_compile is not False and self.checkpoint_modules:
             return problem(
                 "conflict",
-                "checkpoint_modules: expected torch_compile = False, got both (a compiled graph decides which activations it keeps)",
+                "checkpoint_modules: expected torch_compile = False, got both (a compiled graph itself decides what it keeps)",
             )
         if self.torch_compile is not False and self.sync_batch_norm:
             return problem(

@@ -1,7 +1,7 @@
 """Compression of gradients and parameter changes sent to other ranks: the key `horovod_compression`.
 
-A new 16-bit type is a line in the table, provided that the transports can send it. Any other compression is a file with a subclass
-of `GradientCompressor`, and a line.
+A new 16-bit type is a line in the table, if the transports can send it. Any other compression is a file with a subclass of
+`GradientCompressor`, and a line.
 """
 
 from __future__ import annotations
@@ -164,8 +164,8 @@ def gradient_compressor(comm: Communicator, keys: CompressionKeys) -> GradientCo
 
 
 def change_compressor(comm: Communicator, keys: CompressionKeys) -> GradientCompressor:
-    """The compressor of averaged parameter changes. The parameters themselves cannot be sent in 16 bits: an update is often smaller
-    than their rounding error."""
+    """The compressor of averaged parameter changes. The parameters themselves are never sent in 16 bits: an update is often
+    smaller than their rounding error."""
     chosen = COMPRESSIONS.get(keys.compression or "")
     if chosen is None or comm.size == 1:
         return GradientCompressor(comm)

@@ -82,7 +82,7 @@ class Framework:
             self._module("learner").prepare(device, local_rank, threads)
 
     def preserve_state(self) -> AbstractContextManager[None]:
-        """Inside the `with` block, jobs in a program's process may change the framework's global state; it is restored afterwards."""
+        """Restore the framework's global state after the `with` block, in which a program runs jobs in its process."""
         preserve: Callable[[], AbstractContextManager[None]] = self._module("tensors").preserve_state
         return preserve()
 

@@ -1,8 +1,8 @@
 """Checks that a checkpoint's file is bit for bit as it was written, and that files belong together.
 
 PyTorch's files and numpy's .npz are zip archives with a CRC-32 of each entry, which torch.load does not check. Our PyTorch files
-also have a checksum that takes a fifth of the time: in the archive's comment, or in the header of a safetensors file. Threads check
-a file while it is read, so a start does not wait for checks if there are idle cores.
+also have a checksum that takes a fifth of the time: in the archive's comment, or in the header of a safetensors file. Threads
+check a file while it is read, so a start does not wait for checks if there are idle cores.
 """
 
 from __future__ import annotations

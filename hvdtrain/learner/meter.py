@@ -127,8 +127,8 @@ MAX_NOT_FINITE = 3
 
 
 class Clock(Protocol):
-    """Measures the seconds of spans on the device. `take` waits for it and returns the seconds since the last `take`; `known` does
-    not wait and returns the seconds of all spans known to be finished."""
+    """Measures the seconds of spans on the device. `take` waits for it and returns the seconds since the last `take`; `known`
+    does not wait and returns the seconds of all spans known to be finished."""
 
     def span(self) -> AbstractContextManager[None]: ...
 

@@ -91,7 +91,7 @@ def unreadable_error(file: Path, error: Exception) -> CheckpointError:
 
 @contextmanager
 def atomic_write(file: Path) -> Iterator[Path]:
-    """Yield a temporary path for the package to write to, then move the file into place; errors such as a full disk become OSErrors.
+    """Yield a temporary path for the package to write to, then move the file into place. Its errors become OSErrors.
 
     The package writes to a randomly named file, which a kill would leave behind forever, and with permissions for the owner only.
     Here, a kill leaves a folder that the next save recognizes by its name, and permissions are the usual ones.

@@ -8,8 +8,8 @@ from typing import Literal, Protocol
 from hvdtrain.comm.base import Tensor
 
 Kind = Literal["parameters", "frozen", "statistics", "counters"]
-"""The kinds of tensors in a model: trained parameters, frozen parameters, floating-point buffers such as BatchNorm's running mean,
-and integer buffers."""
+"""The kinds of tensors in a model: trained parameters, frozen parameters, floating-point buffers such as BatchNorm's running
+mean, and integer buffers."""
 
 StatePart = Kind | Literal["optimizer", "kept"]
 """The parts of the state that can differ between ranks, so that each rank saves its own; "kept" are the tensors that a reducer

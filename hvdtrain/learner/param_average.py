@@ -117,16 +117,16 @@ class ParamAverage:
     average after every update, this equals averaging gradients. (Local SGD: Stich, 2019.)
 
     With a delay, training does not wait: a sync adds to each rank's parameters the change that it would have made to the
-    parameters that were sent, so updates made since then are kept (Shen et al., 2019). It does so after a fixed number of updates,
-    no matter when the average arrives. Parts of the model are sent in turn, at equal distances (both as in streaming DiLoCo:
-    Douillard et al., 2025). Buffers are then averaged only at the end of the epoch, since training does not read them.
+    parameters that were sent, so updates made since then are kept (Shen et al., 2019). It does so after a fixed number of
+    updates, no matter when the average arrives. Parts of the model are sent in turn, at equal distances (both as in streaming
+    DiLoCo: Douillard et al., 2025). Buffers are then averaged only at the end of the epoch, since training does not read them.
 
     Args:
         interval: the number of updates between two syncs.
         outer: computes the new model from the average; None: the average is the new model.
         delay: the number of updates until an average is applied; 0: training waits for it.
         parts: the number of parts of the model.
-        compressor: if it sends 16 bits, the parameters' changes since the last sync are sent. None: parameters are sent as they are.
+        compressor: if it sends 16 bits, it sends the changes since the last sync. None: parameters are sent as they are.
     """
 
     keys = ParamAverageKeys

@@ -21,8 +21,8 @@ LARGEST = 2.0**126
 """The largest loss scale: it has to fit into a float32."""
 
 INITIAL_SCALE_OF_MESSAGES = 2.0**10
-"""The initial loss scale if gradients are sent in float16, but computed in float32. They are often sums over a batch, and so closer
-to the upper end of the range, 65504, than those of a mean: starting from 65536 would skip more updates until the scale fits."""
+"""The initial loss scale if gradients are sent in float16, but computed in float32. They are often sums over a batch, and so
+closer to the upper end of the range, 65504, than those of a mean: starting from 65536 would skip more updates at first."""
 
 MAX_SKIPPED = 20
 """The number of consecutive updates that may be skipped with a loss scale below 1, unless the config sets one."""
@@ -96,8 +96,8 @@ class Precision:
     """The type that a model computes in. Its parameters are always float32.
 
     Attributes:
-        scaling: how the loss is scaled; "auto": with default options if the model computes in float16 or its gradients are sent in
-            it; None: not at all.
+        scaling: how the loss is scaled; "auto": with default options if the model computes in float16 or sends gradients in it;
+            None: not at all.
         narrow_gradients: whether gradients are sent in float16.
     """
 

@@ -1,7 +1,8 @@
 """The reducers, by the value of the key `horovod_reduce_type`.
 
-Gradients are reduced for every update (`GradReduce`), or parameters are averaged after N updates (`param_average.py`), or first one,
-then the other (`PostLocal`). A new reducer is a file with a class of `EpochSync` (`reducer.py`), its keys, and a line in `REDUCERS`.
+Gradients are reduced for every update (`GradReduce`), or parameters are averaged after N updates (`param_average.py`), or first
+one, then the other (`PostLocal`). A new reducer is a file with a class of `EpochSync` (`reducer.py`), its keys, and a line in
+`REDUCERS`.
 """
 
 from __future__ import annotations

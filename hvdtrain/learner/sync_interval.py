@@ -69,8 +69,8 @@ class EveryUpdates:
 class Quadratic(EveryUpdates):
     """The number grows as the learning rate falls: max(every, floor((alpha / learning rate)^2)) (Gu et al., 2024).
 
-    It depends only on the last update's rate, so it needs no saved state and no message. With a rate of 0, the first sync is at the
-    end of the epoch.
+    It depends only on the last update's rate, so it needs no saved state and no message. With a rate of 0, the first sync is at
+    the end of the epoch.
 
     >>> [Quadratic(4, 0.1).updates(rate) for rate in (0.1, 0.05, 0.03, 0.01)]
     [4, 4, 11, 100]
@@ -91,8 +91,8 @@ class Quadratic(EveryUpdates):
 
 
 class EverySeconds:
-    """Approximately a constant time. At each sync, rank 0 converts it to a number of updates by its own speed and sends that number
-    to the others: steps need no messages, and clocks are not compared."""
+    """Approximately a constant time. At each sync, rank 0 converts it to a number of updates by its own speed and sends that
+    number to the others: steps need no messages, and clocks are not compared."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds

@@ -1,4 +1,4 @@
-"""The config's optimizer, a Keras optimizer, and the graph of an update."""
+"""The config's Keras optimizer, and the graph of an update."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ from hvdtrain.learner.tensorflow.gradients import (
 from hvdtrain.learner.tensorflow.tensors import ModelVariables, tensorflow_variable
 
 NOT_OPTIMIZERS = ("Optimizer", "LossScaleOptimizer", "MultiOptimizer", "OptimizerMap")
-"""Classes in keras.optimizers that are no optimizers of their own."""
+"""Classes in keras.optimizers that a config cannot use by name: base classes and wrappers."""
 
 DEFAULT_RULE = DecayRule(
     (keras.layers.LayerNormalization, keras.layers.GroupNormalization, keras.layers.Embedding), biases="(bias|beta)$"
 )
-"""The parameters of these layers do not decay, nor do biases; the same as with PyTorch."""
+"""The parameters of these layers do not decay, nor do biases, as with PyTorch."""
 
 
 class UpdateGraph:
-    """One optimizer step, and what is done to the reduced gradients before it: the loss scale, the check for finite gradients,
+    """One optimizer step and the changes to the reduced gradients before it: the loss scale, the check for finite gradients,
     noise, clipping.
 
     Args:
-        change: what is done to the gradients that are applied.
+        change: changes the gradients before they are applied.
         check: decides whether an update is skipped.
-        scale: of the loss; None: it is not scaled.
+        scale: the loss scale; None: the loss is not scaled.
     """
 
     def __init__(
@@ -82,12 +82,12 @@ class UpdateGraph:
 
         Args:
             reduced: the gradients, packed.
-            divisor: what they are divided by if a normalized loss is the only loss.
+            divisor: their divisor if a normalized loss is the only loss.
             noise_seeds: uint32 of shape (2,).
-            step: steps done in the whole training before the last step of this update.
+            step: the number of training steps done before the last step of this update.
 
         Raises:
-            TrainingError: too many updates in a row were skipped.
+            TrainingError: too many consecutive updates were skipped.
         """
         if self._graph is None:
             divides = exchange.losses.is_only_loss and bool(exchange.losses.names)
@@ -103,7 +103,7 @@ class UpdateGraph:
             self._check.decide(bool(flags.all()), step, lambda: self._invalid_names(flags))
 
     def gradient_norm(self) -> float | None:
-        """The gradients' global norm before clipping, of the last update; None if they are not clipped by it. Waits for a GPU."""
+        """The global norm of the last update's gradients before clipping; None if it is not clipped. Waits for a GPU."""
         return float(self._norm) if self._norm is not None and self._clips_norm else None
 
     def _apply(
@@ -115,9 +115,9 @@ class UpdateGraph:
         learning_rate: tf.Tensor,
         noise_seeds: tf.Tensor,
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """The graph: returns for each parameter whether its gradient is finite; shape (0,) if this is not checked. And the global
-        norm of the gradients before clipping; 0 if they are not clipped by it."""
-        own_scale = self._optimizer.scale_loss(tf.ones([]))  # of the config's optimizer, if it scales the loss itself
+        """The graph. Returns whether each parameter's gradient is finite, of shape (0,) if that is not checked; and the global norm
+        of the gradients before clipping, 0 if the norm is not clipped."""
+        own_scale = self._optimizer.scale_loss(tf.ones([]))  # 1 unless the config's optimizer scales the loss itself
         gradients = TensorFlowGradients(unpack(reduced), own_scale, noise_seeds)
         if divides:
             gradients.divide(divisor)
@@ -140,7 +140,7 @@ class UpdateGraph:
         return [name for name, is_finite in zip(self._names, finite, strict=True) if not is_finite]
 
     def _step(self, updates: list[Any]) -> bool:
-        """The branch of the graph in which the optimizer changes the parameters."""
+        """The branch of the graph that changes the parameters."""
         self._optimizer.apply(updates, self._trained)
         return True
 
@@ -148,8 +148,8 @@ class UpdateGraph:
 def make_optimizer(spec: dict[str, Any] | str | Any, variables: ModelVariables) -> keras.optimizers.Optimizer:
     """An optimizer from `{"class": "adamw", "weight_decay": 0.01, ...}`, a name, or a function of the trainable variables.
 
-    The learning rate is set at every update. As with PyTorch, `eps` is another name for `epsilon`, and `betas` for
-    `beta_1` and `beta_2`.
+    The learning rate is set at every update. As in PyTorch, `eps` can be given for `epsilon`, and `betas` for `beta_1` and
+    `beta_2`.
 
     Raises:
         ConfigError: there is no such optimizer, or it has no such options.
@@ -168,7 +168,7 @@ def make_optimizer(spec: dict[str, Any] | str | Any, variables: ModelVariables) 
     except TypeError:
         raise ConfigError.of(
             "unsupported",
-            "optimizer: expected one without a learning rate of its own, got one with a schedule (use dynamic_learning_rate)",
+            "optimizer: expected one without a learning rate schedule, got one with a schedule (use dynamic_learning_rate)",
         ) from None
     if not made.built:
         made.build(trained)
@@ -201,7 +201,7 @@ def _make_by_name(options: dict[str, Any], variables: ModelVariables) -> keras.o
 
 
 def _take_undecayed(options: dict[str, Any], variables: ModelVariables) -> list[Any]:
-    """The variables that do not decay. Options about them are removed from the options. Raises: ConfigError."""
+    """Remove the options about weight decay, and return the variables that do not decay. Raises: ConfigError."""
     if options.pop("param_groups_custom", None) is not None:
         raise ConfigError.of(
             "unsupported",
@@ -210,7 +210,7 @@ def _take_undecayed(options: dict[str, Any], variables: ModelVariables) -> list[
         )
     if not options.get("weight_decay") and any(options.get(name) is not None for name in (BLACKLIST, INCLUDE)):
         raise ConfigError.of(
-            "missing", f"optimizer.weight_decay: expected a positive number beside {BLACKLIST} or {INCLUDE}, got none"
+            "missing", f"optimizer.weight_decay: expected a positive number with {BLACKLIST} or {INCLUDE}, got none"
         )
     known = {*vars(keras.layers), *(name for owner in variables.owners.values() for name in class_names(owner))}
     rule = take_decay_rule(options, DEFAULT_RULE, known)

@@ -1,8 +1,8 @@
 """Optimizers with `train()` and `eval()`, such as schedule-free ones: training and evaluation use different weights.
 
 Such an optimizer moves the parameters between two points. It has to be in its training mode for an update, and in the other for
-an evaluation and for the model's file. Going there and back rounds, so the training's weights are kept meanwhile and put back:
-when and how often a training is evaluated and saved changes nothing.
+an evaluation and for the model's file. Switching back and forth rounds, so the trained weights are kept and restored: results do
+not depend on when and how often a training is evaluated and saved.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def has_modes(optimizer: object) -> bool:
 
 
 def check_modes(optimizer: object, is_sharded: bool, ema_decay: float | None, is_synced_every_update: bool) -> None:
-    """Raises: ConfigError, if something else would keep an optimizer with modes from having the right weights."""
+    """Raises: ConfigError, if another feature would give an optimizer with modes the wrong weights."""
     name = type(optimizer).__name__
     problems = []
     if is_sharded:
@@ -33,7 +33,7 @@ def check_modes(optimizer: object, is_sharded: bool, ema_decay: float | None, is
         problems.append(
             Problem.of(
                 "conflict",
-                f"ema_decay: expected None with {name}, which has weights of its own for evaluations, got {ema_decay:g}",
+                f"ema_decay: expected None with {name}, which has separate weights for evaluations, got {ema_decay:g}",
             )
         )
     if not is_synced_every_update:
@@ -47,7 +47,7 @@ def check_modes(optimizer: object, is_sharded: bool, ema_decay: float | None, is
 
 
 class OptimizerModes:
-    """`EvaluationWeights` that an optimizer's `eval()` makes.
+    """`EvaluationWeights` computed by an optimizer's `eval()`.
 
     Args:
         named: the trained parameters by name.
@@ -56,7 +56,7 @@ class OptimizerModes:
     def __init__(self, named: Mapping[str, torch.nn.Parameter], optimizer: Any) -> None:
         self._parameters = dict(named)
         self._optimizer = optimizer
-        self._trained: dict[str, torch.Tensor] | None = None  # inside of `use`
+        self._trained: dict[str, torch.Tensor] | None = None  # within `use`
         self.has_started = False
         self.updates = 0  # nothing is averaged here
 
@@ -66,7 +66,7 @@ class OptimizerModes:
         self.has_started = True
 
     def follow(self, updates: int) -> None:
-        """The optimizer does it itself."""
+        """Does nothing: the optimizer does it."""
 
     @contextmanager
     def use(self) -> Iterator[None]:
@@ -83,13 +83,13 @@ class OptimizerModes:
         if self._trained is None:
             yield
             return
-        used = self._copies()
+        evaluated = self._copies()
         self._restore_trained(self._trained)
         try:
             yield
         finally:
             self._optimizer.eval()
-            self._set_parameters(used)
+            self._set_parameters(evaluated)
 
     def evaluated_and_trained(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         if self._trained is not None:
@@ -99,7 +99,7 @@ class OptimizerModes:
             return self._copies(), trained
 
     def adopt(self, changed: Collection[str]) -> None:
-        """Values that were set from outside are the trained weights."""
+        """Does nothing: values that were set from outside are the trained weights."""
 
     def _copies(self) -> dict[str, torch.Tensor]:
         return {name: parameter.detach().clone() for name, parameter in self._parameters.items()}

@@ -1,4 +1,4 @@
-"""What a checkpoint holds beside the tensors, checked before it is used: a file may be damaged, or another program's."""
+"""Reads the progress from a checkpoint, and checks it: the file may be damaged, or written by another program."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ENTRIES: Mapping[str, Any] = {
     "save_id": str,
     "keys": dict[str, str] | None,
 }
-"""The types of the entries, each of which may be missing: RETURNN's checkpoints have an epoch and a step only."""
+"""The types of the entries, each of which may be missing: RETURNN's checkpoints have only an epoch and a step."""
 
 IDENTITY: Mapping[str, Any] = {
     "name": str,
@@ -46,7 +46,7 @@ def read_progress(state: Mapping[str, Any], file: Path) -> Progress:
     """The progress in a checkpoint's file.
 
     Raises:
-        DamagedCheckpoint: an entry has another type than it was written with, or cannot be true.
+        DamagedCheckpoint: an entry has the wrong type, or an impossible value.
     """
     type_problem = _first_problem(_type_problem(state[name], hint, name) for name, hint in ENTRIES.items() if name in state)
     if (problem := type_problem or _value_problem(state)) is not None:
@@ -55,7 +55,7 @@ def read_progress(state: Mapping[str, Any], file: Path) -> Progress:
 
 
 def _value_problem(state: Mapping[str, Any]) -> str | None:
-    """What in a file of the right types cannot be; None: nothing."""
+    """The problem with an impossible value, once all types are right; None: there is none."""
     epoch, step, size = state.get("epoch") or 0, state.get("step") or 0, state.get("size", 1)
     for name, number, least in (("epoch", epoch, 0), ("step", step, 0), ("size", size, 1)):
         if number < least:
@@ -83,12 +83,12 @@ def _value_problem(state: Mapping[str, Any]) -> str | None:
 
 
 def _type_problem(value: Any, hint: Any, name: str) -> str | None:
-    """What is expected of a value, and what it is instead: 'within.epoch of type int, got 'x''; None: it is of that type."""
+    """The problem with a value's type, such as 'within.epoch of type int, got 'x''; None: the type is right."""
     origin, arguments = get_origin(hint), get_args(hint)
     wrong = f"{name} of type {_type_text(hint)}, got {_shorten(value)}"
     if hint is Any:
         return None
-    if hint in (int, float):  # whole numbers of numpy, too
+    if hint in (int, float):  # also accepts numpy's integers
         number = Integral if hint is int else Real
         return None if isinstance(value, number) and not isinstance(value, bool) else wrong
     if origin in (Union, types.UnionType):
@@ -112,7 +112,7 @@ def _type_problem(value: Any, hint: Any, name: str) -> str | None:
 
 
 def _class_problem(value: Any, kind: Any, name: str) -> str | None:
-    """The same of a dict with the fields of a dataclass."""
+    """The same for a dict with the fields of a dataclass."""
     if not isinstance(value, dict):
         return f"{name} of type dict, got {_shorten(value)}"
     hints = _hints(kind)
@@ -134,7 +134,7 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def _scores_problem(scores: Mapping[str, list[list[float]]], name: str) -> str | None:
-    """What is wrong with the sums and counts of scores."""
+    """The problem with the sums and counts of scores; None: there is none."""
     for score, lists in scores.items():
         if len(lists) not in (2, 3) or (len(lists) == 3 and len(lists[2]) != 1):
             return f"{name}.{score} with a list of sums and one of counts, got {_shorten(lists)}"

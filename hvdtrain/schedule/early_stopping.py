@@ -33,7 +33,7 @@ def early_stop_reason(keys: EarlyStoppingKeys, history: Sequence[EpochRecord], m
 
     Args:
         history: the finished epochs, oldest first.
-        measure: compares them.
+        measure: compares epochs.
     """
     if keys.early_stopping_patience is None or not history:
         return None

@@ -137,8 +137,9 @@ Autocast = Callable[[], AbstractContextManager[Any]]
 
 
 def autocast_of(dtype: Dtype, device: torch.device) -> Autocast:
-    """The function that creates contexts in which operations compute in a type, if they support it. Raises: ConfigError, if the device
-    does not."""
+    """The function that creates contexts in which operations compute in a type, if they support it.
+
+    Raises: ConfigError, if the device does not support the type."""
     if dtype == "float32":
         return nullcontext  # the config may use torch.autocast itself
     wanted = getattr(torch, dtype)
@@ -157,7 +158,7 @@ of 8 is soon reached, and then the function runs uncompiled."""
 
 SEVERAL_LOSSES = (
     "torch_compile: expected accum_grad_multiple_step = 1, or one loss only with use_normalized_loss, got several losses to "
-    "accumulate: their gradients are computed one after the other, but a compiled backward overwrites its input and runs only once"
+    "accumulate: their gradients are computed one by one, but a compiled backward runs only once, as it overwrites its input"
 )
 """With PyTorch's donated_buffer = False it could run twice, but the cache may hold code that overwrites the input (2.13)."""
 

@@ -192,8 +192,8 @@ class GradientStream:
             gradients.append(gradient.contiguous())
         owners = self._owners[number]
         if number == len(self._buckets) - 1:
-            # When the last bucket is sent, it is final which parameters have a gradient: a missing gradient holds back its bucket,
-            # and all later ones, until backward has finished. So the flags are part of the last bucket; but if each of its tensors
+            # When the last bucket is sent, it is final which parameters have a gradient: a missing one holds back its bucket, and
+            # all later ones, until backward has finished. So the flags are part of the last bucket; but if each of its tensors
             # goes to one rank only, they are a separate message, as every rank needs them.
             self._has_grad = [parameter.grad is not None for bucket in self._buckets for parameter in bucket]
             flags = gradients[0].new_ones(len(self._has_grad))
@@ -210,8 +210,8 @@ class GradientStream:
 class LossGradients:
     """Accumulated gradients of several losses, some of them normalized: one set for each of these until the update's last batch.
 
-    The divisors of normalized losses differ, and are known only after the last batch. So each normalized loss costs a backward pass
-    and memory of the parameters' size, and all other losses together cost the same once.
+    The divisors of normalized losses differ, and are known only after the last batch. So each normalized loss costs a backward
+    pass and memory of the parameters' size, and all other losses together cost the same once.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:

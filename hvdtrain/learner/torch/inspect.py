@@ -22,7 +22,7 @@ from hvdtrain.learner.base import Exported, Layer, Profiler
 
 
 def layers_of(model: torch.nn.Module) -> Iterator[Layer]:
-    """The model and its modules, each with the parameters it holds directly; a shared one belongs to the first module that has it."""
+    """The model and its modules, each with its direct parameters; a shared one belongs to the first module that has it."""
     seen: set[int] = set()
     for name, module in model.named_modules():
         params = {short: param for short, param in module.named_parameters(recurse=False) if id(param) not in seen}

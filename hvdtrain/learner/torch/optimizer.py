@@ -33,8 +33,8 @@ def make_optimizer(spec: dict[str, Any] | str | Any, model: torch.nn.Module, fus
     The learning rate is set at every update; `epsilon` can be given for `eps`.
 
     Args:
-        fused: prefer the fused implementation, which can skip an update itself, if the class has one and the options do not choose
-            another.
+        fused: prefer the fused implementation, which can skip an update itself, if the class has one and the options choose no
+            other.
 
     Raises:
         ConfigError: there is no such optimizer, or it has no such options.
@@ -200,8 +200,8 @@ def make_groups(model: torch.nn.Module, made: type, options: dict[str, Any]) -> 
 
 
 def take_multipliers(groups: list[dict[str, Any]]) -> list[float]:
-    """Remove the learning rate multiplier from each group, and return them: an optimizer that loads a state takes over the groups
-    of the checkpoint, but the config's multipliers have to apply."""
+    """Remove the learning rate multiplier from each group, and return them: an optimizer that loads a state takes over the
+    checkpoint's groups, but the config's multipliers have to apply."""
     return [group.pop(MULTIPLIER, 1.0) for group in groups]
 
 
@@ -244,8 +244,8 @@ def names_by_group(model: torch.nn.Module, groups: Sequence[Sequence[torch.Tenso
 class ShardedOptimizer:
     """The config's optimizer with this rank's share of the parameters.
 
-    A gradient is reduced only to the rank that owns its parameter; on other ranks its values are undefined. `norms` computes norms
-    over all gradients.
+    A gradient is reduced only to the rank that owns its parameter; on other ranks its values are undefined. `norms` computes
+    norms over all gradients.
 
     It saves and loads the state of all parameters like an unsharded optimizer: a checkpoint depends neither on sharding nor on
     the number of ranks.
@@ -299,8 +299,8 @@ class ShardedOptimizer:
         return self._optimizer.param_groups
 
     def owners(self, parameters: Sequence[torch.Tensor]) -> list[int]:
-        """For each parameter, the rank that keeps its state, the only one to need its reduced gradient. Rank 0 for parameters that
-        are not in the optimizer."""
+        """For each parameter, the rank that keeps its state, the only one to need its reduced gradient. Rank 0 for parameters
+        that are not in the optimizer."""
         return [self._owner_of.get(id(parameter), 0) for parameter in parameters]
 
     def norms(self, parameters: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:

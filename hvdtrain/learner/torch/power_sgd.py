@@ -38,7 +38,7 @@ class Pending:
 
 
 class PowerSGD(GradientCompressor):
-    """Sends a gradient of shape (rows, ...) as factors of shape (rows, rank) and (columns, rank), if they are at most half its size.
+    """Sends a gradient of shape (rows, ...) as factors of shape (rows, rank) and (columns, rank), if that halves its size.
 
     Sum and average over the ranks are linear in both factors, so all ranks get the same product, computed from the same numbers.
     The error of a rank's approximation is added to its next gradient.

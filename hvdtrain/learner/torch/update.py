@@ -163,8 +163,8 @@ class Update:
         return float(arrived[-1].values()) if arrived else None
 
     def gradients(self) -> Iterator[tuple[str, Array]]:
-        """The reduced gradients that `apply` will apply on this rank, by parameter name, before noise and clipping: all of them, or
-        a sharded optimizer's share; float32."""
+        """The reduced gradients that `apply` will apply on this rank, by parameter name, before noise and clipping: all of them,
+        or a sharded optimizer's share; float32."""
         own = {id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]}
         scale = float(self.loss_factor)
         for name, parameter in zip(self._names, self._trained, strict=True):
@@ -192,8 +192,8 @@ class Update:
         self._optimizer.zero_grad(set_to_none=True)
 
     def _should_apply(self, step: int) -> bool:
-        """Decide whether to apply the update; True if the optimizer can skip it itself. Until one is applied, the host decides, as an
-        optimizer creates its state in its first step, and leaves it uninitialized if it skips that."""
+        """Decide whether to apply the update; True if the optimizer can skip it itself. Until one is applied, the host decides:
+        an optimizer creates its state in its first step, and may leave it uninitialized if it skips that."""
         finite = torch.stack(self._norms(float("inf"))).isfinite()  # a gradient is finite if its largest element is
         if self._on_device is not None and self._has_applied and skips_by_itself(self._optimizer):
             named = zip(self._names, self._trained, strict=True)

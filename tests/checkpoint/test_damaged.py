@@ -147,7 +147,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], Path], str]] = {
     "no metadata": (
         "safetensors",
         lambda folder: without_metadata(folder / "model.002.safetensors"),
-        "expected where the training stands, got a file without epoch and step",
+        "expected the position in the training, got a file without epoch and step",
     ),
     "no step": ("pt", in_pt(MODEL, lambda stored: stored.pop("step")), "got a file without step"),
     "text as epoch": ("pt", in_pt(MODEL, lambda stored: stored.update(epoch="two")), "expected epoch of type int"),
@@ -249,10 +249,10 @@ def test_a_file_that_needs_code_is_refused_without_advice_to_run_it(corpus: Path
     ended = go_on(corpus, tmp_path / "pt")
     assert ended.status == 2
     assert (
-        f"{tmp_path / 'pt' / MODEL}: expected tensors and plain values, got a file that needs code to be read: pathlib"
+        f"{tmp_path / 'pt' / MODEL}: expected tensors and plain values, got a file that needs code to be loaded: pathlib"
         in ended.err
     )
-    assert "never runs code of a file (and neither should you" in ended.err
+    assert "never runs code from a file (and neither should you" in ended.err
     assert "Re-running" not in ended.err
     assert "arbitrary code" not in ended.err
 

@@ -113,7 +113,7 @@ def test_another_jobs_lock_stays(tmp_path: Path, other: "subprocess.Popen[str]",
     time.sleep(1.0)
     guard.release()
     assert json.loads(path.read_text())["pid"] == other.pid
-    assert caplog.text.count("another job trains now, too: model: expected no other job that trains") == 1
+    assert caplog.text.count("another job now also trains the model: model: expected no other job that trains") == 1
     other.kill()
     other.wait()
 

@@ -245,7 +245,7 @@ def test_the_file_of_a_schedule_free_model_has_the_weights_for_evaluations(tmp_p
         (
             lambda parameters: torch.optim.SGD([*parameters, torch.nn.Parameter(torch.ones(1))]),
             {},
-            "got a tensor that is no parameter of the model",
+            "got a tensor that is not a parameter of the model",
         ),
         ({"class": ScheduleFree}, {"ema_decay": 0.9}, "ema_decay: expected None with ScheduleFree"),
         (

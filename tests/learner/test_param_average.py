@@ -399,7 +399,7 @@ def test_an_epoch_without_syncs_or_with_few_of_them_is_told_once(monkeypatch: py
     assert told(100, sync_steps=100) == []
     assert told(99, sync_steps=100) == [
         "2 horovod_param_sync_step: expected at most 99, the number of updates in epoch 1, got 100: the ranks' parameters are "
-        "averaged at its end only"
+        "only averaged at its end"
     ]
     assert told(90, sync_steps=10, outer_optimizer=nesterov) == [
         "2 horovod_param_outer.momentum: expected at least 10 syncs in an epoch for 0.9, got 9 in epoch 1 (a smaller "
@@ -460,11 +460,11 @@ def test_keys_that_another_one_makes_useless() -> None:
     assert not ReduceKeys(reduce_type="param", sync_steps=100).ignored_key_line
     assert not ReduceKeys(reduce_type="param", sync_seconds=10).ignored_key_line
     for keys, expected in (
-        ({"sync_steps": 100}, "horovod_param_sync_step: of no effect with horovod_reduce_type = 'grad'"),
-        ({"sync_seconds": 10}, "horovod_param_sync_time_diff: of no effect with horovod_reduce_type = 'grad'"),
+        ({"sync_steps": 100}, "horovod_param_sync_step: no effect with horovod_reduce_type = 'grad'"),
+        ({"sync_seconds": 10}, "horovod_param_sync_time_diff: no effect with horovod_reduce_type = 'grad'"),
         (
             {"reduce_type": "param", "sync_steps": 100, "sync_seconds": 10},
-            "horovod_param_sync_step: of no effect beside horovod_param_sync_time_diff, 10 seconds",
+            "horovod_param_sync_step: no effect with horovod_param_sync_time_diff = 10 seconds",
         ),
     ):
         assert ReduceKeys(**keys).ignored_key_line.startswith(expected)

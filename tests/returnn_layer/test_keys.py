@@ -1,4 +1,4 @@
-"""Keys of RETURNN: honoured, accepted because they ask for nothing, refused with advice, or told about."""
+"""Keys of RETURNN: honoured, accepted because they ask for nothing, refused with advice, or logged."""
 
 import importlib.util
 import re
@@ -164,7 +164,7 @@ def test_every_line_of_the_table_of_keys(tmp_path: Path) -> None:
     files = f"train = {{'class': 'HDFDataset', 'files': [{str(tmp_path / 'train.hdf')!r}]}}\n"
     own = {key.name for key in (*all_keys(), *declared(OrderKeys))} | {"cache_byte_size", "default_float_dtype"} | set(ALIASES)
     found = rows()
-    assert {outcome for _, outcome in found} == {"honoured", "taken", "told", "refused"}
+    assert {outcome for _, outcome in found} == {"honoured", "taken", "logged", "refused"}
     assert len(found) > 40
     for line, outcome in found:
         name, _, value = line.partition(" = ")
@@ -178,7 +178,7 @@ def test_every_line_of_the_table_of_keys(tmp_path: Path) -> None:
             assert re.search(r"\(.+\)", str(problem)), problem
             continue
         made = settings(tmp_path, text)
-        assert any(re.search(rf"(: |, ){re.escape(name)}\b", note) for note in made.notes) == (outcome == "told"), line
+        assert any(re.search(rf"(: |, ){re.escape(name)}\b", note) for note in made.notes) == (outcome == "logged"), line
         assert outcome != "honoured" or entry in own, line
 
 

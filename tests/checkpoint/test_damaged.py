@@ -339,12 +339,12 @@ def disturbed(file: Path, numbers: random.Random) -> str:
 def test_every_bit_of_a_safetensors_file_counts(tmp_path: Path) -> None:
     from safetensors.numpy import save_file
 
-    from hvdtrain.learner.model_format import header, writing
+    from hvdtrain.learner.model_format import header, atomic_write
 
     numbers = generator("safetensors")
     rows = numpy.frombuffer(numbers.randbytes(300_000), numpy.uint8)
     file = tmp_path / "model.safetensors"
-    with writing(file) as unfinished:
+    with atomic_write(file) as unfinished:
         save_file({"a": rows, "b": rows[:5]}, unfinished, header("tf", {"epoch": 1}))
     whole = file.read_bytes()
     assert damage(file) is None

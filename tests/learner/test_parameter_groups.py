@@ -115,7 +115,7 @@ def test_groups_that_cannot_be_right_are_refused() -> None:
         lambda model: list(model.parameters())
     )
     missing = wrong(lambda model: [{"params": model.linear.parameters()}])
-    assert "got none with embedding.weight, norm.weight, norm.bias, own.scale (requires_grad_(False)" in missing
+    assert "got groups without embedding.weight, norm.weight, norm.bias, own.scale (requires_grad_(False)" in missing
     twice = wrong(lambda model: [{"params": model.parameters()}, {"params": [model.own.scale]}])
     assert "got own.scale twice" in twice
     foreign = wrong(lambda model: [{"params": [*model.parameters(), torch.nn.Parameter(torch.ones(1))]}])

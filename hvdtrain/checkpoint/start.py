@@ -56,7 +56,7 @@ def start_of_training(keys: StartKeys, folder: CheckpointFolder) -> Start:
     if newest is None and (other := folder.other_model()) is not None:
         remark = (
             f"model: {folder.folder} has another model, too ({other.name}); scores.jsonl and best.json are about the latest "
-            "training only (give each `model` a folder of its own)"
+            "training only (give each `model` its own folder)"
         )
     if keys.import_model_train_epoch1 is not None:
         file = _file(keys.import_model_train_epoch1, folder, "import_model_train_epoch1")

@@ -17,7 +17,7 @@ from hvdtrain.comm.child import end_with
 from hvdtrain.comm.restarts import Restarts, check_restarts
 from hvdtrain.config import completion
 from hvdtrain.config.check import describe, did_you_mean
-from hvdtrain.config.keys import declared
+from hvdtrain.config.keys import declared_keys
 from hvdtrain.config.source import OPTIONS, LargeImports, parse_command_line, without_local_rank
 from hvdtrain.errors import BY_CTRL_C, ConfigError, HvdtrainError, LaunchError, Outcome
 from hvdtrain.runtime.interrupt import Stopped
@@ -126,7 +126,7 @@ def complete(words: list[str]) -> int:
     else:
         from hvdtrain.settings import DATASET_SECTIONS, DICTS, all_keys, entries_of
 
-        of_datasets = [each for section in DATASET_SECTIONS for each in declared(section)]
+        of_datasets = [each for section in DATASET_SECTIONS for each in declared_keys(section)]
         entries = {name: entries_of(name) for name in DICTS} | dict.fromkeys(DATASETS, of_datasets)
         parser = completion.training_parser(words, all_keys(), entries, COMMANDS, OPTIONS)
     completion.answer(parser)
@@ -253,7 +253,7 @@ def help_text() -> str:
 
 def _section_lines(section: type) -> list[str]:
     lines = ["", f"  {(section.__doc__ or '').splitlines()[0]}"]
-    for key in declared(section):
+    for key in declared_keys(section):
         lines += [f"    {', '.join(key.names)}", f"        {key.doc}", f"        ({describe(key)})"]
     return lines
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from hvdtrain.config.keys import declared
+from hvdtrain.config.keys import declared_keys
 
 WITHOUT_EFFECT_ON_RESULTS = frozenset(
     ("device", "torch_compile", "checkpoint_modules", "deterministic", "use_horovod", "torch_distributed", "horovod_timeline")
@@ -35,7 +35,7 @@ def key_texts(sections: Iterable[tuple[str, object]]) -> dict[str, str]:
     found = {
         f"{prefix}{key.name}": as_text(getattr(section, key.field))
         for prefix, section in sections
-        for key in declared(type(section))
+        for key in declared_keys(type(section))
         if key.name not in skipped
     }
     return {name: text for name, text in found.items() if text is not None}

@@ -14,7 +14,7 @@ from hvdtrain.checkpoint.progress import Progress, best_epoch
 from hvdtrain.checkpoint.saver import Saver
 from hvdtrain.comm.base import Communicator, on_rank_zero
 from hvdtrain.config.source import as_function
-from hvdtrain.data.identity import DatasetPart, Identity, changes, identify, rewritten
+from hvdtrain.data.identity import DatasetPart, Identity, changes, identify, rewritten_files
 from hvdtrain.errors import CheckpointError, ConfigError, DamagedCheckpoint
 from hvdtrain.learner.frameworks import FRAMEWORKS
 from hvdtrain.runtime import log
@@ -239,7 +239,7 @@ def check_data(comm: Communicator, progress: Progress, datasets: Mapping[str, Se
             has_changed = has_changed or bool(found and is_begun)
             if found:
                 log.write(2 if is_begun else 3, f"{name}: other data than in the checkpoint: {'; '.join(found)}")
-            elif files := rewritten(before, parts):
+            elif files := rewritten_files(before, parts):
                 more = f" and {len(files) - 1} more" if len(files) > 1 else ""
                 log.detail(f"{name}: {files[0]}{more}: written since the checkpoint; lengths, tags and some values are the same")
         return {name: identify(parts) for name, parts in datasets.items() if parts}, has_changed

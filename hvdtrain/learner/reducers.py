@@ -13,7 +13,7 @@ from types import new_class
 from typing import TYPE_CHECKING, Any, Literal
 
 from hvdtrain.comm.base import Communicator, Op
-from hvdtrain.config.keys import ALONE, Section, Sections, declared, key, one_of
+from hvdtrain.config.keys import ALONE, Section, Sections, declared_keys, key, one_of
 from hvdtrain.errors import Problem, problem
 from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.learner.compression import COMPRESSIONS, CompressionKeys, GradientCompressor, gradient_compressor
@@ -235,7 +235,9 @@ class ReduceKeys(ReducerKeys, RankKeys):
             )
         if self.reduce_type == "grad":
             kind = others.spelling(ReduceKeys, "reduce_type")
-            changed = [one for one in declared(ReduceKeys) if one.field in ONLY_PARAM and getattr(self, one.field) != one.default]
+            changed = [
+                one for one in declared_keys(ReduceKeys) if one.field in ONLY_PARAM and getattr(self, one.field) != one.default
+            ]
             names = [others.spelling(ReduceKeys, one.field) for one in changed]
             found += [Problem.of("conflict", f"{name}: expected {kind} = 'param', which has syncs, got 'grad'") for name in names]
         learner = others.get(LearnerKeys)

@@ -16,7 +16,7 @@ from hvdtrain.report.json_lines import as_json, table, write_summary
 from hvdtrain.report.runs import Start, note_start
 from hvdtrain.runtime import log
 from hvdtrain.session import Session
-from hvdtrain.settings import Settings, effective
+from hvdtrain.settings import Settings, effective_keys
 from hvdtrain.training.limits import TrainingLimits
 from hvdtrain.version import __version__
 
@@ -111,7 +111,7 @@ def record_start(settings: Settings, session: Session, hosts: list[Host]) -> Sta
     Raises:
         ConfigError: it cannot be written.
     """
-    in_effect = {key.name: (key.value, key.origin) for key in effective(settings)}
+    in_effect = {key.name: (key.value, key.origin) for key in effective_keys(settings)}
     start = Start(hosts, in_effect, session.progress.epoch + 1, session.learner.num_parameters, settings.texts)
     folder = Path(settings.run.model).parent
 

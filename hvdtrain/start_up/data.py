@@ -19,7 +19,7 @@ from hvdtrain.data.keys import DatasetSpec
 from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.data.plan.chunk_keys import keys_of
 from hvdtrain.data.plan.chunk_keys import parse as parse_chunking
-from hvdtrain.data.plan.chunks import cut, listed
+from hvdtrain.data.plan.chunks import cut, find_listed
 from hvdtrain.data.sources import OpeningContext, open_dataset
 from hvdtrain.errors import DataError, HvdtrainError
 from hvdtrain.runtime import log
@@ -160,7 +160,7 @@ def _open_feed(settings: Settings, comm: Communicator, spec: DatasetSpec, contex
         comm.rank,
         comm.size,
         settings.reduce.dataset_distribution if is_training else "shard",
-        subset=listed(dataset, spec.order.seq_list_filter_file),
+        subset=find_listed(dataset, spec.order.seq_list_filter_file),
         chunks=cut(dataset.lengths, settings.chunks) if is_training and not dataset.has_fixed_order else None,
         files=files,
         budget=context.budget,

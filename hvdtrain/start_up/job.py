@@ -168,7 +168,7 @@ def _open(settings: Settings, purpose: Purpose, comm: Communicator, watched: Exi
 
 def _log_keys(settings: Settings) -> None:
     """Log which keys of the config are not used as they may be meant."""
-    for message in (*settings.warnings, *settings.misplaced):
+    for message in (*settings.warnings, *settings.misplaced_keys):
         log.warning(message)
     for message in settings.notes:
         log.info(message)
@@ -204,7 +204,7 @@ def _background(settings: Settings, stack: ExitStack) -> ThreadPoolExecutor | No
 
 def _note_keys(progress: Progress, settings: Settings) -> None:
     """Log which keys have other values than when training stopped, and note those in effect for the next checkpoints."""
-    keys = settings.of_results
+    keys = settings.result_keys
     for line in changed_key_lines(progress.keys, keys, has_history=bool(progress.history)):
         log.info(line)
     progress.keys = keys
@@ -250,7 +250,7 @@ def build_learner(settings: Settings, gradient_exchange: GradientExchange, comm:
 
 def check_ranks(settings: Settings, comm: Communicator, learner: Learner, *, update_together: bool) -> None:
     """Collective. Raises: ConfigError, unless all ranks have the same keys, and models of the same shapes."""
-    keys = settings.of_all_ranks(update_together=update_together)
+    keys = settings.shared_keys(update_together=update_together)
     check_alike(comm, keys, hint="every rank reads the config: does it depend on hvdtrain.rank() or the host?", name="keys")
     shapes: dict[str, str] = {}
     for kind in MODEL_KINDS:

@@ -22,7 +22,7 @@ from hvdtrain.comm.base import Communicator, Tensor, all_reduce, together, toget
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.data.plan.order_keys import ORDER_VERSION, changed_since
-from hvdtrain.data.plan.shared import WORTHWHILE, Offer, differences, mapped, offered
+from hvdtrain.data.plan.shared import WORTHWHILE, Offer, differences, map_plan, offer_plan
 from hvdtrain.errors import CheckpointError, DataError, HvdtrainError
 from hvdtrain.learner.reducer import Reducer
 
@@ -53,8 +53,8 @@ def plan_together(comm: Communicator, feed: Feed, epoch: int) -> Plan:
             if comm.local_rank != 0:
                 return None, "waits"
             made = arguments.plan()
-            offer = shared.enter_context(offered(made, inputs))
-            return (made if offer is None else mapped(offer) or made), offer
+            offer = shared.enter_context(offer_plan(made, inputs))
+            return (made if offer is None else map_plan(offer) or made), offer
 
         made, messages = together_with_message(comm, first, name=f"plan_{feed.name}")
         if "waits" not in messages:
@@ -64,7 +64,7 @@ def plan_together(comm: Communicator, feed: Feed, epoch: int) -> Plan:
             if made is not None:
                 return made
             offers = [message for message in messages if isinstance(message, Offer) and message.inputs == inputs]
-            found = (mapped(offer) for offer in offers)
+            found = (map_plan(offer) for offer in offers)
             return next((plan for plan in found if plan is not None), None) or feed.plan(epoch)
 
         return together(comm, second, name=f"map_plan_{feed.name}")

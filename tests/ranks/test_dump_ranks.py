@@ -136,7 +136,7 @@ def test_ranks_write_what_one_process_writes(folder: Path) -> None:
     [
         ("Wrong", 2, "rank 2: train, item 3333, 'data': expected numbers, got str 'no sequence' ("),
         ("Broken", 1, "in mistake\n"),
-        ("uncounted", 2, "train: expected a source that tells how many sequences it has (__len__), to share them out among 3"),
+        ("uncounted", 2, "train: expected a source with a known number of sequences (__len__), to share them out among 3"),
         ("missing", 2, "expected a name 'missing'"),
     ],
 )

@@ -9,7 +9,7 @@ import pytest
 from launching import ROOT, faults
 
 from hvdtrain.comm.base import SingleCommunicator
-from hvdtrain.config.keys import declared
+from hvdtrain.config.keys import declared_keys
 from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.data.kinds import RETURNN_ENTRIES
 from hvdtrain.data.plan.order_keys import OrderKeys
@@ -162,7 +162,9 @@ def test_every_line_of_the_table_of_keys(tmp_path: Path) -> None:
     with HDFWriter(tmp_path / "train.hdf", dims={"data": 3}) as writer:
         writer.add("seq", {"data": [1, 2]})
     files = f"train = {{'class': 'HDFDataset', 'files': [{str(tmp_path / 'train.hdf')!r}]}}\n"
-    own = {key.name for key in (*all_keys(), *declared(OrderKeys))} | {"cache_byte_size", "default_float_dtype"} | set(ALIASES)
+    own = (
+        {key.name for key in (*all_keys(), *declared_keys(OrderKeys))} | {"cache_byte_size", "default_float_dtype"} | set(ALIASES)
+    )
     found = rows()
     assert {outcome for _, outcome in found} == {"honoured", "taken", "logged", "refused"}
     assert len(found) > 40

@@ -339,7 +339,7 @@ def disturbed(file: Path, numbers: random.Random) -> str:
 def test_every_bit_of_a_safetensors_file_counts(tmp_path: Path) -> None:
     from safetensors.numpy import save_file
 
-    from hvdtrain.learner.model_format import header, atomic_write
+    from hvdtrain.learner.model_format import atomic_write, header
 
     numbers = generator("safetensors")
     rows = numpy.frombuffer(numbers.randbytes(300_000), numpy.uint8)

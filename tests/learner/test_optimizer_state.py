@@ -241,7 +241,11 @@ def test_the_file_of_a_schedule_free_model_has_the_weights_for_evaluations(tmp_p
             "optimizer: expected an optimizer that takes gradients as they are",
         ),
         (lambda parameters: parameters, {}, "optimizer: expected a function that returns an optimizer of PyTorch, got a list of"),
-        (lambda parameters: torch.optim.SGD(parameters[:2]), {}, "got groups without seldom, unused (requires_grad_(False) leaves"),
+        (
+            lambda parameters: torch.optim.SGD(parameters[:2]),
+            {},
+            "got groups without seldom, unused (requires_grad_(False) leaves",
+        ),
         (
             lambda parameters: torch.optim.SGD([*parameters, torch.nn.Parameter(torch.ones(1))]),
             {},

@@ -181,7 +181,7 @@ class Engine:
         self._learner.begin_epoch(current.epoch, step)
         done = step - current.first_step
         updates = -(-(done + steps) // self._steps_per_update(epoch))
-        start = EpochStart(current.epoch, step, updates, epoch.first_rate, goes_on=done > 0)
+        start = EpochStart(current.epoch, step, updates, epoch.first_rate, is_resumed=done > 0)
         self._session.reducer.sync.begin_epoch(self._learner.state, start)
         self._scores.begin(epoch.plan, current.position)
 
@@ -218,7 +218,7 @@ class Engine:
         """Collective. The scores of training, and those of the other datasets."""
         self._training.scores = scores
         for feed in self._evaluations:
-            with self._timer.span("evaluation"), self._learner.state.averaged():
+            with self._timer.span("evaluation"), self._learner.state.averaged_weights():
                 self._training.dataset = feed.name
                 self._notifier.notify("on_evaluation_begin")
                 means = self._evaluate_feed(feed, current.epoch, after_step=partial(self._check, current))

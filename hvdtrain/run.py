@@ -66,7 +66,7 @@ def train(settings: Settings, comm: Communicator | None = None) -> Trained:
         announce(settings, session, limits, hosts)
         refuse_wrong_directions(settings, session.progress.history)
         start = record_start(settings, session, hosts)
-        on_rank_zero(session.comm, lambda: session.best.note(session.progress.history), name="best")
+        on_rank_zero(session.comm, lambda: session.best.update(session.progress.history), name="best")
         if session.comm.rank == 0:
             launch.launcher().on_training()
         if not limits.are_reached(session.progress):
@@ -81,5 +81,5 @@ def train(settings: Settings, comm: Communicator | None = None) -> Trained:
                 Engine(session, rates, limits, reporters.with_receivers(trackers), step_log, trace, callbacks).run()
         progress = session.progress
         checkpoint = checkpoint_folder(settings).at(progress.epoch).model_file
-        best = session.best.found(progress.history)
+        best = session.best.summary(progress.history)
         return Trained(session.learner, list(progress.history), best, checkpoint, progress.epoch - before)

@@ -10,7 +10,7 @@ from pathlib import Path, PurePath
 from types import NoneType
 from typing import Any, get_type_hints
 
-from hvdtrain.checkpoint.changed_keys import as_text, noted_keys
+from hvdtrain.checkpoint.changed_keys import as_text, key_texts
 from hvdtrain.checkpoint.keys import SavingKeys, StartKeys
 from hvdtrain.comm.keys import LaunchKeys, TorchDistributedKeys, torch_distributed_of
 from hvdtrain.config.check import build, unknown_keys, unsupported_keys
@@ -208,7 +208,7 @@ class Settings:
             self.newbob,
             self.reduce,
         )
-        found = noted_keys([*(("", section) for section in sections), ("train.", self.train.order)])
+        found = key_texts([*(("", section) for section in sections), ("train.", self.train.order)])
         found["random_seed"] = str(self.run.random_seed)
         if self.step_schedule is not None or self.schedule.dynamic_learning_rate is not None:
             found["num_epochs"] = str(self.run.num_epochs)
@@ -227,9 +227,9 @@ class Settings:
             "save_interval": str(self.saving.save_interval),
             "save_interval_steps": str(self.saving.save_interval_steps),
         }
-        found |= noted_keys([("", section) for section in (self.accumulation, self.newbob, self.scoring, self.ending)])
+        found |= key_texts([("", section) for section in (self.accumulation, self.newbob, self.scoring, self.ending)])
         if update_together:
-            found |= noted_keys([("", section) for section in (self.learner, self.precision, self.schedule)])
+            found |= key_texts([("", section) for section in (self.learner, self.precision, self.schedule)])
             if (optimizer := as_text(self.learner.optimizer)) is not None:
                 found["optimizer"] = optimizer
             if self.reduce.dataset_distribution == "shard":

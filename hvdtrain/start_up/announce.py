@@ -10,7 +10,7 @@ from hvdtrain.comm import launch
 from hvdtrain.comm.base import on_rank_zero, together
 from hvdtrain.data.feed import batch_lines, feed_lines
 from hvdtrain.learner.base import Learner
-from hvdtrain.learner.precision import cpu_lacks_bfloat16
+from hvdtrain.learner.precision import cpu_emulates_bfloat16
 from hvdtrain.learner.reducers import scale_learning_rate
 from hvdtrain.report.json_lines import as_json, table, write_summary
 from hvdtrain.report.runs import Start, append_start
@@ -72,7 +72,7 @@ def log_model(settings: Settings, learner: Learner) -> None:
     """Log the size of the model, and how it is updated."""
     dtype = settings.precision.precision().dtype
     log.detail(f"model: {learner.num_parameters} parameters{'' if dtype == 'float32' else f', computes in {dtype} where it can'}")
-    if dtype == "bfloat16" and learner.device_name == "CPU" and cpu_lacks_bfloat16():
+    if dtype == "bfloat16" and learner.device_name == "CPU" and cpu_emulates_bfloat16():
         log.warning(f"mixed_precision: this CPU has no instructions for {dtype} (avx512_bf16, amx_bf16): float32 is faster on it")
     if (steps := settings.accumulation.accum_grad_multiple_step) not in (None, 1):
         count = f"{steps}" if isinstance(steps, int) else "as many as accum_grad_multiple_step says"
@@ -83,7 +83,7 @@ def log_exchange(settings: Settings, session: Session) -> None:
     """Log what the ranks exchange, and which effects their number has."""
     size = session.comm.size
     log.detail(f"ranks: {session.reducer.description}")
-    if message := settings.reduce.without_effect:
+    if message := settings.reduce.ignored_key_line:
         log.warning(message)
     if settings.reduce.learning_rate_scale:
         factor = scale_learning_rate(1.0, settings.reduce.learning_rate_scale, size)

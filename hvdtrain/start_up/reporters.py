@@ -67,7 +67,7 @@ class BestReporter:
         if best is not None and name is not None and best.epoch == report.epoch:
             log.info(f"epoch {best.epoch} is the best so far: {name} {best.scores[name]:.4g}, {measure.direction(name)}")
         self._is_first = False
-        self._session.best.note(history)
+        self._session.best.update(history)
 
 
 def open_trackers(settings: Settings, session: Session) -> Reporters:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hvdtrain.checkpoint.folder import remove_whole
+from hvdtrain.checkpoint.folder import remove_path
 from hvdtrain.cli import exit_status
 from hvdtrain.config.source import command_parser, parse_command_line, split_overrides
 from hvdtrain.data.feed import naming
@@ -83,7 +83,7 @@ def export(settings: Settings, out: Path | None) -> None:
                     written = session.learner.export(batch, folder)
             for exported in written:
                 if exported.problem is not None:
-                    remove_whole(folder / exported.name)  # an earlier export may have written another model there
+                    remove_path(folder / exported.name)  # an earlier export may have written another model there
             (folder / "README.md").write_text(_how_to_load(settings, epoch, written), encoding="utf-8")
         except OSError as error:
             raise CheckpointError(f"{folder}: expected a folder that can be written to, got: {error}") from None

@@ -18,7 +18,7 @@ import numpy
 
 from hvdtrain.checkpoint.folder import CheckpointFolder, CleanupRule, parse_rule
 from hvdtrain.checkpoint.progress import BestModel, Progress
-from hvdtrain.checkpoint.saver import Unsaved, clean_up
+from hvdtrain.checkpoint.saver import NullSaver, clean_up
 from hvdtrain.comm.base import Communicator, on_rank_zero, together
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.files import size_text
@@ -113,10 +113,10 @@ def clean_up_all(settings: Settings) -> None:
             history = _history(prefix.parent / "scores.jsonl")
             if rule.keep_best_n and (problems := wrong_directions(history, {}, True, higher, settings.origins)):
                 raise ConfigError(problems)
-            before = checkpoints.finished()
+            before = checkpoints.finished_epochs()
             clean_up(checkpoints, rule, {record.epoch: record.scores for record in history})
-            BestModel(checkpoints, settings.measure).note(history)
-            if checkpoints.finished() == before:
+            BestModel(checkpoints, settings.measure).update(history)
+            if checkpoints.finished_epochs() == before:
                 log.info(f"{prefix}: of {len(before)} models, none is to be deleted.")
 
         on_rank_zero(comm, remove, name="clean_up")
@@ -235,7 +235,7 @@ def _trainer(settings: Settings, session: Session, limits: TrainingLimits, recor
             step_starts.append(time.perf_counter() - session.timer.seconds.get("data wait", 0.0))
 
         fresh = Progress(progress.step, progress.epoch, list(progress.history))
-        tried = replace(session, feeds=[feed], saver=Unsaved(), progress=fresh)
+        tried = replace(session, feeds=[feed], saver=NullSaver(), progress=fresh)
         Engine(tried, open_rates(settings, session.comm.size), one_epoch, Reporters(), StepLog(), note).run()
         record.scores.update(fresh.history[-1].scores)
         record.losses.update(fresh.history[-1].losses)
@@ -247,7 +247,7 @@ def _trainer(settings: Settings, session: Session, limits: TrainingLimits, recor
 def _evaluator(session: Session, epoch: int, scores: dict[str, float]) -> Run:
     def run(feed: Feed) -> float:
         began = time.perf_counter()
-        with session.learner.state.averaged():
+        with session.learner.state.averaged_weights():
             means = evaluate(session.comm, session.learner, session.watchdog, feed, epoch, step_log=StepLog())
         scores.update(name_scores(feed.name, means))
         return time.perf_counter() - began

@@ -17,7 +17,7 @@ from hvdtrain.runtime import log
 from hvdtrain.runtime.scores import name_scores
 from hvdtrain.runtime.timer import Timer
 from hvdtrain.schedule.history import EpochRecord
-from hvdtrain.schedule.measure import exploded_lines
+from hvdtrain.schedule.measure import divergence_lines
 from hvdtrain.training.step_log import StepReport
 
 
@@ -171,5 +171,5 @@ def log_epoch(report: EpochReport, datasets: Sequence[str], history: Sequence[Ep
     """
     for level, line in report.lines(datasets):
         log.write(level, line)
-    for line in exploded_lines(history, name_scores("train", initial), report.learning_rate):
+    for line in divergence_lines(history, name_scores("train", initial), report.learning_rate):
         log.warning(line)

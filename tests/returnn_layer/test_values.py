@@ -218,8 +218,8 @@ def train_step(*, model, extern_data, global_train_step, **_):
     told = capsys.readouterr().out
     for name in ("max_seq_length", "min_seq_length"):
         assert f"{name}: without effect for 'words': the data keys of train are " in told
-    assert "learning_rate_control_error_measure: there is no score 'dev_score_ce', so dev_loss_ce is used" in told
-    assert told.count("there is no score") == 1
+    assert "learning_rate_control_error_measure: no score 'dev_score_ce' exists, so dev_loss_ce is used" in told
+    assert told.count("no score 'dev_score_ce' exists") == 1
     assert "train: 8 sequences" in told
 
 

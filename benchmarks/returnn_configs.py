@@ -31,6 +31,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -88,6 +89,9 @@ learning_rate_file = None
 
 class PlaceholderClass(type):
     """Takes the place of what a missing module defines: a class or function, and whatever the config does with it."""
+
+    def __setitem__(cls, key: Any, value: Any) -> None:
+        """Does nothing."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -387,6 +391,7 @@ def main() -> None:
     parser.add_argument("--kind", choices=KINDS, default="torch")
     parser.add_argument("--only_read", action="store_true", help="read the configs as they are, and train nothing")
     parser.add_argument("--verbose", action="store_true", help="print the problems")
+    parser.add_argument("--jobs", type=int, default=1, help="how many configs are tried at the same time")
     parser.add_argument("--examine", type=Path, help=argparse.SUPPRESS)  # what the script calls itself with
     options = parser.parse_args()
     if options.examine is not None:
@@ -395,38 +400,48 @@ def main() -> None:
         return
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*options.path, os.environ.get("PYTHONPATH", "")]).strip(":")}
     outcomes: list[Outcome] = []
-    for file in [file for folder in options.folders for file in configs_in(folder, options.kind)]:
-        with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, __file__, folder, "--examine", str(file), *(["--only_read"] if options.only_read else [])]
-            finished = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-            try:
-                outcome = Outcome(**json.loads(finished.stdout.rstrip().rpartition("\n")[2]))
-            except ValueError:
-                outcome = Outcome(error=finished.stderr[-3000:] or f"status {finished.returncode}")
-        outcomes.append(outcome)
-        with_own = "" if outcome.hvdtrain is None or outcome.missing else " (its own model)"
-        print(f"{outcome.verdict}{with_own}: {file}", flush=True)
-        if options.verbose:
-            for title, text in vars(outcome).items():
-                for line in text if isinstance(text, list) else [text] if text and title != "task" else []:
-                    print(f"    {title}: {line}")
+    files = [file for folder in options.folders for file in configs_in(folder, options.kind)]
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for file, outcome in zip(
+            files, pool.map(lambda file: examined(file, options.only_read, environment), files), strict=True
+        ):
+            outcomes.append(outcome)
+            with_own = "" if outcome.hvdtrain is None or outcome.missing else " (its own model)"
+            print(f"{outcome.verdict}{with_own}: {file}", flush=True)
+            if options.verbose:
+                for title, text in vars(outcome).items():
+                    for line in text if isinstance(text, list) else [text] if text and title != "task" else []:
+                        print(f"    {title}: {line}")
     print(table(outcomes))
+
+
+def examined(file: Path, only_read: bool, environment: Mapping[str, str]) -> Outcome:
+    """`examine` in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, __file__, folder, "--examine", str(file), *(["--only_read"] if only_read else [])]
+        finished = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    try:
+        return Outcome(**json.loads(finished.stdout.rstrip().rpartition("\n")[2]))
+    except ValueError:
+        return Outcome(error=finished.stderr[-3000:] or f"status {finished.returncode}")
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
     """The shares, as in docs/returnn.md."""
     counts = Counter(outcome.verdict for outcome in outcomes)
     rows = {
-        "configs": len(outcomes),
         "read as they are": sum(not outcome.problems and outcome.error is None for outcome in outcomes),
-        "all code can be imported": sum(not outcome.missing and outcome.error is None for outcome in outcomes),
+        "some of their code cannot be imported": sum(bool(outcome.missing) for outcome in outcomes),
         "train three steps with their own model": sum(one.verdict == "trains" and not one.missing for one in outcomes),
         "train three steps with a small model in place of missing code": sum(
             one.verdict == "trains" and bool(one.missing) for one in outcomes
         ),
         **{verdict: counts[verdict] for verdict in VERDICTS[2:]},
     }
-    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {count} |" for name, count in rows.items())])
+    shares = {name: f"{count} ({count / max(1, len(outcomes)):.0%})" for name, count in rows.items()}
+    return "\n".join(
+        ["| | |", "|---|---|", f"| configs | {len(outcomes)} |", *(f"| {name} | {share} |" for name, share in shares.items())]
+    )
 
 
 if __name__ == "__main__":

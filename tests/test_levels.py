@@ -145,8 +145,9 @@ def test_the_environment_is_read_in_one_place() -> None:
 FORMATS_OF_RETURNN = [
     "returnn_layer/*", "data/*", "hdf_tools/*", "init/*", "checkpoint/*", "schedule/file.py", "schedule/rates.py",
     "learner/optimizer.py", "learner/contents.py", "learner/torch/*state.py", "start_up/data.py", "start_up/overfit.py",
+    "training/search_output.py",
 ]  # fmt: skip
-"""Where RETURNN is mentioned: its configs; its datasets, HDF files, checkpoints and files of learning rates."""
+"""Where RETURNN is mentioned: its configs; its datasets, HDF files, checkpoints, files of learning rates and of searches."""
 
 
 def test_returnn_is_mentioned_where_its_formats_are() -> None:

@@ -100,8 +100,8 @@ READ_BY_RETURNN = frozenset(
     output_per_seq_format packed_fallback_allowed param_dropout param_dropout_min_ndim param_variational_noise patch_atfork
     pretrain_construction_algo pretrain_copy_output_layer pretrain_greedy pretrain_learning_rate pretrain_repetitions
     propagate_behavior_version_to_subprocs reinit_network_each_epoch reset_dev_memory_caches reset_updater_vars_mod_step
-    restart_after_num_net_reinit rmsprop save_epoch1_initial_model search_do_eval search_output_file search_output_file_format
-    search_output_layer search_train_network_layers seq_drop_freq share_batches sil_label_idx sort_dataset sparse_input
+    restart_after_num_net_reinit rmsprop save_epoch1_initial_model search_do_eval
+    search_train_network_layers seq_drop_freq share_batches sil_label_idx sort_dataset sparse_input
     sprint_interface_custom_dataset sprint_interface_dataset_opts sprint_trainer_exec_path start_batch statistics
     statistics_dtype statistics_save_prefix stop_for_resubmission_safety_factor stop_for_resubmission_when_low_time_left
     store_metadata_mod_step store_tf_profile target tensorboard_opts tf_amp tf_cudnn_autotune tf_data_provider_capacity tf_jit

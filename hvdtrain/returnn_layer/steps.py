@@ -23,7 +23,7 @@ from returnn.torch.data.extern_data import extern_data_template_from_config_opts
 from returnn.torch.frontend.bridge import rf_module_to_pt_module, wrapped_pt_module_to_rf_module
 
 from hvdtrain.config.source import Source
-from hvdtrain.context import RunContext, get_run_ctx
+from hvdtrain.context import RunContext, get_run_ctx, is_size, size_name
 from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError, Problem, problem
 from hvdtrain.returnn_layer.imports import WatchedImports, select_torch
@@ -56,9 +56,17 @@ def wrap_functions(source: Source, imports: WatchedImports) -> Source:
     templates, of_data = _templates("extern_data", values.get("extern_data", _older_extern_data(values)))
     outputs, of_outputs = _templates("model_outputs", values.get("model_outputs"))
     precision = Precision(values.pop("default_float_dtype") if values.get("default_float_dtype") in FLOAT_DTYPES else None)
-    steps = Steps(templates, outputs, precision, has_callback=values.get("forward_callback") is not None)
+    steps = Steps(
+        templates,
+        outputs,
+        precision,
+        hands_on=values.get("forward_callback") is not None or bool(values.get("search_output_file")),
+    )
     values |= _wrapped_functions(values, steps, precision)
-    return replace(source, values=values, problems=(*source.problems, *problems, *of_data, *of_outputs))
+    origins = dict(source.origins)
+    if "search_labels" in values:
+        origins.setdefault("search_labels", origins.get("search_output_file", ""))
+    return replace(source, values=values, origins=origins, problems=(*source.problems, *problems, *of_data, *of_outputs))
 
 
 def _wrapped_functions(values: Mapping[str, Any], steps: Steps, precision: Precision) -> dict[str, Any]:
@@ -76,6 +84,8 @@ def _wrapped_functions(values: Mapping[str, Any], steps: Steps, precision: Preci
     hooks = values.get("load_model_post_hooks")
     if isinstance(hooks, (list, tuple)):
         wrapped["load_model_post_hooks"] = [precision.wrap(_with_own_model(hook)) if callable(hook) else hook for hook in hooks]
+    if values.get("search_output_file") and values.get("search_labels") is None:
+        wrapped["search_labels"] = steps.text
     callback = values.get("forward_callback")
     if callback is not None and not isinstance(callback, str):
         is_instance = hasattr(callback, "process_seq") and not isinstance(callback, type)
@@ -203,19 +213,17 @@ class Steps:
         templates: for `extern_data`; None: they are derived from the data.
         outputs: templates for `model_outputs`; None: the config has none.
         precision: the type of the data.
-        has_callback: whether the outputs go to a forward_callback.
+        hands_on: whether the outputs go to a forward_callback or into search_output_file.
 
     Attributes:
         seen: by output, a template of a marked tensor, from which a callback gets the dims.
     """
 
-    def __init__(
-        self, templates: TensorDict | None, outputs: TensorDict | None, precision: Precision, *, has_callback: bool
-    ) -> None:
+    def __init__(self, templates: TensorDict | None, outputs: TensorDict | None, precision: Precision, *, hands_on: bool) -> None:
         self._templates = templates
         self._precision = precision
         self._outputs = outputs
-        self._has_callback = has_callback
+        self._hands_on = hands_on
         self.seen: dict[str, Tensor] = {} if outputs is None else dict(outputs.data)
         self._batch_axis: Dim = batch_dim
 
@@ -275,6 +283,14 @@ class Steps:
             tensors.data["seq_tag"] = SeqTags(self._batch_axis, context.seq_tags)
         return tensors
 
+    def text(self, *, name: str, numbers: Array) -> str | None:
+        """The text of an output by RETURNN's vocabulary: its own, or that of the target in `extern_data`; None: there is none."""
+        dims = [self.seen[name].sparse_dim] if name in self.seen else []
+        templates = {} if self._templates is None else self._templates.data
+        dims += [templates[key].sparse_dim for key in ("classes", "targets") if key in templates]
+        vocabulary = next((dim.vocab for dim in dims if dim is not None and dim.vocab is not None), None)
+        return None if vocabulary is None else str(vocabulary.serialize_labels(numbers))
+
     def is_batch_axis(self, dim: Dim) -> bool:
         """Whether a dim is the batch axis. RETURNN uses the first dim of `extern_data` for it, whatever its kind."""
         return bool(dim == self._batch_axis or dim.is_batch_dim())
@@ -297,7 +313,7 @@ class Steps:
             context.mark_as_output(_rows(first, sizes), name)
             self.seen[name] = first.copy_template()
             for number, values in enumerate(sizes):
-                if self._has_callback and values is not None and values.ndim > 1:  # several hypotheses
+                if self._hands_on and values is not None and values.ndim > 1:  # several hypotheses
                     context.mark_as_output(list(values), size_name(name, number))
 
 
@@ -368,7 +384,7 @@ class Callback:
     def process_seq(self, *, seq_tag: str, outputs: Mapping[str, Any]) -> None:
         tensors = TensorDict()
         for name, output in outputs.items():
-            if name not in self._steps.seen and ":size" in name:
+            if name not in self._steps.seen and is_size(name):
                 continue  # the sizes of an axis of another output
             tensors.data[name] = self._tensor(name, output.raw_tensor, outputs)
         self._inner.process_seq(seq_tag=seq_tag, outputs=tensors)
@@ -400,11 +416,6 @@ class Callback:
 
     def _without_batch(self, dims: Sequence[Dim]) -> list[Dim]:
         return [dim for dim in dims if not self._steps.is_batch_axis(dim)]
-
-
-def size_name(name: str, axis: int) -> str:
-    """The name under which the sizes of an output's axis (without the batch) are sent to the rank with the callback."""
-    return f"{name}:size{axis}"
 
 
 def _is_tensor(value: Any) -> bool:

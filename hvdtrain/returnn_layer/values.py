@@ -64,6 +64,8 @@ OFF: dict[str, tuple[tuple[Any, ...], Any]] = {
     "output_file": ((None, ""), DEFAULT),
     "preload_from_files": (FALSE, DEFAULT),
     "search_data": (NO_DATA, DEFAULT),
+    "search_output_file": ((None, ""), DEFAULT),
+    "search_output_file_format": ((None,), DEFAULT),
     "start_epoch": ((None,), DEFAULT),
     "startup_callback": ((None, False), DEFAULT),
     "task": ((None, ""), DEFAULT),

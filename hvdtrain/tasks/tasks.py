@@ -96,7 +96,8 @@ def forward_all(settings: Settings) -> None:
         began = time.perf_counter()
         [feed] = session.feeds
         epoch, prefix = max(1, session.progress.epoch), Path(settings.run.model)
-        steps = forward(session.comm, session.learner, session.watchdog, feed, epoch, settings.forwarding, prefix)
+        keys = settings.forwarding if settings.run.task == "search" else replace(settings.forwarding, search_output_file=None)
+        steps = forward(session.comm, session.learner, session.watchdog, feed, epoch, keys, prefix)
         log.info(f"Forward {steps} steps, {clock_text(time.perf_counter() - began)} elapsed")
 
 

@@ -33,6 +33,7 @@ def train_step(*, model, extern_data, **_):
 APART = {
     *("task", "backend", "model", "device", "torch_compile", "profile_steps", "watchdog_timeout", "num_epochs", "deterministic"),
     *("log", "lengths_dir", "cache_dir", "learning_rate_file", "output_file", "trace_sequences", "horovod_timeline", "load"),
+    "search_output_file",
     *("import_model_train_epoch1", "load_epoch", "start_epoch", "use_horovod", "torch_distributed", "ngpu", "overfit_batches"),
     *("use_wandb", "use_mlflow", "use_tensorboard", "tensorboard_histograms", "time_limit", "max_restarts", "min_ngpu"),
     *("horovod_timeline", "startup_callback", "trackers", "track_epoch"),

@@ -105,6 +105,35 @@ class forward_callback:
     forward_all(read(tmp_path, body))
 
 
+def test_search_writes_hypotheses_in_the_vocabulary_of_the_output(tmp_path: Path) -> None:
+    """As RETURNN's search with TensorFlow: a dict from tags to lists of (score, text)."""
+    body = """
+import torch
+from returnn.tensor import Tensor
+task, search_data, search_output_file, search_output_file_format = "search", train, {file!r}, "py"
+extern_data["classes"] = {{
+    "sparse": True,
+    "available_for_inference": False,
+    "vocab": {{"class": "Vocabulary", "vocab_file": None, "labels": ["no", "yes"], "unknown_label": None}},
+}}
+def forward_step(*, model, extern_data, **_):
+    batch = extern_data["data"].dims[0]
+    number = extern_data["data"].raw_tensor.shape[0]
+    beam = Dim(2, name="beam")
+    sizes = Tensor("sizes", [batch, beam], "int32", raw_tensor=torch.tensor([[3, 2]] * number, dtype=torch.int32))
+    hyps = torch.tensor([[[0, 1, 0], [1, 1, 0]]] * number, dtype=torch.int32)
+    out = Dim(sizes, name="out")
+    context = rf.get_run_ctx()
+    hyps = Tensor("hyps", [batch, beam, out], "int32", raw_tensor=hyps, sparse_dim=extern_data["data"].feature_dim)
+    context.mark_as_output(hyps, "hyps", dims=[batch, beam, out])
+    context.mark_as_output(Tensor("scores", [batch, beam], "float32", raw_tensor=torch.tensor([[-0.5, -1.2]] * number)), "scores")
+"""
+    train(read(tmp_path, TRAINS))
+    forward_all(read(tmp_path, body.format(file=str(tmp_path / "found.py"))))
+    found = eval((tmp_path / "found.py").read_text())
+    assert found == {f"seq-{number}": [(-0.5, "no yes no"), (-1.2, "yes yes")] for number in range(6)}
+
+
 def test_hooks_after_the_model_is_loaded(tmp_path: Path) -> None:
     """At every start, and before other tasks, on what was loaded. `where` records what they saw."""
     body = """

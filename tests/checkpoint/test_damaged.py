@@ -126,6 +126,7 @@ def in_pt(name: str, change: Callable[[dict[str, Any]], object]) -> Callable[[Pa
 
 MODEL, OPTIMIZER = "model.002.pt", "model.002.opt.pt"
 
+
 def last_state(stored: dict[str, Any]) -> tuple[dict[int, Any], int, str]:
     """The state of an optimizer, and the number and the name of its last parameter with one."""
     state = stored["optimizer"]["state"]

@@ -1,11 +1,9 @@
 """Variables that the config's code makes, replaces, unfreezes or freezes while it trains: the graphs would never notice."""
 
-import subprocess
-import sys
 from pathlib import Path
-from textwrap import dedent
 
 import pytest
+from launching import hvdtrain
 
 CONFIG = """
 import keras
@@ -66,9 +64,8 @@ CASES = {
 @pytest.mark.parametrize("case", [*CASES, "nothing"])
 def test_variables_that_the_optimizer_does_not_have_are_an_error(case: str, tmp_path: Path) -> None:
     config = tmp_path / "config.py"
-    config.write_text(dedent(CONFIG.format(case=case)))
-    command = [sys.executable, "-m", "hvdtrain", str(config), "++model", str(tmp_path / "model")]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    config.write_text(CONFIG.format(case=case))
+    ended = hvdtrain(config, {"model": tmp_path / "model"})
     told = f"get_model: expected the variables that are trained, {CASES.get(case)}"
-    assert (ended.returncode, told in ended.stderr) == ((0, False) if case == "nothing" else (2, True)), ended.stderr
+    assert (ended.status, told in ended.err) == ((0, False) if case == "nothing" else (2, True)), ended.err
     assert bool(list(tmp_path.glob("model.002*"))) == (case == "nothing")

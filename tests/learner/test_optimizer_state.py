@@ -352,7 +352,9 @@ def test_a_state_that_another_program_has_damaged_is_refused_by_parameter(case: 
         if comm.rank == 0:
             resaved(tmp_path, CHANGES[case], says_shapes=True)
         comm.gather(None, name="resaved")
-        with pytest.raises(DamagedCheckpoint, match=rf"{tmp_path}/optimizer.pt: expected .* of the parameter last as it was saved"):
+        with pytest.raises(
+            DamagedCheckpoint, match=rf"{tmp_path}/optimizer.pt: expected .* of the parameter last as it was saved"
+        ):
             learner(comm, "adam", sharded).state.load(tmp_path / "model.pt", tmp_path / "optimizer.pt")
 
     on_ranks(2, on_rank)

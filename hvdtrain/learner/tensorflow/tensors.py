@@ -276,9 +276,7 @@ def array_of(variable: Any) -> Array:
 NO_OWNERS: Mapping[str, str] = {}
 
 
-def assign(
-    variables: Iterable[tuple[str, Any]], arrays: Mapping[str, Array], parameters: Mapping[str, str] = NO_OWNERS
-) -> None:
+def assign(variables: Iterable[tuple[str, Any]], arrays: Mapping[str, Array], parameters: Mapping[str, str] = NO_OWNERS) -> None:
     """Set variables to stored values, by name.
 
     Args:

@@ -165,7 +165,9 @@ class TorchState(StateBase):
         """What can be seen of the state in a file without shapes. Returns lines for the log. Raises: ValueError."""
         names = [name for group in own for name in group]
         made = self._optimizer.inner if isinstance(self._optimizer, ShardedOptimizer) else self._optimizer
-        if type(made).__module__.startswith("torch.optim.") and type(made).__name__ != "Adafactor":  # which keeps rows and columns
+        if (
+            type(made).__module__.startswith("torch.optim.") and type(made).__name__ != "Adafactor"
+        ):  # which keeps rows and columns
             check_state_shapes(stored, names, self._trained)
         line = missing_states(stored, names)
         return [] if line is None else [line]

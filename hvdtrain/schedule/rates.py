@@ -227,7 +227,7 @@ def epoch_learning_rate(keys: ScheduleKeys, newbob: NewbobKeys, epoch: int, hist
 
 
 def nan_line(keys: ScheduleKeys, newbob: NewbobKeys, epoch: int, history: Sequence[EpochRecord]) -> str | None:
-    """The warning that newbob keeps an epoch's rate, since a score is not a number; None: it compares scores, or does not decide."""
+    """The warning that newbob keeps an epoch's rate, since a score is not a number; None: all are, or newbob does not decide."""
     control = keys.learning_rate_control
     if control == "constant" or epoch in listed_rates(keys) or len(history) < 2:
         return None

@@ -166,8 +166,8 @@ class BatchKeys(Section):
             return None
         share = wanted // ranks
         return (
-            f"max_seqs_total: {ranks} ranks take {share * ranks} sequences in a step instead of {wanted}, {share} each: other steps "
-            f"than on one rank (a multiple of {ranks}, such as {(share + 1) * ranks}, would be divided without a remainder)"
+            f"max_seqs_total: {ranks} ranks take {share * ranks} sequences in a step instead of {wanted}, {share} each: other "
+            f"steps than on one rank (a multiple of {ranks}, such as {(share + 1) * ranks}, would be divided without a remainder)"
         )
 
     def of_training(self) -> BatchKeys:

@@ -28,7 +28,7 @@ from hvdtrain.comm.base import SingleCommunicator, connected
 from hvdtrain.comm.launchers import Launch
 from hvdtrain.comm.spawn import NotImportable, call_on_ranks, packed
 from hvdtrain.config.source import CALL, MODULE_NAME, OVERRIDING, Config
-from hvdtrain.errors import CheckpointError, ConfigError, LaunchError
+from hvdtrain.errors import CheckpointError, ConfigError, LaunchError, problem
 from hvdtrain.learner.frameworks import FRAMEWORKS
 from hvdtrain.run import Trained
 from hvdtrain.runtime.log import programs_log
@@ -188,7 +188,7 @@ class _Job:
         """What the task returns. Raises: HvdtrainError."""
         configs = _configs(self.config)
         if self.ranks is not None and (not isinstance(self.ranks, int) or isinstance(self.ranks, bool) or self.ranks < 1):
-            raise ConfigError([f"ranks: expected a positive number, got {self.ranks!r} in the call"])
+            raise ConfigError.of("out-of-range", f"ranks: expected a positive number, got {self.ranks!r} in the call")
         thread = current_thread()
         if self.handles_signals and thread is not main_thread():  # Python sets signal handlers only there
             raise LaunchError(f"handle_signals: expected a call in the main thread, got one in the thread {thread.name!r}")
@@ -214,9 +214,10 @@ class _Job:
                 try:
                     packed(value)
                 except NotImportable as error:
-                    problems.append(
+                    problems += problem(
+                        "cannot-import",
                         f"{name}: expected what each rank can import, got {error} in the call (put it into a module or a config "
-                        "file; with ranks=1 it may be anything)"
+                        "file; with ranks=1 it may be anything)",
                     )
         if problems:
             raise ConfigError(problems)
@@ -312,7 +313,9 @@ def _configs(config: ConfigLike | None) -> list[Config]:
     several = config if isinstance(config, list | tuple) else [config]
     for one in several:
         if not isinstance(one, str | os.PathLike):
-            raise ConfigError([f"config: expected a config file, several files or a dict of keys, got a {type(one).__name__}"])
+            raise ConfigError.of(
+                "wrong-type", f"config: expected a config file, several files or a dict of keys, got a {type(one).__name__}"
+            )
     return list(map(Path, several))
 
 

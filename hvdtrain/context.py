@@ -93,7 +93,7 @@ class RunContext:
             ConfigError: the name is already taken.
         """
         if name in self.losses:
-            raise ConfigError([f"train_step: expected a unique name for every loss, got {name!r} twice"])
+            raise ConfigError.of("wrong-result", f"train_step: expected a unique name for every loss, got {name!r} twice")
         self.losses[name] = Loss(loss, scale, as_error, use_normalized_loss, custom_inv_norm_factor)
 
     def mark_as_output(self, tensor: Any, name: str, *, seq_lens: Any | None = None) -> None:
@@ -110,7 +110,7 @@ class RunContext:
             ConfigError: the name is already taken.
         """
         if name in self.outputs:
-            raise ConfigError([f"forward_step: expected a unique name for every output, got {name!r} twice"])
+            raise ConfigError.of("duplicate", f"forward_step: expected a unique name for every output, got {name!r} twice")
         self.outputs[name] = Output(tensor, seq_lens)
 
     def mark_as_default_output(self, tensor: Any, *, seq_lens: Any | None = None) -> None:
@@ -126,7 +126,9 @@ def get_run_ctx() -> RunContext:
     try:
         return _current.get()
     except LookupError:
-        raise ConfigError(["get_run_ctx: expected to be called inside train_step, got called outside of a step"]) from None
+        raise ConfigError.of(
+            "wrong-call", "get_run_ctx: expected to be called inside train_step, got called outside of a step"
+        ) from None
 
 
 @contextmanager

@@ -36,7 +36,7 @@ from hvdtrain.data.kinds import KINDS
 from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.data.plan.chunk_keys import ChunkKeys
 from hvdtrain.data.plan.order_keys import OrderKeys, is_random
-from hvdtrain.errors import ConfigError
+from hvdtrain.errors import ConfigError, Problem, problem
 from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.learner.frameworks import FRAMEWORKS, Feature, backends_with
 from hvdtrain.learner.model_format import SAFETENSORS
@@ -299,7 +299,7 @@ def check(source: Source, names: list[str]) -> Settings:
     inside = {each.name: f"{place}.{each.name}" for place, keys in entries for each in keys}
     problems = [*source.problems, *unknown(source, [*names, *ALIASES], inside)]
     built: dict[type, Any] = {}
-    found: dict[type, list[str]] = {}
+    found: dict[type, list[Problem]] = {}
     for kind in SECTIONS:
         built[kind], found[kind] = build(kind, values, "", origins)
     torch_distributed, connecting = _torch_distributed(Sections(built, values), origins)
@@ -385,7 +385,7 @@ def _without_training(values: dict[str, Any]) -> dict[str, Any]:
     return values | {name: value for name, value in unused.items() if values.get(name) is None}
 
 
-def _of_the_framework(built: Mapping[type, Any]) -> list[str]:
+def _of_the_framework(built: Mapping[type, Any]) -> list[Problem]:
     """Problems with what the config's framework cannot do."""
     learner, reduce, run, started = (built[section] for section in (LearnerKeys, ReduceKeys, RunKeys, LaunchKeys))
     if None in (learner, reduce, run, started):
@@ -396,22 +396,32 @@ def _of_the_framework(built: Mapping[type, Any]) -> list[str]:
     formats = (None, FRAMEWORKS[run.backend].suffix, SAFETENSORS)
     if saving is not None and saving.checkpoint_format not in formats:
         wanted = " or ".join(repr(name) for name in formats if name)
-        problems.append(f"checkpoint_format: expected {wanted} with backend {run.backend!r}, got {saving.checkpoint_format!r}")
+        problems += problem(
+            "needs-backend",
+            f"checkpoint_format: expected {wanted} with backend {run.backend!r}, got {saving.checkpoint_format!r}",
+        )
     preloads = built[StartKeys].preload_from_files if built[StartKeys] is not None else {}
     for name, entry in preloads.items() if "constant parameters" not in features else ():
         if isinstance(entry, dict) and entry.get("init_for_train") == "always":
             where = f"preload_from_files.{name}.init_for_train"
-            problems.append(f"{where}: expected {_with_feature('constant parameters')} for 'always', got {run.backend!r}")
+            problems += problem(
+                "needs-backend", f"{where}: expected {_with_feature('constant parameters')} for 'always', got {run.backend!r}"
+            )
     if reduce.compression == "powersgd" and "powersgd" not in features:
-        problems.append(f"horovod_compression: expected {_with_feature('powersgd')} for 'powersgd', got {run.backend!r}")
+        problems += problem(
+            "needs-backend", f"horovod_compression: expected {_with_feature('powersgd')} for 'powersgd', got {run.backend!r}"
+        )
     if learner.deterministic and reduce.sync_seconds is not None:
-        problems.append(
-            "deterministic: expected syncs after a number of steps, got horovod_param_sync_time_diff, which goes by the clock"
+        problems += problem(
+            "conflict",
+            "deterministic: expected syncs after a number of steps, got horovod_param_sync_time_diff, which goes by the clock",
         )
     by_launcher = started.ask_for_torch and reduce.torch_distributed is None and not reduce.use_horovod
     if by_launcher and "torch.distributed" not in features:
         wanted = _with_feature("torch.distributed")
-        problems.append(f"torch_distributed: expected {wanted}, got {run.backend!r} (use_horovod connects it)")
+        problems += problem(
+            "needs-backend", f"torch_distributed: expected {wanted}, got {run.backend!r} (use_horovod connects it)"
+        )
     return problems
 
 
@@ -419,28 +429,30 @@ def _with_feature(feature: Feature) -> str:
     return f"backend = {backends_with(feature)}"
 
 
-def _torch_distributed(sections: Sections, origins: Mapping[str, str]) -> tuple[TorchDistributedKeys | None, list[str]]:
+def _torch_distributed(sections: Sections, origins: Mapping[str, str]) -> tuple[TorchDistributedKeys | None, list[Problem]]:
     """The entries of torch_distributed, None where it is not used; problems."""
     reduce, started = sections.get(ReduceKeys), sections.get(LaunchKeys)
     if reduce is None or started is None or (reduce.torch_distributed is None and not started.ask_for_torch):
         return None, []
     if reduce.use_horovod and reduce.torch_distributed is None:
-        return None, [
+        return None, problem(
+            "conflict",
             "use_horovod: expected mpirun, horovodrun or srun to start the processes, got ngpu or dist_ keys, which belong to "
-            "torch.distributed (mpirun -np N ..., or leave use_horovod out)"
-        ]
+            "torch.distributed (mpirun -np N ..., or leave use_horovod out)",
+        )
     others = [each.name for each in entries_of("torch_distributed")]
     origin = origins.get("torch_distributed", COMMAND_LINE)
     keys, problems = torch_distributed_of(reduce.torch_distributed or {}, others, sections, origin)
     if keys is not None and keys.sharded and reduce.reduce_type != "grad":
-        problems.append(
+        problems += problem(
+            "conflict",
             "torch_distributed.sharded: expected reduce_type 'grad', where all ranks apply the same update, got "
-            f"{reduce.reduce_type!r}"
+            f"{reduce.reduce_type!r}",
         )
     return keys, problems
 
 
-def _step_schedule(sections: Sections, source: Source) -> tuple[StepSchedule | None, list[str]]:
+def _step_schedule(sections: Sections, source: Source) -> tuple[StepSchedule | None, list[Problem]]:
     """How the learning rate changes from step to step; None: it does not."""
     keys, run = sections.get(ScheduleKeys), sections.get(RunKeys)
     if keys is None or run is None:
@@ -448,7 +460,7 @@ def _step_schedule(sections: Sections, source: Source) -> tuple[StepSchedule | N
     return make_schedule(keys.learning_rate_schedule, run.num_epochs)
 
 
-def _datasets(sections: Sections, source: Source) -> tuple[tuple[DatasetSpec, ...], list[str]]:
+def _datasets(sections: Sections, source: Source) -> tuple[tuple[DatasetSpec, ...], list[Problem]]:
     """The datasets that are given, train first."""
     keys, reduce = sections.get(DataKeys), sections.get(ReduceKeys)
     if keys is None:
@@ -458,14 +470,15 @@ def _datasets(sections: Sections, source: Source) -> tuple[tuple[DatasetSpec, ..
     specs, problems = datasets_of(keys)
     apart = specs and specs[0].is_known and reduce is not None and reduce.dataset_distribution == "random_seed_offset"
     if apart and specs[0].name == "train" and not is_random(specs[0].order):
-        problems.append(
+        problems += problem(
+            "conflict",
             "horovod_dataset_distribution: expected a random seq_ordering in train for 'random_seed_offset', got "
-            f"{specs[0].order.seq_ordering!r} (every rank would train on the same batches)"
+            f"{specs[0].order.seq_ordering!r} (every rank would train on the same batches)",
         )
     return specs, problems + _impossible_measures(sections, source, specs)
 
 
-def _impossible_measures(sections: Sections, source: Source, specs: tuple[DatasetSpec, ...]) -> list[str]:
+def _impossible_measures(sections: Sections, source: Source, specs: tuple[DatasetSpec, ...]) -> list[Problem]:
     """Problems with keys that name a score of a dataset that there is none of. The losses are known when an epoch is done."""
     run, ending, newbob = sections.get(RunKeys), sections.get(EarlyStoppingKeys), sections.get(NewbobKeys)
     if run is None or run.task not in ("train", "dry_run") or not specs:
@@ -476,14 +489,17 @@ def _impossible_measures(sections: Sections, source: Source, specs: tuple[Datase
     }
     possible = [f"{spec.name}_loss_" for spec in specs]
     return [
-        f"{key}: expected the score of a dataset, {' or '.join(f'{start}NAME' for start in possible)}, got "
-        f"{' or '.join(map(repr, wanted_of(measure)))} in {source.origins.get(key, 'the config')}"
+        Problem.of(
+            "unknown-value",
+            f"{key}: expected the score of a dataset, {' or '.join(f'{start}NAME' for start in possible)}, got "
+            f"{' or '.join(map(repr, wanted_of(measure)))} in {source.origins.get(key, 'the config')}",
+        )
         for key, measure in measures.items()
         if measure and not any(name == FALLBACK or name.startswith(start) for name in wanted_of(measure) for start in possible)
     ]
 
 
-def _forward_data(sections: Sections, source: Source) -> tuple[DatasetSpec | None, list[str]]:
+def _forward_data(sections: Sections, source: Source) -> tuple[DatasetSpec | None, list[Problem]]:
     """What to forward or search; None: that is not the task."""
     keys, run = sections.get(DataKeys), sections.get(RunKeys)
     if keys is None or run is None or run.task not in ("forward", "search"):
@@ -493,7 +509,7 @@ def _forward_data(sections: Sections, source: Source) -> tuple[DatasetSpec | Non
     return forwarded(keys, run.task)
 
 
-def _expected(sections: Sections, source: Source) -> tuple[Mapping[str, Any], list[str]]:
+def _expected(sections: Sections, source: Source) -> tuple[Mapping[str, Any], list[Problem]]:
     """What `extern_data` says. Another program's config has its own rules for what is a problem, and for types of numbers."""
     keys = sections.get(DataKeys)
     if keys is None or keys.extern_data is None:
@@ -504,25 +520,27 @@ def _expected(sections: Sections, source: Source) -> tuple[Mapping[str, Any], li
     return found, [] if source.is_foreign else problems
 
 
-def _function(sections: Sections, source: Source) -> tuple[Callable[[], Any] | None, list[str]]:
+def _function(sections: Sections, source: Source) -> tuple[Callable[[], Any] | None, list[Problem]]:
     """The function of the config that is the task; None: the task is another one."""
     run = sections.get(RunKeys)
     if run is None or not run.task.startswith("config:"):
         return None, []
     function = source.values.get(run.task.removeprefix("config:"))
     if not callable(function):
-        return None, [f"task: expected config:NAME with the name of a function in the config, got {run.task!r}"]
+        return None, problem(
+            "unknown-value", f"task: expected config:NAME with the name of a function in the config, got {run.task!r}"
+        )
     if wrong := signature_error(function, "**_"):
-        return None, [f"task: expected a function without parameters, got {wrong}"]
+        return None, problem("wrong-signature", f"task: expected a function without parameters, got {wrong}")
     return function, []
 
 
-def _outside_datasets(sections: Sections, source: Source) -> tuple[Mapping[str, tuple[Any, str]], list[str]]:
+def _outside_datasets(sections: Sections, source: Source) -> tuple[Mapping[str, tuple[Any, str]], list[Problem]]:
     names = (key.name for key in declared(OrderKeys))
     return {name: (source.values[name], source.origins[name]) for name in names if name in source.values}, []
 
 
-DERIVED: dict[str, Callable[[Sections, Source], tuple[Any, list[str]]]] = {
+DERIVED: dict[str, Callable[[Sections, Source], tuple[Any, list[Problem]]]] = {
     "step_schedule": _step_schedule,
     "datasets": _datasets,
     "forward": _forward_data,

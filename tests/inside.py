@@ -10,10 +10,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
+from unittest.mock import patch
 
-from launching import ROOT, Finished, clean_environment
+from launching import ROOT, Finished, clean_environment, faults
 
 import hvdtrain.cli
+from hvdtrain.errors import ConfigError, Problem
 
 
 def run_inside(arguments: Sequence[object]) -> Finished:
@@ -23,9 +25,25 @@ def run_inside(arguments: Sequence[object]) -> Finished:
     """
     out, err = StringIO(), StringIO()
     started = time.monotonic()
-    with nothing_changes(), redirect_stdout(out), redirect_stderr(err):
+    with nothing_changes(), raised_errors() as errors, redirect_stdout(out), redirect_stderr(err):
         status = hvdtrain.cli.main([str(argument) for argument in arguments])
-    return Finished(status, out.getvalue(), err.getvalue(), time.monotonic() - started)
+    seconds = time.monotonic() - started
+    problems = dict.fromkeys(problem for error in errors if str(error) in err.getvalue() for problem in error.problems)
+    return Finished(status, out.getvalue(), err.getvalue(), seconds, tuple(faults(problems)))
+
+
+@contextmanager
+def raised_errors() -> Iterator[list[ConfigError]]:
+    """The ConfigErrors that are made inside."""
+    made: list[ConfigError] = []
+    original = ConfigError.__init__
+
+    def noted(error: ConfigError, problems: Sequence[Problem]) -> None:
+        original(error, problems)
+        made.append(error)
+
+    with patch.object(ConfigError, "__init__", noted):
+        yield made
 
 
 @contextmanager

@@ -6,10 +6,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+import pytest
+
+from hvdtrain.errors import ConfigError, Problem
 
 ROOT = Path(__file__).resolve().parent.parent
 EMPTY: Mapping[str, str] = {}
@@ -26,6 +30,12 @@ class Finished:
     out: str
     err: str
     seconds: float
+    problems: tuple[str, ...] = ()
+    """Those of the config, each as of `faults`, of a run in the tests' own process."""
+
+    def names(self, key: str, got: object = "") -> bool:
+        """Whether the errors have a line about a key, or a file, that names what came."""
+        return any(line.strip().startswith(f"{key}: ") and str(got) in line for line in self.err.splitlines())
 
 
 def launch(
@@ -126,3 +136,16 @@ def trainings(folder: Path) -> list[str]:
             continue  # it has just ended
         found += [text] if str(folder) in text else []
     return found
+
+
+def faults(problems: Iterable[Problem]) -> list[str]:
+    """Of each config problem key and rule, such as 'max_seqs: out-of-range'; tests/config/messages.txt has the sentences."""
+    return [f"{problem.key}: {problem.rule}" for problem in problems]
+
+
+@contextmanager
+def refused(*expected: str) -> Iterator[None]:
+    """A ConfigError with these problems is raised inside, each as of `faults`."""
+    with pytest.raises(ConfigError) as caught:
+        yield
+    assert faults(caught.value.problems) == list(expected), caught.value

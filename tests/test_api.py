@@ -19,7 +19,7 @@ import numpy
 import pytest
 import torch
 import tqdm
-from launching import ROOT, launch
+from launching import ROOT, faults, launch, refused
 from torch import nn
 
 import hvdtrain
@@ -223,16 +223,15 @@ def test_a_model_is_loaded_as_its_training_was_started(tmp_path: Path) -> None:
 def test_mistakes_are_told_all_at_once(tmp_path: Path) -> None:
     with pytest.raises(hvdtrain.ConfigError) as raised:
         hvdtrain.train(keys_of(tmp_path), num_epoch=3, learning_rate=-1.0, color="red", **{"train.seq_ordering": "random"})
-    assert [problem.partition(":")[0] for problem in raised.value.problems] == [
-        "train.seq_ordering", "num_epoch", "color", "learning_rate"
-    ]  # fmt: skip
+    names = [problem.key for problem in raised.value.problems]
+    assert names == ["train.seq_ordering", "num_epoch", "color", "learning_rate"]
     for ranks in (0, True, "2"):
-        with pytest.raises(hvdtrain.ConfigError, match="ranks: expected a positive number"):
+        with refused("ranks: out-of-range"):
             hvdtrain.train(keys_of(tmp_path), ranks=ranks)  # type: ignore[arg-type]
     with pytest.raises(hvdtrain.ConfigError) as raised:
         hvdtrain.train(keys_of(tmp_path), ranks=2)
-    assert [problem.partition(":")[0] for problem in raised.value.problems] == ["get_model", "train_step", "forward_step"]
-    with pytest.raises(hvdtrain.ConfigError, match="config: expected a config file, several files or a dict of keys, got a int"):
+    assert faults(raised.value.problems) == [f"{name}: cannot-import" for name in ("get_model", "train_step", "forward_step")]
+    with refused("config: wrong-type"):
         hvdtrain.train([SMALLEST, 3])  # type: ignore[list-item]
     with pytest.raises(hvdtrain.HvdtrainError, match="ranks: expected torch.distributed"):
         hvdtrain.train(SMALLEST, ranks=2, use_horovod=True)

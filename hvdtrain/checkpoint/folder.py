@@ -16,7 +16,7 @@ from math import isnan
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.errors import CheckpointError, ConfigError
+from hvdtrain.errors import CheckpointError, ConfigError, Problem, problem
 from hvdtrain.learner.contents import CheckpointContents, RankContents
 from hvdtrain.learner.model_format import SAFETENSORS
 from hvdtrain.schedule.measure import errors_of
@@ -367,16 +367,20 @@ def parse_rule(value: bool | dict[str, Any], higher_is_better: Collection[str] =
         return CleanupRule(higher_is_better=higher_is_better) if value else None
     names = ["keep_last_n", "keep_best_n", "keep"]
     problems = [
-        f"cleanup_old_models.{name}: expected one of {', '.join(names)}, got {name!r}" for name in value if name not in names
+        Problem.of("unknown-key", f"cleanup_old_models.{name}: expected one of {', '.join(names)}, got {name!r}")
+        for name in value
+        if name not in names
     ]
     minimums = {"keep_last_n": 1, "keep_best_n": 0}
     for name, minimum in minimums.items():
         number = value.get(name, minimum)
         if not isinstance(number, int) or number < minimum:
-            problems.append(f"cleanup_old_models.{name}: expected an integer, {minimum} or more, got {number!r}")
+            problems += problem(
+                "out-of-range", f"cleanup_old_models.{name}: expected an integer, {minimum} or more, got {number!r}"
+            )
     keep = value.get("keep", [])
     if not isinstance(keep, (list, tuple, set)) or not all(isinstance(epoch, int) for epoch in keep):
-        problems.append(f"cleanup_old_models.keep: expected a list of epochs, got {keep!r}")
+        problems += problem("wrong-type", f"cleanup_old_models.keep: expected a list of epochs, got {keep!r}")
     if problems:
         raise ConfigError(problems)
     return CleanupRule(**value, higher_is_better=higher_is_better)

@@ -10,7 +10,7 @@ from hvdtrain.checkpoint.preload import parse_preloads
 from hvdtrain.comm.keys import LaunchKeys
 from hvdtrain.config.keys import ALONE, Section, Sections, key, positive, signature_error
 from hvdtrain.config.source import is_reference
-from hvdtrain.errors import ConfigError
+from hvdtrain.errors import ConfigError, Problem, problem
 from hvdtrain.learner.model_format import SAFETENSORS, is_safetensors, missing_package
 
 
@@ -59,12 +59,16 @@ class StartKeys(Section):
         needs="torch",
     )
 
-    def problems(self, others: Sections = ALONE) -> list[str]:
+    def problems(self, others: Sections = ALONE) -> list[Problem]:
         for number, hook in enumerate(self.load_model_post_hooks or ()):
             if not callable(hook) and not is_reference(hook):
-                return [f"load_model_post_hooks[{number}]: expected a function or 'module:name', got {hook!r}"]
+                return problem(
+                    "wrong-type", f"load_model_post_hooks[{number}]: expected a function or 'module:name', got {hook!r}"
+                )
             if wrong := "" if isinstance(hook, str) else signature_error(hook, "*, model, **_"):
-                return [f"load_model_post_hooks[{number}]: expected a function (*, model, **_), got {wrong}"]
+                return problem(
+                    "wrong-signature", f"load_model_post_hooks[{number}]: expected a function (*, model, **_), got {wrong}"
+                )
         try:
             parse_preloads(self.preload_from_files)
         except ConfigError as error:
@@ -77,7 +81,7 @@ class StartKeys(Section):
         launch = others.get(LaunchKeys)
         return self.restart_problems() if launch is not None and launch.max_restarts else []
 
-    def restart_problems(self) -> list[str]:
+    def restart_problems(self) -> list[Problem]:
         """Problems with keys that hold for every start, if a launcher may start the job again."""
         held = {
             "start_epoch": self.start_epoch if self.start_epoch != "auto" else None,
@@ -85,8 +89,11 @@ class StartKeys(Section):
             "fresh_optimizer": self.fresh_optimizer or None,
         }
         return [
-            f"{name}: expected its default where ranks may be restarted, got {value!r}: every restart would do that again (train "
-            "without restarts until there is a checkpoint, then leave it out)"
+            Problem.of(
+                "conflict",
+                f"{name}: expected its default where ranks may be restarted, got {value!r}: every restart would do that again "
+                "(train without restarts until there is a checkpoint, then leave it out)",
+            )
             for name, value in held.items()
             if value is not None
         ]
@@ -117,12 +124,12 @@ class SavingKeys(Section):
         "4th epoch of the first 10 and every 20th of the first 50)",
     )
 
-    def problems(self, others: Sections = ALONE) -> list[str]:
+    def problems(self, others: Sections = ALONE) -> list[Problem]:
         try:
             parse_rule(self.cleanup_old_models)
         except ConfigError as error:
             return [*error.problems, *self._format_problems()]
         return self._format_problems()
 
-    def _format_problems(self) -> list[str]:
+    def _format_problems(self) -> list[Problem]:
         return missing_package("checkpoint_format") if self.checkpoint_format == SAFETENSORS else []

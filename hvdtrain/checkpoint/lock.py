@@ -72,7 +72,9 @@ def only_training_of(model: Path, patience: float = PATIENCE, beat: float = BEAT
         file = _acquire(path, patience)
         stop = _beat(path, beat) if file is None else None
     except OSError as error:
-        raise ConfigError([f"model: expected a folder that can be written to, got {path.parent}: {error.strerror}"]) from None
+        raise ConfigError.of(
+            "not-writable", f"model: expected a folder that can be written to, got {path.parent}: {error.strerror}"
+        ) from None
     guard = None if file is None else Guard(path, file)
     try:
         yield

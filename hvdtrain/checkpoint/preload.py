@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.config.source import as_function
-from hvdtrain.errors import CheckpointError, ConfigError
+from hvdtrain.errors import CheckpointError, ConfigError, Problem, problem
 from hvdtrain.learner.preload import MakeMissing, PreloadFunction, PreloadNames, PreloadRequest, Shapes
 from hvdtrain.runtime import log
 
@@ -158,16 +158,22 @@ def parse_preloads(value: Mapping[str, Any]) -> list[Preload]:
         if isinstance(entry, dict) and "filename" in entry:  # recipes write None for what they leave out
             entry = {key: one for key, one in entry.items() if one is not None or key in ("filename", "checkpoint_key")}
         if not isinstance(entry, dict) or "filename" not in entry or not isinstance(entry["filename"], (str, type(None))):
-            problems.append(f"{where}: expected a dict with the entry 'filename', got {entry!r}")
+            problems += problem("wrong-type", f"{where}: expected a dict with the entry 'filename', got {entry!r}")
             continue
         unknown = [key for key in entry if key not in known]
-        problems += [f"{where}.{key}: expected one of {', '.join(known)}, got {key!r}" for key in unknown]
+        problems += [
+            Problem.of("unknown-key", f"{where}.{key}: expected one of {', '.join(known)}, got {key!r}") for key in unknown
+        ]
         if entry.get("init_for_train", False) not in (True, False, "always"):
-            problems.append(f"{where}.init_for_train: expected True, False or 'always', got {entry['init_for_train']!r}")
+            problems += problem(
+                "unknown-value", f"{where}.init_for_train: expected True, False or 'always', got {entry['init_for_train']!r}"
+            )
         if entry["filename"] is None and entry.get("pattern") is None and not entry.get("prefix"):
-            problems.append(f"{where}: expected a pattern or a prefix if filename is None, got neither")
+            problems += problem("missing", f"{where}: expected a pattern or a prefix if filename is None, got neither")
         if entry["filename"] is not None and entry.get("pattern") is not None:
-            problems.append(f"{where}.pattern: expected None if there is a filename, got {entry['pattern']!r} (use prefix)")
+            problems += problem(
+                "conflict", f"{where}.pattern: expected None if there is a filename, got {entry['pattern']!r} (use prefix)"
+            )
         if not unknown:
             preloads.append(Preload(name=name, **entry))
     if problems:

@@ -200,11 +200,10 @@ def call_hooks(hooks: Sequence[Any], model: Any) -> None:
     after = trained()
     if after != before:
         changed = sorted(name for name, _ in {*before} ^ {*after})
-        raise ConfigError(
-            [
-                "load_model_post_hooks: expected functions that leave the trained parameters the same objects, got others: "
-                f"{', '.join(dict.fromkeys(changed))} (the optimizer has them already: replace or freeze them in get_model)"
-            ]
+        raise ConfigError.of(
+            "wrong-result",
+            "load_model_post_hooks: expected functions that leave the trained parameters the same objects, got others: "
+            f"{', '.join(dict.fromkeys(changed))} (the optimizer has them already: replace or freeze them in get_model)",
         )
 
 

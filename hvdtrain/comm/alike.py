@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hvdtrain.comm.base import Communicator
-from hvdtrain.errors import ConfigError
+from hvdtrain.errors import ConfigError, Problem
 
 SHOWN = 5
 """So many differences are in the message."""
@@ -26,10 +26,11 @@ def check_alike(comm: Communicator, values: Mapping[str, str], *, of: str = "", 
     for rank, theirs in enumerate(others, 1):
         names = [each for each in dict.fromkeys([*first, *theirs]) if first.get(each) != theirs.get(each)]
         if names:
-            problems = [
+            lines = [
                 f"{of}{each}: expected the same on all ranks, got {first.get(each, 'nothing')} on rank 0 and "
                 f"{theirs.get(each, 'nothing')} on rank {rank}"
                 for each in names[:SHOWN]
             ]
             more = f", {len(names) - SHOWN} more differ" if len(names) > SHOWN else ""
-            raise ConfigError([*problems[:-1], f"{problems[-1]}{more} ({hint})"]).on_all_ranks()
+            lines[-1] += f"{more} ({hint})"
+            raise ConfigError([Problem.of("rank-mismatch", line) for line in lines]).on_all_ranks()

@@ -322,7 +322,7 @@ def reduce_values(value: T, op: Literal["sum", "average", "min", "max"] = "sum",
     """
     comm = _communicator("all_reduce")
     if op not in ("sum", "average", "min", "max"):
-        raise ConfigError([f"all_reduce: expected 'sum', 'average', 'min' or 'max', got {op!r}"])
+        raise ConfigError.of("unknown-value", f"all_reduce: expected 'sum', 'average', 'min' or 'max', got {op!r}")
     if isinstance(value, numbers.Number):
         return _of_numbers(comm.gather(value, name=name), op)  # type: ignore[no-any-return]
     if type(value).__module__.partition(".")[0] == "numpy":
@@ -330,7 +330,9 @@ def reduce_values(value: T, op: Literal["sum", "average", "min", "max"] = "sum",
     if op == "sum" or op == "average":
         copied = value.detach().clone() if hasattr(value, "detach") else value
         return all_reduce(comm, [copied], op, name=name)[0]  # type: ignore[no-any-return]
-    raise ConfigError([f"all_reduce: expected 'sum' or 'average' for a tensor, got {op!r} (numpy arrays support it)"])
+    raise ConfigError.of(
+        "unknown-value", f"all_reduce: expected 'sum' or 'average' for a tensor, got {op!r} (numpy arrays support it)"
+    )
 
 
 def _of_numbers(values: list[Any], op: str) -> Any:
@@ -353,10 +355,9 @@ def _communicator(caller: str) -> Communicator:
         return comm
     started = launch.launch()
     if started.size > 1:
-        raise ConfigError(
-            [
-                f"{caller}: expected a call after the {started.size} processes are connected, got one before "
-                "(they are not connected while the config is read: call it in a function startup_callback(**_) of the config)"
-            ]
+        raise ConfigError.of(
+            "wrong-call",
+            f"{caller}: expected a call after the {started.size} processes are connected, got one before "
+            "(they are not connected while the config is read: call it in a function startup_callback(**_) of the config)",
         )
     return SingleCommunicator()

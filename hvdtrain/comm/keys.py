@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from hvdtrain.config.check import build, unknown_options
 from hvdtrain.config.keys import ALONE, Rule, Section, Sections, key, not_negative, positive
+from hvdtrain.errors import Problem, problem
 
 port_number = Rule("a port from 1 to 65535", lambda value: 1 <= value <= 65535)
 
@@ -55,28 +56,35 @@ class LaunchKeys(Section):
 
     data_parallel_backend: bool = key(False, "SpeechBrain's threads over several GPUs: not supported, use ngpu instead")
 
-    def problems(self, others: Sections = ALONE) -> list[str]:
+    def problems(self, others: Sections = ALONE) -> list[Problem]:
         found = []
         if self.data_parallel_backend:
-            found.append(f"data_parallel_backend: expected False, got True: {THREADS} (python -m hvdtrain CONFIG ++ngpu 4)")
+            found += problem(
+                "unsupported", f"data_parallel_backend: expected False, got True: {THREADS} (python -m hvdtrain CONFIG ++ngpu 4)"
+            )
         if (self.dist_master_addr is None) != (self.dist_master_port is None):
             given, missing = ("addr", "port") if self.dist_master_port is None else ("port", "addr")
-            found.append(f"dist_master_{missing}: expected with dist_master_{given}, got nothing")
+            found += problem("missing", f"dist_master_{missing}: expected with dist_master_{given}, got nothing")
         if self.dist_master_addr is not None and self.dist_init_method is not None:
-            found.append("dist_init_method: expected either dist_init_method or dist_master_addr and dist_master_port, got both")
+            found += problem(
+                "conflict",
+                "dist_init_method: expected either dist_init_method or dist_master_addr and dist_master_port, got both",
+            )
         if self.max_restarts and self.ngpu is None:
-            found.append(
+            found += problem(
+                "missing",
                 "max_restarts: expected with ngpu, the number of processes that hvdtrain starts and watches, got no ngpu (one "
-                "process: ++ngpu 1; torchrun has --max-restarts)"
+                "process: ++ngpu 1; torchrun has --max-restarts)",
             )
         if self.min_ngpu is not None and not self.max_restarts:
-            found.append(f"min_ngpu: expected with max_restarts, got min_ngpu = {self.min_ngpu} and no restarts")
+            found += problem("missing", f"min_ngpu: expected with max_restarts, got min_ngpu = {self.min_ngpu} and no restarts")
         if self.min_ngpu is not None and self.min_ngpu > (self.ngpu or 1):
-            found.append(f"min_ngpu: expected at most ngpu, {self.ngpu}, got {self.min_ngpu}")
+            found += problem("conflict", f"min_ngpu: expected at most ngpu, {self.ngpu}, got {self.min_ngpu}")
         if self.multiprocessing_distributed is False and (self.ngpu or 0) > 1:
-            found.append(
+            found += problem(
+                "unsupported",
                 f"multiprocessing_distributed: expected True with ngpu = {self.ngpu}, got False: {THREADS} "
-                f"(python -m hvdtrain CONFIG ++ngpu {self.ngpu} starts one process per GPU)"
+                f"(python -m hvdtrain CONFIG ++ngpu {self.ngpu} starts one process per GPU)",
             )
         return found
 
@@ -114,7 +122,7 @@ class TorchDistributedKeys(Section):
         False, "shard the optimizer state over the ranks, for models that do not fit otherwise (with reduce_type 'grad')"
     )
 
-    def problems(self, others: Sections = ALONE) -> list[str]:
+    def problems(self, others: Sections = ALONE) -> list[Problem]:
         """Also with the dist_* keys, which give some of the same values."""
         started = others.get(LaunchKeys) or LaunchKeys()
         same = {
@@ -123,16 +131,16 @@ class TorchDistributedKeys(Section):
             "world_size": ("dist_world_size", self.world_size, started.dist_world_size),
         }
         found = [
-            f"torch_distributed.{name}: expected the value of {other}, {value!r}, got {entry!r}"
+            Problem.of("conflict", f"torch_distributed.{name}: expected the value of {other}, {value!r}, got {entry!r}")
             for name, (other, entry, value) in same.items()
             if value is not None and entry not in (None, value)
         ]
         rank = self.rank if started.dist_rank is None else started.dist_rank
         size = started.dist_world_size or self.world_size
         if rank is not None and size is None:
-            found.append(f"dist_world_size: expected with dist_rank = {rank}, got nothing")
+            found += problem("missing", f"dist_world_size: expected with dist_rank = {rank}, got nothing")
         if rank is not None and size is not None and rank >= size:
-            found.append(f"dist_rank: expected a number below dist_world_size, {size}, got {rank}")
+            found += problem("conflict", f"dist_rank: expected a number below dist_world_size, {size}, got {rank}")
         return found
 
 
@@ -144,7 +152,7 @@ NOT_SUPPORTED = {
 
 def torch_distributed_of(
     entries: dict[str, Any], others: Iterable[str], sections: Sections, origin: str
-) -> tuple[TorchDistributedKeys | None, list[str]]:
+) -> tuple[TorchDistributedKeys | None, list[Problem]]:
     """Check the dict torch_distributed. Returns its own keys, or None, and the problems.
 
     Args:
@@ -158,5 +166,7 @@ def torch_distributed_of(
     problems += unknown_options(where, entries, TorchDistributedKeys, "torch_distributed", known)
     for name in entries:
         if name in NOT_SUPPORTED:
-            problems.append(f"{where}{name}: expected no such entry, got {entries[name]!r} ({NOT_SUPPORTED[name]})")
+            problems += problem(
+                "unsupported", f"{where}{name}: expected no such entry, got {entries[name]!r} ({NOT_SUPPORTED[name]})"
+            )
     return keys, problems if keys is None else problems + keys.problems(sections)

@@ -203,7 +203,9 @@ def _arguments(job: _Job) -> dict[str, Any]:
     try:
         return dict(pickle.loads(job.arguments))
     except (ImportError, AttributeError) as error:
-        raise ConfigError([f"ranks: expected functions and classes that each rank can import, got: {error}"]) from error
+        raise ConfigError.of(
+            "cannot-import", f"ranks: expected functions and classes that each rank can import, got: {error}"
+        ) from error
 
 
 def _stored(error: BaseException) -> bytes:

@@ -13,14 +13,14 @@ from typing import Any, TypeVar
 
 from hvdtrain.config.keys import REQUIRED, Key, Mismatch, convert, declared, spellings, words_of
 from hvdtrain.config.source import OVERRIDING, Source, is_reference, resolve
-from hvdtrain.errors import ConfigError
+from hvdtrain.errors import ConfigError, Problem, problem
 
 S = TypeVar("S")
 
 NONE_BY_NAME: Mapping[str, str] = {}
 
 
-def build(section: type[S], values: dict[str, Any], where: str, origins: dict[str, str]) -> tuple[S | None, list[str]]:
+def build(section: type[S], values: dict[str, Any], where: str, origins: dict[str, str]) -> tuple[S | None, list[Problem]]:
     """Build a section from the values.
 
     Args:
@@ -37,13 +37,13 @@ def build(section: type[S], values: dict[str, Any], where: str, origins: dict[st
         if not given:
             if key.default is REQUIRED:
                 wanted = "a value" if key.type is Any else words_of(key.type)
-                problems.append(f"{where}{key.name}: expected {wanted} ({key.doc}), got nothing")
+                problems += problem("missing", f"{where}{key.name}: expected {wanted} ({key.doc}), got nothing")
         for name, value in given.items():
             try:
                 filled[key.field] = convert(value, key)
             except Mismatch as mismatch:
                 got = mismatch.got or f"{_short_repr(value)} in {origins.get(name.partition('.')[0], 'the config')}"
-                problems.append(f"{where}{name}: expected {mismatch}, got {got}")
+                problems += problem(mismatch.rule, f"{where}{name}: expected {mismatch}, got {got}")
     return (None, problems) if problems else (section(**filled), [])
 
 
@@ -57,7 +57,7 @@ def describe(key: Key) -> str:
     return f"{words}; required" if key.required else f"{words}; default {_short_repr(key.default)}"
 
 
-def unsupported(sections: Iterable[Any], backend: str) -> list[str]:
+def unsupported(sections: Iterable[Any], backend: str) -> list[Problem]:
     """Problems with keys that are set but do not work with the config's framework.
 
     Args:
@@ -70,11 +70,11 @@ def unsupported(sections: Iterable[Any], backend: str) -> list[str]:
             if key.needs and backend not in key.needs and getattr(section, key.field) != key.default:
                 needs = " or ".join(map(repr, key.needs))
                 hint = f" ({key.instead})" if key.instead else ""
-                problems.append(f"{key.name}: expected backend = {needs}, got {backend!r}{hint}")
+                problems += problem("needs-backend", f"{key.name}: expected backend = {needs}, got {backend!r}{hint}")
     return problems
 
 
-def unknown(source: Source, known: Iterable[str], inside: Mapping[str, str] = NONE_BY_NAME) -> list[str]:
+def unknown(source: Source, known: Iterable[str], inside: Mapping[str, str] = NONE_BY_NAME) -> list[Problem]:
     """Problems with names that are not keys: misspelt keys and unused overrides.
 
     Every other name belongs to the config's author and is not checked.
@@ -90,10 +90,10 @@ def unknown(source: Source, known: Iterable[str], inside: Mapping[str, str] = NO
             continue
         origin = source.origins[name]
         if match := closest(name, keys):
-            problems.append(f"{name}: unknown key in {origin} (did you mean {match}?)")
+            problems += problem("unknown-key", f"{name}: unknown key in {origin} (did you mean {match}?)")
         elif name in source.unused and origin in OVERRIDING:
             hint = f"did you mean {inside[name]}?" if name in inside else "it is not a key, and the config does not mention it"
-            problems.append(f"{name}: unknown key in {origin} ({hint})")
+            problems += problem("unknown-key", f"{name}: unknown key in {origin} ({hint})")
     return problems
 
 
@@ -102,7 +102,9 @@ def is_no_key(name: str, value: Any) -> bool:
     return name.startswith("_") or isinstance(value, (ModuleType, type))
 
 
-def unknown_options(where: str, options: Mapping[str, Any], section: type, kind: str, others: Iterable[str] = ()) -> list[str]:
+def unknown_options(
+    where: str, options: Mapping[str, Any], section: type, kind: str, others: Iterable[str] = ()
+) -> list[Problem]:
     """Problems with options that a section does not declare.
 
     Args:
@@ -115,7 +117,7 @@ def unknown_options(where: str, options: Mapping[str, Any], section: type, kind:
     problems = []
     for option in options:
         if option not in known:
-            problems.append(f"{where}{option}: unknown key of {kind}" + did_you_mean(str(option), known))
+            problems += problem("unknown-key", f"{where}{option}: unknown key of {kind}" + did_you_mean(str(option), known))
     return problems
 
 
@@ -169,7 +171,7 @@ class Factory:
 
 def build_objects(
     key: str, value: Any, methods: Collection[str], prefix: str, by_name: Mapping[str, str] = NONE_BY_NAME
-) -> tuple[list[Factory], list[str]]:
+) -> tuple[list[Factory], list[Problem]]:
     """The objects that a key asks for, and the problems.
 
     Args:
@@ -181,15 +183,15 @@ def build_objects(
     """
     several = isinstance(value, (list, tuple))
     made: list[Factory] = []
-    problems: list[str] = []
+    problems: list[Problem] = []
     for number, entry in enumerate(value if several else () if value is None else (value,)):
+        where = f"{key}[{number}]" if several else key
         try:
             made.append(_object(entry, methods, prefix, by_name))
-        except (ConfigError, ImportError) as error:
-            message = (
-                error.problems[0] if isinstance(error, ConfigError) else f"expected a class that can be imported, got {error}"
-            )
-            problems.append(f"{key}[{number}]: {message}" if several else f"{key}: {message}")
+        except ConfigError as error:
+            problems += [found.within(f"{where}: ") for found in error.problems]
+        except ImportError as error:
+            problems += problem("cannot-import", f"{where}: expected a class that can be imported, got {error}")
     return made, problems
 
 
@@ -198,7 +200,7 @@ def _object(entry: Any, methods: Collection[str], prefix: str, by_name: Mapping[
     options = {}
     if isinstance(entry, dict):
         if "class" not in entry:
-            raise ConfigError([f"expected an entry `class`, got {entry!r}"])
+            raise ConfigError.of("missing", f"expected an entry `class`, got {entry!r}")
         options = {name: option for name, option in entry.items() if name != "class"}
         entry = entry["class"]
     kind = entry
@@ -207,22 +209,24 @@ def _object(entry: Any, methods: Collection[str], prefix: str, by_name: Mapping[
         reference = by_name.get(entry, entry)
         if not is_reference(reference):
             names = ", ".join(["an object", "a class", *map(repr, by_name)])
-            raise ConfigError([f"expected {names} or 'module:Class', got {entry!r}{did_you_mean(entry, by_name)}"])
+            hint = did_you_mean(entry, by_name)
+            raise ConfigError.of("unknown-value", f"expected {names} or 'module:Class', got {entry!r}{hint}")
         kind = resolve(reference)
     there = [name for name in dir(kind) if callable(getattr(kind, name, None))]
     unknown = [name for name in there if name.startswith(prefix) and name not in methods]
     if unknown or not set(there) & set(methods):
         got = f"{unknown[0]}{did_you_mean(unknown[0], methods)}" if unknown else f"none of them in {label}"
-        raise ConfigError([f"expected methods among {', '.join(methods)}, got {got}"])
+        raise ConfigError.of("wrong-type", f"expected methods among {', '.join(methods)}, got {got}")
     if not isinstance(kind, type):
         if options:
-            raise ConfigError([f"expected arguments beside a class, got {', '.join(options)} beside an object of {label}"])
+            names = ", ".join(options)
+            raise ConfigError.of("conflict", f"expected arguments beside a class, got {names} beside an object of {label}")
         return Factory(label, kind, lambda: kind)
     try:
         inspect.signature(kind).bind(**options)
     except TypeError as error:
         names = ", ".join(inspect.signature(kind).parameters) or "none"
-        raise ConfigError([f"expected the arguments of {label} ({names}), got: {error}"]) from None
+        raise ConfigError.of("wrong-signature", f"expected the arguments of {label} ({names}), got: {error}") from None
     except ValueError:
         pass  # a class in C tells nothing of its arguments
     return Factory(label, kind, partial(kind, **options))

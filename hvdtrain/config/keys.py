@@ -26,6 +26,8 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from hvdtrain.errors import Problem, ProblemRule
+
 S = TypeVar("S")
 
 REQUIRED: Any = dataclasses.MISSING
@@ -43,6 +45,12 @@ class Rule:
     words: str
     holds: Callable[[Any], bool]
     is_choice: bool = False
+
+    def broken_by(self, value: Any) -> ProblemRule:
+        """What a value does wrong for which the rule does not hold."""
+        if self.is_choice:
+            return "unknown-value"
+        return "wrong-format" if isinstance(value, str) else "out-of-range"
 
 
 positive = Rule("a positive number", lambda value: value > 0)
@@ -196,7 +204,7 @@ ALONE = Sections({})
 class Section:
     """Base class of a group of keys."""
 
-    def problems(self, others: Sections = ALONE) -> list[str]:
+    def problems(self, others: Sections = ALONE) -> list[Problem]:
         """Conflicts between the keys of this section, or between them and other sections; each ends up in a ConfigError."""
         return []
 
@@ -205,11 +213,13 @@ class Mismatch(Exception):
     """A value does not have the key's type, or violates its rule. The message says what was expected.
 
     Attributes:
+        rule: what it violates, as in a `Problem`.
         got: what came, and where; empty: the value itself says it best.
     """
 
-    def __init__(self, expected: str, got: str = "") -> None:
+    def __init__(self, expected: str, rule: ProblemRule = "wrong-type", got: str = "") -> None:
         super().__init__(expected)
+        self.rule = rule
         self.got = got
 
 
@@ -220,11 +230,11 @@ def convert(value: Any, declared_key: Key) -> Any:
     except Mismatch as mismatch:
         if declared_key.rule is None or not declared_key.rule.is_choice:
             raise
-        raise Mismatch(declared_key.rule.words) from mismatch
+        raise Mismatch(declared_key.rule.words, declared_key.rule.broken_by(value)) from mismatch
     if declared_key.rule is not None and result is not None and not _holds(declared_key.rule, result):
-        raise Mismatch(declared_key.rule.words)
+        raise Mismatch(declared_key.rule.words, declared_key.rule.broken_by(result))
     if declared_key.signature and callable(result) and (wrong := signature_error(result, declared_key.signature)):
-        raise Mismatch(f"def {declared_key.name}({declared_key.signature})", wrong)
+        raise Mismatch(f"def {declared_key.name}({declared_key.signature})", "wrong-signature", wrong)
     return result
 
 
@@ -312,52 +322,76 @@ BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "n
 """The spellings of a bool in a string, in lower case."""
 
 
+FUNCTION = get_origin(Callable[..., Any])
+
+
 def _converted(value: Any, expected: Any) -> Any:
+    """A value of the type. Raises: Mismatch."""
     origin = get_origin(expected) or expected
     if expected is Any:
         return value
     if origin is Literal:
-        for choice in get_args(expected):
-            if value == choice and isinstance(value, bool) == isinstance(choice, bool):
-                return choice
-        raise Mismatch(words_of(expected))
+        return _choice(value, expected)
     if origin in (Union, types.UnionType):
-        members = get_args(expected)
-        for member in members:  # the value's own type first: "3" stays a string if strings are allowed
-            if isinstance(member, type) and type(value) is member:
-                return value
-        for member in members:
-            try:
-                return _converted(value, member)
-            except Mismatch:
-                continue
-        raise Mismatch(words_of(expected))
+        return _of_a_member(value, expected)
     if getattr(getattr(value, "dtype", None), "kind", "") == "b" and value.ndim == 0:  # numpy's bool
         value = bool(value)
-    number = isinstance(value, numbers.Real) and not isinstance(value, bool)  # numpy's numbers are Reals, too
-    if origin is bool and (isinstance(value, bool) or (number and value in (0, 1))):
-        return bool(value)
-    if origin is bool and isinstance(value, str) and value.lower() in BOOLEANS:
-        return BOOLEANS[value.lower()]
-    if origin is int and number and float(value).is_integer():
-        return int(value)
-    if origin is float and number:
-        return float(value)
-    if origin is Callable or origin is typing.get_origin(Callable[..., Any]):
-        if callable(value) and not isinstance(value, types.ModuleType):
-            return value
+    if origin in (bool, int, float):
+        return _number(value, origin)
+    if origin in (list, dict):
+        return _container(value, expected, origin)
+    if origin in (Callable, FUNCTION):
+        is_right = callable(value) and not isinstance(value, types.ModuleType)
+    else:
+        is_right = isinstance(origin, type) and isinstance(value, origin)
+    if not is_right:
         raise Mismatch(words_of(expected))
-    if origin in (str, list, tuple, dict, type(None)):
-        if origin is list and getattr(value, "ndim", 0) == 1 and hasattr(value, "tolist"):  # an array or a tensor
-            value = value.tolist()
-        if origin is list and isinstance(value, (list, tuple)):
-            member = (*get_args(expected), Any)[0]
-            return [_converted(one, member) for one in value]
-        if origin is dict and isinstance(value, dict) and get_args(expected):
-            name, member = get_args(expected)
-            return {_converted(key, name): _converted(one, member) for key, one in value.items()}
-        if isinstance(value, origin):
-            return value
-    elif isinstance(origin, type) and origin not in (bool, int, float) and isinstance(value, origin):
+    return value
+
+
+def _choice(value: Any, expected: Any) -> Any:
+    """The choice of a Literal that equals the value; True does not stand for 1."""
+    for choice in get_args(expected):
+        if value == choice and isinstance(value, bool) == isinstance(choice, bool):
+            return choice
+    raise Mismatch(words_of(expected), "unknown-value")
+
+
+def _of_a_member(value: Any, expected: Any) -> Any:
+    """A value of one of a union's types: its own if it is there ("3" stays a string if strings are allowed), else the first."""
+    members = get_args(expected)
+    if any(type(value) is member for member in members):
         return value
+    for member in members:
+        try:
+            return _converted(value, member)
+        except Mismatch:
+            continue
+    raise Mismatch(words_of(expected))
+
+
+def _number(value: Any, kind: type) -> bool | int | float:
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)  # numpy's numbers are Reals, too
+    if kind is bool and (isinstance(value, bool) or (is_number and value in (0, 1))):
+        return bool(value)
+    if kind is bool and isinstance(value, str) and value.lower() in BOOLEANS:
+        return BOOLEANS[value.lower()]
+    if kind is int and is_number and float(value).is_integer():
+        return int(value)
+    if kind is float and is_number:
+        return float(value)
+    raise Mismatch(words_of(kind))
+
+
+def _container(value: Any, expected: Any, kind: type) -> Any:
+    if kind is list and getattr(value, "ndim", 0) == 1 and hasattr(value, "tolist"):  # an array or a tensor
+        value = value.tolist()
+    if kind is list and isinstance(value, (list, tuple)):
+        member = (*get_args(expected), Any)[0]
+        return [_converted(one, member) for one in value]
+    if kind is dict and isinstance(value, dict):
+        if not get_args(expected):
+            return value
+        name, member = get_args(expected)
+        return {_converted(key, name): _converted(one, member) for key, one in value.items()}
     raise Mismatch(words_of(expected))

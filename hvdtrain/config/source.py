@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 
 from hvdtrain.config.keys import text_value
 from hvdtrain.config.missing import import_failure
-from hvdtrain.errors import ConfigError
+from hvdtrain.errors import ConfigError, Problem, problem
 
 COMMAND_LINE = "the command line"
 CALL = "the call"
@@ -67,16 +67,18 @@ def parse_command_line(arguments: list[str]) -> tuple[list[Path], dict[str, str]
             hint = f"did you mean ++{meant} {value or 'VALUE'}?" if meant else "python -m hvdtrain --help"
             hint = f"did you mean {option[0]}?" if option else hint
             hint = "configs are written first" if Path(word).is_file() else hint
-            problems.append(f"command line: expected ++KEY VALUE, got {word!r} ({hint})")
+            problems += problem("wrong-format", f"command line: expected ++KEY VALUE, got {word!r} ({hint})")
             continue
         if not assigned:
             if not rest or _is_key(rest[0]):
-                problems.append(f"command line: expected a value after {name}, got {'the next key' if rest else 'nothing'}")
+                problems += problem(
+                    "missing", f"command line: expected a value after {name}, got {'the next key' if rest else 'nothing'}"
+                )
                 continue
             value = rest.pop(0)
         overrides[name[2:]] = value.removeprefix("+") if value.startswith("+-") else value
     if not files:
-        problems.insert(0, "command line: expected a config file first, got none (python -m hvdtrain --help)")
+        problems[:0] = problem("missing", "command line: expected a config file first, got none (python -m hvdtrain --help)")
     if problems:
         raise ConfigError(problems)
     return files, overrides
@@ -164,8 +166,8 @@ class Source:
     origins: dict[str, str]
     unused: tuple[str, ...]
     """Overrides whose name does not occur in the config's text."""
-    problems: tuple[str, ...] = ()
-    """Messages about overrides of entries of values that are not dicts."""
+    problems: tuple[Problem, ...] = ()
+    """With overrides of entries of values that are not dicts."""
     texts: Mapping[str, str] = field(default_factory=dict)
     """The text of each config file, by its path."""
     is_foreign: bool = False
@@ -298,18 +300,18 @@ def _read(path: Path) -> str:
         hint = f" (did you mean {path.parent / close[0]}?)" if close else ""
         key = f" (python -m hvdtrain CONFIG trains, --help lists the commands; for the key {path.name}, write ++{path.name})"
         hint = hint or ("" if path.suffix else key)
-        raise ConfigError([f"{path}: expected a config file, got: {error.strerror}{hint}"]) from None
+        raise ConfigError.of("unreadable", f"{path}: expected a config file, got: {error.strerror}{hint}") from None
     except UnicodeDecodeError:
-        raise ConfigError([f"{path}: expected a Python or JSON file, got bytes that are not UTF-8"]) from None
+        raise ConfigError.of("unreadable", f"{path}: expected a Python or JSON file, got bytes that are not UTF-8") from None
 
 
 def _parse_json(path: Path, text: str) -> dict[str, Any]:
     try:
         parsed = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ConfigError([f"{path.name}, line {error.lineno}: expected JSON, got: {error.msg}"]) from None
+        raise ConfigError.of("unreadable", f"{path.name}, line {error.lineno}: expected JSON, got: {error.msg}") from None
     if not isinstance(parsed, dict):
-        raise ConfigError([f"{path.name}: expected a JSON object of keys, got a {type(parsed).__name__}"])
+        raise ConfigError.of("unreadable", f"{path.name}: expected a JSON object of keys, got a {type(parsed).__name__}")
     return parsed
 
 
@@ -341,7 +343,7 @@ def _run_python(
     except Exception as error:
         line = _line_in(path, error)
         what = import_failure(error, OUR_FILES) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
-        raise ConfigError([f"{path.name}{line}: {what}"]) from error
+        raise ConfigError.of("raised", f"{path.name}{line}: {what}") from error
     loaded = {
         name: value
         for name, value in names.items()
@@ -382,7 +384,7 @@ def _line_in(path: Path, error: Exception) -> str:
 
 def _set_nested(
     values: dict[str, Any], origins: dict[str, str], name: str, value: Any, parse: Callable[[Any, Any], Any], origin: str
-) -> list[str]:
+) -> list[Problem]:
     """Set the entry `seq_ordering` in a copy of the dict `train`. Returns the problem, if there is one."""
     first, *path = name.split(".")
     start = "++" if origin == COMMAND_LINE else ""
@@ -391,11 +393,14 @@ def _set_nested(
         got = "nothing" if first not in values else type(inside).__name__
         close = get_close_matches(first, [each for each, value in values.items() if isinstance(value, dict)], n=1)
         hint = f" (did you mean {start}{'.'.join([*close, *path])}?)" if close else ""
-        return [f"{start}{name}: expected '{first}' to be a dict in the config, got {got}{hint}"]
+        return problem("wrong-type", f"{start}{name}: expected '{first}' to be a dict in the config, got {got}{hint}")
     values[first] = inside = dict(inside)
     for part in path[:-1]:
         if not isinstance(inside.get(part), dict):
-            return [f"{start}{name}: expected '{part}' to be a dict inside '{first}', got {type(inside.get(part)).__name__}"]
+            return problem(
+                "wrong-type",
+                f"{start}{name}: expected '{part}' to be a dict inside '{first}', got {type(inside.get(part)).__name__}",
+            )
         inside[part] = dict(inside[part])
         inside = inside[part]
     inside[path[-1]] = parse(value, str if isinstance(inside.get(path[-1]), str) else Any)
@@ -503,8 +508,8 @@ def as_function(value: Any, name: str) -> Any:
     if not isinstance(value, str):
         return value
     if not is_reference(value):
-        raise ConfigError([f"{name}: expected a function or its name as 'module:name', got {value!r}"])
+        raise ConfigError.of("wrong-type", f"{name}: expected a function or its name as 'module:name', got {value!r}")
     try:
         return resolve(value)
     except ImportError as error:
-        raise ConfigError([f"{name}: expected a function that can be imported, got {error}"]) from error
+        raise ConfigError.of("cannot-import", f"{name}: expected a function that can be imported, got {error}") from error

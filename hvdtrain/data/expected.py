@@ -15,7 +15,7 @@ import numpy
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.identity import DatasetPart
 from hvdtrain.data.types import Array, Batch, Stream
-from hvdtrain.errors import DataError
+from hvdtrain.errors import DataError, Problem, problem
 
 IGNORED_CLASSES = (-1, -100)
 """Numbers that are no class, but mark frames without one: the usual values of `ignore_index`."""
@@ -60,7 +60,7 @@ def _text(shape: Sequence[int | None]) -> str:
     return f"({', '.join('any' if size is None else str(size) for size in shape)}{',' if len(shape) == 1 else ''})"
 
 
-def expected_of(extern_data: Any, exact: bool = True) -> tuple[dict[str, Expected], list[str]]:
+def expected_of(extern_data: Any, exact: bool = True) -> tuple[dict[str, Expected], list[Problem]]:
     """What `extern_data` says of each data key, and the problems with it.
 
     All forms of an entry are understood as far as they tell the shape of a frame; what they leave open is not checked.
@@ -70,26 +70,26 @@ def expected_of(extern_data: Any, exact: bool = True) -> tuple[dict[str, Expecte
 
     >>> expected_of({"data": {"dim": 9}})[0]["data"].shape, expected_of({"classes": {"dim": 5, "sparse": True}})[0]["classes"].dim
     ((9,), 5)
-    >>> expected_of({"data": 9})[1]
+    >>> [str(problem) for problem in expected_of({"data": 9})[1]]
     ["extern_data.data: expected a dict such as {'dim': 9}, got 9"]
     """
     if extern_data is None:
         return {}, []
     if not isinstance(extern_data, Mapping):
-        return {}, [f"extern_data: expected a dict of dicts by data key, got {extern_data!r}"]
+        return {}, problem("wrong-type", f"extern_data: expected a dict of dicts by data key, got {extern_data!r}")
     made, problems = {}, []
     for name, entry in extern_data.items():
         if name == "seq_tag":
             continue
         if not isinstance(entry, Mapping):
             if getattr(entry, "dims", None) is None:  # a Tensor, whose dims say it
-                problems.append(f"extern_data.{name}: expected a dict such as {{'dim': 9}}, got {entry!r}")
+                problems += problem("wrong-type", f"extern_data.{name}: expected a dict such as {{'dim': 9}}, got {entry!r}")
                 continue
             entry = {name: getattr(entry, name, None) for name in ("dims", "dtype", "sparse_dim")}
         try:
             made[name] = _expected(entry, exact)
         except (TypeError, ValueError) as error:
-            problems.append(f"extern_data.{name}: {error}")
+            problems += problem("wrong-type", f"extern_data.{name}: {error}")
     return made, problems
 
 

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Self
 from hvdtrain.config.keys import REQUIRED, Rule, Section, key, parsed_by
 from hvdtrain.data.files import parse_sizes
 from hvdtrain.data.plan.order_keys import OrderKeys, is_order
+from hvdtrain.errors import Problem, problem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +66,7 @@ class DatasetKeys:
         """The name of the dataset inside it whose order keys apply to the whole; None: there is none."""
         return None
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         """What is wrong between the keys."""
         return []
 
@@ -92,8 +93,8 @@ class FileDatasetKeys(DatasetKeys):
 
     files: str | list[str] = key(REQUIRED, "the HDF file, or a list of files that are read as one dataset")
 
-    def problems(self) -> list[str]:
-        return [] if self.files else ["files: expected at least one file, got none"]
+    def problems(self) -> list[Problem]:
+        return [] if self.files else problem("missing", "files: expected at least one file, got none")
 
     def data_files(self) -> tuple[str, ...]:
         return (self.files,) if isinstance(self.files, str) else tuple(self.files)

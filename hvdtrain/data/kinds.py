@@ -10,6 +10,7 @@ from hvdtrain.config.keys import REQUIRED, key
 from hvdtrain.data.combine.keys import CombinedDatasetKeys, ConcatDatasetKeys, FilesDatasetKeys, MapDatasetKeys, MetaDatasetKeys
 from hvdtrain.data.formats.synthetic import DummyDatasetKeys, Task12AXDatasetKeys
 from hvdtrain.data.keys import DatasetKeys, FileDatasetKeys
+from hvdtrain.errors import Problem, problem
 
 OWN = {
     "FolderDataset": "hvdtrain.data.formats.folder:FolderDataset",
@@ -98,7 +99,7 @@ RETURNN_ENTRIES: dict[str, tuple[tuple[Any, ...] | None, str]] = {
 to do instead of setting another one."""
 
 
-def take_returnn_entries(where: str, options: dict[str, Any], own: Container[str]) -> list[str]:
+def take_returnn_entries(where: str, options: dict[str, Any], own: Container[str]) -> list[Problem]:
     """Remove RETURNN's entries from the options of a dataset dict. Returns the problems with those that have a meaning.
 
     Args:
@@ -112,7 +113,8 @@ def take_returnn_entries(where: str, options: dict[str, Any], own: Container[str
         members = list(value.values()) if isinstance(value, dict) else [value]
         if nothing is not None and any(member not in nothing for member in members):
             words = " or ".join(map(repr, nothing))
-            problems.append(
-                f"{where}{name}: expected {words}, as hvdtrain does not have this key of RETURNN, got {value!r} ({instead})"
+            problems += problem(
+                "unsupported",
+                f"{where}{name}: expected {words}, as hvdtrain does not have this key of RETURNN, got {value!r} ({instead})",
             )
     return problems

@@ -24,20 +24,24 @@ from hvdtrain.data.identity import DatasetPart
 from hvdtrain.data.keys import DataKeys, DatasetKeys, DatasetSpec
 from hvdtrain.data.kinds import BY_RETURNN, KINDS, ONE_BY_ONE, OWN, take_returnn_entries
 from hvdtrain.data.plan.order_keys import OrderKeys, non_default
-from hvdtrain.errors import ConfigError, DataError
+from hvdtrain.errors import ConfigError, DataError, Problem, problem
 
 
-def datasets_of(keys: DataKeys) -> tuple[tuple[DatasetSpec, ...], list[str]]:
+def datasets_of(keys: DataKeys) -> tuple[tuple[DatasetSpec, ...], list[Problem]]:
     """The datasets that are given, train first, and the problems with them."""
     problems = []
     if keys.train is None:
-        problems.append("train: expected a dataset dict or HDF files, got None")
+        problems += problem("missing", "train: expected a dataset dict or HDF files, got None")
     named = {"train": keys.train, "dev": keys.dev, "eval": keys.eval}
     if "train" in keys.eval_datasets:
-        problems.append("eval_datasets.train: expected a name other than train, whose scores are those of the training")
+        problems += problem(
+            "conflict", "eval_datasets.train: expected a name other than train, whose scores are those of the training"
+        )
     for name in ("dev", "eval"):
         if name in keys.eval_datasets and named[name] is not None and repr(named[name]) != repr(keys.eval_datasets[name]):
-            problems.append(f"eval_datasets.{name}: expected either it or the key {name}, got both, and two datasets")
+            problems += problem(
+                "conflict", f"eval_datasets.{name}: expected either it or the key {name}, got both, and two datasets"
+            )
     specs: dict[str, DatasetSpec] = {}
     given = {name: value for name, value in named.items() if value is not None or name not in keys.eval_datasets}
     for name, value in {**keys.eval_datasets, **given}.items():
@@ -49,13 +53,13 @@ def datasets_of(keys: DataKeys) -> tuple[tuple[DatasetSpec, ...], list[str]]:
     return tuple(specs[name] for name in dict.fromkeys((*named, *keys.eval_datasets)) if name in specs), problems
 
 
-def forwarded(keys: DataKeys, task: str) -> tuple[DatasetSpec | None, list[str]]:
+def forwarded(keys: DataKeys, task: str) -> tuple[DatasetSpec | None, list[Problem]]:
     """The dataset of the tasks forward and search, and the problems with it."""
     search_data = keys.search_data if task == "search" else None
     for name, value in {"search_data": search_data, "forward_data": keys.forward_data, "eval": keys.eval}.items():
         if value is not None:
             return check_dataset(name, value, {"seq_ordering": "sorted_reverse"})
-    return None, [f"{task}_data: expected a dataset dict or HDF files for the task {task}, got None"]
+    return None, problem("missing", f"{task}_data: expected a dataset dict or HDF files for the task {task}, got None")
 
 
 @dataclass(frozen=True)
@@ -75,28 +79,28 @@ class OpeningContext:
     parts: list[DatasetPart] = field(default_factory=list)
 
 
-def parse(name: str, value: Any, defaults: Mapping[str, Any]) -> tuple[DatasetSpec | None, list[str]]:
+def parse(name: str, value: Any, defaults: Mapping[str, Any]) -> tuple[DatasetSpec | None, list[Problem]]:
     """Check a dataset of a config as `check_dataset` does, after calling the functions in it that return a dataset."""
     value, problems = with_functions_called(name, value)
     return (None, problems) if problems else check_dataset(name, value, defaults)
 
 
-def with_functions_called(name: str, value: Any) -> tuple[Any, list[str]]:
+def with_functions_called(name: str, value: Any) -> tuple[Any, list[Problem]]:
     """A dataset of a config in which each function is replaced by the dataset that it returned; the problems with functions."""
     if is_function(value):
         try:
             made = value()
         except Exception as error:
             found = f"{type(error).__name__}: {error}{_place(error)}"
-            return value, [f"{name}: expected a function that returns a dataset, got {found}"]
+            return value, problem("wrong-result", f"{name}: expected a function that returns a dataset, got {found}")
         if made is None:
-            return value, [f"{name}: expected a function that returns a dataset, got None"]
+            return value, problem("wrong-result", f"{name}: expected a function that returns a dataset, got None")
         if isinstance(made, Iterator):
             return {"class": value}, []
         value = {"class": made} if is_function(made) else made
     if not isinstance(value, dict) or _is_returnns(value) or value.get("class", "HDFDataset") not in (*KINDS, "MultiProcDataset"):
         return value, []
-    problems: list[str] = []
+    problems: list[Problem] = []
 
     def called(path: str, child: Any) -> Any:
         found, more = with_functions_called(f"{name}.{path}", child)
@@ -120,7 +124,7 @@ def is_function(value: Any) -> bool:
     return callable(value) and not isinstance(value, type) and not is_made(value) and not needs_epoch(partial(value))
 
 
-def data_with_functions_called(keys: DataKeys, names: Iterable[str]) -> tuple[DataKeys, list[str]]:
+def data_with_functions_called(keys: DataKeys, names: Iterable[str]) -> tuple[DataKeys, list[Problem]]:
     """The keys with the datasets that functions return in place of these functions; the problems with functions.
 
     Args:
@@ -135,7 +139,7 @@ def data_with_functions_called(keys: DataKeys, names: Iterable[str]) -> tuple[Da
     return replace(keys, **values, eval_datasets={name: value for name, (value, _) in others.items()}), problems
 
 
-def check_dataset(name: str, value: Any, defaults: Mapping[str, Any]) -> tuple[DatasetSpec | None, list[str]]:
+def check_dataset(name: str, value: Any, defaults: Mapping[str, Any]) -> tuple[DatasetSpec | None, list[Problem]]:
     """Check a dataset of a config, and those inside it, without opening a file or calling a function.
 
     Args:
@@ -167,13 +171,14 @@ def check_dataset(name: str, value: Any, defaults: Mapping[str, Any]) -> tuple[D
     return _check_class(name, kind, options, defaults)
 
 
-def _as_dict(name: str, value: Any) -> tuple[dict[str, Any], list[str]]:
+def _as_dict(name: str, value: Any) -> tuple[dict[str, Any], list[Problem]]:
     """The dict that stands for a dataset given in another form; the problems."""
     if isinstance(value, Iterator):
-        return {}, [
+        return {}, problem(
+            "wrong-type",
             f"{name}: expected data that can be read again in every epoch, got a {type(value).__name__} (give the function that "
-            f'returns it: {name} = function, or {{"class": function, ...}})'
-        ]
+            f'returns it: {name} = function, or {{"class": function, ...}})',
+        )
     if is_made(value):
         return {"class": lambda: value}, []
     if isinstance(value, PathLike):
@@ -181,37 +186,45 @@ def _as_dict(name: str, value: Any) -> tuple[dict[str, Any], list[str]]:
     elif isinstance(value, str) and not is_reference(value):
         value = [part.strip() for part in value.split(",")]
         if not all(value):
-            return {}, [f"{name}: expected the names of HDF files, separated by commas, got an empty one in {', '.join(value)!r}"]
+            return {}, problem(
+                "missing",
+                f"{name}: expected the names of HDF files, separated by commas, got an empty one in {', '.join(value)!r}",
+            )
     if isinstance(value, (list, tuple)):
         if not value:
-            return {}, [f"{name}: expected at least one sequence or file, got an empty {type(value).__name__}"]
+            return {}, problem("missing", f"{name}: expected at least one sequence or file, got an empty {type(value).__name__}")
         return {"class": "HDFDataset", "files": list(map(fspath, value))}, []
     if callable(value) or isinstance(value, str):
         return {"class": value}, []
-    return {}, [
+    return {}, problem(
+        "wrong-type",
         f"{name}: expected a dataset dict, HDF files, or an object that can be iterated over or has __len__ and __getitem__, "
-        f"got {describe(value)}"
-    ]
+        f"got {describe(value)}",
+    )
 
 
 def _check_class(
     name: str, kind: Any, options: dict[str, Any], defaults: Mapping[str, Any]
-) -> tuple[DatasetSpec | None, list[str]]:
+) -> tuple[DatasetSpec | None, list[Problem]]:
     """Check the dict of a class or function of the config's, or of one in `OWN`."""
     order_values = _pop_order(options, [])
     has_fixed_order = kind == OWN["ReturnnDataset"]
     order, problems = build(OrderKeys, order_values if has_fixed_order else {**defaults, **order_values}, f"{name}.", {})
     if has_fixed_order and order is not None:
         problems += [
-            f"{name}.{option}: expected no order keys around RETURNN's dataset, got {value!r} (put it into the inner dict)"
+            Problem.of(
+                "conflict",
+                f"{name}.{option}: expected no order keys around RETURNN's dataset, got {value!r} (put it into the inner dict)",
+            )
             for option, value in non_default(order).items()
         ]
     if not (callable(kind) or is_reference(kind)):
         similar = closest(kind, [*KINDS, *OWN, *BY_RETURNN]) if isinstance(kind, str) else None
         hint = f" (did you mean {similar}? see docs/datasets.md)" if similar else ""
-        problems.append(
+        problems += problem(
+            "unknown-value",
             f"{name}.class: expected one of {', '.join([*KINDS, *OWN])}, a class, a function, or the name of one as "
-            f"'module:name' or 'file.py:name', got {kind!r}{hint}"
+            f"'module:name' or 'file.py:name', got {kind!r}{hint}",
         )
     if isinstance(kind, str) and kind in OWN.values():
         problems += _argument_problems(name, kind, options)
@@ -289,7 +302,7 @@ def _inner_of_multi_proc(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _parse_kind(
     name: str, kind_name: str, options: dict[str, Any], defaults: Mapping[str, Any]
-) -> tuple[DatasetSpec | None, list[str]]:
+) -> tuple[DatasetSpec | None, list[Problem]]:
     """Check the dict of a class in `KINDS`."""
     section = KINDS[kind_name]
     own = [declared_key.name for declared_key in declared(section)]
@@ -306,7 +319,7 @@ def _parse_kind(
     problems += of_returnn + _cache_problems(name, cache_byte_size)
     problems += unknown_options(f"{name}.", options, section, kind_name, _ORDER_NAMES)
     if keys is not None:
-        problems += [f"{name}.{problem}" for problem in keys.problems()]
+        problems += [found.within(f"{name}.") for found in keys.problems()]
     inside: dict[str, DatasetSpec] = {}
     for child, (path, value) in _inside(options).items():
         spec, more = check_dataset(f"{name}.{path}", value, {})
@@ -331,15 +344,16 @@ def _parse_kind(
     return DatasetSpec(name, open_it, order, *files, tuple(inside.values()), cache_byte_size, is_known=is_known), []
 
 
-def _cache_problems(name: str, size: Any) -> list[str]:
+def _cache_problems(name: str, size: Any) -> list[Problem]:
     """Problems with the entry `cache_byte_size`."""
     if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 0):
-        return [f"{name}.cache_byte_size: expected a number of bytes, got {size!r}"]
+        return problem("wrong-type", f"{name}.cache_byte_size: expected a number of bytes, got {size!r}")
     if size and "." in name:
-        return [
+        return problem(
+            "conflict",
             f"{name}.cache_byte_size: expected 0 inside another dataset, got {size} (set cache_size, or cache_byte_size in the "
-            f"dict {name.split('.')[0]}, which datasets inside another one share)"
-        ]
+            f"dict {name.split('.')[0]}, which datasets inside another one share)",
+        )
     return []
 
 
@@ -370,7 +384,7 @@ def _pop_order(options: dict[str, Any], own: list[str]) -> dict[str, Any]:
     return {option: value for option, value in found.items() if value is not None or option not in NONE_IN_RETURNN}
 
 
-def _order_problems(name: str, inside: DatasetSpec, outside: Mapping[str, Any] | None) -> list[str]:
+def _order_problems(name: str, inside: DatasetSpec, outside: Mapping[str, Any] | None) -> list[Problem]:
     """Problems with order keys of a dataset inside another one: only the outermost dataset is ordered.
 
     Args:
@@ -379,9 +393,13 @@ def _order_problems(name: str, inside: DatasetSpec, outside: Mapping[str, Any] |
     problems = []
     for option, value in non_default(inside.order).items():
         if outside is None:
-            problems.append(f"{inside.name}.{option}: expected in the outer dict, as {name}.{option}, got {value!r} here")
+            problems += problem(
+                "conflict", f"{inside.name}.{option}: expected in the outer dict, as {name}.{option}, got {value!r} here"
+            )
         elif option in outside and outside[option] != value:
-            problems.append(f"{inside.name}.{option}: expected {outside[option]!r} as {name}.{option}, or nothing, got {value!r}")
+            problems += problem(
+                "conflict", f"{inside.name}.{option}: expected {outside[option]!r} as {name}.{option}, or nothing, got {value!r}"
+            )
     return problems
 
 
@@ -412,17 +430,19 @@ def _open_kind(name: str, keys: DatasetKeys, inside: Mapping[str, DatasetSpec], 
     return dataset
 
 
-def _argument_problems(name: str, kind: str, options: Mapping[str, Any]) -> list[str]:
+def _argument_problems(name: str, kind: str, options: Mapping[str, Any]) -> list[Problem]:
     """Problems with the names of the arguments of a class in `OWN`."""
     class_name = kind.rpartition(":")[2]
     parameters = inspect.signature(resolve(kind)).parameters
     problems = []
     for option in options:
         if option not in parameters:
-            problems.append(f"{name}.{option}: unknown key of {class_name}" + did_you_mean(str(option), list(parameters)))
+            problems += problem(
+                "unknown-key", f"{name}.{option}: unknown key of {class_name}" + did_you_mean(str(option), list(parameters))
+            )
     for parameter in parameters.values():
         if parameter.default is inspect.Parameter.empty and parameter.name not in options:
-            problems.append(f"{name}.{parameter.name}: expected a value, got none for {class_name}")
+            problems += problem("missing", f"{name}.{parameter.name}: expected a value, got none for {class_name}")
     return problems
 
 
@@ -444,4 +464,4 @@ def _call(name: str, kind: Any, maker: partial[Any]) -> Any:
     except TypeError as error:
         hints = [did_you_mean(option, _ORDER_NAMES) for option in maker.keywords if f"argument '{option}'" in str(error)]
         passed_on = f" (the dict's entries are passed to {kind} as arguments)"
-        raise ConfigError([f"{name}: {error}{''.join(hints) or passed_on}"]) from error
+        raise ConfigError.of("raised", f"{name}: {error}{''.join(hints) or passed_on}") from error

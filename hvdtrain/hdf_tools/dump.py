@@ -34,7 +34,7 @@ from hvdtrain.data.plan.order import order
 from hvdtrain.data.plan.order_keys import OrderKeys, full_epoch, non_default
 from hvdtrain.data.sources import parse
 from hvdtrain.data.types import Array
-from hvdtrain.errors import ConfigError, DataError, HvdtrainError, PeerFailure
+from hvdtrain.errors import ConfigError, DataError, HvdtrainError, PeerFailure, Problem
 from hvdtrain.returnn_layer.imports import WatchedImports
 from hvdtrain.runtime.log import noted, watched
 
@@ -137,7 +137,7 @@ def find_dataset(source: str, name: str, overrides: dict[str, str]) -> DatasetSp
         try:
             value = ast.literal_eval(source)
         except (ValueError, SyntaxError) as error:
-            raise ConfigError([f"dataset dict: expected a Python dict, got {source!r} ({error})"]) from None
+            raise ConfigError.of("wrong-type", f"dataset dict: expected a Python dict, got {source!r} ({error})") from None
     elif is_config:
         loaded = load([Path(source)], overrides, {}, WatchedImports().builtins)
         values = loaded.values
@@ -145,7 +145,9 @@ def find_dataset(source: str, name: str, overrides: dict[str, str]) -> DatasetSp
 
         keys = [each.name for each in all_keys()]
         misspelt = [
-            f"{name}: unknown key in {COMMAND_LINE}{did_you_mean(name, [*values.keys() - {name}, *keys])}"
+            Problem.of(
+                "unknown-key", f"{name}: unknown key in {COMMAND_LINE}{did_you_mean(name, [*values.keys() - {name}, *keys])}"
+            )
             for name in loaded.unused
             if name not in keys
         ]
@@ -156,10 +158,12 @@ def find_dataset(source: str, name: str, overrides: dict[str, str]) -> DatasetSp
         if name not in named and name not in values:
             own = f"no datasets (a class or function in it: {source}:NAME)"
             there = f"{', '.join(named)}{did_you_mean(name, list(named))}" if named else own
-            raise ConfigError([f"--dataset: expected a dataset of {source}, got {name!r}; it has {there}"])
+            raise ConfigError.of("unknown-value", f"--dataset: expected a dataset of {source}, got {name!r}; it has {there}")
         value = named.get(name, values.get(name))
     if overrides and not is_config:
-        raise ConfigError([f"++{next(iter(overrides))}: expected a config as SOURCE, which has keys, got {source}"])
+        raise ConfigError.of(
+            "unknown-value", f"++{next(iter(overrides))}: expected a config as SOURCE, which has keys, got {source}"
+        )
     spec, problems = parse(name, value, {})
     if spec is None:
         raise ConfigError(problems)

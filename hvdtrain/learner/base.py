@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from hvdtrain.comm.base import Tensor
 from hvdtrain.config.keys import ALONE, REQUIRED, Section, Sections, key, not_negative, positive, share
+from hvdtrain.errors import Problem, problem
 
 if TYPE_CHECKING:
     from hvdtrain.data.feed import Staging
@@ -311,17 +312,23 @@ class LearnerKeys(Section):
     )
     device: str | None = key(None, "cpu, cuda or cuda:N; None: this rank's GPU where there is one, else the CPU")
 
-    def problems(self, others: Sections = ALONE) -> list[str]:
+    def problems(self, others: Sections = ALONE) -> list[Problem]:
         if isinstance(self.optimizer, dict):
             if "class" not in self.optimizer:
-                return ["optimizer: expected a dict with the entry 'class' (the optimizer's name), got none"]
+                return problem("wrong-type", "optimizer: expected a dict with the entry 'class' (the optimizer's name), got none")
             rates = sorted({"lr", "learning_rate"} & set(self.optimizer))
             if rates:
-                return [f"optimizer.{rates[0]}: expected the learning rate in the key learning_rate, got it in the optimizer"]
+                return problem(
+                    "conflict",
+                    f"optimizer.{rates[0]}: expected the learning rate in the key learning_rate, got it in the optimizer",
+                )
         if self.torch_compile is not False and self.checkpoint_modules:
-            return [
-                "checkpoint_modules: expected torch_compile = False beside it, got both (a compiled graph decides what it keeps)"
-            ]
+            return problem(
+                "conflict",
+                "checkpoint_modules: expected torch_compile = False beside it, got both (a compiled graph decides what it keeps)",
+            )
         if self.torch_compile is not False and self.sync_batch_norm:
-            return ["torch_compile: expected sync_batch_norm = False beside it, got both (an exchange cannot be compiled)"]
+            return problem(
+                "conflict", "torch_compile: expected sync_batch_norm = False beside it, got both (an exchange cannot be compiled)"
+            )
         return []

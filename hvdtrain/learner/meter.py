@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from hvdtrain.comm.base import Tensor
 from hvdtrain.context import Loss, Output
 from hvdtrain.data.types import Array
-from hvdtrain.errors import ConfigError
+from hvdtrain.errors import ConfigError, Problem
 from hvdtrain.learner.base import NotFinite, Outputs
 from hvdtrain.learner.precision import LossScale
 from hvdtrain.runtime.scores import Scores
@@ -57,10 +57,13 @@ def scales_of(losses: Mapping[str, Loss], train: bool) -> dict[str, float]:
 def check_marked(losses: Mapping[str, Loss], is_tensor: Callable[[Any], bool]) -> None:
     """Raises: ConfigError, if train_step marked nothing, or something else than the framework's tensors."""
     if not losses:
-        raise ConfigError(["train_step: expected a call of hvdtrain.get_run_ctx().mark_as_loss(...), got none"])
+        raise ConfigError.of("wrong-call", "train_step: expected a call of hvdtrain.get_run_ctx().mark_as_loss(...), got none")
     problems = [
-        f"train_step: expected a tensor with one number per element in mark_as_loss(..., {name!r}), got {loss.value!r:.60}, a "
-        f"{type(loss.value).__name__} (no .item(), float() or numpy: hvdtrain adds up the elements of all ranks)"
+        Problem.of(
+            "wrong-result",
+            f"train_step: expected a tensor with one number per element in mark_as_loss(..., {name!r}), got {loss.value!r:.60}, "
+            f"a {type(loss.value).__name__} (no .item(), float() or numpy: hvdtrain adds up the elements of all ranks)",
+        )
         for name, loss in losses.items()
         if not is_tensor(loss.value)
     ]
@@ -71,18 +74,24 @@ def check_marked(losses: Mapping[str, Loss], is_tensor: Callable[[Any], bool]) -
 def check_same(first: Normalized, own: Normalized) -> None:
     """Raises: ConfigError, if a step has other normalized losses than the first step."""
     if own != first:
-        raise ConfigError([f"train_step: expected losses with use_normalized_loss as in the first step, {first}, got {own}"])
+        raise ConfigError.of(
+            "wrong-result", f"train_step: expected losses with use_normalized_loss as in the first step, {first}, got {own}"
+        )
 
 
 def nothing_to_minimize() -> ConfigError:
     """The error if no marked loss depends on a parameter."""
-    return ConfigError(["train_step: expected a loss that depends on the model's parameters, got only errors or constants"])
+    return ConfigError.of(
+        "wrong-result", "train_step: expected a loss that depends on the model's parameters, got only errors or constants"
+    )
 
 
 def check_outputs(outputs: Mapping[str, Output]) -> None:
     """Raises: ConfigError, if forward_step marked nothing."""
     if not outputs:
-        raise ConfigError(["forward_step: expected a call of hvdtrain.get_run_ctx().mark_as_output(...), got none"])
+        raise ConfigError.of(
+            "wrong-call", "forward_step: expected a call of hvdtrain.get_run_ctx().mark_as_output(...), got none"
+        )
 
 
 def by_sequence(
@@ -102,7 +111,9 @@ def by_sequence(
     for name, (rows, seq_lens) in outputs.items():
         lengths: Sequence[int | None] = [None] * len(rows) if seq_lens is None else seq_lens
         if not len(rows) == len(lengths) == count:
-            raise ConfigError([f"forward_step: expected an entry of {name} for each of {count} sequences, got {len(rows)}"])
+            raise ConfigError.of(
+                "wrong-result", f"forward_step: expected an entry of {name} for each of {count} sequences, got {len(rows)}"
+            )
         for sequence, row, length in zip(sequences, rows, lengths, strict=True):
             sequence[name] = row[:length] if row.ndim else row
     return sequences

@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.errors import CheckpointError, DamagedCheckpoint
+from hvdtrain.errors import CheckpointError, DamagedCheckpoint, Problem, problem
 from hvdtrain.learner.integrity import BLANK, CHECKSUM, check_meanwhile, write_checksum
 
 SAFETENSORS = "safetensors"
@@ -34,11 +34,11 @@ def is_safetensors(file: str | Path) -> bool:
     return Path(file).suffix == f".{SAFETENSORS}"
 
 
-def missing_package(where: str) -> list[str]:
+def missing_package(where: str) -> list[Problem]:
     """The problem with a key that needs the package, if it is not installed."""
     if find_spec(SAFETENSORS) is not None:
         return []
-    return [f"{where}: expected the package safetensors, got none ({INSTALL})"]
+    return problem("missing-package", f"{where}: expected the package safetensors, got none ({INSTALL})")
 
 
 def header(framework: str, progress: Mapping[str, Any]) -> dict[str, str]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hvdtrain.config.check import did_you_mean
-from hvdtrain.errors import ConfigError
+from hvdtrain.errors import ConfigError, Problem, problem
 from hvdtrain.learner.frameworks import FRAMEWORKS
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def class_of(wanted: Any, known: Mapping[str, type], what: str) -> Any:
     chosen = wanted if isinstance(wanted, type) else known.get(str(wanted).lower())
     if chosen is None:
         hint = did_you_mean(str(wanted).lower(), known)
-        raise ConfigError([f"{what}: expected one of {', '.join(sorted(known))}, got {wanted!r}{hint}"])
+        raise ConfigError.of("unknown-value", f"{what}: expected one of {', '.join(sorted(known))}, got {wanted!r}{hint}")
     return chosen
 
 
@@ -71,7 +71,7 @@ STRICT = frozenset(name for framework in FRAMEWORKS.values() for name in framewo
 """The packages whose classes take no other options than they name, even if their signature ends in **kwargs."""
 
 
-def option_problems(made: type, options: Mapping[str, Any], where: str, others: Collection[str] = ()) -> list[str]:
+def option_problems(made: type, options: Mapping[str, Any], where: str, others: Collection[str] = ()) -> list[Problem]:
     """Problems with options that a class does not take. A foreign class that takes **kwargs is not checked.
 
     Args:
@@ -85,8 +85,9 @@ def option_problems(made: type, options: Mapping[str, Any], where: str, others: 
     for name, value in options.items():
         if name not in known and name not in others:
             hint = did_you_mean(name, [*known, *others])
-            problems.append(
-                f"{where}{name}: expected options of {made.__name__}: {', '.join(known)}, got {name} = {value!r}{hint}"
+            problems += problem(
+                "unknown-key",
+                f"{where}{name}: expected options of {made.__name__}: {', '.join(known)}, got {name} = {value!r}{hint}",
             )
     return problems
 
@@ -166,7 +167,9 @@ class DecayRule:
         rf_module = wrapped_rf_module(module)
         chosen = self.include and self.include(module=module, rf_module=rf_module, full_param_name=full_name, param=parameter)
         if chosen is not None and not isinstance(chosen, bool):
-            raise ConfigError([f"optimizer.{INCLUDE}: expected it to return True, False or None, got {chosen!r} for {full_name}"])
+            raise ConfigError.of(
+                "wrong-result", f"optimizer.{INCLUDE}: expected it to return True, False or None, got {chosen!r} for {full_name}"
+            )
         if chosen is not None:
             return chosen
         both = (module, rf_module)
@@ -196,15 +199,19 @@ def take_decay_rule(options: dict[str, Any], usual: DecayRule, known: Iterable[s
     blacklist, include = options.pop(BLACKLIST, None), options.pop(INCLUDE, None)
     problems = []
     if include is not None and not callable(include):
-        problems.append(f"optimizer.{INCLUDE}: expected a function (*, module, full_param_name, param, **_), got {include!r}")
+        problems += problem(
+            "wrong-type", f"optimizer.{INCLUDE}: expected a function (*, module, full_param_name, param, **_), got {include!r}"
+        )
     if blacklist is not None and not isinstance(blacklist, (list, tuple)):
-        problems.append(f"optimizer.{BLACKLIST}: expected a list of classes or their names, got {blacklist!r}")
+        problems += problem("wrong-type", f"optimizer.{BLACKLIST}: expected a list of classes or their names, got {blacklist!r}")
     names = set(known)
     wanted = list(blacklist) if isinstance(blacklist, (list, tuple)) else []
     for one in wanted:
         if not isinstance(one, type) and (not isinstance(one, str) or _last(one) not in names):
             hint = did_you_mean(_last(str(one)), names)
-            problems.append(f"optimizer.{BLACKLIST}: expected the framework's classes or the model's, got {one!r}{hint}")
+            problems += problem(
+                "unknown-value", f"optimizer.{BLACKLIST}: expected the framework's classes or the model's, got {one!r}{hint}"
+            )
     if problems:
         raise ConfigError(problems)
     if blacklist is None:

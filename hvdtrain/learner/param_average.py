@@ -13,6 +13,7 @@ from typing import Any
 
 from hvdtrain.comm.base import Communicator
 from hvdtrain.config.keys import ALONE, Sections, key, not_negative, positive
+from hvdtrain.errors import Problem, problem
 from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.learner.compression import CompressionKeys, GradientCompressor, change_compressor
 from hvdtrain.learner.model_state import Kind, ModelState, StatePart
@@ -81,23 +82,30 @@ class ParamAverageKeys(CompressionKeys):
         names=("horovod_param_start", "torch_distributed.param_start"),
     )
 
-    def problems(self, others: Sections = ALONE) -> list[str]:
+    def problems(self, others: Sections = ALONE) -> list[Problem]:
         seconds, delay, parts = self.sync_seconds, self.sync_delay, self.sync_parts
         name = partial(others.spelling, type(self))
         found = super().problems(others)
         found += make_interval(self.sync_rule, self.sync_steps, seconds, name("sync_rule"), name("sync_seconds"))[1]
         found += make_outer(self.outer_optimizer, size=1, where=name("outer_optimizer"))[1]
         if seconds is None and parts > self.sync_steps:
-            found.append(f"{name('sync_parts')}: expected at most {name('sync_steps')}, {self.sync_steps}, got {parts}")
+            found += problem(
+                "conflict", f"{name('sync_parts')}: expected at most {name('sync_steps')}, {self.sync_steps}, got {parts}"
+            )
         if delay and seconds is not None:
-            found.append(f"{name('sync_delay')}: expected without {name('sync_seconds')}, for which ranks wait, got both")
+            found += problem(
+                "conflict", f"{name('sync_delay')}: expected without {name('sync_seconds')}, for which ranks wait, got both"
+            )
         elif delay > self.sync_steps:
-            found.append(f"{name('sync_delay')}: expected at most {name('sync_steps')}, {self.sync_steps}, got {delay}")
+            found += problem(
+                "conflict", f"{name('sync_delay')}: expected at most {name('sync_steps')}, {self.sync_steps}, got {delay}"
+            )
         learner = others.get(LearnerKeys)
         if learner is not None and learner.ema_decay is not None and (delay or parts > 1):
-            found.append(
+            found += problem(
+                "conflict",
                 f"ema_decay: expected {name('sync_delay')} = 0 and {name('sync_parts')} = 1, with which ranks have "
-                f"the same weights after a sync, got {delay} and {parts}"
+                f"the same weights after a sync, got {delay} and {parts}",
             )
         return found
 

@@ -25,6 +25,7 @@ from typing import Any, Protocol
 from hvdtrain.comm.base import Communicator, Tensor, all_reduce, num_bytes
 from hvdtrain.config.check import build, unknown_options
 from hvdtrain.config.keys import Rule, key, positive
+from hvdtrain.errors import Problem, problem
 from hvdtrain.learner.compression import GradientCompressor
 from hvdtrain.learner.model_state import ModelState
 from hvdtrain.learner.reducer import Numbers, UpdateCounts, copies, weighted
@@ -148,7 +149,7 @@ OF_ADAM = ("second_momentum", "epsilon")
 
 def make_outer(
     value: dict[str, Any] | str | None, size: int, where: str = "horovod_param_outer"
-) -> tuple[OuterOptimizer | None, list[str]]:
+) -> tuple[OuterOptimizer | None, list[Problem]]:
     """Make the outer optimizer of the key horovod_param_outer. Returns it, or None, and the problems with the key.
 
     Args:
@@ -157,21 +158,27 @@ def make_outer(
 
     >>> make_outer({"class": "bmuf"}, 4)[0].describe()
     'learning rate 1, Nesterov momentum 0.75'
-    >>> make_outer("adam", 4)
-    (None, ['horovod_param_outer.learning_rate: expected a positive number for the class adam, got nothing'])
+    >>> str(make_outer("adam", 4)[1][0])
+    'horovod_param_outer.learning_rate: expected a positive number for the class adam, got nothing'
     """
     if value is None:
         return None, []
     options = {"class": value} if isinstance(value, str) else dict(value)
     name = options.pop("class", None)
     where = f"{where}."
-    problems = [] if name in DEFAULTS else [f"{where}class: expected one of {', '.join(DEFAULTS)}, got {name!r}"]
+    problems = (
+        [] if name in DEFAULTS else problem("unknown-value", f"{where}class: expected one of {', '.join(DEFAULTS)}, got {name!r}")
+    )
     keys, more = build(OuterKeys, options, where, {})
     problems += more + unknown_options(where, options, OuterKeys, "an outer optimizer")
     if name == "adam" and options.get("learning_rate") is None:
-        problems.append(f"{where}learning_rate: expected a positive number for the class adam, got nothing")
+        problems += problem("missing", f"{where}learning_rate: expected a positive number for the class adam, got nothing")
     if name in DEFAULTS and name != "adam":
-        problems += [f"{where}{one}: expected only with the class adam, got it with {name}" for one in OF_ADAM if one in options]
+        problems += [
+            Problem.of("conflict", f"{where}{one}: expected only with the class adam, got it with {name}")
+            for one in OF_ADAM
+            if one in options
+        ]
     return (None, problems) if problems or keys is None else (keys.optimizer(str(name), size), [])
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from hvdtrain.config.check import did_you_mean
 from hvdtrain.config.keys import ALONE, Section, Sections, key
-from hvdtrain.errors import ConfigError, TrainingError
+from hvdtrain.errors import ConfigError, Problem, TrainingError, problem
 from hvdtrain.runtime import log
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class PrecisionKeys(Section):
         "otherwise; None: not at all",
     )
 
-    def problems(self, others: Sections = ALONE) -> list[str]:
+    def problems(self, others: Sections = ALONE) -> list[Problem]:
         try:
             self.precision()
         except ConfigError as error:
@@ -67,13 +67,15 @@ class PrecisionKeys(Section):
         if isinstance(wanted, dict):
             for name in wanted.keys() - {"dtype", "grad_scaler"}:
                 hint = did_you_mean(str(name), ["dtype", "grad_scaler"])
-                problems.append(f"mixed_precision.{name}: expected dtype or grad_scaler, got {name!r}{hint}")
+                problems += problem("unknown-key", f"mixed_precision.{name}: expected dtype or grad_scaler, got {name!r}{hint}")
             if "grad_scaler" in wanted:
                 scaler, scaler_where = wanted["grad_scaler"], "mixed_precision.grad_scaler"
             wanted, where = wanted.get("dtype"), "mixed_precision.dtype"
         dtype = "float32" if wanted is None else str(wanted).removeprefix("torch.")  # torch.float16 itself is accepted, too
         if dtype not in ("bfloat16", "float16") and (wanted is not None or where != "mixed_precision"):
-            problems.append(f"{where}: expected 'bfloat16' or 'float16', got {'nothing' if wanted is None else repr(wanted)}")
+            problems += problem(
+                "wrong-type", f"{where}: expected 'bfloat16' or 'float16', got {'nothing' if wanted is None else repr(wanted)}"
+            )
         scaling: ScaleOptions | Literal["auto"] | None = "auto"
         if scaler is None:
             scaling = None
@@ -83,7 +85,7 @@ class PrecisionKeys(Section):
             except ConfigError as error:
                 problems += error.problems
         elif scaler != "auto":
-            problems.append(f"{scaler_where}: expected a dict, 'auto' or None, got {scaler!r}")
+            problems += problem("wrong-type", f"{scaler_where}: expected a dict, 'auto' or None, got {scaler!r}")
         if problems:
             raise ConfigError(problems)
         return Precision(dtype, scaling)  # type: ignore[arg-type]
@@ -156,16 +158,20 @@ def parse_scale_options(options: Mapping[str, Any], where: str) -> ScaleOptions 
         "backoff_factor": ("a number between 0 and 1", 0.0, 1.0),
         "growth_interval": ("a positive whole number", 0.0, float("inf")),
     }
-    problems = [f"{where}.{name}: expected one of {', '.join(rules)}, enabled" for name in named if name not in rules]
+    problems = [
+        Problem.of("unknown-key", f"{where}.{name}: expected one of {', '.join(rules)}, enabled")
+        for name in named
+        if name not in rules
+    ]
     for name, value in named.items():
         words, low, high = rules.get(name, ("", float("-inf"), float("inf")))
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if name in rules and (
             not is_number or not low < value < high or (name == "growth_interval" and not float(value).is_integer())
         ):
-            problems.append(f"{where}.{name}: expected {words}, got {value!r}")
+            problems += problem("out-of-range", f"{where}.{name}: expected {words}, got {value!r}")
     if not isinstance(enabled, bool):
-        problems.append(f"{where}.enabled: expected True or False, got {enabled!r}")
+        problems += problem("wrong-type", f"{where}.enabled: expected True or False, got {enabled!r}")
     if problems:
         raise ConfigError(problems)
     return ScaleOptions(**named) if enabled else None

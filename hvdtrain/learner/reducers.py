@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from hvdtrain.comm.base import Communicator, Op
 from hvdtrain.config.keys import ALONE, Section, Sections, declared, key, one_of
+from hvdtrain.errors import Problem, problem
 from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.learner.compression import COMPRESSIONS, CompressionKeys, GradientCompressor, gradient_compressor
 from hvdtrain.learner.model_state import ModelState, StatePart
@@ -224,22 +225,27 @@ class RankKeys(Section):
 class ReduceKeys(ReducerKeys, RankKeys):
     """Training on several ranks."""
 
-    def problems(self, others: Sections = ALONE) -> list[str]:
+    def problems(self, others: Sections = ALONE) -> list[Problem]:
         found = super().problems(others)
         if self.use_horovod and self.torch_distributed is not None:
-            found.append("use_horovod, torch_distributed: expected one of them, got both (++use_horovod 0 turns the former off)")
+            found += problem(
+                "conflict",
+                "use_horovod, torch_distributed: expected one of them, got both (++use_horovod 0 turns the former off)",
+            )
         if self.reduce_type == "grad":
             kind = others.spelling(ReduceKeys, "reduce_type")
             changed = [one for one in declared(ReduceKeys) if one.field in ONLY_PARAM and getattr(self, one.field) != one.default]
             names = [others.spelling(ReduceKeys, one.field) for one in changed]
-            found += [f"{name}: expected {kind} = 'param', which has syncs, got 'grad'" for name in names]
+            found += [Problem.of("conflict", f"{name}: expected {kind} = 'param', which has syncs, got 'grad'") for name in names]
         learner = others.get(LearnerKeys)
         if learner is not None and learner.sync_batch_norm and self.reduce_type != "grad":
             kind = self.reduce_type
-            found.append(f"sync_batch_norm: expected reduce_type 'grad', got {kind!r}, with which every rank updates alone")
+            found += problem(
+                "conflict", f"sync_batch_norm: expected reduce_type 'grad', got {kind!r}, with which every rank updates alone"
+            )
         return found + self._compression_problems(others)
 
-    def _compression_problems(self, others: Sections) -> list[str]:
+    def _compression_problems(self, others: Sections) -> list[Problem]:
         chosen, where = COMPRESSIONS.get(self.compression or ""), others.spelling(ReduceKeys, "compression")
         if chosen is None:
             return []
@@ -247,25 +253,27 @@ class ReduceKeys(ReducerKeys, RankKeys):
         if self.use_horovod and not chosen.over_horovod:
             can = " or ".join(repr(name) for name, one in COMPRESSIONS.items() if one.over_horovod)
             hint = "Horovod has no such type; torch_distributed has"
-            found.append(f"{where}: expected {can} with use_horovod, got {self.compression!r} ({hint})")
+            found += problem("conflict", f"{where}: expected {can} with use_horovod, got {self.compression!r} ({hint})")
         precision, learner = others.get(PrecisionKeys), others.get(LearnerKeys)
         if chosen.narrow is None and self.reduce_type != "grad":
             narrow = " or ".join(repr(name) for name, one in COMPRESSIONS.items() if one.narrow is not None)
             kind = self.reduce_type
-            found.append(f"{where}: expected {narrow} with reduce_type {kind!r}, got {self.compression!r}")
+            found += problem("conflict", f"{where}: expected {narrow} with reduce_type {kind!r}, got {self.compression!r}")
         if chosen.narrow is None and precision is not None and not precision.problems():
             if precision.precision().loss_scale(precision.precision().dtype) is not None:
-                found.append(
+                found += problem(
+                    "conflict",
                     f"{where}: expected 'fp16' or 'bf16' with a scaled loss (float16, grad_scaler), got "
-                    f"{self.compression!r}, which adds gradients to those of the next update"
+                    f"{self.compression!r}, which adds gradients to those of the next update",
                 )
         is_checked = learner is None or learner.num_allowed_consec_invalid_gradient_steps is not None
         if not self.has_narrow_range or precision is None or precision.problems() or is_checked:
             return found
         if precision.precision().scaling is None:
-            found.append(
+            found += problem(
+                "conflict",
                 f"grad_scaler: expected 'auto' or a dict with {where} = {self.compression!r}, got None (a gradient too "
-                "large for a message would make the model infinite; num_allowed_consec_invalid_gradient_steps would skip it)"
+                "large for a message would make the model infinite; num_allowed_consec_invalid_gradient_steps would skip it)",
             )
         return found
 

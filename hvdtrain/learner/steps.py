@@ -38,8 +38,8 @@ def rounds_per_update(keys: AccumulationKeys) -> RoundsPerUpdate:
     def call(epoch: int, epoch_continuous: float, step: int) -> int:
         number = function(epoch=epoch, epoch_continuous=epoch_continuous, global_train_step=step)
         if isinstance(number, bool) or not isinstance(number, Integral) or number < 1:
-            problem = f"accum_grad_multiple_step: expected a function that returns a positive integer, got {number!r}"
-            raise ConfigError([problem]).on_all_ranks()  # all ranks call it alike
+            sentence = f"accum_grad_multiple_step: expected a function that returns a positive integer, got {number!r}"
+            raise ConfigError.of("wrong-result", sentence).on_all_ranks()  # all ranks call it alike
         return int(number)
 
     return call

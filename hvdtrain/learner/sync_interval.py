@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from hvdtrain.comm.base import Communicator
 from hvdtrain.config.check import build, unknown_options
 from hvdtrain.config.keys import REQUIRED, key, positive
+from hvdtrain.errors import Problem, problem
 
 NEVER = 1 << 60
 """More updates than any training has: the end of the epoch comes first."""
@@ -135,7 +136,7 @@ def make_interval(
     seconds: float | None,
     name_of_rule: str = "horovod_param_sync_rule",
     name_of_seconds: str = "horovod_param_sync_time_diff",
-) -> tuple[SyncInterval, list[str]]:
+) -> tuple[SyncInterval, list[Problem]]:
     """Make the interval of the keys horovod_param_sync_*. Returns it and the problems with horovod_param_sync_rule.
 
     Args:
@@ -147,16 +148,20 @@ def make_interval(
     options = {"class": rule} if isinstance(rule, str) else dict(rule or {"class": "constant"})
     name = options.pop("class", None)
     where = f"{name_of_rule}."
-    problems = [] if name in RULES else [f"{where}class: expected one of {', '.join(RULES)}, got {name!r}"]
+    problems = (
+        [] if name in RULES else problem("unknown-value", f"{where}class: expected one of {', '.join(RULES)}, got {name!r}")
+    )
     alpha = 0.0
     if name == "quadratic":
         keys, more = build(SyncRuleKeys, options, where, {})
         problems += more + unknown_options(where, options, SyncRuleKeys, "a rule for syncs")
         alpha = 0.0 if keys is None else keys.alpha
         if seconds is not None:
-            problems.append(f"{name_of_rule}: expected without {name_of_seconds}, got both")
+            problems += problem("conflict", f"{name_of_rule}: expected without {name_of_seconds}, got both")
     elif name == "constant" and options:
-        problems.append(f"{where}{next(iter(options))}: expected only with the class quadratic, got it with constant")
+        problems += problem(
+            "conflict", f"{where}{next(iter(options))}: expected only with the class quadratic, got it with constant"
+        )
     if seconds is not None:
         return EverySeconds(seconds), problems
     return (Quadratic(every, alpha) if name == "quadratic" else EveryUpdates(every)), problems

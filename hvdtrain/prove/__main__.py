@@ -25,7 +25,7 @@ from hvdtrain.comm import launch, local
 from hvdtrain.comm.keys import LaunchKeys
 from hvdtrain.comm.launchers import Launch
 from hvdtrain.config.source import command_parser, parse_command_line, split_overrides
-from hvdtrain.errors import ConfigError, HvdtrainError
+from hvdtrain.errors import ConfigError, HvdtrainError, Problem, problem
 from hvdtrain.learner.frameworks import FRAMEWORKS
 from hvdtrain.prove.causes import Case, Probe, causes, describe_exchange
 from hvdtrain.prove.compare import Agreement, Record, compare, distance_words, means
@@ -148,28 +148,34 @@ def job_of(options: argparse.Namespace, wanted: list[str]) -> Job:
     problems = []
     started = launch.launch()
     if started.launcher is not None:
-        problems.append(f"prove: expected to start the ranks itself, got a process that {started.launcher} started")
+        problems += problem(
+            "conflict", f"prove: expected to start the ranks itself, got a process that {started.launcher} started"
+        )
     sizes = [int(word) if word.strip().isdigit() else 0 for word in options.ranks.split(",")]
     if min(sizes) < 1 or len(set(sizes)) < len(sizes):
-        problems.append(f"--ranks: expected different positive numbers such as 1,2,3, got {options.ranks!r}")
+        problems += problem("out-of-range", f"--ranks: expected different positive numbers such as 1,2,3, got {options.ranks!r}")
     if options.steps < 1:
-        problems.append(f"--steps: expected a positive number, got {options.steps}")
+        problems += problem("out-of-range", f"--steps: expected a positive number, got {options.steps}")
     if options.tolerance is not None and not options.tolerance > 0:
-        problems.append(f"--tolerance: expected a positive number, got {options.tolerance:g}")
+        problems.append(Problem.of("out-of-range", f"--tolerance: expected a positive number, got {options.tolerance:g}"))
     asked = None if options.transport is None else [word.strip() for word in options.transport.split(",")]
     reasons = {name: unavailable(name, settings.run.backend) for name in asked or TRANSPORTS if name in TRANSPORTS}
     for name in asked or []:
         if name not in TRANSPORTS:
-            problems.append(f"--transport: expected horovod, torch or horovod,torch, got {name!r}")
+            problems += problem("unknown-value", f"--transport: expected horovod, torch or horovod,torch, got {name!r}")
         elif reasons[name] is not None:
-            problems.append(f"--transport: expected a way to connect ranks here, got {name}, with {reasons[name]}")
+            problems += problem(
+                "unavailable", f"--transport: expected a way to connect ranks here, got {name}, with {reasons[name]}"
+            )
     there = [name for name, reason in reasons.items() if reason is None]
     if asked is None and not there:
         found = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-        problems.append(f"--transport: expected at least one, got none that works here ({found})")
+        problems += problem("unavailable", f"--transport: expected at least one, got none that works here ({found})")
     runs = [Run(name, size) for size in sizes for name in ([None] if size == 1 else there)]
     if len(runs) < 2 and not problems:
-        problems.append(f"--ranks: expected at least two numbers of ranks, or two transports, got {options.ranks}")
+        problems += problem(
+            "out-of-range", f"--ranks: expected at least two numbers of ranks, or two transports, got {options.ranks}"
+        )
     if problems:
         raise ConfigError(problems)
     half = settings.precision.precision().dtype != "float32"

@@ -9,6 +9,7 @@ from typing import Any
 
 from hvdtrain.config.check import Factory, build_objects
 from hvdtrain.config.keys import ALONE, Section, Sections, key
+from hvdtrain.errors import Problem, problem
 from hvdtrain.report.services import METHODS, SERVICES, require
 from hvdtrain.runtime import log
 
@@ -34,10 +35,10 @@ class TrackerKeys(Section):
         signature="*, epoch, step, metrics, **_",
     )
 
-    def problems(self, others: Sections = ALONE) -> list[str]:
+    def problems(self, others: Sections = ALONE) -> list[Problem]:
         found = build_objects("trackers", self.trackers, METHODS, "log_", SERVICES)[1]
         if self.tensorboard_histograms and not self.use_tensorboard:
-            found.append("tensorboard_histograms: expected use_tensorboard = True beside it, got False")
+            found += problem("missing", "tensorboard_histograms: expected use_tensorboard = True beside it, got False")
         return found
 
     def require_packages(self) -> None:

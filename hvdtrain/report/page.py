@@ -104,7 +104,9 @@ def plotly_script() -> tuple[str, str]:
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as error:
-        raise ConfigError([f"hvdtrain report: expected the package plotly, got: {error} (pip install plotly)"]) from None
+        raise ConfigError.of(
+            "missing-package", f"hvdtrain report: expected the package plotly, got: {error} (pip install plotly)"
+        ) from None
     script = get_plotlyjs()
     return base64.b64encode(gzip.compress(script.encode(), mtime=0)).decode(), checksum_of(script)
 

@@ -17,8 +17,8 @@ try:
     from matplotlib.axes import Axes
     from matplotlib.ticker import EngFormatter, MaxNLocator, PercentFormatter
 except ImportError as error:
-    raise ConfigError(
-        [f"hvdtrain report --pictures: expected the package matplotlib, got: {error} (pip install matplotlib)"]
+    raise ConfigError.of(
+        "missing-package", f"hvdtrain report --pictures: expected the package matplotlib, got: {error} (pip install matplotlib)"
     ) from None
 
 COLORS = ["#0f6cbd", "#d8590b", "#0a8f66", "#b0489b", "#b98500", "#3aa5d6", "#8a5a3c", "#6b5fc7"]

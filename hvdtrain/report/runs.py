@@ -80,7 +80,8 @@ def note_start(folder: Path, start: Start) -> None:
         with (folder / "starts.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(start)) + "\n")
     except OSError as error:
-        raise ConfigError([f"model: expected a folder that can be written to, got {folder}: {error.strerror}"]) from None
+        reason = error.strerror
+        raise ConfigError.of("not-writable", f"model: expected a folder that can be written to, got {folder}: {reason}") from None
 
 
 @dataclass(frozen=True)

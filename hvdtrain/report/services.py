@@ -281,12 +281,14 @@ def require(package: str, key: str) -> None:
     """
     how = f"(pip install {INSTALLED_BY[package]})"
     if find_spec(package) is None:
-        raise ConfigError([f"{key}: expected the package {package}, got none {how}"])
+        raise ConfigError.of("missing-package", f"{key}: expected the package {package}, got none {how}")
     if package in SERVICES:
         try:
             import_module(package)
         except Exception as error:  # of any kind, where what it needs is of another version
-            raise ConfigError([f"{key}: expected the package {package}, got {type(error).__name__}: {error} {how}"]) from error
+            raise ConfigError.of(
+                "missing-package", f"{key}: expected the package {package}, got {type(error).__name__}: {error} {how}"
+            ) from error
 
 
 def config_values(settings: Mapping[str, tuple[str, str]]) -> dict[str, Any]:

@@ -237,7 +237,9 @@ class TensorBoard:
             from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
             from tensorboard.summary.writer.record_writer import RecordWriter
         except ImportError as error:
-            raise ConfigError([f"use_tensorboard: expected TensorBoard, got: {error} (pip install tensorboard)"]) from None
+            raise ConfigError.of(
+                "missing-package", f"use_tensorboard: expected TensorBoard, got: {error} (pip install tensorboard)"
+            ) from None
         self._folder = folder
         self._event, self._summary, self._histogram, self._writer = Event, Summary, HistogramProto, RecordWriter
         self._parameters = parameters

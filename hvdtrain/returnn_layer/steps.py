@@ -25,7 +25,7 @@ from returnn.torch.frontend.bridge import rf_module_to_pt_module, wrapped_pt_mod
 from hvdtrain.config.source import Source
 from hvdtrain.context import RunContext, get_run_ctx
 from hvdtrain.data.types import Array
-from hvdtrain.errors import ConfigError
+from hvdtrain.errors import ConfigError, Problem, problem
 from hvdtrain.returnn_layer.imports import WatchedImports, select_torch
 from hvdtrain.returnn_layer.older_steps import with_older_arguments
 
@@ -49,8 +49,9 @@ def adapted(source: Source, imports: WatchedImports) -> Source:
     try:
         select_torch(values.get("behavior_version"))
     except Exception as error:  # an assert, or an error of several kinds
-        problems.append(
-            f"behavior_version: expected one that RETURNN has for PyTorch, got {values['behavior_version']!r}: {error}"
+        problems += problem(
+            "unknown-value",
+            f"behavior_version: expected one that RETURNN has for PyTorch, got {values['behavior_version']!r}: {error}",
         )
     templates, of_data = _templates("extern_data", values.get("extern_data", _older_extern_data(values)))
     outputs, of_outputs = _templates("model_outputs", values.get("model_outputs"))
@@ -150,19 +151,19 @@ def _like(wrapper: Callable[..., Any], function: Any) -> Callable[..., Any]:
     return functools.update_wrapper(wrapper, function, updated=())
 
 
-def _templates(key: str, given: Any) -> tuple[TensorDict | None, list[str]]:
+def _templates(key: str, given: Any) -> tuple[TensorDict | None, list[Problem]]:
     """RETURNN's templates for the data keys of `extern_data` or `model_outputs` (`key`), and the problems in it."""
     if given is None:
         return None, []
     if not isinstance(given, Mapping):
-        return None, [f"{key}: expected a dict of dicts by data key, got {given!r}"]
+        return None, problem("wrong-type", f"{key}: expected a dict of dicts by data key, got {given!r}")
     templates, problems = TensorDict(), []
     for name, options in given.items():
         try:
             templates.update({name: options}, auto_convert=True)
         except Exception as error:  # RETURNN raises errors of many kinds
             reason = str(error) or type(error).__name__
-            problems.append(f"{key}.{name}: expected what RETURNN makes a Tensor of, got {options!r}: {reason}")
+            problems += problem("wrong-type", f"{key}.{name}: expected what RETURNN makes a Tensor of, got {options!r}: {reason}")
     return templates, problems
 
 
@@ -180,7 +181,7 @@ def _model_maker(function: Callable[..., Any], values: Mapping[str, Any], precis
         wanted = [name for name in FOR_TORCH_ONLY if values.get(name)]
         if wanted:
             rule = "expected a get_model that returns a torch.nn.Module, got an rf.Module"
-            raise ConfigError([f"{name}: {rule}" for name in wanted])
+            raise ConfigError([Problem.of("wrong-result", f"{name}: {rule}") for name in wanted])
         return precision.cast(rf_module_to_pt_module(model))
 
     return _like(get_model, function)
@@ -280,11 +281,15 @@ class Steps:
         """Mark the outputs of every sequence, without padding. Raises: ConfigError."""
         missing = [name for name in self._outputs.data if name not in marked.outputs.data] if self._outputs is not None else []
         if missing:
-            raise ConfigError([f"forward_step: expected all of model_outputs to be marked, got no {', '.join(missing)}"])
+            raise ConfigError.of(
+                "wrong-result", f"forward_step: expected all of model_outputs to be marked, got no {', '.join(missing)}"
+            )
         for name, tensor in marked.outputs.data.items():
             axis = next((number for number, dim in enumerate(tensor.dims) if self.is_batch_axis(dim)), None)
             if axis is None:
-                raise ConfigError([f"forward_step: expected the batch among the dims of the output {name!r}, got {tensor}"])
+                raise ConfigError.of(
+                    "wrong-result", f"forward_step: expected the batch among the dims of the output {name!r}, got {tensor}"
+                )
             first = tensor.copy_move_axis(axis, 0) if axis else tensor
             sizes = [_sizes(dim, first.dims[0]) for dim in first.dims[1:]]
             context.mark_as_output(_rows(first, sizes), name)
@@ -415,13 +420,17 @@ def _options_of(raw: Any) -> dict[str, Any]:
 def _raw(name: str, template: Tensor, batch: Mapping[str, BatchEntry]) -> tuple[Any, torch.Tensor]:
     """The values of a data key, and the lengths of the sequences. Raises: ConfigError, if they do not match the template."""
     if name not in batch:
-        raise ConfigError([f"extern_data.{name}: expected one of the dataset's data keys ({', '.join(batch)}), got none of them"])
+        raise ConfigError.of(
+            "unknown-key", f"extern_data.{name}: expected one of the dataset's data keys ({', '.join(batch)}), got none of them"
+        )
     raw, seq_lens, dims = batch[name].raw_tensor, batch[name].seq_lens, template.dims
     if raw.ndim == len(dims) + 1 and bool((seq_lens == 1).all()):  # one frame per sequence: one value per sequence
         raw = raw[:, 0]
     if raw.ndim != len(dims) or any(dim.dimension not in (None, size) for dim, size in zip(dims, raw.shape, strict=True)):
         words = ", ".join(dim.name if dim.dimension is None else str(dim.dimension) for dim in dims)
-        raise ConfigError([f"extern_data.{name}: expected data of shape ({words}), got {tuple(raw.shape)} from the dataset"])
+        raise ConfigError.of(
+            "wrong-result", f"extern_data.{name}: expected data of shape ({words}), got {tuple(raw.shape)} from the dataset"
+        )
     if template.dtype == "string" and raw.dtype == object:  # texts of several lengths
         raw = raw.astype(str)
     return raw, seq_lens
@@ -433,7 +442,9 @@ def _sizes(dim: Dim, batch_axis: Dim) -> Array | None:
         return None
     sizes = dim.dyn_size_ext
     if sizes.raw_tensor is None:
-        raise ConfigError([f"mark_as_output: expected the sizes of {dim} in its dyn_size_ext.raw_tensor, got none"])
+        raise ConfigError.of(
+            "wrong-result", f"mark_as_output: expected the sizes of {dim} in its dyn_size_ext.raw_tensor, got none"
+        )
     if batch_axis not in sizes.dims:
         return None
     axis = sizes.dims.index(batch_axis)

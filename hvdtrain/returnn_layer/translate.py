@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from hvdtrain.config.check import closest, is_no_key
 from hvdtrain.config.source import OVERRIDING, Source
+from hvdtrain.errors import Problem, problem
 from hvdtrain.returnn_layer.imports import WatchedImports
 from hvdtrain.returnn_layer.names import (
     ALIASES,
@@ -44,7 +45,7 @@ def translate(source: Source, imports: WatchedImports, keys: Collection[str], bo
     origins = translated_names({name: source.origins[name] for name in by_origin})
     values = translated_names({name: source.values[name] for name in by_origin})
     values, remarks = understood(values, origins, booleans, for_returnn=source.is_foreign)
-    in_dict: list[str] = []
+    in_dict: list[Problem] = []
     if isinstance(values.get("torch_distributed"), dict):
         values["torch_distributed"], in_dict = _torch_distributed(values["torch_distributed"])
     ignored = ignored_by_returnn(values) if source.is_foreign else ()
@@ -63,38 +64,39 @@ def translate(source: Source, imports: WatchedImports, keys: Collection[str], bo
 def _with_wrapped_functions(source: Source, imports: WatchedImports) -> Source:
     backend = source.values.get("backend", "torch")
     if backend != "torch":
-        problem = f"backend: expected 'torch' in a config that imports returnn, got {backend!r}"
-        return replace(source, is_foreign=True, problems=(*source.problems, problem))
+        found = problem("unknown-value", f"backend: expected 'torch' in a config that imports returnn, got {backend!r}")
+        return replace(source, is_foreign=True, problems=(*source.problems, *found))
     from hvdtrain.returnn_layer.steps import adapted  # here, as it imports RETURNN
 
     return replace(adapted(source, imports), is_foreign=True)
 
 
-def _torch_distributed(entries: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def _torch_distributed(entries: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
     """The dict's entries that are hvdtrain's, and the problems with RETURNN's."""
     options = entries.get("options")
     is_without_effect = isinstance(options, dict) and all(name in OF_THE_WRAPPER for name in options)
     kept = {name: value for name, value in entries.items() if name not in TORCH_DISTRIBUTED}
     return kept, [
-        f"torch_distributed.{name}: RETURNN's entry is not needed here ({reason})"
+        Problem.of("unsupported", f"torch_distributed.{name}: RETURNN's entry is not needed here ({reason})")
         for name, reason in TORCH_DISTRIBUTED.items()
         if name in entries and not (name == "options" and is_without_effect)
     ]
 
 
-def _refused(source: Source, ignored: Collection[str]) -> Iterator[str]:
+def _refused(source: Source, ignored: Collection[str]) -> Iterator[Problem]:
     """Problems with keys of RETURNN that would change the training, apart from those that RETURNN itself ignores."""
     for name, value in source.values.items():
         if name in UNSUPPORTED and name not in ignored and not is_no_op(name, value):
-            yield f"{name}: a key of RETURNN that is not supported, in {source.origins[name]} ({UNSUPPORTED[name]})"
+            where = source.origins[name]
+            yield from problem("unsupported", f"{name}: a key of RETURNN that is not supported, in {where} ({UNSUPPORTED[name]})")
 
 
-def _duplicates(source: Source) -> Iterator[str]:
+def _duplicates(source: Source) -> Iterator[Problem]:
     """Problems with keys that have a value under both of their names."""
     for other, name in ALIASES.items():
         both = other in source.values and name in source.values
         if both and not {source.origins[other], source.origins[name]}.intersection(OVERRIDING):
-            yield f"{other}: expected either {other} or {name}, which mean the same, got both"
+            yield from problem("conflict", f"{other}: expected either {other} or {name}, which mean the same, got both")
 
 
 def _misspelt(source: Source, keys: Collection[str]) -> dict[str, str]:

@@ -12,7 +12,7 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 from hvdtrain.config.keys import ALONE, Rule, Section, Sections, key, not_negative
-from hvdtrain.errors import TO_BE_CONTINUED, HvdtrainError, Outcome
+from hvdtrain.errors import TO_BE_CONTINUED, HvdtrainError, Outcome, Problem, problem
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
@@ -53,12 +53,13 @@ class InterruptKeys(Section):
         60.0, "stop this many seconds before time_limit, to leave time for start-up, two training steps and saving", not_negative
     )
 
-    def problems(self, others: Sections = ALONE) -> list[str]:
+    def problems(self, others: Sections = ALONE) -> list[Problem]:
         if self.time_limit is not None and seconds_of(self.time_limit) <= self.time_limit_margin:
-            return [
+            return problem(
+                "conflict",
                 f"time_limit_margin: expected less than time_limit ({seconds_of(self.time_limit):g} s), "
-                f"got {self.time_limit_margin:g}"
-            ]
+                f"got {self.time_limit_margin:g}",
+            )
         return []
 
     @property

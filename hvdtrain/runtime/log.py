@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from hvdtrain.config.keys import ALONE, Rule, Section, Sections, key, not_negative, positive
-from hvdtrain.errors import ConfigError
+from hvdtrain.errors import ConfigError, Problem, problem
 from hvdtrain.runtime.process import OWN, Process
 
 T = TypeVar("T")
@@ -90,11 +90,13 @@ class LogKeys(Section):
         missing = [DEFAULT_VERBOSITY] * (len(names) - len(self.log_verbosity))
         return dict(zip(names, [*self.log_verbosity, *missing], strict=False))
 
-    def problems(self, others: Sections = ALONE) -> list[str]:
+    def problems(self, others: Sections = ALONE) -> list[Problem]:
         if isinstance(self.log_verbosity, list) and len(self.log_verbosity) > len(self.targets):
-            return [
-                f"log_verbosity: expected at most one number for each of {', '.join(self.targets)}, got {len(self.log_verbosity)}"
-            ]
+            targets = ", ".join(self.targets)
+            return problem(
+                "out-of-range",
+                f"log_verbosity: expected at most one number for each of {targets}, got {len(self.log_verbosity)}",
+            )
         return []
 
 
@@ -158,7 +160,7 @@ def open_log(keys: LogKeys, rank: int, size: int, process: Process = OWN) -> Non
                 path.parent.mkdir(parents=True, exist_ok=True)
                 handler = logging.FileHandler(path, encoding="utf-8")
             except OSError as error:
-                raise ConfigError([f"log: expected a writable file, got {path}: {error.strerror}"]) from None
+                raise ConfigError.of("not-writable", f"log: expected a writable file, got {path}: {error.strerror}") from None
         handler.setLevel(LEVELS[verbosity])
         handler.setFormatter(logging.Formatter("%(message)s"))
         LOGGER.addHandler(handler)

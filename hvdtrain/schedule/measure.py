@@ -12,6 +12,7 @@ from math import inf, isnan, nan
 
 from hvdtrain.config.check import did_you_mean
 from hvdtrain.config.keys import Section, key
+from hvdtrain.errors import Problem
 from hvdtrain.schedule.history import META, EpochRecord
 
 TOTALS = ("total", "total_minimized")
@@ -215,7 +216,7 @@ def missing_scores(
     measures: Mapping[str, str | Sequence[str] | None],
     higher: Collection[str],
     origins: Mapping[str, str],
-) -> list[str]:
+) -> list[Problem]:
     """Problems with keys that name scores which none of the finished epochs has, with the scores that there are.
 
     Args:
@@ -228,8 +229,11 @@ def missing_scores(
     missing = [(key, names) for key, names in wanted if names and error_key(dict.fromkeys(there, 0.0), names) is None]
     missing += [("higher_is_better", [name]) for name in higher if not any(is_higher_better(one, [name]) for one in there)]
     return [
-        f"{key}: expected one of the scores {', '.join(there)}, got {' or '.join(map(repr, names))} in "
-        f"{origins.get(key, 'the config')}{did_you_mean(names[0], there)}"
+        Problem.of(
+            "unknown-value",
+            f"{key}: expected one of the scores {', '.join(there)}, got {' or '.join(map(repr, names))} in "
+            f"{origins.get(key, 'the config')}{did_you_mean(names[0], there)}",
+        )
         for key, names in missing
     ]
 
@@ -278,7 +282,7 @@ def wrong_directions(
     keeps_best: bool,
     higher: Collection[str],
     origins: Mapping[str, str],
-) -> list[str]:
+) -> list[Problem]:
     """Problems with keys that would take the worst epochs for the best ones: they use scores of `unclear_scores`.
 
     Args:
@@ -291,8 +295,11 @@ def wrong_directions(
     if keeps_best and unclear:
         used["cleanup_old_models"] = next((name for name in unclear if not name.startswith("train_")), unclear[0])
     return [
-        f"{key}: expected a score whose lower values are better, or one in higher_is_better, got {name!r} in "
-        f"{origins.get(key, 'the config')}, whose name says that higher values are better ({_remedy(name)})"
+        Problem.of(
+            "missing",
+            f"{key}: expected a score whose lower values are better, or one in higher_is_better, got {name!r} in "
+            f"{origins.get(key, 'the config')}, whose name says that higher values are better ({_remedy(name)})",
+        )
         for key, name in used.items()
         if name in unclear
     ]

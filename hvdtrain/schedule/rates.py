@@ -12,6 +12,7 @@ from statistics import fmean
 from typing import Any, Literal
 
 from hvdtrain.config.keys import ALONE, Rule, Section, Sections, key, not_negative, positive
+from hvdtrain.errors import Problem, problem
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.schedule.measure import error_key, minimized_in, wanted_of
 
@@ -50,21 +51,21 @@ class ScheduleKeys(Section):
         None, "file for learning rate and scores of each epoch in RETURNN's format; also read if a checkpoint has no history"
     )
 
-    def problems(self, others: Sections = ALONE) -> list[str]:
+    def problems(self, others: Sections = ALONE) -> list[Problem]:
         problems = []
         if self.learning_rate is None and self.learning_rates is None:
-            problems.append("learning_rate: expected learning_rate or learning_rates, got neither")
+            problems += problem("missing", "learning_rate: expected learning_rate or learning_rates, got neither")
         if self.learning_rates is not None and len(self.learning_rates) == 0:
-            problems.append("learning_rates: expected at least one learning rate, got an empty list")
+            problems += problem("missing", "learning_rates: expected at least one learning rate, got an empty list")
         if (
             self.learning_rate is None
             and isinstance(self.learning_rates, dict)
             and self.learning_rates
             and 1 not in self.learning_rates
         ):
-            problems.append("learning_rates: expected the rate of epoch 1 there or in learning_rate, got neither")
+            problems += problem("missing", "learning_rates: expected the rate of epoch 1 there or in learning_rate, got neither")
         if self.learning_rate_schedule is not None and self.dynamic_learning_rate is not None:
-            problems.append("learning_rate_schedule: expected either it or dynamic_learning_rate, got both")
+            problems += problem("conflict", "learning_rate_schedule: expected either it or dynamic_learning_rate, got both")
         return problems
 
 
@@ -111,13 +112,14 @@ class NewbobKeys(Section):
         None, "newbob_multi_epoch: grow when the mean change is below this; None: newbob_relative_error_threshold"
     )
 
-    def problems(self, others: Sections = ALONE) -> list[str]:
+    def problems(self, others: Sections = ALONE) -> list[Problem]:
         grow = self.newbob_relative_error_grow_threshold
         if grow is not None and grow > self.newbob_relative_error_threshold:
-            return [
+            return problem(
+                "conflict",
                 "newbob_relative_error_grow_threshold: expected at most newbob_relative_error_threshold, "
-                f"{self.newbob_relative_error_threshold:g}, got {grow:g} (a rate cannot decay and grow at once)"
-            ]
+                f"{self.newbob_relative_error_threshold:g}, got {grow:g} (a rate cannot decay and grow at once)",
+            )
         return []
 
 

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from hvdtrain.config.check import build, did_you_mean, unknown_options
 from hvdtrain.config.keys import key, not_negative, positive, share
+from hvdtrain.errors import Problem, problem
 
 Unit = Literal["steps", "epochs"]
 """What a length is given in; a step is a batch of every rank."""
@@ -56,11 +57,11 @@ class StepScheduleKeys:
         """Where the schedule ends, if that is given."""
         return _length(self.num_steps, self.num_epochs)
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         """Contradictions between the keys."""
         pairs = [("num_warmup_steps", "num_warmup_epochs"), ("num_steps", "num_epochs")]
         both = [pair for pair in pairs if all(getattr(self, name) is not None for name in pair)]
-        return [f"{steps}: expected either it or {epochs}, got both" for steps, epochs in both]
+        return [Problem.of("conflict", f"{steps}: expected either it or {epochs}, got both") for steps, epochs in both]
 
 
 def _length(steps: float | None, epochs: float | None) -> Length | None:
@@ -151,7 +152,7 @@ class StepSchedule:
         return (position - begin) / (self.end.number - begin)
 
 
-def make_schedule(value: dict[str, Any] | str | None, num_epochs: int) -> tuple[StepSchedule | None, list[str]]:
+def make_schedule(value: dict[str, Any] | str | None, num_epochs: int) -> tuple[StepSchedule | None, list[Problem]]:
     """Make the schedule of the key learning_rate_schedule. Returns it, or None, and the problems with the key.
 
     Args:
@@ -164,20 +165,28 @@ def make_schedule(value: dict[str, Any] | str | None, num_epochs: int) -> tuple[
     name = options.pop("class", None)
     where = "learning_rate_schedule."
     hint = did_you_mean(str(name), SHAPES)
-    problems = [] if name in list(SHAPES) else [f"{where}class: expected one of {', '.join(SHAPES)}, got {name!r}{hint}"]
+    problems = []
+    if name not in list(SHAPES):
+        problems += problem("unknown-value", f"{where}class: expected one of {', '.join(SHAPES)}, got {name!r}{hint}")
     keys, more = build(StepScheduleKeys, options, where, {})
     problems += more + unknown_options(where, options, StepScheduleKeys, "a learning rate schedule")
     if not problems and keys is not None:
-        problems = [where + problem for problem in keys.problems()]
+        problems = [found.within(where) for found in keys.problems()]
     if problems or keys is None:
         return None, problems
     endless = name in ENDLESS and keys.end is None
     end = keys.end or Length(math.inf if endless else num_epochs, "epochs")
     warmup = keys.warmup or Length(0.3 * end.number if name == "one_cycle" else 0.0, end.unit)
     if name == "inverse_square_root" and not warmup.number:
-        return None, [f"{where}num_warmup_steps: expected a warm-up, after which inverse_square_root decays, got none"]
+        return None, problem(
+            "missing", f"{where}num_warmup_steps: expected a warm-up, after which inverse_square_root decays, got none"
+        )
     if warmup.unit == end.unit and not warmup.number < end.number:
         which = f"num_{end.unit}" if keys.end else "the config's num_epochs"
-        return None, [f"{where}num_warmup_{end.unit}: expected less than {which}, {end.number:g}, got {warmup.number:g}"]
+        return None, [
+            Problem.of(
+                "out-of-range", f"{where}num_warmup_{end.unit}: expected less than {which}, {end.number:g}, got {warmup.number:g}"
+            )
+        ]
     initial = keys.initial if keys.initial is not None else 0.04 if name == "one_cycle" else 0.0
     return StepSchedule(str(name), warmup, end, initial, keys.final), []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hvdtrain.checkpoint.folder import parse_rule
-from hvdtrain.errors import ConfigError
+from hvdtrain.errors import ConfigError, Problem
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.schedule.measure import missing_scores, wrong_directions
 from hvdtrain.settings import Settings
@@ -28,11 +28,13 @@ def wrong_scores(settings: Settings, history: list[EpochRecord], *, is_saved: bo
     problems += wrong_directions_of(settings, history)
     if not problems:
         return None
-    saved = f" (epoch {history[-1].epoch} is saved: with other keys, the same command goes on after it)"
-    return ConfigError([*problems[:-1], problems[-1] + saved] if is_saved else problems).on_all_ranks()
+    if is_saved:
+        saved = f"(epoch {history[-1].epoch} is saved: with other keys, the same command goes on after it)"
+        problems[-1] = Problem.of(problems[-1].rule, f"{problems[-1]} {saved}")
+    return ConfigError(problems).on_all_ranks()
 
 
-def wrong_directions_of(settings: Settings, history: list[EpochRecord]) -> list[str]:
+def wrong_directions_of(settings: Settings, history: list[EpochRecord]) -> list[Problem]:
     """Problems with keys that take the worst of the finished epochs for the best one."""
     rule = parse_rule(settings.saving.cleanup_old_models)
     keeps_best = rule is not None and rule.keep_best_n > 0

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from hvdtrain.config.source import command_parser, parse_command_line, split_overrides
-from hvdtrain.errors import ConfigError, HvdtrainError
+from hvdtrain.errors import ConfigError, HvdtrainError, Problem, problem
 from hvdtrain.settings import Settings, read_settings
 from hvdtrain.submit.job import USUAL_CORES, Job, choose_launcher, megabytes_of, seconds_of
 from hvdtrain.submit.schedulers import SCHEDULERS
@@ -149,13 +149,13 @@ def job_of(
     texts = texts_of(options, overrides) | {"--hosts": list(hosts), "--folder": [folder]}
     problems = [*number_problems(options), *wrong_time, *wrong_memory]
     problems += [
-        f"--{name}: expected another scheduler, got {scheduler.name}, which has no such option"
+        Problem.of("conflict", f"--{name}: expected another scheduler, got {scheduler.name}, which has no such option")
         for name in scheduler.unsupported
         if getattr(options, name)
     ]
     problems += problems_of(texts, scheduler.in_comments)
     problems += [
-        f"--volume: expected CLAIM:/PATH, got {claim}:{path}" if path else f"--volume: expected CLAIM:/PATH, got {claim}"
+        Problem.of("wrong-format", f"--volume: expected CLAIM:/PATH, got {f'{claim}:{path}' if path else claim}")
         for claim, _, path in volumes
         if not claim or not path.startswith("/")
     ]
@@ -165,61 +165,66 @@ def job_of(
     return job
 
 
-def number_problems(options: argparse.Namespace) -> list[str]:
+def number_problems(options: argparse.Namespace) -> list[Problem]:
     """Problems with the options that are numbers."""
     problems = [
-        f"--{name.replace('_', '-')}: expected a positive number, got {value}"
+        Problem.of("out-of-range", f"--{name.replace('_', '-')}: expected a positive number, got {value}")
         for name in ("nodes", "tasks_per_node", "cpus_per_task", "stop_before")
         if (value := getattr(options, name)) is not None and value < 1
     ]
     problems += [
-        f"--{name.replace('_', '-')}: expected zero or a positive number, got {value}"
+        Problem.of("out-of-range", f"--{name.replace('_', '-')}: expected zero or a positive number, got {value}")
         for name in ("max_restarts", "gpus_per_node")
         if (value := getattr(options, name)) < 0
     ]
     if 0 < options.gpus_per_node < options.tasks_per_node:
-        problems.append(
-            f"--gpus-per-node: expected one for each of {options.tasks_per_node} ranks of a node, got {options.gpus_per_node}"
+        problems += problem(
+            "out-of-range",
+            f"--gpus-per-node: expected one for each of {options.tasks_per_node} ranks of a node, got {options.gpus_per_node}",
         )
     return problems
 
 
-def convert_option(option: str, text: str | None, convert: Callable[[str], int], rule: str) -> tuple[int | None, list[str]]:
+def convert_option(option: str, text: str | None, convert: Callable[[str], int], rule: str) -> tuple[int | None, list[Problem]]:
     """The value of an option, None where it is not given; the problem with it."""
     try:
         return None if text is None else convert(text), []
     except ValueError:
-        return None, [f"{option}: expected {rule}, got {text!r}"]
+        return None, problem("wrong-format", f"{option}: expected {rule}, got {text!r}")
 
 
-def job_problems(job: Job) -> list[str]:
+def job_problems(job: Job) -> list[Problem]:
     """What is wrong between the options of a job, and what its scheduler cannot do."""
     problems, scheduler = [], job.scheduler
     if job.seconds is not None and job.seconds < job.stop_before + START:
-        problems.append(
+        problems += problem(
+            "out-of-range",
             f"--stop-before: expected at least {START} s less than --time ({job.seconds} s), which starting may take, got "
-            f"{job.stop_before}"
+            f"{job.stop_before}",
         )
     if job.launcher == "srun" and not scheduler.has_srun:
-        problems.append(f"--launcher: expected mpirun with --scheduler {scheduler.name}, got srun")
+        problems += problem("conflict", f"--launcher: expected mpirun with --scheduler {scheduler.name}, got srun")
     if job.max_restarts > 0 and not (job.launcher == "torchrun" and scheduler.has_srun):
-        problems.append(
+        problems += problem(
+            "conflict",
             f"--max-restarts: expected torchrun (++torch_distributed {{}}) and --scheduler slurm, got {job.launcher} and "
-            f"{scheduler.name} (on one host: ++ngpu N ++max_restarts N in place of --tasks-per-node)"
+            f"{scheduler.name} (on one host: ++ngpu N ++max_restarts N in place of --tasks-per-node)",
         )
     if job.launcher == "torchrun" and job.nodes > 1 and not (scheduler.has_srun or scheduler.in_container):
-        problems.append(
+        problems += problem(
+            "conflict",
             f"--scheduler: expected slurm or kubernetes for torchrun on several hosts, got {scheduler.name} "
-            "(torch_distributed runs under mpirun, too: --launcher mpirun)"
+            "(torch_distributed runs under mpirun, too: --launcher mpirun)",
         )
     if job.runs and scheduler.array_index is None:
         names = ", ".join(name for name, each in SCHEDULERS.items() if each.array_index is not None)
-        problems.append(
+        problems += problem(
+            "conflict",
             f"--sweep: expected a scheduler with job arrays ({names}), got {scheduler.name} (a loop over hvdtrain.train in "
-            "Python does it, docs/python_api.md)"
+            "Python does it, docs/python_api.md)",
         )
     elif job.runs and job.max_restarts:
-        problems.append(f"--sweep: expected no --max-restarts, got {job.max_restarts}")
+        problems += problem("conflict", f"--sweep: expected no --max-restarts, got {job.max_restarts}")
     return problems
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from hvdtrain.comm.launch import KEEPALIVE
-from hvdtrain.errors import ConfigError
+from hvdtrain.errors import ConfigError, Problem
 from hvdtrain.submit.sweep import case_lines
 
 Launcher = Literal["python", "mpirun", "srun", "torchrun"]
@@ -52,7 +52,7 @@ class Scheduler:
     name: str
     write: Callable[[Job], str]
     submit: tuple[str, ...]
-    problems: Callable[[Job], list[str]] = lambda job: []
+    problems: Callable[[Job], list[Problem]] = lambda job: []
     array_index: tuple[str, int] | None = None
     unsupported: tuple[str, ...] = ()
     in_comments: tuple[str, ...] = ("--name", "--queue", "--account", "--output")
@@ -149,16 +149,17 @@ def choose_launcher(wanted: Launcher | None, tasks: int, use_horovod: bool, torc
     'torchrun'
     """
     if tasks > 1 and not use_horovod and not torch_distributed:
-        raise ConfigError(
-            [
-                f"use_horovod: expected use_horovod or torch_distributed for {tasks} ranks, got neither: each rank would train "
-                "alone and overwrite the others' checkpoints (add ++use_horovod 1 to the command)"
-            ]
+        raise ConfigError.of(
+            "conflict",
+            f"use_horovod: expected use_horovod or torch_distributed for {tasks} ranks, got neither: each rank would train "
+            "alone and overwrite the others' checkpoints (add ++use_horovod 1 to the command)",
         )
     if wanted == "python" and tasks > 1:
-        raise ConfigError([f"--launcher: expected mpirun, srun or torchrun for {tasks} ranks, got python"])
+        raise ConfigError.of("conflict", f"--launcher: expected mpirun, srun or torchrun for {tasks} ranks, got python")
     if wanted == "torchrun" and use_horovod:
-        raise ConfigError(["--launcher: expected mpirun or srun for use_horovod, got torchrun (which is for torch_distributed)"])
+        raise ConfigError.of(
+            "conflict", "--launcher: expected mpirun or srun for use_horovod, got torchrun (which is for torch_distributed)"
+        )
     if wanted is not None:
         return wanted
     if tasks == 1:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from hvdtrain.errors import Problem, problem
 from hvdtrain.submit.job import Job, Scheduler, command, doctor_lines, environment_lines, memory_text, waiting
 
 RETRIES = 10
@@ -21,16 +22,18 @@ LAUNCHER_RESOURCES = {"cpu": 1, "memory": "2Gi"}
 """mpirun's pod runs no rank."""
 
 
-def _problems(job: Job) -> list[str]:
+def _problems(job: Job) -> list[Problem]:
     problems = []
     if not job.image:
-        problems.append(
-            "--image: expected a container image with hvdtrain for kubernetes, got none (docs/installing.md builds one)"
+        problems += problem(
+            "missing",
+            "--image: expected a container image with hvdtrain for kubernetes, got none (docs/installing.md builds one)",
         )
     if job.runs and job.launcher != "python":
-        problems.append(
+        problems += problem(
+            "conflict",
             f"--sweep: expected one rank for each run on kubernetes, whose indexed Jobs have no {job.launcher}, got several "
-            "(++ngpu N starts ranks within a pod)"
+            "(++ngpu N starts ranks within a pod)",
         )
     return problems
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hvdtrain.errors import Problem, problem
 from hvdtrain.submit.job import STOPPED, Job, Scheduler, clock, command, doctor_lines, environment_lines, memory_text, waiting
 from hvdtrain.submit.kubernetes import KUBERNETES
 from hvdtrain.submit.texts import option_text
@@ -206,9 +207,11 @@ def _with_hosts(job: Job, hosts: str) -> tuple[str, list[str]]:
     return command(job, named), doctor_lines(job, named)
 
 
-def _array_problems(job: Job) -> list[str]:
+def _array_problems(job: Job) -> list[Problem]:
     if job.runs and job.requeue:
-        return ["--sweep: expected --no-requeue with pbs, where a job of an array cannot submit itself again, got none"]
+        return problem(
+            "conflict", "--sweep: expected --no-requeue with pbs, where a job of an array cannot submit itself again, got none"
+        )
     return []
 
 
@@ -220,10 +223,10 @@ def plain_script(job: Job) -> str:
     return _script(job, [], body)
 
 
-def _host_problems(job: Job) -> list[str]:
+def _host_problems(job: Job) -> list[Problem]:
     if job.nodes == 1 or len(job.hosts) == job.nodes:
         return []
-    return [f"--hosts: expected the names of {job.nodes} hosts, got {','.join(job.hosts) or 'none'}"]
+    return problem("missing", f"--hosts: expected the names of {job.nodes} hosts, got {','.join(job.hosts) or 'none'}")
 
 
 def _script(job: Job, head: Sequence[str], body: Sequence[str]) -> str:

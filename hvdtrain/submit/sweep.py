@@ -8,6 +8,8 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from hvdtrain.errors import Problem, problem
+
 LONGEST = 200
 """Characters of a folder's name."""
 
@@ -30,7 +32,7 @@ def values_of(text: str) -> list[str]:
     return values
 
 
-def sweep_of(given: Sequence[str], overrides: Mapping[str, str]) -> tuple[list[dict[str, str]], list[str]]:
+def sweep_of(given: Sequence[str], overrides: Mapping[str, str]) -> tuple[list[dict[str, str]], list[Problem]]:
     """The runs of a sweep, each with its values by key; and problems.
 
     Args:
@@ -46,14 +48,16 @@ def sweep_of(given: Sequence[str], overrides: Mapping[str, str]) -> tuple[list[d
         key, assigned, listed = text.removeprefix("++").partition("=")
         values = values_of(listed)
         if not assigned or not re.fullmatch(r"[A-Za-z_][\w.]*", key) or not all(value.strip() for value in values):
-            problems.append(f"--sweep: expected KEY=VALUE,VALUE, got {text!r}")
+            problems += problem("wrong-format", f"--sweep: expected KEY=VALUE,VALUE, got {text!r}")
         elif key in ("model", "task"):
-            problems.append(f"--sweep: expected a key that training reads, got {key} (each run gets a model folder of its own)")
+            problems += problem(
+                "unknown-key", f"--sweep: expected a key that training reads, got {key} (each run gets a model folder of its own)"
+            )
         elif key in by_key or key in overrides:
             other = "--sweep" if key in by_key else f"++{key}"
-            problems.append(f"--sweep: expected each key once, got {key} in {other}, too")
+            problems += problem("duplicate", f"--sweep: expected each key once, got {key} in {other}, too")
         elif len(set(values)) < len(values):
-            problems.append(f"--sweep: expected different values, got {text!r}")
+            problems += problem("duplicate", f"--sweep: expected different values, got {text!r}")
         else:
             by_key[key] = values
     return [dict(zip(by_key, chosen, strict=True)) for chosen in itertools.product(*by_key.values())], problems
@@ -70,13 +74,18 @@ def model_of(model: str, run: Mapping[str, str]) -> str:
     return str(Path(model).parent / name / Path(model).name)
 
 
-def folder_problems(models: Sequence[str]) -> list[str]:
+def folder_problems(models: Sequence[str]) -> list[Problem]:
     """Problems with the folders of runs: two runs in one would continue each other's training."""
     names = [Path(model).parent.name for model in models]
     twice = [name for name in dict.fromkeys(names) if names.count(name) > 1]
-    problems = [f"--sweep: expected values of which folders can be named, got {name!r} twice" for name in twice]
+    problems = [
+        Problem.of("duplicate", f"--sweep: expected values of which folders can be named, got {name!r} twice") for name in twice
+    ]
     long = [name for name in names if len(name) > LONGEST]
-    return problems + [f"--sweep: expected names of folders of at most {LONGEST} characters, got {name!r}" for name in long[:1]]
+    return problems + [
+        Problem.of("out-of-range", f"--sweep: expected names of folders of at most {LONGEST} characters, got {name!r}")
+        for name in long[:1]
+    ]
 
 
 def case_lines(variable: str, first: int, runs: Sequence[Sequence[str]]) -> list[str]:

@@ -6,6 +6,8 @@ import re
 import unicodedata
 from collections.abc import Mapping, Sequence
 
+from hvdtrain.errors import Problem, problem
+
 UNSEEN = ("Cc", "Cs", "Zl", "Zp")
 """Categories of characters that no text may have: control characters, such as the end of a line; bytes that are not UTF-8;
 Unicode's own ends of lines."""
@@ -29,7 +31,7 @@ FORMS = {
 """What has a form of its own, by option."""
 
 
-def problems_of(texts: Mapping[str, Sequence[str]], in_options: Sequence[str]) -> list[str]:
+def problems_of(texts: Mapping[str, Sequence[str]], in_options: Sequence[str]) -> list[Problem]:
     """What is wrong with the values of the command line.
 
     Args:
@@ -46,11 +48,13 @@ def problems_of(texts: Mapping[str, Sequence[str]], in_options: Sequence[str]) -
         for value in values:
             form, rule = FORMS.get(name, (None, "")) if name != "--name" or name in in_options else (None, "")
             if has_unseen(value):
-                problems.append(f"{name}: expected one line without control characters, got {value!r}")
+                problems += problem("wrong-format", f"{name}: expected one line without control characters, got {value!r}")
             elif form is not None and not form.fullmatch(value):
-                problems.append(f"{name}: expected {rule}, got {value!r}")
+                problems += problem("wrong-format", f"{name}: expected {rule}, got {value!r}")
             elif name in in_options and (value.startswith("-") or not value.strip() or set(value) & set(NOT_IN_OPTIONS)):
-                problems.append(f"{name}: expected no quotes, backslashes or # and no - at the beginning, got {value!r}")
+                problems += problem(
+                    "wrong-format", f"{name}: expected no quotes, backslashes or # and no - at the beginning, got {value!r}"
+                )
     return problems
 
 

@@ -62,7 +62,7 @@ FEWEST, MOST = 4, 50
 def evaluate_all(settings: Settings) -> dict[str, float]:
     """Evaluate a trained model on dev, eval and eval_datasets; return the scores ('dev_loss_ce'). Raises: HvdtrainError."""
     if not settings.evaluations:
-        raise ConfigError(["task: expected dev, eval or eval_datasets for the task eval, got none of them"])
+        raise ConfigError.of("missing", "task: expected dev, eval or eval_datasets for the task eval, got none of them")
     with (
         open_session(settings, "evaluate") as session,
         open_step_log(settings.log, session.comm.rank, settings.process) as step_log,
@@ -91,7 +91,7 @@ def evaluate_all(settings: Settings) -> dict[str, float]:
 def forward_all(settings: Settings) -> None:
     """Run the config's forward_step over forward_data or search_data. Raises: HvdtrainError."""
     if settings.forward is None:
-        raise ConfigError(["forward_data: expected a dataset, got None"])
+        raise ConfigError.of("missing", "forward_data: expected a dataset, got None")
     with open_session(settings, "forward") as session:
         began = time.perf_counter()
         [feed] = session.feeds
@@ -211,7 +211,7 @@ def _check_targets(settings: Settings, session: Session) -> None:
     folder = Path(settings.run.model).absolute().parent
     there = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
-        raise ConfigError([f"model: expected a folder that can be written to, got {folder}"])
+        raise ConfigError.of("not-writable", f"model: expected a folder that can be written to, got {folder}")
 
 
 Run = Callable[[Feed], float]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hvdtrain.config.check import build_objects
 from hvdtrain.config.keys import ALONE, Section, Sections, key
 from hvdtrain.config.source import as_function
+from hvdtrain.errors import Problem
 
 if TYPE_CHECKING:
     from hvdtrain.checkpoint.progress import Progress
@@ -173,7 +174,7 @@ class CallbackKeys(Section):
         signature="*, epoch, step, model, dataset_name, **_",
     )
 
-    def problems(self, others: Sections = ALONE) -> list[str]:
+    def problems(self, others: Sections = ALONE) -> list[Problem]:
         return build_objects("callbacks", self.callbacks, EVENTS, "on_")[1]
 
     def open(self, rank: int) -> Callbacks:

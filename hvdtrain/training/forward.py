@@ -105,7 +105,9 @@ def forward(
 def _check(keys: ForwardKeys) -> None:
     """Raises: ConfigError, DataError."""
     if keys.output_file is None and keys.forward_callback is None:
-        raise ConfigError(["output_file, forward_callback: expected one of them for the task forward or search, got neither"])
+        raise ConfigError.of(
+            "missing", "output_file, forward_callback: expected one of them for the task forward or search, got neither"
+        )
     if keys.output_file is not None and Path(keys.output_file).exists():
         raise DataError(f"{keys.output_file}: expected a file that does not exist yet (output_file), got an existing one")
 
@@ -117,7 +119,9 @@ def _callback(keys: ForwardKeys) -> Any:
     made = value() if isinstance(value, type) or not hasattr(value, "process_seq") and callable(value) else value
     lacking = [name for name in ("init", "process_seq", "finish") if made is not None and not hasattr(made, name)]
     if lacking:
-        raise ConfigError([f"forward_callback: expected the method {lacking[0]}, got a {type(made).__name__} without it"])
+        raise ConfigError.of(
+            "missing", f"forward_callback: expected the method {lacking[0]}, got a {type(made).__name__} without it"
+        )
     return made
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from launching import ROOT
+from launching import ROOT, faults, refused
 
 import hvdtrain
 from hvdtrain.cli import COMMANDS, help_text, main
@@ -28,7 +28,7 @@ from hvdtrain.config.source import (
     resolve,
     split_overrides,
 )
-from hvdtrain.errors import ConfigError
+from hvdtrain.errors import ConfigError, Problem
 from hvdtrain.report.__main__ import parser as report_parser
 from hvdtrain.returnn_layer.names import UNSUPPORTED
 from hvdtrain.settings import DATASET_SECTIONS, Settings, all_keys, effective, read_settings, with_datasets
@@ -55,10 +55,14 @@ def settings(folder: Path, text: str = "", **overrides: str) -> Settings:
     return read_settings([written(folder, MINIMAL + text)], overrides)
 
 
-def problems(folder: Path, text: str = "", minimal: str = MINIMAL, **overrides: str) -> list[str]:
+def found(folder: Path, text: str = "", minimal: str = MINIMAL, **overrides: str) -> list[Problem]:
     with pytest.raises(ConfigError) as caught:
         read_settings([written(folder, minimal + text)], overrides)
     return caught.value.problems
+
+
+def problems(folder: Path, text: str = "", minimal: str = MINIMAL, **overrides: str) -> list[str]:
+    return faults(found(folder, text, minimal, **overrides))
 
 
 def source(folder: Path, text: str, overrides: dict[str, str] | None = None, types: dict[str, Any] | None = None) -> Source:
@@ -285,21 +289,19 @@ def test_overrides_reach_deep_and_change_a_copy(tmp_path: Path) -> None:
 def test_overrides_that_reach_into_nothing(tmp_path: Path) -> None:
     overrides = {"trian.x": "1", "model.x": "1", "train.files.x": "1", "train.a.b": "1"}
     assert problems(tmp_path, **overrides) == [
-        "++trian.x: expected 'trian' to be a dict in the config, got nothing (did you mean ++train.x?)",
-        "++model.x: expected 'model' to be a dict in the config, got str",
-        "++train.files.x: expected 'files' to be a dict inside 'train', got list",
-        "++train.a.b: expected 'a' to be a dict inside 'train', got NoneType",
+        "++trian.x: wrong-type",
+        "++model.x: wrong-type",
+        "++train.files.x: wrong-type",
+        "++train.a.b: wrong-type",
     ]
 
 
 def test_an_override_that_nobody_reads_is_a_mistake(tmp_path: Path) -> None:
-    assert problems(tmp_path, hidden_size="128") == [
-        "hidden_size: unknown key in the command line (it is not a key, and the config does not mention it)"
-    ]
-    assert problems(tmp_path, seq_ordering="random", init_method="env://") == [
-        "seq_ordering: unknown key in the command line (did you mean train.seq_ordering?)",
-        "init_method: unknown key in the command line (did you mean torch_distributed.init_method?)",
-    ]
+    assert problems(tmp_path, hidden_size="128") == ["hidden_size: unknown-key"]
+    misplaced = found(tmp_path, seq_ordering="random", init_method="env://")
+    assert faults(misplaced) == ["seq_ordering: unknown-key", "init_method: unknown-key"]
+    assert "train.seq_ordering?" in misplaced[0].hint
+    assert "torch_distributed.init_method?" in misplaced[1].hint
     assert settings(tmp_path, "layers = config.int('hidden_size', 3)\n", hidden_size="128").run.model == "exp/model"
     assert settings(tmp_path, "hidden_size = 64\n", hidden_size="128").run.model == "exp/model"
 
@@ -333,41 +335,27 @@ def test_a_config_may_have_an_equals_sign_in_its_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "expected"),
+    ("arguments", "rule", "said"),
     [
-        ([], ["command line: expected a config file first, got none (python -m hvdtrain --help)"]),
-        (["a.py", "++x"], ["command line: expected a value after ++x, got nothing"]),
-        (["a.py", "++x", "++y", "1"], ["command line: expected a value after ++x, got the next key"]),
-        (["a.py", "-x", "1"], ["command line: expected ++KEY VALUE, got '-x' (did you mean ++x 1?)"]),
-        (
-            ["a.py", "--max-seqs", "++y", "1"],
-            ["command line: expected ++KEY VALUE, got '--max-seqs' (did you mean ++max_seqs VALUE?)"],
-        ),
-        (["a.py", "--x=1"], ["command line: expected ++KEY VALUE, got '--x=1' (did you mean ++x 1?)"]),
-        (["a.py", "x=1", "++y=2"], ["command line: expected ++KEY VALUE, got 'x=1' (did you mean ++x 1?)"]),
-        (["a.py", "--sumary"], ["command line: expected ++KEY VALUE, got '--sumary' (did you mean --summary?)"]),
-        (["a.py", "--dryrun"], ["command line: expected ++KEY VALUE, got '--dryrun' (did you mean --dry-run?)"]),
-        (
-            ["--x", "1", __file__],
-            [
-                "command line: expected ++KEY VALUE, got '--x' (did you mean ++x 1?)",
-            ],
-        ),
-        (["a.py", "+x=1"], ["command line: expected ++KEY VALUE, got '+x=1' (did you mean ++x 1?)"]),
-        (
-            ["a.py", "++x", "1", __file__],
-            [f"command line: expected ++KEY VALUE, got {__file__!r} (configs are written first)"],
-        ),
-        (
-            ["a.py", "++", "b.py"],
-            ["command line: expected ++KEY VALUE, got '++' (python -m hvdtrain --help)"],
-        ),
+        ([], "missing", "--help"),
+        (["a.py", "++x"], "missing", "++x"),
+        (["a.py", "++x", "++y", "1"], "missing", "++x"),
+        (["a.py", "-x", "1"], "wrong-format", "++x 1?"),
+        (["a.py", "--max-seqs", "++y", "1"], "wrong-format", "++max_seqs VALUE?"),
+        (["a.py", "--x=1"], "wrong-format", "++x 1?"),
+        (["a.py", "x=1", "++y=2"], "wrong-format", "++x 1?"),
+        (["a.py", "--sumary"], "wrong-format", "--summary?"),
+        (["a.py", "--dryrun"], "wrong-format", "--dry-run?"),
+        (["--x", "1", __file__], "wrong-format", "++x 1?"),
+        (["a.py", "+x=1"], "wrong-format", "++x 1?"),
+        (["a.py", "++x", "1", __file__], "wrong-format", "configs are written first"),
+        (["a.py", "++", "b.py"], "wrong-format", "--help"),
     ],
 )
-def test_command_lines_that_make_no_sense(arguments: list[str], expected: list[str]) -> None:
-    with pytest.raises(ConfigError) as caught:
+def test_command_lines_that_make_no_sense(arguments: list[str], rule: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)) as caught:
         parse_command_line(arguments)
-    assert caught.value.problems == expected
+    assert faults(caught.value.problems) == [f"command line: {rule}"]
 
 
 # The object `config`
@@ -466,14 +454,15 @@ def test_files_that_are_no_config(tmp_path: Path, capsys: pytest.CaptureFixture[
     ],
 )
 def test_exceptions_in_a_config_name_the_line(tmp_path: Path, text: str, expected: str) -> None:
-    (problem,) = problems(tmp_path, text, minimal="")
-    assert problem.startswith(expected)
+    (problem,) = found(tmp_path, text, minimal="")
+    assert str(problem).startswith(expected)
 
 
 def test_an_exception_in_a_module_that_the_config_imports_names_the_configs_line(tmp_path: Path) -> None:
     written(tmp_path, "a = 1\n\n\nb = = 2\n", "broken_module.py")
-    (problem,) = problems(tmp_path, "import broken_module\n", minimal="# first line\n")
-    assert problem == "config.py, line 2: SyntaxError: invalid syntax (broken_module.py, line 4)"
+    (problem,) = found(tmp_path, "import broken_module\n", minimal="# first line\n")
+    assert problem.key == "config.py, line 2"
+    assert "(broken_module.py, line 4)" in str(problem)
 
 
 def test_nothing_but_a_message_is_shown_for_a_broken_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -484,10 +473,10 @@ def test_nothing_but_a_message_is_shown_for_a_broken_config(tmp_path: Path, caps
 def test_misspelt_keys_are_mistakes_and_other_names_are_the_authors_own(tmp_path: Path) -> None:
     text = "num_epoch = 3\nlearnin_rate = 1\ntrian = 3\nhidden = 3\n_max_seq = 1\nimport numpy as modell\nclass modle: ...\n"
     assert problems(tmp_path, text, use_horovd="1") == [
-        "num_epoch: unknown key in config.py (did you mean num_epochs?)",
-        "learnin_rate: unknown key in config.py (did you mean learning_rate?)",
-        "trian: unknown key in config.py (did you mean train?)",
-        "use_horovd: unknown key in the command line (did you mean use_horovod?)",
+        "num_epoch: unknown-key",
+        "learnin_rate: unknown-key",
+        "trian: unknown-key",
+        "use_horovd: unknown-key",
     ]
 
 
@@ -507,49 +496,38 @@ def test_closest_key() -> None:
 
 @pytest.mark.parametrize("name", sorted(UNSUPPORTED.keys() - {"dry_run"}))
 def test_keys_of_returnn_that_would_change_the_training_are_mistakes(tmp_path: Path, name: str) -> None:
-    (problem,) = problems(tmp_path, f"{name} = 2\n")
-    assert problem == f"{name}: a key of RETURNN that is not supported, in config.py ({UNSUPPORTED[name]})"
+    assert problems(tmp_path, f"{name} = 2\n") == [f"{name}: unsupported"]
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("num_epochs = 2.5", "num_epochs: expected an integer, got 2.5 in config.py"),
-        ("num_epochs = True", "num_epochs: expected an integer, got True in config.py"),
-        ("num_epochs = float('nan')", "num_epochs: expected an integer, got nan in config.py"),
-        ("num_epochs = 0", "num_epochs: expected a positive number, got 0 in config.py"),
-        ("learning_rate = -1.0", "learning_rate: expected zero or a positive number, got -1.0 in config.py"),
-        ("use_horovod = 'maybe'", "use_horovod: expected True or False, got 'maybe' in config.py"),
-        ("use_horovod = 2", "use_horovod: expected True or False, got 2 in config.py"),
-        ("model = 3", "model: expected a string, got 3 in config.py"),
-        ("horovod_reduce_type = 'grads'", "horovod_reduce_type: expected 'grad' or 'param', got 'grads' in config.py"),
-        (
-            "batch_size = {'data': 0.5}",
-            "batch_size: expected an integer or a dict of integers or a function or None, got {'data': 0.5} in config.py",
-        ),
-        (
-            "learning_rates = [0.1, 'x']",
-            "learning_rates: expected a list of numbers or a dict of numbers or None, got [0.1, 'x']",
-        ),
-        ("log = ['a', 3]", "log: expected a string or a list of strings or None, got ['a', 3] in config.py"),
-        ("get_model = 3", "get_model: expected a function or a string, got 3 in config.py"),
-        ("import numpy as get_model", "get_model: expected a function or a string, got <module 'numpy'"),
-        ("train = {'class': 'HDFDataset'}", "train.files: expected a string or a list of strings (the HDF file, or a list of"),
-        ("train = {'class': 'Sprint'}", "train.class: expected one of HDFDataset, NextGenHDFDataset, "),
-        ("train['fils'] = 1", "train.fils: unknown key of HDFDataset (did you mean files?)"),
-        ("train['windy'] = 3", "train.windy: unknown key of HDFDataset"),
-        ("train['files'] = ['a', 3]", "train.files: expected a string or a list of strings, got ['a', 3] in the config"),
-        (
-            "dev = {'class': 'HDFDataset', 'files': 'x', 'partition_epoch': 0}",
-            "dev.partition_epoch: expected a positive number, got 0",
-        ),
-        ("eval_datasets = {'x': {'class': 'HDFDataset'}}", "x.files: expected a string or a list of strings"),
-        ("eval_datasets = ['x']", "eval_datasets: expected a dict, got ['x'] in config.py"),
+        ("num_epochs = 2.5", "num_epochs: wrong-type"),
+        ("num_epochs = True", "num_epochs: wrong-type"),
+        ("num_epochs = float('nan')", "num_epochs: wrong-type"),
+        ("num_epochs = 0", "num_epochs: out-of-range"),
+        ("learning_rate = -1.0", "learning_rate: out-of-range"),
+        ("use_horovod = 'maybe'", "use_horovod: wrong-type"),
+        ("use_horovod = 2", "use_horovod: wrong-type"),
+        ("model = 3", "model: wrong-type"),
+        ("horovod_reduce_type = 'grads'", "horovod_reduce_type: unknown-value"),
+        ("batch_size = {'data': 0.5}", "batch_size: wrong-type"),
+        ("learning_rates = [0.1, 'x']", "learning_rates: wrong-type"),
+        ("log = ['a', 3]", "log: wrong-type"),
+        ("get_model = 3", "get_model: wrong-type"),
+        ("import numpy as get_model", "get_model: wrong-type"),
+        ("train = {'class': 'HDFDataset'}", "train.files: missing"),
+        ("train = {'class': 'Sprint'}", "train.class: unknown-value"),
+        ("train['fils'] = 1", "train.fils: unknown-key"),
+        ("train['windy'] = 3", "train.windy: unknown-key"),
+        ("train['files'] = ['a', 3]", "train.files: wrong-type"),
+        ("dev = {'class': 'HDFDataset', 'files': 'x', 'partition_epoch': 0}", "dev.partition_epoch: out-of-range"),
+        ("eval_datasets = {'x': {'class': 'HDFDataset'}}", "x.files: missing"),
+        ("eval_datasets = ['x']", "eval_datasets: wrong-type"),
     ],
 )
 def test_values_of_the_wrong_kind(tmp_path: Path, text: str, expected: str) -> None:
-    (problem,) = problems(tmp_path, text)
-    assert problem.startswith(expected)
+    assert problems(tmp_path, text) == [expected]
 
 
 def test_functions_that_cannot_be_called_as_hvdtrain_calls_them(tmp_path: Path) -> None:
@@ -566,24 +544,18 @@ task = "config:report"
 def report(folder): ...
 """
     first = MINIMAL.count("\n") + 2
-    file = tmp_path / "config.py"
-    missing, unexpected = "missing a required argument:", "got an unexpected keyword argument"
-    assert problems(tmp_path, text) == [
-        f"max_seqs: expected def max_seqs(*, epoch, **_), got <lambda>() in {file}, line {first + 3} ({unexpected} 'epoch')",
-        "get_model: expected def get_model(*, epoch, step, device, **_), got "
-        f"get_model() in {file}, line {first + 1} ({unexpected} 'epoch')",
-        "train_step: expected def train_step(*, model, extern_data, **_), got "
-        f"train_step(model, batch) in {file}, line {first} ({missing} 'batch')",
-        "forward_step: expected def forward_step(*, model, extern_data, **_), got "
-        f"forward_step(*, model, extern_data, beam, **_) in {file}, line {first + 2} ({missing} 'beam')",
-        "optimizer: expected def optimizer(parameters), got "
-        f"<lambda>() in {file}, line {first + 4} (too many positional arguments)",
-        "load_model_post_hooks[1]: expected a function (*, model, **_), got "
-        f"<lambda>(network) in {file}, line {first + 6} ({missing} 'network')",
-        "train.seq_ordering: expected def seq_ordering(*, epoch, **_), got "
-        f"<lambda>(number, **_) in {file}, line {first + 5} ({missing} 'number')",
-        f"task: expected a function without parameters, got report(folder) in {file}, line {first + 8} ({missing} 'folder')",
-    ]
+    places = {problem.key: problem.got for problem in found(tmp_path, text) if problem.rule == "wrong-signature"}
+    expected = {
+        "max_seqs": ("<lambda>()", 3),
+        "get_model": ("get_model()", 1),
+        "train_step": ("train_step(model, batch)", 0),
+        "forward_step": ("forward_step(*, model, extern_data, beam, **_)", 2),
+        "optimizer": ("<lambda>()", 4),
+        "load_model_post_hooks[1]": ("<lambda>(network)", 6),
+        "train.seq_ordering": ("<lambda>(number, **_)", 5),
+        "task": ("report(folder)", 8),
+    }
+    assert places == {key: f"{form} in {tmp_path / 'config.py'}, line {first + line}" for key, (form, line) in expected.items()}
 
 
 def test_functions_of_other_forms_that_can_be_called(tmp_path: Path) -> None:
@@ -616,31 +588,23 @@ def report(folder="."): ...
 def test_a_forward_step_of_another_form_is_one_mistake(tmp_path: Path) -> None:
     minimal = MINIMAL.replace("def train_step(**_): ...", "def forward_step(model): ...")
     [problem] = problems(tmp_path, 'task = "forward"\nforward_data = "x.hdf"\n', minimal)
-    assert problem.startswith("forward_step: expected def forward_step(*, model, extern_data, **_), got forward_step(model) in ")
+    assert problem == "forward_step: wrong-signature"
 
 
 def test_long_values_are_cut_in_messages(tmp_path: Path) -> None:
-    (problem,) = problems(tmp_path, "num_epochs = list(range(1000))\n")
-    assert problem == f"num_epochs: expected an integer, got {repr(list(range(1000)))[:77]}... in config.py"
+    (problem,) = found(tmp_path, "num_epochs = list(range(1000))\n")
+    assert problem.got == f"{repr(list(range(1000)))[:77]}... in config.py"
 
 
 def test_everything_that_is_needed_is_asked_for_at_once(tmp_path: Path) -> None:
-    found = problems(tmp_path, minimal="")
-    assert [problem.split(":")[0] for problem in found] == [
-        "model",
-        "train",
-        "batch_size",
-        "get_model",
-        "train_step",
-        "learning_rate",
-    ]
-    assert all(problem.endswith(("got nothing", "got neither")) for problem in found)
+    names = ["model", "train", "batch_size", "get_model", "train_step", "learning_rate"]
+    assert problems(tmp_path, minimal="") == [f"{name}: missing" for name in names]
 
 
 def test_config_errors_survive_the_way_to_other_ranks() -> None:
     error = pickle.loads(pickle.dumps(ConfigError(["a: one", "b: two"])))
     assert str(error) == "2 problems in the config:\n  a: one\n  b: two"
-    assert error.problems == ["a: one", "b: two"]
+    assert [problem.key for problem in error.problems] == ["a", "b"]
 
 
 # Declaring keys
@@ -659,16 +623,16 @@ class ExampleKeys:
 
 
 def test_a_section_is_filled_and_checked() -> None:
-    filled, found = build(ExampleKeys, {"needed": 3.0, "either": "name", "choice": "some", "table": {"b": 2.0}}, "", {})
-    assert found == []
+    filled, wrong = build(ExampleKeys, {"needed": 3.0, "either": "name", "choice": "some", "table": {"b": 2.0}}, "", {})
+    assert wrong == []
     assert filled == ExampleKeys(needed=3, part=0.5, either="name", choice="some", table={"b": 2})
-    filled, found = build(ExampleKeys, {"part": 1.5, "either": -3, "choice": "none"}, "inside.", {"part": "x.py"})
+    filled, wrong = build(ExampleKeys, {"part": 1.5, "either": -3, "choice": "none"}, "inside.", {"part": "x.py"})
     assert filled is None
-    assert found == [
-        "inside.needed: expected an integer (how many), got nothing",
-        "inside.part: expected a number between 0 and 1, got 1.5 in x.py",
-        "inside.either: expected a positive number, got -3 in the config",
-        "inside.choice: expected True or False or 'some', got 'none' in the config",
+    assert faults(wrong) == [
+        "inside.needed: missing",
+        "inside.part: out-of-range",
+        "inside.either: out-of-range",
+        "inside.choice: wrong-type",
     ]
 
 
@@ -680,7 +644,7 @@ def test_of_several_types_the_values_own_comes_first() -> None:
 
 def test_a_literal_number_is_not_mistaken_for_true_or_false() -> None:
     assert build(ExampleKeys, {"needed": 1, "level": 1}, "", {})[0].level == 1
-    assert build(ExampleKeys, {"needed": 1, "level": True}, "", {})[1] == ["level: expected 0 or 1, got True in the config"]
+    assert faults(build(ExampleKeys, {"needed": 1, "level": True}, "", {})[1]) == ["level: unknown-value"]
 
 
 def test_defaults_that_can_be_changed_are_not_shared() -> None:
@@ -835,9 +799,8 @@ def test_no_key_is_declared_twice_and_every_one_is_documented() -> None:
 
 
 def test_datasets_that_stand_in_each_others_way(tmp_path: Path) -> None:
-    found = problems(tmp_path, "train = None\ndev = 'dev.hdf'\neval_datasets = {'dev': 'other.hdf'}\n")
-    assert "train: expected a dataset dict or HDF files, got None" in found
-    assert "eval_datasets.dev: expected either it or the key dev, got both, and two datasets" in found
+    wrong = problems(tmp_path, "train = None\ndev = 'dev.hdf'\neval_datasets = {'dev': 'other.hdf'}\n")
+    assert wrong == ["train: missing", "eval_datasets.dev: conflict"]
 
 
 RAISING = """
@@ -871,7 +834,7 @@ def test_what_functions_return_is_checked_before_training(tmp_path: Path) -> Non
     made = with_datasets(settings(tmp_path, apart + "order = 'random'\n"))
     assert (made.train.order.seq_ordering, made.train.files, made.misplaced) == ("random", ("a.hdf",), ())
     assert callable(made.data.train)
-    with pytest.raises(ConfigError, match="expected a random seq_ordering in train"):
+    with refused("horovod_dataset_distribution: conflict"):
         with_datasets(settings(tmp_path, apart + "order = 'sorted'\n"))
 
 
@@ -884,16 +847,14 @@ def test_keys_of_a_dataset_outside_of_its_dict_are_told(tmp_path: Path) -> None:
 
 
 def test_both_names_of_a_key_and_keys_of_returnn_that_ask_for_nothing(tmp_path: Path) -> None:
-    found = problems(tmp_path, "learning_rate_decay = 0.7\nnewbob_learning_rate_decay = 0.8\nchunking = None\n")
-    assert len(found) == 1
-    assert found[0].startswith("learning_rate_decay: expected either learning_rate_decay or newbob_learning_rate_decay")
+    both = "learning_rate_decay = 0.7\nnewbob_learning_rate_decay = 0.8\nchunking = None\n"
+    assert problems(tmp_path, both) == ["learning_rate_decay: conflict"]
     settings(tmp_path, "chunking = '0'\ngradient_noise = 0.0\naccum_grad_multiple_step = 1\n")
 
 
 def test_orders_of_their_own_need_an_order_that_is_random(tmp_path: Path) -> None:
     offset = "horovod_dataset_distribution = 'random_seed_offset'\n"
-    (problem,) = problems(tmp_path, offset)
-    assert "expected a random seq_ordering in train for 'random_seed_offset', got 'default'" in problem
+    assert problems(tmp_path, offset) == ["horovod_dataset_distribution: conflict"]
     assert problems(tmp_path, offset + "train['seq_ordering'] = 'random'\ntrain['fixed_random_seed'] = 1\n")
     settings(tmp_path, offset + "train['seq_ordering'] = 'laplace:.10'\n")
 
@@ -915,15 +876,9 @@ def test_a_key_has_the_value_of_the_spelling_that_wins(tmp_path: Path) -> None:
 
 def test_problems_name_the_spelling_that_the_config_has(tmp_path: Path) -> None:
     old = "horovod_reduce_type, horovod_param_sync_step, horovod_param_sync_delay = 'param', 2, 5\n"
-    assert problems(tmp_path, old) == ["horovod_param_sync_delay: expected at most horovod_param_sync_step, 2, got 5"]
+    assert problems(tmp_path, old) == ["horovod_param_sync_delay: conflict"]
     new = "torch_distributed = {'reduce_type': 'param', 'param_sync_step': 2, 'param_sync_delay': 5}\n"
-    expected = "torch_distributed.param_sync_delay: expected at most torch_distributed.param_sync_step, 2, got 5"
-    assert problems(tmp_path, new) == [expected]
+    assert problems(tmp_path, new) == ["torch_distributed.param_sync_delay: conflict"]
     wrong = "horovod_param_sync_step, torch_distributed = 0, {'param_sync_step': 'x'}\n"
-    assert problems(tmp_path, wrong) == [
-        "horovod_param_sync_step: expected a positive number, got 0 in config.py",
-        "torch_distributed.param_sync_step: expected an integer, got 'x' in config.py",
-    ]
-    assert problems(tmp_path, "torch_distributed = {'param_sync_stp': 2}\n") == [
-        "torch_distributed.param_sync_stp: unknown key of torch_distributed (did you mean param_sync_step?)"
-    ]
+    assert problems(tmp_path, wrong) == ["horovod_param_sync_step: out-of-range", "torch_distributed.param_sync_step: wrong-type"]
+    assert problems(tmp_path, "torch_distributed = {'param_sync_stp': 2}\n") == ["torch_distributed.param_sync_stp: unknown-key"]

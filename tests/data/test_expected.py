@@ -8,7 +8,7 @@ import h5py
 import numpy
 import pytest
 from hdf_files import write
-from launching import Finished, hvdtrain
+from launching import Finished, faults, hvdtrain
 
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.expected import BatchCheck, check_lengths, expected_of
@@ -136,9 +136,9 @@ def test_what_extern_data_may_be() -> None:
         "one class": (None, 5),
         "of RETURNN": ((4,), None),
     }
-    assert expected_of({"a": {"dim": -1}, "b": {"dtype": "floaty"}})[1] == [
-        "extern_data.a: expected sizes that are numbers or None, got -1",
-        "extern_data.b: dtype: expected numpy's name of a type, got 'floaty'",
+    assert faults(expected_of({"a": {"dim": -1}, "b": {"dtype": "floaty"}})[1]) == [
+        "extern_data.a: wrong-type",
+        "extern_data.b: wrong-type",
     ]
 
 

@@ -126,11 +126,11 @@ def test_problems_of_the_new_keys_are_told_with_all_others(tmp_path: Path, corpu
     more = "batch_size = {'data': 0}\nchunking = 4\nmin_chunk_size = 5\nchunking_tail = 'drop_short'\nmax_pad_size = {'data': -1}"
     with pytest.raises(ConfigError) as caught:
         settings(tmp_path, corpus, more, balance_ranks="-1", max_seqs="-2")
-    names = [problem.split(":")[0] for problem in caught.value.problems]
+    names = [problem.key for problem in caught.value.problems]
     assert sorted(names) == ["balance_ranks", "max_seqs", "min_chunk_size"]
     with pytest.raises(ConfigError) as caught:
         settings(tmp_path, corpus, more)
-    assert [problem.split(":")[0] for problem in caught.value.problems] == ["batch_size", "max_pad_size", "min_chunk_size"]
+    assert [problem.key for problem in caught.value.problems] == ["batch_size", "max_pad_size", "min_chunk_size"]
 
 
 def test_keys_on_the_command_line(tmp_path: Path, corpus: Path) -> None:

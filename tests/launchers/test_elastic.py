@@ -21,7 +21,7 @@ from elastic import (
     wait_until,
     write_config,
 )
-from launching import EMPTY, ROOT, TOY, clean_environment, launch, torchrun
+from launching import EMPTY, ROOT, TOY, clean_environment, launch, refused, torchrun
 
 from hvdtrain.checkpoint.lock import Holder, only_training_of
 from hvdtrain.comm.child import HUNG, PEER_FAILED
@@ -30,7 +30,7 @@ from hvdtrain.comm.launchers import Launch, Launcher, Mpirun, Ngpu, SingleProces
 from hvdtrain.comm.local import processes
 from hvdtrain.comm.restarts import Restarts, check_restarts
 from hvdtrain.comm.torchrun_failures import Failure, remember, remembered, tell
-from hvdtrain.errors import ConfigError, LaunchError
+from hvdtrain.errors import LaunchError
 from hvdtrain.settings import read_settings
 from hvdtrain.training.trace import has_begun, num_runs, trained_on
 
@@ -223,26 +223,18 @@ def test_restarts_are_counted_and_ranks_get_fewer_only_without_progress(capsys: 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"max_restarts": 3}, "max_restarts: expected with ngpu, the number of processes that hvdtrain starts and watches"),
-        ({"ngpu": 2, "min_ngpu": 1}, "min_ngpu: expected with max_restarts, got min_ngpu = 1 and no restarts"),
-        ({"ngpu": 2, "max_restarts": 1, "min_ngpu": 3}, "min_ngpu: expected at most ngpu, 2, got 3"),
-        (
-            {"ngpu": 2, "max_restarts": 1, "start_epoch": 1},
-            "start_epoch: expected its default where ranks may be restarted, got 1",
-        ),
-        ({"ngpu": 2, "max_restarts": 1, "load_epoch": 5}, "load_epoch: expected its default where ranks may be restarted, got 5"),
-        (
-            {"ngpu": 2, "max_restarts": 1, "fresh_optimizer": 1},
-            "fresh_optimizer: expected its default where ranks may be restarted",
-        ),
+        ({"max_restarts": 3}, "max_restarts: missing"),
+        ({"ngpu": 2, "min_ngpu": 1}, "min_ngpu: missing"),
+        ({"ngpu": 2, "max_restarts": 1, "min_ngpu": 3}, "min_ngpu: conflict"),
+        ({"ngpu": 2, "max_restarts": 1, "start_epoch": 1}, "start_epoch: conflict"),
+        ({"ngpu": 2, "max_restarts": 1, "load_epoch": 5}, "load_epoch: conflict"),
+        ({"ngpu": 2, "max_restarts": 1, "fresh_optimizer": 1}, "fresh_optimizer: conflict"),
     ],
 )
 def test_keys_that_make_no_sense_are_refused(corpus: Path, tmp_path: Path, overrides: dict[str, object], message: str) -> None:
     texts = {"corpus": str(corpus), "model": str(tmp_path / "model"), **{name: str(value) for name, value in overrides.items()}}
-    with pytest.raises(ConfigError) as caught:
+    with refused(message):
         read_settings([TOY], texts)
-    assert message in str(caught.value)
-    assert len(caught.value.problems) == 1
 
 
 @pytest.mark.parametrize(

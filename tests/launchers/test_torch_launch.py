@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 from fuzzing import SEED
-from launching import EMPTY, FAST, ROOT, TOY, Finished, clean_environment, hvdtrain, launch, torchrun, trainings
+from launching import EMPTY, FAST, ROOT, TOY, Finished, clean_environment, hvdtrain, launch, refused, torchrun, trainings
 from strangers import strangers
 
 from hvdtrain.comm.torch_rendezvous import Address, SharedFile, meet
-from hvdtrain.errors import ConfigError, LaunchError
+from hvdtrain.errors import LaunchError
 from hvdtrain.settings import read_settings
 
 PATIENCE = 15.0
@@ -316,42 +316,28 @@ def test_several_processes_without_a_key_are_told_both(corpus: Path, tmp_path: P
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"use_horovod": 1, "torch_distributed": {}}, "use_horovod, torch_distributed: expected one of them, got both"),
-        ({"use_horovod": 1, "ngpu": 2}, "use_horovod: expected mpirun, horovodrun or srun to start the processes, got ngpu"),
-        (
-            {"torch_distributed": {"bakend": "gloo"}},
-            "torch_distributed.bakend: unknown key of torch_distributed (did you mean backend?)",
-        ),
-        (
-            {"torch_distributed": {"backend": "mpi"}},
-            "torch_distributed.backend: expected 'gloo', 'nccl' or 'cpu:gloo,cuda:nccl', got 'mpi'",
-        ),
-        (
-            {"torch_distributed": {"fsdp": True}},
-            "torch_distributed.fsdp: expected no such entry, got True (fully_shard needs the same calls on every rank; sharded",
-        ),
-        ({"torch_distributed": {"options": {"static": 1}}}, "torch_distributed.options: RETURNN's entry is not needed here"),
+        ({"use_horovod": 1, "torch_distributed": {}}, "use_horovod, torch_distributed: conflict"),
+        ({"use_horovod": 1, "ngpu": 2}, "use_horovod: conflict"),
+        ({"torch_distributed": {"bakend": "gloo"}}, "torch_distributed.bakend: unknown-key"),
+        ({"torch_distributed": {"backend": "mpi"}}, "torch_distributed.backend: wrong-format"),
+        ({"torch_distributed": {"fsdp": True}}, "torch_distributed.fsdp: unsupported"),
+        ({"torch_distributed": {"options": {"static": 1}}}, "torch_distributed.options: unsupported"),
         (
             {"torch_distributed": {"init_method": "file:///a"}, "dist_init_method": "file:///b"},
-            "expected the value of dist_init_method",
+            "torch_distributed.init_method: conflict",
         ),
-        ({"torch_distributed": 1}, "torch_distributed: expected a dict or None, got 1"),
-        ({"ngpu": 2, "multiprocessing_distributed": "false"}, "++ngpu 2 starts one process per GPU"),
-        ({"dist_rank": 2, "dist_world_size": 2}, "dist_rank: expected a number below dist_world_size, 2, got 2"),
-        ({"dist_rank": 0}, "dist_world_size: expected with dist_rank = 0, got nothing"),
-        ({"dist_master_addr": "h"}, "dist_master_port: expected with dist_master_addr, got nothing"),
-        (
-            {"sync_batch_norm": 1, "torch_distributed": {"reduce_type": "param"}},
-            "sync_batch_norm: expected reduce_type 'grad', got 'param'",
-        ),
+        ({"torch_distributed": 1}, "torch_distributed: wrong-type"),
+        ({"ngpu": 2, "multiprocessing_distributed": "false"}, "multiprocessing_distributed: unsupported"),
+        ({"dist_rank": 2, "dist_world_size": 2}, "dist_rank: conflict"),
+        ({"dist_rank": 0}, "dist_world_size: missing"),
+        ({"dist_master_addr": "h"}, "dist_master_port: missing"),
+        ({"sync_batch_norm": 1, "torch_distributed": {"reduce_type": "param"}}, "sync_batch_norm: conflict"),
     ],
 )
 def test_mistakes_in_the_keys(corpus: Path, tmp_path: Path, overrides: dict[str, object], message: str) -> None:
     texts = {"corpus": str(corpus), "model": str(tmp_path / "model"), **{name: str(value) for name, value in overrides.items()}}
-    with pytest.raises(ConfigError) as caught:
+    with refused(message):
         read_settings([TOY], texts)
-    assert message in str(caught.value)
-    assert len(caught.value.problems) == 1
 
 
 def test_a_model_in_a_wrapper_is_refused(corpus: Path, tmp_path: Path) -> None:

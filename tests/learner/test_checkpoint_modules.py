@@ -64,14 +64,10 @@ def test_gradients_and_names_stay_the_same(corpus: Path, tmp_path: Path) -> None
 def test_mistakes_are_told_together(corpus: Path, tmp_path: Path) -> None:
     ended = train(corpus, tmp_path / "wrong", "checkpoint_modules = ['encoder', 'norm', 'decoder.*']\n")
     assert ended.status == 2
-    assert "checkpoint_modules: expected names of the model's modules, such as encoder, encoder.0, " in ended.err
-    assert "got 'decoder.*'" in ended.err
-    assert "expected modules that are called, got the ModuleList encoder (try encoder.*)" in ended.err
-    assert "expected modules without BatchNorm, whose statistics would be updated twice, got norm" in ended.err
+    for got in ("'decoder.*'", "ModuleList encoder", "got norm"):
+        assert ended.names("checkpoint_modules", got)
     given = {"model": tmp_path / "model", "checkpoint_modules": ["encoder.*"]}
     compiled = hvdtrain(TOY, given | {"torch_compile": True})
-    assert "checkpoint_modules: expected torch_compile = False beside it, got both" in compiled.err
+    assert compiled.names("checkpoint_modules", "torch_compile")
     other = hvdtrain(TOY, given | {"backend": "tensorflow"})
-    assert (
-        "checkpoint_modules: expected backend = 'torch', got 'tensorflow' (TensorFlow traces the step as one graph" in other.err
-    )
+    assert other.names("checkpoint_modules", "'tensorflow'")

@@ -8,13 +8,12 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from launching import TOY, hvdtrain
+from launching import TOY, hvdtrain, refused
 from trainings import Run, Trained, assert_same, trains
 
 from hvdtrain.comm.base import SingleCommunicator
 from hvdtrain.context import get_run_ctx
 from hvdtrain.data.types import Batch, Padded
-from hvdtrain.errors import ConfigError
 from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.learner.frameworks import BuildOptions
 from hvdtrain.learner.reducer import GradientExchange
@@ -134,16 +133,16 @@ def test_several_means_are_not_accumulated_with_it() -> None:
         get_run_ctx().mark_as_loss(scores[:3, 0], "second", use_normalized_loss=True)
 
     made = learner([], True, two_means)
-    with pytest.raises(ConfigError, match="got several losses to accumulate"):
+    with refused("torch_compile: wrong-result"):
         made.backward(batch(3, 4), is_last_microbatch=False)
 
 
 def test_mistakes_are_told_before_training() -> None:
-    with pytest.raises(ConfigError, match=r"torch_compile.dynamik: expected one of fullgraph.*\(did you mean dynamic\?\)"):
+    with refused("torch_compile.dynamik: unknown-key"):
         learner([], {"dynamik": True})
-    with pytest.raises(ConfigError, match=r"expected classes of the model's modules, got Blok \(did you mean Block\?\)"):
+    with refused("torch_compile.modules: unknown-value"):
         learner([], {"modules": ["Blok"]})
-    with pytest.raises(ConfigError, match="torch_compile: expected options of torch.compile, .*no_such"):
+    with refused("torch_compile: unknown-key"):
         learner([], {"backend": "no_such"})
 
 
@@ -182,8 +181,8 @@ def test_a_missing_compiler_is_told_in_a_line(corpus: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("sync_batch_norm = True", "torch_compile: expected sync_batch_norm = False beside it"),
-        ("backend = 'tensorflow'", "torch_compile: expected backend = 'torch', got 'tensorflow'"),
+        ("sync_batch_norm = True", "torch_compile: conflict"),
+        ("backend = 'tensorflow'", "torch_compile: needs-backend"),
     ],
 )
 def test_what_does_not_go_with_it(tmp_path: Path, line: str, message: str) -> None:
@@ -194,5 +193,5 @@ model, train, max_seqs, learning_rate, torch_compile = "model", "train.hdf", 4, 
 def get_model(**_): ...
 def train_step(**_): ...
 """)
-    with pytest.raises(ConfigError, match=message):
+    with refused(message):
         read_settings([config], {})

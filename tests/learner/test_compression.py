@@ -7,6 +7,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from launching import faults
 from thread_ranks import ThreadCommunicator, on_ranks
 
 from hvdtrain.comm.base import Communicator, SingleCommunicator
@@ -248,25 +249,17 @@ def problems(tmp_path: Path, text: str) -> list[str]:
     path.write_text(necessary + text)
     with pytest.raises(ConfigError) as caught:
         read_settings([path], {})
-    return caught.value.problems
+    return faults(caught.value.problems)
 
 
 def test_what_a_config_gets_wrong_is_told_before_training(tmp_path: Path) -> None:
-    where = "horovod_compression: expected"
-    assert problems(tmp_path, "horovod_compression = 'int8'\n") == [
-        f"{where} 'fp16' or 'bf16' or 'powersgd', got 'int8' in config.py"
-    ]
+    assert problems(tmp_path, "horovod_compression = 'int8'\n") == ["horovod_compression: unknown-value"]
     assert problems(tmp_path, "torch_distributed = {'compression': 'fp8', 'reduce_type': 'grads'}\n") == [
-        "torch_distributed.reduce_type: expected 'grad' or 'param', got 'grads' in config.py",
-        "torch_distributed.compression: expected 'fp16' or 'bf16' or 'powersgd', got 'fp8' in config.py",
+        "torch_distributed.reduce_type: unknown-value",
+        "torch_distributed.compression: unknown-value",
     ]
-    assert problems(tmp_path, "use_horovod = True\nhorovod_compression = 'bf16'\n") == [
-        f"{where} 'fp16' or 'powersgd' with use_horovod, got 'bf16' (Horovod has no such type; torch_distributed has)"
-    ]
-    assert problems(tmp_path, "torch_distributed = {'compression': 'fp16'}\ngrad_scaler = None\n") == [
-        "grad_scaler: expected 'auto' or a dict with torch_distributed.compression = 'fp16', got None (a gradient too large for "
-        "a message would make the model infinite; num_allowed_consec_invalid_gradient_steps would skip it)"
-    ]
+    assert problems(tmp_path, "use_horovod = True\nhorovod_compression = 'bf16'\n") == ["horovod_compression: conflict"]
+    assert problems(tmp_path, "torch_distributed = {'compression': 'fp16'}\ngrad_scaler = None\n") == ["grad_scaler: conflict"]
 
 
 def test_the_log_says_in_what_gradients_are_sent() -> None:

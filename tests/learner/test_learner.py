@@ -10,6 +10,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed
+from launching import refused
 from torch.distributed.device_mesh import init_device_mesh
 
 from hvdtrain.comm.base import SingleCommunicator
@@ -129,7 +130,7 @@ def test_what_a_train_step_may_not_do(train_step: Callable[..., None], message: 
 
 
 def test_the_context_is_there_inside_of_a_step_only() -> None:
-    with pytest.raises(ConfigError, match="outside of a step"):
+    with refused("get_run_ctx: wrong-call"):
         get_run_ctx()
 
 
@@ -141,21 +142,21 @@ def test_optimizers_by_name_and_their_options() -> None:
     assert made.param_groups[0]["eps"] == 1e-6
     assert isinstance(make_optimizer("sgd", model), torch.optim.SGD)
     assert isinstance(make_optimizer(lambda parameters: torch.optim.Adam(parameters), model), torch.optim.Adam)
-    with pytest.raises(ConfigError, match=r"got 'adamm' \(did you mean adam\?\)"):
+    with refused("optimizer.class: unknown-value"):
         make_optimizer({"class": "adamm"}, model)
-    with pytest.raises(ConfigError, match=r"optimizer.betas: expected options of SGD: momentum, "):
+    with refused("optimizer.betas: unknown-key"):
         make_optimizer({"class": "sgd", "betas": (0.9, 0.99)}, model)
 
 
 def test_a_device_that_is_not_there_and_a_model_that_is_none() -> None:
     if not torch.cuda.is_available():
-        with pytest.raises(ConfigError, match="device: expected a CUDA device"):
+        with refused("device: unavailable"):
             learner(device="cuda")
-    with pytest.raises(ConfigError, match="device: expected cpu, cuda or cuda:N, got 'tpux'"):
+    with refused("device: unknown-value"):
         learner(device="tpux")
     keys = LearnerKeys(get_model=lambda **_: 3, train_step=squares)
     gradients = GradientExchange(SingleCommunicator(), Timer())
-    with pytest.raises(ConfigError, match=r"get_model: expected it to return a torch.nn.Module, got int"):
+    with refused("get_model: wrong-result"):
         build_learner(keys, gradients, BuildOptions(rank=0, local_rank=0, threads=1, seed=1))
 
 
@@ -168,9 +169,7 @@ def test_a_model_that_is_sharded_already_is_refused() -> None:
         fully_shard(model[0], mesh=init_device_mesh("cpu", (1,)))
         keys = LearnerKeys(get_model=lambda **_: model, train_step=squares)
         gradients = GradientExchange(SingleCommunicator(), Timer())
-        with pytest.raises(
-            ConfigError, match=r"get_model: expected a model that is not sharded, got one in which 0 is .*FSDPModule"
-        ):
+        with refused("get_model: wrong-result"):
             build_learner(keys, gradients, BuildOptions(rank=0, local_rank=0, threads=1, seed=1))
     finally:
         torch.distributed.destroy_process_group()

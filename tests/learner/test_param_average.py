@@ -8,6 +8,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from launching import faults
 from thread_ranks import on_ranks
 
 from hvdtrain.checkpoint.folder import CheckpointFolder
@@ -415,29 +416,22 @@ def test_mistakes_in_the_keys(tmp_path: Path) -> None:
         path.write_text(CONFIG + text)
         with pytest.raises(ConfigError) as caught:
             read_settings([path], {})
-        return caught.value.problems
+        return faults(caught.value.problems)
 
     assert of("horovod_param_outer = {'class': 'bmuf'}\nhorovod_param_start = 3\n") == [
-        "horovod_param_outer: expected horovod_reduce_type = 'param', which has syncs, got 'grad'",
-        "horovod_param_start: expected horovod_reduce_type = 'param', which has syncs, got 'grad'",
+        "horovod_param_outer: conflict",
+        "horovod_param_start: conflict",
     ]
     param = "horovod_reduce_type = 'param'\n"
-    assert of(f"{param}horovod_param_outer = 'bmf'\n") == [
-        "horovod_param_outer.class: expected one of bmuf, nesterov, sgd, adam, got 'bmf'"
-    ]
+    assert of(f"{param}horovod_param_outer = 'bmf'\n") == ["horovod_param_outer.class: unknown-value"]
     assert of("torch_distributed = {'reduce_type': 'param', 'param_outer': {'class': 'sgd', 'momentum': 2}}\n") == [
-        "torch_distributed.param_outer.momentum: expected a number from 0 to below 1, got 2 in the config"
+        "torch_distributed.param_outer.momentum: out-of-range"
     ]
     assert of(
         f"{param}horovod_param_sync_step = 4\nhorovod_param_sync_delay = 5\nhorovod_param_sync_parts = 6\nema_decay = 0.9\n"
-    ) == [
-        "horovod_param_sync_parts: expected at most horovod_param_sync_step, 4, got 6",
-        "horovod_param_sync_delay: expected at most horovod_param_sync_step, 4, got 5",
-        "ema_decay: expected horovod_param_sync_delay = 0 and horovod_param_sync_parts = 1, with which ranks have the same "
-        "weights after a sync, got 5 and 6",
-    ]
+    ) == ["horovod_param_sync_parts: conflict", "horovod_param_sync_delay: conflict", "ema_decay: conflict"]
     assert of(f"{param}horovod_param_sync_delay = 1\nhorovod_param_sync_time_diff = 2\n") == [
-        "horovod_param_sync_delay: expected without horovod_param_sync_time_diff, for which ranks wait, got both"
+        "horovod_param_sync_delay: conflict"
     ]
 
 

@@ -5,6 +5,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from launching import faults
 
 from hvdtrain.comm.base import SingleCommunicator
 from hvdtrain.config.check import describe
@@ -27,7 +28,7 @@ def problems(tmp_path: Path, text: str, **overrides: str) -> list[str]:
     path.write_text(CONFIG + text)
     with pytest.raises(ConfigError) as caught:
         read_settings([path], overrides)
-    return caught.value.problems
+    return faults(caught.value.problems)
 
 
 @pytest.mark.parametrize("name", FRAMEWORKS)
@@ -59,37 +60,24 @@ def test_no_module_asks_for_a_framework_by_its_name() -> None:
 def test_a_key_of_one_framework_is_refused_with_another_and_says_so_in_the_help(tmp_path: Path) -> None:
     values = {"torch_compile": "True", "sync_batch_norm": "True", "checkpoint_modules": "['first']", "torch_distributed": "{}"}
     values["load_model_post_hooks"] = "[lambda **_: None]"
-    hints = {
-        "torch_compile": " (Keras models have jit_compile)",
-        "checkpoint_modules": " (TensorFlow traces the step as one graph: use tf.recompute_grad in the model, or "
-        "keras.RematScope in get_model)",
-        "torch_distributed": " (use_horovod connects it)",
-    }
     needing = {key.name: key for key in all_keys() if key.needs}
     assert needing.keys() == values.keys()
     for name, value in values.items():
-        expected = f"{name}: expected backend = 'torch', got 'tensorflow'{hints.get(name, '')}"
-        assert problems(tmp_path, f"{name} = {value}\n", backend="tensorflow") == [expected]
+        assert problems(tmp_path, f"{name} = {value}\n", backend="tensorflow") == [f"{name}: needs-backend"]
     assert describe(needing["torch_compile"]) == "True or False or a dict; backend 'torch' only; default False"
 
 
 def test_what_no_single_key_asks_for_is_refused_too(tmp_path: Path) -> None:
-    assert problems(tmp_path, "ngpu = 2\n", backend="tensorflow") == [
-        "torch_distributed: expected backend = 'torch', got 'tensorflow' (use_horovod connects it)"
-    ]
+    assert problems(tmp_path, "ngpu = 2\n", backend="tensorflow") == ["torch_distributed: needs-backend"]
     preload = "preload_from_files = {'a': {'filename': 'a.npz', 'init_for_train': 'always'}}\n"
-    assert problems(tmp_path, preload, backend="tensorflow") == [
-        "preload_from_files.a.init_for_train: expected backend = 'torch' for 'always', got 'tensorflow'"
-    ]
+    assert problems(tmp_path, preload, backend="tensorflow") == ["preload_from_files.a.init_for_train: needs-backend"]
 
 
 def test_a_choice_from_a_table_names_its_entries(tmp_path: Path) -> None:
-    assert problems(tmp_path, "backend = 'jax'\n") == ["backend: expected 'torch' or 'tensorflow', got 'jax' in config.py"]
-    assert problems(tmp_path, "horovod_reduce_type = 3\n") == [
-        "horovod_reduce_type: expected 'grad' or 'param', got 3 in config.py"
-    ]
+    assert problems(tmp_path, "backend = 'jax'\n") == ["backend: unknown-value"]
+    assert problems(tmp_path, "horovod_reduce_type = 3\n") == ["horovod_reduce_type: unknown-value"]
     assert problems(tmp_path, "torch_distributed = {'reduce_type': 'grads'}\n") == [
-        "torch_distributed.reduce_type: expected 'grad' or 'param', got 'grads' in config.py"
+        "torch_distributed.reduce_type: unknown-value"
     ]
 
 

@@ -9,6 +9,7 @@ import keras
 import numpy
 import pytest
 import tensorflow as tf
+from launching import refused
 
 from hvdtrain.comm.base import SingleCommunicator
 from hvdtrain.context import get_run_ctx
@@ -160,9 +161,9 @@ def test_what_a_train_step_may_not_do(train_step: Callable[..., None], message: 
 
 
 def test_a_model_that_is_none_or_has_not_all_of_its_variables() -> None:
-    with pytest.raises(ConfigError, match="get_model: expected it to return a Keras model or a tf.Module, got int"):
+    with refused("get_model: wrong-result"):
         learner(get_model=lambda **_: 3)
-    with pytest.raises(ConfigError, match=r"has trainable variables, got none .*call the model once in get_model"):
+    with refused("get_model: wrong-result"):
         learner(get_model=lambda **_: keras.Sequential([keras.layers.Dense(1)]))
 
     class Late(keras.Model):
@@ -174,9 +175,9 @@ def test_a_model_that_is_none_or_has_not_all_of_its_variables() -> None:
         def call(self, frames: Any) -> Any:
             return self.late(self.early(frames))
 
-    with pytest.raises(ConfigError, match="has all of its variables, got 2 more in train_step"):
+    with refused("get_model: wrong-result"):
         learner(get_model=lambda **_: Late()).backward(BATCH)
-    with pytest.raises(ConfigError, match="device: expected cpu, cuda or cuda:N, got 'tpux'"):
+    with refused("device: unknown-value"):
         learner(device="tpux")
 
 
@@ -193,14 +194,14 @@ def test_optimizers_by_name_and_their_options() -> None:
     assert decayed == ["layers.0.kernel", "layers.2.kernel"]
     assert isinstance(learner(optimizer="sgd").graphs.optimizer, keras.optimizers.SGD)
     assert isinstance(learner(optimizer=lambda variables: keras.optimizers.Adam()).graphs.optimizer, keras.optimizers.Adam)
-    with pytest.raises(ConfigError, match=r"got 'adamm' \(did you mean adam\?\)"):
+    with refused("optimizer.class: unknown-value"):
         learner(optimizer={"class": "adamm"})
-    with pytest.raises(ConfigError, match="optimizer.rho: expected options of SGD: momentum, "):
+    with refused("optimizer.rho: unknown-key"):
         learner(optimizer={"class": "sgd", "rho": 0.9})
-    with pytest.raises(ConfigError, match="function that returns a Keras optimizer, got int"):
+    with refused("optimizer: wrong-result"):
         learner(optimizer=lambda variables: 3)
     schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)
-    with pytest.raises(ConfigError, match=r"without a learning rate of its own.*dynamic_learning_rate"):
+    with refused("optimizer: unsupported"):
         learner(optimizer=lambda variables: keras.optimizers.SGD(schedule))
 
 
@@ -403,9 +404,9 @@ def test_outputs_of_a_forward_step_by_sequence() -> None:
     assert second["output"].tolist() == [[11.0]]
     assert (first["sum"], second["sum"]) == (10.0, 11.0)
     assert first.vectors == {"sums"}
-    with pytest.raises(ConfigError, match="forward_step: expected a call of"):
+    with refused("forward_step: wrong-call"):
         learner(forward_step=lambda **_: None).forward(BATCH)
-    with pytest.raises(ConfigError, match="an entry of output for each of 2 sequences, got 3"):
+    with refused("forward_step: wrong-result"):
         learner(forward_step=lambda **_: get_run_ctx().mark_as_default_output(tf.zeros([3]))).forward(BATCH)
 
 

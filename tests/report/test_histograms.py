@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy
 import pytest
+from launching import faults
 from tensorboard.data_compat import migrate_value
 from tensorboard_events import events
 from trainings import Run, Trained, trains
@@ -36,10 +37,8 @@ def test_a_histogram_has_every_finite_element() -> None:
 
 
 def test_they_belong_to_tensorboard() -> None:
-    assert TrackerKeys(tensorboard_histograms=True).problems() == [
-        "tensorboard_histograms: expected use_tensorboard = True beside it, got False"
-    ]
-    assert TrackerKeys(tensorboard_histograms=True, use_tensorboard=True).problems() == []
+    assert faults(TrackerKeys(tensorboard_histograms=True).problems()) == ["tensorboard_histograms: missing"]
+    assert faults(TrackerKeys(tensorboard_histograms=True, use_tensorboard=True).problems()) == []
 
 
 RUNS = [Run(framework, "horovod", 2) for framework in ("torch", "tensorflow")]

@@ -13,7 +13,7 @@ import pytest
 import wandb_files
 from documented import example
 from inside import run_inside
-from launching import TOY, Finished
+from launching import TOY, Finished, faults
 
 from hvdtrain.errors import ConfigError
 from hvdtrain.report.epoch import EpochReport
@@ -223,18 +223,14 @@ def test_mistakes(tmp_path: Path) -> None:
         config = config_with(tmp_path, f"{FAILING}\ntrackers = {trackers}\n")
         with pytest.raises(ConfigError) as raised:
             read_settings([config], {"model": str(tmp_path / "model")})
-        return raised.value.problems
+        return faults(raised.value.problems)
 
-    arguments = "project, entity, group, job_type, name, notes, tags, mode, dir, settings"
     assert problems('["wandbb", {"class": "wandb", "projekt": "p"}, {"class": "mlflow", "tracking_uri": "m"}]') == [
-        "trackers[0]: expected an object, a class, 'wandb', 'mlflow' or 'module:Class', got 'wandbb' (did you mean wandb?)",
-        f"trackers[1]: expected the arguments of wandb ({arguments}), got: got an unexpected keyword argument 'projekt'",
+        "trackers[0]: unknown-value",
+        "trackers[1]: wrong-signature",
     ]
-    methods = "begin, log_epoch, log_steps, artifact, end"
-    assert problems('type("T", (), {"log_step": print})') == [
-        f"trackers: expected methods among {methods}, got log_step (did you mean log_steps?)"
-    ]
-    assert problems("print") == [f"trackers: expected methods among {methods}, got none of them in print"]
+    assert problems('type("T", (), {"log_step": print})') == ["trackers: wrong-type"]
+    assert problems("print") == ["trackers: wrong-type"]
 
 
 @pytest.mark.parametrize("package", ["wandb", "mlflow", "tensorboard"])

@@ -3,6 +3,7 @@
 import math
 
 import pytest
+from launching import faults
 
 from hvdtrain.schedule.steps import make_schedule
 
@@ -88,37 +89,20 @@ def test_one_cycle() -> None:
 @pytest.mark.parametrize(
     ("spec", "problem"),
     [
-        ("triangle", "class: expected one of constant, linear, cosine, inverse_square_root, one_cycle, got 'triangle'"),
-        (
-            {"class": "cosin", "num_warmup_steps": 3},
-            "class: expected one of constant, linear, cosine, inverse_square_root, one_cycle, got 'cosin' (did you mean cosine?)",
-        ),
-        ({"num_steps": 3}, "class: expected one of constant, linear, cosine, inverse_square_root, one_cycle, got None"),
-        ({"class": "linear", "num_step": 3}, "num_step: unknown key of a learning rate schedule (did you mean num_steps?)"),
-        ({"class": "linear", "num_steps": 0}, "num_steps: expected a positive number, got 0 in the config"),
-        ({"class": "linear", "num_warmup_steps": 9, "num_steps": 9}, "num_warmup_steps: expected less than num_steps, 9, got 9"),
-        (
-            {"class": "linear", "num_warmup_epochs": 10},
-            "num_warmup_epochs: expected less than the config's num_epochs, 10, got 10",
-        ),
-        (
-            {"class": "linear", "num_warmup_epochs": 3, "num_epochs": 2},
-            "num_warmup_epochs: expected less than num_epochs, 2, got 3",
-        ),
-        ({"class": "linear", "num_steps": 9, "num_epochs": 9}, "num_steps: expected either it or num_epochs, got both"),
-        (
-            {"class": "inverse_square_root", "num_warmup_steps": 9, "num_warmup_epochs": 1},
-            "num_warmup_steps: expected either it or num_warmup_epochs, got both",
-        ),
-        (
-            {"class": ["linear"]},
-            "class: expected one of constant, linear, cosine, inverse_square_root, one_cycle, got ['linear']",
-        ),
-        (
-            "inverse_square_root",
-            "num_warmup_steps: expected a warm-up, after which inverse_square_root decays, got none",
-        ),
+        ("triangle", "class: unknown-value"),
+        ({"class": "cosin", "num_warmup_steps": 3}, "class: unknown-value"),
+        ({"num_steps": 3}, "class: unknown-value"),
+        ({"class": "linear", "num_step": 3}, "num_step: unknown-key"),
+        ({"class": "linear", "num_steps": 0}, "num_steps: out-of-range"),
+        ({"class": "linear", "num_warmup_steps": 9, "num_steps": 9}, "num_warmup_steps: out-of-range"),
+        ({"class": "linear", "num_warmup_epochs": 10}, "num_warmup_epochs: out-of-range"),
+        ({"class": "linear", "num_warmup_epochs": 3, "num_epochs": 2}, "num_warmup_epochs: out-of-range"),
+        ({"class": "linear", "num_steps": 9, "num_epochs": 9}, "num_steps: conflict"),
+        ({"class": "inverse_square_root", "num_warmup_steps": 9, "num_warmup_epochs": 1}, "num_warmup_steps: conflict"),
+        ({"class": ["linear"]}, "class: unknown-value"),
+        ("inverse_square_root", "num_warmup_steps: missing"),
     ],
 )
 def test_problems(spec: object, problem: str) -> None:
-    assert make_schedule(spec, 10) == (None, [f"learning_rate_schedule.{problem}"])
+    made, found = make_schedule(spec, 10)
+    assert (made, faults(found)) == (None, [f"learning_rate_schedule.{problem}"])

@@ -80,38 +80,29 @@ def test_each_job_of_the_array_trains_its_run(tmp_path: Path, scheduler: str) ->
 
 
 @pytest.mark.parametrize(
-    ("arguments", "problem"),
+    ("arguments", "key", "got"),
     [
-        (
-            ["--scheduler", "mpi", *SWEEP],
-            "--sweep: expected a scheduler with job arrays (slurm, sge, pbs, lsf, kub",
-        ),
-        ([*KUBERNETES, *SIZE, *SWEEP, *HOROVOD], "--sweep: expected one rank for each run on kubernetes"),
-        (["--scheduler", "pbs", *SWEEP], "--sweep: expected --no-requeue with pbs"),
-        (["--scheduler", "slurm", *SIZE, "--max-restarts", "2", *SWEEP, *TORCH], "--sweep: expected no --max-restarts, got 2"),
-        (["--scheduler", "slurm", "--sweep", "learning_rate"], "--sweep: expected KEY=VALUE,VALUE, got 'learning_rate'"),
-        (
-            ["--scheduler", "slurm", "--sweep", "learning_rate=0.1,"],
-            "expected KEY=VALUE,VALUE, got 'learning_rate=0.1,'",
-        ),
-        (["--scheduler", "slurm", "--sweep", "learning_rate=0.1,0.1"], "--sweep: expected different values"),
-        (["--scheduler", "slurm", "--sweep", "model=a/b,c/d"], "--sweep: expected a key that training reads, got model"),
-        (["--scheduler", "slurm", *SWEEP, *SWEEP[:2]], "--sweep: expected each key once, got learning_rate in --sweep, too"),
-        (["--scheduler", "slurm", *SWEEP, "++learning_rate", "1"], "got learning_rate in ++learning_rate, too"),
-        (["--scheduler", "slurm", "--sweep", "learning_rat=1,2"], "did you mean learning_rate?"),
-        (
-            ["--scheduler", "slurm", "--sweep", "learning_rate=0.1,-1"],
-            "learning_rate: expected zero or a positive number",
-        ),
+        (["--scheduler", "mpi", *SWEEP], "--sweep", "mpi"),
+        ([*KUBERNETES, *SIZE, *SWEEP, *HOROVOD], "--sweep", "kubernetes"),
+        (["--scheduler", "pbs", *SWEEP], "--sweep", "--no-requeue"),
+        (["--scheduler", "slurm", *SIZE, "--max-restarts", "2", *SWEEP, *TORCH], "--sweep", "--max-restarts, got 2"),
+        (["--scheduler", "slurm", "--sweep", "learning_rate"], "--sweep", "'learning_rate'"),
+        (["--scheduler", "slurm", "--sweep", "learning_rate=0.1,"], "--sweep", "'learning_rate=0.1,'"),
+        (["--scheduler", "slurm", "--sweep", "learning_rate=0.1,0.1"], "--sweep", "'learning_rate=0.1,0.1'"),
+        (["--scheduler", "slurm", "--sweep", "model=a/b,c/d"], "--sweep", "model"),
+        (["--scheduler", "slurm", *SWEEP, *SWEEP[:2]], "--sweep", "learning_rate in --sweep"),
+        (["--scheduler", "slurm", *SWEEP, "++learning_rate", "1"], "--sweep", "learning_rate in ++learning_rate"),
+        (["--scheduler", "slurm", "--sweep", "learning_rat=1,2"], "learning_rat", "learning_rate?"),
+        (["--scheduler", "slurm", "--sweep", "learning_rate=0.1,-1"], "learning_rate", "-1"),
     ],
 )
-def test_what_no_array_can_do_is_refused(arguments: list[str], problem: str) -> None:
+def test_what_no_array_can_do_is_refused(arguments: list[str], key: str, got: str) -> None:
     refused = submit(G2P, *arguments)
     assert refused.status == 2
-    assert problem in refused.err
+    assert refused.names(key, got), refused.err
 
 
 def test_two_runs_never_share_a_folder() -> None:
     refused = submit(G2P, "--scheduler", "slurm", "--sweep", "optimizer=adam,'adam'")
     assert refused.status == 2
-    assert "--sweep: expected values of which folders can be named, got 'optimizer=adam' twice" in refused.err
+    assert refused.names("--sweep", "'optimizer=adam'")

@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from launching import FAST, TOY, hvdtrain
+from launching import FAST, TOY, faults, hvdtrain
 from terminal import Terminal, screen
 
 from hvdtrain.runtime.log import LogKeys, open_terminal
@@ -220,4 +220,4 @@ def test_targets_and_their_verbosities() -> None:
     assert LogKeys(log="a.log", log_verbosity=3).targets == {"a.log": 3, "stdout": 3}
     assert LogKeys(log=["a.log", "|cat"], log_verbosity=[5]).targets == {"a.log": 5, "|cat": 3, "stdout": 3}
     assert LogKeys(log=["stdout", "a.log"], log_verbosity=[4, 5]).targets == {"stdout": 4, "a.log": 5}
-    assert LogKeys(log_verbosity=[1, 2]).problems() == ["log_verbosity: expected at most one number for each of stdout, got 2"]
+    assert faults(LogKeys(log_verbosity=[1, 2]).problems()) == ["log_verbosity: out-of-range"]

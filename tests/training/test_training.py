@@ -64,12 +64,11 @@ def test_keys_of_the_learning_rate_that_are_wrong(corpus: Path, tmp_path: Path) 
     wrong = {"relative_error_div_by_old": True, "learning_rate_schedule": {"class": "cosin"}, "newbob_multi_num_epochs": 0}
     finished = hvdtrain(TOY, {"corpus": corpus, "model": tmp_path / "model", **wrong})
     assert finished.status == 2
-    for problem in (
-        "relative_error_div_by_old: unknown key in the command line (did you mean newbob_relative_error_div_by_old?)",
-        "learning_rate_schedule.class: expected one of constant, linear, cosine, inverse_square_root, one_cycle, got 'cosin'",
-        "newbob_multi_num_epochs: expected a number of at least 1, got 0 in the command line",
-    ):
-        assert problem in finished.err
+    assert set(finished.problems) == {
+        "relative_error_div_by_old: unknown-key",
+        "learning_rate_schedule.class: unknown-value",
+        "newbob_multi_num_epochs: out-of-range",
+    }
 
 
 def test_a_loss_that_is_a_mean_of_the_batch_is_told(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from hvdtrain.config.check import build, unknown_options
 from hvdtrain.config.keys import REQUIRED, key, not_negative, positive
 from hvdtrain.config.source import is_reference
 from hvdtrain.data.keys import DatasetKeys, FileDatasetKeys
+from hvdtrain.errors import Problem, problem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,28 +31,34 @@ class CombinedDatasetKeys(DatasetKeys):
         REQUIRED, "by (name of the dataset, data key there): the data key here; it is empty for sequences of other datasets"
     )
 
-    def problems(self) -> list[str]:
-        problems = [] if self.datasets else ["datasets: expected at least one dataset, got none"]
+    def problems(self) -> list[Problem]:
+        problems = [] if self.datasets else problem("missing", "datasets: expected at least one dataset, got none")
         if not self.data_map:
-            problems.append("data_map: expected at least one data key, got none")
+            problems += problem("missing", "data_map: expected at least one data key, got none")
         names = ", ".join(map(str, self.datasets))
         for source in self.data_map:
             if not (isinstance(source, tuple) and len(source) == 2 and all(isinstance(part, str) for part in source)):
-                problems.append(f"data_map: expected (name of a dataset, data key there): data key here, got {source!r}")
+                problems += problem(
+                    "wrong-type", f"data_map: expected (name of a dataset, data key there): data key here, got {source!r}"
+                )
             elif source[0] not in self.datasets:
-                problems.append(f"data_map: expected a dataset of {names}, got {source[0]!r} in {source!r}")
+                problems += problem("unknown-value", f"data_map: expected a dataset of {names}, got {source[0]!r} in {source!r}")
         pairs = [(source[0], here) for source, here in self.data_map.items() if isinstance(source, tuple) and source]
         for name, here in sorted({pair for pair in pairs if pairs.count(pair) > 1}, key=str):
-            problems.append(f"data_map: expected {here!r} once for dataset {name}, got it several times")
+            problems += problem("duplicate", f"data_map: expected {here!r} once for dataset {name}, got it several times")
         if isinstance(self.sampling_sizes, dict):
             if self.sampling_sizes.keys() != self.datasets.keys():
-                problems.append(f"sampling_sizes: expected a number for each of {names}, got {self.sampling_sizes}")
+                problems += problem(
+                    "wrong-type", f"sampling_sizes: expected a number for each of {names}, got {self.sampling_sizes}"
+                )
             elif any(not isinstance(size, int) or size < 1 for size in self.sampling_sizes.values()):
-                problems.append(f"sampling_sizes: expected a positive integer for each, got {self.sampling_sizes}")
+                problems += problem(
+                    "out-of-range", f"sampling_sizes: expected a positive integer for each, got {self.sampling_sizes}"
+                )
         mapped = {name for name, _ in pairs}
         for name in self.datasets:
             if pairs and name not in mapped:
-                problems.append(f"data_map: expected a data key of every dataset, got none of {name}")
+                problems += problem("missing", f"data_map: expected a data key of every dataset, got none of {name}")
         return problems
 
 
@@ -63,8 +70,8 @@ class ConcatDatasetKeys(DatasetKeys):
 
     datasets: list[Any] = key(REQUIRED, "the datasets, each a dataset dict or HDF files, with the data keys of the first one")
 
-    def problems(self) -> list[str]:
-        return [] if self.datasets else ["datasets: expected at least one dataset, got none"]
+    def problems(self) -> list[Problem]:
+        return [] if self.datasets else problem("missing", "datasets: expected at least one dataset, got none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,19 +101,23 @@ class MetaDatasetKeys(DatasetKeys):
         """The name of the dataset that determines which sequences there are."""
         return self.seq_order_control_dataset or next(iter(self.datasets))
 
-    def problems(self) -> list[str]:
-        problems = [] if self.datasets else ["datasets: expected at least one dataset, got none"]
+    def problems(self) -> list[Problem]:
+        problems = [] if self.datasets else problem("missing", "datasets: expected at least one dataset, got none")
         if not self.data_map:
-            problems.append("data_map: expected at least one data key, got none")
+            problems += problem("missing", "data_map: expected at least one data key, got none")
         names = ", ".join(map(str, self.datasets))
         for data_key, source in self.data_map.items():
             pair = isinstance(source, (tuple, list)) and len(source) == 2 and all(isinstance(part, str) for part in source)
             if not pair:
-                problems.append(f"data_map.{data_key}: expected (name of a dataset, data key there), got {source!r}")
+                problems += problem(
+                    "wrong-type", f"data_map.{data_key}: expected (name of a dataset, data key there), got {source!r}"
+                )
             elif source[0] not in self.datasets:
-                problems.append(f"data_map.{data_key}: expected a dataset of {names}, got {source[0]!r}")
+                problems += problem("unknown-value", f"data_map.{data_key}: expected a dataset of {names}, got {source[0]!r}")
         if self.seq_order_control_dataset not in (None, *self.datasets):
-            problems.append(f"seq_order_control_dataset: expected one of {names}, got {self.seq_order_control_dataset!r}")
+            problems += problem(
+                "unknown-value", f"seq_order_control_dataset: expected one of {names}, got {self.seq_order_control_dataset!r}"
+            )
         return problems
 
 
@@ -118,16 +129,16 @@ class OutputKeys:
     sparse: bool = key(False, "whether a frame is a class index instead of a vector")
     dtype: str | None = key(None, "numpy's name of the type; None: int32 for sparse data, else float32")
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         """What is wrong between the keys."""
         import numpy  # not at the top: `--help` imports this file
 
         try:
             kind = numpy.dtype(self.dtype or "float32").kind
         except TypeError:
-            return [f"dtype: expected numpy's name of a type, got {self.dtype!r}"]
+            return problem("unknown-value", f"dtype: expected numpy's name of a type, got {self.dtype!r}")
         if self.sparse and self.dtype is not None and kind not in "iu":
-            return [f"dtype: expected an integer type for sparse data, got {self.dtype!r}"]
+            return problem("unknown-value", f"dtype: expected an integer type for sparse data, got {self.dtype!r}")
         return []
 
 
@@ -157,18 +168,20 @@ class MapDatasetKeys(DatasetKeys):
         0, "worker processes that share the sequences of a batch; 0: none, map_seq runs in the process that reads", not_negative
     )
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         problems = []
         for name, function in (("map_seq", self.map_seq), ("map_lengths", self.map_lengths)):
             if isinstance(function, str) and not is_reference(function):
-                problems.append(f"{name}: expected a function, 'module:name' or 'file.py:name', got {function!r}")
+                problems += problem(
+                    "wrong-type", f"{name}: expected a function, 'module:name' or 'file.py:name', got {function!r}"
+                )
         for name, entry in (self.map_outputs or {}).items():
             if not isinstance(entry, dict):
-                problems.append(f"map_outputs.{name}: expected a dict with dim, sparse, dtype, got {entry!r}")
+                problems += problem("wrong-type", f"map_outputs.{name}: expected a dict with dim, sparse, dtype, got {entry!r}")
                 continue
             made, more = build(OutputKeys, entry, f"map_outputs.{name}.", {})
             problems += more + unknown_options(f"map_outputs.{name}.", entry, OutputKeys, "an entry of map_outputs")
-            problems += [f"map_outputs.{name}.{problem}" for problem in (made.problems() if made is not None else [])]
+            problems += [found.within(f"map_outputs.{name}.") for found in (made.problems() if made is not None else [])]
         return problems
 
     @property

@@ -112,7 +112,7 @@ class FolderDataset(Sequence[Item]):
         units: Units = "characters",
     ) -> None:
         if units not in ("characters", "words"):
-            raise ConfigError([f"units: expected 'characters' or 'words', got {units!r} in the FolderDataset"])
+            raise ConfigError.of("unknown-value", f"units: expected 'characters' or 'words', got {units!r} in the FolderDataset")
         self._folder = Path(folder)
         self._files = _files(self._folder)
         self._texts: dict[str, list[str]] = {}
@@ -122,7 +122,7 @@ class FolderDataset(Sequence[Item]):
         self._tags = sorted(self._files)
         if transcript is None:
             if vocabulary is not None:
-                raise ConfigError(["vocabulary: expected a transcript beside it, got none in the FolderDataset"])
+                raise ConfigError.of("missing", "vocabulary: expected a transcript beside it, got none in the FolderDataset")
         else:
             self._texts = _transcript(Path(transcript), units)
             self._tags = list(self._texts)

@@ -73,7 +73,9 @@ class HuggingFaceDataset(Sequence[Item]):
         units: Units = "characters",
     ) -> None:
         if units not in ("characters", "words"):
-            raise ConfigError([f"units: expected 'characters' or 'words', got {units!r} in the HuggingFaceDataset"])
+            raise ConfigError.of(
+                "unknown-value", f"units: expected 'characters' or 'words', got {units!r} in the HuggingFaceDataset"
+            )
         self._folder = folder
         rows = _load(folder, part)
         names = list(rows.column_names)

@@ -51,14 +51,13 @@ class IterableDataset(SequenceSource):
     ) -> None:
         for name, value in {"window": window, "epoch_size": epoch_size}.items():
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ConfigError([f"{name}: expected a positive integer, got {value!r} in the IterableDataset"])
+                raise ConfigError.of("out-of-range", f"{name}: expected a positive integer, got {value!r} in the IterableDataset")
         made = resolve(iterable) if isinstance(iterable, str) and is_reference(iterable) else iterable
         if not (callable(made) or is_iterable(made)) or isinstance(made, Iterator):
-            raise ConfigError(
-                [
-                    "iterable: expected something that can be iterated over more than once, or a function that returns an "
-                    f"iterator, got {type(made).__name__} in the IterableDataset"
-                ]
+            raise ConfigError.of(
+                "wrong-type",
+                "iterable: expected something that can be iterated over more than once, or a function that returns an "
+                f"iterator, got {type(made).__name__} in the IterableDataset",
             )
         self._made = made
         self._window = window

@@ -32,11 +32,13 @@ class ReturnnDataset(SequenceSource):
 
     def __init__(self, dataset: Mapping[str, Any], num_workers: int = 1) -> None:
         if not isinstance(dataset, Mapping) or "class" not in dataset:
-            raise ConfigError(
-                [f"dataset: expected a dataset dict of RETURNN with 'class', got {dataset!r} in the ReturnnDataset"]
+            raise ConfigError.of(
+                "wrong-type", f"dataset: expected a dataset dict of RETURNN with 'class', got {dataset!r} in the ReturnnDataset"
             )
         if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 1:
-            raise ConfigError([f"num_workers: expected a positive integer, got {num_workers!r} in the ReturnnDataset"])
+            raise ConfigError.of(
+                "out-of-range", f"num_workers: expected a positive integer, got {num_workers!r} in the ReturnnDataset"
+            )
         self._options = dataset
         self._num_workers = num_workers
         self._opened: OpenedDataset | None = None

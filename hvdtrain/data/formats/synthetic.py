@@ -10,6 +10,7 @@ from hvdtrain.config.keys import REQUIRED, key, not_negative, positive
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.keys import DatasetKeys
 from hvdtrain.data.types import Array, Stream
+from hvdtrain.errors import Problem, problem
 
 SYMBOLS = "123ABCXYZ"
 ANSWERS = "LR"
@@ -30,12 +31,12 @@ class DummyDatasetKeys(DatasetKeys):
         2, "frames of every sequence, or a dict with the frames of 'data' and 'classes'", positive
     )
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         if not isinstance(self.seq_len, dict):
             return []
         right = self.seq_len.keys() == {"data", "classes"} and min(self.seq_len.values()) >= 0
         expected = "seq_len: expected zero or a positive number for 'data' and for 'classes'"
-        return [] if right else [f"{expected}, got {self.seq_len}"]
+        return [] if right else problem("out-of-range", f"{expected}, got {self.seq_len}")
 
 
 @dataclass(frozen=True, kw_only=True)

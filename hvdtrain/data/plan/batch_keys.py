@@ -9,7 +9,7 @@ from typing import Any
 
 from hvdtrain.config.keys import ALONE, Rule, Section, Sections, key, not_negative, positive
 from hvdtrain.data.plan.order_keys import called
-from hvdtrain.errors import DataError
+from hvdtrain.errors import DataError, Problem, problem
 
 LARGEST = 2**62
 """The largest limit: sums of lengths are int64."""
@@ -110,21 +110,30 @@ class BatchKeys(Section):
         not_negative,
     )
 
-    def problems(self, others: Sections = ALONE) -> list[str]:
+    def problems(self, others: Sections = ALONE) -> list[Problem]:
         for total, own in (("batch_size_total", "batch_size"), ("max_seqs_total", "max_seqs")):
             if getattr(self, total) is not None and (getattr(self, own) is not None or getattr(self, f"{own}_train") is not None):
-                return [f"{total}: expected either {total} (of all ranks) or {own} (of each rank), got both"]
+                return problem("conflict", f"{total}: expected either {total} (of all ranks) or {own} (of each rank), got both")
         if not self.of_training().has_limit and self.batch_size_total is None and self.max_seqs_total is None:
-            return ["batch_size: expected batch_size or max_seqs (one of them at least), got neither"]
+            return problem("missing", "batch_size: expected batch_size or max_seqs (one of them at least), got neither")
         if not self.of_evaluation().has_limit and self.batch_size_total is None and self.max_seqs_total is None:
-            return ["batch_size_dev: expected batch_size_dev or max_seqs_dev, where training has keys of its own, got neither"]
+            return problem(
+                "missing",
+                "batch_size_dev: expected batch_size_dev or max_seqs_dev, where training has keys of its own, got neither",
+            )
         found = []
         if isinstance(self.online_shuffle_batches, dict) and list(self.online_shuffle_batches) != ["buffer_size"]:
-            found.append(f"online_shuffle_batches: expected a number or {{'buffer_size': N}}, got {self.online_shuffle_batches}")
+            found += problem(
+                "wrong-type",
+                f"online_shuffle_batches: expected a number or {{'buffer_size': N}}, got {self.online_shuffle_batches}",
+            )
         found += _problems_by_key("online_shuffle_batches", self.online_shuffle_batches, "a positive integer", 1)
         if self.shuffle_window and (self.shuffle_batches or self.balance_ranks):
             other = "shuffle_batches" if self.shuffle_batches else "balance_ranks"
-            found.append(f"online_shuffle_batches: expected either it or {other}, which order all batches of an epoch, got both")
+            found += problem(
+                "conflict",
+                f"online_shuffle_batches: expected either it or {other}, which order all batches of an epoch, got both",
+            )
         for name in ("batch_size", "batch_size_train", "batch_size_dev", "batch_size_total", "packed_batch_size"):
             found += _problems_by_key(name, getattr(self, name), "a positive integer", 1)
         for name in ("max_pad_size", "max_seq_length", "min_seq_length"):
@@ -194,9 +203,9 @@ class BatchKeys(Section):
         )
 
 
-def _problems_by_key(name: str, value: object, rule: str, least: int) -> list[str]:
+def _problems_by_key(name: str, value: object, rule: str, least: int) -> list[Problem]:
     if isinstance(value, dict) and any(not isinstance(size, int) or size < least for size in value.values()):
-        return [f"{name}: expected {rule} for every data key, got {value}"]
+        return problem("out-of-range", f"{name}: expected {rule} for every data key, got {value}")
     return []
 
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from hvdtrain.config.keys import ALONE, Rule, Section, Sections, key, not_negative
 from hvdtrain.data.plan.batch_keys import Limit
+from hvdtrain.errors import Problem, problem
 
 Tail = Literal["keep", "drop_short"]
 
@@ -86,19 +87,23 @@ class ChunkKeys(Section):
         "'drop_short': drop chunks of less than min_chunk_size frames, and sequences without longer ones",
     )
 
-    def problems(self, others: Sections = ALONE) -> list[str]:
+    def problems(self, others: Sections = ALONE) -> list[Problem]:
         found = []
         how = parse(self.chunking)
         by_key = self.min_chunk_size if isinstance(self.min_chunk_size, dict) else {}
         if any(least < 0 for least in by_key.values()):
-            found.append(f"min_chunk_size: expected zero or a positive number for every data key, got {self.min_chunk_size}")
+            found += problem(
+                "out-of-range",
+                f"min_chunk_size: expected zero or a positive number for every data key, got {self.min_chunk_size}",
+            )
         if how is not None and self.chunking_tail == "drop_short":
             for name in how.size if isinstance(how.size, Mapping) else by_key or ["data"]:
                 size, least = how.of(name), limit_of(self.min_chunk_size, name)
                 if size is not None and least > size[0]:
-                    found.append(
+                    found += problem(
+                        "conflict",
                         f"min_chunk_size: expected at most {size[0]}, the size of a chunk in chunking, got {least} "
-                        "(with chunking_tail 'drop_short' no chunk would be left)"
+                        "(with chunking_tail 'drop_short' no chunk would be left)",
                     )
         return found
 

@@ -263,7 +263,7 @@ class StepGraphs:
     def _forward(self, names: dict[str, float], data: Any, epoch: tf.Tensor, step: tf.Tensor) -> Any:
         """The graph of `forward`."""
         if self._functions.forward_step is None:
-            raise ConfigError(["forward_step: expected a function in the config, got nothing"])
+            raise ConfigError.of("missing", "forward_step: expected a function in the config, got nothing")
         with running(RunContext(epoch, step, False)) as context:
             self._functions.forward_step(model=self._model_variables.model, extern_data=extern_data_of(data))
         check_outputs(context.outputs)
@@ -277,10 +277,11 @@ class StepGraphs:
         check_marked(context.losses, lambda value: True)  # TensorFlow makes tensors of numbers
         before, after = len(self._model_variables.by_name), len(variables_of(self._model_variables.model).by_name)
         if before != after:
-            raise ConfigError(
-                [f"get_model: expected a model that has all of its variables, got {after - before} more in train_step "
-                 "(Keras layers get theirs when they are first called: call the model once in get_model)"]
-            )  # fmt: skip
+            raise ConfigError.of(
+                "wrong-result",
+                f"get_model: expected a model that has all of its variables, got {after - before} more in train_step "
+                "(Keras layers get theirs when they are first called: call the model once in get_model)",
+            )
         names.update(scales_of(context.losses, train))
         return context.losses
 
@@ -304,8 +305,9 @@ class StepGraphs:
                 self._exchange = self._gradient_exchange.agree(own)
         check_same(self._exchange.losses, own.losses)
         if own.rows != self._exchange.rows:
-            raise ConfigError(
-                [f"train_step: expected sparse gradients as in the first step, parameters {self._exchange.rows}, got {own.rows}"]
+            raise ConfigError.of(
+                "wrong-result",
+                f"train_step: expected sparse gradients as in the first step, parameters {self._exchange.rows}, got {own.rows}",
             )
 
 

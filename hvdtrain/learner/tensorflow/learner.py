@@ -40,7 +40,9 @@ def prepare(device: str | None, local_rank: int, threads: int) -> None:
     """
     if keras.backend.backend() != "tensorflow":
         other = keras.backend.backend()
-        raise ConfigError([f"backend: expected Keras to compute with TensorFlow, got {other} (export KERAS_BACKEND=tensorflow)"])
+        raise ConfigError.of(
+            "conflict", f"backend: expected Keras to compute with TensorFlow, got {other} (export KERAS_BACKEND=tensorflow)"
+        )
     visible = _visible(device, local_rank)
     threading = tf.config.threading
     try:
@@ -53,11 +55,10 @@ def prepare(device: str | None, local_rank: int, threads: int) -> None:
         if threading.get_inter_op_parallelism_threads() != threads:
             threading.set_inter_op_parallelism_threads(threads)
     except RuntimeError:
-        raise ConfigError(
-            [
-                "config: expected TensorFlow not to compute before its threads and devices are set, got a config that "
-                "makes tensors while it is read (make them in get_model or train_step)"
-            ]
+        raise ConfigError.of(
+            "wrong-call",
+            "config: expected TensorFlow not to compute before its threads and devices are set, got a config that "
+            "makes tensors while it is read (make them in get_model or train_step)",
         ) from None
 
 
@@ -74,9 +75,11 @@ def _visible(wanted: str | None, local_rank: int) -> list[tf.config.PhysicalDevi
         return []
     name, _, number = (wanted or "cuda").partition(":")
     if name not in ("cuda", "gpu") or (number and not number.isdigit()):
-        raise ConfigError([f"device: expected cpu, cuda or cuda:N, got {wanted!r}"])
+        raise ConfigError.of("unknown-value", f"device: expected cpu, cuda or cuda:N, got {wanted!r}")
     if not gpus or (number and int(number) >= len(gpus)):
-        raise ConfigError([f"device: expected a CUDA device for {wanted!r}, got {len(gpus) or 'none'} on this host"])
+        raise ConfigError.of(
+            "unavailable", f"device: expected a CUDA device for {wanted!r}, got {len(gpus) or 'none'} on this host"
+        )
     return [gpus[int(number) if number else local_rank % len(gpus)]]
 
 
@@ -236,11 +239,10 @@ class TensorFlowLearner:
         frozen = [name for one, name in trained.items() if one not in trainable and not new]
         if new or frozen:
             what = f"others since training began: {', '.join(new)}" if new else f"some that are frozen since: {', '.join(frozen)}"
-            raise ConfigError(
-                [
-                    f"get_model: expected the variables that are trained, got {what} (the optimizer and the graphs have those "
-                    "that were trainable in get_model: make layers there, and freeze them there or never)"
-                ]
+            raise ConfigError.of(
+                "wrong-result",
+                f"get_model: expected the variables that are trained, got {what} (the optimizer and the graphs have those that were "
+                "trainable in get_model: make layers there, and freeze them there or never)",
             )
 
     def _applied(self, gradients: list[Any], divisor: tf.Tensor) -> Iterator[tuple[str, Array]]:
@@ -287,8 +289,9 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
     scale = scale_of(options.precision, variables, optimizer)
     max_skipped = keys.num_allowed_consec_invalid_gradient_steps
     if max_skipped is not None and isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        raise ConfigError(
-            [f"{MAX_SKIPPED}: expected None with a LossScaleOptimizer, which skips updates by itself, got {max_skipped}"]
+        raise ConfigError.of(
+            "conflict",
+            f"{MAX_SKIPPED}: expected None with a LossScaleOptimizer, which skips updates by itself, got {max_skipped}",
         )
     tf.random.set_seed(
         mixed_seed(options.seed, options.rank, 0)
@@ -315,13 +318,16 @@ def _model(keys: LearnerKeys, precision: Precision) -> ModelVariables:
     with layers_in(precision.dtype):
         model = as_function(keys.get_model, "get_model")(epoch=1, step=0, device=device)
     if not isinstance(model, (keras.layers.Layer, tf.Module)):
-        raise ConfigError([f"get_model: expected it to return a Keras model or a tf.Module, got {type(model).__name__}"])
+        raise ConfigError.of(
+            "wrong-result", f"get_model: expected it to return a Keras model or a tf.Module, got {type(model).__name__}"
+        )
     variables = variables_of(model)
     if not variables.of_kind("parameters"):
-        raise ConfigError(
-            ["get_model: expected a model that has trainable variables, got none (Keras layers get theirs when they are first "
-             "called: call the model once in get_model)"]
-        )  # fmt: skip
+        raise ConfigError.of(
+            "wrong-result",
+            "get_model: expected a model that has trainable variables, got none (Keras layers get theirs when they are first "
+            "called: call the model once in get_model)",
+        )
     return variables
 
 

@@ -158,14 +158,17 @@ def make_optimizer(spec: dict[str, Any] | str | Any, variables: ModelVariables) 
     if callable(spec) and not isinstance(spec, type):
         made = spec(trained)
         if not isinstance(made, keras.optimizers.Optimizer):
-            raise ConfigError([f"optimizer: expected a function that returns a Keras optimizer, got {type(made).__name__}"])
+            raise ConfigError.of(
+                "wrong-result", f"optimizer: expected a function that returns a Keras optimizer, got {type(made).__name__}"
+            )
     else:
         made = _by_name({"class": spec} if isinstance(spec, (str, type)) else dict(spec), variables)
     try:
         made.learning_rate = 0.0
     except TypeError:
-        raise ConfigError(
-            ["optimizer: expected one without a learning rate of its own, got one with a schedule (use dynamic_learning_rate)"]
+        raise ConfigError.of(
+            "unsupported",
+            "optimizer: expected one without a learning rate of its own, got one with a schedule (use dynamic_learning_rate)",
         ) from None
     if not made.built:
         made.build(trained)
@@ -191,7 +194,7 @@ def _by_name(options: dict[str, Any], variables: ModelVariables) -> keras.optimi
     try:
         made = chosen(learning_rate=0.0, **options)
     except (TypeError, ValueError) as error:
-        raise ConfigError([f"optimizer: expected options of {chosen.__name__}, got {options}: {error}"]) from None
+        raise ConfigError.of("unknown-key", f"optimizer: expected options of {chosen.__name__}, got {options}: {error}") from None
     if options.get("weight_decay"):
         made.exclude_from_weight_decay(var_list=exempt)
     return made
@@ -200,14 +203,15 @@ def _by_name(options: dict[str, Any], variables: ModelVariables) -> keras.optimi
 def _exempt(options: dict[str, Any], variables: ModelVariables) -> list[Any]:
     """The variables that do not decay. Options about them are removed from the options. Raises: ConfigError."""
     if options.pop("param_groups_custom", None) is not None:
-        raise ConfigError(
-            [
-                "optimizer.param_groups_custom: expected backend = 'torch', got 'tensorflow': a Keras optimizer has one set of "
-                f"options for all variables ({BLACKLIST} and {INCLUDE} choose those that decay)"
-            ]
+        raise ConfigError.of(
+            "unsupported",
+            "optimizer.param_groups_custom: expected backend = 'torch', got 'tensorflow': a Keras optimizer has one set of "
+            f"options for all variables ({BLACKLIST} and {INCLUDE} choose those that decay)",
         )
     if not options.get("weight_decay") and any(options.get(name) is not None for name in (BLACKLIST, INCLUDE)):
-        raise ConfigError([f"optimizer.weight_decay: expected a positive number beside {BLACKLIST} or {INCLUDE}, got none"])
+        raise ConfigError.of(
+            "missing", f"optimizer.weight_decay: expected a positive number beside {BLACKLIST} or {INCLUDE}, got none"
+        )
     known = {*vars(keras.layers), *(name for owner in variables.owners.values() for name in class_names(owner))}
     rule = take_decay_rule(options, DEFAULT_RULE, known)
     return [

@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from hvdtrain.config.check import did_you_mean
-from hvdtrain.errors import ConfigError
+from hvdtrain.errors import ConfigError, Problem, problem
 from hvdtrain.learner.optimizer import class_names
 from hvdtrain.learner.precision import Dtype
 from hvdtrain.learner.seeds import mixed_seed
@@ -31,12 +31,12 @@ def device_of(wanted: str | None, local_rank: int) -> torch.device:
         wanted = "cuda" if count else "cpu"
     if wanted in ("cuda", "gpu"):
         if not count:
-            raise ConfigError([f"device: expected a CUDA device for {wanted!r}, got none on this host"])
+            raise ConfigError.of("unavailable", f"device: expected a CUDA device for {wanted!r}, got none on this host")
         wanted = f"cuda:{local_rank % count}"
     try:
         device = torch.device(wanted)
     except RuntimeError:
-        raise ConfigError([f"device: expected cpu, cuda or cuda:N, got {wanted!r}"]) from None
+        raise ConfigError.of("unknown-value", f"device: expected cpu, cuda or cuda:N, got {wanted!r}") from None
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return device
@@ -143,7 +143,7 @@ def autocast_of(dtype: Dtype, device: torch.device) -> Autocast:
     wanted = getattr(torch, dtype)
     is_available = torch.amp.autocast_mode.is_autocast_available(device.type)
     if not is_available or (device.type == "cuda" and dtype == "bfloat16" and not torch.cuda.is_bf16_supported()):
-        raise ConfigError([f"mixed_precision: expected a type that {device} computes in, got {dtype!r}"])
+        raise ConfigError.of("unavailable", f"mixed_precision: expected a type that {device} computes in, got {dtype!r}")
     return lambda: torch.autocast(device.type, dtype=wanted)
 
 
@@ -179,7 +179,9 @@ def compile_model(model: torch.nn.Module, wanted: bool | dict[str, Any]) -> Watc
     problems = []
     for name in options.keys() - set(takes):
         hint = did_you_mean(name, [*takes, "modules"])
-        problems.append(f"torch_compile.{name}: expected one of {', '.join(takes)}, modules, got {name!r}{hint}")
+        problems += problem(
+            "unknown-key", f"torch_compile.{name}: expected one of {', '.join(takes)}, modules, got {name!r}{hint}"
+        )
     if problems:
         raise ConfigError(problems)
     usual = {"dynamic": True, "recompile_limit": GRAPHS}  # batches of any length share a graph
@@ -188,7 +190,7 @@ def compile_model(model: torch.nn.Module, wanted: bool | dict[str, Any]) -> Watc
         for module in modules:
             _compile(module, options)
     except (RuntimeError, ValueError, TypeError) as error:
-        raise ConfigError([f"torch_compile: expected options of torch.compile, got {options}: {error}"]) from None
+        raise ConfigError.of("unknown-key", f"torch_compile: expected options of torch.compile, got {options}: {error}") from None
     return _Compilations().watched
 
 
@@ -208,7 +210,9 @@ def _chosen(model: torch.nn.Module, wanted: Any) -> list[torch.nn.Module]:
     missing = sorted(names - there)
     if missing:
         hint = did_you_mean(missing[0], there)
-        raise ConfigError([f"torch_compile.modules: expected classes of the model's modules, got {missing[0]}{hint}"])
+        raise ConfigError.of(
+            "unknown-value", f"torch_compile.modules: expected classes of the model's modules, got {missing[0]}{hint}"
+        )
     chosen: dict[str, torch.nn.Module] = {}
     for path, module in model.named_modules():
         is_inside = any(path.startswith(f"{other}.") for other in chosen if other) or "" in chosen
@@ -237,16 +241,15 @@ class _Compilations:
             yield
         except (exc.BackendCompilerFailed, exc.TorchDynamoException) as error:
             reason = str(error).strip().splitlines()[0]
-            raise ConfigError(
-                [
-                    f"torch_compile: expected PyTorch to compile the model, got: {reason} (a C++ compiler such as g++, or Triton "
-                    "on a GPU, has to be there; torch_compile = False needs none)"
-                ]
+            raise ConfigError.of(
+                "unavailable",
+                f"torch_compile: expected PyTorch to compile the model, got: {reason} (a C++ compiler such as g++, or Triton "
+                "on a GPU, has to be there; torch_compile = False needs none)",
             ) from error
         except RuntimeError as error:
             if "donated buffer" not in str(error):
                 raise
-            raise ConfigError([TWICE]) from error
+            raise ConfigError.of("wrong-result", TWICE) from error
         finally:
             handler.remove_start_callback(self._begin)
             handler.remove_end_callback(self._end)
@@ -281,17 +284,23 @@ def checkpoint_activations(model: torch.nn.Module, patterns: Sequence[str]) -> N
             chosen[path] = module
     names = [name for name, _ in model.named_modules() if name]
     problems = [
-        f"checkpoint_modules: expected names of the model's modules, such as {', '.join(names[:4])}, got {pattern!r}"
+        Problem.of(
+            "unknown-value",
+            f"checkpoint_modules: expected names of the model's modules, such as {', '.join(names[:4])}, got {pattern!r}",
+        )
         for pattern in patterns
         if pattern not in found
     ]
     for path, module in chosen.items():
         if isinstance(module, CONTAINERS):
             kind = type(module).__name__
-            problems.append(f"checkpoint_modules: expected modules that are called, got the {kind} {path} (try {path}.*)")
+            problems += problem(
+                "wrong-result", f"checkpoint_modules: expected modules that are called, got the {kind} {path} (try {path}.*)"
+            )
         if any(isinstance(one, _BatchNorm) and one.track_running_stats for one in module.modules()):
-            problems.append(
-                f"checkpoint_modules: expected modules without BatchNorm, whose statistics would be updated twice, got {path}"
+            problems += problem(
+                "wrong-result",
+                f"checkpoint_modules: expected modules without BatchNorm, whose statistics would be updated twice, got {path}",
             )
     if problems:
         raise ConfigError(problems)

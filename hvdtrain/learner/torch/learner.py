@@ -88,7 +88,7 @@ class ConfigFunctions:
     def outputs(self, batch: Batch, epoch: int, step: int) -> list[Outputs]:
         """Run forward_step; return what it marks by name for each sequence. Raises: ConfigError."""
         if self.forward_step is None:
-            raise ConfigError(["forward_step: expected a function in the config, got nothing"])
+            raise ConfigError.of("missing", "forward_step: expected a function in the config, got nothing")
         self.model.eval()
         run_context = running(RunContext(epoch, step, False, seq_tags=batch.seq_tags))
         with torch.no_grad(), self.watch(), self.autocast(), run_context as context:
@@ -219,12 +219,11 @@ class TorchLearner:
         """
         new = [name for name, one in self.model.named_parameters() if one.requires_grad and id(one) not in self._trained]
         if new:
-            raise ConfigError(
-                [
-                    "get_model: expected the parameters that are trained, got others since training began: "
-                    f"{', '.join(new)} (the optimizer does not have them: make layers in get_model, and freeze parameters for "
-                    "some epochs in epoch_start, rather than in get_model)"
-                ]
+            raise ConfigError.of(
+                "wrong-result",
+                "get_model: expected the parameters that are trained, got others since training began: "
+                f"{', '.join(new)} (the optimizer does not have them: make layers in get_model, and freeze parameters for "
+                "some epochs in epoch_start, rather than in get_model)",
             )
 
     def _record(self, losses: dict[str, Loss], batch: Batch, train: bool) -> None:
@@ -265,11 +264,10 @@ def check_import_order() -> None:
         ConfigError: TensorFlow is loaded and triton is not yet.
     """
     if "tensorflow" in sys.modules and "triton" not in sys.modules and find_spec("triton"):
-        raise ConfigError(
-            [
-                "backend: expected a process without TensorFlow for 'torch', got one that has imported it: triton, which PyTorch "
-                "imports next, would crash (leave TensorFlow out, or begin the program or config with `import triton`)"
-            ]
+        raise ConfigError.of(
+            "conflict",
+            "backend: expected a process without TensorFlow for 'torch', got one that has imported it: triton, which PyTorch "
+            "imports next, would crash (leave TensorFlow out, or begin the program or config with `import triton`)",
         )
 
 
@@ -337,17 +335,19 @@ def _model(keys: LearnerKeys, options: BuildOptions, device: torch.device) -> tu
     """The config's model on the device, and the names of its constant parameters. Raises: ConfigError, CheckpointError."""
     model = as_function(keys.get_model, "get_model")(epoch=1, step=0, device=str(device))
     if not isinstance(model, torch.nn.Module):
-        raise ConfigError([f"get_model: expected it to return a torch.nn.Module, got {type(model).__name__}"])
+        raise ConfigError.of("wrong-result", f"get_model: expected it to return a torch.nn.Module, got {type(model).__name__}")
     if isinstance(model, WRAPPERS):
-        raise ConfigError([WRAPPED.format(name=type(model).__name__)])
+        raise ConfigError.of("wrong-result", WRAPPED.format(name=type(model).__name__))
     lazy = [name for name, parameter in model.named_parameters() if isinstance(parameter, torch.nn.UninitializedParameter)]
     if lazy:
         names = ", ".join(lazy)
-        raise ConfigError([f"get_model: expected parameters that have a size, got {names} without (call lazy ones there)"])
+        raise ConfigError.of(
+            "wrong-result", f"get_model: expected parameters that have a size, got {names} without (call lazy ones there)"
+        )
     for name, module in model.named_modules():
         kinds = {base.__name__ for base in type(module).__mro__}.intersection(SHARDED)
         if kinds:
-            raise ConfigError([OF_SHARDS.format(name=name or "the model itself", kind=kinds.pop())])
+            raise ConfigError.of("wrong-result", OF_SHARDS.format(name=name or "the model itself", kind=kinds.pop()))
     model.to(device)
     load = partial(preload, model.state_dict(), device)
     constants = frozenset(options.constants(load) if options.constants is not None else [])

@@ -24,11 +24,10 @@ def check_storable(model: torch.nn.Module, model_format: str) -> None:
         if not (isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_quantized)
     ]
     if model_format == SAFETENSORS and others:
-        raise ConfigError(
-            [
-                "checkpoint_format: expected 'pt' for a model whose state_dict has more than dense tensors, got 'safetensors' "
-                f"with {', '.join(others[:5])}"
-            ]
+        raise ConfigError.of(
+            "unsupported",
+            "checkpoint_format: expected 'pt' for a model whose state_dict has more than dense tensors, got 'safetensors' "
+            f"with {', '.join(others[:5])}",
         )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hvdtrain.comm.base import Communicator, all_reduce
-from hvdtrain.errors import ConfigError
+from hvdtrain.errors import ConfigError, Problem, problem
 from hvdtrain.learner.optimizer import (
     BLACKLIST,
     INCLUDE,
@@ -50,7 +50,7 @@ def make_optimizer(spec: dict[str, Any] | str | Any, model: torch.nn.Module, fus
     }
     made = imported(wanted) if isinstance(wanted, str) and "." in wanted else class_of(wanted, known, "optimizer.class")
     if unfit := _unfit(made):
-        raise ConfigError([f"optimizer.class: {unfit}"])
+        raise ConfigError.of("unsupported", f"optimizer.class: {unfit}")
     if "epsilon" in options:
         options["eps"] = options.pop("epsilon")
     groups = make_groups(model, made, options)
@@ -65,7 +65,7 @@ def make_optimizer(spec: dict[str, Any] | str | Any, model: torch.nn.Module, fus
         rate = 0.0 if made.__module__.startswith("torch.") else 1.0
         return made(groups, lr=rate, **options)  # type: ignore[no-any-return]
     except (TypeError, ValueError) as error:
-        raise ConfigError([f"optimizer: expected options of {made.__name__}, got {options}: {error}"]) from None
+        raise ConfigError.of("unknown-key", f"optimizer: expected options of {made.__name__}, got {options}: {error}") from None
 
 
 def _unfit(made: type) -> str | None:
@@ -90,15 +90,17 @@ def _check_optimizer(made: Any, model: torch.nn.Module) -> torch.optim.Optimizer
     """Check what the config's function made. Raises: ConfigError, unless it is an optimizer with each trained parameter."""
     groups = getattr(made, "param_groups", None)
     if not isinstance(groups, list) or not callable(getattr(made, "step", None)):
-        raise ConfigError([f"optimizer: expected a function that returns an optimizer of PyTorch, got {_kind(made)}"])
-    problems = [f"optimizer: {unfit}"] if (unfit := _unfit(type(made))) else []
+        raise ConfigError.of(
+            "wrong-result", f"optimizer: expected a function that returns an optimizer of PyTorch, got {_kind(made)}"
+        )
+    problems = problem("unsupported", f"optimizer: {unfit}") if (unfit := _unfit(type(made))) else []
     problems += _parameter_problems("optimizer", groups, model)
     if problems:
         raise ConfigError(problems)
     return made  # type: ignore[no-any-return]
 
 
-def _parameter_problems(where: str, groups: Sequence[Mapping[str, Any]], model: torch.nn.Module) -> list[str]:
+def _parameter_problems(where: str, groups: Sequence[Mapping[str, Any]], model: torch.nn.Module) -> list[Problem]:
     """What is wrong with the parameters in groups. One that is in none would keep its initial values without a word."""
     times = Counter(id(parameter) for group in groups for parameter in group["params"])
     names = {id(parameter) for parameter in model.parameters()}
@@ -106,14 +108,21 @@ def _parameter_problems(where: str, groups: Sequence[Mapping[str, Any]], model: 
     twice = [name for name, one in model.named_parameters() if times[id(one)] > 1]
     problems = []
     if missing:
-        problems.append(
+        problems += problem(
+            "wrong-result",
             f"{where}: expected each trained parameter of the model in its groups, got none with {', '.join(missing)} "
-            "(requires_grad_(False) leaves a parameter untrained)"
+            "(requires_grad_(False) leaves a parameter untrained)",
         )
     if twice:
-        problems.append(f"{where}: expected each trained parameter of the model once in its groups, got {', '.join(twice)} twice")
+        problems += problem(
+            "wrong-result",
+            f"{where}: expected each trained parameter of the model once in its groups, got {', '.join(twice)} twice",
+        )
     if times.keys() - names:
-        problems.append(f"{where}: expected the model's parameters in its groups, got a tensor that is no parameter of the model")
+        problems += problem(
+            "wrong-result",
+            f"{where}: expected the model's parameters in its groups, got a tensor that is no parameter of the model",
+        )
     return problems
 
 
@@ -123,9 +132,11 @@ def imported(name: str) -> Any:
     try:
         found = getattr(importlib.import_module(module), last)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError([f"optimizer.class: expected a name that can be imported, got {name!r}: {error}"]) from error
+        raise ConfigError.of(
+            "cannot-import", f"optimizer.class: expected a name that can be imported, got {name!r}: {error}"
+        ) from error
     if not isinstance(found, type) or not issubclass(found, torch.optim.Optimizer):
-        raise ConfigError([f"optimizer.class: expected a torch.optim.Optimizer, got {found!r} as {name!r}"])
+        raise ConfigError.of("wrong-type", f"optimizer.class: expected a torch.optim.Optimizer, got {found!r} as {name!r}")
     return found
 
 
@@ -156,9 +167,13 @@ def make_groups(model: torch.nn.Module, made: type, options: dict[str, Any]) -> 
     if custom is not None:
         both = [name for name in (BLACKLIST, INCLUDE) if options.pop(name, None) is not None]
         if both:
-            raise ConfigError([f"optimizer.{both[0]}: expected it without {CUSTOM}, which makes all groups, got both"])
+            raise ConfigError.of(
+                "conflict", f"optimizer.{both[0]}: expected it without {CUSTOM}, which makes all groups, got both"
+            )
         if not callable(custom):
-            raise ConfigError([f"optimizer.{CUSTOM}: expected a function (*, model, optimizer_class, **_), got {custom!r}"])
+            raise ConfigError.of(
+                "wrong-type", f"optimizer.{CUSTOM}: expected a function (*, model, optimizer_class, **_), got {custom!r}"
+            )
         groups = custom(model=model, rf_model=wrapped_rf_module(model), optimizer_class=made, optimizer_opts=dict(options))
         return _check_groups(groups, model, made)
     asked = any(options.get(name) is not None for name in (BLACKLIST, INCLUDE))
@@ -168,7 +183,9 @@ def make_groups(model: torch.nn.Module, made: type, options: dict[str, Any]) -> 
     trained = trained_of(model)
     if not options.get("weight_decay"):
         if asked:
-            raise ConfigError([f"optimizer.weight_decay: expected a positive number beside {BLACKLIST} or {INCLUDE}, got none"])
+            raise ConfigError.of(
+                "missing", f"optimizer.weight_decay: expected a positive number beside {BLACKLIST} or {INCLUDE}, got none"
+            )
         return [{"params": trained}]
     decayed: dict[int, bool] = {}
     for path, module in model.named_modules():
@@ -192,8 +209,9 @@ def _check_groups(groups: Any, model: torch.nn.Module, made: type) -> list[dict[
     """Check the groups that a config's function made. Raises: ConfigError, unless they have each trained parameter once."""
     made_groups = list(groups) if isinstance(groups, (list, tuple)) else []
     if not made_groups or not all(isinstance(group, dict) and "params" in group for group in made_groups):
-        raise ConfigError(
-            [f"optimizer.{CUSTOM}: expected it to return a list of dicts with the entry 'params', got {_kind(groups)}"]
+        raise ConfigError.of(
+            "wrong-result",
+            f"optimizer.{CUSTOM}: expected it to return a list of dicts with the entry 'params', got {_kind(groups)}",
         )
     problems = []
     for number, group in enumerate(made_groups):
@@ -206,7 +224,7 @@ def _check_groups(groups: Any, model: torch.nn.Module, made: type) -> list[dict[
         problems += option_problems(made, others, where, [MULTIPLIER])
         factor = group.get(MULTIPLIER, 1.0)
         if isinstance(factor, bool) or not isinstance(factor, (int, float)) or factor < 0:
-            problems.append(f"{where}{MULTIPLIER}: expected zero or a positive number, got {factor!r}")
+            problems += problem("out-of-range", f"{where}{MULTIPLIER}: expected zero or a positive number, got {factor!r}")
     problems += _parameter_problems(f"optimizer.{CUSTOM}", made_groups, model)
     if problems:
         raise ConfigError(problems)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from hvdtrain.errors import ConfigError
+from hvdtrain.errors import ConfigError, Problem, problem
 
 
 def has_modes(optimizer: object) -> bool:
@@ -26,13 +26,21 @@ def check_modes(optimizer: object, is_sharded: bool, ema_decay: float | None, me
     name = type(optimizer).__name__
     problems = []
     if is_sharded:
-        problems.append(f"torch_distributed.sharded: expected an optimizer without train() and eval(), got {name}")
+        problems += problem(
+            "conflict", f"torch_distributed.sharded: expected an optimizer without train() and eval(), got {name}"
+        )
     if ema_decay is not None:
-        problems.append(f"ema_decay: expected None with {name}, which has weights of its own for evaluations, got {ema_decay:g}")
-    if not meets_every_update:
         problems.append(
+            Problem.of(
+                "conflict",
+                f"ema_decay: expected None with {name}, which has weights of its own for evaluations, got {ema_decay:g}",
+            )
+        )
+    if not meets_every_update:
+        problems += problem(
+            "conflict",
             f"horovod_reduce_type: expected 'grad' with {name}, as its eval() computes the weights from the optimizer's state, "
-            "which is the same on all ranks only then"
+            "which is the same on all ranks only then",
         )
     if problems:
         raise ConfigError(problems)

@@ -144,8 +144,10 @@ def missing_states(stored: Mapping[str, Any], names: Sequence[str]) -> str | Non
     without = [name for number, name in enumerate(names) if number not in having]
     if not having or not without:
         return None
-    return f"the optimizer's state begins anew for {_few(without)}: the file has none, as for a parameter that has had "
-        "no gradient yet"
+    return (
+        f"the optimizer's state begins anew for {_few(without)}: the file has none, as for a parameter that has had no "
+        "gradient yet"
+    )
 
 
 def check_state_shapes(stored: Mapping[str, Any], names: Sequence[str], parameters: Mapping[str, torch.Tensor]) -> None:

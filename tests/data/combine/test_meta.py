@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy
 import pytest
+from launching import faults
 
 from hvdtrain.data.combine import meta as meta_module
 from hvdtrain.data.combine.keys import MetaDatasetKeys
@@ -61,7 +62,7 @@ def keys(**options: Any) -> MetaDatasetKeys:
 def problems(value: Mapping[str, Any]) -> list[str]:
     spec, found = parse("train", value, {})
     assert (spec is None) == bool(found)
-    return found
+    return faults(found)
 
 
 @pytest.mark.parametrize("block", [7, 1 << 18])
@@ -204,36 +205,30 @@ def test_all_problems_of_a_dict_are_told_at_once() -> None:
         "data_mapp": 1,
     }
     found = problems(value)
-    assert found[:4] == [
-        "train.data_mapp: unknown key of MetaDataset (did you mean data_map?)",
-        "train.data_map.data: expected a dataset of hdf, other, more, got 'hfd'",
-        "train.data_map.classes: expected (name of a dataset, data key there), got 'hdf'",
-        "train.seq_order_control_dataset: expected one of hdf, other, more, got 'none'",
+    assert found == [
+        "train.data_mapp: unknown-key",
+        "train.data_map.data: unknown-value",
+        "train.data_map.classes: wrong-type",
+        "train.seq_order_control_dataset: unknown-value",
+        "train.datasets.hdf.fils: unknown-key",
+        "train.datasets.other.files: missing",
+        "train.datasets.more.class: unknown-value",
     ]
-    assert found[4] == "train.datasets.hdf.fils: unknown key of HDFDataset (did you mean files?)"
-    assert found[5].startswith("train.datasets.other.files: expected a string or a list of strings")
-    assert found[6].startswith("train.datasets.more.class: expected one of HDFDataset, ")
-    assert len(found) == 7
 
 
 def test_order_keys_inside_that_nobody_would_follow() -> None:
     first = {"class": "HDFDataset", "files": "a.hdf", "seq_ordering": "random"}
     second = {"class": "HDFDataset", "files": "b.hdf", "seq_ordering": "laplace", "partition_epoch": 1}
     value = {"class": "MetaDataset", "datasets": {"a": first, "b": second}, "data_map": {"data": ("a", "data")}}
-    assert problems(value) == [
-        "train.datasets.b.seq_ordering: expected in the outer dict, as train.seq_ordering, got 'laplace' here"
-    ]
+    assert problems(value) == ["train.datasets.b.seq_ordering: conflict"]
     del second["seq_ordering"]
     assert problems(value) == []
-    assert problems({**value, "seq_ordering": "sorted"}) == [
-        "train.datasets.a.seq_ordering: expected 'sorted' as train.seq_ordering, or nothing, got 'random'"
-    ]
+    assert problems({**value, "seq_ordering": "sorted"}) == ["train.datasets.a.seq_ordering: conflict"]
 
 
 def test_dicts_without_anything_in_them() -> None:
     assert problems({"class": "MetaDataset", "datasets": {}, "data_map": {}}) == [
-        "train.datasets: expected at least one dataset, got none",
-        "train.data_map: expected at least one data key, got none",
+        "train.datasets: missing",
+        "train.data_map: missing",
     ]
-    missing = problems({"class": "MetaDataset"})
-    assert [problem.split(":")[0] for problem in missing] == ["train.datasets", "train.data_map"]
+    assert problems({"class": "MetaDataset"}) == ["train.datasets: missing", "train.data_map: missing"]

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy
 import pytest
+from launching import faults
 from returnn.datasets.meta import CombinedDataset
 
 from hvdtrain.data.combine.union import FilesDataset
@@ -165,10 +166,6 @@ def test_samples_are_taken_in_turn_and_cut_into_parts(paths: list[str], tmp_path
 
 
 def test_malformed_sizes(paths: list[str]) -> None:
-    for sizes, problem in {
-        "train.sampling_sizes: expected a number for each of a, b, got {'a': 3}": {"a": 3},
-        "train.sampling_sizes: expected a positive integer for each, got {'a': 3, 'b': 0}": {"a": 3, "b": 0},
-        "train.sampling_sizes: expected a positive number, got 0 in the config": 0,
-    }.items():
-        _, found = parse("train", {**COMBINED, "datasets": {"a": paths[0], "b": paths[1]}, "sampling_sizes": problem}, {})
-        assert found == [sizes]
+    for rule, sizes in (("wrong-type", {"a": 3}), ("out-of-range", {"a": 3, "b": 0}), ("out-of-range", 0)):
+        _, found = parse("train", {**COMBINED, "datasets": {"a": paths[0], "b": paths[1]}, "sampling_sizes": sizes}, {})
+        assert faults(found) == [f"train.sampling_sizes: {rule}"]

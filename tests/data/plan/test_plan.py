@@ -5,6 +5,7 @@ import time
 
 import numpy
 import pytest
+from launching import faults
 
 from hvdtrain.data.plan.batch_keys import BatchKeys, Limits
 from hvdtrain.data.plan.bounds import bounds
@@ -159,17 +160,15 @@ def test_fingerprints_tell_plans_apart() -> None:
 
 
 def test_a_limit_is_needed_and_has_to_be_positive() -> None:
-    assert BatchKeys().problems() == ["batch_size: expected batch_size or max_seqs (one of them at least), got neither"]
-    assert BatchKeys(batch_size={"data": 0}).problems() == [
-        "batch_size: expected a positive integer for every data key, got {'data': 0}"
-    ]
-    assert BatchKeys(batch_size=1).problems() == BatchKeys(max_seqs=1).problems() == []
+    assert faults(BatchKeys().problems()) == ["batch_size: missing"]
+    assert faults(BatchKeys(batch_size={"data": 0}).problems()) == ["batch_size: out-of-range"]
+    assert faults(BatchKeys(batch_size=1).problems()) == faults(BatchKeys(max_seqs=1).problems()) == []
 
 
 def test_no_limit_is_written_as_minus_one() -> None:
     assert batches({"data": LENGTHS}, batch_size=20, max_seqs=-1) == batches({"data": LENGTHS}, batch_size=20)
-    assert BatchKeys(max_seqs=-1).problems() == BatchKeys().problems()
-    assert BatchKeys(max_seqs=-1, packed_batch_size=3).problems() == []
+    assert faults(BatchKeys(max_seqs=-1).problems()) == faults(BatchKeys().problems())
+    assert faults(BatchKeys(max_seqs=-1, packed_batch_size=3).problems()) == []
 
 
 def test_sizes_may_be_functions_of_the_epoch() -> None:
@@ -177,7 +176,7 @@ def test_sizes_may_be_functions_of_the_epoch() -> None:
         batch_size=lambda epoch, **_: {"data": 20 * epoch} if epoch < 3 else None,
         max_seqs=lambda *, epoch, **_: (-1, 3, 4)[epoch - 1],
     )
-    assert keys.problems() == []
+    assert faults(keys.problems()) == []
     assert [keys.limits(epoch) for epoch in (1, 2, 3)] == [
         Limits(batch_size={"data": 20}),
         Limits(batch_size={"data": 40}, max_seqs=3),
@@ -206,16 +205,16 @@ def test_training_and_evaluation_may_have_sizes_of_their_own() -> None:
     train, dev = keys.of_training(), keys.of_evaluation()
     assert (train.limits(1), dev.limits(1)) == (Limits(20, 3), Limits(40, None))
     assert (train.shuffle_batches, train.balance_ranks, dev.shuffle_batches, dev.balance_ranks) == (True, 4, False, 0)
-    assert BatchKeys(batch_size_train=3).problems()[0].startswith("batch_size_dev: expected batch_size_dev or max_seqs_dev")
-    assert BatchKeys(batch_size_train=3, max_seqs_dev=1).problems() == []
+    assert faults(BatchKeys(batch_size_train=3).problems()) == ["batch_size_dev: missing"]
+    assert faults(BatchKeys(batch_size_train=3, max_seqs_dev=1).problems()) == []
 
 
 def test_every_limit_by_key_is_checked() -> None:
     for name in ("max_pad_size", "max_seq_length", "min_seq_length"):
-        (problem,) = BatchKeys(batch_size=1, **{name: {"data": -1}}).problems()
-        assert problem == f"{name}: expected zero or a positive integer for every data key, got {{'data': -1}}"
-    (problem,) = BatchKeys(batch_size=1, packed_batch_size={"data": 0}).problems()
-    assert problem == "packed_batch_size: expected a positive integer for every data key, got {'data': 0}"
+        (problem,) = faults(BatchKeys(batch_size=1, **{name: {"data": -1}}).problems())
+        assert problem == f"{name}: out-of-range"
+    (problem,) = faults(BatchKeys(batch_size=1, packed_batch_size={"data": 0}).problems())
+    assert problem == "packed_batch_size: out-of-range"
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -5,12 +5,12 @@ from typing import Any
 
 import numpy
 import pytest
-from launching import TOY
+from launching import TOY, refused
 
 from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.data.plan.epoch import plan
 from hvdtrain.data.plan.order_keys import OrderKeys
-from hvdtrain.errors import ConfigError, DataError
+from hvdtrain.errors import DataError
 from hvdtrain.settings import read_settings
 
 
@@ -58,22 +58,12 @@ def test_fewer_sequences_than_ranks_are_refused() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (
-            {"max_seqs_total": 8},
-            "max_seqs_total: expected either max_seqs_total (of all ranks) or max_seqs (of each rank), got both",
-        ),
-        (
-            {"batch_size_total": 8, "batch_size_train": 9},
-            "batch_size_total: expected either batch_size_total (of all ranks) or batch_size",
-        ),
-        (
-            {"max_seqs": "none", "batch_size_total": {"data": 0}},
-            "batch_size_total: expected a positive integer for every data key",
-        ),
+        ({"max_seqs_total": 8}, "max_seqs_total: conflict"),
+        ({"batch_size_total": 8, "batch_size_train": 9}, "batch_size_total: conflict"),
+        ({"max_seqs": "none", "batch_size_total": {"data": 0}}, "batch_size_total: out-of-range"),
     ],
 )
 def test_mistakes(tmp_path: Path, overrides: dict[str, Any], message: str) -> None:
     texts = {name: str(value) for name, value in {"corpus": tmp_path, "model": tmp_path / "m", **overrides}.items()}
-    with pytest.raises(ConfigError) as caught:
+    with refused(message):
         read_settings([TOY], texts)
-    assert message in str(caught.value)

@@ -330,16 +330,18 @@ class CleanupRule:
         return {epoch: why for epoch, why in reasons.items() if why}
 
     def _best(self, epochs: list[int], scores: Mapping[int, float | None]) -> list[int]:
-        """The epochs with the lowest scores; empty if all are equal. An epoch without a score counts as the worst."""
-        known = [score for score in scores.values() if score is not None and not isnan(score)]
-        if not known or min(known) == max(known):
+        """The epochs with the lowest scores; empty if all are equal. An epoch without a score counts as the worst, one whose
+        score is NaN is none of the best."""
+        comparable = [epoch for epoch in epochs if (score := scores[epoch]) is None or not isnan(score)]
+        known = [score for epoch in comparable if (score := scores[epoch]) is not None]
+        if not known or (min(known) == max(known) and len(comparable) == len(epochs)):
             return []
 
         def rank(epoch: int) -> tuple[float, int]:
             score = scores[epoch]
-            return (max(known) if score is None or isnan(score) else score), epoch
+            return (max(known) if score is None else score), epoch
 
-        return sorted(epochs, key=rank)[: self.keep_best_n]
+        return sorted(comparable, key=rank)[: self.keep_best_n]
 
 
 PATTERN = "pattern"

@@ -15,6 +15,10 @@ TRAINED, AVERAGED = "trained", "averaged_updates"
 """Entries with a moving average, which is then the model: the trained weights by name, and the number of updates that the average
 has followed."""
 
+SHAPES = "shapes"
+"""An entry with the shapes of the tensors in the others, as `shapes_of` returns them. Files of hvdtrain 1.0 and of RETURNN have
+none."""
+
 SHARED, OWN = "reducer_shared", "reducer_own"
 """Entries with lists of tensors by name that the reducer keeps: `ModelState.shared` and `ModelState.own`."""
 

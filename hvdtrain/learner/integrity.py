@@ -223,3 +223,49 @@ def check_rank_file(file: Path, stored: Mapping[str, Any], parts: Collection[str
             f"{file}: expected the state that was saved together with the model, got that of another checkpoint (another "
             f"{differing[0]})"
         )
+
+
+def shapes_of(entries: Mapping[str, Any]) -> dict[str, str]:
+    """The shapes of the tensors in nested dicts and lists, by their path, and the types of other values.
+
+    >>> shapes_of({"optimizer": {"state": {3: {"step": 5, "steps": [1.0]}}}})
+    {'optimizer.state.3.step': 'int', 'optimizer.state.3.steps.0': 'float'}
+    """
+    return dict(_shapes(entries, ""))
+
+
+def _shapes(value: Any, path: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, (list, tuple)):
+        value = dict(enumerate(value))
+    if isinstance(value, Mapping):
+        for name, member in value.items():
+            yield from _shapes(member, f"{path}.{name}" if path else str(name))
+    else:
+        shape = getattr(value, "shape", None)
+        yield path, type(value).__name__ if shape is None else str(tuple(int(size) for size in shape))
+
+
+def check_shapes(file: Path, expected: object, entries: Mapping[str, Any], names: Mapping[str, str]) -> None:
+    """Compare what a file holds with the shapes that were saved with it.
+
+    An optimizer begins anew for a parameter without a state, as it does for all parameters at first. That a state is missing is
+    seen here only.
+
+    Args:
+        expected: as `shapes_of` returned it.
+        names: the parameters that numbers in the paths of the optimizer's state stand for.
+
+    Raises:
+        DamagedCheckpoint: something is missing, or has another shape.
+    """
+    found = shapes_of(entries)
+    for path, shape in expected.items() if isinstance(expected, Mapping) else ():
+        if (got := found.get(path)) != shape:
+            entry, *parts = path.split(".")
+            numbers = [part for part in parts if part in names] if entry == "optimizer" else []
+            of = f" of the parameter {names[numbers[0]]}" if numbers else ""
+            is_shape = shape.startswith("(")
+            raise DamagedCheckpoint(
+                f"{file}: expected {path}{of} as it was saved, {'of the shape' if is_shape else 'of type'} {shape}, got "
+                f"{got or 'a file without it'}"
+            )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import copysign, inf, isfinite
+from math import copysign, inf, isfinite, isnan
 from statistics import fmean
 from typing import Any, Literal
 
@@ -225,6 +225,20 @@ def epoch_learning_rate(keys: ScheduleKeys, newbob: NewbobKeys, epoch: int, hist
     if keys.learning_rate_control == "constant":
         return history[-1].learning_rate
     return next_rate(keys.learning_rate_control, newbob, keys.learning_rate or history[0].learning_rate, epoch, history)
+
+
+def nan_line(keys: ScheduleKeys, newbob: NewbobKeys, epoch: int, history: Sequence[EpochRecord]) -> str | None:
+    """The warning that newbob keeps an epoch's rate, since a score is not a number; None: all are, or newbob does not decide."""
+    control = keys.learning_rate_control
+    if control == "constant" or epoch in listed_rates(keys) or len(history) < 2:
+        return None
+    recent = history[-(newbob.newbob_multi_num_epochs + 1) if control == "newbob_multi_epoch" else -2 :]
+    wanted, losses = wanted_of(newbob.learning_rate_control_error_measure), minimized_in(recent)
+    names = [error_key(record.scores, wanted, losses) for record in recent]
+    broken = [record.epoch for name, record in zip(names, recent, strict=True) if name is not None and isnan(record.scores[name])]
+    if not broken:
+        return None
+    return f"{control}: {names[-1]} of epoch {', '.join(map(str, broken))} is not a number: epoch {epoch} keeps the learning rate"
 
 
 def listed_rates(keys: ScheduleKeys) -> dict[int, float]:

@@ -32,7 +32,7 @@ def gather_hosts(session: Session) -> list[Host]:
 def announce(settings: Settings, session: Session, limits: TrainingLimits, hosts: list[Host]) -> None:
     """Collective. Log what is about to happen: ranks, data, batches, the rule for the learning rate. Raises: DataError."""
     log_ranks(settings, session.comm.size, hosts)
-    log_data(session)
+    log_data(settings, session)
     log_model(settings, session.learner)
     if session.comm.size > 1:
         log_exchange(settings, session)
@@ -56,9 +56,11 @@ def log_ranks(settings: Settings, size: int, hosts: list[Host]) -> None:
         log.warning(f"mpirun does not notice when a host is lost; with {launch.KEEPALIVE} it does")
 
 
-def log_data(session: Session) -> None:
+def log_data(settings: Settings, session: Session) -> None:
     """Collective. Log the datasets, and the batches of the next epoch. Raises: DataError."""
     comm, feeds = session.comm, session.feeds
+    if (line := settings.batch.remainder_line(comm.size)) is not None:
+        log.warning(line)
 
     def data_lines() -> list[tuple[int, str]]:
         lines = [line for feed in feeds for line in feed_lines(feed, comm.local_size)]

@@ -5,10 +5,11 @@ from __future__ import annotations
 from hvdtrain.config.source import as_function
 from hvdtrain.learner.reducers import scale_learning_rate
 from hvdtrain.learner.steps import rounds_per_update
+from hvdtrain.runtime import log
 from hvdtrain.schedule.early_stopping import early_stop_reason
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.schedule.measure import negate_higher
-from hvdtrain.schedule.rates import epoch_learning_rate
+from hvdtrain.schedule.rates import epoch_learning_rate, nan_line
 from hvdtrain.settings import Settings
 from hvdtrain.training.limits import Rates, TrainingLimits
 
@@ -33,6 +34,8 @@ def open_rates(settings: Settings, size: int) -> Rates:
 
     def of_epoch(epoch: int, history: list[EpochRecord]) -> float:
         errors = negate_higher(history, settings.scoring.higher_is_better)
+        if (line := nan_line(settings.schedule, settings.newbob, epoch, errors)) is not None:
+            log.warning(line)
         return epoch_learning_rate(settings.schedule, settings.newbob, epoch, errors)
 
     def of_step(step: int, epoch_continuous: float, epoch_rate: float) -> float:

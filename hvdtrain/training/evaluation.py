@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import isfinite
 
 import numpy
 
@@ -62,7 +63,14 @@ def evaluate(
             log.warning(
                 f"{feed.name}: {name} has no value in epoch {epoch}: none of {len(plan.order)} sequences has an element for it"
             )
-    return scores.means()
+    means = scores.means()
+    for name, mean in means.items():
+        if scores.counts()[name] and not isfinite(mean):
+            log.warning(
+                f"{feed.name}: {name} is {mean} in epoch {epoch}: an epoch without a number never counts as the best "
+                "(training goes on)"
+            )
+    return means
 
 
 NOT_FINITE_HEAD = (

@@ -126,6 +126,23 @@ def in_pt(name: str, change: Callable[[dict[str, Any]], object]) -> Callable[[Pa
 
 MODEL, OPTIMIZER = "model.002.pt", "model.002.opt.pt"
 
+
+def last_state(stored: dict[str, Any]) -> tuple[dict[int, Any], int, str]:
+    """The state of an optimizer, and the number and the name of its last parameter with one."""
+    state = stored["optimizer"]["state"]
+    return state, max(state), stored["param_names"][max(state)]
+
+
+def without_a_state(stored: dict[str, Any]) -> None:
+    state, number, _ = last_state(stored)
+    del state[number]
+
+
+def with_another_shape(stored: dict[str, Any]) -> None:
+    state, number, _ = last_state(stored)
+    state[number]["momentum_buffer"] = state[number]["momentum_buffer"][:2]
+
+
 DAMAGES: dict[str, tuple[str, Callable[[Path], Path], str]] = {
     "an optimizer of another epoch": (
         "pt",
@@ -139,6 +156,16 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], Path], str]] = {
         "expected the state that was saved together with model.002.pt",
     ),
     "no optimizer": ("pt", in_pt(OPTIMIZER, lambda stored: stored.pop("optimizer")), "got a file without 'optimizer'"),
+    "an optimizer without the state of one parameter": (
+        "pt",
+        in_pt(OPTIMIZER, without_a_state),
+        "of the parameter last.bias as it was saved, of the shape (5,), got a file without it",
+    ),
+    "an optimizer with a state of another shape": (
+        "pt",
+        in_pt(OPTIMIZER, with_another_shape),
+        "of the parameter last.bias as it was saved, of the shape (5,), got (2,)",
+    ),
     "renamed": (
         "pt",
         lambda folder: [copied(folder / f"model.001{end}", folder / f"model.002{end}") for end in (".opt.pt", ".pt")][1],
@@ -180,7 +207,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], Path], str]] = {
     "an optimizer of another type": (
         "pt",
         in_pt(OPTIMIZER, lambda stored: stored.update(optimizer=[1])),
-        "expected the state of the optimizer SGD for this model, got another",
+        "as it was saved, of the shape (8, 4, 3), got a file without it",
     ),
     "keys of another type": (
         "pt",

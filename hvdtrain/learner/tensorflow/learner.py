@@ -160,8 +160,11 @@ class TensorFlowLearner:
         self._step = 0
         self._reduced: Any = None  # the gradients of the next update
         self._accumulated: Accumulated | None = None  # of the batches since the last update, if more will follow
+        self._checks_after_update = False
 
     def begin_epoch(self, epoch: int, step: int) -> None:
+        self._check_trained()
+        self._checks_after_update = True  # train_step, which may replace variables, runs when its graph is made
         self._epoch = epoch
         self._step = step
         self.state.start_average()
@@ -185,9 +188,12 @@ class TensorFlowLearner:
                 self._update.apply(gradients, divisor, self.graphs.exchange, learning_rate, seeds, self._step - 1)
                 self.graphs.count(traffic)
         self._reduced = None
+        if self._checks_after_update:
+            self._checks_after_update = False
+            self._check_trained()
 
     def flush(self) -> None:
-        pass  # `update` has already decided
+        self._check_trained()  # `update` has already decided whether to skip
 
     def evaluate(self, batch: Batch) -> None:
         self.meter.scores.add(*self.graphs.evaluate(batch, self._epoch, self._step), self._step, batch.indices)
@@ -219,6 +225,24 @@ class TensorFlowLearner:
 
     def numbers(self, values: Sequence[float]) -> tf.Tensor:
         return tf.constant(values, tf.float64)
+
+    def _check_trained(self) -> None:
+        """Compare the trainable variables with those of get_model, which the graphs and the optimizer have.
+
+        Raises:
+            ConfigError: the config's code has added, replaced, unfrozen or frozen variables since.
+        """
+        trained = {id(variable): name for name, variable in self.variables.named("parameters")}
+        trainable = {id(variable): name for name, variable in variables_of(self.model).named("parameters")}
+        new = [name for variable, name in trainable.items() if variable not in trained]
+        frozen = [name for variable, name in trained.items() if variable not in trainable and not new]
+        if new or frozen:
+            what = f"others since training began: {', '.join(new)}" if new else f"some that are frozen since: {', '.join(frozen)}"
+            raise ConfigError.of(
+                "wrong-result",
+                f"get_model: expected the variables that are trained, got {what} (the optimizer and the graphs have those that "
+                "were trainable in get_model: make layers there, and freeze them there or never)",
+            )
 
     def _applied_gradients(self, gradients: list[Any], divisor: tf.Tensor) -> Iterator[tuple[str, Array]]:
         """The reduced gradients as applied, by parameter name. Those sent as rows become dense."""

@@ -273,16 +273,23 @@ def array_of(variable: Any) -> Array:
     return numpy.array(tensorflow_variable(variable).numpy())
 
 
-def assign(variables: Iterable[tuple[str, Any]], arrays: Mapping[str, Array]) -> None:
+NO_OWNERS: Mapping[str, str] = {}
+
+
+def assign(variables: Iterable[tuple[str, Any]], arrays: Mapping[str, Array], parameters: Mapping[str, str] = NO_OWNERS) -> None:
     """Set variables to stored values, by name.
+
+    Args:
+        parameters: the parameters that variables belong to, for messages.
 
     Raises:
         ValueError: names or shapes differ. No variable has been changed.
     """
     wanted = {name: tensorflow_variable(variable) for name, variable in variables}
-    missing, unknown = sorted(wanted.keys() - arrays.keys()), sorted(arrays.keys() - wanted.keys())
+    described = {name: f"{name} (of {parameters[name]})" if name in parameters else name for name in wanted}
+    missing, unknown = sorted(described[name] for name in wanted.keys() - arrays.keys()), sorted(arrays.keys() - wanted.keys())
     shapes = [
-        f"{name} of shape {arrays[name].shape} instead of {tuple(variable.shape)}"
+        f"{described[name]} of shape {arrays[name].shape} instead of {tuple(variable.shape)}"
         for name, variable in wanted.items()
         if name in arrays and arrays[name].shape != tuple(variable.shape)
     ]

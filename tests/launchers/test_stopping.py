@@ -155,14 +155,14 @@ def test_time_limits() -> None:
     assert interrupt.reason == "time_limit"
 
 
-def test_a_ballot_counts_often_where_steps_are_long_and_seldom_where_they_are_short() -> None:
+def test_a_vote_counts_often_where_steps_are_long_and_seldom_where_they_are_short() -> None:
     now = [0.0]
-    ballot = StopVote(SingleCommunicator(), list, 0.1, clock=lambda: now[0])
+    stop_vote = StopVote(SingleCommunicator(), list, 0.1, clock=lambda: now[0])
     asked = []
 
     def step(seconds: float, wishes: StopRequests) -> StopRequests:
         now[0] += seconds
-        return ballot.step(lambda: asked.append(now[0]) or wishes)  # type: ignore[func-returns-value]
+        return stop_vote.step(lambda: asked.append(now[0]) or wishes)  # type: ignore[func-returns-value]
 
     assert step(1.0, StopRequests(stop=1)) == StopRequests()
     assert step(1.0, StopRequests()) == StopRequests(stop=1)

@@ -9,7 +9,7 @@ Every file below FOLDER (or FOLDER itself, if it is a file) that sets `backend =
    any call, since the cluster's folders in `sys.path` do not exist elsewhere;
 2. trained for three steps by hvdtrain, and by the installed RETURNN, with data made up from `extern_data`: the text of the
    config, followed by lines that replace the data, `model`, `device` and what names files of the cluster. If its code cannot be
-   imported (also not with --path), a model with one parameter takes the place of its own, so that the keys are tried anyway.
+   imported (also not with --path), a model with one parameter takes the place of the config's, so that the keys are tried anyway.
    Sequences have a few labels, and if both programs fail with that, a label for every frame. A config with the task forward
    is run on a checkpoint of a model that the script has initialized.
 
@@ -54,7 +54,7 @@ KINDS: dict[str, re.Pattern[str]] = {"torch": re.compile(r"""^backend\s*=\s*["']
 
 SMALL_MODEL = """
 import torch as _torch
-import returnn.frontend as _rf  # also tells hvdtrain that the config is one for RETURNN
+import returnn.frontend as _rf  # also marks the config as one for RETURNN
 class _SmallModel(_torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -289,7 +289,7 @@ VERDICTS = ("trains", "reads", "refused rightly", "refused wrongly", "fails with
 
 
 def examine(file: Path, folder: Path, only_read: bool) -> Outcome:
-    """Try one config; in a process of its own."""
+    """Try one config, in a separate process."""
     placeholders = Placeholders()
     outcome = Outcome()
     try:

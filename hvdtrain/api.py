@@ -238,7 +238,7 @@ def _run_task(settings: Settings) -> Any:
     keys = settings.forwarding
     if settings.run.task == "forward" and keys.output_file is None and keys.forward_callback is None:
         settings = replace(settings, forwarding=replace(keys, forward_callback=collector))
-    with FRAMEWORKS[settings.run.backend].preserved():
+    with FRAMEWORKS[settings.run.backend].preserve_state():
         result = task(settings)
         if settings.run.task == "forward":
             return collector.outputs
@@ -295,7 +295,11 @@ def _load(settings: Settings, checkpoint: Path) -> Any:
     )
     started = launch.launch()
     comm = SingleCommunicator(started.local_rank, started.local_size)  # also in a process that mpirun started
-    with FRAMEWORKS[settings.run.backend].preserved(), use_communicator(comm), open_session(settings, "load", comm) as session:
+    with (
+        FRAMEWORKS[settings.run.backend].preserve_state(),
+        use_communicator(comm),
+        open_session(settings, "load", comm) as session,
+    ):
         return _set_to_evaluate(session.learner.model)
 
 
@@ -370,7 +374,7 @@ def _restored_process(configs: Sequence[Config]) -> Iterator[None]:
         stack.enter_context(programs_log())
         for name, framework in FRAMEWORKS.items():
             if name in sys.modules:
-                stack.enter_context(framework.preserved())
+                stack.enter_context(framework.preserve_state())
         try:
             yield
         finally:

@@ -27,7 +27,7 @@ from hvdtrain.training.epoch import EpochClock, StepListener, TrainingEpoch, epo
 from hvdtrain.training.evaluation import evaluate
 from hvdtrain.training.limits import Rates, TrainingLimits
 from hvdtrain.training.notifier import Notifier
-from hvdtrain.training.requests import OwnRequests
+from hvdtrain.training.requests import RankRequests
 from hvdtrain.training.save_policy import SavePolicy
 from hvdtrain.training.step_log import StepLog, StepReport
 from hvdtrain.training.trace import StepRecorder, record_nothing
@@ -74,7 +74,7 @@ class Engine:
         self._save_policy = SavePolicy(limits, session.progress.step, has_clock=comm.rank == 0)
         self._clock = EpochClock(session.timer, learner.meter, session.reducer)
         self._scores = TrainScores(comm, learner, self._train, limits.finite)
-        self._requests = OwnRequests(session.interrupt, self._training, self._save_policy, self._scores)
+        self._requests = RankRequests(session.interrupt, self._training, self._save_policy, self._scores)
         self._finished_by: str | None = None  # the reason, if a callback ends training after this epoch
 
     def run(self) -> None:
@@ -181,7 +181,7 @@ class Engine:
         self._learner.begin_epoch(current.epoch, step)
         done = step - current.first_step
         updates = -(-(done + steps) // self._steps_per_update(epoch))
-        start = EpochStart(current.epoch, step, updates, epoch.first_rate, goes_on=done > 0)
+        start = EpochStart(current.epoch, step, updates, epoch.first_rate, is_resumed=done > 0)
         self._session.reducer.sync.begin_epoch(self._learner.state, start)
         self._scores.begin(epoch.plan, current.position)
 
@@ -218,7 +218,7 @@ class Engine:
         """Collective. The scores of training, and those of the other datasets."""
         self._training.scores = scores
         for feed in self._evaluations:
-            with self._timer.span("evaluation"), self._learner.state.averaged():
+            with self._timer.span("evaluation"), self._learner.state.averaged_weights():
                 self._training.dataset = feed.name
                 self._notifier.notify("on_evaluation_begin")
                 means = self._evaluate_feed(feed, current.epoch, after_step=partial(self._check, current))
@@ -278,7 +278,7 @@ class Engine:
         with self._timer.span("saving"):
             checkpoint = self._session.saver.save(self._progress)
         self._session.watchdog.beat(f"step {self._progress.step}, after saving", "between")
-        self._save_policy.saved()
+        self._save_policy.reset()
         if checkpoint is not None:
             self._training.checkpoint = checkpoint.model_file
             self._notifier.notify("on_save")

@@ -66,7 +66,7 @@ def train(settings: Settings, comm: Communicator | None = None) -> Trained:
         announce(settings, session, limits, hosts)
         refuse_wrong_directions(settings, session.progress.history)
         start = record_start(settings, session, hosts)
-        on_rank_zero(session.comm, lambda: session.best.note(session.progress.history), name="best")
+        on_rank_zero(session.comm, lambda: session.best.update(session.progress.history), name="best")
         if session.comm.rank == 0:
             launch.launcher().on_training()
         if not limits.are_reached(session.progress):
@@ -78,8 +78,8 @@ def train(settings: Settings, comm: Communicator | None = None) -> Trained:
                 open_services(settings, session, start) as trackers,
                 profile_steps(settings, session, open_trace(session, settings.trace)) as trace,
             ):
-                Engine(session, rates, limits, reporters.and_(trackers), step_log, trace, callbacks).run()
+                Engine(session, rates, limits, reporters.with_receivers(trackers), step_log, trace, callbacks).run()
         progress = session.progress
         checkpoint = checkpoint_folder(settings).at(progress.epoch).model_file
-        best = session.best.found(progress.history)
+        best = session.best.summary(progress.history)
         return Trained(session.learner, list(progress.history), best, checkpoint, progress.epoch - before)

@@ -10,7 +10,7 @@ from pathlib import Path, PurePath
 from types import NoneType
 from typing import Any, get_type_hints
 
-from hvdtrain.checkpoint.changed_keys import as_text, noted_keys
+from hvdtrain.checkpoint.changed_keys import as_text, key_texts
 from hvdtrain.checkpoint.keys import SavingKeys, StartKeys
 from hvdtrain.comm.keys import LaunchKeys, TorchDistributedKeys, torch_distributed_of
 from hvdtrain.config.check import build, unknown_keys, unsupported_keys
@@ -48,7 +48,7 @@ from hvdtrain.learner.sync_interval import SyncRuleKeys
 from hvdtrain.report.keys import TrackerKeys
 from hvdtrain.returnn_layer.imports import WatchedImports
 from hvdtrain.returnn_layer.names import ALIASES
-from hvdtrain.returnn_layer.translate import translate, translated_names
+from hvdtrain.returnn_layer.translate import translate, translate_names
 from hvdtrain.runtime.interrupt import InterruptKeys
 from hvdtrain.runtime.log import LogKeys
 from hvdtrain.runtime.process import OWN, Process
@@ -208,7 +208,7 @@ class Settings:
             self.newbob,
             self.reduce,
         )
-        found = noted_keys([*(("", section) for section in sections), ("train.", self.train.order)])
+        found = key_texts([*(("", section) for section in sections), ("train.", self.train.order)])
         found["random_seed"] = str(self.run.random_seed)
         if self.step_schedule is not None or self.schedule.dynamic_learning_rate is not None:
             found["num_epochs"] = str(self.run.num_epochs)
@@ -227,9 +227,9 @@ class Settings:
             "save_interval": str(self.saving.save_interval),
             "save_interval_steps": str(self.saving.save_interval_steps),
         }
-        found |= noted_keys([("", section) for section in (self.accumulation, self.newbob, self.scoring, self.ending)])
+        found |= key_texts([("", section) for section in (self.accumulation, self.newbob, self.scoring, self.ending)])
         if update_together:
-            found |= noted_keys([("", section) for section in (self.learner, self.precision, self.schedule)])
+            found |= key_texts([("", section) for section in (self.learner, self.precision, self.schedule)])
             if (optimizer := as_text(self.learner.optimizer)) is not None:
                 found["optimizer"] = optimizer
             if self.reduce.dataset_distribution == "shard":
@@ -288,7 +288,7 @@ def read_settings(configs: Sequence[Config], overrides: Mapping[str, Any], origi
     keys = {declared_key.name: declared_key for declared_key in all_keys()}
     types = {name: declared_key.type for name, declared_key in keys.items()}
     imports = WatchedImports()
-    source = load(configs, translated_names(overrides), types, imports.builtins, origin)
+    source = load(configs, translate_names(overrides), types, imports.builtins, origin)
     return check(translate(source, imports, keys, BOOLEAN_KEYS), list(keys))
 
 

@@ -105,7 +105,7 @@ def test_files_do_not_import_each_other() -> None:
     TopologicalSorter(graph).prepare()  # raises CycleError, with the cycle
 
 
-def test_the_root_tells_the_story_and_folders_name_their_files_once() -> None:
+def test_the_root_has_the_walk_and_folders_name_their_files_once() -> None:
     assert len([place for place in sources() if "/" not in place]) <= ROOT_FILES
     for place in sources():
         folder = Path(place).parent.name

@@ -27,11 +27,11 @@ from hvdtrain.training.agreement import plan_together
 from hvdtrain.training.keys import Placement
 from hvdtrain.training.predict import (
     Exchange,
-    Measured,
+    Measurement,
     Prediction,
     Work,
     best,
-    gradients_travel,
+    gradient_exchange_seconds,
     is_extrapolated,
     predict,
     slowdown,
@@ -72,7 +72,7 @@ def predict_speed(comm: Communicator, settings: Settings, placements: Sequence[P
         measured = _computing(comm, settings, alone.learner, costs[chosen], seconds[0], reading)
         if comm.size > 1:
             exchange = _exchange(comm, settings, alone.learner)
-            waited = _waiting_share(seconds[0], seconds[1], gradients_travel(measured, exchange, comm.size))
+            waited = _waiting_share(seconds[0], seconds[1], gradient_exchange_seconds(measured, exchange, comm.size))
             measured = replace(measured, exchange=replace(exchange, waited=waited))
 
         def prediction_lines() -> list[str]:
@@ -91,11 +91,11 @@ def predict_speed(comm: Communicator, settings: Settings, placements: Sequence[P
 
 def _computing(
     comm: Communicator, settings: Settings, learner: Learner, costs: Array, seconds: Array, reading_per_frame: float
-) -> Measured:
+) -> Measurement:
     """Collective. Everything but the exchange."""
     fixed, per_frame, jitter, slow_rank = fit(costs, seconds)
     fixed_threads = launch.environment().get("OMP_NUM_THREADS", "")
-    return Measured(
+    return Measurement(
         size=comm.size,
         per_host=comm.local_size,
         hosts=len(set(comm.gather(socket.gethostname(), name="doctor.hosts"))),
@@ -224,7 +224,7 @@ def _waiting_share(alone: Array, together: Array, travel: float) -> float:
     return max(0.0, float(numpy.median(together.mean(axis=0) - alone.max(axis=0))) / max(travel, 1e-9))
 
 
-def lines(measured: Measured, predictions: Sequence[Prediction]) -> list[str]:
+def lines(measured: Measurement, predictions: Sequence[Prediction]) -> list[str]:
     """The measurement, a table of the predictions, and conclusions from it."""
     names = f"{'sequences/s':>11} {'speed-up':>8} {'step':>9} {'stragglers':>10} {'network':>8}"
     table = [f"{'ranks':>8}  {'method':<14} {names}  limited by"]
@@ -248,7 +248,7 @@ def _ranks(number: int) -> str:
     return f"{number} rank{'s' if number > 1 else ''}"
 
 
-def _measured_lines(measured: Measured) -> list[str]:
+def _measured_lines(measured: Measurement) -> list[str]:
     hosts = f"{measured.hosts} host{'s' if measured.hosts > 1 else ''} of {measured.cores} cores"
     slow = f", every one {1e3 * measured.slow_rank:.3g} ms longer on the slowest rank" if measured.slow_rank else ""
     text = [
@@ -258,7 +258,7 @@ def _measured_lines(measured: Measured) -> list[str]:
         f"reading takes {1e6 * measured.reading_per_frame:.2g} us for each"
     ]
     if (exchange := measured.exchange) is not None:
-        alone = gradients_travel(measured, exchange, measured.size)
+        alone = gradient_exchange_seconds(measured, exchange, measured.size)
         text.append(
             f"all-reduce: {1e6 * exchange.latency:.0f} us for a few bytes, {1e3 * exchange.bucket_seconds:.3g} ms for "
             f"{size_text(exchange.bucket_bytes)}; {size_text(measured.parameters)} of gradients travel in {1e3 * alone:.3g} ms "
@@ -268,7 +268,7 @@ def _measured_lines(measured: Measured) -> list[str]:
     return text
 
 
-def _notes(measured: Measured, predictions: Sequence[Prediction]) -> list[str]:
+def _notes(measured: Measurement, predictions: Sequence[Prediction]) -> list[str]:
     """The assumptions of the predictions."""
     notes = []
     placements = [prediction.placement for prediction in predictions]

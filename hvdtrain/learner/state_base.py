@@ -16,6 +16,7 @@ from hvdtrain.learner.contents import (
     NO_MARKS,
     OPTIMIZER_CLASS,
     OWN,
+    SHAPES,
     SHARED,
     TRAINED,
     CheckpointContents,
@@ -23,7 +24,7 @@ from hvdtrain.learner.contents import (
     Marks,
     RankContents,
 )
-from hvdtrain.learner.integrity import check_rank_file, check_same_save
+from hvdtrain.learner.integrity import check_rank_file, check_same_save, check_shapes, shapes_of
 from hvdtrain.learner.model_state import Kind, StatePart
 from hvdtrain.learner.precision import LossScale
 from hvdtrain.learner.preload import PreloadRequest
@@ -35,6 +36,10 @@ NEW_OPTIMIZER = "(go on with the optimizer that the training began with, or with
 
 UNSUITABLE = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 """What frameworks raise of values that do not belong to a model or an optimizer."""
+
+
+WITH_TENSORS = ("optimizer", TRAINED, SHARED, OWN, "parameters", "frozen", "statistics", "counters")
+"""Entries that hold tensors, by their names or numbers."""
 
 
 class StateBase(ABC):
@@ -71,7 +76,7 @@ class StateBase(ABC):
 
     def start_average(self) -> None:
         """Let the moving average begin with the present weights, if one is kept and has not begun yet."""
-        if self._average is not None and not self._average.started:
+        if self._average is not None and not self._average.has_started:
             self._average.start()
 
     def average_weights(self, updates: int) -> None:
@@ -79,10 +84,10 @@ class StateBase(ABC):
         if self._average is not None:
             self._average.follow(updates)
 
-    def averaged(self) -> AbstractContextManager[None]:
+    def averaged_weights(self) -> AbstractContextManager[None]:
         """Inside the `with` block, the model's weights are their moving average, if one is kept. For evaluation; what is saved
         inside the block is the same as outside of it."""
-        return self._average.used() if self._average is not None and self._average.started else nullcontext()
+        return self._average.use() if self._average is not None and self._average.has_started else nullcontext()
 
     # Checkpoints
 
@@ -93,15 +98,16 @@ class StateBase(ABC):
         """What a checkpoint holds of the present state. It may share memory with the model, so it has to be written before
         training goes on."""
         model = self._model_tensors()
-        with self._average.left() if self._average is not None else nullcontext():
+        with self._average.training_mode() if self._average is not None else nullcontext():
             optimizer = self._optimizer_contents()
         for entry, lists in ((SHARED, self.shared), (OWN, self.own)):
             if lists:
                 optimizer[entry] = self._stored_lists(lists)
-        if self._average is not None and self._average.started:
-            averages, trained = self._average.both()
+        if self._average is not None and self._average.has_started:
+            averages, trained = self._average.evaluated_and_trained()
             model |= averages
             optimizer |= {TRAINED: trained, AVERAGED: self._average.updates}
+        optimizer[SHAPES] = _shapes(optimizer)
         return CheckpointContents(model, optimizer, progress, self._format)
 
     def snapshot(self, progress: Mapping[str, Any]) -> CheckpointContents:
@@ -145,7 +151,7 @@ class StateBase(ABC):
             entries |= self._optimizer_contents()
         if self.own:
             entries[OWN] = self._stored_lists(self.own)
-        return RankContents(entries, self._format)
+        return RankContents({**entries, SHAPES: _shapes(entries)}, self._format)
 
     def load_rank(self, file: Path, parts: Sequence[StatePart], marks: Marks = NO_MARKS) -> None:
         """Read this rank's file.
@@ -158,11 +164,17 @@ class StateBase(ABC):
         self.own = _lists(entries, OWN, file)
         if "optimizer" in parts:
             self._load_optimizer(entries, file)
+        else:
+            self._check_shapes(file, entries)
         for kind in _kinds(parts):
             try:
                 self._set_kind(kind, entries[kind])
             except UNSUITABLE as error:
                 raise DamagedCheckpoint(f"{file}: expected the {kind} of this config's model, got others: {error}") from None
+
+    def _check_shapes(self, file: Path, entries: Mapping[str, Any]) -> None:
+        """Whether all tensors are in a file that were saved. Raises: DamagedCheckpoint."""
+        check_shapes(file, entries.get(SHAPES), _with_tensors(entries), self._numbered_parameters(entries))
 
     def _optimizer_contents(self) -> dict[str, Any]:
         return self._optimizer_entries() | ({} if self._scale is None else {"loss_scale": self._scale.state()})
@@ -174,6 +186,7 @@ class StateBase(ABC):
             raise DamagedCheckpoint(f"{file}: expected the state of the optimizer {own}, got a file without 'optimizer'")
         if (stored := entries.get(OPTIMIZER_CLASS, own)) != own:
             raise CheckpointError(f"{file}: expected the state of the optimizer {own}, got that of {stored} {NEW_OPTIMIZER}")
+        self._check_shapes(file, entries)
         try:
             lines = self._set_optimizer(entries)
         except UNSUITABLE as error:
@@ -233,12 +246,27 @@ class StateBase(ABC):
         """The optimizer's state under "optimizer", and what belongs to it."""
 
     @abstractmethod
+    def _numbered_parameters(self, entries: Mapping[str, Any]) -> dict[str, str]:
+        """The names of parameters by the numbers that the optimizer's state in a file has for them, for messages."""
+
+    @abstractmethod
     def _set_optimizer(self, entries: Mapping[str, Any]) -> list[str]:
         """Set the optimizer's state. Returns lines about what changed."""
 
 
 def _kinds(parts: Sequence[StatePart]) -> list[Kind]:
     return [part for part in parts if part != "optimizer" and part != "kept"]
+
+
+def _with_tensors(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries that hold tensors. Of an optimizer in the form of PyTorch's, these are in its state, not in its groups."""
+    kept = {name: entries[name] for name in WITH_TENSORS if name in entries}
+    optimizer = kept.get("optimizer")
+    return kept | ({"optimizer": {"state": optimizer["state"]}} if isinstance(optimizer, dict) and "state" in optimizer else {})
+
+
+def _shapes(entries: Mapping[str, Any]) -> dict[str, str]:
+    return shapes_of(_with_tensors(entries))
 
 
 def _lists(entries: Mapping[str, Any], entry: str, file: Path) -> dict[str, list[Tensor]]:

@@ -28,17 +28,19 @@ class EarlyStoppingKeys(Section):
     )
 
 
-def ends_early(keys: EarlyStoppingKeys, history: Sequence[EpochRecord], measure: Measure) -> str | None:
+def early_stop_reason(keys: EarlyStoppingKeys, history: Sequence[EpochRecord], measure: Measure) -> str | None:
     """The reason to end training after the epochs of a history, for the log; None: training continues.
 
     Args:
         history: the finished epochs, oldest first.
-        measure: compares them.
+        measure: compares epochs.
     """
     if keys.early_stopping_patience is None or not history:
         return None
     name, best = measure.name(history), measure.best(history, keys.early_stopping_min_difference)
-    if name is None or best is None or history[-1].epoch - best.epoch < keys.early_stopping_patience:
-        return None
     patience = keys.early_stopping_patience
+    if name is None or history[-1].epoch - (history[0] if best is None else best).epoch < patience:
+        return None
+    if best is None:
+        return f"{name} was not a number in any of {len(history)} epochs, early_stopping_patience is {patience}"
     return f"{name} was best after epoch {best.epoch} ({best.scores[name]:.4g}), early_stopping_patience is {patience}"

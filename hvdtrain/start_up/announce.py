@@ -10,10 +10,10 @@ from hvdtrain.comm import launch
 from hvdtrain.comm.base import on_rank_zero, together
 from hvdtrain.data.feed import batch_lines, feed_lines
 from hvdtrain.learner.base import Learner
-from hvdtrain.learner.precision import cpu_lacks_bfloat16
+from hvdtrain.learner.precision import cpu_emulates_bfloat16
 from hvdtrain.learner.reducers import scale_learning_rate
 from hvdtrain.report.json_lines import as_json, table, write_summary
-from hvdtrain.report.runs import Start, note_start
+from hvdtrain.report.runs import Start, append_start
 from hvdtrain.runtime import log
 from hvdtrain.session import Session
 from hvdtrain.settings import Settings, effective_keys
@@ -32,7 +32,7 @@ def gather_hosts(session: Session) -> list[Host]:
 def announce(settings: Settings, session: Session, limits: TrainingLimits, hosts: list[Host]) -> None:
     """Collective. Log what is about to happen: ranks, data, batches, the rule for the learning rate. Raises: DataError."""
     log_ranks(settings, session.comm.size, hosts)
-    log_data(session)
+    log_data(settings, session)
     log_model(settings, session.learner)
     if session.comm.size > 1:
         log_exchange(settings, session)
@@ -56,9 +56,11 @@ def log_ranks(settings: Settings, size: int, hosts: list[Host]) -> None:
         log.warning(f"mpirun does not notice when a host is lost; with {launch.KEEPALIVE} it does")
 
 
-def log_data(session: Session) -> None:
+def log_data(settings: Settings, session: Session) -> None:
     """Collective. Log the datasets, and the batches of the next epoch. Raises: DataError."""
     comm, feeds = session.comm, session.feeds
+    if (line := settings.batch.remainder_line(comm.size)) is not None:
+        log.warning(line)
 
     def data_lines() -> list[tuple[int, str]]:
         lines = [line for feed in feeds for line in feed_lines(feed, comm.local_size)]
@@ -72,7 +74,7 @@ def log_model(settings: Settings, learner: Learner) -> None:
     """Log the size of the model, and how it is updated."""
     dtype = settings.precision.precision().dtype
     log.detail(f"model: {learner.num_parameters} parameters{'' if dtype == 'float32' else f', computes in {dtype} where it can'}")
-    if dtype == "bfloat16" and learner.device_name == "CPU" and cpu_lacks_bfloat16():
+    if dtype == "bfloat16" and learner.device_name == "CPU" and cpu_emulates_bfloat16():
         log.warning(f"mixed_precision: this CPU has no instructions for {dtype} (avx512_bf16, amx_bf16): float32 is faster on it")
     if (steps := settings.accumulation.accum_grad_multiple_step) not in (None, 1):
         count = f"{steps}" if isinstance(steps, int) else "as many as accum_grad_multiple_step says"
@@ -83,7 +85,7 @@ def log_exchange(settings: Settings, session: Session) -> None:
     """Log what the ranks exchange, and which effects their number has."""
     size = session.comm.size
     log.detail(f"ranks: {session.reducer.description}")
-    if message := settings.reduce.without_effect:
+    if message := settings.reduce.ignored_key_line:
         log.warning(message)
     if settings.reduce.learning_rate_scale:
         factor = scale_learning_rate(1.0, settings.reduce.learning_rate_scale, size)
@@ -116,7 +118,7 @@ def record_start(settings: Settings, session: Session, hosts: list[Host]) -> Sta
     folder = Path(settings.run.model).parent
 
     def note() -> None:
-        note_start(folder, start)
+        append_start(folder, start)
         summary = as_json(session.learner.layers(), {})
         write_summary(folder, summary)
         for line in table(summary):

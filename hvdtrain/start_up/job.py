@@ -13,8 +13,8 @@ from typing import Literal
 
 from hvdtrain.checkpoint.changed_keys import changed_key_lines
 from hvdtrain.checkpoint.folder import CheckpointFolder, parse_rule
-from hvdtrain.checkpoint.lock import only_training_of
-from hvdtrain.checkpoint.preload import constant_preloads, take_over
+from hvdtrain.checkpoint.lock import lock_model
+from hvdtrain.checkpoint.preload import constant_preloads, load_preloads
 from hvdtrain.checkpoint.progress import BestModel, Progress
 from hvdtrain.checkpoint.saver import MODEL_KINDS, Saver
 from hvdtrain.checkpoint.start import call_hooks, check_data, load_trained, resume
@@ -121,7 +121,7 @@ def _open(settings: Settings, purpose: Purpose, comm: Communicator, watched: Exi
     if purpose in ("train", "dry_run"):
         together(comm, lambda: settings.trackers.require_packages() if comm.rank == 0 else None, name="packages")
     if purpose == "train":
-        lock = only_training_of(Path(settings.run.model))
+        lock = lock_model(Path(settings.run.model))
         together(comm, lambda: stack.enter_context(lock) if comm.rank == 0 else None, name="lock")
     watchdog = watched.enter_context(_watchdog(settings, purpose, comm))
     if comm.rank == 0:
@@ -236,7 +236,7 @@ def build_learner(settings: Settings, gradient_exchange: GradientExchange, comm:
         batch_norm=comm.channel("sync_batch_norm") if settings.learner.sync_batch_norm and comm.size > 1 else None,
         sharded=comm if is_sharded and comm.size > 1 else None,
         bucket_bytes=comm.bucket_bytes,
-        constants=partial(take_over, constant) if constant else None,
+        constants=partial(load_preloads, constant) if constant else None,
         model_format=settings.saving.checkpoint_format or framework.suffix,
     )
     return framework.build(settings.learner, gradient_exchange, options)

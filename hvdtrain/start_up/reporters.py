@@ -15,7 +15,15 @@ from hvdtrain.report.json_lines import JsonLines, StepLines
 from hvdtrain.report.runs import Start
 from hvdtrain.report.services import RunDescription, Status, config_values, git_state
 from hvdtrain.report.steps import Reporters
-from hvdtrain.report.trackers import PATIENCE, InBackground, RunIds, TensorBoard, Tolerant, TrackEpoch, report_page
+from hvdtrain.report.trackers import (
+    PATIENCE,
+    BackgroundTracker,
+    BestEffortReporter,
+    RunIds,
+    TensorBoard,
+    TrackEpoch,
+    write_report_page,
+)
 from hvdtrain.runtime import log
 from hvdtrain.runtime.interrupt import Stopped
 from hvdtrain.schedule.file import LearningRateFile, epoch_meta, epoch_rate
@@ -59,7 +67,7 @@ class BestReporter:
         if best is not None and name is not None and best.epoch == report.epoch:
             log.info(f"epoch {best.epoch} is the best so far: {name} {best.scores[name]:.4g}, {measure.direction(name)}")
         self._is_first = False
-        self._session.best.note(history)
+        self._session.best.update(history)
 
 
 def open_trackers(settings: Settings, session: Session) -> Reporters:
@@ -71,15 +79,15 @@ def open_trackers(settings: Settings, session: Session) -> Reporters:
         boards.append(TensorBoard(Path(settings.run.model).parent / "tensorboard", session.progress.step, parameters))
     track_epoch = as_function(settings.trackers.track_epoch, "track_epoch")
     if track_epoch is not None:
-        trackers.append(Tolerant("track_epoch", TrackEpoch(track_epoch)))
-    tolerant = [Tolerant("use_tensorboard", board) for board in boards]
+        trackers.append(BestEffortReporter("track_epoch", TrackEpoch(track_epoch)))
+    tolerant = [BestEffortReporter("use_tensorboard", board) for board in boards]
     return Reporters(steps=[board.step for board in boards], services=[*tolerant, *trackers])
 
 
 @contextmanager
-def open_services(settings: Settings, session: Session, start: Start) -> Iterator[list[InBackground]]:
+def open_services(settings: Settings, session: Session, start: Start) -> Iterator[list[BackgroundTracker]]:
     """The experiment trackers of the config on rank 0, which end with the block; none on the other ranks."""
-    services = settings.trackers.made if session.comm.rank == 0 else []
+    services = settings.trackers.factories if session.comm.rank == 0 else []
     if not services:
         yield []
         return
@@ -91,7 +99,7 @@ def open_services(settings: Settings, session: Session, start: Start) -> Iterato
     for number, service in enumerate(services):
         is_first = number == [other.label for other in services].index(service.label)
         label = service.label if is_first else f"{service.label} ({number})"
-        trackers.append(InBackground(label, service.make, partial(ids.note, label)))
+        trackers.append(BackgroundTracker(label, service.make, partial(ids.store, label)))
         config = config_values(start.settings)
         trackers[-1].begin(RunDescription(folder.name, folder, known.get(label), progress.step, config, git, start))
     status: Status = "failed"
@@ -103,9 +111,9 @@ def open_services(settings: Settings, session: Session, start: Start) -> Iterato
         raise
     finally:
         session.watchdog.beat("waiting for the trackers", "unhurried")
-        files = {} if status == "failed" else report_page(folder)
+        files = {} if status == "failed" else write_report_page(folder)
         for tracker in trackers:
-            tracker.ask_to_end(status, files)
+            tracker.request_end(status, files)
         deadline = time.monotonic() + PATIENCE[status]
         for tracker in trackers:
             tracker.wait(deadline - time.monotonic())

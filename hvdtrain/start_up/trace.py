@@ -12,7 +12,7 @@ from hvdtrain.comm.horovod import HorovodCommunicator
 from hvdtrain.learner.frameworks import FRAMEWORKS
 from hvdtrain.session import Session
 from hvdtrain.settings import Settings
-from hvdtrain.training.trace import OfRank, Profile, StepRecorder, Trace, TraceKeys, num_runs, record_nothing
+from hvdtrain.training.trace import Profile, RankProfiler, StepRecorder, Trace, TraceKeys, num_runs, record_nothing
 
 
 def open_trace(session: Session, keys: TraceKeys) -> StepRecorder:
@@ -35,7 +35,7 @@ def profile_steps(settings: Settings, session: Session, note: StepRecorder) -> I
     on_gpu = session.learner.device_name != "CPU"
     profile = Profile(
         note,
-        OfRank(FRAMEWORKS[settings.run.backend].profiler(on_gpu), comm.rank, comm.size),
+        RankProfiler(FRAMEWORKS[settings.run.backend].profiler(on_gpu), comm.rank, comm.size),
         session.timer,
         folder / f"rank-{comm.rank}-of-{comm.size}.json.gz",
         number,

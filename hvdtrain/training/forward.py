@@ -1,4 +1,4 @@
-"""Running a model over a dataset on all ranks, and handing its outputs on in the dataset's order."""
+"""Running a model over a dataset on all ranks, and passing on its outputs in the dataset's order."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from hvdtrain.training.search_output import SearchWriter
 from hvdtrain.training.search_output import check as check_search
 
 SLICE = 1.0
-"""For about this many seconds rank 0 hands outputs on until the ranks meet: the others wait, and the watchdog wants progress."""
+"""Rank 0 passes on outputs for about this many seconds before it meets the waiting ranks, so that the watchdog sees progress."""
 
 
 @dataclass(frozen=True)
 class SequenceOutput:
-    """One output of one sequence, as a callback gets it. Attributes: raw_tensor: a numpy array of shape (frames, ...)."""
+    """One output of one sequence, as passed to a callback. Attributes: raw_tensor: a numpy array of shape (frames, ...)."""
 
     raw_tensor: Array
 
 
 class Spool:
-    """Outputs that wait in a file of this rank's own until rank 0 takes them over, in whatever order.
+    """This rank's file of outputs, in the order in which they were computed, until rank 0 reads them.
 
     Attributes:
-        places: by the sequence's index and the number of its copy, where in the file its outputs begin.
+        places: the index of each sequence, and the offset of its outputs in the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -59,11 +59,11 @@ def forward(
 ) -> int:
     """Collective. Every sequence's outputs go to a callback, into files, or both; returns the number of steps.
 
-    Outputs are collected in files beside `spool_prefix`, which are removed, and handed on by rank 0 when all are there.
+    Each rank collects its outputs in a temporary file next to `spool_prefix`; rank 0 passes them on when all are complete.
 
     Raises:
         ConfigError: none of output_file, search_output_file and forward_callback is set, or forward_step marks no output.
-        DataError: a file exists or cannot be written, or the ranks did not go through what was planned.
+        DataError: a file exists or cannot be written, or the ranks did not use exactly what was planned.
     """
     callback = together(comm, lambda: _callback(keys) if comm.rank == 0 else _check(keys), name="forward_callback")
     if callback is not None:
@@ -125,10 +125,10 @@ def _callback(keys: ForwardKeys) -> Any:
     _check(keys)
     value = as_function(keys.forward_callback, "forward_callback")
     made = value() if isinstance(value, type) or not hasattr(value, "process_seq") and callable(value) else value
-    lacking = [name for name in ("init", "process_seq", "finish") if made is not None and not hasattr(made, name)]
-    if lacking:
+    missing = [name for name in ("init", "process_seq", "finish") if made is not None and not hasattr(made, name)]
+    if missing:
         raise ConfigError.of(
-            "missing", f"forward_callback: expected the method {lacking[0]}, got a {type(made).__name__} without it"
+            "missing", f"forward_callback: expected the method {missing[0]}, got a {type(made).__name__} without it"
         )
     return made
 
@@ -148,7 +148,7 @@ def _open_spool(prefix: Path, rank: int) -> Spool:
 
 
 def _some(work: Iterator[int], total: int) -> int:
-    """Go on for about a second, at most up to the last sequence; return how many are handed on."""
+    """Continue for about a second, at most up to the last sequence; return how many sequences are done."""
     until = time.monotonic() + SLICE
     done = 0
     for done in work:
@@ -164,7 +164,7 @@ def _hand_on(
     output_file: str | None,
     searched: SearchWriter | None,
 ) -> Generator[int, None, None]:
-    """Rank 0: all outputs in the dataset's order. Yields how many sequences are handed on, after each; then it finishes."""
+    """On rank 0: pass on all outputs in the dataset's order. Yields the number of sequences after each; then it finishes."""
     from hvdtrain.data.hdf.writer import HDFWriter  # here, so that the keys above stay light to import
 
     with ExitStack() as stack:
@@ -201,7 +201,7 @@ def _in_order(
 
 
 def _as_streams(outputs: dict[str, Array], vectors: frozenset[str]) -> dict[str, Array]:
-    """The data keys of an HDF file: 'output', or else the only or first output, is 'data'; a number or a vector is one frame."""
+    """The data keys of an HDF file: 'data' is the output 'output', or else the first one; a number or a vector is one frame."""
     default = "output" if "output" in outputs else next(iter(outputs)) if "data" not in outputs else "data"
     framed = {name: value[None] if name in vectors else value for name, value in outputs.items()}
     arrays = {"data" if name == default else name: value for name, value in framed.items()}

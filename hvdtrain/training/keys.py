@@ -1,4 +1,4 @@
-"""The keys of the task forward, and what `predict_ranks` says."""
+"""The keys of the task forward, and the value of `predict_ranks`."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Placement:
 def parse_placements(value: Any) -> list[Placement]:
     """Parse the key `predict_ranks`: 8, (2, 8), '2,8,64:4' (64 ranks, 4 on each host). Raises: ValueError, TypeError.
 
-    >>> [str(one) for one in parse_placements("2, 8,64:4")], parse_placements((2, 8)) == parse_placements("2,8")
+    >>> [str(placement) for placement in parse_placements("2, 8,64:4")], parse_placements((2, 8)) == parse_placements("2,8")
     (['2', '8', '64:4'], True)
     """
     parts = value.split(",") if isinstance(value, str) else list(value) if isinstance(value, (list, tuple)) else [value]

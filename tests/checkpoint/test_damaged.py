@@ -126,6 +126,23 @@ def in_pt(name: str, change: Callable[[dict[str, Any]], object]) -> Callable[[Pa
 
 MODEL, OPTIMIZER = "model.002.pt", "model.002.opt.pt"
 
+
+def last_state(stored: dict[str, Any]) -> tuple[dict[int, Any], int, str]:
+    """The state of an optimizer, and the number and the name of its last parameter with one."""
+    state = stored["optimizer"]["state"]
+    return state, max(state), stored["param_names"][max(state)]
+
+
+def without_a_state(stored: dict[str, Any]) -> None:
+    state, number, _ = last_state(stored)
+    del state[number]
+
+
+def with_another_shape(stored: dict[str, Any]) -> None:
+    state, number, _ = last_state(stored)
+    state[number]["momentum_buffer"] = state[number]["momentum_buffer"][:2]
+
+
 DAMAGES: dict[str, tuple[str, Callable[[Path], Path], str]] = {
     "an optimizer of another epoch": (
         "pt",
@@ -139,6 +156,16 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], Path], str]] = {
         "expected the state that was saved together with model.002.pt",
     ),
     "no optimizer": ("pt", in_pt(OPTIMIZER, lambda stored: stored.pop("optimizer")), "got a file without 'optimizer'"),
+    "an optimizer without the state of one parameter": (
+        "pt",
+        in_pt(OPTIMIZER, without_a_state),
+        "of the parameter last.bias as it was saved, of the shape (5,), got a file without it",
+    ),
+    "an optimizer with a state of another shape": (
+        "pt",
+        in_pt(OPTIMIZER, with_another_shape),
+        "of the parameter last.bias as it was saved, of the shape (5,), got (2,)",
+    ),
     "renamed": (
         "pt",
         lambda folder: [copied(folder / f"model.001{end}", folder / f"model.002{end}") for end in (".opt.pt", ".pt")][1],
@@ -147,7 +174,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], Path], str]] = {
     "no metadata": (
         "safetensors",
         lambda folder: without_metadata(folder / "model.002.safetensors"),
-        "expected where the training stands, got a file without epoch and step",
+        "expected the position in the training, got a file without epoch and step",
     ),
     "no step": ("pt", in_pt(MODEL, lambda stored: stored.pop("step")), "got a file without step"),
     "text as epoch": ("pt", in_pt(MODEL, lambda stored: stored.update(epoch="two")), "expected epoch of type int"),
@@ -180,7 +207,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], Path], str]] = {
     "an optimizer of another type": (
         "pt",
         in_pt(OPTIMIZER, lambda stored: stored.update(optimizer=[1])),
-        "expected the state of the optimizer SGD for this model, got another",
+        "as it was saved, of the shape (8, 4, 3), got a file without it",
     ),
     "keys of another type": (
         "pt",
@@ -249,10 +276,10 @@ def test_a_file_that_needs_code_is_refused_without_advice_to_run_it(corpus: Path
     ended = go_on(corpus, tmp_path / "pt")
     assert ended.status == 2
     assert (
-        f"{tmp_path / 'pt' / MODEL}: expected tensors and plain values, got a file that needs code to be read: pathlib"
+        f"{tmp_path / 'pt' / MODEL}: expected tensors and plain values, got a file that needs code to be loaded: pathlib"
         in ended.err
     )
-    assert "never runs code of a file (and neither should you" in ended.err
+    assert "never runs code from a file (and neither should you" in ended.err
     assert "Re-running" not in ended.err
     assert "arbitrary code" not in ended.err
 
@@ -339,12 +366,12 @@ def disturbed(file: Path, numbers: random.Random) -> str:
 def test_every_bit_of_a_safetensors_file_counts(tmp_path: Path) -> None:
     from safetensors.numpy import save_file
 
-    from hvdtrain.learner.model_format import header, writing
+    from hvdtrain.learner.model_format import atomic_write, header
 
     numbers = generator("safetensors")
     rows = numpy.frombuffer(numbers.randbytes(300_000), numpy.uint8)
     file = tmp_path / "model.safetensors"
-    with writing(file) as unfinished:
+    with atomic_write(file) as unfinished:
         save_file({"a": rows, "b": rows[:5]}, unfinished, header("tf", {"epoch": 1}))
     whole = file.read_bytes()
     assert damage(file) is None

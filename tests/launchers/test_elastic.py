@@ -23,7 +23,7 @@ from elastic import (
 )
 from launching import EMPTY, ROOT, TOY, clean_environment, launch, refused, torchrun
 
-from hvdtrain.checkpoint.lock import Holder, only_training_of
+from hvdtrain.checkpoint.lock import Holder, lock_model
 from hvdtrain.comm.child import HUNG, PEER_FAILED
 from hvdtrain.comm.keys import LaunchKeys
 from hvdtrain.comm.launchers import Launch, Launcher, Mpirun, Ngpu, SingleProcess, Srun, Torchrun
@@ -298,17 +298,17 @@ def test_the_first_error_is_remembered_by_an_agent_of_torchrun(tmp_path: Path, c
 def test_a_lock_of_an_earlier_attempt_is_taken_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the file system has no locks, and a rank that is not of the same launcher waits for signs of life."""
     own = Holder(pid=1, launcher=os.getppid())
-    assert own.was_before(Holder(pid=2, launcher=os.getppid()))
-    assert not own.was_before(Holder(pid=2, launcher=os.getppid() + 1))
-    assert not own.was_before(Holder(host="another", pid=2, launcher=os.getppid()))
-    assert not Holder(pid=1).was_before(Holder(pid=2))  # of an older version, or without a launcher
+    assert own.is_predecessor_of(Holder(pid=2, launcher=os.getppid()))
+    assert not own.is_predecessor_of(Holder(pid=2, launcher=os.getppid() + 1))
+    assert not own.is_predecessor_of(Holder(host="another", pid=2, launcher=os.getppid()))
+    assert not Holder(pid=1).is_predecessor_of(Holder(pid=2))  # of an older version, or without a launcher
 
     monkeypatch.setattr("hvdtrain.checkpoint.lock._acquire", lambda path, patience: None)
     monkeypatch.setenv("HVDTRAIN_RANK", "0")
     monkeypatch.setenv("HVDTRAIN_SIZE", "2")
-    with only_training_of(tmp_path / "model", beat=0.1):
+    with lock_model(tmp_path / "model", beat=0.1):
         left = (tmp_path / "model.lock").read_text()
     (tmp_path / "model.lock").write_text(left)
     began = time.monotonic()
-    with only_training_of(tmp_path / "model", beat=600.0 / 100):
+    with lock_model(tmp_path / "model", beat=600.0 / 100):
         assert time.monotonic() - began < 3 * 6.0  # it would have watched for so long

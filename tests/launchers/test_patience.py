@@ -10,8 +10,8 @@ def patient(*how: str) -> Finished:
     return launch([str(ROOT / "tests" / "patient.py"), *how], ranks=2)
 
 
-def test_nobody_is_taken_for_hung_while_another_rank_works_and_its_error_is_raised_on_all() -> None:
-    """And nobody leaves before the others are done: mpirun would end them."""
+def test_no_rank_is_taken_for_hung_while_another_works_and_its_error_is_raised_on_all() -> None:
+    """And no rank leaves before the others are done: mpirun would end them."""
     finished = patient("progress", "error")
     assert finished.status == 75, finished.err
     assert sorted(finished.out.splitlines()) == [

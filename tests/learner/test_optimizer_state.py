@@ -11,7 +11,7 @@ from thread_ranks import on_ranks
 from hvdtrain.comm.base import Communicator, SingleCommunicator
 from hvdtrain.context import get_run_ctx
 from hvdtrain.data.types import Batch, Padded
-from hvdtrain.errors import CheckpointError, ConfigError
+from hvdtrain.errors import CheckpointError, ConfigError, DamagedCheckpoint
 from hvdtrain.learner.base import LearnerKeys
 from hvdtrain.learner.frameworks import BuildOptions
 from hvdtrain.learner.reducers import ReduceKeys
@@ -168,7 +168,7 @@ def there_and_back(comm: Communicator, optimizer: Any, folder: Path, sharded: bo
     """The weights after six updates: in one go, after three in a new learner, and where an evaluation and a stop are between."""
     whole = updated(learner(comm, optimizer, sharded), comm, 0, 6)
     stopped = updated(learner(comm, optimizer, sharded), comm, 0, 3)
-    with stopped.state.averaged():
+    with stopped.state.averaged_weights():
         save(stopped, comm, folder)
     save(stopped, comm, folder)
     resumed = learner(comm, optimizer, sharded)
@@ -219,7 +219,7 @@ def test_the_file_of_a_schedule_free_model_has_the_weights_for_evaluations(tmp_p
     trained = weights(made)
     save(made, comm, tmp_path)
     assert same(weights(made), trained)
-    with made.state.averaged():
+    with made.state.averaged_weights():
         evaluated = weights(made)
     assert not same(evaluated, trained)
     assert same(torch.load(tmp_path / "model.pt")["model"], evaluated)
@@ -241,11 +241,15 @@ def test_the_file_of_a_schedule_free_model_has_the_weights_for_evaluations(tmp_p
             "optimizer: expected an optimizer that takes gradients as they are",
         ),
         (lambda parameters: parameters, {}, "optimizer: expected a function that returns an optimizer of PyTorch, got a list of"),
-        (lambda parameters: torch.optim.SGD(parameters[:2]), {}, "got none with seldom, unused (requires_grad_(False) leaves"),
+        (
+            lambda parameters: torch.optim.SGD(parameters[:2]),
+            {},
+            "got groups without seldom, unused (requires_grad_(False) leaves",
+        ),
         (
             lambda parameters: torch.optim.SGD([*parameters, torch.nn.Parameter(torch.ones(1))]),
             {},
-            "got a tensor that is no parameter of the model",
+            "got a tensor that is not a parameter of the model",
         ),
         ({"class": ScheduleFree}, {"ema_decay": 0.9}, "ema_decay: expected None with ScheduleFree"),
         (
@@ -311,6 +315,95 @@ def test_an_estimate_that_an_optimizer_keeps_in_its_groups_is_none_of_its_option
     resumed.state.load(tmp_path / "model.pt", tmp_path / "optimizer.pt")
     [group] = resumed.optimizer.param_groups
     assert (group["d"], group["growth"]) == (1e-3 * 2**3, 3.0)
+
+
+def resaved(folder: Path, change: Any, *, says_shapes: bool) -> None:
+    """Write an optimizer's file again as another program does: changed, and without what hvdtrain says of it if asked to."""
+    stored = torch.load(folder / "optimizer.pt", weights_only=True)
+    change(stored)
+    if not says_shapes:
+        del stored["shapes"]
+    torch.save(stored, folder / "optimizer.pt")
+
+
+def drop(name: str, entry: str | None = None) -> Any:
+    def change(stored: dict[str, Any]) -> None:
+        number = stored["param_names"].index(name)
+        if entry is None:
+            del stored["optimizer"]["state"][number]
+        else:
+            del stored["optimizer"]["state"][number][entry]
+
+    return change
+
+
+def cut(name: str, entry: str) -> Any:
+    def change(stored: dict[str, Any]) -> None:
+        of_one = stored["optimizer"]["state"][stored["param_names"].index(name)]
+        of_one[entry] = of_one[entry][:1]
+
+    return change
+
+
+CHANGES = {"state": drop("last"), "entry": drop("last", "exp_avg_sq"), "shape": cut("last", "exp_avg")}
+
+
+@pytest.mark.parametrize("case", CHANGES)
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_state_that_another_program_has_damaged_is_refused_by_parameter(case: str, sharded: bool, tmp_path: Path) -> None:
+    def on_rank(comm: Communicator) -> None:
+        save(updated(learner(comm, "adam", sharded), comm, 0, 3), comm, tmp_path)
+        if comm.rank == 0:
+            resaved(tmp_path, CHANGES[case], says_shapes=True)
+        comm.gather(None, name="resaved")
+        with pytest.raises(
+            DamagedCheckpoint, match=rf"{tmp_path}/optimizer.pt: expected .* of the parameter last as it was saved"
+        ):
+            learner(comm, "adam", sharded).state.load(tmp_path / "model.pt", tmp_path / "optimizer.pt")
+
+    on_ranks(2, on_rank)
+
+
+def test_a_file_that_does_not_say_what_it_had(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Of an earlier release, or of another program: a wrong shape is refused, a state that is missing is told."""
+    comm = SingleCommunicator()
+    open_log(LogKeys(), 0, 1)
+    files = tmp_path / "model.pt", tmp_path / "optimizer.pt"
+    save(updated(learner(comm, "adam"), comm, 0, 3), comm, tmp_path)
+    resaved(tmp_path, drop("last"), says_shapes=False)
+    learner(comm, "adam").state.load(*files)
+    assert "the optimizer's state begins anew for last, unused: the file has none" in capfd.readouterr().out
+    save(updated(learner(comm, "adam"), comm, 0, 3), comm, tmp_path)
+    resaved(tmp_path, cut("last", "exp_avg"), says_shapes=False)
+    with pytest.raises(CheckpointError, match=r"optimizer.pt: .*exp_avg of last has the shape \(1, 2\) instead of \(4, 2\)"):
+        learner(comm, "adam").state.load(*files)
+    save(updated(learner(comm, "sgd"), comm, 0, 3), comm, tmp_path)
+    resaved(tmp_path, lambda stored: None, says_shapes=False)
+    learner(comm, "sgd").state.load(*files)
+    assert "begins anew" not in capfd.readouterr().out, "this optimizer has no state"
+
+
+def test_a_ranks_own_file_that_is_damaged_is_refused_by_parameter(tmp_path: Path) -> None:
+    comm = SingleCommunicator()
+    made = updated(learner(comm, "adam"), comm, 0, 3)
+    file = tmp_path / "model.rank-0-of-2.pt"
+    for change, told in (
+        (lambda stored: stored["optimizer"]["state"].pop(0), "of the parameter first as it was saved"),
+        (lambda stored: stored["parameters"].pop(), "expected parameters.3 as it was saved"),
+        (lambda stored: stored["parameters"].__setitem__(0, torch.ones(1)), r"parameters.0 as it was saved, .*got \(1,\)"),
+    ):
+        made.state.rank_contents(("parameters", "optimizer")).write(file)
+        learner(comm, "adam").state.load_rank(file, ("parameters", "optimizer"))
+        stored = torch.load(file, weights_only=True)
+        change(stored)
+        torch.save(stored, file)
+        with pytest.raises(DamagedCheckpoint, match=told):
+            learner(comm, "adam").state.load_rank(file, ("parameters", "optimizer"))
+        del stored["shapes"]
+        torch.save(stored, file)
+        if "optimizer" not in told and "first" not in told:
+            with pytest.raises(DamagedCheckpoint, match="expected the parameters of this config's model, got others"):
+                learner(comm, "adam").state.load_rank(file, ("parameters", "optimizer"))
 
 
 def test_other_groups_get_the_state_of_the_same_parameters(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

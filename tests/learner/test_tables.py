@@ -41,7 +41,7 @@ def test_a_framework_is_a_folder_with_these_files_and_functions(name: str) -> No
     }
     assert "build_learner" in functions["learner"]
     assert functions["tensors"] >= {"zeros", "size", "wait_for"}
-    assert ("prepare" in functions["learner"]) == framework.prepares
+    assert ("prepare" in functions["learner"]) == framework.has_prepare
     assert len({other.suffix for other in FRAMEWORKS.values()}) == len(FRAMEWORKS)
 
 

@@ -1,5 +1,6 @@
 """The TensorFlow learner by itself: one graph for batches of any size, optimizers, random numbers, sparse gradients."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -354,6 +355,26 @@ def test_a_checkpoint_brings_everything_back_and_a_wrong_or_damaged_one_changes_
         with pytest.raises(CheckpointError, match=rf"model\.{suffix}: expected"):
             fresh.state.load(*files)
         assert kernel(fresh).tolist() == [[1.0], [1.0]]
+
+
+def test_an_optimizers_state_that_is_damaged_is_refused_by_parameter(tmp_path: Path) -> None:
+    files = tmp_path / "model.npz", tmp_path / "model.opt.npz"
+    made = learner(optimizer="adam")
+    made.backward(BATCH)
+    made.update(0.1)
+    made.state.contents({"step": 1}).write(*files)
+    with numpy.load(files[1]) as stored:
+        arrays = {name: stored[name] for name in stored.files}
+    [name] = [name for name in arrays if "velocity" in name]
+    for says_shapes in (True, False):
+        progress = json.loads(arrays["progress"].tobytes())
+        if not says_shapes:
+            del progress["shapes"]
+        kept = {**arrays, "progress": numpy.frombuffer(json.dumps(progress).encode(), numpy.uint8)}
+        for changed in ({one: kept[one] for one in kept if one != name}, {**kept, name: kept[name][:1]}):
+            numpy.savez(files[1], **changed)
+            with pytest.raises(CheckpointError, match=rf"model.opt.npz: expected .*{name}.*of .*layers.0.kernel"):
+                learner(optimizer="adam").state.load(*files)
 
 
 def test_strings_and_wide_integers_reach_the_graph() -> None:

@@ -124,7 +124,7 @@ def test_ranks_write_what_one_process_writes(folder: Path) -> None:
     assert finished.status == 0, finished.err
     assert finished.out.count(str([0] * len(conversions) + [2])) == 3
     assert finished.err.count("rank 0: ") == finished.err.count("expected a file that does not exist yet") == 1
-    assert finished.out.count(" sequences, ") == len(conversions)  # told by one rank only
+    assert finished.out.count(" sequences, ") == len(conversions)  # logged by one rank only
     assert sorted(path.name for path in (folder / "out").iterdir()) == sorted(f"{name}.hdf" for name in sources)
     for name, source in sources.items():
         assert main([*source, str(folder / f"{name}.hdf")]) == 0

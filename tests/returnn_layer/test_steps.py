@@ -61,22 +61,22 @@ def train_step(*, model, extern_data, **_):
             r"train: expected class indices, got float32 in 'data' \(extern_data.data says so\)",
         ),
         ("extern_data['words'] = {'dim': 9}", r"extern_data.words: expected one of the dataset's data keys \(data, classes\)"),
-        ("extern_data['data'] = {'dimm': 9}", "extern_data.data: expected what RETURNN makes a Tensor of, got {'dimm': 9}: "),
+        ("extern_data['data'] = {'dimm': 9}", "extern_data.data: expected options of RETURNN's Tensor, got {'dimm': 9}: "),
         ("extern_data = [9]", r"extern_data: expected a dict of dicts by data key, got \[9\]"),
-        ("model_outputs = {'output': 3}", "model_outputs.output: expected what RETURNN makes a Tensor of, got 3: "),
-        ("behavior_version = 1", "behavior_version: expected one that RETURNN has for PyTorch, got 1"),
+        ("model_outputs = {'output': 3}", "model_outputs.output: expected options of RETURNN's Tensor, got 3: "),
+        ("behavior_version = 1", "behavior_version: expected one that RETURNN supports with PyTorch, got 1"),
         ("backend = 'tensorflow'", "backend: expected 'torch' in a config that imports returnn, got 'tensorflow'"),
         ("torch_compile = True", "torch_compile: expected a get_model that returns a torch.nn.Module, got an rf.Module"),
         ("rf.Lineer", "my.config, line 21: AttributeError: .*Lineer"),
     ],
 )
-def test_what_is_wrong_is_told(tmp_path: Path, text: str, message: str) -> None:
+def test_wrong_values_are_reported(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises((ConfigError, DataError), match=message):
         train(read(tmp_path, text))
 
 
-def test_what_looks_like_a_misspelt_key_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """RETURNN ignores it, and so do its users: one of its own demos has such a name. On the command line, it is refused."""
+def test_a_name_that_looks_like_a_misspelt_key_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """RETURNN ignores it, and so do its users: one of its demos has such a name. On the command line, it is refused."""
     train(read(tmp_path, f"{TRAINS}relative_error_div_by_old, log_verbosity = True, 2\n"))
     told = "relative_error_div_by_old in my.config: neither RETURNN nor hvdtrain reads it (did you mean newbob_relative_error_"
     assert capsys.readouterr().out.count(told) == 1
@@ -135,7 +135,7 @@ def forward_step(*, model, extern_data, **_):
 
 
 def test_hooks_after_the_model_is_loaded(tmp_path: Path) -> None:
-    """At every start, and before other tasks, on what was loaded. `where` tells what they saw."""
+    """At every start, and before other tasks, on what was loaded. `where` records what they saw."""
     body = """
 import os
 where = os.environ.setdefault("CALLED", "")
@@ -189,7 +189,7 @@ def test_an_optimizer_by_its_dotted_name(tmp_path: Path) -> None:
             make_optimizer({"class": name}, torch.nn.Linear(1, 1))
 
 
-def test_without_extern_data_the_data_tells(tmp_path: Path) -> None:
+def test_without_extern_data_the_data_determines_it(tmp_path: Path) -> None:
     """And the tags are read when they are used, in the form that they have in RETURNN."""
     body = """
 del extern_data

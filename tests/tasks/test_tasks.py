@@ -140,9 +140,9 @@ def test_search_writes_texts_in_the_datasets_order(after_training: tuple[Path, d
 
 def test_forward_says_what_is_missing(after_training: tuple[Path, dict[str, object]]) -> None:
     config, keys = after_training
-    nobody = run(config, {**keys, "task": "forward"})
-    assert nobody.status == 2
-    assert nobody.names("output_file, forward_callback")
+    neither = run(config, {**keys, "task": "forward"})
+    assert neither.status == 2
+    assert neither.names("output_file, forward_callback")
     step = hvdtrain(TOY, {**keys, "task": "forward", "forward_data": keys["corpus"] / "dev.hdf", "output_file": "x.hdf"})
     assert step.status == 2
     assert step.problems == ("forward_step: missing",)

@@ -167,6 +167,17 @@ class BatchKeys(Section):
             max_seqs_total=None,
         )
 
+    def remainder_line(self, ranks: int) -> str | None:
+        """The warning that the ranks' batches have fewer sequences together than the config says; None: they have as many."""
+        wanted = self.max_seqs_total
+        if wanted is None or wanted % ranks == 0:
+            return None
+        share = wanted // ranks
+        return (
+            f"max_seqs_total: {ranks} ranks take {share * ranks} sequences in a step instead of {wanted}, {share} each: other "
+            f"steps than on one rank (a multiple of {ranks}, such as {(share + 1) * ranks}, would be divided without a remainder)"
+        )
+
     def of_training(self) -> BatchKeys:
         """The keys that apply in training."""
         return self._replace_sizes(self.batch_size_train, self.max_seqs_train)

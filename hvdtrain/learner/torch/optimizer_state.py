@@ -132,6 +132,41 @@ def regroup(
     return {**stored, "state": state, "param_groups": groups}, sources
 
 
+def missing_states(stored: Mapping[str, Any], names: Sequence[str]) -> str | None:
+    """The line about parameters without a state, where others have one; None: there are none.
+
+    For a file that does not say which of them had one when it was saved.
+
+    Args:
+        names: those of the parameters, by their numbers.
+    """
+    having = {number for number, of_one in stored["state"].items() if any(value is not None for value in of_one.values())}
+    without = [name for number, name in enumerate(names) if number not in having]
+    if not having or not without:
+        return None
+    return (
+        f"the optimizer's state begins anew for {_few(without)}: the file has none, as for a parameter that has had no "
+        "gradient yet"
+    )
+
+
+def check_state_shapes(stored: Mapping[str, Any], names: Sequence[str], parameters: Mapping[str, torch.Tensor]) -> None:
+    """Whether a state fits, of an optimizer of PyTorch's that keeps single numbers, or as many as the parameter has.
+
+    Args:
+        names: those of the parameters, by their numbers.
+        parameters: by name.
+
+    Raises:
+        ValueError: the optimizer's next step would fail.
+    """
+    for number, name in enumerate(names):
+        parameter = parameters.get(name)
+        for entry, value in stored["state"].get(number, {}).items():
+            if parameter is not None and isinstance(value, torch.Tensor) and value.dim() and value.shape != parameter.shape:
+                raise ValueError(f"{entry} of {name} has the shape {tuple(value.shape)} instead of {tuple(parameter.shape)}")
+
+
 def _steps_on_cpu(stored: dict[str, Any], optimizer: object) -> dict[str, Any]:
     """The state of an optimizer of PyTorch with `step` on the CPU, where they keep it; where it belongs to the device, as with
     fused=True, load_state_dict copies it there. On the device, they would read it from there in every update, for each

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hvdtrain.data.types import Array
-from hvdtrain.learner.contents import OPTIMIZER_CLASS, OPTIONS, TRAINED, CheckpointContents
+from hvdtrain.learner.contents import OPTIMIZER_CLASS, OPTIONS, SHAPES, TRAINED, CheckpointContents
 from hvdtrain.learner.model_format import is_safetensors
 from hvdtrain.learner.model_state import Kind
 from hvdtrain.learner.optimizer import option_texts
@@ -21,7 +21,7 @@ from hvdtrain.learner.state_base import StateBase
 from hvdtrain.learner.torch.model_file import file_format, place_of, read_file
 from hvdtrain.learner.torch.optimizer import ShardedOptimizer, names_by_group
 from hvdtrain.learner.torch.optimizer_modes import OptimizerModes
-from hvdtrain.learner.torch.optimizer_state import OptimizerOptions, regroup
+from hvdtrain.learner.torch.optimizer_state import OptimizerOptions, check_state_shapes, missing_states, regroup
 from hvdtrain.learner.torch.tensors import named_trained
 from hvdtrain.learner.torch.update import Optimizer
 from hvdtrain.learner.weight_average import WeightAverageBase
@@ -122,13 +122,15 @@ class TorchState(StateBase):
         return [tensor.detach() for tensor in tensors]
 
     def _set_kind(self, kind: Kind, stored: list[torch.Tensor]) -> None:
+        names = range(len(stored))
+        _check_same_shapes(dict(zip(names, self._kind_tensors(kind), strict=True)), dict(zip(names, stored, strict=True)))
         self.map_tensors(kind, lambda _: stored)
 
     def _set_trained(self, trained: Mapping[str, torch.Tensor]) -> None:
+        _check_same_shapes(self._trained, trained)
         with torch.no_grad():
             for name, parameter in self._trained.items():
-                if name in trained:
-                    parameter.copy_(trained[name])
+                parameter.copy_(trained[name])
 
     def _optimizer_name(self) -> str:
         return self._optimizer.name if isinstance(self._optimizer, ShardedOptimizer) else type(self._optimizer).__name__
@@ -139,6 +141,10 @@ class TorchState(StateBase):
             OPTIMIZER_CLASS: self._optimizer_name(),
             OPTIONS: self._options.texts(),
         }
+
+    def _numbered_parameters(self, entries: Mapping[str, Any]) -> dict[str, str]:
+        own = [name for group in self._names_by_group() for name in group]
+        return {str(number): name for number, name in enumerate(entries.get(NAMES, self._stored_names or own))}
 
     def _set_optimizer(self, entries: Mapping[str, Any]) -> list[str]:
         stored, own = entries["optimizer"], self._names_by_group()
@@ -151,8 +157,20 @@ class TorchState(StateBase):
         sources = [[place] * len(names) for place, names in enumerate(own)]
         if self._stored_names is not None and all(name for group in own for name in group):
             stored, sources = regroup(stored, self._stored_names, own)
+        lines = self._check_state(stored, own) if SHAPES not in entries else []
         of_each = [[before[source] if source < len(before) else {} for source in group] for group in sources]
-        return self._options.load(stored, of_each, OPTIMIZER_CLASS in entries, own)
+        return [*lines, *self._options.load(stored, of_each, OPTIMIZER_CLASS in entries, own)]
+
+    def _check_state(self, stored: Mapping[str, Any], own: Sequence[Sequence[str]]) -> list[str]:
+        """What can be seen of the state in a file without shapes. Returns lines for the log. Raises: ValueError."""
+        names = [name for group in own for name in group]
+        made = self._optimizer.inner if isinstance(self._optimizer, ShardedOptimizer) else self._optimizer
+        if (
+            type(made).__module__.startswith("torch.optim.") and type(made).__name__ != "Adafactor"
+        ):  # which keeps rows and columns
+            check_state_shapes(stored, names, self._trained)
+        line = missing_states(stored, names)
+        return [] if line is None else [line]
 
     def _names_by_group(self) -> list[list[str]]:
         optimizer = self._optimizer
@@ -194,6 +212,15 @@ def preload(ours: dict[str, torch.Tensor], device: torch.device, request: Preloa
         for name, value in values.items():
             ours[name].copy_(value)
     return list(ours), list(values)
+
+
+def _check_same_shapes(ours: Mapping[Any, torch.Tensor], stored: Mapping[Any, torch.Tensor]) -> None:
+    """Whether stored tensors can be copied into the model's: copying would repeat smaller ones. Raises: ValueError."""
+    for name, tensor in ours.items():
+        if name not in stored:
+            raise ValueError(f"there is none of {name}")
+        if stored[name].shape != tensor.shape:
+            raise ValueError(f"{name} has the shape {tuple(stored[name].shape)} instead of {tuple(tensor.shape)}")
 
 
 def _copy(state: Any, copies: dict[Any, torch.Tensor]) -> Any:

@@ -352,7 +352,7 @@ def test_a_dataset_that_does_not_repeat_itself_is_reported(tmp_path: Path) -> No
     with opened({**mapped(tmp_path), "map_seq": unseeded}) as dataset:
         feed = Feed("train", dataset, parse("x", "x.hdf", {})[0].order, BatchKeys(), 0, 1)  # type: ignore[union-attr]
         [line] = [line for level, line in feed_lines(feed) if "when an epoch begins again" in line and level == 2]
-        assert line.startswith("train: PostprocessingDataset of RETURNN gives other sequences")
+        assert line.startswith("train: PostprocessingDataset of RETURNN yields other sequences")
         assert len(read(dataset, 1)) == 20
 
 

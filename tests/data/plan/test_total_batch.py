@@ -43,6 +43,13 @@ def test_a_step_takes_the_same_sequences_on_any_number_of_ranks(ranks: int) -> N
     assert steps(ranks) == steps(1)
 
 
+def test_a_remainder_is_told_with_both_numbers() -> None:
+    told = BatchKeys(max_seqs_total=20).remainder_line(3)
+    assert told is not None
+    assert told.startswith("max_seqs_total: 3 ranks take 18 sequences in a step instead of 20, 6 each")
+    assert BatchKeys(max_seqs_total=20).remainder_line(4) is BatchKeys(max_seqs=20).remainder_line(3) is None
+
+
 def test_fewer_sequences_than_ranks_are_refused() -> None:
     with pytest.raises(DataError, match="max_seqs_total: expected at least one sequence for each of 8 ranks, got 6"):
         BatchKeys(max_seqs_total=6).of_each_of(8)

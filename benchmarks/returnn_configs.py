@@ -69,6 +69,14 @@ def forward_step(*, model, extern_data, **_):
     data = next(tensor for name, tensor in extern_data.data.items() if name != "seq_tag")
     _rf.get_run_ctx().mark_as_output(model.weight * data.raw_tensor.float(), "output", dims=data.dims)
 model_outputs = None
+from returnn.forward_iface import ForwardCallbackIface as _ForwardCallbackIface
+class forward_callback(_ForwardCallbackIface):
+    def init(self, *, model):
+        pass
+    def process_seq(self, *, seq_tag, outputs):
+        assert outputs["output"].raw_tensor is not None
+    def finish(self):
+        pass
 """
 """Instead of code that cannot be imported."""
 
@@ -82,7 +90,7 @@ dry_run = use_dummy_datasets = False
 torch_dataloader_opts = {{"num_workers": 0}}
 torch_distributed, use_horovod = None, False
 preload_from_files, import_model_train_epoch1, load = {{}}, None, None
-min_seq_length, max_seq_length = 0, None
+min_seq_length, max_seq_length = None, None
 learning_rate_file = None
 """
 
@@ -337,15 +345,15 @@ RETURNN = "import sys; from returnn.__main__ import main; main(['rnn.py', *sys.a
 
 PROGRAMS: dict[str, Callable[[str], list[list[str]]]] = {
     "hvdtrain": lambda task: _commands(task, ["-m", "hvdtrain", "returnn.config"]),
-    "returnn": lambda task: _commands(task, ["-c", RETURNN, "returnn.config"]),
+    "returnn": lambda task: _commands(task, ["-c", RETURNN, "returnn.config"], load="'initial.pt'"),  # RETURNN evaluates it
 }
 """By program, its commands for a task."""
 
 
-def _commands(task: str, command: list[str]) -> list[list[str]]:
+def _commands(task: str, command: list[str], load: str = "initial.pt") -> list[list[str]]:
     if task == "train":
         return [command]
-    return [["-c", CHECKPOINT], [*command, "++load", "initial.pt"]]
+    return [["-c", CHECKPOINT], [*command, "++load", load]]
 
 
 def _run(commands: list[list[str]], folder: Path, environment: Mapping[str, str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -180,6 +181,13 @@ class DecayRule:
 def wrapped_rf_module(module: Any) -> Any | None:
     """The RETURNN frontend module that a module wraps; None: it wraps none."""
     return getattr(module, "rf_module", None)
+
+
+def frontend_class_names() -> set[str]:
+    """The names of the classes of RETURNN's frontend, if a config has imported it: lists of classes may name some that are not in
+    the model."""
+    frontend = sys.modules.get("returnn.frontend")
+    return {name for name, value in vars(frontend).items() if isinstance(value, type)} if frontend is not None else set()
 
 
 def class_names(module: Any) -> set[str]:

@@ -58,7 +58,7 @@ def train_step(*, model, extern_data, **_):
         ("extern_data['data'] = {'dim': 8}", r"train: expected frames of shape \(8,\), got \(9,\) in 'data'"),
         (
             "extern_data['data'] = {'dim': 9, 'sparse': True}",
-            r"train: expected class indices, got float32 in 'data' \(extern_data.data says so\)",
+            r"train: expected class indices, got float32 in 'data' \(according to extern_data.data\)",
         ),
         ("extern_data['words'] = {'dim': 9}", r"extern_data.words: expected one of the dataset's data keys \(data, classes\)"),
         ("extern_data['data'] = {'dimm': 9}", "extern_data.data: expected options of RETURNN's Tensor, got {'dimm': 9}: "),
@@ -258,7 +258,7 @@ def test_options_of_optimizers_see_returnns_modules(tmp_path: Path) -> None:
         return {name for name, one in model.named_parameters() if id(one) in kept}
 
     assert undecayed() == {"norm.bias", "out.bias"}
-    for blacklist in (["rf.LayerNorm"], [rf.LayerNorm]):
+    for blacklist in (["rf.LayerNorm"], [rf.LayerNorm], ["rf.LayerNorm", "rf.LearnedRelativePositionalEncoding"]):
         assert undecayed(weight_decay_modules_blacklist=blacklist) == {"norm.scale", "norm.bias", "out.bias"}
     with pytest.raises(ConfigError, match="weight_decay_modules_blacklist: expected the framework's classes or the model's"):
         undecayed(weight_decay_modules_blacklist=["rf.LayerNorn"])

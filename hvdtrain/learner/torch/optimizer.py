@@ -18,6 +18,7 @@ from hvdtrain.learner.optimizer import (
     DecayRule,
     class_names,
     class_of,
+    frontend_class_names,
     option_problems,
     take_decay_rule,
     wrapped_rf_module,
@@ -178,7 +179,7 @@ def make_groups(model: torch.nn.Module, made: type, options: dict[str, Any]) -> 
         return _check_groups(groups, model, made)
     asked = any(options.get(name) is not None for name in (BLACKLIST, INCLUDE))
     modules = [one for module in model.modules() for one in (module, wrapped_rf_module(module)) if one is not None]
-    known = {*vars(torch.nn), *(name for module in modules for name in class_names(module))}
+    known = {*vars(torch.nn), *frontend_class_names(), *(name for module in modules for name in class_names(module))}
     rule = take_decay_rule(options, DEFAULT_RULE, known)
     trained = trained_of(model)
     if not options.get("weight_decay"):

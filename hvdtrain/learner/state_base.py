@@ -245,9 +245,9 @@ class StateBase(ABC):
     def _optimizer_entries(self) -> dict[str, Any]:
         """The optimizer's state under "optimizer", and what belongs to it."""
 
-    @abstractmethod
     def _numbered_parameters(self, entries: Mapping[str, Any]) -> dict[str, str]:
         """The names of parameters by the numbers that the optimizer's state in a file has for them, for messages."""
+        return {}
 
     @abstractmethod
     def _set_optimizer(self, entries: Mapping[str, Any]) -> list[str]:

@@ -102,7 +102,7 @@ def test_a_model_whose_score_is_not_a_number_is_none_of_the_best() -> None:
     rule = CleanupRule(keep_last_n=1, keep_best_n=2, keep=[])
     for values, expected in (((nan, 9.0, 2.0, 3.0), [3, 4]), ((nan, 9.0, nan, nan), [2, 4]), ((nan, nan, nan, nan), [4])):
         scores = {epoch: {"dev_loss_ce": value} for epoch, value in enumerate(values, start=1)}
-        assert list(rule.kept(scores, scores)) == expected
+        assert list(rule.epochs_to_keep(scores, scores)) == expected
 
 
 def test_an_evaluation_without_a_number_is_a_warning_and_never_the_best(corpus: Path, tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def test_a_second_job_is_refused_and_told_who_the_first_is(corpus: Path, tmp_pat
     assert time.monotonic() - began < 15
     assert finished.status == 2
     who = f"process {other.pid} on {found['host']}, started {found['started']}"
-    assert f"model: expected no other job that trains {model}, got {who} (wait for its end" in finished.err
+    assert f"model: expected no other job that trains {model}, got {who} (wait until it ends" in finished.err
     assert sorted(path.name for path in model.parent.iterdir()) == ["model.lock"]
     with lock_model(tmp_path / "exp" / "another"):  # in the same folder
         pass

@@ -189,8 +189,8 @@ MAKER = """
 import pickle, sys, time
 import numpy
 from hvdtrain.data.plan.epoch import Plan
-from hvdtrain.data.plan.shared import offered
-with offered(Plan(numpy.arange(100_000), numpy.array([0, 70_000, 100_000])), 7) as offer:
+from hvdtrain.data.plan.shared import offer_plan
+with offer_plan(Plan(numpy.arange(100_000), numpy.array([0, 70_000, 100_000])), 7) as offer:
     pickle.dump(offer, sys.stdout.buffer)
     sys.stdout.flush()
     time.sleep(60)

@@ -128,7 +128,7 @@ def test_hosts_that_lose_each_other_end_their_ranks_if_torchrun_starts_them_agai
     assert 10 < time.monotonic() - began < 45
     for one, lost in zip(finished, ("host2 with rank 1", "host1 with rank 0"), strict=True):
         assert one.status == 1
-        assert len(re.findall(f"{lost} has not answered for \\d+ s, so its power or", one.err)) == 1, one.err
+        assert len(re.findall(f"{lost} has not answered for \\d+ s, so it has lost power or", one.err)) == 1, one.err
 
 
 def test_a_job_whose_first_node_is_lost_is_queued_again_and_goes_on(hosts: Hosts, work: Path) -> None:

@@ -241,8 +241,8 @@ class TensorFlowLearner:
             what = f"others since training began: {', '.join(new)}" if new else f"some that are frozen since: {', '.join(frozen)}"
             raise ConfigError.of(
                 "wrong-result",
-                f"get_model: expected the variables that are trained, got {what} (the optimizer and the graphs have those that were "
-                "trainable in get_model: make layers there, and freeze them there or never)",
+                f"get_model: expected the variables that are trained, got {what} (the optimizer and the graphs have those that "
+                "were trainable in get_model: make layers there, and freeze them there or never)",
             )
 
     def _applied(self, gradients: list[Any], divisor: tf.Tensor) -> Iterator[tuple[str, Array]]:
